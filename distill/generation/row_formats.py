@@ -46,14 +46,9 @@ KEYS = {
     "text": ("text",),
     "ids": ("prompt_ids",),
 }
-# Type of a part -> the keys by which it names an image or a sound, tried in this order.
-REFERENCES = {
-    "image": ("image_url", "url", "path", "image"),
-    "image_url": ("image_url",),
-    "audio": ("audio_url", "url", "path", "audio"),
-    "audio_url": ("audio_url",),
-    "input_audio": ("input_audio",),
-}
+IMAGE_PARTS, SOUND_PARTS = ("image", "image_url"), ("audio", "audio_url", "input_audio")
+# The keys by which parts name an image or a sound, tried in this order.
+IMAGE_KEYS, SOUND_KEYS = ("image_url", "url", "path", "image"), ("input_audio", "audio_url", "url", "path", "audio")
 ID_KEYS = ("question_id", "id", "prompt_id", "task_id", "custom_id")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
 
@@ -204,9 +199,9 @@ def _plain_message(message: dict[str, Any], where: str) -> dict[str, Any]:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind == "text":
             texts.append(str(part.get("text", "")))
-        elif kind in REFERENCES and message.get("role") == "user":
+        elif kind in IMAGE_PARTS + SOUND_PARTS and message.get("role") == "user":
             texts.append(OBJECT)
-            media.append(_reference(part, kind, where))
+            media.append(_reference(part, where, is_image=kind in IMAGE_PARTS))
         else:
             raise InputError(
                 f"{where}: a message of {message.get('role')} has a part of type {kind}; texts are accepted, and images and "
@@ -217,14 +212,13 @@ def _plain_message(message: dict[str, Any], where: str) -> dict[str, Any]:
     return {**message, "content": "".join(texts)} | ({"media": media} if media else {})
 
 
-def _reference(part: Mapping[str, Any], kind: str, where: str) -> str:
-    given = next((part[key] for key in REFERENCES[kind] if part.get(key)), None)
+def _reference(part: Mapping[str, Any], where: str, *, is_image: bool) -> str:
+    given = next((part[key] for key in (IMAGE_KEYS if is_image else SOUND_KEYS) if part.get(key)), None)
     reference = given.get("url") if isinstance(given, Mapping) else given
-    if kind == "input_audio" and isinstance(given, Mapping):
+    if not is_image and isinstance(given, Mapping) and "data" in given:
         if given.get("format") != "wav":
-            raise InputError(f"{where}: a sound has format {given.get('format')!r}; wav is read")
-        reference = f"data:audio/wav;base64,{given.get('data')}"
-    is_image = kind in ("image", "image_url")
+            raise InputError(f"{where}: a sound has format {str(given.get('format'))[:60]!r}; wav is read")
+        reference = f"data:audio/wav;base64,{given['data']}"
     if not isinstance(reference, str) or not reference:
         named = "an image must be named" if is_image else "a sound must be given as input_audio {data, format}, or named"
         raise InputError(f"{where}: {named} by a path, a data URL or a URL, got {str(given)[:60]!r}")

@@ -173,6 +173,7 @@ def test_a_draft_lm_is_distilled_from_what_the_target_sees(run: Run) -> None:
     ("part", "says"),
     [
         ({"type": "video_url"}, "a message of user has a part of type video_url"),
+        ({"type": ["audio"]}, "a message of user has a part of type "),
         ({"type": "input_audio", "input_audio": {"data": "", "format": "mp3"}}, "a sound has format 'mp3'; wav is read"),
         ({"type": "audio"}, r"a sound must be given as input_audio \{data, format\}, or named by a path"),
     ],

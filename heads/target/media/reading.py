@@ -84,11 +84,12 @@ def _fetched(reference: str, config: MediaConfig) -> bytes:
         what = f"is a URL, and nothing is fetched: set {config.key}.allow_urls to true, or give the file"
         raise refusal(reference, config, what)
     content, deadline = b"", time.monotonic() + config.timeout_seconds
+    plain = {"Accept-Encoding": "identity"}  # some bytes, unpacked, could be more than memory holds
     try:
-        with httpx2.stream("GET", reference, timeout=config.timeout_seconds, follow_redirects=False) as response:
+        with httpx2.stream("GET", reference, headers=plain, timeout=config.timeout_seconds, follow_redirects=False) as response:
             if response.status_code != httpx2.codes.OK:
                 raise refusal(reference, config, f"was answered with status {response.status_code}")
-            for part in response.iter_bytes():
+            for part in response.iter_raw():
                 content += part
                 if len(content) > config.max_bytes or time.monotonic() > deadline:
                     break
