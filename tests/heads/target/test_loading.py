@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config
 
 from configs.runtime.errors import InputError
 from configs.schema.target import TargetConfig
+from heads.target import demo_model
 from heads.target.loading import choose_device, load_target
 
 NO_SYSTEM = (
@@ -73,6 +74,17 @@ def test_a_file_that_is_no_gguf_is_named(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"not a model")
     with pytest.raises(InputError, match=r"model\.gguf does not hold a causal LM"):
         load(tmp_path / "model.gguf")
+
+
+def test_any_of_several_processes_may_be_the_one_that_writes_the_embedded_target(
+    tmp_path, monkeypatch, tiny_llama, tiny_tokenizer
+):
+    monkeypatch.setattr("transformers.distributed.mixin._is_torch_distributed_initialized", lambda: True)
+    monkeypatch.setattr("transformers.distributed.mixin._get_torch_distributed_rank", lambda: 1)
+    monkeypatch.setattr(demo_model, "load_gguf", lambda gguf: tiny_llama())
+    monkeypatch.setattr(demo_model.AutoTokenizer, "from_pretrained", lambda folder, gguf_file: tiny_tokenizer)
+    demo_model.save_dequantised(tmp_path / "model.gguf", tmp_path / "made")
+    assert {"config.json", "model.safetensors"} <= {file.name for file in (tmp_path / "made").iterdir()}
 
 
 @pytest.mark.parametrize("name", ["nowhere", "./nowhere", "embedded:other", "nowhere.gguf"])
