@@ -2,6 +2,7 @@
 PY := .venv/bin/python
 STAMP := .venv/.installed
 VLLM_STAMP := .cache/venvs/vllm/.installed
+OPENVINO_STAMP := .cache/venvs/openvino/.installed
 LLAMA_CPP_STAMP := .cache/venvs/llama_cpp/.installed
 GEMMA := .cache/gemma/gemma-3-270m-q4_k_m.gguf
 # An option of a command, where make was given the variable; one in the environment may be meant for others.
@@ -86,12 +87,12 @@ tables: setup ## fill the documents' tables from docs/results/
 	$(PY) scripts/benchmark.py tables --set document=docs/scaling.md
 	$(PY) scripts/benchmark.py tables --set document=docs/models.md
 
-serve-check: setup $(VLLM_STAMP) $(LLAMA_CPP_STAMP) ## a vLLM server as target, writer and source of hidden states; drafts in vLLM, transformers, llama.cpp, into docs/results/serve.json (after make demo bench-heads)
-	$(PY) -m pytest -m slow -s tests/distill/server/test_served_target.py tests/distill/server/test_served_answers.py tests/distill/server/test_served_states.py tests/heads/formats/test_in_llama_cpp.py
+serve-check: setup $(VLLM_STAMP) $(LLAMA_CPP_STAMP) $(OPENVINO_STAMP) ## a vLLM server as target, writer and source of hidden states; drafts in vLLM, transformers, llama.cpp, OpenVINO, into docs/results/serve.json (after make demo bench-heads)
+	$(PY) -m pytest -m slow -s tests/distill/server/test_served_target.py tests/distill/server/test_served_answers.py tests/distill/server/test_served_states.py tests/heads/formats/test_in_llama_cpp.py tests/heads/formats/test_in_openvino.py
 	$(PY) scripts/benchmark.py serve --config configs/serve/smollm2.yaml
 
-$(VLLM_STAMP): scripts/setup_vllm.sh scripts/vllm_pins.txt
-	sh scripts/setup_vllm.sh
+$(VLLM_STAMP) $(OPENVINO_STAMP): .cache/venvs/%/.installed: scripts/setup_engine.sh scripts/%_pins.txt
+	sh scripts/setup_engine.sh $*
 	@touch $@
 
 $(LLAMA_CPP_STAMP): scripts/setup_llama_cpp.sh | setup

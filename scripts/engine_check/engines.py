@@ -67,6 +67,7 @@ ENGINES = {
     "llama_cpp": EngineDriver(
         driver=SCRIPTS / "run_llama_cpp.py", form="gguf", environment="llama_cpp", needs="bin/llama-server", cuts=True
     ),
+    "openvino": EngineDriver(driver=SCRIPTS / "run_openvino.py", form="openvino", environment="openvino", has_python=True),
 }
 
 

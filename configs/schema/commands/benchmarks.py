@@ -276,7 +276,7 @@ class ScaleStepsConfig(Settings):
 
 
 # Engines that are run here, and those whose folders are only written and checked.
-RunEngine = Literal["vllm", "transformers", "llama_cpp"]
+RunEngine = Literal["vllm", "transformers", "llama_cpp", "openvino"]
 CheckedEngine = Literal["sglang", "tensorrt_llm"]
 
 

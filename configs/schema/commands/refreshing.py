@@ -74,7 +74,7 @@ class RefreshConfig(Settings):
         ]
     )
     # Engines that the new draft is exported for once the gate has passed
-    exports: list[Literal["vllm", "transformers", "speculators", "sglang", "tensorrt_llm", "gguf"]] = []
+    exports: list[Literal["vllm", "transformers", "speculators", "sglang", "tensorrt_llm", "gguf", "openvino"]] = []
     drift: DriftConfig = DriftConfig()
     seed: NonNegativeInt = 0  # of answers that are drawn, and of the choice of replayed conversations
     output: str = "runs/refresh"  # folder: refresh.json, refresh.md, train/artifact, export/; drift.json, drift.md

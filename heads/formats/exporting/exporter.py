@@ -15,7 +15,7 @@ from heads.target.checkpoint_files import SINGLE_FILE, Weights, link_or_copy, re
 from heads.target.identity import hash_weights
 
 SERVE_FILE = "serve.txt"
-PROGRAMS = {"gguf": "llama.cpp"}  # where the form is not called like what serves it
+PROGRAMS = {"gguf": "llama.cpp", "openvino": "OpenVINO GenAI"}  # where the form is not called like what serves it
 
 
 def export(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from configs.runtime.errors import InputError
-from heads.formats.exporting import draft_lm, flat, gguf, medusa, mtp, speculators
+from heads.formats.exporting import draft_lm, flat, gguf, medusa, mtp, openvino, speculators
 from heads.formats.exporting.source import Source
 from heads.formats.layout import ExportLayout
 
@@ -44,6 +44,7 @@ FORMS: dict[str, dict[str, Form]] = {
         "eagle3": flat.tensorrt_eagle,
     },
     "gguf": {"draft_lm": gguf.draft_lm, "eagle3": gguf.eagle3, "dflash": gguf.dflash},
+    "openvino": {"draft_lm": openvino.draft_lm, "eagle3": openvino.eagle3},
 }
 # Why an engine has no form for a kind, where there is more to say than that.
 REASONS = {
