@@ -132,3 +132,18 @@ def test_a_run_that_loses_a_node_takes_the_same_steps_with_the_other_one(project
         assert largest_difference(found, expected) < TOLERANCE, name
     files = (tmp_path / output / "artifact" / "model.safetensors" for output in ("run", "whole"))
     torch.testing.assert_close(*map(load_file, files), rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_where_the_node_is_lost_at_which_the_others_meet_the_same_command_goes_on(project, tmp_path, start_node):
+    schedule = {"max_steps": 40, "batch_size": 2, "micro_batches_per_step": 2, "checkpoint_every_steps": 20}
+    config = written(project.distill(tmp_path / "run", **schedule), tmp_path / "recipe.yaml")
+    place = {"MAIN_PORT": environment()["MAIN_PORT"]}
+    (host, _), (left, said) = nodes = [start_node(config, **place) for _ in range(2)]
+    wait_for((tmp_path / "run" / "checkpoints" / "step-00000020").exists, nodes)
+    lose(host)
+    assert left.wait(120) not in (None, DONE), said.read_text()[-3000:]
+    assert not workers(config)
+    again, said = start_node(config, **place, PET_RDZV_CONF=f"{PATIENCE},is_host=1")
+    assert again.wait(120) == DONE, said.read_text()[-3000:]
+    assert "resumed from" in said.read_text()
