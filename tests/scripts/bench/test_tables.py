@@ -87,9 +87,10 @@ def test_the_command_rewrites_the_document_or_leaves_it_alone(results, capsys):
     assert document.read_text() == filled
 
 
-def test_the_documents_tables_are_those_of_the_results_that_ship():
-    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    assert "<!-- table: decode -->" in page
+@pytest.mark.parametrize(("document", "name"), [("benchmarks", "decode"), ("modalities", "modalities")])
+def test_a_documents_tables_are_those_of_the_results_that_ship(document, name):
+    page = (ROOT / "docs" / f"{document}.md").read_text(encoding="utf-8")
+    assert f"<!-- table: {name} -->" in page
     assert fill_tables(page, ROOT / "docs" / "results") == page
 
 
