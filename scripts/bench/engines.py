@@ -14,6 +14,7 @@ Left out: GPUs, which would need two of them.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
@@ -72,7 +73,7 @@ def compare_engines(settings: EngineComparisonSettings) -> list[dict[str, object
 def hold_shares(settings: EngineComparisonSettings, kind: str, size: int) -> dict[str, Any]:
     """Load the target in so many processes that share it, and in one; return what the one that holds most has of it.
 
-    Bytes of parameters, and by how much loading raises the memory that is no file's, each beside that of the whole target.
+    Bytes of parameters, and by how much loading raises the memory in use that is no file's; each also of the whole target.
     """
     with TemporaryDirectory(prefix="split-") as scratch:
         folder = Path(scratch)
@@ -129,12 +130,19 @@ def _load_in(folder: Path, name: str, parallel: dict[str, int] | None, num_proce
 
 def _hold(config: HeadsConfig) -> int:
     """Load the target's part of this process, and write down what it takes."""
-    state, before = join_processes(config.target), own_bytes()
+    state, before = join_processes(config.target), _bytes_in_use()
     target = load_target(config.target)
-    held = {**held_bytes(target.model), "resident": own_bytes() - before}
+    held = {**held_bytes(target.model), "resident": _bytes_in_use() - before}
     (Path(config.output) / f"{state.process_index}.json").write_text(json.dumps(held))
     state.wait_for_everyone()
     return DONE
+
+
+def _bytes_in_use() -> int:
+    """Return this process's own memory without what was freed: glibc keeps several times what is in use of gathered blocks."""
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+    return own_bytes()
 
 
 def largest_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
