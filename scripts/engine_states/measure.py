@@ -2,7 +2,8 @@
 
 The servers run already, by the line of `scripts/serve_states.py`, on devices that training does not use: on the same ones the
 two sides would not be comparable. Their states are compared with the local target's, which is loaded whole for that; then the
-recipe's steps are timed from both, in turns. The ratios join those in the file of `scripts/benchmark.py scale`.
+recipe's steps are timed from both, in turns. The ratios join those in the file of `scripts/benchmark.py scale`. Either half can
+be left out: servers of float32, whose states are to be equal, are not those to be timed.
 """
 
 from __future__ import annotations
@@ -40,16 +41,18 @@ def compare_states(config: BenchStatesConfig) -> int:
     served = recipe.target.model_copy(update={"states": config.states or recipe.target.states})
     if served.states is None:
         raise ConfigError("states: neither the benchmark nor the recipe names servers; give urls and path")
+    if not config.num_compared + config.repeats:
+        raise ConfigError("num_compared and repeats are both 0, which leaves nothing to measure")
     cached = recipe.data.model_copy(update={"cache": config.cache})
     sides = {
         "served": recipe.model_copy(update={"target": served, "data": recipe.data.model_copy(update={"cache": None})}),
         "cached": recipe.model_copy(update={"data": cached, "target": recipe.target.model_copy(update={"states": None})}),
     }
-    ratios: dict[str, Interval | float | None] = {
-        "engine_states_relative_difference": relative_difference(config, sides["served"]),
-        "engine_states_speed_vs_cache": speed_vs_cache(config, sides),
-    }
-    add_ratios(config.output, "states", config, ratios)
+    if config.num_compared:
+        difference = relative_difference(config, sides["served"])
+        add_ratios(config.output, "states_compared", config, {"engine_states_relative_difference": difference})
+    if config.repeats:
+        add_ratios(config.output, "states_timed", config, {"engine_states_speed_vs_cache": speed_vs_cache(config, sides)})
     return DONE
 
 

@@ -256,10 +256,11 @@ class BenchStatesConfig(Settings):
     recipe: str = "configs/heads/eagle3.yaml"  # of `train/heads.py`
     states: EngineStatesConfig | None = None  # the servers; None: those of the recipe's target.states
     cache: str = "runs/heads/cache"  # of the recipe's data
-    num_compared: PositiveInt = 8  # conversations whose states are compared with the local target's
+    # Conversations whose states are compared with the local target's, best in float32 on both sides; 0: none
+    num_compared: NonNegativeInt = 8
     steps: PositiveInt = 24  # timed optimiser steps a run
     warmup_steps: NonNegativeInt = 8  # before them, in which the servers' prefetched states come in
-    repeats: PositiveInt = 5  # runs of each side, in turns
+    repeats: NonNegativeInt = 5  # runs of each side, in turns; 0: states alone are compared
     bootstrap_samples: PositiveInt = 2000
     output: str = "docs/results/scale.json"  # a file of `scripts/benchmark.py scale`, which the ratios are added to
 
