@@ -7,15 +7,14 @@ import torch
 
 from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
-from configs.schema.drafting import StaticTree
 from configs.schema.target import ImagesConfig, TargetConfig
 from eval.decoder.decode import Request, decode
 from heads.inference.media_inputs import MediaPrompt
 from heads.target.chat_template import OBJECT
 from heads.target.loading import Target, load_target
-from scripts.models_check.architectures import VOCAB_SIZE, tiny_model
+from scripts.models_check.architectures import tiny_model
 from scripts.models_check.media_models import picture, save_processor
-from scripts.models_check.scripted_drafts import ScriptedDrafts
+from tests.support.media import assert_decodes_to, assert_matching_changes_nothing, media_requests
 
 pytest.importorskip("PIL")
 NEW_TOKENS = 20
@@ -45,13 +44,7 @@ def target(folder: Path) -> Target:
 
 
 def requests_of(target: Target) -> list[Request]:
-    requests = []
-    for number, (text, images) in enumerate(ASKED):
-        messages = [{"role": "user", "content": text}]
-        tokens = tuple(target.encode_chat(messages, media=images))
-        prompt = target.media_prompt(messages, images)
-        requests.append(Request(prompt_id=str(number), category="", tokens=tokens, media_prompt=prompt))
-    return requests
+    return media_requests(target, ASKED)
 
 
 def reference(target: Target, request: Request) -> list[int]:
@@ -70,26 +63,11 @@ def test_greedy_tokens_are_those_of_generate_with_the_same_pictures(target: Targ
     requests = requests_of(target)
     expected = [reference(target, request) for request in requests]
     assert expected[0] != expected[1]  # the picture decides
-    drafts = ScriptedDrafts([[*each.tokens, *answer] for each, answer in zip(requests, expected, strict=True)], VOCAB_SIZE)
-    tree = StaticTree(kind="static", branching=[2, 2, 1])
-    for settings in ({"num_speculative_tokens": 0}, {}, {"tree": tree}):
-        config = DecodeConfig(max_new_tokens=NEW_TOKENS, batch_size=4, **settings)
-        found, _ = decode(target, requests, config, drafts if config.num_speculative_tokens else None)
-        assert [list(each.tokens) for each in found] == expected, settings
+    assert_decodes_to(target, requests, expected, NEW_TOKENS)
 
 
 def test_sampled_tokens_by_matching_are_those_without_drafts(target: Target) -> None:
-    requests = requests_of(target)
-    plain, chain, tree = (
-        DecodeConfig(temperature=1.0, verification="match", max_new_tokens=NEW_TOKENS, batch_size=4, **settings)
-        for settings in ({"num_speculative_tokens": 0}, {}, {"tree": StaticTree(kind="static", branching=[2, 2, 1])})
-    )
-    expected = [list(each.tokens) for each in decode(target, requests, plain)[0]]
-    drafts = ScriptedDrafts([[*each.tokens, *answer] for each, answer in zip(requests, expected, strict=True)], VOCAB_SIZE)
-    for config in (chain, tree):
-        found, _ = decode(target, requests, config, drafts)
-        assert [list(each.tokens) for each in found] == expected
-        assert any(round_.num_accepted for each in found for round_ in each.rounds)
+    assert_matching_changes_nothing(target, requests_of(target), NEW_TOKENS)
 
 
 def test_a_place_for_an_image_without_it_and_a_changed_image_are_refused(target: Target, folder: Path) -> None:

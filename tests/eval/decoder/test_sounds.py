@@ -12,15 +12,14 @@ from transformers import AutoProcessor
 
 from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
-from configs.schema.drafting import StaticTree
 from configs.schema.target import TargetConfig
 from eval.decoder.decode import Request, decode
 from heads.inference.media_inputs import SOUND
 from heads.target.chat_template import OBJECT
 from heads.target.loading import Target, load_target
-from scripts.models_check.architectures import VOCAB_SIZE, tiny_model
+from scripts.models_check.architectures import tiny_model
 from scripts.models_check.media_models import PLACEHOLDER, save_processor, sound
-from scripts.models_check.scripted_drafts import ScriptedDrafts
+from tests.support.media import assert_decodes_to, assert_matching_changes_nothing, media_requests
 
 NEW_TOKENS = 16
 URL = "data:audio/wav;base64," + base64.b64encode(sound(1, rate=16000)).decode()
@@ -45,13 +44,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 
 def requests_of(target: Target) -> list[Request]:
-    requests = []
-    for number, (text, named) in enumerate(ASKED):
-        messages, references = [{"role": "user", "content": text}], [SOUND + name for name in named]
-        tokens = tuple(target.encode_chat(messages, media=references))
-        prompt = target.media_prompt(messages, references)
-        requests.append(Request(prompt_id=str(number), category="", tokens=tokens, media_prompt=prompt))
-    return requests
+    return media_requests(target, [(text, [SOUND + name for name in named]) for text, named in ASKED])
 
 
 def reference(target: Target, request: Request, seeds: list[int]) -> list[int]:
@@ -74,26 +67,11 @@ def test_greedy_tokens_are_those_of_generate_with_the_same_sounds(target: Target
     assert [request.tokens.count(PLACEHOLDER) for request in requests] == [7, 7, 27, 0]
     expected = [reference(target, request, [*seeds.values()]) for request, (_, seeds) in zip(requests, ASKED, strict=True)]
     assert expected[0] != expected[1]  # the sound decides
-    drafts = ScriptedDrafts([[*each.tokens, *answer] for each, answer in zip(requests, expected, strict=True)], VOCAB_SIZE)
-    tree = StaticTree(kind="static", branching=[2, 2, 1])
-    for settings in ({"num_speculative_tokens": 0}, {}, {"tree": tree}):
-        config = DecodeConfig(max_new_tokens=NEW_TOKENS, batch_size=4, **settings)
-        found, _ = decode(target, requests, config, drafts if config.num_speculative_tokens else None)
-        assert [list(each.tokens) for each in found] == expected, settings
+    assert_decodes_to(target, requests, expected, NEW_TOKENS)
 
 
 def test_sampled_tokens_by_matching_are_those_without_drafts(target: Target) -> None:
-    requests = requests_of(target)
-    plain, chain, tree = (
-        DecodeConfig(temperature=1.0, verification="match", max_new_tokens=NEW_TOKENS, batch_size=4, **settings)
-        for settings in ({"num_speculative_tokens": 0}, {}, {"tree": StaticTree(kind="static", branching=[2, 2, 1])})
-    )
-    expected = [list(each.tokens) for each in decode(target, requests, plain)[0]]
-    drafts = ScriptedDrafts([[*each.tokens, *answer] for each, answer in zip(requests, expected, strict=True)], VOCAB_SIZE)
-    for config in (chain, tree):
-        found, _ = decode(target, requests, config, drafts)
-        assert [list(each.tokens) for each in found] == expected
-        assert any(round_.num_accepted for each in found for round_ in each.rounds)
+    assert_matching_changes_nothing(target, requests_of(target), NEW_TOKENS)
 
 
 def test_a_sound_longer_than_the_model_reads_is_refused_and_never_cut(target: Target) -> None:
