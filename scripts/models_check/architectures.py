@@ -173,7 +173,9 @@ def names() -> list[str]:
 
 def not_a_decoder(name: str) -> str | None:
     """Return why a name of the mapping stands for no causal LM of its own; None: it does."""
-    if name in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES or default_config(name).is_encoder_decoder:
+    # Decoders that read sound stand in that mapping, too, and are variants here.
+    listed = name in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES and name not in VARIANTS
+    if listed or default_config(name).is_encoder_decoder:
         return "the decoder half of an encoder-decoder model"
     values = default_config(name).to_dict()
     reads_an_encoder = values.get("is_decoder") is False and not {

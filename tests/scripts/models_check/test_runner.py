@@ -112,9 +112,9 @@ def test_a_parameter_without_a_gradient_is_found(tmp_path, monkeypatch):
 
 
 def test_what_stands_in_the_mapping_is_told_from_encoders_by_what_transformers_says_of_it():
-    asked = ("bert", "whisper", "gpt_neox", "mamba", "mistral3")
+    asked = ("bert", "whisper", "gpt_neox", "mamba", "mistral3", "qwen2_audio")
     assert {"bert", "mistral3", "phi3, longrope"} <= set(names())
     kinds = {name: not_a_decoder(family_of(name)) for name in asked}
     assert kinds["bert"].startswith("an encoder")
     assert kinds["whisper"].startswith("the decoder half")
-    assert kinds["gpt_neox"] is kinds["mamba"] is kinds["mistral3"] is None
+    assert kinds["gpt_neox"] is kinds["mamba"] is kinds["mistral3"] is kinds["qwen2_audio"] is None
