@@ -45,7 +45,7 @@ def measure_modality(config: BenchModalitiesConfig, name: str, modality: Modalit
         ConfigError: `relaxed` names a config without a lossy rule.
     """
     relaxed = load_config(EvalConfig, modality.relaxed)
-    if relaxed.decode.lossy is None or relaxed.quality is None:
+    if relaxed.decode.lossy is None:
         raise ConfigError(f"modalities.{name}.relaxed: {modality.relaxed} decodes strictly; name one with decode.lossy")
     recipes = BenchHeadsConfig(
         data=None, cache=None, recipes=modality.recipes, draft_models=modality.draft_models, runs=config.runs

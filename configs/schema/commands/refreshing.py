@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from configs.schema.base import NonNegativeInt, PositiveInt, Settings
+from configs.schema.commands.release import Engine
 from configs.schema.commands.sweep import Setting, dotted
 from configs.schema.data import AnswersConfig, AnswerServerConfig, RowFormat
 from configs.schema.decoding import DecodeConfig
@@ -74,7 +75,7 @@ class RefreshConfig(Settings):
         ]
     )
     # Engines that the new draft is exported for once the gate has passed
-    exports: list[Literal["vllm", "transformers", "speculators", "sglang", "tensorrt_llm", "gguf", "openvino"]] = []
+    exports: list[Engine] = []
     drift: DriftConfig = DriftConfig()
     seed: NonNegativeInt = 0  # of answers that are drawn, and of the choice of replayed conversations
     output: str = "runs/refresh"  # folder: refresh.json, refresh.md, train/artifact, export/; drift.json, drift.md

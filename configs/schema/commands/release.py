@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -16,7 +16,8 @@ LayerIds = Literal["block_output", "h"]
 TAP_OF_ID: dict[LayerIds, int] = {"block_output": 1, "h": 0}  # added to an id, gives the artifact's
 # Weights that some programs keep pickled; read with `weights_only`. A Hub's repository is asked for them for an import only.
 TORCH_FILES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
-ENGINES = ("vllm", "transformers", "speculators", "sglang", "tensorrt_llm", "gguf", "openvino")
+Engine = Literal["vllm", "transformers", "speculators", "sglang", "tensorrt_llm", "gguf", "openvino"]
+ENGINES: tuple[Engine, ...] = get_args(Engine)
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 PROMPTS = (

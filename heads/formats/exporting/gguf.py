@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 import shlex
-import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -22,6 +21,7 @@ from configs.runtime.errors import InputError
 from configs.runtime.files import downloads_folder
 from heads.formats.exporting import draft_lm as plain
 from heads.formats.exporting import flat, speculators
+from heads.formats.exporting.converter import run_converter
 from heads.formats.exporting.source import Source
 from heads.formats.layout import ExportLayout
 
@@ -93,10 +93,7 @@ def convert(folder: Path, layout: ExportLayout, *, converter: Path, target: Path
     command += ["--target-model-dir", str(target)]
     # Beside the source stands what the converter imports and this project does not.
     beside = os.pathsep.join(filter(None, [str(converter.parent.parent / "python"), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": beside}, capture_output=True, text=True, check=False)
-    if done.returncode != 0 or not (folder / FILE).is_file():
-        words = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
-        raise InputError(f"llama.cpp's converter refuses it: {words}")
+    run_converter("llama.cpp's converter", command, folder / FILE, {"PYTHONPATH": beside})
     _check_complete(folder / FILE, layout)
     for path in before:
         path.unlink()

@@ -12,7 +12,6 @@ import math
 import os
 import shlex
 import shutil
-import subprocess
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,6 +22,7 @@ from configs.runtime.errors import InputError
 from configs.runtime.files import downloads_folder
 from heads.formats.exporting import draft_lm as plain
 from heads.formats.exporting import flat
+from heads.formats.exporting.converter import run_converter
 from heads.formats.exporting.source import Source
 from heads.formats.layout import ExportLayout
 
@@ -72,8 +72,7 @@ def _converted(source: Source, layout: ExportLayout, block_ids: Sequence[int] | 
             f"its weights are {source.dtype_name}, and OpenVINO models are written in {' or '.join(WEIGHT_FORMATS)}: "
             "say which with --set dtype=float32"
         )
-    how = [str(converter), "export", "openvino", "--model", str(source.target.folder), *TASK]
-    how += ["--weight-format", WEIGHT_FORMATS[source.dtype_name][0], "target_openvino"]
+    how = [*_command(converter, source.target.folder, source.dtype_name), "target_openvino"]
 
     def lines(out: str) -> str:
         return "\n".join(
@@ -118,15 +117,12 @@ def convert(folder: Path, layout: ExportLayout, *, converter: Path, dtype_name: 
         RuntimeError: the model holds less than it should.
     """
     before, made = list(folder.iterdir()), folder / "made"
-    weight_format, size = WEIGHT_FORMATS[dtype_name]
-    command = [str(converter), "export", "openvino", "--model", str(folder), *TASK, "--weight-format", weight_format]
-    command += [str(made)] if block_ids is None else [OWN_CODE, str(made)]
-    done = subprocess.run(command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, check=False)
-    if done.returncode != 0 or not (made / MODEL).is_file():
-        words = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
-        raise InputError(f"optimum-intel refuses it: {words}")
+    command = _command(converter, folder, dtype_name) + ([] if block_ids is None else [OWN_CODE]) + [str(made)]
+    run_converter("optimum-intel", command, made / MODEL, {"HF_HUB_OFFLINE": "1"})
     # Of matrices only: vectors that are equal, as norms may be, are stored once.
-    planned = size * sum(math.prod(stored.shape) for stored in layout.weights.values() if len(stored.shape) > 1)
+    planned = WEIGHT_FORMATS[dtype_name][1] * sum(
+        math.prod(stored.shape) for stored in layout.weights.values() if len(stored.shape) > 1
+    )
     if (written := (made / NUMBERS).stat().st_size) < planned:
         raise RuntimeError(f"{NUMBERS} was written with {written} bytes of {planned}")
     if block_ids is not None:
@@ -136,6 +132,20 @@ def convert(folder: Path, layout: ExportLayout, *, converter: Path, dtype_name: 
     for path in list(made.iterdir()):
         shutil.move(path, folder / path.name)
     made.rmdir()
+
+
+def _command(converter: Path, model: Path, dtype_name: str) -> list[str]:
+    """Return the command for a model, without the folder that it writes."""
+    return [
+        str(converter),
+        "export",
+        "openvino",
+        "--model",
+        str(model),
+        *TASK,
+        "--weight-format",
+        WEIGHT_FORMATS[dtype_name][0],
+    ]
 
 
 def _say_which_states(model: Path, block_ids: Sequence[int]) -> None:

@@ -1,0 +1,28 @@
+"""Another project's converter, run as a process on a folder that was written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from configs.runtime.errors import InputError
+
+
+def run_converter(name: str, command: Sequence[str], made: Path, environment: Mapping[str, str]) -> None:
+    """Run a converter.
+
+    Args:
+        name: what messages call it.
+        command: of the process.
+        made: the file that it is to leave.
+        environment: variables beside those of this process.
+
+    Raises:
+        InputError: it fails, or the file is not there; with the last line that it writes to stderr.
+    """
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
+    if done.returncode != 0 or not made.is_file():
+        words = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        raise InputError(f"{name} refuses it: {words}")
