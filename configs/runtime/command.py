@@ -173,7 +173,8 @@ class _PrintKeys(argparse.Action):
         self, parser: argparse.ArgumentParser, namespace: object, values: Any, option_string: str | None = None
     ) -> None:
         """Print and end."""
-        print(render_keys(self.schema, values))
+        with suppress(BrokenPipeError):  # its reader, such as `head`, has seen enough
+            print(render_keys(self.schema, values), flush=True)
         parser.exit()
 
 

@@ -7,8 +7,8 @@ the first. With `draft_vocab_sizes` each head is measured with fewer draft token
 for themselves, so those of the answers' most frequent tokens are kept and the others left out, without further training.
 EAGLE-3's training itself is compared with speculators', where that is installed (`scripts.bench.eagle3_training`), and its
 attention with a dense one (`scripts.bench.peers.dense_attention`). Data and finished trainings are kept while recipe and data
-are the same, so that only the first run takes hours. Rows of heads trained on other data stay in the file, and comparisons
-that this run leaves out.
+are the same, so that only the first run takes hours. Rows of heads that this run does not measure stay in the file, and
+comparisons that it leaves out.
 """
 
 from __future__ import annotations
@@ -89,42 +89,49 @@ def compare_heads(config: BenchHeadsConfig) -> int:
             rows += measure_run(config, target, of_suite, run, sides, baselines, suite=name)
     rows.sort(key=lambda row: row["family"] == PROMPT_LOOKUP)
     comparisons = [*(training.rows() if training is not None else []), *attention_rows(attention)]
-    kept = keep_results(Path(config.output), rows[0]["data"], {next(iter(row)) for row in comparisons})
+    data, compared = rows[0]["data"], {next(iter(row)) for row in comparisons}
+    kept = keep_results(Path(config.output), data, {row["recipe"] for row in rows}, compared)
     write_results(
         config.output,
         "heads",
         config,
         rows=[*kept["rows"], *rows, *kept["comparisons"], *comparisons],
         ratios=kept["ratios"] | ratios | attention_ratios(attention, config.bootstrap_samples),
+        data=data,
         runs=[{"recipe": run.name, "artifact": str(run.artifact), "git": run.read_git()} for run in runs],
         cache_seconds=read_cache_seconds(config),
         device=str(target.device),
         threads=torch.get_num_threads(),
-        on_other_data=kept["runs"],
+        measured_before=kept["measured_before"],
     )
     return verdict(rows, training)
 
 
-def keep_results(path: Path, data: str, measured: Collection[str]) -> dict[str, Any]:
+def keep_results(path: Path, data: str, recipes: Collection[str | None], compared: Collection[str]) -> dict[str, Any]:
     """Return what a results file holds that was not measured anew.
 
     Args:
         path: of the file; there may be none.
         data: whose heads were measured.
-        measured: the first keys of the comparisons' rows that were made.
+        recipes: of the rows that were made; None for baselines.
+        compared: the first keys of the comparisons' rows that were made.
 
     Returns:
-        `rows` of heads trained on other data, and the `runs` that measured them; rows of other `comparisons`; all `ratios`.
+        `rows` of other heads, and what is known of the commands that measured them (`measured_before`); rows of other
+        `comparisons`; all `ratios`.
     """
     if not path.is_file():
-        return {"rows": [], "comparisons": [], "ratios": {}, "runs": []}
+        return {"rows": [], "comparisons": [], "ratios": {}, "measured_before": []}
     results = read_json(path, "benchmark results")
-    rows = [row for row in results["rows"] if row.get("data", data) != data]
-    comparisons = [row for row in results["rows"] if "data" not in row and next(iter(row)) not in measured]
-    known = {each["data"]: each for each in results.get("on_other_data", [])}
-    written = {name: results[name] for name in ("command", "config", "hardware", "versions", "git", "runs")}
-    runs = [known.get(name, {"data": name} | written) for name in dict.fromkeys(row["data"] for row in rows)]
-    return {"rows": rows, "comparisons": comparisons, "ratios": results["ratios"], "runs": runs}
+    anew = {(data, recipe) for recipe in recipes}
+    rows = [row for row in results["rows"] if "data" in row and (row["data"], row["recipe"]) not in anew]
+    comparisons = [row for row in results["rows"] if "data" not in row and next(iter(row)) not in compared]
+    last = {name: results[name] for name in ("data", "command", "config", "hardware", "versions", "git", "runs")}
+    before = []
+    for each in (*results["measured_before"], last):
+        runs = [run for run in each["runs"] if (each["data"], run["recipe"]) not in anew]
+        before += [each | {"runs": runs}] if runs else []
+    return {"rows": rows, "comparisons": comparisons, "ratios": results["ratios"], "measured_before": before}
 
 
 class MeasuredDraft(NamedTuple):

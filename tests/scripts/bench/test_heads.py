@@ -184,20 +184,29 @@ def test_heads_are_measured_with_fewer_draft_tokens_without_training(results, ma
         compare_heads(make_config(**medusa, draft_vocab_sizes=[8]))
 
 
-def test_rows_of_heads_trained_on_other_data_stay_in_the_file(results, tmp_path):
-    path, rows = tmp_path / "heads.json", results.content["rows"]
+def test_rows_that_are_not_measured_anew_stay_in_the_file(results, tmp_path):
+    path, content, rows = tmp_path / "heads.json", results.content, results.content["rows"]
     assert {row["data"] for row in rows} == {"data"}  # the stem of its config
-    assert keep_results(path, "data", []) == {"rows": [], "comparisons": [], "ratios": {}, "runs": []}
+    every = {row["recipe"] for row in rows}
+    nothing = {"rows": [], "comparisons": [], "ratios": {}, "measured_before": []}
+    assert keep_results(path, "data", every, []) == nothing
     compared, ratios = [{"training": "ours", "steps": 2}, {"attention": "ours", "positions": 8}], {"speed": 2.0}
-    path.write_text(json.dumps(results.content | {"rows": [*rows, *compared], "ratios": ratios}))
-    assert keep_results(path, "data", []) == {"rows": [], "comparisons": compared, "ratios": ratios, "runs": []}
-    kept = keep_results(path, "prompts", ["attention"])
+    path.write_text(json.dumps(content | {"rows": [*rows, *compared], "ratios": ratios}))
+    assert keep_results(path, "data", every, []) == nothing | {"comparisons": compared, "ratios": ratios}
+    kept = keep_results(path, "prompts", every, ["attention"])
     assert (kept["rows"], kept["comparisons"], kept["ratios"]) == (rows, compared[:1], ratios)
-    assert [(run["data"], run["git"]) for run in kept["runs"]] == [("data", results.content["git"])]
+    (before,) = kept["measured_before"]
+    assert before == {name: content[name] for name in before}
     theirs = [row | {"data": "prompts"} for row in rows]
-    path.write_text(json.dumps(results.content | {"rows": [*rows, *theirs], "git": {}, "on_other_data": kept["runs"]}))
-    assert keep_results(path, "prompts", [])["runs"] == kept["runs"]  # who measured them stays what it was
-    assert [run["git"] for run in keep_results(path, "data", [])["runs"]] == [{}]
+    again = {"data": "prompts", "rows": [*rows, *theirs], "git": {}, "measured_before": [before]}
+    path.write_text(json.dumps(content | again))
+    assert keep_results(path, "prompts", every, [])["measured_before"] == [before]
+    kept = keep_results(path, "data", {None, "medusa"}, [])
+    assert kept["rows"] == [row for row in rows if row["recipe"] not in {None, "medusa"}] + theirs
+    assert [(each["data"], [run["recipe"] for run in each["runs"]]) for each in kept["measured_before"]] == [
+        ("data", ["eagle3", "draft_lm"]),
+        ("prompts", ["medusa", "eagle3", "draft_lm"]),
+    ]
 
 
 def test_costs_are_those_of_the_artifact_the_data_and_the_run(results, recipe):
