@@ -1,7 +1,7 @@
 """Settings of the cost-optimal draft length (`configs.schema.drafting.CostStopping`), fitted to measured rounds or to a report.
 
 The rule needs a calibration, how often drafts of some confidence are accepted where all before them were, and the times of
-draft and target steps. `fit_stopping` takes both from rounds measured for the purpose (`ConfidenceProbe`), and sets the price
+draft and target steps. `fit_stopping` takes both from rounds measured for the purpose (`choose_stopping`), and sets the price
 of time too. `stopping_from_report` takes what a report of chains of a fixed length holds, and leaves that price to the rule.
 R rounds, B batch, G drafts of a round.
 """
@@ -18,17 +18,21 @@ from scipy.optimize import isotonic_regression
 from torch import Tensor
 
 from configs.runtime.errors import InputError
-from configs.schema.decoding import SamplingConfig
+from configs.schema.decoding import DecodeConfig, SamplingConfig
 from configs.schema.drafting import CalibrationPoint, ConfidenceBy, CostStopping
+from eval.cost.tree_choice import row_seconds
+from eval.decoder.decode import Request, decode
 from eval.metrics.distributions import class_sums, describe_classes
 from eval.report.schema import Report
 from eval.report.sections import WholeSpeedSection
+from heads.artifact import Draft
 from heads.families.registry import FAMILIES
 from heads.proposers.draft_length import CostRule, calibrated, confidence, sampling_for_stopping, tokens_per_millisecond
 from heads.proposers.protocol import Proposal, Proposer, Tokens
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.probabilities import token_probabilities
 from heads.target.hidden_states import TargetStates
+from heads.target.loading import Target
 
 MOST_ITERATIONS = 50
 TOLERANCE = 1e-9  # relative, of the fixed point
@@ -42,6 +46,7 @@ def fit_stopping(
     target_step_milliseconds: Sequence[float],
     round_milliseconds: float = 0.0,
     num_bins: int = 15,
+    by: ConfidenceBy = "distribution",
 ) -> CostStopping:
     """Return the cost rule's settings for a draft on a machine, from rounds measured for it.
 
@@ -54,6 +59,7 @@ def fit_stopping(
         target_step_milliseconds: of a target step on 1, 2, ... rows.
         round_milliseconds: of what a round does besides.
         num_bins: of the calibration.
+        by: what the rounds' confidences are.
 
     Raises:
         ValueError: no round drafted anything, or the target's times are fewer than the drafts of a round and one.
@@ -76,11 +82,34 @@ def fit_stopping(
         round_milliseconds=round_milliseconds,
         calibration=calibration_points(classes),
         acceptance=min(sum(accepted for _, accepted in pairs) / len(pairs), LARGEST_ACCEPTANCE),
+        by=by,
     )
     # Shorter rounds are those for which an answer had no more room; they say nothing of how long it pays to draft.
     whole = [round_.confidences for round_ in rounds if len(round_.confidences) == longest]
     price = _price_of_time(settings, torch.tensor(whole, dtype=torch.float64))
     return settings.model_copy(update={"tokens_per_second": 1000 * price})
+
+
+def choose_stopping(target: Target, draft: Draft, requests: Sequence[Request], settings: DecodeConfig) -> CostStopping:
+    """Return the cost rule's settings for a draft on this machine, by what it shows on prompts that are not judged.
+
+    Args:
+        target, draft: what decodes.
+        requests: to decode, one at a time.
+        settings: chains without a stopping rule, as long as the rule may draft.
+    """
+    probe = ConfidenceProbe(draft.proposer)
+    timings = [decode(target, [request], settings, probe)[1] for request in requests]
+    milliseconds = 1000 * sum(timing.draft_seconds for timing in timings) / sum(timing.num_rounds for timing in timings)
+    family, longest = FAMILIES.get(draft.metadata.kind), settings.num_speculative_tokens
+    in_one = family is not None and family.in_one_forward
+    return fit_stopping(
+        probe.rounds,
+        draft_step_milliseconds=0.0 if in_one else milliseconds / longest,
+        target_step_milliseconds=[1000 * each for each in row_seconds(target, requests[0], longest + 1)],
+        round_milliseconds=milliseconds if in_one else 0.0,
+        by=probe.by,
+    )
 
 
 def stopping_from_report(report: Report, by: ConfidenceBy | None = None) -> CostStopping:
@@ -139,6 +168,8 @@ class DraftedRound:
 class ConfidenceProbe:
     """Wraps a proposer and records every round in `rounds`.
 
+    The confidences are the draft's own estimates of its acceptance where it makes them, else its distributions' largest
+    probabilities; `by` says which.
     An answer's last round is left out: where an answer ends, drafts may stand behind the last judged one that look refused.
     Proposals without a distribution (lookups) are not recorded. Not for self-speculation, whose own type the decoder checks.
     """
@@ -146,6 +177,7 @@ class ConfidenceProbe:
     def __init__(self, proposer: Proposer) -> None:
         self.proposer, self.taps = proposer, proposer.taps
         self.rounds: list[DraftedRound] = []
+        self.by: ConfidenceBy = "distribution"
         self._confidences: list[list[float]] = []
         self._pending: list[DraftedRound | None] = []  # by row: the last round, until it is known to have a successor
 
@@ -158,6 +190,8 @@ class ConfidenceProbe:
     ) -> Proposal:
         self.rounds += [round_ for round_ in self._pending if round_ is not None]
         proposal = self.proposer.propose(tokens, num_tokens, sampling, rng, keep_logits=True)
+        if proposal.estimates_BG is not None:
+            self.by = "estimate"
         self._confidences = _confidences(proposal, sampling)
         return proposal
 
@@ -222,9 +256,11 @@ def _price_of_time(settings: CostStopping, confidences_RG: Tensor) -> float:
 
 def _confidences(proposal: Proposal, sampling: SamplingConfig) -> list[list[float]]:
     """Return the confidence of each drafted token, by row."""
-    if proposal.logits_BGV is None:
-        return [[] for _ in proposal.num_drafted]
-    sure_BG = confidence(token_probabilities(proposal.logits_BGV, sampling_for_stopping(sampling)))
+    sure_BG = proposal.estimates_BG
+    if sure_BG is None:
+        if proposal.logits_BGV is None:
+            return [[] for _ in proposal.num_drafted]
+        sure_BG = confidence(token_probabilities(proposal.logits_BGV, sampling_for_stopping(sampling)))
     return [row[:count] for row, count in zip(sure_BG.tolist(), proposal.num_drafted, strict=True)]
 
 

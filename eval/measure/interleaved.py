@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from configs.runtime.progress import progress
+from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import EvalConfig
 from eval.decoder.batch import BatchRun
 from eval.decoder.decode import MakeRun, Request, decode
@@ -50,9 +51,11 @@ def measure(
     proposers: Mapping[str, Proposer],
     *,
     follow: Follow | None = None,
+    settings: Mapping[str, DecodeConfig] | None = None,
 ) -> Records:
-    """Decode requests plainly and with each proposer; see `Measurement`."""
+    """Decode requests plainly and with each proposer, those that `settings` names by these; see `Measurement`."""
     measurement = Measurement(target, config, proposers, follow)
+    measurement.settings |= settings or {}
     batches = in_batches(requests, config.decode.batch_size)
     records = Records()
     measurement.warm_up(batches)

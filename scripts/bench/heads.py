@@ -5,6 +5,7 @@ at batch 1 on held-out prompts that chose no checkpoint ("home") and on the prom
 lookup, plain decoding in turns with them, losslessness judged. Prompt lookup, which needs no training, is measured along with
 the first. With `draft_vocab_sizes` each head is measured with fewer draft tokens as well: the rows of its output head stand
 for themselves, so those of the answers' most frequent tokens are kept and the others left out, without further training.
+Chains of the recipes that `stopped` names are measured once more where the cost rule ends them (`eval.cost.draft_length`).
 EAGLE-3's training itself is compared with speculators', where that is installed (`scripts.bench.eagle3_training`), and its
 attention with a dense one (`scripts.bench.peers.dense_attention`). Data and finished trainings are kept while recipe and data
 are the same, so that only the first run takes hours. Rows of heads that this run does not measure stay in the file, and
@@ -34,6 +35,7 @@ from configs.schema.training import HeadsConfig
 from distill.dataset.batches import ConversationDataset
 from distill.dataset.conversations import read_conversations
 from distill.student.vocabulary import frequent_answer_tokens
+from eval.cost.draft_length import choose_stopping
 from eval.decoder.decode import Request, check_decodable
 from eval.decoder.records import AUTOREGRESSIVE, WITH_LOOKUP
 from eval.lossless.verdict import NOT_LOSSLESS, judge_lossless
@@ -42,7 +44,8 @@ from eval.measure.proposers import add_lookup
 from eval.measure.suite import fit_suite, load_suite
 from eval.measure.turns import Turns
 from eval.metrics.acceptance import summarise_acceptance
-from eval.stats.bootstrap import Interval
+from eval.metrics.speed import sums_by_batch
+from eval.stats.bootstrap import Interval, paired_ratio_interval
 from heads.artifact import WEIGHTS_FILE, Draft, load_draft
 from heads.modules.output_head import DraftHead
 from heads.proposers.prompt_lookup import PromptLookup
@@ -68,7 +71,9 @@ def compare_heads(config: BenchHeadsConfig) -> int:
     runs = train_recipes(config, [] if eagle3 is None else [eagle3])
     recipes = [run.recipe for run in runs]
     num_choosing = max(recipe.held_out.num_prompts for recipe in recipes)
-    requests = {HOME_SUITE: first_requests(measured_rows(Path(recipes[0].data.held_out), config.num_prompts, num_choosing))}
+    held_out = Path(recipes[0].data.held_out)
+    requests = {HOME_SUITE: first_requests(measured_rows(held_out, config.num_prompts, num_choosing))}
+    choosing = first_requests(read_conversations(held_out)[:num_choosing])
     suites = [load_suite(each) for each in config.suites]
     target = load_target(recipes[0].target)
     for suite, each in zip(suites, config.suites, strict=True):
@@ -84,9 +89,10 @@ def compare_heads(config: BenchHeadsConfig) -> int:
     rows: list[dict[str, Any]] = []
     for run in runs:
         baselines = {} if rows else {PROMPT_LOOKUP: PromptLookup(target.device)}
-        sides = load_sides(config, target, run)
+        sides = load_sides(config, target, run, choosing)
         for name, of_suite in requests.items():
-            rows += measure_run(config, target, of_suite, run, sides, baselines, suite=name)
+            measured = measure_run(config, target, of_suite, run, sides, baselines, suite=name)
+            rows, ratios = rows + measured.rows, ratios | measured.ratios
     rows.sort(key=lambda row: row["family"] == PROMPT_LOOKUP)
     comparisons = [*(training.rows() if training is not None else []), *attention_rows(attention)]
     data, compared = rows[0]["data"], {next(iter(row)) for row in comparisons}
@@ -135,19 +141,33 @@ def keep_results(path: Path, data: str, recipes: Collection[str | None], compare
 
 
 class MeasuredDraft(NamedTuple):
-    """A draft that is measured, and what it takes (`cost_of`)."""
+    """A draft that is measured, how it decodes, and what it takes (`cost_of`)."""
 
     draft: Draft
+    settings: DecodeConfig
     cost: dict[str, Any]
 
 
-def load_sides(config: BenchHeadsConfig, target: Target, run: TrainingRun) -> dict[str, MeasuredDraft]:
-    """Return a run's draft, and the same with each number of draft tokens, the answers' most frequent, that is asked for.
+def load_sides(
+    config: BenchHeadsConfig, target: Target, run: TrainingRun, choosing: Sequence[Request]
+) -> dict[str, MeasuredDraft]:
+    """Return a run's draft, and the same as `stopped` and `draft_vocab_sizes` ask for it.
+
+    Args:
+        choosing: prompts to fit a stopping rule on.
 
     Raises:
-        ConfigError: the draft is no head, or proposes no more tokens than that.
+        ConfigError: the draft is no head, or proposes no more tokens than one of the sizes.
     """
-    sides = {run.name: MeasuredDraft(load_draft(run.artifact, target.identity, target.model), cost_of(run))}
+    draft = load_draft(run.artifact, target.identity, target.model)
+    settings = DecodeConfig(
+        num_speculative_tokens=draft.metadata.num_speculative_tokens, max_new_tokens=config.max_new_tokens, batch_size=1
+    )
+    sides = {run.name: MeasuredDraft(draft, settings, cost_of(run))}
+    if run.name in config.stopped:
+        stopping = choose_stopping(target, draft, choosing, settings)
+        stopped = settings.model_copy(update={"stopping": stopping})
+        sides[f"{run.name}, stopped by {stopping.by}"] = MeasuredDraft(draft, stopped, sides[run.name].cost)
     for size in config.draft_vocab_sizes:
         draft, cost = load_draft(run.artifact, target.identity, target.model), dict(sides[run.name].cost)
         head = getattr(getattr(draft.proposer, "module", None), "lm_head", None)
@@ -158,8 +178,15 @@ def load_sides(config: BenchHeadsConfig, target: Target, run: TrainingRun) -> di
             raise ConfigError(f"draft_vocab_sizes: {run.name} proposes {before} tokens, so fewer are asked for, got {size}")
         head.keep(frequent_answer_tokens(read_conversations(Path(run.recipe.data.train)), size, target))
         cost["parameters"] -= (before - head.num_tokens) * head.parameters_used[0].shape[1]
-        sides[f"{run.name}, {size} draft tokens"] = MeasuredDraft(draft, cost)
+        sides[f"{run.name}, {size} draft tokens"] = MeasuredDraft(draft, settings, cost)
     return sides
+
+
+class MeasuredRun(NamedTuple):
+    """Rows of the table, and the speed of chains that a rule ends over that of the fixed length."""
+
+    rows: list[dict[str, Any]]
+    ratios: dict[str, Interval]
 
 
 def measure_run(
@@ -171,16 +198,18 @@ def measure_run(
     baselines: Mapping[str, PromptLookup],
     *,
     suite: str,
-) -> list[dict[str, Any]]:
-    """Decode with a run's drafts, alone and after a lookup, and the baselines, plain decoding in turns; return a row each."""
-    draft = sides[run.name].draft
-    settings = DecodeConfig(
-        num_speculative_tokens=draft.metadata.num_speculative_tokens, max_new_tokens=config.max_new_tokens, batch_size=1
-    )
+) -> MeasuredRun:
+    """Decode with a run's drafts, alone and after a lookup, and the baselines, plain decoding in turns; a row each."""
+    draft, settings, _ = sides[run.name]
     evaluation = EvalConfig(decode=settings, repeats=config.repeats, baselines=[])
     proposers: dict[str, Proposer] = {name: side.draft.proposer for name, side in sides.items()}
-    after_lookup = {f"{name} {WITH_LOOKUP}": add_lookup(each, evaluation, target) for name, each in proposers.items()}
-    records = measure(target, requests, evaluation, proposers | after_lookup | dict(baselines))
+    after_lookup = {
+        f"{name} {WITH_LOOKUP}": add_lookup(side.draft.proposer, evaluation, target)
+        for name, side in sides.items()
+        if side.settings.stopping is None
+    }
+    stopped = {name: side.settings for name, side in sides.items() if side.settings.stopping is not None}
+    records = measure(target, requests, evaluation, proposers | after_lookup | dict(baselines), settings=stopped)
     check_finite(records.generations, f"recipe {run.name}")
 
     def draft_for(other: Target) -> Draft:
@@ -198,8 +227,21 @@ def measure_run(
         rows.append(row(kind, name, name, side.cost, config.lossless if name == run.name else only_greedy))
         found = rows[-1]["tau"].point, rows[-1]["speedup"].point
         log.info("%s on %s: %.3f tokens per target step, %.2f times plain decoding's speed", name, suite, *found)
-        rows.append(row(f"{PROMPT_LOOKUP} + {kind}", name, f"{name} {WITH_LOOKUP}", side.cost, only_greedy))
-    return rows + [row(name, None, name, NO_COST, only_greedy) for name in baselines]
+        if (with_lookup := f"{name} {WITH_LOOKUP}") in after_lookup:
+            rows.append(row(f"{PROMPT_LOOKUP} + {kind}", name, with_lookup, side.cost, only_greedy))
+    rows += [row(name, None, name, NO_COST, only_greedy) for name in baselines]
+    ratios = {
+        f"{run.name}_stopped_vs_fixed_{suite}": speed_between(records, name, run.name, config.bootstrap_samples)
+        for name in stopped
+    }
+    return MeasuredRun(rows, ratios)
+
+
+def speed_between(records: Records, mode: str, other: str, samples: int) -> Interval:
+    """Return a mode's tokens a second over another's, paired by prompt."""
+    theirs, ours = (sums_by_batch(records.timings, each, "decode_seconds", "num_tokens") for each in (other, mode))
+    columns = [[sums[batch][place] for batch in theirs] for sums in (theirs, ours) for place in (0, 1)]
+    return paired_ratio_interval(*columns, samples=samples, seed=SEED)
 
 
 def summarise(records: Records, mode: str, num_speculative_tokens: int, samples: int) -> dict[str, Any]:

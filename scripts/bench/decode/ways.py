@@ -14,9 +14,8 @@ from typing import Any
 
 from configs.schema.decoding import DecodeConfig, ParticleSampling, TypicalAcceptance, Verification
 from configs.schema.drafting import WIDE, Candidates, DynamicTree, Path, StaticTree
-from eval.cost.draft_length import ConfidenceProbe, fit_stopping
-from eval.cost.tree_choice import choose_tree, row_seconds
-from eval.lossy.decode import decode
+from eval.cost.draft_length import choose_stopping
+from eval.cost.tree_choice import choose_tree
 from heads.artifact import Draft
 from heads.families.registry import FAMILIES
 from heads.proposers.merged import MergedDrafts
@@ -80,7 +79,7 @@ def list_ways(setup: DecodeSetup) -> list[Way]:
             ways += tree_ways(name, draft, settings, paths)
             if name == DRAFT_LM:
                 ways.append(_greedy("long chain", name, draft, settings, num_speculative_tokens=len(paths)))
-                ways.append(_stopped(setup, draft, settings))
+                ways.append(_stopped(setup, loaded, settings))
                 ways += sampled_ways(draft, setup.settings(1.0), paths)
     return [*ways, *free_ways(setup, settings), *merged_ways(setup, settings)]
 
@@ -156,15 +155,8 @@ def _greedy(shape: str, proposer: str, draft: Proposer, settings: DecodeConfig, 
     return Way(rule="greedy", shape=shape, proposer=proposer, settings=settings.model_copy(update=changes), draft=draft)
 
 
-def _stopped(setup: DecodeSetup, draft: Proposer, settings: DecodeConfig) -> Way:
+def _stopped(setup: DecodeSetup, draft: Draft, settings: DecodeConfig) -> Way:
     """Return chains whose length the cost rule decides, fitted to what the draft LM shows on the prompts set apart."""
     longest = settings.model_copy(update={"num_speculative_tokens": LONGEST_CHAIN})
-    probe = ConfidenceProbe(draft)
-    timings = [decode(setup.fastest_target, [request], longest, probe)[1] for request in setup.choosing]
-    seconds = sum(timing.draft_seconds for timing in timings) / sum(timing.num_rounds for timing in timings) / LONGEST_CHAIN
-    stopping = fit_stopping(
-        probe.rounds,
-        draft_step_milliseconds=1000 * seconds,
-        target_step_milliseconds=[1000 * each for each in row_seconds(setup.fastest_target, setup.choosing[0], MOST_ROWS)],
-    )
-    return _greedy("chain, stopped by cost", DRAFT_LM, draft, longest, stopping=stopping)
+    stopping = choose_stopping(setup.fastest_target, draft, setup.choosing, longest)
+    return _greedy("chain, stopped by cost", DRAFT_LM, draft.proposer, longest, stopping=stopping)

@@ -2,6 +2,7 @@
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from eval.cost.draft_length import (
     ConfidenceProbe,
     DraftedRound,
     calibration_points,
+    choose_stopping,
     expected_rate,
     fit_stopping,
     stopping_from_report,
@@ -28,7 +30,8 @@ from eval.report.schema import write_report
 from heads.proposers.draft_length import CostRule, calibrated, tokens_per_millisecond
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.prompt_lookup import PromptLookup
-from tests.support.decoding import PROMPTS, requests_for
+from tests.support import family_checks
+from tests.support.decoding import PROMPTS, head_proposer, requests_for
 from tests.support.evaluations import report_in, tiny_evaluation
 from tests.support.reports import REMOVED, changed
 
@@ -245,6 +248,33 @@ def test_a_confidence_is_the_largest_probability_that_the_draft_gave_any_token(t
         probs_TV = model(input_ids=ids_BT, use_cache=False).logits[0].softmax(-1)
         assert noted.confidences == pytest.approx(probs_TV[len(text) - 1 : -1].amax(-1).tolist(), abs=1e-5)
         text += round_.committed
+
+
+def test_of_a_draft_that_makes_them_the_probe_notes_its_estimates(as_target):
+    target = as_target(family_checks.tiny_target("llama"))
+    probe = ConfidenceProbe(head_proposer("dspark", target.model))
+    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=12)
+    (generation,), _ = decode(target, requests_for(PROMPTS[:1]), config, probe, measure_overlap=True)
+    assert probe.by == "estimate"
+    for round_, noted in zip(drafted_rounds(generation), probe.rounds, strict=True):
+        judged = len(round_.distributions.estimate)
+        assert noted.confidences[:judged] == pytest.approx(round_.distributions.estimate)
+
+
+@pytest.mark.parametrize(("kind", "by"), [("draft_lm", "distribution"), ("dspark", "estimate")])
+def test_a_rule_is_chosen_by_rounds_and_rows_measured_here(kind, by, tiny_llama, as_target, monkeypatch):
+    target = as_target(family_checks.tiny_target("llama"))
+    draft = DraftLM(tiny_llama(seed=2), 64) if kind == "draft_lm" else head_proposer(kind, target.model)
+    loaded = SimpleNamespace(proposer=draft, metadata=SimpleNamespace(kind=kind))
+    monkeypatch.setattr(
+        "eval.cost.draft_length.row_seconds", lambda target, request, most: [0.001 * row for row in range(1, most + 1)]
+    )
+    config, requests = DecodeConfig(num_speculative_tokens=3, max_new_tokens=12), requests_for(PROMPTS)
+    chosen = choose_stopping(target, loaded, requests, config)
+    assert (chosen.by, chosen.target_step_milliseconds) == (by, pytest.approx([1, 2, 3, 4]))
+    assert (chosen.draft_step_milliseconds > 0, chosen.round_milliseconds > 0) == (kind == "draft_lm", kind == "dspark")
+    generations, _ = decode(target, requests, config.model_copy(update={"stopping": chosen}), draft)
+    assert [each.tokens for each in generations] == [each.tokens for each in decode(target, requests, config, draft)[0]]
 
 
 def test_lookups_have_no_distribution_and_leave_nothing_to_note(target):

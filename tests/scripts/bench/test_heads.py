@@ -16,6 +16,7 @@ from configs.runtime.files import CHECKOUT
 from configs.runtime.loading import load_config
 from configs.schema.commands.benchmarks import BenchHeadsConfig
 from configs.schema.decoding import DecodeConfig
+from configs.schema.drafting import CostStopping
 from configs.schema.training import DistillConfig, HeadsConfig
 from distill.dataset.batches import Example, collate
 from distill.dataset.conversations import read_conversations
@@ -25,7 +26,7 @@ from heads.proposers.merged import LookupFirst
 from heads.proposers.prompt_lookup import PromptLookup
 from heads.target.loading import load_target
 from scripts.bench import eagle3_training as eagle3_comparison
-from scripts.bench import head_recipes, trained_runs
+from scripts.bench import head_recipes, heads, trained_runs
 from scripts.bench.eagle3_training import (
     ANSWERS,
     EVERY_TOKEN,
@@ -182,6 +183,29 @@ def test_heads_are_measured_with_fewer_draft_tokens_without_training(results, ma
     medusa = eagle3 | {"recipes": [str(folder / "medusa.yaml")], "draft_models": [str(folder / "draft_lm.yaml")]}
     with pytest.raises(ConfigError, match="only heads on the target can be cut"):
         compare_heads(make_config(**medusa, draft_vocab_sizes=[8]))
+
+
+def test_chains_that_the_cost_rule_ends_are_measured_beside_the_fixed_length(
+    results, make_config, folder, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(trained_runs, "run_training", None)
+    dear = CostStopping(rule="cost", draft_step_milliseconds=1.0, target_step_milliseconds=[1.0, 1e6, 1e6])
+    monkeypatch.setattr(heads, "choose_stopping", lambda target, draft, requests, settings: dear)
+    only = {
+        "recipes": [str(folder / "eagle3.yaml")],
+        "draft_models": [],
+        "eagle3": None,
+        "stopped": ["eagle3"],
+        "max_new_tokens": 24,
+    }
+    assert compare_heads(make_config(**only, output=str(tmp_path / "heads.json"))) == DONE
+    content = json.loads((tmp_path / "heads.json").read_text())
+    fixed, _, stopped, lookup = content["rows"][:4]
+    assert [row["recipe"] for row in (fixed, stopped, lookup)] == ["eagle3", "eagle3, stopped by distribution", "eagle3"]
+    assert (stopped["tau"], stopped["lossless"]) == (1.0, "lossless")  # no draft is worth a row
+    names = ["eagle3_stopped_vs_fixed_home", "eagle3_stopped_vs_fixed_abroad"]
+    assert [name for name in content["ratios"] if not name.endswith(("_low", "_high"))] == names
+    assert content["ratios"][names[0]] == pytest.approx(stopped["speedup"] / fixed["speedup"])
 
 
 def test_rows_that_are_not_measured_anew_stay_in_the_file(results, tmp_path):
