@@ -71,7 +71,7 @@ class BenchHeadsConfig(Settings):
     draft_vocab_sizes: list[PositiveInt] = []
     # Recipes, by the names of their files, whose chains are also measured where the cost rule ends them (decode.stopping, by
     # the head's estimate where it makes one), fitted on the prompts that chose checkpoints
-    stopped: list[str] = ["dspark"]
+    stopped: list[str] = ["dspark", "early_exit"]
     runs: str = "runs/heads/bench"  # folder: what was trained, kept for the next time
     num_prompts: PositiveInt = 32  # held-out prompts decoded, the last of the file: the first chose the checkpoints
     suites: list[SuiteConfig] = [SuiteConfig(name="house", num_prompts=32)]  # decoded as well, rows of their own
