@@ -24,7 +24,7 @@ from configs.runtime.key_list import render_config, render_keys
 from configs.runtime.loading import load_config
 from configs.runtime.progress import is_main_process, setup_logging
 from configs.runtime.redaction import redact
-from configs.runtime.terminal import one_line, say
+from configs.runtime.terminal import one_line, say, show
 from configs.startup import BAD_INPUT, FAILED, INTERRUPTED
 
 DONE = 0
@@ -91,7 +91,7 @@ def run_command(
         arguments = parser.parse_args(_repeat_set(sys.argv[1:] if argv is None else argv))
         config = load_config(schema, arguments.config, arguments.overrides)
         if arguments.print_config:
-            print(render_config(config))
+            show(render_config(config))
             return DONE
         return main(config) if add_arguments is None else main(config, arguments)
 
@@ -173,13 +173,19 @@ class _PrintKeys(argparse.Action):
         self, parser: argparse.ArgumentParser, namespace: object, values: Any, option_string: str | None = None
     ) -> None:
         """Print and end."""
-        with suppress(BrokenPipeError):  # its reader, such as `head`, has seen enough
-            print(render_keys(self.schema, values), flush=True)
+        show(render_keys(self.schema, values))
         parser.exit()
 
 
 class Parser(argparse.ArgumentParser):
     """Raises on a wrong argument, where argparse prints the usage and exits."""
+
+    def print_help(self, file: Any = None) -> None:
+        """Print how the command is called, to standard output unless `file` is given."""
+        if file is None:
+            show(self.format_help().rstrip())
+        else:
+            super().print_help(file)
 
     def error(self, message: str) -> NoReturn:
         """Raise an `InputError`."""

@@ -6,6 +6,7 @@ show a text in another order than it has. Both are written out, as `\\x1b`.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from typing import TextIO
@@ -33,3 +34,11 @@ def one_line(text: str) -> str:
 def say(text: str, file: TextIO | None = None) -> None:
     """Print a text, printable and without secrets; to standard output unless `file` is given."""
     print(redact(printable(text)), file=sys.stdout if file is None else file)
+
+
+def show(text: str) -> None:
+    """Print a text as it is to standard output; a reader that has seen enough and closed it, such as `head`, is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # Python writes at its end what is buffered still: nowhere, or it would fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

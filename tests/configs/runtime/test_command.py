@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 
 import pytest
 from safetensors import SafetensorError
@@ -21,6 +23,7 @@ from configs.runtime.command import (
     run_command,
 )
 from configs.runtime.errors import ConfigError, InputError, RunFailed, Stopped
+from configs.runtime.files import CHECKOUT
 from configs.schema.decoding import DecodeConfig
 
 
@@ -155,3 +158,14 @@ def test_help_lists_the_options_and_the_exit_codes(capsys):
     shown = capsys.readouterr().out
     assert "--config FILE" in shown
     assert "3 gate inconclusive, 70 the run failed" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize("option", ["--help", "--keys", "--print-config"])
+def test_a_reader_that_has_seen_enough_is_no_error(option):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, CHECKOUT / "eval/gate.py", "report.json", option]
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=plain, text=True)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (DONE, "")
