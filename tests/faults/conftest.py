@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import time
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from distill.cache.writer import make_cache
 from distill.generation.make_dataset import make_dataset
 from scripts.fault_injection.children import Child
 from scripts.fault_injection.setup import STEPS, TinyProject
+from tests.support.ports import free_port
 from train.launch import run_distillation
 from train.tasks.draft import DraftTask
 
@@ -93,15 +93,9 @@ def scores(output: Path) -> list[dict[str, float]]:
     return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
 
 
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
-
-
 def start_pair(start, main, config, before=None) -> list[Child]:
     """Start a command in two processes that know of each other, with a fault planted in the second."""
-    port = free_port()
+    port = str(free_port())
     return [
         start(
             main,

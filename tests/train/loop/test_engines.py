@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +25,7 @@ from scripts.bench.engines import largest_difference, read_losses, read_metric, 
 from scripts.fault_injection.children import Child
 from scripts.fault_injection.setup import TinyProject
 from tests.faults.conftest import die_at_step
+from tests.support.ports import free_port
 from train.launch import run_distillation, run_heads
 from train.loop import engines
 from train.loop.lineage import Lineage
@@ -54,12 +54,6 @@ def cases(pairs, quick):
         )
         for pair in pairs
     ]
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def launch_arguments(recipe, *more):
