@@ -10,11 +10,31 @@ from contextlib import contextmanager
 from functools import cache
 
 import torch
+from accelerate.utils import parse_flag_from_env
 from torch import Tensor
+
+from configs.runtime.errors import InputError, first_line
 
 CPU = torch.device("cpu")
 # What torch raises where a device or a build of torch has no such thing; MPS answers TypeError for float64.
 MISSING = (RuntimeError, NotImplementedError, TypeError, AttributeError, AssertionError)
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the device called `name`.
+
+    `auto` is this process's accelerator, or the CPU where there is none or `accelerate launch --cpu` asks for it.
+
+    Raises:
+        InputError: the name is no device, or the device is not there.
+    """
+    if name == "auto":
+        wants_cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
+        return CPU if wants_cpu else default_device()
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"target.device: {name!r} cannot be used: {first_line(error)}") from error
 
 
 def default_device() -> torch.device:

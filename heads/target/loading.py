@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from accelerate.utils import parse_flag_from_env, patch_environment
+from accelerate.utils import patch_environment
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, StrictDataclassError
 from safetensors import SafetensorError
@@ -23,7 +23,7 @@ from configs.runtime.errors import ConfigError, InputError, first_line
 from configs.runtime.files import check_readable
 from configs.runtime.redaction import redact
 from configs.schema.target import TargetConfig
-from heads.device import CPU, default_device
+from heads.device import choose_device
 from heads.inference.causal_lm import mixers_of
 from heads.inference.column_positions import rope_limit
 from heads.inference.compiled_forward import make_compiled
@@ -192,23 +192,8 @@ def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: 
         )
     if not sys.stderr.isatty():
         disable_progress_bar()  # in a log, redrawn bars hide the other lines
-    path = locate(config)
-    device = choose_device(config.device)
-    if path.is_dir():
-        check_readable(path)
-    try:
-        tokenizer = load_tokenizer(path, config)
-        if for_chats and tokenizer.chat_template is None:
-            raise InputError(no_chat_template(redact(config.name)))
-        with patch_environment(ACCELERATE_USE_FSDP="false"):  # else transformers takes the target for what is to be sharded
-            model = _load_model(path, config, device)
-    except InputError:
-        raise
-    except UNREADABLE as error:
-        raise InputError(
-            f"target.name: {path} does not hold a causal LM and its tokenizer: {first_line(error)} (where its tokens are no "
-            "text, set target.tokens to ids)"
-        ) from error
+    path, device = locate(config), choose_device(config.device)
+    model, tokenizer = _read(path, config, device, for_chats=for_chats)
     weights_sha256 = hash_weights(path)
     kind = None if config.parallel is None else config.parallel.kind
     # accelerate's hooks place the weights of a spread target, and blocks that servers or other stages run have none.
@@ -216,13 +201,7 @@ def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: 
     move(model, None if placed else device, getattr(torch, config.dtype)).eval().requires_grad_(False)
     group = None if kind is None else join_group(model, config, device)
     check_split(model)
-    if (limit := rope_limit(model.config.get_text_config())) is not None:
-        log.warning(
-            "%s changes its rotary embedding (longrope) for texts of more than %d tokens; prompt and answer end there. For "
-            "longer ones, set short_factor to the values of long_factor in its config.json",
-            type(model).__name__,
-            limit,
-        )
+    _warn_of_rope_limit(model)
     if config.forward == "lean":
         make_lean(model)
     elif config.forward == "compiled":
@@ -270,23 +249,6 @@ def move(model: PreTrainedModel, device: torch.device | None, dtype: torch.dtype
     return model
 
 
-def choose_device(name: str) -> torch.device:
-    """Return the device called `name`.
-
-    `auto` is this process's accelerator, or the CPU where there is none or `accelerate launch --cpu` asks for it.
-
-    Raises:
-        InputError: the name is no device, or the device is not there.
-    """
-    if name == "auto":
-        wants_cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
-        return CPU if wants_cpu else default_device()
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(f"target.device: {name!r} cannot be used: {first_line(error)}") from error
-
-
 def locate(config: TargetConfig) -> Path:
     """Return the folder or `.gguf` file that holds the target, downloading it where needed."""
     if config.name.startswith(PREFIX):
@@ -319,6 +281,37 @@ def load_tokenizer(path: Path, config: TargetConfig) -> PreTrainedTokenizerBase:
     if config.chat_template is not None:
         set_chat_template(tokenizer, config.chat_template)
     return tokenizer
+
+
+def _read(
+    path: Path, config: TargetConfig, device: torch.device, *, for_chats: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return the model and the tokenizer at a path; arguments and errors are those of `load_target`."""
+    if path.is_dir():
+        check_readable(path)
+    try:
+        tokenizer = load_tokenizer(path, config)
+        if for_chats and tokenizer.chat_template is None:
+            raise InputError(no_chat_template(redact(config.name)))
+        with patch_environment(ACCELERATE_USE_FSDP="false"):  # else transformers takes the target for what is to be sharded
+            return _load_model(path, config, device), tokenizer
+    except InputError:
+        raise
+    except UNREADABLE as error:
+        raise InputError(
+            f"target.name: {path} does not hold a causal LM and its tokenizer: {first_line(error)} (where its tokens are no "
+            "text, set target.tokens to ids)"
+        ) from error
+
+
+def _warn_of_rope_limit(model: PreTrainedModel) -> None:
+    if (limit := rope_limit(model.config.get_text_config())) is not None:
+        log.warning(
+            "%s changes its rotary embedding (longrope) for texts of more than %d tokens; prompt and answer end there. For "
+            "longer ones, set short_factor to the values of long_factor in its config.json",
+            type(model).__name__,
+            limit,
+        )
 
 
 def _load_model(path: Path, config: TargetConfig, device: torch.device) -> PreTrainedModel:

@@ -18,7 +18,7 @@ from torch.distributed import DistError
 
 from configs.runtime.errors import InputError, RunFailed, first_line
 from configs.schema.target import TargetConfig
-from heads.target.loading import choose_device
+from heads.device import choose_device
 
 
 def join_processes(target: TargetConfig, *, timeout_seconds: int | None = None) -> PartialState:

@@ -6,7 +6,7 @@ One request at a time, all ways on each. The tree is chosen on some prompts that
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from configs.schema.commands.advising import AdviceConfig
@@ -15,7 +15,7 @@ from configs.schema.drafting import FastestTree, Path
 from configs.schema.evaluation import EvalConfig
 from distill.dataset.conversations import Conversation
 from eval.cost.tree_choice import choose_tree
-from eval.decoder.decode import decode
+from eval.decoder.decode import Request, decode
 from eval.decoder.records import AUTOREGRESSIVE, Timing
 from eval.measure.proposers import add_lookup
 from eval.stats.bootstrap import Interval, ratio_interval
@@ -93,18 +93,7 @@ def compare_ways(
         wide = settings.model_copy(update={"tree": asked.measured(longest), "num_speculative_tokens": longest})
         paths = choose_tree(target, draft.proposer, requests[:choosing], wide, asked.num_nodes).paths
         ways |= {way.shape: way for way in tree_ways("", draft.proposer, settings, paths)}
-    timings: dict[str, list[Timing]] = {name: [] for name in (AUTOREGRESSIVE, *ways)}
-    slowest = 0.0
-    for number, request in enumerate(requests[choosing - 1 :]):
-        if not allows(slowest):
-            break
-        started = time.monotonic()
-        found = {AUTOREGRESSIVE: decode(target, [request], settings)[1]}
-        found |= {name: decode(target, [request], way.settings, way.draft, mode=name)[1] for name, way in ways.items()}
-        slowest = max(slowest, time.monotonic() - started)
-        if number and found[AUTOREGRESSIVE].num_tokens:  # the first warms up
-            for name, timing in found.items():
-                timings[name].append(timing)
+    timings = _in_turns(target, requests[choosing - 1 :], ways, settings, allows)
     if len(timings[CHAIN]) < LEAST:
         return None
     category_of = {request.prompt_id: request.category for request in requests}
@@ -125,6 +114,29 @@ def compare_ways(
         tree=paths,
         lookup_by_category=_by_category(timings, category_of, samples),
     )
+
+
+def _in_turns(
+    target: Target,
+    requests: Sequence[Request],
+    ways: Mapping[str, Way],
+    settings: DecodeConfig,
+    allows: Callable[[float], bool],
+) -> dict[str, list[Timing]]:
+    """Decode requests plainly and in all ways, one after another while there is time; the first warms up and has no timing."""
+    timings: dict[str, list[Timing]] = {name: [] for name in (AUTOREGRESSIVE, *ways)}
+    slowest = 0.0
+    for number, request in enumerate(requests):
+        if not allows(slowest):
+            break
+        started = time.monotonic()
+        found = {AUTOREGRESSIVE: decode(target, [request], settings)[1]}
+        found |= {name: decode(target, [request], way.settings, way.draft, mode=name)[1] for name, way in ways.items()}
+        slowest = max(slowest, time.monotonic() - started)
+        if number and found[AUTOREGRESSIVE].num_tokens:
+            for name, timing in found.items():
+                timings[name].append(timing)
+    return timings
 
 
 def _faster(ours: Sequence[Timing], theirs: Sequence[Timing], samples: int) -> Interval:

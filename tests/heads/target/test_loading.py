@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM, Gemma2Config
 
 from configs.runtime.errors import InputError
 from configs.schema.target import TargetConfig
+from heads.device import choose_device
 from heads.target import demo_model
-from heads.target.loading import choose_device, load_target
+from heads.target.loading import load_target
 
 NO_SYSTEM = (
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}{{ messages[0]['content'] }}"
