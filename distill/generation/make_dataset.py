@@ -52,6 +52,7 @@ from heads.target.split.groups import share_of
 logger = logging.getLogger("draftsmith")
 
 PROMPT_JOURNAL = ".prompts.partial.jsonl"
+OF_SEEDED = ("prompt_id", "category", "where", "source", "max_new_tokens")  # what prompts have beside turns that a target wrote
 FEW_HELD_OUT = 8  # prompts, below which an interval over prompts says little
 SPLIT_FILES = ("train.jsonl", "held_out.jsonl")
 OUTPUTS = (
@@ -287,7 +288,8 @@ def _self_seed_once(
     kept = journal.read().get(f"prompts {name}".strip())
     if kept is not None:
         prompts = [
-            Prompt(**{**values, "turns": tuple(values["turns"]), "history": (), "media": ()}) for values in kept["prompts"]
+            Prompt(turns=tuple(values["turns"]), **{key: values[key] for key in OF_SEEDED if key in values})
+            for values in kept["prompts"]
         ]
         if admission is not None:
             admission.taken.update(map(everything_said, prompts))

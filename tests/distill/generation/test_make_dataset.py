@@ -166,6 +166,10 @@ def test_self_seeded_prompts_survive_an_interruption(config, monkeypatch):
     with pytest.raises(pytest.fail.Exception):
         make_dataset(config)
     monkeypatch.undo()
+    journal = Path(config.output) / making.PROMPT_JOURNAL
+    kept = journal.read_text()
+    assert '"media": []' in kept
+    journal.write_text(kept.replace('"media": []', '"images": []'))  # as earlier releases wrote it
     monkeypatch.setattr(making, "self_seed", lambda *args, **kwargs: pytest.fail("written twice"))
     manifest = json.loads(made(config)["manifest.json"])
     assert manifest["counts"]["prompts"] == 12
