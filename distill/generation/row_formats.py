@@ -189,6 +189,7 @@ def _plain_messages(value: Any, where: str) -> Any:
 
 
 def _plain_message(message: dict[str, Any], where: str) -> dict[str, Any]:
+    message = {key: value for key, value in message.items() if key != "media"}  # of a row's own key nothing is known
     content = message.get("content")
     if content is None and message.get("tool_calls"):
         return {**message, "content": ""}

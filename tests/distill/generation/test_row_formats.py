@@ -70,6 +70,11 @@ def test_tools_beside_messages_are_the_prompts():
             parsed(row | {"tools": wrong})
 
 
+@pytest.mark.parametrize("media", [None, ["/etc/hostname"]])
+def test_a_key_media_in_a_rows_own_message_names_no_images(media):
+    assert parsed({"messages": [{**USER, "media": media}]}) == parsed({"messages": [USER]})
+
+
 def test_tools_stay_in_the_history():
     prompt = parsed({"messages": [USER, CALL, RESULT, ASSISTANT, {"role": "user", "content": "And?"}]})
     assert prompt.turns == ("And?",)
