@@ -39,18 +39,18 @@ check: setup ## format, lint, types, import contract
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 
-bench: bench-decode bench-distill bench-heads bench-eval bench-scale ## every side-by-side measurement
+bench: bench-decode bench-distill bench-heads bench-eval bench-scale ## every side-by-side measurement (after make demo; hours)
 
-bench-decode: setup ## the decoder against transformers' assisted generation, into docs/results/decode.json
+bench-decode: setup ## the decoder against transformers' assisted generation, into docs/results/decode.json (after make demo; trains the heads of bench-heads where they are not there)
 	$(PY) scripts/benchmark.py decode
 
 sweep: setup ## small distillation runs over divergences and data policies, and which to take (after make demo)
 	$(PY) scripts/sweep.py --config configs/sweep/demo.yaml
 
-bench-distill: setup sweep ## the loss and the training against plain ways and TRL, tau before and after, into docs/results/distill.json
+bench-distill: setup sweep ## the loss and the training against plain ways and TRL, tau before and after, into docs/results/distill.json (after make demo)
 	$(PY) scripts/benchmark.py distill
 
-bench-heads: setup ## every head family trained and measured, EAGLE-3's training against speculators, into docs/results/heads.json
+bench-heads: setup ## every head family trained and measured, EAGLE-3's training against speculators, into docs/results/heads.json (hours, the first time)
 	$(PY) scripts/benchmark.py heads
 
 bench-eval: setup ## predicted speed against measured, the evaluator's own cost, into docs/results/eval.json (after make demo)

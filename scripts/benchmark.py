@@ -115,7 +115,7 @@ BENCHMARKS = {
         ServeCheckConfig,
         "scripts.engine_check.cases",
         "run_checks",
-        "exported drafts in vLLM, transformers and llama.cpp beside our decoder (needs --config configs/serve/...)",
+        "exported drafts in vLLM, transformers, llama.cpp and OpenVINO beside our decoder (needs --config configs/serve/...)",
     ),
     "soak": Benchmark(
         SoakConfig,

@@ -1,4 +1,4 @@
-"""Train a head on the frozen target: EAGLE-3, MTP, Medusa, Hydra, P-EAGLE, DFlash, DSpark, DFlash2, XPress, Domino.
+"""Train a head on the frozen target: EAGLE-3, MTP, Medusa, Hydra, P-EAGLE, DFlash, DSpark, DFlash2, XPress, Domino, early exit.
 
 Run it by `accelerate launch train/heads.py --config configs/heads/eagle3.yaml`. Checks in seconds that the head can be
 written, read back and learnt (`sanity`), then trains. Writes OUTPUT/artifact (the best head by tokens per target step on
