@@ -12,7 +12,7 @@ given = $(if $(findstring command line,$(origin $(1))), --$(2) "$($(1))")
 .PHONY: help setup demo demo-images demo-speech test check bench bench-decode sweep bench-distill bench-heads bench-eval bench-scale distribution-check device-check slow-check cluster-check engine-check models-check soak tables serve-check gemma-check clean
 
 help: ## list these commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' Makefile
 
 setup: $(STAMP) ## make .venv with the pinned packages; nothing to do when it is up to date
 
