@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -16,7 +16,9 @@ LayerIds = Literal["block_output", "h"]
 TAP_OF_ID: dict[LayerIds, int] = {"block_output": 1, "h": 0}  # added to an id, gives the artifact's
 # Weights that some programs keep pickled; read with `weights_only`. A Hub's repository is asked for them for an import only.
 TORCH_FILES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
-Engine = Literal["vllm", "transformers", "speculators", "sglang", "tensorrt_llm", "gguf", "openvino"]
+PublishedEngine = Literal["vllm", "transformers", "speculators", "sglang", "tensorrt_llm"]
+# The others' files are written by another program, and `serve.txt` beside them names folders of the machine.
+Engine = Literal[PublishedEngine, "gguf", "openvino"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -69,7 +71,7 @@ class PushConfig(Settings):
     """`scripts/push.py`: publish an artifact with its report and a model card made from it."""
 
     private: bool = True  # of a repository that is made by this push; one that exists keeps its visibility
-    exports: list[Literal["vllm", "transformers", "speculators", "sglang", "tensorrt_llm"]] = []  # each into its own folder
+    exports: list[PublishedEngine] = []  # each into its own folder
     # What the card says of the target. None: as the artifact and the target's own card have it, and nothing where they have not
     base_model: str | None = None  # Hub id
     base_model_relation: Literal["adapter", "finetune", "quantized", "merge"] | None = None  # None: by the kind of draft
@@ -82,6 +84,17 @@ class PushConfig(Settings):
     allow_target_files: bool = False
     replace_commit: str | None = None  # full hash of the commit that this push may replace, whatever it holds
     attempts: PositiveInt = 3  # at a push that the network or the Hub breaks off
+
+    @field_validator("exports", mode="before")
+    @classmethod
+    def _exports_can_be_published(cls, value: Any) -> Any:
+        own = get_args(PublishedEngine)
+        if isinstance(value, list) and (found := [each for each in value if each in ENGINES and each not in own]):
+            raise ValueError(
+                f"{found[0]} is not published, {', '.join(own)} are: another program writes its files, and those may name "
+                "folders of this machine; write them with scripts/export.py, and upload what is in them yourself"
+            )
+        return value
 
     @model_validator(mode="after")
     def _exports_are_named_once(self) -> Self:

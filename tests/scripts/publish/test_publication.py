@@ -321,7 +321,9 @@ def test_an_engine_that_cannot_hold_the_kind_is_refused_with_the_reason(dry, rel
         ("replace_commit=abc", "40 characters of a commit's hash"),
         ("base_model=/home/alice/llama", "expected a Hub id (owner/name)"),
         ("exports=[vllm, vllm]", "exports must name each engine once"),
-        ("exports=[gguf]", "exports"),
+        ("exports=[vllm, gguf]", "exports: gguf is not published, vllm, transformers, speculators, sglang, tensorrt_llm are"),
+        ("exports=[openvino]", "exports: openvino is not published"),
+        ("exports=[abacus]", "expected 'vllm', 'transformers', 'speculators', 'sglang' or 'tensorrt_llm', got 'abacus'"),
         ("private=maybe", "true or false"),
     ],
 )
