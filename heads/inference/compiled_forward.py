@@ -42,10 +42,10 @@ SMALLEST_CACHE = 256  # positions a row; larger caches double
 MAX_GRAPHS = 16  # of one model; further shapes run uncompiled
 
 
-def make_compiled(model: PreTrainedModel) -> None:
+def make_compiled(model: PreTrainedModel, backend: str = "inductor") -> None:
     """Let decoding run `model` by a compiled forward from now on; its weights must not change afterwards.
 
-    Graphs are compiled when a shape is first met, so the first answers are slow.
+    Graphs are compiled, by this backend of `torch.compile`, when a shape is first met, so the first answers are slow.
 
     Raises:
         InputError: its layers have states, which are read token by token, or its masks are not made before a forward
@@ -62,7 +62,7 @@ def make_compiled(model: PreTrainedModel) -> None:
         make_lean(model)
     except InputError as error:
         log.info("transformers' forward is compiled: %s", error)
-    register_forward(model, CompiledForward(registered_forward(model) or TransformersForward(model), model.device))
+    register_forward(model, CompiledForward(registered_forward(model) or TransformersForward(model), model.device, backend))
 
 
 def run_alike(model: PreTrainedModel, target: PreTrainedModel) -> None:
@@ -80,8 +80,8 @@ def run_alike(model: PreTrainedModel, target: PreTrainedModel) -> None:
 class CompiledForward:
     """Another forward, run as graphs of fixed shapes (`heads.inference.causal_lm.DecodingForward`)."""
 
-    def __init__(self, inner: DecodingForward, device: torch.device) -> None:
-        self.inner = inner
+    def __init__(self, inner: DecodingForward, device: torch.device, backend: str) -> None:
+        self.inner, self.backend = inner, backend
         self._graphs: dict[tuple[Any, ...], Callable[..., Tensor]] = {}
         self._has_graphs = has_graphs(device)
         self._taps: tuple[int, ...] = ()
@@ -138,8 +138,10 @@ class CompiledForward:
     def _compiled(self) -> Callable[..., Tensor]:
         """Return the inner forward, to be compiled at its first call, with guards of its own."""
         mode = "reduce-overhead" if self._has_graphs else None
-        apart = {"isolate_recompiles": True, "recompile_limit": 4}  # missing in the type stubs
-        return torch.compile(self.inner.hidden, dynamic=False, fullgraph=True, mode=mode, **apart)  # type: ignore[call-overload]
+        options: dict[str, Any] = {"dynamic": False, "fullgraph": True, "mode": mode, "backend": self.backend}
+        options |= {"isolate_recompiles": True, "recompile_limit": 4}  # missing in the type stubs
+        run: Callable[..., Tensor] = torch.compile(self.inner.hidden, **options)
+        return run
 
     def _own(self, state: Tensor) -> Tensor:
         """Return a state that the next run of a CUDA graph does not overwrite."""

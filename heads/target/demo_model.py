@@ -13,7 +13,6 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 from filelock import FileLock
@@ -55,8 +54,8 @@ def save_dequantised(gguf: Path, folder: Path) -> None:
     """
     model = load_gguf(gguf)
     # transformers would write in the first of several processes only, and any of them may be the one that comes here.
-    with patch.object(model, "should_save_on_this_rank", lambda is_main_process: True):
-        model.save_pretrained(folder)
+    model.should_save_on_this_rank = lambda is_main_process: True  # type: ignore[method-assign]
+    model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(folder)
 
 

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -166,10 +165,13 @@ def _without_videos() -> Iterator[None]:
     if is_torchvision_available():
         yield
         return
-    own = ProcessorMixin.get_attributes.__func__  # type: ignore[attr-defined]
+    own = ProcessorMixin.__dict__["get_attributes"]
 
     def without(cls: type[ProcessorMixin]) -> list[str]:
-        return [each for each in own(cls) if each != "video_processor"]
+        return [each for each in own.__func__(cls) if each != "video_processor"]
 
-    with patch.object(ProcessorMixin, "get_attributes", classmethod(without)):
+    ProcessorMixin.get_attributes = classmethod(without)  # type: ignore[method-assign, assignment]
+    try:
         yield
+    finally:
+        ProcessorMixin.get_attributes = own  # type: ignore[method-assign]

@@ -4,7 +4,6 @@ Most tests run the captured graphs as they are: what the compiler makes of a gra
 """
 
 from copy import deepcopy
-from functools import partial
 
 import pytest
 import torch
@@ -39,7 +38,8 @@ def captured(monkeypatch):
     """Graphs are captured and run without being compiled further; yields how many there were."""
     torch._dynamo.reset()
     counters.clear()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda run, **options: compile(run, **options | {"backend": "eager"}))
     yield lambda: counters["stats"]["unique_graphs"]
     torch._dynamo.reset()
 
