@@ -53,7 +53,7 @@ def media(case: Case) -> None:
     if family is None:
         raise NotMeant("its images and sounds are not tried")
     target = media_target(case)
-    requests = media_requests(target, family)
+    requests = media_requests(target, asked_of(family))
     answers = [media_answer(case.model, target, request) for request in requests]
     if answers[0] == answers[1]:
         raise Wrong(f"{family.reads} make no difference to transformers' generate")
@@ -87,15 +87,19 @@ def media_target(case: Case) -> Target:
     return load_target(TargetConfig.model_validate({"name": str(folder), "dtype": "float32", "device": "cpu", **media}))
 
 
-def media_requests(target: Target, family: MediaFamily) -> list[Request]:
-    """Return requests with pictures, or with sounds."""
+def asked_of(family: MediaFamily) -> list[tuple[str, list[str]]]:
+    """Return prompts with pictures, or with sounds: each text, and what it brings."""
     a, b, other = (SOUND * (family.reads == "audio") + name for name in FILES[family.reads])
-    asked: list[tuple[str, list[str]]] = [
+    return [
         (f"w20 {OBJECT} w30 w31", [a]),
         (f"w20 {OBJECT} w30 w31", [b]),
         (f"w40 {OBJECT} w41 {OBJECT} w45", [other, a]) if family.at_most > 1 else (f"w40 {OBJECT} w45", [other]),
         ("w20 w21 w22", []),
     ]
+
+
+def media_requests(target: Target, asked: Sequence[tuple[str, Sequence[str]]]) -> list[Request]:
+    """Return a request for each text and the media that it brings."""
     requests = []
     for number, (text, references) in enumerate(asked):
         messages = [{"role": "user", "content": text}]

@@ -2,23 +2,13 @@
 
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import StaticTree
-from eval.decoder.decode import Request, decode
+from eval.decoder.decode import decode
 from scripts.models_check.architectures import VOCAB_SIZE
 from scripts.models_check.scripted_drafts import ScriptedDrafts
 
 PLAIN = {"num_speculative_tokens": 0}
 CHAIN = {}
 TREE = {"tree": StaticTree(kind="static", branching=[2, 2, 1])}
-
-
-def media_requests(target, asked):
-    """Return a request for each text and the media that it brings."""
-    requests = []
-    for number, (text, media) in enumerate(asked):
-        messages = [{"role": "user", "content": text}]
-        tokens, prompt = tuple(target.encode_chat(messages, media=media)), target.media_prompt(messages, media)
-        requests.append(Request(prompt_id=str(number), category="", tokens=tokens, media_prompt=prompt))
-    return requests
 
 
 def drafts_of(requests, answers):

@@ -14,7 +14,8 @@ from heads.target.chat_template import OBJECT
 from heads.target.loading import Target, load_target
 from scripts.models_check.architectures import tiny_model
 from scripts.models_check.media_models import picture, save_processor
-from tests.support.media import assert_decodes_to, assert_matching_changes_nothing, media_requests
+from scripts.models_check.media_stage import media_requests
+from tests.support.media import assert_decodes_to, assert_matching_changes_nothing
 
 pytest.importorskip("PIL")
 NEW_TOKENS = 20

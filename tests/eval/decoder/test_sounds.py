@@ -19,7 +19,8 @@ from heads.target.chat_template import OBJECT
 from heads.target.loading import Target, load_target
 from scripts.models_check.architectures import tiny_model
 from scripts.models_check.media_models import PLACEHOLDER, save_processor, sound
-from tests.support.media import assert_decodes_to, assert_matching_changes_nothing, media_requests
+from scripts.models_check.media_stage import media_requests
+from tests.support.media import assert_decodes_to, assert_matching_changes_nothing
 
 NEW_TOKENS = 16
 URL = "data:audio/wav;base64," + base64.b64encode(sound(1, rate=16000)).decode()
