@@ -105,20 +105,20 @@ def read_with_media(
     Raises:
         InputError: the media have not as many states as the rows have placeholders, or the model's forward knows none.
     """
-    model_with_vision: Any = model.base_model
-    T, takes = ids_BT.shape[1], inspect.signature(model_with_vision.forward).parameters
+    whole: Any = model.base_model
+    T, takes = ids_BT.shape[1], inspect.signature(whole.forward).parameters
     of_tokens = {name: functional.pad(each, (0, T - each.shape[1])) for name, each in media.of_tokens.items()}
     given: dict[str, Any] = {name: each for name, each in {**media.of_media, **of_tokens}.items() if name in takes}
     offsets_B = None
-    if hasattr(model_with_vision, "get_rope_index"):
-        asked = inspect.signature(model_with_vision.get_rope_index).parameters
+    if hasattr(whole, "get_rope_index"):
+        asked = inspect.signature(whole.get_rope_index).parameters
         grids = {name: each for name, each in {**media.of_media, **of_tokens}.items() if name in asked}
-        given["position_ids"], offsets_B1 = model_with_vision.get_rope_index(ids_BT, **grids)
+        given["position_ids"], offsets_B1 = whole.get_rope_index(ids_BT, **grids)
         offsets_B = offsets_B1.view(-1)
     if cache is not None:
         given["past_key_values"] = cache
     try:
-        states_BTE: Tensor = model_with_vision(input_ids=ids_BT, use_cache=cache is not None, **given).last_hidden_state
+        states_BTE: Tensor = whole(input_ids=ids_BT, use_cache=cache is not None, **given).last_hidden_state
     except (ValueError, RuntimeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise

@@ -15,6 +15,7 @@ from configs.runtime.command import DONE
 from scripts.bench.engines import largest_difference, read_metric
 from tests.faults.conftest import start_pair
 from tests.faults.test_cluster import CLUSTER, LENGTHS, ROOT, environment, written
+from tests.support.ports import free_port
 from train.launch import run_distillation
 
 TOLERANCE = 1e-5  # of a loss or a gradient's norm, as a share; of a weight
@@ -116,7 +117,7 @@ def wait_for(condition, nodes, seconds=120):
 def test_a_run_that_loses_a_node_takes_the_same_steps_with_the_other_one(project, tmp_path, start, start_node, engine):
     schedule = LENGTHS | {"max_steps": 60, "batch_size": 2, "micro_batches_per_step": 2, "trackers": ["tensorboard"]}
     config = written(project.distill(tmp_path / "run", **schedule), tmp_path / "recipe.yaml")
-    place = engine | {"MAIN_PORT": environment()["MAIN_PORT"]}
+    place = engine | {"MAIN_PORT": str(free_port())}
     nodes = [start_node(config, **place) for _ in range(2)]
     wait_for((tmp_path / "run" / "checkpoints" / "step-00000020").exists, nodes)
     (left, said), (lost, _) = nodes
@@ -138,7 +139,7 @@ def test_a_run_that_loses_a_node_takes_the_same_steps_with_the_other_one(project
 def test_where_the_node_is_lost_at_which_the_others_meet_the_same_command_goes_on(project, tmp_path, start_node):
     schedule = {"max_steps": 40, "batch_size": 2, "micro_batches_per_step": 2, "checkpoint_every_steps": 20}
     config = written(project.distill(tmp_path / "run", **schedule), tmp_path / "recipe.yaml")
-    place = {"MAIN_PORT": environment()["MAIN_PORT"]}
+    place = {"MAIN_PORT": str(free_port())}
     (host, _), (left, said) = nodes = [start_node(config, **place) for _ in range(2)]
     wait_for((tmp_path / "run" / "checkpoints" / "step-00000020").exists, nodes)
     lose(host)
