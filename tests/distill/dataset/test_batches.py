@@ -1,6 +1,7 @@
 """Batches: which tokens are labels, in what order conversations come, and what padding costs."""
 
 import itertools
+from collections import Counter
 
 import pytest
 import torch
@@ -120,6 +121,19 @@ def test_no_dealing_of_neighbours_has_a_smaller_largest_batch():
         dealt = deal(range(num_rows), lengths, 3)
         assert sorted(itertools.chain(*dealt)) == list(range(num_rows))
         assert max(len(batch) * max(lengths[row] for row in batch) for batch in dealt) == best
+
+
+@pytest.mark.parametrize(("num_rows", "num_repeated"), [(1, 3), (3, 1), (8, 0), (9, 3), (11, 1), (12, 0)])
+def test_a_last_step_with_fewer_conversations_than_batches_takes_more_of_those_of_the_first(num_rows, num_repeated):
+    sampler = BucketedBatchSampler(range(1, num_rows + 1), 2, seed=0, num_batches=4)
+    batches = list(sampler)
+    assert len(batches) == len(sampler) == (4 if num_rows <= 8 else 8)
+    dealt, first = list(itertools.chain(*batches)), set(itertools.chain(*batches[:4]))
+    assert set(dealt) == set(range(num_rows))
+    repeated = Counter(dealt) - Counter(range(num_rows))
+    assert repeated.total() == num_repeated
+    assert repeated.keys() <= first
+    assert sampler.measure().num_tokens == sum(row + 1 for row in dealt)
 
 
 @pytest.mark.parametrize(("num_processes", "num_batches"), [(2, 2), (2, 4), (3, 6), (4, 4)])
