@@ -45,6 +45,7 @@ CASES = {
     "lookup or chain, token": SAMPLED.model_copy(update={"verification": "token"}),
     "lookup or chain, block": SAMPLED,
 }
+BY_ESTIMATE = SAMPLED.model_copy(update={"stopping": ConfidenceStopping(rule="confidence", threshold=0.5, by="estimate")})
 
 
 def models(tiny_llama):

@@ -6,7 +6,7 @@ hundred shows.
 
 import pytest
 
-from configs.schema.heads import EarlyExitSettings
+from configs.schema.heads import DSparkSettings, EarlyExitSettings
 from eval.decoder import tree_rules as candidates
 from eval.decoder import verifier
 from eval.stats.significance import holm
@@ -49,6 +49,21 @@ def test_samples_follow_it_where_the_targets_first_block_drafts(pair, distributi
     assert held_against(distribution_of(config), counts).p_value > LEVEL
 
 
+@pytest.fixture(scope="module")
+def dspark(pair):
+    """A head with estimates of its own, which a rule reads."""
+    target = pair[0]
+    settings = DSparkSettings(kind="dspark", block_size=4, taps=[0, 1], mask_token_id=0, markov_rank=4)
+    return FAMILIES["dspark"].propose(serve(build(settings, target.model, stir=0.5), target.model), target.device)
+
+
+def test_samples_follow_it_where_a_head_stops_by_its_own_estimate(pair, distribution_of, dspark):
+    counts, rounds = checks.sample(pair[0], dspark, checks.BY_ESTIMATE, QUICK)
+    whole = checks.sample(pair[0], dspark, checks.SAMPLED, QUICK)[1]
+    assert whole < rounds < 3.5 * QUICK  # some rounds are ended early
+    assert held_against(distribution_of(checks.BY_ESTIMATE), counts).p_value > LEVEL
+
+
 def test_a_planted_bug_is_found_by_the_quick_test_where_it_is_gross(pair, distribution_of, monkeypatch):
     def from_p(p_BV, q_BV, *others):
         return candidates.CandidateChoice(candidates.with_replacement(p_BV, q_BV, *others).accepted_B, p_BV)
@@ -67,10 +82,11 @@ def test_it_is_found_that_looked_up_drafts_are_judged_as_if_the_draft_had_drawn_
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_many_samples_follow_the_targets_distribution(pair, distribution_of, capsys):
-    found = {}
-    for name, config in checks.CASES.items():
-        counts, rounds = checks.sample(*pair, config, SLOW, looks_up=name.startswith("lookup"))
+def test_many_samples_follow_the_targets_distribution(pair, distribution_of, dspark, capsys):
+    found, by_estimate = {}, "dspark, stopped by estimate"
+    for name, config in (*checks.CASES.items(), (by_estimate, checks.BY_ESTIMATE)):
+        draft = dspark if name == by_estimate else pair[1]
+        counts, rounds = checks.sample(pair[0], draft, config, SLOW, looks_up=name.startswith("lookup"))
         found[name] = held_against(distribution_of(config), counts)
         with capsys.disabled():
             cells, p_value = found[name].degrees_of_freedom + 1, found[name].p_value
