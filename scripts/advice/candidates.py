@@ -29,6 +29,11 @@ class Candidate:
     recipe: Recipe
 
     @property
+    def kind(self) -> str:
+        """Of its artifact."""
+        return "draft_lm" if isinstance(self.recipe, DistillConfig) else self.recipe.head.kind
+
+    @property
     def name(self) -> str:
         """In tables and messages."""
         return ", ".join([self.family, *(f"{key} {'all' if value is None else value}" for key, value in self.settings.items())])

@@ -9,6 +9,7 @@ from functools import cached_property
 from configs.schema.commands.advising import AdviceConfig
 from eval.report.text import interval, number
 from eval.stats.bootstrap import Interval, paired_ratio_interval
+from heads.formats.exporting.table import FORMS
 from scripts.advice.candidates import Candidate
 from scripts.advice.comparison import BOTH, LOOKUP, ComparedWay, Comparison
 from scripts.advice.curve import DataCurve
@@ -88,6 +89,7 @@ class Findings:
         """Return the advice, a sentence or two for each question."""
         return {
             "Draft": self._draft(),
+            "Engines": name_engines(self.best, self.rungs),
             "Drafts a round": self._drafts_a_round(),
             "Tree": self._tree(),
             "Batch": self._batch(),
@@ -182,6 +184,16 @@ class Findings:
         if check.verdict == "checked":
             return f"{text} Checked: from the smaller sizes {seen}."
         return f"{text} Off: from the smaller sizes {seen}, so do not rely on the curve."
+
+
+def name_engines(best: Candidate, rungs: Sequence[Rung[Candidate]]) -> str:
+    """Say which engines take the advised draft; where none does, which other trial came furthest of those that one takes."""
+    if engines := [name for name, forms in FORMS.items() if best.kind in forms]:
+        return f"{best.kind} is exported for {', '.join(engines)}."
+    ranked = [candidate for rung in reversed(rungs) for candidate, _ in rung.ranked]
+    served = next((each for each in ranked if any(each.kind in forms for forms in FORMS.values())), None)
+    other = "" if served is None else f" Of the trials that one takes, {served.name} came furthest; engine leaves others out."
+    return f"none takes {best.kind}, which draftsmith's own decoder runs.{other}"
 
 
 def bounded(value: Interval) -> str:

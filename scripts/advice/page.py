@@ -16,6 +16,7 @@ from eval.report.text import number, times
 from scripts.advice.candidates import full_recipe
 from scripts.advice.findings import Findings, bounded
 from scripts.advice.measuring import TrialSpeed
+from scripts.own_demo.steps import CPU_LAUNCH, GPU_LAUNCH
 
 RECIPE = "recipe.yaml"
 
@@ -161,7 +162,8 @@ def _recipe(findings: Findings, output: Path) -> str:
         findings.best, findings.config, findings.drafts(findings.config.batch_size), len(findings.trial.prompts)
     )
     entry = "train/distill.py" if isinstance(recipe, DistillConfig) else "train/heads.py"
-    launch = "accelerate launch --quiet --config_file configs/accelerate/one_process_cpu.yaml"
+    on_gpu = describe_hardware()["gpus"] and findings.config.target.device != "cpu"
+    launch = f"accelerate launch --quiet --config_file {GPU_LAUNCH if on_gpu else CPU_LAUNCH}"
     return (
         f"# {launch} {entry} --config {output / RECIPE}\n#\n"
         f"# {findings.best.name}: advised for {findings.config.target.name}, on the trials' conversations.\n"

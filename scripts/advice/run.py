@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from configs.runtime.command import BAD_INPUT, DONE
-from configs.runtime.errors import InputError, RunFailed
+from configs.runtime.errors import ConfigError, InputError, RunFailed
 from configs.runtime.files import sha256_of
 from configs.runtime.resumable import fingerprint
 from configs.runtime.run_record import write_run_record
@@ -16,6 +16,7 @@ from configs.schema.data import DataConfig
 from distill.dataset.conversations import MANIFEST, Conversation, read_conversations
 from eval.cost.timing_sweep import check_sweep
 from heads.artifact import load_draft
+from heads.formats.exporting.table import FORMS
 from heads.target.loading import load_target
 from scripts.advice.candidates import Candidate, make_candidates
 from scripts.advice.comparison import compare_ways
@@ -39,7 +40,7 @@ def advise(config: AdviceConfig) -> int:
         RunFailed: no trial came to an end.
     """
     output = Path(config.output)
-    make_candidates(config, output, sys.maxsize)  # a recipe that is wrong is refused before anything is run
+    list_candidates(config, output, sys.maxsize)  # a recipe that is wrong is refused before anything is run
     source = Path(config.prompts.path or "") if config.data is None else Path(config.data) / "train.jsonl"
     if config.prompts.source == "file" and not source.exists():
         raise InputError(f"prompts not found: {source}; name a file of prompts with --prompts, or a folder of data with data")
@@ -51,7 +52,7 @@ def advise(config: AdviceConfig) -> int:
     rows = held_out_rows(data, config)
     target = load_target(config.target, for_chats=True)
     check_sweep(target, config.cost)
-    candidates = make_candidates(config, data, target.vocab_size)
+    candidates = list_candidates(config, data, target.vocab_size)
     trials = Trials(config, budget, target, rows, data)
     sizes = sizes_up_to(config.first_conversations, config.growth, trials.num_conversations)
     rungs = successive_halving(candidates, sizes, trials.run, keep_share=config.keep_share, may_begin=trials.may_begin)
@@ -65,6 +66,20 @@ def advise(config: AdviceConfig) -> int:
     budget.note()
     write_advice(findings, budget.spent, trials.num_conversations)
     return DONE
+
+
+def list_candidates(config: AdviceConfig, data: Path, vocab_size: int) -> list[Candidate]:
+    """Return the trials whose drafts the engine takes that is to serve them; see `make_candidates`."""
+    candidates = make_candidates(config, data, vocab_size)
+    if config.engine is None:
+        return candidates
+    taken = FORMS[config.engine]
+    if not (served := [each for each in candidates if each.kind in taken]):
+        kinds = ", ".join(dict.fromkeys(each.kind for each in candidates))
+        raise ConfigError(
+            f"engine: {config.engine} takes {', '.join(taken)}, and the families are of kind {kinds}; add one to families"
+        )
+    return served
 
 
 def answer_prompts(config: AdviceConfig, budget: TimeBudget, folder: Path) -> Path:

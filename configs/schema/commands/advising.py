@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from configs.schema.base import NonNegativeInt, PositiveFloat, PositiveInt, Settings, check_rising
 from configs.schema.commands.planning import HardwareConfig
+from configs.schema.commands.release import Engine
 from configs.schema.commands.sweep import Setting, check_names
 from configs.schema.data import AnswersConfig, PromptsConfig
 from configs.schema.evaluation import CostConfig
@@ -51,6 +52,7 @@ class AdviceConfig(Settings):
     answer_share: BelowOne = 0.25  # of the budget, for the target's answers
     comparison_share: BelowOne = 0.15  # of the budget, kept for comparing ways of decoding with the best draft
     families: dict[str, FamilyTrials] = Field(default_factory=_default_families)
+    engine: Engine | None = None  # that is to serve the draft: families that it does not take are left out. None: all are tried
     # Tokens a draft can propose; each is tried with every combination. As many as the target has, or more, and null are all
     draft_vocab_sizes: Annotated[list[PositiveInt | None], Field(min_length=1)] = [4096, 32768]
     max_length: PositiveInt = 1024  # tokens of a conversation in training; longer ones are cut at the end

@@ -3,6 +3,7 @@
 import importlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,8 @@ from configs.schema.commands.advising import AdviceConfig
 from configs.schema.data import DataConfig
 from configs.schema.training import DistillConfig, HeadsConfig
 from scripts import advise, demo
+from scripts.advice.findings import name_engines
+from scripts.advice.halving import Rung
 from scripts.bench import trained_runs
 from train.launch import run_distillation, run_heads
 
@@ -88,6 +91,8 @@ def test_prompts_become_a_page_a_recipe_that_loads_and_a_resumed_run_repeats_not
     ways = {each["name"] for each in found["comparison"]["ways"]}
     assert {"chain", "prompt lookup", "prompt lookup, then the draft", "static tree", "dynamic tree"} == ways
     page = Path("out/advice.md").read_text()
+    kind = found["advice"]["family"]
+    assert found["advice"]["sentences"]["Engines"].startswith(f"{kind} is exported for ")
     assert all(f"**{question}**" in page for question in found["advice"]["sentences"])
     schema = DistillConfig if found["advice"]["family"] == "draft_lm" else HeadsConfig
     recipe = load_config(schema, "out/recipe.yaml")
@@ -133,6 +138,15 @@ def test_of_data_that_are_there_a_candidate_that_cannot_be_trained_is_named_and_
     assert "failed: medusa, draft_vocab_size 16" in Path("out/advice.md").read_text()
 
 
+def test_of_a_draft_that_no_engine_takes_the_advice_names_the_best_that_one_does():
+    hydra, eagle3 = (SimpleNamespace(kind=kind, name=f"{kind}, small") for kind in ("hydra", "eagle3"))
+    first = Rung(size=4, ranked=[(hydra, 2.0), (eagle3, 1.5)], failed=[], not_begun=[])
+    last = Rung(size=8, ranked=[(hydra, 2.1)], failed=[], not_begun=[])
+    assert "none takes hydra" in (said := name_engines(hydra, [first, last]))
+    assert "eagle3, small came furthest" in said
+    assert name_engines(eagle3, [first]).startswith("eagle3 is exported for vllm, ")
+
+
 def test_a_budget_that_is_spent_begins_no_trial(run, capsys):
     assert run(budget="0.001s") == FAILED
     assert run.ran == ["scripts.make_data"]  # there is no time for more answers than the first
@@ -146,6 +160,10 @@ def test_a_budget_that_is_spent_begins_no_trial(run, capsys):
         ({"prompts": "nowhere.jsonl"}, "prompts not found: nowhere.jsonl"),
         ({"prompts": None}, "give either --prompts, a file of what the target will be asked, or data"),
         ({"families": {}}, "families is empty"),
+        (
+            {"engine": "sglang", "families": {"medusa": {"recipe": "medusa.json"}}},
+            "engine: sglang takes draft_lm, eagle3, dflash, domino, and the families are of kind medusa; add one to families",
+        ),
         ({"answer_share": 0.9}, "leave no time for trials"),
         ({"families": {"medusa": {"recipe": "medusa.json", "values": {"head.depth": [1]}}}}, "families.medusa.values"),
     ],
