@@ -100,7 +100,8 @@ def choose_stopping(target: Target, draft: Draft, requests: Sequence[Request], s
     """
     probe = ConfidenceProbe(draft.proposer)
     timings = [decode(target, [request], settings, probe)[1] for request in requests]
-    milliseconds = 1000 * sum(timing.draft_seconds for timing in timings) / sum(timing.num_rounds for timing in timings)
+    num_rounds = sum(timing.num_rounds for timing in timings)
+    milliseconds = 1000 * sum(timing.draft_seconds for timing in timings) / max(1, num_rounds)
     family, longest = FAMILIES.get(draft.metadata.kind), settings.num_speculative_tokens
     in_one = family is not None and family.in_one_forward
     return fit_stopping(
