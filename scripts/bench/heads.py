@@ -93,7 +93,6 @@ def compare_heads(config: BenchHeadsConfig) -> int:
         for name, of_suite in requests.items():
             measured = measure_run(config, target, of_suite, run, sides, baselines, suite=name)
             rows, ratios = rows + measured.rows, ratios | measured.ratios
-    rows.sort(key=lambda row: row["family"] == PROMPT_LOOKUP)
     comparisons = [*(training.rows() if training is not None else []), *attention_rows(attention)]
     data, compared = rows[0]["data"], {next(iter(row)) for row in comparisons}
     kept = keep_results(Path(config.output), data, {row["recipe"] for row in rows}, compared)
@@ -101,7 +100,7 @@ def compare_heads(config: BenchHeadsConfig) -> int:
         config.output,
         "heads",
         config,
-        rows=[*kept["rows"], *rows, *kept["comparisons"], *comparisons],
+        rows=[*in_order([*kept["rows"], *rows]), *kept["comparisons"], *comparisons],
         ratios=kept["ratios"] | ratios | attention_ratios(attention, config.bootstrap_samples),
         data=data,
         runs=[{"recipe": run.name, "artifact": str(run.artifact), "git": run.read_git()} for run in runs],
@@ -138,6 +137,12 @@ def keep_results(path: Path, data: str, recipes: Collection[str | None], compare
         runs = [run for run in each["runs"] if (each["data"], run["recipe"]) not in anew]
         before += [each | {"runs": runs}] if runs else []
     return {"rows": rows, "comparisons": comparisons, "ratios": results["ratios"], "measured_before": before}
+
+
+def in_order(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows with those on the same data together, lookups last."""
+    data = list(dict.fromkeys(row["data"] for row in rows))
+    return sorted(rows, key=lambda row: (data.index(row["data"]), row["family"] == PROMPT_LOOKUP))
 
 
 class MeasuredDraft(NamedTuple):
