@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -165,4 +166,12 @@ def kill_at_call(owner, name: str, number: int, *, after: bool = False):
 
 def die_at_step(number: int):
     """Return a fault: the process is killed in a step, when the checkpoint before is written."""
-    return at_call(DraftTask, "loss", number, lambda: (time.sleep(1), kill_here()))
+
+    def die() -> None:
+        for thread in threading.enumerate():
+            if thread.name.startswith("checkpoint"):  # of train.loop.background
+                thread.join()
+        time.sleep(1)  # another process may not have all of this one's gradients yet
+        kill_here()
+
+    return at_call(DraftTask, "loss", number, die)
