@@ -99,14 +99,19 @@ def summarise_advantage(
         ours_mode: this draft's.
     """
     tau = _ratio(ours, theirs, samples, seed)
-    ours, theirs = (sums_by_batch(timings, own, "num_tokens", "decode_seconds") for own in (ours_mode, mode))
-    speed = _ratio(ours, theirs, samples, seed)
+    speed = decode_speed_ratio(timings, ours_mode, mode, samples=samples, seed=seed)
     return {
         "tokens_per_target_step_ratio": tau.point,
         "tokens_per_target_step_ratio_ci": tau.bounds,
         "decode_speed_ratio": speed.point,
         "decode_speed_ratio_ci": speed.bounds,
     }
+
+
+def decode_speed_ratio(timings: Sequence[Timing], mode: str, other: str, *, samples: int, seed: int) -> Interval:
+    """Return one mode's decode speed divided by another's, over the batches on which both were timed."""
+    ours, theirs = (sums_by_batch(timings, each, "num_tokens", "decode_seconds") for each in (mode, other))
+    return _ratio(ours, theirs, samples, seed)
 
 
 def timings_within(timings: Iterable[Timing], prompt_ids: set[str]) -> list[Timing]:

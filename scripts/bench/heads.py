@@ -44,8 +44,8 @@ from eval.measure.proposers import add_lookup
 from eval.measure.suite import fit_suite, load_suite
 from eval.measure.turns import Turns
 from eval.metrics.acceptance import summarise_acceptance
-from eval.metrics.speed import sums_by_batch
-from eval.stats.bootstrap import Interval, paired_ratio_interval
+from eval.metrics.speed import decode_speed_ratio
+from eval.stats.bootstrap import Interval
 from heads.artifact import WEIGHTS_FILE, Draft, load_draft
 from heads.modules.output_head import DraftHead
 from heads.proposers.prompt_lookup import PromptLookup
@@ -208,12 +208,10 @@ def measure_run(
     draft, settings, _ = sides[run.name]
     evaluation = EvalConfig(decode=settings, repeats=config.repeats, baselines=[])
     proposers: dict[str, Proposer] = {name: side.draft.proposer for name, side in sides.items()}
-    after_lookup = {
-        f"{name} {WITH_LOOKUP}": add_lookup(side.draft.proposer, evaluation, target)
-        for name, side in sides.items()
-        if side.settings.stopping is None
-    }
     stopped = {name: side.settings for name, side in sides.items() if side.settings.stopping is not None}
+    after_lookup = {
+        f"{name} {WITH_LOOKUP}": add_lookup(each, evaluation, target) for name, each in proposers.items() if name not in stopped
+    }
     records = measure(target, requests, evaluation, proposers | after_lookup | dict(baselines), settings=stopped)
     check_finite(records.generations, f"recipe {run.name}")
 
@@ -236,17 +234,12 @@ def measure_run(
             rows.append(row(f"{PROMPT_LOOKUP} + {kind}", name, with_lookup, side.cost, only_greedy))
     rows += [row(name, None, name, NO_COST, only_greedy) for name in baselines]
     ratios = {
-        f"{run.name}_stopped_vs_fixed_{suite}": speed_between(records, name, run.name, config.bootstrap_samples)
+        f"{run.name}_stopped_vs_fixed_{suite}": decode_speed_ratio(
+            records.timings, name, run.name, samples=config.bootstrap_samples, seed=SEED
+        )
         for name in stopped
     }
     return MeasuredRun(rows, ratios)
-
-
-def speed_between(records: Records, mode: str, other: str, samples: int) -> Interval:
-    """Return a mode's tokens a second over another's, paired by prompt."""
-    theirs, ours = (sums_by_batch(records.timings, each, "decode_seconds", "num_tokens") for each in (other, mode))
-    columns = [[sums[batch][place] for batch in theirs] for sums in (theirs, ours) for place in (0, 1)]
-    return paired_ratio_interval(*columns, samples=samples, seed=SEED)
 
 
 def summarise(records: Records, mode: str, num_speculative_tokens: int, samples: int) -> dict[str, Any]:
