@@ -9,7 +9,7 @@ from functools import cached_property
 from configs.schema.commands.advising import AdviceConfig
 from eval.report.text import interval, number
 from eval.stats.bootstrap import Interval, paired_ratio_interval
-from heads.formats.exporting.table import FORMS
+from heads.formats.exporting.table import engines_of
 from scripts.advice.candidates import Candidate
 from scripts.advice.comparison import BOTH, LOOKUP, ComparedWay, Comparison
 from scripts.advice.curve import DataCurve
@@ -188,10 +188,10 @@ class Findings:
 
 def name_engines(best: Candidate, rungs: Sequence[Rung[Candidate]]) -> str:
     """Say which engines take the advised draft; where none does, which other trial came furthest of those that one takes."""
-    if engines := [name for name, forms in FORMS.items() if best.kind in forms]:
+    if engines := engines_of(best.kind):
         return f"{best.kind} is exported for {', '.join(engines)}."
     ranked = [candidate for rung in reversed(rungs) for candidate, _ in rung.ranked]
-    served = next((each for each in ranked if any(each.kind in forms for forms in FORMS.values())), None)
+    served = next((each for each in ranked if engines_of(each.kind)), None)
     other = "" if served is None else f" Of the trials that one takes, {served.name} came furthest; engine leaves others out."
     return f"none takes {best.kind}, which draftsmith's own decoder runs.{other}"
 

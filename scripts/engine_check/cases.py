@@ -28,7 +28,7 @@ from eval.stats.bootstrap import Interval, paired_ratio_interval
 from heads.artifact import read_metadata
 from heads.formats.exporting.exporter import SERVE_FILE, export
 from heads.formats.exporting.source import TargetFolder, read_source
-from heads.formats.exporting.table import FORMS, form_of
+from heads.formats.exporting.table import engines_of, form_of
 from heads.target.loading import Target, load_target, locate
 from scripts.bench.harness import SEED, first_requests, flat, measured_rows, write_results
 from scripts.engine_check.engines import ENGINES, EngineAnswer, EngineRun, find_engine, run_engine
@@ -101,8 +101,7 @@ def run_checks(config: ServeCheckConfig) -> int:
 def check_case(case: ServeCase, number: int, environments: Path) -> None:
     """Refuse a case that cannot be run, before any other takes its time."""
     kind = read_metadata(Path(case.artifact)).kind
-    takers = [name for name, forms in FORMS.items() if kind in forms]
-    if case.engine is None and takers:
+    if case.engine is None and (takers := engines_of(kind)):
         raise InputError(f"cases[{number}].engine is null, and {kind} goes to {', '.join(takers)}; name one")
     if case.engine is not None:
         form_of(form_for(case.engine), kind)

@@ -20,7 +20,7 @@ from configs.schema.data import SELF_SEEDED
 from eval.release.verdict import Finding, measured
 from eval.report.markdown import code, code_block, escape, render_markdown, table
 from eval.report.text import short
-from heads.formats.exporting.table import FORMS
+from heads.formats.exporting.table import engines_of
 from scripts.publish.card_metadata import agreed_licence, card_data
 from scripts.publish.publication import NAMELESS, Cleaned
 
@@ -111,7 +111,7 @@ def _serve(repo_id: str, metadata: Mapping[str, Any], exports: Mapping[str, str]
                 notes=notes,
             ),
         )
-    others = [engine for engine, forms in FORMS.items() if metadata["kind"] in forms and engine not in exports]
+    others = [engine for engine in engines_of(metadata["kind"]) if engine not in exports]
     if others:
         lines = "\n".join(f"python scripts/export.py {repo_id} --to {engine} --out {name}-{engine}" for engine in others)
         yield (

@@ -58,14 +58,20 @@ TREES = {"tensorrt_llm": ("eagle3", "medusa")}
 PATH_WORDS = ("eagle-", "eagle3", "dflash", "dspark")
 
 
+def engines_of(kind: str) -> list[str]:
+    """Return the engines that take a kind of draft."""
+    return [engine for engine, forms in FORMS.items() if kind in forms]
+
+
 def form_of(engine: str, kind: str) -> Form:
     """Return how a kind of draft is written for an engine; an InputError says why it is not, and what takes it instead."""
     forms = FORMS[engine]
     if kind in forms:
         return forms[kind]
-    others = [name for name, known in FORMS.items() if kind in known]
     reason = REASONS.get((engine, kind), f"{engine} has no form for {kind}")
-    raise InputError(f"{reason}; {kind} goes to {', '.join(others) or 'no engine yet'}, {engine} takes {', '.join(forms)}")
+    raise InputError(
+        f"{reason}; {kind} goes to {', '.join(engines_of(kind)) or 'no engine yet'}, {engine} takes {', '.join(forms)}"
+    )
 
 
 def check_tree(engine: str, kind: str) -> None:

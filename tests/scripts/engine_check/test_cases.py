@@ -262,7 +262,7 @@ def test_no_engine_is_said_of_a_kind_that_none_takes(settings, tiny_run, monkeyp
     cases = [{"engine": None, "artifact": str(tiny_run / "artifact")}]
     with pytest.raises(InputError, match=r"cases\[0\].engine is null, and draft_lm goes to .*vllm"):
         run(settings, cases=cases)
-    monkeypatch.setattr(serve_cases, "FORMS", {"vllm": {"eagle3": None}})
+    monkeypatch.setattr("heads.formats.exporting.table.FORMS", {"vllm": {"eagle3": None}})
     code, (row,) = run(settings, cases=cases)
     assert (code, row["verdict"], row["engine"]) == (DONE, NO_ENGINE, None)
 
