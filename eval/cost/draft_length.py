@@ -26,7 +26,7 @@ from eval.metrics.distributions import class_sums, describe_classes
 from eval.report.schema import Report
 from eval.report.sections import WholeSpeedSection
 from heads.artifact import Draft
-from heads.families.registry import FAMILIES
+from heads.families.registry import drafts_in_one_forward
 from heads.proposers.draft_length import CostRule, calibrated, confidence, sampling_for_stopping, tokens_per_millisecond
 from heads.proposers.protocol import Proposal, Proposer, Tokens
 from heads.sampling.counter_rng import CounterRNG
@@ -102,12 +102,13 @@ def choose_stopping(target: Target, draft: Draft, requests: Sequence[Request], s
     timings = [decode(target, [request], settings, probe)[1] for request in requests]
     num_rounds = sum(timing.num_rounds for timing in timings)
     milliseconds = 1000 * sum(timing.draft_seconds for timing in timings) / max(1, num_rounds)
-    family, longest = FAMILIES.get(draft.metadata.kind), settings.num_speculative_tokens
-    in_one = family is not None and family.in_one_forward
+    in_one = drafts_in_one_forward(draft.metadata.kind)
     return fit_stopping(
         probe.rounds,
-        draft_step_milliseconds=0.0 if in_one else milliseconds / longest,
-        target_step_milliseconds=[1000 * each for each in row_seconds(target, requests[0], longest + 1)],
+        draft_step_milliseconds=0.0 if in_one else milliseconds / settings.num_speculative_tokens,
+        target_step_milliseconds=[
+            1000 * each for each in row_seconds(target, requests[0], settings.num_speculative_tokens + 1)
+        ],
         round_milliseconds=milliseconds if in_one else 0.0,
         by=probe.by,
     )
@@ -130,8 +131,7 @@ def stopping_from_report(report: Report, by: ConfidenceBy | None = None) -> Cost
     one_row = 1000 * speed.phases_autoregressive.verify_seconds / speed.decode_tokens_autoregressive
     all_rows = 1000 * phases.verify_seconds / rounds
     besides = 1000 * (phases.sample_seconds + phases.overhead_seconds) / rounds
-    kind = report.draft.kind
-    if kind in FAMILIES and FAMILIES[kind].in_one_forward:
+    if drafts_in_one_forward(report.draft.kind):
         draft_step, besides = 0.0, besides + 1000 * phases.draft_seconds / rounds
     else:
         draft_step = 1000 * phases.draft_seconds / drafts

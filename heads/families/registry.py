@@ -29,6 +29,11 @@ NAMES = (
 FAMILIES: dict[str, Family] = {name.rpartition(".")[2]: import_module(f"heads.families.{name}").FAMILY for name in NAMES}
 
 
+def drafts_in_one_forward(kind: str) -> bool:
+    """Return whether a kind of draft makes all drafts of a round in one forward; a draft LM does not."""
+    return kind in FAMILIES and FAMILIES[kind].in_one_forward
+
+
 def serve(head: nn.Module, target: PreTrainedModel) -> nn.Module:
     """Put a head, in place, on the target's device and into its dtype, frozen."""
     return head.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)

@@ -13,6 +13,7 @@ from configs.runtime.terminal import say
 from configs.schema.training import DistillConfig
 from eval.report.markdown import table
 from eval.report.text import number, times
+from heads.device import CPU, choose_device
 from scripts.advice.candidates import full_recipe
 from scripts.advice.findings import Findings, bounded
 from scripts.advice.measuring import TrialSpeed
@@ -162,7 +163,7 @@ def _recipe(findings: Findings, output: Path) -> str:
         findings.best, findings.config, findings.drafts(findings.config.batch_size), len(findings.trial.prompts)
     )
     entry = "train/distill.py" if isinstance(recipe, DistillConfig) else "train/heads.py"
-    on_gpu = describe_hardware()["gpus"] and findings.config.target.device != "cpu"
+    on_gpu = choose_device(findings.config.target.device) != CPU
     launch = f"accelerate launch --quiet --config_file {GPU_LAUNCH if on_gpu else CPU_LAUNCH}"
     return (
         f"# {launch} {entry} --config {output / RECIPE}\n#\n"

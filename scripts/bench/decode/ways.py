@@ -17,7 +17,7 @@ from configs.schema.drafting import WIDE, Candidates, DynamicTree, Path, StaticT
 from eval.cost.draft_length import choose_stopping
 from eval.cost.tree_choice import choose_tree
 from heads.artifact import Draft
-from heads.families.registry import FAMILIES
+from heads.families.registry import drafts_in_one_forward
 from heads.proposers.merged import MergedDrafts
 from heads.proposers.prompt_lookup import PromptLookup
 from heads.proposers.protocol import Proposer, TreeProposer
@@ -88,9 +88,9 @@ def chain_ways(drafts: Mapping[str, Draft], settings: DecodeConfig) -> list[Way]
     """Return a greedy chain, or a block drafted in one forward, for every draft; a head's is as long as its artifact says."""
     ways = []
     for name, draft in drafts.items():
-        own, family = draft.metadata, FAMILIES.get(draft.metadata.kind)
+        own = draft.metadata
         length = settings.num_speculative_tokens if name == DRAFT_LM else own.num_speculative_tokens
-        shape = "one-pass block" if family is not None and family.in_one_forward else "chain"
+        shape = "one-pass block" if drafts_in_one_forward(own.kind) else "chain"
         ways.append(_greedy(shape, name, draft.proposer, settings, num_speculative_tokens=length))
     return ways
 

@@ -15,7 +15,6 @@ from configs.schema.commands.benchmarks import ServeCheckConfig
 from configs.schema.heads import DFlashSettings, MtpSettings
 from heads.formats.exporting.speculators import vllm_command
 from heads.formats.exporting.table import FORMS
-from scripts.engine_check import cases as serve_cases
 from scripts.engine_check import engines as serve_engines
 from scripts.engine_check import run_transformers as serve_transformers
 from scripts.engine_check import run_vllm as serve_vllm
