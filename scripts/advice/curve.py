@@ -39,7 +39,7 @@ class DataCurve:
 
     measured: tau by answer tokens.
     exponent: 0 where data bring nothing.
-    predicted: tau by more answer tokens than were tried.
+    predicted: tau by the answer tokens that were asked for.
     check: None with fewer than three sizes.
     """
 
@@ -49,13 +49,13 @@ class DataCurve:
     check: CurveCheck | None
 
 
-def fit_curve(counts: Mapping[int, Counts], most: int, *, multiples: Sequence[int] = (2, 4, 16), samples: int) -> DataCurve:
+def fit_curve(counts: Mapping[int, Counts], most: int, *, sizes: Sequence[int], samples: int) -> DataCurve:
     """Fit tau against answer tokens.
 
     Args:
         counts: by answer tokens, committed tokens and rounds of the same prompts in the same order; two sizes or more.
         most: tokens that a round yields if all drafts are kept.
-        multiples: of the largest size, at which tau is predicted.
+        sizes: answer tokens at which tau is predicted.
         samples: of the bootstrap over prompts.
 
     Raises:
@@ -82,10 +82,7 @@ def fit_curve(counts: Mapping[int, Counts], most: int, *, multiples: Sequence[in
     return DataCurve(
         measured={size: interval(lambda sums: sums[0] / sums[1], *columns(counts[size])) for size in tokens},
         exponent=interval(lambda sums: -_fit(sums, tokens, most)[0], *rows),
-        predicted={
-            size: interval(partial(_predict, tokens=tokens, most=most, at=size), *rows)
-            for size in (multiple * tokens[-1] for multiple in multiples)
-        },
+        predicted={size: interval(partial(_predict, tokens=tokens, most=most, at=size), *rows) for size in sizes},
         check=check,
     )
 

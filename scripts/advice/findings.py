@@ -39,6 +39,7 @@ class Findings:
         measured: by name of the candidate and number of conversations.
         rungs: of the halving; the best of the last one is advised.
         curve: through the sizes of the best one.
+        num_answer_tokens: of all conversations, which the whole training sees.
     """
 
     comparison: Comparison | None = None
@@ -49,8 +50,10 @@ class Findings:
         measured: Mapping[tuple[str, int], TrialMeasurement],
         rungs: Sequence[Rung[Candidate]],
         curve: DataCurve | None,
+        num_answer_tokens: int,
     ) -> None:
         self.config, self.measured, self.rungs, self.curve = config, measured, rungs, curve
+        self.num_answer_tokens = num_answer_tokens
         self.best: Candidate = rungs[-1].ranked[0][0]
         self.size = rungs[-1].size
 
@@ -73,6 +76,21 @@ class Findings:
         """The predicted speedup by batch, each with its fastest number of drafts."""
         batches = sorted({self.config.batch_size, *self.config.batches_shown})
         return {batch: self.speed.speedup(self.drafts(batch), batch) for batch in batches}
+
+    @cached_property
+    def whole_training(self) -> Interval | None:
+        """The speedup predicted for training on all conversations; None where the trial saw fewer, and there is no curve."""
+        now = self.speedups[self.config.batch_size]
+        if self.trial.answer_tokens == self.num_answer_tokens:
+            return now
+        return None if self.curve is None else self.speedup_at(self.curve.predicted[self.num_answer_tokens])
+
+    def speedup_at(self, tau: Interval) -> Interval:
+        """Return the speedup predicted for another tau: a round takes as long, and yields so many times the tokens."""
+        now, measured = self.speedups[self.config.batch_size].point, self.trial.tau(self.config.bootstrap_samples).point
+        if now is None or measured is None:
+            return Interval(None, None, None)
+        return Interval(*(None if value is None else now * value / measured for value in (tau.point, tau.low, tau.high)))
 
     @cached_property
     def choices(self) -> list[Choice]:
@@ -176,8 +194,14 @@ class Findings:
         if self.curve is None:
             return "not fitted: the advised trial was run at one size only; a larger --budget has time for more."
         check = self.curve.check
-        said = ", ".join(f"{bounded(tau)} at {tokens:,}" for tokens, tau in self.curve.predicted.items())
-        text = f"tau by answer tokens is expected to be {said} (now {self.trial.answer_tokens:,})."
+        said = ", ".join(
+            f"{bounded(tau)} at {tokens:,} (speedup {number(self.speedup_at(tau).point)})"
+            for tokens, tau in self.curve.predicted.items()
+        )
+        text = (
+            f"tau by answer tokens is expected to be {said}; the trial saw {self.trial.answer_tokens:,}, all conversations "
+            f"have {self.num_answer_tokens:,}."
+        )
         if check is None:
             return f"{text} The curve goes through two sizes, and was not checked by a further one."
         seen = f"{bounded(check.predicted)} was predicted for {check.tokens:,}, {bounded(check.measured)} measured"

@@ -52,7 +52,8 @@ def to_json(findings: Findings, spent_seconds: float, num_conversations: int) ->
             "settings": dict(findings.best.settings),
             "batch_size": batch,
             "num_speculative_tokens": findings.drafts(batch),
-            "predicted_speedup": asdict(findings.speedups[batch]),
+            "predicted_speedup": asdict(findings.speedups[batch]),  # of the trial's draft
+            "predicted_speedup_of_whole_training": None if findings.whole_training is None else asdict(findings.whole_training),
             "break_even_batch_size": findings.speed.break_even_batch(),  # 0: no batch; None: all that were looked at
             "way": None if comparison is None else comparison.chosen.name,
             "sentences": findings.sentences(),

@@ -28,6 +28,7 @@ from scripts.advice.trials import Trials
 from scripts.bench.harness import measured_rows
 from scripts.refresh_steps import commands
 
+MULTIPLES = (2, 4, 16)  # of the answer tokens that the largest trial saw: what so many would bring is predicted
 PROBED = 32  # prompts answered first, to see how long they take
 ANSWERS = {"target", "prompts", "answers", "held_out_share", "seed"}  # settings that decide what the target answers
 
@@ -59,7 +60,7 @@ def advise(config: AdviceConfig) -> int:
     if not rungs:
         raise RunFailed("no trial came to an end: see the warnings above; raise --budget where there was no time for the first")
     best, size = rungs[-1].ranked[0][0], rungs[-1].size
-    findings = Findings(config, trials.measured, rungs, fit(trials, best, rungs, config))
+    findings = Findings(config, trials.measured, rungs, fit(trials, best, rungs, config), trials.num_answer_tokens)
     drafts = findings.drafts(config.batch_size)
     draft = load_draft(str(trials.artifact(best, size)), target.identity, target.model)
     findings.comparison = compare_ways(target, draft, rows, drafts, findings.trial.longest, config, budget.allows)
@@ -136,4 +137,6 @@ def fit(trials: Trials, best: Candidate, rungs: list[Rung[Candidate]], config: A
     if len(measured) < 2:
         return None
     counts = {each.answer_tokens: each.counts for each in measured}
-    return fit_curve(counts, measured[0].longest + 1, samples=config.bootstrap_samples)
+    last = max(counts)
+    sizes = sorted({trials.num_answer_tokens, *(multiple * last for multiple in MULTIPLES)} - {last})
+    return fit_curve(counts, measured[0].longest + 1, sizes=sizes, samples=config.bootstrap_samples)

@@ -50,6 +50,11 @@ class Trials:
         """How many there are to train on."""
         return len(self._lines)
 
+    @property
+    def num_answer_tokens(self) -> int:
+        """How many answer tokens they have."""
+        return self._count_tokens(self.num_conversations)
+
     def may_begin(self, candidate: Candidate, size: int) -> bool:
         """Say whether a trial is done, or expected to end in time: by its own time at another size, else by others'."""
         if self._read(candidate, size) is not None:
@@ -106,13 +111,16 @@ class Trials:
             kind=draft.metadata.kind,
             num_parameters=draft.num_parameters,
             conversations=size,
-            answer_tokens=sum(len(json.loads(line)["answer_ids"]) for line in self._lines[:size]),
+            answer_tokens=self._count_tokens(size),
             prompts=prompts,
             answers=answers,
             context_tokens=context,
             sweep=sweep,
         )
         return {"measured": measured.model_dump(mode="json")}
+
+    def _count_tokens(self, size: int) -> int:
+        return sum(len(json.loads(line)["answer_ids"]) for line in self._lines[:size])
 
     def _run_of(self, candidate: Candidate, size: int) -> TrainingRun:
         folder = Path(self.config.output) / "trials" / f"data-{self._lines_id}"

@@ -84,6 +84,7 @@ def test_prompts_become_a_page_a_recipe_that_loads_and_a_resumed_run_repeats_not
     best = second[0]
     assert found["advice"]["family"] == best["family"]
     assert found["advice"]["num_speculative_tokens"] == best["num_speculative_tokens"]
+    assert found["advice"]["predicted_speedup_of_whole_training"] == found["advice"]["predicted_speedup"]  # it saw all
     assert found["spent_seconds"] < found["budget_seconds"] == 300
     assert {each["differs_in"] for each in found["choices"]} >= {"draft_vocab_size", "family"}
     assert found["data_curve"]["check"] is None

@@ -1,5 +1,7 @@
 """What is measured of a trial: counts by position are the evaluator's, predictions the cost model's by hand."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -9,8 +11,12 @@ from configs.schema.decoding import DecodeConfig
 from eval.decoder.decode import Request, decode
 from eval.metrics.acceptance import summarise_acceptance
 from eval.report.sections import AnswerLength, TimedRound
+from eval.stats.bootstrap import Interval
 from heads.artifact import load_draft
 from heads.target.loading import load_target
+from scripts.advice.curve import DataCurve
+from scripts.advice.findings import Findings
+from scripts.advice.halving import Rung
 from scripts.advice.measuring import PromptAcceptance, TrialMeasurement, TrialSpeed, count_positions
 
 
@@ -69,6 +75,21 @@ def test_a_named_machine_is_predicted_from_the_work_and_its_bandwidth(measured):
     assert TrialSpeed(measured, config).speedup(1, 1).point == pytest.approx(2 * 10 / (1.4 * 11), rel=1e-6)
     slow = AdviceConfig(hardware=HardwareConfig(preset="h100_80gb", tflops=1e-12))  # a FLOP a second: a second for each part
     assert TrialSpeed(measured, slow).speedup(1, 1).point == pytest.approx(2 * 1 / (1.4 * 2), rel=1e-6)
+
+
+def test_the_whole_training_is_predicted_from_the_curve_where_the_trial_saw_less(measured):
+    rungs = [Rung(size=8, ranked=[(SimpleNamespace(name="head"), 1.0)], failed=[], not_begun=[])]
+    tau = Interval(1.9 * 1.2, 1.9, 1.9 * 1.5)  # the trial's is 1.9
+    curve = DataCurve(measured={}, exponent=Interval(0.1), predicted={400: tau}, check=None)
+
+    def whole(curve, num_answer_tokens):
+        return Findings(AdviceConfig(), {("head", 8): measured}, rungs, curve, num_answer_tokens).whole_training
+
+    now = whole(None, 100)
+    assert now == TrialSpeed(measured, AdviceConfig()).speedup(1, 1)
+    more = whole(curve, 400)
+    assert (more.point, more.low, more.high) == pytest.approx((1.2 * now.point, now.point, 1.5 * now.point))
+    assert whole(None, 400) is None
 
 
 def test_counts_by_position_are_the_evaluators(tiny_run):
