@@ -167,13 +167,12 @@ class Findings:
         return f"a chain: {against}, no difference that shows." if (best.to_chain.high or 2.0) > 1 else f"a chain: {against}."
 
     def _batch(self) -> str:
-        largest = self.speed.break_even_batch()
-        if largest is None:
-            return "drafting is predicted to pay at every batch that was looked at (up to 1,024)."
+        largest, beyond = self.speed.break_even_batch(), max(self.config.cost.batch_sizes)
         if largest == 0:
             return "drafting is predicted to pay at no batch."
-        beyond = max(self.config.cost.batch_sizes)
-        guess = f"; batches above {beyond} were not timed but extrapolated" if largest > beyond else ""
+        guess = f"; batches above {beyond} were not timed but extrapolated" if largest is None or largest > beyond else ""
+        if largest is None:
+            return f"drafting is predicted to pay at every batch that was looked at (up to 1,024){guess}."
         return f"drafting is predicted to pay up to a batch of {largest}; from {largest + 1} on do not speculate{guess}."
 
     def _lookup(self) -> str:
