@@ -31,7 +31,8 @@ class Rung(Generic[C]):
 def successive_halving(
     candidates: Iterable[C],
     sizes: Sequence[int],
-    run: Callable[[C, int], float | None],
+    run: Callable[[C, int], bool],
+    score: Callable[[C, int], float],
     *,
     keep_share: float,
     may_begin: Callable[[C, int], bool],
@@ -41,7 +42,8 @@ def successive_halving(
     Args:
         candidates: in the order in which they are to run where the budget does not suffice for all.
         sizes: that rise.
-        run: returns a trial's score, more being better; None where it failed.
+        run: runs a trial, and returns whether it came to an end that can be scored.
+        score: of a trial that did, more being better; asked for when all of its size have run.
         keep_share: of the trials that ran.
         may_begin: whether there is time for a trial.
 
@@ -51,19 +53,17 @@ def successive_halving(
     rungs: list[Rung[C]] = []
     alive = list(candidates)
     for size in sizes:
-        rung: Rung[C] = Rung(size=size, ranked=[], failed=[], not_begun=[])
+        ran, failed, not_begun = [], [], []
         for candidate in alive:
             if not may_begin(candidate, size):
-                rung.not_begun.append(candidate)
-            elif (score := run(candidate, size)) is None:
-                rung.failed.append(candidate)
+                not_begun.append(candidate)
             else:
-                rung.ranked.append((candidate, score))
-        rung.ranked.sort(key=lambda each: -each[1])
-        if not rung.ranked:
+                (ran if run(candidate, size) else failed).append(candidate)
+        if not ran:
             break
-        rungs.append(rung)
-        alive = [candidate for candidate, _ in rung.ranked[: max(1, math.ceil(keep_share * len(rung.ranked)))]]
+        ranked = sorted(((candidate, score(candidate, size)) for candidate in ran), key=lambda each: -each[1])
+        rungs.append(Rung(size=size, ranked=ranked, failed=failed, not_begun=not_begun))
+        alive = [candidate for candidate, _ in ranked[: max(1, math.ceil(keep_share * len(ranked)))]]
     return rungs
 
 

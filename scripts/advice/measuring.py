@@ -6,8 +6,10 @@ timing sweep is made once for all sizes of a candidate. G drafts, P prompts, S r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from statistics import median
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
@@ -103,6 +105,34 @@ def measure_draft(
     return count_positions(generations, longest), lengths, mean_context(generations), sweep
 
 
+def pool_forwards(sweeps: Mapping[str, Sequence[TimedRound]]) -> dict[str, list[TimedRound]]:
+    """Return the sweeps of several drafts with the target's forwards taking equally long in all, in plain rounds.
+
+    They are timed at different minutes, and on a machine that is shared a forward of the same work takes longer in one sweep
+    than in another, so that by its own times alone a draft would win or lose by chance. Of the ratios to the plain round of
+    the same sweep, batch and context the median is kept.
+    """
+    plain = {
+        (name, each.batch_size, each.context_tokens): each.verify_seconds
+        for name, sweep in sweeps.items()
+        for each in sweep
+        if each.num_speculative_tokens == 0
+    }
+    ratios: defaultdict[tuple[float, ...], list[float]] = defaultdict(list)
+    for name, sweep in sweeps.items():
+        for each in sweep:
+            ratios[_forward(each)].append(each.verify_seconds / plain[name, each.batch_size, each.context_tokens])
+    return {
+        name: [
+            each.model_copy(
+                update={"verify_seconds": plain[name, each.batch_size, each.context_tokens] * median(ratios[_forward(each)])}
+            )
+            for each in sweep
+        ]
+        for name, sweep in sweeps.items()
+    }
+
+
 def count_positions(generations: Iterable[Generation], num_positions: int) -> list[PromptAcceptance]:
     """Count each prompt's accepted and judged drafts by position, as `eval.metrics.acceptance` counts those of all prompts."""
     found = []
@@ -181,6 +211,11 @@ class TrialSpeed:
     def _model(self, sums: Floats) -> CostModel:
         profile = AcceptanceProfile(_shares(sums), by_text_alone=self.measured.kind in BY_TEXT_ALONE)
         return CostModel(self._costs, profile, self.measured.answers, self.measured.longest)
+
+
+def _forward(timed: TimedRound) -> tuple[float, ...]:
+    """Return what forwards of the same work have in common: an early exit's verification, say, is another one."""
+    return timed.num_speculative_tokens, timed.batch_size, timed.context_tokens, timed.verify_bytes, timed.verify_flops
 
 
 def _shares(sums: Floats) -> list[float | None]:

@@ -56,7 +56,9 @@ def advise(config: AdviceConfig) -> int:
     candidates = list_candidates(config, data, target.vocab_size)
     trials = Trials(config, budget, target, rows, data)
     sizes = sizes_up_to(config.first_conversations, config.growth, trials.num_conversations)
-    rungs = successive_halving(candidates, sizes, trials.run, keep_share=config.keep_share, may_begin=trials.may_begin)
+    rungs = successive_halving(
+        candidates, sizes, trials.run, trials.score, keep_share=config.keep_share, may_begin=trials.may_begin
+    )
     if not rungs:
         raise RunFailed("no trial came to an end: see the warnings above; raise --budget where there was no time for the first")
     best, size = rungs[-1].ranked[0][0], rungs[-1].size

@@ -19,7 +19,7 @@ from heads.artifact import load_draft
 from heads.target.loading import Target
 from scripts.advice.candidates import Candidate
 from scripts.advice.halving import TimeBudget
-from scripts.advice.measuring import TrialMeasurement, TrialSpeed, measure_draft
+from scripts.advice.measuring import TrialMeasurement, TrialSpeed, measure_draft, pool_forwards
 from scripts.bench.trained_runs import TrainingRun, train_run
 
 log = logging.getLogger("draftsmith")
@@ -39,7 +39,8 @@ class Trials:
 
     def __init__(self, config: AdviceConfig, budget: TimeBudget, target: Target, rows: list[Conversation], data: Path) -> None:
         self.config, self.budget, self.target, self.rows, self.data = config, budget, target, rows, data
-        self.measured: dict[tuple[str, int], TrialMeasurement] = {}
+        self._measured: dict[tuple[str, int], TrialMeasurement] = {}
+        self._sweeps: dict[str, list[TimedRound]] = {}  # as they were timed, by candidate
         self._seconds: dict[tuple[str, int], float] = {}
         lines = (data / "train.jsonl").read_text(encoding="utf-8").splitlines()
         random.Random(config.seed).shuffle(lines)  # so that the first of them are of all kinds
@@ -65,8 +66,8 @@ class Trials:
         expected = max((seconds * max(1.0, size / at) for at, seconds in known.items()), default=0.0)
         return self.budget.allows(expected, self.config.comparison_share)
 
-    def run(self, candidate: Candidate, size: int) -> float | None:
-        """Return the predicted speedup of a trial; None where it cannot be trained or drafts nothing, which a warning says."""
+    def run(self, candidate: Candidate, size: int) -> bool:
+        """Train and measure a trial; return False where it cannot be trained or drafts nothing, which a warning says."""
         kept = self._read(candidate, size)
         if kept is None:
             run = self._run_of(candidate, size)
@@ -77,18 +78,21 @@ class Trials:
         self._seconds[candidate.name, size] = kept["seconds"]
         if "failed" in kept:
             log.warning("%s on %d conversations failed: %s", candidate.name, size, kept["failed"])
-            return None
-        measured = self.measured[candidate.name, size] = TrialMeasurement.model_validate(kept["measured"])
-        drafts, speedup = TrialSpeed(measured, self.config).best(self.config.batch_size)
-        log.info(
-            "%s on %d conversations: tau %.2f, predicted speedup %.2f with %d drafts a round",
-            candidate.name,
-            size,
-            measured.tau(self.config.bootstrap_samples).point,
-            speedup,
-            drafts,
-        )
-        return speedup
+            return False
+        measured = self._measured[candidate.name, size] = TrialMeasurement.model_validate(kept["measured"])
+        self._sweeps.setdefault(candidate.name, measured.sweep)
+        log.info("%s on %d conversations: tau %.2f", candidate.name, size, measured.tau(self.config.bootstrap_samples).point)
+        return True
+
+    def score(self, candidate: Candidate, size: int) -> float:
+        """Return the predicted speedup of a trial that was run."""
+        return TrialSpeed(self.measured[candidate.name, size], self.config).best(self.config.batch_size)[1]
+
+    @property
+    def measured(self) -> dict[tuple[str, int], TrialMeasurement]:
+        """All measurements by candidate and size, the target's forwards timed alike in all (`pool_forwards`)."""
+        sweeps = pool_forwards(self._sweeps)
+        return {at: each.model_copy(update={"sweep": sweeps[at[0]]}) for at, each in self._measured.items()}
 
     def artifact(self, candidate: Candidate, size: int) -> Path:
         """Return the draft of a trial that was run."""
@@ -101,7 +105,7 @@ class Trials:
             if not run.is_trained:
                 train_run(run, "trial")
             draft = load_draft(str(run.artifact), self.target.identity, self.target.model)
-            found = measure_draft(self.target, draft, self.rows, self.config, self._sweep_of(candidate))
+            found = measure_draft(self.target, draft, self.rows, self.config, self._sweeps.get(candidate.name))
         except (InputError, RuntimeError) as error:  # of this candidate; what all need was checked before the first
             return {"failed": str(error)}
         if found is None:
@@ -140,6 +144,3 @@ class Trials:
         settings = self.config.model_dump(mode="json", include={"target", "cost"})
         prompts = [row.prompt_id for row in self.rows]
         return settings | {"prompts": prompts, "max_new_tokens": self.config.answers.max_new_tokens}
-
-    def _sweep_of(self, candidate: Candidate) -> list[TimedRound] | None:
-        return next((each.sweep for (name, _), each in self.measured.items() if name == candidate.name), None)

@@ -10,9 +10,13 @@ def test_the_halving_keeps_the_better_at_every_size_whatever_order_they_come_in(
 
     def run(candidate, size):
         ran.append((candidate, size))
+        return True
+
+    def score(candidate, size):
+        assert {at for _, at in ran} == {each for each in (10, 20, 40) if each <= size}  # no larger size has begun
         return candidate + size / 1000  # planted: a larger candidate is better at every size
 
-    rungs = successive_halving([3, 1, 6, 2, 5, 4], [10, 20, 40], run, keep_share=0.5, may_begin=lambda *_: True)
+    rungs = successive_halving([3, 1, 6, 2, 5, 4], [10, 20, 40], run, score, keep_share=0.5, may_begin=lambda *_: True)
     assert [[each for each, _ in rung.ranked] for rung in rungs] == [[6, 5, 4, 3, 2, 1], [6, 5, 4], [6, 5]]
     assert ran[6:] == [(6, 20), (5, 20), (4, 20), (6, 40), (5, 40)]
 
@@ -20,7 +24,12 @@ def test_the_halving_keeps_the_better_at_every_size_whatever_order_they_come_in(
 def test_a_trial_that_only_shines_at_first_loses_to_the_one_that_learns():
     scores = {("early", 10): 2.0, ("late", 10): 1.9, ("bad", 10): 1.0, ("early", 20): 2.1, ("late", 20): 2.5}
     rungs = successive_halving(
-        ["bad", "early", "late"], [10, 20], lambda *at: scores[at], keep_share=0.6, may_begin=lambda *_: True
+        ["bad", "early", "late"],
+        [10, 20],
+        lambda *_: True,
+        lambda *at: scores[at],
+        keep_share=0.6,
+        may_begin=lambda *_: True,
     )
     assert rungs[-1].ranked[0][0] == "late"
 
@@ -29,7 +38,8 @@ def test_what_fails_or_finds_no_time_is_named_and_does_not_go_on():
     rungs = successive_halving(
         "abcd",
         [1, 2, 4],
-        lambda candidate, size: None if candidate == "b" else ord(candidate),
+        lambda candidate, size: candidate != "b",
+        lambda candidate, size: ord(candidate),
         keep_share=0.9,
         may_begin=lambda candidate, size: (candidate, size) != ("d", 1) and size < 4,
     )
@@ -70,8 +80,15 @@ def test_no_trial_begins_that_would_overrun(tmp_path):
 
     def run(candidate, size):
         now[0] += size
-        return candidate
+        return True
 
-    rungs = successive_halving(range(5), [10, 20, 40], run, keep_share=0.5, may_begin=lambda _, size: budget.allows(size, 0.2))
+    rungs = successive_halving(
+        range(5),
+        [10, 20, 40],
+        run,
+        lambda candidate, _: candidate,
+        keep_share=0.5,
+        may_begin=lambda _, size: budget.allows(size, 0.2),
+    )
     assert now[0] == 70  # 5 x 10 and 20; a second one of 20 would reach into the reserve
     assert rungs[-1].not_begun == [3, 2]

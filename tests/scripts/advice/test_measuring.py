@@ -17,7 +17,7 @@ from heads.target.loading import load_target
 from scripts.advice.curve import DataCurve
 from scripts.advice.findings import Findings
 from scripts.advice.halving import Rung
-from scripts.advice.measuring import PromptAcceptance, TrialMeasurement, TrialSpeed, count_positions
+from scripts.advice.measuring import PromptAcceptance, TrialMeasurement, TrialSpeed, count_positions, pool_forwards
 
 
 def timed(drafts, batch):
@@ -75,6 +75,33 @@ def test_a_named_machine_is_predicted_from_the_work_and_its_bandwidth(measured):
     assert TrialSpeed(measured, config).speedup(1, 1).point == pytest.approx(2 * 10 / (1.4 * 11), rel=1e-6)
     slow = AdviceConfig(hardware=HardwareConfig(preset="h100_80gb", tflops=1e-12))  # a FLOP a second: a second for each part
     assert TrialSpeed(measured, slow).speedup(1, 1).point == pytest.approx(2 * 1 / (1.4 * 2), rel=1e-6)
+
+
+def test_what_slowed_one_sweep_s_forwards_decides_nothing_between_drafts(measured):
+    def slowed(factor, verify):
+        """All of a sweep slower by a factor, its rounds of 2 drafts by another one on top."""
+        return [
+            each.model_copy(
+                update={
+                    "draft_seconds": factor * each.draft_seconds,
+                    "draft_seconds_after_full": factor * each.draft_seconds_after_full,
+                    "verify_seconds": factor * each.verify_seconds * (verify if each.num_speculative_tokens == 2 else 1),
+                }
+            )
+            for each in measured.sweep
+        ]
+
+    other_forward = [each.model_copy(update={"verify_bytes": 5e9, "verify_seconds": 0.002}) for each in measured.sweep]
+    sweeps = {"slow": slowed(3.0, 1.1), "quiet": measured.sweep, "lucky": slowed(1.0, 0.5), "exit": other_forward}
+    pooled = pool_forwards(sweeps)
+    speedups = {
+        name: TrialSpeed(measured.model_copy(update={"sweep": sweep}), AdviceConfig()).speedup(2, 1).point
+        for name, sweep in pooled.items()
+    }
+    expected = TrialSpeed(measured, AdviceConfig()).speedup(2, 1).point
+    assert [speedups[name] for name in ("quiet", "slow", "lucky")] == pytest.approx([expected] * 3, rel=1e-6)
+    assert [each.draft_seconds for each in pooled["slow"]] == [each.draft_seconds for each in sweeps["slow"]]
+    assert pooled["exit"] == other_forward  # of other work: it agrees with itself alone
 
 
 def test_the_whole_training_is_predicted_from_the_curve_where_the_trial_saw_less(measured):
