@@ -52,7 +52,7 @@ def tiny_llama():
     def make(seed=0, vocab_size=64, layers=2, dtype=torch.float64, spread=6.0, **settings):
         config = LlamaConfig(
             vocab_size=vocab_size,
-            hidden_size=32,
+            hidden_size=settings.pop("hidden_size", 32),
             intermediate_size=64,
             num_hidden_layers=layers,
             num_attention_heads=4,

@@ -8,6 +8,7 @@ B batch, T positions, A taps, E width of the target.
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -159,9 +160,12 @@ class EngineStates:
         model, where = self.target.model, f"target.states.urls: {server.url} does not serve target {self.target.identity.name}"
         ids_1T = probe_ids(model)
         answer = server.fetch(ids_1T[0].tolist(), with_next=True)
+        if (width := answer.states_TAE.shape[-1]) != self._width:
+            raise InputError(f"{where}: its states are {width} wide, and the target's {self._width}")
         found = self._placed([answer.states_TAE], self.servers.taps)
         log_p_V = head_logits(model, found.final_BTE[0, -1]).float().log_softmax(-1)
-        gaps = [abs(float(log_p_V[token]) - log_p) for token, log_p in answer.next_token.items()]
+        known = dict(enumerate(log_p_V.tolist()))
+        gaps = [abs(known.get(token, -math.inf) - log_p) for token, log_p in answer.next_token.items()]
         tolerance = self.config.probe_tolerance
         if not gaps or not max(gaps) <= tolerance:  # also where one is no number
             raise InputError(

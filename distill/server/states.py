@@ -188,7 +188,7 @@ class StateServers:
         """Do one piece of work after the other, until the end or until the server is left out."""
         while (job := self._jobs.get()) is not None:
             if server.left_out:
-                self._jobs.put(job)
+                self._again(job)
                 return
             if not job.start():
                 continue
@@ -215,12 +215,12 @@ class StateServers:
             )
 
     def _again(self, job: _Job) -> None:
-        """Put work that a server did not finish back into the queue."""
+        """Put work that a server did not do back into the queue; where no server is left for it, whoever waits is told."""
         with self._lock:
             if not self._gone:
                 self._jobs.put(job)
-                return
-        job.future.set_exception(InputError(self._gone))
+            elif job.start():
+                job.future.set_exception(InputError(self._gone))
 
     def _end(self, reason: str) -> None:
         """Take no more work, and drop what waits."""

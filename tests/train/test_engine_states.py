@@ -20,6 +20,7 @@ from distill.dataset.batches import ConversationDataset, collate
 from distill.dataset.conversations import FORMAT_VERSION, MANIFEST
 from distill.dataset.packing import make_packed_loader
 from distill.server.engine import EngineStates, texts
+from distill.server.states import _Job
 from heads.families.registry import FAMILIES
 from heads.inference.causal_lm import head_logits
 from heads.target.hidden_states import blocks, final_norm, read_states
@@ -209,6 +210,17 @@ def test_a_server_that_dies_is_left_out_and_its_work_done_elsewhere(
     assert list(disk.iterdir()) == []
 
 
+def test_work_that_a_server_left_out_takes_as_the_last_one_goes_is_told(opened):
+    states = opened().states_from
+    states.close()
+    servers, job = states.servers, _Job((1, 2))
+    servers.servers[0].left_out = True
+    servers._jobs.put(job)
+    servers._work(servers.servers[0])
+    with pytest.raises(InputError, match="the servers of hidden states were closed"):
+        job.future.result(0)
+
+
 def test_batches_that_were_requested_and_not_trained_on_are_let_go(opened, greedy_rows, disk):
     target = opened(prefetch=2, concurrency=1)
     batches = [collate([example]) for example in ConversationDataset(greedy_rows, 64)]
@@ -247,13 +259,16 @@ def test_what_cannot_be_had_is_said_in_one_sentence(
             opened(**changed)
         assert "\n" not in str(caught.value)
 
-    other = as_target(tiny_llama(seed=2, dtype=torch.float32, layers=3))
-    with states_served(other, TAPS, disk) as wrong, states_served(whole, [1, 2], disk) as fewer:
-        refused(
-            "does not serve target .*: the log-probabilities that it gives after a probe differ",
-            urls=[wrong.url],
-            concurrency=1,
-        )
+    differ = "does not serve target .*: the log-probabilities that it gives after a probe differ"
+    for expected, sizes in (
+        (differ, {}),
+        (f"{differ} by inf", {"vocab_size": 4000}),
+        ("does not serve target .*: its states are 64 wide, and the target's 32", {"hidden_size": 64}),
+    ):
+        other = as_target(tiny_llama(seed=2, dtype=torch.float32, layers=3, **sizes))
+        with states_served(other, TAPS, disk) as wrong:
+            refused(expected, urls=[wrong.url], concurrency=1)
+    with states_served(whole, [1, 2], disk) as fewer:
         refused("gives the states of taps \\[1, 2\\], and \\[3\\] are needed", urls=[fewer.url], concurrency=1)
         refused("gives states-1-2-3 and .* states-1-2; start all alike", urls=[servers[0].url, fewer.url], concurrency=1)
     refused("http://127.0.0.1:9/v1 cannot be reached", urls=["http://127.0.0.1:9/v1"], concurrency=1)
