@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoModelForCausalLM
 
 from configs.runtime.errors import ConfigError, InputError
@@ -73,10 +74,24 @@ def test_an_artifact_knows_the_prompts_that_it_was_trained_on(tmp_path, greedy_t
 
 def test_a_run_is_extended_by_more_steps(tmp_path, greedy_target, greedy_rows, caplog):
     distil(distill_config(tmp_path, max_steps=3), greedy_target, greedy_rows)
-    with caplog.at_level(logging.WARNING, logger="draftsmith"):
+    rates = []
+    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
+    with hook, caplog.at_level(logging.WARNING, logger="draftsmith"):
         distil(distill_config(tmp_path, max_steps=5), greedy_target, greedy_rows)
+        distil(distill_config(tmp_path / "whole", max_steps=5), greedy_target, greedy_rows)
     assert "schedule.max_steps 3 -> 5: the run goes on" in caplog.text
     assert kept_checkpoints(tmp_path)[-1] == "step-00000005"
+    assert rates[:2] == rates[-2:]
+    assert len(set(rates)) > 2
+
+
+@pytest.mark.parametrize(("steps", "evaluated"), [(5, 3), (6, None)])
+def test_a_run_of_fewer_steps_than_a_checkpoint_has_is_refused(tmp_path, greedy_target, greedy_rows, steps, evaluated):
+    epochs = {"epochs": 3, "checkpoint_every_steps": 6, "eval_every_steps": evaluated}  # of 4 steps
+    with pytest.raises(KeyboardInterrupt):
+        distil(distill_config(tmp_path, max_steps=None, **epochs), greedy_target, greedy_rows, stop_after=7)
+    with pytest.raises(InputError, match=f"has 6 steps of a longer run, and this one ends after {steps}; choose another"):
+        distil(distill_config(tmp_path, max_steps=steps, **epochs), greedy_target, greedy_rows)
 
 
 @pytest.mark.parametrize(

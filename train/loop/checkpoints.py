@@ -246,6 +246,11 @@ class Checkpoints:
         saved, schedule = _read_progress(path)
         self.progress.restore(saved)
         self.scheduler.load_state_dict(schedule)
+        # The optimiser's own is that of the schedule then, which may have been shorter.
+        for group, base, factor in zip(
+            self.scheduler.optimizer.param_groups, self.scheduler.base_lrs, self.scheduler.lr_lambdas, strict=True
+        ):
+            group["lr"] = base * factor(self.scheduler.last_epoch)
         for key, (old, new) in self.lineage.changes(lineage).items() if lineage.settings else ():
             logger.warning("%s %s -> %s: the run goes on, its learning rate from here as in the longer schedule", key, old, new)
         if self.accelerator.num_processes != then:

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from configs.runtime.errors import RunFailed, Stopped
+from configs.runtime.errors import InputError, RunFailed, Stopped
 from configs.schema.learning import OptimizerConfig
 from configs.schema.training import ScheduleConfig
 from heads.device import to_device
 from heads.modules.interface import Batch
-from train.loop.checkpoints import Checkpoints, Progress, writing
+from train.loop.checkpoints import ANEW, Checkpoints, Progress, writing
 from train.loop.engines import choose_engine
 from train.loop.lineage import Lineage
 from train.loop.optimizer import make_optimizer
@@ -168,8 +168,15 @@ class _Training:
     def _resume(self) -> None:
         with self.clock("checkpoint"):
             path = self.checkpoints.resume()
-        if path is not None:
-            log.info("resumed from %s", path)
+        if path is None:
+            return
+        unscored = self.progress.evaluated and self.progress.best_score is None
+        if self.progress.step + unscored > self.num_steps:  # the last step of a run has a score
+            raise InputError(
+                f"checkpoint {path} has {self.progress.step} steps of a longer run, and this one ends after {self.num_steps}; "
+                f"{ANEW}"
+            )
+        log.info("resumed from %s", path)
 
     def _open_records(self) -> None:
         # The evaluation of the last step has no line yet where it is still to be made.
