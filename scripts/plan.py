@@ -69,7 +69,7 @@ def schema_of(argv: list[str]) -> type[PlanHeadsConfig] | type[PlanDistillConfig
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config")
-    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--set", action="extend", nargs="+", default=[])
     try:
         known, _ = parser.parse_known_args(argv)
         content = None if known.config is None else parse_yaml(Path(known.config).read_text(encoding="utf-8"), known.config)

@@ -10,7 +10,7 @@ from configs.runtime.loading import load_config
 from configs.schema.commands.planning import HardwareConfig, PlanDistillConfig, PlanHeadsConfig
 from scripts.plan import add_arguments, main, schema_of
 from train.plan.launch_lines import launch_lines
-from train.plan.memory import Sharing
+from train.plan.memory import SPREADING, Sharing
 from train.plan.page import scaling_table, ways_page
 from train.plan.plan import make_plan
 
@@ -36,6 +36,7 @@ def run(*argv):
         (["--config", "configs/heads/medusa.yaml"], PlanHeadsConfig),
         (["--config", "configs/distill/demo.yaml"], PlanDistillConfig),
         (["--config=configs/distill/demo.yaml", "--set", "hardware.num_accelerators=2"], PlanDistillConfig),
+        (["--config", "configs/distill/demo.yaml", "--set", "output=a", "head.kind=medusa"], PlanHeadsConfig),
         (["--config", "nosuch.yaml"], PlanHeadsConfig),
         (["--config"], PlanHeadsConfig),
     ],
@@ -112,6 +113,7 @@ def test_the_fastest_way_is_named_with_the_lines_that_start_it(capsys):
             Sharing(recipe="ddp_gpus", servers=2, server_size=2),
             8,
             [
+                "mkdir -p runs/states",
                 'CUDA_VISIBLE_DEVICES=0,1 eval "$(python scripts/serve_states.py --config a.yaml --set '
                 "'target.states.urls=[http://localhost:8000/v1]' target.states.path=runs/states) --tensor-parallel-size 2\" &",
                 'CUDA_VISIBLE_DEVICES=2,3 eval "$(python scripts/serve_states.py --config a.yaml --set '
@@ -126,6 +128,14 @@ def test_the_fastest_way_is_named_with_the_lines_that_start_it(capsys):
             [
                 "RECIPE=configs/accelerate/zero2.yaml sbatch --nodes=2 --gpus-per-node=8 scripts/cluster/slurm.sbatch "
                 "train/heads.py --config a.yaml"
+            ],
+        ),
+        (
+            SPREADING[0],
+            8,
+            [
+                "accelerate launch --quiet --gpu_ids all --config_file configs/accelerate/one_gpu.yaml train/heads.py "
+                "--config a.yaml --set target.device_map=auto"
             ],
         ),
     ],

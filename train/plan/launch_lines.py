@@ -36,8 +36,8 @@ def launch_lines(engine: Sharing, hardware: HardwareConfig, entry: str, options:
         return [f"{front}sbatch --nodes={nodes} --gpus-per-node={per_node} scripts/cluster/{file} {command}"]
     if engine.servers:
         return _beside_servers(engine, n, entry, options)
-    if engine.several is False:
-        name = engine.on_cpu if hardware.preset == "laptop_cpu" else engine.recipe
+    if engine.several is False or engine.spreads_target:  # one process
+        name = engine.on_cpu or engine.recipe if hardware.preset == "laptop_cpu" else engine.recipe
         gpus = " --gpu_ids all" if engine.spreads_target else ""
         return [f"accelerate launch --quiet{gpus} --config_file configs/accelerate/{name}.yaml {command}"]
     front = f"RECIPE=configs/accelerate/{engine.recipe}.yaml " if engine.stage else ""
@@ -47,7 +47,7 @@ def launch_lines(engine: Sharing, hardware: HardwareConfig, entry: str, options:
 
 
 def _beside_servers(engine: Sharing, n: int, entry: str, options: str) -> list[str]:
-    """Return a line for each server on this node, and that of training on its other accelerators."""
+    """Return the line that makes the folder of states, one for each server on this node, and training on other accelerators."""
     urls = [f"http://localhost:{PORT + number}/v1" for number in range(engine.servers)]
     lines = [
         f"CUDA_VISIBLE_DEVICES={_numbered(number * engine.server_size, engine.server_size)} "
@@ -56,7 +56,11 @@ def _beside_servers(engine: Sharing, n: int, entry: str, options: str) -> list[s
     ]
     trainers = engine.trainers(n)
     own = _numbered(n - trainers, trainers)
-    return [*lines, f"CUDA_VISIBLE_DEVICES={own} PROCESSES_PER_NODE={trainers} {NODE} {entry} {options} {_states(urls)}"]
+    return [
+        f"mkdir -p {STATES}",
+        *lines,
+        f"CUDA_VISIBLE_DEVICES={own} PROCESSES_PER_NODE={trainers} {NODE} {entry} {options} {_states(urls)}",
+    ]
 
 
 def _states(urls: list[str]) -> str:

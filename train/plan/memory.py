@@ -225,7 +225,8 @@ def try_engines(config: PlanConfig, models: PlannedModels, memory: Memory, serve
         )
         complaint = None
         if needed > room:
-            complaint = f"{needed / GIBIBYTE:.1f} GiB of {room / GIBIBYTE:.1f}; {_largest_part(memory, engine, head=head)}"
+            largest = _largest_part(memory, engine, head=head, accumulates=accumulates)
+            complaint = f"{needed / GIBIBYTE:.1f} GiB of {room / GIBIBYTE:.1f}; {largest}"
         elif engine.offloads_states and _host_bytes(memory, hardware.num_accelerators) > machine.host_memory_gib * GIBIBYTE:
             complaint = f"the host's {machine.host_memory_gib:g} GiB for each accelerator do not hold the optimiser's states"
         fits.append(Fit(engine=engine, num_bytes=needed, complaint=complaint))
@@ -253,8 +254,8 @@ def target_block_bytes(target: PreTrainedModel) -> int:
     return max(map(_bytes_of, [*blocks(target), target.get_input_embeddings(), target.get_output_embeddings()]))
 
 
-def _largest_part(memory: Memory, engine: Sharing, *, head: bool) -> str:
-    whole_weights, whole_gradients = engine.keeps_whole(head=head)
+def _largest_part(memory: Memory, engine: Sharing, *, head: bool, accumulates: bool) -> str:
+    whole_weights, whole_gradients = engine.keeps_whole(head=head, accumulates=accumulates)
     parts = {
         "the target's weights": 0 if engine.spreads_target or engine.servers else memory.target_weights,
         "the optimiser's states": 0 if engine.stage >= 1 else memory.optimizer_states,

@@ -132,12 +132,13 @@ def _work(plan: Plan) -> str:
 
 def _time(plan: Plan) -> str:
     hardware, times = plan.config.hardware, plan.times
-    epochs = plan.steps * hardware.num_accelerators * plan.tokens_per_step / plan.work.num_tokens
+    tokens = plan.tokens_per_second * plan.step_seconds
+    epochs = plan.steps * tokens / plan.work.num_tokens
     made = "reads" if plan.config.data.cache is not None else "could read"
     return (
         f"target cache that the recipe {made}: {_bytes(plan.cache.num_bytes)} "
         f"({plan.cache.bytes_per_row} bytes a row, {plan.cache.rows:,} rows)\n"
-        f"step: {plan.step_seconds:.3g} s for {hardware.num_accelerators * plan.tokens_per_step:,.0f} tokens at "
+        f"step: {plan.step_seconds:.3g} s for {tokens:,.0f} tokens at "
         f"{100 * hardware.utilisation:.0f} % of {hardware.machine.tflops:g} TFLOP/s "
         f"(products {times.products:.3g} s, optimizer {times.optimizer:.3g} s, cache {times.cache:.3g} s)\n"
         f"pace: {_rounded(plan.tokens_per_second)} tokens/s; {plan.steps:,} steps, {epochs:.2g} epochs: {plan.hours:.3g} hours "

@@ -8,6 +8,7 @@ import pytest
 
 from configs.schema.commands.planning import PlanHeadsConfig
 from train.plan.memory import ENGINES, GIBIBYTE, HEADROOM, SPREADING, Memory, Sharing, needed_bytes
+from train.plan.page import plan_page
 from train.plan.plan import make_plan
 from train.plan.scaling import DDP, ONE_A_NODE, REPLICATED, SPLIT, SPREAD, ZERO2, passes_of, ring_bytes, scale
 
@@ -220,3 +221,6 @@ def test_what_does_not_fit_is_neither_scaled_nor_taken_for_the_pace(plan):
     assert {row.target for row in tight.scaled((8,)) if not row.target.startswith("states of")} == {SPREAD}
     assert tight.step_seconds in [row.step_seconds_high for row in tight.scaled((8,))]
     assert tight.step_seconds > roomy.step_seconds
+    page = plan_page(tight.config, with_scaling=False)
+    assert f" s for {tight.tokens_per_step:,.0f} tokens at " in page  # one process takes a step, not eight
+    assert f"{tight.steps} steps, 1 epochs: " in page
