@@ -7,7 +7,6 @@ choice is kept in the output folder, so that a resumed run has the tokens that i
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,11 +18,11 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
-from configs.runtime.resumable import Journal, fingerprint
+from configs.runtime.resumable import Journal, fingerprint, fingerprint_of
 from configs.schema.training import DistillConfig, HeadsConfig
 from distill.cache.reader import TargetCache
 from distill.dataset.batches import ConversationDataset
-from distill.dataset.conversations import Conversation, row_lengths, user_text_hashes
+from distill.dataset.conversations import Conversation
 from distill.loss.draft_objective import target_hidden
 from distill.student.vocabulary import MassChoice, choose_by_mass, log_choice, most_frequent_answer_tokens, target_mass
 from heads.modules.interface import Batch
@@ -59,8 +58,8 @@ def choose_vocabulary(
         config.num_speculative_tokens if size is None else None,
         length,
         target.identity.to_dict(),
-        _digest(train),
-        _digest(held_out),
+        _digest(train, TRAIN_SAMPLE, length),
+        _digest(held_out, HELD_OUT_SAMPLE, length),
     )
     journal = Journal(Path(config.output) / JOURNAL, job)
     (kept,) = broadcast_object_list([journal.read().get(KEY) if accelerator.is_main_process else None])
@@ -92,14 +91,20 @@ def _mass(
     accelerator: Accelerator,
 ) -> dict[str, Tensor]:
     """Return the mass of a sample of conversations, each process reading its share."""
-    dataset = ConversationDataset(rows, max_length)
-    sample = np.linspace(0, len(dataset) - 1, min(most, len(dataset))).astype(int).tolist()
+    dataset, sample = _sample(rows, most, max_length)
     share = share_of(target.group, accelerator.state)
     parts = share.gather([target_mass(target, dataset, sample[share.number :: share.count], hidden_of)])
     kinds = sorted({kind for part in parts for kind in part})
     return {kind: torch.stack([part[kind] for part in parts if kind in part]).sum(0) for kind in kinds}
 
 
-def _digest(rows: Sequence[Conversation]) -> str:
-    columns = (user_text_hashes(rows), *row_lengths(rows))
-    return hashlib.sha256(b"".join(column.tobytes() for column in columns)).hexdigest()
+def _sample(rows: Sequence[Conversation], most: int, max_length: int) -> tuple[ConversationDataset, list[int]]:
+    dataset = ConversationDataset(rows, max_length)
+    return dataset, np.linspace(0, len(dataset) - 1, min(most, len(dataset))).astype(int).tolist()
+
+
+def _digest(rows: Sequence[Conversation], most: int, max_length: int) -> str:
+    """Return a hash of all that a sample brings to the choice."""
+    dataset, sample = _sample(rows, most, max_length)
+    chosen = (rows[int(dataset.numbers[index])] for index in sample)
+    return fingerprint_of([row.category, row.user_text, row.prompt_ids, row.answer_ids] for row in chosen)

@@ -46,7 +46,7 @@ def test_a_head_gets_the_tokens_of_most_mass(head_task, greedy_target, greedy_ro
     assert set(reported["uncovered_mass_by_kind"]) == {"even", "odd"}
 
 
-def test_a_resumed_run_keeps_the_tokens_it_was_trained_with(head_task, monkeypatch):
+def test_a_resumed_run_keeps_the_tokens_it_was_trained_with(head_task, greedy_rows, monkeypatch):
     first = head_task(head={"draft_vocab_by": "mass"})
     assert first.choice.report["size"] == (first.config.head.draft_vocab_size or 64)
     monkeypatch.setattr("train.tasks.vocabulary.target_mass", lambda *_: pytest.fail("measured anew"))
@@ -54,6 +54,9 @@ def test_a_resumed_run_keeps_the_tokens_it_was_trained_with(head_task, monkeypat
     assert again.choice.report == first.choice.report
     with pytest.raises(pytest.fail.Exception):
         head_task(head=BY_MASS)
+    others = [dataclasses.replace(row, answer_ids=row.answer_ids[::-1]) for row in greedy_rows]
+    with pytest.raises(pytest.fail.Exception):
+        head_task(head={"draft_vocab_by": "mass"}, train=others)
 
 
 def test_a_draft_lm_gets_them_too(tmp_path, greedy_target, greedy_rows):
