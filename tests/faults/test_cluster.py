@@ -172,20 +172,21 @@ def test_a_job_with_servers_gives_training_their_addresses_and_asks_training_alo
     tools.mkdir()
     hosts = SCONTROL.replace("localhost\\nnever-asked", "one\\ntwo\\nthree")
     write_tools(tools, srun=STEP, scontrol=hosts, curl="#!/bin/sh\n", scancel=SCANCEL, python=LINE_OR_LAUNCHER)
-    told = {"SERVER_NODES": "2", "STATES": str(tmp_path / "states"), "SERVER_SETUP": "true", "PYTHON": str(tools / "python")}
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    (disk / "of others").touch()
+    told = {"SERVER_NODES": "2", "STATES": str(disk), "SERVER_SETUP": "true", "PYTHON": str(tools / "python")}
     job = partial(run_slurm_job, tmp_path, tools, "train/heads.py", "--config", "a.yaml", script="slurm_states.sbatch")
     ended = job(**told, SLURM_JOB_NUM_NODES="3")
     assert ended.returncode == TERMINATED, ended.stderr
     assert (tmp_path / "requeued").read_text() == "77\n"
     assert (tmp_path / "stopped").read_text() == "--signal=TERM 77.1\n"
-    given = (
-        f"--config a.yaml --set target.states.urls=[http://one:8000/v1,http://two:8000/v1] target.states.path={tmp_path}/states"
-    )
+    given = f"--config a.yaml --set target.states.urls=[http://one:8000/v1,http://two:8000/v1] target.states.path={disk}/77"
     assert (tmp_path / "asked").read_text() == f"scripts/serve_states.py {given}\n"
     assert (tmp_path / "trained").read_text().endswith(f"train/heads.py {given}\n")
     for nodes in ("one,two", "three"):
         assert_ends(int((tmp_path / f"step-{nodes}").read_text()))
-    assert not (tmp_path / "states").exists()
+    assert [path.name for path in disk.iterdir()] == ["of others"]
     alone = job(**told | {"SERVER_NODES": "3"})
     assert alone.returncode == 2
     assert "SERVER_NODES=3 leaves none of 3 nodes for training" in alone.stderr
