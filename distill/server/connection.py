@@ -121,7 +121,9 @@ class Connection:
         if status not in (httpx2.codes.UNAUTHORIZED, httpx2.codes.FORBIDDEN):
             return Refused(self.named_in, self.config.url, status, self._complaint(response))
         key = self.config.api_key_variable
-        sent = f"the key in {key}" if key else "requests without a key; name its variable in server.api_key_variable"
+        sent = f"the key in {key}" if key else "requests without a key"
+        if not key and self.named_in.startswith("server."):  # servers of states have no such setting
+            sent += "; name its variable in server.api_key_variable"
         return InputError(f"{self.named_in}: {self.config.url} refuses {sent} (status {status})")
 
     def _complaint(self, response: httpx2.Response) -> str:

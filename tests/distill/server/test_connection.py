@@ -79,6 +79,15 @@ def test_a_refusal_is_not_asked_about_again(api, connect, waits, status):
     assert (caught.value.status, caught.value.complaint, waits) == (status, "overloaded", [])
 
 
+@pytest.mark.parametrize("named_in", ["server.url", "target.states.urls"])
+def test_only_a_setting_that_there_is_is_named_for_a_key(api, stack, named_in):
+    api.troubles = [(401, {})]
+    connection = stack.enter_context(closing(Connection(ServerConfig(url=api.url, model="tiny"), named_in)))
+    with pytest.raises(InputError, match=rf"{named_in}: .* refuses requests without a key") as caught:
+        connection.send("GET", "models")
+    assert ("server.api_key_variable" in str(caught.value)) == (named_in == "server.url")
+
+
 def test_nothing_is_sent_again_once_stopped(api, connect):
     api.troubles = [(500, {})] * 9
     connection = connect()
