@@ -27,7 +27,11 @@ from distill.generation.row_formats import detect_format, to_turns_or_messages
 from distill.generation.source_files import load_rows, read_source
 from heads.target.loading import Target
 
-GUARD_WORDS = 13  # the length of overlap that counts as contamination in the GPT-3 report (2005.14165, appendix C)
+# Of the GPT-3 report (2005.14165, appendix C): the length of overlap that counts as contamination, and in how many texts to
+# train on it may stand before it is taken for a phrase that many share, such as the instructions of a template.
+GUARD_WORDS, MOST_SHARING = 13, 10
+UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # kana and Chinese characters
+WORD = re.compile(rf"[{UNSPACED}]|[^\W{UNSPACED}]+")
 UNCATEGORISED = "uncategorised"  # prompts whose rows name no category
 DUPLICATE = "duplicate"
 OVERLAP = "overlaps_held_out"
@@ -269,7 +273,8 @@ def parse_row(values: Mapping[str, Any], *, default_category: str, where: str) -
 
 
 def split_prompts(prompts: Sequence[Prompt], held_out_share: float) -> Split:
-    """Drop duplicates, split by hash, and drop from train what shares 13 words in a row or a whole turn with a held-out prompt.
+    """Drop duplicates, split by hash, and drop from train what overlaps a held-out prompt: shares a whole turn, all its words,
+    or 13 of them in a row, unless these stand in more than `MOST_SHARING` prompts that would be trained on.
 
     Raises:
         InputError: no prompt is left on one of the sides.
@@ -278,11 +283,14 @@ def split_prompts(prompts: Sequence[Prompt], held_out_share: float) -> Split:
     held_out = [prompt for prompt in distinct if hash_position(prompt.user_text) < held_out_share]
     candidates = [prompt for prompt in distinct if hash_position(prompt.user_text) >= held_out_share]
     known = {gram for prompt in held_out for gram in _guarded(prompt)}
+    shared = [known.intersection(_guarded(prompt)) for prompt in candidates]
+    sharing = Counter(gram for grams in shared for gram in grams)
+    phrases = {gram for gram, count in sharing.items() if len(gram) == GUARD_WORDS and count > MOST_SHARING}
     asked = {text_hash(text) for prompt in held_out for text in prompt.user_texts}
     train = [
         prompt
-        for prompt in candidates
-        if known.isdisjoint(_guarded(prompt)) and asked.isdisjoint(map(text_hash, prompt.user_texts))
+        for prompt, grams in zip(candidates, shared, strict=True)
+        if grams <= phrases and asked.isdisjoint(map(text_hash, prompt.user_texts))
     ]
     dropped = {DUPLICATE: len(prompts) - len(distinct), OVERLAP: len(candidates) - len(train)}
     if not train or not held_out:
@@ -294,9 +302,14 @@ def split_prompts(prompts: Sequence[Prompt], held_out_share: float) -> Split:
     return Split(train=tuple(train), held_out=tuple(held_out), dropped=dropped)
 
 
-def _guarded(prompt: Prompt) -> Iterable[tuple[str, ...]]:
-    """Return what no prompt to train on may share with a held-out one: runs of words, or of prompts with media these."""
-    return [(name,) for name in media_names(prompt.media)] if prompt.media else word_grams(prompt.user_text)
+def _guarded(prompt: Prompt) -> list[tuple[str, ...]]:
+    """Return what no prompt to train on may share with a held-out one: runs of words or the whole of a shorter text; its media,
+    where it has any.
+    """
+    if prompt.media:
+        return [(name,) for name in media_names(prompt.media)]
+    whole = tuple(_words(prompt.user_text))
+    return list(word_grams(prompt.user_text)) if len(whole) >= GUARD_WORDS else [whole] * bool(whole)
 
 
 def hash_position(text: str) -> float:
@@ -305,9 +318,16 @@ def hash_position(text: str) -> float:
 
 
 def word_grams(text: str, num_words: int = GUARD_WORDS) -> Iterator[tuple[str, ...]]:
-    """Yield every run of `num_words` words, in lower case and without punctuation."""
-    words = re.findall(r"\w+", text.casefold())
+    """Yield every run of `num_words` words, in lower case and without punctuation.
+
+    Chinese and Japanese put no spaces between words: each of their characters counts as one.
+    """
+    words = _words(text)
     return zip(*(words[start:] for start in range(num_words)), strict=False)
+
+
+def _words(text: str) -> list[str]:
+    return WORD.findall(text.casefold())
 
 
 def _parse_turns(value: Any, where: str) -> tuple[str, ...]:

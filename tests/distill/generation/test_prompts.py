@@ -212,6 +212,36 @@ def test_a_train_prompt_that_shares_13_words_with_a_held_out_one_is_dropped():
     assert split.dropped[OVERLAP] == 1
 
 
+def test_words_that_many_prompts_share_are_a_template_and_no_overlap_while_a_few_with_one_text_are_dropped():
+    template = " ".join(f"rule{n}" for n in range(20))
+    text = " ".join(f"word{n}" for n in range(13))
+    many = [f"{template} Q{n}: {n}?" for n in range(200)]
+    held_out = next(each for n in range(500) if hash_position(each := f"{text} tail {n}") < 0.1)
+    few = [each for n in range(20) if hash_position(each := f"{template} A{n} {text}") >= 0.1][:10]
+    split = split_prompts([prompt(each) for each in (*many, held_out, *few)], 0.1)
+    assert len(split.train) + len(split.held_out) == len(many) + 1
+    assert not texts(split.train) & set(few)
+    assert split.dropped[OVERLAP] == len(few) == 10
+
+
+def test_a_short_train_prompt_that_differs_from_a_held_out_one_by_punctuation_alone_is_dropped():
+    short = [f"What is {n} and why" for n in range(100)]
+    split = split_prompts([prompt(each) for text in short for each in (text, f"{text}?")], 0.1)
+    held_out = {text.strip("?") for text in texts(split.held_out)}
+    assert held_out
+    assert not held_out & {text.strip("?") for text in texts(split.train)}
+    assert len(split.train) + len(split.held_out) + split.dropped[OVERLAP] == 200
+
+
+def test_a_chinese_text_overlaps_by_its_characters():
+    shared = "春眠不觉晓处处闻啼鸟夜来风雨声"
+    held_out = next(text for n in range(500) if hash_position(text := f"{shared}{n}") < 0.1)
+    train = next(text for n in range(500) if hash_position(text := f"请问{shared}{n}") >= 0.1)
+    other = next(text for n in range(500) if hash_position(text := f"花落知多少{n}") >= 0.1)
+    split = split_prompts([prompt(text) for text in (held_out, train, other)], 0.1)
+    assert texts(split.train) == {other}
+
+
 def test_a_shared_system_message_is_no_overlap():
     system = {"role": "system", "content": " ".join(f"rule{n}" for n in range(40))}
     split = split_prompts([prompt(p.user_text, history=(system,)) for p in PROMPTS], 0.1)
