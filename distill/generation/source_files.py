@@ -23,6 +23,7 @@ from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import json_object
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt")
+LONGEST_FIELD = 2**31 - 1  # characters of a field of CSV, for which Python's module takes 131,072
 SourceRow = tuple[str, dict[str, Any]]  # where it stands, for error messages; its keys and values
 
 
@@ -92,11 +93,10 @@ def _read_file(path: Path, what: str) -> Iterator[SourceRow]:
         yield from _csv_rows(text, "\t" if suffix == ".tsv" else ",", where)
     elif suffix == ".txt":
         yield from ((f"{where}, line {number}", {"text": line}) for number, line in _lines(text))
-    elif suffix == ".json" and text.lstrip().startswith("["):
-        yield from _array_rows(text, where)
+    elif suffix == ".json":
+        yield from _json_rows(text, where)
     else:
-        for number, line in _lines(text):
-            yield f"{where}, line {number}", json_object(line, f"{where}, line {number}")
+        yield from _line_rows(text, where)
 
 
 def _read_bytes(path: Path, what: str) -> bytes:
@@ -112,20 +112,33 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
     return ((number, line.strip("\r")) for number, line in enumerate(text.split("\n"), 1) if line.strip())
 
 
-def _array_rows(text: str, where: str) -> Iterator[SourceRow]:
+def _line_rows(text: str, where: str) -> Iterator[SourceRow]:
+    for number, line in _lines(text):
+        yield f"{where}, line {number}", json_object(line, f"{where}, line {number}")
+
+
+def _json_rows(text: str, where: str) -> Iterator[SourceRow]:
+    """Yield the rows of an array, one object, or lines of an object each."""
     try:
-        rows = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{where} is not JSON: {error}") from error
-    for number, row in enumerate(rows):
+        if text.lstrip().startswith("["):
+            raise InputError(f"{where} is not JSON: {error}") from error
+        yield from _line_rows(text, where)
+        return
+    for number, row in enumerate(value if isinstance(value, list) else [value]):
         if not isinstance(row, dict):
             raise InputError(f"{where}, entry {number}: expected an object, got {type(row).__name__}")
         yield f"{where}, entry {number}", row
 
 
 def _csv_rows(text: str, delimiter: str, where: str) -> Iterator[SourceRow]:
+    csv.field_size_limit(LONGEST_FIELD)
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     try:
+        named = [name for name in reader.fieldnames or () if name]
+        if twice := next((name for name in named if named.count(name) > 1), None):
+            raise InputError(f"{where}: line 1 names the column {twice!r} twice")
         for row in reader:
             if None in row or None in row.values():
                 raise InputError(

@@ -49,6 +49,17 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path):
     assert [row for _, row in read_source(path, "prompt file")] == [{"text": "One."}, {"text": "Two."}]
 
 
+def test_a_json_file_may_be_one_object_over_several_lines(tmp_path):
+    path = write(tmp_path / "a.json", json.dumps(ROWS[0], indent=2).encode())
+    assert [row for _, row in read_source(path, "prompt file")] == ROWS[:1]
+
+
+def test_a_field_of_csv_may_be_a_long_document(tmp_path):
+    long = "word " * 30_000
+    path = write(tmp_path / "a.csv", f"prompt\n{long}\n".encode())
+    assert [row for _, row in read_source(path, "prompt file")] == [{"prompt": long}]
+
+
 def test_a_folder_is_all_of_its_files_in_order(tmp_path):
     (tmp_path / "b").mkdir()
     for name in ("b/2.txt", "1.txt", "notes.md"):
@@ -66,6 +77,7 @@ def test_a_folder_is_all_of_its_files_in_order(tmp_path):
         ("a.json", b"[{]", "is not JSON"),
         ("a.csv", b"a,b\n1\n", "line 2: expected 2 fields"),
         ("a.csv", b'a,b\n"1"2,3\n', "line 2: not CSV"),
+        ("a.csv", b"a,b,a\n1,2,3\n", "line 1 names the column 'a' twice"),
         ("a.parquet", b"PAR1", "is not Parquet"),
         ("a.jsonl.gz", b"no gzip", "cannot read prompt file"),
     ],
