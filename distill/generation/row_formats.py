@@ -104,7 +104,7 @@ def to_turns_or_messages(
         raise InputError(f"{where}: format {format} needs {', '.join(missing)}; the row has the keys {there}")
     id_keys = ID_KEYS[:2] if format in ("turns", "messages") else ID_KEYS
     beside = {"category": row.get("category"), "question_id": next((row[key] for key in id_keys if key in row), None)}
-    given = {name: value for name, value in beside.items() if value is not None}
+    given = {name: value for name, value in beside.items() if value is not None and value != ""}  # "": as CSV says none
     chat = row[KEYS[format][0]] if format in ("request", "batch") else row if format in ("messages", "sharegpt") else None
     if isinstance(chat, Mapping) and chat.get("tools"):
         given["tools"] = _parse_tools(chat["tools"], where)
@@ -129,8 +129,10 @@ def _content(row: Mapping[str, Any], format: str, column: str, answer_column: st
         case "gsm8k":
             return _exchange(row["question"], row["answer"])
         case "alpaca":
-            given = row.get("input")
-            return _exchange(f"{row['instruction']}\n\n{given}" if given else row["instruction"], row.get("output"))
+            instruction, given = row["instruction"], row.get("input")
+            if given and not (isinstance(instruction, str) and isinstance(given, str)):
+                raise InputError(f"{where}: instruction and input must be texts, got {str([instruction, given])[:60]}")
+            return _exchange(f"{instruction}\n\n{given}" if given else instruction, row.get("output"))
         case "prompt_completion":
             prompt, answer = row["prompt"], row.get("completion", row.get("response"))
         case "text":
@@ -176,13 +178,15 @@ def _exchange(prompt: Any, answer: Any) -> dict[str, Any]:
 
 
 def _from_sharegpt(value: Any, where: str) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not all(isinstance(each, dict) and {"from", "value"} <= set(each) for each in value):
+    if not isinstance(value, list) or not all(
+        isinstance(each, dict) and isinstance(each.get("from"), str) and "value" in each for each in value
+    ):
         raise InputError(f"{where}: conversations must be a list of {{from, value}}, got {str(value)[:60]!r}")
     return [{"role": SHAREGPT_ROLES.get(each["from"], each["from"]), "content": each["value"]} for each in value]
 
 
 def _plain_messages(value: Any, where: str) -> Any:
-    """Return messages with lists of text parts joined; a message that only calls tools has an empty content."""
+    """Return messages with lists of text parts joined, and calls of tools parsed; one that only calls has an empty content."""
     if not isinstance(value, list):
         return value
     return [_plain_message(each, where) if isinstance(each, dict) else each for each in value]
@@ -190,6 +194,8 @@ def _plain_messages(value: Any, where: str) -> Any:
 
 def _plain_message(message: dict[str, Any], where: str) -> dict[str, Any]:
     message = {key: value for key, value in message.items() if key != "media"}  # of a row's own key nothing is known
+    if message.get("tool_calls"):
+        message["tool_calls"] = _parse_arguments(message["tool_calls"])
     content = message.get("content")
     if content is None and message.get("tool_calls"):
         return {**message, "content": ""}
@@ -199,7 +205,9 @@ def _plain_message(message: dict[str, Any], where: str) -> dict[str, Any]:
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind == "text":
-            texts.append(str(part.get("text", "")))
+            if not isinstance(part.get("text"), str):
+                raise InputError(f"{where}: a part of type text must hold a text, got {str(part)[:60]!r}")
+            texts.append(part["text"])
         elif kind in IMAGE_PARTS + SOUND_PARTS and message.get("role") == "user":
             texts.append(OBJECT)
             media.append(_reference(part, where, is_image=kind in IMAGE_PARTS))
@@ -211,6 +219,23 @@ def _plain_message(message: dict[str, Any], where: str) -> dict[str, Any]:
     if media and any(OBJECT in text for text in texts if text != OBJECT):
         raise InputError(f"{where}: a text beside images or sounds holds U+FFFC, which marks the place of one: leave it out")
     return {**message, "content": "".join(texts)} | ({"media": media} if media else {})
+
+
+def _parse_arguments(calls: Any) -> Any:
+    """Return the calls of a message with their arguments as objects, which chat templates and engines work on: logs have them
+    as JSON in a text, which a template would quote once more. What is no such call stays as it is.
+    """
+    if isinstance(calls, list):
+        return [_parse_arguments(call) for call in calls]
+    if not isinstance(calls, dict):
+        return calls
+    if isinstance(calls.get("function"), dict):
+        return {**calls, "function": _parse_arguments(calls["function"])}
+    try:
+        arguments = json.loads(calls["arguments"])
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return calls
+    return {**calls, "arguments": arguments} if isinstance(arguments, dict) else calls
 
 
 def _reference(part: Mapping[str, Any], where: str, *, is_image: bool) -> str:

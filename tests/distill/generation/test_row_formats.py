@@ -78,7 +78,26 @@ def test_a_key_media_in_a_rows_own_message_names_no_images(media):
 def test_tools_stay_in_the_history():
     prompt = parsed({"messages": [USER, CALL, RESULT, ASSISTANT, {"role": "user", "content": "And?"}]})
     assert prompt.turns == ("And?",)
-    assert prompt.history == (USER, {**CALL, "content": ""}, RESULT, ASSISTANT)
+    (called,) = (message for message in prompt.history if "tool_calls" in message)
+    assert prompt.history == (USER, {**called, "content": ""}, RESULT, ASSISTANT)
+
+
+def test_arguments_of_a_tool_call_are_the_object_that_engines_give_to_the_template():
+    def arguments(given, nested=True):
+        call = {"name": "f", "arguments": given}
+        message = {**CALL, "tool_calls": [{"id": "1", "function": call} if nested else call]}
+        (read,) = parsed({"messages": [USER, message, RESULT, USER]}).history[1]["tool_calls"]
+        return (read["function"] if nested else read)["arguments"]
+
+    assert arguments('{"city": "Rome"}') == arguments({"city": "Rome"}) == arguments('{"city": "Rome"}', nested=False)
+    assert arguments('{"city": "Rome"}') == {"city": "Rome"}
+    assert arguments("no JSON") == "no JSON"
+    assert arguments("[1]") == "[1]"
+
+
+@pytest.mark.parametrize("row", [{"turns": ["Hi"]}, {"prompt": "Hi"}])
+def test_an_empty_id_or_category_is_none(row):
+    assert parsed({**row, "id": "", "category": ""}) == parsed(row)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +129,9 @@ def test_a_format_that_is_asked_for_goes_before_what_the_keys_say():
         ({"question": "How?"}, "gsm8k", "row 0: format gsm8k needs answer; the row has the keys question"),
         ({"task_id": "t", "prompt": " "}, None, "row 0: a turn must be a text that is not blank"),
         ({"conversations": [{"from": "human"}]}, None, r"row 0: conversations must be a list of \{from, value\}"),
+        ({"conversations": [{"from": ["human"], "value": "Hi"}]}, None, "row 0: conversations must be a list of"),
+        ({"instruction": None, "input": "2, 2"}, None, r"row 0: instruction and input must be texts, got \[None, '2, 2'\]"),
+        ({"messages": [{**USER, "content": [{"type": "text", "text": None}]}]}, None, "of type text must hold a text"),
         ({"messages": [{**USER, "content": [{"type": "image_url"}]}]}, None, "an image must be named by a path, a data URL"),
         ({"messages": [{**USER, "content": [{"type": "video"}]}]}, None, "of user has a part of type video; texts are"),
     ],
