@@ -114,7 +114,7 @@ def test_tools_are_shown_to_the_target_and_kept_for_the_evaluation(config, tmp_p
         asked = row.messages[0]["content"]
         assert bool(row.tools) == bool(int(asked.split()[1]) % 2)
         assert loaded.tokenizer.decode(row.prompt_ids) == f"{'Tweather' if row.tools else ''}{asked}||rain|so|"
-        assert row.messages[1]["tool_calls"] == [CALL]
+        assert row.messages[1]["tool_calls"] == [{**CALL, "function": {"name": "weather", "arguments": {}}}]
     suite = load_suite(SuiteConfig(path=str(Path(config.output) / "held_out.jsonl")))
     assert [request.tokens for request in Turns(loaded, suite.prompts).first] == [row.prompt_ids for row in kept[1]]
 
