@@ -64,6 +64,11 @@ class Prompt:
         return [*self.history, {"role": "user", "content": self.turns[0]}]
 
     @property
+    def label(self) -> str:
+        """Its id, and where it stands, for messages."""
+        return f"prompt {self.prompt_id} ({self.where})" if self.where else f"prompt {self.prompt_id}"
+
+    @property
     def user_text(self) -> str:
         """Everything the user says, one turn a line; the text for the split by hash and the overlap guard."""
         return self.user_texts[-1]
@@ -76,8 +81,15 @@ class Prompt:
         return ["\n".join([*said, *self.turns[: number + 1], *media]) for number in range(len(self.turns))]
 
     def encoded(self, target: Target) -> list[int]:
-        """Return the token ids of its first turn in the target's chat template, the assistant's turn opened."""
-        return target.encode_chat(self.messages, tools=self.tools, media=self.media)
+        """Return the token ids of its first turn in the target's chat template, the assistant's turn opened.
+
+        Raises:
+            InputError: names the prompt; see `Target.encode_chat`.
+        """
+        try:
+            return target.encode_chat(self.messages, tools=self.tools, media=self.media)
+        except InputError as error:
+            raise InputError(f"{self.label}: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,9 +211,8 @@ def encode_prompt(target: Target, prompt: Prompt) -> tuple[int, ...]:
     """
     ids = prompt.encoded(target)
     if len(ids) >= target.max_positions:
-        place = f" ({prompt.where})" if prompt.where else ""
         raise InputError(
-            f"prompt {prompt.prompt_id}{place} has {len(ids)} tokens; the target's context is {target.max_positions}, "
+            f"{prompt.label} has {len(ids)} tokens; the target's context is {target.max_positions}, "
             "and at least one is needed for the answer: shorten it, or set on_too_long to skip or truncate"
         )
     return tuple(ids)
@@ -217,7 +228,7 @@ def fit_prompts(
     Args:
         target: what they are encoded for.
         prompts: of any length.
-        on_too_long: refuse, which leaves them to `encode_prompt`; skip; or truncate.
+        on_too_long: refuse, which leaves them to `encode_prompt`; skip; or truncate, or skip where that is not enough.
         max_new_tokens: room that is left for the answer to a shortened one, but not more than half of the context.
 
     Returns:
@@ -231,11 +242,14 @@ def fit_prompts(
         excess = len(prompt.encoded(target)) - target.max_positions + 1
         if excess <= 0:
             kept.append(prompt)
-        elif on_too_long == "truncate" and not prompt.media:
-            kept.append(_truncated(target, prompt, excess + min(max_new_tokens, target.max_positions // 2)))
-            changed[TRUNCATED] += 1
-        else:
-            changed[TOO_LONG] += 1
+            continue
+        if on_too_long == "truncate" and not prompt.media:
+            shorter = _truncated(target, prompt, excess + min(max_new_tokens, target.max_positions // 2))
+            if len(shorter.encoded(target)) < target.max_positions:  # else what goes before its last message fills it
+                kept.append(shorter)
+                changed[TRUNCATED] += 1
+                continue
+        changed[TOO_LONG] += 1
     return kept, dict(changed)
 
 

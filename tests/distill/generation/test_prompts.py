@@ -161,6 +161,17 @@ def test_a_prompt_that_fills_the_context_is_left_out_or_loses_its_middle(byte_ta
     assert len(encode_prompt(byte_target, cut)) <= byte_target.max_positions - 8
 
 
+def test_a_prompt_whose_earlier_messages_fill_the_context_is_left_out_however_short_its_last_is(byte_target):
+    chat = Prompt(prompt_id="l", category="c", turns=("And?",), history=({"role": "user", "content": "a" * 200}, ASSISTANT))
+    assert fit_prompts(byte_target, [chat], "truncate", 8) == ([], {TOO_LONG: 1})
+
+
+def test_a_prompt_that_cannot_be_encoded_is_named_with_its_place(byte_target):
+    cut_character = Prompt(prompt_id="p7", category="c", turns=("\ud83d",), where="file, line 7")
+    with pytest.raises(InputError, match=r"prompt p7 \(file, line 7\): target .* has no token for some of the prompt"):
+        encode_prompt(byte_target, cut_character)
+
+
 # --- the split ---------------------------------------------------------------------------------------------------
 
 
