@@ -161,9 +161,9 @@ class Findings:
         if not trees:
             return "a chain: this draft makes no trees."
         best = max(trees, key=lambda each: each.speedup.point or 0.0)
-        against = f"the {best.name} has {bounded(best.to_chain)} of the chain's speed"
         if (best.to_chain.low or 0.0) > 1:
-            return f"{best.name}: {against}."
+            return f"a {best.name}, which has {bounded(best.to_chain)} of the chain's speed."
+        against = f"the {best.name} has {bounded(best.to_chain)} of the chain's speed"
         return f"a chain: {against}, no difference that shows." if (best.to_chain.high or 2.0) > 1 else f"a chain: {against}."
 
     def _batch(self) -> str:
