@@ -20,6 +20,7 @@ from distill.dataset.conversations import Message, folded_text
 from distill.generation.continuation import TargetSource, TokenRow, continue_rows, request_number
 from distill.generation.prompts import DUPLICATE, Admission, Prompt
 from distill.generation.spread import NearDuplicates
+from heads.target.chat_template import in_template
 from heads.target.loading import Target
 
 SENTINEL = "SELF-SEEDED-TURN-GOES-HERE"
@@ -99,15 +100,17 @@ def find_user_frame(target: Target, max_prompt_tokens: int, before: Sequence[Mes
     """Take the chat template apart at a user's text, which follows the messages `before`.
 
     Raises:
-        InputError: there is no template, it does not show a user's text once and unchanged with something before and after
-            it, or the frame and the longest turn do not fit the target's context.
+        InputError: there is no template, it refuses the messages, or does not show a user's text once and unchanged with
+            something before and after it, or the frame and the longest turn do not fit the target's context.
     """
     name, tokenizer = target.identity.name, target.tokenizer
     if tokenizer.chat_template is None:
         raise InputError(
             f"target {name} has no chat template; self-seeded prompts need one: give prompts.source file or dataset"
         )
-    rendered = str(tokenizer.apply_chat_template([*before, {"role": "user", "content": SENTINEL}], tokenize=False))
+    takes_parts = target.model.config.get_text_config() is not target.model.config
+    messages = [*before, {"role": "user", "content": SENTINEL}]
+    rendered = in_template(target, messages, answer_follows=False, in_parts=takes_parts)
     prefix, found, suffix = rendered.partition(SENTINEL)
     # A trailing space would become a token of its own, which ordinary text does not continue.
     prefix, end_text = prefix.rstrip(" "), suffix.strip()
@@ -123,7 +126,7 @@ def find_user_frame(target: Target, max_prompt_tokens: int, before: Sequence[Mes
             f"prompts.max_prompt_tokens: {max_prompt_tokens} tokens after the chat template's {len(prefix_ids)} do not fit the "
             f"target's context of {target.max_positions}"
         )
-    end_ids = frozenset(suffix_ids[:1]) & set(tokenizer.all_special_ids)
+    end_ids = frozenset(suffix_ids[:1]) & {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     return UserFrame(prefix_ids=prefix_ids, end_ids=end_ids, end_text=end_text)
 
 
@@ -173,7 +176,9 @@ def read_turn(target: Target, frame: UserFrame, ids: Sequence[int]) -> str | Non
     if not frame.end_ids:
         text, end, _ = text.partition(frame.end_text)
         proper = bool(end)
-    if not proper or set(content) & set(target.tokenizer.all_special_ids):
+    # `all_special_ids` has only the tokens that the tokenizer's config names.
+    added = {token for token, added in target.tokenizer.added_tokens_decoder.items() if added.special}
+    if not proper or set(content) & {*target.tokenizer.all_special_ids, *added}:
         return None
     text = text.strip()
     return text if len(target.encode_chat([{"role": "user", "content": text}])) < target.max_positions else None

@@ -4,10 +4,11 @@ import copy
 from dataclasses import replace
 
 import pytest
+from tokenizers import AddedToken
 
 from configs.runtime.errors import InputError
 from configs.schema.data import PromptsConfig
-from distill.generation.self_seeding import TOO_SHORT, UNUSABLE, find_user_frame, self_seed, write_turns
+from distill.generation.self_seeding import TOO_SHORT, UNUSABLE, find_user_frame, read_turn, self_seed, write_turns
 
 LLAMA_2 = (
     "{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
@@ -54,6 +55,27 @@ def test_templates_are_taken_apart_around_the_users_text(with_template, template
 def test_a_template_that_does_not_frame_the_text_is_refused(with_template, template):
     with pytest.raises(InputError, match="does not frame"):
         find_user_frame(with_template(template), 10)
+
+
+def test_a_template_that_refuses_a_user_alone_is_the_users_mistake(with_template):
+    template = "{{ raise_exception('a system message is needed') }}"
+    with pytest.raises(InputError, match="refuses a conversation of user: a system message is needed"):
+        find_user_frame(with_template(template), 10)
+
+
+def test_a_turn_may_end_by_a_token_that_the_tokenizers_config_does_not_name_as_special(with_template):
+    target = with_template(
+        "{% for m in messages %}{{ '<|user|>' + m['content'] + '<|end|>\n' }}{% endfor %}"
+        "{% if not add_generation_prompt %}{{ '<|im_end|>' }}{% endif %}"  # as Phi-3's
+    )
+    target.tokenizer.add_tokens([AddedToken("<|user|>", special=True), AddedToken("<|end|>", special=True)])
+    user, end = (target.tokenizer.convert_tokens_to_ids(token) for token in ("<|user|>", "<|end|>"))
+    assert not {user, end} & set(target.tokenizer.all_special_ids)
+    frame = find_user_frame(target, 10)
+    assert (frame.prefix_ids, frame.end_ids) == ((user,), {end})
+    hello = target.tokenizer("Hello", add_special_tokens=False)["input_ids"]
+    assert read_turn(target, frame, [*hello, end]) == "Hello"
+    assert read_turn(target, frame, [*hello, user, end]) is None
 
 
 def test_a_target_without_a_template_is_refused(with_template):
