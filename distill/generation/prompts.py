@@ -105,7 +105,7 @@ def read_prompts(config: PromptsConfig) -> list[Prompt]:
     """Return the prompts of `config.path`, a file or a folder of files (`distill.generation.source_files`), in order.
 
     Raises:
-        InputError: there is none, a row (named) holds no prompt, or different prompts share an id.
+        InputError: there is none, a row (named) holds no prompt, different prompts share an id, or no row has the column named.
     """
     prompts: list[Prompt] = []
     seen: dict[str, Prompt] = {}
@@ -117,6 +117,10 @@ def read_prompts(config: PromptsConfig) -> list[Prompt]:
             raise InputError(f"{where}: question_id {prompt.prompt_id!r} was used in {first.where} for another prompt")
         prompts.append(prompt)
         formats[format] += 1
+    if _names_a_column(config) and not formats["column"]:
+        raise InputError(
+            f"prompts.field: no row of prompt file {config.path} has {config.field!r}; the last has {', '.join(row)}"
+        )
     counts = ", ".join(f"{count:,} as {name}" for name, count in formats.most_common())
     logger.info("prompt file %s: read %s", config.path, counts)
     return prompts
@@ -186,6 +190,9 @@ def dataset_prompts(config: PromptsConfig) -> Iterator[Prompt]:
     rows = load_rows(path, config.subset, config.split, section="prompts")
     if config.format == "auto" and config.field in rows.column_names:
         config = config.model_copy(update={"format": "column"})
+    elif _names_a_column(config):
+        columns = ", ".join(rows.column_names)
+        raise InputError(f"prompts.field: data set {path} has no column {config.field!r}; there are {columns}")
     if not len(rows):
         raise InputError(f"data set {path}, split {config.split!r}, is empty")
     for number, row in enumerate(rows):
@@ -197,10 +204,15 @@ def _read_row(row: Mapping[str, Any], config: PromptsConfig, where: str) -> tupl
     setting = "prompts.field"
     format: str = config.format
     if format == "auto":  # a column that is named goes before what the other keys say
-        named = config.field != "prompt" and config.field in row
+        named = _names_a_column(config) and config.field in row
         format = "column" if named else detect_format(row, where, setting)
     values = to_turns_or_messages(row, format, where, column=config.field, answer_column=config.answer_field, setting=setting)
     return parse_row(values, default_category=config.category or UNCATEGORISED, where=where), format
+
+
+def _names_a_column(config: PromptsConfig) -> bool:
+    """Return whether the config names a column that has the prompt, or its answer, and leaves the format open."""
+    return config.format == "auto" and (config.field != PromptsConfig().field or config.answer_field is not None)
 
 
 def encode_prompt(target: Target, prompt: Prompt) -> tuple[int, ...]:
@@ -297,14 +309,13 @@ def split_prompts(prompts: Sequence[Prompt], held_out_share: float) -> Split:
     held_out = [prompt for prompt in distinct if hash_position(prompt.user_text) < held_out_share]
     candidates = [prompt for prompt in distinct if hash_position(prompt.user_text) >= held_out_share]
     known = {gram for prompt in held_out for gram in _guarded(prompt)}
-    shared = [known.intersection(_guarded(prompt)) for prompt in candidates]
-    sharing = Counter(gram for grams in shared for gram in grams)
-    phrases = {gram for gram, count in sharing.items() if len(gram) == GUARD_WORDS and count > MOST_SHARING}
+    sharing = Counter(gram for prompt in candidates for gram in known.intersection(_guarded(prompt)))
+    known -= {gram for gram, count in sharing.items() if len(gram) == GUARD_WORDS and count > MOST_SHARING}
     asked = {text_hash(text) for prompt in held_out for text in prompt.user_texts}
     train = [
         prompt
-        for prompt, grams in zip(candidates, shared, strict=True)
-        if grams <= phrases and asked.isdisjoint(map(text_hash, prompt.user_texts))
+        for prompt in candidates
+        if known.isdisjoint(_guarded(prompt)) and asked.isdisjoint(map(text_hash, prompt.user_texts))
     ]
     dropped = {DUPLICATE: len(prompts) - len(distinct), OVERLAP: len(candidates) - len(train)}
     if not train or not held_out:

@@ -109,6 +109,24 @@ def test_an_empty_or_missing_file_is_refused(write, tmp_path):
         read(tmp_path / "nowhere.jsonl")
 
 
+@pytest.mark.parametrize("named", [{"field": "asked"}, {"answer_field": "told"}])
+def test_a_column_that_is_named_and_not_there_is_refused_whatever_the_other_keys_say(write, tmp_path, named):
+    path = write({"text": "Hi"}, {"prompt": "Hi", "completion": "Hello"})
+    complaint = (
+        r"no row of prompt file .* has 'asked'; the last has prompt, completion" if "field" in named else "no column 'told'"
+    )
+    with pytest.raises(InputError, match=complaint):
+        read_prompts(PromptsConfig(source="file", path=str(path), **named))
+    datasets.Dataset.from_dict({"prompt": ["Hi"]}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(InputError, match=r"no column '(asked|told)'"):
+        load_dataset_prompts(data_set_config(tmp_path / "saved", **named))
+
+
+def test_the_answer_stands_in_the_column_named_for_it(write):
+    path = write({"prompt": "Hi", "response": "Another's", "told": "Hello"})
+    assert read_prompts(PromptsConfig(source="file", path=str(path), answer_field="told"))[0].answer == "Hello"
+
+
 def data_set_config(path, **more):
     return PromptsConfig(source="dataset", path=str(path), **more)
 
