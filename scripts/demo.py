@@ -34,12 +34,13 @@ from configs.runtime.command import DONE, EPILOG, FAILED, GATE_FAILED, INCONCLUS
 from configs.runtime.errors import Stopped
 from configs.runtime.files import CHECKOUT, folder_lock, read_json, write_json
 from configs.runtime.resumable import fingerprint
+from configs.runtime.yaml_reader import parse_yaml
 from scripts.own_demo.estimate import plan_text
 from scripts.own_demo.steps import add_own_arguments, is_own, own_loop
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN = Path("runs/demo")
-RECORD = "finished.json"  # in the run's folder: the fingerprint of each finished step, by name
+RECORD = "finished.json"  # in the run's folder: the fingerprint of each step, by name, and whether it is only begun
 GRACE_SECONDS = 60  # for a step to write its checkpoint, once it is asked to stop
 
 LAUNCH = ("-m", "accelerate.commands.launch", "--quiet", "--config_file", "configs/accelerate/one_process_cpu.yaml")
@@ -75,6 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if is_own(arguments):
             loop = own_loop(arguments)
             folder, steps, made_of = loop.run, loop.steps(STEPS), loop.made_of()
+            if arguments.fresh:
+                loop.check_removable(ROOT / folder)
             print(plan_text(loop, steps), flush=True)
             if not arguments.yes and sys.stdin.isatty() and input("\ngo on? [y/N] ").strip().lower() not in ("y", "yes"):
                 print("nothing was run")
@@ -91,7 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_steps(folder: Path, steps: Mapping[str, list[str]], made_of: str = "", pages: Mapping[str, Path] | None = None) -> int:
     """Run the steps in order, but for those that a run before has finished; stop at the first that fails, return its code.
 
-    A gate's verdict stops nothing: the worst is returned.
+    A gate's verdict stops nothing: the worst is returned. A step that was begun or finished by other commands, configs or data
+    begins with its output removed, from which it could not go on.
 
     Args:
         folder: of their outputs.
@@ -110,6 +114,12 @@ def run_steps(folder: Path, steps: Mapping[str, list[str]], made_of: str = "", p
             print(f"\n== {name}: finished by a run before; --fresh runs it anew", flush=True)
             continue
         print(f"\n== {name}\n   {shlex.join(['python', *arguments])}", flush=True)
+        begun = f"{known} begun"
+        output = _output_of(arguments)
+        if finished.get(name, begun) != begun and output is not None and output.resolve().is_relative_to(folder.resolve()):
+            shutil.rmtree(output, ignore_errors=True)
+        finished[name] = begun
+        write_json(record, finished)
         started = time.monotonic()
         ended = run_step(arguments)
         seconds[name] = time.monotonic() - started
@@ -131,6 +141,17 @@ def run_steps(folder: Path, steps: Mapping[str, list[str]], made_of: str = "", p
         print(f"{name}: {os.path.relpath(ROOT / page, ROOT) if (ROOT / page).exists() else 'none'}")
     print(f"exit code: {code}")
     return code
+
+
+def _output_of(arguments: Sequence[str]) -> Path | None:
+    """Return the folder that a step's config names as its output; None where it names none."""
+    if "--config" not in arguments:
+        return None
+    config = arguments[arguments.index("--config") + 1]
+    named = parse_yaml((CHECKOUT / config).read_text(encoding="utf-8"), config).get("output")
+    given = [each.removeprefix("output=") for each in arguments if each.startswith("output=")]
+    output = parse_yaml(given[-1], "--set output") if given else named
+    return None if output is None else ROOT / str(output)
 
 
 def run_step(arguments: Sequence[str], folder: Path | None = None) -> int:

@@ -54,6 +54,16 @@ class OwnLoop:
         given = (Path(each) for each in (self.target, self.prompts, self.data) if each is not None)
         return files_fingerprint(given)
 
+    def check_removable(self, folder: Path) -> None:
+        """Refuse to remove a folder that holds what was given.
+
+        Raises:
+            InputError: names it.
+        """
+        for given in (self.target, self.prompts, self.data):
+            if given is not None and Path(given).exists() and Path(given).resolve().is_relative_to(folder.resolve()):
+                raise InputError(f"--fresh removes {folder}, which holds {given}: put that elsewhere first")
+
     def steps(self, demo: Mapping[str, list[str]]) -> dict[str, list[str]]:
         """Return the demo's steps for this target, but for those that fetch the demo's or write data made before."""
         return {
@@ -82,6 +92,7 @@ def add_own_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set",
         nargs="+",
+        action="extend",
         default=[],
         metavar="KEY=VALUE",
         help="more of target and prompts, e.g. target.chat_template=plain prompts.field=question",

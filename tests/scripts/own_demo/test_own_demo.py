@@ -68,7 +68,7 @@ def configs_of(steps):
 
 
 def test_every_step_is_for_the_target_and_the_data_step_writes_what_the_next_ones_read(loop, tiny_run, tmp_path, capsys):
-    done = loop("--set", "target.dtype=float32", "prompts.category=mine")
+    done = loop("--set", "target.dtype=float32", "--set", "prompts.category=mine")
     assert done.code == DONE
     data, distil, heads, draft_eval, head_eval = configs = configs_of(done.steps)
     assert {each.target.name for each in configs} == {str(tiny_run / "target")}
@@ -85,7 +85,9 @@ def test_every_step_is_for_the_target_and_the_data_step_writes_what_the_next_one
     assert len(held_out.read_text().splitlines()) == 4
     assert draft_eval.suite.path == heads.data.held_out == distil.data.held_out
 
-    again = loop("--fresh", source=("--data", str(train)))
+    assert loop("--fresh", source=("--data", str(train))).code == BAD_INPUT
+    assert train.is_file()
+    again = loop(source=("--data", str(train)))
     distil, *_, head_eval = configs_of(again.steps)
     assert len(again.steps) == len(done.steps) - 1
     assert distil.data.train == str(train)
@@ -112,11 +114,29 @@ def test_on_a_gpu_training_is_launched_there_and_no_times_are_guessed(loop, caps
     assert "   not known  head: train" in capsys.readouterr().out
 
 
-def test_changed_prompts_are_answered_anew(loop, prompts):
+def test_changed_prompts_are_answered_anew(loop, prompts, tmp_path):
     assert len(loop().steps) == 7
+    checkpoint = tmp_path / "runs" / "demo-target" / "distill" / "checkpoints"
+    checkpoint.mkdir(parents=True)
     assert loop().steps == []
+    assert checkpoint.exists()
     prompts.write_text(prompts.read_text().replace("w7", "w8"))
     assert len(loop().steps) == 7
+    assert not checkpoint.exists()
+
+
+def test_a_step_that_was_cut_off_goes_on_with_what_it_has_and_is_begun_anew_for_changed_prompts(
+    loop, prompts, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(demo, "run_step", lambda arguments: BAD_INPUT if "train/distill.py" in arguments else DONE)
+    assert loop().code == BAD_INPUT
+    checkpoint = tmp_path / "runs" / "demo-target" / "distill" / "checkpoints"
+    checkpoint.mkdir(parents=True)
+    assert loop().code == BAD_INPUT
+    assert checkpoint.exists()
+    prompts.write_text(prompts.read_text().replace("w7", "w8"))
+    assert loop().code == BAD_INPUT
+    assert not checkpoint.exists()
 
 
 @pytest.mark.parametrize(
