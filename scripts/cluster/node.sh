@@ -3,9 +3,10 @@
 #
 #   NUM_NODES=2 MAIN_HOST=node0 scripts/cluster/node.sh train/heads.py --config configs/heads/eagle3.yaml
 #
-# Asked to stop (SIGTERM), it hands that on once and gives the processes GRACE_SECONDS to write their checkpoint. It ends with 143
-# where training did so with its checkpoint written, which training says in a file (the launcher in between ends with 1 whatever
-# happened), and with the launcher's code otherwise: a checkpoint that did not fit on the disk is a failure.
+# Asked to stop (SIGTERM, Ctrl-C, a terminal that is closed), it hands that on once, as SIGTERM, and gives the processes
+# GRACE_SECONDS to write their checkpoint. It ends with 143 where training did so with its checkpoint written, which training says
+# in a file (the launcher in between ends with 1 whatever happened), and with the launcher's code otherwise: a checkpoint that did
+# not fit on the disk is a failure.
 
 # --- placeholders -----------------------------------------------------------------------------------------------------
 NUM_NODES="${NUM_NODES:-1}"                          # or MIN:MAX, where nodes may come and go
@@ -48,7 +49,7 @@ fi
 signals=0
 setsid "${launcher[@]}" "$@" &
 child=$!
-trap '((signals += 1)); [[ $signals -gt 1 ]] || kill -TERM "$child" 2>/dev/null || true' TERM
+trap '((signals += 1)); [[ $signals -gt 1 ]] || kill -TERM "$child" 2>/dev/null || true' TERM INT HUP
 
 while true; do
     before=$signals code=0

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import string
 import subprocess
 import sys
@@ -136,6 +137,19 @@ def test_only_a_stop_that_training_has_written_a_checkpoint_for_is_requeued(tmp_
     assert (tmp_path / "requeued").exists() == (code == TERMINATED)
     assert ("no checkpoint was written" in ended.stderr) == (code in (1, 137))
     assert list((tmp_path / "scratch").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["INT", "HUP"])
+def test_training_does_not_outlive_the_terminal_that_a_node_was_started_from(tmp_path, name):
+    write_tools(tmp_path, python=LAUNCHER.replace("started", str(tmp_path / "started")))
+    told = {"PYTHON": str(tmp_path / "python"), "SAID": "a checkpoint is there", "LAUNCHER_CODE": "1", "TMPDIR": str(tmp_path)}
+    command = ["env", f"--default-signal={name}", "bash", str(CLUSTER / "node.sh"), "train/heads.py"]
+    node = subprocess.Popen(command, env=environment(**told))
+    while not (tmp_path / "started").exists():
+        assert node.poll() is None
+        time.sleep(0.02)
+    node.send_signal(getattr(signal, f"SIG{name}"))
+    assert node.wait(30) == TERMINATED
 
 
 # Runs a step as Slurm would, and notes what was asked for and by which process.
