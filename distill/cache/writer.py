@@ -125,9 +125,7 @@ class CacheJob:
         names = self._folder.names()
         goes_on, finished = self._goes_on(), self.finished()
         claims = sorted(ours(names, ("claim-[0-9]*",)))
-        if goes_on and not self._shared:  # nobody else is at work
-            self._folder.delete(claims)
-        elif self._shared and not goes_on:
+        if self._shared and not goes_on:
             held = (self._folder.read(claim) for claim in claims)
             if any(content is not None and self._dealing(0).is_alive(content) for content in held):
                 raise InputError(
@@ -142,11 +140,12 @@ class CacheJob:
             check_room(self._folder.path, sum(size for number, size in enumerate(sizes) if number not in finished))
         if self.server is not None:
             check_serves(self.server, self.target, self.layout, self._dataset[0])
-        if goes_on:
-            self._folder.delete(name for name in names if name.startswith(".") and name in ours(names, DISPOSABLE))
-        else:
+        if not goes_on:
             self._folder.delete(ours(names, DISPOSABLE))
             self._folder.write(JOB, as_json({"job": self.digest}))
+        elif not self._shared:  # else others may be at work, and writing these
+            left = (name for name in ours(names, DISPOSABLE) if name.startswith("."))
+            self._folder.delete([*claims, *left])
         with tempfile.TemporaryDirectory() as scratch:
             self._folder.write("run.json", write_run_record(Path(scratch), self.config).read_bytes())
 

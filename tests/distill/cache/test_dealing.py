@@ -85,8 +85,11 @@ def test_starts_that_share_a_folder_agree_on_the_settings(tmp_path, byte_target)
     first.prepare()
     dealt = first._dealing(0).shards()
     first._write_shard(next(dealt))  # and claimed as long as no other is asked for
+    under_way = tmp_path / "cache" / ".shard-00001.safetensors.0badf00d"
+    under_way.touch()
     second.prepare()
     assert second.finished() == {0}
+    under_way.unlink()  # it is still there, to be renamed by who is writing it
     with pytest.raises(InputError, match="other processes are making a cache of other settings"):
         job(max_length=9).prepare()
     dealt.close()
