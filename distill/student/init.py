@@ -7,6 +7,8 @@ parameters. Merging restores exactly the modules from before, so an artifact hol
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -121,9 +123,13 @@ def _fresh_model(path: str, target: Target) -> PreTrainedModel:
     return _from_config(config, target.model)
 
 
-def _overridden_model(overrides: dict[str, bool | int | float | str], target: Target) -> PreTrainedModel:
-    """Make a randomly initialised model from the target's own config with some values replaced."""
-    config = target.model.config.get_text_config()
+def overridden_config(overrides: dict[str, bool | int | float | str], model: PreTrainedModel) -> PreTrainedConfig:
+    """Return the config of a new draft: the target's own with some values replaced.
+
+    Raises:
+        ConfigError: the target's has no such value, it is not the draft's to choose, or the config does not take it.
+    """
+    config = model.config.get_text_config()
     values = config.to_dict()
     for name in overrides:
         if name not in values:
@@ -131,12 +137,25 @@ def _overridden_model(overrides: dict[str, bool | int | float | str], target: Ta
             raise ConfigError(f"student.overrides: the target's config has no {name!r}; the nearest it has is {nearest!r}")
     if "vocab_size" in overrides:
         raise ConfigError("student.overrides: vocab_size is the target's; draft_vocab_size makes the draft say fewer tokens")
-    try:
-        draft = _from_config(overridden(config, overrides), target.model).eval()
+    with _making_model(overrides):
+        return overridden(config, overrides)
+
+
+def _overridden_model(overrides: dict[str, bool | int | float | str], target: Target) -> PreTrainedModel:
+    """Make a randomly initialised model from the target's own config with some values replaced."""
+    config = overridden_config(overrides, target.model)
+    with _making_model(overrides):
+        draft = _from_config(config, target.model).eval()
         check_split(draft)  # its probe is a forward: shapes that contradict each other fail here
+    return draft
+
+
+@contextmanager
+def _making_model(overrides: dict[str, bool | int | float | str]) -> Iterator[None]:
+    try:
+        yield
     except (ValueError, TypeError, RuntimeError, ZeroDivisionError, StrictDataclassError) as error:
         raise ConfigError(f"student.overrides: {overrides} make no model: {' '.join(str(error).split())}") from error
-    return draft
 
 
 def _check_rows(config: PreTrainedConfig, path: str, target: Target) -> None:

@@ -18,12 +18,11 @@ from configs.runtime.errors import InputError, first_line
 from configs.schema.commands.planning import PlanConfig, PlanHeadsConfig
 from configs.schema.learning import StudentConfig
 from configs.schema.target import TargetConfig
-from distill.student.init import add_adapters
+from distill.student.init import add_adapters, overridden_config
 from distill.student.kept_blocks import keep_layers
 from heads.families.registry import FAMILIES
 from heads.modules.interface import HeadModule
 from heads.proposers.vocabulary import DraftVocabulary
-from heads.target.block_config import overridden
 from heads.target.demo_model import PREFIX
 from heads.target.loading import UNREADABLE, locate
 from heads.target.model_class import auto_class
@@ -75,11 +74,14 @@ def plan_models(config: PlanConfig) -> PlannedModels:
         with META:
             head = family.build(config.head, target, vocabulary).float()
         return PlannedModels(target=target, draft=head, taps=tuple(cast(HeadModule, head).taps))
+    _first_tokens(config.student.draft_vocab_size, target)
     return PlannedModels(target=target, draft=_draft_lm(config.student, target), taps=None)
 
 
-def read_model_config(name: str, revision: str | None = None, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Return the config of a model that a recipe names, without its weights.
+def read_model_config(
+    name: str, revision: str | None = None, *, trust_remote_code: bool = False, key: str = "target.name"
+) -> PreTrainedConfig:
+    """Return the config of a model that a recipe names by `key`, without its weights.
 
     Raises:
         InputError: there is none.
@@ -92,7 +94,7 @@ def read_model_config(name: str, revision: str | None = None, *, trust_remote_co
         place = str(path.parent) if arguments else name
         config = AutoConfig.from_pretrained(place, revision=revision, trust_remote_code=trust_remote_code, **arguments)
     except UNREADABLE as error:
-        raise InputError(f"target.name: {name} has no model config that can be read: {first_line(error)}") from error
+        raise InputError(f"{key}: {name} has no model config that can be read: {first_line(error)}") from error
     assert isinstance(config, PreTrainedConfig)
     return config
 
@@ -110,7 +112,9 @@ def _draft_lm(student: StudentConfig, target: PreTrainedModel) -> PreTrainedMode
         with META:
             draft = keep_layers(target, layers)
     else:
-        draft = _empty(_draft_config(student, target), torch.float32)
+        draft = _empty(
+            _draft_config(student, target), torch.float32, key="student.path" if student.path else "student.overrides"
+        )
     draft.float()
     if student.lora is not None:
         add_adapters(draft, student.lora)
@@ -122,16 +126,18 @@ def _draft_lm(student: StudentConfig, target: PreTrainedModel) -> PreTrainedMode
 
 def _draft_config(student: StudentConfig, target: PreTrainedModel) -> PreTrainedConfig:
     if student.path is not None:
-        return read_model_config(student.path)
-    return overridden(target.config.get_text_config(), student.overrides or {})
+        return read_model_config(student.path, key="student.path")
+    return overridden_config(student.overrides or {}, target)
 
 
-def _empty(config: PreTrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False) -> PreTrainedModel:
+def _empty(
+    config: PreTrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False, key: str = "target.name"
+) -> PreTrainedModel:
     try:
         with META:
             return auto_class(config).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    except UNREADABLE as error:
-        raise InputError(f"target.name: {type(config).__name__} makes no causal LM: {first_line(error)}") from error
+    except (*UNREADABLE, TypeError, ZeroDivisionError) as error:
+        raise InputError(f"{key}: {type(config).__name__} makes no causal LM: {first_line(error)}") from error
 
 
 def _first_tokens(size: int | None, target: PreTrainedModel) -> DraftVocabulary | None:

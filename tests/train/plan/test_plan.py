@@ -81,6 +81,20 @@ def test_a_draft_lms_parameters_are_those_that_training_has(folder, greedy_targe
     assert count(models.draft, trained=True) == sum(each.numel() for each in draft.parameters() if each.requires_grad)
 
 
+@pytest.mark.parametrize(
+    ("student", "words"),
+    [
+        ({"init": "model", "path": "nosuch/"}, "student.path: nosuch/ has no model config"),
+        ({"init": "fresh", "overrides": {"num_layers": 1}}, "student.overrides: the target's config has no 'num_layers'"),
+        ({"init": "fresh", "overrides": {"num_attention_heads": 0}}, "student.overrides: .* makes? no"),
+        ({"layers": [0], "draft_vocab_size": 65}, "draft_vocab_size must be at most 64"),
+    ],
+)
+def test_a_draft_lm_that_training_would_not_take_is_refused(folder, student, words):
+    with pytest.raises(InputError, match=words):
+        plan_models(distilled(folder, student=student))
+
+
 def test_a_target_is_planned_from_its_config_file_alone(folder):
     config = heads(folder, "eagle3")
     alone = config.model_copy(update={"target": config.target.model_copy(update={"name": str(folder / "config.json")})})
