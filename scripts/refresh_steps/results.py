@@ -16,6 +16,7 @@ from eval.report.paired import compare_reports
 from eval.report.schema import Report, load_report
 from eval.report.text import interval, number
 
+RESULTS, PAGE = "refresh.json", "refresh.md"
 VERDICTS = {DONE: "pass", GATE_FAILED: "fail"}
 
 
@@ -38,7 +39,7 @@ def write_refresh(output: Path, new: Path, served: Path, counts: Sequence[Path],
     verdict = VERDICTS.get(code, "inconclusive")
     trained_on = data["counts"]["train"]["by_source"]
     write_json(
-        output / "refresh.json",
+        output / RESULTS,
         {
             "format_version": 1,
             "verdict": verdict,
@@ -64,7 +65,7 @@ def write_refresh(output: Path, new: Path, served: Path, counts: Sequence[Path],
         + table(("prompts", "number", "served", "refreshed", "ratio [95 % interval]"), rows)
         + "\n"
     )
-    write_text(output / "refresh.md", page)
+    write_text(output / PAGE, page)
     say(page)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from configs.runtime.command import DONE, GATE_FAILED, INCONCLUSIVE
 from configs.runtime.errors import ConfigError, InputError
+from configs.runtime.files import find_shipped
 from configs.schema.commands.refreshing import RefreshConfig
 from heads.artifact import hash_artifact, read_metadata
 from heads.hub import locate_artifact
@@ -15,9 +17,11 @@ from heads.target.loading import locate
 from scripts.refresh_steps import commands
 from scripts.refresh_steps.drift import measure_drift
 from scripts.refresh_steps.mixing import mix
-from scripts.refresh_steps.results import write_refresh
+from scripts.refresh_steps.results import PAGE, RESULTS, write_refresh
 from scripts.refresh_steps.resuming import Step, end, run_steps
 from scripts.refresh_steps.traffic import MANIFEST, PROMPTS, write_traffic
+
+EXPORTS = "export"
 
 
 def drift(config: RefreshConfig) -> int:
@@ -72,7 +76,9 @@ def refresh(config: RefreshConfig) -> int:
         _command("train on", train, "train", output, launcher=config.accelerate),
         _command("measure the new draft", evaluate, "eval_refreshed", output),
     ]
-    code = run_steps(output, steps, [Path(config.log.path), *([] if replay is None else [replay])])
+    _remove_verdict(output)
+    inputs = [Path(config.log.path), find_shipped(config.old_suite.path), *([] if replay is None else [replay])]
+    code = run_steps(output, steps, inputs)
     if code != DONE:
         return code
     new, old = measured / "report.json", measured_served / "report.json"
@@ -80,10 +86,17 @@ def refresh(config: RefreshConfig) -> int:
     if verdict not in (DONE, GATE_FAILED, INCONCLUSIVE):
         return verdict
     write_refresh(output, new, old, [traffic / MANIFEST, mixed / MANIFEST], verdict)
-    if verdict == DONE and (code := commands.export(config, artifact, output / "export")) != DONE:
+    if verdict == DONE and (code := commands.export(config, artifact, output / EXPORTS)) != DONE:
         return code
     end(output)
     return verdict
+
+
+def _remove_verdict(output: Path) -> None:
+    """Remove what an earlier run said and exported: a run that is cut off must not leave it to be taken for its own."""
+    for name in (RESULTS, PAGE):
+        (output / name).unlink(missing_ok=True)
+    shutil.rmtree(output / EXPORTS, ignore_errors=True)
 
 
 def find_served(config: RefreshConfig) -> tuple[Path, Metadata]:

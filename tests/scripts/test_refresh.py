@@ -9,6 +9,7 @@ import pytest
 from configs.runtime.command import BAD_INPUT, DONE, run_command
 from configs.runtime.files import CHECKOUT
 from configs.schema.commands.refreshing import RefreshConfig
+from configs.schema.commands.release import ExportConfig
 from configs.schema.data import DataConfig
 from configs.schema.evaluation import EvalConfig, GateConfig
 from configs.schema.training import DistillConfig, HeadsConfig
@@ -21,6 +22,7 @@ SCHEMAS = {
     "train.heads": HeadsConfig,
     "eval.run": EvalConfig,
     "eval.gate": GateConfig,
+    "scripts.export": ExportConfig,
 }
 STEPS = ["scripts.make_data", "eval.run", "train.heads", "eval.run", "eval.gate"]
 KEY, MAIL = "sk-" + "a1B2" * 8, "ann@example.com"
@@ -73,7 +75,7 @@ def run(tiny_run, tiny_data, head, tmp_path, monkeypatch):
         name = ".".join(Path(arguments[0]).relative_to(CHECKOUT).with_suffix("").parts)
         ran.append(name)
         entry = importlib.import_module(name)
-        more = {"add_arguments": entry.add_arguments} if name == "eval.gate" else {}
+        more = {"add_arguments": entry.add_arguments} if name in ("eval.gate", "scripts.export") else {}
         return run_command(SCHEMAS[name], entry.main, description="", argv=arguments[1:], **more)
 
     monkeypatch.setattr(demo, "run_step", call)
@@ -157,6 +159,28 @@ def test_a_run_killed_between_its_steps_goes_on_with_the_log_it_had_read_and_the
     assert run() == DONE
     assert run.ran == [*STEPS, *STEPS]
     assert Path("out/traffic/prompts.jsonl").read_text() != before
+
+
+def test_a_run_exports_over_the_one_before_and_leaves_nothing_of_its_verdict_when_it_is_cut_off(run, monkeypatch):
+    Path("log.jsonl").write_text(log_lines())
+    assert run(exports=["vllm"]) == DONE
+    assert run(exports=["vllm"]) == DONE
+    assert run.ran == [*STEPS, "scripts.export", "eval.gate", "scripts.export"]
+    found = [Path("out") / name for name in ("refresh.json", "refresh.md", "export")]
+    assert all(path.exists() for path in found)
+    Path("log.jsonl").write_text(log_lines(31))
+    monkeypatch.setattr(demo, "run_step", lambda arguments, folder=None: 143)
+    assert run(exports=["vllm"]) == 143
+    assert not any(path.exists() for path in found)
+
+
+def test_an_old_suite_that_changed_is_measured_anew(run, tiny_data):
+    Path("log.jsonl").write_text(log_lines())
+    rows = lines_of(f"{tiny_data.output}/held_out.jsonl")
+    for num in (2, 4):
+        Path("old.jsonl").write_text("\n".join(rows[:num]))
+        assert run(old_suite={"path": "old.jsonl"}) == DONE
+        assert json.loads(Path("out/refresh.json").read_text())["tokens_per_target_step"]["old"]["num_prompts"] == num
 
 
 def test_a_gate_that_fails_is_the_commands_code_and_nothing_is_exported(run):
