@@ -22,12 +22,13 @@ import pyarrow.parquet
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import json_object
 
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt")
+OTHER_SUFFIXES = (".json", ".csv", ".tsv", ".parquet", ".txt")  # than of JSON lines
+SUFFIXES = (".jsonl", ".ndjson", *OTHER_SUFFIXES)
 LONGEST_FIELD = 2**31 - 1  # characters of a field of CSV, for which Python's module takes 131,072
 SourceRow = tuple[str, dict[str, Any]]  # where it stands, for error messages; its keys and values
 
 
-def read_source(path: Path, what: str) -> Iterator[SourceRow]:
+def read_source(path: Path, what: str, *, still_written: bool = False) -> Iterator[SourceRow]:
     """Yield the rows of a file, or of all files below a folder in the order of their names.
 
     A byte order mark is skipped. Rows of a `.txt` file are its lines that are not blank, as `text`. A file with another suffix
@@ -36,11 +37,12 @@ def read_source(path: Path, what: str) -> Iterator[SourceRow]:
     Args:
         path: a file, `.gz` or not, or a folder of files with one of `SUFFIXES`.
         what: its role in error messages, such as `prompt file`.
+        still_written: another program may be adding to files of JSON lines: a last line without its end is left out.
 
     Raises:
         InputError: it is missing, cannot be read, holds no rows, or a row (named) is no object.
     """
-    rows = chain.from_iterable(_read_file(file, what) for file in _files_of(path, what))
+    rows = chain.from_iterable(_read_file(file, what, still_written) for file in _files_of(path, what))
     first = next(rows, None)
     if first is None:
         raise InputError(f"{what} {path} is empty")
@@ -79,11 +81,13 @@ def _suffix(path: Path) -> str:
     return path.with_suffix("").suffix.lower() if path.suffix.lower() == ".gz" else path.suffix.lower()
 
 
-def _read_file(path: Path, what: str) -> Iterator[SourceRow]:
+def _read_file(path: Path, what: str, still_written: bool) -> Iterator[SourceRow]:
     content, suffix = _read_bytes(path, what), _suffix(path)
     if suffix == ".parquet":
         yield from _parquet_rows(content, f"{what} {path}")
         return
+    if still_written and suffix not in OTHER_SUFFIXES:
+        content = _without_cut_line(content)
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -105,6 +109,16 @@ def _read_bytes(path: Path, what: str) -> bytes:
         return gzip.decompress(content) if path.suffix.lower() == ".gz" else content
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"cannot read {what} {path}: {first_line(error)}") from error
+
+
+def _without_cut_line(content: bytes) -> bytes:
+    """Return JSON lines without a last one that is not yet written to its end."""
+    before, newline, last = content.rpartition(b"\n")
+    try:
+        json.loads(last)
+    except (ValueError, RecursionError):  # of bytes that are no UTF-8 the former
+        return before + newline
+    return content
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:

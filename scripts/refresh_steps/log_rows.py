@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import gzip
 import re
+import zlib
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,15 +19,16 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from configs.runtime.errors import InputError, first_line
-from configs.runtime.files import read_text
+from configs.runtime.redaction import redact
 from configs.schema.commands.refreshing import LogConfig
 from configs.schema.target import TargetConfig
 from distill.generation.row_formats import KEYS
 from distill.generation.source_files import SUFFIXES, read_source
+from heads.target.chat_template import no_chat_template
 from heads.target.loading import UNREADABLE, load_tokenizer, locate
 
 WHAT = "log"
-VLLM_SUFFIXES = (".log", ".log.gz")
+VLLM_NAME = re.compile(r"\.log(?:[.-][\d-]+)?(?:\.gz)?$")  # server.log, and server.log.1 or server.log-20260101.gz of rotation
 TIME_KEYS = ("time", "timestamp", "created", "created_at", "ts")
 AROUND = ("request", "body", "response")  # sections of a row that may hold its time
 MILLISECONDS_FROM = 1e11  # in seconds a time in the sixth millennium
@@ -38,21 +40,25 @@ REQUEST = re.compile(
 SYSTEM, USER, ASSISTANT, AGAIN = "SystemSaid", "UserSaid", "AssistantSaid", "UserSaidAgain"  # marks in a rendered template
 
 
-def log_rows(log: LogConfig, target: TargetConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+def log_rows(log: LogConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield where each row of the log stands, for messages, and its keys and values.
+
+    Args:
+        log: the settings.
+        tokenizer: of the target, with a chat template.
 
     Raises:
         InputError: there is no log, it is empty or cannot be read, or one of vLLM's holds no request with its prompt.
     """
     path = Path(log.path)
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    printed = [each for each in files if each.name.endswith(VLLM_SUFFIXES) and each.is_file()]
+    printed = [each for each in files if VLLM_NAME.search(each.name) and each.is_file()]
     if printed:
-        reader = ChatReader(_tokenizer(target))
+        reader = ChatReader(tokenizer)
         for file in printed:
             yield from _vllm_rows(file, reader)
     if not printed or any(each.name.removesuffix(".gz").endswith(SUFFIXES) for each in files):
-        yield from read_source(path, WHAT)
+        yield from read_source(path, WHAT, still_written=True)
 
 
 def served_at(row: Mapping[str, Any], field: str | None) -> datetime | None:
@@ -113,13 +119,14 @@ class ChatReader:
             return None
 
 
-def _tokenizer(target: TargetConfig) -> PreTrainedTokenizerBase:
+def chat_tokenizer(target: TargetConfig) -> PreTrainedTokenizerBase:
+    """Return the target's tokenizer; an InputError where it cannot be read or has no chat template."""
     try:
         tokenizer = load_tokenizer(locate(target), target)
     except UNREADABLE as error:
         raise InputError(f"target.name: {target.name} has no tokenizer that can be read: {first_line(error)}") from error
     if tokenizer.chat_template is None:
-        raise InputError(f"target {target.name} has no chat template, in which vLLM's log has its prompts: set one")
+        raise InputError(no_chat_template(redact(target.name)))
     return tokenizer
 
 
@@ -151,11 +158,11 @@ def _vllm_rows(path: Path, reader: ChatReader) -> Iterator[tuple[str, dict[str, 
 
 
 def _text_of(path: Path) -> str:
-    if path.suffix != ".gz":
-        return read_text(path, WHAT)
     try:
-        return gzip.decompress(path.read_bytes()).decode("utf-8", "replace")
-    except (OSError, EOFError) as error:
+        content = path.read_bytes()
+        # A server prints what it is sent, and rotation cuts anywhere: bytes that are no UTF-8 must not cost the whole file.
+        return (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8", "replace")
+    except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"cannot read {WHAT} {path}: {first_line(error)}") from error
 
 

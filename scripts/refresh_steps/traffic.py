@@ -16,14 +16,17 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from configs.runtime.errors import InputError
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import new_folder, write_json, write_text
 from configs.runtime.redaction import PRIVATE_KEY, mask_counting
 from configs.schema.commands.refreshing import LogConfig, RefreshConfig
 from distill.generation.prompts import UNCATEGORISED, Prompt, everything_said, parse_row
 from distill.generation.row_formats import detect_format, to_turns_or_messages
 from distill.generation.spread import NearDuplicates
-from scripts.refresh_steps.log_rows import log_rows, served_at
+from scripts.refresh_steps.log_rows import chat_tokenizer, log_rows, served_at
 
 log = logging.getLogger("draftsmith")
 PROMPTS, MANIFEST = "prompts.jsonl", "manifest.json"
@@ -94,10 +97,12 @@ def read_traffic(config: RefreshConfig) -> Traffic:
         InputError: it cannot be read, or no conversation of it.
     """
     traffic, complaint = Traffic(), ""
-    for where, row in log_rows(config.log, config.target):
+    tokenizer = chat_tokenizer(config.target)
+    for where, row in log_rows(config.log, tokenizer):
         traffic.num_rows += 1
         try:
             prompt = _prompt(row, config.log, where)
+            _check_can_be_asked(prompt, tokenizer, where)
         except InputError as error:
             traffic.dropped["unreadable"] += 1
             complaint = complaint or mask_counting(str(error), Counter())
@@ -148,6 +153,18 @@ def _prompt(row: dict[str, Any], settings: LogConfig, where: str) -> Prompt:
     values = to_turns_or_messages(row, format, where, column=settings.field, setting="log.field")
     values.pop("question_id", None)
     return parse_row(values, default_category=UNCATEGORISED, where=where)
+
+
+def _check_can_be_asked(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+    """Refuse a conversation that is not texts alone, or that the chat template refuses: the target would stop at it later."""
+    if prompt.media:
+        raise InputError(f"{where}: the conversation has images or sounds, and a refresh takes texts only")
+    try:
+        tools = list(prompt.tools) or None
+        text = tokenizer.apply_chat_template(prompt.messages, tools=tools, add_generation_prompt=True, tokenize=False)
+        str(text).encode()  # half of a character that was cut in two has no tokens
+    except (TemplateError, TypeError, ValueError, KeyError) as error:
+        raise InputError(f"{where}: the target's chat template does not take the conversation: {first_line(error)}") from error
 
 
 def _masked(prompt: Prompt, traffic: Traffic) -> Prompt:

@@ -1,5 +1,6 @@
 """`scripts/refresh.py` on the tiny target: from a log to a verdict, resumed, without secrets; drift by week."""
 
+import gzip
 import importlib
 import json
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from configs.runtime.command import BAD_INPUT, DONE, run_command
+from configs.runtime.errors import InputError
 from configs.runtime.files import CHECKOUT
 from configs.schema.commands.refreshing import RefreshConfig
 from configs.schema.commands.release import ExportConfig
@@ -14,6 +16,7 @@ from configs.schema.data import DataConfig
 from configs.schema.evaluation import EvalConfig, GateConfig
 from configs.schema.training import DistillConfig, HeadsConfig
 from scripts import demo, refresh
+from scripts.refresh_steps.traffic import read_traffic
 from train.launch import run_heads
 
 SCHEMAS = {
@@ -245,6 +248,65 @@ def test_a_served_draft_of_another_target_and_one_in_the_output_are_one_sentence
     assert run(output=str(head.parent)) == BAD_INPUT
     assert "lies in output, which a refresh replaces" in capsys.readouterr().err
     assert run.ran == []
+
+
+ALTERNATING = (
+    "{% for m in messages %}{% if (m['role'] == 'user') == loop.index0 % 2 %}{{ raise_exception('roles must alternate') }}"
+    "{% endif %}<{{ m['role'] }}> {{ m['content'] }} <end> {% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+
+
+def read(path, tiny_run, template=None):
+    target = {"name": str(tiny_run / "target"), "chat_template": template}
+    return read_traffic(RefreshConfig.model_validate({"target": target, "log": {"path": str(path)}}))
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ([user("w3"), user("w4")], "line 2: the target's chat template does not take the conversation: roles must alternate"),
+        ([user("w3 \ud83d")], "line 2: the target's chat template does not take the conversation: 'utf-8' codec"),
+        (
+            [user([{"type": "image_url", "image_url": {"url": "https://a.example/b.png"}}])],
+            "line 2: the conversation has images",
+        ),
+    ],
+    ids=["roles", "half a character", "image"],
+)
+def test_a_conversation_that_the_target_cannot_be_asked_costs_its_row_and_not_the_run(
+    tiny_run, tmp_path, caplog, messages, said
+):
+    (tmp_path / "alternating.jinja").write_text(ALTERNATING)
+    rows = [{"messages": [user("w1")]}, {"messages": messages}, {"messages": [user("w2")]}]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = read(tmp_path / "log.jsonl", tiny_run, str(tmp_path / "alternating.jinja"))
+    assert [row.prompt.turns for row in found.rows] == [("w1",), ("w2",)]
+    assert found.dropped == {"unreadable": 1}
+    assert said in caplog.text
+
+
+def test_a_line_that_is_still_written_is_left_for_the_next_run_and_one_in_the_middle_is_bad_input(tiny_run, tmp_path):
+    whole = json.dumps({"messages": [user("w1 ü")]}, ensure_ascii=False).encode() + b"\n"
+    log = tmp_path / "log.jsonl"
+    log.write_bytes(2 * whole + whole[:-6])  # in the middle of a character
+    assert read(log, tiny_run).num_rows == 2
+    log.write_bytes(whole[:-6] + b"\n" + whole)
+    with pytest.raises(InputError, match="cannot read log"):
+        read(log, tiny_run)
+
+
+def test_a_log_of_vllm_may_hold_bytes_of_any_kind_and_one_that_cannot_be_unpacked_is_one_sentence(
+    tiny_run, tiny_tokenizer, tmp_path
+):
+    text = tiny_tokenizer.apply_chat_template([user("w1 w2")], add_generation_prompt=True, tokenize=False)
+    line = f"INFO 11-01 10:00:00 [logger.py:43] Received request cmpl-1: prompt: {text!r}, params: None\n".encode()
+    log = tmp_path / "server.log.1"
+    log.write_bytes(b"\xff cut off\n" + line)
+    assert [row.prompt.turns for row in read(log, tiny_run).rows] == [("w1 w2",)]
+    packed = gzip.compress(line)
+    (tmp_path / "server.log.2.gz").write_bytes(packed[:20] + b"\xff" * 20 + packed[40:])
+    with pytest.raises(InputError, match="cannot read log"):
+        read(tmp_path / "server.log.2.gz", tiny_run)
 
 
 def test_what_vllm_prints_becomes_the_conversations_that_were_served(run, tiny_tokenizer):

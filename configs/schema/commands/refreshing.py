@@ -24,8 +24,8 @@ TRAFFIC, OLD = "traffic", "old"  # names of the suites in reports and rules
 class LogConfig(Settings):
     """Served conversations: JSON lines and the other files that prompts are read from, or the log that vLLM prints."""
 
-    # A file, or a folder of them. One that ends in .log or .log.gz is what vLLM prints at VLLM_LOGGING_LEVEL=DEBUG with
-    # --enable-log-requests
+    # A file, or a folder of them. One that ends in .log, .log.gz, or as rotation names them (.log.1) is what vLLM prints at
+    # VLLM_LOGGING_LEVEL=DEBUG with --enable-log-requests
     path: str = "logs"
     format: RowFormat = "auto"  # of the rows, see distill/generation/row_formats.py; auto: by their keys
     field: str = "prompt"  # format column: the one with the prompt
