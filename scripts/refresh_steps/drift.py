@@ -12,8 +12,8 @@ from configs.runtime.files import new_folder, read_object, write_json, write_tex
 from configs.schema.commands.refreshing import RefreshConfig
 from configs.schema.evaluation import SuiteConfig
 from distill.dataset.conversations import text_hash
-from heads.artifact import read_training_prompts
 from scripts.refresh_steps.commands import call_with, plain_eval
+from scripts.refresh_steps.mixing import known_prompts
 from scripts.refresh_steps.results import write_drift
 from scripts.refresh_steps.resuming import Step, end, run_steps
 from scripts.refresh_steps.traffic import ServedPrompt, Traffic, newest, read_traffic
@@ -78,8 +78,7 @@ def write_weeks(config: RefreshConfig, served: Path, folder: Path) -> int:
 
 def _weeks(config: RefreshConfig, served: Path, traffic: Traffic) -> tuple[dict[str, list[ServedPrompt]], dict[str, int]]:
     """Return the prompts to measure by week, and how many the weeks have that have too few."""
-    hashes = read_training_prompts(served)
-    known: set[int] = set() if hashes is None else set(hashes.tolist())
+    known = known_prompts(served)
     by_week: dict[str, list[ServedPrompt]] = defaultdict(list)
     for row in traffic.rows:
         if row.time is None:

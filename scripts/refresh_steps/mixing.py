@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,17 @@ from distill.dataset.conversations import (
     user_text_hashes,
 )
 from eval.measure.suite import load_suite
+from heads.artifact import read_training_prompts
 from heads.target.identity import TargetIdentity
 
 log = logging.getLogger("draftsmith")
 CHOOSING = 4  # of so many held-out prompts, one
+
+
+def known_prompts(served: Path) -> set[int]:
+    """Return the hashes of the prompts that the served draft was trained on, as far as it says."""
+    hashes = read_training_prompts(served)
+    return set() if hashes is None else set(hashes.tolist())
 
 
 def mix(
@@ -35,6 +42,7 @@ def mix(
     replay: Path | None,
     folder: Path,
     *,
+    known: Collection[int],
     old_suite: SuiteConfig,
     share: float,
     most_measured: int,
@@ -46,6 +54,7 @@ def mix(
         data: the folder of the traffic's data.
         replay: a train.jsonl; None: nothing is replayed.
         folder: to write.
+        known: prompts that the served draft was trained on, held out by another share: nothing is measured on them.
         old_suite: on whose prompts nothing may be trained.
         share: of the replayed conversations among all that are trained on.
         most_measured: prompts.
@@ -55,7 +64,8 @@ def mix(
         InputError: the replayed data cannot be read or is of another tokenizer, or one held-out prompt is all there is.
     """
     manifest = read_object(data / MANIFEST, "data manifest")
-    own, held_out = open_conversations(data / "train.jsonl"), open_conversations(data / "held_out.jsonl")
+    own, all_held_out = open_conversations(data / "train.jsonl"), open_conversations(data / "held_out.jsonl")
+    held_out = [row for row in all_held_out if text_hash(row.user_text) not in known]
     choosing, measured = deal(held_out, most_measured)
     asked = {text_hash(text) for prompt in load_suite(old_suite).prompts for text in prompt.user_texts}
     fresh = [row for row in own if text_hash(row.user_text) not in asked]
@@ -68,7 +78,7 @@ def mix(
         identity = TargetIdentity.from_dict(manifest["target"], str(data / MANIFEST))
         for difference in check_written_for(replay, identity):
             log.warning("%s, which is replayed, was written by a target with other %s", replay, difference)
-        old, held = open_conversations(replay), asked | set(user_text_hashes(held_out).tolist())
+        old, held = open_conversations(replay), asked | set(user_text_hashes(all_held_out).tolist())
         places = [place for place, text in enumerate(user_text_hashes(old).tolist()) if text not in held]
         wanted = round(len(fresh) * share / (1 - share))
         if wanted > len(places):
@@ -81,7 +91,7 @@ def mix(
             "by_source": {"traffic": len(fresh), "replay": len(replayed)},
             "left_out_of_old_suite": len(own) - len(fresh),
         },
-        "held_out": {"conversations": len(choosing)},
+        "held_out": {"conversations": len(choosing), "left_out_trained_on": len(all_held_out) - len(held_out)},
     }
     with new_folder(folder) as scratch:
         write_text(scratch / "train.jsonl", "".join(row.to_line() for row in [*fresh, *replayed]))
@@ -100,8 +110,8 @@ def deal(held_out: Sequence[Conversation], most_measured: int) -> tuple[list[Con
     prompts = list(dict.fromkeys(row.prompt_id for row in held_out))
     if len(prompts) < 2:
         raise InputError(
-            f"held_out_share: {len(prompts)} prompt of the traffic is held out, and two are needed, to choose a "
-            "checkpoint and to measure: raise it, or give a longer log"
+            f"held_out_share: {len(prompts)} prompt of the traffic is held out that the served draft was not trained on, and "
+            "two are needed, to choose a checkpoint and to measure: raise it, or give a longer log"
         )
     chosen_by = set(prompts[::CHOOSING])
     measured = [each for each in prompts if each not in chosen_by][:most_measured]

@@ -16,7 +16,7 @@ from heads.target.identity import hash_weights
 from heads.target.loading import locate
 from scripts.refresh_steps import commands
 from scripts.refresh_steps.drift import measure_drift
-from scripts.refresh_steps.mixing import mix
+from scripts.refresh_steps.mixing import known_prompts, mix
 from scripts.refresh_steps.results import PAGE, RESULTS, write_refresh
 from scripts.refresh_steps.resuming import Step, end, run_steps
 from scripts.refresh_steps.traffic import MANIFEST, PROMPTS, write_traffic
@@ -54,8 +54,16 @@ def refresh(config: RefreshConfig) -> int:
         return DONE
 
     def mix_data() -> int:
-        share, most = config.replay_share, config.max_suite_prompts
-        mix(data, replay, mixed, old_suite=config.old_suite, share=share, most_measured=most, seed=config.seed)
+        mix(
+            data,
+            replay,
+            mixed,
+            known=known_prompts(served),
+            old_suite=config.old_suite,
+            share=config.replay_share,
+            most_measured=config.max_suite_prompts,
+            seed=config.seed,
+        )
         return DONE
 
     steps = [

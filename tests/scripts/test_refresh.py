@@ -142,6 +142,14 @@ def test_what_chooses_the_checkpoint_is_not_what_is_measured(run):
     assert texts[1].isdisjoint(texts[2])
 
 
+def test_what_the_served_draft_was_trained_on_is_not_measured(run, tiny_run):
+    rows = [json.dumps({"messages": [user(json.loads(line)["turns"][0])]}) for line in lines_of(tiny_run / "suite.jsonl")]
+    Path("log.jsonl").write_text(log_lines() + "\n".join(rows))
+    assert run(held_out_share=0.7) == DONE  # the gate fails a report on such prompts; 0.4 of them were held out before
+    counts = json.loads(Path("out/training_data/manifest.json").read_text())["counts"]["held_out"]
+    assert counts["left_out_trained_on"] > 0
+
+
 def test_a_run_killed_between_its_steps_goes_on_with_the_log_it_had_read_and_the_next_takes_the_new_one(run, monkeypatch):
     Path("log.jsonl").write_text(log_lines())
     whole = demo.run_step
