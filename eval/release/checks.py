@@ -15,7 +15,7 @@ from configs.runtime.errors import InputError
 from configs.schema.evaluation import GateConfig
 from eval.release.rules import is_of_a_machine, judge_against_free, judge_rule
 from eval.release.verdict import Finding, GateVerdict
-from eval.report.compare import IDENTITY, Difference, differences
+from eval.report.compare import IDENTITY, Difference, differences, prompt_differences
 from eval.report.schema import PromptsSection, Report
 from eval.report.text import describe_checks, short
 
@@ -67,10 +67,22 @@ def _check_baseline(report: Report, baseline: Report, config: GateConfig) -> lis
     """
     if baseline.simulated:
         raise InputError("the baseline report is simulated; compare with a measured one")
-    if reason := _unanswered(baseline.prompts):
-        raise InputError(f"the baseline report is incomplete: {reason}; compare with one that answered every prompt")
-    touched = any(rule.relative_to_baseline and is_of_a_machine(rule) for rule in config.rules)
+    relative = [rule for rule in config.rules if rule.relative_to_baseline]
+    named = dict.fromkeys(rule.suite for rule in relative)  # a suite that one of the two lacks is refused with its rule
+    pairs = [(report.prompts, baseline.prompts)]
+    pairs += [
+        (ours.prompts, baseline.suites[name].prompts)
+        for name, ours in report.suites.items()
+        if name in named and name in baseline.suites
+    ]
+    for _, prompts in pairs:
+        if reason := _unanswered(prompts):
+            raise InputError(
+                f"the baseline report is incomplete: {reason} ({prompts.source}); compare with one that answered every prompt"
+            )
+    touched = any(map(is_of_a_machine, relative))
     found = [each for each in differences(report, baseline) if each.aspect != "machine" or touched]
+    found += [each for ours, theirs in pairs[1:] for each in prompt_differences(ours, theirs)]
     refused = [each for each in found if each.aspect not in config.baseline_may_differ_in]
     if refused:
         raise InputError(

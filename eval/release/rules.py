@@ -178,15 +178,11 @@ def _relative(report: Report, baseline: Report, metric: str, rule: GateRule, our
 
 
 def _paired(report: Report, baseline: Report, metric: str, rule: GateRule) -> Change | None:
-    """Return how a number of a whole suite changed, prompt by prompt; `None` where the reports do not keep it by prompt.
-
-    Raises:
-        InputError: the two have other prompts of a further suite.
-    """
+    """Return how a number of a whole suite changed, prompt by prompt; `None` where the reports do not keep it by prompt."""
     if rule.metric not in PAIRED:
         return None
     suite = rule.suite if metric != rule.metric else None
-    # The first suite's prompts were found to be the same; where our own run left some unanswered, that fails by itself.
+    # The prompts were found to be the same; where our own run left some unanswered, that fails by itself.
     found = compare_reports(report, baseline, allow_unequal=True, suite=suite)
     if rule.metric == PAIRED_TAU:
         return found.tokens_per_target_step

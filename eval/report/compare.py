@@ -174,7 +174,7 @@ def differences(report: Report, other: Report) -> list[Difference]:
     """Return what `report` (ours, here) and `other` (theirs, there) differ in, the most important first."""
     return [
         *_target(report.target, other.target),
-        *_suite(report.prompts, other.prompts),
+        *prompt_differences(report.prompts, other.prompts),
         *_settings(report.decode, other.decode),
         *_machine(report.hardware, other.hardware),
     ]
@@ -192,8 +192,8 @@ def _target(ours: TargetSection, theirs: TargetSection) -> list[Difference]:
     ]
 
 
-def _suite(ours: PromptsSection, theirs: PromptsSection) -> list[Difference]:
-    """Compare the prompts: the same file by its hash, and the same ones of it, in any order."""
+def prompt_differences(ours: PromptsSection, theirs: PromptsSection) -> list[Difference]:
+    """Compare the prompts of a suite: the same file by its hash, and the same ones of it, in any order."""
     if ours.sha256 != theirs.sha256:
         names = [f"{prompts.source}, {short(prompts.sha256)}" for prompts in (ours, theirs)]
         return [Difference(aspect="suite", what="prompts", ours=names[0], theirs=names[1])]

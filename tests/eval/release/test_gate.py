@@ -167,6 +167,25 @@ def test_a_baseline_made_with_something_else_is_refused_with_the_reason(report, 
 
 
 @pytest.mark.parametrize(
+    ("path", "value", "sentence"),
+    [
+        ("sha256", F, r"differs in prompts \(eval/suites/house64.jsonl, cccccccccccc here, .*ffff"),
+        ("ids", lambda ids: ids[1:], "differs in prompts .*, 1 of them only here, 31 of"),
+        ("num_prompts", 31, "1 of the 32 prompts asked for were not answered"),
+    ],
+)
+def test_a_further_suite_of_other_prompts_is_refused_for_rules_relative_to_it_only(report, path, value, sentence):
+    fields = ("prompts", "acceptance", "speed", "by_category", "baselines")
+    ours = changed(report, {"suites": {"house": {field: report.to_dict()[field] for field in fields}}})
+    where = f"suites.house.prompts.{path}"
+    # Of numbers that reports do not keep by prompt, too.
+    rules = [GateRule(metric="acceptance.overlap_alpha", suite="house", min=0.5, relative_to_baseline=True)]
+    with pytest.raises(InputError, match=sentence):
+        judged_against(ours, where, value, rules=rules)
+    assert judged_against(ours, where, value).outcome == "pass"
+
+
+@pytest.mark.parametrize(
     ("path", "value", "aspect", "what"),
     [
         ("decode.num_speculative_tokens", 5, "num_speculative_tokens", "speculative_tokens"),
