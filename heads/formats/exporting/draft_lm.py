@@ -19,9 +19,10 @@ from heads.formats.exporting.flat import TENSORRT_NOTE, UNTRIED, sglang_command,
 from heads.formats.exporting.source import EMBEDDING, HEAD, Source
 from heads.formats.exporting.speculators import vllm_command
 from heads.formats.layout import ExportLayout
-from heads.target.checkpoint_files import SINGLE_FILE, LazyTensor
+from heads.target.checkpoint_files import SINGLE_FILE, Weights
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
+BIAS = "lm_head.bias"
 WRITTEN = {CONFIG, GENERATION, SINGLE_FILE, METADATA_FILE, PROMPTS_FILE, VOCABULARY_FILE}
 
 
@@ -64,7 +65,7 @@ def _folder(source: Source, serve: Callable[[str], str], notes: tuple[str, ...])
         raise InputError(f"its vocabulary has {size} rows, the target's {source.target.vocab_size}; engines ask for the same")
     weights, notes = source.weights, (*notes, *vocabulary_note(source))
     if source.vocabulary is not None:
-        weights = weights | {HEAD: _head_that_keeps_to_its_vocabulary(source)}
+        weights = weights | _head_that_keeps_to_its_vocabulary(source)
         config |= {"tie_word_embeddings": False}
     return ExportLayout(
         config=config | {"dtype": source.dtype_name},
@@ -77,12 +78,17 @@ def _folder(source: Source, serve: Callable[[str], str], notes: tuple[str, ...])
     )
 
 
-def _head_that_keeps_to_its_vocabulary(source: Source) -> LazyTensor:
-    """Return the draft's whole output head without the tokens it was not trained for."""
+def _head_that_keeps_to_its_vocabulary(source: Source) -> Weights:
+    """Return the draft's whole output head, and its bias if it has one, without the tokens it was not trained for."""
     head = source.weights.get(HEAD) or source.weights.get(EMBEDDING)
     if head is None or source.vocabulary is None:
         raise InputError(f"it holds neither {HEAD} nor {EMBEDDING}, of which the rows of other tokens are to be replaced")
-    return source.whole_head(head.rows(source.vocabulary.token_ids_W))
+    ids_W = source.vocabulary.token_ids_W
+    whole = {HEAD: source.whole_head(head.rows(ids_W))}
+    if (bias := source.weights.get(BIAS)) is not None:
+        column = source.whole_head(bias.rows(ids_W).reshaped((len(ids_W), 1)))
+        whole[BIAS] = column.reshaped((source.target.vocab_size,))
+    return whole
 
 
 def _others(folder: Path) -> dict[str, Path]:

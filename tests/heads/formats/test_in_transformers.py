@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, PhiConfig, PhiForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from configs.schema.heads import DFlashSettings, MtpSettings
@@ -100,10 +100,19 @@ def test_a_draft_lm_drafts_the_number_of_tokens_it_was_made_for(tiny_run, tmp_pa
     assert torch.equal(answer, target.generate(text_ids, max_new_tokens=12, do_sample=False))
 
 
+def with_head_bias(**_):
+    """Return a model whose output head has a bias that is large for every other token of the draft vocabulary below."""
+    torch.manual_seed(1)
+    model = PhiForCausalLM(PhiConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1)).eval()
+    model.lm_head.bias.uniform_(-5, 5)
+    return model
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_draft_lm_of_a_reduced_vocabulary_says_no_other_token(tiny_run, tiny_llama, tiny_tokenizer, tmp_path, text_ids, tied):
-    draft = tiny_llama(seed=1, dtype=torch.float32, tie_word_embeddings=tied)
+@pytest.mark.parametrize("kind", ["untied", "tied", "bias"])
+def test_a_draft_lm_of_a_reduced_vocabulary_says_no_other_token(tiny_run, tiny_llama, tiny_tokenizer, tmp_path, text_ids, kind):
+    make = with_head_bias if kind == "bias" else tiny_llama
+    draft = make(seed=1, dtype=torch.float32, tie_word_embeddings=kind == "tied")
     vocabulary = DraftVocabulary(token_ids_W=torch.arange(0, 64, 3), target_vocab_size=64)
     sizes = {"draft_vocabulary": "reduced", "draft_vocab_size": len(vocabulary)}
     metadata = read_metadata(tiny_run / "artifact").model_copy(update=sizes)
