@@ -21,7 +21,7 @@ MASK = "***"
 PIECE_BYTES, LONGEST = 2**22, 2**10  # of a file that is searched; characters by which any secret is known
 SHORTEST = 6  # characters of a value that is masked wherever it turns up; shorter ones would be parts of words
 # `hf_token` is a secret, `max_new_tokens` is not.
-WORDS = r"secret|password|passwd|credential|api[_-]?key|dockerconfigjson"
+WORDS = r"secret|password|passwd|credential|(?:api|access|secret|private|account)[_-]?key|dockerconfigjson"
 SECRET_KEY = re.compile(rf"(^|[^a-z])token$|^auths?$|{WORDS}", re.IGNORECASE)
 # Below these keys numbers are masked too; below `pad_token` a number is an id.
 SURELY_SECRET_KEY = re.compile(WORDS, re.IGNORECASE)
@@ -29,9 +29,10 @@ SECRET_INSIDE = re.compile(rf"(^|[^a-z])(token|\w*({WORDS})\w*)[\"']?\s*:", re.I
 SECRET_VARIABLE = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|KEY|APIKEY)$")
 FORMS = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}"  # Hugging Face
-    r"|sk-[A-Za-z0-9_-]{16,}"  # OpenAI and its like
+    r"|sk-[A-Za-z0-9_-]{16,}|[rs]k_(?:live|test)_[A-Za-z0-9]{16,}"  # OpenAI and its like, Stripe
     r"|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_[A-Za-z0-9_]{20,}|glpat-[A-Za-z0-9_-]{16,}"  # GitHub, GitLab
-    r"|AKIA[0-9A-Z]{16}|AIza[A-Za-z0-9_-]{30,}|xox[abprs]-[A-Za-z0-9-]{10,}"  # AWS, Google, Slack
+    r"|npm_[A-Za-z0-9]{36}"
+    r"|A[KS]IA[0-9A-Z]{16}|AIza[A-Za-z0-9_-]{30,}|xox[abprs]-[A-Za-z0-9-]{10,}"  # AWS, Google, Slack
     r"|eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]+"  # JSON web tokens
     r"|eyJhdXRocyI[A-Za-z0-9+/]{8,}=*)"  # {"auths" in base64: docker's logins in a Kubernetes secret
     r"|-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----(?:.*?-----END [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----|.*)",

@@ -58,6 +58,9 @@ SECRETS = {  # text -> what is left of it
     '{"password": "a\\"b c", "n": 1}': '{"password": "***", "n": 1}',
     "{'password': 123456}": "{'password': ***}",
     "db.passwd=x credentials: y": "db.passwd=*** credentials: ***",
+    "aws_secret_access_key = a/b+c\nSECRET_KEY='d e'": "aws_secret_access_key = ***\nSECRET_KEY='***'",
+    "private_key: x AccountKey=y==;z": "private_key: *** AccountKey=***;z",
+    "ASIA" + "A1" * 8 + f" sk_live_{LETTERS} npm_{4 * 'abcDEF123'}": "*** *** ***",
 }
 
 
