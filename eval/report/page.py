@@ -41,6 +41,7 @@ def render_html(report: Report, previous: Report | None = None) -> str:
         suites=[(name, each, text.fastest_free(each)) for name, each in text.by_suite(report).items()],
         settings=text.settings(report),
         warnings=text.warnings(report),
+        failed=text.failed_requests(report),
         verdict=text.VERDICTS[report.lossless.verdict],
         lossless_detail=text.lossless_detail(report),
         lossless_facts=[

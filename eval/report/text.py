@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from eval.report.schema import BaselineSection, LosslessSection, LosslessVerdict, Report, SuiteSection
+from eval.report.schema import BaselineSection, FailedRequest, LosslessSection, LosslessVerdict, Report, SuiteSection
 
 NOT_AVAILABLE = "–"
 TOO_LARGE = 1e7
@@ -63,11 +63,17 @@ def settings(report: Report) -> str:
 
 def warnings(report: Report) -> list[str]:
     """Return what a reader must know before any number, worst first."""
-    failed = len(report.prompts.failed)
+    failed = len(failed_requests(report))
     found = ["Acceptance was simulated, not measured."] if report.simulated else []
     if failed:
         found.append(f"{failed} request{'s' * (failed > 1)} failed.")
     return [*found, *report.warnings]
+
+
+def failed_requests(report: Report) -> list[FailedRequest]:
+    """Return the requests of all suites whose decoding broke off."""
+    sections: list[Report | SuiteSection] = [report, *report.suites.values()]
+    return [each for section in sections for each in section.prompts.failed]
 
 
 def headline(report: Report) -> str:

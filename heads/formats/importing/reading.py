@@ -69,7 +69,7 @@ def read_external(folder: Path, *, layer_ids: LayerIds | None = None, reads: str
             return _dflash(config, options, weights, layer_ids or "block_output", "z-lab DFlash")
         if "Eagle3" in architectures or "PEagle" in architectures:
             return _flat_eagle(config, weights, layer_ids or "block_output")
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, IndexError) as error:
         raise InputError(f"{folder / 'config.json'} lacks or garbles a key of its format: {error!r}") from error
     except InputError as error:
         raise InputError(f"{folder} cannot be imported: {error}") from error

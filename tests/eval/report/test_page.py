@@ -165,6 +165,16 @@ def test_failures_gaps_without_bound_and_the_detectable_change_are_shown(report,
     assert all(word in text for word in words)
 
 
+def test_failures_on_a_further_suite_are_shown_too(report):
+    broken = {"prompt_id": "house/coding-1", "mode": "speculative", "stop_reason": "non_finite"}
+    values = report.to_dict()
+    suite = {field: values[field] for field in ("acceptance", "speed", "by_category", "baselines")}
+    suite["prompts"] = values["prompts"] | {"failed": [broken]}
+    text = text_of(render_html(changed(report, {"suites": {"house": suite}})))
+    assert "1 request failed." in text
+    assert "non_finite" in text
+
+
 def test_definitions_are_not_hidden_from_the_links_that_lead_to_them(page):
     # Not every browser opens a closed <details> around the target of a link.
     closed = re.sub(r"<details open>.*?</details>", "", page, flags=re.DOTALL)
