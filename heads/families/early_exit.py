@@ -7,7 +7,8 @@ blocks 1 to k draft into the target's cache and verification runs the other bloc
 Kangaroo's second exit, to stop drafting where the draft is unsure, is `decode.stopping` by confidence.
 
 Where something stands between decoder and draft (a lookup before it, merged drafts), or the target's blocks do not run in two
-parts, the first blocks have a cache of their own and verification runs the whole target.
+parts, the first blocks have a cache of their own and verification runs the whole target. A target whose first blocks do not run
+alone is refused when a head is built, before it is trained.
 Departures: the output projection of the attention starts at 0 and the norm as the target's final one, so that an untrained
 exit gives what `SelfSpeculation` gives.
 B batch, T positions, E = D width, N rows of a depth.
@@ -17,6 +18,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +32,7 @@ from heads.inference.causal_lm import new_cache, registered_forward
 from heads.inference.guidance import guidance_of
 from heads.inference.kv_cache import RowCache
 from heads.inference.media_inputs import MediaInputs
+from heads.inference.model_checks import check_on_probe, probe_ids, relative_error
 from heads.modules.attention import causal_ranges
 from heads.modules.autoregressive import FeatureProposer, Window
 from heads.modules.checkpointing import HeadLayer
@@ -41,18 +45,22 @@ from heads.proposers.vocabulary import DraftVocabulary
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import TreeAttention
 from heads.sampling.uploads import Text, shifted, text_of
-from heads.target.hidden_states import TargetStates, final_norm, forward_states, num_blocks
+from heads.target.hidden_states import TargetStates, final_norm, forward_states, num_blocks, read_states
 from heads.target.placement import own_copy
 from heads.target.served.forward import ServedForward
 
 log = logging.getLogger("draftsmith")
+
+# By number of blocks, the targets that have passed `check_exit`. One process makes a head again to write it, and alone it runs
+# no shared target.
+_RUNS_ALONE: dict[int, WeakSet[PreTrainedModel]] = {}
 
 
 class EarlyExit(HeadBase):
     """An adapter after the target's first blocks (`heads.modules.interface.HeadModule`).
 
     Raises:
-        InputError: `taps` is no state with blocks both before and after it.
+        InputError: `taps` is no state with blocks both before and after it, or the blocks before it do not run alone.
     """
 
     num_caches = 1
@@ -66,6 +74,7 @@ class EarlyExit(HeadBase):
                 f"head.taps: an early exit leaves blocks of the target to verify: expected one of 1 to {last - 1}, got "
                 f"{self.taps[0]} of its {last} blocks"
             )
+        check_exit(target, self.taps[0])
         self.settings = settings.model_copy(update={"taps": list(self.taps)})
         shape = layer_shape(target, settings.layer)
         self.layer = ExitLayer(shape)
@@ -121,8 +130,7 @@ class EarlyExitChain(FeatureProposer):
     def __init__(self, module: EarlyExit, device: torch.device) -> None:
         super().__init__(module, device, beyond=1)
         model, (num_layers,) = module.target, module.taps
-        # Where the first blocks are not here, or read texts twice, the whole target is asked for the states after them.
-        whole = isinstance(registered_forward(model), ServedForward) or guidance_of(model) is not None
+        whole = reads_whole(model)
         self._reader = model if whole else early_exit(model, num_layers)
         self._shared = None if whole else shared_blocks(model, num_layers)
         self._lent = False  # the target's cache, for the batch that `start` will begin
@@ -198,6 +206,37 @@ class EarlyExitChain(FeatureProposer):
 
     def _read_alone(self, cache: RowCache, ids_BT: Tensor, starts: Sequence[int]) -> Tensor:
         return forward_states(self._reader, cache, ids_BT, starts, self.module.taps).taps_ABTE[0]
+
+
+def reads_whole(model: PreTrainedModel) -> bool:
+    """Return whether the whole target is asked for states after its first blocks: they are not here, or read texts twice."""
+    return isinstance(registered_forward(model), ServedForward) or guidance_of(model) is not None
+
+
+def check_exit(model: PreTrainedModel, num_layers: int) -> None:
+    """Refuse a target whose first blocks, run without the others, give other states than in the target.
+
+    Raises:
+        InputError: they do, or do not run (some of Gemma 4, whose last block has to be one of full attention), or transformers
+            has no causal LM of them (Qwen2.5-VL).
+    """
+    if model.device.type == "meta" or reads_whole(model):  # a plan builds heads without any values to compare
+        return
+    remedy = "take another one of head.taps, or another head.kind"
+    check_on_probe(
+        model,
+        partial(_exit_error, num_layers=num_layers),
+        fails=f"the first {num_layers} blocks of {type(model).__name__} do not run without the others ({{}}); {remedy}",
+        differs=f"the first {num_layers} blocks of {type(model).__name__}, run without the others, give states that differ by "
+        f"{{:.2g}} of them; {remedy}",
+        passed=_RUNS_ALONE.setdefault(num_layers, WeakSet()),
+    )
+
+
+def _exit_error(model: PreTrainedModel, num_layers: int) -> float:
+    ids_1T = probe_ids(model)
+    alone, whole = (read_states(each, ids_1T, [num_layers]) for each in (early_exit(model, num_layers), model))
+    return relative_error(alone.taps_ABTE[0], whole.taps_ABTE[0])
 
 
 def shared_blocks(model: PreTrainedModel, num_layers: int) -> SharedBlocks | None:

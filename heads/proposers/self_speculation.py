@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from configs.runtime.errors import InputError
+from configs.runtime.errors import InputError, first_line
 from configs.schema.decoding import SamplingConfig
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache, read_documents
 from heads.inference.kv_cache import RowCache
@@ -178,15 +178,18 @@ class SelfSpeculation(SharedBlocks):
 
 def _part(model: PreTrainedModel, first: int, end: int) -> PreTrainedModel:
     """Return a causal LM of the model's own blocks `first` to `end - 1` and everything else that it has."""
-    config = config_of_blocks(model.config.get_text_config(), range(first, end))
-    if type(causal_config(config)) is not type(config):
-        raise InputError(
-            f"{type(model).__name__} cannot draft for itself: transformers has no causal LM with the blocks that it has"
-        )
-    with torch.device("meta"):
-        part = AutoModelForCausalLM.from_config(
-            config, dtype=model.dtype, attn_implementation=model.config._attn_implementation
-        ).eval()
+    try:
+        config = config_of_blocks(model.config.get_text_config(), range(first, end))
+        if type(causal_config(config)) is not type(config):
+            raise InputError("transformers has no causal LM with the blocks that it has")
+        with torch.device("meta"):
+            part = AutoModelForCausalLM.from_config(
+                config, dtype=model.dtype, attn_implementation=model.config._attn_implementation
+            ).eval()
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+        blocks_kept = f"blocks {first} to {end - 1}, counted from 0, are no model by themselves"
+        reason = first_line(error.__cause__ or error)
+        raise InputError(f"{type(model).__name__} cannot draft for itself: its {blocks_kept}: {reason}") from error
     (holder, name), (own, _) = block_list(model), block_list(part)
     for child_name, child in holder.named_children():
         own.add_module(child_name, child)

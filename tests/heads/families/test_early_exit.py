@@ -105,6 +105,31 @@ def test_an_exit_that_leaves_no_block_to_verify_is_refused(taps):
     assert FAMILY.build(EarlyExitSettings(kind="early_exit"), checks.tiny_target("llama"), None).taps == [1]
 
 
+@pytest.mark.parametrize(
+    ("name", "tap", "says"),
+    [
+        (
+            "gemma4_text",
+            1,
+            "the first 1 blocks of Gemma4ForCausalLM do not run without the others .* take another one of head.taps",
+        ),
+        ("gemma4_text", 3, "Gemma4ForCausalLM cannot draft for itself: its blocks 0 to 2, .* are no model by themselves"),
+        ("qwen2_5_vl", 1, "transformers has no causal LM with the blocks that it has"),
+    ],
+)
+def test_first_blocks_that_do_not_run_alone_are_refused_before_anything_is_trained(name, tap, says):
+    with pytest.raises(InputError, match=says):
+        FAMILY.build(EarlyExitSettings(kind="early_exit", taps=[tap]), tiny_model(name), None)
+
+
+def test_states_that_are_others_without_the_later_blocks_are_refused(monkeypatch):
+    whole = checks.tiny_target("llama")
+    monkeypatch.setattr("heads.families.early_exit._RUNS_ALONE", {})
+    monkeypatch.setattr("heads.families.early_exit.early_exit", lambda *_: checks.tiny_target("qwen3"))
+    with pytest.raises(InputError, match="run without the others, give states that differ by"):
+        checks.build(SETTINGS, whole)
+
+
 @torch.no_grad()
 def test_its_norm_starts_as_the_targets_own_and_is_learnt():
     model = checks.tiny_target("gemma3")
