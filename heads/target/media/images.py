@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 import warnings
 from typing import Any
 
@@ -38,5 +39,5 @@ def _decoded(content: bytes, reference: str, config: ImagesConfig) -> Any:
         raise refusal(reference, config, f"has more pixels than Pillow decodes: {first_line(error)}") from error
     except InputError:
         raise
-    except (OSError, ValueError, SyntaxError, EOFError, MemoryError, OverflowError) as error:
+    except (OSError, ValueError, TypeError, SyntaxError, EOFError, MemoryError, OverflowError, struct.error) as error:
         raise refusal(reference, config, f"is no whole image of {', '.join(FORMATS)}: {first_line(error)}") from error

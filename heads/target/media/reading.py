@@ -42,9 +42,10 @@ def kind_of(reference: str) -> type[ImagesConfig] | type[AudioConfig]:
 
 
 def shown(reference: str) -> str:
-    """Return a reference as messages name it."""
+    """Return a reference as messages name it, in one line: the beginning of a long one, what cannot be printed escaped."""
     reference = reference.removeprefix(SOUND)
-    return reference if len(reference) <= SHOWN else f"{reference[: SHOWN - 3]}..."
+    reference = reference if len(reference) <= SHOWN else f"{reference[: SHOWN - 3]}..."
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in reference)
 
 
 def _bytes_of(reference: str, config: MediaConfig) -> bytes:
@@ -53,7 +54,10 @@ def _bytes_of(reference: str, config: MediaConfig) -> bytes:
     if reference.startswith(URLS):
         return _fetched(reference, config)
     folder = Path(config.folder or ".")
-    path = (folder / reference.removeprefix("file://")).resolve()
+    try:
+        path = (folder / reference.removeprefix("file://")).resolve()
+    except ValueError as error:  # a NUL, or half of a surrogate pair
+        raise refusal(reference, config, f"is no path: {first_line(error)}") from error
     if config.folder is not None and not path.is_relative_to(folder.resolve()):
         raise refusal(reference, config, f"lies outside {config.key}.folder, {config.folder}")
     try:
@@ -93,7 +97,7 @@ def _fetched(reference: str, config: MediaConfig) -> bytes:
                 content += part
                 if len(content) > config.max_bytes or time.monotonic() > deadline:
                     break
-    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+    except (httpx2.HTTPError, httpx2.InvalidURL, UnicodeError) as error:  # the last for a name that is no host's
         raise refusal(reference, config, f"could not be fetched: {first_line(error)}") from error
     return _limited(content, reference, config)
 

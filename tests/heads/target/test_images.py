@@ -37,6 +37,14 @@ def bomb(side: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 99)) + chunk(b"IEND", b"")
 
 
+def turned_by_damaged_exif() -> bytes:
+    """Return a JPEG to be turned upright whose EXIF data has a text where the width would be."""
+    exif, file = Image.Exif(), io.BytesIO()
+    exif[0x0112], exif[0x010E] = 6, "text"
+    Image.new("RGB", (4, 3)).save(file, "JPEG", exif=exif)
+    return file.getvalue().replace(b"\x01\x0e\x00\x02", b"\x01\x00\x00\x02")
+
+
 def test_a_path_and_a_data_url_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(png())
     url = "data:image/png;base64," + base64.b64encode(png()).decode()
@@ -53,10 +61,11 @@ def test_a_path_and_a_data_url_are_read(tmp_path: Path) -> None:
         (png(300, 300)[:400], "is no whole image of"),
         (b"%PDF-1.7 no picture", "is no whole image of"),
         (b"", "is no whole image of"),
+        (turned_by_damaged_exif(), "is no whole image of .* required argument is not an integer"),
         (b"II*\0" + png(), "is no whole image of"),  # TIFF, which is not tried
         (b"x" * 1001, "more bytes than target.images.max_bytes, 1000"),
     ],
-    ids=["bomb", "large", "truncated", "pdf", "empty", "tiff", "bytes"],
+    ids=["bomb", "large", "truncated", "pdf", "empty", "exif", "tiff", "bytes"],
 )
 def test_hostile_files_are_one_sentence(tmp_path: Path, content: bytes, says: str) -> None:
     (tmp_path / "a.png").write_bytes(content)
@@ -73,6 +82,8 @@ def test_hostile_files_are_one_sentence(tmp_path: Path, content: bytes, says: st
         ("../a.png", "lies outside target.images.folder"),
         ("missing.png", "was not found"),
         (".", "is no file here"),
+        ("a\0.png", r"image a\\x00.png is no path"),
+        ("\ud800\n.png", r"image \\ud800\\n.png is no path"),
         ("data:image/png;base64,@@", "is no data URL"),
         ("data:image/png;base64", "has no comma"),
         ("data:image/png;base64," + "A" * 4000, "more bytes than"),
@@ -82,6 +93,7 @@ def test_references_that_lead_nowhere_are_one_sentence(tmp_path: Path, reference
     with pytest.raises(InputError, match=says) as refusal:
         read_image(reference, ImagesConfig(folder=str(tmp_path), max_bytes=1000))
     assert len(str(refusal.value)) < 400
+    assert str(refusal.value).isprintable()
 
 
 def test_an_image_that_takes_too_long_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,5 +138,6 @@ def test_a_url_is_fetched_only_where_that_is_allowed_and_within_limits() -> None
                     read_image(f"{url}/{name}", config)
         finally:
             server.shutdown()
-    with pytest.raises(InputError, match="could not be fetched"):
-        read_image(f"{url}/a.png", allowed)
+    for nowhere in (f"{url}/a.png", f"http://{'a' * 64}.example/a.png"):
+        with pytest.raises(InputError, match="could not be fetched"):
+            read_image(nowhere, allowed)
