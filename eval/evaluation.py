@@ -99,7 +99,7 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
         write_run_record(output, config, processes=state.num_processes)
     state.wait_for_everyone()  # the folder is there
     asked = _job(config, suites, target, draft, state.num_processes)
-    decode, how_chosen = find_tree(config, suites[0], target, draft.proposer, state, asked)
+    decode, how_chosen = find_tree(config, suites[0], target, draft, state, asked)
     config = config.model_copy(update={"decode": decode})
     laps.done("loading")
     proposers = {SPECULATIVE: draft.proposer, **make_baselines(config, target)}

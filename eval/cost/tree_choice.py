@@ -1,7 +1,8 @@
 """The static tree that is the fastest for a draft here, by what it shows on prompts that are not judged.
 
-Decoding them with a wide tree gives how often each rank is accepted at each depth, and the time of drafting a depth; the
-target's time by rows is that of forwards after one of the prompts. `eval.cost.tree_shapes` finds the tree by these.
+Decoding them with a wide tree gives how often each rank is accepted at each depth, and the time of drafting a depth or, in one
+forward, all of them; the target's time by rows is that of forwards after one of the prompts. `eval.cost.tree_shapes` finds the
+tree by these.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ from eval.cost.tree_shapes import ChosenTree, fastest_tree, measure_profile
 from eval.decoder.decode import Request
 from eval.decoder.records import SPECULATIVE
 from eval.lossy.decode import decode
+from eval.measure.proposers import EvaluatedDraft
 from eval.measure.record_files import JOURNAL
 from eval.measure.suite import Suite
 from eval.measure.turns import Turns
+from heads.families.registry import drafts_in_one_forward
 from heads.inference.causal_lm import head_logits, new_cache
 from heads.proposers.protocol import Proposer
 from heads.target.hidden_states import forward_states
@@ -41,7 +44,7 @@ TIMED_FORWARDS = 9  # by number of rows
 
 
 def find_tree(
-    config: EvalConfig, suite: Suite, target: Target, draft: Proposer, state: PartialState, job: str
+    config: EvalConfig, suite: Suite, target: Target, draft: EvaluatedDraft, state: PartialState, job: str
 ) -> tuple[DecodeConfig, str | None]:
     """Return the settings of decoding with the tree that `decode.tree: fastest` asks for, and a sentence on how it was found.
 
@@ -51,7 +54,7 @@ def find_tree(
     Args:
         config: of the evaluation.
         suite: its first suite.
-        target, draft: what decodes.
+        target, draft: what decodes; a single draft.
         state: of the processes.
         job: fingerprint of the evaluation.
 
@@ -72,7 +75,9 @@ def find_tree(
     (known,) = broadcast_object_list([journal.read().get(KEY) if state.is_main_process else None])
     if known is None:
         wide = decode_by.model_copy(update={"tree": asked.measured(decode_by.num_speculative_tokens)})
-        chosen = choose_tree(target, draft, Turns(target, prompts).first, wide, asked.num_nodes)
+        in_one_forward = drafts_in_one_forward(draft.parts[0].metadata.kind)
+        requests = Turns(target, prompts).first
+        chosen = choose_tree(target, draft.proposer, requests, wide, asked.num_nodes, in_one_forward=in_one_forward)
         (known,) = broadcast_object_list([{"paths": chosen.paths, "expected": chosen.tokens_per_round}])
         if state.is_main_process:
             journal.append(KEY, known)
@@ -85,7 +90,13 @@ def find_tree(
 
 
 def choose_tree(
-    target: Target, draft: Proposer, requests: Sequence[Request], settings: DecodeConfig, num_nodes: int
+    target: Target,
+    draft: Proposer,
+    requests: Sequence[Request],
+    settings: DecodeConfig,
+    num_nodes: int,
+    *,
+    in_one_forward: bool = False,
 ) -> ChosenTree:
     """Return the tree of at most so many tokens with the most tokens a second.
 
@@ -94,20 +105,21 @@ def choose_tree(
         requests: to decode, one at a time.
         settings: with the static tree that acceptance is measured with.
         num_nodes: the most tokens of the tree.
+        in_one_forward: one forward of the draft gives all depths, so that a deeper tree takes it no longer.
 
     Raises:
         InputError: the draft drafts no trees.
     """
     if not isinstance(settings.tree, StaticTree):
         raise ValueError(f"acceptance is measured with a static tree, got {settings.tree}")
-    generations, seconds, rounds = [], 0.0, 0
-    for request in requests:
-        decoded, timing = decode(target, [request], settings, draft, mode=SPECULATIVE)
-        generations += decoded
-        seconds, rounds = seconds + timing.draft_seconds, rounds + timing.num_rounds
-    profile = measure_profile(generations, settings.tree.all_paths())
-    step_seconds = seconds / max(rounds, 1) / settings.tree.depth
-    return fastest_tree(profile, row_seconds(target, requests[0], num_nodes + 1), step_seconds)
+    decoded = [decode(target, [request], settings, draft, mode=SPECULATIVE) for request in requests]
+    profile = measure_profile([each for generations, _ in decoded for each in generations], settings.tree.all_paths())
+    # Of a round. The median, as the first prompt's holds what the draft does once (compiling).
+    drafting = median([timing.draft_seconds / timing.num_rounds for _, timing in decoded if timing.num_rounds] or [0.0])
+    rows = row_seconds(target, requests[0], num_nodes + 1)
+    if in_one_forward:
+        return fastest_tree(profile, [each + drafting for each in rows], 0.0)
+    return fastest_tree(profile, rows, drafting / settings.tree.depth)
 
 
 @torch.inference_mode()
@@ -116,7 +128,8 @@ def row_seconds(target: Target, request: Request, most: int) -> list[float]:
     length = len(request.tokens)
     cache = new_cache(target.model, length + most)
     ids_1T = torch.tensor([request.tokens], device=target.device)
-    forward_states(target.model, cache, ids_1T, [0], ())
+    media = target.media_inputs([request.media_prompt], [request.tokens])
+    forward_states(target.model, cache, ids_1T, [0], (), media=media)
     seconds: list[list[float]] = [[] for _ in range(most)]
     for _ in range(TIMED_FORWARDS):
         for rows in range(1, most + 1):

@@ -1,12 +1,14 @@
 """`decode.tree: fastest`: chosen by prompts that are not measured, decoded by, reported, and kept by a run that goes on."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
 
 from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.loading import load_config
-from configs.schema.drafting import check_paths
+from configs.schema.decoding import DecodeConfig
+from configs.schema.drafting import StaticTree, check_paths
 from configs.schema.evaluation import EvalConfig
 from configs.schema.training import DistillConfig
 from eval import evaluation
@@ -15,6 +17,8 @@ from eval.cost.tree_shapes import expected_tokens, measure_profile
 from eval.decoder.records import SPECULATIVE, Generation
 from eval.evaluation import evaluate
 from eval.measure.record_files import read_records
+from heads.proposers.draft_lm import DraftLM
+from tests.support.decoding import PROMPTS, requests_for
 from tests.support.evaluations import report_in, tiny_evaluation
 
 WIDE = [(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)]
@@ -69,6 +73,24 @@ def test_an_evaluation_drafts_the_fastest_tree_by_prompts_that_it_does_not_measu
     assert len({each.prompt_id for each in shown}) == 4
     assert {each.prompt_id for each in shown}.isdisjoint(each.prompt_id for each in records)
     assert not list((tmp_path / "out").glob(".*tree*"))
+
+
+@pytest.mark.parametrize(("in_one_forward", "expected"), [(False, 10.0 + 2 * 1.0), (True, 10.0 + 2.0)])
+def test_drafting_takes_a_depth_or_a_round_its_time_and_the_first_prompts_may_be_longer(
+    in_one_forward, expected, tiny_llama, as_target, monkeypatch
+):
+    target, decode, seconds = as_target(tiny_llama(seed=1)), tree_choice.decode, iter([500.0, 2.0, 2.0])
+
+    def timed(*arguments, **settings):
+        generations, timing = decode(*arguments, **settings)
+        return generations, replace(timing, draft_seconds=next(seconds) * timing.num_rounds)
+
+    monkeypatch.setattr(tree_choice, "decode", timed)
+    monkeypatch.setattr(tree_choice, "row_seconds", lambda target, request, most: [10.0] * most)
+    settings = DecodeConfig(num_speculative_tokens=2, max_new_tokens=12, tree=StaticTree(kind="static", branching=[1, 1]))
+    draft = DraftLM(tiny_llama(seed=1), 64)  # always right, so that the deepest tree is the fastest
+    chosen = tree_choice.choose_tree(target, draft, requests_for(PROMPTS[:3]), settings, 2, in_one_forward=in_one_forward)
+    assert (chosen.paths, chosen.seconds_per_round) == ([(0,), (0, 0)], pytest.approx(expected))
 
 
 def test_where_no_prompt_is_left_to_choose_by_the_evaluation_says_so(tiny_run, tmp_path):

@@ -8,6 +8,7 @@ import torch
 from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from configs.schema.target import ImagesConfig, TargetConfig
+from eval.cost.tree_choice import row_seconds
 from eval.decoder.decode import Request, decode
 from heads.inference.media_inputs import MediaPrompt
 from heads.target.chat_template import OBJECT
@@ -65,6 +66,12 @@ def test_greedy_tokens_are_those_of_generate_with_the_same_pictures(target: Targ
     expected = [reference(target, request) for request in requests]
     assert expected[0] != expected[1]  # the picture decides
     assert_decodes_to(target, requests, expected, NEW_TOKENS)
+
+
+def test_a_tree_can_be_chosen_by_prompts_with_pictures(target: Target) -> None:
+    seconds = row_seconds(target, requests_of(target)[0], 2)
+    assert len(seconds) == 2
+    assert min(seconds) > 0
 
 
 def test_sampled_tokens_by_matching_are_those_without_drafts(target: Target) -> None:
