@@ -272,6 +272,11 @@ def _check(report: Report) -> WholeSpeedSection:
         raise InputError("the report is simulated: its acceptance and times were not measured")
     if report.prompts.failed:
         raise InputError("the report has failed requests, so that its rounds and its times are not of the same prompts")
+    if report.draft.lookups:
+        raise InputError(
+            f"some of the report's rounds were drafted by {report.draft.lookups[0]}, so its times are not the draft's own: fit "
+            "to a report of the artifact alone"
+        )
     if speed is None or not speed.decode_tokens_autoregressive:
         raise InputError("the report has no times: a cost rule weighs tokens against time")
     if decode.batch_size != 1:

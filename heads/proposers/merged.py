@@ -191,14 +191,15 @@ def _chosen(found_BG: Tensor, found_counts: RowNumbers, own: Proposal, by_lookup
         padded_BGV = functional.pad(values_BGV, (0, 0, 0, max(0, width - values_BGV.shape[1])))[:, :width]
         return padded_BGV.masked_fill(by_lookup_B[:, None, None], 0.0)
 
-    one_BG, other_BG = (
-        functional.pad(ids_BG, (0, max(0, width - ids_BG.shape[1])))[:, :width] for ids_BG in (found_BG, own.tokens_BG)
-    )
+    def as_wide(values_BG: Tensor) -> Tensor:
+        return functional.pad(values_BG, (0, max(0, width - values_BG.shape[1])))[:, :width]
+
     return Proposal(
-        tokens_BG=torch.where(by_lookup_B.unsqueeze(1), one_BG, other_BG),
+        tokens_BG=torch.where(by_lookup_B.unsqueeze(1), as_wide(found_BG), as_wide(own.tokens_BG)),
         num_drafted=num_drafted,
         probs_BGV=widened(own.probs_BGV),
         logits_BGV=widened(own.logits_BGV),
+        estimates_BG=None if own.estimates_BG is None else as_wide(own.estimates_BG),
         by_lookup=by_lookup,
     )
 

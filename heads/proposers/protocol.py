@@ -43,7 +43,7 @@ class Proposal:
         estimates_BG: for a chain, the draft's own estimate of the chance that each token is accepted where those before it
             are, made before the token was drawn; None: it makes none.
         by_lookup: for a chain of several drafts, 1 where a row's were looked up in a text: each is then a point mass, and the
-            row's `probs_BGV` and `logits_BGV` mean nothing. None: no row's were.
+            row's `probs_BGV`, `logits_BGV` and `estimates_BG` mean nothing. None: no row's were.
     """
 
     tokens_BG: Tensor

@@ -169,6 +169,7 @@ def test_a_drafts_own_estimate_is_calibrated_where_it_makes_one(report):
     [
         ({"speed": None}, "no times"),
         ({"simulated": True}, "simulated"),
+        ({"draft.lookups": ["prompt_lookup"]}, "drafted by prompt_lookup, so its times"),
         ({"decode.batch_size": 4}, "batches of 4"),
         ({"decode.temperature": 0.5, "decode.verification": "match"}, "likeliest drafts at temperature 0.5"),
         ({"decode.tree": {"kind": "static"}}, "decode.tree is set"),

@@ -155,3 +155,13 @@ def test_prompt_lookup_copies_from_a_match_that_is_long_enough_and_goes_on_with_
     proposal = lookup.propose([text], 3, GREEDY, None, keep_logits=False)
     assert proposal.tokens_BG[0].tolist() == drafted
     assert proposal.num_drafted == [len(drafted)]
+
+
+def test_the_estimates_of_a_draft_are_told_in_the_rounds_that_it_drafts_itself(target, texts):
+    lookup, draft = Sometimes(texts, target.device, wrong=True), head_proposer("dspark", target.model)
+    generations, _ = decode(target, requests_for(PROMPTS), GREEDY, LookupFirst(lookup, draft), measure_overlap=True)
+    rounds = [round_ for generation in generations for round_ in generation.rounds if round_.drafted]
+    assert {round_.by_lookup for round_ in rounds} == {True, False}
+    for round_ in rounds:
+        told = None if round_.distributions is None else len(round_.distributions.estimate)
+        assert told == (None if round_.by_lookup else len(round_.overlap))
