@@ -24,8 +24,9 @@ from heads.target.loading import Target
 
 log = logging.getLogger("draftsmith")
 
-# Kinds of draft that see the text alone, and none of the target's hidden states.
-BY_TEXT_ALONE = frozenset(("draft_lm",))
+# Kinds of draft whose guess at a place is the same wherever the round began: they see the text alone, or with early_exit what
+# the target's first blocks make of it, and none of the states that the whole target has only of what it has verified.
+BY_TEXT_ALONE = frozenset(("draft_lm", "early_exit"))
 
 
 def predict_speed(

@@ -9,12 +9,16 @@ from configs.runtime.command import BAD_INPUT, DONE, run_command
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import ConfidenceStopping
 from configs.schema.evaluation import CostConfig, EvalConfig, PredictConfig
-from eval.cost.predict import prediction_of
+from eval.cost.predict import BY_TEXT_ALONE, prediction_of
+from eval.decoder.decode import decode
 from eval.evaluation import evaluate
 from eval.predict import add_arguments, main
 from eval.report.markdown import render_markdown
 from eval.report.schema import load_report, write_report
+from heads.proposers.draft_lm import DraftLM
+from tests.support.decoding import PROMPTS, head_proposer, requests_for
 from tests.support.evaluations import tiny_evaluation
+from tests.support.family_checks import tiny_target
 from tests.support.reports import changed
 
 SWEEP = CostConfig(num_speculative_tokens=3, batch_sizes=[1, 2], context_tokens=[16, 48], repeats=1)
@@ -32,6 +36,28 @@ def evaluated(tiny_run, tmp_path_factory):
 @pytest.fixture
 def found(evaluated):
     return load_report(evaluated / "report.json")
+
+
+def guesses(target, draft, num_drafts):
+    """Return what a draft guesses at each place of the target's answers that it has come to, by prompt and place."""
+    config, seen = DecodeConfig(num_speculative_tokens=num_drafts, max_new_tokens=24), {}
+    for generation in decode(target, requests_for(PROMPTS), config, draft)[0]:
+        place = 1
+        for round_ in generation.rounds:
+            for number, token in enumerate(round_.drafted[: round_.num_accepted + 1]):
+                seen[generation.prompt_id, place + number] = token
+            place += len(round_.committed)
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["draft_lm", "early_exit", "eagle3"])
+def test_drafts_that_are_told_by_the_text_alone_guess_the_same_wherever_a_round_begins(kind, tiny_llama, as_target):
+    target = as_target(tiny_target("llama"))
+    draft = DraftLM(tiny_llama(seed=2), 64) if kind == "draft_lm" else head_proposer(kind, target.model)
+    short, long = guesses(target, draft, 1), guesses(target, draft, 4)
+    both = short.keys() & long.keys()
+    assert len(both) > 10
+    assert all(short[place] == long[place] for place in both) == (kind in BY_TEXT_ALONE)
 
 
 def ask(*arguments):
