@@ -140,7 +140,8 @@ def check_decodable(target: Target, requests: Sequence[Request], config: DecodeC
 
     Raises:
         InputError: the target's cache cannot roll back, or not with these batches or trees, more drafts are asked for than its
-            context holds, a prompt is empty, or prompt and answer do not fit the context.
+            context holds, a prompt is empty or holds a token that the target does not have, or prompt and answer do not fit the
+            context.
     """
     check_rolls_back(target.model)
     if config is not None:
@@ -154,6 +155,11 @@ def check_decodable(target: Target, requests: Sequence[Request], config: DecodeC
     for request in requests:
         if not request.tokens:
             raise InputError(f"prompt {request.prompt_id} is empty")
+        unknown = [token for token in (min(request.tokens), max(request.tokens)) if not 0 <= token < target.vocab_size]
+        if unknown and request.media_prompt is None:  # some families mark media by ids beyond their text's
+            raise InputError(
+                f"prompt {request.prompt_id} holds token {unknown[0]}; the target has {target.vocab_size}, counted from 0"
+            )
         if len(request.tokens) >= target.max_positions:
             raise InputError(
                 f"prompt {request.prompt_id} has {len(request.tokens)} tokens; the target's context is {target.max_positions}, "

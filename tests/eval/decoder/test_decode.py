@@ -88,7 +88,7 @@ def test_rows_reach_the_end_of_the_context_each_in_its_own_time(tiny_llama, as_t
     assert [len(answer) for answer in found] == [16 - length, 14]
 
 
-@pytest.mark.parametrize("prompt", [[], [3] * 256, [3] * 300])
+@pytest.mark.parametrize("prompt", [[], [3] * 256, [3] * 300, [3, 64], [-1]])
 def test_a_prompt_that_cannot_be_continued_is_refused(target, prompt):
     with pytest.raises(InputError, match="prompt p0"):
         decode(target, requests_for([prompt]), DecodeConfig())
