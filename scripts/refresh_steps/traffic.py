@@ -160,7 +160,7 @@ def _check_can_be_asked(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, wher
     if prompt.media:
         raise InputError(f"{where}: the conversation has images or sounds, and a refresh takes texts only")
     try:
-        tools = list(prompt.tools) or None
+        tools: Any = list(prompt.tools) or None
         text = tokenizer.apply_chat_template(prompt.messages, tools=tools, add_generation_prompt=True, tokenize=False)
         str(text).encode()  # half of a character that was cut in two has no tokens
     except (TemplateError, TypeError, ValueError, KeyError) as error:
