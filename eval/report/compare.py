@@ -16,7 +16,7 @@ from typing import Any, Literal
 from configs.runtime.errors import InputError
 from configs.runtime.terminal import one_line
 from eval.report.paired import PairedReports, compare_reports
-from eval.report.schema import DecodeSection, PromptsSection, Report, TargetSection
+from eval.report.schema import DecodeSection, DraftSection, PromptsSection, Report, TargetSection
 from eval.report.text import VERDICTS, interval, number, short, significant, times
 from eval.stats.paired import Change
 
@@ -176,6 +176,7 @@ def differences(report: Report, other: Report) -> list[Difference]:
         *_target(report.target, other.target),
         *prompt_differences(report.prompts, other.prompts),
         *_settings(report.decode, other.decode),
+        *_lookups(report.draft, other.draft),
         *_machine(report.hardware, other.hardware),
     ]
 
@@ -231,6 +232,14 @@ def _settings(ours: DecodeSection, theirs: DecodeSection) -> list[Difference]:
         for key in dict.fromkeys([*one, *other])
         if key not in ignored and one.get(key) != other.get(key)
     ]
+
+
+def _lookups(ours: DraftSection, theirs: DraftSection) -> list[Difference]:
+    """Compare what drafted beside the draft: its tokens are counted with the draft's."""
+    named = [", ".join(each.lookups) or "none" for each in (ours, theirs)]
+    if named[0] == named[1]:
+        return []
+    return [Difference(aspect="decode", what="lookups beside the draft", ours=named[0], theirs=named[1])]
 
 
 def _machine(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Difference]:
