@@ -87,8 +87,9 @@ def _weeks(config: RefreshConfig, served: Path, traffic: Traffic) -> tuple[dict[
     suites: dict[str, list[ServedPrompt]] = {}
     too_few: dict[str, int] = {}
     for week in sorted(by_week)[-config.drift.num_weeks :]:
-        rows = newest(traffic, by_week[week], config.log, len(by_week[week]))
-        rows = [replace(row, prompt=replace(row.prompt, turns=row.prompt.turns[:1])) for row in rows]
+        # First, because conversations that begin alike are one prompt then.
+        firsts = [replace(row, prompt=replace(row.prompt, turns=row.prompt.turns[:1])) for row in by_week[week]]
+        rows = newest(traffic, firsts, config.log, len(firsts))
         unknown = [row for row in rows if known.isdisjoint(map(text_hash, row.prompt.user_texts))]
         traffic.dropped["trained_on"] += len(rows) - len(unknown)
         if len(unknown) < config.drift.min_prompts:

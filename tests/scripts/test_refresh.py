@@ -16,6 +16,7 @@ from configs.schema.data import DataConfig
 from configs.schema.evaluation import EvalConfig, GateConfig
 from configs.schema.training import DistillConfig, HeadsConfig
 from scripts import demo, refresh
+from scripts.refresh_steps.drift import write_weeks
 from scripts.refresh_steps.traffic import read_traffic
 from train.launch import run_heads
 
@@ -256,6 +257,16 @@ def test_a_served_draft_of_another_target_and_one_in_the_output_are_one_sentence
     assert run(output=str(head.parent)) == BAD_INPUT
     assert "lies in output, which a refresh replaces" in capsys.readouterr().err
     assert run.ran == []
+
+
+def test_conversations_that_begin_alike_are_one_prompt_of_their_week(tiny_run, tmp_path):
+    rows = [{"turns": ["w1 w2", f"w{3 + number}"], "time": 1_790_000_000 + number} for number in range(3)]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {"target": {"name": str(tiny_run / "target")}, "log": {"path": str(tmp_path / "log.jsonl")}}
+    config = RefreshConfig.model_validate(values | {"drift": {"min_prompts": 1}})
+    write_weeks(config, tiny_run / "artifact", tmp_path / "weeks")
+    (week,) = (tmp_path / "weeks").glob("*.jsonl")
+    assert [json.loads(line)["messages"] for line in lines_of(week)] == [[user("w1 w2")]]  # eval/run.py refuses one twice
 
 
 ALTERNATING = (
