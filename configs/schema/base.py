@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -15,6 +15,19 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
 Dtype = Literal["bfloat16", "float16", "float32"]
+LEAST_TEMPERATURE = 1e-4
+
+
+def _divides_logits(temperature: float) -> float:
+    if 0 < temperature < LEAST_TEMPERATURE:
+        raise ValueError(
+            f"temperature must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}, below which logits overflow; "
+            f"got {temperature:g}"
+        )
+    return temperature
+
+
+Temperature = Annotated[float, Field(ge=0), AfterValidator(_divides_logits)]  # 0 is greedy
 
 
 class Settings(BaseModel):

@@ -10,7 +10,15 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from configs.schema.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Settings, Share
+from configs.schema.base import (
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
+    Settings,
+    Share,
+    Temperature,
+)
 from configs.schema.drafting import CostStopping, DynamicTree, StoppingConfig, TreeConfig
 
 Rule = Literal[
@@ -27,24 +35,14 @@ Rule = Literal[
     "tolerance",
 ]
 Verification = Literal["token", "block", "match"]
-LEAST_TEMPERATURE = 1e-4
 
 
 class SamplingConfig(Settings):
     """How tokens are chosen from logits: temperature, then top-k, then top-p. Temperature 0 is greedy."""
 
-    temperature: NonNegativeFloat = 0.0  # 0: greedy
+    temperature: Temperature = 0.0  # 0: greedy
     top_k: PositiveInt | None = None  # sample among so many of the likeliest tokens; None: all
     top_p: PositiveShare | None = None  # sample among the fewest tokens of this probability together; None: all
-
-    @model_validator(mode="after")
-    def _logits_can_be_divided(self) -> Self:
-        if 0 < self.temperature < LEAST_TEMPERATURE:
-            raise ValueError(
-                f"temperature must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}, below which logits overflow; "
-                f"got {self.temperature:g}"
-            )
-        return self
 
 
 class TypicalAcceptance(Settings):

@@ -19,6 +19,7 @@ from configs.schema.base import (
     PositiveShare,
     Settings,
     Share,
+    Temperature,
     check_rising,
 )
 
@@ -196,14 +197,14 @@ class HeadPolicyConfig(Settings):
 
     on_policy: Share = 0.0  # of the optimiser steps, in which the drafts before a depth are the head's own
     from_share: Share = 0.0  # of the run's optimiser steps, before which they are the text's
-    temperature: NonNegativeFloat = 0.0  # of these drafts; 0 is greedy
+    temperature: Temperature = 0.0  # of these drafts; 0 is greedy
 
 
 class PolicyConfig(Settings):
     """The phases of a run, and how the draft samples in them. By default it writes nothing."""
 
     phases: list[DataPhase] = Field(default_factory=lambda: [DataPhase()])
-    temperature: NonNegativeFloat = 1.0  # of the draft's draws; 0 is greedy
+    temperature: Temperature = 1.0  # of the draft's draws; 0 is greedy
     top_p: PositiveShare | None = None  # of the draft's draws
     num_draft_tokens: PositiveInt | None = None  # draft_states; None: the run's num_speculative_tokens
     max_new_tokens: PositiveInt | None = None  # on_policy: longest answer; None: as long as the one in the data

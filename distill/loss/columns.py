@@ -55,14 +55,15 @@ class ColumnSampler:
         self._is_kept_W = torch.isin(self.token_ids_W, kept_ids.cpu())
 
     def draw(self, batch: Batch) -> Columns:
-        """Return the columns for a batch: more than S where the kept tokens and its labels alone are as many."""
+        """Return the columns for a batch: more than S where those that are always there leave less than a quarter of it."""
         host = batch.on_host
         labels_N = host.input_ids_BT[host.loss_mask_BT].unique()
         is_chosen_W = self._is_kept_W | torch.isin(self.token_ids_W, labels_N)
         rest_R = (~is_chosen_W).nonzero().squeeze(1)
-        drawn = rest_R[torch.randperm(len(rest_R))[: max(0, self.num_columns - int(is_chosen_W.sum()))]]
+        num_drawn = max(self.num_columns - int(is_chosen_W.sum()), self.num_columns // 4, 1)
+        drawn = rest_R[torch.randperm(len(rest_R))[:num_drawn]]
         log_weights_W = torch.zeros(len(self.token_ids_W))
-        log_weights_W[drawn] = math.log(len(rest_R) / max(1, len(drawn)))
+        log_weights_W[drawn] = math.log(len(rest_R) / len(drawn)) if len(drawn) else 0.0
         is_chosen_W[drawn] = True
         places_S = is_chosen_W.nonzero().squeeze(1)
         return Columns(places_S=places_S, token_ids_S=self.token_ids_W[places_S], log_weights_S=log_weights_W[places_S])

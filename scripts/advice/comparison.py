@@ -20,6 +20,7 @@ from eval.decoder.records import AUTOREGRESSIVE, Timing
 from eval.measure.proposers import add_lookup
 from eval.stats.bootstrap import Interval, ratio_interval
 from heads.artifact import Draft
+from heads.families.registry import drafts_in_one_forward
 from heads.proposers.prompt_lookup import PromptLookup
 from heads.proposers.protocol import TreeProposer
 from heads.target.loading import Target
@@ -91,7 +92,14 @@ def compare_ways(
     if isinstance(draft.proposer, TreeProposer):
         asked = FastestTree(kind="fastest")
         wide = settings.model_copy(update={"tree": asked.measured(longest), "num_speculative_tokens": longest})
-        paths = choose_tree(target, draft.proposer, requests[:choosing], wide, asked.num_nodes).paths
+        paths = choose_tree(
+            target,
+            draft.proposer,
+            requests[:choosing],
+            wide,
+            asked.num_nodes,
+            in_one_forward=drafts_in_one_forward(draft.metadata.kind),
+        ).paths
         ways |= {way.shape: way for way in tree_ways("", draft.proposer, settings, paths)}
     timings = _in_turns(target, requests[choosing - 1 :], ways, settings, allows)
     if len(timings[CHAIN]) < LEAST:

@@ -53,7 +53,9 @@ def successive_halving(
     rungs: list[Rung[C]] = []
     alive = list(candidates)
     for size in sizes:
-        ran, failed, not_begun = [], [], []
+        ran: list[C] = []
+        failed: list[C] = []
+        not_begun: list[C] = []
         for candidate in alive:
             if not may_begin(candidate, size):
                 not_begun.append(candidate)
