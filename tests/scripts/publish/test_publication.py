@@ -256,6 +256,13 @@ def test_a_draft_that_began_as_another_model_is_bound_by_both(dry, push, release
 # --- what is refused ----------------------------------------------------------------------------------------------
 
 
+def test_a_report_of_the_draft_behind_a_lookup_is_refused(dry, release):
+    change(release / "evaluation" / "report.json", lambda report: report["draft"].update(lookups=["prompt_lookup"]))
+    code, _, err = dry("--set", "allow_failed_gate=true")
+    assert code == BAD_INPUT
+    assert "measured the draft behind prompt_lookup" in err
+
+
 def test_a_report_of_another_artifact_is_refused(dry, release):
     path = release / "artifact" / "model.safetensors"
     tensors = load_file(path)
