@@ -88,7 +88,7 @@ tables: setup ## fill the documents' tables from docs/results/
 	$(PY) scripts/benchmark.py tables --set document=docs/models.md
 	$(PY) scripts/benchmark.py tables --set document=docs/modalities.md
 
-serve-check: setup $(VLLM_STAMP) $(LLAMA_CPP_STAMP) $(OPENVINO_STAMP) ## a vLLM server as target, writer and source of hidden states; drafts in vLLM, transformers, llama.cpp, OpenVINO, into docs/results/serve.json (after make demo bench-heads)
+serve-check: setup $(VLLM_STAMP) $(LLAMA_CPP_STAMP) $(OPENVINO_STAMP) ## a vLLM server as target, writer and source of hidden states; drafts in vLLM, transformers, llama.cpp, OpenVINO, into docs/results/serve.json (after make demo; trains the heads of bench-heads where they are not there)
 	$(PY) -m pytest -m slow -s tests/distill/server/test_served_target.py tests/distill/server/test_served_answers.py tests/distill/server/test_served_states.py tests/heads/formats/test_in_llama_cpp.py tests/heads/formats/test_in_openvino.py
 	$(PY) scripts/benchmark.py serve --config configs/serve/smollm2.yaml
 

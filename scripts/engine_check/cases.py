@@ -31,6 +31,7 @@ from heads.formats.exporting.source import TargetFolder, read_source
 from heads.formats.exporting.table import engines_of, form_of
 from heads.target.loading import Target, load_target, locate
 from scripts.bench.harness import SEED, first_requests, flat, measured_rows, write_results
+from scripts.bench.head_recipes import train_recipes
 from scripts.engine_check.engines import ENGINES, EngineAnswer, EngineRun, find_engine, run_engine
 from scripts.engine_check.ours import Counts, PlainAnswers, count_ours, decode_plainly, tau
 
@@ -81,32 +82,58 @@ class Check:
     our_counts: dict[tuple[str, int, bool], list[Counts]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A draft in an engine: its place among the config's cases, what is set of it, the draft's folder."""
+
+    number: int
+    settings: ServeCase
+    artifact: Path
+
+
 def run_checks(config: ServeCheckConfig) -> int:
     """Run all cases and write the results' file; return the exit code."""
     if not config.cases:
         raise InputError("cases is empty: say which draft is to be tried in which engine, or give --config configs/serve/...")
-    for number, case in enumerate(config.cases):
-        check_case(case, number, Path(config.environments))
+    for each in config.cases:
+        if each.engine in ENGINES:
+            find_engine(str(each.engine), Path(config.environments))
+    cases = find_artifacts(config)
+    for case in cases:
+        check_case(case)
     with TemporaryDirectory(prefix="serve-check-") as scratch:
         check = open_check(config, Path(scratch))
         rows: list[dict[str, Any]] = []
-        for number, case in enumerate(config.cases):
-            rows.append(run_case(check, case, number))
+        for case in cases:
+            rows.append(run_case(check, case))
             log.info("%s", describe(rows[-1]))
             # After each case, so that nothing is lost where a later one fails.
             write_results(config.output, "serve", config, rows=rows, ratios={}, threads=config.threads)
     return GATE_FAILED if any(row["verdict"] == DISAGREES for row in rows) else DONE
 
 
-def check_case(case: ServeCase, number: int, environments: Path) -> None:
+def find_artifacts(config: ServeCheckConfig) -> list[Case]:
+    """Return the cases, the heads of those that name a recipe trained where they are not there."""
+    recipes = list(dict.fromkeys(case.recipe for case in config.cases if case.recipe is not None))
+    heads = config.heads.model_copy(update={"recipes": recipes, "draft_models": [], "variants": {}})
+    trained = {run.name: run.artifact for run in train_recipes(heads)} if recipes else {}
+    return [
+        Case(
+            number=number,
+            settings=case,
+            artifact=trained[Path(case.recipe).stem] if case.recipe is not None else Path(str(case.artifact)),
+        )
+        for number, case in enumerate(config.cases)
+    ]
+
+
+def check_case(case: Case) -> None:
     """Refuse a case that cannot be run, before any other takes its time."""
-    kind = read_metadata(Path(case.artifact)).kind
-    if case.engine is None and (takers := engines_of(kind)):
-        raise InputError(f"cases[{number}].engine is null, and {kind} goes to {', '.join(takers)}; name one")
-    if case.engine is not None:
-        form_of(form_for(case.engine), kind)
-    if case.engine in ENGINES:
-        find_engine(str(case.engine), environments)
+    kind, engine = read_metadata(case.artifact).kind, case.settings.engine
+    if engine is None and (takers := engines_of(kind)):
+        raise InputError(f"cases[{case.number}].engine is null, and {kind} goes to {', '.join(takers)}; name one")
+    if engine is not None:
+        form_of(form_for(engine), kind)
 
 
 def form_for(engine: str) -> str:
@@ -127,26 +154,26 @@ def open_check(config: ServeCheckConfig, scratch: Path) -> Check:
     return Check(config=config, scratch=scratch, target=target, target_folder=folder.resolve(), reference=reference)
 
 
-def run_case(check: Check, case: ServeCase, number: int) -> dict[str, Any]:
+def run_case(check: Check, case: Case) -> dict[str, Any]:
     """Return a case's row."""
-    metadata = read_metadata(Path(case.artifact))
-    row: dict[str, Any] = dict.fromkeys(COLUMNS) | {"family": metadata.kind, "engine": case.engine}
-    if case.engine is None:
+    kind, engine = read_metadata(case.artifact).kind, case.settings.engine
+    row: dict[str, Any] = dict.fromkeys(COLUMNS) | {"family": kind, "engine": engine}
+    if engine is None:
         return row | {"verdict": NO_ENGINE}
-    out = check.scratch / f"case_{number}" / "draft"  # vLLM reads the words of this path
-    tokens = write_export(check, case, case.engine, out)
+    out = check.scratch / f"case_{case.number}" / "draft"  # vLLM reads the words of this path
+    tokens = write_export(check, case, engine, out)
     row |= {"dtype": check.config.target.dtype, "num_speculative_tokens": tokens}
-    if case.engine in get_args(CheckedEngine):
+    if engine in get_args(CheckedEngine):
         return row | {"verdict": CHECKED}
-    return row | compare(check, case, metadata.kind, tokens, out)
+    return row | compare(check, case, kind, tokens, out)
 
 
-def write_export(check: Check, case: ServeCase, engine: str, out: Path) -> int:
+def write_export(check: Check, case: Case, engine: str, out: Path) -> int:
     """Write a case's artifact for its engine; return the drafts a round."""
     source = read_source(
-        Path(case.artifact),
+        case.artifact,
         TargetFolder(check.target_folder, str(check.target_folder)),
-        num_speculative_tokens=case.num_speculative_tokens,
+        num_speculative_tokens=case.settings.num_speculative_tokens,
         dtype=check.target.model.dtype,
     )
     out.parent.mkdir(parents=True)
@@ -154,16 +181,16 @@ def write_export(check: Check, case: ServeCase, engine: str, out: Path) -> int:
     return source.num_speculative_tokens
 
 
-def compare(check: Check, case: ServeCase, kind: str, tokens: int, out: Path) -> dict[str, Any]:
+def compare(check: Check, case: Case, kind: str, tokens: int, out: Path) -> dict[str, Any]:
     """Run an exported draft in its engine and in our decoder; return the part of the row that says how they compare."""
-    config, reference, engine = check.config, check.reference, str(case.engine)
+    config, reference, engine = check.config, check.reference, str(case.settings.engine)
     if engine not in check.plain_runs:
         check.plain_runs[engine] = _run(check, engine, "plain", {"draft": None, "kind": None, "serve": None})
     draft = {"draft": str(out), "kind": kind, "serve": (out / SERVE_FILE).read_text(encoding="utf-8")}
     run = _run(check, engine, out.parent.name, {**draft, "num_speculative_tokens": tokens})
-    key = case.artifact, tokens, ENGINES[engine].cuts
+    key = str(case.artifact), tokens, ENGINES[engine].cuts
     if key not in check.our_counts:
-        check.our_counts[key] = count_ours(reference, Path(case.artifact), tokens, cut=key[2])
+        check.our_counts[key] = count_ours(reference, case.artifact, tokens, cut=key[2])
     ours, theirs = check.our_counts[key], [answer.counts for answer in run.answers]
     interval = tau(ours, samples=config.bootstrap_samples)
     tokens_compared, is_same = compare_tokens(check, run)
@@ -179,7 +206,7 @@ def compare(check: Check, case: ServeCase, kind: str, tokens: int, out: Path) ->
             **compare_counts(ours, theirs, is_same),
             **flat({"speedup_engine": speedup(check.plain_runs[engine], run, config.bootstrap_samples)}),
         },
-        same_counts_share=case.same_counts_share,
+        same_counts_share=case.settings.same_counts_share,
         tau_tolerance=config.tau_tolerance,
     )
 

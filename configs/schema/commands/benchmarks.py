@@ -287,7 +287,8 @@ CheckedEngine = Literal["sglang", "tensorrt_llm"]
 class ServeCase(Settings):
     """A draft in an engine."""
 
-    artifact: str  # a folder written by train/distill.py or train/heads.py
+    artifact: str | None = None  # a folder written by train/distill.py or train/heads.py
+    recipe: str | None = None  # of `train/heads.py`, in its place: a head among the check's `heads`, trained where it is not
     engine: RunEngine | CheckedEngine | None  # None: no engine takes a draft of this kind, and the table says so
     num_speculative_tokens: PositiveInt | None = None  # None: what the artifact says, of DFlash a whole block
     # How many of the prompts that got the same tokens must have taken the same rounds and accepted drafts too. Below 1 because
@@ -295,11 +296,19 @@ class ServeCase(Settings):
     # exported wrong changes the counts of almost every prompt. Ask for 1.0 where they have been seen to be equal.
     same_counts_share: Share = 0.6
 
+    @model_validator(mode="after")
+    def _names_one_draft(self) -> Self:
+        if (self.artifact is None) == (self.recipe is None):
+            raise ValueError("give either `artifact`, a trained draft, or `recipe`, of the head to try")
+        return self
+
 
 class ServeCheckConfig(Settings):
     """`scripts/benchmark.py serve`: drafts in real engines, beside our decoder on the same prompts."""
 
     cases: list[ServeCase] = []  # configs/serve/ has some
+    # Data, cache and folder of the heads that cases name by recipe; its own recipes, variants and measurements are not read
+    heads: BenchHeadsConfig = BenchHeadsConfig()
     # Greedy answers are compared in float32, where near ties are rare; in bfloat16 more of them may differ.
     target: TargetConfig = TargetConfig(dtype="float32", device="cpu")
     prompts: str = "runs/heads/data/held_out.jsonl"  # conversations; the last of the file, which chose no checkpoint

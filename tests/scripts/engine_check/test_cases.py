@@ -8,13 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from configs.runtime.command import DONE, GATE_FAILED
 from configs.runtime.errors import InputError
 from configs.schema.commands.benchmarks import ServeCheckConfig
 from configs.schema.heads import DFlashSettings, MtpSettings
+from configs.schema.training import HeadsConfig
 from heads.formats.exporting.speculators import vllm_command
 from heads.formats.exporting.table import FORMS
+from scripts.bench.trained_runs import TrainingRun
 from scripts.engine_check import engines as serve_engines
 from scripts.engine_check import run_transformers as serve_transformers
 from scripts.engine_check import run_vllm as serve_vllm
@@ -229,6 +232,26 @@ def test_transformers_drafts_what_we_draft(kind, settings, bench, in_this_proces
 
 
 # --- cases --------------------------------------------------------------------------------------------------------
+
+
+def test_heads_that_cases_name_by_recipe_are_trained_once_and_tried(fake, settings, tiny_run, monkeypatch):
+    def train(heads):
+        asked.append((heads.recipes, heads.runs))
+        return [TrainingRun(name="eagle3", recipe=HeadsConfig(output=str(tiny_run)))]
+
+    asked = []
+    monkeypatch.setattr("scripts.engine_check.cases.train_recipes", train)
+    fake()
+    case = {"engine": "transformers", "recipe": "configs/heads/eagle3.yaml"}
+    code, rows = run(settings, cases=[case, *settings["cases"], case], heads={"runs": "there"})
+    assert (code, [row["verdict"] for row in rows]) == (DONE, 3 * [AGREES])
+    assert asked == [(["configs/heads/eagle3.yaml"], "there")]
+
+
+@pytest.mark.parametrize("drafts", [{}, {"artifact": "a", "recipe": "b"}])
+def test_a_case_names_one_draft(settings, drafts):
+    with pytest.raises(ValidationError, match="give either `artifact`, a trained draft, or `recipe`"):
+        run(settings, cases=[{"engine": "vllm", **drafts}])
 
 
 def test_engines_that_are_not_run_are_checked_by_the_export(settings, tiny_run):
