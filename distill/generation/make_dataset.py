@@ -282,7 +282,8 @@ def _self_seed_once(
     """Let the target write a source's prompts, or take those that an interrupted run of the same settings left."""
     folder, name = Path(config.output), source.name
     here = _writer(config, target) if writer is None else writer.fingerprint_parts()
-    seeds = [] if settings.kinds is None else [sha256_of(SEEDS)]
+    # Of all sources: they share the journal.
+    seeds = [sha256_of(SEEDS)] if any(each.kinds is not None for _, each in config.prompts.parts) else []
     job = fingerprint(*here, config.prompts.model_dump(), config.answers.batch_size, *seeds)
     journal = Journal(folder / PROMPT_JOURNAL, job)
     kept = journal.read().get(f"prompts {name}".strip())

@@ -176,6 +176,18 @@ def test_self_seeded_prompts_survive_an_interruption(config, monkeypatch):
     assert manifest["counts"]["dropped"]["self_seeded_turn_unusable"] > 0
 
 
+def test_the_prompts_of_all_sources_survive_an_interruption(config, tmp_path, monkeypatch):
+    own = {"source": "self_seeded", "path": None, "max_prompt_tokens": 90, "top_p": 1.0}
+    config = mixture(config, tmp_path, {"name": "own", **own}, {"name": "led", **own, "kinds": {"free": 1.0}}, num_prompts=12)
+    monkeypatch.setattr(making.AnswerJob, "work", lambda *args, **kwargs: pytest.fail("stopped"))
+    with pytest.raises(pytest.fail.Exception):
+        make_dataset(config)
+    monkeypatch.undo()
+    monkeypatch.setattr(making, "self_seed", lambda *args, **kwargs: pytest.fail("written twice"))
+    given = json.loads(made(config)["manifest.json"])["counts"]["sources"]
+    assert {name: each["prompts"] for name, each in given.items()} == {"own": 6, "led": 6}
+
+
 def mixture(config, tmp_path, *sources, num_prompts=24):
     """Return the config with two logs of requests, which share some prompts, and what `sources` say of each."""
     asked = {
