@@ -118,8 +118,9 @@ def _train(
     values, contents = config.model_dump(mode="json"), hash_materials(config, materials.target)
     with nullcontext() if workers is None else workers.naming_failures():
         outcome = train(task, loader, config.optimizer, config.schedule, accelerator, output, values, contents)
-    if accelerator.is_main_process:
-        write_json(output / "outcome.json", asdict(outcome))
+    path = output / "outcome.json"
+    if accelerator.is_main_process and (outcome.labels or not path.is_file()):  # that of a run that had ended before stays
+        write_json(path, asdict(outcome))
     log.info(
         "done: %d steps in %.0f s; best tokens per target step on held-out prompts %.3f, at step %d; artifact in %s",
         outcome.steps,

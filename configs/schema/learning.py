@@ -164,7 +164,7 @@ class OptimizerConfig(Settings):
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95  # of AdamW
     max_grad_norm: PositiveFloat = 1.0  # larger gradients are scaled down to this norm
     warmup_share: Share = 0.05  # of the steps, in which the learning rate rises
-    final_share: Share = 0.1  # of the learning rate, at the last step
+    final_share: Share = 0.1  # of the learning rate, where the cosine ends: after the last step
 
 
 class DataPhase(Settings):

@@ -16,6 +16,8 @@ from heads.target.identity import TargetIdentity
 
 OBJECT = "\ufffc"  # Unicode's object replacement character: where an image or a sound stands in a user's text
 
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError)  # a template's own code raises Python's
+
 # chatml: as of Qwen, SmolLM2 and others. plain: the texts alone, a line each, for base models.
 NAMED = {
     "chatml": (
@@ -47,7 +49,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     tokenizer.chat_template = template
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
-    except TemplateError as error:
+    except TEMPLATE_ERRORS as error:
         raise InputError(f"target.chat_template: {name} is no chat template: {first_line(error)}") from error
 
 
@@ -102,7 +104,7 @@ def in_template(
         if in_parts and said.strip() not in text:  # its template may know lists of parts only
             text = render([each | {"content": [_text_part(each.get("content") or "")]} for each in plain])
         return text
-    except TemplateError as error:
+    except TEMPLATE_ERRORS as error:
         roles = ", ".join(message["role"] for message in plain)
         raise InputError(
             f"the chat template of target {name} refuses a conversation of {roles}: {first_line(error)}"

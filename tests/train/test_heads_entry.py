@@ -82,7 +82,8 @@ def config_for(run_folder, tiny_run, output, **settings):
 )
 @pytest.mark.usefixtures("own_precision")
 def test_from_files_to_a_head_that_decodes_as_the_target_alone(run_folder, tiny_run, tmp_path, head):
-    assert run_heads(config_for(run_folder, tiny_run, tmp_path / "out", head=head)) == 0  # under bfloat16, as by default
+    config = config_for(run_folder, tiny_run, tmp_path / "out", head=head)
+    assert run_heads(config) == 0  # under bfloat16, as by default
     outcome = json.loads((tmp_path / "out" / "outcome.json").read_text())
     assert outcome["steps"] == 8
     parts = [outcome[f"{part}_seconds"] for part in ("training", "evaluation", "checkpoint")]
@@ -94,6 +95,8 @@ def test_from_files_to_a_head_that_decodes_as_the_target_alone(run_folder, tiny_
     assert draft.metadata.kind == head["kind"]
     assert draft.metadata.hidden_states.taps == [0, 1, 2]
     assert draft.metadata.provenance["held_out"]["tokens_per_target_step"] == outcome["best_score"]
+    assert run_heads(config) == 0  # with nothing left to train
+    assert json.loads((tmp_path / "out" / "outcome.json").read_text()) == outcome
     prompts = [[5, 6, 7, 8], [20, 21]]
     plain = generate(target, prompts, DecodeConfig(num_speculative_tokens=0, max_new_tokens=8, batch_size=2))
     with_head = generate(

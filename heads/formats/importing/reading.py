@@ -103,6 +103,8 @@ def _speculators(config: dict[str, Any], weights: Weights, layer_ids: LayerIds, 
     if kind not in readers:
         raise InputError(f"speculators_model_type {kind!r} is none of {', '.join(readers)}")
     tokens = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    if type(tokens) is not int or tokens < 1:
+        raise InputError(f"expected speculative_tokens to be a number of at least 1, got {tokens!r}")
     settings = readers[kind]()
     if kind in ("eagle3", "peagle", "mtp"):
         settings["num_depths"] = tokens

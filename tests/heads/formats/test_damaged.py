@@ -54,6 +54,10 @@ def test_wrong_tensors_are_named_all_together(exported, tensors, words):
         ({"transformer_layer_config": [1]}, "expected transformer_layer_config to be a section"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, r"fc.weight of shape \[32, 96\] where \[32, 64\] is expected"),
         ({"speculators_config": {"proposal_methods": []}}, "lacks or garbles a key of its format: IndexError"),
+        (
+            {"speculators_config": {"proposal_methods": [{"speculative_tokens": "3"}]}},
+            "expected speculative_tokens to be a number of at least 1, got '3'",
+        ),
         ({"speculators_config": None}, r"lacks or garbles a key of its format: KeyError\('speculators_config'\)"),
         ({"transformer_layer_config": None}, r"lacks or garbles a key of its format: KeyError\('transformer_layer_config'\)"),
     ],

@@ -107,10 +107,17 @@ def test_auto_is_the_gpu_unless_the_launcher_was_told_to_use_the_cpu(monkeypatch
     assert choose_device("auto").type == device
 
 
-def test_a_conversation_that_the_template_refuses_is_the_users_mistake(tiny_llama, as_target, tiny_tokenizer):
-    tokenizer = tiny_tokenizer.__class__(tokenizer_object=tiny_tokenizer.backend_tokenizer, chat_template=NO_SYSTEM)
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (NO_SYSTEM, "no system role"),
+        ("{% if messages[1] %}{{ 1 + 'w' }}{% endif %}w3", "unsupported operand"),
+    ],
+)
+def test_a_conversation_that_the_template_refuses_is_the_users_mistake(tiny_llama, as_target, tiny_tokenizer, template, words):
+    tokenizer = tiny_tokenizer.__class__(tokenizer_object=tiny_tokenizer.backend_tokenizer, chat_template=template)
     target = dataclasses.replace(as_target(tiny_llama()), tokenizer=tokenizer)
     user = {"role": "user", "content": "w3"}
     assert target.encode_chat([user]) == tokenizer("w3")["input_ids"]
-    with pytest.raises(InputError, match="refuses a conversation of system, user: no system role"):
+    with pytest.raises(InputError, match=f"refuses a conversation of system, user: {words}"):
         target.encode_chat([{"role": "system", "content": "be kind"}, user])
