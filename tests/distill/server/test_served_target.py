@@ -141,7 +141,7 @@ def test_a_step_of_training_is_the_one_from_the_local_cache(caches, target, data
         optimizer = torch.optim.AdamW([weight for weight in draft.parameters() if weight.requires_grad], lr=1e-4)
         losses[name] = []
         for _ in range(2):
-            loss = objective(batch.input_ids_BT, batch.loss_mask_BT, caches[name].signal(batch), num_labels, 1).loss
+            loss = objective(batch, caches[name].signal(batch), num_labels, 1).loss
             losses[name].append(float(loss.detach()))
             optimizer.zero_grad()
             loss.backward()
