@@ -19,7 +19,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -51,16 +50,12 @@ from heads.target.served.forward import ServedForward
 
 log = logging.getLogger("draftsmith")
 
-# By number of blocks, the targets that have passed `check_exit`. One process makes a head again to write it, and alone it runs
-# no shared target.
-_RUNS_ALONE: dict[int, WeakSet[PreTrainedModel]] = {}
-
 
 class EarlyExit(HeadBase):
     """An adapter after the target's first blocks (`heads.modules.interface.HeadModule`).
 
     Raises:
-        InputError: `taps` is no state with blocks both before and after it, or the blocks before it do not run alone.
+        InputError: `taps` is no state with blocks both before and after it.
     """
 
     num_caches = 1
@@ -74,7 +69,6 @@ class EarlyExit(HeadBase):
                 f"head.taps: an early exit leaves blocks of the target to verify: expected one of 1 to {last - 1}, got "
                 f"{self.taps[0]} of its {last} blocks"
             )
-        check_exit(target, self.taps[0])
         self.settings = settings.model_copy(update={"taps": list(self.taps)})
         shape = layer_shape(target, settings.layer)
         self.layer = ExitLayer(shape)
@@ -213,8 +207,8 @@ def reads_whole(model: PreTrainedModel) -> bool:
     return isinstance(registered_forward(model), ServedForward) or guidance_of(model) is not None
 
 
-def check_exit(model: PreTrainedModel, num_layers: int) -> None:
-    """Refuse a target whose first blocks, run without the others, give other states than in the target.
+def check_exit(head: EarlyExit, model: PreTrainedModel) -> None:
+    """Refuse to train on a target whose first blocks, run without the others, give other states than in the target.
 
     Raises:
         InputError: they do, or do not run (some of Gemma 4, whose last block has to be one of full attention), or transformers
@@ -222,14 +216,13 @@ def check_exit(model: PreTrainedModel, num_layers: int) -> None:
     """
     if model.device.type == "meta" or reads_whole(model):  # a plan builds heads without any values to compare
         return
+    first = f"the first {head.taps[0]} blocks of {type(model).__name__}"
     remedy = "take another one of head.taps, or another head.kind"
     check_on_probe(
         model,
-        partial(_exit_error, num_layers=num_layers),
-        fails=f"the first {num_layers} blocks of {type(model).__name__} do not run without the others ({{}}); {remedy}",
-        differs=f"the first {num_layers} blocks of {type(model).__name__}, run without the others, give states that differ by "
-        f"{{:.2g}} of them; {remedy}",
-        passed=_RUNS_ALONE.setdefault(num_layers, WeakSet()),
+        partial(_exit_error, num_layers=head.taps[0]),
+        fails=f"{first} do not run without the others ({{}}); {remedy}",
+        differs=f"{first}, run without the others, give states that differ by {{:.2g}} of them; {remedy}",
     )
 
 
@@ -248,4 +241,4 @@ def shared_blocks(model: PreTrainedModel, num_layers: int) -> SharedBlocks | Non
         return None
 
 
-FAMILY = Family(settings=EarlyExitSettings, build=EarlyExit, propose=EarlyExitChain)
+FAMILY = Family(settings=EarlyExitSettings, build=EarlyExit, propose=EarlyExitChain, start=check_exit)

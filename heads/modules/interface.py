@@ -175,7 +175,8 @@ class Family:
         build: makes the module, with new weights, from settings, target and draft vocabulary (None: all tokens).
         propose: makes the proposer of a module that `heads.families.registry.serve` returned, on a device.
         in_one_forward: whether one forward gives all drafts of a round, so that one more costs the draft no time.
-        start: gives a module that is about to be trained, not a loaded one, further initial weights: module, target.
+        start: for a module that is about to be trained, not a loaded one: gives it further initial weights, or refuses a
+            target that it could not learn from; module, target.
     """
 
     settings: type[HeadSettings]

@@ -8,12 +8,14 @@ from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import ConfidenceStopping
 from configs.schema.heads import EarlyExitSettings
 from eval.decoder.decode import decode
+from heads.artifact import load_draft
 from heads.families.registry import FAMILIES, serve
 from heads.proposers.merged import LookupFirst
 from heads.proposers.prompt_lookup import PromptLookup
 from heads.proposers.self_speculation import SelfSpeculation
 from heads.target.hidden_states import blocks, final_norm
 from tests.support import family_checks as checks
+from tests.support.artifacts import save_artifact
 from tests.support.decoding import requests_for
 from tests.support.family_configs import tiny_model
 from tests.support.naive_layers import NaiveBody
@@ -118,16 +120,28 @@ def test_an_exit_that_leaves_no_block_to_verify_is_refused(taps):
     ],
 )
 def test_first_blocks_that_do_not_run_alone_are_refused_before_anything_is_trained(name, tap, says):
+    target = tiny_model(name)
+    head = FAMILY.build(EarlyExitSettings(kind="early_exit", taps=[tap]), target, None)
     with pytest.raises(InputError, match=says):
-        FAMILY.build(EarlyExitSettings(kind="early_exit", taps=[tap]), tiny_model(name), None)
+        FAMILY.start(head, target)
 
 
 def test_states_that_are_others_without_the_later_blocks_are_refused(monkeypatch):
     whole = checks.tiny_target("llama")
-    monkeypatch.setattr("heads.families.early_exit._RUNS_ALONE", {})
+    head = checks.build(SETTINGS, whole)
+    FAMILY.start(head, whole)
     monkeypatch.setattr("heads.families.early_exit.early_exit", lambda *_: checks.tiny_target("qwen3"))
     with pytest.raises(InputError, match="run without the others, give states that differ by"):
-        checks.build(SETTINGS, whole)
+        FAMILY.start(head, whole)
+
+
+def test_an_adapter_far_smaller_than_the_blocks_before_it_loads(tmp_path, as_target):
+    target = as_target(checks.tiny_target("llama"))
+    head = checks.build(EarlyExitSettings(kind="early_exit", taps=[3]), target.model)
+    blocks_before = sum(each.numel() for each in target.model.model.layers[:3].parameters())
+    assert blocks_before > 5 * sum(each.numel() for each in head.state_dict().values())
+    save_artifact(tmp_path, head, target.identity.to_dict())
+    assert load_draft(tmp_path, target.identity, target.model).metadata.kind == "early_exit"
 
 
 @torch.no_grad()
