@@ -117,8 +117,8 @@ class LosslessConfig(Settings):
     """When a difference from plain decoding counts as a numerical tie, and how samples are tested against the target's
     distribution."""
 
-    # Largest gap between the two tokens' logits, in multiples of the rounding error measured at that position: either token
-    # may be off by one error. On SmolLM2 in bf16 the largest gap seen among 51 differences was 1.2 errors.
+    # Largest gap between the two tokens' logits, in multiples of the rounding error measured at that position and those before
+    # it: either token may be off by one error. On SmolLM2 in bf16, batches of 16, 35 differences had at most 1.3 errors.
     tie_noise: Annotated[float, Field(ge=0, le=10)] = 2.0
     check_float32_prompts: NonNegativeInt = 2  # prompts decoded once more in float32, where both runs must be equal
     # At temperature > 0: how often a lossless decoder may fail the statistical tests. None: only the rule is proved.

@@ -34,6 +34,7 @@ log = logging.getLogger("draftsmith")
 
 LOSSLESS, UP_TO_TIES, NOT_LOSSLESS, LOSSY = "lossless", "lossless_up_to_ties", "not_lossless", "lossy_by_design"
 COMPARED_TOKENS = 32  # the likeliest tokens, whose logits' rounding error is measured
+MEASURED_POSITIONS, USUAL = 32, 0.9  # the last ones of an answer, at which it is measured; the quantile of them that counts
 FILLED = 0.9  # of the free memory, by a copy of the target; what it computes takes some too
 NO_TIE = float(torch.finfo(torch.float32).max)  # the gap reported where no two tokens can be compared; JSON has no infinity
 
@@ -220,16 +221,20 @@ def _gap_and_error(
 
     `position` is the place in the answer.
 
-    The error is the largest among the likeliest tokens, and at least the dtype's relative precision of the best logit.
+    The error is the largest among the likeliest tokens at that position, where a forward may happen to round little: so it is
+    at least what 90 % of the last positions of the answer do not exceed, and the dtype's relative precision of the best logit.
     Both come from one plain forward over the prefix, not from the decoder, whose mistakes must not pass for rounding. Its
     forwards, over fewer rows, may run other kernels, whose errors `tie_noise` has to cover too.
     """
-    prefix = (*answer.prompt_tokens, *answer.tokens[:position])
-    exact_V, own_V = (answer_logits(each, prefix, (one,), answer.media_prompt)[0].cpu().double() for each in (exact, target))
-    best_V = exact_V.topk(min(COMPARED_TOKENS, len(exact_V))).indices
-    error = float((own_V - exact_V)[best_V].abs().max())
+    first = max(position - MEASURED_POSITIONS + 1, 0)
+    before, after = (*answer.prompt_tokens, *answer.tokens[:first]), (*answer.tokens[first:position], one)
+    exact_TV, own_TV = (answer_logits(each, before, after, answer.media_prompt).cpu().double() for each in (exact, target))
+    best_TC = exact_TV.topk(min(COMPARED_TOKENS, exact_TV.shape[1])).indices
+    error_T = (own_TV - exact_TV).gather(1, best_TC).abs().amax(1)
+    exact_V = exact_TV[-1]
     least = torch.finfo(target.model.dtype).eps * abs(float(exact_V.max()))
-    return float(exact_V.max() - torch.minimum(exact_V[one], exact_V[other])), max(error, least)
+    gap = exact_V.max() - torch.minimum(exact_V[one], exact_V[other])
+    return float(gap), max(float(error_T[-1]), float(error_T.quantile(USUAL)), least)
 
 
 def _check_in_float32(
