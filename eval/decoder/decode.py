@@ -120,8 +120,8 @@ def decode(
     """
     check_decodable(target, requests, config)
     proposer = proposer if config.num_speculative_tokens else None
-    if config.tree is not None and proposer is not None and not isinstance(proposer, TreeProposer):
-        raise InputError(f"tree: {type(proposer).__name__} drafts chains only; set tree to null, or take another draft")
+    if proposer is not None:
+        check_drafts(proposer, config)
     processor = None if logits_processor is None else prepared(logits_processor)
     if processor is not None and measure_overlap:
         raise InputError("logits_processor: the overlap of distributions is measured on raw logits; leave one of the two out")
@@ -133,6 +133,16 @@ def decode(
         while run.active:
             run.round()
     return [row.to_generation(mode) for row in run.rows], _timing(run.rows, clock, mode, repeat)
+
+
+def check_drafts(proposer: Proposer, config: DecodeConfig) -> None:
+    """Refuse a draft that cannot draft the tree asked for.
+
+    Raises:
+        InputError: it drafts chains only.
+    """
+    if config.tree is not None and not isinstance(proposer, TreeProposer):
+        raise InputError(f"tree: {type(proposer).__name__} drafts chains only; set tree to null, or take another draft")
 
 
 def check_decodable(target: Target, requests: Sequence[Request], config: DecodeConfig | None = None) -> None:

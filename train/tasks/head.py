@@ -19,6 +19,7 @@ from distill.dataset.conversations import Conversation, user_text_hashes
 from distill.loss.columns import ColumnSampler
 from distill.loss.head_objective import HeadLoss, HeadObjective
 from distill.student.vocabulary import MassChoice, frequent_answer_tokens
+from eval.decoder.decode import check_drafts
 from heads.artifact import head_metadata, save_head
 from heads.device import restored_random_state
 from heads.families.registry import FAMILIES, serve
@@ -49,7 +50,7 @@ class HeadTask:
 
     Raises:
         InputError: the target cannot carry the head or be run on packed rows, the cache lacks states that the head reads, or a
-            held-out prompt cannot be decoded.
+            held-out prompt cannot be decoded, or not by a tree with this head.
     """
 
     def __init__(
@@ -96,6 +97,8 @@ class HeadTask:
         patience = config.schedule.evaluation_timeout_seconds
         self.held_out = HeldOutDecoding(config.held_out, target, held_out, accelerator, patience)
         self.prediction = HeldOutPrediction(config.held_out, target, held_out, accelerator)
+        if config.held_out.decode.tree is not None:
+            check_drafts(self.proposer(self.module), config.held_out.decode)  # now, not at the first held-out decoding
 
     @property
     def drafts_while_training(self) -> bool:

@@ -1,12 +1,16 @@
 """The prediction from training is what decoding yields, to the last round, as long as both do the same thing."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
-from configs.schema.training import HeldOutDecodingConfig
+from configs.runtime.errors import InputError
+from configs.schema.training import HeadsConfig, HeldOutDecodingConfig
 from distill.dataset.batches import Example, collate
 from heads.modules.autoregressive import PendingFeatures
 from tests.support.tiny_heads import HEADS
+from train.tasks.head import HeadTask
 from train.tasks.held_out import HeldOutPrediction, walk
 
 
@@ -42,6 +46,17 @@ def test_a_head_that_drafts_from_another_place_falls_short_of_the_prediction(hea
     metrics = task.evaluate(task.module)
     assert metrics["predicted_tau"] == promised > 2
     assert metrics["tokens_per_target_step"] < 0.8 * promised
+
+
+@pytest.mark.parametrize(
+    ("kind", "refused"), [("dflash", pytest.raises(InputError, match="chains only")), ("eagle3", nullcontext())]
+)
+def test_a_tree_that_the_head_cannot_draft_is_refused_before_the_training(kind, refused, head_task, greedy_target, greedy_rows):
+    task = head_task(kind)
+    decode = {"num_speculative_tokens": 2, "tree": {"kind": "static", "paths": [[0], [1], [0, 0]]}}
+    config = HeadsConfig.model_validate(task.config.model_dump() | {"held_out": {"decode": decode}})
+    with refused:
+        HeadTask(config, greedy_target, greedy_rows, greedy_rows[:2], task.held_out.accelerator)
 
 
 def test_the_shares_by_depth_are_those_counted_place_by_place(head_task, greedy_rows):
