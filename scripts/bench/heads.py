@@ -6,6 +6,7 @@ lookup, plain decoding in turns with them, losslessness judged. Prompt lookup, w
 the first. With `draft_vocab_sizes` each head is measured with fewer draft tokens as well: the rows of its output head stand
 for themselves, so those of the answers' most frequent tokens are kept and the others left out, without further training.
 Chains of the recipes that `stopped` names are measured once more where the cost rule ends them (`eval.cost.draft_length`).
+Tokens per target step of each of `variants` are compared with those of the first, prompt by prompt.
 EAGLE-3's training itself is compared with speculators', where that is installed (`scripts.bench.eagle3_training`), and its
 attention with a dense one (`scripts.bench.peers.dense_attention`). Data and finished trainings are kept while recipe and data
 are the same, so that only the first run takes hours. Rows of heads that this run does not measure stay in the file, and
@@ -43,9 +44,9 @@ from eval.measure.interleaved import Records, measure
 from eval.measure.proposers import add_lookup
 from eval.measure.suite import fit_suite, load_suite
 from eval.measure.turns import Turns
-from eval.metrics.acceptance import summarise_acceptance
+from eval.metrics.acceptance import count_per_prompt, summarise_acceptance
 from eval.metrics.speed import decode_speed_ratio
-from eval.stats.bootstrap import Interval
+from eval.stats.bootstrap import Interval, paired_ratio_interval
 from heads.artifact import WEIGHTS_FILE, Draft, load_draft
 from heads.modules.output_head import DraftHead
 from heads.proposers.prompt_lookup import PromptLookup
@@ -87,12 +88,15 @@ def compare_heads(config: BenchHeadsConfig) -> int:
     attention = compare_attention(config.attention_lengths)
     ratios = {} if training is None else training.ratios(config.bootstrap_samples)
     rows: list[dict[str, Any]] = []
+    first_variant: dict[str, MeasuredRun] = {}  # by suite
     for run in runs:
         baselines = {} if rows else {PROMPT_LOOKUP: PromptLookup(target.device)}
         sides = load_sides(config, target, run, choosing)
         for name, of_suite in requests.items():
             measured = measure_run(config, target, of_suite, run, sides, baselines, suite=name)
             rows, ratios = rows + measured.rows, ratios | measured.ratios
+            if run.name in config.variants and (first := first_variant.setdefault(name, measured)) is not measured:
+                ratios[f"{run.name}_tau_vs_{next(iter(config.variants))}_{name}"] = tau_ratio(config, measured, first)
     comparisons = [*(training.rows() if training is not None else []), *attention_rows(attention)]
     data, compared = rows[0]["data"], {next(iter(row)) for row in comparisons}
     kept = keep_results(Path(config.output), data, {row["recipe"] for row in rows}, compared)
@@ -188,10 +192,19 @@ def load_sides(
 
 
 class MeasuredRun(NamedTuple):
-    """Rows of the table, and the speed of chains that a rule ends over that of the fixed length."""
+    """Rows of the table, the speed of chains that a rule ends over that of the fixed length, and the draft's committed tokens
+    and rounds by prompt.
+    """
 
     rows: list[dict[str, Any]]
     ratios: dict[str, Interval]
+    counts: dict[str, list[int]]
+
+
+def tau_ratio(config: BenchHeadsConfig, run: MeasuredRun, other: MeasuredRun) -> Interval:
+    """Return a run's tokens per target step over another's, on the same prompts."""
+    columns = [[each.counts[prompt][column] for prompt in run.counts] for each in (run, other) for column in (0, 1)]
+    return paired_ratio_interval(*columns, samples=config.bootstrap_samples, seed=SEED)
 
 
 def measure_run(
@@ -209,9 +222,8 @@ def measure_run(
     evaluation = EvalConfig(decode=settings, repeats=config.repeats, baselines=[])
     proposers: dict[str, Proposer] = {name: side.draft.proposer for name, side in sides.items()}
     stopped = {name: side.settings for name, side in sides.items() if side.settings.stopping is not None}
-    after_lookup = {
-        f"{name} {WITH_LOOKUP}": add_lookup(each, evaluation, target) for name, each in proposers.items() if name not in stopped
-    }
+    fixed = {name: each for name, each in proposers.items() if name not in stopped} if config.with_lookup else {}
+    after_lookup = {f"{name} {WITH_LOOKUP}": add_lookup(each, evaluation, target) for name, each in fixed.items()}
     records = measure(target, requests, evaluation, proposers | after_lookup | dict(baselines), settings=stopped)
     check_finite(records.generations, f"recipe {run.name}")
 
@@ -239,7 +251,7 @@ def measure_run(
         )
         for name in stopped
     }
-    return MeasuredRun(rows, ratios)
+    return MeasuredRun(rows, ratios, count_per_prompt(records.of(run.name)))
 
 
 def summarise(records: Records, mode: str, num_speculative_tokens: int, samples: int) -> dict[str, Any]:

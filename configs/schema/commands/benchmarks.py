@@ -65,8 +65,10 @@ class BenchHeadsConfig(Settings):
         "configs/heads/eagle3_on_policy.yaml",
     ]
     draft_models: list[str] = []  # of `train/distill.py`, measured beside the heads
-    # Heads by the first recipe but for some keys, dotted or in sections, as {two_layers: {head.num_layers: 2}}; a row each
+    # Heads by the first recipe but for some keys, dotted or in sections, as {two_layers: {head.num_layers: 2}}; a row each, and
+    # the tokens per target step of each over those of the first variant
     variants: dict[str, dict[str, Setting]] = {}
+    with_lookup: bool = True  # each head is measured after a prompt lookup as well
     # Numbers of its draft tokens with which each head is measured as well, not trained anew
     draft_vocab_sizes: list[PositiveInt] = []
     # Recipes, by the names of their files, whose chains are also measured where the cost rule ends them (decode.stopping, by
