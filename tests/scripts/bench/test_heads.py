@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -124,6 +125,28 @@ def test_chains_that_the_cost_rule_ends_are_measured_beside_the_fixed_length(
     names = ["eagle3_stopped_vs_fixed_home", "eagle3_stopped_vs_fixed_abroad"]
     assert [name for name in content["ratios"] if not name.endswith(("_low", "_high"))] == names
     assert content["ratios"][names[0]] == pytest.approx(stopped["speedup"] / fixed["speedup"])
+
+
+def test_variants_are_compared_with_the_first_of_them_and_a_lookup_can_be_left_out(
+    results, make_config, folder, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(trained_runs, "run_training", None)
+    medusa, eagle3, _ = head_recipes.train_recipes(make_config())
+    runs = [eagle3, replace(eagle3, name="one"), replace(medusa, name="two")]
+    monkeypatch.setattr(heads, "train_recipes", lambda config, also: runs)
+    only = {"recipes": [str(folder / "eagle3.yaml")], "draft_models": [], "eagle3": None, "with_lookup": False}
+    variants = {"one": {"head.depth_decay": 1.0}, "two": {"head.depth_decay": 0.5}}
+    assert compare_heads(make_config(**only, variants=variants, output=str(tmp_path / "heads.json"))) == DONE
+
+    content = json.loads((tmp_path / "heads.json").read_text())
+    tau = {(row["recipe"], row["suite"]): row["tau"] for row in content["rows"]}
+    assert list(tau) == [(name, suite) for name in ("eagle3", "one", "two", None) for suite in ("home", "abroad")]
+    assert {name for name in content["ratios"] if not name.endswith(("_low", "_high"))} == {
+        f"two_tau_vs_one_{suite}" for suite in ("home", "abroad")
+    }
+    for suite in ("home", "abroad"):
+        assert tau["one", suite] != tau["two", suite]
+        assert content["ratios"][f"two_tau_vs_one_{suite}"] == pytest.approx(tau["two", suite] / tau["one", suite])
 
 
 def test_rows_that_are_not_measured_anew_stay_in_the_file(results, tmp_path):
