@@ -93,7 +93,8 @@ def _cell(value: Any) -> str:
 def _machine(hardware: Mapping[str, Any]) -> str:
     """Name the machine: its GPUs where it has some, else its processor."""
     gpus = [gpu["name"] for gpu in hardware["gpus"]]
-    return " and ".join(gpus) or f"{hardware['cores']} cores of {hardware['cpu']}"
+    cores = f"{hardware['cores']} core{'' if hardware['cores'] == 1 else 's'}"
+    return " and ".join(gpus) or f"{cores} of {hardware['cpu']}"
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
