@@ -70,7 +70,7 @@ class Check:
         scratch: takes exports and the engines' files.
         target_folder: of the target, for exports and engines.
         plain_runs: every engine's plain decoding, once it has been run.
-        our_counts: ours by artifact, number of drafts and whether the last rounds are cut, once they have been made.
+        our_counts: ours by artifact, number of drafts, and what `count_ours` was told, once they have been made.
     """
 
     config: ServeCheckConfig
@@ -79,7 +79,7 @@ class Check:
     target_folder: Path
     reference: PlainAnswers
     plain_runs: dict[str, EngineRun] = field(default_factory=dict)
-    our_counts: dict[tuple[str, int, bool], list[Counts]] = field(default_factory=dict)
+    our_counts: dict[tuple[str, int, bool, bool], list[Counts]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,9 +188,9 @@ def compare(check: Check, case: Case, kind: str, tokens: int, out: Path) -> dict
         check.plain_runs[engine] = _run(check, engine, "plain", {"draft": None, "kind": None, "serve": None})
     draft = {"draft": str(out), "kind": kind, "serve": (out / SERVE_FILE).read_text(encoding="utf-8")}
     run = _run(check, engine, out.parent.name, {**draft, "num_speculative_tokens": tokens})
-    key = str(case.artifact), tokens, ENGINES[engine].cuts
+    key = str(case.artifact), tokens, ENGINES[engine].cuts, kind in ENGINES[engine].whole_head
     if key not in check.our_counts:
-        check.our_counts[key] = count_ours(reference, case.artifact, tokens, cut=key[2])
+        check.our_counts[key] = count_ours(reference, case.artifact, tokens, cut=key[2], whole_head=key[3])
     ours, theirs = check.our_counts[key], [answer.counts for answer in run.answers]
     interval = tau(ours, samples=config.bootstrap_samples)
     tokens_compared, is_same = compare_tokens(check, run)

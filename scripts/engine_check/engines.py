@@ -49,6 +49,7 @@ class EngineDriver:
         needs: a file in that folder without which it is not installed.
         has_python: that folder has the interpreter that runs the driver; else this project's does.
         cuts: it drafts no further than an answer goes (`scripts.engine_check.ours`).
+        whole_head: the kinds of draft for which it takes the target's whole output head, whatever their vocabulary.
         variables: what it is started with.
     """
 
@@ -58,14 +59,29 @@ class EngineDriver:
     needs: str = "bin/python"
     has_python: bool = False
     cuts: bool = False
+    whole_head: frozenset[str] = frozenset()
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
 ENGINES = {
-    "vllm": EngineDriver(driver=SCRIPTS / "run_vllm.py", form="vllm", environment="vllm", has_python=True, variables=VLLM),
-    "transformers": EngineDriver(driver=SCRIPTS / "run_transformers.py", form="transformers"),
+    "vllm": EngineDriver(
+        driver=SCRIPTS / "run_vllm.py",
+        form="vllm",
+        environment="vllm",
+        has_python=True,
+        whole_head=frozenset({"mtp"}),
+        variables=VLLM,
+    ),
+    "transformers": EngineDriver(
+        driver=SCRIPTS / "run_transformers.py", form="transformers", whole_head=frozenset({"mtp", "dflash"})
+    ),
     "llama_cpp": EngineDriver(
-        driver=SCRIPTS / "run_llama_cpp.py", form="gguf", environment="llama_cpp", needs="bin/llama-server", cuts=True
+        driver=SCRIPTS / "run_llama_cpp.py",
+        form="gguf",
+        environment="llama_cpp",
+        needs="bin/llama-server",
+        cuts=True,
+        whole_head=frozenset({"dflash"}),
     ),
     "openvino": EngineDriver(driver=SCRIPTS / "run_openvino.py", form="openvino", environment="openvino", has_python=True),
 }

@@ -8,7 +8,7 @@ reaches the answer's length counts whole, with the drafts that were accepted bey
 
 over all prompts. In a report tau leaves out what lies beyond an answer's end, so it is a little lower there. An engine that
 drafts no further than the answer goes is compared with our decoder doing the same: then the last rounds have fewer drafts, and
-those without any do not count.
+those without any do not count. So is one that drafts by the target's whole output head where the draft has fewer tokens.
 L tokens of an answer.
 """
 
@@ -17,12 +17,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from configs.schema.decoding import DecodeConfig
 from eval.decoder.decode import Request, decode
 from eval.decoder.records import Generation
 from eval.stats.bootstrap import Interval, ratio_interval
 from heads.artifact import load_draft
+from heads.modules.output_head import DraftHead
 from heads.target.loading import Target
 from scripts.bench.harness import SEED, check_finite
 
@@ -60,10 +62,19 @@ def decode_plainly(target: Target, requests: Sequence[Request], max_new_tokens: 
     return PlainAnswers(endless=replace(target, eos_token_ids=()), requests=requests, plain=plain)
 
 
-def count_ours(reference: PlainAnswers, artifact: Path, num_speculative_tokens: int, *, cut: bool) -> list[Counts]:
-    """Decode every prompt with an artifact's drafts, if `cut` no further than its answer goes; return its counts."""
+def count_ours(
+    reference: PlainAnswers, artifact: Path, num_speculative_tokens: int, *, cut: bool, whole_head: bool = False
+) -> list[Counts]:
+    """Decode every prompt with an artifact's drafts; return its counts.
+
+    Args:
+        cut: draft no further than an answer goes.
+        whole_head: draft by the target's whole output head, instead of the rows of the draft vocabulary.
+    """
     target = reference.endless
-    proposer = load_draft(artifact, target.identity, target.model).proposer
+    proposer: Any = load_draft(artifact, target.identity, target.model).proposer
+    if whole_head:
+        proposer.module.lm_head = DraftHead(target.model, None, trainable=False)
     counts = []
     for request, length in zip(reference.requests, reference.lengths, strict=True):
         # With room beyond the answer's end no round is cut short for want of it.
