@@ -4,10 +4,14 @@ import pytest
 import torch
 
 from configs.schema.decoding import DecodeConfig
+from configs.schema.heads import MtpSettings
 from eval.decoder.decode import decode
 from heads.artifact import load_draft
+from heads.proposers.vocabulary import DraftVocabulary
 from scripts.engine_check.ours import Counts, count_ours, count_rounds
 from tests.scripts.engine_check.conftest import K
+from tests.support import family_checks as checks
+from tests.support.artifacts import save_artifact
 
 
 @pytest.mark.parametrize(
@@ -57,3 +61,14 @@ def test_cut_rounds_bring_no_more_than_the_answer(bench, tiny_run):
         assert one.rounds + one.accepted >= length - 1
         assert one.rounds - other.rounds in (0, 1)
         assert other.accepted <= one.accepted
+
+
+def test_the_targets_whole_output_head_takes_the_place_of_a_draft_vocabulary(bench, tmp_path):
+    target, tokens = bench.endless, sorted({token for answer in bench.plain for token in answer.tokens})
+    others = DraftVocabulary(token_ids_W=torch.tensor([n for n in range(64) if n not in tokens]), target_vocab_size=64)
+    for name, vocabulary in (("whole", None), ("reduced", others)):
+        head = checks.build(MtpSettings(kind="mtp", num_depths=1, shared_depths=True), target.model, vocabulary, stir=0.5)
+        save_artifact(tmp_path / name, head, target.identity.to_dict(), vocabulary)
+    whole, reduced = (count_ours(bench, tmp_path / name, K, cut=False) for name in ("whole", "reduced"))
+    assert sum(each.accepted for each in whole) > 0 == sum(each.accepted for each in reduced)
+    assert count_ours(bench, tmp_path / "reduced", K, cut=False, whole_head=True) == whole
