@@ -98,7 +98,7 @@ def summarise_advantage(
         samples, seed: of the bootstrap.
         ours_mode: this draft's.
     """
-    tau = _ratio(ours, theirs, samples, seed)
+    tau = sums_ratio(ours, theirs, samples, seed)
     speed = decode_speed_ratio(timings, ours_mode, mode, samples=samples, seed=seed)
     return {
         "tokens_per_target_step_ratio": tau.point,
@@ -111,7 +111,7 @@ def summarise_advantage(
 def decode_speed_ratio(timings: Sequence[Timing], mode: str, other: str, *, samples: int, seed: int) -> Interval:
     """Return one mode's decode speed divided by another's, over the batches on which both were timed."""
     ours, theirs = (sums_by_batch(timings, each, "num_tokens", "decode_seconds") for each in (mode, other))
-    return _ratio(ours, theirs, samples, seed)
+    return sums_ratio(ours, theirs, samples, seed)
 
 
 def timings_within(timings: Iterable[Timing], prompt_ids: set[str]) -> list[Timing]:
@@ -164,7 +164,7 @@ def _phases(timings: Sequence[Timing]) -> dict[str, Any]:
     return {**seconds, "shares": shares}
 
 
-def _ratio(ours: Sums, theirs: Sums, samples: int, seed: int) -> Interval:
+def sums_ratio(ours: Sums, theirs: Sums, samples: int, seed: int) -> Interval:
     """Return (sum a / sum b) / (sum c / sum d) over the clusters that both have."""
     common = [cluster for cluster in ours if cluster in theirs]
     columns = [[sums[cluster][column] for cluster in common] for sums in (ours, theirs) for column in (0, 1)]

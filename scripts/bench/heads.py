@@ -45,8 +45,8 @@ from eval.measure.proposers import add_lookup
 from eval.measure.suite import fit_suite, load_suite
 from eval.measure.turns import Turns
 from eval.metrics.acceptance import count_per_prompt, summarise_acceptance
-from eval.metrics.speed import decode_speed_ratio
-from eval.stats.bootstrap import Interval, paired_ratio_interval
+from eval.metrics.speed import Sums, decode_speed_ratio, sums_ratio
+from eval.stats.bootstrap import Interval
 from heads.artifact import WEIGHTS_FILE, Draft, load_draft
 from heads.modules.output_head import DraftHead
 from heads.proposers.prompt_lookup import PromptLookup
@@ -88,15 +88,19 @@ def compare_heads(config: BenchHeadsConfig) -> int:
     attention = compare_attention(config.attention_lengths)
     ratios = {} if training is None else training.ratios(config.bootstrap_samples)
     rows: list[dict[str, Any]] = []
-    first_variant: dict[str, MeasuredRun] = {}  # by suite
+    first_variant = next(iter(config.variants), None)
+    first_counts: dict[str, Sums] = {}  # of the first variant, by suite
     for run in runs:
         baselines = {} if rows else {PROMPT_LOOKUP: PromptLookup(target.device)}
         sides = load_sides(config, target, run, choosing)
         for name, of_suite in requests.items():
             measured = measure_run(config, target, of_suite, run, sides, baselines, suite=name)
             rows, ratios = rows + measured.rows, ratios | measured.ratios
-            if run.name in config.variants and (first := first_variant.setdefault(name, measured)) is not measured:
-                ratios[f"{run.name}_tau_vs_{next(iter(config.variants))}_{name}"] = tau_ratio(config, measured, first)
+            if run.name == first_variant:
+                first_counts[name] = measured.counts
+            elif run.name in config.variants:
+                tau_ratio = sums_ratio(measured.counts, first_counts[name], config.bootstrap_samples, SEED)
+                ratios[f"{run.name}_tau_vs_{first_variant}_{name}"] = tau_ratio
     comparisons = [*(training.rows() if training is not None else []), *attention_rows(attention)]
     data, compared = rows[0]["data"], {next(iter(row)) for row in comparisons}
     kept = keep_results(Path(config.output), data, {row["recipe"] for row in rows}, compared)
@@ -198,13 +202,7 @@ class MeasuredRun(NamedTuple):
 
     rows: list[dict[str, Any]]
     ratios: dict[str, Interval]
-    counts: dict[str, list[int]]
-
-
-def tau_ratio(config: BenchHeadsConfig, run: MeasuredRun, other: MeasuredRun) -> Interval:
-    """Return a run's tokens per target step over another's, on the same prompts."""
-    columns = [[each.counts[prompt][column] for prompt in run.counts] for each in (run, other) for column in (0, 1)]
-    return paired_ratio_interval(*columns, samples=config.bootstrap_samples, seed=SEED)
+    counts: Sums
 
 
 def measure_run(
