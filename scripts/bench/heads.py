@@ -5,7 +5,8 @@ at batch 1 on held-out prompts that chose no checkpoint ("home") and on the prom
 lookup, plain decoding in turns with them, losslessness judged. Prompt lookup, which needs no training, is measured along with
 the first. With `draft_vocab_sizes` each head is measured with fewer draft tokens as well: the rows of its output head stand
 for themselves, so those of the answers' most frequent tokens are kept and the others left out, without further training.
-Chains of the recipes that `stopped` names are measured once more where the cost rule ends them (`eval.cost.draft_length`).
+Chains of the recipes that `stopped` names are measured once more where the cost rule ends them (`eval.cost.draft_length`), and
+those that `trees` names are measured with the fastest static tree as well (`eval.cost.tree_choice`).
 Tokens per target step of each of `variants` are compared with those of the first, prompt by prompt.
 EAGLE-3's training itself is compared with speculators', where that is installed (`scripts.bench.eagle3_training`), and its
 attention with a dense one (`scripts.bench.peers.dense_attention`). Data and finished trainings are kept while recipe and data
@@ -31,12 +32,14 @@ from configs.runtime.files import read_json
 from configs.runtime.loading import load_config
 from configs.schema.commands.benchmarks import HOME_SUITE, BenchHeadsConfig
 from configs.schema.decoding import DecodeConfig
+from configs.schema.drafting import FastestTree, StaticTree
 from configs.schema.evaluation import EvalConfig, LosslessConfig
 from configs.schema.training import HeadsConfig
 from distill.dataset.batches import ConversationDataset
 from distill.dataset.conversations import read_conversations
 from distill.student.vocabulary import frequent_answer_tokens
 from eval.cost.draft_length import choose_stopping
+from eval.cost.tree_choice import choose_tree
 from eval.decoder.decode import Request, check_decodable
 from eval.decoder.records import AUTOREGRESSIVE, WITH_LOOKUP
 from eval.lossless.verdict import NOT_LOSSLESS, judge_lossless
@@ -48,6 +51,7 @@ from eval.metrics.acceptance import count_per_prompt, summarise_acceptance
 from eval.metrics.speed import Sums, decode_speed_ratio, sums_ratio
 from eval.stats.bootstrap import Interval
 from heads.artifact import WEIGHTS_FILE, Draft, load_draft
+from heads.families.registry import drafts_in_one_forward
 from heads.modules.output_head import DraftHead
 from heads.proposers.prompt_lookup import PromptLookup
 from heads.proposers.protocol import Proposer
@@ -164,13 +168,14 @@ class MeasuredDraft(NamedTuple):
 def load_sides(
     config: BenchHeadsConfig, target: Target, run: TrainingRun, choosing: Sequence[Request]
 ) -> dict[str, MeasuredDraft]:
-    """Return a run's draft, and the same as `stopped` and `draft_vocab_sizes` ask for it.
+    """Return a run's draft, and the same as `stopped`, `trees` and `draft_vocab_sizes` ask for it.
 
     Args:
-        choosing: prompts to fit a stopping rule on.
+        choosing: prompts to fit a stopping rule or a tree on.
 
     Raises:
         ConfigError: the draft is no head, or proposes no more tokens than one of the sizes.
+        InputError: the draft drafts no trees.
     """
     draft = load_draft(run.artifact, target.identity, target.model)
     settings = DecodeConfig(
@@ -181,6 +186,9 @@ def load_sides(
         stopping = choose_stopping(target, draft, choosing, settings)
         stopped = settings.model_copy(update={"stopping": stopping})
         sides[f"{run.name}, stopped by {stopping.by}"] = MeasuredDraft(draft, stopped, sides[run.name].cost)
+    if run.name in config.trees:
+        by_tree = settings.model_copy(update={"tree": fit_tree(target, draft, choosing, settings)})
+        sides[f"{run.name}, fastest tree"] = MeasuredDraft(draft, by_tree, sides[run.name].cost)
     for size in config.draft_vocab_sizes:
         draft, cost = load_draft(run.artifact, target.identity, target.model), dict(sides[run.name].cost)
         head = getattr(getattr(draft.proposer, "module", None), "lm_head", None)
@@ -193,6 +201,16 @@ def load_sides(
         cost["parameters"] -= (before - head.num_tokens) * head.parameters_used[0].shape[1]
         sides[f"{run.name}, {size} draft tokens"] = MeasuredDraft(draft, settings, cost)
     return sides
+
+
+def fit_tree(target: Target, draft: Draft, choosing: Sequence[Request], settings: DecodeConfig) -> StaticTree:
+    """Return the tree that is expected to be the fastest, by what the draft shows on some prompts; see `choose_tree`."""
+    asked = FastestTree(kind="fastest")
+    wide = settings.model_copy(update={"tree": asked.measured(settings.num_speculative_tokens)})
+    in_one_forward = drafts_in_one_forward(draft.metadata.kind)
+    chosen = choose_tree(target, draft.proposer, choosing, wide, asked.num_nodes, in_one_forward=in_one_forward)
+    log.info("of the static trees %s is expected to be the fastest", chosen.paths)
+    return StaticTree(kind="static", paths=[list(path) for path in chosen.paths])
 
 
 class MeasuredRun(NamedTuple):
@@ -219,10 +237,14 @@ def measure_run(
     draft, settings, _ = sides[run.name]
     evaluation = EvalConfig(decode=settings, repeats=config.repeats, baselines=[])
     proposers: dict[str, Proposer] = {name: side.draft.proposer for name, side in sides.items()}
-    stopped = {name: side.settings for name, side in sides.items() if side.settings.stopping is not None}
-    fixed = {name: each for name, each in proposers.items() if name not in stopped} if config.with_lookup else {}
-    after_lookup = {f"{name} {WITH_LOOKUP}": add_lookup(each, evaluation, target) for name, each in fixed.items()}
-    records = measure(target, requests, evaluation, proposers | after_lookup | dict(baselines), settings=stopped)
+    by_mode = {name: side.settings for name, side in sides.items()}
+    stopped = [name for name, each in by_mode.items() if each.stopping is not None]
+    after_lookup: dict[str, Proposer] = {}
+    for name in [name for name in sides if name not in stopped] if config.with_lookup else []:
+        joined = evaluation.model_copy(update={"decode": by_mode[name]})
+        after_lookup[f"{name} {WITH_LOOKUP}"] = add_lookup(proposers[name], joined, target)
+        by_mode[f"{name} {WITH_LOOKUP}"] = by_mode[name]
+    records = measure(target, requests, evaluation, proposers | after_lookup | dict(baselines), settings=by_mode)
     check_finite(records.generations, f"recipe {run.name}")
 
     def draft_for(other: Target) -> Draft:

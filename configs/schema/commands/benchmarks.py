@@ -74,6 +74,8 @@ class BenchHeadsConfig(Settings):
     # Recipes, by the names of their files, whose chains are also measured where the cost rule ends them (decode.stopping, by
     # the head's estimate where it makes one), fitted on the prompts that chose checkpoints
     stopped: list[str] = ["dspark", "early_exit"]
+    # Likewise, recipes that are measured with a tree as well: the one expected to be fastest, fitted on these prompts
+    trees: list[str] = []
     runs: str = "runs/heads/bench"  # folder: what was trained, kept for the next time
     num_prompts: PositiveInt = 32  # held-out prompts decoded, the last of the file: the first chose the checkpoints
     suites: list[SuiteConfig] = [SuiteConfig(name="house", num_prompts=32)]  # decoded as well, rows of their own

@@ -14,12 +14,13 @@ from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.files import CHECKOUT
 from configs.runtime.loading import load_config
 from configs.schema.decoding import DecodeConfig
-from configs.schema.drafting import CostStopping
+from configs.schema.drafting import CostStopping, StaticTree
 from configs.schema.training import DistillConfig, HeadsConfig
 from distill.dataset.conversations import read_conversations
+from eval.cost.tree_shapes import ChosenTree
 from eval.decoder.decode import Request, decode
 from heads.artifact import load_draft
-from heads.proposers.merged import LookupFirst
+from heads.proposers.merged import LookupFirst, MergedDrafts
 from heads.proposers.prompt_lookup import PromptLookup
 from scripts.bench import eagle3_training as eagle3_comparison
 from scripts.bench import head_recipes, heads, trained_runs
@@ -125,6 +126,31 @@ def test_chains_that_the_cost_rule_ends_are_measured_beside_the_fixed_length(
     names = ["eagle3_stopped_vs_fixed_home", "eagle3_stopped_vs_fixed_abroad"]
     assert [name for name in content["ratios"] if not name.endswith(("_low", "_high"))] == names
     assert content["ratios"][names[0]] == pytest.approx(stopped["speedup"] / fixed["speedup"])
+
+
+def test_heads_are_measured_with_the_fastest_tree_beside_the_chain(
+    results, make_config, folder, recipe, target, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(trained_runs, "run_training", None)
+    paths = [(0,), (1,), (0, 0)]
+    chosen = ChosenTree(paths=paths, tokens_per_round=2.0, seconds_per_round=1.0)
+    monkeypatch.setattr(heads, "choose_tree", lambda *_, in_one_forward: chosen)
+    only = {"recipes": [str(folder / "eagle3.yaml")], "draft_models": [], "eagle3": None, "trees": ["eagle3"], "suites": []}
+    assert compare_heads(make_config(**only, output=str(tmp_path / "heads.json"))) == DONE
+    content = json.loads((tmp_path / "heads.json").read_text())
+    by_tree, after_lookup = content["rows"][2:4]
+    assert [row["recipe"] for row in (by_tree, after_lookup)] == ["eagle3, fastest tree"] * 2
+    assert (by_tree["lossless"], after_lookup["lossless"]) == ("lossless", "lossless")
+    (run,) = content["runs"]
+    draft = load_draft(run["artifact"], target.identity, target.model).proposer
+    tree = StaticTree(kind="static", paths=[list(path) for path in paths])
+    settings = DecodeConfig(num_speculative_tokens=2, max_new_tokens=10, tree=tree)
+    prompts = [row.prompt_ids for row in read_conversations(Path(recipe["data"]["held_out"]))[-3:]]
+    merged = MergedDrafts([draft, PromptLookup(target.device, longest=8, shortest=3)], target.device)
+    for proposer, row in ((draft, by_tree), (merged, after_lookup)):
+        requests = [Request(prompt_id=str(ids), category="", tokens=tuple(ids)) for ids in prompts]
+        rounds = [each for request in requests for each in decode(target, [request], settings, proposer)[0][0].rounds]
+        assert row["tau"] == pytest.approx(sum(len(round_.committed) for round_ in rounds) / len(rounds))
 
 
 def test_variants_are_compared_with_the_first_of_them_and_a_lookup_can_be_left_out(
