@@ -66,17 +66,18 @@ def track(items: Iterable[T], *, description: str, total: int | None = None, uni
 
 
 @contextmanager
-def progress(description: str, total: int | None, unit: str = "it") -> Iterator[Callable[[int], None]]:
+def progress(description: str, total: int | None, unit: str = "it", done: int = 0) -> Iterator[Callable[[int], None]]:
     """Yield a function that adds a number of finished items to the bar or the log.
 
-    See `track` for the arguments; a `total` of None is unknown.
+    See `track` for the arguments; a `total` of None is unknown. `done` items were finished before, which says nothing of the
+    rate.
     """
     if is_main_process() and sys.stderr.isatty():
         with _bar(unit) as bar:
-            task = bar.add_task(description, total=total)
+            task = bar.add_task(description, total=total, completed=done)
             yield lambda count: bar.advance(task, count)
         return
-    lines = _Lines(description, total, unit)
+    lines = _Lines(description, total, unit, done)
     yield lines.advance
     lines.finish()
 
@@ -96,9 +97,9 @@ def _print_traceback(kind: type[BaseException], error: BaseException, trace: Tra
 class _Lines:
     """Counts finished items and logs the count, the rate and the time left."""
 
-    def __init__(self, description: str, total: int | None, unit: str) -> None:
+    def __init__(self, description: str, total: int | None, unit: str, done: int) -> None:
         self.description, self.total, self.unit = description, total, unit
-        self.done = 0
+        self.done = self.before = done
         self.started = self.last_line = time.monotonic()
 
     def advance(self, count: int) -> None:
@@ -108,7 +109,7 @@ class _Lines:
         if now - self.last_line < SECONDS_BETWEEN_LINES or self.done == self.total:
             return
         self.last_line = now
-        rate = self.done / (now - self.started)
+        rate = (self.done - self.before) / (now - self.started)
         if self.total is None:
             LOGGER.info("%s: %d %s, %s", self.description, self.done, self.unit, _rate(rate, self.unit))
             return
@@ -118,10 +119,10 @@ class _Lines:
         LOGGER.info("%s: %s, %s, %s left", self.description, done, _rate(rate, self.unit), left)
 
     def finish(self) -> None:
-        """Log the final count, the time it took and the mean rate."""
-        seconds = time.monotonic() - self.started
-        rate = _rate(self.done / seconds if seconds > 0 else 0.0, self.unit)
-        LOGGER.info("%s: %d %s in %s, %s", self.description, self.done, self.unit, _clock(seconds), rate)
+        """Log how many were finished, the time it took and the mean rate."""
+        seconds, count = time.monotonic() - self.started, self.done - self.before
+        rate = _rate(count / seconds if seconds > 0 else 0.0, self.unit)
+        LOGGER.info("%s: %d %s in %s, %s", self.description, count, self.unit, _clock(seconds), rate)
 
 
 class _RateColumn(ProgressColumn):

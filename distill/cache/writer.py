@@ -12,7 +12,7 @@ import hashlib
 import logging
 import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -157,14 +157,21 @@ class CacheJob:
         Raises:
             InputError: a value is not finite, the server fails, or a shard cannot be written.
         """
-        with progress("target cache", sum(self._lengths), "tokens") as advance:
-            advance(sum(map(self._num_rows, self.finished())))
+        shown = self.finished()
+        with progress("target cache", sum(self._lengths), "tokens", done=self._num_rows_of(shown)) as advance:
+
+            def show() -> None:  # what all processes have finished
+                new = self.finished().difference(shown)
+                shown.update(new)
+                advance(self._num_rows_of(new))
+
             for number in from_first(self.target.group, self._dealing(rank * len(self._plan) // num_processes).shards()):
                 if writes:
                     self._write_shard(number)
                 else:
                     self._shard_tensors([self._dataset[index] for index in self._plan[number]])
-                advance(self._num_rows(number))
+                show()
+            show()
 
     def finished(self) -> set[int]:
         """Return this job's shards that are there, whoever made them."""
@@ -255,6 +262,9 @@ class CacheJob:
     def _num_rows(self, number: int) -> int:
         """Return how many rows a shard has."""
         return sum(self._lengths[index] for index in self._plan[number])
+
+    def _num_rows_of(self, shards: Iterable[int]) -> int:
+        return sum(map(self._num_rows, shards))
 
     def _goes_on(self) -> bool:
         """Return whether the shards in the folder are this job's."""

@@ -141,8 +141,7 @@ class AnswerJob:
         own, finished = order[rank::num_processes], self.finished()
         missing = [number for number in own if not finished[number]]
         journal = Journal(self.folder / ANSWER_JOURNALS.format(rank=rank), self.fingerprint)
-        with progress("answers", len(own), "prompts") as advance:
-            advance(len(own) - len(missing))
+        with progress("answers", len(own), "prompts", done=len(own) - len(missing)) as advance:
             dialogues = (Dialogue(number=number, prompt=self.prompts[number]) for number in missing)
             capacity = min(self.target.max_positions, needs[missing[0]]) if missing else 0
             # A write to the disk waits for it: several at a time.

@@ -41,8 +41,7 @@ class ServerAnswerJob(AnswerJob):
         mine, finished = range(rank, len(self.prompts), num_processes), self.finished()
         missing = {str(number): self.prompts[number] for number in mine if not finished[number]}
         journal = Journal(self.folder / ANSWER_JOURNALS.format(rank=rank), self.fingerprint)
-        with progress("answers", len(mine), "prompts") as advance:
-            advance(len(mine) - len(missing))
+        with progress("answers", len(mine), "prompts", done=len(mine) - len(missing)) as advance:
             _ask_missing(self.writer, missing, self._answer, journal, advance)
 
     def _answer(self, prompt: Prompt) -> dict[str, Any]:

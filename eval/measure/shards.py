@@ -52,23 +52,23 @@ def measure_share(
     mine = range(share.number, len(batches), share.count)
     measurement = Measurement(target, config, proposers, turns.follow, meter)
     tallies = {requests[0].suite: Tally(config.decode.num_speculative_tokens) for requests in by_suite}
-    with (
-        RecordWriter(Path(config.output), state.process_index, job) as writer,
-        progress("decoding", sum(len(batches[number]) for number in mine), "prompts") as advance,
-    ):
+    with RecordWriter(Path(config.output), state.process_index, job) as writer:
         measurement.warm_up([batches[number] for number in mine])
         finished = share.in_all(number for number in mine if writer.finished(number) is not None)
-        for number in mine:
-            tally = tallies[batches[number][0].suite]
-            kept = writer.finished(number) if number in finished else None
-            if kept is None:
-                measured = measurement.measure_batch(batches[number])
-                writer.write(number, measured.generations, measured.timings)
-            else:
-                measured = measurement.take_over(kept)
-                tally.num_resumed += len(batches[number])
-            tally.add(measured.generations, measured.timings)
-            advance(len(batches[number]))
+        sizes = {number: len(batches[number]) for number in mine}
+        resumed = sum(sizes[number] for number in finished)
+        with progress("decoding", sum(sizes.values()), "prompts", done=resumed) as advance:
+            for number in mine:
+                tally = tallies[batches[number][0].suite]
+                kept = writer.finished(number) if number in finished else None
+                if kept is None:
+                    measured = measurement.measure_batch(batches[number])
+                    writer.write(number, measured.generations, measured.timings)
+                    advance(sizes[number])
+                else:
+                    measured = measurement.take_over(kept)
+                    tally.num_resumed += sizes[number]
+                tally.add(measured.generations, measured.timings)
     shares = share.gather([(tallies, writer.spans)])
     if state.is_main_process:
         join_parts(Path(config.output), [span for _, spans in shares for span in spans])

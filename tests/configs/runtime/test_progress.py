@@ -48,6 +48,16 @@ def test_lines_come_at_most_every_ten_seconds_with_count_rate_and_time_left(cloc
     assert caplog.messages[-1] == "training: 2 epochs in 0:04:00, 0.5 epochs/min"  # slow work goes by the minute
 
 
+def test_what_was_finished_before_counts_for_the_share_and_not_for_the_rate(clock, caplog):
+    with progress("answers", 100, "prompts", done=40) as advance:
+        clock.now += 20
+        advance(20)
+        clock.now += 20
+        advance(40)
+    assert caplog.messages[0] == "answers: 60/100 prompts (60 %), 1 prompts/s, 0:00:40 left"
+    assert caplog.messages[-1] == "answers: 60 prompts in 0:00:40, 1.5 prompts/s"
+
+
 def test_short_work_leaves_one_line(clock, caplog):
     with progress("packing", 4, "rows") as advance:
         advance(1)

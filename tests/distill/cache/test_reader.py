@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import math
 import shutil
 import threading
@@ -209,7 +210,7 @@ def test_shards_of_another_job_are_not_taken_for_ones_own(job, tmp_path, wanted,
     assert shard_files(tmp_path / "cache") == shard_files(tmp_path / "fresh")
 
 
-def test_two_processes_write_what_one_writes(job, tmp_path, monkeypatch):
+def test_two_processes_write_what_one_writes_and_show_what_both_have_done(job, tmp_path, monkeypatch, caplog):
     run(job("one", shard_megabytes=0.003))
     shared = job("two", shard_megabytes=0.003)
     shared.prepare()
@@ -222,6 +223,8 @@ def test_two_processes_write_what_one_writes(job, tmp_path, monkeypatch):
         write_shard(job, number)
 
     monkeypatch.setattr(CacheJob, "_write_shard", write)
+    caplog.set_level(logging.INFO)
+    caplog.clear()
     workers = [threading.Thread(target=shared.work, kwargs={"rank": rank, "num_processes": 2}, name=str(rank)) for rank in made]
     for worker in workers:
         worker.start()
@@ -230,6 +233,8 @@ def test_two_processes_write_what_one_writes(job, tmp_path, monkeypatch):
     assert sorted(made[0] + made[1]) == list(range(shared.finish().num_shards))
     assert made[0][0] == 0
     assert made[1][0] > 0
+    shown = [message.partition(" in ")[0] for message in caplog.messages if " tokens in " in message]
+    assert shown == [f"target cache: {sum(shared._lengths)} tokens"] * 2
     assert shard_files(tmp_path / "two") == shard_files(tmp_path / "one")
 
 
