@@ -144,9 +144,10 @@ def keep_results(path: Path, data: str, recipes: Collection[str | None], compare
     rows = [row for row in results["rows"] if "data" in row and (row["data"], row["recipe"]) not in anew]
     comparisons = [row for row in results["rows"] if "data" not in row and next(iter(row)) not in compared]
     last = {name: results[name] for name in ("data", "command", "config", "hardware", "versions", "git", "runs")}
+    left = {(row["data"], (row["recipe"] or "").partition(", ")[0]) for row in rows}  # a run's other rows are named "RUN, ..."
     before = []
     for each in (*results["measured_before"], last):
-        runs = [run for run in each["runs"] if (each["data"], run["recipe"]) not in anew]
+        runs = [run for run in each["runs"] if (each["data"], run["recipe"]) in left]
         before += [each | {"runs": runs}] if runs else []
     return {"rows": rows, "comparisons": comparisons, "ratios": results["ratios"], "measured_before": before}
 

@@ -200,6 +200,17 @@ def test_rows_that_are_not_measured_anew_stay_in_the_file(results, tmp_path):
     ]
 
 
+def test_the_command_of_a_run_stays_as_long_as_a_row_of_it(results, tmp_path):
+    path, content = tmp_path / "heads.json", results.content
+    cut = content["rows"][0] | {"recipe": "eagle3, 8 draft tokens"}
+    path.write_text(json.dumps(content | {"rows": [*content["rows"], cut]}))
+    every = {row["recipe"] for row in content["rows"]}
+    kept = keep_results(path, "data", every, [])
+    assert kept["rows"] == [cut]
+    assert [run["recipe"] for each in kept["measured_before"] for run in each["runs"]] == ["eagle3"]
+    assert keep_results(path, "data", {*every, cut["recipe"]}, [])["measured_before"] == []
+
+
 def test_costs_are_those_of_the_artifact_the_data_and_the_run(results, recipe):
     answer_tokens = sum(len(row.answer_ids) for row in read_conversations(Path(recipe["data"]["train"])))
     frozen = {"medusa": 0, "eagle3": 32 * 32, "draft_lm": 2 * 64 * 32}  # rows of embedding and output head in the artifact
