@@ -74,10 +74,8 @@ def find_tree(
     journal = Journal(Path(config.output) / JOURNAL.format(rank=KEY), job)
     (known,) = broadcast_object_list([journal.read().get(KEY) if state.is_main_process else None])
     if known is None:
-        wide = decode_by.model_copy(update={"tree": asked.measured(decode_by.num_speculative_tokens)})
-        in_one_forward = drafts_in_one_forward(draft.parts[0].metadata.kind)
-        requests = Turns(target, prompts).first
-        chosen = choose_tree(target, draft.proposer, requests, wide, asked.num_nodes, in_one_forward=in_one_forward)
+        requests, kind = Turns(target, prompts).first, draft.parts[0].metadata.kind
+        chosen = fit_tree(target, draft.proposer, kind, requests, decode_by, asked)
         (known,) = broadcast_object_list([{"paths": chosen.paths, "expected": chosen.tokens_per_round}])
         if state.is_main_process:
             journal.append(KEY, known)
@@ -87,6 +85,18 @@ def find_tree(
         f"decode.tree was chosen for this machine, by {len(prompts)} of the suite's prompts that are not measured: size "
         f"{len(tree.all_paths())}, depth {tree.depth}, {known['expected']:.2f} tokens a round expected"
     )
+
+
+def fit_tree(
+    target: Target, draft: Proposer, kind: str, requests: Sequence[Request], settings: DecodeConfig, asked: FastestTree
+) -> ChosenTree:
+    """Return the tree that is `asked` for, as deep as the settings allow; see `choose_tree`.
+
+    Args:
+        kind: of the draft's artifact.
+    """
+    wide = settings.model_copy(update={"tree": asked.measured(settings.num_speculative_tokens)})
+    return choose_tree(target, draft, requests, wide, asked.num_nodes, in_one_forward=drafts_in_one_forward(kind))
 
 
 def choose_tree(

@@ -14,13 +14,12 @@ from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import FastestTree, Path
 from configs.schema.evaluation import EvalConfig
 from distill.dataset.conversations import Conversation
-from eval.cost.tree_choice import choose_tree
+from eval.cost.tree_choice import fit_tree
 from eval.decoder.decode import Request, decode
 from eval.decoder.records import AUTOREGRESSIVE, Timing
 from eval.measure.proposers import add_lookup
 from eval.stats.bootstrap import Interval, ratio_interval
 from heads.artifact import Draft
-from heads.families.registry import drafts_in_one_forward
 from heads.proposers.prompt_lookup import PromptLookup
 from heads.proposers.protocol import TreeProposer
 from heads.target.loading import Target
@@ -90,16 +89,8 @@ def compare_ways(
     requests = [to_request(row) for row in rows]
     paths: list[Path] = []
     if isinstance(draft.proposer, TreeProposer):
-        asked = FastestTree(kind="fastest")
-        wide = settings.model_copy(update={"tree": asked.measured(longest), "num_speculative_tokens": longest})
-        paths = choose_tree(
-            target,
-            draft.proposer,
-            requests[:choosing],
-            wide,
-            asked.num_nodes,
-            in_one_forward=drafts_in_one_forward(draft.metadata.kind),
-        ).paths
+        deep, asked = settings.model_copy(update={"num_speculative_tokens": longest}), FastestTree(kind="fastest")
+        paths = fit_tree(target, draft.proposer, draft.metadata.kind, requests[:choosing], deep, asked).paths
         ways |= {way.shape: way for way in tree_ways("", draft.proposer, settings, paths)}
     timings = _in_turns(target, requests[choosing - 1 :], ways, settings, allows)
     if len(timings[CHAIN]) < LEAST:

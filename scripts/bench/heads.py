@@ -39,7 +39,7 @@ from distill.dataset.batches import ConversationDataset
 from distill.dataset.conversations import read_conversations
 from distill.student.vocabulary import frequent_answer_tokens
 from eval.cost.draft_length import choose_stopping
-from eval.cost.tree_choice import choose_tree
+from eval.cost.tree_choice import fit_tree
 from eval.decoder.decode import Request, check_decodable
 from eval.decoder.records import AUTOREGRESSIVE, WITH_LOOKUP
 from eval.lossless.verdict import NOT_LOSSLESS, judge_lossless
@@ -51,7 +51,6 @@ from eval.metrics.acceptance import count_per_prompt, summarise_acceptance
 from eval.metrics.speed import Sums, decode_speed_ratio, sums_ratio
 from eval.stats.bootstrap import Interval
 from heads.artifact import WEIGHTS_FILE, Draft, load_draft
-from heads.families.registry import drafts_in_one_forward
 from heads.modules.output_head import DraftHead
 from heads.proposers.prompt_lookup import PromptLookup
 from heads.proposers.protocol import Proposer
@@ -188,7 +187,10 @@ def load_sides(
         stopped = settings.model_copy(update={"stopping": stopping})
         sides[f"{run.name}, stopped by {stopping.by}"] = MeasuredDraft(draft, stopped, sides[run.name].cost)
     if run.name in config.trees:
-        by_tree = settings.model_copy(update={"tree": fit_tree(target, draft, choosing, settings)})
+        chosen = fit_tree(target, draft.proposer, draft.metadata.kind, choosing, settings, FastestTree(kind="fastest"))
+        log.info("of the static trees %s is expected to be the fastest", chosen.paths)
+        tree = StaticTree(kind="static", paths=[list(path) for path in chosen.paths])
+        by_tree = settings.model_copy(update={"tree": tree})
         sides[f"{run.name}, fastest tree"] = MeasuredDraft(draft, by_tree, sides[run.name].cost)
     for size in config.draft_vocab_sizes:
         draft, cost = load_draft(run.artifact, target.identity, target.model), dict(sides[run.name].cost)
@@ -202,16 +204,6 @@ def load_sides(
         cost["parameters"] -= (before - head.num_tokens) * head.parameters_used[0].shape[1]
         sides[f"{run.name}, {size} draft tokens"] = MeasuredDraft(draft, settings, cost)
     return sides
-
-
-def fit_tree(target: Target, draft: Draft, choosing: Sequence[Request], settings: DecodeConfig) -> StaticTree:
-    """Return the tree that is expected to be the fastest, by what the draft shows on some prompts; see `choose_tree`."""
-    asked = FastestTree(kind="fastest")
-    wide = settings.model_copy(update={"tree": asked.measured(settings.num_speculative_tokens)})
-    in_one_forward = drafts_in_one_forward(draft.metadata.kind)
-    chosen = choose_tree(target, draft.proposer, choosing, wide, asked.num_nodes, in_one_forward=in_one_forward)
-    log.info("of the static trees %s is expected to be the fastest", chosen.paths)
-    return StaticTree(kind="static", paths=[list(path) for path in chosen.paths])
 
 
 class MeasuredRun(NamedTuple):
