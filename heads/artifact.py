@@ -48,7 +48,7 @@ from heads.proposers.protocol import Proposer
 from heads.proposers.vocabulary import DraftVocabulary, keep_head_rows, read_draft_vocabulary, write_draft_vocabulary
 from heads.target.hidden_states import check_taps
 from heads.target.identity import TargetIdentity, hash_weights
-from heads.target.loading import UNREADABLE, load_with
+from heads.target.loading import UNREADABLE, load_with, move, rounded_parts
 from heads.target.quantized import loader_of
 from heads.target.size_limits import check_causal_lm, check_head_sizes, no_larger_than
 
@@ -174,6 +174,8 @@ def load_draft(
     if is_artifact := (folder / METADATA_FILE).is_file() or not (folder / "config.json").is_file():
         metadata = read_metadata(folder)
         warnings = check_made_for(metadata, identity, folder, allow_target_mismatch)
+        if metadata.training and not metadata.exact_target:
+            warnings += rounded_parts(target, f"the draft {name}")
     else:
         metadata = untrained_metadata(folder, identity)
         warnings = [f"the draft {name} is a model as it was found, not trained by draftsmith for {identity.name}"]
@@ -208,8 +210,7 @@ def _load_draft_lm(
         model = load_with(target.config._attn_implementation, lambda attention: load(attn_implementation=attention))
     except UNREADABLE as error:
         raise InputError(f"{folder} is damaged: {first_line(error)}") from error
-    torch.nn.Module.to(model, device=_device(device, target), dtype=target.dtype)
-    model.eval().requires_grad_(False)
+    move(model, _device(device, target)).eval().requires_grad_(False)
     check_rolls_back(model)
     check_split(model)
     target_vocab_size = target.config.get_text_config().vocab_size

@@ -53,6 +53,8 @@ class Metadata(BaseModel):
     num_speculative_tokens: int = Field(ge=1)
     training: dict[str, Any]  # the resolved config it was trained with
     provenance: dict[str, Any]  # command, versions, git state, step and held-out score
+    # Whether the target kept in float32 what transformers keeps there; artifacts that do not say so are older
+    exact_target: bool = False
 
 
 def head_metadata(
@@ -77,6 +79,7 @@ def head_metadata(
         num_speculative_tokens=num_speculative_tokens,
         training=training,
         provenance=provenance,
+        exact_target=True,
     )
 
 

@@ -165,6 +165,7 @@ class CacheOrigin(Settings):
     data_file: str
     data_sha256: Sha256
     max_length: PositiveInt  # tokens that conversations were cut at
+    exact_target: bool = False  # as in `heads.metadata.Metadata`
 
 
 class IndexPiece(Settings):

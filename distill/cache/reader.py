@@ -8,6 +8,7 @@ B batch, T positions, C documents of a row at most, P = B * T flat places, N kep
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,7 +38,9 @@ from heads.device import can_pin, upload
 from heads.modules.interface import NO_DOCUMENT, Batch, Normalisers, before_labels
 from heads.target.hidden_states import TargetStates
 from heads.target.identity import TargetIdentity
-from heads.target.loading import Target
+from heads.target.loading import Target, rounded_parts
+
+log = logging.getLogger("draftsmith")
 
 
 class TargetCache:
@@ -171,6 +174,9 @@ def open_cache(name: str | Path, data_file: Path, target: Target) -> TargetCache
         )
     if sha256_of(data_file) != manifest.data_sha256:
         raise InputError(f"target cache {folder} was made of {manifest.data_file}, and {data_file} is not that file; {REMAKE}")
+    if not manifest.exact_target and manifest.server is None:
+        for warning in rounded_parts(target.model, f"target cache {folder}"):
+            log.warning(warning)
     width = target.model.config.get_text_config().hidden_size
     if manifest.layout.kind == "last_hidden" and manifest.layout.width != width:
         raise InputError(f"target cache {folder} keeps hidden states of width {manifest.layout.width}, not {width}; {REMAKE}")

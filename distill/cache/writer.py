@@ -195,6 +195,7 @@ class CacheJob:
             data_file=self.config.data,
             data_sha256=self.data_sha256,
             max_length=self.config.max_length,
+            exact_target=True,
             num_shards=len(self._plan),
             index=[IndexPiece(file=name, sha256=hashlib.sha256(content).hexdigest()) for name, content in pieces.items()],
         )
@@ -218,7 +219,7 @@ class CacheJob:
             FORMAT_VERSION,
             self.layout.model_dump(),
             self.target.identity.to_dict(),
-            [settings.dtype, settings.attention],
+            ["exact target", settings.dtype, settings.attention],
             self.data_sha256,
             [config.max_length, config.batch_size, config.chunk_size, config.shard_megabytes],
             *writer,

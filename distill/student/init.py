@@ -47,7 +47,7 @@ def initial_draft(config: StudentConfig, target: Target) -> PreTrainedModel:
         draft = _fresh_model(str(config.path), target)
     else:
         draft = _overridden_model(config.overrides or {}, target)
-    draft = move(draft, target.device, torch.float32).eval()  # dropout would blur the checks
+    draft = move(draft, target.device).eval()  # dropout would blur the checks
     check_rolls_back(draft)
     check_split(draft)
     if config.lora is not None:

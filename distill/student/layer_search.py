@@ -84,7 +84,7 @@ def mean_acceptance(layers: list[int], target: Target, seen: Sequence[tuple[Batc
 
     `seen` are batches and the target's hidden states `[B, T, E]` on them.
     """
-    draft = move(keep_layers(target.model, layers), target.device, torch.float32)
+    draft = move(keep_layers(target.model, layers), target.device)
     objective = DraftObjective(draft.eval(), target, LossConfig())
     one = torch.ones((), device=target.device)
     results = [objective(batch, hidden_BTE, one, 1) for batch, hidden_BTE in seen]

@@ -28,7 +28,7 @@ from heads.device import CPU, free_memory, widest_float
 from heads.inference.compiled_forward import run_alike
 from heads.inference.guidance import guidance_of, guide
 from heads.proposers.protocol import Proposer
-from heads.target.loading import Target, load_target, move
+from heads.target.loading import Target, load_target
 
 log = logging.getLogger("draftsmith")
 
@@ -192,7 +192,8 @@ def _copied(target: Target, dtype: torch.dtype) -> Target:
     # Each weight is copied straight to where it goes: a whole copy in the old dtype would take half as much again beside it.
     weights = [each for each in target.model.parameters() if each.is_floating_point()]
     copies: dict[int, Any] = {id(each): nn.Parameter(each.detach().to(home, dtype, copy=True), False) for each in weights}
-    copied = move(copy.deepcopy(target.model, copies), home, dtype)
+    copied = copy.deepcopy(target.model, copies)
+    nn.Module.to(copied, device=home, dtype=dtype)  # wider, so nothing is rounded
     if (guidance := guidance_of(target.model)) is not None:
         guide(copied, guidance.config)
     media = None if target.media is None else replace(target.media, model=copied)

@@ -6,11 +6,13 @@ A new family is one file in this folder and its name in `NAMES` (docs/adding-a-h
 from __future__ import annotations
 
 from importlib import import_module
+from itertools import chain
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from heads.modules.interface import Family
+from heads.modules.target_block import wide_tensors
 
 NAMES = (
     "medusa",
@@ -35,5 +37,12 @@ def drafts_in_one_forward(kind: str) -> bool:
 
 
 def serve(head: nn.Module, target: PreTrainedModel) -> nn.Module:
-    """Put a head, in place, on the target's device and into its dtype, frozen."""
-    return head.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+    """Put a head, in place, on the target's device and into its dtype, frozen.
+
+    What the target keeps in a wider dtype in its own blocks, such as routing biases of experts, stays so in copies of them.
+    """
+    wide = wide_tensors(head, target)
+    for tensor in chain(head.parameters(), head.buffers()):
+        if tensor.is_floating_point() and id(tensor) not in wide:
+            tensor.data = tensor.data.to(target.dtype)
+    return head.to(device=target.device).eval().requires_grad_(False)

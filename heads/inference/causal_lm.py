@@ -57,7 +57,7 @@ def head_logits(model: HasOutputHead, hidden_BTD: Tensor) -> Tensor:
     """Return the next-token logits `[..., V]` of final hidden states `[..., D]`, soft-capped or scaled as the model does."""
     config = model.config if model.config.model_type not in SCALING else model.config.get_text_config()
     registered = _registered_now(model)
-    logits_BTV = model.get_output_embeddings()(hidden_BTD) if registered is None else registered.logits(hidden_BTD)
+    logits_BTV = _apply(model.get_output_embeddings(), hidden_BTD) if registered is None else registered.logits(hidden_BTD)
     for name in ("logit_scale", "lm_head_multiplier"):  # Cohere, Falcon-H1
         if (scale := getattr(config, name, None)) is not None:
             logits_BTV = logits_BTV * scale
@@ -68,6 +68,14 @@ def head_logits(model: HasOutputHead, hidden_BTD: Tensor) -> Tensor:
         if (cap := getattr(config.get_text_config(), name, None)) is not None:
             logits_BTV = cap * torch.tanh(logits_BTV / cap)
     return logits_BTV
+
+
+def _apply(head: Callable[[Tensor], Tensor], hidden_BTD: Tensor) -> Tensor:
+    """Return raw logits. Some models keep their last states (Mamba) or their head (HY V4) in float32, other weights in 16 bits."""
+    weight = getattr(head, "weight", None)
+    if weight is not None and not torch.is_autocast_enabled(hidden_BTD.device.type):
+        hidden_BTD = hidden_BTD.to(weight.dtype)
+    return head(hidden_BTD)
 
 
 def new_cache(model: PreTrainedModel, capacity: int, layer: Callable[[int], RowLayer] = RowLayer) -> RowCache:
@@ -263,8 +271,7 @@ class TransformersForward(DecodingForward):
         return hidden_BTD
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
-        logits_BTV: Tensor = self._head(hidden_BTD)
-        return logits_BTV
+        return _apply(self._head, hidden_BTD)
 
     def watch(self, taps: Sequence[int], seen: dict[int, Tensor]) -> None:
         """Do nothing: hooks on the modules store these states (`heads.target.hidden_states.tapped`)."""

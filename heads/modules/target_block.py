@@ -12,7 +12,9 @@ B batch, T positions, S keys, D width, M key-value heads, H head width.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from typing import Any, Protocol, cast
 from weakref import WeakSet
 
@@ -166,6 +168,23 @@ def copy_block(target: PreTrainedModel, number: int) -> nn.Module:
     for name, parameter in block.named_parameters():
         parameter.requires_grad_(not any(part in name for part in CHOOSING))
     return block
+
+
+def wide_tensors(head: nn.Module, target: PreTrainedModel) -> set[int]:
+    """Return the `id` of each tensor in a head's copies of the target's blocks that the target keeps wider than its dtype."""
+    kept = {
+        (type(block), name)
+        for block in blocks(target)
+        for name, tensor in _tensors(block)
+        if tensor.is_floating_point() and tensor.dtype != target.dtype
+    }
+    if not kept:
+        return set()
+    return {id(tensor) for part in head.modules() for name, tensor in _tensors(part) if (type(part), name) in kept}
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return chain(module.named_parameters(), module.named_buffers())
 
 
 def causal_mask(document_ids_BT: Tensor) -> Tensor:

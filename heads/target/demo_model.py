@@ -13,6 +13,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock
@@ -52,24 +53,27 @@ def save_dequantised(gguf: Path, folder: Path) -> None:
     transformers leaves a `quantization_config` on a model read from GGUF and then refuses to save it, so the weights move
     into a fresh model of the same class.
     """
-    model = load_gguf(gguf)
+    model = load_gguf(gguf, torch.float32)
     # transformers would write in the first of several processes only, and any of them may be the one that comes here.
     model.should_save_on_this_rank = lambda is_main_process: True  # type: ignore[method-assign]
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(folder)
 
 
-def load_gguf(gguf: Path, attention: str = "sdpa") -> PreTrainedModel:
-    """Return the model in a GGUF file, dequantised to float32, free of its quantisation entry; `attention` is its kernel."""
+def load_gguf(gguf: Path, dtype: torch.dtype, attention: str = "sdpa") -> PreTrainedModel:
+    """Return the model in a GGUF file, dequantised to `dtype`, free of its quantisation entry; `attention` is its kernel."""
     source = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
     settings = source.config.to_dict()
     settings.pop("quantization_config", None)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**settings), dtype=torch.float32, attn_implementation=attention
+    load: Any = type(source).from_pretrained
+    model: PreTrainedModel = load(
+        None,
+        config=AutoConfig.for_model(**settings),
+        state_dict=source.state_dict(),
+        generation_config=source.generation_config,
+        dtype=dtype,
+        attn_implementation=attention,
     )
-    model.load_state_dict(source.state_dict())
-    model.tie_weights()
-    model.generation_config = source.generation_config
     return model
 
 

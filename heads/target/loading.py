@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -198,7 +199,9 @@ def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: 
     kind = None if config.parallel is None else config.parallel.kind
     # accelerate's hooks place the weights of a spread target, and blocks that servers or other stages run have none.
     placed = config.device_map is not None or config.states is not None or kind == "pipeline"
-    move(model, None if placed else device, getattr(torch, config.dtype)).eval().requires_grad_(False)
+    if not placed:
+        move(model, device)
+    model.eval().requires_grad_(False)
     group = None if kind is None else join_group(model, config, device)
     check_split(model)
     _warn_of_rope_limit(model)
@@ -241,12 +244,50 @@ def load_with(attention: str, load: Callable[[str], PreTrainedModel]) -> PreTrai
     return model
 
 
-def move(model: PreTrainedModel, device: torch.device | None, dtype: torch.dtype) -> PreTrainedModel:
-    """Move a model's weights, in place; device None leaves them where they are. (transformers wraps `to` in a way that type
-    checkers cannot follow.)
+def move(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """Move a model to a device, in place. No dtype changes: see `recast`.
+
+    (transformers wraps `to` in a way that type checkers cannot follow.)
     """
-    torch.nn.Module.to(model, device=device, dtype=dtype)
+    torch.nn.Module.to(model, device=device)
     return model
+
+
+def recast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Return a model of the same weights as `from_pretrained(dtype=...)` gives it, on the CPU.
+
+    `Module.to(dtype)` would also round what transformers keeps in float32 beside 16-bit weights: the frequencies of rotary
+    embeddings, routing biases of experts. The angle of a rounded frequency grows with the position. Tensors that already have
+    the dtype may be shared with `model`.
+    """
+    load: Any = type(model).from_pretrained
+    with patch_environment(ACCELERATE_USE_FSDP="false"):  # as in `_read`
+        recast: PreTrainedModel = load(
+            None,
+            config=model.config,
+            state_dict=model.state_dict(),
+            generation_config=model.generation_config,
+            dtype=dtype,
+            attn_implementation=model.config._attn_implementation,
+        )
+    return recast
+
+
+def wider_parts(model: PreTrainedModel) -> list[str]:
+    """Return the names of the tensors that transformers keeps in a wider dtype than the model's; [] for one in float32."""
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    size = model.dtype.itemsize
+    return [name for name, tensor in tensors if tensor.is_floating_point() and tensor.dtype.itemsize > size]
+
+
+def rounded_parts(model: PreTrainedModel, made: str) -> list[str]:
+    """Return a warning for what was `made` from a target as draftsmith once loaded it; nothing where that was this target."""
+    if not (parts := wider_parts(model)):
+        return []
+    return [
+        f"{made} was made by a draftsmith that rounded all of the target to {str(model.dtype).removeprefix('torch.')}; "
+        f"transformers, and this draftsmith, keep {parts[0]} wider: make it again if texts are long"
+    ]
 
 
 def locate(config: TargetConfig) -> Path:
@@ -316,7 +357,7 @@ def _warn_of_rope_limit(model: PreTrainedModel) -> None:
 
 def _load_model(path: Path, config: TargetConfig, device: torch.device) -> PreTrainedModel:
     if path.suffix == ".gguf":
-        return load_with(config.attention, partial(load_gguf, path))
+        return load_with(config.attention, partial(load_gguf, path, getattr(torch, config.dtype)))
     if config.states is not None and config.device_map is None:
         return load_ends(path, config, device)
     spread: dict[str, Any] = {}

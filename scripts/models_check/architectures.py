@@ -31,6 +31,7 @@ VOCAB_SIZE = 256
 NUM_BLOCKS = 4
 SPAN = 16  # of windows, chunks, and rope before it is stretched
 GAIN, EMBEDDING_GAIN = 1.6, 0.3
+ROUTING_BIAS = "e_score_correction_bias"
 MOST_PARAMETERS = 20_000_000  # a size that was missed would take the machine's memory
 
 # Value by key, under whatever name a family has it.
@@ -224,6 +225,9 @@ def tiny_model(name: str, seed: int = 3) -> PreTrainedModel:
     for parameter in model.parameters():
         if parameter.ndim >= 2:
             _to_gain(parameter, EMBEDDING_GAIN if parameter is embedding else GAIN)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name.endswith(ROUTING_BIAS):  # zero by itself, which no dtype rounds
+            tensor.uniform_(0, 0.1)
     return model.eval()
 
 

@@ -7,6 +7,8 @@ T positions, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -36,7 +38,8 @@ from heads.inference.lean_forward import FAMILIES as LEAN_FAMILIES
 from heads.inference.lean_forward import make_lean
 from heads.modules.interface import HeadModule
 from heads.target.hidden_states import check_taps, num_blocks, read_states
-from heads.target.loading import Target, load_target
+from heads.target.loading import Target, load_target, load_with
+from heads.target.model_class import auto_class
 from scripts.models_check.architectures import VOCAB_SIZE
 from scripts.models_check.cases import (
     PROMPTS,
@@ -58,6 +61,7 @@ SAMPLED_TOKENS = 14
 STEPS = 3
 TRAINED = [Example(tuple(range(start, start + 24)), 4) for start in (20, 90)]
 TREE = StaticTree(kind="static", branching=[2, 2, 1])
+FAR = 8192  # positions, where rounded rotary frequencies turn by the wrong angle
 KEPT_BLOCKS = ([0, 1, 3], [1, 3], [0, 1])
 
 
@@ -81,6 +85,29 @@ def load(case: Case) -> None:
     expected, found = (model(input_ids=ids_1T, use_cache=False).logits for model in (case.model, case.target.model))
     if (error := float((expected - found).abs().max() / expected.abs().max())) > TIE:
         raise Wrong(f"the loaded model's logits differ from the saved one's by {error:.2g} of them")
+
+
+@torch.no_grad()
+def same_as_transformers(case: Case) -> None:
+    """Load the target in each dtype: its logits are to the bit those of the model as transformers loads it, also far on."""
+    folder, ids_1T = case.folder / "target", torch.tensor([PROMPTS[0] * 3])
+
+    def read(folder: Path, dtype: str, attention: str) -> PreTrainedModel:
+        return auto_class(case.model.config).from_pretrained(folder, dtype=dtype, attn_implementation=attention)
+
+    far_1T = torch.arange(FAR - ids_1T.shape[1], FAR).unsqueeze(0)
+    for dtype in ("float32", "bfloat16", "float16"):
+        theirs = load_with("sdpa", partial(read, folder, dtype)).eval()
+        for positions in ({}, {"position_ids": far_1T}):
+            try:
+                expected = theirs(input_ids=ids_1T, use_cache=False, **positions).logits
+            except Exception:  # transformers does not run it in this dtype, or so far
+                continue
+            ours = load_target(TargetConfig(name=str(folder), dtype=dtype, device="cpu")).model
+            found = ours(input_ids=ids_1T, use_cache=False, **positions).logits
+            if not torch.equal(expected.nan_to_num(), found.nan_to_num()):
+                where = "far positions" if positions else "the first positions"
+                raise Wrong(f"in {dtype} the target's logits at {where} are not those of the model as transformers loads it")
 
 
 def plain(case: Case) -> None:
@@ -263,6 +290,7 @@ def compiled(case: Case) -> None:
 # In their order; what a stage needs of those before it is there, or it is not reached.
 STAGES: dict[str, Callable[[Case], None]] = {
     "load": load,
+    "same_as_transformers": same_as_transformers,
     "plain": plain,
     "chain": chain,
     "batch": batch,

@@ -32,7 +32,7 @@ from heads.modules.interface import Batch
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.vocabulary import keep_head_rows
 from heads.target.hidden_states import blocks
-from heads.target.loading import Target, move
+from heads.target.loading import Target, move, recast
 from train.loop.checkpoints import Progress
 from train.loop.task import BatchLoss, Prepared, StepPlace
 from train.tasks.held_out import HeldOutDecoding, training_provenance
@@ -164,6 +164,7 @@ class DraftTask:
             num_speculative_tokens=self.config.num_speculative_tokens,
             training=self.config.model_dump(mode="json"),
             provenance=training_provenance(progress, metrics, self.config.data.train, self.choice.report),
+            exact_target=True,
         )
         artifact = Path(self.config.output) / "artifact"
         save_draft_lm(artifact, self._served(module), self.target.tokenizer, metadata, self.vocabulary, self.training_prompts)
@@ -181,7 +182,7 @@ class DraftTask:
         assert isinstance(module, DraftObjective)
         served = copy.deepcopy(module.draft).eval()
         merge_adapters(served)
-        return move(served, self.target.device, self.target.model.dtype).requires_grad_(False)
+        return move(recast(served, self.target.model.dtype), self.target.device).eval().requires_grad_(False)
 
 
 def _with_layers(config: DistillConfig, target: Target, train: Sequence[Conversation]) -> StudentConfig:

@@ -118,7 +118,7 @@ def load_for_transformers(draft: str, target: Target) -> PreTrainedModel:
     """Load a draft LM's artifact once more, as a user of transformers does: ours may keep a part of its head only."""
     attention = target.model.config._attn_implementation
     model = AutoModelForCausalLM.from_pretrained(draft, dtype=target.model.dtype, attn_implementation=attention)
-    return move(model, target.device, target.model.dtype).eval()
+    return move(model, target.device).eval()
 
 
 def _run_lean(target: Target) -> Target | None:

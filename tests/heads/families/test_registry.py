@@ -8,11 +8,14 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from configs.schema.decoding import SamplingConfig
+from configs.schema.heads import MtpSettings
 from configs.schema.training import HeadsConfig
 from heads.artifact import WEIGHTS_FILE
-from heads.families.registry import FAMILIES
+from heads.families.registry import FAMILIES, serve
 from heads.sampling.counter_rng import CounterRNG
 from heads.target.hidden_states import read_states
+from heads.target.loading import recast
+from scripts.models_check import architectures
 from tests.support import family_checks as checks
 from tests.support.family_checks import SETTINGS
 
@@ -26,6 +29,17 @@ ON_EVERY_TARGET = [(model, name) for model in sorted(checks.CONFIGS) for name in
 
 def tolerance_of(settings):
     return TOLERANCES.get(settings.kind, 1e-5)
+
+
+def test_a_served_copy_of_a_block_keeps_in_float32_what_the_target_keeps_there():
+    target = recast(architectures.tiny_model("deepseek_v3"), torch.bfloat16)
+    head = FAMILIES["mtp"].build(MtpSettings(kind="mtp", num_depths=1), target, None).float()
+    biases = {name: each.clone() for name, each in head.named_buffers() if name.endswith("e_score_correction_bias")}
+    served = dict(serve(head, target).named_buffers())
+    assert biases
+    assert all(torch.equal(served[name], bias) for name, bias in biases.items())
+    assert {each.dtype for each in served.values() if each.is_floating_point()} == {torch.float32}
+    assert {each.dtype for each in head.parameters()} == {torch.bfloat16}
 
 
 def test_every_family_is_among_them():

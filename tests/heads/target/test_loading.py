@@ -13,7 +13,8 @@ from configs.runtime.errors import InputError
 from configs.schema.target import TargetConfig
 from heads.device import choose_device
 from heads.target import demo_model
-from heads.target.loading import load_target
+from heads.target.loading import load_target, recast
+from scripts.models_check import architectures
 
 NO_SYSTEM = (
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}{{ messages[0]['content'] }}"
@@ -59,6 +60,33 @@ def test_a_family_without_sdpa_is_loaded_with_eager_attention_and_says_so(tmp_pa
     assert "Gemma2ForCausalLM has no sdpa in transformers; attention is eager" in caplog.text
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "glm4_moe"])
+def test_logits_are_to_the_bit_those_of_the_model_as_transformers_loads_it(tmp_path, tiny_tokenizer, family, dtype):
+    model = architectures.tiny_model(family)
+    model.config.rope_parameters = {**model.config.rope_parameters, "rope_theta": 5e5}
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    ids_1T = torch.arange(32).unsqueeze(0)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, attn_implementation="sdpa").eval()
+    ours = load_target(TargetConfig(name=str(tmp_path), dtype=dtype, device="cpu")).model
+    for last in (31, 2_000, 8_191):
+        asked = {"input_ids": ids_1T, "position_ids": ids_1T - 31 + last, "use_cache": False}
+        with torch.no_grad():
+            assert torch.equal(ours(**asked).logits, theirs(**asked).logits)
+
+
+def test_a_recast_model_is_the_one_that_is_loaded_in_that_dtype(tmp_path):
+    model = architectures.tiny_model("deepseek_v3")
+    model.save_pretrained(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="bfloat16")
+    ours = recast(model, torch.bfloat16)
+    for name, tensor in [*theirs.named_parameters(), *theirs.named_buffers()]:
+        own = ours.get_buffer(name) if name in dict(ours.named_buffers()) else ours.get_parameter(name)
+        assert own.dtype == tensor.dtype, name
+        assert torch.equal(own, tensor), name
+
+
 def test_a_model_that_changes_its_rotary_embedding_has_the_context_before_that(tmp_path, tiny_llama, tiny_tokenizer, caplog):
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 32}
     rope = {"rope_type": "longrope", "rope_theta": 100.0, **factors}
@@ -82,7 +110,7 @@ def test_any_of_several_processes_may_be_the_one_that_writes_the_embedded_target
 ):
     monkeypatch.setattr("transformers.distributed.mixin._is_torch_distributed_initialized", lambda: True)
     monkeypatch.setattr("transformers.distributed.mixin._get_torch_distributed_rank", lambda: 1)
-    monkeypatch.setattr(demo_model, "load_gguf", lambda gguf: tiny_llama())
+    monkeypatch.setattr(demo_model, "load_gguf", lambda gguf, dtype: tiny_llama())
     monkeypatch.setattr(demo_model.AutoTokenizer, "from_pretrained", lambda folder, gguf_file: tiny_tokenizer)
     demo_model.save_dequantised(tmp_path / "model.gguf", tmp_path / "made")
     assert {"config.json", "model.safetensors"} <= {file.name for file in (tmp_path / "made").iterdir()}
