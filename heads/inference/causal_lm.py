@@ -71,7 +71,7 @@ def head_logits(model: HasOutputHead, hidden_BTD: Tensor) -> Tensor:
 
 
 def _apply(head: Callable[[Tensor], Tensor], hidden_BTD: Tensor) -> Tensor:
-    """Return raw logits. Some models keep their last states (Mamba) or their head (HY V4) in float32, other weights in 16 bits."""
+    """Return raw logits. Some models in 16 bits keep their last states (Mamba) or their head (HY V4) in float32."""
     weight = getattr(head, "weight", None)
     if weight is not None and not torch.is_autocast_enabled(hidden_BTD.device.type):
         hidden_BTD = hidden_BTD.to(weight.dtype)
