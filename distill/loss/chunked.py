@@ -15,7 +15,7 @@ all processes together, and these may have different numbers of chunks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, cast
@@ -78,6 +78,38 @@ class RowStatistics(NamedTuple):
 Compared = tuple[RowStatistics, list[Tensor]]  # of a chunk's rows, and the gradient of their weighted sum for each leaf
 
 
+@dataclass(frozen=True, kw_only=True)
+class LossPart:
+    """Rows of a loss that are predicted by one head, as one depth of a draft is.
+
+    Args:
+        target: the target's distributions at these rows, without gradient.
+        draft_hidden_ND: final, normed hidden states of the draft.
+        draft_head: its output may have W columns, see `draft_token_ids_W`.
+        weights_N: what each row's value is multiplied with. Where a step has L labels in all micro-batches and processes, and
+            gradients are averaged over R processes, R / L, so that every label weighs the same.
+        draft_token_ids_W: int64, the target's id of each draft token (d2t); None where the vocabularies are one.
+        labels_N: int64, **target** ids of token t+1, negative for none; for `cross_entropy`. A label that the draft
+            vocabulary leaves out counts as none.
+
+    Raises:
+        ValueError: the row counts differ.
+    """
+
+    target: TargetRows
+    draft_hidden_ND: Tensor
+    draft_head: LogitHead
+    weights_N: Tensor
+    draft_token_ids_W: Tensor | None = None
+    labels_N: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        rows = {len(self.draft_hidden_ND), len(self.target), len(self.weights_N)}
+        rows |= set() if self.labels_N is None else {len(self.labels_N)}
+        if len(rows) > 1:
+            raise ValueError(f"hidden states, weights and labels must have equally many rows, got {sorted(rows)}")
+
+
 def chunked_loss(
     target: TargetRows,
     draft_hidden_ND: Tensor,
@@ -92,101 +124,135 @@ def chunked_loss(
 ) -> ChunkedLoss:
     """Return the weighted sum of a divergence over positions, differentiable in the draft's hidden states and head.
 
-    Rows of weight 0 count for nothing, but are computed, since the host does not know which they are: they must be finite. A
-    batch of weights 0, or of no rows, yields a loss of 0 that still has a (zero) gradient, so that under DDP a rank without
-    labels takes part in the reduction.
+    For arguments and errors see `LossPart` and `chunked_losses`.
+    """
+    part = LossPart(
+        target=target,
+        draft_hidden_ND=draft_hidden_ND,
+        draft_head=draft_head,
+        weights_N=weights_N,
+        draft_token_ids_W=draft_token_ids_W,
+        labels_N=labels_N,
+    )
+    return chunked_losses([part], divergence, chunk_size=chunk_size, temperature=temperature)[0]
+
+
+def chunked_losses(
+    parts: Sequence[LossPart], divergence: Divergence, *, chunk_size: int, temperature: float = 1.0
+) -> list[ChunkedLoss]:
+    """Return the weighted sum of a divergence over the rows of all parts, and each part's statistics.
+
+    The first result's `loss` is that of all parts, the others' are 0: a head that several parts share gets one gradient, not
+    one for each of them. Rows of weight 0 count for nothing, but are computed, since the host does not know which they are:
+    they must be finite. Weights of 0, or no rows, yield a loss of 0 that still has a (zero) gradient, so that under DDP a rank
+    without labels takes part in the reduction.
 
     Args:
-        target: the target's distributions at the same positions, without gradient.
-        draft_hidden_ND: final, normed hidden states of the draft.
-        draft_head: its output may have W columns, see `draft_token_ids_W`.
+        parts: at least one.
         divergence: a function of `distill.loss.divergences`, or a mix of them.
-        weights_N: what each row's value is multiplied with. Where a step has L labels in all micro-batches and processes, and
-            gradients are averaged over R processes, R / L, so that every label weighs the same.
         chunk_size: rows whose logits live at one time, at least 1. Changes memory and speed, never the result.
         temperature: divides both sides' logits in the divergence.
-        draft_token_ids_W: int64, the target's id of each draft token (d2t); None where the vocabularies are one.
-        labels_N: int64, **target** ids of token t+1, negative for none; for `cross_entropy`. A label that the draft
-            vocabulary leaves out counts as none.
 
     Raises:
-        ValueError: the row counts differ, chunk_size is below 1, or the two sides cannot be paired.
+        ValueError: chunk_size is below 1, or the two sides cannot be paired.
     """
-    rows = {len(draft_hidden_ND), len(target), len(weights_N), *([] if labels_N is None else [len(labels_N)])}
-    if len(rows) > 1:
-        raise ValueError(f"hidden states, weights and labels must have equally many rows, got {sorted(rows)}")
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
-    draft_labels_N = _draft_ids(labels_N, draft_token_ids_W)
 
-    def compare_chunk(rows: slice, hidden_CD: Tensor, leaves: list[Tensor], weights_C: Tensor) -> Compared:
-        with torch.set_grad_enabled(bool(leaves)):
-            draft_logits_CW = draft_head.logits_of(hidden_CD)
-        target_chunk = target.at(rows)
-        statistics, gradient_CW = compare(
-            divergence,
-            target_chunk,
-            draft_logits_CW.detach(),
-            weights_C if leaves else None,
-            temperature=temperature,
-            draft_token_ids_W=draft_token_ids_W,
-            labels_C=None if draft_labels_N is None else draft_labels_N[rows],
+    def compare_chunks(part: LossPart) -> CompareChunk:
+        draft_labels_N = _draft_ids(part.labels_N, part.draft_token_ids_W)
+
+        def compare_chunk(rows: slice, hidden_CD: Tensor, leaves: list[Tensor], weights_C: Tensor) -> Compared:
+            with torch.set_grad_enabled(bool(leaves)):
+                draft_logits_CW = part.draft_head.logits_of(hidden_CD)
+            target_chunk = part.target.at(rows)
+            statistics, gradient_CW = compare(
+                divergence,
+                target_chunk,
+                draft_logits_CW.detach(),
+                weights_C if leaves else None,
+                temperature=temperature,
+                draft_token_ids_W=part.draft_token_ids_W,
+                labels_C=None if draft_labels_N is None else draft_labels_N[rows],
+            )
+            if not leaves:
+                return statistics, []
+            del target_chunk  # before the head's gradient takes memory
+            with torch.autocast(hidden_CD.device.type, enabled=False):  # as everywhere, autocast belongs to the forward alone
+                return statistics, list(torch.autograd.grad(draft_logits_CW, leaves, gradient_CW))
+
+        return compare_chunk
+
+    parameters = list({id(each): each for part in parts for each in part.draft_head.parameters}.values())
+    places = {id(each): place for place, each in enumerate(parameters)}
+    jobs = [
+        _Job(
+            compare_chunk=compare_chunks(part),
+            weights_N=part.weights_N.detach(),
+            places=[places[id(each)] for each in part.draft_head.parameters],
         )
-        if not leaves:
-            return statistics, []
-        del target_chunk  # before the head's gradient takes memory
-        with torch.autocast(hidden_CD.device.type, enabled=False):  # as everywhere, autocast belongs to the forward alone
-            return statistics, list(torch.autograd.grad(draft_logits_CW, leaves, gradient_CW))
-
-    inputs = (draft_hidden_ND, *draft_head.parameters)
+        for part in parts
+    ]
+    inputs = [*(part.draft_hidden_ND for part in parts), *parameters]
     if not torch.is_grad_enabled():  # checked here: inside the function's forward gradients are always off
-        inputs = tuple(tensor.detach() for tensor in inputs)
-    loss, values_N, acceptance_N, top1_agrees_N = _ChunkedLoss.apply(
-        compare_chunk, weights_N.detach(), chunk_size, draft_head.parameters, *inputs
-    )
-    return ChunkedLoss(loss=loss, values_N=values_N, acceptance_N=acceptance_N, top1_agrees_N=top1_agrees_N)
+        inputs = [tensor.detach() for tensor in inputs]
+    loss, *statistics = _ChunkedLoss.apply(jobs, chunk_size, parameters, *inputs)
+    losses = [loss, *(loss.new_zeros(()) for _ in parts[1:])]
+    return [ChunkedLoss(each, *statistics[3 * number : 3 * number + 3]) for number, each in enumerate(losses)]
+
+
+CompareChunk = Callable[[slice, Tensor, list[Tensor], Tensor], Compared]
+
+
+class _Job(NamedTuple):
+    """A part as the autograd function takes it; `places` are those of its head's parameters among all."""
+
+    compare_chunk: CompareChunk
+    weights_N: Tensor
+    places: list[int]
 
 
 class _ChunkedLoss(torch.autograd.Function):
     """Computes the loss and, while the logits of a chunk are there, its gradients."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        compare_chunk: Callable[[slice, Tensor, list[Tensor], Tensor], Compared],
-        weights_N: Tensor,
-        chunk_size: int,
-        parameters: tuple[Tensor, ...],
-        hidden_ND: Tensor,
-        *_: Tensor,
-    ) -> tuple[Tensor, ...]:
-        wanted = ctx.needs_input_grad[4:]
-        trained = [parameter for parameter, wants in zip(parameters, wanted[1:], strict=True) if wants]
-        wide = torch.promote_types(hidden_ND.dtype, torch.float32)
-        weights_N = weights_N.to(wide)
-        unit = _largest(weights_N)
-        values_N = torch.zeros(len(hidden_ND), dtype=wide, device=hidden_ND.device)
-        acceptance_N = torch.zeros_like(values_N)
-        top1_agrees_N = torch.zeros_like(values_N, dtype=torch.bool)
-        grad_hidden_ND = torch.zeros_like(hidden_ND) if wanted[0] else None
-        grad_parameters = [torch.zeros_like(parameter, dtype=wide) for parameter in trained]
-        for start in range(0, max(1, len(hidden_ND)), chunk_size):  # a chunk of no rows, too, leaves gradients of 0
-            rows = slice(start, start + chunk_size)
-            hidden_CD = hidden_ND[rows].detach().requires_grad_(wanted[0])
-            leaves = [hidden_CD, *trained] if wanted[0] else trained
-            statistics, gradients = compare_chunk(rows, hidden_CD, leaves, weights_N[rows] / unit)
-            counts_C = weights_N[rows] != 0
-            values_N[rows] = torch.where(counts_C, statistics.values_C.to(wide), 0)
-            acceptance_N[rows] = torch.where(counts_C, statistics.acceptance_C.to(wide), 0)
-            top1_agrees_N[rows] = statistics.top1_agrees_C & counts_C
-            if grad_hidden_ND is not None:
-                grad_hidden_ND[rows] = gradients.pop(0)
-            for total, gradient in zip(grad_parameters, gradients, strict=True):
-                total += gradient
-        ctx.wanted_dtypes = [t.dtype if wants else None for t, wants in zip((hidden_ND, *parameters), wanted, strict=True)]
-        ctx.save_for_backward(unit, *([] if grad_hidden_ND is None else [grad_hidden_ND]), *grad_parameters)
-        ctx.mark_non_differentiable(values_N, acceptance_N, top1_agrees_N)
-        return (weights_N * values_N).sum(), values_N, acceptance_N, top1_agrees_N
+    def forward(ctx: Any, jobs: list[_Job], chunk_size: int, parameters: list[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+        wanted = ctx.needs_input_grad[3:]
+        hidden, wants = inputs[: len(jobs)], wanted[len(jobs) :]
+        wide = torch.promote_types(hidden[0].dtype, torch.float32)
+        weights = [job.weights_N.to(wide) for job in jobs]
+        unit = _largest(torch.cat(weights))
+        grad_hidden = [torch.zeros_like(each) if wants_own else None for each, wants_own in zip(hidden, wanted, strict=False)]
+        grad_parameters = [
+            torch.zeros_like(each, dtype=wide) if wants_own else None for each, wants_own in zip(parameters, wants, strict=True)
+        ]
+        losses, statistics = [], []
+        for job, hidden_ND, grad_hidden_ND, weights_N in zip(jobs, hidden, grad_hidden, weights, strict=True):
+            totals = [total for place in job.places if (total := grad_parameters[place]) is not None]
+            trained = [parameters[place] for place in job.places if wants[place]]
+            values_N = torch.zeros(len(hidden_ND), dtype=wide, device=hidden_ND.device)
+            acceptance_N = torch.zeros_like(values_N)
+            top1_agrees_N = torch.zeros_like(values_N, dtype=torch.bool)
+            for start in range(0, max(1, len(hidden_ND)), chunk_size):  # a chunk of no rows, too, leaves gradients of 0
+                rows = slice(start, start + chunk_size)
+                hidden_CD = hidden_ND[rows].detach().requires_grad_(grad_hidden_ND is not None)
+                leaves = trained if grad_hidden_ND is None else [hidden_CD, *trained]
+                found, gradients = job.compare_chunk(rows, hidden_CD, leaves, weights_N[rows] / unit)
+                counts_C = weights_N[rows] != 0
+                values_N[rows] = torch.where(counts_C, found.values_C.to(wide), 0)
+                acceptance_N[rows] = torch.where(counts_C, found.acceptance_C.to(wide), 0)
+                top1_agrees_N[rows] = found.top1_agrees_C & counts_C
+                if grad_hidden_ND is not None:
+                    grad_hidden_ND[rows] = gradients.pop(0)
+                for total, gradient in zip(totals, gradients, strict=True):
+                    total += gradient
+            losses.append((weights_N * values_N).sum())
+            statistics += [values_N, acceptance_N, top1_agrees_N]
+        made: list[Tensor | None] = [*grad_hidden, *grad_parameters]
+        ctx.wanted_dtypes = [None if each is None else own.dtype for own, each in zip(inputs, made, strict=True)]
+        ctx.save_for_backward(unit, *(each for each in made if each is not None))
+        ctx.mark_non_differentiable(*statistics)
+        return torch.stack(losses).sum(), *statistics
 
     @staticmethod
     @once_differentiable
@@ -195,7 +261,7 @@ class _ChunkedLoss(torch.autograd.Function):
         scale = grad_loss * unit
         gradients = iter(saved)
         wanted = ((next(gradients) * scale).to(dtype) if dtype is not None else None for dtype in ctx.wanted_dtypes)
-        return None, None, None, None, *wanted
+        return None, None, None, *wanted
 
 
 def compare(

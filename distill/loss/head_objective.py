@@ -23,7 +23,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from configs.runtime.errors import ConfigError
 from configs.schema.decoding import SamplingConfig
 from configs.schema.learning import LossConfig
-from distill.loss.chunked import ChunkedLoss, LogitHead, chunked_loss, model_head
+from distill.loss.chunked import ChunkedLoss, LogitHead, LossPart, chunked_losses, model_head
 from distill.loss.columns import Columns, ColumnSampler
 from distill.loss.divergences import configured_divergence
 from distill.loss.draft_objective import Timer
@@ -118,16 +118,29 @@ class HeadObjective(nn.Module):
             normalisers = self._normalised(states, depths)
         device = states.final_BTE.device
         depths = _on_device(depths, device)
-        columns = None if self._sampler is None else self._sampler.draw(batch).to(device)
+        columns = self._sampler.draw(batch).to(device) if self._sampler is not None and self._samples else None
         target_rows = self._target_rows(states, depths, normalisers, columns)
         total_weight = sum(depth.weight for depth in depths)
         counted = [] if drafts is None else self._drafted(batch, depths, drafts)
-        results: list[ChunkedLoss] = []
+        parts: list[LossPart] = []
         for number, (depth, rows) in enumerate(zip(depths, target_rows, strict=True)):
             weight = world_size * depth.weight / (total_weight * num_labels)
             weights_N = weight * counted[number] if counted else weight.expand(len(depth.origins_N))
-            results.append(self._depth_loss(batch, depth, rows, weights_N, columns))
-        return _sums(batch, depths, results, counted)
+            parts.append(self._part(batch, depth, depth, rows, weights_N, columns))
+        num_depths = len(parts)
+        for number, depth in enumerate(depths):
+            for each in depth.auxiliaries if isinstance(depth, AssistedDepth) else ():
+                weights_N = parts[number].weights_N * each.weight
+                parts.append(self._part(batch, depth, each, target_rows[number], weights_N, columns))
+        config = self._config
+        results = chunked_losses(parts, self._divergence, chunk_size=config.chunk_size, temperature=config.temperature)
+        estimates = [
+            _confidence_loss(depth, depth.confidence_N, result.acceptance_N, part.weights_N)
+            for depth, result, part in zip(depths, results, parts, strict=False)
+            if depth.confidence_N is not None
+        ]
+        loss = torch.stack([results[0].loss, *estimates]).sum()
+        return _sums(batch, depths, loss, results[:num_depths], counted)
 
     @torch.no_grad()
     def _drafted(self, batch: Batch, depths: list[Depth], drafts: SamplingConfig) -> list[Tensor]:
@@ -153,52 +166,44 @@ class HeadObjective(nn.Module):
         labels_N = flat(batch.input_ids_BT, depth.target_places_N + 1)
         return (drawn_N if ids_W is None else ids_W[drawn_N]) == labels_N
 
-    def _depth_loss(
-        self, batch: Batch, depth: Depth, rows: TargetRows, weights_N: Tensor, columns: Columns | None
-    ) -> ChunkedLoss:
-        if depth.row_weights_N is not None:
-            weights_N = weights_N * depth.row_weights_N
-        labels_N = flat(batch.input_ids_BT, depth.target_places_N + 1) if "cross_entropy" in self._config.weights else None
-        result = self._compared(rows, depth, weights_N, labels_N, columns)
-        if isinstance(depth, AssistedDepth):
-            others = [self._compared(rows, each, weights_N * each.weight, labels_N, columns).loss for each in depth.auxiliaries]
-            result = result._replace(loss=torch.stack([result.loss, *others]).sum())
-        if depth.confidence_N is None:
-            return result
-        confidence_loss = _confidence_loss(depth, depth.confidence_N, result.acceptance_N, weights_N)
-        return result._replace(loss=result.loss + confidence_loss)
-
-    def _compared(
+    def _part(
         self,
-        rows: TargetRows,
+        batch: Batch,
+        depth: Depth,
         predicted: Depth | Auxiliary,
+        rows: TargetRows,
         weights_N: Tensor,
-        labels_N: Tensor | None,
         columns: Columns | None,
-    ) -> ChunkedLoss:
-        head = cast(HeadModule, self.head)
-        logits_of, parameters, token_ids_W = predicted.logits_of, predicted.parameters, head.token_ids_W
+    ) -> LossPart:
+        """Return the loss's rows of a depth, or of a further prediction at it."""
+        if depth.row_weights_N is not None and predicted is depth:
+            weights_N = weights_N * depth.row_weights_N
+        logits_of, parameters = predicted.logits_of, predicted.parameters
+        token_ids_W = cast(HeadModule, self.head).token_ids_W
         if columns is not None:
             if not isinstance(predicted, Depth) or predicted.columns_of is None:
                 kind = type(self.head).__name__
                 raise ConfigError(f"loss.sampled_tokens: the output head of {kind} is more than a matrix; set it to null")
             (logits_of, parameters), token_ids_W = predicted.columns_of(columns.places_S), columns.token_ids_S
-        return chunked_loss(
-            rows,
-            predicted.hidden_ND,
-            LogitHead(logits_of=logits_of, parameters=parameters),
-            self._divergence,
-            weights_N,
-            chunk_size=self._config.chunk_size,
-            temperature=self._config.temperature,
+        reads_labels = "cross_entropy" in self._config.weights
+        return LossPart(
+            target=rows,
+            draft_hidden_ND=predicted.hidden_ND,
+            draft_head=LogitHead(logits_of=logits_of, parameters=parameters),
+            weights_N=weights_N,
             draft_token_ids_W=token_ids_W,
-            labels_N=labels_N,
+            labels_N=flat(batch.input_ids_BT, depth.target_places_N + 1) if reads_labels else None,
         )
 
     @property
     def _reads_normalisers(self) -> bool:
-        whole = cast(HeadModule, self.head).token_ids_W is None and self._sampler is None
-        return not whole and self._config.temperature == 1 and "cross_entropy" not in self._config.weights
+        whole = cast(HeadModule, self.head).token_ids_W is None and not self._samples
+        return not whole and self._config.temperature == 1
+
+    @property
+    def _samples(self) -> bool:
+        """Whether the loss is over some columns: in training alone, since a label among few rivals is likely to win."""
+        return self._sampler is not None and self.training
 
     def _target_rows(
         self, states: TargetStates, depths: list[Depth], known: Normalisers | None, columns: Columns | None
@@ -244,7 +249,7 @@ def _confidence_loss(depth: Depth, confidence_N: Tensor, acceptance_N: Tensor, w
     return depth.confidence_weight * (weights_N * entropies_N).sum()
 
 
-def _sums(batch: Batch, depths: list[Depth], results: list[ChunkedLoss], counted: list[Tensor]) -> HeadLoss:
+def _sums(batch: Batch, depths: list[Depth], loss: Tensor, results: list[ChunkedLoss], counted: list[Tensor]) -> HeadLoss:
     """Sum each depth's statistics, alone and along the chains from the origins that drafting would start from.
 
     Args:
@@ -268,12 +273,12 @@ def _sums(batch: Batch, depths: list[Depth], results: list[ChunkedLoss], counted
             "joint_agrees_K": joint_agrees_P,
             "reached_K": reached_P,
         }
-        num_labels = torch.full_like(result.loss, len(depth.origins_N), dtype=result.values_N.dtype)
+        num_labels = result.values_N.new_full((), len(depth.origins_N))
         if counted:
             num_labels = counted[number].sum().to(num_labels)
         sums.append({"labels_K": num_labels} | {name: values.float().sum() for name, values in summed.items()})
     return HeadLoss(
-        loss=torch.stack([result.loss for result in results]).sum(),
+        loss=loss,
         accepted_P=accepted_P,
         **{name: torch.stack([each[name] for each in sums]) for name in sums[0]},
     )

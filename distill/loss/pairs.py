@@ -192,10 +192,10 @@ class NormalisedChunk:
         """Pair the rows with the draft's logits over the same W tokens.
 
         Raises:
-            ValueError: the temperature is not 1 (the sum is that of the unscaled logits), or there are labels.
+            ValueError: the temperature is not 1: the sum is that of the unscaled logits.
         """
-        if options["temperature"] != 1 or options.get("labels") is not None:
-            raise ValueError("normalised rows are for temperature 1 and without labels")
+        if options["temperature"] != 1:
+            raise ValueError("normalised rows are for temperature 1")
         log_p_CW = at_least_float32(self.logits_CW) - self.log_sum_C.unsqueeze(-1)
         draft_CW = at_least_float32(draft_logits_CW)
         if self.log_weights_W is not None:
@@ -205,6 +205,7 @@ class NormalisedChunk:
             log_p=log_p_CW.clamp_(min=LOG_ZERO),
             log_q=draft_CW.log_softmax(-1).clamp(min=LOG_ZERO),
             log_reach=log_reach_C,
+            label_log_q=_label_log_q(draft_CW, options.get("labels")),
         )
 
 

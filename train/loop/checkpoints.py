@@ -29,7 +29,7 @@ from accelerate.checkpointing import save_accelerator_state
 from accelerate.utils import OPTIMIZER_NAME, RNG_STATE_NAME, SAFE_WEIGHTS_NAME, broadcast_object_list, load
 from accelerate.utils import save as write_state
 from pydantic import Field, ValidationError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch.optim.lr_scheduler import LambdaLR
 
 from configs.runtime.errors import InputError, first_line
@@ -229,6 +229,8 @@ class Checkpoints:
             for name, sha256 in manifest.sha256.items():
                 if sha256_of(inside(path, name, MANIFEST)) != sha256:
                     return f"is damaged: {name} is not what was written"
+                if name.endswith(".safetensors") and (bad := first_not_finite(path / name)) is not None:
+                    return f"holds values of {bad} that are not finite"
             _read_progress(path)
         except InputError as error:
             return f"is damaged: {error}"
@@ -304,6 +306,12 @@ def writing(path: Path, scratch: Path | None = None) -> Iterator[None]:
             f"cannot write {path}: {first_line(error)} ({free / 1e6:.1f} MB free on its disk); what was written before stands, "
             "and the run resumes from it when it is started again"
         ) from error
+
+
+def first_not_finite(weights: Path) -> str | None:
+    """Return the name of the first tensor in a file that holds NaN or infinity."""
+    with safe_open(weights, "pt") as file:
+        return next((name for name in file.keys() if not bool(file.get_tensor(name).isfinite().all())), None)  # noqa: SIM118
 
 
 def _read_progress(path: Path) -> tuple[SavedProgress, dict[str, Any]]:

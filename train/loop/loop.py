@@ -78,7 +78,7 @@ def train(
 
     Raises:
         InputError: checkpoints are there and none is usable, or one cannot be written.
-        RunFailed: a loss is not finite; its step is not taken.
+        RunFailed: a loss or a gradient is not finite; its step is not taken.
         Stopped: SIGTERM came; a checkpoint was written.
     """
     with noting_sigterm() as request:
@@ -206,8 +206,8 @@ class _Training:
     def _step(self, window: Window, known: Iterator[Any]) -> int:
         """Take one optimiser step over the micro-batches in `window`; return the number of this process's labels.
 
-        The host waits for the device once, for losses and stop requests, before the last backward; under fp16 once more, for
-        the loss scaler to see whether the gradients are finite.
+        The host waits for the device once, for losses, the gradient's norm and stop requests, before the optimiser's step;
+        under fp16 once more, for the loss scaler. DeepSpeed takes the step in the last backward, unless the norm is not finite.
         """
         place = StepPlace(step=self.progress.step, num_steps=self.num_steps)
         with self.clock("rewriting"), self.engine.while_training(self.module, self.task) as unwrapped:
@@ -228,13 +228,12 @@ class _Training:
                 with self.accelerator.autocast(), self.clock("loss"):
                     outcome = self.task.loss(self.module, batch, num_labels, self.accelerator.num_processes, read)
                 losses.append(outcome.loss.detach())
-                if last:
-                    self._look_at(losses, stops, window)
                 with self.clock("backward"):
                     self.engine.backward(outcome.loss)
             self.metrics.add(outcome.sums, outcome.counts)
         with self.clock("optimizer"):
             norm = self.engine.clip(self.module, self.max_grad_norm)
+            self._check_finite(losses, norm, stops, window)
             self.optimizer.step()
             skipped = self.accelerator.optimizer_step_was_skipped  # under fp16, where a gradient was not finite
             if not skipped:
@@ -245,18 +244,25 @@ class _Training:
         self.progress.steps_in_epoch += 1
         return own_labels
 
-    def _look_at(self, losses: list[Tensor], stops: Tensor, window: Window) -> None:
-        """Note a stop request, and refuse losses that are not finite: of all micro-batches in one transfer."""
-        *values, num_stops = torch.stack([*losses, stops.to(losses[0].dtype)]).tolist()
+    def _check_finite(self, losses: list[Tensor], norm: Tensor | float | None, stops: Tensor, window: Window) -> None:
+        """Refuse losses and gradients that are not finite, and note a stop request: all in one transfer.
+
+        A norm that is not finite would make all weights so. Under fp16 the loss scaler skips such a step by itself. Processes
+        agree, since the norm is over all of them.
+        """
+        norms = [] if norm is None or self.accelerator.scaler is not None else [torch.as_tensor(norm, device=stops.device)]
+        num_stops, *values = torch.stack([each.to(losses[0].dtype) for each in (stops, *losses, *norms)]).tolist()
         self.stopping = num_stops > 0
-        number = next((number for number, value in enumerate(values) if not math.isfinite(value)), None)
-        if number is None:
+        bad = next((number for number, value in enumerate(values) if not math.isfinite(value)), None)
+        if bad is None:
             return
-        progress, conversations_BC = self.progress, window[number].on_host.conversations_BC
+        progress, is_loss = self.progress, bad < len(losses)
         where = f"step {progress.step + 1} (epoch {progress.epoch}, step {progress.steps_in_epoch + 1} of it)"
-        rows = ", ".join(map(str, conversations_BC[conversations_BC >= 0].tolist()))
+        read = window[bad : bad + 1] if is_loss else window
+        rows = [row for batch in read for row in batch.on_host.conversations_BC.flatten().tolist() if row >= 0]
         raise RunFailed(
-            f"the loss is {values[number]} in {where}, micro-batch {number + 1}, conversations {rows} of data.train, counted "
+            f"the {'loss' if is_loss else 'norm of the gradient'} is {values[bad]} in {where}, "
+            f"{f'micro-batch {bad + 1}, ' if is_loss else ''}conversations {', '.join(map(str, rows))} of data.train, counted "
             "from 0; the step was not taken, the last checkpoint stands"
         )
 

@@ -26,6 +26,7 @@ from distill.dataset.batches import Example, collate
 from distill.dataset.conversations import Conversation, describe_data
 from distill.loss.head_objective import HeadLoss, HeadObjective
 from eval.decoder.decode import Request, check_decodable, decode
+from heads.device import restored_random_state
 from heads.modules.interface import Batch
 from heads.proposers.protocol import Proposer
 from heads.target.hidden_states import TargetStates
@@ -120,7 +121,9 @@ class HeldOutPrediction:
         was_training = objective.training
         objective.eval()
         try:
-            tokens, rounds, *by_depth = self._counts(objective, states_of).tolist()
+            with restored_random_state(self.accelerator.device):  # training draws what it would without this
+                torch.manual_seed(0)  # places that a block's head chooses at random are the same at each evaluation
+                tokens, rounds, *by_depth = self._counts(objective, states_of).tolist()
         finally:
             objective.train(was_training)
         num_depths = len(by_depth) // 3

@@ -56,6 +56,20 @@ def test_over_all_columns_the_loss_and_gradient_are_the_whole_ones(kind, vocabul
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
 
 
+def test_evaluation_reads_every_column_and_draws_none():
+    model = checks.tiny_target("llama")
+    head = checks.build(checks.SETTINGS["eagle3"], model)
+    batch, states = small_batch(model, head.taps)
+    ids_W = torch.arange(model.config.vocab_size)
+    results = []
+    before = torch.get_rng_state()
+    for sampler in (None, ColumnSampler(ids_W, ids_W[:2], 8)):
+        objective = HeadObjective(head, SimpleNamespace(model=model), LossConfig(), sampler=sampler).eval()
+        results.append(vars(objective(batch, states, torch.tensor(6.0), 1)))
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.testing.assert_close(*results)
+
+
 def test_what_cannot_be_sampled_is_refused():
     with pytest.raises(ValueError, match="sampled_tokens is for temperature 1"):
         LossConfig(sampled_tokens=8, temperature=2.0)

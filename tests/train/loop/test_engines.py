@@ -1,8 +1,11 @@
 """Whole runs under each engine: the entries' work in two processes on the CPU, with the environment of the recipe files."""
 
 import json
+import math
 import os
+import re
 import signal
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,13 +16,15 @@ import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from configs.runtime.command import BAD_INPUT, DONE
 from configs.runtime.errors import ConfigError, InputError
+from configs.runtime.files import sha256_of
 from configs.schema.learning import OptimizerConfig
 from configs.schema.target import TargetConfig
 from configs.schema.training import ScheduleConfig
+from configs.startup import FAILED
 from heads.target.processes import join_processes
 from scripts.bench.engines import largest_difference, read_losses, read_metric, split_everything
 from scripts.fault_injection.children import Child
@@ -28,7 +33,9 @@ from tests.faults.conftest import die_at_step
 from tests.support.ports import free_port
 from train.launch import run_distillation, run_heads
 from train.loop import engines
+from train.loop.checkpoints import MANIFEST, list_checkpoints
 from train.loop.lineage import Lineage
+from train.loop.loop import _Training
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPES = sorted((ROOT / "configs" / "accelerate").glob("*.yaml"))
@@ -48,7 +55,7 @@ def cases(pairs, quick):
         pytest.param(
             *pair,
             marks=[
-                *([NEEDS_DEEPSPEED] if pair[0].startswith("zero") else []),
+                *([NEEDS_DEEPSPEED] if (pair[0] or "").startswith("zero") else []),
                 *([] if pair in quick else [pytest.mark.slow]),
             ],
         )
@@ -177,6 +184,79 @@ def test_a_killed_run_goes_on_to_what_an_undisturbed_one_ends_with(runs, recipe)
     assert read_losses(output) == read_losses(whole)
     files = (folder / "artifact" / "model.safetensors" for folder in (output, whole))
     assert len({file.read_bytes() for file in files}) == 1
+
+
+class Poisoned(torch.autograd.Function):
+    """A number whose gradient is another, whatever it is used for."""
+
+    @staticmethod
+    def forward(ctx, value, gradient):
+        ctx.gradient = gradient
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, _):
+        return torch.tensor(ctx.gradient), None
+
+
+def poison(gradient, step):
+    """Plant a gradient that is not finite in a step, of the first process alone and of its first micro-batch."""
+
+    def plant():
+        plain, first = _Training._step, os.environ.get("RANK", "0") == "0"
+
+        def poisoned_step(self, window, known):
+            loss, self.poisoned = self.task.loss, False
+
+            def poisoned_loss(*args):
+                outcome = loss(*args)
+                if self.poisoned or not first or self.progress.step + 1 != step:
+                    return outcome
+                self.poisoned = True
+                return replace(outcome, loss=Poisoned.apply(outcome.loss, gradient))
+
+            self.task.loss = poisoned_loss
+            try:
+                return plain(self, window, known)
+            finally:
+                self.task.loss = loss
+
+        _Training._step = poisoned_step
+
+    return plant
+
+
+POISONED = [(None, math.nan), ("ddp_cpu", math.inf), ("ddp_cpu", math.nan), ("fsdp2", math.nan)]
+POISONED += [(recipe, math.inf) for recipe in ("fsdp2", *ZERO)]
+
+
+@pytest.mark.parametrize(("recipe", "gradient"), cases(POISONED, [*POISONED[:2], ("zero2", math.inf)]))
+def test_a_gradient_that_is_not_finite_ends_the_run_before_its_step_and_its_checkpoint(runs, recipe, gradient):
+    num_processes = 1 if recipe is None else 2
+    config = runs.config(f"poisoned-{recipe}-{gradient}", "distill", num_processes)
+    children = runs.start(config, recipe, num_processes, before=poison(gradient, 2 * EVERY))
+    assert [child.end() for child in children] == [FAILED] * num_processes, children[0].said[-3000:]
+    assert re.search(rf"the norm of the gradient is (inf|nan) in step {2 * EVERY} ", children[0].said)
+    assert [path.name for path in list_checkpoints(Path(config.output) / "checkpoints")] == [f"step-{EVERY:08d}"]
+    again = runs.start(config, recipe, num_processes)
+    assert [child.end() for child in again] == [DONE] * num_processes, again[0].said[-3000:]
+    assert_same(Path(config.output), runs.finished(recipe, "distill"))
+
+
+def test_a_checkpoint_of_weights_that_are_not_finite_is_passed_over(runs):
+    config = runs.config("of-old", "distill", 1)
+    assert runs.start(config, None, 1)[0].end() == DONE
+    newest = list_checkpoints(Path(config.output) / "checkpoints")[-1]
+    (weights,) = newest.glob("*.safetensors")
+    tensors = load_file(weights)
+    next(iter(tensors.values())).flatten()[0] = math.nan
+    save_file(tensors, weights)
+    content = json.loads((newest / MANIFEST).read_text())
+    content["sha256"][weights.name] = sha256_of(weights)
+    (newest / MANIFEST).write_text(json.dumps(content))
+    (again,) = runs.start(config, None, 1)
+    assert again.end() == DONE
+    assert "that are not finite; passed over" in again.said
 
 
 @pytest.mark.slow

@@ -100,6 +100,14 @@ def test_the_batch_size_and_the_mode_change_nothing(head_task, greedy_rows):
     assert not task.module.training
 
 
+def test_an_evaluation_leaves_the_random_numbers_of_training_as_they_were(head_task, greedy_rows):
+    task = head_task("dflash", held_out=greedy_rows[4:9])  # whose training draws anchors
+    before = torch.get_rng_state()
+    first, second = task.evaluate(task.module), task.evaluate(task.module)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert first == second
+
+
 def test_sampled_decoding_has_no_prediction(head_task, greedy_rows):
     decode = {"num_speculative_tokens": 2, "max_new_tokens": 8, "temperature": 1.0}
     task = head_task("medusa")
