@@ -79,7 +79,7 @@ class ScheduleConfig(Settings):
     trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = ["tensorboard"]
     profile: ProfileConfig | None = None
     # Peak of a process's device in this precision, in 10^12 operations a second; model_flop_utilization is a share of it.
-    # None: what a matrix product reaches when the run starts
+    # None: the data sheet's for some GPUs; for other devices no utilisation is reported
     peak_tflops: PositiveFloat | None = None
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # numpy, which is seeded as well, takes no larger one
 

@@ -38,6 +38,11 @@ class BackgroundWrite:
         self._under_way = pool.submit(write)
         pool.shutdown(wait=False)
 
+    def check(self) -> None:
+        """Raise what the last write raised, if it has ended; the host does not wait."""
+        if self._under_way is not None and self._under_way.done():
+            self.wait()
+
     def wait(self) -> None:
         """Return once nothing is being written; raises what the last write raised, once."""
         under_way, self._under_way = self._under_way, None

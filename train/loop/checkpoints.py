@@ -131,6 +131,10 @@ class Checkpoints:
             self.finish()
             self.accelerator.wait_for_everyone()
 
+    def check(self) -> None:
+        """Raise the error of a checkpoint that could not be written meanwhile; see `save`."""
+        self._background.check()
+
     def finish(self) -> None:
         """Return once the last checkpoint is written; for errors see `save`."""
         self._background.wait()

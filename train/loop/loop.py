@@ -39,7 +39,7 @@ from train.telemetry.profiler import StepProfiler
 from train.telemetry.step_clock import STEP_PARTS
 from train.telemetry.step_metrics import SHARE, StepMetrics
 from train.telemetry.trackers import start_trackers
-from train.telemetry.utilization import find_peak
+from train.telemetry.utilization import find_peak, flops_per_token
 
 log = logging.getLogger("draftsmith")
 
@@ -126,7 +126,8 @@ class _Training:
         )
         self.clock = task.clock
         self.profiler = StepProfiler(schedule.profile, output, accelerator, self.clock)
-        self.metrics = StepMetrics(accelerator, self.clock, find_peak(accelerator, schedule))
+        flops = flops_per_token(self.trained_parameters, task.frozen_parameters)
+        self.metrics = StepMetrics(accelerator, self.clock, flops, find_peak(accelerator.device, schedule))
         if isinstance(self.module, DistributedDataParallel):
             self.clock.follow_gradients(task.module)
 
@@ -224,7 +225,7 @@ class _Training:
             last = number == len(window) - 1
             with self.clock("data"):
                 read = next(known)
-            with self.engine.micro_batch(self.module, last=last), self.metrics.flops.micro_batch(batch):
+            with self.engine.micro_batch(self.module, last=last):
                 with self.accelerator.autocast(), self.clock("loss"):
                     outcome = self.task.loss(self.module, batch, num_labels, self.accelerator.num_processes, read)
                 losses.append(outcome.loss.detach())
@@ -270,6 +271,7 @@ class _Training:
         """Log, evaluate and write a checkpoint, each where it is due; or stop where that was requested."""
         step, last = self.progress.step, self.progress.step == self.num_steps
         self.profiler.after_step(step, is_last=last or self.stopping)
+        self.checkpoints.check()
         logged = last or step % self.schedule.log_every_steps == 0
         if logged:
             self._log()

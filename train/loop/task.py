@@ -50,6 +50,10 @@ class Task(Protocol):
     module: nn.Module
     clock: StepClock  # the loop starts it; the task charges time to the target and the draft
 
+    @property
+    def frozen_parameters(self) -> int:
+        """Parameters of the target where it runs on every batch here; 0 where a cache or servers have its outputs."""
+
     def prepare(self, module: nn.Module, window: list[Batch], place: StepPlace) -> Prepared:
         """Return the micro-batches to train on in place of those of the data, changing neither module nor random state."""
 

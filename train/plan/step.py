@@ -2,7 +2,7 @@
 
 The draft's own training forward and backward run, so that no family has to say what it computes. Token ids and masks are real
 tensors on the CPU, as they decide which rows are trained; all that depends on a weight has a shape only. FLOPs are counted as
-for training's `model_flop_utilization` (`eval.cost.operation_counter`): attention counts all pairs computed, masked or not.
+by `eval.cost.operation_counter`: attention counts all pairs computed, masked or not.
 """
 
 from __future__ import annotations

@@ -84,6 +84,11 @@ class DraftTask:
         )
 
     @property
+    def frozen_parameters(self) -> int:
+        elsewhere = self.cache is not None or self.target.states_from is not None
+        return 0 if elsewhere else sum(each.numel() for each in self.target.model.parameters())
+
+    @property
     def drafts_while_training(self) -> bool:
         return self.rewriter is not None
 

@@ -101,6 +101,11 @@ class HeadTask:
             check_drafts(self.proposer(self.module), config.held_out.decode)  # now, not at the first held-out decoding
 
     @property
+    def frozen_parameters(self) -> int:
+        elsewhere = self.cache is not None or self.target.states_from is not None
+        return 0 if elsewhere else sum(each.numel() for each in self.target.model.parameters())
+
+    @property
     def drafts_while_training(self) -> bool:
         return False
 

@@ -19,7 +19,6 @@ from torch import Tensor
 from heads.device import allocated_peak, upload
 from heads.modules.interface import NO_DOCUMENT, Batch
 from train.telemetry.step_clock import STEP_PARTS, StepClock
-from train.telemetry.utilization import FlopMeter
 
 SHARE = "time_share_"
 
@@ -28,12 +27,12 @@ class StepMetrics:
     """Sums and counts of this process since the last report.
 
     Args:
-        peak: floating-point operations a second of which this process's device is capable.
+        flops_per_token: floating-point operations of training (`train.telemetry.utilization`).
+        peak: those of which this process's device is capable in a second; None: unknown, and no utilisation is reported.
     """
 
-    def __init__(self, accelerator: Accelerator, clock: StepClock, peak: float) -> None:
-        self.accelerator, self.clock, self.peak = accelerator, clock, peak
-        self.flops = FlopMeter()
+    def __init__(self, accelerator: Accelerator, clock: StepClock, flops_per_token: float, peak: float | None) -> None:
+        self.accelerator, self.clock, self.flops_per_token, self.peak = accelerator, clock, flops_per_token, peak
         self._clear()
 
     def add(self, sums: Mapping[str, Tensor], counts: Mapping[str, Tensor] | None = None) -> None:
@@ -72,16 +71,15 @@ class StepMetrics:
         """Return the cost of the steps since the last report over all processes: sums divided by sums, and peak memory."""
         now, device = self.clock.seconds(), self.accelerator.device
         own_seconds = [now[part] - self.seconds_before[part] for part in STEP_PARTS]
-        possible = self.peak * sum(own_seconds)
-        own = [memory_peak(device), float(self.tokens), self.flops.take(), possible, *own_seconds]
+        own = [memory_peak(device), float(self.tokens), *own_seconds]
         rows = self.accelerator.gather(upload(torch.tensor([own]), device)).cpu()
-        tokens, flops, possible, *seconds = rows[:, 1:].sum(0).tolist()
+        tokens, *seconds = rows[:, 1:].sum(0).tolist()
         whole = sum(seconds)
         elapsed = whole / len(rows)
         return {
             "labels_per_second": labels / elapsed,
             "tokens_per_second": tokens / elapsed,
-            "model_flop_utilization": flops / possible,
+            **({} if self.peak is None else {"model_flop_utilization": self.flops_per_token * tokens / (self.peak * whole)}),
             "memory_peak_bytes": rows[:, 0].max().item(),
             **{f"{SHARE}{part}": of_part / whole for part, of_part in zip(STEP_PARTS, seconds, strict=True)},
         }

@@ -31,6 +31,7 @@ COLOURS = {  # with opacity
     "other": (FAINT, 0.4),
 }
 
+MFU = "model_flop_utilization"
 Row = Mapping[str, float]
 
 
@@ -42,7 +43,7 @@ def as_table(rows: Sequence[Row]) -> str:
         "seconds": [f"{row['seconds']:.0f}" for row in rows],
         "loss": [f"{row['loss']:.4g}" for row in rows],
         "tokens/s": [f"{row['tokens_per_second']:.0f}" for row in rows],
-        "utilization": [f"{row['model_flop_utilization']:.1%}" for row in rows],
+        **({"MFU": [f"{row[MFU]:.1%}" for row in rows]} if all(MFU in row for row in rows) else {}),
         "memory GB": [f"{row['memory_peak_bytes'] / 1e9:.2f}" for row in rows],
         **{f"% {part}": [f"{100 * row[SHARE + part]:.1f}" for row in rows] for part in _worth_showing(rows)},
     }

@@ -1,13 +1,17 @@
 """The loop itself: what a skipped step leaves as it was."""
 
 import json
+from threading import Event
 
 import pytest
 import torch
 from accelerate import Accelerator
 
+from configs.runtime.errors import InputError
 from tests.support.caches import random_conversations
 from tests.support.training_runs import distil, distill_config
+from train.loop.checkpoints import Checkpoints
+from train.loop.loop import _Training
 
 
 @pytest.mark.parametrize("skipped", [False, True])
@@ -19,3 +23,28 @@ def test_a_step_that_fp16_skips_does_not_move_the_schedule(skipped, monkeypatch,
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 4
     assert (len({line["learning_rate"] for line in lines}) == 1) == skipped
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_before_the_next_is_due(monkeypatch, as_target, tiny_llama, tmp_path):
+    failed, steps = Event(), []
+
+    def fail(*_):
+        failed.set()
+        raise InputError("the disk is full")
+
+    plain = _Training._after_step
+
+    def after_step(training):
+        steps.append(training.progress.step)
+        if training.progress.step == 3:
+            assert failed.wait(30)
+            training.checkpoints._background._under_way.exception()
+        plain(training)
+
+    monkeypatch.setattr(Checkpoints, "_complete", fail)
+    monkeypatch.setattr(_Training, "_after_step", after_step)
+    target = as_target(tiny_llama(seed=1, dtype=torch.float32, layers=3))
+    config = distill_config(tmp_path, max_steps=8, checkpoint_every_steps=2, eval_every_steps=None)
+    with pytest.raises(InputError, match="the disk is full"):
+        distil(config, target, random_conversations([(6, 8)] * 16, 64, seed=0))
+    assert steps == [1, 2, 3]

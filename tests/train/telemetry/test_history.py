@@ -24,6 +24,8 @@ METRICS = {"tokens_per_target_step": 1.5, "predicted_tau": 1.9, "conditional_1":
 class Task:
     """Trains one number; scores are handed in. Stops like a killed process after so many steps."""
 
+    frozen_parameters = 0
+
     def __init__(self, scores, stop_after=None):
         self.module, self.scores, self.steps_left = nn.Linear(1, 1), iter(scores), stop_after
         self.clock = StepClock(torch.device("cpu"))

@@ -70,9 +70,7 @@ def test_what_two_processes_did_is_added_up_before_it_is_divided(monkeypatch):
     monkeypatch.setattr(step_metrics, "memory_peak", lambda _: 2.0**30)
     here, there = TwoProcesses(), Recorder()
     clocks = [Clock(), Clock()]
-    own, other = (StepMetrics(each, clock, 1e9) for each, clock in zip((here, there), clocks, strict=True))
-    monkeypatch.setattr(own.flops, "take", lambda: 3e9)
-    monkeypatch.setattr(other.flops, "take", lambda: 1e9)
+    own, other = (StepMetrics(each, clock, 3e7, 1e9) for each, clock in zip((here, there), clocks, strict=True))
     step(own, clocks[0], (10, 4), 12.0, 0.5, target=3.0, draft=1.0)
     step(own, clocks[0], (6,), 3.0, 1.5, loss=4.0)
     step(other, clocks[1], (20, 20, 20), 3.0, 1.0, data=6.0, communication=2.0)
@@ -85,7 +83,7 @@ def test_what_two_processes_did_is_added_up_before_it_is_divided(monkeypatch):
     assert report["gradient_norm"] == pytest.approx(1.0)
     assert report["labels_per_second"] == pytest.approx(18 / 8)
     assert report["tokens_per_second"] == pytest.approx(80 / 8)  # padding is none
-    assert report["model_flop_utilization"] == pytest.approx(4 / 16)
+    assert report["model_flop_utilization"] == pytest.approx(80 * 3e7 / (16 * 1e9))
     assert report["memory_peak_bytes"] == 3 * 2**30
     shares = {name.removeprefix(SHARE): share for name, share in report.items() if name.startswith(SHARE)}
     assert list(shares) == list(STEP_PARTS)
@@ -97,7 +95,7 @@ def test_what_two_processes_did_is_added_up_before_it_is_divided(monkeypatch):
 
 def test_each_report_begins_anew(monkeypatch):
     clock = Clock()
-    own = StepMetrics(TwoProcesses(), clock, 1e9)
+    own = StepMetrics(TwoProcesses(), clock, 3e7, None)
     step(own, clock, (10,), 6.0, 1.0, loss=2.0)
     own.report()
     step(own, clock, (5,), 3.0, 3.0, backward=1.0)

@@ -28,7 +28,7 @@ def test_a_table_has_a_column_for_every_part_that_took_time():
         line.split()
         for line in as_table(ROWS).replace("tokens/s", "speed").replace("memory GB", "memory").replace("% ", "%").splitlines()
     ]
-    assert head == ["step", "seconds", "loss", "speed", "utilization", "memory", "%target", "%loss"]
+    assert head == ["step", "seconds", "loss", "speed", "MFU", "memory", "%target", "%loss"]
     assert lines[0] == ["10", "5", "4", "100", "25.0%", "3.00", "70.0", "30.0"]
     assert len({len(line) for line in as_table(ROWS).splitlines()}) == 1
 
