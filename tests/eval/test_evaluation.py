@@ -117,6 +117,8 @@ def test_a_lossy_report_says_so_and_its_baselines_do_not_take_part(config, lossy
     assert (report.decode.verification, report.lossless.verdict) == (lossy.kind, "lossy_by_design")
     assert "enumeration" not in report.lossless.checks
     assert "with a rule that changes answers by design" in (Path(config.output) / "report.md").read_text()
+    no_acceptance = [report.acceptance.tokens_per_target_step, report.acceptance.accepted_per_round]
+    assert (no_acceptance == [None, None]) == (lossy.kind == "smc")
     assert judge(report, GateConfig()).outcome == "fail"
 
 
