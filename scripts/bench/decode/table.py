@@ -97,7 +97,7 @@ def _row(setup: DecodeSetup, way: Way, plain: TurnsOfSide, own: TurnsOfSide) -> 
         "proposer": way.proposer,
         "forward": "lean" if way.fastest and setup.lean_target is not None else "transformers",
         "temperature": way.settings.temperature,
-        "drafts_a_round": sum(drafted) / max(len(drafted), 1),
+        "drafts_a_round": sum(drafted) / len(drafted) if drafted else None,  # particles have no rounds
         "lossless": verdict,
         "tau": ratio_interval(*_counts(own), samples=samples, seed=SEED),
         "speedup": speedup([*timings_of(plain), *timings_of(own)], way.name, samples=samples),
