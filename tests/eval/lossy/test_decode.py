@@ -271,7 +271,7 @@ def test_plain_decoding_and_the_baselines_stay_lossless(target, draft, lossy):
 def test_the_verdict_names_a_lossy_mode_and_tests_no_samples(target, draft, lossy):
     plain, _ = decode(target, requests_for(PROMPTS), sampled(lossy))
     other, _ = decode(target, requests_for(PROMPTS), sampled(lossy), draft)
-    section = judge_lossless(target, plain, other, sampled(lossy), LosslessConfig(check_float32_prompts=0), lambda _: None)
+    section = judge_lossless(target, plain, other, sampled(lossy), LosslessConfig(), None)
     assert (section["verdict"], section["checks"]) == ("lossy_by_design", {})
 
 
