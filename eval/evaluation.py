@@ -45,6 +45,7 @@ from eval.report.markdown import render_markdown
 from eval.report.page import render_html
 from eval.report.schema import Report, load_report, report_file, write_report
 from heads.inference.causal_lm import mixers_of
+from heads.proposers.protocol import Proposer
 from heads.target.loading import Target, load_target
 from heads.target.processes import join_processes
 
@@ -111,7 +112,7 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     if tallies is None:
         return DONE
     if not state.is_main_process:  # the checks below run the target, and load it anew, which all of its groups must do
-        _check_lossless(config, target, tallies)
+        _check_lossless(config, target, draft.proposer, tallies)
         quality.judge(target, tallies[suites[0].name])
         state.wait_for_everyone()
         return DONE
@@ -122,7 +123,7 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     partial = output / "report.partial.json"
     write_report(partial, report)
     laps.done("report")
-    report = complete_report(report, lossless=_check_lossless(config, target, tallies))
+    report = complete_report(report, lossless=_check_lossless(config, target, draft.proposer, tallies))
     write_report(partial, report)
     laps.done("losslessness")
     scores = quality.judge(target, records)
@@ -172,21 +173,14 @@ def _job(config: EvalConfig, suites: Sequence[Suite], target: Target, draft: Eva
     return fingerprint(config.model_dump(mode="json", exclude=AFTERWARDS), made_of, machine)
 
 
-def _check_lossless(config: EvalConfig, target: Target, tallies: Mapping[str, Tally]) -> dict[str, Any]:
+def _check_lossless(config: EvalConfig, target: Target, proposer: Proposer, tallies: Mapping[str, Tally]) -> dict[str, Any]:
     """Return the report's `lossless` section, of the answers to all suites; the check is skipped for simulated runs."""
     if config.simulate_acceptance is not None:
         return UNCHECKED | {"verdict": NOT_LOSSLESS}
     plain, speculative = (
         [answer for tally in tallies.values() for answer in tally.of(mode)] for mode in (AUTOREGRESSIVE, SPECULATIVE)
     )
-    return judge_lossless(
-        target,
-        plain,
-        speculative,
-        config.decode,
-        config.lossless,
-        lambda other: load_evaluated(config, other),
-    )
+    return judge_lossless(target, plain, speculative, config.decode, config.lossless, proposer)
 
 
 def _predict(config: EvalConfig, target: Target, draft: EvaluatedDraft, records: Tally, report: Report) -> dict[str, Any]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from configs.schema.base import NonNegativeInt, PositiveInt, Settings, Share, check_rising
+from configs.schema.base import NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Settings, Share, check_rising
 from configs.schema.data import RowFormat
 from configs.schema.decoding import DecodeConfig
 from configs.schema.target import TargetConfig
+
+log = logging.getLogger("draftsmith")
 
 
 def dotted(path: str, what: str) -> str:
@@ -114,17 +117,27 @@ class SuiteConfig(Settings):
 
 
 class LosslessConfig(Settings):
-    """When a difference from plain decoding counts as a numerical tie, and how samples are tested against the target's
+    """How far a greedy token may lie below the target's likeliest, and how samples are tested against the target's
     distribution."""
 
-    # Largest gap between the two tokens' logits, in multiples of the rounding error measured at that position and those before
-    # it: either token may be off by one error. On SmolLM2 in bf16, batches of 16, 35 differences had at most 1.3 errors.
+    # The largest distance of a token's logit from the largest one, in multiples of the rounding error measured at that position
+    # (or of the usual error, where that is larger): either token may be off by one error.
     tie_noise: Annotated[float, Field(ge=0, le=10)] = 2.0
-    check_float32_prompts: NonNegativeInt = 2  # prompts decoded once more in float32, where both runs must be equal
     # At temperature > 0: how often a lossless decoder may fail the statistical tests. None: only the rule is proved.
     false_alarm_rate: Annotated[float, Field(gt=0, lt=1)] | None = 0.01
     # Samples of one text whose first tokens are counted; 0: that test is off. 10 s of one core with SmolLM2-135M.
     first_token_samples: NonNegativeInt = 512
+    # What a test must be able to show in four of five runs; one that would miss it is inconclusive where it finds nothing.
+    must_show_variation: PositiveShare = 0.2  # total variation of the first tokens' distribution from the target's
+    must_show_nats: PositiveFloat = 0.5  # difference of the answers' mean log-likelihood a token
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reads_a_key_of_before(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or "check_float32_prompts" not in values:
+            return values
+        log.warning("lossless.check_float32_prompts is ignored: every answer is checked, by a wider copy of the target")
+        return {key: value for key, value in values.items() if key != "check_float32_prompts"}
 
 
 FreeDraft = Literal["prompt_lookup", "suffix_lookup", "self_speculation"]  # ways of drafting that need no training

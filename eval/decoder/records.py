@@ -122,3 +122,8 @@ class Divergence:
     logit_gap: float
     tie_tolerance: float
     turn: int = 0
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether the two tokens' logits are equal up to the rounding of the target's dtype."""
+        return self.logit_gap <= self.tie_tolerance

@@ -1,8 +1,9 @@
 """Whether speculation changed the output.
 
-Enter with `judge_lossless`, which returns the report's section; `find_divergences` compares greedy answers alone.
+Enter with `judge_lossless`, which returns the report's section; `check_tokens` judges greedy answers alone.
 """
 
-from eval.lossless.verdict import find_divergences, is_tie, judge_lossless
+from eval.lossless.teacher_forcing import check_tokens
+from eval.lossless.verdict import judge_lossless
 
-__all__ = ["find_divergences", "is_tie", "judge_lossless"]
+__all__ = ["check_tokens", "judge_lossless"]

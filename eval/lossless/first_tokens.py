@@ -22,6 +22,8 @@ from eval.decoder.batch import BatchRun
 from eval.decoder.records import FAILED, Generation
 from eval.decoder.request import Request
 from eval.metrics.likelihood import answer_logits
+from eval.stats.bootstrap import LEVEL
+from eval.stats.power import detectable_variation
 from eval.stats.significance import g_test
 from heads.inference.causal_lm import head_logits, read_documents
 from heads.inference.media_inputs import MediaPrompt
@@ -33,7 +35,6 @@ Prefix = tuple[int, ...]
 
 DEPTH = 3  # tokens tested: the prefill's and two from rounds
 LEAST_EXPECTED = 5.0  # samples a cell should expect; with fewer, G is not near chi-square
-LEAST_SAMPLES = 100  # below, only a decoder that is wrong almost always would be noticed
 CANDIDATES, LATEST_START = 8, 16  # answers, and tokens of each, among which the text to continue is chosen
 AT_ONCE = 32  # samples decoded, or prefixes read, together
 
@@ -81,16 +82,22 @@ class Cells:
 
 
 def check_first_tokens(
-    target: Target, proposer: Proposer, plain: Sequence[Generation], config: DecodeConfig, num_samples: int
+    target: Target,
+    proposer: Proposer,
+    plain: Sequence[Generation],
+    config: DecodeConfig,
+    num_samples: int,
+    level: float = LEVEL,
 ) -> dict[str, Any]:
     """Sample a text's continuation many times and return the G-test of its first tokens.
 
     The text is chosen from plain decoding's answers; `config` is the decoding under test, whose seed is used with numbers that
-    no other request has. `p_value` is `None` where there is none, with `reason`.
+    no other request has. `p_value` is `None` where there is none, with `reason`. `detectable_difference` is the least total
+    variation that so many samples show in four of five runs of a test at `level` (`eval.stats.power`).
     """
     start = choose_start(target, plain, config)
     if start is None:
-        return {"p_value": None, "reason": "no_answer_to_start_from", "num_samples": 0}
+        return {"p_value": None, "reason": "no_answer_to_start_from", "detectable_difference": None, "num_samples": 0}
     cells = find_cells(target, start.text, config, num_samples, start.media_prompt)
     answers = list(_sample(target, proposer, start, config, num_samples))
     complete = [tokens for tokens in answers if tokens is not None]
@@ -99,12 +106,14 @@ def check_first_tokens(
         counts[cells.find(tokens[:DEPTH])] += 1
     found = g_test(counts, cells.probabilities)
     num_failed = len(answers) - len(complete)
-    reason = _too_little(num_samples, num_failed, found.degrees_of_freedom)
+    reason = "law_too_certain_for_so_few_samples" if found.p_value is None else None
+    reason = "samples_failed" if num_failed else reason
     return {
         "p_value": None if reason else found.p_value,
         "reason": reason,
         "statistic": found.statistic,
         "degrees_of_freedom": found.degrees_of_freedom,
+        "detectable_difference": detectable_variation(len(complete), found.degrees_of_freedom, level=level),
         "num_samples": num_samples,
         "num_failed": num_failed,
         "num_tokens": DEPTH,
@@ -229,12 +238,3 @@ def _sample(
 def _answer_length(config: DecodeConfig) -> int:
     """Return how long a sample must be for its first round to draft as many tokens as are in use, and to reach `DEPTH`."""
     return max(config.num_speculative_tokens + 2, DEPTH)
-
-
-def _too_little(num_samples: int, num_failed: int, degrees: int) -> str | None:
-    """Return why the samples allow no conclusion, or `None` where they do."""
-    if num_failed:
-        return "samples_failed"
-    if num_samples < LEAST_SAMPLES:
-        return "too_few_samples"
-    return "law_too_certain_for_so_few_samples" if degrees < 1 else None

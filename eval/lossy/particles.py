@@ -3,7 +3,8 @@
 Each request is continued in N places of the batch, its particles. A cycle drafts in every place, runs the target over all of
 it, weighs the places by the ratio of the two distributions (`weigh`), adds a token of the target's to each (`draw_bonus`), and
 copies heavy places over light ones (`resample`). When all texts of a request have ended, one is drawn by weight (`choose`). A
-text that has ended stays as an ancestor, and drafts go on in its place so that the places stay in step.
+text that has ended stays as an ancestor, and drafts go on in its place so that the places stay in step. No draft is accepted or
+refused, so cycles are no rounds of the records, and the report has no acceptance and no tokens per target step of them.
 R requests, N particles each, B = R N batch rows in that order, G drafts, K = G + 1, V vocabulary.
 """
 
@@ -20,7 +21,6 @@ from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig, ParticleSampling
 from eval.decoder.clock import Clock
 from eval.decoder.logits_processor import Processor
-from eval.decoder.records import Round
 from eval.decoder.request import BatchRow, Request
 from eval.decoder.verifier import finite_rows
 from eval.lossy.particle_weights import choose, draw_bonus, resample, weigh
@@ -258,7 +258,4 @@ def _extend(particle: Particle, drafts: list[int], bonus: int, *, finite: bool) 
     particle.tokens += [*drafts, bonus]
     if particle.ended:
         return
-    committed = particle.row.commit([*drafts, bonus], finite=finite)
-    particle.row.rounds.append(
-        Round(drafted=tuple(drafts), num_accepted=min(len(drafts), len(committed)), committed=tuple(committed))
-    )
+    particle.row.commit([*drafts, bonus], finite=finite)

@@ -7,12 +7,14 @@ What an answer is worth to the target (`eval.metrics.quality`), and whether both
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from eval.decoder.records import Generation
-from heads.inference.causal_lm import head_logits, read_documents
+from heads.inference.causal_lm import forward_rows, head_logits, new_cache, read_documents
+from heads.inference.int8_kv_cache import LAYERS
 from heads.inference.media_inputs import MediaPrompt
 from heads.target.loading import Target
 
@@ -36,11 +38,31 @@ def mean_log_likelihood(target: Target, answer: Generation, temperature: float) 
     return float(logits_TV.log_softmax(-1).gather(1, tokens_T.unsqueeze(1)).cpu().double().mean())
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def answer_logits(
     target: Target, prompt: Sequence[int], answer: Sequence[int], media_prompt: MediaPrompt | None = None
 ) -> Tensor:
     """Return the logits `[T, V]` from which each token of an answer came; row t is after `answer[:t]`."""
+    return head_logits(target.model, answer_states(target, prompt, answer, media_prompt))
+
+
+@torch.no_grad()  # in inference mode a lean or compiled forward would run
+def answer_states(
+    target: Target,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    media_prompt: MediaPrompt | None = None,
+    kv_cache: Literal["int8"] | None = None,
+) -> Tensor:
+    """Return the final hidden states `[T, D]` before each token of an answer, by one forward of transformers' over all of it.
+
+    With a `kv_cache` attention reads keys and values as such a cache of the decoder keeps them.
+    """
     ids_1T = torch.tensor([[*prompt, *answer[:-1]]], device=target.device)
-    hidden_1TD = read_documents(target.model, ids_1T, None, target.media_inputs([media_prompt], [prompt]))
-    return head_logits(target.model, hidden_1TD[0, len(prompt) - 1 :])
+    media = target.media_inputs([media_prompt], [prompt])
+    if kv_cache is None:
+        hidden_1TD = read_documents(target.model, ids_1T, None, media)
+    else:
+        cache = new_cache(target.model, ids_1T.shape[1], LAYERS[kv_cache])
+        hidden_1TD = forward_rows(target.model, cache, ids_1T, [0], media=media)
+    return hidden_1TD[0, len(prompt) - 1 :]

@@ -17,7 +17,7 @@ from eval.release.rules import is_of_a_machine, judge_against_free, judge_rule
 from eval.release.verdict import Finding, GateVerdict
 from eval.report.compare import IDENTITY, Difference, differences, prompt_differences
 from eval.report.schema import PromptsSection, Report
-from eval.report.text import describe_checks, short
+from eval.report.text import describe_checks, exactness, short
 
 MIN_RESAMPLES = 200  # of the bootstrap behind a report's intervals
 
@@ -111,19 +111,15 @@ def _judge_lossless(report: Report, config: GateConfig) -> Finding:
     if section.verdict != "inconclusive":
         return _finding("lossless", section.verdict, required, _why_not_lossless(report, config))
     checks = describe_checks(section, section.inconclusive_checks)
-    reason = "the losslessness check needs more answers than it got" + (f": {checks}" if checks else "")
+    reason = "the losslessness check needs more answers or samples than it got" + (f": {checks}" if checks else "")
     return Finding(check="lossless", outcome="inconclusive", value=section.verdict, required=required, reason=reason)
 
 
 def _why_not_lossless(report: Report, config: GateConfig) -> str:
     """Return why the answers fail the gate, or nothing."""
-    section, found = report.lossless, len(report.lossless.divergences)
+    section = report.lossless
     if section.verdict not in config.lossless:
-        if found:
-            return f"{found} difference{'s' * (found > 1)} from plain decoding in {section.checked_prompts} checked answers"
-        if section.failed_checks:
-            return f"failed: {describe_checks(section, section.failed_checks)}"
-        return "no checked answer differs from plain decoding, but the gate does not allow this verdict"
+        return f"{exactness(report)}; the gate does not allow this verdict"
     if section.verdict == "lossy_by_design":  # what is allowed to differ is not checked
         unjudged = "the rule changes answers, and nothing says what they are worth: evaluate with `quality` in the config"
         return unjudged if report.quality is None else ""

@@ -1,9 +1,9 @@
 """Several reports side by side: what each measured, how it changed from the first, and what else differs between them.
 
-A token count means something for one target, one set of prompts and one way of decoding; seconds also for one machine.
-`differences` lists what two reports differ in: the gate refuses a baseline report over it (`eval.release.checks`), and
-`compare` refuses reports of different targets or prompts unless they are allowed by name. Seeds and versions are not compared.
-`eval.report.page` renders the page. Torch-free.
+A token count means something for one target, one set of prompts and one way of decoding; seconds also for one machine, one
+version of torch and transformers, and one dtype. `differences` lists what two reports differ in: the gate refuses a baseline
+report over it (`eval.release.checks`), and `compare` refuses reports of different targets or prompts unless they are allowed by
+name. Seeds are not compared. `eval.report.page` renders the page. Torch-free.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from eval.stats.paired import Change
 Aspect = Literal["target", "suite", "num_speculative_tokens", "decode", "machine"]
 IDENTITY = {"weights_sha256": "target weights", "tokenizer_sha256": "tokenizer", "chat_template_sha256": "chat template"}
 MACHINE = ("cpu", "cores", "device", "threads", "processes")
+SOFTWARE = ("torch", "transformers")  # whose versions decide the seconds too
 SAME_DISTRIBUTION = ("seed", "warmup_prompts", "num_speculative_tokens")  # the last is an aspect of its own
 NOT_RECORDED = "not recorded"
 MAX_REPORTS = 8  # lines that can be told apart in one picture
@@ -50,7 +51,7 @@ class ComparedReport:
     path: str
     report: Report
     tau: Change | None = None  # of tokens per target step; needs the same target and the same answered prompts
-    speed: Change | None = None  # of the decode speedup; needs the same machine and batches as well
+    speed: Change | None = None  # of the decode speedup; needs the same machine, software, dtype and batches as well
     differences: tuple[Difference, ...] = ()
     tau_by_suite: Mapping[str, Change] = field(default_factory=dict)  # on further suites of the same prompts
 
@@ -84,13 +85,14 @@ def _entry(letter: str, path: str, report: Report, first: Report, may_differ_in:
             f"To see them side by side all the same: --set may_differ_in=[{allow}]"
         )
     aspects: set[str] = {each.aspect for each in found}
+    untimely = "machine" in aspects or any(each.what == "decode.dtype" for each in found)
     paired = _paired(report, first, aspects)
     return ComparedReport(
         letter=letter,
         path=path,
         report=report,
         tau=None if paired is None else paired.tokens_per_target_step,
-        speed=None if paired is None or "machine" in aspects or paired.batches_left_out else paired.decode_speedup,
+        speed=None if paired is None or untimely or paired.batches_left_out else paired.decode_speedup,
         differences=found,
         tau_by_suite={} if paired is None else _by_suite(report, first),
     )
@@ -177,7 +179,7 @@ def differences(report: Report, other: Report) -> list[Difference]:
         *prompt_differences(report.prompts, other.prompts),
         *_settings(report.decode, other.decode),
         *_lookups(report.draft, other.draft),
-        *_machine(report.hardware, other.hardware),
+        *_machine(report, other),
     ]
 
 
@@ -242,13 +244,19 @@ def _lookups(ours: DraftSection, theirs: DraftSection) -> list[Difference]:
     return [Difference(aspect="decode", what="lookups beside the draft", ours=named[0], theirs=named[1])]
 
 
-def _machine(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Difference]:
-    def described(hardware: Mapping[str, Any]) -> dict[str, Any]:
-        return {**{key: hardware.get(key) for key in MACHINE}, "gpus": [gpu.get("name") for gpu in hardware.get("gpus") or []]}
+def _machine(ours: Report, theirs: Report) -> list[Difference]:
+    def described(report: Report) -> dict[str, Any]:
+        hardware, versions = report.hardware, report.versions
+        gpus = [gpu.get("name") for gpu in hardware.get("gpus") or []]
+        return {
+            **{f"hardware {key}": hardware.get(key) for key in MACHINE},
+            "hardware gpus": gpus,
+            **{f"version of {name}": versions.get(name) for name in SOFTWARE},
+        }
 
     one, another = described(ours), described(theirs)
     return [
-        Difference(aspect="machine", what=f"hardware {key}", ours=str(one[key]), theirs=str(another[key]))
-        for key in one
-        if one[key] != another[key]
+        Difference(aspect="machine", what=what, ours=str(one[what]), theirs=str(another[what]))
+        for what in one
+        if one[what] != another[what]
     ]

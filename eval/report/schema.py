@@ -134,13 +134,23 @@ class LosslessSection(OpenSection):
     """Whether speculative decoding changed the answers; see `eval.lossless.verdict`."""
 
     verdict: LosslessVerdict = Field(
-        description="Whether speculative answers equal plain ones token for token. Up to ties: where they part, the target's "
-        "logits for the two tokens differ by no more than rounding in its dtype explains. Lossy by design: the rule changes "
-        "the distribution. Sampled answers differ anyway: there the rule is proved by enumeration, and two statistical tests "
-        "of the samples against the target's distribution must not fail."
+        description="Whether speculation changed the output. Of greedy answers every token must be the target's choice: an "
+        "answer is read once more, whole, by a copy of the target in a wider dtype, and no token's logit may lie further below "
+        "the largest than rounding in the decoding dtype explains. Up to ties: so it is, and some answers differ from plain "
+        "decoding's, which is as good a choice at a near tie. Lossy by design: the rule changes the distribution. Sampled "
+        "answers differ anyway: there the rule is proved by enumeration, and two statistical tests of the samples against the "
+        "target's distribution must not fail, and must be able to show a difference that matters."
     )
     checked_prompts: Count
-    divergences: list[DivergenceSection]
+    checked_tokens: Count | None = None  # of greedy answers; None in reports of an earlier version
+    differing_answers: Count | None = None  # greedy ones that are not plain decoding's
+    tolerance: Number = Field(
+        None,
+        description="How far a token's logit may lie below the largest, at the median token: `tie_noise` times the rounding "
+        "error of the decoding dtype, which is the difference between the target's readings in it and in the wider dtype.",
+    )
+    largest_gap: Number = None  # of all checked tokens, in logits
+    divergences: list[DivergenceSection]  # the first of each differing answer
     checks: dict[str, dict[str, Any]] = {}
     failed_checks: list[str] = []
     inconclusive_checks: list[str] = []

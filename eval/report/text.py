@@ -77,18 +77,11 @@ def failed_requests(report: Report) -> list[FailedRequest]:
 
 
 def headline(report: Report) -> str:
-    """Say in one sentence how fast, whether the answers stayed the same, and which untrained way is no slower."""
-    unchanged = {
-        "lossless": "with every answer unchanged",
-        "lossless_up_to_ties": "with answers unchanged up to numerical ties",
-        "not_lossless": "but answers differ from plain decoding",
-        "lossy_by_design": "with a rule that changes answers by design",
-        "inconclusive": "with too few answers to say whether they are unchanged",
-    }[report.lossless.verdict]
+    """Say in one sentence how fast, what was found of the output's exactness, and which untrained way is no slower."""
     elsewhere = "".join(
         f"; on {name} {times(speedup_of(each)[0])}{_untrained_rival(each, ', where ')}" for name, each in report.suites.items()
     )
-    return f"{_speed_in_words(report)}, {unchanged}{_untrained_rival(report, '; ')}{elsewhere}."
+    return f"{_speed_in_words(report)}; {exactness(report)}{_untrained_rival(report, '; ')}{elsewhere}."
 
 
 def by_suite(report: Report) -> dict[str, Report | SuiteSection]:
@@ -139,31 +132,68 @@ def lookup_gain(report: Report) -> str:
     )
 
 
-def lossless_detail(report: Report) -> str:
-    """Say what the losslessness check compared and found. Sampled answers differ anyway; they are tested, not compared."""
+def exactness(report: Report) -> str:
+    """Say what was found of the output: of greedy answers their tokens, of samples their distribution."""
     section = report.lossless
-    num_found = len(section.divergences)
-    found = "no difference" if num_found == 0 else f"{num_found} difference{'s' * (num_found > 1)}"
-    if report.decode.temperature > 0 and num_found == 0:
-        lossy = section.verdict == "lossy_by_design"
-        found = (
-            "sampled by a rule that changes the distribution"
-            if lossy
-            else "sampled, and tested against the target's distribution"
-        )
-    named = (("failed", section.failed_checks), ("open", section.inconclusive_checks))
-    checks = [f"{word}: {describe_checks(section, names)}" for word, names in named if names]
-    return "; ".join([f"{section.checked_prompts} answers checked, {found}", *checks])
+    if report.simulated:
+        return "the answers mean nothing, as acceptance was simulated"
+    if section.verdict == "lossy_by_design":
+        return "the rule changes the target's distribution by design"
+    if section.verdict == "inconclusive":
+        return f"not decided whether the output is the target's: {describe_checks(section, section.inconclusive_checks)}"
+    return _sampled_exactness(section) if report.decode.temperature > 0 else _greedy_exactness(section)
+
+
+def _greedy_exactness(section: LosslessSection) -> str:
+    greedy, found = section.checks.get("greedy", {}), []
+    if section.checked_tokens is not None:  # reports of an earlier version say nothing of the tokens
+        found.append(f"every one of {section.checked_tokens:,} tokens is the target's choice within rounding")
+    if section.verdict == "not_lossless":
+        counts = {"tokens are not the target's choice": "wrong_tokens", "answers end in the wrong place": "wrong_ends"}
+        found = [f"{greedy[name]:,} {what}" for what, name in counts.items() if greedy.get(name)]
+    differing = len(section.divergences)
+    ties = ", first where two tokens nearly tie" if section.verdict == "lossless_up_to_ties" else ""
+    found.append(
+        f"{differing or 'none'} of {section.checked_prompts} answers differ{'s' * (differing < 2)} from plain decoding's"
+    )
+    return "; ".join(found) + ties
+
+
+def _sampled_exactness(section: LosslessSection) -> str:
+    if section.verdict == "not_lossless":
+        return f"samples do not follow the target's distribution: {describe_checks(section, section.failed_checks)}"
+    first, likelihood, proof = (section.checks.get(name) for name in ("first_tokens", "likelihood", "enumeration"))
+    grounds = []
+    if first is not None:
+        grounds.append(f"first tokens of {first['num_samples']:,} samples, p = {first['adjusted_p_value']:.2g}")
+    if likelihood is not None:
+        grounds.append(f"likelihood of {likelihood['num_answers']:,} answers, p = {likelihood['adjusted_p_value']:.2g}")
+    if proof is not None:
+        grounds.append(f"rule {proof['rule']} " + ("enumerated" if proof.get("toys") else "takes the target's own draws"))
+    found = "no difference from" if first or likelihood else "a rule that keeps"
+    return f"{found} the target's distribution{' found' * bool(first or likelihood)} ({'; '.join(grounds)})"
+
+
+def lossless_detail(report: Report) -> str:
+    """Say what the losslessness check found, and how small a mistake it would have found."""
+    section, details = report.lossless, [exactness(report)]
+    if section.largest_gap is not None and section.tolerance is not None:
+        gap, tolerance = (significant(each, 2) for each in (section.largest_gap, section.tolerance))
+        details.append(f"a token lies up to {gap} below the largest logit, and rounding explains {tolerance}")
+    if (least := section.checks.get("first_tokens", {}).get("detectable_difference")) is not None:
+        details.append(f"a total variation of {significant(least, 2)} would show in four of five runs")
+    return "; ".join(details)
 
 
 def describe_checks(section: LosslessSection, names: Sequence[str]) -> str:
-    """Name some of the losslessness checks, with the p-value of a test or the reason why it has none."""
+    """Name some of the losslessness checks, with the p-value of a test, or the reason why it has none or says nothing."""
     described = []
     for name in names:
         check = section.checks[name]
         p_value, reason = check.get("adjusted_p_value"), check.get("reason")
-        grounds = reason if p_value is None else f"p = {p_value:.2g}"
-        described.append((f"{name} ({grounds})" if grounds else name).replace("_", " "))
+        grounds = [] if p_value is None else [f"p = {p_value:.2g}"]
+        grounds += [reason] if reason else []
+        described.append((f"{name} ({', '.join(grounds)})" if grounds else name).replace("_", " "))
     return ", ".join(described)
 
 

@@ -3,6 +3,7 @@
 The true change that a two-sided test at some level finds with some probability, its power: (t_{n-1}((1 + level) / 2) +
 t_{n-1}(power)) * standard error, with Student's quantiles for n prompts. The standard error of a ratio of sums is that of its
 linearisation (Cochran, Sampling Techniques, 1977, chapter 6): prompt i moves sum c / sum r by c_i / sum c - r_i / sum r of it.
+For a test of counts the change is in total variation.
 """
 
 from __future__ import annotations
@@ -49,6 +50,21 @@ def detectable_mean(differences: Column, *, level: float = LEVEL, power: float =
     if values_C.size < 2:
         return None
     return _quantiles(values_C.size, level, power) * float(values_C.std(ddof=1)) / math.sqrt(values_C.size)
+
+
+def detectable_variation(num_samples: int, degrees: int, *, level: float = LEVEL, power: float = POWER) -> float | None:
+    """Return the total variation from which on every departure from known probabilities shows in a G-test of samples.
+
+    Under another distribution q than p, G is near noncentral chi-square with noncentrality N sum_i (q_i - p_i)^2 / p_i (Cohen,
+    Statistical Power Analysis, 1988, chapter 7), and by Cauchy and Schwarz that sum is at least 4 times the squared total
+    variation of the cells. A departure on unlikely cells shows sooner. `None` with fewer than two cells, or no sample.
+    """
+    from scipy.special import chdtri, chndtrinc  # here, because its import takes half a second
+
+    if degrees < 1 or num_samples == 0:
+        return None
+    noncentrality = float(chndtrinc(chdtri(degrees, 1 - level), degrees, 1 - power))
+    return min(1.0, math.sqrt(noncentrality / num_samples) / 2)
 
 
 def prompts_needed(num_prompts: int, detectable: float, wanted: float) -> int:

@@ -24,7 +24,7 @@ import torch
 from configs.runtime.command import DONE
 from configs.schema.commands.benchmarks import BenchEvalConfig
 from configs.schema.decoding import DecodeConfig
-from configs.schema.evaluation import EvalConfig, LosslessConfig
+from configs.schema.evaluation import EvalConfig
 from eval.cost.model import CostModel
 from eval.cost.predict import prediction_in, prediction_of
 from eval.decoder.clock import Laps
@@ -82,8 +82,7 @@ def compare_predictions(config: BenchEvalConfig) -> int:
 def evaluate_once(config: BenchEvalConfig, laps: Laps) -> tuple[Report, dict[str, float]]:
     """Evaluate at the largest number of drafts, every prompt as often as by default; return the report and its parts' seconds.
 
-    Checks of a fixed length are off (answers in float32) or a part of their own (the timing sweep), so that what remains
-    grows with the prompts as decoding does.
+    What has a fixed length, the timing sweep, is a part of its own: what remains grows with the prompts as decoding does.
     """
     settings = EvalConfig(
         target=config.target,
@@ -92,7 +91,6 @@ def evaluate_once(config: BenchEvalConfig, laps: Laps) -> tuple[Report, dict[str
         decode=DecodeConfig(num_speculative_tokens=config.cost.num_speculative_tokens, max_new_tokens=config.max_new_tokens),
         warmup_prompts=0,
         try_with_lookup=False,
-        lossless=LosslessConfig(check_float32_prompts=0),
         cost=config.cost,
         bootstrap_samples=config.bootstrap_samples,
         output=config.runs,

@@ -33,7 +33,7 @@ from configs.runtime.loading import load_config
 from configs.schema.commands.benchmarks import HOME_SUITE, BenchHeadsConfig
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import FastestTree, StaticTree
-from configs.schema.evaluation import EvalConfig, LosslessConfig
+from configs.schema.evaluation import EvalConfig
 from configs.schema.training import HeadsConfig
 from distill.dataset.batches import ConversationDataset
 from distill.dataset.conversations import read_conversations
@@ -237,27 +237,25 @@ def measure_run(
         joined = evaluation.model_copy(update={"decode": by_mode[name]})
         after_lookup[f"{name} {WITH_LOOKUP}"] = add_lookup(proposers[name], joined, target)
         by_mode[f"{name} {WITH_LOOKUP}"] = by_mode[name]
-    records = measure(target, requests, evaluation, proposers | after_lookup | dict(baselines), settings=by_mode)
+    decoded_by: dict[str, Proposer] = proposers | after_lookup | dict(baselines)
+    records = measure(target, requests, evaluation, decoded_by, settings=by_mode)
     check_finite(records.generations, f"recipe {run.name}")
 
-    def draft_for(other: Target) -> Draft:
-        return load_draft(run.artifact, other.identity, other.model)
-
-    def row(family: str, recipe: str | None, mode: str, cost: Mapping[str, Any], lossless: LosslessConfig) -> dict[str, Any]:
-        judged = judge_lossless(target, records.of(AUTOREGRESSIVE), records.of(mode), settings, lossless, draft_for)
+    def row(family: str, recipe: str | None, mode: str, cost: Mapping[str, Any]) -> dict[str, Any]:
+        pair = records.of(AUTOREGRESSIVE), records.of(mode)
+        judged = judge_lossless(target, *pair, settings, config.lossless, decoded_by[mode])
         figures = summarise(records, mode, settings.num_speculative_tokens, config.bootstrap_samples)
         names = {"family": family, "recipe": recipe, "data": Path(config.data or run.recipe.data.train).stem, "suite": suite}
         return {**names, **figures, **cost, "lossless": judged["verdict"]}
 
-    only_greedy = config.lossless.model_copy(update={"check_float32_prompts": 0})
     kind, rows = draft.metadata.kind, []
     for name, side in sides.items():
-        rows.append(row(kind, name, name, side.cost, config.lossless if name == run.name else only_greedy))
+        rows.append(row(kind, name, name, side.cost))
         found = rows[-1]["tau"].point, rows[-1]["speedup"].point
         log.info("%s on %s: %.3f tokens per target step, %.2f times plain decoding's speed", name, suite, *found)
         if (with_lookup := f"{name} {WITH_LOOKUP}") in after_lookup:
-            rows.append(row(f"{PROMPT_LOOKUP} + {kind}", name, with_lookup, side.cost, only_greedy))
-    rows += [row(name, None, name, NO_COST, only_greedy) for name in baselines]
+            rows.append(row(f"{PROMPT_LOOKUP} + {kind}", name, with_lookup, side.cost))
+    rows += [row(name, None, name, NO_COST) for name in baselines]
     ratios = {
         f"{run.name}_stopped_vs_fixed_{suite}": decode_speed_ratio(
             records.timings, name, run.name, samples=config.bootstrap_samples, seed=SEED

@@ -23,7 +23,7 @@ from configs.runtime.errors import InputError
 from configs.schema.commands.benchmarks import CheckedEngine, ServeCase, ServeCheckConfig
 from eval.decoder.decode import check_decodable
 from eval.decoder.records import Generation
-from eval.lossless.verdict import find_divergences, is_tie
+from eval.lossless.teacher_forcing import check_tokens
 from eval.stats.bootstrap import Interval, paired_ratio_interval
 from heads.artifact import read_metadata
 from heads.formats.exporting.exporter import SERVE_FILE, export
@@ -218,14 +218,14 @@ def compare_tokens(check: Check, run: EngineRun) -> tuple[dict[str, Any], list[b
     """
     plain = check.reference.plain
     served = [_generation(*pair) for pair in zip(plain, run.answers, strict=True)]
-    divergences = find_divergences(check.target, plain, served, check.config.lossless.tie_noise)
-    ties = sum(map(is_tie, divergences))
-    for each in divergences:
+    found = check_tokens(check.target, plain, served, check.config.lossless.tie_noise)
+    ties = sum((each.prompt_id, each.turn) not in found.wrong_answers for each in found.divergences)
+    for each in found.divergences:
         log.info(
             "%s departs at token %d: gap %.3g, tie %.3g", each.prompt_id, each.position, each.logit_gap, each.tie_tolerance
         )
     is_same = [one.tokens == other.tokens for one, other in zip(plain, served, strict=True)]
-    return {"same_tokens": sum(is_same) / len(plain), "near_ties": ties, "wrong": len(divergences) - ties}, is_same
+    return {"same_tokens": sum(is_same) / len(plain), "near_ties": ties, "wrong": len(found.wrong_answers)}, is_same
 
 
 def compare_counts(ours: Sequence[Counts], theirs: Sequence[Counts], is_same: Sequence[bool]) -> dict[str, float | None]:

@@ -60,7 +60,7 @@ def measure_modality(config: BenchModalitiesConfig, name: str, modality: Modalit
                 update={
                     "suite": whole.suite.model_copy(update={"num_prompts": config.num_timed}),
                     "decode": decode.model_copy(update={"batch_size": 1}),
-                    "lossless": LosslessConfig(check_float32_prompts=0, false_alarm_rate=None),
+                    "lossless": LosslessConfig(false_alarm_rate=None),
                     "quality": QualityConfig(),
                     "render": None,
                 }

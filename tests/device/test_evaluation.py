@@ -11,7 +11,7 @@ from configs.schema.evaluation import LosslessConfig
 from configs.schema.target import TargetConfig
 from eval.decoder.records import Generation
 from eval.evaluation import evaluate
-from eval.lossless import verdict
+from eval.lossless import wide_copy
 from eval.measure.record_files import RECORDS, read_records
 from heads.artifact import WEIGHTS_FILE, load_draft
 from heads.formats.exporting.exporter import export
@@ -38,7 +38,7 @@ def evaluated(tiny_run, tmp_path):
     def run(device, way, **others):
         AcceleratorState._reset_state(reset_partial_state=True)
         target = TargetConfig(name=str(tiny_run / "target"), dtype="float32", device=device)
-        lossless = LosslessConfig(check_float32_prompts=1, first_token_samples=0)
+        lossless = LosslessConfig(first_token_samples=0)
         config = tiny_evaluation(
             tiny_run, tmp_path / device / way, num_prompts=4, decode=WAYS[way], target=target, lossless=lossless, **others
         )
@@ -61,13 +61,13 @@ def test_a_report_says_of_the_device_what_it_says_of_the_cpu(mock, evaluated, wa
     assert there.lossless.failed_checks == []
 
 
-def test_where_the_device_is_full_the_copy_in_float32_runs_on_the_cpu(mock, evaluated, monkeypatch, caplog):
-    homes, right = [], verdict._copied
-    monkeypatch.setattr(verdict, "free_memory", lambda device: 1000)
-    monkeypatch.setattr(verdict, "_copied", lambda *each: homes.append(right(*each)) or homes[-1])
+def test_where_the_device_is_full_the_wider_copy_runs_on_the_cpu(mock, evaluated, monkeypatch, caplog):
+    homes, home = [], wide_copy.home_of_copy
+    monkeypatch.setattr(wide_copy, "free_memory", lambda device: 1000)
+    monkeypatch.setattr(wide_copy, "home_of_copy", lambda *each: homes.append(home(*each)) or homes[-1])
     report, _ = evaluated("auto", "greedy")
-    assert [each.device.type for each in homes] == ["cpu"]
-    assert report.lossless.checks["float32_greedy"]["outcome"] == "pass"
+    assert [each.type for each in homes] == ["cpu"]
+    assert report.lossless.checks["greedy"]["outcome"] == "pass"
     assert "has 0.0 GB free: the copy runs on the CPU" in caplog.text
 
 

@@ -62,7 +62,7 @@ def damaged_target(run, folder, where):
 
 
 def test_every_file_is_written_and_the_report_says_what_the_records_say(tiny_run, tmp_path, capsys):
-    lossless = LosslessConfig(check_float32_prompts=1)
+    lossless = LosslessConfig()
     config = tiny_evaluation(tiny_run, tmp_path / "evaluation", num_prompts=5, repeats=2, lossless=lossless)
     assert evaluate(config) == 0
 
@@ -116,7 +116,9 @@ def test_a_lossy_report_says_so_and_its_baselines_do_not_take_part(config, lossy
     assert report.decode.lossy == lossy.model_dump()
     assert (report.decode.verification, report.lossless.verdict) == (lossy.kind, "lossy_by_design")
     assert "enumeration" not in report.lossless.checks
-    assert "with a rule that changes answers by design" in (Path(config.output) / "report.md").read_text()
+    assert "; the rule changes the target's distribution by design" in (Path(config.output) / "report.md").read_text()
+    no_acceptance = [report.acceptance.tokens_per_target_step, report.acceptance.accepted_per_round]
+    assert (no_acceptance == [None, None]) == (lossy.kind == "smc")
     assert judge(report, GateConfig()).outcome == "fail"
 
 

@@ -71,7 +71,7 @@ def measured(tiny_run, tmp_path_factory):
         decode=DecodeConfig(num_speculative_tokens=2, max_new_tokens=10),
         repeats=1,
         warmup_prompts=0,
-        lossless=LosslessConfig(check_float32_prompts=1),
+        lossless=LosslessConfig(),
         bootstrap_samples=200,
         output=str(folder / "evaluation"),
     )

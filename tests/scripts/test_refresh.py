@@ -94,7 +94,7 @@ def run(tiny_run, tiny_data, head, tmp_path, monkeypatch):
             "training": {"schedule": {"max_steps": 2}},
             "decode": {"num_speculative_tokens": 2, "max_new_tokens": 6},
             "old_suite": {"path": f"{tiny_data.output}/held_out.jsonl", "num_prompts": 4},
-            "lossless": {"check_float32_prompts": 0, "first_token_samples": 64},
+            "lossless": {"first_token_samples": 64},
             "bootstrap_samples": 200,
             "drift": {"min_prompts": 2, "prompts_per_week": 3},
             "gate": {"rules": []},

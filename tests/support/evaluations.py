@@ -24,7 +24,7 @@ def tiny_evaluation(
         "decode": DecodeConfig(**{"num_speculative_tokens": 2, "max_new_tokens": 8, "batch_size": 2} | (decode or {})),
         "repeats": 1,
         "warmup_prompts": 0,
-        "lossless": LosslessConfig(check_float32_prompts=0, first_token_samples=64),
+        "lossless": LosslessConfig(first_token_samples=64),
         "bootstrap_samples": 20,
         "output": str(output),
     }

@@ -194,7 +194,6 @@ def test_groups_make_the_data_the_caches_and_the_reports_of_one_process(runs, pa
             "suite": {"path": str(runs.folder / "prompts.jsonl"), "num_prompts": 6},
             "decode": {"max_new_tokens": 12, "num_speculative_tokens": 3, "batch_size": 2, "temperature": 0.8},
             "repeats": 1,
-            "lossless": {"check_float32_prompts": 4},
             "output": str(folder / "report"),
         }
         configs = (

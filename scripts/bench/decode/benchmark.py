@@ -20,7 +20,8 @@ from configs.runtime.command import DONE, GATE_FAILED
 from configs.schema.commands.benchmarks import BenchDecodeConfig
 from configs.schema.evaluation import LosslessConfig
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Timing
-from eval.lossless.verdict import NOT_LOSSLESS, find_divergences, is_tie
+from eval.lossless.teacher_forcing import check_tokens
+from eval.lossless.verdict import NOT_LOSSLESS
 from eval.stats.bootstrap import Interval, ratio_interval
 from heads.target.loading import Target
 from scripts.bench.decode.setup import DRAFT_LM, Answers, DecodeSetup, Requests, Side, load_for_transformers, load_setup
@@ -157,9 +158,8 @@ def _agreement(target: Target, theirs: TurnsOfSide, ours: TurnsOfSide) -> dict[s
     In bf16 a forward over several rows rounds otherwise than one over a single row, so that near ties may fall either way.
     """
     pair = first_generations(theirs), first_generations(ours)
-    divergences = find_divergences(target, *pair, LosslessConfig().tie_noise)
-    not_ties = sum(not is_tie(divergence) for divergence in divergences)
-    return {"prompts": len(pair[0]), "differing": len(divergences), "not_ties": not_ties}
+    found = check_tokens(target, *pair, LosslessConfig().tie_noise)
+    return {"prompts": len(pair[0]), "differing": len(found.divergences), "not_ties": len(found.wrong_answers)}
 
 
 def _seconds_by_forward(greedy: Turns) -> dict[str, float]:

@@ -81,10 +81,6 @@ class DecodeSetup:
             temperature=temperature,
         )
 
-    def load_draft_for(self, target: Target) -> Draft:
-        """Load the draft LM once more, for a target in another dtype."""
-        return load_draft(self.config.draft, target.identity, target.model)
-
 
 def load_setup(config: BenchDecodeConfig) -> DecodeSetup:
     """Load what is measured."""

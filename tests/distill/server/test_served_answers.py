@@ -21,7 +21,7 @@ from distill.generation.server_completions import ServerWriter
 from distill.generation.server_jobs import server_turns
 from distill.server.logprobs import TargetServer
 from eval.decoder.records import Generation
-from eval.lossless.verdict import find_divergences, is_tie
+from eval.lossless.teacher_forcing import check_tokens
 from heads.target.loading import load_target
 from tests.support.vllm_engine import vllm_serving
 
@@ -115,12 +115,13 @@ def test_the_engines_greedy_answers_are_the_targets_up_to_ties(made, target):
     keys = [key for key in served if served[key].prompt_ids == local[key].prompt_ids]
     assert len(keys) >= len(PROMPTS)
     sides = [[generation(side[key]) for key in keys] for side in (local, served)]
-    divergences = find_divergences(target, *sides, LosslessConfig().tie_noise)
+    found = check_tokens(target, *sides, LosslessConfig().tie_noise)
+    divergences = found.divergences
     num_tokens = sum(len(each.tokens) for each in sides[0])
     ended = sum(served[key].ended for key in keys)
     print(f"\n{len(keys)} answers, {num_tokens} tokens, {ended} ended by themselves, {len(divergences)} differ: {divergences}")
     print(f"manifest: {manifest['server']}, dropped: {manifest['counts']['dropped']}")
-    assert all(is_tie(divergence) for divergence in divergences)
+    assert found.wrong_answers == set()
     assert 0 < ended < len(keys)
     assert [served[key].ended for key in keys if key not in {(d.prompt_id, d.turn) for d in divergences}] == [
         local[key].ended for key in keys if key not in {(d.prompt_id, d.turn) for d in divergences}

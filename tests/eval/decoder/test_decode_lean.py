@@ -1,4 +1,4 @@
-"""Decoding by lean forwards gives what decoding by transformers' gives, from the loaded target to the float32 check."""
+"""Decoding by lean forwards gives what decoding by transformers' gives, from the loaded target to the check of its tokens."""
 
 import pytest
 import torch
@@ -47,18 +47,15 @@ def test_plain_and_speculative_answers_are_those_by_transformers(targets, tiny_r
     assert generate(lean, PROMPTS, config, draft_for(tiny_run, lean).proposer) == expected
 
 
-def test_the_float32_check_runs_lean_as_well(targets, tiny_run):
-    lean, seen = targets[1], []
-    config = DecodeConfig(max_new_tokens=8)
-    generations, _ = decode(lean, requests_for(PROMPTS[:1]), config)
-
-    def load(other):
-        seen.append((bool(registered_forward(other.model)), other.model.dtype))
-        return draft_for(tiny_run, other)
-
-    section = judge_lossless(lean, generations, generations, config, LosslessConfig(check_float32_prompts=1), load)
-    assert section["verdict"] == "lossless"
-    assert seen == [(True, torch.float32)]
+def test_a_wrong_lean_forward_cannot_pass_for_rounding(targets, monkeypatch):
+    lean, config = targets[1], DecodeConfig(max_new_tokens=8)
+    right, _ = decode(lean, requests_for(PROMPTS), config)
+    assert judge_lossless(lean, right, right, config, LosslessConfig(), None)["verdict"] == "lossless"
+    forward = registered_forward(lean.model)
+    logits = forward.logits
+    monkeypatch.setattr(forward, "logits", lambda hidden: logits(hidden).roll(1, -1))
+    wrong, _ = decode(lean, requests_for(PROMPTS), config)
+    assert judge_lossless(lean, wrong, wrong, config, LosslessConfig(), None)["verdict"] == "not_lossless"
 
 
 def test_a_draft_of_another_family_runs_by_transformers_and_the_report_says_so(targets, tiny_run, tmp_path):

@@ -44,7 +44,7 @@ def test_its_report_says_so_and_no_gate_takes_it(tiny_run, tmp_path):
         suite=SuiteConfig(path=str(tiny_run / "suite.jsonl"), num_prompts=4),
         decode=DecodeConfig(num_speculative_tokens=2, max_new_tokens=10),
         repeats=1,
-        lossless=LosslessConfig(check_float32_prompts=0),
+        lossless=LosslessConfig(),
         simulate_acceptance=[1.0],
         output=str(tmp_path / "out"),
     )

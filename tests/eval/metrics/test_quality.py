@@ -134,7 +134,7 @@ def config(tiny_run, tmp_path):
         decode=DecodeConfig(num_speculative_tokens=2, max_new_tokens=6),
         repeats=1,
         baselines=[],
-        lossless=LosslessConfig(check_float32_prompts=0),
+        lossless=LosslessConfig(),
         quality=QualityConfig(exact_match="gsm8k"),
         bootstrap_samples=50,
         output=str(tmp_path / "evaluation"),

@@ -32,7 +32,7 @@ def _no_page(monkeypatch):
 @pytest.fixture
 def config(tiny_run, tmp_path):
     decode = {"max_new_tokens": 10, "batch_size": 4}
-    lossless = LosslessConfig(check_float32_prompts=1, first_token_samples=0)
+    lossless = LosslessConfig(first_token_samples=0)
     return tiny_evaluation(
         tiny_run,
         tmp_path / "evaluation",

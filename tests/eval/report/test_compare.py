@@ -46,6 +46,8 @@ SUITE = "eval/suites/house64.jsonl"
         ("decode.temperature", 0.7, "decode", "decode.temperature (0.0 here, 0.7 there)"),
         ("decode.top_p", 0.9, "decode", "decode.top_p (None here, 0.9 there)"),
         ("hardware.cores", 64, "machine", "hardware cores (2 here, 64 there)"),
+        ("versions.torch", "9.9", "machine", "version of torch (2.13.0 here, 9.9 there)"),
+        ("versions.transformers", "9.9", "machine", "version of transformers (None here, 9.9 there)"),
     ],
 )
 def test_each_difference_is_named_with_both_values(report, path, value, aspect, sentence):
@@ -56,9 +58,10 @@ def test_each_difference_is_named_with_both_values(report, path, value, aspect, 
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"decode.seed": 9}, {"versions.torch": "9.9"}, {"draft.sha256": "f" * 64}, {"decode.verification": "block"}]
+    "changes",
+    [{}, {"decode.seed": 9}, {"versions.python": "9.9"}, {"draft.sha256": "f" * 64}, {"decode.verification": "block"}],
 )
-def test_seeds_versions_drafts_and_greedy_rules_are_no_reason_against_a_comparison(report, changes):
+def test_seeds_drafts_and_greedy_rules_are_no_reason_against_a_comparison(report, changes):
     assert differences(report, changed(report, changes)) == []
     if "decode.verification" in changes:  # the rule decides what samples are
         sampled = changed(report, {"decode.temperature": 1.0})
@@ -85,9 +88,13 @@ def test_other_targets_and_suites_are_refused_unless_they_are_allowed(report, pa
     assert [each.aspect for each in entry.differences] == [aspect]
 
 
-def test_another_machine_leaves_only_the_counts_comparable_and_other_prompts_nothing(report):
-    entry = compare([("a", report), ("b", changed(report, {"hardware.cores": 64}))])[1]
+@pytest.mark.parametrize("changes", [{"hardware.cores": 64}, {"versions.torch": "9.9"}, {"decode.dtype": "float32"}])
+def test_another_machine_version_or_dtype_leaves_only_the_counts_comparable(report, changes):
+    entry = compare([("a", report), ("b", changed(report, changes))])[1]
     assert (entry.tau is None, entry.speed) == (False, None)
+
+
+def test_other_prompts_leave_nothing_comparable(report):
     fewer = changed(report, {"acceptance.per_prompt": lambda counts: dict(list(counts.items())[1:])})
     assert compare([("a", report), ("b", fewer)])[1].tau is None
 

@@ -22,7 +22,7 @@ HOSTILE = [
 @pytest.mark.parametrize(
     ("point", "low", "high", "words"),
     [
-        (1.42, 1.31, 1.53, "1.42× the speed of plain decoding, with answers unchanged up to numerical ties."),
+        (1.42, 1.31, 1.53, "1.42× the speed of plain decoding; 1 of 32 answers differs from"),
         (0.80, 0.75, 0.86, "Slower than plain decoding, at 0.80× its speed"),
         (1.02, 0.97, 1.08, "which may be no difference"),
     ],
@@ -32,17 +32,12 @@ def test_the_headline_says_faster_slower_or_neither_as_the_interval_does(report,
     assert words in render_markdown(report).splitlines()[0]
 
 
-def test_a_changed_answer_is_in_the_headline(report):
-    report = changed(report, {"lossless.verdict": "not_lossless"})
-    assert "but answers differ from plain decoding" in render_markdown(report).splitlines()[0]
-
-
 @pytest.mark.parametrize(
     ("ratio", "bounds", "words"),
     [
         (0.8, [0.7, 0.9], "; prompt lookup, which needs no training, is faster, at 1.44×."),
         (0.95, [0.8, 1.1], "; prompt lookup, which needs no training, is as fast, at 1.44×."),
-        (1.2, [1.1, 1.3], "numerical ties."),
+        (1.2, [1.1, 1.3], "first where two tokens nearly tie."),
     ],
 )
 def test_a_way_without_training_that_is_no_slower_is_in_the_headline(report, ratio, bounds, words):

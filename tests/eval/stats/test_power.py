@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from eval.stats.bootstrap import ratio_interval
-from eval.stats.power import detectable_mean, detectable_percent, prompts_needed
+from eval.stats.power import detectable_mean, detectable_percent, detectable_variation, prompts_needed
+from eval.stats.significance import g_test
 
 
 def made_up(num_prompts, seed, tau=2.0, spread=0.4):
@@ -43,6 +44,18 @@ def test_an_effect_of_the_detectable_size_is_found_in_four_of_five_runs():
         interval = ratio_interval(*made_up(num_prompts, 1000 + seed, tau=changed), samples=200, seed=seed)
         found += interval.low > 2.0
     assert 0.73 <= found / 400 <= 0.87
+
+
+@pytest.mark.parametrize(("num_cells", "num_samples"), [(4, 200), (40, 800)])
+def test_a_total_variation_of_the_detectable_size_is_found_in_four_of_five_runs_wherever_it_hides_best(num_cells, num_samples):
+    generator = np.random.default_rng(0)
+    p = np.repeat(generator.dirichlet(np.full(num_cells // 2, 4.0)), 2) / 2
+    least = detectable_variation(num_samples, num_cells - 1, level=0.99)
+    q = p * (1 + 2 * least * np.tile([1, -1], num_cells // 2))  # as even as can be: all cells move by the same factor
+    assert np.abs(p - q).sum() / 2 == pytest.approx(least)
+    p_values = [g_test(generator.multinomial(num_samples, q).tolist(), p.tolist()).p_value for _ in range(600)]
+    assert 0.74 <= np.mean(np.array(p_values) <= 0.01) <= 0.86
+    assert detectable_variation(num_samples, 0) is None
 
 
 def test_what_two_sides_share_needs_no_prompts():

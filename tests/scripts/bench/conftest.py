@@ -51,7 +51,6 @@ def make_config(folder, tmp_path_factory):
             "suites": [{"name": "abroad", "path": str(folder / "abroad.jsonl")}],
             "max_new_tokens": 10,
             "repeats": 1,
-            "lossless": {"check_float32_prompts": 1},
             "eagle3": str(folder / "eagle3.yaml"),
             "num_batches": 2,
             "attention_lengths": [],

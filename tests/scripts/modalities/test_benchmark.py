@@ -66,7 +66,7 @@ def bench(tmp_path_factory, tiny_llama):
         update={
             "decode": relaxed.decode.model_copy(update=decode),
             "baselines": [],
-            "lossless": LosslessConfig(check_float32_prompts=0, false_alarm_rate=None),
+            "lossless": LosslessConfig(false_alarm_rate=None),
         }
     )
     written = {

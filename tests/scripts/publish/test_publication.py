@@ -287,7 +287,7 @@ def test_a_lossy_report_is_published_only_by_name_and_says_so(dry, release):
     assert code == BAD_INPUT
     assert "--set allow_lossy=true" in err
     text = card_of(dry("--set", "allow_failed_gate=true", "--set", "allow_lossy=true")).text
-    assert "but answers differ from plain decoding" in text
+    assert "**Not lossless**" in text
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,196 @@
+"""Is every token of a greedy answer the target's choice? Each answer is read once more, whole, by a wider copy of the target.
+
+After the text before it a token must have the largest logit, up to the rounding of the dtype that decoded. How much that is, is
+measured at the same positions: the target reads the answer in its own dtype too, and how far a likely token's distance from the
+likeliest one differs between the two readings is the rounding error. Both are plain forwards by transformers over the whole
+text, not the decoder's over a few tokens, so that a mistake of its cache or of its forward cannot pass for rounding. The
+decoder's kernels are other ones with errors of that size, so that a token may lie some multiple of it below the largest.
+T tokens of the answer, P of them at a time, C candidates, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from configs.runtime.progress import progress
+from eval.decoder.records import Divergence, Generation
+from eval.lossless.wide_copy import widened
+from eval.metrics.likelihood import answer_states, pair_answers
+from heads.inference.causal_lm import head_logits
+from heads.target.loading import Target
+
+KVCache = Literal["int8"] | None
+COMPARED_TOKENS = 32  # the likeliest ones, whose logits' rounding error is measured
+USUAL = 0.9  # the quantile of all positions' errors that any position may have: at one by itself a forward may round little
+AT_ONCE = 128  # positions whose logits live at one time
+LEAST = 1e-30  # tolerance to divide by
+NO_TIE = float(torch.finfo(torch.float32).max)  # the gap reported where no two tokens can be compared; JSON has no infinity
+
+
+class WrongToken(NamedTuple):
+    """A token of a speculative answer that the target would not have chosen."""
+
+    prompt_id: str
+    turn: int
+    position: int  # in tokens of the answer, from 0
+    token: int
+    logit_gap: float  # below the largest logit
+    tolerance: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenCheck:
+    """What the target says of every token of some speculative answers, and where they leave the plain ones.
+
+    Args:
+        num_answers, num_tokens: how many were checked.
+        tolerance: the largest gap that rounding explains, in logits; that of the median token.
+        largest_gap: the largest distance of a token's logit from the largest logit there.
+        largest_gap_in_tolerances: the same, by the token's own tolerance; above 1 a token is wrong.
+        wrong_tokens: those beyond their tolerance.
+        divergences: the first difference of each answer from the plain one.
+    """
+
+    num_answers: int
+    num_tokens: int
+    tolerance: float
+    largest_gap: float
+    largest_gap_in_tolerances: float
+    wrong_tokens: list[WrongToken]
+    divergences: list[Divergence]
+
+    @property
+    def wrong_answers(self) -> set[tuple[str, int]]:
+        """Prompt id and turn of the answers with a wrong token, or that leave the plain one where there is no tie."""
+        wrong = {(each.prompt_id, each.turn) for each in self.wrong_tokens}
+        return wrong | {(each.prompt_id, each.turn) for each in self.divergences if not each.is_tie}
+
+
+class _Reading(NamedTuple):
+    """One answer, read twice: float64 on the CPU."""
+
+    gaps_T2: Tensor  # of the answer's own token and of the other one, below the largest logit, in the wider dtype
+    errors_T: Tensor  # the rounding error in the target's dtype
+    largest_T: Tensor  # the largest logit
+
+
+def check_tokens(
+    target: Target,
+    plain: Sequence[Generation],
+    speculative: Sequence[Generation],
+    tie_noise: float,
+    kv_cache: KVCache = None,
+) -> TokenCheck:
+    """Judge every token of greedy answers, and find their first differences from plain decoding's.
+
+    Args:
+        target: the one that decoded; a copy of it in a wider dtype is made for the while.
+        plain, speculative: the same requests, decoded both ways.
+        tie_noise: the tolerance, in multiples of the rounding error at a position, or of the usual error where that is larger.
+        kv_cache: of the decoder; one in int8 changes the target's distribution, so the answers are read through one as well.
+
+    Raises:
+        ValueError: the two sides do not answer the same requests.
+    """
+    pairs = pair_answers(plain, speculative)
+    departures = [first_difference(one, other) for one, other in pairs]
+    exact, readings = widened(target), []
+    with progress("checking the answers' tokens", len(pairs), "answers") as advance:
+        for (one, other), place in zip(pairs, departures, strict=True):
+            others = list(other.tokens)
+            if place is not None and place < min(len(one.tokens), len(other.tokens)):
+                others[place] = one.tokens[place]
+            readings.append(_read(target, exact, other, others, kv_cache) if others else None)
+            advance(1)
+    read = [each for each in readings if each is not None]
+    usual = float(np.quantile(torch.cat([each.errors_T for each in read]).numpy(), USUAL)) if read else 0.0
+    precision = torch.finfo(target.model.dtype).eps
+    wrong, divergences, gaps, tolerances = [], [], [], []
+    for (one, other), place, reading in zip(pairs, departures, readings, strict=True):
+        tolerance_T = torch.zeros(0)
+        if reading is not None:
+            tolerance_T = tie_noise * torch.maximum(reading.errors_T.clamp(min=usual), precision * reading.largest_T.abs())
+            gap_T = reading.gaps_T2[:, 0]
+            named = other.prompt_id, other.turn
+            wrong += [
+                WrongToken(*named, position, other.tokens[position], float(gap_T[position]), float(tolerance_T[position]))
+                for position in torch.nonzero(gap_T > tolerance_T).flatten().tolist()
+            ]
+            gaps.append(gap_T)
+            tolerances.append(tolerance_T)
+        if place is not None:
+            divergences.append(_divergence(one, other, place, reading, tolerance_T))
+    gap_N, tolerance_N = (torch.cat(each) if each else torch.zeros(1).double() for each in (gaps, tolerances))
+    return TokenCheck(
+        num_answers=len(pairs),
+        num_tokens=sum(len(other.tokens) for _, other in pairs),
+        tolerance=float(tolerance_N.median()),
+        largest_gap=float(gap_N.max()),
+        largest_gap_in_tolerances=float((gap_N / tolerance_N.clamp(min=LEAST)).max()),
+        wrong_tokens=wrong,
+        divergences=divergences,
+    )
+
+
+def first_difference(plain: Generation, speculative: Generation) -> int | None:
+    """Return the first position at which two answers differ, the shorter one's length where it begins the other, or None."""
+    if plain.tokens == speculative.tokens:
+        return None
+    pairs = zip(plain.tokens, speculative.tokens, strict=False)
+    shorter = min(len(plain.tokens), len(speculative.tokens))
+    return next((place for place, (one, other) in enumerate(pairs) if one != other), shorter)
+
+
+def _read(target: Target, exact: Target, answer: Generation, others: Sequence[int], kv_cache: KVCache) -> _Reading:
+    """Read an answer in both dtypes; `others` are the tokens beside its own whose gaps are asked for, too."""
+    text = answer.prompt_tokens, answer.tokens, answer.media_prompt, kv_cache
+    exact_TD = answer_states(exact, *text)
+    own_TD = exact_TD if exact is target else answer_states(target, *text)
+    tokens_T2 = torch.tensor([answer.tokens, others], device=exact_TD.device).T
+    pieces = [
+        _compare(target, exact, own_PD, exact_PD, tokens_P2)
+        for own_PD, exact_PD, tokens_P2 in zip(
+            own_TD.split(AT_ONCE), exact_TD.split(AT_ONCE), tokens_T2.split(AT_ONCE), strict=True
+        )
+    ]
+    return _Reading(*(torch.cat(column).cpu().double() for column in zip(*pieces, strict=True)))
+
+
+@torch.no_grad()
+def _compare(
+    target: Target, exact: Target, own_PD: Tensor, exact_PD: Tensor, tokens_P2: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    exact_PV = head_logits(exact.model, exact_PD)
+    best_PC, tokens_PC = exact_PV.topk(min(COMPARED_TOKENS, exact_PV.shape[1]))
+    own_PC = head_logits(target.model, own_PD).gather(1, tokens_PC.to(own_PD.device)).to(best_PC.device, best_PC.dtype)
+    shift_PC = own_PC - best_PC
+    error_P = (shift_PC - shift_PC[:, :1]).nan_to_num(0.0, 0.0, 0.0).abs().amax(1)  # an overflow excuses nothing
+    gap_P2 = (best_PC[:, :1] - exact_PV.gather(1, tokens_P2)).nan_to_num(NO_TIE, NO_TIE)
+    return gap_P2, error_P, best_PC[:, 0].nan_to_num(0.0, 0.0)
+
+
+def _divergence(
+    plain: Generation, speculative: Generation, place: int, reading: _Reading | None, tolerance_T: Tensor
+) -> Divergence:
+    if reading is None or place >= min(len(plain.tokens), len(speculative.tokens)):
+        # One is the beginning of the other: a stop was missed or added, which rounding does not do.
+        token = max(plain.tokens, speculative.tokens, key=len)[place]
+        tokens, gap, tolerance = (token, token), NO_TIE, 0.0
+    else:
+        tokens = plain.tokens[place], speculative.tokens[place]
+        gap, tolerance = float(reading.gaps_T2[place].max()), float(tolerance_T[place])
+    return Divergence(
+        prompt_id=plain.prompt_id,
+        turn=plain.turn,
+        position=place,
+        plain_token=tokens[0],
+        speculative_token=tokens[1],
+        logit_gap=gap,
+        tie_tolerance=tolerance,
+    )
