@@ -16,7 +16,7 @@ from transformers.integrations import unset_hf_deepspeed_config
 
 from configs.runtime.command import DONE
 from configs.runtime.errors import ConfigError, first_line
-from configs.runtime.files import drop_leftovers, folder_lock, sha256_of, write_json
+from configs.runtime.files import drop_leftovers, folder_lock, write_json
 from configs.runtime.run_record import write_run_record
 from configs.schema.training import DistillConfig, HeadsConfig, ScheduleConfig
 from distill.cache.format import MANIFEST
@@ -35,6 +35,7 @@ from distill.dataset.packing import make_packed_loader
 from distill.dataset.workers import Workers
 from distill.server.engine import EngineStates
 from heads.modules.interface import Batch
+from heads.target.identity import remembered_sha256
 from heads.target.loading import Target, load_target
 from heads.target.processes import join_processes, naming_lost_processes
 from train.loop.engines import check_engine
@@ -195,7 +196,7 @@ def hash_materials(config: DistillConfig | HeadsConfig, target: Target) -> dict[
     Raises:
         InputError: a file cannot be read.
     """
-    hashes = {name: sha256_of(Path(getattr(config.data, name))) for name in ("train", "held_out")}
+    hashes = {name: remembered_sha256(Path(getattr(config.data, name))) for name in ("train", "held_out")}
     if config.data.cache is not None:
         hashes["cache"] = hashlib.sha256(Folder(config.data.cache).read(MANIFEST) or b"").hexdigest()
     if isinstance(config, HeadsConfig) and config.init is not None:

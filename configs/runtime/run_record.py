@@ -27,20 +27,28 @@ from configs.runtime.redaction import mask_arguments, mask_secrets
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "torchmetrics", "draftsmith")
 MIB = 2**20
 PROBE_SECONDS = 20  # git status of a large checkout on a network disk can be slow
-# Of the schedule: where and how often things are written, and what is counted as micro-batches a step instead.
-QUIET = {
-    "log_every_steps",
-    "eval_every_steps",
-    "checkpoint_every_steps",
-    "keep_checkpoints",
-    "resume",
-    "trackers",
-    "profile",
-    "peak_tflops",
-    "gradient_accumulation_steps",
-    "process_timeout_seconds",
-    "evaluation_timeout_seconds",
-    "loader_workers",
+# Keys of a training's config that change none of its weights but by the order of sums, sections with all that is in them, and
+# why. A run may be resumed with others. Whatever is not here decides.
+WRITING, WAITING, HASHED = "where and how often things are written", "how long is waited", "its content is compared by its hash"
+MEMORY, PLACE, LIMITS = "memory and speed", "which machines and devices compute", "what is refused, or fetched"
+CHANGES_NO_WEIGHT = {
+    **dict.fromkeys(("output", "schedule.log_every_steps", "schedule.eval_every_steps"), WRITING),
+    **dict.fromkeys(("schedule.checkpoint_every_steps", "schedule.keep_checkpoints", "schedule.trackers"), WRITING),
+    **dict.fromkeys(("schedule.profile", "schedule.peak_tflops"), WRITING),
+    **dict.fromkeys(("schedule.process_timeout_seconds", "schedule.evaluation_timeout_seconds"), WAITING),
+    **dict.fromkeys(("schedule.resume", "schedule.resume_anyway"), "how the run is resumed"),
+    **dict.fromkeys(("data.train", "data.held_out", "data.cache", "init", "target.name", "target.revision"), HASHED),
+    **dict.fromkeys(("loss.chunk_size", "schedule.activation_checkpointing", "schedule.loader_workers"), MEMORY),
+    **dict.fromkeys(("target.device", "target.device_map", "target.max_memory", "target.offload_folder"), PLACE),
+    **dict.fromkeys(("target.states", "target.parallel"), PLACE),
+    "target.forward": "decoding alone runs another than transformers'",
+    "schedule.gradient_accumulation_steps": "micro-batches a step are compared over all processes",
+    "sanity": "a check before the run, which leaves the head as it was",
+    **{
+        f"target.{medium}.{limit}": LIMITS
+        for medium, more in (("images", "max_pixels"), ("audio", "max_seconds"))
+        for limit in ("allow_urls", "max_bytes", "timeout_seconds", more)
+    },
 }
 
 
@@ -70,25 +78,30 @@ def write_run_record(folder: Path, config: BaseModel, **extra: Any) -> Path:
 
 
 def deciding_settings(config: Mapping[str, Any], contents: Mapping[str, str]) -> dict[str, Any]:
-    """Return what decides the weights and which are kept: not where and how often things are written, nor the gates.
+    """Return what decides the weights and which are kept: all but `CHANGES_NO_WEIGHT`.
 
     The decoding of held-out prompts belongs to it: scores got in another way cannot be compared with the best so far. Options
     that are off (None) do not: one that the schema gains later leaves the hashes of today's runs as they are.
-
-    Nor do the servers or the groups of processes that run the target: a run that is started again may have others.
 
     Args:
         config: a training's, as JSON values.
         contents: hashes of what the config's paths hold, and whatever else decides the weights, by key.
     """
-    relevant = {name: value for name, value in config.items() if name not in ("output", "sanity", "schedule")}
-    relevant["schedule"] = {name: value for name, value in config["schedule"].items() if name not in QUIET}
-    target = {name: value for name, value in config.get("target", {}).items() if name not in ("states", "parallel")}
-    if target.get("tokens") == "text":  # what all targets had before there was such a key
-        del target["tokens"]
-    relevant["target"] = target
-    relevant["contents"] = dict(contents)
-    return dict(_without_none(relevant))
+    relevant = _deciding(config)
+    if relevant.get("target", {}).get("tokens") == "text":  # what all targets had before there was such a key
+        del relevant["target"]["tokens"]
+    return dict(_without_none(relevant | {"contents": dict(contents)}))
+
+
+def changes_no_weight(key: str) -> bool:
+    """Return whether a dotted key of a training's config is one of `CHANGES_NO_WEIGHT`, or in a section of them."""
+    steps = key.split(".")
+    return any(".".join(steps[: end + 1]) in CHANGES_NO_WEIGHT for end in range(len(steps)))
+
+
+def _deciding(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    kept = {name: value for name, value in config.items() if not changes_no_weight(above + name)}
+    return {name: _deciding(value, f"{above}{name}.") if isinstance(value, dict) else value for name, value in kept.items()}
 
 
 def training_fingerprint(config: Mapping[str, Any], contents: Mapping[str, str]) -> str:

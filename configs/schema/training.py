@@ -75,6 +75,7 @@ class ScheduleConfig(Settings):
     evaluation_timeout_seconds: PositiveInt = 14_400  # how long they wait for the one that decodes held-out prompts longest
     loader_workers: PositiveInt | None = None  # processes that make batches ahead; None: the training process makes them
     resume: bool = True  # go on from the newest checkpoint in the output folder
+    resume_anyway: bool = False  # ... also where settings or data have changed that decide the weights
     # Where metrics are shown, beside metrics.jsonl.
     trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = ["tensorboard"]
     profile: ProfileConfig | None = None

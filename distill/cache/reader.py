@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from configs.runtime.errors import ConfigError, InputError
-from configs.runtime.files import sha256_of
 from configs.schema.training import DistillConfig, HeadsConfig
 from distill.cache.format import (
     CONVENTION,
@@ -37,7 +36,7 @@ from distill.loss.pairs import SparseTarget
 from heads.device import can_pin, upload
 from heads.modules.interface import NO_DOCUMENT, Batch, Normalisers, before_labels
 from heads.target.hidden_states import TargetStates
-from heads.target.identity import TargetIdentity
+from heads.target.identity import TargetIdentity, remembered_sha256
 from heads.target.loading import Target, rounded_parts
 
 log = logging.getLogger("draftsmith")
@@ -172,7 +171,7 @@ def open_cache(name: str | Path, data_file: Path, target: Target) -> TargetCache
             f"target cache {folder} was made by {writer.name}, which differs from target {target.identity.name} in "
             f"{' and '.join(differences)}; {REMAKE}"
         )
-    if sha256_of(data_file) != manifest.data_sha256:
+    if remembered_sha256(data_file) != manifest.data_sha256:
         raise InputError(f"target cache {folder} was made of {manifest.data_file}, and {data_file} is not that file; {REMAKE}")
     if not manifest.exact_target and manifest.server is None:
         for warning in rounded_parts(target.model, f"target cache {folder}"):

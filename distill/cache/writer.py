@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from configs.runtime.errors import ConfigError, InputError
-from configs.runtime.files import folder_lock, sha256_of
+from configs.runtime.files import folder_lock
 from configs.runtime.progress import progress
 from configs.runtime.resumable import fingerprint
 from configs.runtime.run_record import write_run_record
@@ -58,6 +58,7 @@ from distill.dataset.conversations import Conversation, check_written_for, open_
 from distill.server.engine import EngineStates
 from distill.server.logprobs import TargetServer
 from heads.target.hidden_states import check_taps, num_blocks
+from heads.target.identity import remembered_sha256
 from heads.target.loading import Target, load_target
 from heads.target.processes import join_processes, naming_lost_processes
 from heads.target.split.groups import from_first, share_of
@@ -90,7 +91,7 @@ def make_cache(config: CacheConfig) -> None:
                 target = replace(target, states_from=engine)
             for difference in check_written_for(data_file, target.identity):
                 logger.warning("%s was written by a target with other %s", data_file, difference)
-            data_sha256 = sha256_of(data_file)
+            data_sha256 = remembered_sha256(data_file)
             job = CacheJob(target=target, conversations=conversations, config=config, data_sha256=data_sha256, server=server)
             share = share_of(target.group, state)
             if state.is_main_process:

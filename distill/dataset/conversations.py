@@ -2,7 +2,7 @@
 
 Training reads the token ids, never the text, which encoded again may come back as other tokens than the target chose. A file
 need not fit into memory: its index holds offset and lengths of each row, is made in one pass that checks every row, and is kept
-beside the file with the file's SHA-256. Several processes may make it at once; it is renamed into place. (Arrow files through
+beside the file with the file's SHA-256. One process of a machine makes it, and the others wait for it. (Arrow files through
 `datasets` would hold the data twice, and coerce wrong values instead of refusing them with their line.) N rows.
 """
 
@@ -11,27 +11,32 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, overload
 
 import numpy as np
+from filelock import FileLock
 from pydantic import AfterValidator, BaseModel, Field, Strict, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from configs.runtime.errors import InputError
-from configs.runtime.files import json_object, read_json, sha256_of, write_bytes
+from configs.runtime.files import downloads_folder, json_object, read_json, write_bytes
+from configs.runtime.resumable import fingerprint
 from heads.inference.media_inputs import SOUND, MediaPrompt, current_keys
-from heads.target.identity import TargetIdentity
+from heads.target.identity import TargetIdentity, remembered_sha256
 
 log = logging.getLogger("draftsmith")
 
 WHAT = "conversations file"
 INDEX_SUFFIX = ".index.safetensors"
-INDEX_VERSION = 2
+INDEX_VERSION = 3
 DTYPES = {"offsets": np.int64, "prompt_lengths": np.int32, "answer_lengths": np.int32, "user_texts": np.int64}
+ANSWER_COUNTS = "answer_counts"
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 WRITTEN_BY = "answers_written_by"  # key of the manifest
@@ -119,12 +124,18 @@ def read_conversations(path: Path) -> list[Conversation]:
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """First byte of each row and `text_hash` of its user text (int64 `[N]`), tokens of its prompt and answer (int32 `[N]`)."""
+    """What is known of a file without reading its rows.
+
+    offsets, user_texts: int64 `[N]`, the first byte of each row, and `text_hash` of its user text.
+    prompt_lengths, answer_lengths: int32 `[N]`, in tokens.
+    answer_counts: int64, how often each token id, up to the largest, stands in an answer.
+    """
 
     offsets: np.ndarray
     prompt_lengths: np.ndarray
     answer_lengths: np.ndarray
     user_texts: np.ndarray
+    answer_counts: np.ndarray
 
 
 class ConversationFile(Sequence[Conversation]):
@@ -180,12 +191,15 @@ def open_conversations(path: Path) -> ConversationFile:
     """
     if not path.is_file():
         raise InputError(f"{WHAT} not found: {path}")
-    sha256 = sha256_of(path)
+    sha256 = remembered_sha256(path)
     kept = path.with_name(path.name + INDEX_SUFFIX)
     index = _read_index(kept, sha256)
     if index is None:
-        index = _make_index(path)
-        _keep(kept, index, sha256)
+        with _alone(path):
+            index = _read_index(kept, sha256)  # which another process has made meanwhile
+            if index is None:
+                index = _make_index(path)
+                _keep(kept, index, sha256)
     return ConversationFile(path, index)
 
 
@@ -202,6 +216,13 @@ def user_text_hashes(conversations: Sequence[Conversation]) -> np.ndarray:
     if isinstance(conversations, ConversationFile):
         return conversations.places.user_texts
     return np.fromiter((text_hash(row.user_text) for row in conversations), np.int64, len(conversations))
+
+
+def count_answer_ids(conversations: Sequence[Conversation]) -> np.ndarray:
+    """Return how often each token id, up to the largest, stands in an answer, int64; see `row_lengths`."""
+    if isinstance(conversations, ConversationFile):
+        return conversations.places.answer_counts
+    return _counted(Counter(token for row in conversations for token in row.answer_ids))
 
 
 def media_names(media: Sequence[str]) -> list[str]:
@@ -294,18 +315,44 @@ def _read_index(path: Path, sha256: str) -> Index | None:
             if any(part.get_dtype() != f"I{8 * np.dtype(DTYPES[name]).itemsize}" for name, part in parts.items()):
                 return None
             columns = {name: file.get_tensor(name) for name in DTYPES}
+            counts = file.get_tensor(ANSWER_COUNTS)
     except (SafetensorError, OSError) as error:
         log.info("index %s cannot be read (%s) and is made anew", path, error)
         return None
-    return Index(**columns) if {column.shape for column in columns.values()} == {(columns["offsets"].size,)} else None
+    if {column.shape for column in columns.values()} != {(columns["offsets"].size,)} or counts.dtype != np.int64:
+        return None
+    return Index(**columns, answer_counts=counts)
 
 
 def _make_index(path: Path) -> Index:
-    places = ((offset, len(row.prompt_ids), len(row.answer_ids), text_hash(row.user_text)) for offset, row in _read_rows(path))
-    columns = np.fromiter(places, np.dtype(list(DTYPES.items())))
+    counts: Counter[int] = Counter()
+
+    def places() -> Iterator[tuple[int, int, int, int]]:
+        for offset, row in _read_rows(path):
+            counts.update(row.answer_ids)
+            yield offset, len(row.prompt_ids), len(row.answer_ids), text_hash(row.user_text)
+
+    columns = np.fromiter(places(), np.dtype(list(DTYPES.items())))
     if not len(columns):
         raise InputError(f"{WHAT} {path} is empty")
-    return Index(**{name: np.ascontiguousarray(columns[name]) for name in DTYPES})
+    return Index(**{name: np.ascontiguousarray(columns[name]) for name in DTYPES}, answer_counts=_counted(counts))
+
+
+def _counted(counts: Counter[int]) -> np.ndarray:
+    counted = np.zeros(max(counts, default=-1) + 1, np.int64)
+    counted[list(counts)] = list(counts.values())
+    return counted
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Let one process of this machine at a time make a file's index; all at once where no lock can be had."""
+    lock = downloads_folder() / "hashes" / f"{fingerprint('index', str(path.resolve()))}.lock"
+    with ExitStack() as stack:
+        with suppress(OSError):
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(FileLock(lock))
+        yield
 
 
 def _read_rows(path: Path) -> Iterator[tuple[int, Conversation]]:
@@ -325,7 +372,7 @@ def _read_rows(path: Path) -> Iterator[tuple[int, Conversation]]:
 
 
 def _keep(path: Path, index: Index, sha256: str) -> None:
-    columns: dict[str, Any] = {name: getattr(index, name) for name in DTYPES}
+    columns: dict[str, Any] = {name: getattr(index, name) for name in (*DTYPES, ANSWER_COUNTS)}
     try:
         write_bytes(path, save(columns, metadata=_metadata(sha256)))
     except InputError as error:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from configs.runtime.errors import ConfigError
 from distill.dataset.batches import ConversationDataset, collate
-from distill.dataset.conversations import Conversation
+from distill.dataset.conversations import Conversation, count_answer_ids
 from heads.inference.causal_lm import head_logits
 from heads.modules.interface import Batch, before_labels
 from heads.proposers.vocabulary import DraftVocabulary
@@ -26,7 +26,6 @@ from heads.target.loading import Target
 
 log = logging.getLogger("draftsmith")
 
-ROWS_AT_ONCE = 1024
 BATCH_SIZE = 8  # conversations a forward
 CHUNK_SIZE = 128  # positions whose logits live at one time
 TYPICAL_ACCEPTANCE = 0.5  # of a token that the draft vocabulary has, where the size of the vocabulary is to be chosen
@@ -202,9 +201,8 @@ def _check_size(size: int, target: Target) -> None:
 
 
 def _count_answer_tokens(conversations: Sequence[Conversation], vocab_size: int) -> Tensor:
-    """Return how often each token stands in an answer, int64 `[V]`, reading `ROWS_AT_ONCE` conversations at a time."""
+    """Return how often each token stands in an answer, int64 `[V]`."""
+    counts = count_answer_ids(conversations)
     counts_V = torch.zeros(vocab_size, dtype=torch.int64)
-    for start in range(0, len(conversations), ROWS_AT_ONCE):
-        tokens = [token for row in conversations[start : start + ROWS_AT_ONCE] for token in row.answer_ids]
-        counts_V += torch.bincount(torch.tensor(tokens), minlength=vocab_size)
+    counts_V[: len(counts)] = torch.from_numpy(counts)
     return counts_V

@@ -15,7 +15,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import sha256_of
-from configs.runtime.run_record import training_fingerprint
+from configs.runtime.run_record import CHANGES_NO_WEIGHT, changes_no_weight, deciding_settings, training_fingerprint
+from configs.schema.training import DistillConfig, HeadsConfig
 from train.loop import checkpoints
 from train.loop.background import host_copy
 from train.loop.checkpoints import MANIFEST, Checkpoints, Progress, list_checkpoints, read_manifest
@@ -162,7 +163,7 @@ def test_a_checkpoint_of_another_run_is_passed_over(folder, caplog):
     strange.checkpoints.progress.step = 1
     strange.take(1)
     assert Run(folder).checkpoints.resume() == folder / "step-00000001"
-    assert "step-00000002 belongs to a run with another config or other data; passed over" in caplog.text
+    assert "step-00000002 belongs to a run with another config or other data (schedule.resume_anyway=true" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -196,6 +197,66 @@ def test_other_data_of_the_same_name_or_an_option_that_is_on_make_another_run():
     own = training_fingerprint(config, {"train": "1"})
     assert training_fingerprint(quiet, {"train": "1"}) == own
     assert own not in (training_fingerprint(config, {"train": "2"}), training_fingerprint(other, {"train": "1"}))
+
+
+def leaves(config, above=""):
+    for name, value in config.items():
+        yield from leaves(value, f"{above}{name}.") if isinstance(value, dict) and value else [(above + name, value)]
+
+
+def changed(config, key, value="another"):
+    first, _, rest = key.partition(".")
+    return config | {first: changed(config[first], rest, value) if rest else value}
+
+
+@pytest.mark.parametrize("schema", [DistillConfig, HeadsConfig])
+def test_every_key_of_a_training_decides_its_weights_or_is_listed_with_the_reason_why_not(schema):
+    config = schema().model_dump(mode="json")
+    for part in ("images", "audio"):
+        config["target"][part] = {"max_bytes": 1, "folder": "a"}
+    own = training_fingerprint(config, {})
+    found = {key: training_fingerprint(changed(config, key), {}) == own for key, _ in leaves(config)}
+    assert {key for key, same in found.items() if same} == {key for key in found if changes_no_weight(key)}
+    deciding = ("optimizer.learning_rate", "data.max_length", "held_out.num_prompts", "schedule.seed")
+    assert not any(found[key] for key in deciding)
+    known = [key for each in (DistillConfig, HeadsConfig) for key, _ in leaves(each().model_dump())]
+    sections = {".".join(key.split(".")[:end]) for key in known for end in range(1, key.count(".") + 2)}
+    named = {key for key in CHANGES_NO_WEIGHT if not key.startswith(("target.images.", "target.audio."))}
+    assert named <= sections
+
+
+@pytest.mark.parametrize(
+    ("key", "then", "now", "refused"),
+    [
+        ("loss.chunk_size", 128, 2048, False),
+        ("target.device", "cpu", "cuda", False),
+        ("schedule.activation_checkpointing", True, None, False),
+        ("data.train", "a/train.jsonl", "b/train.jsonl", False),
+        ("optimizer.learning_rate", 1e-3, 2e-3, True),
+    ],
+)
+@pytest.mark.parametrize("earlier_release", [False, True])
+def test_what_changes_no_weight_never_refuses_a_resume_and_a_person_may_insist(
+    folder, caplog, key, then, now, refused, earlier_release
+):
+    def settings(value):
+        return changed(DistillConfig().model_dump(mode="json"), key, value)
+
+    def of(value, *, whole=False):
+        kept = settings(value) if whole else deciding_settings(settings(value), {})
+        kept["target"].pop("tokens", None)
+        return {"config_sha256": training_fingerprint(settings(value), {"release": str(whole)}), "settings": kept}
+
+    Run(folder, **of(then, whole=earlier_release)).take(1)
+    if not refused:
+        assert Run(folder, **of(now)).checkpoints.resume() is not None
+        return
+    with pytest.raises(InputError, match=rf"{key} {then} -> {now}\), .* \(schedule.resume_anyway=true resumes it all the"):
+        Run(folder, **of(now)).checkpoints.resume()
+    again = Run(folder, **of(now))
+    object.__setattr__(again.checkpoints, "resume_anyway", True)
+    assert again.checkpoints.resume() is not None
+    assert f"{key} {then} -> {now}" in caplog.text
 
 
 class Trap:

@@ -92,6 +92,7 @@ class Checkpoints:
         scheduler: of the learning rate; the training loop steps it, not accelerate.
         keep: how many of the newest are kept, at least 1; that of the best step is kept as well.
         progress: of the run; saved, and restored in place.
+        resume_anyway: resume a checkpoint of other settings or data, with a warning.
     """
 
     folder: Path
@@ -100,6 +101,7 @@ class Checkpoints:
     lineage: Lineage
     keep: int
     progress: Progress = field(default_factory=Progress)
+    resume_anyway: bool = False
     _background: BackgroundWrite = field(default_factory=BackgroundWrite, init=False)
 
     def save(self, *, wait: bool = True) -> None:
@@ -226,6 +228,11 @@ class Checkpoints:
         """Return why a checkpoint cannot be used, as a phrase that follows its name."""
         try:
             manifest = read_manifest(path)
+            other = self.lineage.objection_to_settings(manifest.lineage)
+            if other is not None and self.resume_anyway:
+                logger.warning("checkpoint %s %s; it is resumed all the same, by schedule.resume_anyway", path, other)
+            elif other is not None:
+                return f"{other} (schedule.resume_anyway=true resumes it all the same)"
             if (objection := self.lineage.objection(manifest.lineage)) is not None:
                 return objection
             if others := _files(path) - {*manifest.sha256, MANIFEST}:

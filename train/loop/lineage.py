@@ -19,7 +19,7 @@ from pydantic import Field
 
 from configs.runtime.errors import ConfigError
 from configs.runtime.redaction import mask_secrets
-from configs.runtime.run_record import deciding_settings, training_fingerprint
+from configs.runtime.run_record import changes_no_weight, deciding_settings, training_fingerprint
 from configs.schema.base import PositiveInt, Settings
 from configs.schema.training import ScheduleConfig
 
@@ -55,9 +55,10 @@ class Lineage(Settings):
         )
 
     def objection(self, then: Lineage) -> str | None:
-        """Return why this run cannot resume a checkpoint of `then`, as a phrase that follows "checkpoint X"; None if it can."""
-        if then.config_sha256 != self.config_sha256 and (objection := self._objection_to_settings(then)) is not None:
-            return objection
+        """Return why this run cannot resume a checkpoint of `then`, as a phrase that follows "checkpoint X"; None if it can.
+
+        A person may insist on other settings and data (`objection_to_settings`), not on weights held in another way.
+        """
         if then.engine != self.engine:
             return f"was written with weights held {_held(then)}, and this run holds them {_held(self)}"
         if then.num_processes != self.num_processes and self.engine not in (REPLICATED, FSDP2):
@@ -76,12 +77,15 @@ class Lineage(Settings):
         old, new = _flat(then.settings or {}), _flat(self.settings or {})
         return {key: (old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)}
 
-    def _objection_to_settings(self, then: Lineage) -> str | None:
-        """Return why this run's settings or data cannot go on from those of `then`; see `objection`."""
+    def objection_to_settings(self, then: Lineage) -> str | None:
+        """Return why this run's settings or data should not go on from those of `then`; see `objection`."""
+        if then.config_sha256 == self.config_sha256:
+            return None
         changed = self.changes(then)
         if then.settings is None or not changed:
             return "belongs to a run with another config or other data"
-        refused = {key: values for key, values in changed.items() if key not in LENGTH}
+        # Checkpoints of earlier releases have more keys.
+        refused = {key: values for key, values in changed.items() if key not in LENGTH and not changes_no_weight(key)}
         shorter = {
             key: values for key, values in changed.items() if key in LENGTH and None not in values and values[0] > values[1]
         }

@@ -123,6 +123,7 @@ class _Training:
             lineage=lineage,
             keep=schedule.keep_checkpoints,
             progress=self.progress,
+            resume_anyway=schedule.resume_anyway,
         )
         self.clock = task.clock
         self.profiler = StepProfiler(schedule.profile, output, accelerator, self.clock)

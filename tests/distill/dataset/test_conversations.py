@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import stat
+import time
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -12,11 +14,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from configs.runtime.errors import InputError
+from configs.runtime.files import sha256_of
+from distill.dataset import conversations
 from distill.dataset.batches import BucketedBatchSampler, ConversationDataset
 from distill.dataset.conversations import (
     INDEX_SUFFIX,
     MANIFEST,
     Conversation,
+    ConversationFile,
     check_held_out,
     check_written_for,
     is_written_by_target,
@@ -27,6 +32,7 @@ from distill.dataset.conversations import (
 from distill.dataset.packing import PackedBatchSampler
 from distill.generation.make_dataset import check_output
 from distill.student.vocabulary import most_frequent_answer_tokens
+from heads.target import identity
 from heads.target.identity import TargetIdentity
 
 IDENTITY = TargetIdentity(name="t", revision=None, weights_sha256="w", tokenizer_sha256="k", chat_template_sha256="c")
@@ -179,10 +185,23 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(path):
         rows[0]
 
 
-def test_a_draft_vocabulary_is_chosen_from_rows_that_are_not_in_memory(path, tiny_llama, as_target, monkeypatch):
-    monkeypatch.setattr("distill.student.vocabulary.ROWS_AT_ONCE", 6)
-    target = as_target(tiny_llama(), eos=(50,))
-    found, expected = (most_frequent_answer_tokens(rows, 11, target) for rows in (open_conversations(path), ROWS))
+def test_a_file_is_read_whole_once_for_all_processes_starts_and_the_counted_vocabulary(
+    path, tiny_llama, as_target, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(identity, "REMEMBERED_BYTES", 0)
+    hashed, indexed, plain = [], [], conversations._make_index
+    monkeypatch.setattr(identity, "sha256_of", lambda path: hashed.append(path) or sha256_of(path))
+    monkeypatch.setattr(conversations, "_make_index", lambda path: indexed.append(path) or time.sleep(0.2) or plain(path))
+    with ThreadPoolExecutor(4) as processes:
+        opened = list(processes.map(open_conversations, [path] * 4))
+    assert [list(rows) for rows in opened] == [ROWS] * 4
+    assert (len(hashed), len(indexed)) == (1, 1)
+    target, rows = as_target(tiny_llama(), eos=(50,)), open_conversations(path)
+    expected = most_frequent_answer_tokens(ROWS, 11, target)
+    monkeypatch.setattr(ConversationFile, "__getitem__", None)
+    found = most_frequent_answer_tokens(rows, 11, target)
+    assert (len(hashed), len(indexed)) == (1, 1)
     assert torch.equal(found.token_ids_W, expected.token_ids_W)
     assert found.token_ids_W.tolist() == [*range(1, 11), 50]
 
