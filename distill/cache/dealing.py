@@ -8,13 +8,14 @@ that lets both claim) cost time and nothing else.
 from __future__ import annotations
 
 import json
-import os
 import platform
 import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+
+import psutil
 
 from distill.cache.format import CLAIM, SHARD
 from distill.cache.storage import Folder
@@ -43,8 +44,9 @@ class Dealing:
         return [number for number in range(self.num_shards) if SHARD.format(number=number) not in names]
 
     def shards(self) -> Iterator[int]:
-        """Yield shards to be made now, each claimed until the next is asked for, until all of them are there."""
-        while missing := deque(self.missing()):
+        """Yield shards to be made now, until all of them are there; each stays claimed until `release`."""
+        given: set[int] = set()  # which the caller may still be writing
+        while missing := deque(number for number in self.missing() if number not in given):
             missing.rotate(-sum(number < self.start for number in missing))
             waiting = True
             while missing:
@@ -53,16 +55,24 @@ class Dealing:
                     missing.rotate(-random.randrange(max(1, len(missing))))  # away from those who ask in the same order
                     continue
                 if not self.folder.has(SHARD.format(number=number)):  # else it was finished since the folder was listed
+                    given.add(number)
                     yield number
                     waiting = False
-                self.folder.delete([CLAIM.format(number=number)])
+                else:
+                    self.release(number)
             if waiting:
                 time.sleep(POLL_SECONDS)
+
+    def release(self, number: int) -> None:
+        """Give up the claim to a shard, which is there now."""
+        self.folder.delete([CLAIM.format(number=number)])
 
     def _take(self, number: int) -> bool:
         """Claim a shard; return whether this process may make it."""
         file = CLAIM.format(number=number)
-        claim = json.dumps({"host": platform.node(), "process": os.getpid(), "time": time.time()}).encode()
+        own = psutil.Process()
+        about = {"host": platform.node(), "process": own.pid, "started": own.create_time(), "time": time.time()}
+        claim = json.dumps(about).encode()
         if self.folder.create(file, claim):
             return True
         if (content := self.folder.read(file)) is None or self.is_alive(content):
@@ -76,18 +86,20 @@ class Dealing:
         try:
             claim = json.loads(content)
             host, process, begun = str(claim["host"]), int(claim["process"]), float(claim["time"])
+            started = None if claim.get("started") is None else float(claim["started"])
         except (ValueError, KeyError, TypeError, OverflowError):
             return True  # being written; a claim that stays so is removed when the job is started again
-        here = host == platform.node()
-        return time.time() - begun < self.claim_seconds and not (here and process != os.getpid() and not _runs(process))
+        return time.time() - begun < self.claim_seconds and (host != platform.node() or _runs(process, started))
 
 
-def _runs(process: int) -> bool:
-    """Return whether a process of this machine runs."""
+def _runs(process: int, started: float | None) -> bool:
+    """Return whether a process of this machine runs that began at this time, if it is known.
+
+    A container that is started again has the name and the process numbers that it had before.
+    """
     try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
+        return started in (None, psutil.Process(process).create_time())
+    except (psutil.NoSuchProcess, ValueError, OverflowError):
         return False
-    except OSError:
+    except psutil.AccessDenied:
         return True
-    return True

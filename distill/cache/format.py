@@ -14,7 +14,8 @@ float32, the log of the sum of exp(logits) over all rows of the target's head, a
 Taps in 8 bits have `h_2_scale [N]`, float32, by which a row is multiplied; `hidden`, of which logits are made, is bfloat16.
 
 A shard also has `offsets [C]`, the first row of each of its conversations, and `checksums [C, tensors]`, CRC-32 of that
-conversation's bytes in each tensor, in the order of `RowLayout.tensors`. The index has a conversation's `shard`, `offset` and
+conversation's bytes in each tensor, in the order of `RowLayout.tensors`; its metadata say which `job` made it, so that no shard
+of a cache that was remade passes. The index has a conversation's `shard`, `offset` and
 `length`, in the order of the data file, in pieces of `INDEX_PIECE` conversations. Caches of format version 1 have both in the
 manifest, and a SHA-256 of each shard. N rows, E width, K kept tokens, V tokens, C conversations.
 """
@@ -50,6 +51,7 @@ CLAIM = "claim-{number:05d}"  # of the process that is making a shard
 JOB = "job.json"  # what the shards beside it are made of
 INDEX_PIECE = 2**20
 OFFSETS, CHECKSUMS = "offsets", "checksums"
+JOB_OF_SHARD = "job"  # metadata of a shard: what it is made of, as in the manifest
 FP8 = "float8_e4m3fn"
 REMAKE = "make the cache again with scripts/make_cache.py"
 CONVENTION = str(HiddenStates.model_fields["convention"].default)  # what a tap's number means, here and in artifacts
@@ -179,6 +181,7 @@ class CacheManifest(CacheOrigin):
     """The content of `manifest.json`."""
 
     format_version: Literal[2] = 2
+    job: Sha256 | None = None  # a hash of all that decides the shards' bytes; None in caches of earlier releases
     num_shards: NonNegativeInt
     index: list[IndexPiece]
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from configs.runtime.errors import InputError
-from distill.cache.format import CHECKSUMS, OFFSETS, REMAKE, SHARD, FirstManifest, Manifest
+from distill.cache.format import CHECKSUMS, JOB_OF_SHARD, OFFSETS, REMAKE, SHARD, FirstManifest, Manifest
 from distill.cache.storage import Folder, Span
 
 MOST_HEADERS = 1024
@@ -120,8 +120,11 @@ class Shards:
             fields = json.loads(known[8 : 8 + length])
             places = {name: tuple(map(int, fields[name]["data_offsets"])) for name in fields if name != "__metadata__"}
             shapes = {name: (list(fields[name]["shape"]), fields[name]["dtype"]) for name in places}
+            job = fields.get("__metadata__", {}).get(JOB_OF_SHARD)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise self._damaged(number, "it is no safetensors file") from error
+        if not isinstance(self._manifest, FirstManifest) and self._manifest.job not in (None, job):
+            raise self._damaged(number, "it is of another cache")
         num_rows = shapes.get(self._tensors[0], ([0], ""))[0][0]
         expected = dict(self._manifest.layout.tensors(num_rows))
         if not isinstance(self._manifest, FirstManifest):

@@ -11,11 +11,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import tempfile
+import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from configs.runtime.background import BackgroundWrite
 from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.files import folder_lock
 from configs.runtime.progress import progress
@@ -36,6 +38,7 @@ from distill.cache.format import (
     DISPOSABLE,
     FORMAT_VERSION,
     JOB,
+    JOB_OF_SHARD,
     MANIFEST,
     OFFSETS,
     SHARD,
@@ -64,6 +67,8 @@ from heads.target.processes import join_processes, naming_lost_processes
 from heads.target.split.groups import from_first, share_of
 
 logger = logging.getLogger("draftsmith")
+
+LIST_SECONDS = 10.0  # between looks at what other processes have written
 
 
 def make_cache(config: CacheConfig) -> None:
@@ -158,21 +163,30 @@ class CacheJob:
         Raises:
             InputError: a value is not finite, the server fails, or a shard cannot be written.
         """
-        shown = self.finished()
+        shown, listed = self.finished(), time.monotonic()
+        dealing, write = self._dealing(rank * len(self._plan) // num_processes), BackgroundWrite()
+        several = num_processes > 1 or self._shared
         with progress("target cache", sum(self._lengths), "tokens", done=self._num_rows_of(shown)) as advance:
 
-            def show() -> None:  # what all processes have finished
-                new = self.finished().difference(shown)
+            def show(new: set[int]) -> None:
+                advance(self._num_rows_of(new.difference(shown)))
                 shown.update(new)
-                advance(self._num_rows_of(new))
 
-            for number in from_first(self.target.group, self._dealing(rank * len(self._plan) // num_processes).shards()):
-                if writes:
-                    self._write_shard(number)
-                else:
-                    self._shard_tensors([self._dataset[index] for index in self._plan[number]])
-                show()
-            show()
+            try:
+                for number in from_first(self.target.group, dealing.shards()):
+                    examples = [self._dataset[index] for index in self._plan[number]]
+                    tensors = self._shard_tensors(examples)
+                    if not writes:
+                        continue
+                    write.start(partial(self._write_shard, dealing, number, examples, tensors))  # once the one before is there
+                    show({number})
+                    if several and rank == 0 and time.monotonic() - listed > LIST_SECONDS:
+                        show(self.finished())  # by the others
+                        listed = time.monotonic()
+            finally:
+                write.wait()
+            if several and rank == 0:
+                show(self.finished())
 
     def finished(self) -> set[int]:
         """Return this job's shards that are there, whoever made them."""
@@ -197,6 +211,7 @@ class CacheJob:
             data_sha256=self.data_sha256,
             max_length=self.config.max_length,
             exact_target=True,
+            job=self.digest,
             num_shards=len(self._plan),
             index=[IndexPiece(file=name, sha256=hashlib.sha256(content).hexdigest()) for name, content in pieces.items()],
         )
@@ -272,14 +287,15 @@ class CacheJob:
         """Return whether the shards in the folder are this job's."""
         return self._folder.read(JOB) == as_json({"job": self.digest})
 
-    def _write_shard(self, number: int) -> None:
-        examples = [self._dataset[index] for index in self._plan[number]]
-        tensors = self._shard_tensors(examples)
+    def _write_shard(self, dealing: Dealing, number: int, examples: Sequence[Example], tensors: dict[str, Tensor]) -> None:
+        """Write a shard and release its claim, while the next one is computed."""
         lengths = [self.layout.num_rows(len(each.input_ids), each.answer_start) for each in examples]
         parts = {name: values.split(lengths) for name, values in tensors.items()}
         sums = [[_crc32(parts[name][place]) for name in self.layout.tensors(0)] for place in range(len(lengths))]
         offsets_C = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
-        self._folder.write(SHARD.format(number=number), save(tensors | {OFFSETS: offsets_C, CHECKSUMS: torch.tensor(sums)}))
+        columns = {OFFSETS: offsets_C, CHECKSUMS: torch.tensor(sums)}
+        self._folder.write(SHARD.format(number=number), save(tensors | columns, metadata={JOB_OF_SHARD: self.digest}))
+        dealing.release(number)
 
     def _shard_tensors(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         """Return the rows of a shard's conversations, one conversation after the other."""

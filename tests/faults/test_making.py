@@ -91,7 +91,7 @@ def test_a_second_process_is_refused(project, tmp_path, start, work, name, besid
 
 def test_a_start_that_shares_a_cache_takes_over_what_a_killed_one_had_claimed(project, undisturbed, tmp_path, start):
     config = project.cache(tmp_path / "cache").model_copy(update={"shared": True})
-    killed = start(make_cache, config, before=kill_at_call(CacheJob, "_shard_tensors", 3))
+    killed = start(make_cache, config, before=kill_at_call(CacheJob, "_write_shard", 3))
     assert killed.end() == -signal.SIGKILL, killed.said
     made = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache").glob("shard-*")}
     assert len(made) == 2

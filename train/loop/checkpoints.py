@@ -32,10 +32,11 @@ from pydantic import Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch.optim.lr_scheduler import LambdaLR
 
+from configs.runtime.background import BackgroundWrite
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import inside, read_json, sha256_of, sync, sync_folder, write_json
 from configs.schema.base import NonNegativeInt, Settings
-from train.loop.background import BackgroundWrite, host_copy
+from train.loop.host_copy import host_copy
 from train.loop.lineage import REPLICATED, Lineage, engine_name
 
 NAME = re.compile(r"step-(\d{8})")

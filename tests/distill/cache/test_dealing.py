@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from configs.runtime.errors import InputError
@@ -42,6 +43,7 @@ def deal(folder, monkeypatch):
             assert folder.has(f"claim-{number:05d}")
             yield number
             folder.write(f"shard-{number:05d}.safetensors", b"")
+            found.release(number)
 
     take.warnings = warnings
     return take
@@ -83,8 +85,10 @@ def test_starts_that_share_a_folder_agree_on_the_settings(tmp_path, byte_target)
     run(job("alone"))
     first, second = job(), job()
     first.prepare()
-    dealt = first._dealing(0).shards()
-    first._write_shard(next(dealt))  # and claimed as long as no other is asked for
+    dealing = first._dealing(0)
+    examples = [first._dataset[index] for index in first._plan[next(dealing.shards())]]
+    first._write_shard(dealing, 0, examples, first._shard_tensors(examples))
+    assert next(dealing.shards()) == 1  # and claimed
     under_way = tmp_path / "cache" / ".shard-00001.safetensors.0badf00d"
     under_way.touch()
     second.prepare()
@@ -92,7 +96,18 @@ def test_starts_that_share_a_folder_agree_on_the_settings(tmp_path, byte_target)
     under_way.unlink()  # it is still there, to be renamed by who is writing it
     with pytest.raises(InputError, match="other processes are making a cache of other settings"):
         job(max_length=9).prepare()
-    dealt.close()
+    dealing.release(1)
     second.work(rank=0, num_processes=1)
     second.finish()
-    assert shard_files(tmp_path / "cache").keys() - {"claim-00000"} == shard_files(tmp_path / "alone").keys()
+    assert shard_files(tmp_path / "cache").keys() == shard_files(tmp_path / "alone").keys()
+
+
+def test_a_claim_of_a_container_that_was_started_again_with_the_same_name_and_process_is_taken_over(deal, folder):
+    own = psutil.Process()
+    before = {"host": HERE, "process": own.pid, "started": own.create_time() - 60, "time": time.time()}
+    folder.write("claim-00001", json.dumps(before).encode())
+    assert sorted(deal()) == [0, 1, 2]
+    folder.delete(["shard-00001.safetensors"])
+    folder.write("claim-00001", json.dumps(before | {"started": own.create_time()}).encode())
+    with pytest.raises(TimeoutError):
+        list(deal())

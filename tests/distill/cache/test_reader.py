@@ -6,16 +6,17 @@ import logging
 import math
 import shutil
 import threading
-from collections import namedtuple
+from collections import Counter, namedtuple
 
 import pytest
 import torch
 from torch.nn import functional as F
 
+from configs.runtime.background import BackgroundWrite
 from configs.runtime.errors import ConfigError, InputError
 from configs.schema.learning import LossConfig
 from configs.schema.training import DistillConfig, HeadsConfig
-from distill.cache.format import RowLayout, check_folder, read_places
+from distill.cache.format import SHARD, RowLayout, check_folder, read_places
 from distill.cache.reader import check_fits, open_cache
 from distill.cache.rows import encode, pack_ids, unpack_ids
 from distill.cache.storage import Folder
@@ -218,11 +219,12 @@ def test_two_processes_write_what_one_writes_and_show_what_both_have_done(job, t
         shared.finish()
     made, write_shard = {0: [], 1: []}, CacheJob._write_shard
 
-    def write(job, number):
+    def write(job, dealing, number, *shard):
         made[int(threading.current_thread().name)].append(number)
-        write_shard(job, number)
+        write_shard(job, dealing, number, *shard)
 
     monkeypatch.setattr(CacheJob, "_write_shard", write)
+    monkeypatch.setattr(BackgroundWrite, "start", lambda self, write: write())
     caplog.set_level(logging.INFO)
     caplog.clear()
     workers = [threading.Thread(target=shared.work, kwargs={"rank": rank, "num_processes": 2}, name=str(rank)) for rank in made]
@@ -234,8 +236,72 @@ def test_two_processes_write_what_one_writes_and_show_what_both_have_done(job, t
     assert made[0][0] == 0
     assert made[1][0] > 0
     shown = [message.partition(" in ")[0] for message in caplog.messages if " tokens in " in message]
-    assert shown == [f"target cache: {sum(shared._lengths)} tokens"] * 2
+    assert f"target cache: {sum(shared._lengths)} tokens" in shown
     assert shard_files(tmp_path / "two") == shard_files(tmp_path / "one")
+
+
+def test_a_shard_costs_the_same_calls_however_many_there_are(byte_target, tmp_path, monkeypatch):
+    def calls(count):
+        rows = random_conversations([(2, 2)] * count, 258, seed=5)
+        job = cache_job(
+            byte_target, write_rows(tmp_path / f"{count}.jsonl", rows), rows, tmp_path / str(count), shard_megabytes=1e-6
+        )
+        job.prepare()
+        assert len(job._plan) == count
+        found = Counter()
+        with monkeypatch.context() as patch:
+            for name in ("names", "has", "read", "write", "create", "delete"):
+                plain = getattr(Folder, name)
+                patch.setattr(Folder, name, lambda *args, name=name, plain=plain: found.update([name]) or plain(*args))
+            job.work(rank=0, num_processes=1)
+        return found
+
+    few, many = calls(20), calls(60)
+    assert many["names"] == few["names"] < 6
+    assert {name: many[name] - few[name] for name in ("has", "write", "create", "delete")} == dict.fromkeys(
+        ("has", "write", "create", "delete"), 40
+    )
+
+
+def test_the_next_shard_is_computed_while_one_is_written_and_a_write_that_fails_ends_the_run(job, monkeypatch, tmp_path):
+    made, computed, write_shard, compute = [], [], CacheJob._write_shard, CacheJob._shard_tensors
+    second = threading.Event()
+
+    def tensors(self, examples):
+        computed.append(len(made))
+        if len(computed) == 2:
+            second.set()
+        return compute(self, examples)
+
+    def write(self, dealing, number, *shard):
+        if not made:
+            assert second.wait(30)  # which comes while this one is under way
+        if len(made) == 2:
+            raise InputError("the disk is full")
+        write_shard(self, dealing, number, *shard)
+        made.append(number)
+
+    monkeypatch.setattr(CacheJob, "_shard_tensors", tensors)
+    monkeypatch.setattr(CacheJob, "_write_shard", write)
+    own = job("overlap", shard_megabytes=0.003)
+    own.prepare()
+    with pytest.raises(InputError, match="the disk is full"):
+        own.work(rank=0, num_processes=1)
+    assert computed[:2] == [0, 0]
+    assert own.finished() == set(made) == {0, 1}
+    monkeypatch.undo()
+    run(own)
+    run(job("alone", shard_megabytes=0.003))
+    assert shard_files(tmp_path / "overlap") == shard_files(tmp_path / "alone")
+
+
+def test_a_shard_of_a_cache_that_was_made_of_other_settings_is_not_read(job, data_file, byte_target, conversations, tmp_path):
+    run(job("one", chunk_size=2))
+    run(job("other", chunk_size=3))
+    name = SHARD.format(number=0)
+    (tmp_path / "one" / name).write_bytes((tmp_path / "other" / name).read_bytes())
+    with pytest.raises(InputError, match=r"shard-00000\.safetensors is damaged, .* it is of another cache; delete it"):
+        open_cache(tmp_path / "one", data_file, byte_target).signal(batch_of(conversations, [0]))
 
 
 def test_a_disk_without_room_is_refused_before_anything_is_written(job, tmp_path, monkeypatch):

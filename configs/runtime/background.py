@@ -1,28 +1,9 @@
-"""Writing while training goes on: copies of states in host memory, and the one write that may be under way."""
+"""Writing while the work goes on: the one write that may be under way, by a thread. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
-
-from torch import Tensor
-
-
-def host_copy(value: Any) -> Any:
-    """Return a copy of a state dict in host memory; tensors that share their memory, as tied weights do, still share it."""
-    return _copied(value, {})
-
-
-def _copied(value: Any, known: dict[Any, Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        key = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
-        if key not in known:
-            known[key] = value.detach().to("cpu", copy=True)
-        return known[key] if value.numel() else value.detach().to("cpu", copy=True)  # one without elements has no place
-    if isinstance(value, dict):
-        return type(value)((name, _copied(each, known)) for name, each in value.items())
-    return type(value)(_copied(each, known) for each in value) if isinstance(value, list | tuple) else value
 
 
 class BackgroundWrite:
@@ -34,7 +15,7 @@ class BackgroundWrite:
     def start(self, write: Callable[[], None]) -> None:
         """Start a write, once the one before has ended; raises what that one raised."""
         self.wait()
-        pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        pool = ThreadPoolExecutor(1, thread_name_prefix="write")
         self._under_way = pool.submit(write)
         pool.shutdown(wait=False)
 
