@@ -30,6 +30,8 @@ from eval.decoder.decode import check_decodable
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP
 from eval.lossless.sampled import INCONCLUSIVE
 from eval.lossless.verdict import NOT_LOSSLESS, judge_lossless
+from eval.measure.generate import time_generate
+from eval.measure.lookup_length import find_lookup_length
 from eval.measure.proposers import EvaluatedDraft, add_lookup, load_evaluated, make_baselines
 from eval.measure.record_files import drop_parts
 from eval.measure.shards import measure_share
@@ -103,6 +105,8 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     decode, how_chosen = find_tree(config, suites[0], target, draft, state, asked)
     config = config.model_copy(update={"decode": decode})
     laps.done("loading")
+    config = find_lookup_length(config, turns.first, target, state, asked)
+    laps.done("choosing the lookup's length")
     proposers = {SPECULATIVE: draft.proposer, **make_baselines(config, target)}
     if config.tries_lookup:
         proposers[WITH_LOOKUP] = add_lookup(draft.proposer, config, target)
@@ -133,6 +137,8 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     energy = None if metering is None else summarise_energy(records.timings, metering, config)
     laps.done("report")
     speed = _predict(config, target, draft, records, report)
+    if report.speed is not None and config.simulate_acceptance is None:
+        speed["generate"] = time_generate(target, turns.first, config)
     laps.done("timing sweep")
     report = complete_report(report, quality=scores, energy=energy, speed=speed, rendered=rendered)
     write_report(output / "report.json", report)

@@ -162,8 +162,12 @@ class EvalConfig(Settings):
     suites: list[SuiteConfig] = []
     decode: DecodeConfig = DecodeConfig()
     repeats: PositiveInt = 2  # interleaved: plain, speculative, baselines, plain, ...
+    # Prompts that transformers' own `generate` continues as well, whose time stands beside plain decoding's; 0: none
+    generate_prompts: NonNegativeInt = 4
     warmup_prompts: NonNegativeInt = 1  # decoded before timing starts
     baselines: list[FreeDraft] = ["prompt_lookup"]  # measured beside the draft (`eval.measure.proposers`)
+    # Drafts a round of the lookups among them, which are rivals at their best only; None: the fastest of a few
+    lookup_num_speculative_tokens: PositiveInt | None = None
     # Where prompt lookup is one of the baselines, also measure chains of the draft with it before them: what would it add?
     try_with_lookup: bool = True
     self_speculation_layers: PositiveInt | None = None  # of the target's blocks, for that baseline; None: a quarter of them
@@ -221,6 +225,11 @@ class EvalConfig(Settings):
     def lookups(self) -> list[FreeDraft]:
         """The lookups that `draft` names beside them."""
         return [each for each in LOOKUPS if each in self._named]
+
+    @property
+    def lookup_length(self) -> int:
+        """Drafts a round of the lookups among the baselines."""
+        return self.lookup_num_speculative_tokens or self.decode.num_speculative_tokens
 
     @property
     def tries_lookup(self) -> bool:

@@ -62,18 +62,18 @@ class CostModel:
         drafts = max(speedups, key=lambda each: speedups[each])
         return drafts, speedups[drafts]
 
-    def break_even_batch(self, context: float) -> int | None:
-        """Return the largest batch at which some number of drafts pays: 0 if none does, None if all up to `LARGEST_BATCH` do.
+    def break_even_batch(self, context: float, largest: int = LARGEST_BATCH) -> int | None:
+        """Return the largest batch at which some number of drafts pays: 0 if none does, None if all up to `largest` do.
 
         Looked for among powers of two, then between the two where it ceases to pay for good.
         """
-        powers = [2**power for power in range(LARGEST_BATCH.bit_length())]
-        paying = [batch for batch in powers if self._pays(batch, context)]
+        sizes = sorted({largest, *(2**power for power in range(largest.bit_length()))})
+        paying = [place for place, batch in enumerate(sizes) if self._pays(batch, context)]
         if not paying:
             return 0
-        pays, fails = paying[-1], 2 * paying[-1]
-        if fails > LARGEST_BATCH:
+        if paying[-1] == len(sizes) - 1:
             return None
+        pays, fails = sizes[paying[-1]], sizes[paying[-1] + 1]
         while fails - pays > 1:
             middle = (pays + fails) // 2
             pays, fails = (middle, fails) if self._pays(middle, context) else (pays, middle)
@@ -83,8 +83,13 @@ class CostModel:
         return self.best(batch, context)[1] > 1
 
 
-def summarise_model(model: CostModel, drafts: int, batch: int, context: int, other_contexts: Iterable[int]) -> dict[str, Any]:
-    """Return the numbers of the report's `speed.predicted`, for a run that was measured and for settings beside it."""
+def summarise_model(
+    model: CostModel, drafts: int, batch: int, context: int, other_contexts: Iterable[int], largest: int = LARGEST_BATCH
+) -> dict[str, Any]:
+    """Return the numbers of the report's `speed.predicted`, for a run that was measured and for settings beside it.
+
+    `largest` is the largest batch that was timed, beyond which nothing is claimed of where drafting ceases to pay.
+    """
     fastest, speedup = model.best(batch, context)
     settings = [
         {
@@ -102,7 +107,7 @@ def summarise_model(model: CostModel, drafts: int, batch: int, context: int, oth
         "settings": settings,
         "decode_speedup": model.speedup(drafts, batch, context) if drafts <= model.longest else None,
         "best_num_speculative_tokens": fastest if speedup > 1 else None,
-        "break_even_batch_size": model.break_even_batch(context),
+        "break_even_batch_size": model.break_even_batch(context, largest),
     }
 
 

@@ -50,9 +50,9 @@ def predict_speed(
         log.warning("the draft proposed nothing in the timing sweep, so that no cost model can be made of it")
         return None
     model = CostModel(MeasuredCosts(sweep), _profile(report), answers, _longest(sweep))
-    others = {each.context_tokens for each in sweep}
+    others, timed = {each.context_tokens for each in sweep}, max(each.batch_size for each in sweep)
     return {
-        **summarise_model(model, decode.num_speculative_tokens, decode.batch_size, mean_context(plain), others),
+        **summarise_model(model, decode.num_speculative_tokens, decode.batch_size, mean_context(plain), others, timed),
         "sweep": [each.model_dump() for each in sweep],
         "answers": [each.model_dump() for each in answers],
     }

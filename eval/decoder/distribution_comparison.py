@@ -1,7 +1,8 @@
 """How close the target's and the draft's distributions are at every drafted position, exact from their logits.
 
-Low in variance, because nothing is drawn, and independent of the number of drafts a round. `eval.decoder.batch` calls this
-where the overlap is measured, and counts the time apart. Drafts without logits, such as copied text, are not compared.
+Low in variance, because nothing is drawn. Which positions are compared follows from the drafts: those of longer rounds stand
+behind more drafted tokens. `eval.decoder.batch` calls this where the overlap is measured, and counts the time apart. Drafts
+without logits, such as copied text, are not compared.
 B batch, G drafts, V vocabulary.
 """
 
@@ -20,7 +21,9 @@ from heads.sampling.probabilities import token_probabilities, values_at
 class PositionComparison(NamedTuple):
     """Each float32; `p` is the target's distribution and `q` the draft's, after the same tokens."""
 
-    overlap_BG: Tensor  # sum_v min(p, q) = 1 - TV(p, q): the chance that sampling keeps a draft (2211.17192, corollary 3.6)
+    # sum_v min(p, q) = 1 - TV(p, q) of the distributions in use: the chance that a draft is kept (2211.17192, corollary 3.6).
+    # At temperature 0 both are one-hot: 1 where the likeliest tokens agree, else 0
+    overlap_BG: Tensor
     kl_BG: Tensor  # KL(p || q) in nats, over the tokens of the draft's vocabulary, with p renormalised there
     uncovered_BG: Tensor  # the mass of p outside the draft's vocabulary, where KL(p || q) would be infinite
     agrees_BG: Tensor  # 1 where both have the same likeliest token, else 0
@@ -38,21 +41,23 @@ def compare_distributions(
         p_logits_BGV: the target's logits; row i predicts draft i.
         q_logits_BGV: the draft's, for the same or fewer tokens; `-inf` outside its vocabulary.
         tokens_BG: the drafts, ids of the target.
-        sampling: the distribution in use; temperature 0 is compared at temperature 1, since one-hot distributions overlap
-            wholly or not at all. KL is taken before top-k and top-p, which would make it infinite; everything else after.
+        sampling: the distribution in use. Confidences, probabilities of tokens and KL of temperature 0 are those at temperature
+            1. KL is taken before top-k and top-p, which would make it infinite; everything else after.
     """
     missing = p_logits_BGV.shape[-1] - q_logits_BGV.shape[-1]
     q_logits_BGV = torch.nn.functional.pad(q_logits_BGV.float(), (0, missing), value=float("-inf"))
-    if sampling.temperature == 0:
+    is_greedy = sampling.temperature == 0
+    if is_greedy:
         sampling = sampling.model_copy(update={"temperature": 1.0})
     p_BGV = token_probabilities(p_logits_BGV, sampling)
     q_BGV = token_probabilities(q_logits_BGV, sampling).nan_to_num(0.0)
     kl_BG, uncovered_BG = _divergence(p_logits_BGV.float(), q_logits_BGV, sampling.temperature)
+    agrees_BG = (p_logits_BGV.argmax(-1) == q_logits_BGV.nan_to_num(float("-inf")).argmax(-1)).float()
     return PositionComparison(
-        overlap_BG=torch.minimum(p_BGV, q_BGV).sum(-1).nan_to_num(0.0),
+        overlap_BG=agrees_BG if is_greedy else torch.minimum(p_BGV, q_BGV).sum(-1).nan_to_num(0.0),
         kl_BG=kl_BG,
         uncovered_BG=uncovered_BG,
-        agrees_BG=(p_logits_BGV.argmax(-1) == q_logits_BGV.nan_to_num(float("-inf")).argmax(-1)).float(),
+        agrees_BG=agrees_BG,
         confidence_BG=values_at(q_BGV, tokens_BG),
         target_probability_BG=values_at(p_BGV, tokens_BG).nan_to_num(0.0),
         distribution_confidence_BG=confidence(q_BGV),

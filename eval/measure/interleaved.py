@@ -1,8 +1,9 @@
 """Interleaved measurement: each batch is decoded plainly, with the draft and with the baselines, repeat by repeat.
 
 All modes use the same decoder on the same text and count the same token ids. They alternate (plain, draft, baselines, plain,
-...) so that a drift of the machine's speed affects all of them alike. A batch that raises in one mode has failed in that mode
-and is timed in none.
+...) so that a drift of the machine's speed affects all of them alike. What is timed is not measured otherwise: the draft's
+distributions, and energy, are looked at in a pass of their own, which must give the same tokens. A batch that raises in one
+mode has failed in that mode and is timed in none.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from functools import partial
 
 from configs.runtime.progress import progress
 from configs.schema.decoding import DecodeConfig
-from configs.schema.evaluation import EvalConfig
+from configs.schema.evaluation import LOOKUPS, EvalConfig
 from eval.decoder.batch import BatchRun
 from eval.decoder.decode import MakeRun, Request, decode
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP, Generation, Timing
@@ -97,7 +98,11 @@ class Measurement:
         self.modes: dict[str, Proposer | None] = {AUTOREGRESSIVE: None, **proposers}
         # The baselines draft chains to their full length and without loss, whatever the draft under evaluation does.
         chains = config.decode.model_copy(update={"tree": None, "stopping": None, "lossy": None})
-        self.settings = {mode: config.decode if mode in (SPECULATIVE, WITH_LOOKUP) else chains for mode in self.modes}
+        lookups = chains.model_copy(update={"num_speculative_tokens": config.lookup_length})
+        self.settings = {
+            mode: config.decode if mode in (SPECULATIVE, WITH_LOOKUP) else lookups if mode in LOOKUPS else chains
+            for mode in self.modes
+        }
 
     def warm_up(self, batches: Sequence[Sequence[Request]]) -> None:
         """Decode the first `config.warmup_prompts` prompts in every mode: whole batches, whose shapes are those timed.
@@ -146,14 +151,33 @@ class Measurement:
                 continue
             records.timings.append(timing)
             records.generations += generations if repeat == 0 else []
+        if not gave_up:
+            self._look_closer(batch, records)
         self._teach(records)
         return _without(records, gave_up, batch) if gave_up else records
 
-    def _decode(self, batch: Sequence[Request], mode: str, repeat: int) -> tuple[list[Generation], Timing]:
+    def _look_closer(self, batch: Sequence[Request], records: Records) -> None:
+        """Decode once more, untimed: the draft, whose distributions are compared with the target's, or metered in all modes."""
+        for mode in self.modes if self.meter is not None else [mode for mode in self.modes if mode == SPECULATIVE]:
+            generations, measured = self._decode(batch, mode, 0, closely=True)
+            places = [place for place, each in enumerate(records.generations) if each.mode == mode]
+            for place, seen in zip(places, generations, strict=True):
+                if seen.tokens == records.generations[place].tokens:
+                    records.generations[place] = seen
+                else:  # the device's kernels do not repeat themselves to the bit
+                    log.warning("%s decoding of prompt %s gave other tokens when it was measured", mode, seen.prompt_id)
+            for place, timing in enumerate(records.timings):
+                if timing.mode == mode:
+                    once = measured.measure_seconds if timing.repeat == 0 else 0.0
+                    records.timings[place] = replace(timing, measure_seconds=once, decode_joules=measured.decode_joules)
+
+    def _decode(
+        self, batch: Sequence[Request], mode: str, repeat: int, *, closely: bool = False
+    ) -> tuple[list[Generation], Timing]:
         make_run: MakeRun = start_run
         if mode == SPECULATIVE and self.config.simulate_acceptance is not None:
             make_run = partial(BatchRun, make_verifier=partial(SimulatedVerifier, rates=self.config.simulate_acceptance))
-        clock = None if self.meter is None else MeteredClock(self.target.device, self.meter)
+        clock = MeteredClock(self.target.device, self.meter) if self.meter is not None and closely else None
         generations, timing = decode(
             self.target,
             batch,
@@ -161,7 +185,7 @@ class Measurement:
             self.modes[mode],
             mode=mode,
             repeat=repeat,
-            measure_overlap=repeat == 0 and mode == SPECULATIVE,
+            measure_overlap=closely and mode == SPECULATIVE,
             clock=clock,
             make_run=make_run,
         )

@@ -15,7 +15,7 @@ from accelerate import PartialState
 
 from configs.runtime.errors import RunFailed
 from configs.runtime.progress import progress
-from configs.schema.evaluation import EvalConfig
+from configs.schema.evaluation import LOOKUPS, EvalConfig
 from eval.measure.interleaved import Measurement, in_batches
 from eval.measure.record_files import RecordWriter, join_parts
 from eval.measure.turns import Turns
@@ -51,7 +51,8 @@ def measure_share(
     share = share_of(target.group, state)
     mine = range(share.number, len(batches), share.count)
     measurement = Measurement(target, config, proposers, turns.follow, meter)
-    tallies = {requests[0].suite: Tally(config.decode.num_speculative_tokens) for requests in by_suite}
+    lengths: dict[str, int] = dict.fromkeys(LOOKUPS, config.lookup_length)
+    tallies = {requests[0].suite: Tally(config.decode.num_speculative_tokens, lengths) for requests in by_suite}
     with RecordWriter(Path(config.output), state.process_index, job) as writer:
         measurement.warm_up([batches[number] for number in mine])
         finished = share.in_all(number for number in mine if writer.finished(number) is not None)

@@ -7,7 +7,7 @@ grows with the prompts' own tokens and timings, not with the rounds, which lie o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from eval.decoder.records import AUTOREGRESSIVE, FAILED, SPECULATIVE, Generation, Timing
@@ -17,10 +17,10 @@ SAMPLES_A_SIDE = 3  # answers kept whole from either end of the ranking by token
 
 
 class Tally:
-    """The generations and timings of a run, counted; a round may draft at most `num_positions` tokens."""
+    """The generations and timings of a run, counted; a round may draft at most `num_positions` tokens, in some modes others."""
 
-    def __init__(self, num_positions: int) -> None:
-        self.num_positions = num_positions
+    def __init__(self, num_positions: int, by_mode: Mapping[str, int] | None = None) -> None:
+        self.num_positions, self.by_mode = num_positions, dict(by_mode or {})
         self.failed: list[Generation] = []
         self.samples: list[Generation] = []  # speculative ones, whole
         self.timings: list[Timing] = []
@@ -76,6 +76,10 @@ class Tally:
         first_of = {key: min(map(place_of.__getitem__, share.per_prompt)) for key, share in self._shares.items()}
         self._shares = dict(sorted(self._shares.items(), key=lambda item: first_of[item[0]]))
 
+    def num_drafts(self, mode: str) -> int:
+        """Return how many tokens a round of a mode may draft."""
+        return self.by_mode.get(mode, self.num_positions)
+
     @property
     def modes(self) -> list[str]:
         """The modes that were decoded in, speculative decoding first."""
@@ -101,7 +105,7 @@ class Tally:
 
     def of_mode(self, mode: str) -> Acceptance:
         """Return what a mode did on all prompts."""
-        whole = Acceptance(self.num_positions)
+        whole = Acceptance(self.num_drafts(mode))
         for (own_mode, _), share in self._shares.items():
             if own_mode == mode:
                 whole.merge(share)
@@ -119,7 +123,7 @@ class Tally:
 
     def _share(self, key: tuple[str, str]) -> Acceptance:
         if key not in self._shares:  # not `setdefault`: making one takes longer than counting a prompt
-            self._shares[key] = Acceptance(self.num_positions)
+            self._shares[key] = Acceptance(self.num_drafts(key[0]))
         return self._shares[key]
 
     def _note_places(self, generations: Sequence[Generation]) -> None:

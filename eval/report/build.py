@@ -202,6 +202,7 @@ def _baseline(records: Tally, mode: str, speculative: Mapping[str, Sequence[int]
     timings = [timing for timing in records.timings if timing.mode == mode]
     return {
         **{name: acceptance[name] for name in KEPT},
+        "num_speculative_tokens": records.num_drafts(mode),
         "decode_seconds": sum(timing.decode_seconds for timing in timings),
         "decode_tokens": sum(timing.num_tokens for timing in timings),
         **compare_speed(records.timings if timings else [], mode, **bootstrap),

@@ -17,6 +17,7 @@ from eval.report.text import (
     interval,
     lookup_gain,
     lossless_detail,
+    milliseconds_a_token,
     number,
     percent,
     settings,
@@ -57,6 +58,7 @@ def render_markdown(report: Report) -> str:
                 ("acceptance rate (α)", number(acceptance.overlap_alpha), interval(acceptance.overlap_alpha_ci)),
             ],
         ),
+        *([escape(pace)] if (pace := milliseconds_a_token(report)) else []),
         *([] if predicted is None else [_best_settings(predicted)]),
         *([_suite_table(report)] if report.suites else []),
         f"**{VERDICTS[report.lossless.verdict]}**: {escape(lossless_detail(report))}.",
@@ -83,8 +85,10 @@ def _best_settings(predicted: PredictedSection) -> str:
     """Say which settings the cost model would choose."""
     best, largest = predicted.best_num_speculative_tokens, predicted.break_even_batch_size
     fastest = "no number of drafts is expected to pay" if best is None else f"the fastest is expected at {best} a round"
-    up_to = "every batch that was looked at" if largest is None else f"a batch of {largest}"
-    return f"Drafts at this batch size: {fastest}" + (f"; drafting pays up to {up_to}." if largest != 0 else ".")
+    timed = sorted({each.batch_size for each in predicted.sweep})
+    up_to = "every timed batch" if largest is None else f"a batch of {largest}"
+    by = f" (by forwards timed at batches of {', '.join(map(str, timed))})" if timed else ""
+    return f"Drafts at this batch size: {fastest}" + (f"; drafting pays up to {up_to}{by}." if largest != 0 else ".")
 
 
 def _category_rows(report: Report) -> list[tuple[str, ...]]:

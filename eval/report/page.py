@@ -37,6 +37,7 @@ def render_html(report: Report, previous: Report | None = None) -> str:
         report=report,
         headline=text.headline(report),
         weakest=text.weakest_category(report),
+        pace=text.milliseconds_a_token(report),
         lookup_gain=text.lookup_gain(report),
         suites=[(name, each, text.fastest_free(each)) for name, each in text.by_suite(report).items()],
         settings=text.settings(report),

@@ -143,11 +143,15 @@ def draw_predicted(report: Report) -> str | None:
         return None
     shown = [each for each in speed.predicted.settings if each.context_tokens == speed.predicted.context_tokens]
     gammas = sorted({each.num_speculative_tokens for each in shown})
+    largest = max((each.batch_size for each in speed.predicted.sweep), default=max(each.batch_size for each in shown))
     with _canvas(2.9) as (figure, axes):
         axes.axhline(1.0, **REFERENCE)
         for gamma, (line, colour) in zip(gammas, product(LINES, COLOURS), strict=False):
             points = sorted((each.batch_size, each.decode_speedup) for each in shown if each.num_speculative_tokens == gamma)
-            axes.plot(*zip(*points, strict=True), line, color=colour, label=f"{gamma} draft{'s' * (gamma > 1)}")
+            timed = [point for point in points if point[0] <= largest]
+            axes.plot(*zip(*timed, strict=True), line, color=colour, label=f"{gamma} draft{'s' * (gamma > 1)}")
+            if beyond := points[len(timed) :]:  # extrapolated
+                axes.plot(*zip(timed[-1], *beyond, strict=True), ":", color=colour, alpha=0.5, linewidth=1.0)
         batch_size, bounds = report.decode.batch_size, speed.decode_speedup_ci
         if bounds is not None:
             axes.plot([batch_size] * 2, bounds, color=INK, linewidth=1.4)

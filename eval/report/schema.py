@@ -177,6 +177,7 @@ class BaselineSection(SpeedupSection):
     draft_token_yield: Number
     decode_seconds: float
     decode_tokens: Count
+    num_speculative_tokens: Count | None = None  # that it drafts a round at most; None in reports of an earlier version
 
 
 class WithLookupSection(SpeedupSection):

@@ -77,7 +77,8 @@ class AcceptanceSection(ClosedSection):
     )
     overlap_alpha: Number = Field(
         description="The acceptance rate α: the sum over the vocabulary of min(p, q), exact from the target's and the draft's "
-        "probabilities, averaged over every drafted position up to and including the first rejected one."
+        "probabilities at the temperature in use, averaged over every drafted position up to and including the first rejected "
+        "one. Greedy decoding takes the likeliest token alone: there it is the share of positions where that is the same."
     )
     overlap_alpha_ci: Bounds
     overlap_alpha_by_position: list[Number] = Field(
@@ -285,15 +286,28 @@ class PredictedSection(ClosedSection):
     settings: list[PredictedSpeedup]
     decode_speedup: Number  # of this run's own setting, to compare with the measured one
     best_num_speculative_tokens: Count | None  # at this run's batch size; None: plain decoding is faster
-    # The largest at which any number of drafts still pays: 0 where none does, None where every one in the sweep does.
+    # The largest timed batch at which any number of drafts still pays: 0 where none does, None where every timed one does.
     break_even_batch_size: Count | None
     sweep: list[TimedRound] = []
     answers: list[AnswerLength] = []
 
 
+class GenerateSection(ClosedSection):
+    """transformers' own `generate` beside plain decoding: the same prompts, in turns, one at a time, whole answers."""
+
+    num_prompts: Count
+    milliseconds_per_token_generate: float
+    milliseconds_per_token_autoregressive: float
+
+
 class WholeSpeedSection(SpeedSection):
     """Speed over all prompts, with the seconds that a later report is compared by."""
 
+    generate: GenerateSection | None = Field(
+        None,
+        description="What a token takes by transformers' `generate` and by plain decoding here, prompt's forward included: "
+        "whether the plain decoding that the draft is compared with is as fast as a user's own.",
+    )
     predicted: PredictedSection | None = Field(
         None,
         description="Decode speedup predicted by a cost model, fitted to a short timing sweep of target and draft on this "

@@ -8,6 +8,12 @@ from eval.report.schema import BaselineSection, FailedRequest, LosslessSection, 
 
 NOT_AVAILABLE = "–"
 TOO_LARGE = 1e7
+FORWARDS = {  # of target and draft alike, by the name in the report's decode section
+    "transformers": " by transformers' forward",
+    "lean": " by the lean forward",
+    "compiled": " by the compiled forward",
+}
+LEAST_PROMPTS = 4  # of a kind of prompt that is called the weakest
 VERDICTS: dict[LosslessVerdict, str] = {
     "lossless": "Lossless",
     "lossless_up_to_ties": "Lossless up to ties",
@@ -101,18 +107,46 @@ def fastest_free(section: Report | SuiteSection) -> tuple[str, BaselineSection] 
 
 
 def weakest_category(report: Report) -> str:
-    """Name the category with the fewest tokens per target step, of all suites; nothing where there is one category."""
+    """Name the kind of prompt with the fewest tokens per target step, of all suites, among those with enough prompts.
+
+    Nothing where there are not two, or where the interval of the weakest reaches up to the next one's number.
+    """
     sections = by_suite(report) or {"": report}
     found = {
-        f"{name} ({suite})" if suite else name: section.acceptance.tokens_per_target_step
+        f"{name} ({suite})" if suite else name: section
         for suite, each in sections.items()
         for name, section in each.by_category.items()
+        if section.num_prompts >= LEAST_PROMPTS and section.acceptance.tokens_per_target_step is not None
     }
-    measured = {name: tau for name, tau in found.items() if tau is not None}
-    if len(measured) < 2:
+    ranked = sorted(found, key=lambda name: found[name].acceptance.tokens_per_target_step or 0)
+    if len(ranked) < 2:
         return ""
-    name = min(measured, key=lambda each: measured[each])
-    return f"Weakest kind of prompt: {name}, {number(measured[name])} tokens per target step."
+    acceptance, following = found[ranked[0]].acceptance, found[ranked[1]].acceptance.tokens_per_target_step
+    bounds = acceptance.tokens_per_target_step_ci
+    if bounds is None or following is None or bounds[1] >= following:
+        return ""
+    return (
+        f"Weakest kind of prompt: {ranked[0]}, {number(acceptance.tokens_per_target_step)} {interval(bounds)} tokens per "
+        f"target step on {found[ranked[0]].num_prompts} prompts."
+    )
+
+
+def milliseconds_a_token(section: Report | SuiteSection) -> str:
+    """Say what a token takes, plainly and with the draft, and with transformers' `generate` where that was timed."""
+    speed = section.speed
+    if speed is None or not speed.decode_tokens_autoregressive or not speed.decode_tokens_speculative:
+        return ""
+    plain = 1000 * speed.decode_seconds_autoregressive / speed.decode_tokens_autoregressive
+    drafted = 1000 * speed.decode_seconds_speculative / speed.decode_tokens_speculative
+    said = f"A token takes {plain:.1f} ms in plain decoding and {drafted:.1f} ms with the draft, at this batch size."
+    peer = getattr(speed, "generate", None)
+    if peer is None:
+        return said
+    theirs, ours = peer.milliseconds_per_token_generate, peer.milliseconds_per_token_autoregressive
+    return (
+        f"{said} On {peer.num_prompts} prompts one by one, with their reading, it takes {theirs:.1f} ms by transformers' "
+        f"generate and {ours:.1f} ms by plain decoding here."
+    )
 
 
 def lookup_gain(report: Report) -> str:
@@ -198,22 +232,30 @@ def describe_checks(section: LosslessSection, names: Sequence[str]) -> str:
 
 
 def _untrained_rival(section: Report | SuiteSection, joint: str) -> str:
-    """Name the fastest way of decoding in the same run that needs no training, where it is no slower than the draft."""
+    """Name the fastest way of decoding in the same run that needs no training, unless the draft is faster beyond doubt."""
     free = fastest_free(section)
-    if free is None or free[1].decode_speed_ratio is None or free[1].decode_speed_ratio > 1:
+    if free is None or free[1].decode_speed_ratio is None:
         return ""
     name, rival = free
-    slower = rival.decode_speed_ratio_ci is not None and rival.decode_speed_ratio_ci[1] < 1
-    words = "is faster" if slower else "is as fast"
-    return f"{joint}{name.replace('_', ' ')}, which needs no training, {words}, at {times(rival.decode_speedup)}"
+    bounds, called = rival.decode_speed_ratio_ci, f"{name.replace('_', ' ')}, which needs no training,"
+    if bounds is not None and bounds[0] > 1:
+        return ""
+    if bounds is not None and bounds[1] < 1:
+        return f"{joint}{called} is faster, at {times(rival.decode_speedup)}"
+    ratio = f"{times(rival.decode_speed_ratio)} {interval(bounds)}".rstrip()
+    return f"{joint}not told from {called} at {times(rival.decode_speedup)}: the draft has {ratio} of it"
 
 
 def _speed_in_words(report: Report) -> str:
+    simulated = "Acceptance simulated, not measured: " if report.simulated else ""
     if report.speed is None or report.speed.decode_speedup is None:
-        return f"{number(report.acceptance.tokens_per_target_step)} tokens per target step, speed not measured"
+        return f"{simulated}{number(report.acceptance.tokens_per_target_step)} tokens per target step, speed not measured"
     value, bounds = report.speed.decode_speedup, report.speed.decode_speedup_ci
-    if bounds is not None and bounds[0] <= 1 <= bounds[1]:
-        return f"Decoding at {times(value)} the plain speed, which may be no difference"
+    how = FORWARDS.get(getattr(report.decode, "forward", None) or "", "")
+    if bounds is None:
+        return f"{simulated}{times(value)} the speed of plain decoding{how} in one batch, too few for an interval"
+    if bounds[0] <= 1 <= bounds[1]:
+        return f"{simulated}Decoding at {times(value)} {interval(bounds)} the plain speed{how}, which may be no difference"
     if value < 1:
-        return f"Slower than plain decoding, at {times(value)} its speed"
-    return f"{times(value)} the speed of plain decoding"
+        return f"{simulated}Slower than plain decoding{how}, at {times(value)} {interval(bounds)} its speed"
+    return f"{simulated}{times(value)} {interval(bounds)} the speed of plain decoding{how}"

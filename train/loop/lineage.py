@@ -19,7 +19,7 @@ from pydantic import Field
 
 from configs.runtime.errors import ConfigError
 from configs.runtime.redaction import mask_secrets
-from configs.runtime.run_record import changes_no_weight, deciding_settings, training_fingerprint
+from configs.runtime.run_record import LEFT_OUT_BEFORE, changes_no_weight, deciding_settings, training_fingerprint
 from configs.schema.base import PositiveInt, Settings
 from configs.schema.training import ScheduleConfig
 
@@ -35,6 +35,7 @@ class Lineage(Settings):
     num_processes: PositiveInt
     micro_batches_per_step: PositiveInt  # over all processes
     settings: dict[str, Any] | None = None  # what was hashed, secrets masked; None in checkpoints of earlier releases
+    earlier_sha256: str | None = Field(None, exclude=True)  # the hash as those releases would have it
 
     @classmethod
     def of(
@@ -52,6 +53,7 @@ class Lineage(Settings):
             num_processes=accelerator.num_processes,
             micro_batches_per_step=accelerator.num_processes * schedule.gradient_accumulation_steps,
             settings=mask_secrets(deciding_settings(config, contents)),
+            earlier_sha256=training_fingerprint(config, contents, LEFT_OUT_BEFORE),
         )
 
     def objection(self, then: Lineage) -> str | None:
@@ -79,7 +81,7 @@ class Lineage(Settings):
 
     def objection_to_settings(self, then: Lineage) -> str | None:
         """Return why this run's settings or data should not go on from those of `then`; see `objection`."""
-        if then.config_sha256 == self.config_sha256:
+        if then.config_sha256 in (self.config_sha256, self.earlier_sha256):
             return None
         changed = self.changes(then)
         if then.settings is None or not changed:

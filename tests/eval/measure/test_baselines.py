@@ -1,5 +1,7 @@
 """The free baselines: made by name, measured beside a draft, and with no repeat that copies the answer of an earlier one."""
 
+from types import SimpleNamespace
+
 import pytest
 from pydantic import ValidationError
 
@@ -8,10 +10,13 @@ from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import ConfidenceStopping, StaticTree
 from configs.schema.evaluation import EvalConfig
 from eval.decoder.decode import Request
-from eval.decoder.records import AUTOREGRESSIVE
+from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE
 from eval.evaluation import evaluate
+from eval.measure import interleaved, lookup_length
 from eval.measure.interleaved import Measurement, measure
+from eval.measure.lookup_length import fastest_length
 from eval.measure.proposers import MAKERS, make_baselines
+from heads.proposers.draft_lm import DraftLM
 from heads.proposers.suffix_lookup import SuffixLookup
 from tests.support.evaluations import report_in, tiny_evaluation
 
@@ -79,6 +84,36 @@ def test_baselines_draft_whole_chains_whatever_is_asked_of_the_draft(target, con
     stopped = config.decode.model_copy(update={"stopping": ConfidenceStopping(rule="confidence", threshold=1.0)})
     measurement = Measurement(target, config.model_copy(update={"decode": stopped}), make_baselines(config, target))
     assert all(measurement.settings[name].stopping is None for name in NAMES)
+
+
+def test_what_is_timed_is_not_looked_at_and_lookups_draft_their_own_number_of_tokens(
+    target, requests, config, tiny_llama, monkeypatch
+):
+    calls, plain = [], interleaved.decode
+
+    def decode(*args, **how):
+        calls.append((how["mode"], how["measure_overlap"]))
+        return plain(*args, **how)
+
+    monkeypatch.setattr(interleaved, "decode", decode)
+    config = config.model_copy(update={"lookup_num_speculative_tokens": 5, "baselines": ["prompt_lookup"]})
+    proposers = {SPECULATIVE: DraftLM(tiny_llama(seed=2), 64), **make_baselines(config, target)}
+    records = measure(target, requests[:1], config, proposers)
+    modes = [AUTOREGRESSIVE, SPECULATIVE, "prompt_lookup"]
+    assert calls == [*((mode, False) for _ in range(2) for mode in modes), (SPECULATIVE, True)]
+    assert all(round_.overlap for round_ in records.of(SPECULATIVE)[0].rounds if round_.drafted)
+    assert len(records.timings) == 6
+    assert max(len(round_.drafted) for round_ in records.of("prompt_lookup")[0].rounds) > 3
+
+
+def test_a_lookups_number_of_drafts_is_the_fastest_of_a_few(target, requests, config, monkeypatch):
+    def decode(target, batch, settings, proposer):
+        length = settings.num_speculative_tokens
+        return [], SimpleNamespace(decode_seconds={2: 3.0, 3: 2.0, 4: 1.0, 8: 2.5}[length], num_tokens=10)
+
+    monkeypatch.setattr(lookup_length, "decode", decode)
+    config = config.model_copy(update={"baselines": ["prompt_lookup"]})
+    assert fastest_length(config, requests, target) == (4, [2, 3, 4, 8], 3)
 
 
 def test_self_speculation_drafts_with_a_quarter_of_the_blocks_or_as_many_as_are_named(target, config):

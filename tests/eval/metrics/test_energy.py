@@ -183,7 +183,7 @@ def test_joules_spent_on_comparing_distributions_are_not_decoding_s(tiny_llama, 
     assert clock.decode_joules == 0
 
 
-def test_every_timed_run_is_metered_and_no_warm_up(tiny_llama, as_target):
+def test_a_pass_of_its_own_is_metered_for_all_timed_ones_and_no_warm_up(tiny_llama, as_target):
     target, meter = as_target(tiny_llama(seed=1)), CountingMeter()
     requests = [Request(prompt_id=f"q{n}", category="c", tokens=(7, 8, n)) for n in range(2)]
     config = EvalConfig(decode=DecodeConfig(max_new_tokens=4, num_speculative_tokens=2), repeats=2, warmup_prompts=2)
@@ -195,7 +195,6 @@ def test_every_timed_run_is_metered_and_no_warm_up(tiny_llama, as_target):
     timings = measurement.measure_batch(requests).timings
 
     assert [timing.decode_joules for timing in timings if timing.mode == AUTOREGRESSIVE] == [1.0, 1.0]
-    assert all(timing.decode_joules == 1.0 for timing in timings if timing.repeat == 1)  # where no distributions are compared
     assert all(timing.decode_joules > 0 for timing in timings)
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from configs.runtime.terminal import one_line
 from eval.report.markdown import code, code_block, escape, render_markdown, table
+from eval.report.text import headline, weakest_category
 from tests.support.markdown import READER, read_back, shape_of, tokens_of
 from tests.support.reports import changed
 
@@ -22,32 +23,60 @@ HOSTILE = [
 @pytest.mark.parametrize(
     ("point", "low", "high", "words"),
     [
-        (1.42, 1.31, 1.53, "1.42× the speed of plain decoding; 1 of 32 answers differs from"),
-        (0.80, 0.75, 0.86, "Slower than plain decoding, at 0.80× its speed"),
+        (1.42, 1.31, 1.53, "1.42× [1.31, 1.53] the speed of plain decoding by the lean forward; 1 of 32 answers differs"),
+        (0.80, 0.75, 0.86, "Slower than plain decoding by the lean forward, at 0.80× [0.75, 0.86] its speed"),
         (1.02, 0.97, 1.08, "which may be no difference"),
+        (1.42, None, None, "1.42× the speed of plain decoding by the lean forward in one batch, too few for an interval;"),
     ],
 )
-def test_the_headline_says_faster_slower_or_neither_as_the_interval_does(report, point, low, high, words):
-    report = changed(report, {"speed": {"decode_speedup": point, "decode_speedup_ci": [low, high]}})
-    assert words in render_markdown(report).splitlines()[0]
+def test_the_headline_says_faster_slower_or_neither_as_the_interval_does_and_by_which_forward(report, point, low, high, words):
+    bounds = None if low is None else [low, high]
+    report = changed(report, {"speed": {"decode_speedup": point, "decode_speedup_ci": bounds}, "decode": {"forward": "lean"}})
+    assert words in headline(report)
+    assert headline(changed(report, {"simulated": True})).startswith("Acceptance simulated, not measured: ")
 
 
 @pytest.mark.parametrize(
     ("ratio", "bounds", "words"),
     [
         (0.8, [0.7, 0.9], "; prompt lookup, which needs no training, is faster, at 1.44×."),
-        (0.95, [0.8, 1.1], "; prompt lookup, which needs no training, is as fast, at 1.44×."),
+        (
+            0.95,
+            [0.8, 1.1],
+            "not told from prompt lookup, which needs no training, at 1.44×: the draft has 0.95× [0.80, 1.10] of it.",
+        ),
+        (
+            1.05,
+            [0.9, 1.2],
+            "not told from prompt lookup, which needs no training, at 1.44×: the draft has 1.05× [0.90, 1.20] of it.",
+        ),
         (1.2, [1.1, 1.3], "first where two tokens nearly tie."),
     ],
 )
 def test_a_way_without_training_that_is_no_slower_is_in_the_headline(report, ratio, bounds, words):
     rival = {"decode_speedup": 1.44, "decode_speed_ratio": ratio, "decode_speed_ratio_ci": bounds}
-    assert render_markdown(changed(report, {"baselines.prompt_lookup": rival})).splitlines()[0].endswith(words)
+    assert headline(changed(report, {"baselines.prompt_lookup": rival})).endswith(words)
 
 
-def test_the_weakest_category_is_named(report):
-    name = min(report.by_category, key=lambda each: report.by_category[each].acceptance.tokens_per_target_step)
-    assert f"Weakest kind of prompt: {name}, " in render_markdown(report)
+@pytest.mark.parametrize(("prompts", "high", "named"), [(8, 1.2, True), (8, 1.6, False), (3, 1.2, False), (8, None, False)])
+def test_a_weakest_category_is_named_where_enough_prompts_tell_it_from_the_next(report, prompts, high, named):
+    first, *others = report.by_category
+    changes = {f"by_category.{name}": {"num_prompts": 8} for name in others}
+    changes |= {f"by_category.{name}.acceptance": {"tokens_per_target_step": 1.5} for name in others}
+    changes |= {f"by_category.{first}": {"num_prompts": prompts}}
+    own = {"tokens_per_target_step": 1.1, "tokens_per_target_step_ci": None if high is None else [1.0, high]}
+    report = changed(report, changes | {f"by_category.{first}.acceptance": own})
+    said = f"Weakest kind of prompt: {first}, 1.10 [1.00, 1.20] tokens per target step on 8 prompts."
+    assert weakest_category(report) == (said if named else "")
+
+
+def test_what_a_token_takes_is_said_in_milliseconds_beside_generates(report):
+    speed = {"decode_seconds_autoregressive": 2.0, "decode_tokens_autoregressive": 100}
+    speed |= {"decode_seconds_speculative": 1.0, "decode_tokens_speculative": 100}
+    peer = {"num_prompts": 4, "milliseconds_per_token_generate": 18.0, "milliseconds_per_token_autoregressive": 21.0}
+    text = render_markdown(changed(report, {"speed": speed | {"generate": peer}}))
+    assert "A token takes 20.0 ms in plain decoding and 10.0 ms with the draft, at this batch size. On 4 prompts" in text
+    assert "18.0 ms by transformers' generate and 21.0 ms by plain decoding here." in text
 
 
 def test_every_category_position_and_baseline_has_its_row(report):

@@ -228,7 +228,7 @@ def test_the_predicted_speed_is_drawn_by_batch_with_the_measured_one_beside_it(r
     assert all(f">{label}<" in svg for label in ("1 draft", "3 drafts", "5 drafts"))
     assert ">measured<" in svg
     assert "At this batch size 3 drafts a round would be fastest" in text
-    assert "pays up to a batch of 6" in text
+    assert "Of the timed batches drafting pays up to 6" in text
 
 
 def test_the_quality_of_answers_is_shown_side_by_side_where_it_was_measured(report, page, quality_section):
