@@ -70,8 +70,14 @@ class Prompt:
 
     @property
     def user_text(self) -> str:
-        """Everything the user says, one turn a line; the text for the split by hash and the overlap guard."""
+        """Everything the user says, one turn a line; the text for the overlap guard."""
         return self.user_texts[-1]
+
+    @property
+    def opening(self) -> str:
+        """What the user says first, and the media, one a line: the same for all requests of one growing chat."""
+        said = [message["content"] for message in self.history if message["role"] == "user"]
+        return "\n".join([*said, *self.turns][:1] + media_names(self.media))
 
     @property
     def user_texts(self) -> list[str]:
@@ -299,15 +305,17 @@ def parse_row(values: Mapping[str, Any], *, default_category: str, where: str) -
 
 
 def split_prompts(prompts: Sequence[Prompt], held_out_share: float) -> Split:
-    """Drop duplicates, split by hash, and drop from train what overlaps a held-out prompt: shares a whole turn, all its words,
+    """Drop duplicates, split by `split_positions`, so that requests of one growing chat stand on one side, and drop from
+    train what overlaps a held-out prompt: shares a whole turn, all its words,
     or 13 of them in a row, unless these stand in more than `MOST_SHARING` prompts that would be trained on.
 
     Raises:
         InputError: no prompt is left on one of the sides.
     """
     distinct = list({everything_said(prompt): prompt for prompt in reversed(prompts)}.values())[::-1]
-    held_out = [prompt for prompt in distinct if hash_position(prompt.user_text) < held_out_share]
-    candidates = [prompt for prompt in distinct if hash_position(prompt.user_text) >= held_out_share]
+    placed = list(zip(distinct, split_positions(distinct), strict=True))
+    held_out = [prompt for prompt, position in placed if position < held_out_share]
+    candidates = [prompt for prompt, position in placed if position >= held_out_share]
     known = {gram for prompt in held_out for gram in _guarded(prompt)}
     sharing = Counter(gram for prompt in candidates for gram in known.intersection(_guarded(prompt)))
     known -= {gram for gram, count in sharing.items() if len(gram) == GUARD_WORDS and count > MOST_SHARING}
@@ -325,6 +333,17 @@ def split_prompts(prompts: Sequence[Prompt], held_out_share: float) -> Split:
             f"change held_out_share, which is {held_out_share}, or give more prompts"
         )
     return Split(train=tuple(train), held_out=tuple(held_out), dropped=dropped)
+
+
+def split_positions(prompts: Sequence[Prompt]) -> list[float]:
+    """Return where each prompt stands in the split, in [0, 1): by what its user says first and its media; by all that the user
+    says where more than `MOST_SHARING` prompts open so, which is a template rather than one chat.
+    """
+    shared = Counter(map(text_hash, (prompt.opening for prompt in prompts)))
+    return [
+        hash_position(prompt.opening if shared[text_hash(prompt.opening)] <= MOST_SHARING else prompt.user_text)
+        for prompt in prompts
+    ]
 
 
 def _guarded(prompt: Prompt) -> list[tuple[str, ...]]:

@@ -182,13 +182,13 @@ def _prompts(arguments: argparse.Namespace) -> tuple[list[str], int, float]:
     if arguments.prompts is None:
         changes += [*_section("prompts", arguments), _set("held_out_share", min(0.5, HELD_OUT / number))]
         return changes, number, given.max_prompt_tokens / 2
-    from distill.generation.prompts import hash_position, read_prompts
+    from distill.generation.prompts import read_prompts, split_positions
 
     path = _absolute(arguments.prompts)
     file = {"source": "file", "path": path, "on_too_long": "skip"}
     changes += [*(_set(f"prompts.{key}", value) for key, value in file.items()), *_section("prompts", arguments)]
     read = read_prompts(load_config(DataConfig, None, changes).prompts)[:number]
-    positions = sorted({hash_position(each.user_text) for each in read})
+    positions = sorted(set(split_positions(read)))
     if len(positions) < 4:
         raise InputError(
             f"--prompts: {path} holds {len(positions)} different prompts; at least 4 are needed to train and to judge"

@@ -218,6 +218,25 @@ def test_a_prompt_stays_on_its_side_whatever_else_is_there():
     assert texts(half.held_out) == texts(whole.held_out) & texts(PROMPTS[::-2])
 
 
+def test_all_requests_of_a_growing_chat_stand_on_one_side():
+    def chat(name):
+        history = ()
+        for number in range(4):
+            yield prompt(f"{name} asks {number}", history=history)
+            history += ({"role": "user", "content": f"{name} asks {number}"}, {"role": "assistant", "content": "Yes."})
+
+    split = split_prompts([request for number in range(60) for request in chat(f"user {number}")], 0.3)
+    chats = [{each.user_text.split(" asks")[0] for each in side} for side in (split.train, split.held_out)]
+    assert not chats[0] & chats[1]
+    assert len(split.train) + len(split.held_out) == 240
+
+
+def test_prompts_that_all_open_with_the_same_example_are_split_by_what_follows_it():
+    example = ({"role": "user", "content": "Say yes."}, {"role": "assistant", "content": "Yes."})
+    split = split_prompts([prompt(each.user_text, history=example) for each in PROMPTS], 0.1)
+    assert 20 <= len(split.held_out) <= 60
+
+
 def test_the_position_is_fixed_for_good():
     # First 53 bits of SHA-256("abc") = ba7816bf8f01cfea...; a change here would move prompts between the sides.
     assert hash_position(" ABC\n") == (0xBA7816BF8F01CFEA >> 11) / 2**53
