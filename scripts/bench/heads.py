@@ -157,6 +157,10 @@ def in_order(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: (data.index(row["data"]), row["family"] == PROMPT_LOOKUP))
 
 
+# Families in which more than the output head has a row for each draft token.
+SIZED_BY_VOCABULARY = ("dflash2", "domino", "dspark", "xpress")
+
+
 class MeasuredDraft(NamedTuple):
     """A draft that is measured, how it decodes, and what it takes (`cost_of`)."""
 
@@ -197,6 +201,11 @@ def load_sides(
         head = getattr(getattr(draft.proposer, "module", None), "lm_head", None)
         if not isinstance(head, DraftHead):
             raise ConfigError(f"draft_vocab_sizes: {run.name} is a {draft.metadata.kind}; only heads on the target can be cut")
+        if draft.metadata.kind in SIZED_BY_VOCABULARY:
+            raise ConfigError(
+                f"draft_vocab_sizes: {run.name} is a {draft.metadata.kind}, whose other parts have a row for each draft token "
+                "too; train it with the head.draft_vocab_size wanted, or leave draft_vocab_sizes empty"
+            )
         before = head.num_tokens
         if size >= before:
             raise ConfigError(f"draft_vocab_sizes: {run.name} proposes {before} tokens, so fewer are asked for, got {size}")

@@ -100,6 +100,9 @@ def test_heads_are_measured_with_fewer_draft_tokens_without_training(results, ma
     assert whole["parameters"] - cut["parameters"] == (32 - 8) * 32
     with pytest.raises(ConfigError, match=r"draft_vocab_sizes: eagle3 proposes 32 tokens, so fewer are asked for, got 32"):
         compare_heads(make_config(**eagle3, draft_vocab_sizes=[32]))
+    monkeypatch.setattr(heads, "SIZED_BY_VOCABULARY", ("eagle3",))
+    with pytest.raises(ConfigError, match="draft_vocab_sizes: eagle3 is a eagle3, whose other parts have a row for each draft"):
+        compare_heads(make_config(**eagle3, draft_vocab_sizes=[8]))
     medusa = eagle3 | {"recipes": [str(folder / "medusa.yaml")], "draft_models": [str(folder / "draft_lm.yaml")]}
     with pytest.raises(ConfigError, match="only heads on the target can be cut"):
         compare_heads(make_config(**medusa, draft_vocab_sizes=[8]))
