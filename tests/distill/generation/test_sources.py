@@ -7,7 +7,8 @@ import pytest
 from pydantic import ValidationError
 
 from configs.runtime.errors import InputError
-from configs.schema.data import PromptsConfig
+from configs.runtime.loading import load_config
+from configs.schema.data import DataConfig, PromptsConfig
 from distill.generation import sources
 from distill.generation.sources import list_prompts, list_source
 
@@ -72,3 +73,10 @@ def test_a_data_set_of_the_hub_is_that_of_its_revision(monkeypatch):
 def test_settings_that_do_not_go_together_are_refused(settings, complaint):
     with pytest.raises(ValidationError, match=complaint):
         PromptsConfig(**settings)
+
+
+@pytest.mark.parametrize("name", ["mixed", "mixed_hub"])
+def test_the_mixtures_pin_all_that_they_fetch(name):
+    fetched = [each for each, _ in load_config(DataConfig, f"configs/data/{name}.yaml").prompts.parts if each.path is not None]
+    assert len(fetched) >= 5
+    assert all(len(each.sha256 or "") == 64 or len(each.revision or "") == 40 for each in fetched)
