@@ -9,7 +9,7 @@ GEMMA := .cache/gemma/gemma-3-270m-q4_k_m.gguf
 given = $(if $(findstring command line,$(origin $(1))), --$(2) "$($(1))")
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-images demo-speech test check bench bench-decode sweep bench-distill bench-heads bench-eval bench-scale distribution-check device-check slow-check cluster-check engine-check models-check soak tables serve-check gemma-check clean
+.PHONY: help setup demo demo-images demo-speech test check bench bench-decode sweep bench-distill bench-heads bench-demo bench-mixed bench-eval bench-scale distribution-check device-check slow-check cluster-check engine-check models-check soak tables serve-check gemma-check clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' Makefile
@@ -39,7 +39,7 @@ check: setup ## format, lint, types, import contract
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 
-bench: bench-decode bench-distill bench-heads bench-eval bench-scale ## every side-by-side measurement (after make demo; hours)
+bench: bench-demo bench-heads bench-decode bench-distill bench-eval bench-scale ## every side-by-side measurement (after make demo; hours)
 
 bench-decode: setup ## the decoder against transformers' assisted generation, into docs/results/decode.json (after make demo; trains the heads of bench-heads where they are not there)
 	$(PY) scripts/benchmark.py decode
@@ -50,8 +50,14 @@ sweep: setup ## small distillation runs over divergences and data policies, and 
 bench-distill: setup sweep ## the loss and the training against plain ways and TRL, tau before and after, into docs/results/distill.json (after make demo)
 	$(PY) scripts/benchmark.py distill
 
-bench-heads: setup ## every head family trained and measured, EAGLE-3's training against speculators, into docs/results/heads.json (hours, the first time)
+bench-heads: setup ## six head families trained and measured, EAGLE-3's training against speculators, into docs/results/heads.json (two hours)
 	$(PY) scripts/benchmark.py heads
+
+bench-demo: setup ## the figures of the demo's reports, into docs/results/demo.json (after make demo)
+	$(PY) scripts/benchmark.py demo
+
+bench-mixed: setup ## Hydra and EAGLE-3 on a mixture of public prompts and the target's own, into docs/results/heads_mixed.json (two hours)
+	$(PY) scripts/benchmark.py heads --config configs/bench/heads_mixed.yaml
 
 bench-eval: setup ## predicted speed against measured, the evaluator's own cost, into docs/results/eval.json (after make demo)
 	$(PY) scripts/benchmark.py eval
@@ -83,10 +89,6 @@ soak: setup ## 210 tiny runs killed, stopped and damaged at random, each to end 
 
 tables: setup ## fill the documents' tables from docs/results/
 	$(PY) scripts/benchmark.py tables
-	$(PY) scripts/benchmark.py tables --set document=docs/exchange.md
-	$(PY) scripts/benchmark.py tables --set document=docs/scaling.md
-	$(PY) scripts/benchmark.py tables --set document=docs/models.md
-	$(PY) scripts/benchmark.py tables --set document=docs/modalities.md
 
 serve-check: setup $(VLLM_STAMP) $(LLAMA_CPP_STAMP) $(OPENVINO_STAMP) ## a vLLM server as target, writer and source of hidden states; drafts in vLLM, transformers, llama.cpp, OpenVINO, into docs/results/serve.json (after make demo; trains the heads of bench-heads where they are not there)
 	$(PY) -m pytest -m slow -s tests/distill/server/test_served_target.py tests/distill/server/test_served_answers.py tests/distill/server/test_served_states.py tests/heads/formats/test_in_llama_cpp.py tests/heads/formats/test_in_openvino.py

@@ -24,13 +24,13 @@ from configs.runtime.command import run_command
 from configs.schema.base import Settings
 from configs.schema.commands.benchmarks import (
     BenchDecodeConfig,
+    BenchDemoConfig,
     BenchDistillConfig,
     BenchEvalConfig,
     BenchHeadsConfig,
     BenchModalitiesConfig,
     BenchScaleConfig,
     BenchStatesConfig,
-    CommitsConfig,
     EngineComparisonSettings,
     ExchangeMemoryConfig,
     ModelsCheckConfig,
@@ -38,6 +38,7 @@ from configs.schema.commands.benchmarks import (
     ServeCheckConfig,
     SoakConfig,
 )
+from scripts.bench.provenance import check_place
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,9 @@ class Benchmark:
 
 
 BENCHMARKS = {
+    "demo": Benchmark(
+        BenchDemoConfig, "scripts.bench.demo", "record_demo", "what make demo measured, as a results file (after make demo)"
+    ),
     "decode": Benchmark(
         BenchDecodeConfig,
         "scripts.bench.decode.benchmark",
@@ -67,7 +71,7 @@ BENCHMARKS = {
         BenchHeadsConfig,
         "scripts.bench.heads",
         "compare_heads",
-        "every head family on one target, EAGLE-3's training beside speculators' (hours, the first time)",
+        "head families on one target, EAGLE-3's training beside speculators' (two hours, the first time)",
     ),
     "modalities": Benchmark(
         BenchModalitiesConfig,
@@ -123,12 +127,6 @@ BENCHMARKS = {
         "soak",
         "tiny runs killed, stopped and damaged at random, to end with an undisturbed run's weights (15 minutes)",
     ),
-    "commits": Benchmark(
-        CommitsConfig,
-        "scripts.bench.commits",
-        "compare_commits",
-        "losses, tokens and speed of two checkouts beside each other (after make demo)",
-    ),
     "tables": Benchmark(
         ResultsTableConfig,
         "scripts.bench.tables",
@@ -141,6 +139,8 @@ BENCHMARKS = {
 def main(config: Settings, arguments: argparse.Namespace) -> int | None:
     """Import the module of the benchmark that was named, and run it on its config; return the exit code."""
     benchmark = BENCHMARKS[arguments.name]
+    if output := getattr(config, "output", None):
+        check_place(output)  # before the hours that it takes
     code: int | None = getattr(import_module(benchmark.module), benchmark.function)(config)
     return code
 

@@ -13,7 +13,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -135,11 +135,30 @@ def describe_versions() -> dict[str, str]:
 
 
 def describe_git(root: Path = CHECKOUT) -> dict[str, Any]:
-    """Return the checkout's `commit` and whether it is `dirty` (changed or untracked files); None where git cannot tell."""
+    """Return the checkout's `commit` and whether it is `dirty` (`changed_files`); None where git cannot tell."""
     commit = _output(["git", "-C", str(root), "rev-parse", "--verify", "--quiet", "HEAD"])
-    changes = _output(["git", "-C", str(root), "status", "--porcelain"])
-    known = commit is not None and changes is not None
-    return {"commit": commit, "dirty": bool(changes)} if known else {"commit": None, "dirty": None}
+    changes = None if commit is None else changed_files(commit, root=root)
+    return {"commit": None, "dirty": None} if changes is None else {"commit": commit, "dirty": bool(changes)}
+
+
+def changed_files(since: str, paths: Sequence[str] = (".",), *, root: Path = CHECKOUT) -> list[str] | None:
+    """Return the files of a checkout that differ from a commit's or are untracked; None where git cannot tell.
+
+    Documents do not count, which no run reads: a measurement writes its results there before the next one begins.
+
+    Args:
+        since: the commit.
+        paths: files and folders to look at.
+        root: of the checkout.
+    """
+    where = ["--", *paths, ":(exclude)docs", ":(exclude)README.md"]
+    found: list[str] = []
+    for command in (["diff", "--name-only", since], ["ls-files", "--others", "--exclude-standard"]):
+        listed = _output(["git", "-C", str(root), *command, *where])
+        if listed is None:
+            return None
+        found += listed.splitlines()
+    return found
 
 
 def describe_hardware() -> dict[str, Any]:

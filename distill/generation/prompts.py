@@ -23,7 +23,7 @@ from typing import Any
 from configs.runtime.errors import InputError
 from configs.schema.data import PromptsConfig, SourceConfig
 from distill.dataset.conversations import Message, folded_text, media_names, text_hash
-from distill.generation.row_formats import detect_format, to_turns_or_messages
+from distill.generation.row_formats import detect_format, fill_template, to_turns_or_messages
 from distill.generation.source_files import load_rows, read_source
 from heads.target.loading import Target
 
@@ -193,8 +193,8 @@ def dataset_prompts(config: PromptsConfig) -> Iterator[Prompt]:
         InputError: the data set, its split or the column cannot be had, or a row (named) holds no prompt.
     """
     path = str(config.path)
-    rows = load_rows(path, config.subset, config.split, section="prompts")
-    if config.format == "auto" and config.field in rows.column_names:
+    rows = load_rows(path, config.subset, config.split, revision=config.revision, section="prompts")
+    if config.template is None and config.format == "auto" and config.field in rows.column_names:
         config = config.model_copy(update={"format": "column"})
     elif _names_a_column(config):
         columns = ", ".join(rows.column_names)
@@ -209,7 +209,9 @@ def _read_row(row: Mapping[str, Any], config: PromptsConfig, where: str) -> tupl
     """Return the prompt of a row, and the format it was read in."""
     setting = "prompts.field"
     format: str = config.format
-    if format == "auto":  # a column that is named goes before what the other keys say
+    if config.template is not None:
+        row, format = {**row, config.field: fill_template(config.template, row, where, "prompts.template")}, "column"
+    elif format == "auto":  # a column that is named goes before what the other keys say
         named = _names_a_column(config) and config.field in row
         format = "column" if named else detect_format(row, where, setting)
     values = to_turns_or_messages(row, format, where, column=config.field, answer_column=config.answer_field, setting=setting)
@@ -218,7 +220,8 @@ def _read_row(row: Mapping[str, Any], config: PromptsConfig, where: str) -> tupl
 
 def _names_a_column(config: PromptsConfig) -> bool:
     """Return whether the config names a column that has the prompt, or its answer, and leaves the format open."""
-    return config.format == "auto" and (config.field != PromptsConfig().field or config.answer_field is not None)
+    named = config.field != PromptsConfig().field or config.answer_field is not None
+    return config.format == "auto" and config.template is None and named
 
 
 def encode_prompt(target: Target, prompt: Prompt) -> tuple[int, ...]:

@@ -74,6 +74,21 @@ def detect_format(row: Mapping[str, Any], where: str, setting: str) -> str:
     )
 
 
+def fill_template(template: str, row: Mapping[str, Any], where: str, setting: str) -> str:
+    """Return the text that `str.format` makes of a template and a row's columns.
+
+    Raises:
+        InputError: the row (`where`) lacks what the template (`setting`) names, or this is no template.
+    """
+    try:
+        return template.format_map(row)
+    except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
+        problem = f"{type(error).__name__} {error}"
+        raise InputError(
+            f"{where}: {setting} {template!r} does not fit ({problem}); the row has {', '.join(row) or 'no key'}"
+        ) from error
+
+
 def to_turns_or_messages(
     row: Mapping[str, Any],
     format: str,

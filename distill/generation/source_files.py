@@ -49,8 +49,8 @@ def read_source(path: Path, what: str, *, still_written: bool = False) -> Iterat
     yield from chain([first], rows)
 
 
-def load_rows(path: str, subset: str | None, split: str, *, section: str) -> datasets.Dataset:
-    """Open a data set saved by `save_to_disk`, a folder of data files, or one of the Hub.
+def load_rows(path: str, subset: str | None, split: str, *, revision: str | None = None, section: str) -> datasets.Dataset:
+    """Open a data set saved by `save_to_disk`, a folder of data files, or one of the Hub, there at a `revision`.
 
     Raises:
         InputError: it cannot be had, or has no such split; `section` names the config's section in the complaint.
@@ -59,7 +59,7 @@ def load_rows(path: str, subset: str | None, split: str, *, section: str) -> dat
         if any((Path(path) / name).is_file() for name in ("state.json", "dataset_dict.json")):
             loaded = datasets.load_from_disk(path)
             return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
-        return datasets.load_dataset(path, subset, split=split)
+        return datasets.load_dataset(path, subset, split=split, revision=revision)
     except KeyError as error:
         raise InputError(f"{section}.split: data set {path} has no split {split!r}; it has {', '.join(loaded)}") from error
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:

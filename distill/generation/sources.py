@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 
 from configs.runtime.errors import InputError
+from configs.runtime.wheels import wheel_file
 from configs.schema.data import PromptsConfig
 from distill.generation.prompts import Prompt, dataset_prompts, load_dataset_prompts, read_prompts
 from heads.target.loading import Target
@@ -15,12 +16,12 @@ logger = logging.getLogger("draftsmith")
 
 
 def list_prompts(settings: PromptsConfig) -> list[Prompt] | None:
-    """Return the first `num_prompts` prompts of a file or data set; None where the target is to write them."""
+    """Return the first `num_prompts` prompts of files or a data set; None where the target is to write them."""
     if settings.source == "self_seeded":
         return None
     if settings.source == "dataset":
         return load_dataset_prompts(settings)
-    prompts = read_prompts(settings)
+    prompts = read_prompts(_at_hand(settings))
     if len(prompts) != settings.num_prompts:
         found = "fewer than" if len(prompts) < settings.num_prompts else "of which the first are taken:"
         logger.info("%s holds %d prompts, %s num_prompts = %d", settings.path, len(prompts), found, settings.num_prompts)
@@ -31,10 +32,18 @@ def list_source(settings: PromptsConfig, *, whole: bool) -> Iterable[Prompt] | N
     """Return a source's prompts, as many as it is to give or, the rest of a data set only when asked for, the whole."""
     if not whole or settings.source == "self_seeded":
         return list_prompts(settings)
-    if settings.source == "file":
-        return read_prompts(settings)
+    if settings.source != "dataset":
+        return read_prompts(_at_hand(settings))
     rows = dataset_prompts(settings)
     return chain(list(islice(rows, settings.num_prompts)), rows)
+
+
+def _at_hand(settings: PromptsConfig) -> PromptsConfig:
+    """Return the settings with the path of the file itself, where it lies in a package's wheel."""
+    if settings.source != "package":
+        return settings
+    path = wheel_file(str(settings.package), str(settings.sha256), str(settings.path), "prompts")
+    return settings.model_copy(update={"path": str(path)})
 
 
 def check_readable(target: Target, prompts: Sequence[Prompt], *, written_here: bool) -> None:

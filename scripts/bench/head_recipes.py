@@ -18,16 +18,21 @@ from configs.schema.training import DistillConfig, HeadsConfig
 from distill.cache.format import MANIFEST as CACHE_MANIFEST
 from distill.cache.storage import Folder
 from distill.dataset.conversations import MANIFEST
+from scripts.bench.provenance import check_trained_here
 from scripts.bench.trained_runs import Recipe, TrainingRun, in_own_folder, load_changed, train_all
 
 CACHE_TIME = "cache_time.json"
 
 
-def train_recipes(config: BenchHeadsConfig, also: Sequence[Recipe] = ()) -> list[TrainingRun]:
+def train_recipes(config: BenchHeadsConfig, also: Sequence[Recipe] = (), *, output: str | None = None) -> list[TrainingRun]:
     """Train what is not trained yet, its data and cache made before, and return all runs.
 
     Args:
         also: recipes that are compared with the config's and not trained here.
+        output: the results file that they are trained for; None: the config's.
+
+    Raises:
+        InputError: one was trained before, and not by the code that the results are to be of.
     """
     recipes = read_recipes(config)
     check_comparable([*recipes.values(), *also])
@@ -37,6 +42,7 @@ def train_recipes(config: BenchHeadsConfig, also: Sequence[Recipe] = ()) -> list
         TrainingRun(name=name, recipe=in_own_folder(with_cache(recipe, config.cache), Path(config.runs), name))
         for name, recipe in recipes.items()
     ]
+    check_trained_here([run.artifact for run in runs if run.is_trained], output or config.output)
     train_all(runs, "recipe")
     return runs
 

@@ -10,15 +10,14 @@ those that `trees` names are measured with the fastest static tree as well (`eva
 Tokens per target step of each of `variants` are compared with those of the first, prompt by prompt.
 EAGLE-3's training itself is compared with speculators', where that is installed (`scripts.bench.eagle3_training`), and its
 attention with a dense one (`scripts.bench.peers.dense_attention`). Data and finished trainings are kept while recipe and data
-are the same, so that only the first run takes hours. Rows of heads that this run does not measure stay in the file, and
-comparisons that it leaves out.
+are the same, and a run that was cut off finds what it had measured.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -28,9 +27,10 @@ from safetensors import safe_open
 
 from configs.runtime.command import DONE, GATE_FAILED
 from configs.runtime.errors import ConfigError
-from configs.runtime.files import read_json
+from configs.runtime.files import sha256_of
 from configs.runtime.loading import load_config
-from configs.schema.commands.benchmarks import HOME_SUITE, BenchHeadsConfig
+from configs.runtime.resumable import Journal, fingerprint
+from configs.schema.commands.benchmarks import BenchHeadsConfig
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import FastestTree, StaticTree
 from configs.schema.evaluation import EvalConfig
@@ -56,15 +56,17 @@ from heads.proposers.prompt_lookup import PromptLookup
 from heads.proposers.protocol import Proposer
 from heads.target.loading import Target, load_target
 from scripts.bench.eagle3_training import TrainingComparison, compare_eagle3
-from scripts.bench.harness import SEED, check_finite, first_requests, measured_rows, speedup, write_results
+from scripts.bench.harness import SEED, check_finite, first_requests, flat, measured_rows, speedup, write_results
 from scripts.bench.head_recipes import read_cache_seconds, train_recipes
 from scripts.bench.peers.dense_attention import attention_ratios, attention_rows, compare_attention
+from scripts.bench.provenance import describe_origin
 from scripts.bench.tables import NOT_AVAILABLE
 from scripts.bench.trained_runs import TrainingRun
 
 log = logging.getLogger("draftsmith")
 
 PROMPT_LOOKUP = "prompt_lookup"
+MEASURED = "measured.partial.jsonl"  # in the folder of the runs: what a run that was cut off had measured
 COSTS = ("parameters", "trained_parameters", "answer_tokens", "labels", "training_seconds", "run_seconds")
 NO_COST = dict.fromkeys(COSTS, 0)
 
@@ -76,7 +78,10 @@ def compare_heads(config: BenchHeadsConfig) -> int:
     recipes = [run.recipe for run in runs]
     num_choosing = max(recipe.held_out.num_prompts for recipe in recipes)
     held_out = Path(recipes[0].data.held_out)
-    requests = {HOME_SUITE: first_requests(measured_rows(held_out, config.num_prompts, num_choosing))}
+    requests = {
+        name: first_requests(measured_rows(held_out, config.num_prompts, num_choosing, sources))
+        for name, sources in config.held_out.items()
+    }
     choosing = first_requests(read_conversations(held_out)[:num_choosing])
     suites = [load_suite(each) for each in config.suites]
     target = load_target(recipes[0].target)
@@ -93,68 +98,48 @@ def compare_heads(config: BenchHeadsConfig) -> int:
     rows: list[dict[str, Any]] = []
     first_variant = next(iter(config.variants), None)
     first_counts: dict[str, Sums] = {}  # of the first variant, by suite
+    journal = Journal(Path(config.runs) / MEASURED, measuring_fingerprint(config, runs, requests))
+    done = journal.read()
     for run in runs:
         baselines = {} if rows else {PROMPT_LOOKUP: PromptLookup(target.device)}
-        sides = load_sides(config, target, run, choosing)
+        sides: dict[str, MeasuredDraft] = {}
         for name, of_suite in requests.items():
-            measured = measure_run(config, target, of_suite, run, sides, baselines, suite=name)
-            rows, ratios = rows + measured.rows, ratios | measured.ratios
+            if (key := f"{run.name} {name}") not in done:
+                sides = sides or load_sides(config, target, run, choosing)
+                measured = measure_run(config, target, of_suite, run, sides, baselines, suite=name)
+                done[key] = measured._asdict() | {"rows": [flat(row) for row in measured.rows], "ratios": flat(measured.ratios)}
+                journal.append(key, done[key])
+            rows, ratios = rows + done[key]["rows"], ratios | done[key]["ratios"]
             if run.name == first_variant:
-                first_counts[name] = measured.counts
+                first_counts[name] = done[key]["counts"]
             elif run.name in config.variants:
-                tau_ratio = sums_ratio(measured.counts, first_counts[name], config.bootstrap_samples, SEED)
+                tau_ratio = sums_ratio(done[key]["counts"], first_counts[name], config.bootstrap_samples, SEED)
                 ratios[f"{run.name}_tau_vs_{first_variant}_{name}"] = tau_ratio
     comparisons = [*(training.rows() if training is not None else []), *attention_rows(attention)]
-    data, compared = rows[0]["data"], {next(iter(row)) for row in comparisons}
-    kept = keep_results(Path(config.output), data, {row["recipe"] for row in rows}, compared)
     write_results(
         config.output,
         "heads",
         config,
-        rows=[*in_order([*kept["rows"], *rows]), *kept["comparisons"], *comparisons],
-        ratios=kept["ratios"] | ratios | attention_ratios(attention, config.bootstrap_samples),
-        data=data,
+        rows=[*sorted(rows, key=lambda row: row["family"] == PROMPT_LOOKUP), *comparisons],
+        ratios=ratios | attention_ratios(attention, config.bootstrap_samples),
+        data=rows[0]["data"],
         runs=[{"recipe": run.name, "artifact": str(run.artifact), "git": run.read_git()} for run in runs],
         cache_seconds=read_cache_seconds(config),
         device=str(target.device),
         threads=torch.get_num_threads(),
-        measured_before=kept["measured_before"],
     )
+    journal.path.unlink(missing_ok=True)
     return verdict(rows, training)
 
 
-def keep_results(path: Path, data: str, recipes: Collection[str | None], compared: Collection[str]) -> dict[str, Any]:
-    """Return what a results file holds that was not measured anew.
-
-    Args:
-        path: of the file; there may be none.
-        data: whose heads were measured.
-        recipes: of the rows that were made; None for baselines.
-        compared: the first keys of the comparisons' rows that were made.
-
-    Returns:
-        `rows` of other heads, and what is known of the commands that measured them (`measured_before`); rows of other
-        `comparisons`; all `ratios`.
-    """
-    if not path.is_file():
-        return {"rows": [], "comparisons": [], "ratios": {}, "measured_before": []}
-    results = read_json(path, "benchmark results")
-    anew = {(data, recipe) for recipe in recipes}
-    rows = [row for row in results["rows"] if "data" in row and (row["data"], row["recipe"]) not in anew]
-    comparisons = [row for row in results["rows"] if "data" not in row and next(iter(row)) not in compared]
-    last = {name: results[name] for name in ("data", "command", "config", "hardware", "versions", "git", "runs")}
-    left = {(row["data"], (row["recipe"] or "").partition(", ")[0]) for row in rows}  # a run's other rows are named "RUN, ..."
-    before = []
-    for each in (*results["measured_before"], last):
-        runs = [run for run in each["runs"] if (each["data"], run["recipe"]) in left]
-        before += [each | {"runs": runs}] if runs else []
-    return {"rows": rows, "comparisons": comparisons, "ratios": results["ratios"], "measured_before": before}
-
-
-def in_order(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows with those on the same data together, lookups last."""
-    data = list(dict.fromkeys(row["data"] for row in rows))
-    return sorted(rows, key=lambda row: (data.index(row["data"]), row["family"] == PROMPT_LOOKUP))
+def measuring_fingerprint(
+    config: BenchHeadsConfig, runs: Sequence[TrainingRun], requests: Mapping[str, Sequence[Request]]
+) -> str:
+    """Return a hash of all that decides what is measured, the machine and the commit included."""
+    settings = config.model_dump(mode="json", exclude={"output", "eagle3", "num_batches", "attention_lengths"})
+    prompts = [[name, *([each.prompt_id, *each.tokens] for each in of_suite)] for name, of_suite in requests.items()]
+    artifacts = [[run.name, sha256_of(run.artifact / WEIGHTS_FILE)] for run in runs]
+    return fingerprint(settings, prompts, artifacts, describe_origin(), torch.get_num_threads())
 
 
 # Families in which more than the output head has a row for each draft token.

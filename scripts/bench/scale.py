@@ -29,7 +29,7 @@ from distill.dataset.batches import BucketedBatchSampler, ConversationDataset
 from distill.dataset.conversations import read_conversations
 from distill.dataset.packing import PackedBatchSampler
 from eval.stats.bootstrap import Interval, ratio_interval
-from scripts.bench.engines import compare_engines
+from scripts.bench.engines import SPLITS, compare_engines, hold_shares
 from scripts.bench.harness import SEED, Turn, speed_ratio, take_turns, write_results
 from scripts.bench.scale_steps import Steps
 from train.plan.plan import make_plan
@@ -46,20 +46,24 @@ def compare_scale(config: BenchScaleConfig) -> int:
     with TemporaryDirectory(prefix="bench-scale-") as scratch:
         alone, each_its_own, shared = run_in_turns(config, recipe, Path(scratch))
         watched = run_steps(recipe, config, 1, Path(scratch) / "watched", watch_memory=True)
+    settings = EngineComparisonSettings()
+    held = {name: hold_shares(settings, *how) for name, how in SPLITS.items()} if config.engines else {}
     samples = config.bootstrap_samples
     name = "two_processes_vs_one" if config.num_processes == 2 else "processes_vs_one"
     write_results(
         config.output,
         "scale",
         config,
-        rows=compare_engines(EngineComparisonSettings()) if config.engines else [],
+        rows=compare_engines(settings) if config.engines else [],
         ratios={
             name: tokens_a_second(each_its_own, alone, samples),
             f"{name}_same_global_batch": tokens_a_second(shared, alone, samples),
             **tokens_among_positions(recipe),
             "checkpoint_share": checkpoint_share(alone, config.checkpoint_every_steps, samples),
             "input_share": input_share(alone, samples),
+            **{each: row["held_bytes"] / row["whole_bytes"] for each, row in held.items()},
         },
+        split_target=list(held.values()),
         runs=[asdict(run) for run in (*alone, *each_its_own, *shared)],
         plan=plan_beside_run(recipe, watched),
     )

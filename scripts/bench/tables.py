@@ -1,7 +1,13 @@
-"""Fill the tables of the README from the benchmarks' files: `make tables`.
+"""Fill the tables of the documents from the benchmarks' files: `make tables`.
 
 Whatever stands between `<!-- table: NAME -->` and `<!-- end -->` is replaced by the ratios and the rows of
-docs/results/NAME.json, so that no figure is ever copied by hand. The rest of the document is left as it is.
+docs/results/NAME.json, or by a sentence where there is no such file yet, so that no figure is ever copied by hand. The rest of
+the document is left as it is. A part of a file is shown by a YAML mapping behind the name, such as
+`<!-- table: heads {rows: {suite: [home]}, columns: [family, tau]} -->`:
+
+    ratios   the ratios to show; without it, and with a mapping, none
+    rows     the rows to show, by the values that they may have in some columns
+    columns  of these; without it, all
 """
 
 from __future__ import annotations
@@ -12,44 +18,92 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from configs.runtime.errors import InputError
-from configs.runtime.files import read_json, read_text, write_text
-from configs.schema.commands.benchmarks import ResultsTableConfig
+import yaml
+from pydantic import ValidationError
 
-OPENING = re.compile(r"<!-- table: ([\w-]+) -->")
+from configs.runtime.errors import InputError
+from configs.runtime.files import CHECKOUT, read_json, read_text, write_text
+from configs.schema.commands.benchmarks import ResultsPart, ResultsTableConfig
+
+OPENING = re.compile(r"<!-- table: ([\w-]+)( \{[^\n]*\})? -->")
 TABLE = re.compile(OPENING.pattern + r"\n.*?(?=<!-- end -->)", re.DOTALL)
 BOUNDS = ("_low", "_high")
 NOT_AVAILABLE = "–"
 
 
 def update_tables(config: ResultsTableConfig) -> None:
-    """Rewrite the tables of the document."""
-    path = Path(config.document)
-    write_text(path, fill_tables(read_text(path, "document"), Path(config.results)))
+    """Rewrite the tables of the document, or of all."""
+    for path in documents() if config.document is None else [Path(config.document)]:
+        text = read_text(path, "document")
+        if (filled := fill_tables(text, Path(config.results))) != text:
+            write_text(path, filled)
+
+
+def documents() -> list[Path]:
+    """Return the README and the pages of docs/."""
+    return [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").glob("*.md"))]
 
 
 def fill_tables(document: str, results: Path) -> str:
     """Return a Markdown document with its tables made anew from the benchmarks' files in a folder.
 
     Raises:
-        InputError: a table has no end, or its file is missing or no results file.
+        InputError: a table has no end, its file is no results file, or has nothing of what it is to show.
     """
     whole = {match.start() for match in TABLE.finditer(document)}
     for opening in OPENING.finditer(document):
         if opening.start() not in whole:
             raise InputError(f"table {opening[1]!r} has no `<!-- end -->` before the next table")
-    return TABLE.sub(lambda match: f"<!-- table: {match[1]} -->\n\n{_tables(results / f'{match[1]}.json')}\n\n", document)
+    return TABLE.sub(
+        lambda match: f"<!-- table: {match[1]}{match[2] or ''} -->\n\n{_tables(results, match[1], match[2])}\n\n", document
+    )
 
 
-def _tables(path: Path) -> str:
+def _tables(results: Path, name: str, given: str | None) -> str:
     """Return the summary in a line, the ratios, the rows, and where they come from, of one results file."""
+    path = results / f"{name}.json"
+    if not path.is_file():
+        return f"`{name}.json` is not measured yet."
     content = read_json(path, "benchmark results")
     try:
-        ratios, rows = _ratios(content["ratios"]), _rows(content["rows"])
-        source = f"`{content['command']}` on {_machine(content['hardware'])}, torch {content['versions']['torch']}."
+        rows, ratios, summary = content["rows"], content["ratios"], content.get("summary")
+        if given is not None:
+            part = _part(name, given)
+            rows, ratios, summary = _chosen_rows(rows, part), {key: ratios[key] for key in ratios if _named(key, part)}, None
+            if not rows and not ratios:
+                raise InputError(f"table {name!r}: {path} has nothing of {given.strip()}")
+        source = (
+            f"`{name}.json`: `{content['command']}` on {_machine(content['hardware'])}, torch {content['versions']['torch']}"
+        )
+        commit = content.get("git", {}).get("commit")
+        source += f", commit {commit[:12]}." if commit else "."
+        return "\n\n".join(each for each in (summary, _ratios(ratios), _rows(rows), source) if each)
     except (AttributeError, KeyError, TypeError) as error:
         raise InputError(f"benchmark results {path} are not in the form that benchmarks write: {error!r}") from error
-    return "\n\n".join(part for part in (content.get("summary"), ratios, rows, source) if part)
+
+
+def _part(name: str, given: str) -> ResultsPart:
+    try:
+        return ResultsPart.model_validate(yaml.safe_load(given))
+    except (ValidationError, yaml.YAMLError) as error:
+        raise InputError(f"table {name!r}: {given.strip()} is no mapping of ratios, rows and columns") from error
+
+
+def _chosen_rows(rows: Sequence[Mapping[str, Any]], part: ResultsPart) -> list[dict[str, Any]]:
+    """Return the rows that a table shows, of their columns those that it shows, each with its bounds."""
+    if not part.rows and part.columns is None:
+        return []
+    chosen = [row for row in rows if all(row.get(column, NOT_AVAILABLE) in values for column, values in part.rows.items())]
+    if part.columns is None:
+        return [dict(row) for row in chosen]
+    bounds = ("", *BOUNDS)
+    return [
+        {name + bound: row[name + bound] for name in part.columns for bound in bounds if name + bound in row} for row in chosen
+    ]
+
+
+def _named(key: str, part: ResultsPart) -> bool:
+    return any(key.removesuffix(bound) in part.ratios for bound in ("", *BOUNDS))
 
 
 def _ratios(ratios: Mapping[str, float | None]) -> str:

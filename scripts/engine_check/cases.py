@@ -32,6 +32,7 @@ from heads.formats.exporting.table import engines_of, form_of
 from heads.target.loading import Target, load_target, locate
 from scripts.bench.harness import SEED, first_requests, flat, measured_rows, write_results
 from scripts.bench.head_recipes import train_recipes
+from scripts.bench.provenance import check_trained_here
 from scripts.engine_check.engines import ENGINES, EngineAnswer, EngineRun, find_engine, run_engine
 from scripts.engine_check.ours import Counts, PlainAnswers, count_ours, decode_plainly, tau
 
@@ -116,7 +117,8 @@ def find_artifacts(config: ServeCheckConfig) -> list[Case]:
     """Return the cases, the heads of those that name a recipe trained where they are not there."""
     recipes = list(dict.fromkeys(case.recipe for case in config.cases if case.recipe is not None))
     heads = config.heads.model_copy(update={"recipes": recipes, "draft_models": [], "variants": {}})
-    trained = {run.name: run.artifact for run in train_recipes(heads)} if recipes else {}
+    check_trained_here([case.artifact for case in config.cases if case.artifact is not None], config.output)
+    trained = {run.name: run.artifact for run in train_recipes(heads, output=config.output)} if recipes else {}
     return [
         Case(
             number=number,

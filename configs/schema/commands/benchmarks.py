@@ -41,11 +41,18 @@ class BenchDistillConfig(Settings):
     output: str = "docs/results/distill.json"
 
 
+class BenchDemoConfig(Settings):
+    """`scripts/benchmark.py demo`: the figures of the demo's reports."""
+
+    reports: list[str] = ["runs/demo/eval/report.json", "runs/demo/eval_head/report.json"]
+    output: str = "docs/results/demo.json"
+
+
 HOME_SUITE = "home"  # what tables call held-out prompts of the kinds that the drafts were trained on
 
 
 class BenchHeadsConfig(Settings):
-    """`scripts/benchmark.py heads`: every head family trained and measured on one target and one set of data."""
+    """`scripts/benchmark.py heads`: head families trained and measured on one target and one set of data."""
 
     data: str | None = "configs/data/heads.yaml"  # of `scripts/make_data.py`, run where its output is not there; None: never
     # of `scripts/make_cache.py`, made once of that data and read by every head's training; None: the target runs on every batch
@@ -57,12 +64,6 @@ class BenchHeadsConfig(Settings):
         "configs/heads/mtp.yaml",
         "configs/heads/peagle.yaml",
         "configs/heads/dflash.yaml",
-        "configs/heads/dspark.yaml",
-        "configs/heads/dflash2.yaml",
-        "configs/heads/xpress.yaml",
-        "configs/heads/domino.yaml",
-        "configs/heads/early_exit.yaml",
-        "configs/heads/eagle3_on_policy.yaml",
     ]
     draft_models: list[str] = []  # of `train/distill.py`, measured beside the heads
     # Heads by the first recipe but for some keys, dotted or in sections, as {two_layers: {head.num_layers: 2}}; a row each, and
@@ -73,11 +74,14 @@ class BenchHeadsConfig(Settings):
     draft_vocab_sizes: list[PositiveInt] = []
     # Recipes, by the names of their files, whose chains are also measured where the cost rule ends them (decode.stopping, by
     # the head's estimate where it makes one), fitted on the prompts that chose checkpoints
-    stopped: list[str] = ["dspark", "early_exit"]
+    stopped: list[str] = []
     # Likewise, recipes that are measured with a tree as well: the one expected to be fastest, fitted on these prompts
-    trees: list[str] = []
+    trees: list[str] = ["hydra", "eagle3"]
     runs: str = "runs/heads/bench"  # folder: what was trained, kept for the next time
     num_prompts: PositiveInt = 32  # held-out prompts decoded, the last of the file: the first chose the checkpoints
+    # Suites of held-out prompts by name, so many prompts each, as many of each of the sources named (`prompts.sources` of the
+    # data); []: of all
+    held_out: dict[str, list[str]] = {HOME_SUITE: []}
     suites: list[SuiteConfig] = [SuiteConfig(name="house", num_prompts=32)]  # decoded as well, rows of their own
     max_new_tokens: PositiveInt = 64
     repeats: PositiveInt = 1  # timed runs of every prompt
@@ -105,11 +109,10 @@ class BenchHeadsConfig(Settings):
 
     @model_validator(mode="after")
     def _suites_are_told_apart(self) -> Self:
-        names = [HOME_SUITE, *(suite.label for suite in self.suites)]
-        if len(set(names)) < len(names):
-            raise ValueError(
-                f"suites must have different names, and none may be {HOME_SUITE!r}, got {names[1:]}: give each a `name`"
-            )
+        names = [suite.label for suite in self.suites]
+        if len({*self.held_out, *names}) < len(self.held_out) + len(names):
+            held_out = " or ".join(map(repr, self.held_out))
+            raise ValueError(f"suites must have different names, and none may be {held_out}, got {names}: give each a `name`")
         return self
 
 
@@ -166,22 +169,6 @@ class BenchEvalConfig(Settings):
     runs: str = "runs/bench_eval"  # folder: the evaluation that predictions are made of
 
 
-class CommitsConfig(Settings):
-    """`scripts/benchmark.py commits`: two checkouts beside each other, for a change that is to change no figure."""
-
-    base: str = "../before"  # the other checkout, with a `.venv` of its own or this one's packages
-    distill_config: str = "configs/distill/demo.yaml"
-    heads_config: str = "configs/heads/demo.yaml"
-    eval_config: str = "configs/eval/demo.yaml"
-    draft: str = "runs/demo/heads/artifact"  # what both decode with
-    steps: PositiveInt = 20  # of each training
-    num_prompts: PositiveInt = 16
-    repeats: PositiveInt = 2  # turns
-    interval_samples: PositiveInt = 2000
-    output: str = "docs/results/commits.json"
-    runs: str = "runs/commits"  # folder
-
-
 class SoakConfig(Settings):
     """`scripts/benchmark.py soak`: tiny runs killed, stopped and damaged at random."""
 
@@ -220,9 +207,9 @@ class EngineComparisonSettings(Settings):
     tolerance: PositiveFloat = 1e-4  # largest difference of a step's loss, as a share of it
     python: str | None = None  # interpreter for DeepSpeed's engines, where it is installed elsewhere; None: this one
     seconds: PositiveInt = 600  # that one run may take
-    target: str = "embedded:smollm2-135m-instruct"  # whose memory is measured where processes share it
-    # A file of `scripts/benchmark.py scale`, which the shares of that memory are added to; None: they are not measured
-    results: str | None = "docs/results/scale.json"
+    target: str = (
+        "embedded:smollm2-135m-instruct"  # whose memory `scripts/benchmark.py scale` measures where processes share it
+    )
 
 
 class ExchangeMemoryConfig(Settings):
@@ -232,10 +219,18 @@ class ExchangeMemoryConfig(Settings):
     folder: str | None = None  # empty; takes about ten times the largest tensor; None: a temporary folder
 
 
-class ResultsTableConfig(Settings):
-    """`scripts/benchmark.py tables`: the tables of a document, made from the files of the benchmarks."""
+class ResultsPart(Settings):
+    """What of a results file a document's table shows (`scripts.bench.tables`)."""
 
-    document: str = "docs/benchmarks.md"
+    ratios: list[str] = []
+    rows: dict[str, list[Any]] = {}  # by the values that they may have in some columns
+    columns: list[str] | None = None  # of these rows; None: all
+
+
+class ResultsTableConfig(Settings):
+    """`scripts/benchmark.py tables`: the tables of the documents, made from the files of the benchmarks."""
+
+    document: str | None = None  # None: README.md and the pages of docs/
     results: str = "docs/results"  # folder with NAME.json for each `<!-- table: NAME -->`
 
 
@@ -252,7 +247,9 @@ class BenchScaleConfig(Settings):
     # work of two minutes
     checkpoint_every_steps: PositiveInt = 200
     checkpoints: PositiveInt = 3  # timed a run
-    engines: bool = True  # add the rows of `scripts/benchmark.py engines`
+    engines: bool = (
+        True  # add the rows of `scripts/benchmark.py engines`, and what a process holds of a target that several share
+    )
     bootstrap_samples: PositiveInt = 2000
     output: str = "docs/results/scale.json"
 

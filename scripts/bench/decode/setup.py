@@ -24,6 +24,7 @@ from heads.proposers.protocol import Proposer
 from heads.target.loading import Target, load_target, move
 from scripts.bench.harness import first_requests, measured_rows
 from scripts.bench.head_recipes import train_recipes
+from scripts.bench.provenance import check_trained_here
 
 log = logging.getLogger("draftsmith")
 
@@ -85,8 +86,9 @@ class DecodeSetup:
 def load_setup(config: BenchDecodeConfig) -> DecodeSetup:
     """Load what is measured."""
     folders, past = {DRAFT_LM: config.draft}, config.past_answers
+    check_trained_here([config.draft], config.output)
     if config.heads is not None:
-        folders |= {run.name: str(run.artifact) for run in train_recipes(config.heads)}
+        folders |= {run.name: str(run.artifact) for run in train_recipes(config.heads, output=config.output)}
     rows = measured_rows(Path(config.held_out), config.num_prompts, config.num_choosing)
     requests = first_requests(rows)
     choosing = first_requests(read_conversations(Path(config.held_out))[: config.num_choosing])

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from configs.runtime.command import DONE, GATE_FAILED
 from configs.runtime.errors import InputError
+from configs.runtime.files import read_json
 from configs.schema.commands.benchmarks import BenchDistillConfig
 from configs.schema.decoding import DecodeConfig
 from configs.schema.training import DistillConfig
@@ -28,6 +29,7 @@ from scripts.bench.distill.loss import LossMeasurement, measure_losses
 from scripts.bench.distill.training import DistillSetup, compare_cached, compare_with_trl, training_ratios, training_rows
 from scripts.bench.harness import SEED, Counts, columns, count_rounds, to_request, write_results
 from scripts.bench.peers.trl_gkd import trl_is_installed
+from scripts.bench.provenance import check_same_origin, check_trained_here, is_published
 from scripts.recipe_sweep.results import read_rows
 from train.launch import make_accelerator
 from train.loop.checkpoints import Progress
@@ -42,10 +44,15 @@ DECODE_BATCH = 8
 def compare_distillation(config: BenchDistillConfig) -> int:
     """Run the benchmark and write its file; return the exit code."""
     training = read_training(config.draft)
+    check_trained_here([config.draft], config.output)
     if not trl_is_installed():
         log.info("trl is not installed: its sides are left out (pip install trl==1.16.0)")
-    swept = read_rows(Path(config.sweep)) if config.sweep and Path(config.sweep).is_file() else []
-    if not swept:
+    swept = []
+    if config.sweep and (sweep := Path(config.sweep)).is_file():
+        swept = read_rows(sweep)
+        if is_published(config.output):
+            check_same_origin(read_json(sweep, "results of a sweep"), sweep)
+    else:
         log.info("there is no sweep (%s): its rows are left out (make sweep)", config.sweep)
     losses = measure_losses(config.loss)
     with TemporaryDirectory(prefix="bench-distill-") as scratch:

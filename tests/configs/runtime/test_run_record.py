@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from pydantic import BaseModel
 
 from configs.runtime import run_record
-from configs.runtime.run_record import describe_git, describe_hardware, describe_versions, write_run_record
+from configs.runtime.run_record import changed_files, describe_git, describe_hardware, describe_versions, write_run_record
 from configs.schema.decoding import DecodeConfig
 
 
@@ -63,8 +63,13 @@ def test_git_tells_the_commit_and_whether_the_tree_differs_from_it(tmp_path, mon
     clean = describe_git(tmp_path)
     assert len(clean["commit"]) == 40
     assert clean["dirty"] is False
+    (tmp_path / "README.md").write_text("documents do not count")
+    assert describe_git(tmp_path) == clean
     (tmp_path / "new").write_text("x")
     assert describe_git(tmp_path) == clean | {"dirty": True}
+    git(tmp_path, "add", "new")
+    git(tmp_path, "commit", "-m", "second")
+    assert changed_files(clean["commit"], root=tmp_path) == ["new"]
     monkeypatch.setenv("PATH", str(tmp_path))
     assert describe_git() == {"commit": None, "dirty": None}
 

@@ -59,9 +59,11 @@ def test_a_loss_that_cannot_be_is_refused(settings, rule):
         LossConfig(**settings)
 
 
-@pytest.mark.parametrize("settings", [{"source": "file"}, {"source": "dataset"}, {"path": "prompts.jsonl"}])
+@pytest.mark.parametrize(
+    "settings", [{"source": "file"}, {"source": "dataset"}, {"source": "package"}, {"path": "prompts.jsonl"}]
+)
 def test_prompts_have_a_path_exactly_when_they_come_from_one(settings):
-    with pytest.raises(ValidationError, match="path is needed for source 'file' and 'dataset', and only there"):
+    with pytest.raises(ValidationError, match="path is needed for source 'file', 'dataset' and 'package', and only there"):
         PromptsConfig(**settings)
 
 

@@ -173,7 +173,7 @@ def test_a_way_that_changes_the_answers_fails_the_benchmark(few, monkeypatch):
 
 def test_a_trained_head_joins_the_table_under_its_recipes_name(config, monkeypatch, tiny_run, as_target):
     run = SimpleNamespace(name="medusa", artifact=tiny_run / "artifact")
-    monkeypatch.setattr(decode_setup, "train_recipes", lambda heads: [run])
+    monkeypatch.setattr(decode_setup, "train_recipes", lambda heads, output: [run])
     bench = load_setup(config.model_copy(update={"heads": BenchHeadsConfig(), "num_prompts": 2}))
     assert list(bench.drafts) == ["draft_lm", "medusa"]
     medusa = bench.drafts["medusa"]

@@ -26,7 +26,7 @@ from scripts.bench import eagle3_training as eagle3_comparison
 from scripts.bench import head_recipes, heads, trained_runs
 from scripts.bench.eagle3_training import ANSWERS, EVERY_TOKEN, OURS, THEIRS, TrainingComparison, name_of
 from scripts.bench.head_recipes import make_cache, make_data, read_cache_seconds, with_cache
-from scripts.bench.heads import compare_heads, keep_results, verdict
+from scripts.bench.heads import compare_heads, verdict
 from tests.scripts.bench.conftest import ABROAD
 from train.launch import run_distillation, run_heads
 
@@ -178,40 +178,36 @@ def test_variants_are_compared_with_the_first_of_them_and_a_lookup_can_be_left_o
         assert content["ratios"][f"two_tau_vs_one_{suite}"] == pytest.approx(tau["two", suite] / tau["one", suite])
 
 
-def test_rows_that_are_not_measured_anew_stay_in_the_file(results, tmp_path):
-    path, content, rows = tmp_path / "heads.json", results.content, results.content["rows"]
-    assert {row["data"] for row in rows} == {"data"}  # the stem of its config
-    every = {row["recipe"] for row in rows}
-    nothing = {"rows": [], "comparisons": [], "ratios": {}, "measured_before": []}
-    assert keep_results(path, "data", every, []) == nothing
-    compared, ratios = [{"training": "ours", "steps": 2}, {"attention": "ours", "positions": 8}], {"speed": 2.0}
-    path.write_text(json.dumps(content | {"rows": [*rows, *compared], "ratios": ratios}))
-    assert keep_results(path, "data", every, []) == nothing | {"comparisons": compared, "ratios": ratios}
-    kept = keep_results(path, "prompts", every, ["attention"])
-    assert (kept["rows"], kept["comparisons"], kept["ratios"]) == (rows, compared[:1], ratios)
-    (before,) = kept["measured_before"]
-    assert before == {name: content[name] for name in before}
-    theirs = [row | {"data": "prompts"} for row in rows]
-    again = {"data": "prompts", "rows": [*rows, *theirs], "git": {}, "measured_before": [before]}
-    path.write_text(json.dumps(content | again))
-    assert keep_results(path, "prompts", every, [])["measured_before"] == [before]
-    kept = keep_results(path, "data", {None, "medusa"}, [])
-    assert kept["rows"] == [row for row in rows if row["recipe"] not in {None, "medusa"}] + theirs
-    assert [(each["data"], [run["recipe"] for run in each["runs"]]) for each in kept["measured_before"]] == [
-        ("data", ["eagle3", "draft_lm"]),
-        ("prompts", ["medusa", "eagle3", "draft_lm"]),
-    ]
+def test_a_run_that_was_cut_off_finds_what_it_had_measured(results, make_config, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(trained_runs, "run_training", None)
+    measured, whole = [], heads.measure_run
 
+    def measure_run(config, target, requests, run, *others, suite):
+        if cut_off and measured:
+            raise KeyboardInterrupt
+        measured.append((run.name, suite))
+        return whole(config, target, requests, run, *others, suite=suite)
 
-def test_the_command_of_a_run_stays_as_long_as_a_row_of_it(results, tmp_path):
-    path, content = tmp_path / "heads.json", results.content
-    cut = content["rows"][0] | {"recipe": "eagle3, 8 draft tokens"}
-    path.write_text(json.dumps(content | {"rows": [*content["rows"], cut]}))
-    every = {row["recipe"] for row in content["rows"]}
-    kept = keep_results(path, "data", every, [])
-    assert kept["rows"] == [cut]
-    assert [run["recipe"] for each in kept["measured_before"] for run in each["runs"]] == ["eagle3"]
-    assert keep_results(path, "data", {*every, cut["recipe"]}, [])["measured_before"] == []
+    monkeypatch.setattr(heads, "measure_run", measure_run)
+    only = {
+        "recipes": [str(folder / "eagle3.yaml")],
+        "draft_models": [],
+        "eagle3": None,
+        "output": str(tmp_path / "heads.json"),
+    }
+    cut_off = True
+    with pytest.raises(KeyboardInterrupt):
+        compare_heads(make_config(**only))
+    cut_off = False
+    assert compare_heads(make_config(**only)) == DONE
+    assert measured == [("eagle3", "home"), ("eagle3", "abroad")]
+    rows = json.loads((tmp_path / "heads.json").read_text())["rows"]
+    taus = {(row["family"], row["recipe"], row["suite"]): row["tau"] for row in results.content["rows"]}
+    assert {(row["family"], row["recipe"], row["suite"]): row["tau"] for row in rows}.items() <= taus.items()
+    assert len(rows) == 6
+    measured.clear()
+    assert compare_heads(make_config(**only)) == DONE  # what was finished is measured anew
+    assert len(measured) == 2
 
 
 def test_costs_are_those_of_the_artifact_the_data_and_the_run(results, recipe):

@@ -83,6 +83,8 @@ def test_the_file_holds_the_ratios_with_their_bounds_and_the_plan(folder, tmp_pa
     monkeypatch.setattr(scale_comparison, "run_steps", run_once)
     rows = [{"recipe": "ddp", "stage": "distill", "world_size": 2, "loss_difference": 0.0}]
     monkeypatch.setattr(scale_comparison, "compare_engines", lambda settings: rows)
+    held = {"held_bytes": 3, "whole_bytes": 5}
+    monkeypatch.setattr(scale_comparison, "hold_shares", lambda settings, kind, size: held)
     output = tmp_path / "scale.json"
     file = tmp_path / "bench.yaml"
     file.write_text(json.dumps(bench(folder, repeats=3, output=str(output)).model_dump(mode="json")))
@@ -100,6 +102,7 @@ def test_the_file_holds_the_ratios_with_their_bounds_and_the_plan(folder, tmp_pa
     assert content["plan"]["measured_over_planned_bytes"] == pytest.approx(4000 / content["plan"]["planned_bytes"])
     assert len(content["runs"]) == 9
     assert content["rows"] == rows
+    assert (ratios["target_memory_tensor2"], ratios["target_memory_shard4"], content["split_target"]) == (0.6, 0.6, [held] * 2)
 
 
 def test_padding_is_counted_over_the_batches_of_an_epoch(folder):

@@ -1,7 +1,6 @@
 """Tables of a document come from the benchmarks' files, and nothing else in it changes."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -10,13 +9,12 @@ from configs.runtime.errors import InputError
 from scripts.bench.tables import fill_tables
 from scripts.benchmark import run
 
-ROOT = Path(__file__).resolve().parents[3]
-
 RESULTS = {
     "name": "decode",
     "command": "python scripts/benchmark.py decode",
     "hardware": {"cpu": "a test machine", "cores": 2, "gpus": []},
     "versions": {"torch": "2.13.0"},
+    "git": {"commit": "0123456789abcdef", "dirty": False},
     "rows": [
         {"rule": "greedy", "tau": 1.504, "tau_low": 1.4, "tau_high": 1.6, "batch_size": 1},
         {"rule": "block|token", "tau": None, "tau_low": None, "tau_high": None, "batch_size": 8},
@@ -34,7 +32,7 @@ EXPECTED = """\
 | greedy | 1.50 [1.40, 1.60] | 1 |
 | block\\|token | – | 8 |
 
-`python scripts/benchmark.py decode` on 2 cores of a test machine, torch 2.13.0.
+`decode.json`: `python scripts/benchmark.py decode` on 2 cores of a test machine, torch 2.13.0, commit 0123456789ab.
 """
 
 
@@ -64,7 +62,12 @@ def test_rows_with_other_keys_stand_in_a_table_of_their_own_and_gpus_name_the_ma
     [
         ("<!-- table: decode -->\nold\n", "table 'decode' has no"),
         ("<!-- table: decode -->\nold\n<!-- table: decode -->\n<!-- end -->\n", "table 'decode' has no"),
-        ("<!-- table: nosuch -->\n<!-- end -->\n", "benchmark results not found: .*nosuch.json"),
+        ("<!-- table: decode {rows: {rule: [none]}} -->\n<!-- end -->\n", r"decode.json has nothing of \{rows: \{rule: \[none"),
+        (
+            "<!-- table: decode {row: {}} -->\n<!-- end -->\n",
+            r"table 'decode': \{row: \{\}\} is no mapping of ratios, rows and",
+        ),
+        ("<!-- table: decode {rows: [} -->\n<!-- end -->\n", "is no mapping of ratios, rows and columns"),
         ("<!-- table: odd -->\n<!-- end -->\n", "odd.json are not in the form"),
     ],
 )
@@ -81,17 +84,25 @@ def test_the_command_rewrites_the_document_or_leaves_it_alone(results, capsys):
     assert run(["tables", *arguments]) == DONE
     filled = document.read_text()
     assert EXPECTED in filled
-    (results / "decode.json").unlink()
+    (results / "decode.json").write_text("{}")
     assert run(["tables", *arguments]) == BAD_INPUT
     assert capsys.readouterr().err.count("\n") == 1
     assert document.read_text() == filled
 
 
-@pytest.mark.parametrize(("document", "name"), [("benchmarks", "decode"), ("modalities", "modalities")])
-def test_a_documents_tables_are_those_of_the_results_that_ship(document, name):
-    page = (ROOT / "docs" / f"{document}.md").read_text(encoding="utf-8")
-    assert f"<!-- table: {name} -->" in page
-    assert fill_tables(page, ROOT / "docs" / "results") == page
+def test_a_part_of_a_file_is_shown_where_its_table_says_which(results):
+    opening = "<!-- table: decode {ratios: [speed], rows: {rule: [greedy, other]}, columns: [tau, rule]} -->"
+    filled = fill_tables(f"{opening}\nold\n<!-- end -->", results)
+    assert filled.startswith(f"{opening}\n\n| ratio | value | 95 % interval |\n| --- | --- | --- |\n| speed | 1.26 |  |\n\n")
+    assert "\n| tau | rule |\n| --- | --- |\n| 1.50 [1.40, 1.60] | greedy |\n\n`decode.json`: " in filled
+    assert fill_tables(filled, results) == filled
+    rows_alone = fill_tables("<!-- table: decode {rows: {batch_size: [8]}} -->\n<!-- end -->", results)
+    assert "ratio" not in rows_alone
+    assert "| block\\|token | – | 8 |" in rows_alone
+
+
+def test_a_file_that_is_not_there_is_said_to_be_unmeasured(results):
+    assert "\n`nosuch.json` is not measured yet.\n" in fill_tables("<!-- table: nosuch -->\nold\n<!-- end -->", results)
 
 
 def test_bounds_of_no_column_in_the_row_are_columns_themselves(tmp_path):

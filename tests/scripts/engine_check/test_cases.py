@@ -235,7 +235,7 @@ def test_transformers_drafts_what_we_draft(kind, settings, bench, in_this_proces
 
 
 def test_heads_that_cases_name_by_recipe_are_trained_once_and_tried(fake, settings, tiny_run, monkeypatch):
-    def train(heads):
+    def train(heads, output):
         asked.append((heads.recipes, heads.runs))
         return [TrainingRun(name="eagle3", recipe=HeadsConfig(output=str(tiny_run)))]
 

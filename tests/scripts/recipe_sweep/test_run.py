@@ -213,3 +213,8 @@ def test_turns_of_a_prompt_are_one_cluster_and_stay_on_one_side(sweep, data, tmp
     assert measuring._by_prompt({"b/2": [3, 1], "c/3": [4, 2], "c/4": [8, 5]}) == {"b": [3, 1], "c": [12, 7]}
     with pytest.raises(InputError, match=r"has 2 prompts beside the 1 that choose checkpoints, got 3; ask for fewer"):
         measured_rows(path, 3, 1)
+    sources = ["x/a", "x/b", "y/c", "y/d", "y/e"]
+    path.write_text("".join(json.dumps(row | {"prompt_id": name}) + "\n" for row, name in zip(rows, sources, strict=False)))
+    assert [row.prompt_id for row in measured_rows(path, 2, 1, ["y", "x"])] == ["x/b", "y/e"]
+    with pytest.raises(InputError, match=r"has 1 prompts of source x beside the 1 that choose checkpoints, got 2"):
+        measured_rows(path, 4, 1, ["y", "x"])

@@ -1,0 +1,82 @@
+"""Where a results file comes from. Those in docs/results are of one command, one machine and one commit of a clean tree.
+
+What is trained for them must come from the same code; one that was trained earlier is kept where none of it has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from configs.runtime.errors import InputError
+from configs.runtime.files import CHECKOUT, read_json
+from configs.runtime.run_record import changed_files, describe_git, describe_hardware, describe_versions
+
+RESULTS = CHECKOUT / "docs" / "results"
+TRAINING_CODE = ("configs/runtime", "configs/schema", "heads", "distill", "eval", "train")
+
+
+def is_published(path: str | Path) -> bool:
+    """Return whether a file lies in docs/results."""
+    return RESULTS in Path(path).resolve().parents
+
+
+@cache
+def describe_origin() -> dict[str, Any]:
+    """Return machine, versions and commit of this process, as they were when it first asked."""
+    return {"hardware": describe_hardware(), "versions": describe_versions(), "git": describe_git()}
+
+
+def check_place(output: str | Path) -> None:
+    """Refuse to write into docs/results from a tree that is no commit's, or no longer that of this process's beginning.
+
+    Raises:
+        InputError: names the files that differ.
+    """
+    if not is_published(output):
+        return
+    commit = describe_origin()["git"]["commit"]
+    changed = None if commit is None else changed_files(commit)
+    if changed != []:
+        why = "this is no git checkout" if changed is None else f"these differ from commit {commit[:12]}: {_listed(changed)}"
+        raise InputError(f"output: {output} is for results of a commit, and {why}; commit first, or set output to another file")
+
+
+def check_trained_here(artifacts: Iterable[str | Path], output: str | Path) -> None:
+    """Refuse drafts, for results in docs/results, that were trained by other code than this commit's.
+
+    Raises:
+        InputError: names the first.
+    """
+    for artifact in artifacts if is_published(output) else ():
+        metadata = read_json(Path(artifact) / "draftsmith.json", "artifact metadata")
+        trained = metadata.get("provenance", {}).get("git", {})
+        commit = trained.get("commit")
+        changed = None if commit is None else changed_files(commit, TRAINING_CODE)
+        if trained.get("dirty") is not False or changed != []:
+            by = f"commit {str(commit)[:12]}" + (", with changes that are not committed" if trained.get("dirty") else "")
+            since = f"; since then changed: {_listed(changed)}" if changed else ""
+            raise InputError(
+                f"output: {output} is for results of one commit, and {artifact} was trained by {by}{since}; remove it, or set "
+                "output to another file"
+            )
+
+
+def check_same_origin(results: Mapping[str, Any], path: str | Path) -> None:
+    """Refuse to join results that another machine, other versions or other code made.
+
+    Raises:
+        InputError: names the file and what differs.
+    """
+    here, git = describe_origin(), results.get("git") or {}
+    other = [name for name in ("hardware", "versions") if results.get(name) != here[name]]
+    if git.get("dirty") is not False or changed_files(git["commit"]) != []:
+        other.append("code")
+    if other:
+        raise InputError(f"{path} is of other {' and '.join(other)} than this run's; make it anew first")
+
+
+def _listed(files: list[str]) -> str:
+    return ", ".join(files[:5]) + (f" and {len(files) - 5} more" if len(files) > 5 else "")
