@@ -17,7 +17,7 @@ help: ## list these commands
 setup: $(STAMP) ## make .venv with the pinned packages; nothing to do when it is up to date
 
 # Depends on the pins, so that a pulled change of them is installed by the next command that is run.
-$(STAMP): pyproject.toml constraints.txt scripts/setup.sh
+$(STAMP): pyproject.toml constraints.txt scripts/setup.sh scripts/cpu_torch.sh
 	sh scripts/setup.sh
 	@touch $@
 
@@ -94,7 +94,7 @@ serve-check: setup $(VLLM_STAMP) $(LLAMA_CPP_STAMP) $(OPENVINO_STAMP) ## a vLLM 
 	$(PY) -m pytest -m slow -s tests/distill/server/test_served_target.py tests/distill/server/test_served_answers.py tests/distill/server/test_served_states.py tests/heads/formats/test_in_llama_cpp.py tests/heads/formats/test_in_openvino.py
 	$(PY) scripts/benchmark.py serve --config configs/serve/smollm2.yaml
 
-$(VLLM_STAMP) $(OPENVINO_STAMP): .cache/venvs/%/.installed: scripts/setup_engine.sh scripts/%_pins.txt
+$(VLLM_STAMP) $(OPENVINO_STAMP): .cache/venvs/%/.installed: scripts/setup_engine.sh scripts/cpu_torch.sh scripts/%_pins.txt
 	sh scripts/setup_engine.sh $*
 	@touch $@
 

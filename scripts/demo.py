@@ -32,13 +32,12 @@ if not __package__:  # run as a script: the checkout's root takes the place of t
 
 from configs.runtime.command import DONE, EPILOG, FAILED, GATE_FAILED, INCONCLUSIVE, INTERRUPTED, Parser, exit_code
 from configs.runtime.errors import Stopped
-from configs.runtime.files import CHECKOUT, folder_lock, read_json, write_json
+from configs.runtime.files import CHECKOUT, find_shipped, folder_lock, read_json, write_json
 from configs.runtime.resumable import fingerprint
 from configs.runtime.yaml_reader import parse_yaml
 from scripts.own_demo.estimate import plan_text
 from scripts.own_demo.steps import add_own_arguments, is_own, own_loop
 
-ROOT = Path(__file__).resolve().parent.parent
 RUN = Path("runs/demo")
 RECORD = "finished.json"  # in the run's folder: the fingerprint of each step, by name, and whether it is only begun
 GRACE_SECONDS = 60  # for a step to write its checkpoint, once it is asked to stop
@@ -77,16 +76,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             loop = own_loop(arguments)
             folder, steps, made_of = loop.run, loop.steps(STEPS), loop.made_of()
             if arguments.fresh:
-                loop.check_removable(ROOT / folder)
+                loop.check_removable(folder)
             print(plan_text(loop, steps), flush=True)
             if not arguments.yes and sys.stdin.isatty() and input("\ngo on? [y/N] ").strip().lower() not in ("y", "yes"):
                 print("nothing was run")
                 return INTERRUPTED
         signal.signal(signal.SIGTERM, stop)
-        with folder_lock(ROOT / folder, beside=True):
+        with folder_lock(folder, beside=True):
             if arguments.fresh:
-                shutil.rmtree(ROOT / folder, ignore_errors=True)
-            return run_steps(ROOT / folder, steps, made_of)
+                shutil.rmtree(folder, ignore_errors=True)
+            return run_steps(folder, steps, made_of)
 
     return exit_code(run)
 
@@ -108,7 +107,7 @@ def run_steps(folder: Path, steps: Mapping[str, list[str]], made_of: str = "", p
     seconds: dict[str, float] = {}
     code, known = DONE, made_of
     for name, arguments in steps.items():
-        configs = [(CHECKOUT / each).read_text(encoding="utf-8") for each in arguments if each.endswith(".yaml")]
+        configs = [find_shipped(each).read_text(encoding="utf-8") for each in arguments if each.endswith(".yaml")]
         known = fingerprint(known, arguments, configs)
         if finished.get(name) == known:
             print(f"\n== {name}: finished by a run before; --fresh runs it anew", flush=True)
@@ -138,7 +137,7 @@ def run_steps(folder: Path, steps: Mapping[str, list[str]], made_of: str = "", p
     print()
     own = {f"report of the {name}": folder / place.name / "report.html" for name, place in REPORTS.items()}
     for name, page in (own if pages is None else pages).items():
-        print(f"{name}: {os.path.relpath(ROOT / page, ROOT) if (ROOT / page).exists() else 'none'}")
+        print(f"{name}: {page if page.exists() else 'none'}")
     print(f"exit code: {code}")
     return code
 
@@ -148,20 +147,19 @@ def _output_of(arguments: Sequence[str]) -> Path | None:
     if "--config" not in arguments:
         return None
     config = arguments[arguments.index("--config") + 1]
-    named = parse_yaml((CHECKOUT / config).read_text(encoding="utf-8"), config).get("output")
+    named = parse_yaml(find_shipped(config).read_text(encoding="utf-8"), config).get("output")
     given = [each.removeprefix("output=") for each in arguments if each.startswith("output=")]
     output = parse_yaml(given[-1], "--set output") if given else named
-    return None if output is None else ROOT / str(output)
+    return None if output is None else Path(str(output))
 
 
-def run_step(arguments: Sequence[str], folder: Path | None = None) -> int:
+def run_step(arguments: Sequence[str]) -> int:
     """Run a step in a session of its own and return its exit code; end all of its processes if this one is stopped.
 
     Args:
-        arguments: of Python.
-        folder: where it runs; None: the checkout.
+        arguments: of Python; entries and configs that came with draftsmith are found from any folder.
     """
-    process = subprocess.Popen([sys.executable, *arguments], cwd=folder or ROOT, start_new_session=True)
+    process = subprocess.Popen([sys.executable, *map(_located, arguments)], start_new_session=True)
     try:
         code = process.wait()
     except BaseException:
@@ -171,6 +169,13 @@ def run_step(arguments: Sequence[str], folder: Path | None = None) -> int:
     if code == GATE_FAILED and not judged:  # accelerate's launcher ends with 1 whatever happened
         return FAILED
     return code if code >= 0 else 128 - code  # as a shell reports a signal
+
+
+def _located(argument: str) -> str:
+    """Return an argument, or the path of the entry or config that it names; entries are those of this process's code."""
+    if argument.endswith(".py") and (CHECKOUT / argument).is_file():
+        return str(CHECKOUT / argument)
+    return str(find_shipped(argument)) if argument.endswith(".yaml") else argument
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

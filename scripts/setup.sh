@@ -1,9 +1,10 @@
 #!/bin/sh
-# Makes .venv and installs the pinned packages into it. `make setup` calls this when the pins have changed.
+# Makes .venv and installs the pinned packages into it: torch's CPU build where there is no GPU (nvidia-smi fails or is missing),
+# else the build that pip chooses. `make setup` calls this when the pins have changed.
 #
 #   PYTHON           the interpreter to build on (default python3)
-#   TORCH_INDEX_URL  where to take torch from on a machine without a GPU: the address of PyTorch's CPU index
-#   ALLOW_CUDA=1     install whatever build of torch pip chooses, GPU or not
+#   TORCH_INDEX_URL  where to take the CPU build from, in place of the machine's index and PyTorch's CPU index
+#   ALLOW_CUDA=1     install the build of torch that pip chooses, GPU or not
 set -eu
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
@@ -22,22 +23,9 @@ if ! pip --version >/dev/null 2>&1; then
     "$PYTHON" -m venv --clear .venv
 fi
 
-# Without a GPU, torch is installed first and alone, by the exact pin. A range, or another package's requirement, would let
-# pip prefer a CUDA build, which brings several GB of nvidia-* packages that such a machine cannot use. With the pin met,
-# nothing that is installed afterwards touches torch. Where even the pin leads to a CUDA build, stop before it is fetched.
-if ! command -v nvidia-smi >/dev/null 2>&1; then
-    torch=$(grep '^torch==' constraints.txt)
-    if [ -n "${TORCH_INDEX_URL:-}" ]; then
-        pip install --index-url "$TORCH_INDEX_URL" "$torch"
-    else
-        plan=$(pip install --quiet --dry-run --report - "$torch")
-        if [ -z "${ALLOW_CUDA:-}" ] && printf '%s' "$plan" | grep -Eq '"name": "(nvidia|cuda)-'; then
-            echo "There is no GPU here (no nvidia-smi), but pip would install the CUDA build of $torch, several GB." >&2
-            echo "Set TORCH_INDEX_URL to the address of PyTorch's CPU index (its 'Get started' page shows it), or ALLOW_CUDA=1." >&2
-            exit 2
-        fi
-        pip install "$torch"
-    fi
+if [ -z "${ALLOW_CUDA:-}" ] && ! nvidia-smi >/dev/null 2>&1; then
+    . scripts/cpu_torch.sh
+    install_cpu_torch "$(grep '^torch==' constraints.txt)"
 fi
 
 pip install -c constraints.txt -e '.[dev]'

@@ -4,7 +4,7 @@
 # another transformers.
 #
 #   PYTHON           the interpreter to build on (default python3): 3.11, which the pins were made with
-#   TORCH_INDEX_URL  where to take torch from where pip would choose a CUDA build: the address of PyTorch's CPU index
+#   TORCH_INDEX_URL  where to take torch's CPU build from, in place of the machine's index and PyTorch's CPU index
 set -eu
 cd "$(dirname "$0")/.."
 ENGINE=${1:-}
@@ -22,15 +22,6 @@ pip() {
 
 "$PYTHON" -m venv --clear "$VENV"
 # --no-deps everywhere: the pins are complete, and the requirements as they stand lead to CUDA builds.
-pip install --no-deps ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$(grep '^torch==' "$PINS")"
+. scripts/cpu_torch.sh
+install_cpu_torch "$(grep '^torch==' "$PINS")"
 pip install --no-deps -r "$PINS"
-"$VENV/bin/python" - <<'END'
-import sys
-import torch
-
-if torch.version.cuda:
-    sys.exit(
-        f"pip chose torch {torch.__version__}, a CUDA build, and engines for CPUs need the CPU build: "
-        "set TORCH_INDEX_URL to the address of PyTorch's CPU index (its 'Get started' page shows it)"
-    )
-END

@@ -60,3 +60,16 @@ def test_a_recipe_is_found_from_any_folder(unpacked, tmp_path):
     )
     suite = run(unpacked, tmp_path, "-c", code).strip()
     assert (unpacked / suite).is_file()
+
+
+def test_the_demos_find_what_came_along_and_write_to_the_present_folder(unpacked, tmp_path):
+    code = (
+        "from scripts import demo; from scripts.modalities.digits import FOLDER; print(FOLDER.resolve()); "
+        "demo.STEPS = {name: [*step, '--print-config'] for name, step in demo.STEPS.items() if name[:4] in ('head', 'data')}; "
+        "raise SystemExit(demo.main([]))"
+    )
+    said = run(unpacked, tmp_path, "-c", code)
+    assert said.startswith(f"{tmp_path}/runs/demo_images")
+    assert "kind: hydra" in said
+    assert (tmp_path / "runs" / "demo" / "finished.json").is_file()
+    assert not (unpacked / "runs").exists()

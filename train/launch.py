@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -16,7 +17,7 @@ from transformers.integrations import unset_hf_deepspeed_config
 
 from configs.runtime.command import DONE
 from configs.runtime.errors import ConfigError, first_line
-from configs.runtime.files import drop_leftovers, folder_lock, write_json
+from configs.runtime.files import drop_leftovers, find_shipped, folder_lock, write_json
 from configs.runtime.run_record import write_run_record
 from configs.schema.training import DistillConfig, HeadsConfig, ScheduleConfig
 from distill.cache.format import MANIFEST
@@ -47,6 +48,8 @@ from train.tasks.draft import DraftTask
 from train.tasks.head import HeadTask
 from train.tasks.initial_head import hash_initial_head
 from train.telemetry.trackers import FOLDER, check_installed
+
+DEEPSPEED_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"  # where accelerate's launcher hands on its config's deepspeed_config_file
 
 log = logging.getLogger("draftsmith")
 
@@ -229,7 +232,7 @@ def make_accelerator(schedule: ScheduleConfig, output: Path) -> Accelerator:
     check_engine(schedule)
     set_seed(schedule.seed)
     try:
-        with patch_environment(ACCELERATE_USE_FSDP="false"):  # `train.loop.engines` shards the weights, not accelerate
+        with patch_environment(**_settings_of_accelerate()):
             accelerator = Accelerator(
                 mixed_precision=schedule.mixed_precision,
                 log_with=list(schedule.trackers) or None,
@@ -244,3 +247,11 @@ def make_accelerator(schedule: ScheduleConfig, output: Path) -> Accelerator:
         raise ConfigError("schedule.mixed_precision: fp16 is not to be had on a CPU; give bf16 or no")
     unset_hf_deepspeed_config()  # under ZeRO-3 transformers would shard each model that it loads, also the target
     return accelerator
+
+
+def _settings_of_accelerate() -> dict[str, str]:
+    """Return the environment variables that accelerate is to read otherwise than its launcher set them."""
+    settings = {"ACCELERATE_USE_FSDP": "false"}  # `train.loop.engines` shards the weights, not accelerate
+    if file := os.environ.get(DEEPSPEED_FILE):  # the recipes in configs/accelerate name one beside them, from any folder
+        settings[DEEPSPEED_FILE] = str(find_shipped(file))
+    return settings

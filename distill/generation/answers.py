@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from configs.runtime.progress import progress
+from configs.runtime.progress import Tokens, progress
 from configs.runtime.resumable import Journal, Place
 from configs.schema.data import AnswersConfig
 from distill.dataset.conversations import Conversation, Message
@@ -64,6 +64,7 @@ class Dialogue:
     rows: list[Conversation] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
     encoded: tuple[int, ...] = ()  # up to the turn that is to be answered
+    num_written: int = 0  # tokens of its answers
 
     def __post_init__(self) -> None:
         self.said = list(self.prompt.history)
@@ -101,6 +102,7 @@ class Dialogue:
         if isinstance(answer, str):
             self._drop(answer)
             return
+        self.num_written += len(answer)
         text = str(target.tokenizer.decode(answer, skip_special_tokens=True))
         said = (*self.said, {"role": "assistant", "content": text})
         outcome = _conversation(target, self.prompt, self.turn, said, self.encoded, answer)
@@ -141,15 +143,23 @@ class AnswerJob:
         own, finished = order[rank::num_processes], self.finished()
         missing = [number for number in own if not finished[number]]
         journal = Journal(self.folder / ANSWER_JOURNALS.format(rank=rank), self.fingerprint)
-        with progress("answers", len(own), "prompts", done=len(own) - len(missing)) as advance:
+        tokens = Tokens()
+        for number in missing:
+            tokens.expect(self._longest(number))
+        with progress("answers", len(own), "prompts", done=len(own) - len(missing), tokens=tokens) as advance:
             dialogues = (Dialogue(number=number, prompt=self.prompts[number]) for number in missing)
             capacity = min(self.target.max_positions, needs[missing[0]]) if missing else 0
-            # A write to the disk waits for it: several at a time.
-            answered = self._answered(dialogues, capacity)
-            while group := list(islice(answered, self.config.batch_size)):
-                if writes:
+            answered = self._answered(dialogues, capacity, tokens.write)
+            group: list[Dialogue] = []
+            for dialogue in answered:
+                tokens.end(self._longest(dialogue.number), dialogue.num_written)
+                advance(1)
+                group.append(dialogue)
+                if writes and len(group) == self.config.batch_size:  # a write to the disk waits for it: several at a time
                     journal.extend({str(each.number): each.piece for each in group})
-                advance(len(group))
+                    group.clear()
+            if writes and group:
+                journal.extend({str(each.number): each.piece for each in group})
 
     def finished(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Return which prompts were answered, by any process."""
@@ -184,8 +194,12 @@ class AnswerJob:
         """Return about how many positions a prompt's turns take, their answers at their longest."""
         prompt = self.prompts[number]
         length = self.lengths[number] if self.lengths else len(prompt.user_text)
-        longest = prompt.max_new_tokens or self.config.max_new_tokens
-        return length + longest + sum(len(turn) + TEMPLATE_TOKENS + longest for turn in prompt.turns[1:])
+        return length + self._longest(number) + sum(len(turn) + TEMPLATE_TOKENS for turn in prompt.turns[1:])
+
+    def _longest(self, number: int) -> int:
+        """Return how many tokens the answers to a prompt's turns may have together."""
+        prompt = self.prompts[number]
+        return len(prompt.turns) * (prompt.max_new_tokens or self.config.max_new_tokens)
 
     def _pieces(self) -> Iterator[tuple[Journal, str, Place, Any]]:
         for path in sorted(self.folder.glob(ANSWER_JOURNALS.format(rank="*"))):
@@ -193,13 +207,14 @@ class AnswerJob:
             for found in journal.scan():
                 yield journal, *found
 
-    def _answered(self, dialogues: Iterator[Dialogue], capacity: int) -> Iterator[Dialogue]:
-        """Yield dialogues as they are over."""
+    def _answered(self, dialogues: Iterator[Dialogue], capacity: int, on_step: Callable[[int], None]) -> Iterator[Dialogue]:
+        """Yield dialogues as they are over; `on_step` is told of the tokens written."""
         if self.write is None:
-            yield from refilled(self.target, dialogues, self.config, seed=self.seed, capacity=capacity)
+            yield from refilled(self.target, dialogues, self.config, seed=self.seed, capacity=capacity, on_step=on_step)
             return
         while group := list(islice(dialogues, self.config.batch_size)):
             answer_together(self.target, group, self.config.max_new_tokens, self.write)
+            on_step(sum(each.num_written for each in group))
             yield from group
 
 
@@ -233,15 +248,22 @@ def answer_together(target: Target, dialogues: Sequence[Dialogue], max_new_token
 
 
 def refilled(
-    target: Target, dialogues: Iterator[Dialogue], config: AnswersConfig, *, seed: int, capacity: int | None = None
+    target: Target,
+    dialogues: Iterator[Dialogue],
+    config: AnswersConfig,
+    *,
+    seed: int,
+    capacity: int | None = None,
+    on_step: Callable[[int], None] = lambda count: None,
 ) -> Iterator[Dialogue]:
     """Let the target answer dialogues, `config.batch_size` rows at a time, and yield each as it is over.
 
-    `capacity` is that of `TargetSource`.
+    `capacity` is that of `TargetSource`, `on_step` that of `continue_rows`.
     """
     waiting = _Waiting(target, dialogues, config.max_new_tokens)
     source = TargetSource(target, config, capacity=capacity)
-    for row in continue_rows(source, waiting, seed=seed, has_ended=waiting.has_ended, batch_size=config.batch_size):
+    size = config.batch_size
+    for row in continue_rows(source, waiting, seed=seed, has_ended=waiting.has_ended, batch_size=size, on_step=on_step):
         dialogue = waiting.under_way.pop(row.key)
         dialogue.settle(target, row.written)
         waiting.put_back(dialogue)

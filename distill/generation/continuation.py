@@ -87,6 +87,7 @@ def continue_rows(
     seed: int,
     has_ended: Callable[[TokenRow], bool],
     batch_size: int | None = None,
+    on_step: Callable[[int], None] = lambda count: None,
 ) -> Iterator[TokenRow]:
     """Continue rows, and yield each as it ends.
 
@@ -97,6 +98,7 @@ def continue_rows(
         has_ended: called after each token; a row also ends at its limit.
         batch_size: rows at a time; another takes the place of one that has ended, where the source has room for it, and a new
             batch is begun where it has none. None: all rows at once.
+        on_step: called with the number of tokens that each step has added to the rows.
     """
     waiting = iter(rows)
     held: list[TokenRow] = []  # that the batch under way has no room for
@@ -105,9 +107,12 @@ def continue_rows(
         rng = CounterRNG(seed, [row.request for row in active], source.device)
         source.start(active)
         while active:
-            kept, new = [], []
-            for place, (row, tokens) in enumerate(zip(active, source.draw(active, rng), strict=True)):
-                if not _append(row, tokens, has_ended):
+            kept, new, before = [], [], sum(len(row.tokens) for row in active)
+            drawn = source.draw(active, rng)
+            ended = [_append(row, tokens, has_ended) for row, tokens in zip(active, drawn, strict=True)]
+            on_step(sum(len(row.tokens) for row in active) - before)
+            for place, row in enumerate(active):
+                if not ended[place]:
                     kept.append(place)
                     continue
                 yield row

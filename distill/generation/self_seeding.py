@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from configs.runtime.errors import InputError
-from configs.runtime.progress import progress
+from configs.runtime.progress import Tokens, progress
 from configs.schema.data import SELF_SEEDED, PromptsConfig
 from configs.schema.decoding import SamplingConfig
 from distill.dataset.conversations import Message, folded_text
@@ -34,7 +34,8 @@ NEAR_DUPLICATE = "near_duplicate"
 
 # A prompt's number, and what the user says in it, one turn or a list of them; None where it is unusable.
 Turn = tuple[int, str | list[str] | None]
-WriteTurns = Callable[["UserFrame", Sequence[int]], Iterator[Turn]]  # writes the turns of these numbers, in any order
+# Writes the turns of these numbers, in any order, and counts their tokens.
+WriteTurns = Callable[["UserFrame", Sequence[int], Tokens], Iterator[Turn]]
 Exchange = Callable[[list[Turn]], list[Turn]]
 
 
@@ -77,7 +78,8 @@ def self_seed(
     choice = _Choice(config, kind_of, admission)
     chosen, dropped = choice.chosen, choice.dropped
     num_written = 0
-    with progress("self-seeded prompts", config.num_prompts, "prompts") as advance:
+    tokens = Tokens()
+    with progress("self-seeded prompts", config.num_prompts, "prompts", tokens=tokens) as advance:
         while len(chosen) < config.num_prompts:
             before = len(chosen)
             # A quarter more than is missing: most turns are usable, and a second wave would begin with a nearly empty batch.
@@ -85,9 +87,9 @@ def self_seed(
             wave = range(num_written, num_written + max(batch_size, num_wanted))
             mine = [number for number in wave if number % num_processes == rank]
             if write is None:
-                turns = write_turns(target, frame, mine, config, batch_size=batch_size, seed=seed, name=name)
+                turns = write_turns(target, frame, mine, tokens, config, batch_size=batch_size, seed=seed, name=name)
             else:
-                turns = write(frame, mine)
+                turns = write(frame, mine, tokens)
             shown = _with_progress(turns, advance, step=num_processes, room=config.num_prompts - before)
             written = exchange(list(shown))
             choice.add(sorted(written, key=lambda turn: turn[0]))
@@ -134,6 +136,7 @@ def write_turns(
     target: Target,
     frame: UserFrame,
     numbers: Sequence[int],
+    tokens: Tokens,
     config: PromptsConfig,
     *,
     batch_size: int,
@@ -141,11 +144,14 @@ def write_turns(
     name: str = "",
 ) -> Iterator[Turn]:
     """Let the target write the turns of these numbers; yield each as it ends. A turn that has ended makes room for the next."""
+    tokens.expect(len(numbers) * config.max_prompt_tokens)
     limit = len(frame.prefix_ids) + config.max_prompt_tokens
     rows = (TokenRow(key=n, prompt_ids=frame.prefix_ids, limit=limit, request=turn_request(n, name)) for n in numbers)
     sampling = SamplingConfig(temperature=config.temperature, top_p=config.top_p)
     source = TargetSource(target, sampling, shared_prompt=True)
-    for row in continue_rows(source, rows, seed=seed, has_ended=turn_ended(target, frame), batch_size=batch_size):
+    ended = turn_ended(target, frame)
+    for row in continue_rows(source, rows, seed=seed, has_ended=ended, batch_size=batch_size, on_step=tokens.write):
+        tokens.end(config.max_prompt_tokens, len(row.written))
         yield row.key, read_turn(target, frame, row.written)
 
 

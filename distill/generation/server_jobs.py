@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from configs.runtime.errors import InputError
-from configs.runtime.progress import progress
+from configs.runtime.progress import Tokens, progress
 from configs.runtime.resumable import Journal, fingerprint
 from configs.schema.data import DataConfig, PromptsConfig
 from configs.schema.decoding import SamplingConfig
@@ -85,10 +85,13 @@ def server_turns(
     rank: int,
     frame: UserFrame,
     numbers: Sequence[int],
+    tokens: Tokens,
     *,
     name: str = "",
 ) -> Iterator[Turn]:
     """Return the turns of these numbers in their order, asking a server for those that no journal holds.
+
+    Their `tokens` are not counted: the turns that have come are.
 
     `name` is that of the source of prompts, where there are several.
 

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import random
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from configs.runtime.progress import Tokens
 from configs.runtime.yaml_reader import parse_yaml
 from configs.schema.data import PromptKind, PromptsConfig
 from configs.schema.decoding import SamplingConfig
@@ -92,6 +94,7 @@ def write_steered(
     target: Target,
     frame: UserFrame,
     numbers: Sequence[int],
+    tokens: Tokens,
     config: PromptsConfig,
     *,
     batch_size: int,
@@ -101,7 +104,9 @@ def write_steered(
     """Let the target write the prompts of these numbers, `WRITTEN_TOGETHER` batches at a time; yield each with its turns, None
     where it is unusable.
     """
-    writer = _Writer(target, frame, config, batch_size, seed, name)
+    writer = _Writer(target, frame, tokens, config, batch_size, seed, name)
+    for kind, limit in writer.limits(numbers).items():
+        tokens.expect(limit, kind)
     for start in range(0, len(numbers), WRITTEN_TOGETHER * batch_size):
         yield from writer.write(numbers[start : start + WRITTEN_TOGETHER * batch_size])
 
@@ -110,13 +115,33 @@ def write_steered(
 class _Writer:
     target: Target
     frame: UserFrame
+    tokens: Tokens
     config: PromptsConfig
     batch_size: int
     seed: int
     name: str
+    ended: Counter[str] = field(default_factory=Counter)  # the limits of the texts that have ended, by stage
+
+    def plan(self, number: int) -> Plan:
+        return plan_prompt(self.config.kinds or {}, self.seed, self.name, number)
+
+    def limits(self, numbers: Sequence[int]) -> Counter[str]:
+        """Return how many tokens the texts of these prompts have at most, by stage."""
+        found = Counter[str]()
+        for plan in map(self.plan, numbers):
+            if plan.text_request is not None:
+                found["text"] += self.text_limit(plan)
+            found["turn-0"] += self.config.max_prompt_tokens * plan.goes_on
+            for further in range(len(plan.follow_ups)):
+                found[f"answer-{further}"] += ANSWER_TOKENS
+                found[f"turn-{further + 1}"] += self.config.max_prompt_tokens
+        return found
+
+    def text_limit(self, plan: Plan) -> int:
+        return max(1, int(plan.text_share * self.config.max_text_tokens))
 
     def write(self, numbers: Sequence[int]) -> Iterator[tuple[int, list[str] | None]]:
-        plans = {number: plan_prompt(self.config.kinds or {}, self.seed, self.name, number) for number in numbers}
+        plans = {number: self.plan(number) for number in numbers}
         openings = {number: plan.opening for number, plan in plans.items() if plan.text_request is None}
         texts = self._texts({number: plan for number, plan in plans.items() if plan.text_request is not None})
         openings |= {number: _around(plans[number], text) for number, text in texts.items()}
@@ -128,6 +153,10 @@ class _Writer:
         history: dict[int, list[Message]] = {number: [] for number in turns}
         for further in range(max((len(plan.follow_ups) for plan in plans.values()), default=0)):
             self._go_on(turns, history, plans, further)
+        unwritten = self.limits(numbers) - self.ended  # of prompts that broke off before
+        self.ended.clear()
+        for kind, limit in unwritten.items():
+            self.tokens.end(limit, 0, kind)
         for number in numbers:
             said = turns.get(number)
             yield number, said if said is None or len(said) > bool(plans[number].follow_ups) else None
@@ -153,7 +182,7 @@ class _Writer:
     def _texts(self, plans: Mapping[int, Plan]) -> dict[int, str]:
         """Return the texts that prompts work on, up to their last whole sentence."""
         asked = {number: self.target.encode_chat([_said(plan.text_request or "")]) for number, plan in plans.items()}
-        limits = {number: max(1, int(plan.text_share * self.config.max_text_tokens)) for number, plan in plans.items()}
+        limits = {number: self.text_limit(plan) for number, plan in plans.items()}
         texts = {}
         for number, ids in self._continue(asked, limits, "text").items():
             text = self._plain(ids)
@@ -197,8 +226,12 @@ class _Writer:
                 )
                 for number in fitting[start : start + self.batch_size]
             ]
-            for row in continue_rows(source, rows, seed=self.seed, has_ended=ended):
+            on_step = partial(self.tokens.write, kind=stage)
+            for row in continue_rows(source, rows, seed=self.seed, has_ended=ended, on_step=on_step):
                 written[row.key] = row.written
+                limit = limits if isinstance(limits, int) else limits[row.key]
+                self.tokens.end(limit, len(row.written), stage)
+                self.ended[stage] += limit
         return written
 
     def _fits(self, text: str) -> bool:

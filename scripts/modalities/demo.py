@@ -24,7 +24,7 @@ from configs.runtime.command import EPILOG, Parser, exit_code
 from configs.runtime.errors import InputError
 from configs.runtime.files import folder_lock
 from configs.runtime.resumable import files_fingerprint
-from scripts.demo import GATE_ENTRY, LAUNCH, ROOT, run_steps, stop
+from scripts.demo import GATE_ENTRY, LAUNCH, run_steps, stop
 
 RUNS = {"images": Path("runs/demo_images"), "speech": Path("runs/demo_speech")}
 RECIPES = {"images": "digits", "speech": "speech"}  # the configs' name
@@ -44,11 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (kind == "speech") != (wavs is not None):
             raise InputError("speech needs recordings, and images take none: make demo-speech WAVS=folder, make demo-images")
         signal.signal(signal.SIGTERM, stop)
-        with folder_lock(ROOT / RUNS[kind], beside=True):
+        with folder_lock(RUNS[kind], beside=True):
             if arguments.fresh:
-                shutil.rmtree(ROOT / RUNS[kind], ignore_errors=True)
+                shutil.rmtree(RUNS[kind], ignore_errors=True)
             return run_steps(
-                ROOT / RUNS[kind],
+                RUNS[kind],
                 steps(kind, wavs),
                 pages=pages(kind),
                 made_of="" if wavs is None else files_fingerprint([wavs]),

@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from safetensors.numpy import load_file, save_file
 
-from configs.runtime.files import CHECKOUT
 from configs.runtime.terminal import say
 from scripts.modalities.code_model import train_code_model
 from scripts.modalities.fitted import (
@@ -39,7 +38,7 @@ from scripts.modalities.fitted import (
     write_rows,
 )
 
-FOLDER = CHECKOUT / "runs" / "demo_images"
+FOLDER = Path("runs/demo_images")
 NUM_CODES, NUM_CLASSES, PATCH, SIDE = 128, 10, 2, 8
 FIRST_CLASS, NULL = NUM_CODES, NUM_CODES + NUM_CLASSES
 LENGTH = (SIDE // PATCH) ** 2  # tokens of a picture

@@ -31,7 +31,6 @@ from safetensors.numpy import load_file, save_file
 
 from configs.runtime.command import exit_code
 from configs.runtime.errors import InputError
-from configs.runtime.files import CHECKOUT
 from configs.runtime.terminal import say
 from scripts.modalities.code_model import train_code_model
 from scripts.modalities.fitted import (
@@ -46,7 +45,7 @@ from scripts.modalities.fitted import (
 )
 from scripts.modalities.recordings import BANDS, HOP, QUIET, RATE, griffin_lim, read_wav, spectrum, wav_bytes
 
-FOLDER = CHECKOUT / "runs" / "demo_speech"
+FOLDER = Path("runs/demo_speech")
 FRAMES = 2  # of a code
 NUM_CODES, LONGEST = 256, 39  # codes; codes of a recording, of which longer ones are cut
 END, FIRST_CLASS = NUM_CODES, NUM_CODES + 1

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from configs.runtime.errors import InputError
-from configs.runtime.files import CHECKOUT
 from configs.runtime.loading import load_config
 from configs.runtime.resumable import files_fingerprint
 from configs.schema.data import DataConfig
@@ -137,7 +136,6 @@ def own_loop(arguments: argparse.Namespace) -> OwnLoop:
     known = load_config(DataConfig, None, target).target
     model = read_model_config(name, known.revision, trust_remote_code=known.trust_remote_code).get_text_config()
     run = Path("runs") / f"demo-{re.sub(r'[^A-Za-z0-9_.-]+', '-', Path(name).name.removesuffix('.gguf'))}"
-    run = run if (CHECKOUT / "pyproject.toml").is_file() else Path.cwd() / run
     data = Path(_absolute(arguments.data)) if arguments.data else None
     prompts, num_prompts, prompt_tokens = _made_before(data) if data else _prompts(arguments)
     train = run / "data" / "train.jsonl" if data is None else data

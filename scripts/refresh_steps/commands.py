@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from configs.runtime.command import DONE
 from configs.runtime.errors import ConfigError, InputError
-from configs.runtime.files import CHECKOUT, find_shipped, write_json
+from configs.runtime.files import write_json
 from configs.runtime.loading import load_config
 from configs.schema.commands.refreshing import OLD, TRAFFIC, RefreshConfig
 from configs.schema.data import DataConfig, PromptsConfig
@@ -30,8 +30,8 @@ FROM_ARTIFACT = {"init": "model", "layers": None, "layer_choice": None, "num_lay
 
 def call(entry: str, *arguments: str, launcher: str | None = None) -> int:
     """Run a command in a process of its own, from this folder; return its exit code."""
-    launch = [] if launcher is None else [*demo.LAUNCH[:-1], str(find_shipped(launcher))]
-    return demo.run_step([*launch, str(CHECKOUT / entry), *arguments], Path.cwd())
+    launch = [] if launcher is None else [*demo.LAUNCH[:-1], launcher]
+    return demo.run_step([*launch, entry, *arguments])
 
 
 def call_with(config: Config, name: str, output: Path, launcher: str | None = None) -> int:

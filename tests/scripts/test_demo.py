@@ -22,7 +22,7 @@ LAUNCH = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEP!
 def steps(tmp_path, monkeypatch):
     """The steps, to be changed: two that write into a file of their names."""
     names = {name: ["-c", WRITE, f"runs/demo/{name}"] for name in ("one", "two")}
-    monkeypatch.setattr(demo, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo, "STEPS", names)
     before = signal.getsignal(signal.SIGTERM)
     yield names
@@ -90,8 +90,8 @@ def test_stopping_it_stops_what_it_started(tmp_path, stop, code):
     script = (
         # A shell starts what runs in its background with Ctrl-C ignored, and these tests may run there.
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        f"import pathlib, sys; sys.path[0] = {str(ENTRY.parents[1])!r}; from scripts import demo; "
-        f"demo.ROOT = pathlib.Path({str(tmp_path)!r}); demo.STEPS = {{'train': ['-c', {LAUNCH!r}]}}; demo.GRACE_SECONDS = 2; "
+        f"import sys; sys.path[0] = {str(ENTRY.parents[1])!r}; from scripts import demo; "
+        f"demo.STEPS = {{'train': ['-c', {LAUNCH!r}]}}; demo.GRACE_SECONDS = 2; "
         "sys.exit(demo.main([]))"
     )
     running = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path)

@@ -9,7 +9,6 @@ import pytest
 
 from configs.runtime.command import BAD_INPUT, DONE, run_command
 from configs.runtime.errors import InputError
-from configs.runtime.files import CHECKOUT
 from configs.schema.commands.refreshing import RefreshConfig
 from configs.schema.commands.release import ExportConfig
 from configs.schema.data import DataConfig
@@ -75,8 +74,8 @@ def run(tiny_run, tiny_data, head, tmp_path, monkeypatch):
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
     ran = []
 
-    def call(arguments, folder=None):
-        name = ".".join(Path(arguments[0]).relative_to(CHECKOUT).with_suffix("").parts)
+    def call(arguments):
+        name = ".".join(Path(arguments[0]).with_suffix("").parts)
         ran.append(name)
         entry = importlib.import_module(name)
         more = {"add_arguments": entry.add_arguments} if name in ("eval.gate", "scripts.export") else {}
@@ -155,10 +154,10 @@ def test_a_run_killed_between_its_steps_goes_on_with_the_log_it_had_read_and_the
     Path("log.jsonl").write_text(log_lines())
     whole = demo.run_step
 
-    def killed(arguments, folder=None):
+    def killed(arguments):
         if arguments[0].endswith("heads.py"):
             raise KeyboardInterrupt
-        return whole(arguments, folder)
+        return whole(arguments)
 
     monkeypatch.setattr(demo, "run_step", killed)
     assert run() != DONE
@@ -181,7 +180,7 @@ def test_a_run_exports_over_the_one_before_and_leaves_nothing_of_its_verdict_whe
     found = [Path("out") / name for name in ("refresh.json", "refresh.md", "export")]
     assert all(path.exists() for path in found)
     Path("log.jsonl").write_text(log_lines(31))
-    monkeypatch.setattr(demo, "run_step", lambda arguments, folder=None: 143)
+    monkeypatch.setattr(demo, "run_step", lambda arguments: 143)
     assert run(exports=["vllm"]) == 143
     assert not any(path.exists() for path in found)
 

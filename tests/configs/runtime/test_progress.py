@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from configs.runtime import progress as module
-from configs.runtime.progress import LOGGER, is_main_process, progress, setup_logging, track
+from configs.runtime.progress import LOGGER, Tokens, is_main_process, progress, setup_logging, track
 
 
 @pytest.fixture
@@ -58,6 +58,33 @@ def test_what_was_finished_before_counts_for_the_share_and_not_for_the_rate(cloc
     assert caplog.messages[-1] == "answers: 60 prompts in 0:00:40, 1.5 prompts/s"
 
 
+def test_tokens_tell_the_time_left_before_the_first_text_has_ended(clock, caplog):
+    tokens = Tokens()
+    tokens.expect(1000)
+    with progress("answers", 10, "prompts", tokens=tokens) as advance:
+        clock.now += 20
+        tokens.write(80)
+        tokens.end(100, 20)
+        advance(1)
+        clock.now += 20
+        tokens.write(0)
+    assert caplog.messages[0] == "answers: 0/10 prompts (8 %), 4 tokens/s, 0:03:50 left"  # at most: 920 tokens
+    # The text that has ended filled a fifth of its limit; those under way have 60 tokens already.
+    assert caplog.messages[1] == "answers: 1/10 prompts (10 %), 2 tokens/s, 0:06:00 left"
+
+
+def test_kinds_of_texts_fill_different_shares_of_their_limits():
+    tokens = Tokens()
+    for kind in ("long", "short", "not seen yet"):
+        tokens.expect(400, kind)
+    for kind, length in (("long", 100), ("short", 20)):
+        tokens.write(length, kind)
+        tokens.end(100, length, kind)
+    assert tokens.left == 300 + 60 + 0.6 * 400
+    tokens.end(400, 0, "not seen yet")  # none was written after all
+    assert tokens.left == 300 + 60
+
+
 def test_short_work_leaves_one_line(clock, caplog):
     with progress("packing", 4, "rows") as advance:
         advance(1)
@@ -95,10 +122,14 @@ def test_a_terminal_gets_a_bar_with_the_rate_and_no_lines(monkeypatch, caplog):
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", terminal)
+    tokens = Tokens()
+    tokens.expect(9)
+    with progress("answers", 3, tokens=tokens):
+        tokens.write(3)
     for _ in track(range(3), description="decoding", unit="prompts"):
         # A second bar inside the first: evaluation during training.
         assert list(track([1], description="held-out")) == [1]
-    assert all(shown in terminal.getvalue() for shown in ("decoding", "held-out", "3/3", "prompts/s"))
+    assert all(shown in terminal.getvalue() for shown in ("decoding", "held-out", "3/3", "prompts/s", "tokens/s"))
     assert caplog.messages == []
 
 

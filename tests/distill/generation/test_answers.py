@@ -51,6 +51,11 @@ def rows_in(job):
     return [row for prompt in job.prompts for row in answered.rows_of(prompt)]
 
 
+def test_the_time_left_is_right_although_the_longest_come_first(job, writing, check_estimates):
+    whole = job(count=400, config=SAMPLED.model_copy(update={"max_new_tokens": 80}))
+    check_estimates(*writing(lambda: whole.work(rank=0, num_processes=1, writes=False)))
+
+
 def naive_greedy(target, ids, max_new_tokens):
     """Continue one prompt without a cache."""
     ids = list(ids)

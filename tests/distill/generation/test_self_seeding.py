@@ -7,6 +7,7 @@ import pytest
 from tokenizers import AddedToken
 
 from configs.runtime.errors import InputError
+from configs.runtime.progress import Tokens, progress
 from configs.schema.data import PromptsConfig
 from distill.generation.self_seeding import TOO_SHORT, UNUSABLE, find_user_frame, read_turn, self_seed, write_turns
 
@@ -109,7 +110,7 @@ def test_two_processes_write_what_one_writes(byte_target, seeded):
 
     def with_the_other_rank(turns):
         others = [number + 1 for number, _ in turns]
-        return [*turns, *write_turns(byte_target, frame, sorted(others), CONFIG, batch_size=8, seed=0)]
+        return [*turns, *write_turns(byte_target, frame, sorted(others), Tokens(), CONFIG, batch_size=8, seed=0)]
 
     shared = self_seed(byte_target, CONFIG, batch_size=8, seed=0, rank=0, num_processes=2, exchange=with_the_other_rank)
     assert shared == seeded
@@ -131,3 +132,14 @@ def test_hardly_any_usable_turn_is_reported(byte_target, monkeypatch):
     monkeypatch.setattr("distill.generation.continuation.TargetSource.draw", lambda self, rows, rng: [[0]] * len(rows))
     with pytest.raises(InputError, match="only 0 of 256 self-seeded turns are usable"):
         self_seed(byte_target, CONFIG.model_copy(update={"max_prompt_tokens": 3}), batch_size=64, seed=0)
+
+
+def test_the_time_left_is_right_while_turns_are_written(byte_target, writing, check_estimates):
+    tokens = Tokens()
+
+    def work():
+        with progress("prompts", 300, tokens=tokens):
+            frame = find_user_frame(byte_target, CONFIG.max_prompt_tokens)
+            list(write_turns(byte_target, frame, range(300), tokens, CONFIG, batch_size=8, seed=0))
+
+    check_estimates(*writing(work))

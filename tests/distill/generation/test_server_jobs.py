@@ -12,6 +12,7 @@ import torch
 
 from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.loading import load_config
+from configs.runtime.progress import Tokens
 from configs.schema.data import DataConfig
 from distill.dataset.conversations import is_written_by_target, read_conversations
 from distill.generation import make_dataset as making
@@ -320,7 +321,7 @@ def test_turns_are_usable_by_the_same_rules_as_local_ones(config, api, byte_targ
     frame = find_user_frame(byte_target, 90)
     with TargetServer(settings.server) as server:
         writer = server_writer(settings, byte_target, server)
-        texts = dict(server_turns(writer, settings.prompts, tmp_path / "turns", 0, frame, range(6)))
+        texts = dict(server_turns(writer, settings.prompts, tmp_path / "turns", 0, frame, range(6), Tokens()))
     written = {body["seed"]: api.continuation(body)["token_ids"] for body in turns_asked(api, byte_target)}
     seeds = [request_number(f"0/{request_number(f'self-{number}')}") % 2**31 for number in range(6)]
     assert texts == {number: read_turn(byte_target, frame, written[seed]) for number, seed in enumerate(seeds)}
@@ -334,7 +335,7 @@ def test_a_template_that_ends_turns_by_plain_text_is_refused(config, byte_target
     with TargetServer(settings.server) as server:
         writer = server_writer(settings, byte_target, server)
         with pytest.raises(InputError, match="ends a user's turn by plain text"):
-            server_turns(writer, settings.prompts, tmp_path / "turns", 0, frame, [0])
+            server_turns(writer, settings.prompts, tmp_path / "turns", 0, frame, [0], Tokens())
 
 
 # --- config -------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from typing import get_args
 
 import pytest
 
+from configs.runtime.progress import Tokens, progress
 from configs.runtime.yaml_reader import parse_yaml
 from configs.schema.data import PromptKind, PromptsConfig
 from configs.schema.target import TargetConfig
@@ -33,7 +34,7 @@ def long_target(tmp_path_factory, tiny_llama, byte_tokenizer):
 @pytest.fixture(scope="module")
 def written(long_target):
     frame = find_user_frame(long_target, CONFIG.max_prompt_tokens)
-    return dict(write_steered(long_target, frame, NUMBERS, CONFIG, batch_size=8, seed=0))
+    return dict(write_steered(long_target, frame, NUMBERS, Tokens(), CONFIG, batch_size=8, seed=0))
 
 
 def test_kinds_are_drawn_by_weight_and_from_seed_and_number_alone():
@@ -81,7 +82,7 @@ def test_turns_begin_with_their_opening_and_hold_the_text_they_are_about(long_ta
 @pytest.mark.parametrize("parts", [[NUMBERS], [NUMBERS[1::2], NUMBERS[::2]]], ids=["one process", "two processes"])
 def test_neither_the_batch_size_nor_the_processes_change_what_is_written(long_target, written, parts):
     frame = find_user_frame(long_target, CONFIG.max_prompt_tokens)
-    again = [write_steered(long_target, frame, part, CONFIG, batch_size=5, seed=0) for part in parts]
+    again = [write_steered(long_target, frame, part, Tokens(), CONFIG, batch_size=5, seed=0) for part in parts]
     assert {number: turns for part in again for number, turns in part} == written
 
 
@@ -106,6 +107,17 @@ def test_prompts_carry_their_kind_and_near_duplicates_are_dropped(long_target):
         ("self-6", "kind 6", 1),
     ]
     assert dropped == {NEAR_DUPLICATE: 1, UNUSABLE: 1, DUPLICATE: 1}
+
+
+def test_steering_shows_steadily_how_far_it_is(long_target, writing, check_estimates):
+    frame, tokens = find_user_frame(long_target, CONFIG.max_prompt_tokens), Tokens()
+
+    def work():
+        with progress("prompts", 300, tokens=tokens):
+            list(write_steered(long_target, frame, range(300), tokens, CONFIG, batch_size=8, seed=0))
+
+    check_estimates(*writing(work))
+    assert tokens.left == 0
 
 
 def test_the_spread_is_counted_over_prompts_and_answers():

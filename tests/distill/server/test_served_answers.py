@@ -9,6 +9,7 @@ import json
 import pytest
 from accelerate import PartialState
 
+from configs.runtime.progress import Tokens
 from configs.schema.data import AnswerServerConfig, DataConfig, PromptsConfig
 from configs.schema.decoding import SamplingConfig
 from configs.schema.evaluation import LosslessConfig
@@ -150,7 +151,7 @@ def test_text_alone_gives_the_same_tokens_or_is_dropped(writer, target, made):
 
 def test_the_engine_writes_user_turns_that_can_be_used(writer, target, tmp_path):
     config = PromptsConfig(num_prompts=6, max_prompt_tokens=80, temperature=0.8, top_p=1.0)
-    texts = dict(server_turns(writer(SamplingConfig()), config, tmp_path, 0, find_user_frame(target, 80), range(6)))
+    texts = dict(server_turns(writer(SamplingConfig()), config, tmp_path, 0, find_user_frame(target, 80), range(6), Tokens()))
     print(f"\nself-seeded turns: {list(texts.values())}")
     usable = [text for text in texts.values() if text]
     assert len(set(usable)) == len(usable) >= 2

@@ -40,7 +40,7 @@ def checkout(tmp_path):
 
 
 def run_step(steps, name, folder, **variables):
-    environment = {**os.environ, **steps["env"], "TORCH_INDEX_URL": "", "BASE": "no-such-branch", **variables}
+    environment = {**os.environ, **steps["env"], "BASE": "no-such-branch", **variables}
     command = ["bash", "-eo", "pipefail", "-c", steps[name]["run"]]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280, check=False)
 

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 
 from configs.runtime.command import BAD_INPUT, DONE, FAILED, run_command
-from configs.runtime.files import CHECKOUT
 from configs.runtime.loading import load_config
 from configs.schema.commands.advising import AdviceConfig
 from configs.schema.data import DataConfig
@@ -31,8 +30,8 @@ def run(tiny_run, recipe, tmp_path, monkeypatch):
         Path(f"{name}.json").write_text(json.dumps(recipe | own))
     ran = []
 
-    def call(arguments, folder=None):
-        name = ".".join(Path(arguments[0]).relative_to(CHECKOUT).with_suffix("").parts)
+    def call(arguments):
+        name = ".".join(Path(arguments[0]).with_suffix("").parts)
         ran.append(name)
         return run_command(DataConfig, importlib.import_module(name).main, description="", argv=arguments[1:])
 

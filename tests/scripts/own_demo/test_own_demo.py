@@ -43,7 +43,6 @@ def loop(tiny_run, prompts, tmp_path, monkeypatch):
     """A function that runs the demo on the tiny target and returns its code and the steps, which do nothing."""
     run = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(demo, "ROOT", tmp_path)
     monkeypatch.setattr(demo, "run_step", lambda arguments: run.append(list(arguments)) or 0)
     before = signal.getsignal(signal.SIGTERM)
 

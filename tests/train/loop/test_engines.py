@@ -31,6 +31,7 @@ from scripts.fault_injection.children import Child
 from scripts.fault_injection.setup import TinyProject
 from tests.faults.conftest import die_at_step
 from tests.support.ports import free_port
+from train import launch
 from train.launch import run_distillation, run_heads
 from train.loop import engines
 from train.loop.checkpoints import MANIFEST, list_checkpoints
@@ -361,6 +362,19 @@ def test_a_recipe_opens_with_its_launch_line_and_is_one_that_is_started(recipe):
         file = ROOT / config["deepspeed_config"]["deepspeed_config_file"]
         assert file.stem == recipe.stem
         assert json.loads(file.read_text())["zero_optimization"]["stage"] == int(recipe.stem[4])
+
+
+def test_the_deepspeed_file_that_a_recipe_names_is_found_from_any_folder(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    named = []
+    monkeypatch.setenv(launch.DEEPSPEED_FILE, "configs/deepspeed/zero2.json")
+    monkeypatch.setattr(
+        launch,
+        "Accelerator",
+        lambda **_: named.append(os.environ[launch.DEEPSPEED_FILE]) or SimpleNamespace(device=torch.device("cpu")),
+    )
+    launch.make_accelerator(ScheduleConfig(trackers=[]), tmp_path)
+    assert json.loads(Path(named[0]).read_text())["zero_optimization"]["stage"] == 2
 
 
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe.stem in ZERO], ids=lambda path: path.stem)
