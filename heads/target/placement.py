@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
@@ -254,12 +255,16 @@ def blocks_name(model: PreTrainedModel) -> str:
 
 
 def make_skeleton(path: Path, config: TargetConfig) -> PreTrainedModel:
-    """Return the model in a folder without weights, on torch's meta device."""
+    """Return the model in a folder without weights, on torch's meta device, each tensor in the dtype that it is loaded in."""
     settings = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code, local_files_only=True)
     with torch.device("meta"):
         model: PreTrainedModel = auto_class(settings).from_config(
             settings, dtype=getattr(torch, config.dtype), trust_remote_code=config.trust_remote_code
         )
+    plan = model._get_dtype_plan(model.dtype)  # patterns of names, as transformers looks them up
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if any(re.search(pattern.replace("*", ".*"), name) for pattern in plan) and tensor.is_floating_point():
+            tensor.data = tensor.data.float()
     return model
 
 

@@ -11,6 +11,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -41,7 +42,10 @@ def check_models(config: ModelsCheckConfig) -> int:
     known = names()
     if unknown := [name for name in config.names if name not in known]:
         raise InputError(f"names: {unknown[0]!r} is neither in transformers' causal-LM mapping nor a variant of one in it")
-    rows, findings, not_built = collect(config.names or known, config, check_family)
+    if unknown := [stage for stage in config.stages if stage not in STAGES]:
+        raise InputError(f"stages: there is no {unknown[0]!r}; known are {', '.join(STAGES)}")
+    check = partial(check_family, stages=config.stages)
+    rows, findings, not_built = collect(config.names or known, config, check)
     write_results(
         config.output,
         "models",
@@ -101,8 +105,8 @@ def summary(rows: Sequence[Mapping[str, Any]], not_built: Mapping[str, str]) -> 
     )
 
 
-def check_family(name: str, report: Callable[[Outcome], None]) -> None:
-    """Build a family and take it through the stages, in a process of its own."""
+def check_family(name: str, report: Callable[[Outcome], None], stages: Sequence[str] = ()) -> None:
+    """Build a family and take it through the stages, in a process of its own; for `stages` see `run_stages`."""
     warnings.simplefilter("ignore")  # and transformers' remarks on tiny configs
     logging.disable(logging.WARNING)
     disable_progress_bar()
@@ -117,12 +121,14 @@ def check_family(name: str, report: Callable[[Outcome], None]) -> None:
             words = "transformers cannot build it tiny, or generate with it alone"
             report(Outcome(BUILD, "skipped", f"{words}: {described(error)}"))
             return
-        run_stages(case, report)
+        run_stages(case, report, stages)
 
 
-def run_stages(case: Case, report: Callable[[Outcome], None]) -> None:
-    """Run the stages on a family; without a loaded target nothing follows."""
+def run_stages(case: Case, report: Callable[[Outcome], None], stages: Sequence[str] = ()) -> None:
+    """Run the stages on a family, or of them "load" and those of these names; without a loaded target nothing follows."""
     for stage, run in STAGES.items():
+        if stages and stage not in ("load", *stages):
+            continue
         if case.loaded is None and stage != "load":
             return
         report(Outcome(stage, STARTED))

@@ -6,7 +6,7 @@ import time
 from scripts.models_check.workers import Outcome
 
 
-def check_planted(name, report):
+def check_planted(name, report, stages=()):
     """Do what the name says: pass, be wrong, be refused, be no decoder, hang, or die, the last two while in `chain`."""
     if name == "encoder":
         report(Outcome("build", "skipped", "an encoder"))

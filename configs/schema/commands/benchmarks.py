@@ -183,6 +183,7 @@ class ModelsCheckConfig(Settings):
     """`scripts/benchmark.py models`: a tiny model of every family of transformers through every stage."""
 
     names: list[str] = []  # of transformers' causal-LM mapping, or variants (scripts/models_check/architectures.py); empty: all
+    stages: list[str] = []  # only these, and "load" before them (scripts/models_check/stages.py); empty: all
     workers: PositiveInt = 2  # processes, each with one family at a time
     seconds: PositiveInt = 120  # that one family may take
     output: str = "docs/results/models.json"

@@ -13,7 +13,7 @@ from heads.modules.target_block import copy_block
 from heads.proposers.self_speculation import SelfSpeculation
 from heads.target.hidden_states import blocks, read_states
 from heads.target.loading import load_target
-from heads.target.placement import place_parts, spread_blocks
+from heads.target.placement import make_skeleton, place_parts, spread_blocks
 from tests.support.family_configs import tiny_model
 
 CPU = torch.device("cpu")
@@ -191,3 +191,11 @@ def test_blocks_of_any_family_are_spread(name, block, tmp_path, tiny_tokenizer):
     found, expected = (read_states(each, ids_BT, (1, 3)) for each in (target.model, model))
     torch.testing.assert_close(found.final_BTE, expected.final_BTE)
     torch.testing.assert_close(found.joined_BTF, expected.joined_BTF)
+
+
+def test_a_skeleton_has_the_dtypes_in_which_weights_are_loaded(tmp_path):
+    tiny_model("deepseek_v3").save_pretrained(tmp_path)
+    skeleton = make_skeleton(tmp_path, TargetConfig(name=str(tmp_path), dtype="bfloat16"))
+    biases = {name: each.dtype for name, each in skeleton.state_dict().items() if name.endswith("e_score_correction_bias")}
+    assert set(biases.values()) == {torch.float32}
+    assert skeleton.dtype == torch.bfloat16

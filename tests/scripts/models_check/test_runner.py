@@ -9,6 +9,7 @@ from configs.runtime.command import DONE, GATE_FAILED
 from configs.runtime.errors import InputError
 from configs.schema.commands.benchmarks import ModelsCheckConfig
 from heads.inference.causal_lm import TransformersForward
+from heads.target.loading import load_target
 from scripts.models_check import runner, stages
 from scripts.models_check.architectures import family_of, names, not_a_decoder
 from scripts.models_check.cases import open_case
@@ -74,6 +75,11 @@ def test_a_name_that_transformers_does_not_have_is_refused():
         check_models(ModelsCheckConfig(names=["nosuch"]))
 
 
+def test_a_stage_that_there_is_not_is_refused():
+    with pytest.raises(InputError, match="stages: there is no 'nosuch'; known are load, same_as_transformers"):
+        check_models(ModelsCheckConfig(stages=["nosuch"]))
+
+
 def test_a_family_that_is_right_passes_every_stage_that_is_for_it(tmp_path):
     expected = dict.fromkeys(STAGES, "ok") | {"media": "skipped"}
     assert {stage: outcome.result for stage, outcome in results_of("qwen3", tmp_path).items()} == expected
@@ -89,6 +95,20 @@ def test_a_forward_that_goes_wrong_after_some_tokens_is_found_by_every_way_of_de
     found = results_of("smollm3", tmp_path)
     assert {stage for stage, outcome in found.items() if outcome.result == "wrong"} == {*DECODING, "artifact"}
     assert "departs from transformers' generate" in found["chain"].sentence
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_a_target_that_is_cast_after_loading_is_found(name, tmp_path, monkeypatch):
+    def load_cast(config):
+        target = load_target(config)
+        torch.nn.Module.to(target.model, dtype=target.model.dtype)
+        return target
+
+    monkeypatch.setattr(stages, "load_target", load_cast)
+    outcomes = {}
+    run_stages(open_case(name, tmp_path), lambda outcome: outcomes.update({outcome.stage: outcome}), ["same_as_transformers"])
+    assert outcomes.keys() == {"load", "same_as_transformers"}
+    assert outcomes["same_as_transformers"].result == "wrong"
 
 
 def test_a_traceback_is_an_error_that_names_the_line_of_ours(tmp_path, monkeypatch):
