@@ -1,11 +1,12 @@
-"""Print the line that starts a server of hidden states: `python scripts/serve_states.py --config configs/heads/eagle3.yaml`.
+"""Print the lines that start servers of hidden states, for a shell with vLLM.
 
-The recipe is one of `train/heads.py` or `train/distill.py` with a section `target.states`; a target cache for it takes the
-same servers. One line for each port in `target.states.urls`, for a shell with vLLM, which may add options of its own:
+    eval "$(python scripts/serve_states.py --config configs/heads/eagle3.yaml \\
+        --set 'target.states.urls=[http://localhost:8000/v1]' target.states.path=runs/states -- --tensor-parallel-size 8)"
 
-    eval "$(python scripts/serve_states.py --config configs/heads/eagle3.yaml) --tensor-parallel-size 8"
-
-`--cpu` is for vLLM on a CPU. Of the target nothing but the config is read.
+The recipe is one of `train/heads.py` or `train/distill.py`; a target cache for it takes the same servers. There is one line for
+each port in `target.states.urls`, all but the last in the background; what stands after `--` is added to each. Where the urls
+are this machine's, servers listen on 127.0.0.1 alone. Otherwise they listen on every interface and ask for the key in the
+variable that `target.states.api_key_variable` names. `--cpu` is for vLLM on a CPU. Of the target only the config is read.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from scripts.plan import schema_of
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what a line takes beside a config."""
     parser.add_argument("--cpu", action="store_true", help="for vLLM on a CPU, with the connector in scripts/engine_states")
+    parser.add_argument("options", nargs="*", metavar="-- OPTION", help="of vllm serve, added to each line")
 
 
 def main(config: PlanConfig, arguments: argparse.Namespace) -> None:
     """Print the lines."""
     from scripts.engine_states.line import serve_lines
 
-    print("\n".join(serve_lines(config, cpu=arguments.cpu)))
+    print("\n".join(serve_lines(config, cpu=arguments.cpu, options=arguments.options)))
 
 
 if __name__ == "__main__":

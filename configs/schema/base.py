@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -44,6 +45,12 @@ def check_rising(name: str, values: Sequence[int] | None, what: str) -> None:
     """
     if values is not None and sorted(set(values)) != list(values):
         raise ValueError(f"{name} must rise and name each {what} once, got {values}")
+
+
+def check_key_variable(name: str | None) -> None:
+    """Refuse, by `ValueError`, what cannot be an environment variable's name: it may be the key itself, and is not repeated."""
+    if name is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise ValueError("api_key_variable must be the name of an environment variable, such as SERVER_KEY, not the key")
 
 
 def check_plain_url(url: str, key: str, instead: str = "") -> None:

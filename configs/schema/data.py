@@ -19,6 +19,7 @@ from configs.schema.base import (
     PositiveShare,
     Settings,
     Share,
+    check_key_variable,
     check_plain_url,
     check_rising,
 )
@@ -27,7 +28,6 @@ from configs.schema.target import TargetConfig
 
 SELF_SEEDED = "self_seeded"  # the category of prompts that the target wrote itself
 PINNED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9][A-Za-z0-9._+!-]*")
-VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class ServerConfig(Settings):
@@ -50,9 +50,7 @@ class ServerConfig(Settings):
 
     @model_validator(mode="after")
     def _key_is_named_and_not_given(self) -> Self:
-        if self.api_key_variable is not None and not VARIABLE.fullmatch(self.api_key_variable):
-            # What stands there may be the key itself, and is not repeated.
-            raise ValueError("api_key_variable must be the name of an environment variable, such as SERVER_KEY, not the key")
+        check_key_variable(self.api_key_variable)
         return self
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from configs.schema.base import Dtype, NonNegativeInt, PositiveFloat, PositiveInt, Settings, check_plain_url
+from configs.schema.base import Dtype, NonNegativeInt, PositiveFloat, PositiveInt, Settings, check_key_variable, check_plain_url
 
 DeviceMap = Literal["auto", "balanced", "sequential"] | dict[str, int | str] | None
 MaxMemory = dict[int | str, int | str] | None
@@ -75,6 +75,7 @@ class EngineStatesConfig(Settings):
     kind: Literal["vllm"] = "vllm"  # vLLM from 0.32 on, started by the lines that scripts/serve_states.py prints
     urls: list[str]  # of their APIs, as http://node1:8000/v1; work goes to whichever has time
     path: str  # a folder that servers and training share; files in it are deleted once read
+    api_key_variable: str | None = None  # name of the environment variable that holds the servers' key
     # requests in flight at each server, of one process; a list: a number for each of urls
     concurrency: PositiveInt | list[PositiveInt] = 16
     # micro-batches whose states are requested ahead, and wait in memory; scripts/make_cache.py requests those of a shard
@@ -88,6 +89,7 @@ class EngineStatesConfig(Settings):
     def _servers_are_named_once(self) -> Self:
         for url in self.urls:
             check_plain_url(url, "urls")
+        check_key_variable(self.api_key_variable)
         if not self.urls or len({url.rstrip("/") for url in self.urls}) < len(self.urls):
             raise ValueError(f"urls must name at least one server, and each once, got {self.urls}")
         if isinstance(self.concurrency, list) and len(self.concurrency) != len(self.urls):

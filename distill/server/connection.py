@@ -52,7 +52,7 @@ class Connection:
 
     def __init__(self, config: ServerConfig, named_in: str = "server.url") -> None:
         self.config, self.named_in = config, named_in
-        key = _read_key(config.api_key_variable)
+        key = self._read_key(config.api_key_variable)
         self._stopping = Event()
         self._client = httpx2.Client(
             base_url=config.url,
@@ -115,6 +115,19 @@ class Connection:
         version = content.get("version") if isinstance(content, dict) else None
         return version[:MAX_QUOTED] if isinstance(version, str) else None
 
+    @property
+    def _key_setting(self) -> str:
+        return f"{self.named_in.rpartition('.')[0]}.api_key_variable"
+
+    def _read_key(self, variable: str | None) -> str | None:
+        if variable is None:
+            return None
+        key = os.environ.get(variable)
+        if not key:
+            raise InputError(f"{self._key_setting}: the environment variable {variable} is not set")
+        hide(key)
+        return key
+
     def _refusal(self, response: httpx2.Response) -> InputError:
         """Return the error for a status that another attempt would not change."""
         status = response.status_code
@@ -122,8 +135,8 @@ class Connection:
             return Refused(self.named_in, self.config.url, status, self._complaint(response))
         key = self.config.api_key_variable
         sent = f"the key in {key}" if key else "requests without a key"
-        if not key and self.named_in.startswith("server."):  # servers of states have no such setting
-            sent += "; name its variable in server.api_key_variable"
+        if not key:
+            sent += f"; name its variable in {self._key_setting}"
         return InputError(f"{self.named_in}: {self.config.url} refuses {sent} (status {status})")
 
     def _complaint(self, response: httpx2.Response) -> str:
@@ -141,16 +154,6 @@ class Connection:
 def pause(stopping: Event, seconds: float) -> None:
     """Wait, but not after `stopping` is set."""
     stopping.wait(seconds)
-
-
-def _read_key(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    key = os.environ.get(variable)
-    if not key:
-        raise InputError(f"server.api_key_variable: the environment variable {variable} is not set")
-    hide(key)
-    return key
 
 
 def _asked_wait(response: httpx2.Response) -> float:

@@ -79,6 +79,7 @@ class StateServer:
         settings = ServerConfig(
             url=url,
             model="",
+            api_key_variable=config.api_key_variable,
             concurrency=concurrency,
             timeout_seconds=config.timeout_seconds,
             retries=config.retries,

@@ -21,14 +21,18 @@ from heads.target.hidden_states import num_blocks
 from heads.target.loading import locate
 from train.plan.models import plan_models
 
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 CONNECTOR = Path(__file__).resolve().with_name("vllm_cpu_connector.py")
 
 
-def serve_lines(config: PlanConfig, *, cpu: bool = False) -> list[str]:
-    """Return a line for each port that the recipe's servers listen on.
+def serve_lines(config: PlanConfig, *, cpu: bool = False, options: Sequence[str] = ()) -> list[str]:
+    """Return the lines for a shell that start a server on each port of the recipe's: all but the last in the background.
+
+    Servers whose urls name this machine listen here alone. Others must be reached from elsewhere, and so ask for the key that
+    `target.states.api_key_variable` names a variable of, which is to be set where they are started.
 
     Raises:
-        ConfigError: the recipe names no servers.
+        ConfigError: the recipe names no servers, or servers on other machines and no key.
         InputError: the target's config is not to be had.
     """
     states = config.target.states
@@ -40,8 +44,18 @@ def serve_lines(config: PlanConfig, *, cpu: bool = False) -> list[str]:
     # A text, its answer and drafts, and the token that every request generates.
     longest = config.data.max_length + decode.max_new_tokens + decode.num_speculative_tokens + 1
     command = [*serve_command(config.target, taps, states.path, cpu=cpu), "--max-model-len", str(longest)]
-    ports = dict.fromkeys(urlsplit(url).port or 80 for url in states.urls)
-    return [shlex.join([*command, "--host", "0.0.0.0", "--port", str(port)]) for port in ports]
+    places = list(map(urlsplit, states.urls))
+    host, front = "127.0.0.1", ""
+    if any(place.hostname not in LOOPBACK for place in places):
+        if states.api_key_variable is None:
+            raise ConfigError(
+                "target.states.api_key_variable: urls on other machines mean servers that a network reaches; name the "
+                "environment variable that holds the key they are to ask for"
+            )
+        host, front = "0.0.0.0", f'VLLM_API_KEY="${{{states.api_key_variable}:?}}" '
+    ports = dict.fromkeys(place.port or 80 for place in places)
+    lines = [front + shlex.join([*command, "--host", host, "--port", str(port), *options]) for port in ports]
+    return [*(f"{line} &" for line in lines[:-1]), lines[-1]]
 
 
 def serve_command(target: TargetConfig, taps: Sequence[int], path: str, *, cpu: bool) -> list[str]:

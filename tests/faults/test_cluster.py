@@ -196,6 +196,7 @@ def test_a_job_with_servers_gives_training_their_addresses_and_asks_training_alo
     assert (tmp_path / "requeued").read_text() == "77\n"
     assert (tmp_path / "stopped").read_text() == "--signal=TERM 77.1\n"
     given = f"--config a.yaml --set target.states.urls=[http://one:8000/v1,http://two:8000/v1] target.states.path={disk}/77"
+    given += " target.states.api_key_variable=SERVER_KEY"
     assert (tmp_path / "asked").read_text() == f"scripts/serve_states.py {given}\n"
     assert (tmp_path / "trained").read_text().endswith(f"train/heads.py {given}\n")
     for nodes in ("one,two", "three"):

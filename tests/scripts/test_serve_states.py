@@ -2,7 +2,11 @@
 
 import itertools
 import json
+import os
+import re
 import shlex
+import subprocess
+import time
 
 import pytest
 
@@ -11,6 +15,7 @@ from configs.schema.commands.benchmarks import BenchStatesConfig
 from configs.schema.target import EngineStatesConfig
 from configs.schema.training import HeadsConfig
 from heads.target.loading import load_target
+from scripts import serve_states
 from scripts.bench.harness import add_ratios
 from scripts.engine_states.line import CONNECTOR
 from scripts.engine_states.measure import relative_difference
@@ -19,7 +24,8 @@ from scripts.serve_states import add_arguments, main
 from tests.support.caches import random_conversations, write_rows
 from tests.support.states_server import states_served
 
-STATES = "target.states={urls: [http://a:8000/v1, http://b:8000/v1, http://b:8001/v1], path: /shared/of us}"
+URLS = "[http://a:8000/v1, http://b:8000/v1, http://b:8001/v1]"
+STATES = f"target.states={{urls: {URLS}, path: /shared/of us, api_key_variable: OUR_KEY}}"
 
 
 def run(*argv):
@@ -37,7 +43,7 @@ def test_a_line_for_each_port_serves_the_taps_of_the_recipes_head(tmp_path, tiny
     assert run(*named, "held_out.decode.max_new_tokens=10") == DONE
     lines = capsys.readouterr().out.splitlines()
     (words, first), (_, second) = map(options, lines)
-    assert words[:3] == ["vllm", "serve", str(tiny_run / "target")]
+    assert words[1:4] == ["vllm", "serve", str(tiny_run / "target")]
     assert (first["--port"], second["--port"]) == ("8000", "8001")
     assert first["--served-model-name"] == "states-0-1-2"  # the last block's, too
     assert first["--dtype"] == "float32"
@@ -58,6 +64,33 @@ def test_on_a_cpu_the_connector_of_this_project_is_named(tiny_run, capsys):
     assert f"PYTHONPATH={CONNECTOR.parent}" in words
     assert (CONNECTOR.parent / f"{transfer['kv_connector_module_path']}.py").is_file()
     assert f"class {transfer['kv_connector']}(" in CONNECTOR.read_text()
+
+
+def test_the_example_starts_all_servers_at_once_on_this_machine_alone(tiny_run, tmp_path, capsys):
+    example = re.search(r"serve_states.py (.*?)\)\"", serve_states.__doc__, re.DOTALL).group(1).replace("\\\n", " ")
+    several = example.replace("8000/v1]", "8000/v1, http://127.0.0.1:8001/v1]")
+    assert run(*shlex.split(several), "--served-model-name=x") == DONE
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "vllm").write_text(f'#!/bin/sh\necho "$VLLM_API_KEY" "$@" >> {tmp_path}/started\nsleep 2\n')
+    (tools / "vllm").chmod(0o755)
+    lines = capsys.readouterr().out
+    started = time.monotonic()
+    environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"}
+    subprocess.run(["sh", "-c", 'eval "$1"; wait', "sh", lines], env=environment, check=True)
+    assert time.monotonic() - started < 4
+    places = [line.split("--host ")[1] for line in sorted((tmp_path / "started").read_text().splitlines())]
+    assert places == [f"127.0.0.1 --port {port} --tensor-parallel-size 8 --served-model-name=x" for port in (8000, 8001)]
+
+
+def test_servers_that_others_reach_ask_for_a_key(tiny_run, capsys):
+    named = [f"target.name={tiny_run / 'target'}", "head={kind: medusa}"]
+    assert run("--set", STATES, *named) == DONE
+    for line in capsys.readouterr().out.splitlines():
+        assert line.startswith('VLLM_API_KEY="${OUR_KEY:?}" ')
+        assert "--host 0.0.0.0 " in line
+    assert run("--set", STATES, "target.states.api_key_variable=null", *named) == BAD_INPUT
+    assert "target.states.api_key_variable: urls on other machines" in capsys.readouterr().err
 
 
 def test_a_recipe_without_servers_is_refused_in_one_sentence(tiny_run, capsys):
