@@ -66,7 +66,7 @@ from scripts.bench.trained_runs import TrainingRun
 log = logging.getLogger("draftsmith")
 
 PROMPT_LOOKUP = "prompt_lookup"
-MEASURED = "measured.partial.jsonl"  # in the folder of the runs: what a run that was cut off had measured
+MEASURED = "{name}.partial.jsonl"  # in the folder of the runs, for each results file: what a run that was cut off had measured
 COSTS = ("parameters", "trained_parameters", "answer_tokens", "labels", "training_seconds", "run_seconds")
 NO_COST = dict.fromkeys(COSTS, 0)
 
@@ -98,7 +98,9 @@ def compare_heads(config: BenchHeadsConfig) -> int:
     rows: list[dict[str, Any]] = []
     first_variant = next(iter(config.variants), None)
     first_counts: dict[str, Sums] = {}  # of the first variant, by suite
-    journal = Journal(Path(config.runs) / MEASURED, measuring_fingerprint(config, runs, requests))
+    journal = Journal(
+        Path(config.runs) / MEASURED.format(name=Path(config.output).stem), measuring_fingerprint(config, runs, requests)
+    )
     done = journal.read()
     for run in runs:
         baselines = {} if rows else {PROMPT_LOOKUP: PromptLookup(target.device)}
