@@ -12,6 +12,7 @@ On a target, prompts or data of one's own (`scripts/own_demo`) it first says wha
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import shutil
@@ -94,7 +95,7 @@ def run_steps(folder: Path, steps: Mapping[str, list[str]], made_of: str = "", p
     """Run the steps in order, but for those that a run before has finished; stop at the first that fails, return its code.
 
     A gate's verdict stops nothing: the worst is returned. A step that was begun or finished by other commands, configs or data
-    begins with its output removed, from which it could not go on.
+    could not go on from its output, which is moved aside first.
 
     Args:
         folder: of their outputs.
@@ -115,8 +116,9 @@ def run_steps(folder: Path, steps: Mapping[str, list[str]], made_of: str = "", p
         print(f"\n== {name}\n   {shlex.join(['python', *arguments])}", flush=True)
         begun = f"{known} begun"
         output = _output_of(arguments)
-        if finished.get(name, begun) != begun and output is not None and output.resolve().is_relative_to(folder.resolve()):
-            shutil.rmtree(output, ignore_errors=True)
+        inside = output is not None and output.exists() and output.resolve().is_relative_to(folder.resolve())
+        if output is not None and inside and finished.get(name, begun) != begun:
+            print(f"   {output} is of other settings; it is kept as {_move_aside(output)}", flush=True)
         finished[name] = begun
         write_json(record, finished)
         started = time.monotonic()
@@ -140,6 +142,14 @@ def run_steps(folder: Path, steps: Mapping[str, list[str]], made_of: str = "", p
         print(f"{name}: {page if page.exists() else 'none'}")
     print(f"exit code: {code}")
     return code
+
+
+def _move_aside(folder: Path) -> Path:
+    """Give a folder the next free name of `folder.before-1`, `folder.before-2`, ...; return it."""
+    free = (folder.with_name(f"{folder.name}.before-{number}") for number in itertools.count(1))
+    aside = next(path for path in free if not path.exists())
+    folder.rename(aside)
+    return aside
 
 
 def _output_of(arguments: Sequence[str]) -> Path | None:

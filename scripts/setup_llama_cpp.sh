@@ -10,6 +10,7 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python}
 PLACE=.cache/venvs/llama_cpp
 VERSION=0.3.36
+SHA256=832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e # of its source archive
 
 pip() {
     "$PYTHON" -m pip --disable-pip-version-check "$@"
@@ -21,7 +22,9 @@ if [ -z "${CONVERTER:-}" ] && ! { command -v cmake && command -v c++; } >/dev/nu
 fi
 rm -rf "$PLACE"
 mkdir -p "$PLACE/bin" "$PLACE/source"
-pip download --no-deps --no-binary llama-cpp-python --dest "$PLACE" "llama-cpp-python==$VERSION"
+# pip refuses an archive with another hash, before it runs anything of it.
+echo "llama-cpp-python==$VERSION --hash=sha256:$SHA256" >"$PLACE/pins.txt"
+pip download --no-deps --no-binary llama-cpp-python --require-hashes --dest "$PLACE" --requirement "$PLACE/pins.txt"
 tar -xzf "$PLACE"/llama_cpp_python-*.tar.gz -C "$PLACE/source" --strip-components=3 "llama_cpp_python-$VERSION/vendor/llama.cpp"
 rm "$PLACE"/llama_cpp_python-*.tar.gz
 pip install --no-deps --target "$PLACE/python" sentencepiece==0.2.3

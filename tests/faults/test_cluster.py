@@ -267,6 +267,8 @@ def test_the_pods_of_a_kubernetes_job_find_each_other_and_the_same_disk(kubernet
     assert values["MAIN_HOST"] == f"{name}-0.{service['metadata']['name']}"  # how pods of an indexed job are called
     assert values["MAIN_PORT"] == str(service["spec"]["ports"][0]["port"])
     assert container["resources"]["limits"]["nvidia.com/gpu"] == int(values["PROCESSES_PER_NODE"])
+    assert container["resources"]["requests"].keys() == {"cpu", "memory"}
+    assert container["securityContext"]["allowPrivilegeEscalation"] is False
     volumes = {each["name"]: each for each in pod["volumes"]}
     assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]

@@ -113,15 +113,18 @@ def test_on_a_gpu_training_is_launched_there_and_no_times_are_guessed(loop, caps
     assert "   not known  head: train" in capsys.readouterr().out
 
 
-def test_changed_prompts_are_answered_anew(loop, prompts, tmp_path):
+def test_changed_prompts_are_answered_anew_and_what_was_made_before_is_kept(loop, prompts, tmp_path, capsys):
     assert len(loop().steps) == 7
     checkpoint = tmp_path / "runs" / "demo-target" / "distill" / "checkpoints"
     checkpoint.mkdir(parents=True)
     assert loop().steps == []
     assert checkpoint.exists()
     prompts.write_text(prompts.read_text().replace("w7", "w8"))
+    capsys.readouterr()
     assert len(loop().steps) == 7
     assert not checkpoint.exists()
+    assert (checkpoint.parent.with_name("distill.before-1") / "checkpoints").exists()
+    assert "distill is of other settings; it is kept as runs/demo-target/distill.before-1" in capsys.readouterr().out
 
 
 def test_a_step_that_was_cut_off_goes_on_with_what_it_has_and_is_begun_anew_for_changed_prompts(
