@@ -171,10 +171,7 @@ def files_by_key(folder: Path) -> dict[str, str]:
         InputError: there is no such checkpoint in the folder, or it is damaged.
     """
     if (folder / INDEX_FILE).is_file():
-        index = read_json(folder / INDEX_FILE, "index of the checkpoint")
-        if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
-            raise InputError(f"{folder / INDEX_FILE} has no weight_map")
-        files = {key: str(file) for key, file in index["weight_map"].items()}
+        files = indexed_files(folder)
         absent = {file for file in files.values() if Path(file).name != file or not (folder / file).is_file()}
         if absent:
             raise InputError(f"{folder / INDEX_FILE} names files that are not in the folder: {listed(absent)}")
@@ -186,6 +183,18 @@ def files_by_key(folder: Path) -> dict[str, str]:
             return dict.fromkeys(file.keys(), SINGLE_FILE)
     except (OSError, SafetensorError) as error:
         raise InputError(f"{folder / SINGLE_FILE} cannot be read: {first_line(error)}") from error
+
+
+def indexed_files(folder: Path) -> dict[str, str]:
+    """Return the file of every tensor that a checkpoint's index names, there or not.
+
+    Raises:
+        InputError: the index cannot be read.
+    """
+    index = read_json(folder / INDEX_FILE, "index of the checkpoint")
+    if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
+        raise InputError(f"{folder / INDEX_FILE} has no weight_map")
+    return {key: str(file) for key, file in index["weight_map"].items()}
 
 
 def listed(keys: Collection[str]) -> str:

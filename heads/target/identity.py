@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from configs.runtime.errors import InputError
 from configs.runtime.files import downloads_folder, sha256_of, write_text
 from configs.runtime.resumable import fingerprint
+from heads.target.checkpoint_files import INDEX_FILE, SINGLE_FILE, files_by_key
 
 REMEMBERED_BYTES = 2**27  # smaller files are hashed in a blink
 START_BYTES = 2**20
@@ -108,12 +109,20 @@ def remembered_sha256(path: Path) -> str:
 
 
 def hash_weights(path: Path) -> str:
-    """Return the hash of a model folder's weight files, or of a model that is one file.
+    """Return the hash of the files that transformers loads of a model folder's weights, or of a model that is one file.
+
+    A second copy of the weights beside them, such as Mistral's `consolidated.safetensors`, does not count.
 
     Raises:
-        InputError: the folder holds none.
+        InputError: the folder holds none, or its index cannot be read or names files that are not there.
     """
-    found = [path] if path.is_file() else [each for pattern in WEIGHT_PATTERNS for each in path.glob(pattern)]
+    if path.is_file():
+        return hash_files([path])
+    if (path / SINGLE_FILE).is_file():
+        return hash_files([path / SINGLE_FILE])
+    if (path / INDEX_FILE).is_file():
+        return hash_files({path / file for file in files_by_key(path).values()})
+    found = [each for pattern in WEIGHT_PATTERNS for each in path.glob(pattern)]
     if not found:
         raise InputError(f"{path} holds no weights ({' or '.join(WEIGHT_PATTERNS)})")
     return hash_files(found)

@@ -33,6 +33,7 @@ from heads.inference.lean_forward import make_lean
 from heads.inference.media_inputs import MediaInputs, MediaPrompt
 from heads.inference.model_checks import check_split
 from heads.target.chat_template import in_template, no_chat_template, set_chat_template
+from heads.target.checkpoint_files import INDEX_FILE, SINGLE_FILE, indexed_files
 from heads.target.demo_model import PREFIX, embedded_folder, load_gguf
 from heads.target.hidden_states import TargetStates
 from heads.target.id_tokens import id_tokenizer
@@ -47,7 +48,7 @@ from heads.target.split.parts import join_group, split_arguments
 
 log = logging.getLogger("draftsmith")
 
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+HUB_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]  # besides the weights
 UNLIMITED = 2**31 - 1  # positions
 # What transformers raises for a file that is missing, damaged, contradictory, or needs a package that is not installed.
 UNREADABLE = (
@@ -302,11 +303,24 @@ def locate(config: TargetConfig) -> Path:
             f"target.name: {config.name} is neither a folder or .gguf file here, nor a Hub id (owner/name), nor embedded"
         )
     try:
-        return Path(snapshot_download(config.name, revision=config.revision, allow_patterns=HUB_FILES))
+        return fetch(config.name, config.revision)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise InputError(
             f"target.name: {config.name} is no folder here and could not be fetched from the Hub: {first_line(error)}"
         ) from error
+
+
+def fetch(name: str, revision: str | None, *, local_files_only: bool = False) -> Path:
+    """Return the folder of a model on the Hub, fetched: what transformers loads of it, and no second copy of its weights.
+
+    Raises:
+        InputError: the index of its weights cannot be read.
+        OSError, HfHubHTTPError: it cannot be had.
+    """
+    get = partial(snapshot_download, name, revision=revision, local_files_only=local_files_only)
+    folder = Path(get(allow_patterns=HUB_FILES))
+    shards = set(indexed_files(folder).values()) if (folder / INDEX_FILE).is_file() else set()
+    return Path(get(allow_patterns=[*HUB_FILES, SINGLE_FILE, *sorted(shards)]))
 
 
 def load_tokenizer(path: Path, config: TargetConfig) -> PreTrainedTokenizerBase:

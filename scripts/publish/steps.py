@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from huggingface_hub import HfApi, get_token, snapshot_download
+from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
@@ -21,7 +21,7 @@ from eval.release.verdict import as_table
 from heads.formats.exporting.exporter import SERVE_FILE, export
 from heads.formats.exporting.source import TargetFolder, read_source
 from heads.formats.exporting.table import TREES
-from heads.target.loading import HUB_FILES, locate
+from heads.target.loading import fetch, locate
 from scripts.publish.card_metadata import agreed_licence, initial_model, read_card
 from scripts.publish.model_card import make_card
 from scripts.publish.publication import Publication, clean, gather, name_for_engines, public_name
@@ -120,7 +120,7 @@ def _locate_target(name: str, revision: str | None, online: bool) -> Path:
     """
     if not online and not Path(name).exists() and HUB_ID.fullmatch(name):
         try:
-            return Path(snapshot_download(name, revision=revision, allow_patterns=HUB_FILES, local_files_only=True))
+            return fetch(name, revision, local_files_only=True)
         except LocalEntryNotFoundError as error:
             raise InputError(
                 f"exports need the target {name}, which is not in the Hub's cache, and --dry-run fetches nothing: fetch it "

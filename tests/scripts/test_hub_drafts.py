@@ -25,7 +25,7 @@ from heads.families.registry import FAMILIES
 from heads.hub import locate_artifact, locate_external
 from heads.target.checkpoint_files import read_weights
 from heads.target.identity import hash_weights
-from heads.target.loading import load_target
+from heads.target.loading import load_target, locate
 from scripts.publish.card_metadata import read_card
 from tests.support.artifacts import save_artifact
 from tests.support.hub_server import READER
@@ -48,6 +48,16 @@ def run(schema, module, *argv):
 def upload(hub, name, folder, **more):
     """Put the files of a folder on the server, past the protocol."""
     return hub.make(name, {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} | more)
+
+
+@pytest.mark.parametrize("size", ["1TB", "20KB"], ids=["whole", "sharded"])
+def test_a_second_copy_of_a_targets_weights_is_not_fetched(hub, target, tmp_path, size):
+    target.model.save_pretrained(tmp_path / "target", max_shard_size=size)
+    weights = {path.name for path in (tmp_path / "target").glob("*.safetensors")}
+    assert (len(weights) > 1) == (size != "1TB")
+    upload(hub, NAME, tmp_path / "target", **{"consolidated.safetensors": b"its own names", "params.json": b"{}"})
+    folder = locate(TargetConfig(name=NAME))
+    assert {path.name for path in folder.glob("*.safetensors")} == weights
 
 
 def test_what_was_pushed_is_loaded_gated_evaluated_and_exported_by_its_name(push, hub, release, target, tmp_path):

@@ -1,6 +1,7 @@
 """A large weight file is hashed once a machine, and again when it is another."""
 
 import hashlib
+import json
 import os
 import threading
 
@@ -8,7 +9,7 @@ import pytest
 
 from configs.runtime.errors import InputError
 from heads.target import identity
-from heads.target.identity import hash_files, remembered_sha256
+from heads.target.identity import hash_files, hash_weights, remembered_sha256
 
 
 @pytest.fixture
@@ -61,3 +62,16 @@ def test_without_a_place_to_remember_it_is_read_each_time_and_a_missing_file_is_
     assert len(read) == 2
     with pytest.raises(InputError, match=r"cannot read .*none\.safetensors"):
         remembered_sha256(tmp_path / "none.safetensors")
+
+
+@pytest.mark.parametrize("files", [["model.safetensors"], ["a.safetensors", "b.safetensors"]], ids=["whole", "sharded"])
+def test_the_hash_of_weights_is_over_what_transformers_loads(tmp_path, files):
+    for name in files:
+        (tmp_path / name).write_bytes(name.encode())
+    if len(files) > 1:
+        index = {"weight_map": {f"model.{number}": name for number, name in enumerate(files)}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    before = hash_weights(tmp_path)
+    assert before == expected(*(tmp_path / name for name in files))  # as artifacts of earlier releases record it
+    (tmp_path / "consolidated.safetensors").write_bytes(b"the same weights by other names")
+    assert hash_weights(tmp_path) == before
