@@ -8,7 +8,7 @@ from configs.runtime.errors import ConfigError, InputError
 from configs.schema.decoding import DecodeConfig
 from configs.schema.target import TargetConfig
 from eval.decoder.decode import generate
-from eval.lossless.verdict import widened
+from eval.lossless.wide_copy import widened
 from heads.modules.target_block import copy_block
 from heads.proposers.self_speculation import SelfSpeculation
 from heads.target.hidden_states import blocks, read_states
