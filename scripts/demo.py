@@ -169,8 +169,16 @@ def run_step(arguments: Sequence[str]) -> int:
     Args:
         arguments: of Python; entries and configs that came with draftsmith are found from any folder.
     """
+    early: list[int] = []  # signals that came before the process was known, and could be ended
+    handlers = {
+        each: signal.signal(each, lambda number, frame: early.append(number)) for each in (signal.SIGINT, signal.SIGTERM)
+    }
     process = subprocess.Popen([sys.executable, *map(_located, arguments)], start_new_session=True)
     try:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+        for number in early:
+            signal.raise_signal(number)
         code = process.wait()
     except BaseException:
         _end(process)

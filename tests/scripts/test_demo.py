@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from configs.runtime.command import BAD_INPUT, DONE, FAILED, GATE_FAILED, INTERRUPTED, TERMINATED
+from configs.runtime.errors import Stopped
 from scripts import demo
 
 ENTRY = Path(__file__).resolve().parents[2] / "scripts" / "demo.py"
@@ -105,6 +106,24 @@ def test_stopping_it_stops_what_it_started(tmp_path, stop, code):
     finally:
         running.kill()
     assert not living(int(child.read_text()))
+
+
+def test_a_stop_while_a_step_is_started_ends_that_step(monkeypatch):
+    started, start = [], subprocess.Popen._execute_child
+
+    def stopped(process, *arguments):
+        start(process, *arguments)
+        started.append(process.pid)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(subprocess.Popen, "_execute_child", stopped)
+    before = signal.signal(signal.SIGTERM, demo.stop)
+    try:
+        with pytest.raises(Stopped):
+            demo.run_step(["-c", "import time; time.sleep(60)"])
+        assert not living(started[0])
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def living(process: int) -> bool:
