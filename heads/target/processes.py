@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
 from importlib.util import find_spec
@@ -36,14 +36,15 @@ def join_processes(target: TargetConfig, *, timeout_seconds: int | None = None) 
     on_cpu = choose_device(target.device).type == "cpu"
     if on_cpu:  # DeepSpeed, which accelerate imports wherever it is installed, would warn of what it cannot detect
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    if on_cpu and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+    by_deepspeed = on_cpu and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
+    if by_deepspeed:
         # accelerate has DeepSpeed for accelerators only; told the transport, it takes the CPU for one.
-        _keep_deepspeed_from_compiling()
         settings |= {"backend": "gloo"}
         on_cpu = False
     # Without `cpu` accelerate looks for accelerators only, and finds one process where there are several on a CPU.
     try:
-        state = PartialState(cpu=on_cpu, **settings)
+        with _without_compiling() if by_deepspeed else nullcontext():
+            state = PartialState(cpu=on_cpu, **settings)
     except ImportError as error:
         raise InputError(f"the processes were launched for DeepSpeed, which is not installed: {first_line(error)}") from error
     num_launched = int(os.environ.get("WORLD_SIZE", "1"))
@@ -52,16 +53,27 @@ def join_processes(target: TargetConfig, *, timeout_seconds: int | None = None) 
     return state
 
 
-def _keep_deepspeed_from_compiling() -> None:
-    """Let DeepSpeed on a CPU do without operators of its own.
+@contextmanager
+def _without_compiling() -> Iterator[None]:
+    """Let DeepSpeed, started on a CPU, do without operators of its own.
 
     It would compile one for reductions in shared memory when it is first started, and a process that is killed meanwhile
     leaves a lock that all later ones wait for without end. gloo reduces as well.
     """
-    if find_spec("deepspeed") is not None:
-        import deepspeed.ops
+    if find_spec("deepspeed") is None:
+        yield
+        return
+    import deepspeed.ops
 
-        deepspeed.ops.__compatible_ops__ = defaultdict(bool)
+    found = vars(deepspeed.ops).get("__compatible_ops__")  # made at first use
+    deepspeed.ops.__compatible_ops__ = defaultdict(bool)
+    try:
+        yield
+    finally:
+        if found is None:
+            del deepspeed.ops.__compatible_ops__
+        else:
+            deepspeed.ops.__compatible_ops__ = found
 
 
 def wait_patiently(seconds: int) -> None:
