@@ -50,6 +50,11 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def gpu_name(device: torch.device) -> str | None:
+    """Return what CUDA or ROCm calls a device; None for one of another kind."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+
+
 @contextmanager
 def restored_random_state(device: torch.device) -> Iterator[None]:
     """Restore the random states of the CPU and of `device` after the `with` block."""

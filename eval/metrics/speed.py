@@ -34,7 +34,9 @@ def summarise_speed(timings: Sequence[Timing], *, samples: int, seed: int, keep_
     for mode, own in ((AUTOREGRESSIVE, plain), (SPECULATIVE, speculative)):
         result[f"decode_seconds_{mode}"] = sum(timing.decode_seconds for timing in own)
         result[f"prefill_seconds_{mode}"] = sum(timing.prefill_seconds for timing in own)
-        result[f"decode_tokens_{mode}"] = sum(timing.num_tokens for timing in own)
+        result[f"decode_tokens_{mode}"] = num_tokens = sum(timing.num_tokens for timing in own)
+        seconds = result[f"decode_seconds_{mode}"]
+        result[f"milliseconds_per_token_{mode}"] = 1000 * seconds / num_tokens if num_tokens else None
     return {
         **result,
         **compare_speed(timings, SPECULATIVE, samples=samples, seed=seed),

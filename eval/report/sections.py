@@ -224,6 +224,8 @@ class SpeedSection(SpeedupSection):
     prefill_seconds_speculative: float
     decode_tokens_autoregressive: Count
     decode_tokens_speculative: Count
+    milliseconds_per_token_autoregressive: Number = None  # prefill excluded; None in reports of an earlier version
+    milliseconds_per_token_speculative: Number = None
     repeats: Count = Field(description="How often each batch was decoded in each mode; modes take turns within a repeat.")
     num_batches: Count
     interleaving: list[str]  # the modes, in the order in which they took turns

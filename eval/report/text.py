@@ -134,10 +134,9 @@ def weakest_category(report: Report) -> str:
 def milliseconds_a_token(section: Report | SuiteSection) -> str:
     """Say what a token takes, plainly and with the draft, and with transformers' `generate` where that was timed."""
     speed = section.speed
-    if speed is None or not speed.decode_tokens_autoregressive or not speed.decode_tokens_speculative:
+    if speed is None or speed.milliseconds_per_token_speculative is None:
         return ""
-    plain = 1000 * speed.decode_seconds_autoregressive / speed.decode_tokens_autoregressive
-    drafted = 1000 * speed.decode_seconds_speculative / speed.decode_tokens_speculative
+    plain, drafted = speed.milliseconds_per_token_autoregressive, speed.milliseconds_per_token_speculative
     said = f"A token takes {plain:.1f} ms in plain decoding and {drafted:.1f} ms with the draft, at this batch size."
     peer = getattr(speed, "generate", None)
     if peer is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from configs.schema.training import ScheduleConfig
+from heads.device import gpu_name
 
 # Dense bfloat16, in 10^12 operations a second, of the makers' data sheets; by a part of the device's name, the first that fits.
 PEAK_TFLOPS = {
@@ -31,9 +32,9 @@ def find_peak(device: torch.device, schedule: ScheduleConfig) -> float | None:
     """
     if schedule.peak_tflops is not None:
         return schedule.peak_tflops * 1e12
-    if device.type != "cuda" or schedule.mixed_precision == "no":
+    name = gpu_name(device)
+    if name is None or schedule.mixed_precision == "no":
         return None
-    name = torch.cuda.get_device_name(device)
     return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items() if part in name), None)
 
 

@@ -155,7 +155,7 @@ def test_a_name_on_the_hub_is_looked_up_there(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     suite = load_suite(SuiteConfig(path="openai/openai_humaneval", subset="plain"))
-    assert asked == [(("openai/openai_humaneval", "plain"), {"split": "test"})]
+    assert asked == [(("openai/openai_humaneval", "plain"), {"split": "test", "revision": None})]
     assert (suite.format, suite.ids) == ("humaneval", ["HumanEval/0"])
 
 

@@ -71,8 +71,7 @@ def test_a_weakest_category_is_named_where_enough_prompts_tell_it_from_the_next(
 
 
 def test_what_a_token_takes_is_said_in_milliseconds_beside_generates(report):
-    speed = {"decode_seconds_autoregressive": 2.0, "decode_tokens_autoregressive": 100}
-    speed |= {"decode_seconds_speculative": 1.0, "decode_tokens_speculative": 100}
+    speed = {"milliseconds_per_token_autoregressive": 20.0, "milliseconds_per_token_speculative": 10.0}
     peer = {"num_prompts": 4, "milliseconds_per_token_generate": 18.0, "milliseconds_per_token_autoregressive": 21.0}
     text = render_markdown(changed(report, {"speed": speed | {"generate": peer}}))
     assert "A token takes 20.0 ms in plain decoding and 10.0 ms with the draft, at this batch size. On 4 prompts" in text
