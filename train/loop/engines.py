@@ -197,12 +197,7 @@ class DeepSpeedEngine(TrainingEngine):
         optimizer, scheduler = make(task.module)
         if self.shards_weights:
             self._prepare_sharding(_shardable(task))
-        buffers = {name: each.clone() for name, each in task.module.named_buffers() if each.is_floating_point()}
-        module, optimizer = self.accelerator.prepare(task.module, optimizer)
-        for name, own in task.module.named_buffers():  # which DeepSpeed casts with the weights
-            if name in buffers:
-                own.data = buffers[name].to(own.device)
-        return module, optimizer, scheduler
+        return *self.accelerator.prepare(task.module, optimizer), scheduler
 
     def micro_batch(self, module: nn.Module, *, last: bool) -> AbstractContextManager[None]:
         self.accelerator.sync_gradients = last  # otherwise DeepSpeed takes a step with each
