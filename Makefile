@@ -50,7 +50,7 @@ sweep: setup ## small distillation runs over divergences and data policies, and 
 bench-distill: setup sweep ## the loss and the training against plain ways and TRL, tau before and after, into docs/results/distill.json (after make demo)
 	$(PY) scripts/benchmark.py distill
 
-bench-heads: setup ## six head families trained and measured, EAGLE-3's training against speculators, into docs/results/heads.json (two hours)
+bench-heads: setup ## Hydra and EAGLE-3 trained and measured, EAGLE-3's training against speculators, into docs/results/heads.json (an hour)
 	$(PY) scripts/benchmark.py heads
 
 bench-demo: setup ## the figures of the demo's reports, into docs/results/demo.json (after make demo)

@@ -82,7 +82,8 @@ def compare_predictions(config: BenchEvalConfig) -> int:
 def evaluate_once(config: BenchEvalConfig, laps: Laps) -> tuple[Report, dict[str, float]]:
     """Evaluate at the largest number of drafts, every prompt as often as by default; return the report and its parts' seconds.
 
-    What has a fixed length, the timing sweep, is a part of its own: what remains grows with the prompts as decoding does.
+    What has a fixed length, the lookup's choice and the timing sweep, are parts of their own: what remains grows with the
+    prompts as decoding does.
     """
     settings = EvalConfig(
         target=config.target,
@@ -103,6 +104,7 @@ def evaluate_once(config: BenchEvalConfig, laps: Laps) -> tuple[Report, dict[str
     decoding = sum(each.decode_seconds + each.prefill_seconds for each in timings)
     return report, {
         "loading": seconds["loading"],
+        "choosing the lookup's length": seconds["choosing the lookup's length"],
         "decoding": decoding,
         "comparing and recording": seconds["decoding"] - decoding,
         "losslessness": seconds["losslessness"],

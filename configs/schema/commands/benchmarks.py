@@ -57,14 +57,8 @@ class BenchHeadsConfig(Settings):
     data: str | None = "configs/data/heads.yaml"  # of `scripts/make_data.py`, run where its output is not there; None: never
     # of `scripts/make_cache.py`, made once of that data and read by every head's training; None: the target runs on every batch
     cache: str | None = "configs/cache/heads.yaml"
-    recipes: list[str] = [  # of `train/heads.py`, a row of the table each; all on the same target and data
-        "configs/heads/medusa.yaml",
-        "configs/heads/hydra.yaml",
-        "configs/heads/eagle3.yaml",
-        "configs/heads/mtp.yaml",
-        "configs/heads/peagle.yaml",
-        "configs/heads/dflash.yaml",
-    ]
+    # Of `train/heads.py`, a row of the table each; all on the same target and data
+    recipes: list[str] = ["configs/heads/hydra.yaml", "configs/heads/eagle3.yaml"]
     draft_models: list[str] = []  # of `train/distill.py`, measured beside the heads
     # Heads by the first recipe but for some keys, dotted or in sections, as {two_layers: {head.num_layers: 2}}; a row each, and
     # the tokens per target step of each over those of the first variant
