@@ -11,7 +11,7 @@ from eval.report.schema import Report, SuiteSection, load_report
 from eval.report.text import by_suite, fastest_free, speedup_of
 from eval.stats.bootstrap import Interval
 from scripts.bench.harness import write_results
-from scripts.bench.provenance import check_same_origin, is_published
+from scripts.bench.provenance import TRAINING_CODE, check_same_origin, is_published
 
 
 def record_demo(config: BenchDemoConfig) -> int:
@@ -24,7 +24,7 @@ def record_demo(config: BenchDemoConfig) -> int:
     for path in config.reports:
         report = load_report(Path(path))
         if is_published(config.output):
-            check_same_origin(report.to_dict(), path)
+            check_same_origin(report.to_dict(), path, TRAINING_CODE)
         rows += [_row(report, suite, section) for suite, section in (by_suite(report) or {"home": report}).items()]
     write_results(config.output, "demo", config, rows=rows, ratios={})
     return DONE

@@ -64,15 +64,20 @@ def check_trained_here(artifacts: Iterable[str | Path], output: str | Path) -> N
             )
 
 
-def check_same_origin(results: Mapping[str, Any], path: str | Path) -> None:
+def check_same_origin(results: Mapping[str, Any], path: str | Path, code: tuple[str, ...] = (".",)) -> None:
     """Refuse to join results that another machine, other versions or other code made.
+
+    Args:
+        results: a results file's content, or a report's, which says more of its machine.
+        path: names it in the error.
+        code: the folders whose code made it.
 
     Raises:
         InputError: names the file and what differs.
     """
     here, git = describe_origin(), results.get("git") or {}
-    other = [name for name in ("hardware", "versions") if results.get(name) != here[name]]
-    if git.get("dirty") is not False or changed_files(git["commit"]) != []:
+    other = [name for name in ("hardware", "versions") if not here[name].items() <= (results.get(name) or {}).items()]
+    if git.get("dirty") is not False or changed_files(git["commit"], code) != []:
         other.append("code")
     if other:
         raise InputError(f"{path} is of other {' and '.join(other)} than this run's; make it anew first")

@@ -11,7 +11,7 @@ from configs.runtime.errors import InputError
 from configs.schema.commands.benchmarks import SoakConfig
 from scripts.bench import provenance
 from scripts.bench.harness import add_ratios, write_results
-from scripts.bench.provenance import check_place, check_trained_here
+from scripts.bench.provenance import check_place, check_same_origin, check_trained_here, describe_origin
 from scripts.benchmark import run
 
 
@@ -114,3 +114,16 @@ def test_ratios_join_no_file_of_other_code_or_another_machine(checkout):
     (checkout / "heads" / "head.py").write_text("two\n")
     with pytest.raises(InputError, match=r"scale.json is of other code than this run's"):
         add_ratios(path, "states_timed", SoakConfig(), {"speed": 2.0})
+
+
+def test_a_report_of_the_same_evaluation_counts_though_it_says_more_of_its_machine_and_other_scripts_changed(checkout):
+    origin = json.loads(json.dumps(describe_origin()))
+    report = origin | {"hardware": origin["hardware"] | {"device": "cpu", "threads": 2}}
+    (checkout / "scripts.py").touch()
+    git(checkout, "add", ".")
+    git(checkout, "commit", "-qm", "what evaluates nothing")
+    check_same_origin(report, "report.json", ("heads",))
+    with pytest.raises(InputError, match=r"report.json is of other code than this run's"):
+        check_same_origin(report, "report.json")
+    with pytest.raises(InputError, match=r"report.json is of other hardware than this run's"):
+        check_same_origin(report | {"hardware": {"cpu": "another"}}, "report.json", ("heads",))
