@@ -242,7 +242,8 @@ def _untrained_rival(section: Report | SuiteSection, joint: str) -> str:
     if bounds is not None and bounds[1] < 1:
         return f"{joint}{called} is faster, at {times(rival.decode_speedup)}"
     ratio = f"{times(rival.decode_speed_ratio)} {interval(bounds)}".rstrip()
-    return f"{joint}not told from {called} at {times(rival.decode_speedup)}: the draft has {ratio} of it"
+    as_fast = f"no difference shown from {called} at {times(rival.decode_speedup)}"
+    return f"{joint}{as_fast}: the draft has {ratio} of its speed"
 
 
 def _speed_in_words(report: Report) -> str:

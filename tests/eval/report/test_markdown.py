@@ -43,12 +43,14 @@ def test_the_headline_says_faster_slower_or_neither_as_the_interval_does_and_by_
         (
             0.95,
             [0.8, 1.1],
-            "not told from prompt lookup, which needs no training, at 1.44×: the draft has 0.95× [0.80, 1.10] of it.",
+            "no difference shown from prompt lookup, which needs no training, at 1.44×: "
+            "the draft has 0.95× [0.80, 1.10] of its speed.",
         ),
         (
             1.05,
             [0.9, 1.2],
-            "not told from prompt lookup, which needs no training, at 1.44×: the draft has 1.05× [0.90, 1.20] of it.",
+            "no difference shown from prompt lookup, which needs no training, at 1.44×: "
+            "the draft has 1.05× [0.90, 1.20] of its speed.",
         ),
         (1.2, [1.1, 1.3], "first where two tokens nearly tie."),
     ],
