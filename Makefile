@@ -25,10 +25,10 @@ demo: setup ## data, distil, decode, report, gate on the embedded model; yours: 
 	$(PY) scripts/demo.py$(call given,TARGET,target)$(call given,PROMPTS,prompts)$(call given,DATA,data)$(call given,DEVICE,device)
 
 demo-images: setup ## pictures of digits: a target of image codes trained in minutes, strict and relaxed decoding side by side, gate
-	$(PY) scripts/modalities/demo.py images
+	$(PY) scripts/lab/modalities/demo.py images
 
 demo-speech: setup ## likewise words, of your recordings: WAVS=folder of WAV files named WORD_....wav
-	$(PY) scripts/modalities/demo.py speech$(call given,WAVS,wavs)
+	$(PY) scripts/lab/modalities/demo.py speech$(call given,WAVS,wavs)
 
 test: setup ## the test suite
 	$(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder
@@ -42,28 +42,28 @@ check: setup ## format, lint, types, import contract
 bench: bench-demo bench-heads bench-decode bench-distill bench-eval bench-scale ## every side-by-side measurement (after make demo; hours)
 
 bench-decode: setup ## the decoder against transformers' assisted generation, into docs/results/decode.json (after make demo; trains the heads of bench-heads where they are not there)
-	$(PY) scripts/benchmark.py decode
+	$(PY) scripts/lab/benchmark.py decode
 
 sweep: setup ## small distillation runs over divergences and data policies, and which to take (after make demo)
-	$(PY) scripts/sweep.py --config configs/sweep/demo.yaml
+	$(PY) scripts/lab/sweep.py --config scripts/lab/configs/sweep/demo.yaml
 
 bench-distill: setup sweep ## the loss and the training against plain ways and TRL, tau before and after, into docs/results/distill.json (after make demo)
-	$(PY) scripts/benchmark.py distill
+	$(PY) scripts/lab/benchmark.py distill
 
 bench-heads: setup ## Hydra and EAGLE-3 trained and measured, EAGLE-3's training against speculators, into docs/results/heads.json (an hour)
-	$(PY) scripts/benchmark.py heads
+	$(PY) scripts/lab/benchmark.py heads
 
 bench-demo: setup ## the figures of the demo's reports, into docs/results/demo.json (after make demo)
-	$(PY) scripts/benchmark.py demo
+	$(PY) scripts/lab/benchmark.py demo
 
 bench-mixed: setup ## Hydra and EAGLE-3 on a mixture of public prompts and the target's own, into docs/results/heads_mixed.json (two hours)
-	$(PY) scripts/benchmark.py heads --config configs/bench/heads_mixed.yaml
+	$(PY) scripts/lab/benchmark.py heads --config scripts/lab/configs/bench/heads_mixed.yaml
 
 bench-eval: setup ## predicted speed against measured, the evaluator's own cost, into docs/results/eval.json (after make demo)
-	$(PY) scripts/benchmark.py eval
+	$(PY) scripts/lab/benchmark.py eval
 
 bench-scale: setup ## two processes beside one, padding, checkpoints, waiting for data, into docs/results/scale.json (after bench-heads)
-	$(PY) scripts/benchmark.py scale
+	$(PY) scripts/lab/benchmark.py scale
 
 distribution-check: setup ## 100,000 samples of the whole decoder for every rule and shape against the target's exact distribution (minutes)
 	$(PY) -m pytest -m slow -s tests/eval/decoder/test_output_distribution.py
@@ -79,20 +79,20 @@ device-check: setup ## decoding, evaluation, export and training on a mock devic
 
 engine-check: setup ## DDP, FSDP2, ZeRO-1 to 3, offloading and split targets in processes on the CPU against one (about 15 minutes)
 	$(PY) -m pytest -m slow -s tests/train/loop/test_engines.py tests/train/test_split_target.py
-	$(PY) scripts/benchmark.py engines
+	$(PY) scripts/lab/benchmark.py engines
 
 models-check: setup ## a tiny model of every family of transformers through every stage, into docs/results/models.json and docs/models.md (12 minutes)
-	$(PY) scripts/benchmark.py models
+	$(PY) scripts/lab/benchmark.py models
 
 soak: setup ## 210 tiny runs killed, stopped and damaged at random, each to end with an undisturbed run's weights (about 15 minutes)
-	$(PY) scripts/benchmark.py soak
+	$(PY) scripts/lab/benchmark.py soak
 
 tables: setup ## fill the documents' tables from docs/results/
-	$(PY) scripts/benchmark.py tables
+	$(PY) scripts/lab/benchmark.py tables
 
 serve-check: setup $(VLLM_STAMP) $(LLAMA_CPP_STAMP) $(OPENVINO_STAMP) ## a vLLM server as target, writer and source of hidden states; drafts in vLLM, transformers, llama.cpp, OpenVINO, into docs/results/serve.json (after make demo; trains the heads of bench-heads where they are not there)
 	$(PY) -m pytest -m slow -s tests/distill/server/test_served_target.py tests/distill/server/test_served_answers.py tests/distill/server/test_served_states.py tests/heads/formats/test_in_llama_cpp.py tests/heads/formats/test_in_openvino.py
-	$(PY) scripts/benchmark.py serve --config configs/serve/smollm2.yaml
+	$(PY) scripts/lab/benchmark.py serve --config scripts/lab/configs/serve/smollm2.yaml
 
 $(VLLM_STAMP) $(OPENVINO_STAMP): .cache/venvs/%/.installed: scripts/setup_engine.sh scripts/cpu_torch.sh scripts/%_pins.txt
 	sh scripts/setup_engine.sh $*

@@ -46,10 +46,10 @@ from eval.report.build import PromptSet, build_report, complete_report
 from eval.report.markdown import render_markdown
 from eval.report.page import render_html
 from eval.report.schema import Report, load_report, report_file, write_report
+from heads.frozen.loading import Target, load_target
+from heads.frozen.processes import join_processes
 from heads.inference.causal_lm import mixers_of
 from heads.proposers.protocol import Proposer
-from heads.target.loading import Target, load_target
-from heads.target.processes import join_processes
 
 log = logging.getLogger("draftsmith")
 # What comes after the measurement, or says where it goes: a run that was cut off goes on with other ones of these.

@@ -23,7 +23,7 @@ from configs.schema.evaluation import EvalConfig
 def main(config: EvalConfig) -> int:
     """Evaluate. What needs torch is imported here, so that a typo in the config is reported at once."""
     from eval.evaluation import evaluate
-    from heads.target.processes import naming_lost_processes
+    from heads.frozen.processes import naming_lost_processes
 
     with naming_lost_processes():
         return evaluate(config)

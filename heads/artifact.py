@@ -25,6 +25,11 @@ from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import new_folder, write_json
 from configs.runtime.redaction import mask_secrets
 from heads.families.registry import FAMILIES, serve
+from heads.frozen.hidden_states import check_taps
+from heads.frozen.identity import TargetIdentity, hash_weights
+from heads.frozen.loading import UNREADABLE, load_with, move, rounded_parts
+from heads.frozen.quantized import loader_of
+from heads.frozen.size_limits import check_causal_lm, check_head_sizes, no_larger_than
 from heads.hub import METADATA_FILE, locate_artifact
 from heads.inference.compiled_forward import run_alike
 from heads.inference.model_checks import check_rolls_back, check_split
@@ -46,11 +51,6 @@ from heads.proposers.cross_device import CrossDeviceProposer
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.protocol import Proposer
 from heads.proposers.vocabulary import DraftVocabulary, keep_head_rows, read_draft_vocabulary, write_draft_vocabulary
-from heads.target.hidden_states import check_taps
-from heads.target.identity import TargetIdentity, hash_weights
-from heads.target.loading import UNREADABLE, load_with, move, rounded_parts
-from heads.target.quantized import loader_of
-from heads.target.size_limits import check_causal_lm, check_head_sizes, no_larger_than
 
 __all__ = [
     "METADATA_FILE",

@@ -4,7 +4,7 @@ The output folder of a training stands for the artifact in it.
 
 Only files that hold data are fetched: JSON, safetensors, tokenizers. No code, nothing pickled, except for a draft to be
 imported, whose weights some programs still keep in a `.bin` or `.pt` (read with `weights_only` by
-`heads.target.checkpoint_files`). Where and how the Hub is reached (`HF_ENDPOINT`, `HF_TOKEN`, `HF_HUB_OFFLINE`, `HF_HOME`) is
+`heads.frozen.checkpoint_files`). Where and how the Hub is reached (`HF_ENDPOINT`, `HF_TOKEN`, `HF_HUB_OFFLINE`, `HF_HOME`) is
 huggingface_hub's own.
 """
 

@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoTokenizer
 
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import check_readable, read_json
+from heads.frozen.identity import TargetIdentity, hash_files, hash_tokenizer
+from heads.frozen.loading import UNREADABLE
 from heads.hub import METADATA_FILE
 from heads.proposers.vocabulary import DraftVocabulary
-from heads.target.identity import TargetIdentity, hash_files, hash_tokenizer
-from heads.target.loading import UNREADABLE
 
 WEIGHTS_FILE = "model.safetensors"
 VOCABULARY_FILE = "draft_vocabulary.safetensors"

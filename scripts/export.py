@@ -31,8 +31,8 @@ def main(config: ExportConfig, args: argparse.Namespace) -> None:
     from heads.artifact import read_metadata
     from heads.formats.exporting.exporter import SERVE_FILE, export
     from heads.formats.exporting.source import TargetFolder, read_source
+    from heads.frozen.loading import locate
     from heads.hub import locate_artifact
-    from heads.target.loading import locate
 
     artifact, out = locate_artifact(args.artifact), Path(args.out)
     known = read_metadata(artifact).target

@@ -30,8 +30,8 @@ def main(config: ImportConfig, args: argparse.Namespace) -> None:
     from configs.runtime.run_record import describe_versions
     from heads.formats.importing.importer import drafts_a_round, fit, write_artifact
     from heads.formats.importing.reading import read_external
+    from heads.frozen.loading import load_target
     from heads.hub import locate_external
-    from heads.target.loading import load_target
     from scripts.exchange.trial import try_out
 
     out = Path(args.out)

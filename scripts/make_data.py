@@ -22,7 +22,7 @@ from configs.schema.data import DataConfig
 
 if TYPE_CHECKING:
     from distill.generation.answers import Write
-    from heads.target.loading import Target
+    from heads.frozen.loading import Target
 
 
 def main(config: DataConfig) -> None:

@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from configs.schema.target import TargetConfig
 from heads.artifact import Metadata, save_draft_lm
-from heads.target.identity import TargetIdentity, hash_chat_template, hash_tokenizer
-from heads.target.loading import Target, load_target
+from heads.frozen.identity import TargetIdentity, hash_chat_template, hash_tokenizer
+from heads.frozen.loading import Target, load_target
 
 settings.register_profile("suite", deadline=None)  # a busy machine is no failure
 settings.load_profile("suite")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench.tables import OPENING, documents, fill_tables
+from scripts.lab.bench.tables import OPENING, documents, fill_tables, present_command
 from tests.test_house import missing_from
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,8 +36,9 @@ def objections(name: str) -> list[str]:
         elif isinstance(value, dict):
             command = value.get("command")
             if isinstance(command, str):
+                command = present_command(command)
                 found.extend(missing_from(command))
-                found.extend(path for path in re.findall(r"configs/[\w./-]+\.yaml", command) if not (ROOT / path).is_file())
+                found.extend(path for path in re.findall(r"(?:scripts/lab/)?configs/[\w./-]+\.yaml", command) if not (ROOT / path).is_file())
                 found.extend(re.findall(r"runs/\S+-[0-9a-f]{12}", command))  # a folder that training names by its content
             if "dirty" in value and (value["dirty"] is not False or value["commit"] is None):
                 found.append(f"made at {value['commit']}, dirty: {value['dirty']}")

@@ -20,13 +20,13 @@ import pytest
 from configs.runtime.loading import load_config
 from configs.runtime.yaml_reader import parse_yaml
 from configs.schema.commands.advising import AdviceConfig
-from configs.schema.commands.benchmarks import BenchHeadsConfig, BenchModalitiesConfig, ServeCheckConfig
 from configs.schema.commands.planning import PlanHeadsConfig
 from configs.schema.commands.refreshing import RefreshConfig
-from configs.schema.commands.sweep import SweepConfig
 from configs.schema.data import CacheConfig, DataConfig
 from configs.schema.evaluation import EvalConfig, GateConfig
 from configs.schema.training import DistillConfig, HeadsConfig
+from scripts.lab.recipe_sweep.settings import SweepConfig
+from scripts.lab.settings import BenchHeadsConfig, BenchModalitiesConfig, ServeCheckConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 SCHEMAS = {
@@ -43,9 +43,9 @@ SCHEMAS = {
     "serve": ServeCheckConfig,
     "sweep": SweepConfig,
 }
-OF_ONE_FILE = {"configs/bench/modalities.yaml": BenchModalitiesConfig}
+OF_ONE_FILE = {"scripts/lab/configs/bench/modalities.yaml": BenchModalitiesConfig}
 OTHER_TOOLS = {"accelerate", "deepspeed"}  # their files are YAML, and checked by the tool itself
-RECIPES = sorted((ROOT / "configs").glob("*/*.yaml"))
+RECIPES = sorted([*(ROOT / "configs").glob("*/*.yaml"), *(ROOT / "scripts" / "lab" / "configs").glob("*/*.yaml")])
 ENTRIES = {
     "train/distill.py": [],
     "train/heads.py": [],
@@ -59,13 +59,13 @@ ENTRIES = {
     "scripts/make_data.py": [],
     "scripts/plan.py": [],
     "scripts/serve_states.py": [],
-    "scripts/benchmark.py": ["decode"],
+    "scripts/lab/benchmark.py": ["decode"],
     "scripts/export.py": ["artifact", "--to", "vllm", "--out", "out"],
     "scripts/import.py": ["draft", "--out", "out"],
     "scripts/push.py": ["artifact", "--report", "report.json", "--repo-id", "name"],
     "scripts/refresh.py": [],
     "scripts/exchange/stitch_mtp.py": ["artifact", "--target", "target", "--out", "out"],
-    "scripts/sweep.py": [],
+    "scripts/lab/sweep.py": [],
 }
 
 
@@ -155,7 +155,7 @@ def missing_from(command: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("entry", [*ENTRIES, "scripts/bench/scale_steps.py"])
+@pytest.mark.parametrize("entry", [*ENTRIES, "scripts/lab/bench/scale_steps.py"])
 def test_each_entry_has_a_help(entry, monkeypatch, capsys):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", [str(ROOT / entry), "--help"])

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / "tests" / "compatibility" / "written_before" / "report.json"
-ENTRIES = ["train.heads", "eval.gate", "scripts.push", "scripts.benchmark"]
+ENTRIES = ["train.heads", "eval.gate", "scripts.push", "scripts.lab.benchmark"]
 RENDER = """
 import sys, eval.report.page as html
 from pathlib import Path
@@ -62,14 +62,13 @@ def test_a_recipe_is_found_from_any_folder(unpacked, tmp_path):
     assert (unpacked / suite).is_file()
 
 
-def test_the_demos_find_what_came_along_and_write_to_the_present_folder(unpacked, tmp_path):
+def test_the_demo_finds_what_came_along_and_writes_to_the_present_folder(unpacked, tmp_path):
     code = (
-        "from scripts import demo; from scripts.modalities.digits import FOLDER; print(FOLDER.resolve()); "
+        "from scripts import demo; "
         "demo.STEPS = {name: [*step, '--print-config'] for name, step in demo.STEPS.items() if name[:4] in ('head', 'data')}; "
         "raise SystemExit(demo.main([]))"
     )
     said = run(unpacked, tmp_path, "-c", code)
-    assert said.startswith(f"{tmp_path}/runs/demo_images")
     assert "kind: hydra" in said
     assert (tmp_path / "runs" / "demo" / "finished.json").is_file()
     assert not (unpacked / "runs").exists()

@@ -35,10 +35,10 @@ from distill.dataset.conversations import (
 from distill.dataset.packing import make_packed_loader
 from distill.dataset.workers import Workers
 from distill.server.engine import EngineStates
+from heads.frozen.identity import remembered_sha256
+from heads.frozen.loading import Target, load_target
+from heads.frozen.processes import join_processes, naming_lost_processes
 from heads.modules.interface import Batch
-from heads.target.identity import remembered_sha256
-from heads.target.loading import Target, load_target
-from heads.target.processes import join_processes, naming_lost_processes
 from train.loop.engines import check_engine
 from train.loop.lineage import accumulating
 from train.loop.loop import train

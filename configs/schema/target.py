@@ -1,6 +1,6 @@
 """The target: which model, how it runs, over which devices or processes it is spread, which servers run it. Imports no torch.
 
-The device map is made and checked against the model in `heads.target.placement`, the split in `heads.target.split`, the servers
+The device map is made and checked against the model in `heads.frozen.placement`, the split in `heads.frozen.split`, the servers
 in `distill.server.states`.
 """
 

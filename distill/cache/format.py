@@ -9,7 +9,7 @@ token j. Two kinds:
                   `token_ids [N, ceil(K b / 8)]`, uint8: ids of b = ceil(log2 V) bits, packed, lowest bit first.
 
 For heads, which read **every** position, a last_hidden cache has taps, possibly none but the final state, and row j is position
-j. Beside `hidden` there are `h_2 [N, E]`, ... for each tap (`heads.target.hidden_states` has the convention), `log_sum [N]`,
+j. Beside `hidden` there are `h_2 [N, E]`, ... for each tap (`heads.frozen.hidden_states` has the convention), `log_sum [N]`,
 float32, the log of the sum of exp(logits) over all rows of the target's head, and `top1 [N]`, int32, the most likely token.
 Taps in 8 bits have `h_2_scale [N]`, float32, by which a row is multiplied; `hidden`, of which logits are made, is bfloat16.
 
@@ -162,7 +162,7 @@ class CacheOrigin(Settings):
     """The content of a cache, and the data and target that it was made of."""
 
     layout: RowLayout
-    target: dict[str, str | None]  # heads.target.identity.TargetIdentity
+    target: dict[str, str | None]  # heads.frozen.identity.TargetIdentity
     server: Server | None = None  # None: the target itself wrote it
     data_file: str
     data_sha256: Sha256

@@ -34,10 +34,10 @@ from distill.cache.storage import Folder
 from distill.dataset.batches import ConversationDataset
 from distill.loss.pairs import SparseTarget
 from heads.device import can_pin, upload
+from heads.frozen.hidden_states import TargetStates
+from heads.frozen.identity import TargetIdentity, remembered_sha256
+from heads.frozen.loading import Target, rounded_parts
 from heads.modules.interface import NO_DOCUMENT, Batch, Normalisers, before_labels
-from heads.target.hidden_states import TargetStates
-from heads.target.identity import TargetIdentity, remembered_sha256
-from heads.target.loading import Target, rounded_parts
 
 log = logging.getLogger("draftsmith")
 

@@ -15,10 +15,10 @@ from configs.runtime.errors import InputError
 from distill.cache.format import RowLayout, scale_name, tap_name
 from distill.dataset.batches import Example, collate
 from distill.loss.pairs import LOG_ZERO, normalise
+from heads.frozen.hidden_states import read_states
+from heads.frozen.loading import Target
 from heads.inference.causal_lm import head_logits
 from heads.modules.interface import NO_DOCUMENT, Batch, before_labels
-from heads.target.hidden_states import read_states
-from heads.target.loading import Target
 
 
 def local_rows(

@@ -21,8 +21,8 @@ from distill.loss.draft_objective import target_hidden
 from distill.server.engine import EngineStates
 from distill.server.logprobs import TargetServer
 from distill.server.responses import TopK
+from heads.frozen.loading import Target
 from heads.inference.causal_lm import head_logits
-from heads.target.loading import Target
 
 logger = logging.getLogger("draftsmith")
 

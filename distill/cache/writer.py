@@ -60,11 +60,11 @@ from distill.dataset.batches import ConversationDataset, Example
 from distill.dataset.conversations import Conversation, check_written_for, open_conversations
 from distill.server.engine import EngineStates
 from distill.server.logprobs import TargetServer
-from heads.target.hidden_states import check_taps, num_blocks
-from heads.target.identity import remembered_sha256
-from heads.target.loading import Target, load_target
-from heads.target.processes import join_processes, naming_lost_processes
-from heads.target.split.groups import from_first, share_of
+from heads.frozen.hidden_states import check_taps, num_blocks
+from heads.frozen.identity import remembered_sha256
+from heads.frozen.loading import Target, load_target
+from heads.frozen.processes import join_processes, naming_lost_processes
+from heads.frozen.split.groups import from_first, share_of
 
 logger = logging.getLogger("draftsmith")
 

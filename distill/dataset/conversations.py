@@ -27,8 +27,8 @@ from safetensors.numpy import save
 from configs.runtime.errors import InputError
 from configs.runtime.files import downloads_folder, json_object, read_json, write_bytes
 from configs.runtime.resumable import fingerprint
+from heads.frozen.identity import TargetIdentity, remembered_sha256
 from heads.inference.media_inputs import SOUND, MediaPrompt, current_keys
-from heads.target.identity import TargetIdentity, remembered_sha256
 
 log = logging.getLogger("draftsmith")
 
@@ -261,7 +261,7 @@ class DataManifest(BaseModel):
     """What this project reads of the manifest beside a conversations file."""
 
     format_version: Literal[1]
-    target: dict[str, Any] | None = None  # heads.target.identity.TargetIdentity
+    target: dict[str, Any] | None = None  # heads.frozen.identity.TargetIdentity
     answers_written_by: str = "target"  # "target", "server" (the target on one), or "dataset"
     counts: dict[str, Any] = {}  # of each side, by the stem of its file
 

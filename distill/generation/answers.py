@@ -22,8 +22,8 @@ from configs.schema.data import AnswersConfig
 from distill.dataset.conversations import Conversation, Message
 from distill.generation.continuation import TargetSource, TokenRow, continue_rows, request_number, up_to_end
 from distill.generation.prompts import Prompt, encode_prompt
+from heads.frozen.loading import Target
 from heads.inference.media_inputs import placeholder_of
-from heads.target.loading import Target
 
 # Why a turn has no answer.
 EMPTY = "empty_answer"  # it ended at once

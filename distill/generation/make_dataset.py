@@ -45,9 +45,9 @@ from distill.generation.sources import check_given, check_readable, list_source
 from distill.generation.spread import MOST_MEASURED, measure_spread
 from distill.generation.steering import SEEDS, plan_prompt, write_steered
 from distill.server.several import AnswerServers
-from heads.target.loading import Target, load_target
-from heads.target.processes import join_processes, naming_lost_processes
-from heads.target.split.groups import share_of
+from heads.frozen.loading import Target, load_target
+from heads.frozen.processes import join_processes, naming_lost_processes
+from heads.frozen.split.groups import share_of
 
 logger = logging.getLogger("draftsmith")
 

@@ -25,7 +25,7 @@ from configs.schema.data import PromptsConfig, SourceConfig
 from distill.dataset.conversations import Message, folded_text, media_names, text_hash
 from distill.generation.row_formats import detect_format, fill_template, to_turns_or_messages
 from distill.generation.source_files import load_rows, read_source
-from heads.target.loading import Target
+from heads.frozen.loading import Target
 
 # Of the GPT-3 report (2005.14165, appendix C): the length of overlap that counts as contamination, and in how many texts to
 # train on it may stand before it is taken for a phrase that many share, such as the instructions of a template.

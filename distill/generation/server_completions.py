@@ -22,7 +22,7 @@ from distill.generation.continuation import request_number, up_to_end
 from distill.server.connection import GaveUp, Refused
 from distill.server.logprobs import TargetServer
 from distill.server.responses import Completion, check_read, read_completion
-from heads.target.loading import Target
+from heads.frozen.loading import Target
 
 logger = logging.getLogger("draftsmith")
 

@@ -10,7 +10,7 @@ from configs.runtime.errors import InputError
 from configs.runtime.wheels import wheel_file
 from configs.schema.data import PromptsConfig
 from distill.generation.prompts import Prompt, dataset_prompts, load_dataset_prompts, read_prompts
-from heads.target.loading import Target
+from heads.frozen.loading import Target
 
 logger = logging.getLogger("draftsmith")
 

@@ -28,7 +28,7 @@ from configs.schema.decoding import SamplingConfig
 from distill.dataset.conversations import Message
 from distill.generation.continuation import TargetSource, TokenRow, continue_rows, request_number
 from distill.generation.self_seeding import UserFrame, find_user_frame, read_turn, turn_ended
-from heads.target.loading import Target
+from heads.frozen.loading import Target
 
 SEEDS = Path(__file__).with_name("seeds.yaml")
 REGISTER_SHARE = 0.3

@@ -19,11 +19,11 @@ from distill.loss.chunked import ChunkedLoss, LogitHead, chunked_loss, model_hea
 from distill.loss.divergences import configured_divergence
 from distill.loss.pairs import HiddenRows, SparseTarget, TargetRows
 from heads.device import upload
+from heads.frozen.loading import Target
+from heads.frozen.split.groups import in_turns
 from heads.inference.causal_lm import HeadRows, head_rows, read_documents
 from heads.modules.interface import Batch, before_labels, flat
 from heads.proposers.vocabulary import DraftVocabulary
-from heads.target.loading import Target
-from heads.target.split.groups import in_turns
 
 Timer = Callable[[str], AbstractContextManager[Any]]
 
@@ -32,7 +32,7 @@ Timer = Callable[[str], AbstractContextManager[Any]]
 def target_hidden(target: Target, batch: Batch, *, own: bool = False) -> Tensor:
     """Return the target's final hidden states `[B, T, E]`, each document's as if it stood alone.
 
-    Where processes share the target, all bring the same batch, or with `own` each one of its own (`heads.target.split`).
+    Where processes share the target, all bring the same batch, or with `own` each one of its own (`heads.frozen.split`).
     """
     if target.states_from is not None:
         return target.states_from.states(batch).final_BTE

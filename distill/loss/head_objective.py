@@ -29,12 +29,12 @@ from distill.loss.divergences import configured_divergence
 from distill.loss.draft_objective import Timer
 from distill.loss.pairs import HiddenRows, NormalisedRows, TargetRows, normalise
 from heads.device import upload
+from heads.frozen.hidden_states import TargetStates
+from heads.frozen.loading import Target
 from heads.inference.causal_lm import HeadRows
 from heads.modules.auxiliary import AssistedDepth, Auxiliary
 from heads.modules.interface import Batch, Depth, HeadModule, Normalisers, before_labels, flat
 from heads.sampling.probabilities import draw, token_probabilities
-from heads.target.hidden_states import TargetStates
-from heads.target.loading import Target
 
 
 @dataclass(frozen=True, kw_only=True)

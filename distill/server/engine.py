@@ -21,12 +21,12 @@ from configs.runtime.errors import InputError
 from configs.schema.target import EngineStatesConfig
 from distill.server.states import START, ServedStates, StateServer, StateServers
 from heads.device import upload
+from heads.frozen.hidden_states import TargetStates, final_norm, num_blocks, read_states
+from heads.frozen.loading import Target
+from heads.frozen.served.forward import ServedForward
 from heads.inference.causal_lm import head_logits, refuse_forwards, register_forward
 from heads.inference.model_checks import probe_ids, relative_error, rounding
 from heads.modules.interface import NO_DOCUMENT, Batch
-from heads.target.hidden_states import TargetStates, final_norm, num_blocks, read_states
-from heads.target.loading import Target
-from heads.target.served.forward import ServedForward
 
 logger = logging.getLogger("draftsmith")
 

@@ -21,12 +21,12 @@ from configs.runtime.errors import ConfigError, InputError, first_line
 from configs.schema.learning import LoraSettings, StudentConfig
 from configs.schema.target import TargetConfig
 from distill.student.kept_blocks import keep_layers
+from heads.frozen.block_config import overridden
+from heads.frozen.identity import hash_tokenizer
+from heads.frozen.loading import UNREADABLE, Target, locate, move
+from heads.frozen.model_class import auto_class, causal_config
+from heads.frozen.quantized import loader_of
 from heads.inference.model_checks import check_rolls_back, check_split
-from heads.target.block_config import overridden
-from heads.target.identity import hash_tokenizer
-from heads.target.loading import UNREADABLE, Target, locate, move
-from heads.target.model_class import auto_class, causal_config
-from heads.target.quantized import loader_of
 
 UNTRUSTED = {"trust_remote_code": False}  # otherwise transformers asks on the terminal
 

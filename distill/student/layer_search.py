@@ -19,8 +19,8 @@ from configs.schema.learning import LossConfig, StudentConfig
 from distill.dataset.batches import Example, collate
 from distill.loss.draft_objective import DraftObjective, target_hidden
 from distill.student.kept_blocks import keep_layers
+from heads.frozen.loading import Target, move
 from heads.modules.interface import Batch
-from heads.target.loading import Target, move
 
 log = logging.getLogger("draftsmith")
 

@@ -23,10 +23,10 @@ from configs.schema.learning import PolicyConfig
 from configs.schema.training import DistillConfig
 from distill.dataset.batches import Example, collate
 from distill.generation.continuation import TokenRow, continue_rows, request_number
+from heads.frozen.loading import Target
 from heads.modules.interface import NO_DOCUMENT, Batch
 from heads.proposers.draft_lm import DraftLM
 from heads.sampling.counter_rng import CounterRNG
-from heads.target.loading import Target
 
 # Tokens drafted between two checks of which rows have ended. Their distributions are all held until then, [B, G, V].
 STRIDE = 16

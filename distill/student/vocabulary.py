@@ -18,11 +18,11 @@ from torch import Tensor
 from configs.runtime.errors import ConfigError
 from distill.dataset.batches import ConversationDataset, collate
 from distill.dataset.conversations import Conversation, count_answer_ids
+from heads.frozen.hidden_states import num_blocks
+from heads.frozen.loading import Target
 from heads.inference.causal_lm import head_logits
 from heads.modules.interface import Batch, before_labels
 from heads.proposers.vocabulary import DraftVocabulary
-from heads.target.hidden_states import num_blocks
-from heads.target.loading import Target
 
 log = logging.getLogger("draftsmith")
 

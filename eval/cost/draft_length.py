@@ -27,12 +27,12 @@ from eval.report.schema import Report
 from eval.report.sections import WholeSpeedSection
 from heads.artifact import Draft
 from heads.families.registry import drafts_in_one_forward
+from heads.frozen.hidden_states import TargetStates
+from heads.frozen.loading import Target
 from heads.proposers.draft_length import CostRule, calibrated, confidence, sampling_for_stopping, tokens_per_millisecond
 from heads.proposers.protocol import Proposal, Proposer, Tokens
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.probabilities import token_probabilities
-from heads.target.hidden_states import TargetStates
-from heads.target.loading import Target
 
 MOST_ITERATIONS = 50
 TOLERANCE = 1e-9  # relative, of the fixed point

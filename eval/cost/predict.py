@@ -18,9 +18,9 @@ from eval.cost.timing_sweep import sweep_rounds
 from eval.decoder.records import Generation
 from eval.report.schema import Report
 from eval.report.sections import PredictedSection, TimedRound
+from heads.frozen.loading import Target
 from heads.inference.media_inputs import placeholder_of
 from heads.proposers.protocol import Proposer
-from heads.target.loading import Target
 
 log = logging.getLogger("draftsmith")
 

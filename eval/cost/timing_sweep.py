@@ -26,8 +26,8 @@ from eval.decoder.request import Request
 from eval.decoder.verifier import Verifier
 from eval.lossy.decode import verifier_for
 from eval.report.sections import TimedRound
+from heads.frozen.loading import Target
 from heads.proposers.protocol import Proposal, Proposer
-from heads.target.loading import Target
 
 SHORTEST = 4  # tokens of the text that a sweep begins with
 

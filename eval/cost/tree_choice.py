@@ -32,10 +32,10 @@ from eval.measure.record_files import JOURNAL
 from eval.measure.suite import Suite
 from eval.measure.turns import Turns
 from heads.families.registry import drafts_in_one_forward
+from heads.frozen.hidden_states import forward_states
+from heads.frozen.loading import Target
 from heads.inference.causal_lm import head_logits, new_cache
 from heads.proposers.protocol import Proposer
-from heads.target.hidden_states import forward_states
-from heads.target.loading import Target
 
 log = logging.getLogger("draftsmith")
 

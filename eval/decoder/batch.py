@@ -26,6 +26,8 @@ from eval.decoder.request import BatchRow, Request
 from eval.decoder.row_update import RowUpdate, chain_update, tree_update
 from eval.decoder.tree_rules import TreeVerification
 from eval.decoder.verifier import Verifier, finite_rows
+from heads.frozen.hidden_states import TargetStates, forward_states
+from heads.frozen.loading import Target
 from heads.inference.causal_lm import head_logits, new_cache
 from heads.inference.int8_kv_cache import LAYERS
 from heads.inference.media_inputs import MediaInputs
@@ -33,8 +35,6 @@ from heads.proposers.protocol import Proposal, Proposer, TargetReader, TreePropo
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention, tree_attention, tree_from
 from heads.sampling.uploads import RowNumbers, Text, Uploads, on_device, shifted, smaller
-from heads.target.hidden_states import TargetStates, forward_states
-from heads.target.loading import Target
 
 
 class BatchRun:

@@ -21,10 +21,10 @@ from eval.decoder.clock import Clock
 from eval.decoder.logits_processor import Processor, prepared, renumbered
 from eval.decoder.records import AUTOREGRESSIVE, Generation, Timing
 from eval.decoder.request import BatchRow, Request
+from heads.frozen.loading import Target
 from heads.inference.causal_lm import check_forwards
 from heads.inference.model_checks import check_rolls_back
 from heads.proposers.protocol import Proposer, TreeProposer
-from heads.target.loading import Target
 
 __all__ = ["DecodingRun", "MakeRun", "Request", "check_decodable", "decode", "generate"]
 

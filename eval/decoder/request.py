@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.schema.decoding import DecodeConfig
 from eval.decoder.records import Generation, Round, StopReason
+from heads.frozen.loading import Target
 from heads.inference.media_inputs import MediaPrompt
-from heads.target.loading import Target
 
 MARGIN = 8  # characters of a tail before those that may belong to a stop string
 

@@ -21,8 +21,8 @@ from eval.metrics.likelihood import mean_log_likelihood, pair_answers
 from eval.stats.bootstrap import LEVEL
 from eval.stats.power import detectable_mean
 from eval.stats.significance import holm, sign_flip_test
+from heads.frozen.loading import Target
 from heads.proposers.protocol import Proposer
-from heads.target.loading import Target
 
 PASS, FAIL, INCONCLUSIVE = "pass", "fail", "inconclusive"
 LEAST_PROMPTS = 16  # below, the mean of the differences shows only gross mistakes

@@ -22,8 +22,8 @@ from configs.runtime.progress import progress
 from eval.decoder.records import Divergence, Generation
 from eval.lossless.wide_copy import widened
 from eval.metrics.likelihood import answer_states, pair_answers
+from heads.frozen.loading import Target
 from heads.inference.causal_lm import head_logits
-from heads.target.loading import Target
 
 KVCache = Literal["int8"] | None
 COMPARED_TOKENS = 32  # the likeliest ones, whose logits' rounding error is measured

@@ -20,8 +20,8 @@ from eval.lossless.rule_proof import check_rule
 from eval.lossless.sampled import FAIL, INCONCLUSIVE, PASS, check_samples
 from eval.lossless.teacher_forcing import TokenCheck, check_tokens
 from eval.metrics.likelihood import pair_answers
+from heads.frozen.loading import Target
 from heads.proposers.protocol import Proposer
-from heads.target.loading import Target
 
 LOSSLESS, UP_TO_TIES, NOT_LOSSLESS, LOSSY = "lossless", "lossless_up_to_ties", "not_lossless", "lossy_by_design"
 SHOWN = 10  # wrong tokens that the report names

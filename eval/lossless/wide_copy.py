@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from heads.device import CPU, free_memory, widest_float
+from heads.frozen.loading import Target, load_target
 from heads.inference.guidance import guidance_of, guide
-from heads.target.loading import Target, load_target
 
 log = logging.getLogger("draftsmith")
 

@@ -20,8 +20,8 @@ from eval.lossy.neighbourhood import NeighbourhoodVerifier
 from eval.lossy.particles import ParticleRun
 from eval.lossy.tolerance import TolerantVerifier
 from eval.lossy.typical import TypicalVerifier
+from heads.frozen.loading import Target
 from heads.proposers.protocol import Proposer
-from heads.target.loading import Target
 
 
 def start_run(

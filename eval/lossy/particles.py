@@ -25,14 +25,14 @@ from eval.decoder.request import BatchRow, Request
 from eval.decoder.verifier import finite_rows
 from eval.lossy.particle_weights import choose, draw_bonus, resample, weigh
 from heads.device import widest_float
+from heads.frozen.hidden_states import forward_states
+from heads.frozen.loading import Target
 from heads.inference.causal_lm import head_logits, new_cache
 from heads.inference.int8_kv_cache import LAYERS
 from heads.proposers.protocol import Proposal, Proposer
 from heads.sampling.counter_rng import CounterRNG, Role
 from heads.sampling.probabilities import draw, token_probabilities
 from heads.sampling.uploads import Text, Uploads, constant, shifted
-from heads.target.hidden_states import forward_states
-from heads.target.loading import Target
 
 
 @dataclass

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from configs.schema.evaluation import EvalConfig
 from eval.decoder.decode import Request, decode
 from heads.device import synchronize
-from heads.target.loading import Target
+from heads.frozen.loading import Target
 
 log = logging.getLogger("draftsmith")
 

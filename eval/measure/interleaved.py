@@ -25,8 +25,8 @@ from eval.decoder.verifier import SimulatedVerifier
 from eval.lossy.decode import start_run
 from eval.measure.turns import undecoded
 from eval.metrics.meters import Meter, MeteredClock
+from heads.frozen.loading import Target
 from heads.proposers.protocol import LearningProposer, Proposer
-from heads.target.loading import Target
 
 log = logging.getLogger("draftsmith")
 

@@ -17,8 +17,8 @@ from configs.runtime.resumable import Journal
 from configs.schema.evaluation import LOOKUPS, EvalConfig
 from eval.decoder.decode import Request, decode
 from eval.measure.record_files import JOURNAL
+from heads.frozen.loading import Target
 from heads.proposers.prompt_lookup import PromptLookup
-from heads.target.loading import Target
 
 log = logging.getLogger("draftsmith")
 

@@ -15,13 +15,13 @@ from typing import Any
 
 from configs.schema.evaluation import EvalConfig, FreeDraft
 from heads.artifact import Draft, hash_together, load_draft
+from heads.frozen.hidden_states import num_blocks
+from heads.frozen.loading import Target
 from heads.proposers.merged import LookupFirst, MergedDrafts
 from heads.proposers.prompt_lookup import PromptLookup
 from heads.proposers.protocol import LooksUp, Proposer
 from heads.proposers.self_speculation import SelfSpeculation
 from heads.proposers.suffix_lookup import SuffixLookup
-from heads.target.hidden_states import num_blocks
-from heads.target.loading import Target
 
 MERGED = "merged"
 LONGEST_MATCH = 8  # tokens by which prompt lookup beside a draft tells one place of a text from another

@@ -21,9 +21,9 @@ from eval.measure.record_files import RecordWriter, join_parts
 from eval.measure.turns import Turns
 from eval.metrics.meters import Meter
 from eval.metrics.tally import Tally
+from heads.frozen.loading import Target
+from heads.frozen.split.groups import share_of
 from heads.proposers.protocol import Proposer
-from heads.target.loading import Target
-from heads.target.split.groups import share_of
 
 
 def measure_share(

@@ -20,7 +20,7 @@ from distill.generation.prompts import TOO_LONG, TRUNCATED, UNCATEGORISED, Promp
 from distill.generation.row_formats import detect_format, to_turns_or_messages
 from distill.generation.source_files import SUFFIXES, load_rows, read_source
 from heads.artifact import read_training_prompts
-from heads.target.loading import Target
+from heads.frozen.loading import Target
 
 OPTIONAL = ("tools", "media")  # of a prompt
 SuiteRow = tuple[str, Mapping[str, Any]]  # its name in error messages, its keys and values

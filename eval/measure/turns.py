@@ -11,7 +11,7 @@ from distill.dataset.conversations import Message
 from distill.generation.prompts import Prompt, encode_prompt
 from eval.decoder.records import FAILED, Generation, StopReason
 from eval.decoder.request import Request
-from heads.target.loading import Target
+from heads.frozen.loading import Target
 
 
 class Turns:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from eval.decoder.records import Generation
+from heads.frozen.loading import Target
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache, read_documents
 from heads.inference.int8_kv_cache import LAYERS
 from heads.inference.media_inputs import MediaPrompt
-from heads.target.loading import Target
 
 
 def pair_answers(plain: Sequence[Generation], speculative: Sequence[Generation]) -> list[tuple[Generation, Generation]]:

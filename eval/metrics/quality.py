@@ -20,7 +20,7 @@ from eval.metrics.likelihood import mean_log_likelihood, pair_answers
 from eval.metrics.scorers import Scorer, import_function, load_scorers, reference_of
 from eval.metrics.tally import Tally
 from eval.stats.bootstrap import LEVEL, Floats, Interval, statistic_interval
-from heads.target.loading import Target
+from heads.frozen.loading import Target
 
 Pair = tuple[Generation, Generation]  # plain, speculative
 Numbers = Sequence[float]  # of one pair, to be added up by prompt

@@ -11,7 +11,7 @@ from eval.decoder.records import AUTOREGRESSIVE, FAILED, SPECULATIVE
 from eval.metrics.likelihood import pair_answers
 from eval.metrics.scorers import import_function
 from eval.metrics.tally import Tally
-from heads.target.loading import Target
+from heads.frozen.loading import Target
 
 
 class Rendering:

@@ -12,8 +12,8 @@ from eval.measure.proposers import agreed
 from eval.release.checks import Artifact
 from eval.report.compare import IDENTITY
 from heads.artifact import hash_artifact, hash_together, read_metadata
+from heads.frozen.identity import TargetIdentity
 from heads.hub import locate_artifact
-from heads.target.identity import TargetIdentity
 
 
 def read_shipped(folders: Sequence[Path]) -> Artifact:

@@ -42,7 +42,7 @@ class OpenSection(BaseModel):
 
 
 class TargetSection(OpenSection):
-    """The target: `heads.target.identity.TargetIdentity` and how it was loaded."""
+    """The target: `heads.frozen.identity.TargetIdentity` and how it was loaded."""
 
     name: str
     weights_sha256: str

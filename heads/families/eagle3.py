@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from configs.runtime.errors import InputError
 from configs.schema.heads import Eagle3Settings, EagleSettings
 from heads.device import upload
+from heads.frozen.hidden_states import TargetStates, final_norm_scale, num_blocks
 from heads.inference.kv_cache import RowCache
 from heads.modules.attention import Ranges, causal_ranges, read_ranges
 from heads.modules.autoregressive import FeatureChain
@@ -40,7 +41,6 @@ from heads.modules.layers import (
 )
 from heads.modules.output_head import DraftHead, HeadBase
 from heads.proposers.vocabulary import DraftVocabulary
-from heads.target.hidden_states import TargetStates, final_norm_scale, num_blocks
 
 
 class EagleBody(HeadBase):

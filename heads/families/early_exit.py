@@ -27,6 +27,9 @@ from transformers import PreTrainedModel
 from configs.runtime.errors import InputError
 from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import EarlyExitSettings
+from heads.frozen.hidden_states import TargetStates, final_norm, forward_states, num_blocks, read_states
+from heads.frozen.placement import own_copy
+from heads.frozen.served.forward import ServedForward
 from heads.inference.causal_lm import new_cache, registered_forward
 from heads.inference.guidance import guidance_of
 from heads.inference.kv_cache import RowCache
@@ -44,9 +47,6 @@ from heads.proposers.vocabulary import DraftVocabulary
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import TreeAttention
 from heads.sampling.uploads import Text, shifted, text_of
-from heads.target.hidden_states import TargetStates, final_norm, forward_states, num_blocks, read_states
-from heads.target.placement import own_copy
-from heads.target.served.forward import ServedForward
 
 log = logging.getLogger("draftsmith")
 

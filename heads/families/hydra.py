@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import HydraSettings
 from heads.families.medusa import HeadsByDepth, ResidualBlocks
+from heads.frozen.hidden_states import TargetStates
 from heads.inference.kv_cache import RowCache
 from heads.modules.attention import causal_ranges
 from heads.modules.autoregressive import FeatureChain
@@ -42,7 +43,6 @@ from heads.proposers.protocol import Proposal, Tokens
 from heads.proposers.vocabulary import DraftVocabulary
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree
-from heads.target.hidden_states import TargetStates
 
 
 class Hydra(HeadsByDepth):

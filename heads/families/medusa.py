@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import HydraSettings, MedusaSettings
+from heads.frozen.hidden_states import TargetStates
 from heads.modules.checkpointing import HeadLayer
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins
 from heads.modules.output_head import DraftHead, HeadBase
@@ -29,7 +30,6 @@ from heads.proposers.vocabulary import DraftVocabulary
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree
 from heads.sampling.uploads import on_device, text_of
-from heads.target.hidden_states import TargetStates
 
 
 class HeadsByDepth(HeadBase):

@@ -23,6 +23,8 @@ from configs.runtime.errors import InputError
 from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import MtpSettings
 from heads.families.mtp_checkpoint import NativeMtp
+from heads.frozen.hidden_states import TargetStates, final_norm, num_blocks
+from heads.frozen.placement import own_copy
 from heads.inference.kv_cache import RowCache
 from heads.modules.autoregressive import ChainModule, FeatureChain, FeatureProposer
 from heads.modules.checkpointing import HeadLayer
@@ -43,8 +45,6 @@ from heads.proposers.protocol import Proposal, Proposer, Tokens
 from heads.proposers.vocabulary import DraftVocabulary
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.uploads import text_of
-from heads.target.hidden_states import TargetStates, final_norm, num_blocks
-from heads.target.placement import own_copy
 
 
 class Mtp(HeadBase):

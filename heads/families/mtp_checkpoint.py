@@ -22,8 +22,8 @@ from torch import Tensor
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import new_folder, read_json
-from heads.target.checkpoint_files import break_links, files_by_key, link_or_copy, listed
-from heads.target.quantized import quantization_of
+from heads.frozen.checkpoint_files import break_links, files_by_key, link_or_copy, listed
+from heads.frozen.quantized import quantization_of
 
 PARTS = ("eh_proj", "enorm", "hnorm", "post_norm", "mtp_block")  # of `heads.families.mtp.MtpLayer`
 

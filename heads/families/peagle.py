@@ -27,6 +27,7 @@ from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import PEagleSettings
 from heads.device import upload
 from heads.families.eagle3 import EagleBody
+from heads.frozen.hidden_states import TargetStates
 from heads.modules.attention import Ranges, causal_ranges, read_ranges
 from heads.modules.autoregressive import FeatureProposer
 from heads.modules.initialization import mask_token
@@ -36,7 +37,6 @@ from heads.proposers.protocol import Proposal, Tokens
 from heads.proposers.vocabulary import DraftVocabulary
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.uploads import Text, text_of
-from heads.target.hidden_states import TargetStates
 
 
 class PEagle(EagleBody):

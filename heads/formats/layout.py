@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from configs.runtime.errors import InputError
+from heads.frozen.checkpoint_files import SINGLE_FILE, Weights
 from heads.modules.layers import LayerShape
-from heads.target.checkpoint_files import SINGLE_FILE, Weights
 
 Shapes = dict[str, tuple[int, ...]]
 Value = TypeVar("Value")

@@ -274,7 +274,7 @@ class TransformersForward(DecodingForward):
         return _apply(self._head, hidden_BTD)
 
     def watch(self, taps: Sequence[int], seen: dict[int, Tensor]) -> None:
-        """Do nothing: hooks on the modules store these states (`heads.target.hidden_states.tapped`)."""
+        """Do nothing: hooks on the modules store these states (`heads.frozen.hidden_states.tapped`)."""
 
 
 _REGISTERED: WeakKeyDictionary[HasOutputHead, DecodingForward] = WeakKeyDictionary()

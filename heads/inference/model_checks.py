@@ -2,7 +2,7 @@
 
 transformers says nowhere whether a family's forward has the properties that this project builds on, so each is tried once:
 `check_split` (head and backbone apart), `check_rolls_back` (rejected tokens), `check_keeps_apart` (several documents in a row).
-Other modules try theirs by `check_on_probe` too: `heads.inference.lean_forward`, `heads.target.hidden_states`,
+Other modules try theirs by `check_on_probe` too: `heads.inference.lean_forward`, `heads.frozen.hidden_states`,
 `heads.proposers.self_speculation` and `heads.modules.target_block`.
 B rows, T positions, D width, V vocabulary.
 """

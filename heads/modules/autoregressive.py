@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from configs.schema.decoding import SamplingConfig
+from heads.frozen.hidden_states import TargetStates
 from heads.inference.kv_cache import RowCache
 from heads.modules.output_head import DraftHead
 from heads.proposers.protocol import Proposal, Tokens
@@ -24,7 +25,6 @@ from heads.proposers.tree_builder import TreeSlots, tree_builder
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention
 from heads.sampling.uploads import RowNumbers, Text, on_device, shifted, text_of
-from heads.target.hidden_states import TargetStates
 
 
 class PendingFeatures:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError
-from heads.target.hidden_states import blocks, num_blocks
-from heads.target.placement import real_weights
+from heads.frozen.hidden_states import blocks, num_blocks
+from heads.frozen.placement import real_weights
 
 OTHER_TAPS = 0.002  # standard deviation of the weights on taps that are not passed on: small beside 1, but not dead
 COPIED = ("self_attn.o_proj.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")

@@ -20,11 +20,11 @@ from transformers import PreTrainedModel
 
 from configs.schema.heads import HeadSettings
 from heads.device import upload
+from heads.frozen.hidden_states import TargetStates
+from heads.frozen.loading import Target
 from heads.inference.media_inputs import MediaInputs, MediaPrompt
 from heads.proposers.protocol import Proposer
 from heads.proposers.vocabulary import DraftVocabulary
-from heads.target.hidden_states import TargetStates
-from heads.target.loading import Target
 
 NO_DOCUMENT = -1
 

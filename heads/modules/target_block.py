@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError
+from heads.frozen.hidden_states import blocks, num_blocks, tapped
+from heads.frozen.placement import own_copy
 from heads.inference.causal_lm import backbone
 from heads.inference.kv_cache import RowCache
 from heads.inference.model_checks import KNOWN_LAYER_TYPES, check_on_probe, probe_ids, relative_error
-from heads.target.hidden_states import blocks, num_blocks, tapped
-from heads.target.placement import own_copy
 
 CHOOSING = ("e_score_correction_bias", "expert_bias", ".indexer.")  # parameters that choose experts or keys, without gradients
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from configs.runtime.errors import InputError
-from heads.target.hidden_states import blocks
+from heads.frozen.hidden_states import blocks
 
 
 def check_widths(target: PreTrainedModel) -> None:

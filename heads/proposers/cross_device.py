@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from configs.schema.decoding import SamplingConfig
+from heads.frozen.hidden_states import TargetStates
 from heads.proposers.protocol import CachesDrafts, Proposal, Tokens, TreeProposer
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree
-from heads.target.hidden_states import TargetStates
 
 
 class CrossDeviceProposer:

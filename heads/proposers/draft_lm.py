@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from configs.schema.decoding import SamplingConfig
+from heads.frozen.hidden_states import TargetStates
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache
 from heads.inference.kv_cache import RowCache
 from heads.proposers.chain_builder import ChainBuilder
@@ -25,7 +26,6 @@ from heads.proposers.vocabulary import DraftVocabulary
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree
 from heads.sampling.uploads import Text, shifted, text_of
-from heads.target.hidden_states import TargetStates
 
 
 class DraftLM:

@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from configs.runtime.errors import InputError
 from configs.schema.decoding import SamplingConfig
+from heads.frozen.hidden_states import TargetStates
 from heads.proposers.protocol import (
     CachesDrafts,
     LearningProposer,
@@ -35,7 +36,6 @@ from heads.proposers.protocol import (
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree
 from heads.sampling.uploads import RowNumbers, on_device, text_of
-from heads.target.hidden_states import TargetStates
 
 Nodes = tuple[list[int], list[int]]  # tokens, and the row that each continues
 MOST_BEHIND = 64  # tokens that a draft may have left unread; a text that is copied may go on for thousands

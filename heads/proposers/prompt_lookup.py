@@ -12,10 +12,10 @@ from itertools import cycle, islice
 import torch
 
 from configs.schema.decoding import SamplingConfig
+from heads.frozen.hidden_states import TargetStates
 from heads.proposers.protocol import Proposal, Tokens, deterministic_proposal
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.uploads import text_of
-from heads.target.hidden_states import TargetStates
 
 
 class PromptLookup:

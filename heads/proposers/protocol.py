@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from configs.schema.decoding import SamplingConfig
+from heads.frozen.hidden_states import TargetStates
 from heads.inference.kv_cache import RowCache
 from heads.inference.media_inputs import MediaInputs
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention
 from heads.sampling.uploads import Uploads
-from heads.target.hidden_states import TargetStates
 
 # Committed ids by row: prompt and answer so far, the pending token last. The decoder's are a `heads.sampling.uploads.Text`, by
 # which a draft's numbers reach the device along with the decoder's.
@@ -72,7 +72,7 @@ class Proposer(Protocol):
 
     @property
     def taps(self) -> Sequence[int]:
-        """The target's hidden states that it reads besides the final one (`heads.target.hidden_states`)."""
+        """The target's hidden states that it reads besides the final one (`heads.frozen.hidden_states`)."""
 
     def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
         """Read the prompts.
@@ -148,7 +148,7 @@ class TargetReader(Proposer, Protocol):
         media: MediaInputs | None = None,
     ) -> TargetStates:
         """Run the target on the prompts, then on each round's pending tokens and drafts; see
-        `heads.target.hidden_states.forward_states`."""
+        `heads.frozen.hidden_states.forward_states`."""
 
 
 @runtime_checkable

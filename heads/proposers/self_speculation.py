@@ -21,6 +21,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from configs.runtime.errors import InputError, first_line
 from configs.schema.decoding import SamplingConfig
+from heads.frozen.block_config import config_of_blocks
+from heads.frozen.hidden_states import TargetStates, block_list, blocks, forward_states, num_blocks, tapped
+from heads.frozen.model_class import causal_config
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache, read_documents
 from heads.inference.kv_cache import RowCache
 from heads.inference.media_inputs import MediaInputs
@@ -30,9 +33,6 @@ from heads.proposers.protocol import Proposal, Tokens
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import TreeAttention
 from heads.sampling.uploads import shifted, text_of
-from heads.target.block_config import config_of_blocks
-from heads.target.hidden_states import TargetStates, block_list, blocks, forward_states, num_blocks, tapped
-from heads.target.model_class import causal_config
 
 
 def early_exit(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
@@ -82,7 +82,7 @@ class SharedBlocks:
         attention: TreeAttention | None = None,
         media: MediaInputs | None = None,
     ) -> TargetStates:
-        """Run the target (`heads.target.hidden_states.forward_states`), in a round from where drafting has left it.
+        """Run the target (`heads.frozen.hidden_states.forward_states`), in a round from where drafting has left it.
 
         Args:
             ids_BT: the prompts; or in a round, each row's pending token and its drafts.

@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 import torch
 
 from configs.schema.decoding import SamplingConfig
+from heads.frozen.hidden_states import TargetStates
 from heads.proposers.protocol import Proposal, Tokens, deterministic_proposal
 from heads.proposers.suffix_automaton import ROOT, Match, SuffixAutomaton
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.uploads import text_of
-from heads.target.hidden_states import TargetStates
 
 NOTHING = Match(ROOT, 0)
 

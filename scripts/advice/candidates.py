@@ -12,9 +12,9 @@ from configs.runtime.errors import ConfigError
 from configs.runtime.files import find_shipped, read_text
 from configs.runtime.yaml_reader import parse_yaml
 from configs.schema.commands.advising import AdviceConfig, FamilyTrials
-from configs.schema.commands.sweep import Setting
+from configs.schema.commands.recipe_changes import Setting
 from configs.schema.training import DistillConfig, HeadsConfig
-from scripts.bench.trained_runs import Recipe, TrainingRun, in_own_folder, load_changed
+from scripts.lab.bench.trained_runs import Recipe, TrainingRun, in_own_folder, load_changed
 
 VOCABULARY = "draft_vocab_size"
 CLASSES: dict[bool, type[HeadsConfig] | type[DistillConfig]] = {True: DistillConfig, False: HeadsConfig}

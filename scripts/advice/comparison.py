@@ -20,11 +20,11 @@ from eval.decoder.records import AUTOREGRESSIVE, Timing
 from eval.measure.proposers import add_lookup
 from eval.stats.bootstrap import Interval, ratio_interval
 from heads.artifact import Draft
+from heads.frozen.loading import Target
 from heads.proposers.prompt_lookup import PromptLookup
 from heads.proposers.protocol import TreeProposer
-from heads.target.loading import Target
-from scripts.bench.decode.ways import Way, tree_ways
-from scripts.bench.harness import SEED, Turn, columns, speed_ratio, to_request
+from scripts.lab.bench.decode.ways import Way, tree_ways
+from scripts.lab.bench.harness import SEED, Turn, columns, speed_ratio, to_request
 
 CHAIN, LOOKUP, BOTH = "chain", "prompt lookup", "prompt lookup, then the draft"
 CHOOSING = 4  # prompts that the tree is chosen on

@@ -27,8 +27,8 @@ from eval.metrics.acceptance import count_committed, was_cut
 from eval.report.sections import AnswerLength, TimedRound
 from eval.stats.bootstrap import Floats, Interval, ratio_interval, statistic_interval
 from heads.artifact import Draft
-from heads.target.loading import Target
-from scripts.bench.harness import SEED, Counts, check_finite, columns, to_request
+from heads.frozen.loading import Target
+from scripts.lab.bench.harness import SEED, Counts, check_finite, columns, to_request
 
 
 class PromptAcceptance(BaseModel):

@@ -17,7 +17,7 @@ from distill.dataset.conversations import MANIFEST, Conversation, read_conversat
 from eval.cost.timing_sweep import check_sweep
 from heads.artifact import load_draft
 from heads.formats.exporting.table import FORMS
-from heads.target.loading import load_target
+from heads.frozen.loading import load_target
 from scripts.advice.candidates import Candidate, make_candidates
 from scripts.advice.comparison import compare_ways
 from scripts.advice.curve import DataCurve, fit_curve
@@ -25,7 +25,7 @@ from scripts.advice.findings import Findings
 from scripts.advice.halving import Rung, TimeBudget, sizes_up_to, successive_halving
 from scripts.advice.page import write_advice
 from scripts.advice.trials import Trials
-from scripts.bench.harness import measured_rows
+from scripts.lab.bench.harness import measured_rows
 from scripts.refresh_steps import commands
 
 MULTIPLES = (2, 4, 16)  # of the answer tokens that the largest trial saw: what so many would bring is predicted

@@ -16,11 +16,11 @@ from configs.schema.commands.advising import AdviceConfig
 from distill.dataset.conversations import MANIFEST, Conversation
 from eval.report.sections import TimedRound
 from heads.artifact import load_draft
-from heads.target.loading import Target
+from heads.frozen.loading import Target
 from scripts.advice.candidates import Candidate
 from scripts.advice.halving import TimeBudget
 from scripts.advice.measuring import TrialMeasurement, TrialSpeed, measure_draft, pool_forwards
-from scripts.bench.trained_runs import TrainingRun, train_run
+from scripts.lab.bench.trained_runs import TrainingRun, train_run
 
 log = logging.getLogger("draftsmith")
 MEASURED = "measured.json"  # in a trial's folder

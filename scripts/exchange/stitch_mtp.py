@@ -34,8 +34,8 @@ def main(config: StitchConfig, args: argparse.Namespace) -> None:
 
     from heads.artifact import WEIGHTS_FILE, read_metadata
     from heads.families.mtp_checkpoint import NativeMtp
+    from heads.frozen.identity import hash_weights
     from heads.hub import locate_artifact
-    from heads.target.identity import hash_weights
 
     artifact, folder, out = locate_artifact(args.artifact), Path(args.target), Path(args.out)
     metadata = read_metadata(artifact)

@@ -12,9 +12,9 @@ from configs.schema.decoding import DecodeConfig
 from eval.decoder.decode import Request, decode
 from heads.families.registry import FAMILIES, serve
 from heads.formats.importing.importer import Fitted
+from heads.frozen.loading import Target
 from heads.modules.interface import HeadModule
 from heads.proposers.protocol import Proposer
-from heads.target.loading import Target
 from scripts.exchange.tap_convention import TapComparison, compare_readings, other_readings
 
 

@@ -24,8 +24,8 @@ from configs.schema.commands.refreshing import LogConfig
 from configs.schema.target import TargetConfig
 from distill.generation.row_formats import KEYS
 from distill.generation.source_files import SUFFIXES, read_source
-from heads.target.chat_template import no_chat_template
-from heads.target.loading import UNREADABLE, load_tokenizer, locate
+from heads.frozen.chat_template import no_chat_template
+from heads.frozen.loading import UNREADABLE, load_tokenizer, locate
 
 WHAT = "log"
 VLLM_NAME = re.compile(r"\.log(?:[.-][\d-]+)?(?:\.gz)?$")  # server.log, and server.log.1 or server.log-20260101.gz of rotation

@@ -25,7 +25,7 @@ from distill.dataset.conversations import (
 )
 from eval.measure.suite import load_suite
 from heads.artifact import read_training_prompts
-from heads.target.identity import TargetIdentity
+from heads.frozen.identity import TargetIdentity
 
 log = logging.getLogger("draftsmith")
 CHOOSING = 4  # of so many held-out prompts, one

@@ -10,10 +10,10 @@ from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.files import find_shipped
 from configs.schema.commands.refreshing import RefreshConfig
 from heads.artifact import hash_artifact, read_metadata
+from heads.frozen.identity import hash_weights
+from heads.frozen.loading import locate
 from heads.hub import locate_artifact
 from heads.metadata import Metadata
-from heads.target.identity import hash_weights
-from heads.target.loading import locate
 from scripts.refresh_steps import commands
 from scripts.refresh_steps.drift import measure_drift
 from scripts.refresh_steps.mixing import known_prompts, mix

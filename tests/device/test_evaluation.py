@@ -16,7 +16,7 @@ from eval.measure.record_files import RECORDS, read_records
 from heads.artifact import WEIGHTS_FILE, load_draft
 from heads.formats.exporting.exporter import export
 from heads.formats.exporting.source import TargetFolder, read_source
-from heads.target.loading import load_target
+from heads.frozen.loading import load_target
 from tests.support import family_checks as checks
 from tests.support.artifacts import save_artifact
 from tests.support.decoding import HEADS

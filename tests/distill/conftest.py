@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from configs.schema.target import TargetConfig
 from distill.generation.prompts import Prompt
-from heads.target.loading import load_target
+from heads.frozen.loading import load_target
 from tests.support.fake_server import Api, serving
 
 CHATML = (

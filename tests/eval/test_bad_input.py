@@ -11,8 +11,8 @@ from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import DynamicTree, StaticTree
 from eval.decoder.decode import check_decodable, decode
 from heads.artifact import load_draft, read_metadata, save_draft_lm
+from heads.frozen.loading import UNLIMITED
 from heads.proposers.draft_lm import DraftLM
-from heads.target.loading import UNLIMITED
 from tests.support.decoding import requests_for
 
 HEALTHY, BROKEN, MARK = [[7, 12, 3], [20, 9], [31, 5, 6], [13, 11], [50, 2], [8]], [40, 5], 40

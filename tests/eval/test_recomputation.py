@@ -11,8 +11,8 @@ import torch
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import StaticTree
 from eval.decoder.decode import Request, decode
+from heads.frozen.hidden_states import blocks
 from heads.proposers.draft_lm import DraftLM
-from heads.target.hidden_states import blocks
 from tests.support.corrected import Corrected
 from tests.support.family_checks import tiny_target
 

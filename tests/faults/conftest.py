@@ -14,8 +14,8 @@ from accelerate.state import AcceleratorState, PartialState
 from configs.runtime.command import DONE
 from distill.cache.writer import make_cache
 from distill.generation.make_dataset import make_dataset
-from scripts.fault_injection.children import Child
-from scripts.fault_injection.setup import STEPS, TinyProject
+from scripts.lab.fault_injection.children import Child
+from scripts.lab.fault_injection.setup import STEPS, TinyProject
 from tests.support.ports import free_port
 from train.launch import run_distillation
 from train.tasks.draft import DraftTask

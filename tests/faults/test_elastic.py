@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from configs.runtime.command import DONE
-from scripts.bench.engines import largest_difference, read_metric
+from scripts.lab.bench.engines import largest_difference, read_metric
 from tests.faults.conftest import start_pair
 from tests.faults.test_cluster import CLUSTER, LENGTHS, ROOT, environment, written
 from tests.support.ports import free_port

@@ -21,7 +21,7 @@ from distill.generation.prompts import read_prompts
 from distill.generation.server_completions import read_ids
 from distill.server.responses import check_read, read_completion
 from heads.artifact import read_metadata
-from heads.target.identity import TargetIdentity
+from heads.frozen.identity import TargetIdentity
 from train.loop.checkpoints import read_manifest as read_checkpoint_manifest
 from train.telemetry.history import History
 

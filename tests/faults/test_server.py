@@ -17,7 +17,7 @@ from distill.generation.make_dataset import make_dataset
 from distill.generation.server_jobs import ServerAnswerJob
 from distill.server import connection as server_connection
 from distill.server.logprobs import TargetServer
-from heads.target.loading import load_target
+from heads.frozen.loading import load_target
 from tests.faults.conftest import kill_at_call, start_pair
 from tests.faults.test_making import made
 from tests.support.fake_server import Api, serving

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from configs.runtime.command import DONE, GATE_FAILED
-from configs.schema.commands.benchmarks import SoakConfig
-from scripts.fault_injection import rounds as soak_rounds
-from scripts.fault_injection.rounds import FAULTS, soak
+from scripts.lab.fault_injection import rounds as soak_rounds
+from scripts.lab.fault_injection.rounds import FAULTS, soak
+from scripts.lab.settings import SoakConfig
 
 
 @pytest.fixture

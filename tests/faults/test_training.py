@@ -9,7 +9,7 @@ import time
 import pytest
 
 from configs.runtime.command import BAD_INPUT, FAILED, TERMINATED
-from scripts.fault_injection.setup import EVERY, STEPS
+from scripts.lab.fault_injection.setup import EVERY, STEPS
 from tests.faults.conftest import at_call, content, die_at_step, kill_here, send_here
 from train.launch import run_distillation
 from train.loop import checkpoints

@@ -22,7 +22,7 @@ from heads.families.registry import FAMILIES
 from heads.formats.exporting.source import TargetFolder, read_source
 from heads.formats.importing.importer import fit
 from heads.formats.importing.reading import read_external
-from heads.target.loading import load_target
+from heads.frozen.loading import load_target
 from tests.support.artifacts import save_artifact
 
 CODE = """

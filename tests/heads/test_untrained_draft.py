@@ -5,7 +5,7 @@ import torch
 
 from configs.runtime.errors import InputError
 from heads.artifact import load_draft
-from heads.target.identity import hash_weights
+from heads.frozen.identity import hash_weights
 
 
 @pytest.fixture

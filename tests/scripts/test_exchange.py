@@ -17,7 +17,7 @@ from eval.release.artifact_hash import read_shipped
 from heads.artifact import read_metadata
 from heads.families.registry import FAMILIES
 from heads.formats.exporting.table import FORMS
-from heads.target.loading import load_target
+from heads.frozen.loading import load_target
 from tests.support.artifacts import save_artifact
 from tests.support.evaluations import tiny_evaluation, write_suite
 

@@ -22,10 +22,10 @@ from eval import gate
 from eval.measure.proposers import load_evaluated
 from heads.artifact import load_draft, read_metadata
 from heads.families.registry import FAMILIES
+from heads.frozen.checkpoint_files import read_weights
+from heads.frozen.identity import hash_weights
+from heads.frozen.loading import load_target, locate
 from heads.hub import locate_artifact, locate_external
-from heads.target.checkpoint_files import read_weights
-from heads.target.identity import hash_weights
-from heads.target.loading import load_target, locate
 from scripts.publish.card_metadata import read_card
 from tests.support.artifacts import save_artifact
 from tests.support.hub_server import READER

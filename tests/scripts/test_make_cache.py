@@ -11,7 +11,7 @@ from configs.schema.data import CacheConfig
 from configs.schema.target import TargetConfig
 from distill.cache.reader import open_cache
 from distill.dataset.conversations import count_answer_tokens, read_conversations
-from heads.target.loading import load_target
+from heads.frozen.loading import load_target
 from scripts.make_cache import main
 
 

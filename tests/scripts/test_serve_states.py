@@ -11,14 +11,14 @@ import time
 import pytest
 
 from configs.runtime.command import BAD_INPUT, DONE, run_command
-from configs.schema.commands.benchmarks import BenchStatesConfig
 from configs.schema.target import EngineStatesConfig
 from configs.schema.training import HeadsConfig
-from heads.target.loading import load_target
+from heads.frozen.loading import load_target
 from scripts import serve_states
-from scripts.bench.harness import add_ratios
 from scripts.engine_states.line import CONNECTOR
-from scripts.engine_states.measure import relative_difference
+from scripts.lab.bench.harness import add_ratios
+from scripts.lab.bench.states import relative_difference
+from scripts.lab.settings import BenchStatesConfig
 from scripts.plan import schema_of
 from scripts.serve_states import add_arguments, main
 from tests.support.caches import random_conversations, write_rows

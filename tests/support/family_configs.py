@@ -5,7 +5,7 @@
 
 from functools import cache
 
-from scripts.models_check import architectures
+from scripts.lab.models_check import architectures
 
 VOCAB_SIZE = architectures.VOCAB_SIZE
 STATELESS = (

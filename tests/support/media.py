@@ -3,8 +3,8 @@
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import StaticTree
 from eval.decoder.decode import decode
-from scripts.models_check.architectures import VOCAB_SIZE
-from scripts.models_check.scripted_drafts import ScriptedDrafts
+from scripts.lab.models_check.architectures import VOCAB_SIZE
+from scripts.lab.models_check.scripted_drafts import ScriptedDrafts
 
 PLAIN = {"num_speculative_tokens": 0}
 CHAIN = {}

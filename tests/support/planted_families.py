@@ -3,7 +3,7 @@
 import os
 import time
 
-from scripts.models_check.workers import Outcome
+from scripts.lab.models_check.workers import Outcome
 
 
 def check_planted(name, report, stages=()):

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 import torch
 from safetensors.torch import save_file
 
-from heads.target.hidden_states import read_states
+from heads.frozen.hidden_states import read_states
 from tests.support.fake_server import Api, serving
 
 ONE_FORWARD = threading.Lock()  # servers of a test may share a model, and taps are read by hooks

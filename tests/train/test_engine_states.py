@@ -22,10 +22,10 @@ from distill.dataset.packing import make_packed_loader
 from distill.server.engine import EngineStates, texts
 from distill.server.states import _Job
 from heads.families.registry import FAMILIES
+from heads.frozen.hidden_states import blocks, final_norm, read_states
+from heads.frozen.loading import load_target
+from heads.frozen.placement import own_copy
 from heads.inference.causal_lm import head_logits
-from heads.target.hidden_states import blocks, final_norm, read_states
-from heads.target.loading import load_target
-from heads.target.placement import own_copy
 from tests.support.caches import write_rows
 from tests.support.states_server import states_served
 from train.launch import run_distillation, run_heads

@@ -27,9 +27,9 @@ from distill.dataset.conversations import FORMAT_VERSION, MANIFEST
 from eval.decoder.decode import decode, generate
 from heads.artifact import load_draft
 from heads.families.registry import FAMILIES
+from heads.frozen.hidden_states import forward_states, read_states
+from heads.frozen.loading import load_target
 from heads.inference.causal_lm import new_cache
-from heads.target.hidden_states import forward_states, read_states
-from heads.target.loading import load_target
 from tests.support.caches import conversation, write_rows
 from tests.support.decoding import requests_for
 from train.launch import run_heads

@@ -18,7 +18,7 @@ from distill.dataset.batches import ConversationDataset, collate
 from distill.dataset.conversations import FORMAT_VERSION, MANIFEST
 from eval.decoder.decode import generate
 from heads.artifact import load_draft
-from heads.target.loading import load_target
+from heads.frozen.loading import load_target
 from tests.support.caches import conversation, write_rows
 from tests.support.training_runs import train_task
 from train.launch import run_heads

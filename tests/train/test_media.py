@@ -25,11 +25,11 @@ from distill.generation.make_dataset import make_dataset
 from distill.loss.draft_objective import DraftObjective, target_hidden
 from distill.student.init import initial_draft
 from eval.evaluation import evaluate
+from heads.frozen.hidden_states import read_states
+from heads.frozen.loading import load_target
 from heads.inference.media_inputs import MediaPrompt
-from heads.target.hidden_states import read_states
-from heads.target.loading import load_target
-from scripts.models_check.architectures import tiny_model
-from scripts.models_check.media_models import PLACEHOLDER, picture, save_processor, sound
+from scripts.lab.models_check.architectures import tiny_model
+from scripts.lab.models_check.media_models import PLACEHOLDER, picture, save_processor, sound
 from train.launch import run_heads
 
 pytest.importorskip("PIL")

@@ -19,10 +19,10 @@ from configs.schema.evaluation import EvalConfig
 from distill.cache.writer import make_cache
 from distill.generation.make_dataset import make_dataset
 from eval.evaluation import evaluate
-from heads.target.loading import load_target
-from heads.target.processes import join_processes
-from heads.target.split.parts import held_bytes
-from scripts.bench.engines import largest_difference, read_losses, read_metric
+from heads.frozen.loading import load_target
+from heads.frozen.processes import join_processes
+from heads.frozen.split.parts import held_bytes
+from scripts.lab.bench.engines import largest_difference, read_losses, read_metric
 from tests.faults.conftest import die_at_step
 from tests.train.loop.test_engines import NEEDS_DEEPSPEED, Runs
 

@@ -10,8 +10,8 @@ import torch
 
 from configs.runtime.files import CHECKOUT
 from configs.schema.target import TargetConfig
-from heads.target.hidden_states import blocks
-from heads.target.loading import load_target
+from heads.frozen.hidden_states import blocks
+from heads.frozen.loading import load_target
 from tests.support.training_runs import distill_config, draft_task, train_task
 
 

@@ -21,11 +21,11 @@ from configs.schema.target import TargetConfig
 from distill.student.init import add_adapters, overridden_config
 from distill.student.kept_blocks import keep_layers
 from heads.families.registry import FAMILIES
+from heads.frozen.demo_model import PREFIX
+from heads.frozen.loading import UNREADABLE, locate
+from heads.frozen.model_class import auto_class
 from heads.modules.interface import HeadModule
 from heads.proposers.vocabulary import DraftVocabulary
-from heads.target.demo_model import PREFIX
-from heads.target.loading import UNREADABLE, locate
-from heads.target.model_class import auto_class
 
 META = torch.device("meta")
 

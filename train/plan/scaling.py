@@ -40,7 +40,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from configs.schema.commands.planning import HardwareConfig, PlanConfig, PlanHeadsConfig
-from heads.target.hidden_states import blocks
+from heads.frozen.hidden_states import blocks
 from train.plan.memory import WIDE, Sharing
 from train.plan.models import PlannedModels, count
 from train.plan.serving import Serving

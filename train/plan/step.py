@@ -24,9 +24,9 @@ from transformers import PreTrainedModel
 
 from configs.schema.commands.planning import PlanConfig
 from eval.cost.operation_counter import WorkCounter
+from heads.frozen.hidden_states import TargetStates
 from heads.inference.causal_lm import backbone
 from heads.modules.interface import Batch
-from heads.target.hidden_states import TargetStates
 from train.plan.models import PlannedModels
 
 INDEXING = ("aten::index", "aten::index_select")  # they need an index's values for the shape of what they return

@@ -18,10 +18,10 @@ from configs.schema.decoding import DecodeConfig, SamplingConfig
 from distill.dataset.batches import Example, collate
 from eval.decoder.decode import Request, decode
 from heads.families.registry import serve
+from heads.frozen.hidden_states import TargetStates
 from heads.modules.interface import Depth, HeadModule
 from heads.proposers.protocol import Proposal, Proposer, Tokens
 from heads.sampling.counter_rng import CounterRNG
-from heads.target.hidden_states import TargetStates
 from train.tasks.head import HeadTask
 
 # Decoded after the fitted text, so that some rounds keep a part of their drafts and some keep none.

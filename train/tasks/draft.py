@@ -26,13 +26,13 @@ from distill.student.layer_search import choose_layers
 from distill.student.on_policy import Rewriter
 from heads.artifact import Metadata, save_draft_lm
 from heads.device import restored_random_state
+from heads.frozen.hidden_states import blocks
+from heads.frozen.loading import Target, move, recast
 from heads.inference.model_checks import check_keeps_apart
 from heads.modules.checkpointing import checkpoint_activations
 from heads.modules.interface import Batch
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.vocabulary import keep_head_rows
-from heads.target.hidden_states import blocks
-from heads.target.loading import Target, move, recast
 from train.loop.checkpoints import Progress
 from train.loop.task import BatchLoss, Prepared, StepPlace
 from train.tasks.held_out import HeldOutDecoding, training_provenance

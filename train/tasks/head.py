@@ -23,14 +23,14 @@ from eval.decoder.decode import check_drafts
 from heads.artifact import head_metadata, save_head
 from heads.device import restored_random_state
 from heads.families.registry import FAMILIES, serve
+from heads.frozen.hidden_states import TargetStates, check_taps, read_states
+from heads.frozen.loading import Target
+from heads.frozen.split.groups import in_turns
 from heads.inference.model_checks import check_keeps_apart, check_rolls_back
 from heads.modules.checkpointing import HeadLayer, checkpoint_activations
 from heads.modules.interface import Batch, HeadModule, Normalisers
 from heads.modules.output_head import HeadBase
 from heads.proposers.protocol import Proposer
-from heads.target.hidden_states import TargetStates, check_taps, read_states
-from heads.target.loading import Target
-from heads.target.split.groups import in_turns
 from train.loop.checkpoints import Progress
 from train.loop.task import BatchLoss, Prepared, StepPlace
 from train.tasks.held_out import HeldOutDecoding, HeldOutPrediction, training_provenance
@@ -156,7 +156,7 @@ class HeadTask:
     def states(self, batch: Batch, *, own: bool = False) -> TargetStates:
         """Return the target's states over a batch of any conversations, computed now, here or by servers.
 
-        Where processes share the target, all bring the same batch, or with `own` each one of its own (`heads.target.split`).
+        Where processes share the target, all bring the same batch, or with `own` each one of its own (`heads.frozen.split`).
         """
         if self.target.states_from is not None:
             return self.target.states_from.states(batch, self.taps)

@@ -27,12 +27,12 @@ from distill.dataset.conversations import Conversation, describe_data
 from distill.loss.head_objective import HeadLoss, HeadObjective
 from eval.decoder.decode import Request, check_decodable, decode
 from heads.device import restored_random_state
+from heads.frozen.hidden_states import TargetStates
+from heads.frozen.loading import Target
+from heads.frozen.processes import wait_patiently
+from heads.frozen.split.groups import share_of
 from heads.modules.interface import Batch
 from heads.proposers.protocol import Proposer
-from heads.target.hidden_states import TargetStates
-from heads.target.loading import Target
-from heads.target.processes import wait_patiently
-from heads.target.split.groups import share_of
 from train.loop.checkpoints import Progress
 
 

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from configs.runtime.errors import ConfigError, InputError, first_line
 from heads.artifact import read_training_prompts
+from heads.frozen.loading import Target
 from heads.hub import locate_artifact
 from heads.metadata import VOCABULARY_FILE, WEIGHTS_FILE, Metadata, check_made_for, hash_artifact, read_metadata
 from heads.modules.interface import HeadModule
 from heads.proposers.vocabulary import DraftVocabulary, read_draft_vocabulary
-from heads.target.loading import Target
 
 log = logging.getLogger("draftsmith")
 # Settings that change what is learnt, or the weights at the start, and not what the weights compute

@@ -25,10 +25,10 @@ from distill.dataset.batches import ConversationDataset
 from distill.dataset.conversations import Conversation
 from distill.loss.draft_objective import target_hidden
 from distill.student.vocabulary import MassChoice, choose_by_mass, log_choice, most_frequent_answer_tokens, target_mass
+from heads.frozen.loading import Target
+from heads.frozen.split.groups import share_of
 from heads.modules.interface import Batch
 from heads.proposers.vocabulary import DraftVocabulary
-from heads.target.loading import Target
-from heads.target.split.groups import share_of
 
 TRAIN_SAMPLE, HELD_OUT_SAMPLE = 512, 256  # conversations, evenly spaced
 JOURNAL, KEY = "draft_vocabulary.jsonl", "choice"

@@ -8,8 +8,8 @@ from pydantic import Field, model_validator
 
 from configs.schema.base import NonNegativeInt, PositiveFloat, PositiveInt, Settings, check_rising
 from configs.schema.commands.planning import HardwareConfig
+from configs.schema.commands.recipe_changes import Setting, check_names
 from configs.schema.commands.release import Engine
-from configs.schema.commands.sweep import Setting, check_names
 from configs.schema.data import AnswersConfig, PromptsConfig
 from configs.schema.evaluation import CostConfig
 from configs.schema.target import TargetConfig

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from configs.schema.base import NonNegativeInt, PositiveInt, Settings
+from configs.schema.commands.recipe_changes import Setting, dotted
 from configs.schema.commands.release import Engine
-from configs.schema.commands.sweep import Setting, dotted
 from configs.schema.data import AnswersConfig, AnswerServerConfig, RowFormat
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import GateConfig, GateRule, LosslessConfig, SuiteConfig

@@ -23,6 +23,7 @@ from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import DFlashSettings
 from heads.device import upload
 from heads.families.eagle3 import default_taps
+from heads.frozen.hidden_states import TargetStates
 from heads.inference.kv_cache import RowCache
 from heads.modules.autoregressive import FeatureProposer
 from heads.modules.block_training import Anchors, BlockKeys, before_anchors, choose_anchors
@@ -35,7 +36,6 @@ from heads.proposers.protocol import Proposal, Tokens
 from heads.proposers.vocabulary import DraftVocabulary
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.uploads import text_of
-from heads.target.hidden_states import TargetStates
 
 
 class DFlash(HeadBase):

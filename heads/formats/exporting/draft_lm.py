@@ -19,7 +19,7 @@ from heads.formats.exporting.flat import TENSORRT_NOTE, UNTRIED, sglang_command,
 from heads.formats.exporting.source import EMBEDDING, HEAD, Source
 from heads.formats.exporting.speculators import vllm_command
 from heads.formats.layout import ExportLayout
-from heads.target.checkpoint_files import SINGLE_FILE, Weights
+from heads.frozen.checkpoint_files import SINGLE_FILE, Weights
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 BIAS = "lm_head.bias"

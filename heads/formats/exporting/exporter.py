@@ -11,8 +11,8 @@ from configs.runtime.files import new_folder, write_json, write_text
 from heads.formats.exporting.source import Source
 from heads.formats.exporting.table import check_path, check_tree, form_of
 from heads.formats.layout import ExportLayout, check_names
-from heads.target.checkpoint_files import SINGLE_FILE, Weights, link_or_copy, read_weights, write_weights
-from heads.target.identity import hash_weights
+from heads.frozen.checkpoint_files import SINGLE_FILE, Weights, link_or_copy, read_weights, write_weights
+from heads.frozen.identity import hash_weights
 
 SERVE_FILE = "serve.txt"
 PROGRAMS = {"gguf": "llama.cpp", "openvino": "OpenVINO GenAI"}  # where the form is not called like what serves it

@@ -19,8 +19,8 @@ from heads.formats.exporting import speculators
 from heads.formats.exporting.source import Source
 from heads.formats.layout import ExportLayout, Shapes, layer_config, renamed
 from heads.formats.names import TRANSFORMERS_DFLASH
-from heads.target.checkpoint_files import Weights, constant
-from heads.target.hidden_states import num_blocks
+from heads.frozen.checkpoint_files import Weights, constant
+from heads.frozen.hidden_states import num_blocks
 
 UNTRIED = "Format-checked only: names, shapes and ids were compared with what the engine reads; it was not run."
 MIDLAYER = (("layers.0.", "midlayer."),)

@@ -15,7 +15,7 @@ from heads.formats.exporting.flat import UNTRIED
 from heads.formats.exporting.source import Source
 from heads.formats.exporting.speculators import vllm_command
 from heads.formats.layout import ExportLayout, Shapes
-from heads.target.checkpoint_files import Weights
+from heads.frozen.checkpoint_files import Weights
 
 MEDUSA_FILE = "medusa_lm_head.safetensors"
 

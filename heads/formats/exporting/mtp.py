@@ -18,8 +18,8 @@ from heads.formats.exporting.speculators import mtp_shapes, vllm_command
 from heads.formats.exporting.stitched import stitched
 from heads.formats.layout import ExportLayout, Shapes, decoder_layer, layer_config, renamed
 from heads.formats.names import MTP_PARTS, has_mtp_modules
-from heads.target.checkpoint_files import INDEX_FILE, SINGLE_FILE, Weights, files_by_key, zeros
-from heads.target.quantized import quantization_of
+from heads.frozen.checkpoint_files import INDEX_FILE, SINGLE_FILE, Weights, files_by_key, zeros
+from heads.frozen.quantized import quantization_of
 
 BORROWERS = ("llama",)  # vLLM's MiMo class runs a module on these; tried
 TRANSFORMERS_FAMILIES = ("llama", "qwen3")  # decoded with `use_mtp` after one line; tried

@@ -21,13 +21,13 @@ from configs.runtime.errors import InputError, first_line
 from configs.schema.heads import DFlashSettings
 from heads.artifact import METADATA_FILE, VOCABULARY_FILE, Metadata, read_metadata
 from heads.families.registry import FAMILIES
+from heads.frozen.checkpoint_files import LazyTensor, Weights, constant, read_weights
+from heads.frozen.loading import UNREADABLE
+from heads.frozen.model_class import auto_class
+from heads.frozen.quantized import read_float_weights
+from heads.frozen.size_limits import check_counts
 from heads.modules.layers import LayerShape, layer_shape, shape_like
 from heads.proposers.vocabulary import DraftVocabulary, read_draft_vocabulary
-from heads.target.checkpoint_files import LazyTensor, Weights, constant, read_weights
-from heads.target.loading import UNREADABLE
-from heads.target.model_class import auto_class
-from heads.target.quantized import read_float_weights
-from heads.target.size_limits import check_counts
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # And as models that also take images have them.

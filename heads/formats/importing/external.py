@@ -15,7 +15,7 @@ from configs.runtime.errors import InputError
 from configs.schema.commands.release import LayerIds
 from heads.families.registry import FAMILIES
 from heads.formats.layout import Shapes
-from heads.target.checkpoint_files import Weights
+from heads.frozen.checkpoint_files import Weights
 
 
 @dataclass(frozen=True, kw_only=True)

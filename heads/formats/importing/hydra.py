@@ -16,7 +16,7 @@ from typing import Any
 from configs.runtime.errors import InputError
 from heads.formats.importing.external import ExternalDraft
 from heads.formats.layout import renamed
-from heads.target.checkpoint_files import Weights, zeros
+from heads.frozen.checkpoint_files import Weights, zeros
 
 KINDS = ("mlp", "prefix-mlp")
 BLOCK = re.compile(r"^hydra_mlp\.(\d+)\.(\d+)\.(res_connection|linear)\.(weight|bias)$")

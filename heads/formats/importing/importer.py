@@ -24,12 +24,12 @@ from heads.families.registry import FAMILIES
 from heads.formats.importing.external import ExternalDraft
 from heads.formats.importing.sizes import own_layer
 from heads.formats.layout import check_names
+from heads.frozen.checkpoint_files import LazyTensor, Weights, write_weights
+from heads.frozen.identity import TargetIdentity
+from heads.frozen.size_limits import check_head_sizes, no_larger_than
 from heads.inference.causal_lm import head_rows
 from heads.modules.interface import HeadModule
 from heads.proposers.vocabulary import DraftVocabulary, write_draft_vocabulary
-from heads.target.checkpoint_files import LazyTensor, Weights, write_weights
-from heads.target.identity import TargetIdentity
-from heads.target.size_limits import check_head_sizes, no_larger_than
 
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 DEFAULT_TOKENS = 3

@@ -17,7 +17,7 @@ from torch import Tensor
 from heads.families.mtp_checkpoint import NativeMtp, TensorPart
 from heads.formats.importing.external import ExternalDraft
 from heads.formats.layout import Shapes
-from heads.target.checkpoint_files import LazyTensor, Weights
+from heads.frozen.checkpoint_files import LazyTensor, Weights
 
 BACKBONE = "model.layers.0."  # of the target's first block
 

@@ -22,8 +22,8 @@ from heads.formats.importing.hydra import read_hydra
 from heads.formats.importing.mtp import read_native
 from heads.formats.layout import renamed
 from heads.formats.names import DFLASH2_KEYS, DOMINO_KEYS, MTP_PARTS, TRANSFORMERS_DFLASH, XPRESS_KEYS, has_mtp_modules
-from heads.target.checkpoint_files import Weights, read_weights, zeros
-from heads.target.size_limits import check_counts
+from heads.frozen.checkpoint_files import Weights, read_weights, zeros
+from heads.frozen.size_limits import check_counts
 
 KNOWN = (
     "speculators eagle3, peagle, dflash, dspark, dflash2, xpress and mtp; flat EAGLE-3 (architecture ...Eagle3); "

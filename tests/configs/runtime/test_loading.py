@@ -13,11 +13,11 @@ from pydantic import BaseModel
 
 from configs.runtime.errors import ConfigError
 from configs.runtime.loading import load_config
-from configs.schema.commands.sweep import SweepConfig
 from configs.schema.data import DataConfig
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import EvalConfig, GateConfig
 from configs.schema.training import DistillConfig, HeadsConfig
+from scripts.lab.recipe_sweep.settings import SweepConfig
 
 
 @pytest.fixture

@@ -32,8 +32,8 @@ from distill.dataset.conversations import (
 from distill.dataset.packing import PackedBatchSampler
 from distill.generation.make_dataset import check_output
 from distill.student.vocabulary import most_frequent_answer_tokens
-from heads.target import identity
-from heads.target.identity import TargetIdentity
+from heads.frozen import identity
+from heads.frozen.identity import TargetIdentity
 
 IDENTITY = TargetIdentity(name="t", revision=None, weights_sha256="w", tokenizer_sha256="k", chat_template_sha256="c")
 

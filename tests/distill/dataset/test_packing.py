@@ -11,8 +11,8 @@ from distill.cache.reader import open_cache
 from distill.dataset.batches import BucketedBatchSampler, ConversationDataset, Example, collate
 from distill.dataset.packing import PackedBatchSampler, collate_packed, first_fit, make_packed_loader
 from distill.loss.draft_objective import target_hidden
+from heads.frozen.hidden_states import read_states
 from heads.modules.interface import NO_DOCUMENT
-from heads.target.hidden_states import read_states
 from tests.support.caches import cache_job, conversation, random_conversations, run, write_rows
 
 PACK_LENGTH = 96

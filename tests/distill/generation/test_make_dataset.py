@@ -18,8 +18,8 @@ from distill.generation import make_dataset as making
 from distill.generation.make_dataset import make_dataset
 from eval.measure.suite import load_suite
 from eval.measure.turns import Turns
-from heads.target import processes
-from heads.target.loading import load_target
+from heads.frozen import processes
+from heads.frozen.loading import load_target
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from distill.generation.prompts import DUPLICATE
 from distill.generation.self_seeding import NEAR_DUPLICATE, UNUSABLE, find_user_frame, self_seed
 from distill.generation.spread import measure_spread
 from distill.generation.steering import SEEDS, plan_prompt, write_steered
-from heads.target.loading import load_target
+from heads.frozen.loading import load_target
 from tests.support.caches import conversation
 
 KINDS = {"free": 1, "question": 2, "code": 1, "summarise": 1, "answer_from": 1, "dialogue": 2}

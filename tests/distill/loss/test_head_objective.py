@@ -9,9 +9,9 @@ from torch import nn
 from configs.schema.learning import LossConfig
 from distill.loss import head_objective
 from distill.loss.head_objective import HeadObjective
+from heads.frozen.hidden_states import read_states
 from heads.inference.causal_lm import head_logits
 from heads.modules.interface import NO_DOCUMENT, Batch, Depth, labelled_origins
-from heads.target.hidden_states import read_states
 
 WIDTH, NUM_DEPTHS, VOCAB_SIZE = 6, 3, 64
 IDS_W = torch.tensor([1, 4, 9, 14, 33, 57, 60, 63])  # three of them are what the target below likes best, now and then

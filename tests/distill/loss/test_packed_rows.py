@@ -11,7 +11,7 @@ from distill.dataset.batches import Example, collate
 from distill.dataset.packing import collate_packed
 from distill.loss.draft_objective import DraftObjective, target_hidden
 from distill.loss.head_objective import HeadObjective
-from heads.target.hidden_states import read_states
+from heads.frozen.hidden_states import read_states
 from tests.support import family_checks as checks
 from tests.support.tiny_heads import HEADS
 

@@ -23,7 +23,7 @@ from distill.generation.server_jobs import server_turns
 from distill.server.logprobs import TargetServer
 from eval.decoder.records import Generation
 from eval.lossless.teacher_forcing import check_tokens
-from heads.target.loading import load_target
+from heads.frozen.loading import load_target
 from tests.support.vllm_engine import vllm_serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

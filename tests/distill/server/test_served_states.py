@@ -14,9 +14,9 @@ from configs.schema.target import EngineStatesConfig, TargetConfig
 from configs.schema.training import HeadsConfig
 from distill.dataset.conversations import FORMAT_VERSION, MANIFEST
 from distill.server.states import StateServer
+from heads.frozen.hidden_states import read_states
+from heads.frozen.loading import load_target
 from heads.inference.model_checks import relative_error
-from heads.target.hidden_states import read_states
-from heads.target.loading import load_target
 from scripts.engine_states.line import CONNECTOR, SERVED_AS, states_options
 from tests.support.caches import conversation, write_rows
 from tests.support.vllm_engine import vllm_serving

@@ -20,7 +20,7 @@ from distill.dataset.batches import ConversationDataset, collate
 from distill.dataset.conversations import Conversation, read_conversations
 from distill.loss.draft_objective import DraftObjective
 from distill.student.init import initial_draft
-from heads.target.loading import load_target
+from heads.frozen.loading import load_target
 from tests.support.vllm_engine import vllm_serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -10,9 +10,9 @@ from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import DynamicTree
 from eval.decoder.decode import decode, generate
+from heads.frozen.hidden_states import forward_states
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.prompt_lookup import PromptLookup
-from heads.target.hidden_states import forward_states
 from tests.support.decoding import PROMPTS, requests_for
 
 PLAIN = DecodeConfig(num_speculative_tokens=0, max_new_tokens=24)

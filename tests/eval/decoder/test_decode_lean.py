@@ -11,8 +11,8 @@ from configs.schema.target import TargetConfig
 from eval.decoder.decode import decode, generate
 from eval.lossless.verdict import judge_lossless
 from heads.artifact import load_draft, save_draft_lm
+from heads.frozen.loading import load_target
 from heads.inference.causal_lm import registered_forward
-from heads.target.loading import load_target
 from tests.support.decoding import metadata_of_draft_lm, requests_for
 from tests.support.family_checks import SMALL
 

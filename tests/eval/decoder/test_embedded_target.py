@@ -7,9 +7,9 @@ from configs.schema.decoding import DecodeConfig
 from configs.schema.target import TargetConfig
 from distill.student.kept_blocks import keep_layers
 from eval.decoder.decode import generate
+from heads.frozen.loading import load_target
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.prompt_lookup import PromptLookup
-from heads.target.loading import load_target
 
 QUESTIONS = ["List three fruits and their colours.", "Repeat this twice: a rose is a rose is a rose."]
 NUM_TOKENS = 16

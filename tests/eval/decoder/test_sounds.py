@@ -14,12 +14,12 @@ from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from configs.schema.target import TargetConfig
 from eval.decoder.decode import Request, decode
+from heads.frozen.chat_template import OBJECT
+from heads.frozen.loading import Target, load_target
 from heads.inference.media_inputs import SOUND
-from heads.target.chat_template import OBJECT
-from heads.target.loading import Target, load_target
-from scripts.models_check.architectures import tiny_model
-from scripts.models_check.media_models import PLACEHOLDER, save_processor, sound
-from scripts.models_check.media_stage import media_requests
+from scripts.lab.models_check.architectures import tiny_model
+from scripts.lab.models_check.media_models import PLACEHOLDER, save_processor, sound
+from scripts.lab.models_check.media_stage import media_requests
 from tests.support.media import assert_decodes_to, assert_matching_changes_nothing
 
 NEW_TOKENS = 16

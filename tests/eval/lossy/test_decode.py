@@ -19,12 +19,12 @@ from eval.lossy.particles import ParticleRun
 from eval.lossy.typical import typical_threshold
 from eval.measure.interleaved import measure
 from eval.release.checks import judge
+from heads.frozen.hidden_states import read_states
 from heads.inference.int8_kv_cache import Int8Layer
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.prompt_lookup import PromptLookup
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.probabilities import token_probabilities
-from heads.target.hidden_states import read_states
 from tests.support import distribution_checks as checks
 from tests.support import family_checks
 from tests.support.decoding import head_proposer, held_against, requests_for

@@ -8,7 +8,7 @@ import pytest
 from configs.schema.decoding import DecodeConfig
 from eval.decoder.decode import Request, generate
 from eval.measure import generate as timing
-from heads.target.loading import load_target
+from heads.frozen.loading import load_target
 from tests.support.evaluations import tiny_evaluation
 
 REQUESTS = [Request(prompt_id=f"q{number}", category="c", tokens=(5, 6 + number, 7)) for number in range(3)]

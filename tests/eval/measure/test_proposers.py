@@ -17,9 +17,9 @@ from eval.measure.record_files import read_records
 from eval.release.artifact_hash import read_shipped
 from eval.release.checks import judge
 from heads.artifact import read_metadata, save_draft_lm
+from heads.frozen.loading import load_target
 from heads.proposers.cross_device import CrossDeviceProposer
 from heads.proposers.merged import MergedDrafts
-from heads.target.loading import load_target
 from tests.support.evaluations import report_in, tiny_evaluation
 
 CHAINS = StaticTree(kind="static", branching=[1, 1])

@@ -9,12 +9,12 @@ from configs.runtime.errors import InputError
 from configs.schema.heads import Eagle3Settings
 from heads.families.eagle3 import Eagle3, UnrolledKeys, default_taps
 from heads.families.registry import serve
+from heads.frozen.hidden_states import blocks, final_norm
 from heads.modules.attention import causal_ranges
 from heads.modules.initialization import copy_block
 from heads.modules.interface import labelled_origins
 from heads.modules.layers import DraftAttention, LayerShape, Rotary
 from heads.modules.target_block import causal_mask
-from heads.target.hidden_states import blocks, final_norm
 from tests.support import family_checks as checks
 from tests.support.naive_layers import NaiveBody
 

@@ -10,10 +10,10 @@ from configs.schema.heads import EarlyExitSettings
 from eval.decoder.decode import decode
 from heads.artifact import load_draft
 from heads.families.registry import FAMILIES, serve
+from heads.frozen.hidden_states import blocks, final_norm
 from heads.proposers.merged import LookupFirst
 from heads.proposers.prompt_lookup import PromptLookup
 from heads.proposers.self_speculation import SelfSpeculation
-from heads.target.hidden_states import blocks, final_norm
 from tests.support import family_checks as checks
 from tests.support.artifacts import save_artifact
 from tests.support.decoding import requests_for

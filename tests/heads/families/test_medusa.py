@@ -8,10 +8,10 @@ from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import MedusaSettings
 from heads.families.medusa import MedusaDrafts, ResidualBlocks
 from heads.families.registry import FAMILIES
+from heads.frozen.hidden_states import read_states
 from heads.inference.causal_lm import head_logits
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.probabilities import token_probabilities
-from heads.target.hidden_states import read_states
 from tests.support import family_checks as checks
 
 SHARED, OWN = checks.SETTINGS["medusa"], checks.SETTINGS["medusa, own output heads"]

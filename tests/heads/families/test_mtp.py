@@ -13,9 +13,9 @@ from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import MtpSettings
 from heads.families.mtp import Mtp
 from heads.families.registry import FAMILIES
+from heads.frozen.hidden_states import final_norm, read_states
 from heads.inference.causal_lm import backbone
 from heads.sampling.counter_rng import CounterRNG
-from heads.target.hidden_states import final_norm, read_states
 from tests.support import family_checks as checks
 
 SHARED, OWN = checks.SETTINGS["mtp"], checks.SETTINGS["mtp, a module a depth"]

@@ -12,7 +12,7 @@ from configs.schema.heads import MtpSettings
 from heads.families.mtp import Mtp
 from heads.families.mtp_checkpoint import NativeMtp
 from heads.families.registry import FAMILIES
-from heads.target.checkpoint_files import SINGLE_FILE
+from heads.frozen.checkpoint_files import SINGLE_FILE
 from tests.support import family_checks as checks
 from tests.support.mtp_checkpoints import (
     BLOCKS,

@@ -9,11 +9,11 @@ from configs.schema.learning import LossConfig
 from distill.loss.head_objective import HeadObjective
 from heads.families.peagle import kept_depths
 from heads.families.registry import FAMILIES
+from heads.frozen.hidden_states import read_states
 from heads.modules.initialization import mask_token
 from heads.modules.interface import labelled_origins
 from heads.modules.layers import DraftAttention
 from heads.sampling.counter_rng import CounterRNG
-from heads.target.hidden_states import read_states
 from tests.support import family_checks as checks
 from tests.support.naive_layers import NaiveBody
 

@@ -12,10 +12,10 @@ from configs.schema.heads import MtpSettings
 from configs.schema.training import HeadsConfig
 from heads.artifact import WEIGHTS_FILE
 from heads.families.registry import FAMILIES, serve
+from heads.frozen.hidden_states import read_states
+from heads.frozen.loading import recast
 from heads.sampling.counter_rng import CounterRNG
-from heads.target.hidden_states import read_states
-from heads.target.loading import recast
-from scripts.models_check import architectures
+from scripts.lab.models_check import architectures
 from tests.support import family_checks as checks
 from tests.support.family_checks import SETTINGS
 

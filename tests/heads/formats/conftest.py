@@ -12,7 +12,7 @@ from configs.schema.heads import Eagle3Settings
 from configs.schema.target import TargetConfig
 from heads.formats.exporting.exporter import export
 from heads.formats.exporting.source import TargetFolder, read_source
-from heads.target.loading import load_target
+from heads.frozen.loading import load_target
 from tests.support import family_checks as checks
 from tests.support.artifacts import save_artifact
 

@@ -1,7 +1,7 @@
 """llama.cpp's real converter: what it makes of our exports holds our weights, as transformers and GGUF's reader see them.
 
 Slow: `make serve-check` fetches the converter and runs this. That llama.cpp drafts with these files what we draft is what
-`scripts/benchmark.py serve` finds out. The vocabulary is SmolLM2's, which the converter knows; the layers are tiny.
+`scripts/lab/benchmark.py serve` finds out. The vocabulary is SmolLM2's, which the converter knows; the layers are tiny.
 """
 
 from pathlib import Path
@@ -17,8 +17,8 @@ from heads.artifact import Metadata, save_draft_lm
 from heads.formats.exporting.exporter import export
 from heads.formats.exporting.gguf import FILE, find_converter
 from heads.formats.exporting.source import TargetFolder, read_source
+from heads.frozen.loading import load_target
 from heads.proposers.vocabulary import DraftVocabulary
-from heads.target.loading import load_target
 from tests.support import family_checks as checks
 from tests.support.artifacts import save_artifact
 

@@ -1,7 +1,7 @@
 """OpenVINO's real converter: what it makes of our exports gives our logits, in OpenVINO itself.
 
 Slow: `make serve-check` makes the environment and runs this. That OpenVINO GenAI drafts with these models what we draft is
-what `scripts/benchmark.py serve` finds out.
+what `scripts/lab/benchmark.py serve` finds out.
 B batch, T positions, F all taps side by side, W draft vocabulary.
 """
 
@@ -16,7 +16,7 @@ from configs.schema.target import TargetConfig
 from heads.formats.exporting.exporter import export
 from heads.formats.exporting.openvino import MODEL, find_converter
 from heads.formats.exporting.source import TargetFolder, read_source
-from heads.target.loading import load_target
+from heads.frozen.loading import load_target
 from tests.support import family_checks as checks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.filterwarnings("ignore")]

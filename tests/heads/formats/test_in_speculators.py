@@ -21,7 +21,7 @@ from configs.schema.heads import (
     XPressSettings,
 )
 from heads.formats.exporting.exporter import export
-from heads.target.hidden_states import num_blocks, read_states
+from heads.frozen.hidden_states import num_blocks, read_states
 from tests.support import family_checks as checks
 
 pytest.importorskip("speculators")

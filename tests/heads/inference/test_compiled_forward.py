@@ -14,13 +14,13 @@ from configs.schema.decoding import DecodeConfig
 from configs.schema.target import TargetConfig
 from eval.decoder.decode import generate
 from heads.artifact import load_draft
+from heads.frozen.hidden_states import forward_states
+from heads.frozen.loading import load_target
 from heads.inference import compiled_forward
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache, registered_forward
 from heads.inference.compiled_forward import CompiledForward, TransformersForward, make_compiled
 from heads.inference.lean_forward import LeanForward
 from heads.sampling.token_tree import TreeAttention, ancestor_mask
-from heads.target.hidden_states import forward_states
-from heads.target.loading import load_target
 from tests.heads.inference.test_lean_forward import IDS_BT, model_of
 from tests.support.family_checks import SMALL
 

@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM
 from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from eval.decoder.decode import generate
+from heads.frozen.hidden_states import final_norm
+from heads.frozen.loading import Target, load_with
 from heads.inference.causal_lm import WRONG_STATES, forward_rows, new_cache, read_documents, refuse_forwards
 from heads.inference.column_positions import first_of_equals
 from heads.inference.model_checks import check_rolls_back, check_split
 from heads.proposers.draft_lm import DraftLM
 from heads.sampling.token_tree import tree_attention
-from heads.target.hidden_states import final_norm
-from heads.target.loading import Target, load_with
 from tests.support.family_configs import tiny_model
 
 SIZE = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 128}

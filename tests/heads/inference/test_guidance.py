@@ -13,11 +13,11 @@ from eval.decoder.decode import generate
 from eval.decoder.request import Request
 from eval.lossless.enumeration import Toy, enumerate_rule
 from eval.metrics.likelihood import answer_logits
+from heads.frozen.hidden_states import read_states
 from heads.inference.guidance import guide, unguided
 from heads.proposers.draft_lm import DraftLM
 from heads.sampling.counter_rng import CounterRNG, Role
 from heads.sampling.probabilities import draw, token_probabilities
-from heads.target.hidden_states import read_states
 from tests.support.decoding import head_proposer
 
 GUIDANCE = GuidanceConfig(scale=2.5, condition=[8, 10], null=11)

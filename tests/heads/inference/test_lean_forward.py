@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from configs.runtime.errors import InputError
+from heads.frozen.hidden_states import forward_states, read_states, tapped
 from heads.inference.causal_lm import (
     TransformersForward,
     current_forward,
@@ -20,7 +21,6 @@ from heads.inference.causal_lm import (
     registered_forward,
 )
 from heads.inference.lean_forward import LeanForward, lean_twin, make_lean
-from heads.target.hidden_states import forward_states, read_states, tapped
 from tests.support.family_checks import SMALL
 
 GROUPED = SMALL | {"num_hidden_layers": 2, "num_key_value_heads": 2, "pad_token_id": None}

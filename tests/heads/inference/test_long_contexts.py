@@ -11,13 +11,13 @@ from torch import multiprocessing
 from transformers import AutoModelForCausalLM
 
 from configs.schema.target import TargetConfig
+from heads.frozen.hidden_states import TargetStates, read_states
+from heads.frozen.loading import load_target
+from heads.frozen.processes import join_processes
+from heads.frozen.served.forward import ServedForward
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache, register_forward
 from heads.inference.compiled_forward import make_compiled
 from heads.inference.lean_forward import make_lean
-from heads.target.hidden_states import TargetStates, read_states
-from heads.target.loading import load_target
-from heads.target.processes import join_processes
-from heads.target.served.forward import ServedForward
 from tests.support.ports import free_port
 
 POSITIONS = 4096

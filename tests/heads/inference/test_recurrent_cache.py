@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, FalconH1Config, Mamba2Config, Qwe
 from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from eval.decoder.decode import Request, decode
+from heads.frozen.loading import Target
 from heads.inference.causal_lm import forward_rows, mixers_of, new_cache, read_documents
 from heads.inference.compiled_forward import make_compiled
 from heads.proposers.draft_lm import DraftLM
 from heads.sampling.token_tree import tree_attention
-from heads.target.loading import Target
 from tests.support.decoding import samples_against
 
 SIZE = {"vocab_size": 12, "hidden_size": 32, "num_hidden_layers": 2, "bos_token_id": None, "eos_token_id": None}

@@ -15,10 +15,10 @@ from configs.schema.drafting import StaticTree
 from configs.schema.target import TargetConfig
 from eval.decoder.decode import decode
 from heads.artifact import load_draft
+from heads.frozen.loading import load_target
 from heads.proposers.cross_device import CrossDeviceProposer
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.protocol import TreeProposer
-from heads.target.loading import load_target
 from tests.support.decoding import PROMPTS, requests_for
 
 CPU = torch.device("cpu")

@@ -9,10 +9,10 @@ from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import ConfidenceStopping
 from eval.decoder.decode import decode, generate
+from heads.frozen.hidden_states import blocks, final_norm, read_states
 from heads.inference.causal_lm import new_cache
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.self_speculation import SelfSpeculation, early_exit
-from heads.target.hidden_states import blocks, final_norm, read_states
 from tests.support.decoding import requests_for
 from tests.support.family_checks import CONFIGS, PROMPTS, tiny_target
 from tests.support.family_configs import tiny_model

@@ -7,6 +7,7 @@ from configs.runtime.errors import InputError
 from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import Eagle3Settings, HydraSettings, MedusaSettings, MtpSettings
 from heads.families.registry import FAMILIES
+from heads.frozen.hidden_states import forward_states
 from heads.inference.causal_lm import new_cache
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.tree_builder import DynamicTreeBuilder, StaticTreeBuilder
@@ -14,7 +15,6 @@ from heads.proposers.vocabulary import DraftVocabulary
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.probabilities import token_probabilities
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, check_parents
-from heads.target.hidden_states import forward_states
 from tests.support import family_checks as checks
 
 TREE = Tree((0, 0, 0, 1, 1, 3, 4, 6, 6))

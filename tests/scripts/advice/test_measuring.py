@@ -13,7 +13,7 @@ from eval.metrics.acceptance import summarise_acceptance
 from eval.report.sections import AnswerLength, TimedRound
 from eval.stats.bootstrap import Interval
 from heads.artifact import load_draft
-from heads.target.loading import load_target
+from heads.frozen.loading import load_target
 from scripts.advice.curve import DataCurve
 from scripts.advice.findings import Findings
 from scripts.advice.halving import Rung

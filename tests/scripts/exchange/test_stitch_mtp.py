@@ -12,7 +12,7 @@ from configs.schema.target import TargetConfig
 from configs.schema.training import StitchConfig
 from heads.artifact import METADATA_FILE
 from heads.families.registry import FAMILIES
-from heads.target.loading import load_target
+from heads.frozen.loading import load_target
 from scripts.exchange.stitch_mtp import add_arguments, main
 from tests.support.artifacts import save_artifact
 

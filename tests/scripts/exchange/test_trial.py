@@ -19,7 +19,7 @@ from heads.formats.exporting.exporter import export
 from heads.formats.exporting.source import TargetFolder, read_source
 from heads.formats.importing.importer import fit
 from heads.formats.importing.reading import read_external
-from heads.target.loading import load_target
+from heads.frozen.loading import load_target
 from scripts.exchange import trial as trial_module
 from scripts.exchange.tap_convention import Reading, TapComparison
 from tests.support.artifacts import save_artifact

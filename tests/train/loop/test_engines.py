@@ -25,10 +25,10 @@ from configs.schema.learning import OptimizerConfig
 from configs.schema.target import TargetConfig
 from configs.schema.training import ScheduleConfig
 from configs.startup import FAILED
-from heads.target.processes import join_processes
-from scripts.bench.engines import largest_difference, read_losses, read_metric, split_everything
-from scripts.fault_injection.children import Child
-from scripts.fault_injection.setup import TinyProject
+from heads.frozen.processes import join_processes
+from scripts.lab.bench.engines import largest_difference, read_losses, read_metric, split_everything
+from scripts.lab.fault_injection.children import Child
+from scripts.lab.fault_injection.setup import TinyProject
 from tests.faults.conftest import die_at_step
 from tests.support.ports import free_port
 from train import launch

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from configs.runtime.command import DONE
 from configs.runtime.errors import ConfigError
 from configs.schema.training import ScheduleConfig
-from scripts.bench.engines import largest_difference, read_metric
+from scripts.lab.bench.engines import largest_difference, read_metric
 from tests.faults.conftest import die_at_step
 from tests.train.loop.test_engines import NEEDS_DEEPSPEED, TOLERANCE, Runs, assert_same
 from train.loop import loop

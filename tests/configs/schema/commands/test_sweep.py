@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from configs.runtime.errors import ConfigError
 from configs.runtime.loading import load_config
-from configs.schema.commands.sweep import SweepConfig
+from scripts.lab.recipe_sweep.settings import SweepConfig
 
 AXES = {
     "divergences": {"a": {}, "b": {"divergence": "jsd"}},

@@ -8,9 +8,9 @@ from configs.schema.decoding import SamplingConfig
 from configs.schema.learning import LossConfig
 from distill.loss.head_objective import HeadObjective
 from heads.families.registry import FAMILIES
+from heads.frozen.hidden_states import read_states
 from heads.inference.causal_lm import head_logits
 from heads.sampling.counter_rng import CounterRNG
-from heads.target.hidden_states import read_states
 from tests.support.family_checks import PROMPTS, SETTINGS, build, hidden_at, inputs_of, tiny_target, trained_logits
 
 XPRESS = SETTINGS["xpress"]

@@ -11,7 +11,7 @@ from configs.runtime.errors import InputError
 from configs.schema.heads import DFlashSettings, Eagle3Settings, HydraSettings, LayerSettings, MedusaSettings, MtpSettings
 from heads.artifact import METADATA_FILE, WEIGHTS_FILE
 from heads.formats.exporting.exporter import SERVE_FILE, export
-from heads.target.checkpoint_files import read_weights, write_weights
+from heads.frozen.checkpoint_files import read_weights, write_weights
 from tests.support import family_checks as checks
 from tests.support.quantized_checkpoints import Scheme, fp8_blocks, quantise
 

@@ -1,0 +1,146 @@
+"""Conversations in a tokenizer's chat template, which `target.chat_template` may name in place of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from configs.runtime.errors import InputError, first_line
+from configs.runtime.files import read_text
+from heads.frozen.identity import TargetIdentity
+from heads.inference.media_inputs import SOUND
+
+OBJECT = "\ufffc"  # Unicode's object replacement character: where an image or a sound stands in a user's text
+
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError)  # a template's own code raises Python's
+
+# chatml: as of Qwen, SmolLM2 and others. plain: the texts alone, a line each, for base models.
+NAMED = {
+    "chatml": (
+        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ),
+    "plain": "{% for message in messages %}{{ message['content'] }}{% if not loop.last %}\n{% endif %}{% endfor %}",
+}
+
+
+def set_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Give a tokenizer a chat template, which becomes part of the target's identity and is saved with a draft LM.
+
+    Where the tokenizer begins every text with a token of its own (its `bos_token`), so does `plain`.
+
+    Args:
+        tokenizer: changed in place.
+        name: one of `NAMED`, or a Jinja file.
+
+    Raises:
+        InputError: it is neither, or the file is no template.
+    """
+    if name not in NAMED and not Path(name).is_file():
+        raise InputError(f"target.chat_template: {name} is neither a file here nor one of {', '.join(NAMED)}")
+    template = NAMED[name] if name in NAMED else read_text(Path(name), "chat template")
+    if name == "plain":
+        begins_texts = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+        template = (str(tokenizer.bos_token) if begins_texts else "") + template
+    tokenizer.chat_template = template
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    except TEMPLATE_ERRORS as error:
+        raise InputError(f"target.chat_template: {name} is no chat template: {first_line(error)}") from error
+
+
+class Templated(Protocol):
+    """What has a chat template: a `heads.frozen.loading.Target`."""
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase: ...
+    @property
+    def identity(self) -> TargetIdentity: ...
+
+
+def in_template(
+    target: Templated,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    answer_follows: bool = True,
+    in_parts: bool = False,
+    media: Sequence[str] = (),
+    template: str | None = None,
+) -> str:
+    """Return the text of a conversation in the chat template.
+
+    Args:
+        messages: role and content, and what else the template reads.
+        tools: that the assistant may call, as OpenAI describes them, for templates that show them.
+        answer_follows: open the assistant's turn.
+        in_parts: try lists of parts where the template leaves out a text.
+        media: references to images and sounds; each has an `OBJECT` in a user's text.
+        template: in place of the tokenizer's.
+
+    Raises:
+        InputError: the tokenizer has no chat template, or the template refuses the conversation: some know no system
+            message, some ask that user and assistant take turns; or there are not as many places for media.
+    """
+    name, tokenizer = target.identity.name, target.tokenizer
+    if tokenizer.chat_template is None:
+        raise InputError(no_chat_template(name))
+    plain = [dict(message) for message in messages]
+
+    def render(conversation: list[dict[str, Any]]) -> str:
+        given: Any = [dict(tool) for tool in tools] or None
+        settings: Any = {"tools": given, "add_generation_prompt": answer_follows, "tokenize": False}
+        return str(tokenizer.apply_chat_template(conversation, chat_template=template, **settings))
+
+    try:
+        if media:
+            return render(_with_media(plain, media))
+        text = render(plain)
+        said = plain[-1].get("content") or ""
+        if in_parts and said.strip() not in text:  # its template may know lists of parts only
+            text = render([each | {"content": [_text_part(each.get("content") or "")]} for each in plain])
+        return text
+    except TEMPLATE_ERRORS as error:
+        roles = ", ".join(message["role"] for message in plain)
+        raise InputError(
+            f"the chat template of target {name} refuses a conversation of {roles}: {first_line(error)}"
+        ) from error
+
+
+def no_chat_template(name: str) -> str:
+    """Return what is wrong with a tokenizer without one."""
+    return (
+        f"target {name} has no chat template; conversations cannot be encoded: set target.chat_template to a Jinja file or to "
+        "chatml, or for a base model to plain, the texts alone"
+    )
+
+
+def _with_media(conversation: Sequence[dict[str, Any]], media: Sequence[str]) -> list[dict[str, Any]]:
+    """Return messages whose contents are lists of parts: texts, and an image or a sound at each `OBJECT` of a user's text."""
+    found = sum((each.get("content") or "").count(OBJECT) for each in conversation if each["role"] == "user")
+    if found != len(media):
+        raise InputError(
+            f"a conversation has {len(media)} images or sounds and {found} places for them (U+FFFC in its user's texts)"
+        )
+    messages, left = [], iter(media)
+    for message in conversation:
+        content = message.get("content") or ""
+        pieces = content.split(OBJECT) if message["role"] == "user" else [content]
+        parts: list[dict[str, str]] = []
+        for number, piece in enumerate(pieces):
+            parts += ([_media_part(next(left))] if number else []) + [_text_part(piece)] * bool(piece)
+        messages.append(message | {"content": parts})
+    return messages
+
+
+def _media_part(reference: str) -> dict[str, str]:
+    """Return what templates know a place by: some of those for sounds look for the key `audio`."""
+    return {"type": "audio", "audio": ""} if reference.startswith(SOUND) else {"type": "image"}
+
+
+def _text_part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}

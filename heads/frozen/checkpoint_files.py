@@ -1,0 +1,302 @@
+"""The files of a checkpoint: their tensors, read and written one at a time, and files linked rather than copied.
+
+A `LazyTensor` knows its shape and dtype and is read when it is written, in blocks of rows where possible, so that an export
+needs memory for one tensor at most, whatever the model's size. Files are safetensors, alone or several with an index; a `.bin`
+or `.pt` file of torch's is read memory-mapped. safetensors' own `save_file` wants all tensors in memory at once.
+A link shares its bytes with the file it was made from: `break_links` before changing one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import shutil
+import stat
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from configs.runtime.errors import InputError, first_line
+from configs.runtime.files import read_json
+from configs.schema.commands.release import TORCH_FILES
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+MAX_SHOWN = 12  # names repeated in an error message
+HEAD_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.safetensors", "hydra_lm_head.pt")
+BLOCK_BYTES = 2**23  # read at a time where a tensor can be read in parts
+NAMES = {  # dtypes by safetensors' names
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "BOOL": torch.bool,
+}
+PACKED_NAMES = {  # of numbers that mean nothing without the scales beside them
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LazyTensor:
+    """A tensor that is read when it is needed.
+
+    Args:
+        dtype: of the values that `load` returns.
+        blocks: reads it as blocks of rows, one after another; None: it can only be read whole.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    load: Callable[[], Tensor]
+    blocks: Callable[[], Iterator[Tensor]] | None = None
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Read it, as transformers does a tensor of a state dict."""
+        return self.load()[index]
+
+    def cast(self, dtype: torch.dtype | None) -> LazyTensor:
+        """Return the same values in another floating dtype; None, and tensors of integers or bools, change nothing."""
+        if dtype is None or dtype == self.dtype or not self.dtype.is_floating_point:
+            return self
+        blocks = self.blocks
+        cast_blocks = None if blocks is None else lambda: (block.to(dtype) for block in blocks())
+        return replace(self, dtype=dtype, load=lambda: self.load().to(dtype), blocks=cast_blocks)
+
+    def halves_swapped(self) -> LazyTensor:
+        """Return a matrix with the two halves of its columns exchanged."""
+        return replace(self, load=lambda: self.load().roll(self.shape[1] // 2, 1), blocks=None)
+
+    def rows(self, ids_W: Tensor) -> LazyTensor:
+        return replace(self, shape=(len(ids_W), *self.shape[1:]), load=lambda: self.load()[ids_W], blocks=None)
+
+    def reshaped(self, shape: tuple[int, ...]) -> LazyTensor:
+        return replace(self, shape=shape, load=lambda: self.load().reshape(shape), blocks=None)
+
+    def in_blocks(self) -> Iterator[Tensor]:
+        """Read it in blocks of rows, or whole where it cannot be read in parts."""
+        if self.blocks is None:
+            yield self.load()
+        else:
+            yield from self.blocks()
+
+    def full_vocabulary_head(self, ids_W: Tensor, num_rows: int) -> LazyTensor:
+        """Return an output head of W tokens, `[W, D]`, as one of all tokens with the same argmax, `[num_rows, D]`.
+
+        Every other token gets the mean of these rows. Its logit is then the mean of theirs, and so never above the largest,
+        whatever the state is. (Rows of zeros would win where all logits are negative.)
+        """
+
+        def load() -> Tensor:
+            rows_WD = self.load()
+            whole_VD = rows_WD.double().mean(0).to(rows_WD.dtype).repeat(num_rows, 1)
+            whole_VD[ids_W] = rows_WD
+            return whole_VD
+
+        return replace(self, shape=(num_rows, *self.shape[1:]), load=load, blocks=None)
+
+
+Weights = dict[str, LazyTensor]
+
+
+def constant(value: Tensor) -> LazyTensor:
+    """Return a tensor that is in memory."""
+    return LazyTensor(shape=tuple(value.shape), dtype=value.dtype, load=lambda: value)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> LazyTensor:
+    return LazyTensor(shape=shape, dtype=dtype, load=lambda: torch.zeros(shape, dtype=dtype))
+
+
+def read_weights(folder: Path, *, packed: bool = False) -> Weights:
+    """Return all tensors of a checkpoint's folder by name.
+
+    Args:
+        packed: read tensors of `PACKED_NAMES` too, for a caller that looks for their scales (`heads.frozen.quantized`).
+
+    Raises:
+        InputError: the folder holds no weights in a known format, or they cannot be read.
+    """
+    if (folder / SINGLE_FILE).is_file() or (folder / INDEX_FILE).is_file():
+        paths = sorted({folder / file for file in files_by_key(folder).values()})
+        return {name: stored for path in paths for name, stored in _safetensors(path, packed=packed).items()}
+    for file in (*HEAD_FILES, TORCH_FILES[0]):
+        if (folder / file).is_file():
+            return _torch_file(folder / file) if file in TORCH_FILES else _safetensors(folder / file)
+    raise InputError(f"{folder} holds none of {', '.join((SINGLE_FILE, INDEX_FILE, *HEAD_FILES, TORCH_FILES[0]))}")
+
+
+def write_weights(path: Path, weights: Mapping[str, LazyTensor]) -> None:
+    """Write a safetensors file, reading one tensor after another.
+
+    Raises:
+        RuntimeError: a tensor that was read differs in shape or dtype from what it was declared as.
+    """
+    spelled = {dtype: name for name, dtype in NAMES.items()}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    # By falling size of a number, as safetensors does, so that every tensor begins at a multiple of it.
+    order = sorted(weights, key=lambda name: (-weights[name].dtype.itemsize, name))
+    for name in order:
+        stored = weights[name]
+        end = offset + math.prod(stored.shape) * stored.dtype.itemsize
+        header[name] = {"dtype": spelled[stored.dtype], "shape": list(stored.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            _write_tensor(file, name, weights[name])
+
+
+def files_by_key(folder: Path) -> dict[str, str]:
+    """Return the file of every tensor of a safetensors checkpoint.
+
+    Raises:
+        InputError: there is no such checkpoint in the folder, or it is damaged.
+    """
+    if (folder / INDEX_FILE).is_file():
+        files = indexed_files(folder)
+        absent = {file for file in files.values() if Path(file).name != file or not (folder / file).is_file()}
+        if absent:
+            raise InputError(f"{folder / INDEX_FILE} names files that are not in the folder: {listed(absent)}")
+        return files
+    if not (folder / SINGLE_FILE).is_file():
+        raise InputError(f"{folder} holds neither {INDEX_FILE} nor {SINGLE_FILE}, where a checkpoint's MTP weights would be")
+    try:
+        with safe_open(folder / SINGLE_FILE, "pt") as file:
+            return dict.fromkeys(file.keys(), SINGLE_FILE)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{folder / SINGLE_FILE} cannot be read: {first_line(error)}") from error
+
+
+def indexed_files(folder: Path) -> dict[str, str]:
+    """Return the file of every tensor that a checkpoint's index names, there or not.
+
+    Raises:
+        InputError: the index cannot be read.
+    """
+    index = read_json(folder / INDEX_FILE, "index of the checkpoint")
+    if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
+        raise InputError(f"{folder / INDEX_FILE} has no weight_map")
+    return {key: str(file) for key, file in index["weight_map"].items()}
+
+
+def listed(keys: Collection[str]) -> str:
+    """Return names for an error message, the first dozen and how many more there are."""
+    names = sorted(keys)
+    return ", ".join(names[:MAX_SHOWN]) + (f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else "")
+
+
+def link_or_copy(path: str | Path, to: str | Path) -> None:
+    """Link a file where the file system allows, copy it elsewhere; a symbolic link stands for what it leads to."""
+    path = Path(path).resolve()
+    try:
+        os.link(path, to)
+    except OSError:  # another file system, or one without hard links
+        shutil.copy2(path, to)
+
+
+def break_links(path: Path) -> None:
+    """Give a file its own bytes, to which one may write, where other names link to them.
+
+    File systems that can (btrfs, XFS) do so without copying the bytes.
+    """
+    if path.stat().st_nlink > 1:
+        copy = path.with_name(f".{path.name}.own")
+        _copy_bytes(path, copy)
+        shutil.copystat(path, copy)
+        copy.replace(path)
+    path.chmod(path.stat().st_mode | stat.S_IWUSR)
+
+
+def _write_tensor(file: BinaryIO, name: str, stored: LazyTensor) -> None:
+    written = 0
+    for block in stored.in_blocks():
+        if block.dtype != stored.dtype or block.shape[1:] != stored.shape[1:]:
+            raise RuntimeError(f"{name} was to be {stored.dtype} {stored.shape}, got {block.dtype} {tuple(block.shape)}")
+        written += file.write(block.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    wanted = math.prod(stored.shape) * stored.dtype.itemsize
+    if written != wanted:
+        raise RuntimeError(f"{name} was to take {wanted} bytes, got {written}")
+
+
+def _safetensors(path: Path, *, packed: bool = False) -> Weights:
+    names = NAMES | PACKED_NAMES if packed else NAMES
+    try:
+        with safe_open(path, "pt") as file:
+            slices = {name: file.get_slice(name) for name in list(file.keys())}
+            described = {name: (each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()}
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{path} cannot be read: {first_line(error)}") from error
+    unknown = sorted({dtype for dtype, _ in described.values()} - names.keys())
+    if unknown:
+        raise InputError(f"{path} holds numbers of type {', '.join(unknown)}; known are {', '.join(names)}")
+    return {
+        name: LazyTensor(
+            shape=shape,
+            dtype=names[dtype],
+            load=partial(_read, path, name),
+            blocks=partial(_read_blocks, path, name, shape, names[dtype]) if shape else None,
+        )
+        for name, (dtype, shape) in described.items()
+    }
+
+
+def _read(path: Path, name: str) -> Tensor:
+    with safe_open(path, "pt") as file:
+        value: Tensor = file.get_tensor(name)
+    return value
+
+
+def _read_blocks(path: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Tensor]:
+    """Read rows of a tensor, so many at a time as fill a block.
+
+    The file is opened for each: what was read of an open one stays in memory until it is closed.
+    """
+    rows = max(1, BLOCK_BYTES // max(1, math.prod(shape[1:]) * dtype.itemsize))
+    for start in range(0, shape[0], rows):
+        with safe_open(path, "pt") as file:
+            yield file.get_slice(name)[start : start + rows]
+
+
+def _torch_file(path: Path) -> Weights:
+    try:
+        values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise InputError(
+            f"{path} is no file of torch's with tensors only; what else such a file names is never run. Ask its author for "
+            "safetensors"
+        ) from error
+    except (OSError, RuntimeError, ValueError, EOFError) as error:
+        raise InputError(f"{path} cannot be read: {first_line(error)}") from error
+    if not isinstance(values, dict) or not all(isinstance(value, Tensor) for value in values.values()):
+        raise InputError(f"{path} holds something else than tensors by name")
+    return {name: constant(value) for name, value in values.items()}
+
+
+def _copy_bytes(path: Path, to: Path) -> None:
+    with path.open("rb") as source, to.open("wb") as target:
+        left = path.stat().st_size
+        try:
+            while left:
+                left -= os.copy_file_range(source.fileno(), target.fileno(), left)
+        except (AttributeError, OSError):  # not on this system, or not between these files
+            source.seek(0)
+            target.seek(0)
+            shutil.copyfileobj(source, target, 1 << 24)

@@ -1,0 +1,220 @@
+"""What a head reads from the target: its final hidden state, and the residual stream after chosen blocks ("taps").
+
+Convention, as written into every artifact: `h_0` is the embedding output, `h_i` the residual stream after block i, before the
+final norm; `final` is the state that the target's own head reads, after the final norm. Only tapped blocks have hooks, so that
+nothing else of a forward is kept.
+B batch, T positions, E width of the target, A taps.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from configs.runtime.errors import InputError
+from heads.frozen.block_config import attentions_per_block
+from heads.inference.causal_lm import backbone, current_forward, forward_rows, head_logits, read_documents
+from heads.inference.kv_cache import RowCache
+from heads.inference.media_inputs import MediaInputs
+from heads.inference.model_checks import check_on_probe, probe_ids, relative_error
+from heads.sampling.token_tree import TreeAttention
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetStates:
+    """The target's hidden states at some positions; they never carry gradients.
+
+    Args:
+        final_BTE: after the final norm; the target's head makes the next token's logits of it.
+        taps_ABTE: the tapped states, in the order of the taps.
+    """
+
+    final_BTE: Tensor
+    taps_ABTE: tuple[Tensor, ...] = ()
+
+    def map(self, change: Any) -> TargetStates:
+        """Return the states with `change`, a function of one `[B, T, E]` tensor, applied to each."""
+        return TargetStates(final_BTE=change(self.final_BTE), taps_ABTE=tuple(change(tap) for tap in self.taps_ABTE))
+
+    @property
+    def joined_BTF(self) -> Tensor:
+        """The taps side by side, `[B, T, A * E]`, in their order."""
+        return torch.cat(self.taps_ABTE, -1)
+
+    def with_noise(self, half_width: float) -> TargetStates:
+        """Return the states with uniform noise on every tap, which keeps a head from memorising few data; final ones stay.
+
+        Args:
+            half_width: of the noise, in units of each tap's root mean square at its position; 0 for none.
+        """
+        if half_width == 0:
+            return self
+        return TargetStates(final_BTE=self.final_BTE, taps_ABTE=tuple(_noisy(tap, half_width) for tap in self.taps_ABTE))
+
+
+def num_blocks(model: PreTrainedModel) -> int:
+    """Return how many blocks the target has; taps run from 0 to it."""
+    config = model.config.get_text_config()
+    return int(config.num_hidden_layers) // attentions_per_block(config)
+
+
+def block_list(model: PreTrainedModel) -> tuple[nn.Module, str]:
+    """Return the module that holds the target's blocks, and the name under which it does.
+
+    It is found by its structure, a module list with as many entries as the target has blocks, whatever its family calls it.
+
+    Raises:
+        InputError: its backbone has no such list.
+    """
+    root = backbone(model)
+    lists = {name: module for name, module in root.named_modules() if isinstance(module, nn.ModuleList)}
+    # Not a list within a block, of experts perhaps.
+    fitting = [name for name, each in lists.items() if len(each) == num_blocks(model) and not re.search(r"\.\d+\.", name)]
+    if not fitting:
+        raise InputError(
+            f"{type(model).__name__} keeps its blocks in a way draftsmith does not know (a module list of "
+            f"{num_blocks(model)} is expected), so it gives neither hidden states nor blocks for a draft"
+        )
+    name = min(fitting, key=lambda each: (each.count("."), each.rpartition(".")[2] != "layers"))
+    path, _, own = name.rpartition(".")
+    return root.get_submodule(path), own
+
+
+def blocks(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the target's blocks; raises `InputError` as `block_list` does."""
+    holder, name = block_list(model)
+    return cast(nn.ModuleList, getattr(holder, name))
+
+
+def check_taps(model: PreTrainedModel, taps: Sequence[int]) -> None:
+    """Refuse taps that the target does not have, or whose states do not lead to its logits.
+
+    Raises:
+        InputError: a tap is out of range; or the last block's state, after final norm and head, does not give the model's
+            logits on a probe, so that the states are not those of the convention.
+    """
+    last = num_blocks(model)
+    for tap in taps:
+        if not 0 <= tap <= last:
+            raise InputError(f"head.taps: {tap} is none of the hidden states h_0 (embedding) to h_{last} (last block)")
+    if not taps:
+        return
+    name, remedy = type(model).__name__, "take a head.kind without taps, medusa, hydra or mtp, or distil a draft LM"
+    check_on_probe(
+        model,
+        partial(_tap_error, taps=taps),
+        fails=f"the blocks of {name} do not each give one state a token, as taps need ({{}}); {remedy}",
+        differs=f"the tapped states of {name} do not reproduce its logits (the error is {{:.2g}} of them); its blocks return "
+        f"something else than the residual stream; {remedy}",
+    )
+
+
+def _tap_error(model: PreTrainedModel, taps: Sequence[int]) -> float:
+    last, ids_1T = num_blocks(model), probe_ids(model)
+    with tapped(model, [*taps, last]) as seen:
+        logits_1TV = model(input_ids=ids_1T, use_cache=False).logits
+    for tap in (last, *taps):
+        if seen[tap].shape[:2] != ids_1T.shape or seen[tap].shape != seen[last].shape:
+            raise ValueError(f"h_{tap} of a text of {ids_1T.shape[1]} tokens is of shape {tuple(seen[tap].shape)}")
+    return relative_error(head_logits(model, final_norm(model)(seen[last])), logits_1TV)
+
+
+def final_norm(model: PreTrainedModel) -> nn.Module:
+    """Return the norm between the last block and the head: `norm`, or the last one that stands beside the list of blocks.
+
+    Where none does, it is the identity (GPT-1).
+    """
+    holder, _ = block_list(model)
+    norms = {name: module for name, module in holder.named_children() if "norm" in type(module).__name__.lower()}
+    return norms.get("norm", list(norms.values())[-1]) if norms else nn.Identity()
+
+
+@torch.no_grad()
+def final_norm_scale(model: PreTrainedModel) -> Tensor:
+    """Return by how much the final norm scales each feature, `[E]`, however its family stores that.
+
+    Measured with an input of 1 and -1 in turns, whose mean is 0 and whose mean square is 1; a bias is taken off.
+    """
+    norm, width = final_norm(model), model.config.get_text_config().hidden_size
+    signs_E = torch.ones(width, device=model.device, dtype=model.dtype)
+    signs_E[1::2] = -1
+    scaled_E: Tensor = norm(signs_E) - norm(torch.zeros_like(signs_E))
+    return scaled_E * signs_E
+
+
+@contextmanager
+def tapped(model: PreTrainedModel, taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    """Collect the states at `taps` while forwards run; yields those of the latest forward, by tap."""
+    seen: dict[int, Tensor] = {}
+    layers, home = blocks(model) if taps else nn.ModuleList(), model.device
+    handles = []
+    for tap in taps:
+        if tap == 0:
+            handles.append(layers[0].register_forward_pre_hook(partial(_keep_input, seen), with_kwargs=True))
+        else:
+            handles.append(layers[tap - 1].register_forward_hook(partial(_keep_output, seen, tap, home)))
+    forward = current_forward(model)
+    forward.watch(taps, seen)
+    try:
+        yield seen
+    finally:
+        forward.watch((), {})
+        for handle in handles:
+            handle.remove()
+
+
+def forward_states(
+    model: PreTrainedModel,
+    cache: RowCache,
+    ids_BT: Tensor,
+    starts: Sequence[int],
+    taps: Sequence[int],
+    attention: TreeAttention | None = None,
+    media: MediaInputs | None = None,
+) -> TargetStates:
+    """Return the target's states at tokens that continue each row (`heads.inference.causal_lm.forward_rows`).
+
+    Of a guided target the final state is the guided one, and taps are those of the text with its condition, which comes first.
+    """
+    with tapped(model, taps) as seen:
+        final_BTE = forward_rows(model, cache, ids_BT, starts, attention, media)
+    return TargetStates(final_BTE=final_BTE, taps_ABTE=tuple(seen[tap][: len(ids_BT)] for tap in taps))
+
+
+@torch.no_grad()
+def read_states(
+    model: PreTrainedModel,
+    ids_BT: Tensor,
+    taps: Sequence[int],
+    packed_positions_BT: Tensor | None = None,
+    media: MediaInputs | None = None,
+) -> TargetStates:
+    """Return the target's states over whole rows (`heads.inference.causal_lm.read_documents`)."""
+    with torch.autocast(model.device.type, enabled=False), tapped(model, taps) as seen:
+        final_BTE = read_documents(model, ids_BT, packed_positions_BT, media)
+    return TargetStates(final_BTE=final_BTE, taps_ABTE=tuple(seen[tap][: len(ids_BT)] for tap in taps))
+
+
+def _noisy(tap_BTE: Tensor, half_width: float) -> Tensor:
+    tap_BTE = tap_BTE.to(torch.promote_types(tap_BTE.dtype, torch.float32))
+    scale_BT1 = tap_BTE.square().mean(-1, keepdim=True).sqrt()
+    return tap_BTE + scale_BT1 * (torch.rand_like(tap_BTE) * 2 - 1) * half_width
+
+
+def _keep_input(seen: dict[int, Tensor], block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    seen[0] = cast(Tensor, args[0] if args else kwargs["hidden_states"])
+
+
+def _keep_output(
+    seen: dict[int, Tensor], tap: int, home: torch.device, block: nn.Module, args: tuple[Any, ...], output: Any
+) -> None:
+    state_BTE: Tensor = output[0] if isinstance(output, tuple | list) else output
+    seen[tap] = state_BTE.to(home)  # the blocks of a spread target have devices of their own

@@ -1,0 +1,397 @@
+"""Loading the target from a Hub id, a folder, a `.gguf` file, or the embedded model, as one `Target` whichever it was."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from accelerate.utils import patch_environment
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, StrictDataclassError
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from configs.runtime.errors import ConfigError, InputError, first_line
+from configs.runtime.files import check_readable
+from configs.runtime.redaction import redact
+from configs.schema.target import TargetConfig
+from heads.device import choose_device
+from heads.frozen.chat_template import in_template, no_chat_template, set_chat_template
+from heads.frozen.checkpoint_files import INDEX_FILE, SINGLE_FILE, indexed_files
+from heads.frozen.demo_model import PREFIX, embedded_folder, load_gguf
+from heads.frozen.hidden_states import TargetStates
+from heads.frozen.id_tokens import id_tokenizer
+from heads.frozen.identity import TargetIdentity, hash_chat_template, hash_tokenizer, hash_weights
+from heads.frozen.media.processor import MediaReader, load_reader
+from heads.frozen.media.reading import kind_of, shown
+from heads.frozen.placement import place_parts
+from heads.frozen.quantized import loader_of, quantization_of
+from heads.frozen.served.ends import load_ends
+from heads.frozen.split.groups import TargetGroup
+from heads.frozen.split.parts import join_group, split_arguments
+from heads.inference.causal_lm import mixers_of
+from heads.inference.column_positions import rope_limit
+from heads.inference.compiled_forward import make_compiled
+from heads.inference.guidance import guide
+from heads.inference.lean_forward import make_lean
+from heads.inference.media_inputs import MediaInputs, MediaPrompt
+from heads.inference.model_checks import check_split
+
+log = logging.getLogger("draftsmith")
+
+HUB_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]  # besides the weights
+UNLIMITED = 2**31 - 1  # positions
+# What transformers raises for a file that is missing, damaged, contradictory, or needs a package that is not installed.
+UNREADABLE = (
+    OSError,
+    ValueError,
+    KeyError,
+    RuntimeError,
+    ImportError,
+    AssertionError,
+    SafetensorError,
+    StrictDataclassError,
+)
+
+
+class StateSource(Protocol):
+    """Who computes a target's states in place of its blocks here; raises `InputError` where they are not to be had."""
+
+    def ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches, each after the states of the next ones were requested."""
+
+    def states(self, batch: Any, taps: Sequence[int] = ()) -> TargetStates:
+        """Return the states over a `heads.modules.interface.Batch`, on its device."""
+
+    def serve(self, taps: Sequence[int]) -> None:
+        """Check that it has these states."""
+
+    def close(self) -> None:
+        """End all requests."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A frozen target, ready to run, with its tokenizer and its identity.
+
+    Args:
+        eos_token_ids: every id that ends an answer.
+        spread_by: the settings by which its blocks were spread over devices (`heads.frozen.placement`) or processes; None: it
+            is on one.
+        group: the processes that it is split over (`heads.frozen.split`); None: each has a target of its own.
+        states_from: servers that run it (`distill.server.engine`); None: it is run here.
+        media: makes its inputs of the images or sounds of prompts; None: it reads text alone.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    identity: TargetIdentity
+    eos_token_ids: tuple[int, ...]
+    spread_by: TargetConfig | None = None
+    group: TargetGroup | None = None
+    states_from: StateSource | None = None
+    media: MediaReader | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights; of a spread target that of embedding, final norm and head, on which states come out."""
+        return self.model.device
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding; may be more than the tokenizer has tokens."""
+        return self.model.config.get_text_config().vocab_size
+
+    @property
+    def max_positions(self) -> int:
+        """The longest context, prompt and answer together, in tokens; `UNLIMITED` where the model names none (ALiBi).
+
+        Where the model changes its rotary embedding for longer texts, the longest before that.
+        """
+        config = self.model.config.get_text_config()
+        limits = [getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len")]  # the latter: MPT
+        return min((limit for limit in (*limits, rope_limit(config)) if limit is not None and limit > 0), default=UNLIMITED)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        answer_follows: bool = True,
+        media: Sequence[str] = (),
+    ) -> list[int]:
+        """Return the token ids of a conversation in the chat template.
+
+        Args:
+            messages, tools, answer_follows: as for `heads.frozen.chat_template.in_template`.
+            media: references to the images or sounds in its user's texts, in order (`heads.frozen.media`).
+
+        Raises:
+            InputError: as for `in_template`; or a text has no tokens, or an image or a sound cannot be read.
+        """
+        prompt = self.media_prompt(messages, media, tools=tools, answer_follows=answer_follows)
+        if prompt is not None:
+            return self._reader(media).ids(prompt)
+        takes_parts = self.model.config.get_text_config() is not self.model.config
+        text = in_template(self, messages, tools=tools, answer_follows=answer_follows, in_parts=takes_parts)
+        # The template brings its own special tokens; the tokenizer must not add another set.
+        try:
+            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        except Exception as error:  # tokenizers raises no narrower one
+            raise InputError(
+                f"target {self.identity.name} has no token for some of the prompt {text[:60]!r}: {first_line(error)}; with "
+                f"target.tokens ids a prompt is numbers from 0 to {self.vocab_size - 1}"
+            ) from error
+
+    def media_prompt(self, messages: Sequence[Mapping[str, Any]], media: Sequence[str], **settings: Any) -> MediaPrompt | None:
+        """Return what a conversation's media are read by, None where it has none; arguments are those of `encode_chat`."""
+        if not media:
+            return None
+        text = in_template(self, messages, media=media, template=self._reader(media).template, **settings)
+        return MediaPrompt(text=text, media=tuple(media))
+
+    def media_inputs(self, prompts: Sequence[MediaPrompt | None], ids: Sequence[Sequence[int]]) -> MediaInputs | None:
+        """Return what the model reads beside the ids of rows that begin with these prompts; None where none has media."""
+        first = next((prompt for prompt in prompts if prompt is not None), None)
+        return None if first is None else self._reader(first.media).inputs(prompts, ids)
+
+    def _reader(self, media: Sequence[str]) -> MediaReader:
+        for reference in media:
+            kind = kind_of(reference)
+            if self.media is None or not isinstance(self.media.config, kind):
+                raise InputError(
+                    f"a prompt brings {kind.what} {shown(reference)}, and {kind.key} is null: give {{}} there for a target "
+                    f"that reads {kind.what}s, or leave the prompt out"
+                )
+        assert self.media is not None
+        return self.media
+
+
+def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: bool = False) -> Target:
+    """Load, freeze and identify a target.
+
+    Args:
+        config: which, and how it runs.
+        for_chats: conversations will be encoded: refuse a tokenizer without a chat template, before weights are read.
+        takes_states: the caller has its states from servers where the config names some (`distill.server.engine`).
+
+    Raises:
+        InputError: it cannot be found, is no causal LM that draftsmith can split (`heads.inference.model_checks.check_split`),
+            or has no lean forward where one was configured, or no chat template where one is needed.
+    """
+    if config.states is not None and not takes_states:
+        raise ConfigError(
+            "target.states is for training and scripts/make_cache.py; this command runs the target itself: set it to null"
+        )
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # in a log, redrawn bars hide the other lines
+    path, device = locate(config), choose_device(config.device)
+    model, tokenizer = _read(path, config, device, for_chats=for_chats)
+    weights_sha256 = hash_weights(path)
+    kind = None if config.parallel is None else config.parallel.kind
+    # accelerate's hooks place the weights of a spread target, and blocks that servers or other stages run have none.
+    placed = config.device_map is not None or config.states is not None or kind == "pipeline"
+    if not placed:
+        move(model, device)
+    model.eval().requires_grad_(False)
+    group = None if kind is None else join_group(model, config, device)
+    check_split(model)
+    _warn_of_rope_limit(model)
+    if config.forward == "lean":
+        make_lean(model)
+    elif config.forward == "compiled":
+        make_compiled(model)
+    if config.guidance is not None:
+        if mixers_of(model):
+            raise InputError(f"target.guidance: {type(model).__name__} has recurrent layers; set guidance to null")
+        guide(model, config.guidance)
+        weights_sha256 = hashlib.sha256(f"{weights_sha256} {config.guidance.model_dump_json()}".encode()).hexdigest()
+    identity = TargetIdentity(
+        name=redact(config.name),  # the identity is written into everything
+        revision=None if config.revision is None else redact(config.revision),
+        weights_sha256=weights_sha256,
+        tokenizer_sha256=hash_tokenizer(tokenizer),
+        chat_template_sha256=hash_chat_template(tokenizer),
+    )
+    return Target(
+        model=model,
+        tokenizer=tokenizer,
+        identity=identity,
+        eos_token_ids=_eos_token_ids(model, tokenizer),
+        spread_by=None if config.device_map is None and group is None else config,
+        group=group,
+        media=load_reader(path, config, model, tokenizer),
+    )
+
+
+def load_with(attention: str, load: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
+    """Return the model that `load` makes with this implementation of attention, or with eager where its family has no sdpa."""
+    try:
+        return load(attention)
+    except ValueError as error:
+        if attention != "sdpa" or "scaled_dot_product_attention" not in str(error):
+            raise
+    model = load("eager")
+    log.info("%s has no sdpa in transformers; attention is eager", type(model).__name__)
+    return model
+
+
+def move(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """Move a model to a device, in place. No dtype changes: see `recast`.
+
+    (transformers wraps `to` in a way that type checkers cannot follow.)
+    """
+    torch.nn.Module.to(model, device=device)
+    return model
+
+
+def recast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Return a model of the same weights as `from_pretrained(dtype=...)` gives it, on the CPU.
+
+    `Module.to(dtype)` would also round what transformers keeps in float32 beside 16-bit weights: the frequencies of rotary
+    embeddings, routing biases of experts. The angle of a rounded frequency grows with the position. Tensors that already have
+    the dtype may be shared with `model`.
+    """
+    load: Any = type(model).from_pretrained
+    with patch_environment(ACCELERATE_USE_FSDP="false"):  # as in `_read`
+        recast: PreTrainedModel = load(
+            None,
+            config=model.config,
+            state_dict=model.state_dict(),
+            generation_config=model.generation_config,
+            dtype=dtype,
+            attn_implementation=model.config._attn_implementation,
+        )
+    return recast
+
+
+def wider_parts(model: PreTrainedModel) -> list[str]:
+    """Return the names of the tensors that transformers keeps in a wider dtype than the model's; [] for one in float32."""
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    size = model.dtype.itemsize
+    return [name for name, tensor in tensors if tensor.is_floating_point() and tensor.dtype.itemsize > size]
+
+
+def rounded_parts(model: PreTrainedModel, made: str) -> list[str]:
+    """Return a warning for what was `made` from a target as draftsmith once loaded it; nothing where that was this target."""
+    if not (parts := wider_parts(model)):
+        return []
+    return [
+        f"{made} was made by a draftsmith that rounded all of the target to {str(model.dtype).removeprefix('torch.')}; "
+        f"transformers, and this draftsmith, keep {parts[0]} wider: make it again if texts are long"
+    ]
+
+
+def locate(config: TargetConfig) -> Path:
+    """Return the folder or `.gguf` file that holds the target, downloading it where needed."""
+    if config.name.startswith(PREFIX):
+        return embedded_folder(config.name)
+    path = Path(config.name)
+    if path.exists():
+        return path
+    if path.suffix == ".gguf" or config.name.startswith((".", "/", "~")) or config.name.count("/") != 1:
+        raise InputError(
+            f"target.name: {config.name} is neither a folder or .gguf file here, nor a Hub id (owner/name), nor embedded"
+        )
+    try:
+        return fetch(config.name, config.revision)
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise InputError(
+            f"target.name: {config.name} is no folder here and could not be fetched from the Hub: {first_line(error)}"
+        ) from error
+
+
+def fetch(name: str, revision: str | None, *, local_files_only: bool = False) -> Path:
+    """Return the folder of a model on the Hub, fetched: what transformers loads of it, and no second copy of its weights.
+
+    Raises:
+        InputError: the index of its weights cannot be read.
+        OSError, HfHubHTTPError: it cannot be had.
+    """
+    get = partial(snapshot_download, name, revision=revision, local_files_only=local_files_only)
+    folder = Path(get(allow_patterns=HUB_FILES))
+    shards = set(indexed_files(folder).values()) if (folder / INDEX_FILE).is_file() else set()
+    return Path(get(allow_patterns=[*HUB_FILES, SINGLE_FILE, *sorted(shards)]))
+
+
+def load_tokenizer(path: Path, config: TargetConfig) -> PreTrainedTokenizerBase:
+    """Return the tokenizer, with the chat template that the config names."""
+    tokenizer: PreTrainedTokenizerBase
+    if config.tokens == "ids":
+        described = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        return id_tokenizer(described.get_text_config().vocab_size)
+    if path.suffix == ".gguf":
+        tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    if config.chat_template is not None:
+        set_chat_template(tokenizer, config.chat_template)
+    return tokenizer
+
+
+def _read(
+    path: Path, config: TargetConfig, device: torch.device, *, for_chats: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return the model and the tokenizer at a path; arguments and errors are those of `load_target`."""
+    if path.is_dir():
+        check_readable(path)
+    try:
+        tokenizer = load_tokenizer(path, config)
+        if for_chats and tokenizer.chat_template is None:
+            raise InputError(no_chat_template(redact(config.name)))
+        with patch_environment(ACCELERATE_USE_FSDP="false"):  # else transformers takes the target for what is to be sharded
+            return _load_model(path, config, device), tokenizer
+    except InputError:
+        raise
+    except UNREADABLE as error:
+        raise InputError(
+            f"target.name: {path} does not hold a causal LM and its tokenizer: {first_line(error)} (where its tokens are no "
+            "text, set target.tokens to ids)"
+        ) from error
+
+
+def _warn_of_rope_limit(model: PreTrainedModel) -> None:
+    if (limit := rope_limit(model.config.get_text_config())) is not None:
+        log.warning(
+            "%s changes its rotary embedding (longrope) for texts of more than %d tokens; prompt and answer end there. For "
+            "longer ones, set short_factor to the values of long_factor in its config.json",
+            type(model).__name__,
+            limit,
+        )
+
+
+def _load_model(path: Path, config: TargetConfig, device: torch.device) -> PreTrainedModel:
+    if path.suffix == ".gguf":
+        return load_with(config.attention, partial(load_gguf, path, getattr(torch, config.dtype)))
+    if config.states is not None and config.device_map is None:
+        return load_ends(path, config, device)
+    spread: dict[str, Any] = {}
+    if config.parallel is not None and config.parallel.kind is not None:
+        spread = split_arguments(path, config, device)
+    elif config.device_map is not None:
+        spread = {"device_map": place_parts(path, config, device), "offload_folder": config.offload_folder}
+    if config.offload_folder is None and "disk" in spread.get("device_map", {}).values() and quantization_of(path) is not None:
+        raise InputError(
+            f"target.offload_folder: {path} is quantised, and what lies on disk of it is written there dequantised; name "
+            "a folder, or give more of target.max_memory"
+        )
+    load = loader_of(path, getattr(torch, config.dtype), trust_remote_code=config.trust_remote_code)
+    return load_with(config.attention, lambda attention: load(attn_implementation=attention, **spread))
+
+
+def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return every id that ends an answer: those of the generation config and of the tokenizer."""
+    declared = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ids = {declared} if isinstance(declared, int) else set(declared or ())
+    if tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return tuple(sorted(ids))

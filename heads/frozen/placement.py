@@ -1,0 +1,294 @@
+"""Where the blocks of a target larger than one device lie, and how to read weights that lie in memory or on disk.
+
+Embedding, final norm and output head stay on the one device that computes, and hidden states come back to it; only blocks are
+spread, and run one after another. accelerate's hooks move the states and load offloaded weights for as long as they run. (Its
+`infer_auto_device_map` places all parts in the model's order.) Between two runs an offloaded module's weights
+are on torch's meta device, so code that starts from a block reads them by `real_weight` or copies it by `own_copy`. The same
+two read the blocks of a target that is split over processes (`heads.frozen.split`).
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import cast
+from weakref import WeakKeyDictionary
+
+import torch
+from accelerate.hooks import AlignDevicesHook
+from accelerate.utils import get_max_memory
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, PreTrainedModel
+
+from configs.runtime.errors import ConfigError, InputError, first_line
+from configs.schema.target import TargetConfig
+from heads.frozen.hidden_states import blocks
+from heads.frozen.model_class import auto_class
+
+DeviceName = int | str
+MEMORY = "cpu"
+DISK = "disk"
+NOT_NUMBERED = ("cpu", "mps", "meta")  # by accelerate
+GIBIBYTE = 2**30
+READ = "_read_weight"  # attribute of a block that was not loaded: returns a weight of it by name
+# Blocks of a target that is split over processes -> the same without weights, as they were before they were split.
+UNSPLIT: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
+_COPIED: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
+
+
+def place_parts(path: Path, config: TargetConfig, device: torch.device) -> dict[str, DeviceName]:
+    """Return the device map of the target in a folder: a device by module name, which covers every weight.
+
+    Args:
+        path: the folder; only its config is read.
+        config: with a `device_map`.
+        device: of the parts that are not blocks.
+
+    Raises:
+        InputError: the target's blocks are not known (`heads.frozen.hidden_states.blocks`), or do not fit.
+        ConfigError: the map names no part of it, part of a block, or another device for what is no block; or several
+            processes would choose the same devices.
+    """
+    skeleton, home = make_skeleton(path, config), _name_of(device)
+    layers, prefix = blocks(skeleton), blocks_name(skeleton)
+    outside = parts_outside(skeleton, layers)
+    given = config.device_map
+    if isinstance(given, dict):
+        places = _by_hand(given, prefix, len(layers), outside, home)
+    else:
+        _check_alone(given)
+        sizes = [_bytes_of(block) for block in layers]
+        rest = _bytes_of(skeleton) - sum(sizes)
+        places = spread_blocks(sizes, rest, _room(config, home), home, even=given != "sequential")
+    named = {f"{prefix}.{number}": place for number, place in enumerate(places)}
+    _check_devices(set(named.values()))
+    return dict.fromkeys(outside, home) | named
+
+
+def spread_blocks(
+    sizes: Sequence[int], outside: int, room: Mapping[DeviceName, int], home: DeviceName, *, even: bool
+) -> list[DeviceName]:
+    """Return the device of each block, in order: `home`, the other devices, then memory, then the disk.
+
+    Where blocks are offloaded, room for one more is kept on `home`, on which they run.
+
+    Args:
+        sizes: of the blocks, bytes.
+        outside: bytes of everything else, which lies on `home`.
+        room: bytes on each device and in memory.
+        home: the device that computes.
+        even: no device takes more than its share of all weights and a block, as long as nothing is offloaded for that.
+
+    Raises:
+        InputError: `home` has no room for what is no block.
+    """
+    free = room.get(home, 0) - outside
+    if free < 0:
+        raise InputError(
+            f"target.device_map: embedding, norm and head take {outside / GIBIBYTE:.2f} GiB, and {home} has "
+            f"{room.get(home, 0) / GIBIBYTE:.2f}; raise target.max_memory there, or set target.device to a larger one"
+        )
+    devices = {home: free} | {place: size for place, size in room.items() if place not in (home, MEMORY)}
+    share = (outside + sum(sizes)) // len(devices) + max(sizes)
+    ways = [{place: min(size, share - (outside if place == home else 0)) for place, size in devices.items()}] if even else []
+    for limits in (*ways, devices):
+        places = _fill(sizes, limits)
+        if DISK not in places:
+            return places
+    memory: dict[DeviceName, int] = {} if home == MEMORY else {MEMORY: room.get(MEMORY, 0)}
+    return _fill(sizes, devices | {home: free - max(sizes)} | memory)
+
+
+def real_weight(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor of a module's state dict with its values, read from memory or disk where they are offloaded.
+
+    Of a target that is split over processes all of a group must call this.
+
+    Args:
+        name: the tensor's in its state dict.
+        tensor: as the state dict has it.
+
+    Raises:
+        InputError: it is of a block that was not loaded (`heads.frozen.served.ends`), and cannot be read alone.
+    """
+    if isinstance(tensor, DTensor):
+        whole: Tensor = tensor.full_tensor()
+        return whole.detach()
+    path, _, own = name.rpartition(".")
+    hook = module.get_submodule(path).__dict__.get("_hf_hook")
+    if not tensor.is_meta:
+        return tensor
+    if not isinstance(hook, AlignDevicesHook):
+        steps = name.split(".")
+        for cut in range(len(steps)):
+            if (read := module.get_submodule(".".join(steps[:cut])).__dict__.get(READ)) is not None:
+                return cast(Tensor, read(".".join(steps[cut:]))).to(tensor.dtype)
+        return tensor
+    weight: Tensor = hook.weights_map[own]
+    return weight.to(tensor.dtype)
+
+
+def real_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's state dict with the values of all its tensors."""
+    return {name: real_weight(module, name, tensor) for name, tensor in module.state_dict().items()}
+
+
+@torch.no_grad()
+def own_copy(module: nn.Module) -> nn.Module:
+    """Return a copy of one of the target's modules that holds its own weights, without accelerate's hooks.
+
+    Where the target is split over processes, all of a group must ask for the first copy of a block; later ones are made of it.
+    """
+    if module in UNSPLIT:
+        if module not in _COPIED:
+            _COPIED[module] = _joined_block(module, UNSPLIT[module])
+        return copy.deepcopy(_COPIED[module])
+    hooks = [each.__dict__[name] for each in module.modules() for name in ("_hf_hook", READ) if name in each.__dict__]
+    if not hooks:
+        return copy.deepcopy(module)
+    weights = {name: tensor.clone() for name, tensor in real_weights(module).items()}
+    # The hooks are not copied: they refer to the other offloaded weights.
+    copied = copy.deepcopy(module, {id(hook): hook for hook in hooks})
+    copied.__dict__.pop(READ, None)
+    for part in copied.modules():
+        if part.__dict__.pop("_hf_hook", None) is not None:
+            del part.__dict__["_old_forward"], part.__dict__["forward"]
+    copied.load_state_dict(weights, assign=True)
+    return copied
+
+
+def _joined_block(block: nn.Module, unsplit: nn.Module) -> nn.Module:
+    """Return a block in the CPU's memory with the weights of all parts of one that is split."""
+    whole = copy.deepcopy(unsplit)
+    whole.load_state_dict({name: weight.to(MEMORY, copy=True) for name, weight in real_weights(block).items()}, assign=True)
+    for name, buffer in block.named_buffers():
+        path, _, own = name.rpartition(".")
+        setattr(whole.get_submodule(path), own, buffer.to(MEMORY, copy=True))
+    return whole.eval().requires_grad_(False)
+
+
+def _fill(sizes: Sequence[int], limits: Mapping[DeviceName, int]) -> list[DeviceName]:
+    """Fill devices with blocks one after another; the rest goes to disk."""
+    order, left, places = list(limits), dict(limits), []
+    for size in sizes:
+        while order and size > left[order[0]]:
+            order.pop(0)
+        place = order[0] if order else DISK
+        places.append(place)
+        if order:
+            left[place] -= size
+    return places
+
+
+def _by_hand(
+    given: Mapping[str, DeviceName], prefix: str, num_blocks: int, outside: Sequence[str], home: DeviceName
+) -> list[DeviceName]:
+    """Return the device of each block by the longest prefix of its name in the map; `home` where there is none."""
+    names = [f"{prefix}.{number}" for number in range(num_blocks)]
+    above = ["", *(prefix.rsplit(".", cut)[0] for cut in range(prefix.count("."), 0, -1)), prefix]
+    for module, place in given.items():
+        if module in outside and _name_of(place) != home:
+            raise ConfigError(
+                f"target.device_map: {module} is to lie on {place}, and only blocks are spread; what is no block lies on "
+                f"target.device, here {home}: leave it out"
+            )
+        if module not in (*outside, *above, *names):
+            raise ConfigError(
+                f"target.device_map: {module!r} is no part of this target that can be placed; its blocks are {names[0]} to "
+                f"{names[-1]}"
+            )
+    places = []
+    for name in names:
+        found = next((each for each in (name, *reversed(above)) if each in given), None)
+        places.append(home if found is None else _name_of(given[found]))
+    return places
+
+
+def _check_alone(given: str | None) -> None:
+    """Refuse an automatic map where several processes would each make one of the same devices."""
+    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if num_processes > 1:
+        raise ConfigError(
+            f"target.device_map: each of {num_processes} processes would spread a target of its own by {given!r} over the same "
+            "devices; start one process, which uses all of them, or give a map of module names"
+        )
+
+
+def _check_devices(places: set[DeviceName]) -> None:
+    for place in places - {DISK}:
+        try:
+            torch.empty(0, device=place)
+        except (RuntimeError, AssertionError) as error:
+            raise InputError(f"target.device_map: device {place!r} cannot be used: {first_line(error)}") from error
+
+
+def _room(config: TargetConfig, home: DeviceName) -> dict[DeviceName, int]:
+    """Return the bytes that may be taken on each GPU and in memory; on the CPU alone memory is the device."""
+    given = config.max_memory
+    if given is not None:  # a GPU's number is a string where it was a key of JSON
+        given = {int(place) if str(place).isdigit() else place: size for place, size in given.items()}
+    room: dict[DeviceName, int] = get_max_memory(given)
+    return {MEMORY: room.get(MEMORY, 0)} if home == MEMORY else room
+
+
+def _name_of(place: DeviceName | torch.device) -> DeviceName:
+    """Return a device as accelerate calls it: a GPU's number, else its name."""
+    if isinstance(place, int) or place == DISK:
+        return place
+    try:
+        device = torch.device(place)
+    except RuntimeError as error:
+        raise InputError(f"target.device_map: device {place!r} cannot be used: {first_line(error)}") from error
+    if device.type in NOT_NUMBERED:
+        return str(device)
+    return torch.accelerator.current_device_index() if device.index is None else device.index
+
+
+def blocks_name(model: PreTrainedModel) -> str:
+    """Return the name of the list of a model's blocks."""
+    layers = blocks(model)
+    return next(name for name, module in model.named_modules() if module is layers)
+
+
+def make_skeleton(path: Path, config: TargetConfig) -> PreTrainedModel:
+    """Return the model in a folder without weights, on torch's meta device, each tensor in the dtype that it is loaded in."""
+    settings = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code, local_files_only=True)
+    with torch.device("meta"):
+        model: PreTrainedModel = auto_class(settings).from_config(
+            settings, dtype=getattr(torch, config.dtype), trust_remote_code=config.trust_remote_code
+        )
+    plan = model._get_dtype_plan(model.dtype)  # patterns of names, as transformers looks them up
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if any(re.search(pattern.replace("*", ".*"), name) for pattern in plan) and tensor.is_floating_point():
+            tensor.data = tensor.data.float()
+    return model
+
+
+def parts_outside(skeleton: PreTrainedModel, layers: nn.ModuleList) -> list[str]:
+    """Return the names of the largest modules, and of single tensors, that have no block in them and are in none."""
+    found: list[str] = []
+    pending: list[tuple[str, nn.Module]] = [("", skeleton)]
+    while pending:
+        name, module = pending.pop()
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        found += [_joined(name, own) for own, _ in tensors]
+        for own, child in module.named_children():
+            if child is layers:
+                continue
+            if layers in child.modules():
+                pending.append((_joined(name, own), child))
+            else:
+                found.append(_joined(name, own))
+    return found
+
+
+def _joined(name: str, own: str) -> str:
+    return f"{name}.{own}" if name else own
+
+
+def _bytes_of(module: nn.Module) -> int:
+    return sum(each.numel() * each.element_size() for each in module.parameters())

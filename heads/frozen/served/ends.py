@@ -1,0 +1,109 @@
+"""A target of which only the ends are loaded: embedding, final norm, output head, and whatever else is no block.
+
+That is what a draft is trained with where servers run the target. The blocks keep their shapes and have no weights (torch's
+meta device), so that sizes and taps are known as ever; a forward through them fails, and a draft that is made from one reads it
+from the checkpoint (`heads.frozen.placement.real_weight`). transformers loads a model of the first block alone, which brings
+the checkpoint's names, its quantisation and buffers in order, and its ends are taken over.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from configs.runtime.errors import InputError
+from configs.schema.target import TargetConfig
+from heads.frozen.block_config import config_of_blocks
+from heads.frozen.checkpoint_files import Weights
+from heads.frozen.hidden_states import blocks
+from heads.frozen.placement import READ, make_skeleton, parts_outside
+from heads.frozen.quantized import read_float_weights
+from heads.inference.model_checks import take_as_checked
+
+
+def load_ends(path: Path, config: TargetConfig, device: torch.device) -> PreTrainedModel:
+    """Return the model in a folder with weights outside its blocks only.
+
+    Raises:
+        InputError: its family keeps blocks in an unknown way, or has no model of one block; or a weight is not in the folder.
+    """
+    model = make_skeleton(path, config)
+    layers = blocks(model)
+    prefix = next(name for name, module in model.named_modules() if module is layers)
+    whole = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code, local_files_only=True)
+    stored = read_float_weights(path)
+    kept = {name: each for name, each in stored.items() if not _is_of_later_block(name, prefix)}
+    load: Any = type(model).from_pretrained
+    first, report = load(
+        None, config=_of_first_block(whole), state_dict=kept, dtype=getattr(torch, config.dtype), output_loading_info=True
+    )
+    first.to(device)
+    outside = parts_outside(model, layers)
+    missing = [name for name in report["missing_keys"] if any(f"{name}.".startswith(f"{part}.") for part in outside)]
+    if missing:
+        raise InputError(f"target.name: {path} holds no values for {missing[0]}")
+    for name in outside:
+        _take_over(model, first, name)
+    for number, block in enumerate(layers):
+        block.__dict__[READ] = partial(_read, stored, f"{prefix}.{number}.")
+    take_as_checked(model)
+    if (path / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    return model
+
+
+def _of_first_block(whole: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the config of a model with the first block alone, to be loaded as if it were not quantised."""
+    text = whole.get_text_config()
+    cut = config_of_blocks(text, [0])
+    if text is not whole:
+        name = next(name for name in whole.sub_configs if getattr(whole, name) is text)
+        whole = copy.deepcopy(whole)
+        setattr(whole, name, cut)
+        cut = whole
+    for part in (cut, cut.get_text_config()):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
+    return cut
+
+
+def _read(stored: Weights, block: str, name: str) -> torch.Tensor:
+    """Return a weight of a block from the checkpoint."""
+    if block + name not in stored:
+        raise InputError(
+            f"target.states: {block}{name} is kept otherwise than it runs, so no draft can be made from this block alone; make "
+            "it from none, or place the blocks by target.device_map ({model.layers: disk}) and target.offload_folder"
+        )
+    return stored[block + name][...]
+
+
+def _is_of_later_block(name: str, prefix: str) -> bool:
+    """Return whether a checkpoint's tensor is of the second block or a later one; of unknown names none is."""
+    number = name.removeprefix(f"{prefix}.").partition(".")[0]
+    return name.startswith(f"{prefix}.") and number != "0"
+
+
+def _take_over(model: PreTrainedModel, first: PreTrainedModel, name: str) -> None:
+    """Give a model the module or single tensor of this name that another one has."""
+    path, _, own = name.rpartition(".")
+    holder, source = model.get_submodule(path), first.get_submodule(path)
+    here, there = getattr(holder, own), getattr(source, own)
+    sizes = [[(key, value.shape) for key, value in _tensors(each)] for each in (here, there)]
+    if sizes[0] != sizes[1]:
+        raise InputError(
+            f"target.states: {type(model).__name__} keeps a part for each block in {name}, so its ends cannot be loaded alone; "
+            "set target.states to null"
+        )
+    if isinstance(here, torch.nn.Module | torch.nn.Parameter):
+        setattr(holder, own, there)
+    else:
+        holder._buffers[own] = there
+
+
+def _tensors(part: Any) -> list[tuple[str, torch.Tensor]]:
+    return list(part.state_dict().items()) if isinstance(part, torch.nn.Module) else [("", part)]

@@ -1,0 +1,128 @@
+"""What the decode benchmark measures: the target by either forward, the drafts, the prompts.
+
+The two forwards run the very same weights; the lean one (`heads.inference.lean_forward`) adds its packed copy of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from configs.runtime.errors import InputError
+from configs.schema.decoding import DecodeConfig
+from distill.dataset.conversations import read_conversations
+from eval.decoder.decode import Request, check_decodable
+from eval.decoder.records import Generation, Timing
+from heads.artifact import Draft, load_draft
+from heads.frozen.loading import Target, load_target, move
+from heads.inference.lean_forward import lean_twin
+from heads.proposers.protocol import Proposer
+from scripts.lab.bench.harness import first_requests, measured_rows
+from scripts.lab.bench.head_recipes import train_recipes
+from scripts.lab.bench.provenance import check_trained_here
+from scripts.lab.settings import BenchDecodeConfig
+
+log = logging.getLogger("draftsmith")
+
+DRAFT_LM = "draft_lm"
+
+Requests = Sequence[Request]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """What a side made of some prompts; transformers keeps no timings by phase."""
+
+    generations: list[Generation]
+    timings: list[Timing]
+
+    @property
+    def num_tokens(self) -> int:
+        """New token ids, the first of each answer included."""
+        return sum(len(generation.tokens) for generation in self.generations)
+
+
+Side = Callable[[Requests, int], Answers]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeSetup:
+    """A target, drafts and what they are measured on.
+
+    drafts: for `fastest_target`, by what the table calls them; the draft LM first.
+    proposer: the draft LM for `target`.
+    requests, choosing: prompts that are measured, and others that choose trees and lengths.
+    lean_target: the same weights, run by a lean forward; None where its family has none.
+    past_answers: token ids of the target's answers to other prompts.
+    """
+
+    config: BenchDecodeConfig
+    target: Target
+    proposer: Proposer
+    lean_target: Target | None
+    drafts: dict[str, Draft]
+    requests: list[Request]
+    choosing: list[Request]
+    past_answers: list[list[int]]
+
+    @property
+    def fastest_target(self) -> Target:
+        """The target by the fastest forward that it has."""
+        return self.target if self.lean_target is None else self.lean_target
+
+    def settings(self, temperature: float) -> DecodeConfig:
+        """Return how to decode: chains, at batch 1."""
+        return DecodeConfig(
+            num_speculative_tokens=self.config.num_speculative_tokens,
+            max_new_tokens=self.config.max_new_tokens,
+            temperature=temperature,
+        )
+
+
+def load_setup(config: BenchDecodeConfig) -> DecodeSetup:
+    """Load what is measured."""
+    folders, past = {DRAFT_LM: config.draft}, config.past_answers
+    check_trained_here([config.draft], config.output)
+    if config.heads is not None:
+        folders |= {run.name: str(run.artifact) for run in train_recipes(config.heads, output=config.output)}
+    rows = measured_rows(Path(config.held_out), config.num_prompts, config.num_choosing)
+    requests = first_requests(rows)
+    choosing = first_requests(read_conversations(Path(config.held_out))[: config.num_choosing])
+    target = load_target(config.target.model_copy(update={"forward": "transformers"}))
+    check_decodable(target, [*requests, *choosing])
+    lean_target = _run_lean(target)
+    fastest = target if lean_target is None else lean_target
+    loaded = {name: load_draft(folder, target.identity, fastest.model) for name, folder in folders.items()}
+    for name, draft in loaded.items():
+        for warning in draft.warnings:
+            log.warning("%s: %s", name, warning)
+    return DecodeSetup(
+        config=config,
+        target=target,
+        proposer=load_draft(config.draft, target.identity, target.model).proposer,
+        lean_target=lean_target,
+        drafts=loaded,
+        requests=requests,
+        choosing=choosing,
+        past_answers=[] if past is None else [list(row.answer_ids) for row in read_conversations(Path(past))],
+    )
+
+
+def load_for_transformers(draft: str, target: Target) -> PreTrainedModel:
+    """Load a draft LM's artifact once more, as a user of transformers does: ours may keep a part of its head only."""
+    attention = target.model.config._attn_implementation
+    model = AutoModelForCausalLM.from_pretrained(draft, dtype=target.model.dtype, attn_implementation=attention)
+    return move(model, target.device).eval()
+
+
+def _run_lean(target: Target) -> Target | None:
+    """Return the target by a lean forward, or nothing where its family has none."""
+    try:
+        return replace(target, model=lean_twin(target.model))
+    except InputError as error:
+        log.warning("lean forwards are not measured: %s", error)
+        return None

@@ -1,0 +1,113 @@
+"""The heads that benchmarks compare: recipes that can be compared, data and cache made once for all, and their training."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from configs.runtime.command import BAD_INPUT
+from configs.runtime.errors import ConfigError, InputError
+from configs.runtime.files import CHECKOUT, read_json, write_json
+from configs.runtime.loading import load_config
+from configs.schema.data import CacheConfig, DataConfig
+from configs.schema.training import DistillConfig, HeadsConfig
+from distill.cache.format import MANIFEST as CACHE_MANIFEST
+from distill.cache.storage import Folder
+from distill.dataset.conversations import MANIFEST
+from scripts.lab.bench.provenance import check_trained_here
+from scripts.lab.bench.trained_runs import Recipe, TrainingRun, in_own_folder, load_changed, train_all
+from scripts.lab.settings import BenchHeadsConfig
+
+CACHE_TIME = "cache_time.json"
+
+
+def train_recipes(config: BenchHeadsConfig, also: Sequence[Recipe] = (), *, output: str | None = None) -> list[TrainingRun]:
+    """Train what is not trained yet, its data and cache made before, and return all runs.
+
+    Args:
+        also: recipes that are compared with the config's and not trained here.
+        output: the results file that they are trained for; None: the config's.
+
+    Raises:
+        InputError: one was trained before, and not by the code that the results are to be of.
+    """
+    recipes = read_recipes(config)
+    check_comparable([*recipes.values(), *also])
+    make_data(config)
+    make_cache(config)
+    runs = [
+        TrainingRun(name=name, recipe=in_own_folder(with_cache(recipe, config.cache), Path(config.runs), name))
+        for name, recipe in recipes.items()
+    ]
+    check_trained_here([run.artifact for run in runs if run.is_trained], output or config.output)
+    train_all(runs, "recipe")
+    return runs
+
+
+def read_recipes(config: BenchHeadsConfig) -> dict[str, Recipe]:
+    """Return the recipes by the names of their files, of which each must have its own, and the variants by theirs."""
+    paths = [Path(path) for path in (*config.recipes, *config.draft_models)]
+    names = [*(path.stem for path in paths), *config.variants]
+    if not names:
+        raise ConfigError("recipes: there is none; name at least one file of configs/heads")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"recipes: two are called {twice[0]}; give each a file name of its own")
+    recipes: list[Recipe] = [load_config(HeadsConfig, path) for path in config.recipes]
+    recipes += [load_config(DistillConfig, path) for path in config.draft_models]
+    for name, changes in config.variants.items():
+        recipes.append(load_changed(HeadsConfig, config.recipes[0], changes, f"variants.{name}"))
+    return dict(zip(names, recipes, strict=True))
+
+
+def check_comparable(recipes: Sequence[Recipe]) -> None:
+    """Refuse recipes that a table would compare wrongly: on other targets, or on prompts that another was trained on."""
+    first = recipes[0]
+    for other in recipes[1:]:
+        for where, one, another in (
+            ("target", first.target, other.target),
+            ("data.train", first.data.train, other.data.train),
+            ("data.held_out", first.data.held_out, other.data.held_out),
+        ):
+            if one != another:
+                raise ConfigError(f"recipes: all must have the same {where}, got {one} and {another}")
+
+
+def make_data(config: BenchHeadsConfig) -> None:
+    """Make the data in a process of its own, where they are not there."""
+    if config.data is not None and not (Path(load_config(DataConfig, config.data).output) / MANIFEST).is_file():
+        _run_script("make_data", config.data)
+
+
+def make_cache(config: BenchHeadsConfig) -> None:
+    """Make the cache of the target's states in a process of its own, where it is not there, and note how long that took."""
+    if config.cache is None or Folder(load_config(CacheConfig, config.cache).output).has(CACHE_MANIFEST):
+        return
+    started = time.perf_counter()
+    _run_script("make_cache", config.cache)
+    write_json(Path(config.runs) / CACHE_TIME, {"seconds": time.perf_counter() - started})
+
+
+def read_cache_seconds(config: BenchHeadsConfig) -> float | None:
+    """Return how long the cache took to make; None without one, and where it was made apart from this benchmark."""
+    path = Path(config.runs) / CACHE_TIME
+    return read_json(path, "time of the cache")["seconds"] if config.cache is not None and path.is_file() else None
+
+
+def with_cache(recipe: Recipe, cache: str | None) -> Recipe:
+    """Return a head's recipe that reads the cache; a draft LM's stays as it is."""
+    if cache is None or not isinstance(recipe, HeadsConfig):
+        return recipe
+    folder = load_config(CacheConfig, cache).output
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"cache": folder})})
+
+
+def _run_script(name: str, config: str) -> None:
+    """Run a script on its config in a process of its own."""
+    command = [sys.executable, str(CHECKOUT / "scripts" / f"{name}.py"), "--config", config]
+    code = subprocess.run(command, check=False).returncode
+    if code:
+        error = InputError if code == BAD_INPUT else RuntimeError
+        raise error(f"scripts/{name}.py --config {config} ended with code {code}, see above")

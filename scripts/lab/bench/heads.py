@@ -1,0 +1,309 @@
+"""The head benchmark: recipes in, a table of families out.
+
+Each recipe is trained (`bench.trained_runs`), and what came out is measured as `eval/run.py` measures: greedy chains
+at batch 1 on held-out prompts that chose no checkpoint ("home") and on the prompts of `suites`, alone and after a prompt
+lookup, plain decoding in turns with them, losslessness judged. Prompt lookup, which needs no training, is measured along with
+the first. With `draft_vocab_sizes` each head is measured with fewer draft tokens as well: the rows of its output head stand
+for themselves, so those of the answers' most frequent tokens are kept and the others left out, without further training.
+Chains of the recipes that `stopped` names are measured once more where the cost rule ends them (`eval.cost.draft_length`), and
+those that `trees` names are measured with the fastest static tree as well (`eval.cost.tree_choice`).
+Tokens per target step of each of `variants` are compared with those of the first, prompt by prompt.
+EAGLE-3's training itself is compared with speculators', where that is installed (`bench.eagle3_training`), and its
+attention with a dense one (`bench.peers.dense_attention`). Data and finished trainings are kept while recipe and data
+are the same, and a run that was cut off finds what it had measured.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+
+from configs.runtime.command import DONE, GATE_FAILED
+from configs.runtime.errors import ConfigError
+from configs.runtime.files import sha256_of
+from configs.runtime.loading import load_config
+from configs.runtime.resumable import Journal, fingerprint
+from configs.schema.decoding import DecodeConfig
+from configs.schema.drafting import FastestTree, StaticTree
+from configs.schema.evaluation import EvalConfig
+from configs.schema.training import HeadsConfig
+from distill.dataset.batches import ConversationDataset
+from distill.dataset.conversations import read_conversations
+from distill.student.vocabulary import frequent_answer_tokens
+from eval.cost.draft_length import choose_stopping
+from eval.cost.tree_choice import fit_tree
+from eval.decoder.decode import Request, check_decodable
+from eval.decoder.records import AUTOREGRESSIVE, WITH_LOOKUP
+from eval.lossless.verdict import NOT_LOSSLESS, judge_lossless
+from eval.measure.interleaved import Records, measure
+from eval.measure.proposers import add_lookup
+from eval.measure.suite import fit_suite, load_suite
+from eval.measure.turns import Turns
+from eval.metrics.acceptance import count_per_prompt, summarise_acceptance
+from eval.metrics.speed import Sums, decode_speed_ratio, sums_ratio
+from eval.stats.bootstrap import Interval
+from heads.artifact import WEIGHTS_FILE, Draft, load_draft
+from heads.frozen.loading import Target, load_target
+from heads.modules.output_head import DraftHead
+from heads.proposers.prompt_lookup import PromptLookup
+from heads.proposers.protocol import Proposer
+from scripts.lab.bench.eagle3_training import TrainingComparison, compare_eagle3
+from scripts.lab.bench.harness import SEED, check_finite, first_requests, flat, measured_rows, speedup, write_results
+from scripts.lab.bench.head_recipes import read_cache_seconds, train_recipes
+from scripts.lab.bench.peers.dense_attention import attention_ratios, attention_rows, compare_attention
+from scripts.lab.bench.provenance import describe_origin
+from scripts.lab.bench.tables import NOT_AVAILABLE
+from scripts.lab.bench.trained_runs import TrainingRun
+from scripts.lab.settings import BenchHeadsConfig
+
+log = logging.getLogger("draftsmith")
+
+PROMPT_LOOKUP = "prompt_lookup"
+MEASURED = "{name}.partial.jsonl"  # in the folder of the runs, for each results file: what a run that was cut off had measured
+COSTS = ("parameters", "trained_parameters", "answer_tokens", "labels", "training_seconds", "run_seconds")
+NO_COST = dict.fromkeys(COSTS, 0)
+
+
+def compare_heads(config: BenchHeadsConfig) -> int:
+    """Run the benchmark and write its file; return the exit code."""
+    eagle3 = None if config.eagle3 is None else load_config(HeadsConfig, config.eagle3)
+    runs = train_recipes(config, [] if eagle3 is None else [eagle3])
+    recipes = [run.recipe for run in runs]
+    num_choosing = max(recipe.held_out.num_prompts for recipe in recipes)
+    held_out = Path(recipes[0].data.held_out)
+    requests = {
+        name: first_requests(measured_rows(held_out, config.num_prompts, num_choosing, sources))
+        for name, sources in config.held_out.items()
+    }
+    choosing = first_requests(read_conversations(held_out)[:num_choosing])
+    suites = [load_suite(each) for each in config.suites]
+    target = load_target(recipes[0].target)
+    for suite, each in zip(suites, config.suites, strict=True):
+        requests[suite.name] = Turns(target, fit_suite(suite, target, each.on_too_long, config.max_new_tokens).prompts).first
+    for of_suite in requests.values():
+        check_decodable(target, of_suite)
+    training = None
+    if eagle3 is not None:
+        with TemporaryDirectory(prefix="bench-heads-") as scratch:
+            training = compare_eagle3(config, target, eagle3, Path(scratch))
+    attention = compare_attention(config.attention_lengths)
+    ratios = {} if training is None else training.ratios(config.bootstrap_samples)
+    rows: list[dict[str, Any]] = []
+    first_variant = next(iter(config.variants), None)
+    first_counts: dict[str, Sums] = {}  # of the first variant, by suite
+    journal = Journal(
+        Path(config.runs) / MEASURED.format(name=Path(config.output).stem), measuring_fingerprint(config, runs, requests)
+    )
+    done = journal.read()
+    for run in runs:
+        baselines = {} if rows else {PROMPT_LOOKUP: PromptLookup(target.device)}
+        sides: dict[str, MeasuredDraft] = {}
+        for name, of_suite in requests.items():
+            if (key := f"{run.name} {name}") not in done:
+                sides = sides or load_sides(config, target, run, choosing)
+                measured = measure_run(config, target, of_suite, run, sides, baselines, suite=name)
+                done[key] = measured._asdict() | {"rows": [flat(row) for row in measured.rows], "ratios": flat(measured.ratios)}
+                journal.append(key, done[key])
+            rows, ratios = rows + done[key]["rows"], ratios | done[key]["ratios"]
+            if run.name == first_variant:
+                first_counts[name] = done[key]["counts"]
+            elif run.name in config.variants:
+                tau_ratio = sums_ratio(done[key]["counts"], first_counts[name], config.bootstrap_samples, SEED)
+                ratios[f"{run.name}_tau_vs_{first_variant}_{name}"] = tau_ratio
+    comparisons = [*(training.rows() if training is not None else []), *attention_rows(attention)]
+    write_results(
+        config.output,
+        "heads",
+        config,
+        rows=[*sorted(rows, key=lambda row: row["family"] == PROMPT_LOOKUP), *comparisons],
+        ratios=ratios | attention_ratios(attention, config.bootstrap_samples),
+        data=rows[0]["data"],
+        runs=[{"recipe": run.name, "artifact": str(run.artifact), "git": run.read_git()} for run in runs],
+        cache_seconds=read_cache_seconds(config),
+        device=str(target.device),
+        threads=torch.get_num_threads(),
+    )
+    journal.path.unlink(missing_ok=True)
+    return verdict(rows, training)
+
+
+def measuring_fingerprint(
+    config: BenchHeadsConfig, runs: Sequence[TrainingRun], requests: Mapping[str, Sequence[Request]]
+) -> str:
+    """Return a hash of all that decides what is measured, the machine and the commit included."""
+    settings = config.model_dump(mode="json", exclude={"output", "eagle3", "num_batches", "attention_lengths"})
+    prompts = [[name, *([each.prompt_id, *each.tokens] for each in of_suite)] for name, of_suite in requests.items()]
+    artifacts = [[run.name, sha256_of(run.artifact / WEIGHTS_FILE)] for run in runs]
+    return fingerprint(settings, prompts, artifacts, describe_origin(), torch.get_num_threads())
+
+
+# Families in which more than the output head has a row for each draft token.
+SIZED_BY_VOCABULARY = ("dflash2", "domino", "dspark", "xpress")
+
+
+class MeasuredDraft(NamedTuple):
+    """A draft that is measured, how it decodes, and what it takes (`cost_of`)."""
+
+    draft: Draft
+    settings: DecodeConfig
+    cost: dict[str, Any]
+
+
+def load_sides(
+    config: BenchHeadsConfig, target: Target, run: TrainingRun, choosing: Sequence[Request]
+) -> dict[str, MeasuredDraft]:
+    """Return a run's draft, and the same as `stopped`, `trees` and `draft_vocab_sizes` ask for it.
+
+    Args:
+        choosing: prompts to fit a stopping rule or a tree on.
+
+    Raises:
+        ConfigError: the draft is no head, or proposes no more tokens than one of the sizes.
+        InputError: the draft drafts no trees.
+    """
+    draft = load_draft(run.artifact, target.identity, target.model)
+    settings = DecodeConfig(
+        num_speculative_tokens=draft.metadata.num_speculative_tokens, max_new_tokens=config.max_new_tokens, batch_size=1
+    )
+    sides = {run.name: MeasuredDraft(draft, settings, cost_of(run))}
+    if run.name in config.stopped:
+        stopping = choose_stopping(target, draft, choosing, settings)
+        stopped = settings.model_copy(update={"stopping": stopping})
+        sides[f"{run.name}, stopped by {stopping.by}"] = MeasuredDraft(draft, stopped, sides[run.name].cost)
+    if run.name in config.trees:
+        chosen = fit_tree(target, draft.proposer, draft.metadata.kind, choosing, settings, FastestTree(kind="fastest"))
+        log.info("of the static trees %s is expected to be the fastest", chosen.paths)
+        tree = StaticTree(kind="static", paths=[list(path) for path in chosen.paths])
+        by_tree = settings.model_copy(update={"tree": tree})
+        sides[f"{run.name}, fastest tree"] = MeasuredDraft(draft, by_tree, sides[run.name].cost)
+    for size in config.draft_vocab_sizes:
+        draft, cost = load_draft(run.artifact, target.identity, target.model), dict(sides[run.name].cost)
+        head = getattr(getattr(draft.proposer, "module", None), "lm_head", None)
+        if not isinstance(head, DraftHead):
+            raise ConfigError(f"draft_vocab_sizes: {run.name} is a {draft.metadata.kind}; only heads on the target can be cut")
+        if draft.metadata.kind in SIZED_BY_VOCABULARY:
+            raise ConfigError(
+                f"draft_vocab_sizes: {run.name} is a {draft.metadata.kind}, whose other parts have a row for each draft token "
+                "too; train it with the head.draft_vocab_size wanted, or leave draft_vocab_sizes empty"
+            )
+        before = head.num_tokens
+        if size >= before:
+            raise ConfigError(f"draft_vocab_sizes: {run.name} proposes {before} tokens, so fewer are asked for, got {size}")
+        head.keep(frequent_answer_tokens(read_conversations(Path(run.recipe.data.train)), size, target))
+        cost["parameters"] -= (before - head.num_tokens) * head.parameters_used[0].shape[1]
+        sides[f"{run.name}, {size} draft tokens"] = MeasuredDraft(draft, settings, cost)
+    return sides
+
+
+class MeasuredRun(NamedTuple):
+    """Rows of the table, the speed of chains that a rule ends over that of the fixed length, and the draft's committed tokens
+    and rounds by prompt.
+    """
+
+    rows: list[dict[str, Any]]
+    ratios: dict[str, Interval]
+    counts: Sums
+
+
+def measure_run(
+    config: BenchHeadsConfig,
+    target: Target,
+    requests: Sequence[Request],
+    run: TrainingRun,
+    sides: Mapping[str, MeasuredDraft],
+    baselines: Mapping[str, PromptLookup],
+    *,
+    suite: str,
+) -> MeasuredRun:
+    """Decode with a run's drafts, alone and after a lookup, and the baselines, plain decoding in turns; a row each."""
+    draft, settings, _ = sides[run.name]
+    evaluation = EvalConfig(decode=settings, repeats=config.repeats, baselines=[])
+    proposers: dict[str, Proposer] = {name: side.draft.proposer for name, side in sides.items()}
+    by_mode = {name: side.settings for name, side in sides.items()}
+    stopped = [name for name, each in by_mode.items() if each.stopping is not None]
+    after_lookup: dict[str, Proposer] = {}
+    for name in [name for name in sides if name not in stopped] if config.with_lookup else []:
+        joined = evaluation.model_copy(update={"decode": by_mode[name]})
+        after_lookup[f"{name} {WITH_LOOKUP}"] = add_lookup(proposers[name], joined, target)
+        by_mode[f"{name} {WITH_LOOKUP}"] = by_mode[name]
+    decoded_by: dict[str, Proposer] = proposers | after_lookup | dict(baselines)
+    records = measure(target, requests, evaluation, decoded_by, settings=by_mode)
+    check_finite(records.generations, f"recipe {run.name}")
+
+    def row(family: str, recipe: str | None, mode: str, cost: Mapping[str, Any]) -> dict[str, Any]:
+        pair = records.of(AUTOREGRESSIVE), records.of(mode)
+        judged = judge_lossless(target, *pair, settings, config.lossless, decoded_by[mode])
+        figures = summarise(records, mode, settings.num_speculative_tokens, config.bootstrap_samples)
+        names = {"family": family, "recipe": recipe, "data": Path(config.data or run.recipe.data.train).stem, "suite": suite}
+        return {**names, **figures, **cost, "lossless": judged["verdict"]}
+
+    kind, rows = draft.metadata.kind, []
+    for name, side in sides.items():
+        rows.append(row(kind, name, name, side.cost))
+        found = rows[-1]["tau"].point, rows[-1]["speedup"].point
+        log.info("%s on %s: %.3f tokens per target step, %.2f times plain decoding's speed", name, suite, *found)
+        if (with_lookup := f"{name} {WITH_LOOKUP}") in after_lookup:
+            rows.append(row(f"{PROMPT_LOOKUP} + {kind}", name, with_lookup, side.cost))
+    rows += [row(name, None, name, NO_COST) for name in baselines]
+    ratios = {
+        f"{run.name}_stopped_vs_fixed_{suite}": decode_speed_ratio(
+            records.timings, name, run.name, samples=config.bootstrap_samples, seed=SEED
+        )
+        for name in stopped
+    }
+    return MeasuredRun(rows, ratios, count_per_prompt(records.of(run.name)))
+
+
+def summarise(records: Records, mode: str, num_speculative_tokens: int, samples: int) -> dict[str, Any]:
+    """Return a mode's tau and speedup with intervals over prompts, and its acceptance by position, given all before."""
+    acceptance = summarise_acceptance(records.of(mode), num_speculative_tokens, samples=samples, seed=SEED)
+    rates = (NOT_AVAILABLE if rate is None else f"{rate:.2f}" for rate in acceptance["position_conditional"])
+    return {
+        "tau": Interval(acceptance["tokens_per_target_step"], *(acceptance["tokens_per_target_step_ci"] or ())),
+        "speedup": speedup(records.timings, mode, samples=samples),
+        "alpha_by_position": " / ".join(rates),
+        "num_speculative_tokens": num_speculative_tokens,
+        "prompts": len(records.of(mode)),
+    }
+
+
+def cost_of(run: TrainingRun) -> dict[str, Any]:
+    """Return what a run's draft takes: weights, data, time.
+
+    Its `parameters` are those in the artifact, rows of an untrained output head included; what a head borrows from the
+    target is no part of them. `training_seconds` are those of training steps, `run_seconds` also have the held-out decoding
+    and the checkpoints. `answer_tokens` are those in the data, `labels` what was trained on, over all epochs.
+    """
+    outcome, data = run.read_outcome(), run.recipe.data
+    with safe_open(run.artifact / WEIGHTS_FILE, framework="pt") as tensors:
+        shapes = [tensors.get_slice(name).get_shape() for name in tensors.keys()]  # noqa: SIM118 - not a dict
+    return {
+        "parameters": sum(math.prod(shape) for shape in shapes),
+        "trained_parameters": outcome["trained_parameters"],
+        "answer_tokens": ConversationDataset(read_conversations(Path(data.train)), data.max_length).num_labels,
+        "labels": outcome["labels"],
+        "training_seconds": outcome["training_seconds"],
+        "run_seconds": outcome["seconds"],
+    }
+
+
+def verdict(rows: Sequence[Mapping[str, Any]], training: TrainingComparison | None) -> int:
+    """Return the exit code, and say what it is for."""
+    code = DONE
+    for row in rows:
+        if row["lossless"] == NOT_LOSSLESS:
+            name = row["recipe"] or row["family"]
+            log.error("%s: its answers differ from plain decoding's by more than a numerical tie", name)
+            code = GATE_FAILED
+    if training is not None and not training.agrees:
+        losses = ", ".join(f"{name} {value:.5g}" for name, value in training.losses.items())
+        log.error("the two sides of the training do not compute the same loss: %s", losses)
+        code = GATE_FAILED
+    return code

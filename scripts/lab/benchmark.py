@@ -1,0 +1,175 @@
+"""Every benchmark and check by one command: `python scripts/lab/benchmark.py NAME [--config FILE] [--set KEY=VALUE]`.
+
+`--help` lists the names; docs/results/ holds what they wrote. Most need the draft of `make demo` or the heads that
+`benchmark.py heads` trains, and two cores that nothing else uses; what is compared is run in turns. Ends with 1 where a check
+that belongs to the measurement fails, e.g. where answers differ by more than a tie.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+if not __package__:  # run as a script: the checkout's root takes the place of this folder, which Python put first
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+    from configs.startup import guard_imports
+
+    guard_imports()
+
+from configs.runtime.command import run_command
+from configs.schema.base import Settings
+from scripts.lab.bench.provenance import check_place
+from scripts.lab.settings import (
+    BenchDecodeConfig,
+    BenchDemoConfig,
+    BenchDistillConfig,
+    BenchEvalConfig,
+    BenchHeadsConfig,
+    BenchModalitiesConfig,
+    BenchScaleConfig,
+    BenchStatesConfig,
+    EngineComparisonSettings,
+    ExchangeMemoryConfig,
+    ModelsCheckConfig,
+    ResultsTableConfig,
+    ServeCheckConfig,
+    SoakConfig,
+)
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A benchmark: its config, the module and function that run it, and what it does, for `--help`."""
+
+    config: type[Settings]
+    module: str
+    function: str
+    help: str
+
+
+BENCHMARKS = {
+    "demo": Benchmark(
+        BenchDemoConfig, "scripts.lab.bench.demo", "record_demo", "what make demo measured, as a results file (after make demo)"
+    ),
+    "decode": Benchmark(
+        BenchDecodeConfig,
+        "scripts.lab.bench.decode.benchmark",
+        "compare_decoding",
+        "the decoder beside transformers' generation (after make demo; ten minutes)",
+    ),
+    "distill": Benchmark(
+        BenchDistillConfig,
+        "scripts.lab.bench.distill.benchmark",
+        "compare_distillation",
+        "the distillation loss and training beside plain ways and TRL's, tau before and after (after make demo sweep)",
+    ),
+    "heads": Benchmark(
+        BenchHeadsConfig,
+        "scripts.lab.bench.heads",
+        "compare_heads",
+        "head families on one target, EAGLE-3's training beside speculators' (two hours, the first time)",
+    ),
+    "modalities": Benchmark(
+        BenchModalitiesConfig,
+        "scripts.lab.modalities.benchmark",
+        "compare_modalities",
+        "heads and draft LMs for codes of pictures and speech, strict and relaxed (after make demo-images, make demo-speech)",
+    ),
+    "eval": Benchmark(
+        BenchEvalConfig,
+        "scripts.lab.bench.evaluation",
+        "compare_predictions",
+        "predicted speed beside measured, and the evaluator's own cost (after make demo; eight minutes)",
+    ),
+    "scale": Benchmark(
+        BenchScaleConfig,
+        "scripts.lab.bench.scale",
+        "compare_scale",
+        "two processes beside one, padding, checkpoints, waiting for data (after heads)",
+    ),
+    "states": Benchmark(
+        BenchStatesConfig,
+        "scripts.lab.bench.states",
+        "compare_states",
+        "training from servers of hidden states beside training from a cache (after scale, with servers at work)",
+    ),
+    "engines": Benchmark(
+        EngineComparisonSettings,
+        "scripts.lab.bench.engines",
+        "check_engines",
+        "the loss under DDP, FSDP2 and ZeRO beside one process's",
+    ),
+    "memory": Benchmark(
+        ExchangeMemoryConfig,
+        "scripts.lab.bench.exchange_memory",
+        "measure_exchange",
+        "the peak memory of exports and imports",
+    ),
+    "models": Benchmark(
+        ModelsCheckConfig,
+        "scripts.lab.models_check.runner",
+        "check_models",
+        "tiny models of every family of transformers through every stage, against transformers (12 minutes)",
+    ),
+    "serve": Benchmark(
+        ServeCheckConfig,
+        "scripts.lab.engine_check.cases",
+        "run_checks",
+        "exported drafts in vLLM, transformers, llama.cpp and OpenVINO beside our decoder (needs a --config)",
+    ),
+    "soak": Benchmark(
+        SoakConfig,
+        "scripts.lab.fault_injection.rounds",
+        "soak",
+        "tiny runs killed, stopped and damaged at random, to end with an undisturbed run's weights (15 minutes)",
+    ),
+    "tables": Benchmark(
+        ResultsTableConfig,
+        "scripts.lab.bench.tables",
+        "update_tables",
+        "fill the tables of a document from docs/results/",
+    ),
+}
+
+
+def main(config: Settings, arguments: argparse.Namespace) -> int | None:
+    """Import the module of the benchmark that was named, and run it on its config; return the exit code."""
+    benchmark = BENCHMARKS[arguments.name]
+    if output := getattr(config, "output", None):
+        check_place(output)  # before the hours that it takes
+    code: int | None = getattr(import_module(benchmark.module), benchmark.function)(config)
+    return code
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's name."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("name", metavar="NAME", choices=BENCHMARKS, help=f"one of {', '.join(BENCHMARKS)}")
+
+
+def config_class(argv: Sequence[str]) -> type[Settings]:
+    """Return the config class of the benchmark that a command line names; without a valid name, one without settings."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("name", nargs="?")
+    parser.add_argument("--config")
+    parser.add_argument("--set", action="append")
+    try:
+        name = parser.parse_known_args(argv)[0].name
+    except argparse.ArgumentError:  # run_command reports it
+        name = None
+    return BENCHMARKS[name].config if name in BENCHMARKS else Settings
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command line; return its exit code."""
+    names = "\n".join(f"  {name:10} {benchmark.help}" for name, benchmark in BENCHMARKS.items())
+    description = f"Run a benchmark or check:\n\n{names}"
+    return run_command(config_class(argv), main, description=description, argv=argv, add_arguments=add_arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,95 @@
+"""The whole loop on tokens that are no text: `make demo-images`, `make demo-speech WAVS=folder`.
+
+A target is trained from scratch on codes of scikit-learn's digits or of recordings (`digits.py`,
+`speech.py`), writes the data for an EAGLE-3 head, and is decoded with that strictly and relaxed. The last page
+shows plain, strict and relaxed answers side by side, and a gate says whether relaxing pays for what it costs. Finished steps
+are skipped, as by `scripts/demo.py`, whose exit codes it has.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if not __package__:  # run as a script: the checkout's root takes the place of this folder, which Python put first
+    sys.path[0] = str(Path(__file__).resolve().parents[3])
+    from configs.startup import guard_imports
+
+    guard_imports()
+
+from configs.runtime.command import EPILOG, Parser, exit_code
+from configs.runtime.errors import InputError
+from configs.runtime.files import folder_lock
+from configs.runtime.resumable import files_fingerprint
+from scripts.demo import GATE_ENTRY, LAUNCH, run_steps, stop
+
+RUNS = {"images": Path("runs/demo_images"), "speech": Path("runs/demo_speech")}
+RECIPES = {"images": "digits", "speech": "speech"}  # the configs' name
+NUM_CODES = {"images": 128, "speech": 256}  # of the vocabulary, which begins with them
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit code."""
+    parser = Parser(description="Pictures or speech: data, training, strict and relaxed.", epilog=EPILOG, allow_abbrev=False)
+    parser.add_argument("kind", choices=RUNS, help="images: scikit-learn's digits; speech: your recordings")
+    parser.add_argument("--wavs", type=Path, help="speech: folder of WAV files, named WORD_....wav")
+    parser.add_argument("--fresh", action="store_true", help="remove the run's folder and run every step anew")
+
+    def run() -> int:
+        arguments = parser.parse_args(argv)
+        kind, wavs = arguments.kind, arguments.wavs
+        if (kind == "speech") != (wavs is not None):
+            raise InputError("speech needs recordings, and images take none: make demo-speech WAVS=folder, make demo-images")
+        signal.signal(signal.SIGTERM, stop)
+        with folder_lock(RUNS[kind], beside=True):
+            if arguments.fresh:
+                shutil.rmtree(RUNS[kind], ignore_errors=True)
+            return run_steps(
+                RUNS[kind],
+                steps(kind, wavs),
+                pages=pages(kind),
+                made_of="" if wavs is None else files_fingerprint([wavs]),
+            )
+
+    return exit_code(run)
+
+
+def steps(kind: str, wavs: Path | None = None) -> dict[str, list[str]]:
+    """Return the commands of a demo by what they do."""
+    folder, name = RUNS[kind], RECIPES[kind]
+    strict, relaxed = (str(folder / each / "report.json") for each in ("strict", "relaxed"))
+    recordings = [] if wavs is None else [str(wavs.resolve())]
+    table = [f"codebook={folder}/codebook.npy", f"vocab_size={NUM_CODES[kind]}", f"output={folder}/neighbours.safetensors"]
+    return {
+        "target: codes, a classifier, a model": [f"scripts/lab/modalities/{name}.py", *recordings],
+        "neighbours: the nearest codes of each": ["eval/neighbours.py", *(part for each in table for part in ("--set", each))],
+        "data: the target writes answers": ["scripts/make_data.py", "--config", f"configs/data/{name}.yaml"],
+        "head: train EAGLE-3": [*LAUNCH, "train/heads.py", "--config", f"configs/heads/{name}.yaml"],
+        "evaluate: decode strictly": ["eval/run.py", "--config", f"configs/eval/{name}.yaml"],
+        "evaluate: decode relaxed": ["eval/run.py", "--config", f"configs/eval/{name}_relaxed.yaml"],
+        "compare: plain, strict, relaxed": [
+            *("eval/compare.py", strict, relaxed),
+            *("--set", f"output={pages(kind)['three side by side']}"),
+        ],
+        "gate: what relaxing gives and takes": [
+            *(GATE_ENTRY, relaxed),
+            *("--baseline", strict, "--config", f"configs/gates/{name}.yaml"),
+        ],
+    }
+
+
+def pages(kind: str) -> dict[str, Path]:
+    """Return the pages that a demo ends with."""
+    folder = RUNS[kind]
+    return {
+        "strict": folder / "strict/report.html",
+        "relaxed": folder / "relaxed/report.html",
+        "three side by side": folder / "side_by_side.html",
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

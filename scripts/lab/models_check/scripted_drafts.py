@@ -1,0 +1,79 @@
+"""A proposer that knows the answers: each round it drafts some right tokens and then wrong ones, so that every number of
+accepted drafts occurs, with any target and at no cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from configs.schema.decoding import SamplingConfig
+from heads.frozen.hidden_states import TargetStates
+from heads.proposers.protocol import Proposal, Tokens, deterministic_proposal
+from heads.sampling.counter_rng import CounterRNG
+from heads.sampling.token_tree import DynamicTreeSpec, Tree
+
+
+class ScriptedDrafts:
+    """Drafts right up to a place that goes round by round from 0 to the end (`heads.proposers.protocol.TreeProposer`).
+
+    Args:
+        texts: by prompt, the prompt with its whole answer.
+        vocab_size: of the target.
+    """
+
+    num_trees = 1
+    taps: Sequence[int] = ()
+
+    def __init__(self, texts: Sequence[Sequence[int]], vocab_size: int) -> None:
+        self.texts, self.vocab_size = texts, vocab_size
+        self.round = 0
+
+    def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
+        self.round = 0
+
+    def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
+        self.round += 1
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Do nothing: texts are found by their prompts."""
+
+    def propose(
+        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
+    ) -> Proposal:
+        chains = []
+        for number, row in enumerate(tokens):
+            right, num_right = self._next(row, num_tokens), (self.round + number) % (num_tokens + 1)
+            chains.append([self._wrong(token, 0) if place >= num_right else token for place, token in enumerate(right)])
+        return deterministic_proposal(chains, rng.requests_B.device)
+
+    def propose_tree(
+        self, tokens: Tokens, tree: Tree | DynamicTreeSpec, drawn_by: SamplingConfig | None, rng: CounterRNG
+    ) -> Proposal:
+        assert isinstance(tree, Tree)
+        rows = [self._tree_row(row, tree, self.round + number) for number, row in enumerate(tokens)]
+        parents_BN = torch.tensor([tree.parents] * len(rows), device=rng.requests_B.device)
+        tokens_BN = torch.tensor(rows, device=rng.requests_B.device)
+        return Proposal(tokens_BG=tokens_BN, num_drafted=[tree.num_nodes] * len(rows), parents_BN=parents_BN)
+
+    def _tree_row(self, row: Sequence[int], tree: Tree, turn: int) -> list[int]:
+        """Return a tree's tokens; its right path is as long, and takes such siblings, as `turn` says."""
+        right, num_right = self._next(row, tree.depth), turn % (tree.depth + 1)
+        is_right, drafts = [True], []
+        for draft, parent in enumerate(tree.parents):
+            depth = tree.depths[draft + 1]
+            rank = tree.parents[:draft].count(parent)
+            is_turn = rank == (turn + depth) % tree.parents.count(parent)
+            is_right.append(is_right[parent] and depth <= num_right and is_turn)
+            token = right[depth - 1]
+            drafts.append(token if is_right[-1] else self._wrong(token, draft))
+        return drafts
+
+    def _next(self, row: Sequence[int], count: int) -> list[int]:
+        """Return the next tokens of a row's text; 0 beyond its end and where it has left the text."""
+        text = next(text for text in self.texts if list(row[:6]) == list(text[:6]))
+        following = [*text[len(row) : len(row) + count]]
+        return following + [0] * (count - len(following))
+
+    def _wrong(self, token: int, number: int) -> int:
+        return (token + 1 + number) % self.vocab_size

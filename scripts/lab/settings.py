@@ -1,0 +1,325 @@
+"""The configs of `scripts/lab/benchmark.py`: what is measured, how often, and where the results go.
+
+The defaults are the runs whose results are in `docs/results/`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from configs.schema.base import NonNegativeInt, PositiveFloat, PositiveInt, Settings, Share
+from configs.schema.evaluation import CostConfig, LosslessConfig, SuiteConfig
+from configs.schema.target import EngineStatesConfig, TargetConfig
+from configs.schema.training import HeadsConfig
+from scripts.lab.recipe_sweep.settings import Setting, check_names, dotted
+
+
+class BenchLossConfig(Settings):
+    """The loss part of `scripts/lab/benchmark.py distill`: forward and backward over random hidden states and frozen heads."""
+
+    vocab_size: PositiveInt = 151_936  # rows of both heads
+    width: PositiveInt = 576  # of both sides' hidden states
+    chunk_size: PositiveInt = 128  # positions whose logits live at one time in our loss
+    positions: PositiveInt = 4096  # halved until the unchunked loss fits into max_gibibytes and the free memory
+    repeats: PositiveInt = 3  # processes by side, each for one pass
+    max_gibibytes: PositiveFloat = 24.0  # most memory that the unchunked loss may take; 4096 positions take 21
+
+
+class BenchDistillConfig(Settings):
+    """`make bench-distill`: the loss's memory and time, training from a cache, a draft before and after training."""
+
+    draft: str = "runs/demo/distill/artifact"  # a distilled draft LM; its target, data and recipe are what is measured
+    loss: BenchLossConfig = BenchLossConfig()
+    num_batches: PositiveInt = 12  # timed optimiser steps by side
+    trl_batch_size: PositiveInt = 4  # conversations a batch beside TRL's trainer, where that is installed
+    num_prompts: PositiveInt = 24  # held-out conversations decoded for tau, the last of the file: the first chose the draft
+    max_new_tokens: PositiveInt = 48
+    sweep: str | None = "runs/sweep/sweep.json"  # of `scripts/lab/sweep.py`: where the file exists, its rows join ours
+    bootstrap_samples: PositiveInt = 2000
+    output: str = "docs/results/distill.json"
+
+
+class BenchDemoConfig(Settings):
+    """`scripts/lab/benchmark.py demo`: the figures of the demo's reports."""
+
+    reports: list[str] = ["runs/demo/eval/report.json", "runs/demo/eval_head/report.json"]
+    output: str = "docs/results/demo.json"
+
+
+HOME_SUITE = "home"  # what tables call held-out prompts of the kinds that the drafts were trained on
+
+
+class BenchHeadsConfig(Settings):
+    """`scripts/lab/benchmark.py heads`: head families trained and measured on one target and one set of data."""
+
+    data: str | None = "configs/data/heads.yaml"  # of `scripts/make_data.py`, run where its output is not there; None: never
+    # of `scripts/make_cache.py`, made once of that data and read by every head's training; None: the target runs on every batch
+    cache: str | None = "configs/cache/heads.yaml"
+    # Of `train/heads.py`, a row of the table each; all on the same target and data
+    recipes: list[str] = ["configs/heads/hydra.yaml", "configs/heads/eagle3.yaml"]
+    draft_models: list[str] = []  # of `train/distill.py`, measured beside the heads
+    # Heads by the first recipe but for some keys, dotted or in sections, as {two_layers: {head.num_layers: 2}}; a row each, and
+    # the tokens per target step of each over those of the first variant
+    variants: dict[str, dict[str, Setting]] = {}
+    with_lookup: bool = True  # each head is measured after a prompt lookup as well
+    # Numbers of its draft tokens with which each head is measured as well, not trained anew
+    draft_vocab_sizes: list[PositiveInt] = []
+    # Recipes, by the names of their files, whose chains are also measured where the cost rule ends them (decode.stopping, by
+    # the head's estimate where it makes one), fitted on the prompts that chose checkpoints
+    stopped: list[str] = []
+    # Likewise, recipes that are measured with a tree as well: the one expected to be fastest, fitted on these prompts
+    trees: list[str] = ["hydra", "eagle3"]
+    runs: str = "runs/heads/bench"  # folder: what was trained, kept for the next time
+    num_prompts: PositiveInt = 32  # held-out prompts decoded, the last of the file: the first chose the checkpoints
+    # Suites of held-out prompts by name, so many prompts each, as many of each of the sources named (`prompts.sources` of the
+    # data); []: of all
+    held_out: dict[str, list[str]] = {HOME_SUITE: []}
+    suites: list[SuiteConfig] = [SuiteConfig(name="house", num_prompts=32)]  # decoded as well, rows of their own
+    max_new_tokens: PositiveInt = 64
+    repeats: PositiveInt = 1  # timed runs of every prompt
+    lossless: LosslessConfig = LosslessConfig()
+    eagle3: str | None = "configs/heads/eagle3.yaml"  # trained beside speculators' module, if that is installed; None: not
+    num_batches: PositiveInt = 8  # timed optimiser steps by side of that
+    # positions a row of EAGLE-3's attention, beside one that holds all scores (on Linux, which tells memory); []: not measured
+    attention_lengths: list[PositiveInt] = [256, 4096]
+    bootstrap_samples: PositiveInt = 2000
+    output: str = "docs/results/heads.json"
+
+    @field_validator("variants", mode="before")
+    @classmethod
+    def _sections_become_dotted_keys(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {name: dict(dotted(changes)) if isinstance(changes, dict) else changes for name, changes in value.items()}
+
+    @model_validator(mode="after")
+    def _variants_have_a_recipe_and_names(self) -> Self:
+        if self.variants and not self.recipes:
+            raise ValueError("variants are changes to the first of `recipes`, and there is none: name one")
+        check_names("variants", self.variants)
+        return self
+
+    @model_validator(mode="after")
+    def _suites_are_told_apart(self) -> Self:
+        names = [suite.label for suite in self.suites]
+        if len({*self.held_out, *names}) < len(self.held_out) + len(names):
+            held_out = " or ".join(map(repr, self.held_out))
+            raise ValueError(f"suites must have different names, and none may be {held_out}, got {names}: give each a `name`")
+        return self
+
+
+class ModalityConfig(Settings):
+    """A target of `scripts/lab/benchmark.py modalities`, and the drafts it is decoded with."""
+
+    # Of `eval/run.py`, with a lossy rule: its draft is measured beside those trained here, each also with the rule left out
+    relaxed: str
+    recipes: list[str] = []  # of `train/heads.py`
+    draft_models: list[str] = []  # of `train/distill.py`
+
+
+class BenchModalitiesConfig(Settings):
+    """`scripts/lab/benchmark.py modalities`: heads and draft LMs on targets of other tokens than text, strictly and relaxed."""
+
+    modalities: dict[
+        str, ModalityConfig
+    ] = {}  # by what the table calls them; scripts/lab/configs/bench/modalities.yaml has the demos'
+    # Prompts of each suite decoded once more, one at a time, for the speedup: in large batches a processor has no time to spare
+    num_timed: PositiveInt = 200
+    runs: str = "runs/modalities"  # folder: what was trained and measured, kept for the next time
+    output: str = "docs/results/modalities.json"
+
+
+class BenchDecodeConfig(Settings):
+    """`scripts/lab/benchmark.py decode`: the decoder beside transformers' generation, and all ways of decoding in turns."""
+
+    target: TargetConfig = TargetConfig()
+    draft: str = "runs/demo/distill/artifact"  # the artifact of a draft LM
+    heads: BenchHeadsConfig | None = BenchHeadsConfig()  # whose heads join the table, trained where they are not; None: none
+    held_out: str = "runs/heads/data/held_out.jsonl"  # conversations on which nothing was trained
+    num_choosing: PositiveInt = 16  # at the file's beginning, which chose checkpoints and choose trees and lengths here
+    num_prompts: PositiveInt = 24  # measured, the last of the file
+    past_answers: str | None = "runs/heads/data/train.jsonl"  # conversations whose answers suffix lookup has seen; None: none
+    num_speculative_tokens: PositiveInt = 3
+    max_new_tokens: PositiveInt = 48
+    repeats: PositiveInt = 2  # timed runs of every side on every prompt; sampled runs take another seed each time
+    bootstrap_samples: PositiveInt = 2000
+    output: str = "docs/results/decode.json"
+
+
+class BenchEvalConfig(Settings):
+    """`scripts/lab/benchmark.py eval`: predicted speedups against measured ones, and what evaluating costs beyond decoding."""
+
+    target: TargetConfig = TargetConfig()
+    draft: str = "runs/demo/distill/artifact"  # the artifact of a draft
+    suite: SuiteConfig = SuiteConfig(num_prompts=24)
+    max_new_tokens: PositiveInt = 32
+    repeats: PositiveInt = 1  # timed runs of every prompt by every number of drafts
+    # The sweep that predictions are made of; its num_speculative_tokens is the largest that is predicted and measured
+    cost: CostConfig = CostConfig(batch_sizes=[1], context_tokens=[96, 192], repeats=5)
+    aggregated_prompts: PositiveInt = 10_000  # whose records, of made-up rounds, are counted and summarised
+    simulations: PositiveInt = 1000  # of a suite of prompts with a known truth, for the coverage of intervals
+    bootstrap_samples: PositiveInt = 2000
+    output: str = "docs/results/eval.json"
+    runs: str = "runs/bench_eval"  # folder: the evaluation that predictions are made of
+
+
+class SoakConfig(Settings):
+    """`scripts/lab/benchmark.py soak`: tiny runs killed, stopped and damaged at random."""
+
+    rounds: PositiveInt = 210  # shared evenly by the faults
+    most_kills: PositiveInt = 3  # of one run, before it is left to end
+    seed: NonNegativeInt = 0
+    folder: str | None = None  # where the runs lie; None: a temporary folder. Those that ended otherwise than they should stay
+    output: str = "docs/results/soak.json"
+
+
+class ModelsCheckConfig(Settings):
+    """`scripts/lab/benchmark.py models`: a tiny model of every family of transformers through every stage."""
+
+    names: list[
+        str
+    ] = []  # of transformers' causal-LM mapping, or variants (scripts/lab/models_check/architectures.py); empty: all
+    stages: list[str] = []  # only these, and "load" before them (scripts/lab/models_check/stages.py); empty: all
+    workers: PositiveInt = 2  # processes, each with one family at a time
+    seconds: PositiveInt = 120  # that one family may take
+    output: str = "docs/results/models.json"
+    document: str | None = "docs/models.md"  # whose table is filled from the results; None: none
+
+
+class EngineComparisonSettings(Settings):
+    """`scripts/lab/benchmark.py engines`: two processes under each engine beside one process, on a tiny target."""
+
+    # Files of configs/accelerate, started as they are but for the number of processes
+    engines: list[Literal["ddp_cpu", "fsdp2", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload"]] = [
+        "ddp_cpu",
+        "fsdp2",
+        "zero1",
+        "zero2",
+        "zero2_offload",
+        "zero3",
+        "zero3_offload",
+    ]
+    tasks: list[Literal["distill", "heads"]] = ["distill", "heads"]
+    steps: PositiveInt = 20
+    tolerance: PositiveFloat = 1e-4  # largest difference of a step's loss, as a share of it
+    python: str | None = None  # interpreter for DeepSpeed's engines, where it is installed elsewhere; None: this one
+    seconds: PositiveInt = 600  # that one run may take
+    target: str = (
+        "embedded:smollm2-135m-instruct"  # whose memory `scripts/lab/benchmark.py scale` measures where processes share it
+    )
+
+
+class ExchangeMemoryConfig(Settings):
+    """`scripts/lab/benchmark.py memory`: the peak memory of exports and imports of a made-up draft."""
+
+    vocab_size: PositiveInt = 131_072  # rows of the largest tensors, of 2 KiB each
+    folder: str | None = None  # empty; takes about ten times the largest tensor; None: a temporary folder
+
+
+class ResultsPart(Settings):
+    """What of a results file a document's table shows (`bench.tables`)."""
+
+    ratios: list[str] = []
+    rows: dict[str, list[Any]] = {}  # by the values that they may have in some columns
+    columns: list[str] | None = None  # of these rows; None: all
+
+
+class ResultsTableConfig(Settings):
+    """`scripts/lab/benchmark.py tables`: the tables of the documents, made from the files of the benchmarks."""
+
+    document: str | None = None  # None: README.md and the pages of docs/
+    results: str = "docs/results"  # folder with NAME.json for each `<!-- table: NAME -->`
+
+
+class BenchScaleConfig(Settings):
+    """`scripts/lab/benchmark.py scale`: several processes beside one, padding, time of checkpoints and waiting for data."""
+
+    recipe: str = "configs/heads/eagle3.yaml"  # of `train/heads.py`
+    cache: str | None = "runs/heads/cache"  # of its data; None: the target runs on every batch
+    num_processes: PositiveInt = 2  # beside one; with batches of the recipe's size each, and sharing one
+    steps: PositiveInt = 24  # timed optimiser steps a run
+    warmup_steps: NonNegativeInt = 3  # before them
+    repeats: PositiveInt = 5  # runs of each side, in turns
+    # Steps between two checkpoints that docs/scaling.md advises, and that checkpoint_share is reckoned for: at 0.6 s a step the
+    # work of two minutes
+    checkpoint_every_steps: PositiveInt = 200
+    checkpoints: PositiveInt = 3  # timed a run
+    engines: bool = (
+        True  # add the rows of `scripts/lab/benchmark.py engines`, and what a process holds of a target that several share
+    )
+    bootstrap_samples: PositiveInt = 2000
+    output: str = "docs/results/scale.json"
+
+
+class BenchStatesConfig(Settings):
+    """`scripts/lab/benchmark.py states`: training from servers of hidden states beside training from a cache."""
+
+    recipe: str = "configs/heads/eagle3.yaml"  # of `train/heads.py`
+    states: EngineStatesConfig | None = None  # the servers; None: those of the recipe's target.states
+    cache: str = "runs/heads/cache"  # of the recipe's data
+    # Conversations whose states are compared with the local target's, best in float32 on both sides; 0: none
+    num_compared: NonNegativeInt = 8
+    steps: PositiveInt = 24  # timed optimiser steps a run
+    warmup_steps: NonNegativeInt = 8  # before them, in which the servers' prefetched states come in
+    repeats: NonNegativeInt = 5  # runs of each side, in turns; 0: states alone are compared
+    bootstrap_samples: PositiveInt = 2000
+    output: str = "docs/results/scale.json"  # a file of `scripts/lab/benchmark.py scale`, which the ratios are added to
+
+
+class ScaleStepsConfig(Settings):
+    """`scripts/lab/bench/scale_steps.py`: optimiser steps of a recipe, timed in one of several processes."""
+
+    recipe: HeadsConfig = HeadsConfig()
+    steps: PositiveInt = 24
+    warmup_steps: NonNegativeInt = 3
+    checkpoints: NonNegativeInt = 0  # written and timed after the steps
+    watch_memory: bool = False  # sampled while the steps run, which slows them a little
+    result: str = "steps.json"  # written by the first process
+
+
+# Engines that are run here, and those whose folders are only written and checked.
+RunEngine = Literal["vllm", "transformers", "llama_cpp", "openvino"]
+CheckedEngine = Literal["sglang", "tensorrt_llm"]
+
+
+class ServeCase(Settings):
+    """A draft in an engine."""
+
+    artifact: str | None = None  # a folder written by train/distill.py or train/heads.py
+    recipe: str | None = None  # of `train/heads.py`, in its place: a head among the check's `heads`, trained where it is not
+    engine: RunEngine | CheckedEngine | None  # None: no engine takes a draft of this kind, and the table says so
+    num_speculative_tokens: PositiveInt | None = None  # None: what the artifact says, of DFlash a whole block
+    # How many of the prompts that got the same tokens must have taken the same rounds and accepted drafts too. Below 1 because
+    # drafts that are nearly tied fall either way, and because an engine may depart from ours in a known detail. A draft that is
+    # exported wrong changes the counts of almost every prompt. Ask for 1.0 where they have been seen to be equal.
+    same_counts_share: Share = 0.6
+
+    @model_validator(mode="after")
+    def _names_one_draft(self) -> Self:
+        if (self.artifact is None) == (self.recipe is None):
+            raise ValueError("give either `artifact`, a trained draft, or `recipe`, of the head to try")
+        return self
+
+
+class ServeCheckConfig(Settings):
+    """`scripts/lab/benchmark.py serve`: drafts in real engines, beside our decoder on the same prompts."""
+
+    cases: list[ServeCase] = []  # scripts/lab/configs/serve/ has some
+    # Data, cache and folder of the heads that cases name by recipe; its own recipes, variants and measurements are not read
+    heads: BenchHeadsConfig = BenchHeadsConfig()
+    # Greedy answers are compared in float32, where near ties are rare; in bfloat16 more of them may differ.
+    target: TargetConfig = TargetConfig(dtype="float32", device="cpu")
+    prompts: str = "runs/heads/data/held_out.jsonl"  # conversations; the last of the file, which chose no checkpoint
+    num_prompts: Annotated[int, Field(ge=2)] = 12  # an interval over prompts needs two
+    max_new_tokens: Annotated[int, Field(ge=2)] = 64  # an answer ends there, or where plain decoding ends the text before
+    lossless: LosslessConfig = LosslessConfig()  # of it only tie_noise is read
+    # The engine's tokens per target step over ours, on the prompts that got the same tokens, may be so far from 1. Both sides
+    # count the same text, so chance has little part in it: hidden states taken one block off cost 6 %.
+    tau_tolerance: PositiveFloat = 0.02
+    bootstrap_samples: PositiveInt = 2000
+    threads: PositiveInt = 1  # of each engine; two busy OpenMP programs on the same cores slow each other down greatly
+    timeout_seconds: PositiveFloat = 1800.0  # for one run of an engine
+    environments: str = ".cache/venvs"  # where the engines' own environments are
+    output: str = "docs/results/serve.json"

@@ -1,0 +1,136 @@
+"""The tapped states are the residual stream that transformers knows, at the place that an artifact's convention names."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+
+from configs.runtime.errors import InputError
+from heads.frozen.hidden_states import (
+    TargetStates,
+    blocks,
+    check_taps,
+    final_norm,
+    final_norm_scale,
+    read_states,
+    tapped,
+)
+from heads.inference.causal_lm import head_logits
+from tests.support import family_checks as checks
+
+TARGETS = pytest.mark.parametrize("name", sorted(checks.CONFIGS))
+ALL_TAPS = range(5)
+IDS_BT = torch.tensor([[7, 12, 3, 44, 9, 1, 2, 3], [20, 9, 9, 31, 5, 6, 2, 50]])
+
+
+@TARGETS
+def test_taps_are_the_hidden_states_of_transformers(name):
+    model = checks.tiny_target(name)
+    states = read_states(model, IDS_BT, ALL_TAPS)
+    with torch.no_grad():
+        theirs = model(input_ids=IDS_BT, output_hidden_states=True, use_cache=False)
+    # Theirs are the inputs of each block, and the last one is after the final norm: h_4 they do not show.
+    for tap in range(4):
+        torch.testing.assert_close(states.taps_ABTE[tap], theirs.hidden_states[tap], rtol=0, atol=0)
+    torch.testing.assert_close(states.final_BTE, theirs.hidden_states[4], rtol=0, atol=0)
+    torch.testing.assert_close(final_norm(model)(states.taps_ABTE[4]), states.final_BTE)
+    torch.testing.assert_close(head_logits(model, states.final_BTE), theirs.logits)
+
+
+def hooks(model):
+    """Return how many hooks each block has; transformers has its own."""
+    return [len(block._forward_hooks) + len(block._forward_pre_hooks) for block in blocks(model)]
+
+
+def test_only_tapped_states_are_kept_and_only_while_asked(tiny_llama):
+    model = tiny_llama(layers=4)
+    before = hooks(model)
+    with torch.no_grad(), tapped(model, [1, 3]) as seen:
+        model(input_ids=IDS_BT)
+        assert sorted(seen) == [1, 3]
+        first = seen[3]
+        model(input_ids=IDS_BT[:, :2])
+        assert seen[3].shape[1] == 2  # the latest forward's alone
+    with torch.no_grad():
+        model(input_ids=IDS_BT[:, :4])
+    assert seen[3].shape[1] == 2
+    assert first.shape[1] == IDS_BT.shape[1]
+    assert hooks(model) == before
+
+
+def test_the_hooks_are_gone_after_an_error(tiny_llama):
+    model = tiny_llama()
+    before = hooks(model)
+    with pytest.raises(IndexError), tapped(model, [0, 2]):
+        model(input_ids=IDS_BT + 100)
+    assert hooks(model) == before
+
+
+def test_states_carry_no_gradient_and_stand_side_by_side_in_their_order(tiny_llama):
+    states = read_states(tiny_llama(), IDS_BT, [2, 0])
+    assert not states.final_BTE.requires_grad
+    assert not any(tap.requires_grad for tap in states.taps_ABTE)
+    torch.testing.assert_close(states.joined_BTF[..., :32], states.taps_ABTE[0])
+    torch.testing.assert_close(states.joined_BTF[..., 32:], states.taps_ABTE[1])
+    halved = states.map(lambda state_BTE: state_BTE[:1])
+    assert [len(each) for each in (halved.final_BTE, *halved.taps_ABTE)] == [1, 1, 1]
+
+
+@TARGETS
+def test_every_tap_of_a_known_family_passes_the_check(name):
+    check_taps(checks.tiny_target(name), ALL_TAPS)
+    check_taps(deepcopy(checks.tiny_target(name)).bfloat16(), ALL_TAPS)
+
+
+def test_a_tap_that_the_target_does_not_have_is_refused():
+    with pytest.raises(InputError, match=r"head\.taps: 5 is none of the hidden states h_0 \(embedding\) to h_4 \(last block\)"):
+        check_taps(checks.tiny_target("llama"), [1, 5])
+
+
+def test_states_that_do_not_lead_to_the_logits_are_refused(tiny_llama):
+    model, inside = tiny_llama(), []
+    check_taps(model, [1])
+    # A family that adds something between its last block and its norm, which looking at the blocks does not show.
+    model.model.register_forward_pre_hook(lambda *_: inside.append(True))
+    model.model.register_forward_hook(lambda *_: inside.clear())
+    model.model.norm.register_forward_pre_hook(lambda _, args: (args[0] + 1,) if inside else None)
+    with pytest.raises(InputError, match="the tapped states of LlamaForCausalLM do not reproduce its logits"):
+        check_taps(model, [1])
+    check_taps(model, [])
+
+
+def test_a_backbone_without_a_list_of_blocks_is_refused(tiny_llama):
+    model = tiny_llama()
+    model.model.layers = nn.ModuleList(list(model.model.layers)[:1])
+    with pytest.raises(InputError, match="keeps its blocks in a way draftsmith does not know"):
+        blocks(model)
+
+
+@TARGETS
+def test_the_scale_of_the_final_norm_is_what_its_family_means_by_its_weight(name):
+    model = checks.tiny_target(name)
+    weight_E = final_norm(model).weight
+    expected_E = weight_E + 1 if name == "gemma3" else weight_E
+    torch.testing.assert_close(final_norm_scale(model), expected_E.detach(), atol=1e-4, rtol=1e-4)
+
+
+def test_noise_is_uniform_in_units_of_each_positions_root_mean_square():
+    torch.manual_seed(0)
+    scale_BT1 = torch.tensor([[0.1, 1.0, 50.0]]).unsqueeze(-1)
+    taps_ABTE = tuple(torch.randn(1, 3, 4096, dtype=torch.bfloat16) * scale_BT1.bfloat16() for _ in range(2))
+    states = TargetStates(final_BTE=torch.ones(1, 3, 4), taps_ABTE=taps_ABTE)
+    noisy = states.with_noise(0.5)
+    assert noisy.final_BTE is states.final_BTE
+    for tap, changed in zip(taps_ABTE, noisy.taps_ABTE, strict=True):
+        relative = (changed - tap.float()) / tap.float().square().mean(-1, keepdim=True).sqrt()
+        assert relative.abs().max() <= 0.5 + 1e-5
+        torch.testing.assert_close(relative.std(-1), torch.full((1, 3), 0.5 / 3**0.5), atol=0.02, rtol=0)
+        torch.testing.assert_close(relative.mean(-1), torch.zeros(1, 3), atol=0.03, rtol=0)
+
+
+def test_without_noise_states_stay_as_they_are_and_nothing_is_drawn():
+    states = TargetStates(final_BTE=torch.ones(1, 3, 4), taps_ABTE=(torch.ones(1, 3, 4),))
+    before = torch.get_rng_state()
+    assert states.with_noise(0.0) is states
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,151 @@
+"""Loading a target: what a person may name by mistake ends in a sentence, and templates may refuse a conversation."""
+
+import dataclasses
+import logging
+import os
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config
+
+from configs.runtime.errors import InputError
+from configs.schema.target import TargetConfig
+from heads.device import choose_device
+from heads.frozen import demo_model
+from heads.frozen.loading import load_target, recast
+from scripts.lab.models_check import architectures
+
+NO_SYSTEM = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}{{ messages[0]['content'] }}"
+)
+
+
+@pytest.fixture
+def folder(tmp_path, tiny_run):
+    """A model folder to be damaged."""
+    return shutil.copytree(tiny_run / "target", tmp_path / "target")
+
+
+def load(path):
+    return load_target(TargetConfig(name=str(path), dtype="float32", device="cpu"))
+
+
+@pytest.mark.parametrize("damaged", ["config.json", "model.safetensors", "tokenizer*", "cut off"])
+def test_a_folder_without_one_of_its_parts_is_named(folder, damaged):
+    for path in folder.glob(damaged):
+        path.unlink()
+    if damaged == "cut off":
+        (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:1000])
+    with pytest.raises(InputError, match="does not hold a causal LM and its tokenizer"):
+        load(folder)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_what_is_no_file_is_refused_and_not_waited_for(folder, name):
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(InputError, match=f"{name}: expected a file, got a pipe"):
+        load(folder)
+
+
+def test_a_family_without_sdpa_is_loaded_with_eager_attention_and_says_so(tmp_path, tiny_tokenizer, caplog):
+    small = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    config = Gemma2Config(**small, num_attention_heads=4, num_key_value_heads=2, sliding_window=4)
+    AutoModelForCausalLM.from_config(config, attn_implementation="eager").save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    with caplog.at_level(logging.INFO, "draftsmith"):
+        assert load(tmp_path).model.config._attn_implementation == "eager"
+    assert "Gemma2ForCausalLM has no sdpa in transformers; attention is eager" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "glm4_moe"])
+def test_logits_are_to_the_bit_those_of_the_model_as_transformers_loads_it(tmp_path, tiny_tokenizer, family, dtype):
+    model = architectures.tiny_model(family)
+    model.config.rope_parameters = {**model.config.rope_parameters, "rope_theta": 5e5}
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    ids_1T = torch.arange(32).unsqueeze(0)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, attn_implementation="sdpa").eval()
+    ours = load_target(TargetConfig(name=str(tmp_path), dtype=dtype, device="cpu")).model
+    for last in (31, 2_000, 8_191):
+        asked = {"input_ids": ids_1T, "position_ids": ids_1T - 31 + last, "use_cache": False}
+        with torch.no_grad():
+            assert torch.equal(ours(**asked).logits, theirs(**asked).logits)
+
+
+def test_a_recast_model_is_the_one_that_is_loaded_in_that_dtype(tmp_path):
+    model = architectures.tiny_model("deepseek_v3")
+    model.save_pretrained(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="bfloat16")
+    ours = recast(model, torch.bfloat16)
+    for name, tensor in [*theirs.named_parameters(), *theirs.named_buffers()]:
+        own = ours.get_buffer(name) if name in dict(ours.named_buffers()) else ours.get_parameter(name)
+        assert own.dtype == tensor.dtype, name
+        assert torch.equal(own, tensor), name
+
+
+def test_a_model_that_changes_its_rotary_embedding_has_the_context_before_that(tmp_path, tiny_llama, tiny_tokenizer, caplog):
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 32}
+    rope = {"rope_type": "longrope", "rope_theta": 100.0, **factors}
+    for name, parameters in (("changes", rope), ("stays", rope | {"short_factor": [2.0] * 4})):
+        tiny_llama(rope_parameters=parameters).save_pretrained(tmp_path / name)
+        tiny_tokenizer.save_pretrained(tmp_path / name)
+    assert load(tmp_path / "stays").max_positions == 256
+    assert "longrope" not in caplog.text
+    assert load(tmp_path / "changes").max_positions == 32
+    assert "LlamaForCausalLM changes its rotary embedding (longrope) for texts of more than 32 tokens" in caplog.text
+
+
+def test_a_file_that_is_no_gguf_is_named(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"not a model")
+    with pytest.raises(InputError, match=r"model\.gguf does not hold a causal LM"):
+        load(tmp_path / "model.gguf")
+
+
+def test_any_of_several_processes_may_be_the_one_that_writes_the_embedded_target(
+    tmp_path, monkeypatch, tiny_llama, tiny_tokenizer
+):
+    monkeypatch.setattr("transformers.distributed.mixin._is_torch_distributed_initialized", lambda: True)
+    monkeypatch.setattr("transformers.distributed.mixin._get_torch_distributed_rank", lambda: 1)
+    monkeypatch.setattr(demo_model, "load_gguf", lambda gguf, dtype: tiny_llama())
+    monkeypatch.setattr(demo_model.AutoTokenizer, "from_pretrained", lambda folder, gguf_file: tiny_tokenizer)
+    demo_model.save_dequantised(tmp_path / "model.gguf", tmp_path / "made")
+    assert {"config.json", "model.safetensors"} <= {file.name for file in (tmp_path / "made").iterdir()}
+
+
+@pytest.mark.parametrize("name", ["nowhere", "./nowhere", "embedded:other", "nowhere.gguf"])
+def test_a_target_that_is_nowhere_is_named(name):
+    with pytest.raises(InputError, match=rf"target\.name: .*{name}"):
+        load(name)
+
+
+def test_a_device_that_is_not_there_is_named():
+    with pytest.raises(InputError, match=r"target\.device: 'abacus' cannot be used"):
+        choose_device("abacus")
+
+
+@pytest.mark.parametrize(("asked", "device"), [("false", "cuda"), ("true", "cpu")])
+def test_auto_is_the_gpu_unless_the_launcher_was_told_to_use_the_cpu(monkeypatch, asked, device):
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setenv("ACCELERATE_USE_CPU", asked)
+    assert choose_device("auto").type == device
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (NO_SYSTEM, "no system role"),
+        ("{% if messages[1] %}{{ 1 + 'w' }}{% endif %}w3", "unsupported operand"),
+    ],
+)
+def test_a_conversation_that_the_template_refuses_is_the_users_mistake(tiny_llama, as_target, tiny_tokenizer, template, words):
+    tokenizer = tiny_tokenizer.__class__(tokenizer_object=tiny_tokenizer.backend_tokenizer, chat_template=template)
+    target = dataclasses.replace(as_target(tiny_llama()), tokenizer=tokenizer)
+    user = {"role": "user", "content": "w3"}
+    assert target.encode_chat([user]) == tokenizer("w3")["input_ids"]
+    with pytest.raises(InputError, match=f"refuses a conversation of system, user: {words}"):
+        target.encode_chat([{"role": "system", "content": "be kind"}, user])

@@ -1,0 +1,166 @@
+"""Models that also take images are loaded by their own class, decode, and teach drafts that are plain causal LMs."""
+
+import copy
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+
+from configs.runtime.errors import InputError
+from configs.schema.decoding import DecodeConfig
+from configs.schema.target import TargetConfig
+from distill.student.kept_blocks import keep_layers
+from eval.decoder.decode import generate
+from heads.frozen.loading import load_target
+from heads.frozen.model_class import causal_config
+from heads.inference.causal_lm import read_documents
+from heads.inference.model_checks import check_keeps_apart
+from heads.proposers.draft_lm import DraftLM
+from heads.proposers.self_speculation import SelfSpeculation
+from tests.support import family_checks as checks
+from tests.support.caches import conversation
+from tests.support.training_runs import distil, distill_config
+
+TEXT = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8} | {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "depth": 1, "num_heads": 2, "embed_dim": 32} | {
+    "num_attention_heads": 2,
+    "out_hidden_size": 32,
+    "image_size": 28,
+    "patch_size": 14,
+}
+BY_AXIS = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+SLIDING = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
+CHUNKED = {"attention_chunk_size": 16, "layer_types": ["chunked_attention", "full_attention"] * 2}
+# name: settings of the text part, those of images, and the class of a draft made of its blocks
+TABLE = {
+    "Qwen2_5_VL": (BY_AXIS, VISION, "Qwen2ForCausalLM"),
+    "Qwen3VLMoe": (BY_AXIS | MOE, VISION | {"deepstack_visual_indexes": [0]}, "Qwen3MoeForCausalLM"),
+    "Gemma3": (SLIDING, VISION, "Gemma3ForCausalLM"),
+    "Llama4": (
+        CHUNKED | {"num_local_experts": 2, "intermediate_size_mlp": 48},
+        VISION | {"projector_input_dim": 32, "projector_output_dim": 32, "vision_output_dim": 32},
+        "Llama4ForCausalLM",
+    ),
+    "AyaVision": ({"model_type": "cohere2"}, VISION | {"model_type": "siglip_vision_model"}, "Cohere2ForCausalLM"),
+}
+PROMPTS = [list(range(3, 14)), list(range(40, 47)), list(range(30, 36))]
+NEW = 16
+WAYS = {"chain": {}, "batch": {"batch_size": 3}, "tree": {"tree": {"kind": "static", "branching": [2, 2, 1]}}}
+
+
+@pytest.fixture(scope="module", params=TABLE)
+def case(request, tmp_path_factory, tiny_tokenizer):
+    """A target loaded from the folder of a random model, and what that model's own `generate` answers."""
+    text, vision, draft_class = TABLE[request.param]
+    config = getattr(transformers, f"{request.param}Config")(text_config=TEXT | text, vision_config=vision, image_token_id=60)
+    torch.manual_seed(0)
+    model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.ndim >= 2:
+            parameter.mul_(3.0)
+    plain = [
+        model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, pad_token_id=0)[0, len(prompt) :].tolist()
+        for prompt in PROMPTS
+    ]
+    folder = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    target = load_target(TargetConfig(name=str(folder), dtype="float32", device="cpu"))
+    return SimpleNamespace(target=target, plain=plain, draft_class=draft_class, model=model)
+
+
+@torch.no_grad()
+def noisy(model):
+    draft = copy.deepcopy(model)
+    torch.manual_seed(1)
+    for parameter in draft.parameters():
+        if parameter.ndim >= 2:
+            parameter.add_(0.05 * parameter.std() * torch.randn_like(parameter))
+    return draft
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_decodes_as_its_own_class_generates(case, way):
+    target = dataclasses.replace(case.target, eos_token_ids=())
+    num_prompts = WAYS[way].get("batch_size", 1)
+    config = DecodeConfig(max_new_tokens=NEW, **WAYS[way])
+    answers = generate(target, PROMPTS[:num_prompts], config, DraftLM(noisy(case.target.model), 64))
+    assert answers == case.plain[:num_prompts]
+
+
+def test_a_draft_of_its_blocks_is_a_plain_causal_lm(case, tmp_path):
+    target = case.target.model
+    draft = keep_layers(target, [0, 2])
+    assert type(draft).__name__ == case.draft_class
+    draft.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=target.config._attn_implementation)
+    ids_1T = torch.tensor([PROMPTS[0]])
+    torch.testing.assert_close(loaded.eval()(input_ids=ids_1T).logits, draft(input_ids=ids_1T).logits)
+    whole = keep_layers(target, [0, 1, 2, 3])
+    torch.testing.assert_close(read_documents(whole, ids_1T, None), read_documents(target, ids_1T, None), rtol=1e-4, atol=1e-4)
+
+
+def test_a_head_learns_from_it_and_conversations_in_a_row_stay_apart(case):
+    if case.draft_class != "Llama4ForCausalLM":  # whose chunks packing refuses
+        check_keeps_apart(case.target.model)
+    target = dataclasses.replace(case.target, eos_token_ids=())
+    head = checks.build(checks.SETTINGS["eagle3"], target.model)
+    checks.assert_gradients_reach_everything(head, target)
+    checks.assert_greedy_output_is_plain(head, target)
+
+
+def test_a_draft_is_distilled_from_it(case, tmp_path):
+    rows = [conversation(prompt, answer, f"p{n}") for n, (prompt, answer) in enumerate(zip(PROMPTS, case.plain, strict=True))]
+    config = distill_config(tmp_path, {"layers": [0, 2]}, max_steps=2, batch_size=2, log_every_steps=1, eval_every_steps=None)
+    weights = distil(config, case.target, rows + rows)
+    first = keep_layers(case.target.model, [0, 2]).state_dict()
+    assert weights.keys() == {f"draft.{name}" for name in first}
+    assert not all(torch.equal(weights[f"draft.{name}"], first[name]) for name in first)
+
+
+def test_it_drafts_for_itself_where_a_causal_lm_has_the_very_blocks(case):
+    target = dataclasses.replace(case.target, eos_token_ids=())
+    if case.draft_class == "Llama4ForCausalLM":
+        return
+    if case.draft_class in ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM"):
+        with pytest.raises(InputError, match="cannot draft for itself"):
+            SelfSpeculation(target.model, 2, 64)
+        return
+    proposer = SelfSpeculation(target.model, 2, 64)
+    assert generate(target, PROMPTS[:1], DecodeConfig(max_new_tokens=NEW), proposer) == case.plain[:1]
+
+
+def test_a_template_that_knows_lists_of_parts_only_is_given_them(case):
+    parts = "{% for each in messages %}{% for part in each['content'] %}{{ part['text'] }} {% endfor %}{% endfor %}w9"
+    tokenizer = copy.deepcopy(case.target.tokenizer)
+    tokenizer.chat_template = parts
+    target = dataclasses.replace(case.target, tokenizer=tokenizer)
+    conversation = [{"role": "user", "content": "w5 w6"}]
+    expected = "w5 w6 w9" if target.model.config.get_text_config() is not target.model.config else "w9"
+    assert target.encode_chat(conversation)[-3:] == tokenizer(expected)["input_ids"][-3:]
+
+
+def test_text_parts_without_a_causal_lm_of_their_own_are_named():
+    with pytest.raises(InputError, match=r"no causal LM with the blocks of mllama_text_model, .* student.init 'model'"):
+        causal_config(transformers.MllamaConfig().get_text_config())
+
+
+def test_a_checkpoint_without_some_weights_is_refused(case, tmp_path, tiny_tokenizer):
+    weights = case.model.state_dict()
+    case.model.save_pretrained(
+        tmp_path, state_dict={name: weights[name] for name in weights if "layers.2.self_attn" not in name}
+    )
+    tiny_tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"holds no values for .*layers\.2\.self_attn"):
+        load_target(TargetConfig(name=str(tmp_path), dtype="float32", device="cpu"))

@@ -1,0 +1,201 @@
+"""A target whose blocks are spread: where they go, that it is the target it was, and what starts from its blocks."""
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from configs.runtime.errors import ConfigError, InputError
+from configs.schema.decoding import DecodeConfig
+from configs.schema.target import TargetConfig
+from eval.decoder.decode import generate
+from eval.lossless.wide_copy import widened
+from heads.frozen.hidden_states import blocks, read_states
+from heads.frozen.loading import load_target
+from heads.frozen.placement import make_skeleton, place_parts, spread_blocks
+from heads.modules.target_block import copy_block
+from heads.proposers.self_speculation import SelfSpeculation
+from tests.support.family_configs import tiny_model
+
+CPU = torch.device("cpu")
+SIZES = [10] * 6
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory, tiny_llama, tiny_tokenizer):
+    """A function that gives settings of a folder's target of 4 blocks, with others in their place."""
+    folder = tmp_path_factory.mktemp("spread")
+    tiny_llama(seed=1, dtype=torch.float32, layers=4).save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return lambda **others: TargetConfig.model_validate({"name": str(folder), "dtype": "float32", "device": "cpu"} | others)
+
+
+@pytest.fixture(scope="module")
+def whole(settings):
+    return load_target(settings())
+
+
+@pytest.fixture(scope="module")
+def spread(settings):
+    """The same target with its blocks 1 and 2 on disk."""
+    return load_target(settings(device_map={"model.layers.1": "disk", "model.layers.2": "disk"}))
+
+
+def on_meta(target):
+    return [all(each.is_meta for each in block.parameters()) for block in blocks(target.model)]
+
+
+@pytest.mark.parametrize(
+    ("room", "home", "even", "places"),
+    [
+        ({"cpu": 100}, "cpu", True, ["cpu"] * 6),
+        ({"cpu": 65}, "cpu", True, ["cpu"] * 4 + ["disk"] * 2),  # 45 without the rest and a block that runs
+        ({0: 100, 1: 100, "cpu": 50}, 0, False, [0] * 6),
+        ({0: 45, 1: 100, "cpu": 50}, 0, False, [0] * 3 + [1] * 3),
+        ({0: 100, 1: 100, "cpu": 50}, 0, True, [0] * 3 + [1] * 3),  # shares of 40 and a block, less 10 for the rest
+        ({0: 100, 1: 100, "cpu": 50}, 1, True, [1] * 3 + [0] * 3),
+        ({0: 100, 1: 20, "cpu": 50}, 0, True, [0] * 6),  # even shares would leave blocks without a device
+        ({0: 40, 1: 20, "cpu": 10}, 0, True, [0, 0, 1, 1, "cpu", "disk"]),
+    ],
+)
+def test_blocks_go_to_devices_then_to_memory_then_to_disk(room, home, even, places):
+    assert spread_blocks(SIZES, 10, room, home, even=even) == places
+
+
+def test_a_device_without_room_for_what_is_no_block_is_named():
+    with pytest.raises(InputError, match=r"take 0\.00 GiB, and 0 has 0\.00; raise target\.max_memory there"):
+        spread_blocks(SIZES, 10, {0: 9, 1: 100}, 0, even=True)
+
+
+def test_max_memory_sends_the_last_blocks_to_disk(settings, whole):
+    block, outside = (sum(each.numel() for each in part.parameters()) for part in (blocks(whole.model)[0], whole.model))
+    outside -= 4 * block
+    config = settings(device_map="auto", max_memory={"cpu": 4 * (outside + 3 * block)})
+    places = place_parts(config.name, config, CPU)
+    assert [places[f"model.layers.{number}"] for number in range(4)] == ["cpu", "cpu", "disk", "disk"]
+    assert {name for name, place in places.items() if place == "cpu"} > {"model.embed_tokens", "model.norm", "lm_head"}
+
+
+def test_a_map_that_leaves_everything_in_one_place_is_the_whole_target(settings, whole):
+    target = load_target(settings(device_map="balanced"))
+    assert not any(on_meta(target))
+    torch.testing.assert_close(target.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
+
+
+def test_a_spread_target_says_what_the_whole_one_says_and_its_blocks_go_back_to_disk(whole, spread):
+    ids_BT = torch.randint(64, (3, 20), generator=torch.Generator().manual_seed(0))
+    taps = [0, 1, 2, 4]
+    assert on_meta(whole) == [False] * 4
+    assert on_meta(spread) == [False, True, True, False]
+    one, other = read_states(whole.model, ids_BT, taps), read_states(spread.model, ids_BT, taps)
+    assert torch.equal(one.final_BTE, other.final_BTE)
+    assert torch.equal(one.joined_BTF, other.joined_BTF)
+    assert on_meta(spread) == [False, True, True, False]
+    assert spread.identity == whole.identity
+    assert spread.device == CPU
+
+
+@pytest.mark.parametrize("cache", [None, "int8"])
+def test_decoding_gives_the_same_tokens(whole, spread, cache):
+    prompts = [[5, 6, 7], [8, 9, 10, 11, 12], [13]]
+    config = DecodeConfig(num_speculative_tokens=0, max_new_tokens=12, batch_size=2, kv_cache=cache)
+    assert generate(spread, prompts, config) == generate(whole, prompts, config)
+
+
+def test_self_speculation_runs_on_the_spread_blocks(whole, spread):
+    prompts = [[5, 6, 7], [8, 9, 10, 11, 12]]
+    config = DecodeConfig(num_speculative_tokens=2, max_new_tokens=10, batch_size=2)
+    draft = SelfSpeculation(spread.model, 2, spread.vocab_size)
+    plain = config.model_copy(update={"num_speculative_tokens": 0})
+    assert generate(spread, prompts, config, draft) == generate(whole, prompts, plain)
+
+
+def test_a_copied_block_runs_by_itself_and_can_be_trained(whole, spread):
+    copied = copy_block(spread.model, 1)
+    torch.testing.assert_close(copied.state_dict(), blocks(whole.model)[1].state_dict(), rtol=0, atol=0)
+    assert all(each.requires_grad for each in copied.parameters())
+    assert not any("_hf_hook" in each.__dict__ for each in copied.modules())
+    states_BTE = torch.randn(1, 5, 32)
+    rotation = whole.model.model.rotary_emb(states_BTE, torch.arange(5).unsqueeze(0))
+    one, other = (each(states_BTE, position_embeddings=rotation) for each in (copied, blocks(whole.model)[1]))
+    assert torch.equal(one, other)
+    one.sum().backward()
+    assert on_meta(spread) == [False, True, True, False]
+
+
+def test_a_spread_target_is_widened_by_loading_it_anew(whole, spread):
+    wide = widened(spread)
+    ids_BT = torch.arange(5, 15).unsqueeze(0)
+    assert wide.model.dtype == torch.float64
+    assert on_meta(wide) == [False, True, True, False]
+    assert torch.equal(wide.model(ids_BT).logits, widened(whole).model(ids_BT).logits)
+
+
+@pytest.mark.parametrize(
+    ("settings_given", "complaint"),
+    [
+        ({"forward": "lean", "device_map": "auto"}, "forward lean packs all weights on one device"),
+        ({"name": "x.gguf", "device_map": "auto"}, "x.gguf is unpacked whole"),
+        ({"max_memory": {0: "1GiB"}}, "device_map is null"),
+        ({"offload_folder": "there"}, "device_map is null"),
+        ({"device_map": {"": "disk"}, "max_memory": {0: 1}}, "nothing to choose"),
+        ({"device_map": {}}, "the map is empty"),
+        ({"device_map": {"": -1}}, "'' is to lie on -1"),
+        ({"device_map": {"": "gpu"}}, "'' is to lie on 'gpu'"),
+        ({"device_map": "auto", "max_memory": {"gpu": 1}}, "'gpu' is no GPU's number"),
+        ({"device_map": "auto", "max_memory": {"cpu": "much"}}, "'cpu' has 'much'"),
+    ],
+)
+def test_settings_that_cannot_be_followed_are_refused(settings_given, complaint):
+    with pytest.raises(ValidationError, match=complaint):
+        TargetConfig.model_validate(settings_given)
+
+
+@pytest.mark.parametrize(
+    ("device_map", "complaint"),
+    [
+        ({"lm_head": "disk"}, "lm_head is to lie on disk, and only blocks are spread"),
+        ({"model.layers.4": "disk"}, r"'model\.layers\.4' is no part .* model\.layers\.0 to model\.layers\.3"),
+        ({"model.layers.1.mlp": "disk"}, "no part of this target that can be placed"),
+        ({"model.layers": "abacus:1"}, "device 'abacus:1' cannot be used"),
+    ],
+)
+def test_a_map_that_does_not_fit_the_target_is_refused(settings, device_map, complaint):
+    with pytest.raises(InputError, match=complaint):
+        load_target(settings(device_map=device_map))
+
+
+def test_a_map_may_name_all_blocks_at_once(settings):
+    target = load_target(settings(device_map={"model": "disk", "model.layers.3": "cpu", "lm_head": "cpu"}))
+    assert on_meta(target) == [True, True, True, False]
+
+
+def test_several_processes_need_a_map_by_hand(settings, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="each of 2 processes would spread a target of its own by 'auto'"):
+        place_parts(settings().name, settings(device_map="auto"), CPU)
+    assert place_parts(settings().name, settings(device_map={"model.layers.1": "disk"}), CPU)["model.layers.1"] == "disk"
+
+
+@pytest.mark.parametrize(
+    ("name", "block"), [("jamba", "model.layers.1"), ("nemotron_h", "model.layers.0"), ("gpt2", "transformer.h.2")]
+)
+@torch.no_grad()
+def test_blocks_of_any_family_are_spread(name, block, tmp_path, tiny_tokenizer):
+    model = tiny_model(name)
+    for each in (model, tiny_tokenizer):
+        each.save_pretrained(tmp_path / "model")
+    places = {"device_map": {block: "disk"}, "offload_folder": str(tmp_path / "disk")}
+    target = load_target(TargetConfig(name=str(tmp_path / "model"), dtype="float32", device="cpu", **places))
+    assert sum(on_meta(target)) == 1
+    ids_BT = torch.arange(3, 27).view(2, 12)
+    found, expected = (read_states(each, ids_BT, (1, 3)) for each in (target.model, model))
+    torch.testing.assert_close(found.final_BTE, expected.final_BTE)
+    torch.testing.assert_close(found.joined_BTF, expected.joined_BTF)
+
+
+def test_a_skeleton_has_the_dtypes_in_which_weights_are_loaded(tmp_path):
+    tiny_model("deepseek_v3").save_pretrained(tmp_path)
+    skeleton = make_skeleton(tmp_path, TargetConfig(name=str(tmp_path), dtype="bfloat16"))
+    biases = {name: each.dtype for name, each in skeleton.state_dict().items() if name.endswith("e_score_correction_bias")}
+    assert set(biases.values()) == {torch.float32}
+    assert skeleton.dtype == torch.bfloat16

@@ -1,0 +1,328 @@
+"""The head benchmark on a tiny target: what its rows say, and what is kept."""
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from safetensors.torch import load_file
+
+from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED
+from configs.runtime.errors import ConfigError, InputError
+from configs.runtime.files import CHECKOUT
+from configs.runtime.loading import load_config
+from configs.schema.decoding import DecodeConfig
+from configs.schema.drafting import CostStopping, StaticTree
+from configs.schema.training import DistillConfig, HeadsConfig
+from distill.dataset.conversations import read_conversations
+from eval.cost.tree_shapes import ChosenTree
+from eval.decoder.decode import Request, decode
+from heads.artifact import load_draft
+from heads.proposers.merged import LookupFirst, MergedDrafts
+from heads.proposers.prompt_lookup import PromptLookup
+from scripts.lab.bench import eagle3_training as eagle3_comparison
+from scripts.lab.bench import head_recipes, heads, trained_runs
+from scripts.lab.bench.eagle3_training import ANSWERS, EVERY_TOKEN, OURS, THEIRS, TrainingComparison, name_of
+from scripts.lab.bench.head_recipes import make_cache, make_data, read_cache_seconds, with_cache
+from scripts.lab.bench.heads import compare_heads, verdict
+from tests.scripts.lab.bench.conftest import ABROAD
+from train.launch import run_distillation, run_heads
+
+
+@pytest.fixture(scope="module")
+def results(make_config):
+    """What the benchmark wrote without speculators, and the names of the entries that it trained by, in this process."""
+    entries = []
+
+    def run_training(entry, path):
+        entries.append(entry.name)
+        schema, run = {"heads.py": (HeadsConfig, run_heads), "distill.py": (DistillConfig, run_distillation)}[entry.name]
+        return run(load_config(schema, path))
+
+    config = make_config()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trained_runs, "run_training", run_training)
+        patch.setattr(eagle3_comparison, "why_not_installed", lambda: "No module named 'speculators'")
+        assert compare_heads(config) == DONE
+    return SimpleNamespace(content=json.loads(Path(config.output).read_text()), entries=entries)
+
+
+# --- rows ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_draft_has_a_row_for_each_suite_alone_and_after_a_lookup(results, target, recipe):
+    content, rows = results.content, results.content["rows"]
+    drafts = [("medusa", "medusa"), ("eagle3", "eagle3"), ("draft_lm", "draft_lm")]
+    pairs = [pair for kind, name in drafts for pair in ((kind, name), (f"prompt_lookup + {kind}", name))]
+    for suite, count in (("home", 3), ("abroad", len(ABROAD))):
+        of_suite = [row for row in rows if row["suite"] == suite]
+        assert [(row["family"], row["recipe"]) for row in of_suite] == [*pairs, ("prompt_lookup", None)]
+        assert {row["prompts"] for row in of_suite} == {count}
+    assert results.entries == ["heads.py", "heads.py", "distill.py"]
+    assert len({tuple(row) for row in rows}) == 1  # the same columns, for one table
+    assert (content["name"], content["ratios"]) == ("heads", {})
+    at_home = [row.prompt_ids for row in read_conversations(Path(recipe["data"]["held_out"]))[-3:]]
+    abroad = [target.encode_chat([{"role": "user", "content": text}]) for text in ABROAD]
+    drafts = [load_draft(run["artifact"], target.identity, target.model).proposer for run in content["runs"]]
+    proposers = [each for draft in drafts for each in (draft, LookupFirst(PromptLookup(target.device, shortest=3), draft))]
+    found = {"home": list(at_home), "abroad": abroad}
+    rows_of = sorted(rows, key=lambda row: row["suite"] == "abroad")
+    for proposer, row in zip([*proposers, PromptLookup(target.device)] * 2, rows_of, strict=True):
+        requests = [Request(prompt_id=str(ids), category="", tokens=tuple(ids)) for ids in found[row["suite"]]]
+        settings = DecodeConfig(num_speculative_tokens=2, max_new_tokens=10)
+        rounds = [each for request in requests for each in decode(target, [request], settings, proposer)[0][0].rounds]
+        assert row["tau"] == pytest.approx(sum(len(round_.committed) for round_ in rounds) / len(rounds))
+        first = [round_.num_accepted > 0 for round_ in rounds if round_.drafted]
+        assert row["alpha_by_position"].split(" / ")[0] == (f"{sum(first) / len(first):.2f}" if first else "–")
+        assert row["tau_low"] <= row["tau"] <= row["tau_high"]
+        assert 0 < row["speedup_low"] <= row["speedup"] <= row["speedup_high"]
+        assert (row["num_speculative_tokens"], row["lossless"]) == (2, "lossless")
+
+
+def test_heads_are_measured_with_fewer_draft_tokens_without_training(results, make_config, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(trained_runs, "run_training", None)
+    eagle3 = {
+        "recipes": [str(folder / "eagle3.yaml")],
+        "draft_models": [],
+        "eagle3": None,
+        "output": str(tmp_path / "heads.json"),
+    }
+    assert compare_heads(make_config(**eagle3, draft_vocab_sizes=[8])) == DONE
+    whole, _, cut, cut_lookup = json.loads((tmp_path / "heads.json").read_text())["rows"][:4]
+    assert [row["recipe"] for row in (whole, cut, cut_lookup)] == ["eagle3", *["eagle3, 8 draft tokens"] * 2]
+    (before,) = (
+        row for row in results.content["rows"] if (row["recipe"], row["family"], row["suite"]) == ("eagle3", "eagle3", "home")
+    )
+    assert whole["tau"] == before["tau"]
+    assert cut["lossless"] == "lossless"
+    assert whole["parameters"] - cut["parameters"] == (32 - 8) * 32
+    with pytest.raises(ConfigError, match=r"draft_vocab_sizes: eagle3 proposes 32 tokens, so fewer are asked for, got 32"):
+        compare_heads(make_config(**eagle3, draft_vocab_sizes=[32]))
+    monkeypatch.setattr(heads, "SIZED_BY_VOCABULARY", ("eagle3",))
+    with pytest.raises(ConfigError, match="draft_vocab_sizes: eagle3 is a eagle3, whose other parts have a row for each draft"):
+        compare_heads(make_config(**eagle3, draft_vocab_sizes=[8]))
+    medusa = eagle3 | {"recipes": [str(folder / "medusa.yaml")], "draft_models": [str(folder / "draft_lm.yaml")]}
+    with pytest.raises(ConfigError, match="only heads on the target can be cut"):
+        compare_heads(make_config(**medusa, draft_vocab_sizes=[8]))
+
+
+def test_chains_that_the_cost_rule_ends_are_measured_beside_the_fixed_length(
+    results, make_config, folder, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(trained_runs, "run_training", None)
+    dear = CostStopping(rule="cost", draft_step_milliseconds=1.0, target_step_milliseconds=[1.0, 1e6, 1e6])
+    monkeypatch.setattr(heads, "choose_stopping", lambda target, draft, requests, settings: dear)
+    only = {
+        "recipes": [str(folder / "eagle3.yaml")],
+        "draft_models": [],
+        "eagle3": None,
+        "stopped": ["eagle3"],
+        "max_new_tokens": 24,
+    }
+    assert compare_heads(make_config(**only, output=str(tmp_path / "heads.json"))) == DONE
+    content = json.loads((tmp_path / "heads.json").read_text())
+    fixed, _, stopped, lookup = content["rows"][:4]
+    assert [row["recipe"] for row in (fixed, stopped, lookup)] == ["eagle3", "eagle3, stopped by distribution", "eagle3"]
+    assert (stopped["tau"], stopped["lossless"]) == (1.0, "lossless")  # no draft is worth a row
+    names = ["eagle3_stopped_vs_fixed_home", "eagle3_stopped_vs_fixed_abroad"]
+    assert [name for name in content["ratios"] if not name.endswith(("_low", "_high"))] == names
+    assert content["ratios"][names[0]] == pytest.approx(stopped["speedup"] / fixed["speedup"])
+
+
+def test_heads_are_measured_with_the_fastest_tree_beside_the_chain(
+    results, make_config, folder, recipe, target, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(trained_runs, "run_training", None)
+    paths = [(0,), (1,), (0, 0)]
+    chosen = ChosenTree(paths=paths, tokens_per_round=2.0, seconds_per_round=1.0)
+    monkeypatch.setattr(heads, "fit_tree", lambda *_: chosen)
+    only = {"recipes": [str(folder / "eagle3.yaml")], "draft_models": [], "eagle3": None, "trees": ["eagle3"], "suites": []}
+    assert compare_heads(make_config(**only, output=str(tmp_path / "heads.json"))) == DONE
+    content = json.loads((tmp_path / "heads.json").read_text())
+    by_tree, after_lookup = content["rows"][2:4]
+    assert [row["recipe"] for row in (by_tree, after_lookup)] == ["eagle3, fastest tree"] * 2
+    assert (by_tree["lossless"], after_lookup["lossless"]) == ("lossless", "lossless")
+    (run,) = content["runs"]
+    draft = load_draft(run["artifact"], target.identity, target.model).proposer
+    tree = StaticTree(kind="static", paths=[list(path) for path in paths])
+    settings = DecodeConfig(num_speculative_tokens=2, max_new_tokens=10, tree=tree)
+    prompts = [row.prompt_ids for row in read_conversations(Path(recipe["data"]["held_out"]))[-3:]]
+    merged = MergedDrafts([draft, PromptLookup(target.device, longest=8, shortest=3)], target.device)
+    for proposer, row in ((draft, by_tree), (merged, after_lookup)):
+        requests = [Request(prompt_id=str(ids), category="", tokens=tuple(ids)) for ids in prompts]
+        rounds = [each for request in requests for each in decode(target, [request], settings, proposer)[0][0].rounds]
+        assert row["tau"] == pytest.approx(sum(len(round_.committed) for round_ in rounds) / len(rounds))
+
+
+def test_variants_are_compared_with_the_first_of_them_and_a_lookup_can_be_left_out(
+    results, make_config, folder, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(trained_runs, "run_training", None)
+    medusa, eagle3, _ = head_recipes.train_recipes(make_config())
+    runs = [eagle3, replace(eagle3, name="one"), replace(medusa, name="two")]
+    monkeypatch.setattr(heads, "train_recipes", lambda config, also: runs)
+    only = {"recipes": [str(folder / "eagle3.yaml")], "draft_models": [], "eagle3": None, "with_lookup": False}
+    variants = {"one": {"head.depth_decay": 1.0}, "two": {"head.depth_decay": 0.5}}
+    assert compare_heads(make_config(**only, variants=variants, output=str(tmp_path / "heads.json"))) == DONE
+
+    content = json.loads((tmp_path / "heads.json").read_text())
+    tau = {(row["recipe"], row["suite"]): row["tau"] for row in content["rows"]}
+    assert list(tau) == [(name, suite) for name in ("eagle3", "one", "two", None) for suite in ("home", "abroad")]
+    assert {name for name in content["ratios"] if not name.endswith(("_low", "_high"))} == {
+        f"two_tau_vs_one_{suite}" for suite in ("home", "abroad")
+    }
+    for suite in ("home", "abroad"):
+        assert tau["one", suite] != tau["two", suite]
+        assert content["ratios"][f"two_tau_vs_one_{suite}"] == pytest.approx(tau["two", suite] / tau["one", suite])
+
+
+def test_a_run_that_was_cut_off_finds_what_it_had_measured(results, make_config, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(trained_runs, "run_training", None)
+    measured, whole = [], heads.measure_run
+
+    def measure_run(config, target, requests, run, *others, suite):
+        if cut_off and measured:
+            raise KeyboardInterrupt
+        measured.append((run.name, suite))
+        return whole(config, target, requests, run, *others, suite=suite)
+
+    monkeypatch.setattr(heads, "measure_run", measure_run)
+    only = {
+        "recipes": [str(folder / "eagle3.yaml")],
+        "draft_models": [],
+        "eagle3": None,
+        "output": str(tmp_path / "heads.json"),
+    }
+    cut_off = True
+    with pytest.raises(KeyboardInterrupt):
+        compare_heads(make_config(**only))
+    cut_off = False
+    assert compare_heads(make_config(**only)) == DONE
+    assert measured == [("eagle3", "home"), ("eagle3", "abroad")]
+    rows = json.loads((tmp_path / "heads.json").read_text())["rows"]
+    taus = {(row["family"], row["recipe"], row["suite"]): row["tau"] for row in results.content["rows"]}
+    assert {(row["family"], row["recipe"], row["suite"]): row["tau"] for row in rows}.items() <= taus.items()
+    assert len(rows) == 6
+    measured.clear()
+    assert compare_heads(make_config(**only)) == DONE  # what was finished is measured anew
+    assert len(measured) == 2
+
+
+def test_costs_are_those_of_the_artifact_the_data_and_the_run(results, recipe):
+    answer_tokens = sum(len(row.answer_ids) for row in read_conversations(Path(recipe["data"]["train"])))
+    frozen = {"medusa": 0, "eagle3": 32 * 32, "draft_lm": 2 * 64 * 32}  # rows of embedding and output head in the artifact
+    at_home = [row for row in results.content["rows"] if row["suite"] == "home"]
+    trained, lookup = [row for row in at_home if row["family"] == row["recipe"]], at_home[-1]
+    for run, row in zip(results.content["runs"], trained, strict=True):
+        tensors = load_file(f"{run['artifact']}/model.safetensors")
+        assert row["parameters"] == sum(tensor.numel() for tensor in tensors.values())
+        assert row["trained_parameters"] == row["parameters"] - frozen[row["family"]]
+        assert row["answer_tokens"] == answer_tokens
+        assert 3 * 3 <= row["labels"] <= 3 * 3 * 8
+        assert 0 < row["training_seconds"] < row["run_seconds"]
+    assert (lookup["parameters"], lookup["training_seconds"], lookup["answer_tokens"]) == (0, 0, 0)
+
+
+def test_finished_runs_are_kept_and_a_changed_recipe_is_trained_alone(results, make_config, folder, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "draftsmith")
+    trained = []
+
+    def refuse(entry, path):
+        trained.append(json.loads(path.read_text())["head"])
+        return BAD_INPUT
+
+    monkeypatch.setattr(trained_runs, "run_training", refuse)
+    monkeypatch.setattr(eagle3_comparison, "why_not_installed", lambda: "no module")
+    output = str(folder / "again.json")
+    assert compare_heads(make_config(output=output)) == DONE
+    assert "speculators cannot be imported (no module): its side is left out (pip install" in caplog.text
+    assert trained == []
+    again = json.loads(Path(output).read_text())
+    assert [row["tau"] for row in again["rows"]] == [row["tau"] for row in results.content["rows"]]
+    assert again["runs"] == results.content["runs"]
+
+    changed = json.loads((folder / "medusa.yaml").read_text()) | {"head": {"kind": "medusa", "num_depths": 3}}
+    (folder / "medusa3.yaml").write_text(json.dumps(changed))
+    with pytest.raises(InputError, match=r"^recipe medusa3: its training .* ended with code 2"):
+        compare_heads(make_config(recipes=[str(folder / "medusa3.yaml"), str(folder / "eagle3.yaml")], output=output))
+    assert [head["num_depths"] for head in trained] == [3]
+
+
+def test_an_answer_that_no_rounding_explains_and_unlike_losses_fail_the_benchmark():
+    fine = {"recipe": "medusa", "family": "medusa", "lossless": "lossless_up_to_ties"}
+    sides = {name_of(whose, labels): 2.0 for whose in (OURS, THEIRS) for labels in (ANSWERS, EVERY_TOKEN)}
+    agreeing = TrainingComparison(turns={}, losses=sides, batch_size=1)
+    other = TrainingComparison(turns={}, losses=sides | {name_of(OURS, EVERY_TOKEN): 2.02}, batch_size=1)
+    assert verdict([fine], None) == DONE
+    assert verdict([fine], agreeing) == DONE
+    assert verdict([fine], other) == GATE_FAILED
+    assert verdict([fine, fine | {"lossless": "not_lossless"}], agreeing) == GATE_FAILED
+
+
+# --- what is refused, and what is made -----------------------------------------------------------------------------
+
+
+def test_data_and_cache_are_made_once_by_their_commands(make_config, folder, tmp_path, monkeypatch):
+    made = {"make_data": tmp_path / "data", "make_cache": tmp_path / "cache"}
+    codes, commands = [], []
+
+    def run(command, check):
+        commands.append(command[1:])
+        folder = made[Path(command[1]).stem]
+        folder.mkdir(exist_ok=True)
+        (folder / "manifest.json").touch()
+        return SimpleNamespace(returncode=codes.pop())
+
+    monkeypatch.setattr(head_recipes.subprocess, "run", run)
+    files = {}
+    for kind, place in made.items():
+        values = json.loads((folder / f"{kind.removeprefix('make_')}.yaml").read_text()) | {"output": str(place)}
+        files[kind] = tmp_path / f"{kind}.yaml"
+        files[kind].write_text(json.dumps(values))
+    config = make_config(data=str(files["make_data"]), cache=str(files["make_cache"]), runs=str(tmp_path))
+    for code, error in ((BAD_INPUT, InputError), (1, RuntimeError)):
+        codes.append(code)
+        with pytest.raises(error, match=rf"make_data.py --config .*make_data.yaml ended with code {code}"):
+            make_data(config)
+        (made["make_data"] / "manifest.json").unlink()
+    commands.clear()
+    codes += [0, 0]
+    for _ in range(2):
+        make_data(config)
+        make_cache(config)
+    assert commands == [[str(CHECKOUT / "scripts" / f"{kind}.py"), "--config", str(file)] for kind, file in files.items()]
+    assert read_cache_seconds(config) > 0
+    head, draft = load_config(HeadsConfig, folder / "eagle3.yaml"), load_config(DistillConfig, folder / "draft_lm.yaml")
+    assert with_cache(head, config.cache).data.cache == str(made["make_cache"])
+    assert with_cache(draft, config.cache) == draft
+    assert read_cache_seconds(make_config()) is None
+    make_data(make_config(data=None))
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"recipes": [], "draft_models": []}, "recipes: there is none; name at least one file of configs/heads"),
+        ({"draft_models": ["{folder}/other/eagle3.yaml"]}, "recipes: two are called eagle3; give each a file name of its own"),
+        ({"recipes": ["{folder}/other/medusa.yaml"]}, "recipes: all must have the same data.held_out, got"),
+        ({"variants": {"eagle3": {"head.depth_decay": 1.0}}}, "recipes: two are called eagle3"),
+        ({"variants": {"flat": {"head.depth_decai": 1.0}}}, "variants.flat.head.depth_decai: unknown key"),
+        ({"eagle3": "{folder}/medusa.yaml"}, "eagle3: expected the recipe of an eagle3 head, got one of a medusa head"),
+    ],
+)
+def test_recipes_that_make_no_table_are_refused(make_config, folder, changes, complaint, monkeypatch):
+    monkeypatch.setattr(eagle3_comparison, "why_not_installed", lambda: None)
+    monkeypatch.setattr(trained_runs, "run_training", None)
+    (folder / "other").mkdir(exist_ok=True)
+    recipe = json.loads((folder / "medusa.yaml").read_text())
+    recipe["data"]["held_out"] = recipe["data"]["train"]
+    (folder / "other/medusa.yaml").write_text(json.dumps(recipe))
+    config = make_config()
+    for key, value in changes.items():
+        filled = json.loads(json.dumps(value).replace("{folder}", str(folder)))
+        config = config.model_copy(update={key: filled})
+    with pytest.raises(ConfigError) as caught:
+        compare_heads(config)
+    assert str(caught.value).startswith(complaint)
