@@ -9,7 +9,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from heads.target.loading import load_target
 from safetensors.torch import load_file
 
 from configs.runtime.command import run_command
@@ -24,6 +23,7 @@ from eval.decoder.records import Generation
 from eval.decoder.request import Request
 from eval.measure.record_files import read_records
 from heads.artifact import load_draft
+from heads.frozen.loading import load_target
 from train.launch import run_distillation, run_heads
 
 WRITTEN = Path(__file__).with_name("written_before")
