@@ -9,10 +9,13 @@ GEMMA := .cache/gemma/gemma-3-270m-q4_k_m.gguf
 given = $(if $(findstring command line,$(origin $(1))), --$(2) "$($(1))")
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-images demo-speech test check bench bench-decode sweep bench-distill bench-heads bench-demo bench-mixed bench-eval bench-scale distribution-check device-check slow-check cluster-check engine-check models-check soak tables serve-check gemma-check clean
+.PHONY: help help-lab setup demo demo-images demo-speech test check bench bench-decode bench-distill bench-heads bench-demo bench-mixed bench-eval bench-scale distribution-check device-check slow-check cluster-check engine-check models-check soak tables serve-check gemma-check clean
 
 help: ## list these commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
+
+help-lab: ## list the laboratory's: benchmarks, and checks of engines, models and devices
+	@awk -F ':.*#lab ' '/^[a-z-]+:.*#lab / {printf "make %-18s %s\n", $$1, $$2}' Makefile
 
 setup: $(STAMP) ## make .venv with the pinned packages; nothing to do when it is up to date
 
@@ -39,58 +42,55 @@ check: setup ## format, lint, types, import contract
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 
-bench: bench-demo bench-heads bench-decode bench-distill bench-eval bench-scale ## every side-by-side measurement (after make demo; hours)
+bench: bench-demo bench-heads bench-decode bench-distill bench-eval bench-scale #lab every side-by-side measurement (after make demo; hours)
 
-bench-decode: setup ## the decoder against transformers' assisted generation, into docs/results/decode.json (after make demo; trains the heads of bench-heads where they are not there)
+bench-decode: setup #lab the decoder against transformers' assisted generation, into docs/results/decode.json (after make demo; trains the heads of bench-heads where they are not there)
 	$(PY) scripts/lab/benchmark.py decode
 
-sweep: setup ## small distillation runs over divergences and data policies, and which to take (after make demo)
-	$(PY) scripts/lab/sweep.py --config scripts/lab/configs/sweep/demo.yaml
-
-bench-distill: setup sweep ## the loss and the training against plain ways and TRL, tau before and after, into docs/results/distill.json (after make demo)
+bench-distill: setup #lab the loss and the training against plain ways and TRL, tau before and after, into docs/results/distill.json (after make demo)
 	$(PY) scripts/lab/benchmark.py distill
 
-bench-heads: setup ## Hydra and EAGLE-3 trained and measured, EAGLE-3's training against speculators, into docs/results/heads.json (an hour)
+bench-heads: setup #lab Hydra and EAGLE-3 trained and measured, EAGLE-3's training against speculators, into docs/results/heads.json (an hour)
 	$(PY) scripts/lab/benchmark.py heads
 
-bench-demo: setup ## the figures of the demo's reports, into docs/results/demo.json (after make demo)
+bench-demo: setup #lab the figures of the demo's reports, into docs/results/demo.json (after make demo)
 	$(PY) scripts/lab/benchmark.py demo
 
-bench-mixed: setup ## Hydra and EAGLE-3 on a mixture of public prompts and the target's own, into docs/results/heads_mixed.json (two hours)
+bench-mixed: setup #lab Hydra and EAGLE-3 on a mixture of public prompts and the target's own, into docs/results/heads_mixed.json (two hours)
 	$(PY) scripts/lab/benchmark.py heads --config scripts/lab/configs/bench/heads_mixed.yaml
 
-bench-eval: setup ## predicted speed against measured, the evaluator's own cost, into docs/results/eval.json (after make demo)
+bench-eval: setup #lab predicted speed against measured, the evaluator's own cost, into docs/results/eval.json (after make demo)
 	$(PY) scripts/lab/benchmark.py eval
 
-bench-scale: setup ## two processes beside one, padding, checkpoints, waiting for data, into docs/results/scale.json (after bench-heads)
+bench-scale: setup #lab two processes beside one, padding, checkpoints, waiting for data, into docs/results/scale.json (after bench-heads)
 	$(PY) scripts/lab/benchmark.py scale
 
-distribution-check: setup ## 100,000 samples of the whole decoder for every rule and shape against the target's exact distribution (minutes)
+distribution-check: setup #lab 100,000 samples of the whole decoder for every rule and shape against the target's exact distribution (minutes)
 	$(PY) -m pytest -m slow -s tests/eval/decoder/test_output_distribution.py
 
-slow-check: setup ## a forward compiled by the real compiler, 10,000 prompts counted (a minute or two)
+slow-check: setup #lab a forward compiled by the real compiler, 10,000 prompts counted (a minute or two)
 	$(PY) -m pytest -m slow -s tests/heads/inference/test_compiled_forward.py tests/eval/metrics/test_tally.py
 
-cluster-check: setup ## the job files of scripts/cluster, with a process or a node killed and stand-ins for Slurm (minutes)
+cluster-check: setup #lab the job files of scripts/cluster, with a process or a node killed and stand-ins for Slurm (minutes)
 	$(PY) -m pytest -m 'slow or not slow' -s tests/faults/test_cluster.py tests/faults/test_elastic.py
 
-device-check: setup ## decoding, evaluation, export and training on a mock device that is not the CPU: the CPU's results, waits counted (three minutes)
+device-check: setup #lab decoding, evaluation, export and training on a mock device that is not the CPU: the CPU's results, waits counted (three minutes)
 	$(PY) -m pytest -m device tests/device
 
-engine-check: setup ## DDP, FSDP2, ZeRO-1 to 3, offloading and split targets in processes on the CPU against one (about 15 minutes)
+engine-check: setup #lab DDP, FSDP2, ZeRO-1 to 3, offloading and split targets in processes on the CPU against one (about 15 minutes)
 	$(PY) -m pytest -m slow -s tests/train/loop/test_engines.py tests/train/test_split_target.py
 	$(PY) scripts/lab/benchmark.py engines
 
-models-check: setup ## a tiny model of every family of transformers through every stage, into docs/results/models.json and docs/models.md (12 minutes)
+models-check: setup #lab a tiny model of every family of transformers through every stage, into docs/results/models.json and docs/models.md (12 minutes)
 	$(PY) scripts/lab/benchmark.py models
 
-soak: setup ## 210 tiny runs killed, stopped and damaged at random, each to end with an undisturbed run's weights (about 15 minutes)
+soak: setup #lab 210 tiny runs killed, stopped and damaged at random, each to end with an undisturbed run's weights (about 15 minutes)
 	$(PY) scripts/lab/benchmark.py soak
 
-tables: setup ## fill the documents' tables from docs/results/
+tables: setup #lab fill the documents' tables from docs/results/
 	$(PY) scripts/lab/benchmark.py tables
 
-serve-check: setup $(VLLM_STAMP) $(LLAMA_CPP_STAMP) $(OPENVINO_STAMP) ## a vLLM server as target, writer and source of hidden states; drafts in vLLM, transformers, llama.cpp, OpenVINO, into docs/results/serve.json (after make demo; trains the heads of bench-heads where they are not there)
+serve-check: setup $(VLLM_STAMP) $(LLAMA_CPP_STAMP) $(OPENVINO_STAMP) #lab a vLLM server as target, writer and source of hidden states; drafts in vLLM, transformers, llama.cpp, OpenVINO, into docs/results/serve.json (after make demo; trains the heads of bench-heads where they are not there)
 	$(PY) -m pytest -m slow -s tests/distill/server/test_served_target.py tests/distill/server/test_served_answers.py tests/distill/server/test_served_states.py tests/heads/formats/test_in_llama_cpp.py tests/heads/formats/test_in_openvino.py
 	$(PY) scripts/lab/benchmark.py serve --config scripts/lab/configs/serve/smollm2.yaml
 
@@ -102,7 +102,7 @@ $(LLAMA_CPP_STAMP): scripts/setup_llama_cpp.sh | setup
 	sh scripts/setup_llama_cpp.sh
 	@touch $@
 
-gemma-check: setup $(GEMMA) ## every head family on Gemma-3-270m, a vocabulary of 262k (once 240 MB of downloads, then minutes)
+gemma-check: setup $(GEMMA) #lab every head family on Gemma-3-270m, a vocabulary of 262k (once 240 MB of downloads, then minutes)
 	$(PY) -m pytest -m slow -s tests/train/test_gemma_270m.py
 
 $(GEMMA): scripts/fetch_gemma.sh | setup

@@ -38,7 +38,8 @@ def objections(name: str) -> list[str]:
             if isinstance(command, str):
                 command = present_command(command)
                 found.extend(missing_from(command))
-                found.extend(path for path in re.findall(r"(?:scripts/lab/)?configs/[\w./-]+\.yaml", command) if not (ROOT / path).is_file())
+                recipes = re.findall(r"(?:scripts/lab/)?configs/[\w./-]+\.yaml", command)
+                found.extend(path for path in recipes if not (ROOT / path).is_file())
                 found.extend(re.findall(r"runs/\S+-[0-9a-f]{12}", command))  # a folder that training names by its content
             if "dirty" in value and (value["dirty"] is not False or value["commit"] is None):
                 found.append(f"made at {value['commit']}, dirty: {value['dirty']}")

@@ -25,7 +25,6 @@ from configs.schema.commands.refreshing import RefreshConfig
 from configs.schema.data import CacheConfig, DataConfig
 from configs.schema.evaluation import EvalConfig, GateConfig
 from configs.schema.training import DistillConfig, HeadsConfig
-from scripts.lab.recipe_sweep.settings import SweepConfig
 from scripts.lab.settings import BenchHeadsConfig, BenchModalitiesConfig, ServeCheckConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,7 +40,6 @@ SCHEMAS = {
     "plan": PlanHeadsConfig,
     "refresh": RefreshConfig,
     "serve": ServeCheckConfig,
-    "sweep": SweepConfig,
 }
 OF_ONE_FILE = {"scripts/lab/configs/bench/modalities.yaml": BenchModalitiesConfig}
 OTHER_TOOLS = {"accelerate", "deepspeed"}  # their files are YAML, and checked by the tool itself
@@ -65,7 +63,6 @@ ENTRIES = {
     "scripts/push.py": ["artifact", "--report", "report.json", "--repo-id", "name"],
     "scripts/refresh.py": [],
     "scripts/exchange/stitch_mtp.py": ["artifact", "--target", "target", "--out", "out"],
-    "scripts/lab/sweep.py": [],
 }
 
 
@@ -140,7 +137,7 @@ def test_the_readme_says_which_configs_name_a_target():
         "recipes'; a gate"
     )
     assert said in text
-    assert {kind for kind, schema in SCHEMAS.items() if "target" not in schema.model_fields} == {"bench", "gates", "sweep"}
+    assert {kind for kind, schema in SCHEMAS.items() if "target" not in schema.model_fields} == {"bench", "gates"}
 
 
 def missing_from(command: str) -> list[str]:

@@ -14,7 +14,7 @@ from configs.runtime.yaml_reader import parse_yaml
 from configs.schema.commands.advising import AdviceConfig, FamilyTrials
 from configs.schema.commands.recipe_changes import Setting
 from configs.schema.training import DistillConfig, HeadsConfig
-from scripts.lab.bench.trained_runs import Recipe, TrainingRun, in_own_folder, load_changed
+from scripts.trials.trained_runs import Recipe, TrainingRun, in_own_folder, load_changed
 
 VOCABULARY = "draft_vocab_size"
 CLASSES: dict[bool, type[HeadsConfig] | type[DistillConfig]] = {True: DistillConfig, False: HeadsConfig}

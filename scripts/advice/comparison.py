@@ -22,9 +22,10 @@ from eval.stats.bootstrap import Interval, ratio_interval
 from heads.artifact import Draft
 from heads.frozen.loading import Target
 from heads.proposers.prompt_lookup import PromptLookup
-from heads.proposers.protocol import TreeProposer
-from scripts.lab.bench.decode.ways import Way, tree_ways
-from scripts.lab.bench.harness import SEED, Turn, columns, speed_ratio, to_request
+from heads.proposers.protocol import Proposer, TreeProposer
+from scripts.trials.turns import SEED, Turn, columns, speed_ratio, to_request, tree_settings
+
+Way = tuple[DecodeConfig, Proposer]
 
 CHAIN, LOOKUP, BOTH = "chain", "prompt lookup", "prompt lookup, then the draft"
 CHOOSING = 4  # prompts that the tree is chosen on
@@ -79,19 +80,17 @@ def compare_ways(
     if len(rows) - choosing < LEAST:
         return None
     settings = DecodeConfig(num_speculative_tokens=drafts, max_new_tokens=config.answers.max_new_tokens)
-    ways = {
-        CHAIN: Way(rule="greedy", shape=CHAIN, proposer="", settings=settings, draft=draft.proposer),
-        LOOKUP: Way(rule="greedy", shape=LOOKUP, proposer="", settings=settings, draft=PromptLookup(target.device)),
-        BOTH: Way(
-            rule="greedy", shape=BOTH, proposer="", settings=settings, draft=add_lookup(draft.proposer, EvalConfig(), target)
-        ),
+    ways: dict[str, Way] = {
+        CHAIN: (settings, draft.proposer),
+        LOOKUP: (settings, PromptLookup(target.device)),
+        BOTH: (settings, add_lookup(draft.proposer, EvalConfig(), target)),
     }
     requests = [to_request(row) for row in rows]
     paths: list[Path] = []
     if isinstance(draft.proposer, TreeProposer):
         deep, asked = settings.model_copy(update={"num_speculative_tokens": longest}), FastestTree(kind="fastest")
         paths = fit_tree(target, draft.proposer, draft.metadata.kind, requests[:choosing], deep, asked).paths
-        ways |= {way.shape: way for way in tree_ways("", draft.proposer, settings, paths)}
+        ways |= {shape: (each, draft.proposer) for shape, each in tree_settings(settings, paths).items()}
     timings = _in_turns(target, requests[choosing - 1 :], ways, settings, allows)
     if len(timings[CHAIN]) < LEAST:
         return None
@@ -130,7 +129,7 @@ def _in_turns(
             break
         started = time.monotonic()
         found = {AUTOREGRESSIVE: decode(target, [request], settings)[1]}
-        found |= {name: decode(target, [request], way.settings, way.draft, mode=name)[1] for name, way in ways.items()}
+        found |= {name: decode(target, [request], own, drafter, mode=name)[1] for name, (own, drafter) in ways.items()}
         slowest = max(slowest, time.monotonic() - started)
         if number and found[AUTOREGRESSIVE].num_tokens:
             for name, timing in found.items():

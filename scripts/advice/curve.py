@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from eval.stats.bootstrap import Floats, Interval, statistic_interval
-from scripts.lab.bench.harness import SEED, Counts, columns
+from scripts.trials.turns import SEED, Counts, columns
 
 LEAST_GAP = 1e-6
 

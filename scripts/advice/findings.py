@@ -15,7 +15,7 @@ from scripts.advice.comparison import BOTH, LOOKUP, ComparedWay, Comparison
 from scripts.advice.curve import DataCurve
 from scripts.advice.halving import Rung
 from scripts.advice.measuring import TrialMeasurement, TrialSpeed
-from scripts.lab.bench.harness import SEED, columns
+from scripts.trials.turns import SEED, columns
 
 
 @dataclass(frozen=True, kw_only=True)

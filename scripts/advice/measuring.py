@@ -28,7 +28,7 @@ from eval.report.sections import AnswerLength, TimedRound
 from eval.stats.bootstrap import Floats, Interval, ratio_interval, statistic_interval
 from heads.artifact import Draft
 from heads.frozen.loading import Target
-from scripts.lab.bench.harness import SEED, Counts, check_finite, columns, to_request
+from scripts.trials.turns import SEED, Counts, check_finite, columns, to_request
 
 
 class PromptAcceptance(BaseModel):

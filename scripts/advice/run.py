@@ -25,8 +25,8 @@ from scripts.advice.findings import Findings
 from scripts.advice.halving import Rung, TimeBudget, sizes_up_to, successive_halving
 from scripts.advice.page import write_advice
 from scripts.advice.trials import Trials
-from scripts.lab.bench.harness import measured_rows
 from scripts.refresh_steps import commands
+from scripts.trials.turns import measured_rows
 
 MULTIPLES = (2, 4, 16)  # of the answer tokens that the largest trial saw: what so many would bring is predicted
 PROBED = 32  # prompts answered first, to see how long they take

@@ -20,7 +20,7 @@ from heads.frozen.loading import Target
 from scripts.advice.candidates import Candidate
 from scripts.advice.halving import TimeBudget
 from scripts.advice.measuring import TrialMeasurement, TrialSpeed, measure_draft, pool_forwards
-from scripts.lab.bench.trained_runs import TrainingRun, train_run
+from scripts.trials.trained_runs import TrainingRun, train_run
 
 log = logging.getLogger("draftsmith")
 MEASURED = "measured.json"  # in a trial's folder

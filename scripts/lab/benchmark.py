@@ -33,7 +33,6 @@ from scripts.lab.settings import (
     BenchScaleConfig,
     BenchStatesConfig,
     EngineComparisonSettings,
-    ExchangeMemoryConfig,
     ModelsCheckConfig,
     ResultsTableConfig,
     ServeCheckConfig,
@@ -65,7 +64,7 @@ BENCHMARKS = {
         BenchDistillConfig,
         "scripts.lab.bench.distill.benchmark",
         "compare_distillation",
-        "the distillation loss and training beside plain ways and TRL's, tau before and after (after make demo sweep)",
+        "the distillation loss and training beside plain ways and TRL's, tau before and after (after make demo)",
     ),
     "heads": Benchmark(
         BenchHeadsConfig,
@@ -102,12 +101,6 @@ BENCHMARKS = {
         "scripts.lab.bench.engines",
         "check_engines",
         "the loss under DDP, FSDP2 and ZeRO beside one process's",
-    ),
-    "memory": Benchmark(
-        ExchangeMemoryConfig,
-        "scripts.lab.bench.exchange_memory",
-        "measure_exchange",
-        "the peak memory of exports and imports",
     ),
     "models": Benchmark(
         ModelsCheckConfig,

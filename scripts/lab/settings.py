@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from configs.schema.base import NonNegativeInt, PositiveFloat, PositiveInt, Settings, Share
+from configs.schema.commands.recipe_changes import Setting, check_names, dotted
 from configs.schema.evaluation import CostConfig, LosslessConfig, SuiteConfig
 from configs.schema.target import EngineStatesConfig, TargetConfig
 from configs.schema.training import HeadsConfig
-from scripts.lab.recipe_sweep.settings import Setting, check_names, dotted
 
 
 class BenchLossConfig(Settings):
@@ -36,7 +36,18 @@ class BenchDistillConfig(Settings):
     trl_batch_size: PositiveInt = 4  # conversations a batch beside TRL's trainer, where that is installed
     num_prompts: PositiveInt = 24  # held-out conversations decoded for tau, the last of the file: the first chose the draft
     max_new_tokens: PositiveInt = 48
-    sweep: str | None = "runs/sweep/sweep.json"  # of `scripts/lab/sweep.py`: where the file exists, its rows join ours
+    # Recipes trained beside each other, by what the table calls them: sections in place of the draft's own
+    variants: dict[str, dict[str, Any]] = {
+        "forward_kl": {"loss": {"divergence": "forward_kl"}},
+        "reverse_kl": {"loss": {"divergence": "reverse_kl"}},
+        "jsd": {"loss": {"divergence": "jsd", "settings": {"jsd": {"beta": 0.5}}}},
+        "total_variation": {"loss": {"divergence": "total_variation"}},
+        "negative_log_acceptance": {"loss": {"divergence": "negative_log_acceptance"}},
+        "kl_tv_blend": {"loss": {"divergence": "kl_tv_blend"}},
+        "forward_kl_and_tv": {"loss": {"mix": {"forward_kl": 1.0, "total_variation": 1.0}}},
+    }
+    variant_steps: PositiveInt = 60
+    runs: str = "runs/distill/bench"  # folder: the recipes' trainings, kept for the next time
     bootstrap_samples: PositiveInt = 2000
     output: str = "docs/results/distill.json"
 
@@ -209,13 +220,6 @@ class EngineComparisonSettings(Settings):
     target: str = (
         "embedded:smollm2-135m-instruct"  # whose memory `scripts/lab/benchmark.py scale` measures where processes share it
     )
-
-
-class ExchangeMemoryConfig(Settings):
-    """`scripts/lab/benchmark.py memory`: the peak memory of exports and imports of a made-up draft."""
-
-    vocab_size: PositiveInt = 131_072  # rows of the largest tensors, of 2 KiB each
-    folder: str | None = None  # empty; takes about ten times the largest tensor; None: a temporary folder
 
 
 class ResultsPart(Settings):

@@ -35,9 +35,10 @@ from heads.families.eagle3 import Eagle3
 from heads.frozen.hidden_states import TargetStates, num_blocks, read_states
 from heads.frozen.loading import Target
 from heads.modules.interface import NO_DOCUMENT, Batch
-from scripts.lab.bench.harness import SideTurns, TrainingStep, pooled_rate, speed_ratio, take_turns
+from scripts.lab.bench.harness import TrainingStep
 from scripts.lab.bench.peers.speculators_eagle3 import INSTALL, Eagle3Peer, PackedRow, pack, why_not_installed
 from scripts.lab.settings import BenchHeadsConfig
+from scripts.trials.turns import SideTurns, pooled_rate, speed_ratio, take_turns
 from train.launch import make_accelerator
 from train.loop.optimizer import make_optimizer
 from train.tasks.head import HeadTask

@@ -40,8 +40,9 @@ from eval.report.schema import Report, load_report, write_report
 from eval.stats.bootstrap import Interval, ratio_interval
 from heads.artifact import load_draft
 from heads.frozen.loading import load_target
-from scripts.lab.bench.harness import SideTurns, in_fresh_process, measure_growth, speedup, take_turns, write_results
+from scripts.lab.bench.harness import in_fresh_process, measure_growth, write_results
 from scripts.lab.settings import BenchEvalConfig
+from scripts.trials.turns import SideTurns, speedup, take_turns
 
 DRAFTS = 3
 TOKENS = 64  # of each answer

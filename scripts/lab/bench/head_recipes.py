@@ -18,8 +18,8 @@ from distill.cache.format import MANIFEST as CACHE_MANIFEST
 from distill.cache.storage import Folder
 from distill.dataset.conversations import MANIFEST
 from scripts.lab.bench.provenance import check_trained_here
-from scripts.lab.bench.trained_runs import Recipe, TrainingRun, in_own_folder, load_changed, train_all
 from scripts.lab.settings import BenchHeadsConfig
+from scripts.trials.trained_runs import Recipe, TrainingRun, in_own_folder, load_changed, train_all
 
 CACHE_TIME = "cache_time.json"
 

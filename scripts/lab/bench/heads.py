@@ -55,13 +55,14 @@ from heads.modules.output_head import DraftHead
 from heads.proposers.prompt_lookup import PromptLookup
 from heads.proposers.protocol import Proposer
 from scripts.lab.bench.eagle3_training import TrainingComparison, compare_eagle3
-from scripts.lab.bench.harness import SEED, check_finite, first_requests, flat, measured_rows, speedup, write_results
+from scripts.lab.bench.harness import flat, write_results
 from scripts.lab.bench.head_recipes import read_cache_seconds, train_recipes
 from scripts.lab.bench.peers.dense_attention import attention_ratios, attention_rows, compare_attention
 from scripts.lab.bench.provenance import describe_origin
 from scripts.lab.bench.tables import NOT_AVAILABLE
-from scripts.lab.bench.trained_runs import TrainingRun
 from scripts.lab.settings import BenchHeadsConfig
+from scripts.trials.trained_runs import TrainingRun
+from scripts.trials.turns import SEED, check_finite, first_requests, measured_rows, speedup
 
 log = logging.getLogger("draftsmith")
 

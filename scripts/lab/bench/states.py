@@ -27,10 +27,11 @@ from eval.stats.bootstrap import Interval
 from heads.frozen.hidden_states import read_states
 from heads.frozen.loading import load_target
 from heads.inference.model_checks import relative_error
-from scripts.lab.bench.harness import add_ratios, take_turns
+from scripts.lab.bench.harness import add_ratios
 from scripts.lab.bench.scale import run_steps, tokens_a_second
 from scripts.lab.bench.scale_steps import Steps
 from scripts.lab.settings import BenchScaleConfig, BenchStatesConfig
+from scripts.trials.turns import take_turns
 
 log = logging.getLogger("draftsmith")
 

@@ -74,9 +74,8 @@ def _tables(results: Path, name: str, given: str | None) -> str:
             rows, ratios, summary = _chosen_rows(rows, part), {key: ratios[key] for key in ratios if _named(key, part)}, None
             if not rows and not ratios:
                 raise InputError(f"table {name!r}: {path} has nothing of {given.strip()}")
-        source = (
-            f"`{name}.json`: `{present_command(content['command'])}` on {_machine(content['hardware'])}, torch {content['versions']['torch']}"
-        )
+        command, torch = present_command(content["command"]), content["versions"]["torch"]
+        source = f"`{name}.json`: `{command}` on {_machine(content['hardware'])}, torch {torch}"
         commit = content.get("git", {}).get("commit")
         source += f", commit {commit[:12]}." if commit else "."
         return "\n\n".join(each for each in (summary, _ratios(ratios), _rows(rows), source) if each)

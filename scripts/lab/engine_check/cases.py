@@ -29,12 +29,13 @@ from heads.formats.exporting.exporter import SERVE_FILE, export
 from heads.formats.exporting.source import TargetFolder, read_source
 from heads.formats.exporting.table import engines_of, form_of
 from heads.frozen.loading import Target, load_target, locate
-from scripts.lab.bench.harness import SEED, first_requests, flat, measured_rows, write_results
+from scripts.lab.bench.harness import flat, write_results
 from scripts.lab.bench.head_recipes import train_recipes
 from scripts.lab.bench.provenance import check_trained_here
 from scripts.lab.engine_check.engines import ENGINES, EngineAnswer, EngineRun, find_engine, run_engine
 from scripts.lab.engine_check.ours import Counts, PlainAnswers, count_ours, decode_plainly, tau
 from scripts.lab.settings import CheckedEngine, ServeCase, ServeCheckConfig
+from scripts.trials.turns import SEED, first_requests, measured_rows
 
 log = logging.getLogger("draftsmith")
 

@@ -15,7 +15,7 @@ from configs.schema.training import DistillConfig, HeadsConfig
 from scripts import advise, demo
 from scripts.advice.findings import name_engines
 from scripts.advice.halving import Rung
-from scripts.lab.bench import trained_runs
+from scripts.trials import trained_runs
 from train.launch import run_distillation, run_heads
 
 TRAINING = {"heads.py": (HeadsConfig, run_heads), "distill.py": (DistillConfig, run_distillation)}

@@ -35,9 +35,10 @@ from scripts.lab.bench.decode.table import (
     timings_of,
 )
 from scripts.lab.bench.decode.ways import list_ways
-from scripts.lab.bench.harness import SEED, speed_ratio, take_turns, write_results
+from scripts.lab.bench.harness import write_results
 from scripts.lab.bench.peers.transformers_generate import TransformersPeer
 from scripts.lab.settings import BenchDecodeConfig
+from scripts.trials.turns import SEED, speed_ratio, take_turns
 
 log = logging.getLogger("draftsmith")
 

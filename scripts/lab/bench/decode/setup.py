@@ -21,10 +21,10 @@ from heads.artifact import Draft, load_draft
 from heads.frozen.loading import Target, load_target, move
 from heads.inference.lean_forward import lean_twin
 from heads.proposers.protocol import Proposer
-from scripts.lab.bench.harness import first_requests, measured_rows
 from scripts.lab.bench.head_recipes import train_recipes
 from scripts.lab.bench.provenance import check_trained_here
 from scripts.lab.settings import BenchDecodeConfig
+from scripts.trials.turns import first_requests, measured_rows
 
 log = logging.getLogger("draftsmith")
 

@@ -25,7 +25,7 @@ from heads.frozen.loading import Target
 from heads.proposers.protocol import Proposer
 from scripts.lab.bench.decode.setup import Answers, DecodeSetup, Requests
 from scripts.lab.bench.decode.ways import COMPARED, Way
-from scripts.lab.bench.harness import SEED, SideTurns, speedup, take_turns
+from scripts.trials.turns import SEED, SideTurns, speedup, take_turns
 
 TurnsOfSide = SideTurns[Answers]
 Turns = dict[str, TurnsOfSide]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from configs.schema.decoding import DecodeConfig, ParticleSampling, TypicalAcceptance, Verification
-from configs.schema.drafting import WIDE, Candidates, DynamicTree, Path, StaticTree
+from configs.schema.drafting import WIDE, Candidates, Path, StaticTree
 from eval.cost.draft_length import choose_stopping
 from eval.cost.tree_choice import choose_tree
 from heads.artifact import Draft
@@ -25,6 +25,7 @@ from heads.proposers.protocol import Proposer, TreeProposer
 from heads.proposers.self_speculation import SelfSpeculation
 from heads.proposers.suffix_lookup import SuffixLookup
 from scripts.lab.bench.decode.setup import DRAFT_LM, DecodeSetup
+from scripts.trials.turns import tree_settings
 
 log = logging.getLogger("draftsmith")
 
@@ -97,11 +98,9 @@ def chain_ways(drafts: Mapping[str, Draft], settings: DecodeConfig) -> list[Way]
 
 def tree_ways(name: str, draft: TreeProposer, settings: DecodeConfig, paths: Sequence[Path]) -> list[Way]:
     """Return greedy decoding with one draft's static tree, and with one grown anew each round, of as many tokens."""
-    static = StaticTree(kind="static", paths=[list(path) for path in paths])
-    grown = DynamicTree(kind="dynamic", num_nodes=len(paths), width=min(4, len(paths)))
-    depth = max(static.depth, settings.num_speculative_tokens)
     return [
-        _greedy(f"{tree.kind} tree", name, draft, settings, tree=tree, num_speculative_tokens=depth) for tree in (static, grown)
+        Way(rule="greedy", shape=shape, proposer=name, settings=each, draft=draft)
+        for shape, each in tree_settings(settings, paths).items()
     ]
 
 

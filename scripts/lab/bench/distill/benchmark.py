@@ -7,6 +7,7 @@ what, is read from the artifact, so that the figures are those of the recipe tha
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,7 +17,6 @@ from pydantic import ValidationError
 
 from configs.runtime.command import DONE, GATE_FAILED
 from configs.runtime.errors import InputError
-from configs.runtime.files import read_json
 from configs.schema.decoding import DecodeConfig
 from configs.schema.training import DistillConfig
 from distill.dataset.conversations import read_conversations
@@ -26,18 +26,18 @@ from heads.artifact import load_draft, read_metadata
 from heads.frozen.loading import load_target
 from scripts.lab.bench.distill.loss import LossMeasurement, measure_losses
 from scripts.lab.bench.distill.training import DistillSetup, compare_cached, compare_with_trl, training_ratios, training_rows
-from scripts.lab.bench.harness import SEED, Counts, columns, count_rounds, to_request, write_results
+from scripts.lab.bench.distill.variants import TEMPERATURES, train_variants, variant_rows
+from scripts.lab.bench.harness import write_results
 from scripts.lab.bench.peers.trl_gkd import trl_is_installed
-from scripts.lab.bench.provenance import check_same_origin, check_trained_here, is_published
-from scripts.lab.recipe_sweep.results import read_rows
+from scripts.lab.bench.provenance import check_trained_here
 from scripts.lab.settings import BenchDistillConfig
+from scripts.trials.turns import SEED, Counts, columns, count_rounds, to_request
 from train.launch import make_accelerator
 from train.loop.checkpoints import Progress
 
 log = logging.getLogger("draftsmith")
 
 UNDISTILLED, DISTILLED = "undistilled", "distilled"
-TEMPERATURES = (0.0, 1.0)
 DECODE_BATCH = 8
 
 
@@ -47,24 +47,24 @@ def compare_distillation(config: BenchDistillConfig) -> int:
     check_trained_here([config.draft], config.output)
     if not trl_is_installed():
         log.info("trl is not installed: its sides are left out (pip install trl==1.16.0)")
-    swept = []
-    if config.sweep and (sweep := Path(config.sweep)).is_file():
-        swept = read_rows(sweep)
-        if is_published(config.output):
-            check_same_origin(read_json(sweep, "results of a sweep"), sweep)
-    else:
-        log.info("there is no sweep (%s): its rows are left out (make sweep)", config.sweep)
+    variants = train_variants(config, training)
     losses = measure_losses(config.loss)
     with TemporaryDirectory(prefix="bench-distill-") as scratch:
         setup = load_setup(config, training, Path(scratch))
         cached, beside_trl = compare_cached(setup), compare_with_trl(setup)
         counts = measure_acceptance(setup)
+        compared = variant_rows(variants, partial(count_accepted, setup), config.bootstrap_samples)
     samples = config.bootstrap_samples
     write_results(
         config.output,
         "distill",
         config,
-        rows=[*acceptance_rows(training, counts, samples), *losses.rows(), *training_rows(setup, cached, beside_trl), *swept],
+        rows=[
+            *acceptance_rows(training, counts, samples),
+            *losses.rows(),
+            *training_rows(setup, cached, beside_trl),
+            *compared,
+        ],
         ratios={
             **losses.ratios(samples),
             **training_ratios(cached, beside_trl, samples),
@@ -125,23 +125,28 @@ def measure_acceptance(setup: DistillSetup) -> dict[tuple[str, float], Counts]:
     task = setup.make_task(setup.training)
     task.save(task.module, Progress(), {})
     folders = {UNDISTILLED: Path(setup.training.output) / "artifact", DISTILLED: Path(setup.config.draft)}
+    counts = {name: count_accepted(setup, name, folder) for name, folder in folders.items()}
+    return {(name, temperature): each for name, own in counts.items() for temperature, each in own.items()}
+
+
+def count_accepted(setup: DistillSetup, name: str, artifact: Path) -> dict[float, Counts]:
+    """Decode the held-out prompts with a draft; return committed tokens and rounds by prompt at each temperature."""
     requests = [to_request(row) for row in setup.held_out[-setup.config.num_prompts :]]
     check_decodable(setup.target, requests)
-    counts: dict[tuple[str, float], Counts] = {}
-    for name, folder in folders.items():
-        draft = load_draft(folder, setup.target.identity, setup.target.model)
-        for temperature in TEMPERATURES:
-            settings = DecodeConfig(
-                num_speculative_tokens=setup.training.num_speculative_tokens,
-                max_new_tokens=setup.config.max_new_tokens,
-                batch_size=DECODE_BATCH,
-                temperature=temperature,
-                verification="token",
-            )
-            by_prompt = count_rounds(setup.target, requests, settings, draft.proposer, what=f"{name} draft")
-            counts[name, temperature] = [(committed, rounds) for committed, rounds in by_prompt.values()]
-            committed, rounds = map(sum, zip(*counts[name, temperature], strict=True))
-            log.info("%s draft at temperature %g: %.3f tokens per target step", name, temperature, committed / rounds)
+    draft = load_draft(artifact, setup.target.identity, setup.target.model)
+    counts: dict[float, Counts] = {}
+    for temperature in TEMPERATURES:
+        settings = DecodeConfig(
+            num_speculative_tokens=setup.training.num_speculative_tokens,
+            max_new_tokens=setup.config.max_new_tokens,
+            batch_size=DECODE_BATCH,
+            temperature=temperature,
+            verification="token",
+        )
+        by_prompt = count_rounds(setup.target, requests, settings, draft.proposer, what=f"{name} draft")
+        counts[temperature] = [(committed, rounds) for committed, rounds in by_prompt.values()]
+        committed, rounds = map(sum, zip(*counts[temperature], strict=True))
+        log.info("%s draft at temperature %g: %.3f tokens per target step", name, temperature, committed / rounds)
     return counts
 
 

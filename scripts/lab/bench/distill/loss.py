@@ -27,9 +27,10 @@ from distill.loss.chunked import LogitHead, chunked_loss
 from distill.loss.divergences import jsd
 from distill.loss.pairs import HiddenRows
 from eval.stats.bootstrap import Interval, paired_ratio_interval
-from scripts.lab.bench.harness import SEED, in_fresh_process, measure_growth, read_kibibytes, take_turns
+from scripts.lab.bench.harness import in_fresh_process, measure_growth, read_kibibytes
 from scripts.lab.bench.peers.trl_gkd import trl_chunked_jsd, trl_is_installed
 from scripts.lab.settings import BenchLossConfig
+from scripts.trials.turns import SEED, take_turns
 
 OURS, UNCHUNKED, TRL = "chunked", "unchunked", "trl_chunked"
 BETAS = {"jsd": 0.5, "forward_kl": 0.0, "reverse_kl": 1.0}  # the generalised JSD by its ends, as TRL takes it, too

@@ -32,9 +32,10 @@ from distill.student.init import initial_draft
 from eval.stats.bootstrap import Interval
 from heads.frozen.loading import Target
 from heads.modules.interface import NO_DOCUMENT, Batch
-from scripts.lab.bench.harness import SideTurns, TrainingStep, pooled_rate, speed_ratio, take_turns
+from scripts.lab.bench.harness import TrainingStep
 from scripts.lab.bench.peers.trl_gkd import GkdPeer, trl_is_installed
 from scripts.lab.settings import BenchDistillConfig
+from scripts.trials.turns import SideTurns, pooled_rate, speed_ratio, take_turns
 from train.loop.optimizer import make_optimizer
 from train.tasks.draft import DraftTask
 

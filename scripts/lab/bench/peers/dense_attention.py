@@ -23,7 +23,8 @@ from eval.stats.bootstrap import Interval, paired_ratio_interval
 from heads.families.eagle3 import UnrolledKeys
 from heads.modules.attention import Ranges, causal_ranges
 from heads.modules.layers import DraftAttention, LayerShape, Rotary, Rotation
-from scripts.lab.bench.harness import SEED, in_fresh_process, measure_growth, take_turns
+from scripts.lab.bench.harness import in_fresh_process, measure_growth
+from scripts.trials.turns import SEED, take_turns
 
 OURS, DENSE = "ranges", "dense"
 SHAPE = LayerShape(

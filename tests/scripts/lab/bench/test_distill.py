@@ -98,7 +98,9 @@ def config(recipe, tmp_path_factory):
         num_batches=2,
         num_prompts=3,
         max_new_tokens=12,
-        sweep=str(tmp_path / "sweep.json"),
+        variants={"forward_kl": {}, "jsd": {"loss": {"divergence": "jsd"}}},
+        variant_steps=1,
+        runs=str(tmp_path / "variants"),
         bootstrap_samples=50,
         output=str(tmp_path / "distill.json"),
     )
@@ -113,8 +115,6 @@ def test_the_file_holds_every_ratio_and_the_rows_of_every_part(config, monkeypat
     # A process of its own costs seconds of imports; the one test of a real one is below.
     by_side = {"chunked": Pass(2.0, 3.0, 0.5), "unchunked": Pass(8.0, 4.0, 0.50001)}
     monkeypatch.setattr(loss_comparison, "in_fresh_process", lambda work, config, key, positions: by_side[key.side])
-    swept = {"divergence": "jsd", "data_policy": "on_policy", "tau_t0": 1.5}
-    Path(config.sweep).write_text(json.dumps({"rows": [swept]}))
     assert compare_distillation(config) == DONE
     results = json.loads(Path(config.output).read_text())
     ratios = results["ratios"]
@@ -131,8 +131,11 @@ def test_the_file_holds_every_ratio_and_the_rows_of_every_part(config, monkeypat
     losses = [(row["loss"], row["divergence"], row["positions"]) for row in rows if "loss" in row]
     assert losses == [("chunked", "jsd", 16), ("unchunked", "jsd", 16)]
     assert [row["training"] for row in rows if "training" in row] == ["online", "cached"]
-    assert rows[-1] == swept
-    assert len(rows) == 9
+    first, other = rows[-2:]
+    assert (first["recipe"], other["recipe"]) == ("forward_kl", "jsd")
+    assert first["tau_t0_vs_first"] == 1.0
+    assert other["labels"] > 0
+    assert len(rows) == 10
 
 
 def test_the_sides_of_the_loss_give_the_same_value_and_gradient():

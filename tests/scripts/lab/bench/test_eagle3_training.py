@@ -23,9 +23,10 @@ from scripts.lab.bench.eagle3_training import (
     our_side,
     their_side,
 )
-from scripts.lab.bench.harness import TrainingStep, Turn
+from scripts.lab.bench.harness import TrainingStep
 from scripts.lab.bench.peers import dense_attention
 from scripts.lab.bench.peers.speculators_eagle3 import pack, why_not_installed
+from scripts.trials.turns import Turn
 from train.launch import make_accelerator
 
 RATIO = "eagle3_tokens_per_second_vs_speculators"

@@ -8,8 +8,9 @@ from functools import partial
 import pytest
 
 from scripts.lab.bench import harness as benchmarks
-from scripts.lab.bench.harness import Turn, in_fresh_process, speed_ratio, take_turns, write_results
+from scripts.lab.bench.harness import in_fresh_process, write_results
 from scripts.lab.settings import BenchDecodeConfig
+from scripts.trials.turns import Turn, speed_ratio, take_turns
 
 
 @pytest.mark.parametrize("warm_up", [True, False])

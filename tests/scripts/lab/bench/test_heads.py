@@ -23,10 +23,11 @@ from heads.artifact import load_draft
 from heads.proposers.merged import LookupFirst, MergedDrafts
 from heads.proposers.prompt_lookup import PromptLookup
 from scripts.lab.bench import eagle3_training as eagle3_comparison
-from scripts.lab.bench import head_recipes, heads, trained_runs
+from scripts.lab.bench import head_recipes, heads
 from scripts.lab.bench.eagle3_training import ANSWERS, EVERY_TOKEN, OURS, THEIRS, TrainingComparison, name_of
 from scripts.lab.bench.head_recipes import make_cache, make_data, read_cache_seconds, with_cache
 from scripts.lab.bench.heads import compare_heads, verdict
+from scripts.trials import trained_runs
 from tests.scripts.lab.bench.conftest import ABROAD
 from train.launch import run_distillation, run_heads
 

@@ -13,10 +13,10 @@ from configs.schema.evaluation import LosslessConfig
 from configs.schema.training import DistillConfig, HeadsConfig
 from distill.generation.make_dataset import make_dataset
 from eval.report.schema import load_report
-from scripts.lab.bench import trained_runs
 from scripts.lab.modalities import benchmark
 from scripts.lab.modalities.benchmark import compare_modalities
 from scripts.lab.settings import BenchModalitiesConfig
+from scripts.trials import trained_runs
 from tests.support.evaluations import tiny_evaluation
 from train.launch import run_distillation, run_heads
 

@@ -22,8 +22,8 @@ from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.files import CHECKOUT, read_json, sha256_of, write_json
 from configs.runtime.loading import load_config
 from configs.runtime.run_record import describe_git, training_fingerprint
+from configs.schema.commands.recipe_changes import Setting
 from configs.schema.training import DistillConfig, HeadsConfig
-from scripts.lab.recipe_sweep.settings import Setting
 
 log = logging.getLogger("draftsmith")
 

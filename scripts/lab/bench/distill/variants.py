@@ -1,0 +1,65 @@
+"""The distillation benchmark's recipes beside each other: the draft's own with one section changed, each trained briefly.
+
+All begin with the same draft and see the same data in the same order. The intervals are over prompts: another seed of the
+training is not in them. Training takes a process for each, before the benchmark loads the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from configs.runtime.errors import ConfigError
+from configs.schema.training import DistillConfig
+from eval.stats.bootstrap import paired_ratio_interval, ratio_interval
+from scripts.lab.settings import BenchDistillConfig
+from scripts.trials.trained_runs import TrainingRun, in_own_folder, train_all
+from scripts.trials.turns import SEED, Counts, columns
+
+TEMPERATURES = (0.0, 1.0)
+
+
+def train_variants(config: BenchDistillConfig, training: DistillConfig) -> list[TrainingRun]:
+    """Train what is not trained of `config.variants`; return the runs in their order."""
+    runs = [_run(config, training, name) for name in config.variants]
+    train_all(runs, "recipe")
+    return runs
+
+
+def variant_rows(
+    runs: Sequence[TrainingRun], counts_of: Callable[[str, Path], Mapping[float, Counts]], samples: int
+) -> list[dict[str, Any]]:
+    """Return a row for each recipe, compared with the first.
+
+    Args:
+        counts_of: decodes the prompts with a draft, given its name and its artifact; counts by temperature.
+        samples: of the bootstrap over prompts.
+    """
+    rows: list[dict[str, Any]] = []
+    first: Mapping[float, Counts] = {}
+    for run in runs:
+        counts = counts_of(run.name, run.artifact)
+        first = first or counts
+        outcome = run.read_outcome()
+        row: dict[str, Any] = {"recipe": run.name}
+        row |= {f"tau_t{heat:g}": ratio_interval(*columns(each), samples=samples, seed=SEED) for heat, each in counts.items()}
+        row |= {
+            f"tau_t{heat:g}_vs_first": paired_ratio_interval(*columns(each), *columns(first[heat]), samples=samples, seed=SEED)
+            for heat, each in counts.items()
+        }
+        rows.append(row | {"training_seconds": outcome["seconds"], "labels": int(outcome["labels"])})
+    return rows
+
+
+def _run(config: BenchDistillConfig, training: DistillConfig, name: str) -> TrainingRun:
+    values = training.model_dump()
+    values["schedule"]["max_steps"] = config.variant_steps
+    values["held_out"]["num_prompts"] = 8
+    try:
+        recipe = DistillConfig.model_validate(values | config.variants[name])
+    except ValidationError as error:
+        raise ConfigError(f"variants.{name}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from error
+    return TrainingRun(name=name, recipe=in_own_folder(recipe, Path(config.runs), name))

@@ -1,0 +1,191 @@
+"""What small trainings and benchmarks compare by: sides that take turns, their ratios, and held-out prompts that chose nothing.
+
+A time belongs to the machine and the minute it was measured in; a ratio of two sides that took turns in one run also means
+something elsewhere.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from configs.runtime.errors import InputError
+from configs.runtime.progress import progress
+from configs.schema.data import shares_of
+from configs.schema.decoding import DecodeConfig
+from configs.schema.drafting import DynamicTree, StaticTree
+from configs.schema.drafting import Path as TreePath
+from distill.dataset.conversations import Conversation, read_conversations
+from eval.decoder.decode import Request, decode
+from eval.decoder.records import Generation, Timing
+from eval.metrics.acceptance import count_per_prompt
+from eval.metrics.speed import compare_speed
+from eval.stats.bootstrap import Interval, paired_ratio_interval
+from heads.frozen.loading import Target
+from heads.proposers.protocol import Proposer
+
+SEED = 0  # of all resampling
+
+C = TypeVar("C")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Turn(Generic[R]):
+    """What one side made of one case, and the wall-clock seconds it took."""
+
+    result: R
+    seconds: float
+
+
+Counts = Sequence[tuple[int, int]]  # by prompt: committed tokens and rounds
+SideTurns = list[list[Turn[R]]]  # of one side, by case and repeat
+
+
+def take_turns(
+    sides: Mapping[str, Callable[[C, int], R]],
+    cases: Sequence[C],
+    repeats: int,
+    *,
+    description: str,
+    unit: str = "prompts",
+    warm_up: bool = True,
+) -> dict[str, SideTurns[R]]:
+    """Run every side on every case `repeats` times, and time each run.
+
+    The sides alternate on each case, so that drift in the machine's speed affects all of them alike, and every second time
+    they do so in reverse order, so that no side always runs after the same other one.
+
+    Args:
+        sides: called with a case and the number of the repeat; a side returns when its work is done, on a GPU as well.
+        cases: what they work on, e.g. prompts; at least one.
+        repeats: timed runs of each side on each case.
+        description, unit: for the progress bar.
+        warm_up: whether each side first does the first case once, untimed; not needed by sides that start processes.
+    """
+    if warm_up:
+        for side in sides.values():
+            side(cases[0], 0)
+    names = list(sides)
+    turns: dict[str, SideTurns[R]] = {name: [[] for _ in cases] for name in sides}
+    with progress(description, len(cases), unit) as advance:
+        for number, case in enumerate(cases):
+            order = [(repeat, name) for repeat in range(repeats) for name in names[:: -1 if (number + repeat) % 2 else 1]]
+            for repeat, name in order:
+                started = time.perf_counter()
+                result = sides[name](case, repeat)
+                turns[name][number].append(Turn(result, time.perf_counter() - started))
+            advance(1)
+    return turns
+
+
+def speed_ratio(ours: SideTurns[R], theirs: SideTurns[R], amount: Callable[[R], float], *, samples: int) -> Interval:
+    """Return our amount a second over theirs, pooled, with its interval; above 1 we are faster.
+
+    Args:
+        ours, theirs: of the same cases in the same order. The case is what the bootstrap draws; its repeats are summed, being
+            no independent evidence.
+        amount: how much a result is, e.g. its number of tokens.
+        samples: of the bootstrap.
+
+    Raises:
+        ValueError: the sides did not do the same cases equally often.
+    """
+    if list(map(len, ours)) != list(map(len, theirs)):
+        raise ValueError("the two sides did not do the same cases equally often")
+    columns = [
+        [sum(value(turn) for turn in turns) for turns in side]
+        for side, value in (
+            (theirs, lambda turn: turn.seconds),
+            (theirs, lambda turn: amount(turn.result)),
+            (ours, lambda turn: turn.seconds),
+            (ours, lambda turn: amount(turn.result)),
+        )
+    ]
+    return paired_ratio_interval(*columns, samples=samples, seed=SEED)
+
+
+def speedup(timings: Sequence[Timing], mode: str, *, samples: int) -> Interval:
+    """Return how many times plain decoding's speed a mode had, the prompts' forwards left out."""
+    found = compare_speed(timings, mode, samples=samples, seed=SEED)
+    return Interval(found["decode_speedup"], *(found["decode_speedup_ci"] or ()))
+
+
+def columns(counts: Counts) -> tuple[list[float], list[float]]:
+    """Return committed tokens and rounds by prompt, as intervals take them."""
+    return [float(committed) for committed, _ in counts], [float(rounds) for _, rounds in counts]
+
+
+def pooled_rate(cases: SideTurns[R], amount: Callable[[R], float]) -> float:
+    """Return a side's amount a second, pooled over cases and repeats."""
+    turns = [turn for repeats in cases for turn in repeats]
+    return sum(amount(turn.result) for turn in turns) / sum(turn.seconds for turn in turns)
+
+
+def measured_rows(path: Path, num_prompts: int, num_choosing: int, sources: Sequence[str] = ()) -> list[Conversation]:
+    """Return the conversations, all turns, of the last prompts of a held-out file, none of which chose a checkpoint.
+
+    Args:
+        num_choosing: conversations at the file's beginning that choose checkpoints (`held_out.num_prompts` of a recipe).
+        sources: of prompts (`prompts.sources`), as many of each; none: all.
+
+    Raises:
+        InputError: there are fewer.
+    """
+    rows = read_conversations(path)
+    choosing = {row.prompt_id for row in rows[:num_choosing]}
+    others = list(dict.fromkeys(row.prompt_id for row in rows if row.prompt_id not in choosing))
+    measured: set[str] = set()
+    for source, share in zip(sources or [""], shares_of(num_prompts, [1] * max(1, len(sources))), strict=True):
+        of_source = [name for name in others if not source or name.startswith(f"{source}/")]
+        if len(of_source) < share:
+            of = f" of source {source}" if source else ""
+            raise InputError(
+                f"num_prompts: {path} has {len(of_source)} prompts{of} beside the {len(choosing)} that choose checkpoints, got "
+                f"{share}; ask for fewer, or give held_out.num_prompts of the recipe a smaller number"
+            )
+        measured |= set(of_source[len(of_source) - share :])
+    return [row for row in rows if row.prompt_id in measured]
+
+
+def count_rounds(
+    target: Target, requests: Sequence[Request], settings: DecodeConfig, proposer: Proposer, *, what: str
+) -> dict[str, list[int]]:
+    """Decode prompts in batches of `settings.batch_size`; return `{prompt id: [committed tokens, rounds]}`."""
+    generations: list[Generation] = []
+    for start in range(0, len(requests), settings.batch_size):
+        generations += decode(target, requests[start : start + settings.batch_size], settings, proposer)[0]
+    check_finite(generations, what)
+    return count_per_prompt(generations)
+
+
+def check_finite(generations: Iterable[Generation], what: str) -> None:
+    """Raise a RuntimeError, with the draft's name and the first prompt, where target or draft computed NaN or infinity."""
+    failed = [generation.prompt_id for generation in generations if generation.stop_reason == "non_finite"]
+    if failed:
+        raise RuntimeError(f"{what}: the logits of target or draft are not finite on prompt {failed[0]}")
+
+
+def to_request(row: Conversation) -> Request:
+    """Return the prompt of a conversation as the decoder takes it."""
+    return Request(prompt_id=f"{row.prompt_id}/{row.turn}", category=row.category, tokens=row.prompt_ids)
+
+
+def first_requests(rows: Sequence[Conversation]) -> list[Request]:
+    """Return the first turn of each conversation as the decoder takes it: turns of one are not independent samples."""
+    first_turns = {row.prompt_id: row for row in reversed(rows)}
+    return [to_request(row) for row in reversed(first_turns.values())]
+
+
+def tree_settings(settings: DecodeConfig, paths: Sequence[TreePath]) -> dict[str, DecodeConfig]:
+    """Return settings for a static tree of these paths, and for one grown anew each round of as many tokens."""
+    static = StaticTree(kind="static", paths=[list(path) for path in paths])
+    grown = DynamicTree(kind="dynamic", num_nodes=len(paths), width=min(4, len(paths)))
+    depth = max(static.depth, settings.num_speculative_tokens)
+    return {
+        f"{tree.kind} tree": settings.model_copy(update={"tree": tree, "num_speculative_tokens": depth})
+        for tree in (static, grown)
+    }
