@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from configs.schema.retired import read_retired
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -35,6 +37,11 @@ class Settings(BaseModel):
     """A section of a config: immutable, strict types, no unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reads_keys_of_before(cls, values: Any) -> Any:
+        return read_retired((each.__name__ for each in cls.__mro__), values)
 
 
 def check_rising(name: str, values: Sequence[int] | None, what: str) -> None:

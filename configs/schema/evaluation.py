@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -12,8 +11,6 @@ from configs.schema.base import NonNegativeInt, PositiveFloat, PositiveInt, Posi
 from configs.schema.data import RowFormat
 from configs.schema.decoding import DecodeConfig
 from configs.schema.target import TargetConfig
-
-log = logging.getLogger("draftsmith")
 
 
 def dotted(path: str, what: str) -> str:
@@ -130,14 +127,6 @@ class LosslessConfig(Settings):
     # What a test must be able to show in four of five runs; one that would miss it is inconclusive where it finds nothing.
     must_show_variation: PositiveShare = 0.2  # total variation of the first tokens' distribution from the target's
     must_show_nats: PositiveFloat = 0.5  # difference of the answers' mean log-likelihood a token
-
-    @model_validator(mode="before")
-    @classmethod
-    def _reads_a_key_of_before(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or "check_float32_prompts" not in values:
-            return values
-        log.warning("lossless.check_float32_prompts is ignored: every answer is checked, by a wider copy of the target")
-        return {key: value for key, value in values.items() if key != "check_float32_prompts"}
 
 
 FreeDraft = Literal["prompt_lookup", "suffix_lookup", "self_speculation"]  # ways of drafting that need no training

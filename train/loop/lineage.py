@@ -21,6 +21,7 @@ from configs.runtime.errors import ConfigError
 from configs.runtime.redaction import mask_secrets
 from configs.runtime.run_record import LEFT_OUT_BEFORE, changes_no_weight, deciding_settings, training_fingerprint
 from configs.schema.base import PositiveInt, Settings
+from configs.schema.retired import was_off
 from configs.schema.training import ScheduleConfig
 
 LENGTH = ("schedule.max_steps", "schedule.epochs")  # a run may be resumed with more of them
@@ -76,7 +77,8 @@ class Lineage(Settings):
 
     def changes(self, then: Lineage) -> dict[str, tuple[Any, Any]]:
         """Return the settings that differ, as dotted key -> (value then, value now); None where a key is not set."""
-        old, new = _flat(then.settings or {}), _flat(self.settings or {})
+        new = _flat(self.settings or {})
+        old = {key: value for key, value in _flat(then.settings or {}).items() if key in new or not was_off(key, value)}
         return {key: (old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)}
 
     def objection_to_settings(self, then: Lineage) -> str | None:
@@ -84,7 +86,7 @@ class Lineage(Settings):
         if then.config_sha256 in (self.config_sha256, self.earlier_sha256):
             return None
         changed = self.changes(then)
-        if then.settings is None or not changed:
+        if then.settings in (None, self.settings):  # the same but for secrets, which are masked
             return "belongs to a run with another config or other data"
         # Checkpoints of earlier releases have more keys.
         refused = {key: values for key, values in changed.items() if key not in LENGTH and not changes_no_weight(key)}
