@@ -150,7 +150,7 @@ def make_training_loader(
     These have about as many positions, or equally many rows where the draft writes on some: on as many in all processes.
     """
     batch_size, seed, length = config.schedule.batch_size, config.schedule.seed, config.data.row_length
-    if isinstance(config, DistillConfig) and config.policy.rewrites:
+    if isinstance(config, DistillConfig) and config.policy.on_policy:
         num_batches = 1
     if length is None:
         return make_loader(dataset, batch_size, seed=seed, workers=workers, num_batches=num_batches)

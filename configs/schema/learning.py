@@ -1,8 +1,4 @@
-"""How a draft learns: its initialization, the divergence from the target, the optimiser, and the data policy. Imports no torch.
-
-A data policy says whose answers the draft is trained on: those of the data set, or in part answers that the draft writes during
-training (`distill.student.on_policy`).
-"""
+"""How a draft learns: initialisation, divergence from the target, optimiser and on-policy rows. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +12,6 @@ from configs.schema.base import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    PositiveShare,
     Settings,
     Share,
     Temperature,
@@ -35,19 +30,14 @@ class LoraSettings(Settings):
 
 def _default_layers(student: dict[str, Any]) -> list[int] | None:
     """Keep the first four blocks by default; on SmolLM2 they draft better than the first and last two."""
-    return [0, 1, 2, 3] if student.get("init") == "target_layers" and student.get("layer_choice") is None else None
+    return [0, 1, 2, 3] if student.get("init") == "target_layers" else None
 
 
 class StudentConfig(Settings):
     """The draft before training: some of the target's layers, any smaller model, or a new one."""
 
     init: Literal["target_layers", "model", "config", "fresh"] = "target_layers"  # what the draft starts from
-    # target_layers: how the kept blocks are chosen, and how many; or a list of them, in order
-    layer_choice: Literal["first", "last", "spread", "searched"] | None = None
-    num_layers: PositiveInt | None = None  # with layer_choice: how many blocks to keep
-    search_trials: PositiveInt = 32  # searched: drafts tried, each a forward over the calibration conversations
-    search_conversations: PositiveInt = 16  # searched: training conversations that acceptance is measured on
-    # target_layers: the target's blocks to keep, from 0, in place of layer_choice; by default the first four
+    # target_layers: the target's blocks to keep, from 0, in order; by default the first four
     layers: list[NonNegativeInt] | None = Field(default_factory=_default_layers)
     path: str | None = None  # model: folder or Hub id; config: folder with a config.json
     # fresh: what differs from the target's own config, e.g. {num_hidden_layers: 4, hidden_size: 256}
@@ -63,13 +53,8 @@ class StudentConfig(Settings):
 
     @model_validator(mode="after")
     def _fields_go_with_init(self) -> Self:
-        ways = [way for way in (self.layers, self.layer_choice) if way is not None]
-        if len(ways) != (self.init == "target_layers"):
-            raise ValueError(
-                "one of layers and layer_choice (the other null) is needed for init 'target_layers', and only there"
-            )
-        if (self.layer_choice is None) != (self.num_layers is None):
-            raise ValueError("num_layers is needed for a layer_choice, and only there")
+        if (self.init == "target_layers") != (self.layers is not None):
+            raise ValueError("layers is needed for init 'target_layers', and only there")
         if (self.init in ("model", "config")) != (self.path is not None):
             raise ValueError("path is needed for init 'model' and 'config', and only there")
         if (self.init == "fresh") != (self.overrides is not None):
@@ -167,62 +152,9 @@ class OptimizerConfig(Settings):
     final_share: Share = 0.1  # of the learning rate, where the cosine ends: after the last step
 
 
-class DataPhase(Settings):
-    """A part of a run, up to the next phase. Rows in neither share are trained on as they are in the data."""
-
-    from_share: Share = 0.0  # of the run's optimiser steps, after which this phase holds
-    on_policy: Share = 0.0  # of each batch: the draft writes the answer anew
-    draft_states: Share = 0.0  # of each batch: the answer is cut somewhere, and drafts of one speculative round follow
-
-    @model_validator(mode="after")
-    def _shares_fit_into_a_batch(self) -> Self:
-        if self.on_policy + self.draft_states > 1:
-            raise ValueError(
-                "on_policy and draft_states are shares of one batch and may not exceed 1 together, got "
-                f"{self.on_policy:g} and {self.draft_states:g}"
-            )
-        return self
-
-    @property
-    def rewrites(self) -> bool:
-        """Whether the draft writes anything."""
-        return self.on_policy + self.draft_states > 0
-
-
-class HeadPolicyConfig(Settings):
-    """Whose drafts stand before the tokens that a head's depths are trained on: the text's, or in some steps the head's own.
-
-    In those steps a depth counts at origins where the head itself drafts the answer's tokens of all depths before it.
-    """
-
-    on_policy: Share = 0.0  # of the optimiser steps, in which the drafts before a depth are the head's own
-    from_share: Share = 0.0  # of the run's optimiser steps, before which they are the text's
-    temperature: Temperature = 0.0  # of these drafts; 0 is greedy
-
-
 class PolicyConfig(Settings):
-    """The phases of a run, and how the draft samples in them. By default it writes nothing."""
+    """On-policy rows: answers that the draft writes during training, and that the target supervises (GKD)."""
 
-    phases: list[DataPhase] = Field(default_factory=lambda: [DataPhase()])
+    on_policy: Share = 0.0  # of each batch: the draft writes the answer anew
     temperature: Temperature = 1.0  # of the draft's draws; 0 is greedy
-    top_p: PositiveShare | None = None  # of the draft's draws
-    num_draft_tokens: PositiveInt | None = None  # draft_states; None: the run's num_speculative_tokens
-    max_new_tokens: PositiveInt | None = None  # on_policy: longest answer; None: as long as the one in the data
-
-    @model_validator(mode="after")
-    def _phases_follow_one_another(self) -> Self:
-        starts = [phase.from_share for phase in self.phases]
-        if not starts or starts[0] != 0:
-            raise ValueError(f"the first phase must have from_share 0, got {starts[0] if starts else 'no phase'}")
-        if starts != sorted(set(starts)):
-            raise ValueError(f"from_share must rise from phase to phase, got {', '.join(f'{start:g}' for start in starts)}")
-        return self
-
-    @property
-    def rewrites(self) -> bool:
-        """Whether the draft writes anything in any phase."""
-        return any(phase.rewrites for phase in self.phases)
-
-    def phase_after(self, share: float) -> DataPhase:
-        """Return the phase that holds once this share, 0 to 1, of the run's optimiser steps is done."""
-        return next(phase for phase in reversed(self.phases) if phase.from_share <= share)
+    max_new_tokens: PositiveInt | None = None  # longest answer; None: as long as the one in the data

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from configs.schema.base import PositiveFloat, PositiveInt, Settings
 from configs.schema.decoding import DecodeConfig
 from configs.schema.heads import Eagle3Settings, HeadConfig
-from configs.schema.learning import HeadPolicyConfig, LossConfig, OptimizerConfig, PolicyConfig, StudentConfig
+from configs.schema.learning import LossConfig, OptimizerConfig, PolicyConfig, StudentConfig
 from configs.schema.target import TargetConfig
 
 
@@ -138,23 +138,18 @@ class DistillConfig(Settings):
 
     @model_validator(mode="after")
     def _loss_and_cache_can_follow_the_policy(self) -> Self:
-        if not self.policy.rewrites:
+        if not self.policy.on_policy:
             return self
-        if "cross_entropy" in self.loss.weights:
-            raise ValueError(
-                "a phase of policy lets the draft write answers, and cross_entropy would take its tokens for labels: give loss "
-                "another divergence, or take on_policy and draft_states out of policy.phases"
-            )
-        if self.data.packing:
-            raise ValueError(
-                "a phase of policy lets the draft write answers anew, for which a row has to be one conversation: set "
-                "data.packing to null, or take on_policy and draft_states out of policy.phases"
-            )
-        if self.data.cache is not None:
-            raise ValueError(
-                "a phase of policy lets the draft write answers, which no cache holds: set data.cache to null, or take "
-                "on_policy and draft_states out of policy.phases"
-            )
+        wrong = {
+            "loss: cross_entropy would take the draft's own tokens for labels; give another divergence": (
+                "cross_entropy" in self.loss.weights
+            ),
+            "data.packing must be null: a row has to be one conversation": self.data.packing is not None,
+            "data.cache must be null: no cache holds what the draft writes": self.data.cache is not None,
+        }
+        for objection, applies in wrong.items():
+            if applies:
+                raise ValueError(f"{objection}, or set policy.on_policy to 0")
         return self
 
 
@@ -175,7 +170,6 @@ class HeadsConfig(Settings):
     # An artifact of the same family and sizes, whose weights and draft vocabulary the head starts from; None: new weights.
     # A draft LM starts from one by student.init model and student.path
     init: str | None = None
-    policy: HeadPolicyConfig | None = None
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
@@ -187,18 +181,6 @@ class HeadsConfig(Settings):
     @model_validator(mode="after")
     def _servers_read_what_is_decoded(self) -> Self:
         check_served(self.target, self.held_out)
-        return self
-
-    @model_validator(mode="after")
-    def _depths_can_follow_drafts(self) -> Self:
-        if self.policy is None or not self.policy.on_policy:
-            return self
-        if self.loss.sampled_tokens is not None:
-            raise ValueError(
-                "policy.on_policy drafts over all tokens: set loss.sampled_tokens to null, or policy.on_policy to 0"
-            )
-        if self.head.kind == "early_exit":
-            raise ValueError("policy.on_policy is for depths after the first, and early_exit trains one: set it to 0")
         return self
 
     @model_validator(mode="after")

@@ -3,10 +3,6 @@
 A family says, for each depth, which origins it predicts from and at which positions the target's distribution is compared
 (`heads.modules.interface.Depth`); `distill.loss.chunked` compares them, a chunk of rows at a time.
 
-With drafts of its own before a depth (`policy` of the config), a head is trained on what decoding would feed it. The target's
-distribution after a draft is known where the draft is the text's own token. After any other it would take a forward of the
-target for each origin and depth, so there the loss of the later depths is left out: depth k counts at the origins where the
-head drafts the text's tokens of all depths before it, and its inputs there are the text's. No depth is scaled up for it.
 B batch, T positions, E width of the target, N rows of one depth, K depths, P = B * T flat places.
 """
 
@@ -21,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from configs.runtime.errors import ConfigError
-from configs.schema.decoding import SamplingConfig
 from configs.schema.learning import LossConfig
 from distill.loss.chunked import ChunkedLoss, LogitHead, LossPart, chunked_losses, model_head
 from distill.loss.columns import Columns, ColumnSampler
@@ -34,7 +29,6 @@ from heads.frozen.loading import Target
 from heads.inference.causal_lm import HeadRows
 from heads.modules.auxiliary import AssistedDepth, Auxiliary
 from heads.modules.interface import Batch, Depth, HeadModule, Normalisers, before_labels, flat
-from heads.sampling.probabilities import draw, token_probabilities
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +92,6 @@ class HeadObjective(nn.Module):
         num_labels: Tensor,
         world_size: int,
         normalisers: Normalisers | None = None,
-        drafts: SamplingConfig | None = None,
     ) -> HeadLoss:
         """Return the loss over every depth's labels.
 
@@ -108,7 +101,6 @@ class HeadObjective(nn.Module):
                 divided by it: the deeper ones, which have fewer labels, are not raised for it.
             world_size: processes whose gradients are averaged afterwards, which this factor undoes.
             normalisers: of the final states' logits at every position, where they are known already.
-            drafts: how the head drafts the tokens before a depth; None: they are the text's.
         """
         with self._timed("draft"):
             depths = cast(HeadModule, self.head)(batch, states)
@@ -121,11 +113,9 @@ class HeadObjective(nn.Module):
         columns = self._sampler.draw(batch).to(device) if self._sampler is not None and self._samples else None
         target_rows = self._target_rows(states, depths, normalisers, columns)
         total_weight = sum(depth.weight for depth in depths)
-        counted = [] if drafts is None else self._drafted(batch, depths, drafts)
         parts: list[LossPart] = []
-        for number, (depth, rows) in enumerate(zip(depths, target_rows, strict=True)):
-            weight = world_size * depth.weight / (total_weight * num_labels)
-            weights_N = weight * counted[number] if counted else weight.expand(len(depth.origins_N))
+        for depth, rows in zip(depths, target_rows, strict=True):
+            weights_N = (world_size * depth.weight / (total_weight * num_labels)).expand(len(depth.origins_N))
             parts.append(self._part(batch, depth, depth, rows, weights_N, columns))
         num_depths = len(parts)
         for number, depth in enumerate(depths):
@@ -140,31 +130,7 @@ class HeadObjective(nn.Module):
             if depth.confidence_N is not None
         ]
         loss = torch.stack([results[0].loss, *estimates]).sum()
-        return _sums(batch, depths, loss, results[:num_depths], counted)
-
-    @torch.no_grad()
-    def _drafted(self, batch: Batch, depths: list[Depth], drafts: SamplingConfig) -> list[Tensor]:
-        """Return for each depth at which of its rows the head drafts the text's tokens of all depths before, bool `[N]`.
-
-        An origin without a row at an earlier depth is one that decoding does not draft from.
-        """
-        counted: list[Tensor] = []
-        reached_P = torch.ones_like(batch.loss_mask_BT).flatten()
-        for depth in depths:
-            counted.append(reached_P[depth.origins_N])
-            drafts_text_N = self._drafts_text(batch, depth, drafts) if len(counted) < len(depths) else counted[-1]
-            reached_P = _placed(counted[-1] & drafts_text_N, depth.origins_N, reached_P)
-        return counted
-
-    def _drafts_text(self, batch: Batch, depth: Depth, drafts: SamplingConfig) -> Tensor:
-        """Return at which rows of a depth the head's draft is the text's token, bool `[N]`; its logits are made for that."""
-        drawn: list[Tensor] = []
-        for hidden_CD in depth.hidden_ND.split(self._config.chunk_size):
-            probs_CW = token_probabilities(depth.logits_of(hidden_CD), drafts)
-            drawn.append(draw(probs_CW, torch.rand(len(probs_CW), device=probs_CW.device)))
-        drawn_N, ids_W = torch.cat(drawn), cast(HeadModule, self.head).token_ids_W
-        labels_N = flat(batch.input_ids_BT, depth.target_places_N + 1)
-        return (drawn_N if ids_W is None else ids_W[drawn_N]) == labels_N
+        return _sums(batch, depths, loss, results[:num_depths])
 
     def _part(
         self,
@@ -249,16 +215,12 @@ def _confidence_loss(depth: Depth, confidence_N: Tensor, acceptance_N: Tensor, w
     return depth.confidence_weight * (weights_N * entropies_N).sum()
 
 
-def _sums(batch: Batch, depths: list[Depth], loss: Tensor, results: list[ChunkedLoss], counted: list[Tensor]) -> HeadLoss:
-    """Sum each depth's statistics, alone and along the chains from the origins that drafting would start from.
-
-    Args:
-        counted: the rows of each depth that count; empty: all.
-    """
+def _sums(batch: Batch, depths: list[Depth], loss: Tensor, results: list[ChunkedLoss]) -> HeadLoss:
+    """Sum each depth's statistics, alone and along the chains from the origins that drafting would start from."""
     alive_P = before_labels(batch).flatten()
     joint_P, joint_agrees_P, accepted_P = alive_P.float(), alive_P.clone(), torch.zeros_like(alive_P, dtype=torch.long)
     sums: list[dict[str, Tensor]] = []
-    for number, (depth, result) in enumerate(zip(depths, results, strict=True)):
+    for depth, result in zip(depths, results, strict=True):
         alive_P = alive_P & _placed(torch.ones_like(result.top1_agrees_N), depth.origins_N, alive_P)
         joint_P = joint_P * _placed(result.acceptance_N.float(), depth.origins_N, joint_P) * alive_P
         reached_P = joint_agrees_P & alive_P
@@ -274,8 +236,6 @@ def _sums(batch: Batch, depths: list[Depth], loss: Tensor, results: list[Chunked
             "reached_K": reached_P,
         }
         num_labels = result.values_N.new_full((), len(depth.origins_N))
-        if counted:
-            num_labels = counted[number].sum().to(num_labels)
         sums.append({"labels_K": num_labels} | {name: values.float().sum() for name, values in summed.items()})
     return HeadLoss(
         loss=loss,

@@ -34,8 +34,6 @@ UNTRUSTED = {"trust_remote_code": False}  # otherwise transformers asks on the t
 def initial_draft(config: StudentConfig, target: Target) -> PreTrainedModel:
     """Return the untrained draft in float32 on the target's device, in training mode, frozen where it is not trained.
 
-    `config.layer_choice` has been resolved to `layers` (`distill.student.layer_search`).
-
     Raises:
         InputError: a kept block does not exist, the model reads other token ids than the target, or it cannot be made.
     """

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from configs.runtime.errors import ConfigError, InputError
 from configs.schema.learning import OptimizerConfig, StudentConfig
 from configs.schema.target import TargetConfig
-from configs.schema.training import DistillConfig, ScheduleConfig
+from configs.schema.training import ScheduleConfig
 from distill.dataset.batches import ConversationDataset, collate
 from distill.dataset.conversations import text_hash
 from distill.student.init import initial_draft
@@ -177,14 +177,6 @@ def test_the_artifact_of_an_adapted_draft_is_the_plain_model_that_it_amounts_to(
         input_ids=torch.tensor([greedy_rows[0].prompt_ids])
     ).logits
     assert (untrained - saved[0]).abs().max() > 0.01
-
-
-def test_a_searched_student_is_recorded_with_the_layers_that_were_found(tmp_path, greedy_target, greedy_rows):
-    student = {"layers": None, "layer_choice": "searched", "num_layers": 2, "search_trials": 2, "search_conversations": 4}
-    distil(distill_config(tmp_path, student, max_steps=1), greedy_target, greedy_rows)
-    recorded = json.loads((tmp_path / "artifact" / "draftsmith.json").read_text())["training"]["student"]
-    assert recorded["layers"] in ([0, 1], [0, 2], [1, 2])
-    assert DistillConfig.model_validate({"student": recorded}).student.layer_choice is None
 
 
 def test_the_artifact_is_the_best_draft_not_the_last(tmp_path, greedy_target, greedy_rows, monkeypatch):

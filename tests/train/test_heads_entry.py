@@ -135,23 +135,6 @@ def test_a_resumed_run_ends_as_the_undisturbed_one(head_task, greedy_rows, tmp_p
     assert any(not torch.equal(whole[name], start[name]) for name in whole)
 
 
-def test_steps_on_own_drafts_are_the_same_in_a_resumed_run_and_others_than_on_the_text(head_task, greedy_rows, tmp_path):
-    schedule = {"batch_size": 4, "max_steps": 8, "mixed_precision": "no", "trackers": [], "checkpoint_every_steps": 4}
-
-    def train_with(name, stop_after=None, **policy):
-        task = head_task(schedule=schedule, policy=policy, output=str(tmp_path / name))
-        return train_task(task, greedy_rows, stop_after)[1]
-
-    policy = {"on_policy": 0.5, "from_share": 0.25, "temperature": 1.0}
-    text, own, whole = train_with("text"), train_with("own", on_policy=1.0), train_with("whole", **policy)
-    assert whole[:2] == text[:2]  # before its share of the run
-    assert own[0] < text[0]  # fewer places count
-    assert whole not in (text, own)
-    with pytest.raises(KeyboardInterrupt):
-        train_with("parts", 5, **policy)
-    assert train_with("parts", **policy) == whole[4:]
-
-
 def test_metrics_by_depth_are_shares_of_what_they_are_counted_over(head_task, greedy_rows):
     task = head_task(head={"num_depths": 2})
     batch = collate(list(ConversationDataset(greedy_rows[:4], 64)))

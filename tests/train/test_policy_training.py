@@ -1,8 +1,7 @@
-"""Training under a data policy: it resumes bit for bit, teaches what was drawn, and leaves a run without one alone."""
+"""Training on rows that the draft writes: it resumes bit for bit, and teaches what was drawn."""
 
 import dataclasses
 import json
-import logging
 
 import pytest
 import torch
@@ -14,14 +13,12 @@ from configs.schema.training import DistillConfig
 from distill.dataset.batches import ConversationDataset, collate
 from distill.generation.make_dataset import make_dataset
 from distill.student.on_policy import examples_of
-from tests.support.training_runs import distil, distill_config, draft_task, train_task
+from tests.support.training_runs import distil, distill_config, draft_task
 from train.launch import run_distillation
-from train.loop.task import Prepared, StepPlace
-from train.tasks.draft import DraftTask
+from train.loop.task import StepPlace
 
 LORA = {"lora": {"rank": 4, "dropout": 0.1}, "draft_vocab_size": 20}
-LATER = {"phases": [{}, {"from_share": 0.4, "on_policy": 0.25, "draft_states": 0.5}]}
-ALWAYS = {"phases": [{"on_policy": 0.5, "draft_states": 0.25}]}
+POLICY = {"on_policy": 0.6}
 
 
 @pytest.fixture
@@ -44,12 +41,6 @@ def equal(one, other):
     return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
-def metrics_of(caplog):
-    """Return the logged metrics of each step."""
-    lines = [record.getMessage().split(": ")[1] for record in caplog.records if "gradient_norm" in record.getMessage()]
-    return [{name: float(value) for name, value in (part.split() for part in line.split(", "))} for line in lines]
-
-
 @pytest.mark.parametrize(
     ("student", "schedule"),
     [(LORA, {}), ({}, {"batch_size": 2, "gradient_accumulation_steps": 2})],
@@ -57,41 +48,11 @@ def metrics_of(caplog):
 )
 def test_a_resumed_run_rewrites_as_the_undisturbed_one(config_for, target, greedy_rows, student, schedule):
     per_step = schedule.get("gradient_accumulation_steps", 1)
-    whole = distil(config_for("whole", LATER, student, **schedule), target, greedy_rows)
+    whole = distil(config_for("whole", POLICY, student, **schedule), target, greedy_rows)
     with pytest.raises(KeyboardInterrupt):
-        distil(config_for("parts", LATER, student, **schedule), target, greedy_rows, stop_after=7 * per_step)
-    assert equal(distil(config_for("parts", LATER, student, **schedule), target, greedy_rows), whole)
+        distil(config_for("parts", POLICY, student, **schedule), target, greedy_rows, stop_after=7 * per_step)
+    assert equal(distil(config_for("parts", POLICY, student, **schedule), target, greedy_rows), whole)
     assert not equal(distil(config_for("none", None, student, **schedule), target, greedy_rows), whole)
-
-
-@pytest.mark.parametrize("policy", [None, {"phases": [{}, {"from_share": 1.0, "on_policy": 1.0}]}], ids=["none", "never"])
-def test_a_policy_that_rewrites_nothing_changes_nothing_and_makes_no_copy_of_the_draft(
-    config_for, target, greedy_rows, policy, monkeypatch
-):
-    config = config_for("policy", policy, LORA)
-    task, copies, plain = draft_task(config, target, greedy_rows), [], DraftTask._proposer
-    monkeypatch.setattr(DraftTask, "_proposer", lambda *args: copies.append(1) or plain(*args))
-    with_policy, _ = train_task(task, greedy_rows)
-    assert len(copies) == 1  # to decode held-out prompts at the end
-    monkeypatch.setattr(DraftTask, "prepare", lambda task, module, window, place: Prepared(batches=window, sums={}))
-    assert equal(with_policy, distil(config_for("bare", None, LORA), target, greedy_rows))
-
-
-def test_steps_before_the_phase_are_those_without_a_policy_and_the_metrics_tell_the_share(
-    config_for, target, greedy_rows, caplog
-):
-    caplog.set_level(logging.INFO, "draftsmith")
-    distil(config_for("none"), target, greedy_rows)
-    without = metrics_of(caplog)
-    caplog.clear()
-    distil(config_for("later", LATER), target, greedy_rows)
-    later = metrics_of(caplog)
-    shares = [metrics.pop("rewritten_share") for metrics in later]
-    assert shares[:4] == [0.0] * 4
-    assert all(0 < share < 1 for share in shares[4:])
-    without, later = ([metrics["loss"] for metrics in run_] for run_ in (without, later))
-    assert later[:4] == without[:4]
-    assert all(one != other for one, other in zip(later[4:], without[4:], strict=True))
 
 
 def window_of(rows, count=4):
@@ -99,7 +60,7 @@ def window_of(rows, count=4):
 
 
 def test_drawing_leaves_the_draft_in_training_and_all_randomness_where_it_was(config_for, target, greedy_rows):
-    config = config_for("run", ALWAYS, {"lora": {"rank": 4, "dropout": 0.5}, "draft_vocab_size": 20})
+    config = config_for("run", POLICY, {"lora": {"rank": 4, "dropout": 0.5}, "draft_vocab_size": 20})
     task = draft_task(config, target, greedy_rows)
     for layer in task.module.draft.model.layers:
         layer.self_attn.attention_dropout = 0.5
@@ -118,7 +79,7 @@ def test_drawing_leaves_the_draft_in_training_and_all_randomness_where_it_was(co
 
 
 def test_the_drafts_words_are_those_of_the_weights_as_they_stand(config_for, target, greedy_rows):
-    task = draft_task(config_for("run", ALWAYS | {"temperature": 0.0}), target, greedy_rows)
+    task = draft_task(config_for("run", POLICY | {"temperature": 0.0}), target, greedy_rows)
     place = StepPlace(step=0, num_steps=10)
     first = task.prepare(task.module, window_of(greedy_rows), place).batches[0]
     with torch.no_grad():
@@ -129,7 +90,7 @@ def test_the_drafts_words_are_those_of_the_weights_as_they_stand(config_for, tar
 
 
 def test_the_gradient_is_that_of_the_divergence_at_fixed_tokens(config_for, target, greedy_rows):
-    task = draft_task(config_for("run", ALWAYS), target, greedy_rows)
+    task = draft_task(config_for("run", POLICY), target, greedy_rows)
     (batch,) = task.prepare(task.module, window_of(greedy_rows), StepPlace(step=3, num_steps=10)).batches
     num_labels = batch.loss_mask_BT.sum()
     task.loss(task.module, batch, num_labels, 1).loss.backward()
@@ -160,7 +121,7 @@ def test_training_on_the_data_sets_answers_warns(tmp_path, config_for, tiny_run,
     make_dataset(DataConfig.model_validate(data | {"answers": {"written_by": "dataset"}}))
     PartialState._reset_state()
     files = {name: str(tmp_path / "data" / f"{name}.jsonl") for name in ("train", "held_out")}
-    config = config_for("out", ALWAYS, {"layers": [0]}, max_steps=2).model_dump() | {"target": model, "data": files}
+    config = config_for("out", POLICY, {"layers": [0]}, max_steps=2).model_dump() | {"target": model, "data": files}
     assert run_distillation(DistillConfig.model_validate(config)) == 0
     assert "answers were written by the data set, not by the target: expect lower acceptance" in caplog.text
     AcceleratorState._reset_state(reset_partial_state=True)

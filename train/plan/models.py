@@ -1,7 +1,7 @@
 """Target and draft of a recipe on torch's meta device, without weights: what a plan counts.
 
 They are the classes that training builds. Of the target only its config is needed: a folder with a `config.json`, that file
-itself, or a Hub id, of which only the config is fetched. Searches that choose layers or draft tokens by the data are left out.
+itself, or a Hub id, of which only the config is fetched. Which draft tokens the data would choose is left out.
 """
 
 from __future__ import annotations
@@ -108,9 +108,8 @@ def _target(config: TargetConfig) -> PreTrainedModel:
 def _draft_lm(student: StudentConfig, target: PreTrainedModel) -> PreTrainedModel:
     """Build the draft that `distill.student.init.initial_draft` makes, and freeze what it freezes."""
     if student.init == "target_layers":
-        layers = student.layers if student.layers is not None else list(range(student.num_layers or 0))
         with META:
-            draft = keep_layers(target, layers)
+            draft = keep_layers(target, student.layers or [])
     else:
         draft = _empty(
             _draft_config(student, target), torch.float32, key="student.path" if student.path else "student.overrides"

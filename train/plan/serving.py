@@ -56,7 +56,7 @@ def serve(
         sending: seconds in which so many trainers send their gradients.
     """
     size = server_size(config.hardware, models, n)
-    if size is None or config.data.cache is not None or (not isinstance(config, PlanHeadsConfig) and config.policy.rewrites):
+    if size is None or config.data.cache is not None or (not isinstance(config, PlanHeadsConfig) and config.policy.on_policy):
         return None
     hardware = config.hardware
     rate = hardware.machine.tflops * TERA * hardware.utilisation

@@ -9,20 +9,16 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError
-from configs.schema.learning import StudentConfig
 from configs.schema.training import DistillConfig
 from distill.cache.reader import TargetCache
-from distill.dataset.batches import ConversationDataset, Example
 from distill.dataset.conversations import Conversation, user_text_hashes
 from distill.loss.draft_objective import DraftObjective, target_hidden
 from distill.loss.pairs import SparseTarget
 from distill.student.init import initial_draft, merge_adapters
-from distill.student.layer_search import choose_layers
 from distill.student.on_policy import Rewriter
 from heads.artifact import Metadata, save_draft_lm
 from heads.device import restored_random_state
@@ -45,7 +41,7 @@ class DraftTask:
     """A draft LM under training (`train.loop.task.ShardableTask`).
 
     Args:
-        train: conversations trained on; layers are searched and a reduced draft vocabulary is chosen by them.
+        train: conversations trained on; a reduced draft vocabulary is chosen by them.
         held_out: conversations to decode on; the first `held_out.num_prompts` are used.
         accelerator: shares the held-out prompts over processes.
         cache: the target's outputs on `train`; None: the target runs on every batch.
@@ -63,22 +59,20 @@ class DraftTask:
         accelerator: Accelerator,
         cache: TargetCache | None = None,
     ) -> None:
-        student = _with_layers(config, target, train)
-        self.config = config.model_copy(update={"student": student})
-        self.target, self.accelerator = target, accelerator
+        self.config, self.target, self.accelerator = config, target, accelerator
         self.clock = StepClock(accelerator.device)
         self.cache = cache
-        self.choice = choose_vocabulary(self.config, target, train, held_out, accelerator, cache)
+        self.choice = choose_vocabulary(config, target, train, held_out, accelerator, cache)
         self.vocabulary = self.choice.vocabulary
-        draft = initial_draft(student, target)
+        draft = initial_draft(config.student, target)
         if config.data.packing:
             for model in (draft, *([target.model] if cache is None else [])):
                 check_keeps_apart(model)
         if config.schedule.activation_checkpointing:
             checkpoint_activations(draft)
         self.module: nn.Module = DraftObjective(draft, target, config.loss, self.vocabulary, self.clock)
-        self.rewriter = Rewriter(config, target) if config.policy.rewrites else None
-        self.training_prompts = add_earlier_prompts(user_text_hashes(train), student.path)
+        self.rewriter = Rewriter(config, target) if config.policy.on_policy else None
+        self.training_prompts = add_earlier_prompts(user_text_hashes(train), config.student.path)
         self.held_out = HeldOutDecoding(
             config.held_out, target, held_out, accelerator, config.schedule.evaluation_timeout_seconds
         )
@@ -118,15 +112,15 @@ class DraftTask:
         return list(head.parameters())
 
     def prepare(self, module: nn.Module, window: list[Batch], place: StepPlace) -> Prepared:
-        """Let the draft write on a share of the rows where the data policy asks for it."""
+        """Let the draft answer a share of the rows where the policy asks for it."""
         if self.rewriter is None:
             return Prepared(batches=window, sums={})
         selections = [
-            self.rewriter.choose(len(batch.input_ids_BT), step=place.step, num_steps=place.num_steps, micro_batch=number)
+            self.rewriter.choose(len(batch.input_ids_BT), step=place.step, micro_batch=number)
             for number, batch in enumerate(window)
         ]
         batches, written = window, [0]
-        if any(selections):
+        if any(selection.rows for selection in selections):
             draft = self._proposer(module)
             pairs = [self.rewriter.rewrite(*pair, draft) for pair in zip(window, selections, strict=True)]
             batches, written = [batch for batch, _ in pairs], [count for _, count in pairs]
@@ -188,16 +182,3 @@ class DraftTask:
         served = copy.deepcopy(module.draft).eval()
         merge_adapters(served)
         return move(recast(served, self.target.model.dtype), self.target.device).eval().requires_grad_(False)
-
-
-def _with_layers(config: DistillConfig, target: Target, train: Sequence[Conversation]) -> StudentConfig:
-    """Return the student's config with `layer_choice` resolved to `layers`, the same in all processes."""
-    student = config.student
-    if student.layer_choice is None:
-        return student
-    calibration: list[Example] = []
-    if student.layer_choice == "searched":
-        dataset = ConversationDataset(train, config.data.max_length)
-        calibration = [dataset[index] for index in range(min(len(dataset), student.search_conversations))]
-    (layers,) = broadcast_object_list([choose_layers(student, target, calibration)])
-    return student.model_copy(update={"layers": layers, "layer_choice": None, "num_layers": None})

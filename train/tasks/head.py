@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +11,6 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from configs.schema.decoding import SamplingConfig
 from configs.schema.training import HeadsConfig
 from distill.cache.reader import TargetCache
 from distill.dataset.conversations import Conversation, user_text_hashes
@@ -90,7 +88,6 @@ class HeadTask:
         if config.schedule.activation_checkpointing:
             checkpoint_activations(head)
         self.config = config
-        self._drafts: SamplingConfig | None = None  # how the head drafts before its depths in the step under way
         sampler = _column_sampler(config, head, target, train)
         self.module: nn.Module = HeadObjective(head, target, config.loss, self.clock, sampler)
         self.training_prompts = add_earlier_prompts(user_text_hashes(train), config.init)
@@ -124,11 +121,6 @@ class HeadTask:
         return None  # that depends on the family
 
     def prepare(self, module: nn.Module, window: list[Batch], place: StepPlace) -> Prepared:
-        """Choose, by seed and step, whether the step is one of the head's own drafts; the data stay as they are."""
-        policy, seed, self._drafts = self.config.policy, self.config.schedule.seed, None
-        if policy is not None and place.step >= policy.from_share * place.num_steps:
-            is_own = random.Random(f"{seed}/{place.step}").random() < policy.on_policy
-            self._drafts = SamplingConfig(temperature=policy.temperature) if is_own else None
         return Prepared(batches=window, sums={})
 
     def ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -145,7 +137,7 @@ class HeadTask:
     def loss(self, module: nn.Module, batch: Batch, num_labels: Tensor, world_size: int, known: Any = None) -> BatchLoss:
         with self.clock("target" if self.cache is None else "data"):
             states, normalisers = self.training_states(batch) if known is None else known
-        result: HeadLoss = module(batch, states, num_labels, world_size, normalisers, self._drafts)
+        result: HeadLoss = module(batch, states, num_labels, world_size, normalisers)
         sums, counts = _metrics(result)
         return BatchLoss(loss=result.loss, sums=sums, counts=counts)
 

@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from configs.schema.decoding import DecodeConfig, ParticleSampling, TypicalAcceptance
 from configs.schema.drafting import DynamicTree, EntropyStopping, StaticTree
-from configs.schema.learning import HeadPolicyConfig, PolicyConfig
+from configs.schema.learning import PolicyConfig
 from configs.schema.training import HeldOutDecodingConfig
 
 GROWN = DynamicTree(kind="dynamic")
@@ -73,7 +73,6 @@ def test_checkpoints_are_not_chosen_by_a_lossy_rule():
 def test_a_temperature_by_which_no_logit_can_be_divided_is_refused(temperature):
     with pytest.raises(ValidationError, match="temperature must be 0"):
         DecodeConfig(temperature=temperature)
-    for policy in (PolicyConfig, HeadPolicyConfig):
-        with pytest.raises(ValidationError, match="temperature must be 0"):
-            policy(temperature=temperature)
+    with pytest.raises(ValidationError, match="temperature must be 0"):
+        PolicyConfig(temperature=temperature)
     assert DecodeConfig(temperature=1e-4).rule == "block"

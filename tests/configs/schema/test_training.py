@@ -13,18 +13,13 @@ from configs.schema.learning import LossConfig, StudentConfig
 def test_layers_are_kept_by_default_only_where_the_student_is_made_of_the_target():
     assert StudentConfig().layers == [0, 1, 2, 3]
     assert StudentConfig(init="model", path="small").layers is None
-    assert StudentConfig(layer_choice="spread", num_layers=4).layers is None
 
 
 @pytest.mark.parametrize(
     ("settings", "rule"),
     [
-        ({"layers": None}, "one of layers and layer_choice .* is needed for init 'target_layers'"),
-        ({"layers": [0], "layer_choice": "first", "num_layers": 1}, "one of layers and layer_choice"),
+        ({"layers": None}, "layers is needed for init 'target_layers'"),
         ({"init": "model", "path": "small", "layers": [0]}, "and only there"),
-        ({"init": "model", "path": "small", "layer_choice": "last", "num_layers": 1}, "and only there"),
-        ({"layer_choice": "last"}, "num_layers is needed for a layer_choice"),
-        ({"num_layers": 2}, "num_layers is needed for a layer_choice, and only there"),
         ({"init": "fresh"}, "overrides is needed for init 'fresh'"),
         ({"overrides": {"hidden_size": 8}}, "overrides is needed for init 'fresh', and only there"),
         ({"init": "config", "path": "small", "lora": {}}, "init 'config' makes random ones"),

@@ -188,7 +188,7 @@ def test_likeliest_tokens_of_packed_rows_stand_in_the_order_of_the_mask(cached, 
         ({"data": {"pack_length": 1024}}, "pack_length is for packed rows"),
         ({"data": {"packing": True, "pack_length": 100}}, "at least max_length"),
         ({"data": {"packing": False}}, "True"),
-        ({"data": {"packing": True}, "policy": {"phases": [{"on_policy": 0.5}]}}, "a row has to be one conversation"),
+        ({"data": {"packing": True}, "policy": {"on_policy": 0.5}}, "a row has to be one conversation"),
     ],
 )
 def test_settings_that_contradict_packing_are_refused(config, complaint):

@@ -340,7 +340,7 @@ def test_bfloat16_trains_nearly_as_in_one_process(runs, recipe, task):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", cases([("fsdp2",), ("zero3",)], []))
 def test_a_draft_whose_weights_are_split_writes_while_it_learns(runs, recipe):
-    changes = {"policy": {"phases": [{"on_policy": 0.5}]}}
+    changes = {"policy": {"on_policy": 0.5}}
     losses = read_losses(runs.finished(recipe, "distill", changes))
     assert len(losses) == STEPS
     assert losses[-1] < losses[0]

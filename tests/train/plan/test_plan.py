@@ -66,17 +66,13 @@ def test_a_heads_parameters_are_those_that_training_has(folder, head_task, kind)
     [
         {"layers": [0, 2]},
         {"layers": [0], "train_embeddings": True},
-        {"layer_choice": "spread", "num_layers": 2},
         {"init": "fresh", "overrides": {"num_hidden_layers": 1, "hidden_size": 16}},
         {"layers": [0, 1], "lora": {"rank": 4}},
     ],
 )
 def test_a_draft_lms_parameters_are_those_that_training_has(folder, greedy_target, student):
     models = plan_models(distilled(folder, student=student))
-    built = StudentConfig.model_validate(student)
-    if built.layer_choice is not None:
-        built = StudentConfig(layers=[0, 2])
-    draft = initial_draft(built, greedy_target)
+    draft = initial_draft(StudentConfig.model_validate(student), greedy_target)
     assert count(models.draft) == sum(each.numel() for each in draft.parameters())
     assert count(models.draft, trained=True) == sum(each.numel() for each in draft.parameters() if each.requires_grad)
 
