@@ -120,7 +120,7 @@ class LosslessConfig(Settings):
     # The largest distance of a token's logit from the largest one, in multiples of the rounding error measured at that position
     # (or of the usual error, where that is larger): either token may be off by one error.
     tie_noise: Annotated[float, Field(ge=0, le=10)] = 2.0
-    # At temperature > 0: how often a lossless decoder may fail the statistical tests. None: only the rule is proved.
+    # At temperature > 0: how often a lossless decoder may fail the statistical tests. None: they are not tested.
     false_alarm_rate: Annotated[float, Field(gt=0, lt=1)] | None = 0.01
     # Samples of one text whose first tokens are counted; 0: that test is off. 10 s of one core with SmolLM2-135M.
     first_token_samples: NonNegativeInt = 512

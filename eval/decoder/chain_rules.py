@@ -1,7 +1,7 @@
 """Verification rules for a chain of drafted tokens: how many stay, and which token comes after them.
 
 Pure functions of (p, q, tokens, uniforms); that their output follows the target's distribution is shown by exact enumeration
-(`eval.lossless.enumeration`). Row i of the K = G + 1 target rows is for draft i, row G for the bonus token. Rows of a batch
+(`tests.support.enumeration`). Row i of the K = G + 1 target rows is for draft i, row G for the bonus token. Rows of a batch
 may hold fewer drafts than G (`num_drafted_B`); what lies beyond is never read. B batch, G drafts, V vocabulary.
 """
 

@@ -2,7 +2,7 @@
 
 At one node a rule picks among the candidates for one position (`CandidateRule`), and `verify_tree` walks the tree with it;
 `match_tree` follows the target's own tokens instead. Pure functions of (p, q, tokens, uniforms); that their output follows the
-target's distribution is shown by exact enumeration (`eval.lossless.tree_enumeration`).
+target's distribution is shown by exact enumeration (`tests.support.enumeration`).
 
 Node 0 is the pending token, the root; every other node has a parent with a smaller number. Siblings are in the order in which
 they were drawn (`heads.sampling.sibling_draws`). Row i of the distributions comes after node i: p is the target's, q the one

@@ -2,8 +2,9 @@
 
 Of greedy answers every token must be the target's choice up to rounding (`eval.lossless.teacher_forcing`), and every end the
 right one. They may still differ from plain decoding's: a forward over several rows rounds differently from one over a single
-row, so that a near tie falls the other way, and the text goes on from there. Of samples the rule is proved
-(`eval.lossless.rule_proof`) and the answers are tested (`eval.lossless.sampled`); a lossy mode is `lossy_by_design`.
+row, so that a near tie falls the other way, and the text goes on from there. Samples are tested (`eval.lossless.sampled`);
+that each rule keeps the target's distribution is proved by exact enumeration in the test suite. A lossy mode is
+`lossy_by_design`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import LosslessConfig
 from eval.decoder.records import FAILED, UNDECODED, Generation
 from eval.decoder.request import BatchRow, Request
-from eval.lossless.rule_proof import check_rule
 from eval.lossless.sampled import FAIL, INCONCLUSIVE, PASS, check_samples
 from eval.lossless.teacher_forcing import TokenCheck, check_tokens
 from eval.metrics.likelihood import pair_answers
@@ -59,10 +59,8 @@ def judge_lossless(
         greedy = check_tokens(target, plain, speculative, config.tie_noise, decode_config.kv_cache)
         wrong_ends = sum(not _ends_rightly(target, answer, decode_config) for answer in speculative)
         checks["greedy"] = _describe(greedy, wrong_ends) | {"seconds": time.perf_counter() - start}
-    elif not lossy:
-        checks["enumeration"] = check_rule(decode_config)
-        if config.false_alarm_rate is not None:
-            checks |= check_samples(target, proposer, plain, speculative, decode_config, config)
+    elif not lossy and config.false_alarm_rate is not None:
+        checks |= check_samples(target, proposer, plain, speculative, decode_config, config)
     return _section(checks, greedy, config, lossy=lossy)
 
 
@@ -119,5 +117,4 @@ def _section(
 
 
 def _num_checked(check: dict[str, Any]) -> int:
-    """Return how many prompts a check is about; the proof of a rule is about none."""
     return int(check.get("checked_prompts", check.get("num_prompts", 0)))

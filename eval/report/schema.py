@@ -138,7 +138,7 @@ class LosslessSection(OpenSection):
         "answer is read once more, whole, by a copy of the target in a wider dtype, and no token's logit may lie further below "
         "the largest than rounding in the decoding dtype explains. Up to ties: so it is, and some answers differ from plain "
         "decoding's, which is as good a choice at a near tie. Lossy by design: the rule changes the distribution. Sampled "
-        "answers differ anyway: there the rule is proved by enumeration, and two statistical tests of the samples against the "
+        "answers differ anyway: two statistical tests of the samples against the "
         "target's distribution must not fail, and must be able to show a difference that matters."
     )
     checked_prompts: Count

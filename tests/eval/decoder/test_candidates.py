@@ -15,8 +15,8 @@ from eval.decoder.tree_rules import (
     with_replacement,
     without_replacement,
 )
-from eval.lossless.enumeration import random_toy
-from eval.lossless.tree_enumeration import distinct, enumerate_tree, independent
+from heads.sampling.sibling_draws import DRAWS
+from tests.support.enumeration import distinct, distribution_of_draws, enumerate_tree, independent, random_toy
 
 SIBLINGS = {"with_replacement": independent, "without_replacement": distinct, "k_seq": independent}
 
@@ -37,6 +37,14 @@ def test_one_position_with_several_candidates_follows_the_targets_distribution(n
     for seed in range(2):
         _, outcome = at_one_position(CANDIDATE_RULES[name], SIBLINGS[name], seed, count)
         assert outcome.total_variation < 1e-12
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_siblings_are_drawn_as_their_rule_expects(name):
+    distribution = distribution_of_draws(DRAWS[name])
+    q = (0.0, 0.25, 0.75)
+    for siblings in torch.cartesian_prod(*[torch.arange(3)] * 3).tolist():
+        assert distribution(q, tuple(siblings)) == pytest.approx(SIBLINGS[name](q, siblings), abs=1e-15)
 
 
 def test_distinct_candidates_are_lossless_where_the_draft_has_fewer_tokens_than_asked_for():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from eval.decoder.chain_rules import ChainVerification, verify_block, verify_greedy, verify_tokens
-from eval.lossless.enumeration import compare, enumerate_rule, random_toy
+from tests.support.enumeration import compare, enumerate_rule, random_toy
 
 RULES = {"token": verify_tokens, "block": verify_block}
 
@@ -63,9 +63,14 @@ def first_failure_ends_the_block(*arguments):
     return ChainVerification(torch.minimum(block.num_accepted_B, stepwise.num_accepted_B), block.next_token_B)
 
 
+def accepts_a_little_too_often(p, q, tokens, num_drafted, accept, *others):
+    return verify_block(p, q, tokens, num_drafted, accept * 0.98, *others)
+
+
 @pytest.mark.parametrize(
     "mutant",
     [
+        accepts_a_little_too_often,
         no_residual,
         off_by_one_row,
         another_q_than_was_sampled,

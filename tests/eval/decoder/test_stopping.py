@@ -10,13 +10,13 @@ from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import ConfidenceStopping, CostStopping, EntropyStopping
 from eval.decoder.chain_rules import verify_block, verify_tokens
 from eval.decoder.decode import decode, generate
-from eval.lossless.enumeration import enumerate_rule, random_toy
 from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.draft_length import rule_for
 from heads.proposers.draft_lm import DraftLM
 from heads.sampling.counter_rng import CounterRNG
 from tests.support import family_checks
 from tests.support.decoding import PROMPTS, assert_same_alone, head_proposer, requests_for
+from tests.support.enumeration import enumerate_rule, random_toy
 
 RULES = {"token": verify_tokens, "block": verify_block}
 STOPPING = {

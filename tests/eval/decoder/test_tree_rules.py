@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 import eval.decoder.tree_rules
 from eval.decoder.chain_rules import verify_tokens
 from eval.decoder.tree_rules import CANDIDATE_RULES, children_of, k_seq, match_tree, rows_of, tokens_of, verify_tree
-from eval.lossless.enumeration import random_toy
-from eval.lossless.tree_enumeration import distinct, enumerate_tree, independent
 from heads.sampling.probabilities import draw
+from tests.support.enumeration import distinct, enumerate_tree, independent, random_toy
 
 SIBLINGS = {"with_replacement": independent, "without_replacement": distinct, "k_seq": independent}
 # Depth and parents: an uneven one, one whose nodes are not numbered level by level, a chain with side branches.

@@ -11,6 +11,7 @@ from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import LosslessConfig
 from eval.decoder import chain_rules as verify
 from eval.decoder.decode import Request, decode
+from eval.lossless import sampled
 from eval.lossless.sampled import LEAST_PROMPTS, check_likelihood, mean_log_likelihood, pair_answers
 from eval.lossless.verdict import judge_lossless
 from heads.sampling.probabilities import token_probabilities
@@ -50,7 +51,6 @@ def test_a_lossless_decoder_is_found_lossless_and_the_section_says_on_what_groun
     assert (section["verdict"], section["failed_checks"], section["inconclusive_checks"]) == ("lossless", [], [])
     assert section["checked_prompts"] == 32
     assert {name: check["outcome"] for name, check in section["checks"].items()} == {
-        "enumeration": "pass",
         "likelihood": "pass",
         "first_tokens": "pass",
     }
@@ -71,7 +71,7 @@ def test_a_wrong_residual_turns_the_verdict(target, draft, verification, monkeyp
     monkeypatch.setattr(verify, "_finish", without_residual)
     section = judge(target, draft, SAMPLED.model_copy(update={"verification": verification}), MANY)
     assert section["verdict"] == "not_lossless"
-    assert {"enumeration", "first_tokens"} <= set(section["failed_checks"])
+    assert "first_tokens" in section["failed_checks"]
     assert section["checks"]["first_tokens"]["adjusted_p_value"] <= 0.01
 
 
@@ -94,12 +94,14 @@ def test_too_few_prompts_leave_the_verdict_open_and_say_so(target, draft):
     assert few_prompts["checks"]["likelihood"]["reason"] == "too_few_prompts"
 
 
-@pytest.mark.parametrize(("name", "key"), [("first_tokens", "must_show_variation"), ("likelihood", "must_show_nats")])
-def test_a_test_that_would_miss_what_it_must_show_leaves_the_verdict_open(target, draft, name, key):
-    found = judge(target, draft)["checks"][name]["detectable_difference"]
-    for must_show, verdict in ((0.99 * found, "inconclusive"), (1.01 * found, "lossless")):
-        section = judge(target, draft, checks=CHECKS.model_copy(update={key: must_show}))
-        assert section["verdict"] == verdict
+def test_a_test_that_would_miss_what_it_must_show_leaves_the_verdict_open(target, draft, monkeypatch):
+    first = {"p_value": 0.5, "reason": None, "detectable_difference": 0.1, "num_samples": 256}
+    monkeypatch.setattr(sampled, "check_first_tokens", lambda *_: first)
+    monkeypatch.setattr(sampled, "check_likelihood", lambda *_: first | {"num_prompts": 32})
+    for key in ("must_show_variation", "must_show_nats"):
+        for must_show, verdict in ((0.099, "inconclusive"), (0.101, "lossless")):
+            checks = CHECKS.model_copy(update={key: must_show})
+            assert judge_lossless(target, [], [], SAMPLED, checks, draft)["verdict"] == verdict
 
 
 def test_a_test_of_few_samples_is_too_insensitive_whatever_it_finds(target, draft):
@@ -110,13 +112,13 @@ def test_a_test_of_few_samples_is_too_insensitive_whatever_it_finds(target, draf
 
 
 def test_a_failed_check_outweighs_an_inconclusive_one(target, draft, monkeypatch):
-    monkeypatch.setattr("eval.lossless.verdict.check_rule", lambda config: {"outcome": "fail", "rule": config.rule})
+    monkeypatch.setattr(sampled, "check_first_tokens", lambda *_: {"p_value": 1e-9, "detectable_difference": 0.1})
     assert judge(target, draft, num_prompts=4)["verdict"] == "not_lossless"
 
 
 @pytest.mark.parametrize(
     ("changed", "names"),
-    [({"false_alarm_rate": None}, {"enumeration"}), ({"first_token_samples": 0}, {"enumeration", "likelihood"})],
+    [({"false_alarm_rate": None}, set()), ({"first_token_samples": 0}, {"likelihood"})],
 )
 def test_tests_that_are_off_are_not_run(target, draft, changed, names):
     section = judge(target, draft, checks=CHECKS.model_copy(update=changed))

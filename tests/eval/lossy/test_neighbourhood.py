@@ -12,16 +12,15 @@ from configs.schema.drafting import DynamicTree, StaticTree
 from eval.decoder.chain_rules import verify_block, verify_tokens
 from eval.decoder.decode import decode as decode_without_loss
 from eval.decoder.tree_rules import CANDIDATE_RULES, verify_tree
-from eval.lossless.enumeration import Toy, enumerate_rule, random_toy
-from eval.lossless.tree_enumeration import distribution_of_draws, enumerate_tree
 from eval.lossy.decode import decode
 from eval.lossy.neighbourhood import TENSOR, paper_rule, relaxed, step_candidates, step_rule, write_table
 from heads.proposers.draft_lm import DraftLM
 from heads.sampling.sibling_draws import DRAWS
 from tests.support.decoding import requests_for
+from tests.support.enumeration import Toy, distribution_of_draws, enumerate_rule, enumerate_tree, random_toy
 
 PROMPTS = [(7, 12, 3), (20, 9, 9, 31, 5, 6), (40,)]
-DELTAS = (0.0, 0.05, 0.3, 1.0)
+DELTAS = (0.0, 0.3, 1.0)
 
 
 def table_of(vocab_size, k, seed=0):
@@ -32,18 +31,17 @@ def table_of(vocab_size, k, seed=0):
 
 
 @pytest.mark.parametrize("delta", DELTAS)
-@pytest.mark.parametrize(("vocab_size", "num_drafts"), [(12, 1), (4, 2)])
+@pytest.mark.parametrize(("vocab_size", "num_drafts"), [(8, 1), (4, 2)])
 def test_no_steps_distribution_lies_further_than_delta_from_the_targets(vocab_size, num_drafts, delta):
     near = table_of(vocab_size, 3)
-    for seed in range(3):
-        toy = random_toy(seed, vocab_size, num_drafts)
-        for strict in (verify_block, verify_tokens):
-            found, lossless = (enumerate_rule(rule, toy) for rule in (step_rule(strict, near, delta), strict))
-            assert found.total_variation <= 1 - (1 - delta) ** num_drafts + 1e-12
-            assert found.tokens_per_round >= lossless.tokens_per_round - 1e-12
-        if delta == 0.3:
-            assert found.total_variation > 0.1
-            assert found.tokens_per_round > lossless.tokens_per_round + 0.1
+    toy = random_toy(0, vocab_size, num_drafts)
+    for strict in (verify_block, verify_tokens):
+        found, lossless = (enumerate_rule(rule, toy) for rule in (step_rule(strict, near, delta), strict))
+        assert found.total_variation <= 1 - (1 - delta) ** num_drafts + 1e-12
+        assert found.tokens_per_round >= lossless.tokens_per_round - 1e-12
+    if delta == 0.3:
+        assert found.total_variation > 0.1
+        assert found.tokens_per_round > lossless.tokens_per_round + 0.1
 
 
 @pytest.mark.parametrize("name", CANDIDATE_RULES)

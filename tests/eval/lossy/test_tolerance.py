@@ -11,14 +11,13 @@ from configs.schema.decoding import DecodeConfig, NeighboursConfig, TolerantAcce
 from configs.schema.drafting import StaticTree
 from eval.decoder.chain_rules import verify_block, verify_tokens
 from eval.decoder.tree_rules import CANDIDATE_RULES, verify_tree
-from eval.lossless.enumeration import enumerate_rule, random_toy
-from eval.lossless.tree_enumeration import distribution_of_draws, enumerate_tree
 from eval.lossy.decode import decode
 from eval.lossy.neighbourhood import step_candidates, step_rule, write_table
 from eval.lossy.tolerance import tolerant
 from heads.proposers.draft_lm import DraftLM
 from heads.sampling.sibling_draws import DRAWS
 from tests.support.decoding import requests_for
+from tests.support.enumeration import distribution_of_draws, enumerate_rule, enumerate_tree, random_toy
 
 NONE = torch.empty((0, 0), dtype=torch.int64)
 RING = torch.tensor([[1], [2], [0], [3]])  # of 4 tokens, each of 3 passes for the one before it, and the last for none
@@ -66,11 +65,11 @@ def test_the_distribution_is_that_of_the_draws(samples, near_VN, looked_up):
             assert stays == pytest.approx(1 - (1 - p[q.index(1.0)]) ** samples)
 
 
-@pytest.mark.parametrize("delta", [0.0, 0.05, 0.3, 1.0])
+@pytest.mark.parametrize("delta", [0.0, 0.3])
 @pytest.mark.parametrize("looked_up", [False, True])
 def test_no_steps_distribution_lies_further_than_delta_from_the_targets(delta, looked_up):
     furthest = 0.0
-    for seed, strict in itertools.product(range(3), (verify_block, verify_tokens)):
+    for seed, strict in enumerate((verify_block, verify_tokens)):
         toy = random_toy(seed, 4, 2, looked_up=looked_up)
         found, lossless = (enumerate_rule(rule, toy) for rule in (step_rule(strict, RING, delta, move(3)), strict))
         assert found.total_variation <= 1 - (1 - delta) ** 2 + 1e-12

@@ -11,7 +11,6 @@ from configs.schema.target import GuidanceConfig
 from eval.decoder.chain_rules import verify_block
 from eval.decoder.decode import generate
 from eval.decoder.request import Request
-from eval.lossless.enumeration import Toy, enumerate_rule
 from eval.metrics.likelihood import answer_logits
 from heads.frozen.hidden_states import read_states
 from heads.inference.guidance import guide, unguided
@@ -19,6 +18,7 @@ from heads.proposers.draft_lm import DraftLM
 from heads.sampling.counter_rng import CounterRNG, Role
 from heads.sampling.probabilities import draw, token_probabilities
 from tests.support.decoding import head_proposer
+from tests.support.enumeration import Toy, enumerate_rule
 
 GUIDANCE = GuidanceConfig(scale=2.5, condition=[8, 10], null=11)
 END = 4  # rows end at different rounds
