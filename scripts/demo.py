@@ -34,6 +34,7 @@ if not __package__:  # run as a script: the checkout's root takes the place of t
 from configs.runtime.command import DONE, EPILOG, FAILED, GATE_FAILED, INCONCLUSIVE, INTERRUPTED, Parser, exit_code
 from configs.runtime.errors import Stopped
 from configs.runtime.files import CHECKOUT, find_shipped, folder_lock, read_json, write_json
+from configs.runtime.loading import read_values
 from configs.runtime.resumable import fingerprint
 from configs.runtime.yaml_reader import parse_yaml
 from scripts.own_demo.estimate import plan_text
@@ -157,7 +158,7 @@ def _output_of(arguments: Sequence[str]) -> Path | None:
     if "--config" not in arguments:
         return None
     config = arguments[arguments.index("--config") + 1]
-    named = parse_yaml(find_shipped(config).read_text(encoding="utf-8"), config).get("output")
+    named = read_values(config).get("output")
     given = [each.removeprefix("output=") for each in arguments if each.startswith("output=")]
     output = parse_yaml(given[-1], "--set output") if given else named
     return None if output is None else Path(str(output))

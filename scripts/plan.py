@@ -27,8 +27,7 @@ if not __package__:  # run as a script: the checkout's root takes the place of t
 
 from configs.runtime.command import run_command
 from configs.runtime.errors import ConfigError, InputError
-from configs.runtime.loading import load_config
-from configs.runtime.yaml_reader import parse_yaml
+from configs.runtime.loading import load_config, read_values
 from configs.schema.commands.planning import HardwareConfig, PlanConfig, PlanDistillConfig, PlanHeadsConfig
 
 PLANNED = {"hardware", "workload"}
@@ -54,8 +53,7 @@ def main(config: PlanConfig, arguments: argparse.Namespace) -> None:
 def training_options(arguments: argparse.Namespace) -> str:
     """Return the options by which training is given this recipe, which may not have a plan's own sections there."""
     path = arguments.config
-    content = None if path is None else parse_yaml(Path(path).read_text(encoding="utf-8"), path)
-    if isinstance(content, dict) and content.keys() & PLANNED:
+    if path is not None and read_values(path).keys() & PLANNED:
         path = "mine.yaml"  # the recipe without them
     changes = [each for each in arguments.overrides if each.partition("=")[0].partition(".")[0] not in PLANNED]
     options = [*([] if path is None else ["--config", path]), *(["--set", *changes] if changes else [])]
@@ -72,11 +70,11 @@ def schema_of(argv: list[str]) -> type[PlanHeadsConfig] | type[PlanDistillConfig
     parser.add_argument("--set", action="extend", nargs="+", default=[])
     try:
         known, _ = parser.parse_known_args(argv)
-        content = None if known.config is None else parse_yaml(Path(known.config).read_text(encoding="utf-8"), known.config)
-    except (argparse.ArgumentError, OSError, UnicodeDecodeError, InputError):
+        content = {} if known.config is None else read_values(known.config)
+    except (argparse.ArgumentError, InputError):
         return PlanHeadsConfig
-    keys = {*(content if isinstance(content, dict) else ()), *(each.split("=")[0].split(".")[0] for each in known.set)}
-    return PlanHeadsConfig if "head" in keys or content is None else PlanDistillConfig
+    keys = {*content, *(each.split("=")[0].split(".")[0] for each in known.set)}
+    return PlanHeadsConfig if "head" in keys or known.config is None else PlanDistillConfig
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """From a YAML file and `--set` overrides to a checked, frozen config; every mistake becomes one sentence.
 
-The order of precedence is schema default, file, overrides from left to right. A key that is not given keeps its default
-at every depth: `held_out: {decode: {seed: 1}}` keeps the other values that `held_out.decode` has by default, not those of a
+The order of precedence is schema default, file, overrides from left to right. `extends: other.yaml` in a file, relative to it,
+names the one whose values it changes: section by section, lists as a whole. A key that is not given keeps its default at every
+depth: `held_out: {decode: {seed: 1}}` keeps the other values that `held_out.decode` has by default, not those of a
 bare `DecodeConfig`.
 """
 
@@ -58,8 +59,8 @@ def load_config(schema: type[T], path: str | Path | None, overrides: Sequence[st
     Raises:
         ConfigError: the file cannot be read or parsed, or a key is unknown, of the wrong type, or out of range.
     """
-    where = "the defaults" if path is None else str(path)
-    values = _merge(_section_defaults(schema), {} if path is None else _read_mapping(find_shipped(path)))
+    where, given = ("the defaults", {}) if path is None else _read_file(find_shipped(path))
+    values = _merge(_section_defaults(schema), given)
     keys = [_apply_override(values, override) for override in overrides]
     try:
         return schema.model_validate(values)
@@ -69,26 +70,49 @@ def load_config(schema: type[T], path: str | Path | None, overrides: Sequence[st
         raise ConfigError(_sentence(schema, first, where, keys) + more) from error
 
 
-def _read_mapping(path: Path) -> dict[str, Any]:
+def read_values(path: str | Path) -> dict[str, Any]:
+    """Return what a config file gives, with what it extends, unchecked: what a command needs to know before it has a schema.
+
+    Raises:
+        ConfigError: the file cannot be read or parsed.
+    """
+    return _read_file(find_shipped(path))[1]
+
+
+def _read_file(path: Path, children: tuple[Path, ...] = ()) -> tuple[str, dict[str, Any]]:
+    """Return what errors call a config file, and its values over those of the file that it extends.
+
+    Args:
+        children: the files that extend this one, the first of them first.
+    """
     try:
-        text = read_text(path, "config file")
+        values = parse_yaml(read_text(path, "config file"), str(path))
     except InputError as error:
-        raise ConfigError(str(error)) from error
-    values = parse_yaml(text, str(path))
+        raise ConfigError(f"{children[-1]}: extends: {error}" if children else str(error)) from error
     if values is None:
-        return {}
+        values = {}
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected `key: value` lines at the top, got {_shown(values)}")
-    return values
+    named = values.pop("extends", None)
+    if named is None:
+        return str(path), values
+    if not isinstance(named, str):
+        raise ConfigError(f"{path}: extends: expected the path of a config file, got {_shown(named)}")
+    parent, files = path.parent / named, (*children, path)
+    if parent.resolve() in [each.resolve() for each in files]:
+        raise ConfigError(f"{path}: extends: {named} extends this file in turn")
+    above, inherited = _read_file(parent, files)
+    return f"{path} (extends {above})", _merge(inherited, values)
 
 
 def _section_defaults(schema: type[BaseModel]) -> dict[str, Any]:
     """Return what the schema's sections set by default beyond their own class's defaults, nested as in a file."""
-    defaults = {name: field.default for name, field in schema.model_fields.items() if isinstance(field.default, BaseModel)}
-    return {
+    sections = {name: field.default for name, field in schema.model_fields.items() if isinstance(field.default, BaseModel)}
+    defaults = {
         name: _merge(_section_defaults(type(section)), section.model_dump(exclude_unset=True))
-        for name, section in defaults.items()
+        for name, section in sections.items()
     }
+    return {name: values for name, values in defaults.items() if values}
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

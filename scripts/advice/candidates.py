@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from configs.runtime.errors import ConfigError
-from configs.runtime.files import find_shipped, read_text
-from configs.runtime.yaml_reader import parse_yaml
+from configs.runtime.loading import read_values
 from configs.schema.commands.advising import AdviceConfig, FamilyTrials
 from configs.schema.commands.recipe_changes import Setting
 from configs.schema.training import DistillConfig, HeadsConfig
@@ -113,8 +111,4 @@ def _as_trial(recipe: Recipe, config: AdviceConfig, data: Path) -> Recipe:
 
 
 def _schema_of(family: FamilyTrials) -> type[HeadsConfig] | type[DistillConfig]:
-    path = find_shipped(family.recipe)
-    content = parse_yaml(read_text(path, "recipe"), family.recipe)
-    if not isinstance(content, dict):
-        raise ConfigError(f"families: {family.recipe} holds no recipe; name a file of configs/heads or configs/distill")
-    return CLASSES["student" in content]
+    return CLASSES["student" in read_values(family.recipe)]

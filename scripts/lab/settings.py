@@ -203,12 +203,10 @@ class EngineComparisonSettings(Settings):
     """`scripts/lab/benchmark.py engines`: two processes under each engine beside one process, on a tiny target."""
 
     # Files of configs/accelerate, started as they are but for the number of processes
-    engines: list[Literal["ddp_cpu", "fsdp2", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload"]] = [
+    engines: list[Literal["ddp_cpu", "fsdp2", "zero2", "zero3", "zero3_offload"]] = [
         "ddp_cpu",
         "fsdp2",
-        "zero1",
         "zero2",
-        "zero2_offload",
         "zero3",
         "zero3_offload",
     ]

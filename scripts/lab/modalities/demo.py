@@ -66,17 +66,17 @@ def steps(kind: str, wavs: Path | None = None) -> dict[str, list[str]]:
     return {
         "target: codes, a classifier, a model": [f"scripts/lab/modalities/{name}.py", *recordings],
         "neighbours: the nearest codes of each": ["eval/neighbours.py", *(part for each in table for part in ("--set", each))],
-        "data: the target writes answers": ["scripts/make_data.py", "--config", f"configs/data/{name}.yaml"],
-        "head: train EAGLE-3": [*LAUNCH, "train/heads.py", "--config", f"configs/heads/{name}.yaml"],
-        "evaluate: decode strictly": ["eval/run.py", "--config", f"configs/eval/{name}.yaml"],
-        "evaluate: decode relaxed": ["eval/run.py", "--config", f"configs/eval/{name}_relaxed.yaml"],
+        "data: the target writes answers": ["scripts/make_data.py", "--config", f"scripts/lab/configs/data/{name}.yaml"],
+        "head: train EAGLE-3": [*LAUNCH, "train/heads.py", "--config", f"scripts/lab/configs/heads/{name}.yaml"],
+        "evaluate: decode strictly": ["eval/run.py", "--config", f"scripts/lab/configs/eval/{name}.yaml"],
+        "evaluate: decode relaxed": ["eval/run.py", "--config", f"scripts/lab/configs/eval/{name}_relaxed.yaml"],
         "compare: plain, strict, relaxed": [
             *("eval/compare.py", strict, relaxed),
             *("--set", f"output={pages(kind)['three side by side']}"),
         ],
         "gate: what relaxing gives and takes": [
             *(GATE_ENTRY, relaxed),
-            *("--baseline", strict, "--config", f"configs/gates/{name}.yaml"),
+            *("--baseline", strict, "--config", f"scripts/lab/configs/gates/{name}.yaml"),
         ],
     }
 

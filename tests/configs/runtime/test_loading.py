@@ -196,3 +196,30 @@ def test_any_override_is_a_config_or_a_config_error(override):
 def _config_or_error(schema: type[BaseModel], path: Path | None, overrides: list[str]) -> None:
     with contextlib.suppress(ConfigError):
         assert isinstance(load_config(schema, path, overrides), schema)
+
+
+def test_a_file_changes_the_one_that_it_extends(tmp_path):
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared/base.yaml").write_text("suites: [{name: a}, {name: b}]\ndecode: {seed: 1, top_k: 5}\n")
+    (tmp_path / "middle.yaml").write_text("extends: shared/base.yaml\ndecode: {seed: 2}\n")
+    (tmp_path / "child.yaml").write_text("extends: middle.yaml\nsuites: [{name: c}, {name: d}]\nrepeats: 7\n")
+    config = load_config(EvalConfig, tmp_path / "child.yaml", ["decode.batch_size=3"])
+    assert (config.decode.seed, config.decode.top_k, config.decode.batch_size, config.repeats) == (2, 5, 3, 7)
+    assert [each.name for each in config.all_suites] == ["c", "d"]
+
+
+@pytest.mark.parametrize(
+    ("extended", "complaint"),
+    [
+        ("recipe.yaml", r"recipe\.yaml: extends: recipe\.yaml extends this file in turn"),
+        ("other.yaml", r"other\.yaml: extends: recipe\.yaml extends this file in turn"),
+        ("missing.yaml", r"recipe\.yaml: extends: .*missing\.yaml"),
+        ("wrong.yaml", r"recipe\.yaml \(extends .*wrong\.yaml\): unknown key 'sede'"),
+        ("[a.yaml]", r"extends: expected the path of a config file, got \['a\.yaml'\]"),
+    ],
+)
+def test_what_cannot_be_extended_is_one_sentence(extended, complaint, written, tmp_path):
+    (tmp_path / "other.yaml").write_text("extends: recipe.yaml\n")
+    (tmp_path / "wrong.yaml").write_text("sede: 1\n")
+    with pytest.raises(ConfigError, match=complaint):
+        load_config(EvalConfig, written(f"extends: {extended}\n"))

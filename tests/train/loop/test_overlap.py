@@ -74,7 +74,7 @@ def collectives(runs, recipe, task, accumulated, head):
         ("ddp_cpu", "distill", None),
         ("fsdp2", "distill", None),
         pytest.param("fsdp2", "heads", "dflash", marks=pytest.mark.slow),
-        pytest.param("zero1", "distill", None, marks=[pytest.mark.slow, NEEDS_DEEPSPEED]),
+        pytest.param("zero2", "distill", None, marks=[pytest.mark.slow, NEEDS_DEEPSPEED]),
     ],
 )
 def test_gradients_are_sent_with_the_last_micro_batch_of_a_step_only(runs, recipe, task, head):
