@@ -21,9 +21,10 @@ from configs.runtime.errors import InputError
 from configs.runtime.files import write_text
 from configs.runtime.terminal import say
 from configs.schema.evaluation import CompareConfig
-from eval.report.compare import as_table, compare
+from eval.report.comparison import compare, notes, overview
 from eval.report.page import render_comparison
 from eval.report.schema import load_report, report_file
+from eval.report.tables import as_text
 
 
 def main(config: CompareConfig, args: argparse.Namespace) -> int:
@@ -34,8 +35,7 @@ def main(config: CompareConfig, args: argparse.Namespace) -> int:
         raise InputError(f"output: the page would overwrite the report {output}; give another file")
     entries = compare([(str(path), load_report(path)) for path in paths], config.may_differ_in)
     write_text(output, render_comparison(entries))
-    say(as_table(entries))
-    say(f"\npage: {output}")
+    say("\n".join([as_text(overview(entries)), *notes(entries), f"\npage: {output}"]))
     return DONE
 
 

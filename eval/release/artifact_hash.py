@@ -10,7 +10,7 @@ from pathlib import Path
 
 from eval.measure.proposers import agreed
 from eval.release.checks import Artifact
-from eval.report.compare import IDENTITY
+from eval.report.differences import IDENTITY
 from heads.artifact import hash_artifact, hash_together, read_metadata
 from heads.frozen.identity import TargetIdentity
 from heads.hub import locate_artifact

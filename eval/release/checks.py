@@ -15,7 +15,7 @@ from configs.runtime.errors import InputError
 from configs.schema.evaluation import GateConfig
 from eval.release.rules import is_of_a_machine, judge_against_free, judge_rule
 from eval.release.verdict import Finding, GateVerdict
-from eval.report.compare import IDENTITY, Difference, differences, prompt_differences
+from eval.report.differences import IDENTITY, Difference, differences, prompt_differences
 from eval.report.schema import PromptsSection, Report
 from eval.report.text import describe_checks, exactness, short
 
@@ -27,7 +27,7 @@ class Artifact:
     """What an artifact folder says of itself; see `eval.release.artifact_hash`."""
 
     sha256: str
-    target: Mapping[str, str | None]  # the hashes of what it was made for, keyed as in `eval.report.compare.IDENTITY`
+    target: Mapping[str, str | None]  # the hashes of what it was made for, keyed as in `eval.report.differences.IDENTITY`
 
 
 def judge(report: Report, config: GateConfig, baseline: Report | None = None, artifact: Artifact | None = None) -> GateVerdict:

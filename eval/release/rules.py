@@ -10,27 +10,19 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from typing import Any
+
+from pydantic import BaseModel
 
 from configs.runtime.errors import InputError
 from configs.schema.evaluation import GateRule
 from eval.release.verdict import Finding, GateOutcome
-from eval.report.paired import compare_reports
+from eval.report.change import speed_change, tau_change
 from eval.report.schema import BaselineSection, Report, SuiteSection
 from eval.report.sections import ClosedSection
 from eval.stats.bootstrap import Interval
-from eval.stats.paired import Change
 
-PAIRED_TAU = "acceptance.tokens_per_target_step"
-PAIRED = (PAIRED_TAU, "speed.decode_speedup")  # whose counts and seconds a report keeps prompt by prompt
-NO_METRICS = (
-    "acceptance.per_prompt.",
-    "speed.per_batch.",
-    "samples.",
-    "lossless.divergences.",
-    "statistics.",
-    "schema_version",
-)
+PAIRED = {"acceptance.tokens_per_target_step": tau_change, "speed.decode_speedup": speed_change}
 EVERY_CATEGORY = "by_category.*."
 OF_A_MACHINE = ("speed", "seconds", "joules")  # in a metric's name: it means something on one machine only
 MORE_THAN_ONE = math.nextafter(1.0, math.inf)  # a draft that only equals what is free is not worth its training
@@ -87,46 +79,39 @@ def _suite_of(report: Report, rule: GateRule) -> tuple[Report | SuiteSection, st
 def _judge_metric(report: Report, metric: str, rule: GateRule, baseline: Report | None) -> Finding:
     """Compare one metric, or its ratio to the baseline's, with the rule's threshold."""
     interval = _look_up(report, metric, rule, "report")
+    required = f"at least {rule.min:g}" if rule.min is not None else f"at most {rule.max:g}"
     if rule.relative_to_baseline:
         if baseline is None:
             raise InputError(f"rule on {metric} is relative to a baseline report; give one with --baseline previous.json")
         interval = _relative(report, baseline, metric, rule, interval)
-    threshold = f"at least {rule.min:g}" if rule.min is not None else f"at most {rule.max:g}"
-    required = threshold + (" times the baseline" if rule.relative_to_baseline else "")
-    if rule.bound == "point":
-        judged = _finding(metric, Interval(interval.point, interval.point, interval.point), required, rule.min, rule.max)
-        return replace(judged, low=None, high=None)
-    return _finding(metric, interval, required, rule.min, rule.max)
+        required += " times the baseline"
+    return _finding(metric, interval, required, rule.min, rule.max, by_point=rule.bound == "point")
 
 
 def _finding(
-    check: str, interval: Interval, required: str, minimum: float | None = None, maximum: float | None = None
+    check: str,
+    found: Interval,
+    required: str,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    *,
+    by_point: bool = False,
 ) -> Finding:
-    """Judge an interval by a minimum or a maximum."""
-    outcome, reason = _compare(interval, minimum, maximum)
-    return Finding(
-        check=check,
-        outcome=outcome,
-        value=interval.point,
-        low=interval.low,
-        high=interval.high,
-        required=required,
-        reason=reason,
-    )
-
-
-def _compare(interval: Interval, minimum: float | None, maximum: float | None) -> tuple[GateOutcome, str]:
-    """Return the outcome and, unless it passed, the reason."""
-    if interval.point is None:
-        return "fail", "not measured in this report"
-    low, high = interval.low, interval.high
-    if low is None or high is None:
-        return "inconclusive", "no interval: fewer than two prompts (or batches, for speed) were measured"
-    if (minimum is not None and low >= minimum) or (maximum is not None and high <= maximum):
-        return "pass", ""
-    if (minimum is not None and high < minimum) or (maximum is not None and low > maximum):
-        return "fail", "below the threshold" if minimum is not None else "above the threshold"
-    return "inconclusive", "the interval holds the threshold: measure more prompts, or ask for less"
+    """Judge an interval, or its point alone, by a minimum or a maximum."""
+    low, high = (found.point, found.point) if by_point else (found.low, found.high)
+    outcome: GateOutcome
+    if found.point is None:
+        outcome, reason = "fail", "not measured in this report"
+    elif low is None or high is None:
+        outcome, reason = "inconclusive", "no interval: fewer than two prompts (or batches, for speed) were measured"
+    elif (minimum is not None and low >= minimum) or (maximum is not None and high <= maximum):
+        outcome, reason = "pass", ""
+    elif (minimum is not None and high < minimum) or (maximum is not None and low > maximum):
+        outcome, reason = "fail", "below the threshold" if minimum is not None else "above the threshold"
+    else:
+        outcome, reason = "inconclusive", "the interval holds the threshold: measure more prompts, or ask for less"
+    shown = {} if by_point else {"low": low, "high": high}
+    return Finding(check=check, outcome=outcome, value=found.point, required=required, reason=reason, **shown)
 
 
 # --- looking up ---------------------------------------------------------------------------------------------------
@@ -138,24 +123,37 @@ def _look_up(report: Report, metric: str, rule: GateRule, where: str) -> Interva
     Raises:
         InputError: no such metric, or it comes without an interval although the rule asks for its bounds.
     """
-    numbers = {path: number for path, number in report.numbers().items() if not path.startswith(NO_METRICS)}
-    if _under_null(metric, numbers):
-        return Interval(None)
-    if metric not in numbers:
-        metrics = [path for path in numbers if "_ci" not in path]
-        nearest = difflib.get_close_matches(metric, metrics, n=1, cutoff=0.0)
-        raise InputError(f"rules: the {where} has no number {metric!r}; the nearest is {nearest[0]!r}")
-    bounds = f"{metric}_ci"
-    if rule.bound == "confidence" and bounds not in numbers and f"{bounds}.0" not in numbers:
-        raise InputError(f"rules: {metric} comes without an interval; give its rule `bound: point`")
-    return Interval(numbers[metric], numbers.get(f"{bounds}.0"), numbers.get(f"{bounds}.1"))
+    try:
+        point = _value_at(report, metric)
+    except KeyError as error:
+        raise InputError(f"rules: the {where} has no number {metric!r}{error.args[0]}") from error
+    if not isinstance(point, int | float | None) or isinstance(point, bool):
+        raise InputError(f"rules: {metric!r} of the {where} is no number")
+    try:
+        bounds = _value_at(report, f"{metric}_ci")
+    except KeyError as error:
+        if rule.bound == "confidence":
+            raise InputError(f"rules: {metric} comes without an interval; give its rule `bound: point`") from error
+        bounds = None
+    return Interval(point, *(bounds or (None, None)))
 
 
-def _under_null(metric: str, numbers: Mapping[str, float | None]) -> bool:
-    """Say whether a whole section above the metric is null, as `speed` is in a run that timed nothing."""
-    keys = metric.split(".")
-    sections = (".".join(keys[:depth]) for depth in range(1, len(keys)))
-    return any(section in numbers and numbers[section] is None for section in sections)
+def _value_at(section: Any, path: str, before: str = "") -> Any:
+    """Return what stands at a dotted path, `None` under a section that is null; names in the path may hold dots.
+
+    Raises:
+        KeyError: nothing does; its argument names the nearest path that there is.
+    """
+    if section is None or not path:
+        return section
+    items = enumerate(section) if isinstance(section, list) else section.items() if isinstance(section, Mapping) else ()
+    children = {str(name): child for name, child in (section if isinstance(section, BaseModel) else items)}
+    fitting = [name for name in children if f"{path}.".startswith(f"{name}.")]
+    if not fitting:
+        nearest = difflib.get_close_matches(path, children, n=1, cutoff=0.0)
+        raise KeyError(f"; the nearest is {before + nearest[0]!r}" if nearest else "")
+    name = max(fitting, key=len)
+    return _value_at(children[name], path[len(name) + 1 :], f"{before}{name}.")
 
 
 # --- ratios -------------------------------------------------------------------------------------------------------
@@ -173,20 +171,10 @@ def _relative(report: Report, baseline: Report, metric: str, rule: GateRule, our
         raise InputError(f"rules: {metric} is {divisor} in the baseline report; a ratio needs a number above 0")
     if ours.point is None:
         return ours
-    change = _paired(report, baseline, metric, rule)
-    return _worst_ratio(ours, theirs) if change is None else Interval(change.ratio, *(change.ratio_ci or (None, None)))
-
-
-def _paired(report: Report, baseline: Report, metric: str, rule: GateRule) -> Change | None:
-    """Return how a number of a whole suite changed, prompt by prompt; `None` where the reports do not keep it by prompt."""
-    if rule.metric not in PAIRED:
-        return None
-    suite = rule.suite if metric != rule.metric else None
+    compared = PAIRED.get(rule.metric)
     # The prompts were found to be the same; where our own run left some unanswered, that fails by itself.
-    found = compare_reports(report, baseline, allow_unequal=True, suite=suite)
-    if rule.metric == PAIRED_TAU:
-        return found.tokens_per_target_step
-    return None if found.batches_left_out else found.decode_speedup
+    change = None if compared is None else compared(report, baseline, rule.suite if metric != rule.metric else None)
+    return _worst_ratio(ours, theirs) if change is None else Interval(change.ratio, *(change.ratio_ci or (None, None)))
 
 
 def _over_free(own: ClosedSection | None, free: BaselineSection, metric: str, paired: str) -> Interval:

@@ -8,13 +8,15 @@ systems show `skipped` as green. No time stamps: equal verdicts give equal files
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 from xml.etree import ElementTree
 
 from configs.runtime.terminal import one_line
-from eval.report.markdown import code, escape, table
+from eval.report.markdown import as_markdown_table, code, escape
 from eval.report.schema import Report
+from eval.report.tables import Table, as_text
 from eval.report.text import headline, settings, short, significant, warnings
 
 GateOutcome = Literal["pass", "fail", "inconclusive"]
@@ -60,32 +62,25 @@ def as_values(verdict: GateVerdict) -> dict[str, Any]:
     }
 
 
+def findings_table(findings: Iterable[Finding]) -> Table:
+    """Return a row a check."""
+    rows = [(each.outcome.upper(), each.check, measured(each), each.required, each.reason) for each in findings]
+    return Table(title="Findings", header=("", "check", "measured", "required", "why not"), rows=rows)
+
+
 def as_table(verdict: GateVerdict) -> str:
-    """Return the verdict for a terminal: a line a check, the reason under each that did not pass, the outcome last."""
-    rows = [
-        (each.outcome.upper(), *map(one_line, (each.check, measured(each), each.required, each.reason)))
-        for each in verdict.findings
-    ]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = []
-    for outcome, check, found, required, reason in rows:
-        lines.append(f"{outcome:<{widths[0]}}  {check:<{widths[1]}}  {found:<{widths[2]}}  asked: {required}")
-        if reason:
-            lines.append(f"{'':<{widths[0]}}  {reason}")
-    return "\n".join([*lines, *(f"note: {one_line(note)}" for note in verdict.notes), "", f"gate: {verdict.outcome}"])
+    """Return the verdict for a terminal: a line a check, the outcome last."""
+    notes = [f"note: {one_line(note)}" for note in verdict.notes]
+    return "\n".join([as_text(findings_table(verdict.findings)), *notes, "", f"gate: {verdict.outcome}"])
 
 
 def as_markdown(verdict: GateVerdict, report: Report) -> str:
     """Return the verdict for a pull request: outcome, headline of the report judged, a row a check."""
-    rows = [
-        (SIGNS[each.outcome], escape(each.check), escape(measured(each)), escape(each.required), escape(each.reason))
-        for each in verdict.findings
-    ]
     blocks = [
         f"## {SIGNS[verdict.outcome]}: draft {code(report.draft.path)} ({escape(short(report.draft.sha256))})",
         escape(headline(report)),
         *(f"> **Warning:** {escape(warning)}" for warning in warnings(report)),
-        table(("", "check", "measured", "asked", "why not"), rows, numbers=False),
+        as_markdown_table(findings_table(verdict.findings), numbers=False),
         *(f"Note: {escape(note)}." for note in verdict.notes),
         f"Target {code(report.target.name)} ({escape(short(report.target.weights_sha256))}), {escape(settings(report))}.",
     ]

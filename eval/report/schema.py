@@ -7,8 +7,6 @@ number is not available in this run. `SCHEMA_VERSION` rises when a field changes
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -276,10 +274,6 @@ class Report(ClosedSection):
         """Return the report as JSON values: the fields that were given, and no defaults of those that were not."""
         return self.model_dump(exclude_unset=True)
 
-    def numbers(self) -> dict[str, float | None]:
-        """Return every number and every null by its dotted path, e.g. `acceptance.tokens_per_target_step_ci.0`."""
-        return dict(numbers_of(self.to_dict()))
-
 
 def parse_report(value: Any, where: str) -> Report:
     """Return a report from JSON values; `where` names it in error messages.
@@ -292,14 +286,10 @@ def parse_report(value: Any, where: str) -> Report:
     if (found := value["schema_version"]) != SCHEMA_VERSION:
         raise InputError(f"{where} has schema_version {found!r}, this draftsmith reads {SCHEMA_VERSION}; run eval/run.py again")
     try:
-        report = Report.model_validate(value)
+        return Report.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise InputError(f"{where}: {'.'.join(map(str, first['loc'])) or 'report'}: {first['msg']}") from error
-    for path, number in report.numbers().items():
-        if number is not None and not math.isfinite(number):
-            raise InputError(f"{where}: {path} is {number}; a report holds finite numbers, or null where there is none")
-    return report
 
 
 def load_report(path: Path, what: str = "report") -> Report:
@@ -327,20 +317,6 @@ def write_report(path: Path, report: Report) -> None:
         InputError: the file cannot be written.
     """
     write_json(path, report.to_dict())
-
-
-def numbers_of(value: Any, path: str = "") -> Iterator[tuple[str, float | None]]:
-    """Yield (dotted path, number) of every number and every null in JSON values; list items go by index."""
-    if isinstance(value, dict):
-        children = list(value.items())
-    elif isinstance(value, list):
-        children = list(enumerate(value))
-    else:
-        if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
-            yield path, value
-        return
-    for key, child in children:
-        yield from numbers_of(child, f"{path}.{key}" if path else str(key))
 
 
 def definitions(section: type[BaseModel] = Report, path: str = "") -> dict[str, str]:

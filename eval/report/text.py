@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from eval.report.schema import BaselineSection, FailedRequest, LosslessSection, LosslessVerdict, Report, SuiteSection
+from eval.report.sections import ClosedSection
 
 NOT_AVAILABLE = "–"
 TOO_LARGE = 1e7
@@ -13,7 +14,7 @@ FORWARDS = {  # of target and draft alike, by the name in the report's decode se
     "lean": " by the lean forward",
     "compiled": " by the compiled forward",
 }
-LEAST_PROMPTS = 4  # of a kind of prompt that is called the weakest
+MIN_PROMPTS = 4  # of a category that is called the weakest
 VERDICTS: dict[LosslessVerdict, str] = {
     "lossless": "Lossless",
     "lossless_up_to_ties": "Lossless up to ties",
@@ -51,6 +52,23 @@ def interval(bounds: Sequence[float] | None, digits: int = 2) -> str:
     return "" if bounds is None else f"[{bounds[0]:.{digits}f}, {bounds[1]:.{digits}f}]"
 
 
+def ranged(value: str, bounds: Sequence[float] | None, digits: int = 2) -> str:
+    """Return a number with its interval, where it has one."""
+    return f"{value} {interval(bounds, digits)}".rstrip()
+
+
+def tau(section: ClosedSection | None) -> str:
+    """Return a section's tokens per target step with the interval; a dash where there are none."""
+    value, bounds = (None, None) if section is None else section.interval_of("tokens_per_target_step")
+    return ranged(number(value), bounds)
+
+
+def speedup(section: ClosedSection | None) -> str:
+    """Return a section's decode speedup with the interval; a dash where nothing was timed."""
+    value, bounds = (None, None) if section is None else section.interval_of("decode_speedup")
+    return ranged(times(value), bounds)
+
+
 def short(digest: str) -> str:
     """Return the first twelve characters of a hash."""
     return digest[:12]
@@ -83,11 +101,11 @@ def failed_requests(report: Report) -> list[FailedRequest]:
 
 
 def headline(report: Report) -> str:
-    """Say in one sentence how fast, what was found of the output's exactness, and which untrained way is no slower."""
+    """Say in one sentence how fast, how exact, and which way of decoding without training the draft does not beat."""
     elsewhere = "".join(
-        f"; on {name} {times(speedup_of(each)[0])}{_untrained_rival(each, ', where ')}" for name, each in report.suites.items()
+        f"; on {name} {times(speedup_of(each)[0])}{_untrained_rival(each)}" for name, each in report.suites.items()
     )
-    return f"{_speed_in_words(report)}; {exactness(report)}{_untrained_rival(report, '; ')}{elsewhere}."
+    return f"{_speed_in_words(report)}{_untrained_rival(report)}; {exactness(report)}{elsewhere}."
 
 
 def by_suite(report: Report) -> dict[str, Report | SuiteSection]:
@@ -107,16 +125,13 @@ def fastest_free(section: Report | SuiteSection) -> tuple[str, BaselineSection] 
 
 
 def weakest_category(report: Report) -> str:
-    """Name the kind of prompt with the fewest tokens per target step, of all suites, among those with enough prompts.
-
-    Nothing where there are not two, or where the interval of the weakest reaches up to the next one's number.
-    """
+    """Name the category of all suites with the fewest tokens per target step; nothing where the next one may be as weak."""
     sections = by_suite(report) or {"": report}
     found = {
         f"{name} ({suite})" if suite else name: section
         for suite, each in sections.items()
         for name, section in each.by_category.items()
-        if section.num_prompts >= LEAST_PROMPTS and section.acceptance.tokens_per_target_step is not None
+        if section.num_prompts >= MIN_PROMPTS and section.acceptance.tokens_per_target_step is not None
     }
     ranked = sorted(found, key=lambda name: found[name].acceptance.tokens_per_target_step or 0)
     if len(ranked) < 2:
@@ -125,26 +140,22 @@ def weakest_category(report: Report) -> str:
     bounds = acceptance.tokens_per_target_step_ci
     if bounds is None or following is None or bounds[1] >= following:
         return ""
-    return (
-        f"Weakest kind of prompt: {ranked[0]}, {number(acceptance.tokens_per_target_step)} {interval(bounds)} tokens per "
-        f"target step on {found[ranked[0]].num_prompts} prompts."
-    )
+    return f"Weakest category: {ranked[0]}, {tau(acceptance)} tokens per target step on {found[ranked[0]].num_prompts} prompts."
 
 
-def milliseconds_a_token(section: Report | SuiteSection) -> str:
+def milliseconds_per_token(report: Report) -> str:
     """Say what a token takes, plainly and with the draft, and with transformers' `generate` where that was timed."""
-    speed = section.speed
+    speed = report.speed
     if speed is None or speed.milliseconds_per_token_speculative is None:
         return ""
     plain, drafted = speed.milliseconds_per_token_autoregressive, speed.milliseconds_per_token_speculative
     said = f"A token takes {plain:.1f} ms in plain decoding and {drafted:.1f} ms with the draft, at this batch size."
-    peer = getattr(speed, "generate", None)
-    if peer is None:
+    if (peer := speed.generate) is None:
         return said
     theirs, ours = peer.milliseconds_per_token_generate, peer.milliseconds_per_token_autoregressive
     return (
-        f"{said} On {peer.num_prompts} prompts one by one, with their reading, it takes {theirs:.1f} ms by transformers' "
-        f"generate and {ours:.1f} ms by plain decoding here."
+        f"{said} On {peer.num_prompts} prompts one by one, prefill included, it takes {theirs:.1f} ms in transformers' "
+        f"generate and {ours:.1f} ms in plain decoding here."
     )
 
 
@@ -154,14 +165,15 @@ def lookup_gain(report: Report) -> str:
     if found is None:
         return ""
     bounds = found.decode_speed_ratio_ci
-    faster = "makes the draft faster" if bounds and bounds[0] > 1 else "makes no difference that shows"
-    faster = "slows the draft down" if bounds and bounds[1] < 1 else faster
+    effect = "makes no significant difference"
+    if bounds is not None and not bounds[0] <= 1 <= bounds[1]:
+        effect = "makes the draft faster" if bounds[0] > 1 else "makes the draft slower"
     return (
-        f"{found.lookup.replace('_', ' ').capitalize()} before the draft {faster}: "
-        f"{f'{times(found.decode_speed_ratio)} {interval(bounds)}'.rstrip()} of its speed, "
-        f"{times(found.tokens_per_target_step_ratio)} of its tokens per target step. It drafts in "
-        f"{percent(found.lookup_rounds_share)} of the rounds, and {percent(found.lookup_tokens_share)} of the accepted drafts "
-        "are its own."
+        f"{found.lookup.replace('_', ' ').capitalize()} before the draft {effect}: "
+        f"{ranged(times(found.decode_speed_ratio), bounds)} the draft's speed and "
+        f"{times(found.tokens_per_target_step_ratio)} its tokens per target step. The lookup drafts in "
+        f"{percent(found.lookup_rounds_share)} of the rounds and yields {percent(found.lookup_tokens_share)} of the accepted "
+        "drafts."
     )
 
 
@@ -229,32 +241,30 @@ def describe_checks(section: LosslessSection, names: Sequence[str]) -> str:
     return ", ".join(described)
 
 
-def _untrained_rival(section: Report | SuiteSection, joint: str) -> str:
-    """Name the fastest way of decoding in the same run that needs no training, unless the draft is faster beyond doubt."""
+def _untrained_rival(section: Report | SuiteSection) -> str:
+    """Name the fastest way of decoding in the same run that needs no training, unless the draft is significantly faster."""
     free = fastest_free(section)
     if free is None or free[1].decode_speed_ratio is None:
         return ""
-    name, rival = free
-    bounds, called = rival.decode_speed_ratio_ci, f"{name.replace('_', ' ')}, which needs no training,"
+    name, rival = free[0].replace("_", " "), free[1]
+    bounds = rival.decode_speed_ratio_ci
     if bounds is not None and bounds[0] > 1:
         return ""
     if bounds is not None and bounds[1] < 1:
-        return f"{joint}{called} is faster, at {times(rival.decode_speedup)}"
-    ratio = f"{times(rival.decode_speed_ratio)} {interval(bounds)}".rstrip()
-    as_fast = f"no difference shown from {called} at {times(rival.decode_speedup)}"
-    return f"{joint}{as_fast}: the draft has {ratio} of its speed"
+        return f", slower than {name}, which needs no training, at {times(rival.decode_speedup)}"
+    ratio = ranged(times(rival.decode_speed_ratio), bounds)
+    return f", not significantly faster than {name}, which needs no training, at {times(rival.decode_speedup)} (ratio {ratio})"
 
 
 def _speed_in_words(report: Report) -> str:
     simulated = "Acceptance simulated, not measured: " if report.simulated else ""
     if report.speed is None or report.speed.decode_speedup is None:
         return f"{simulated}{number(report.acceptance.tokens_per_target_step)} tokens per target step, speed not measured"
-    value, bounds = report.speed.decode_speedup, report.speed.decode_speedup_ci
+    bounds = report.speed.decode_speedup_ci
     how = FORWARDS.get(getattr(report.decode, "forward", None) or "", "")
+    said = f"{simulated}{speedup(report.speed)} the speed of plain decoding{how}"
     if bounds is None:
-        return f"{simulated}{times(value)} the speed of plain decoding{how} in one batch, too few for an interval"
+        return f"{said}, from one batch and so without an interval"
     if bounds[0] <= 1 <= bounds[1]:
-        return f"{simulated}Decoding at {times(value)} {interval(bounds)} the plain speed{how}, which may be no difference"
-    if value < 1:
-        return f"{simulated}Slower than plain decoding{how}, at {times(value)} {interval(bounds)} its speed"
-    return f"{simulated}{times(value)} {interval(bounds)} the speed of plain decoding{how}"
+        return f"{said}, not a significant difference"
+    return f"{said}, which is slower" if bounds[1] < 1 else said

@@ -17,8 +17,8 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from configs.schema.commands.release import HUB_ID, PushConfig
 from configs.schema.data import SELF_SEEDED
-from eval.release.verdict import Finding, measured
-from eval.report.markdown import code, code_block, escape, render_markdown, table
+from eval.release.verdict import Finding, findings_table
+from eval.report.markdown import as_markdown_table, code, code_block, escape, render_markdown, table
 from eval.report.text import short
 from heads.formats.exporting.table import engines_of
 from scripts.publish.card_metadata import agreed_licence, card_data
@@ -86,11 +86,7 @@ def make_card(
 
 def _findings(gate: Mapping[str, Any]) -> str:
     """Return a row for each finding of the gate."""
-    rows = [
-        (each.outcome, escape(each.check), escape(measured(each)), escape(each.required), escape(each.reason))
-        for each in (Finding(**finding) for finding in gate["findings"])
-    ]
-    return table(("", "check", "measured", "asked", "why not"), rows, numbers=False)
+    return as_markdown_table(findings_table(Finding(**finding) for finding in gate["findings"]), numbers=False)
 
 
 def _machine(hardware: Mapping[str, Any]) -> str:

@@ -11,8 +11,8 @@ from configs.runtime.command import DONE, GATE_FAILED
 from configs.runtime.files import read_object, write_json, write_text
 from configs.runtime.terminal import say
 from configs.schema.commands.refreshing import OLD, TRAFFIC
+from eval.report.change import tau_change
 from eval.report.markdown import table
-from eval.report.paired import compare_reports
 from eval.report.schema import Report, load_report
 from eval.report.text import interval, number
 
@@ -32,9 +32,8 @@ def write_refresh(output: Path, new: Path, served: Path, counts: Sequence[Path],
     ours, theirs = load_report(new), load_report(served)
     changes: dict[str, Any] = {}
     for name, suite in ((TRAFFIC, None), (OLD, OLD)):
-        paired = compare_reports(ours, theirs, allow_unequal=True, suite=suite)
-        change = paired.tokens_per_target_step
-        changes[name] = {"num_prompts": paired.num_prompts, **({} if change is None else asdict(change))}
+        change = tau_change(ours, theirs, suite)
+        changes[name] = {"num_prompts": 0} if change is None else {"num_prompts": change.num_clusters, **asdict(change)}
     traffic, data = (read_object(path, "manifest") for path in counts)
     verdict = VERDICTS.get(code, "inconclusive")
     trained_on = data["counts"]["train"]["by_source"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from eval.metrics.tally import Tally
@@ -48,3 +48,17 @@ def changed_values(report: Report, changes: Mapping[str, Any]) -> dict[str, Any]
         else:
             section[last] = value
     return values
+
+
+def numbers_of(value: Any, path: str = "") -> Iterator[tuple[str, float | None]]:
+    """Yield (dotted path, number) of every number and every null in JSON values; list items go by index."""
+    if isinstance(value, dict):
+        children = list(value.items())
+    elif isinstance(value, list):
+        children = list(enumerate(value))
+    else:
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+            yield path, value
+        return
+    for key, child in children:
+        yield from numbers_of(child, f"{path}.{key}" if path else str(key))

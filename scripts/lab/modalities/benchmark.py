@@ -19,7 +19,7 @@ from configs.runtime.resumable import files_fingerprint, fingerprint
 from configs.schema.evaluation import EvalConfig, LosslessConfig, QualityConfig
 from eval.evaluation import evaluate
 from eval.lossless.verdict import NOT_LOSSLESS
-from eval.report.paired import compare_reports
+from eval.report.change import tau_change
 from eval.report.schema import Report, load_report
 from eval.stats.bootstrap import Interval
 from scripts.lab.bench.harness import write_results
@@ -87,7 +87,7 @@ def kept_or_new(config: EvalConfig, parent: Path) -> Report:
 def row_of(report: Report, timed: Report, strict: Report) -> dict[str, Any]:
     """Return the row of a draft and a rule; its tau over that of the same draft's strict report is missing in that itself."""
     acceptance, speed, quality = report.acceptance, timed.speed, report.quality
-    change = compare_reports(report, strict).tokens_per_target_step if report is not strict else None
+    change = tau_change(report, strict) if report is not strict else None
     scores = {} if quality is None else quality.scores
     distance = None if quality is None else quality.feature_distance
     return {

@@ -11,7 +11,7 @@ from eval.decoder.records import SPECULATIVE, Generation
 from eval.evaluation import evaluate
 from eval.measure.record_files import read_records
 from eval.release.checks import judge
-from eval.report.compare import as_table, compare
+from eval.report.comparison import compare, notes
 from eval.report.page import render_comparison
 from eval.report.text import headline
 from tests.support.evaluations import report_in, tiny_evaluation, write_suite
@@ -84,7 +84,7 @@ def test_a_further_suite_is_compared_prompt_by_prompt_with_that_of_an_earlier_re
     assert (finding.value, finding.low, finding.high) == (1.0, 1.0, 1.0)  # paired: the worst case would be wider
     first, other = compare([("a", report), ("b", report)])
     assert other.tau_by_suite["abroad"].ratio_ci == [1.0, 1.0]
-    assert "B on abroad: τ " in as_table([first, other])
+    assert "B on abroad: τ " in "".join(notes([first, other]))
     assert "<td>B on abroad</td>" in render_comparison([first, other])
 
 

@@ -11,7 +11,7 @@ from configs.runtime.errors import InputError
 from configs.schema.evaluation import QualityConfig, SuiteConfig
 from eval.evaluation import evaluate
 from eval.metrics.feature_distance import featurised, frechet_distance
-from eval.report.compare import compare
+from eval.report.comparison import compare
 from eval.report.page import render_comparison, render_html
 from tests.support.evaluations import report_in, tiny_evaluation, write_suite
 

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from configs.runtime.errors import InputError
-from eval.report.compare import as_table, compare, differences, in_words
+from eval.report.comparison import compare, describe_change, notes, overview
+from eval.report.differences import differences
 from eval.report.page import render_comparison
-from eval.report.plots import draw_survival
 from eval.report.schema import definitions, write_report
+from eval.report.tables import as_text
 from tests.support.reports import changed
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -73,9 +74,9 @@ def test_seeds_drafts_and_greedy_rules_are_no_reason_against_a_comparison(report
 
 def test_a_change_that_every_prompt_shares_is_found_whatever_the_spread_between_prompts(report):
     _, better, worse = compare([("a", report), ("b", with_tau_times(report, 1.04)), ("c", with_tau_times(report, 0.97))])
-    assert in_words(better.tau) == "×1.04 [1.04, 1.04] better"
-    assert in_words(worse.tau) == "×0.97 [0.97, 0.97] worse"
-    assert in_words(better.speed).startswith("×1.00 [1.00, 1.00] no difference shown")
+    assert describe_change(better.tau) == "×1.04 [1.04, 1.04] better"
+    assert describe_change(worse.tau) == "×0.97 [0.97, 0.97] worse"
+    assert describe_change(better.speed).startswith("×1.00 [1.00, 1.00] not significant")
 
 
 @pytest.mark.parametrize(("path", "aspect"), [("target.weights_sha256", "target"), ("prompts.sha256", "suite")])
@@ -108,17 +109,18 @@ def test_one_report_or_too_many_are_no_comparison(report, count):
 @pytest.mark.parametrize(("percent", "words"), [(112.3, "110 %"), (99.7, "100 %"), (3.14, "3.1 %"), (12345.0, "12000 %")])
 def test_a_large_percentage_is_no_power_of_ten(report, percent, words):
     (_, other) = compare([("a", report), ("b", report)])
-    assert f"({words} would show)" in in_words(replace(other.tau, outcome="inconclusive", detectable_percent=percent))
+    assert f"({words} would show)" in describe_change(replace(other.tau, outcome="inconclusive", detectable_percent=percent))
 
 
 def test_the_table_has_a_line_a_report_and_says_what_differs(report):
     other = changed(report, {"decode.num_speculative_tokens": 5, "simulated": True})
-    header, first, second, empty, note = as_table(compare([("one.json", report), ("two.json", other)])).splitlines()
+    entries = compare([("one.json", report), ("two.json", other)])
+    header, first, second = as_text(overview(entries)).splitlines()
     assert header.split()[0] == "report"
     assert first.startswith("A  one.json  3")
     assert second.startswith("B  two.json  5")
     assert second.endswith("SIMULATED")
-    assert (empty, note) == ("", "B differs from A in num_speculative_tokens (5 here, 3 there)")
+    assert notes(entries) == ["B differs from A in num_speculative_tokens (5 here, 3 there)"]
 
 
 # --- the page -----------------------------------------------------------------------------------------------------
@@ -133,13 +135,7 @@ def test_the_page_holds_every_report_with_hostile_text_as_text_and_fetches_nothi
     # The kind of draft is the same in both.
     assert not any(text in page for text in ("<td>draft kind</td>", "<script", "<img", "url(http"))
     links = set(re.findall(r'(?:href|src)="([^"]*)"', page))
-    assert {link for link in links if not link.startswith(("#rows-", "#surv"))} <= {f"#def-{path}" for path in definitions()}
-
-
-def test_eight_reports_are_told_apart_in_the_plot(report):
-    svg = draw_survival(dict.fromkeys("ABCDEFGH", report))
-    assert all(f">{letter}<" in svg for letter in "ABCDEFGH")
-    assert re.findall(r"#[0-9a-fA-F]{6}\b", svg) == []
+    assert {link for link in links if not link.startswith("#rows-")} <= {f"#def-{path}" for path in definitions()}
 
 
 # --- the command --------------------------------------------------------------------------------------------------

@@ -13,11 +13,12 @@ from safetensors.torch import load_file, save_file
 from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED, INCONCLUSIVE
 from configs.schema.heads import MedusaSettings, MtpSettings
 from eval.release.artifact_hash import read_shipped
-from eval.report.schema import load_report, numbers_of
+from eval.report.schema import load_report
 from heads.artifact import PROMPTS_FILE, hash_artifact, read_metadata
 from heads.families.registry import FAMILIES
 from tests.scripts.conftest import PLANTED, change, judge
 from tests.support.artifacts import save_artifact
+from tests.support.reports import numbers_of
 
 NUMBER = re.compile(r"(?<![\w.-])-?\d+(?:\.\d+)?(?![\w.])")
 

@@ -1,20 +1,17 @@
 """How a ratio of sums changed between two runs over the same clusters (prompts, or batches of them). Torch-free.
 
-Both sides are resampled together, so that what makes a prompt hard or easy for both cancels. `eval.report.paired` compares
-two reports with it.
+Both sides are resampled together, so that what makes a prompt hard or easy for both cancels.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
-from eval.stats.bootstrap import LEVEL, Column, Floats, Interval, statistic_interval
+from eval.stats.bootstrap import Column, Floats, Interval, statistic_interval
 from eval.stats.power import detectable_percent
-
-# Shapes: C clusters (prompts, or batches of them), F columns, S bootstrap resamples.
 
 ChangeOutcome = Literal["better", "worse", "inconclusive"]
 
@@ -39,14 +36,12 @@ class Change:
     theirs: float
     ratio: float
     ratio_ci: list[float] | None
-    difference: float
-    difference_ci: list[float] | None
     outcome: ChangeOutcome
     detectable_percent: float | None
     num_clusters: int  # prompts, or batches of them for speed
 
 
-def compare_sides(ours: Side, theirs: Side, *, samples: int, seed: int, level: float = LEVEL) -> Change | None:
+def compare_sides(ours: Side, theirs: Side, *, samples: int, seed: int) -> Change | None:
     """Return how `ours` differs from `theirs`, clusters in the same order; `None` where one has nothing to divide by."""
     columns = (*ours.above, *ours.below, *theirs.above, *theirs.below)
     cuts = np.cumsum([len(ours.above), len(ours.below), len(theirs.above)])
@@ -55,23 +50,17 @@ def compare_sides(ours: Side, theirs: Side, *, samples: int, seed: int, level: f
         a, b, c, d = (part.prod(axis=0) for part in np.split(sums, cuts))
         return a / b, c / d
 
-    def interval(of: Any) -> Interval:
-        return statistic_interval(lambda sums: of(*both(sums)), *columns, samples=samples, seed=seed, level=level)
-
-    ratio, difference = interval(lambda one, another: one / another), interval(lambda one, another: one - another)
-    if ratio.point is None or difference.point is None:
+    ratio = statistic_interval(lambda sums: np.divide(*both(sums)), *columns, samples=samples, seed=seed)
+    if ratio.point is None:
         return None
-    with np.errstate(divide="ignore", invalid="ignore"):
-        own, their = both(np.array([np.sum(column, dtype=np.float64) for column in columns]))
+    own, their = both(np.array([np.sum(column, dtype=np.float64) for column in columns]))
     return Change(
         ours=float(own),
         theirs=float(their),
         ratio=ratio.point,
         ratio_ci=ratio.bounds,
-        difference=difference.point,
-        difference_ci=difference.bounds,
         outcome=_outcome(ratio),
-        detectable_percent=detectable_percent((*ours.above, *theirs.below), (*ours.below, *theirs.above), level=level),
+        detectable_percent=detectable_percent((*ours.above, *theirs.below), (*ours.below, *theirs.above)),
         num_clusters=int(np.stack([np.asarray(column) for column in columns]).any(axis=0).sum()),
     )
 

@@ -1,0 +1,184 @@
+"""Several reports side by side: what each measured, and how it changed from the first. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from string import ascii_uppercase
+
+from configs.runtime.errors import InputError
+from eval.report.change import speed_change, tau_change
+from eval.report.differences import Aspect, Difference, differences
+from eval.report.schema import Report
+from eval.report.tables import PROVENANCE, Row, Table, flat_facts
+from eval.report.text import VERDICTS, interval, number, ranged, significant, speedup, tau
+from eval.stats.change import Change
+
+MAX_REPORTS = 8
+FIXED: tuple[Aspect, ...] = ("target", "suite")  # what reports must agree in, unless allowed by name
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedReport:
+    """One of several reports. The changes are from the first; `None` for the first, and where they would mean nothing."""
+
+    letter: str
+    path: str
+    report: Report
+    tau: Change | None = None  # of tokens per target step; needs the same target and the same answered prompts
+    speed: Change | None = None  # of the decode speedup; needs the same machine, software, dtype and batches as well
+    differences: tuple[Difference, ...] = ()
+    tau_by_suite: Mapping[str, Change] = field(default_factory=dict)  # on further suites of the same prompts
+
+
+def compare(reports: Sequence[tuple[str, Report]], may_differ_in: Sequence[str] = ()) -> list[ComparedReport]:
+    """Compare each report with the first.
+
+    Args:
+        reports: (path, report) each, from 2 to `MAX_REPORTS`.
+        may_differ_in: `target` and `suite` may not differ unless they are named here.
+
+    Raises:
+        InputError: too few or too many reports, or some of different targets or prompts.
+    """
+    if not 2 <= len(reports) <= MAX_REPORTS:
+        raise InputError(f"from 2 to {MAX_REPORTS} reports can be compared, got {len(reports)}")
+    (first_path, first), *others = reports
+    entries = [ComparedReport(letter=ascii_uppercase[0], path=first_path, report=first)]
+    for letter, (path, report) in zip(ascii_uppercase[1:], others, strict=False):
+        entries.append(_entry(letter, path, report, first, may_differ_in))
+    return entries
+
+
+def _entry(letter: str, path: str, report: Report, first: Report, may_differ_in: Sequence[str]) -> ComparedReport:
+    found = tuple(differences(report, first))
+    refused = [each for each in found if each.aspect in FIXED and each.aspect not in may_differ_in]
+    if refused:
+        allow = ", ".join(dict.fromkeys(each.aspect for each in refused))
+        raise InputError(
+            f"{path} is not about the same as the first report: {'; '.join(map(str, refused))}. "
+            f"To compare them nevertheless: --set may_differ_in=[{allow}]"
+        )
+    aspects = {each.aspect for each in found}
+    answered = [each.acceptance.per_prompt.keys() for each in (report, first)]
+    if answered[0] != answered[1] or aspects & set(FIXED):
+        return ComparedReport(letter=letter, path=path, report=report, differences=found)
+    other_clock = "machine" in aspects or any(each.what == "decode.dtype" for each in found)
+    return ComparedReport(
+        letter=letter,
+        path=path,
+        report=report,
+        tau=tau_change(report, first),
+        speed=None if other_clock else speed_change(report, first),
+        differences=found,
+        tau_by_suite=_by_suite(report, first),
+    )
+
+
+def _by_suite(report: Report, first: Report) -> dict[str, Change]:
+    """Return how tau changed on the further suites of which both answered the same prompts."""
+    same = [
+        name
+        for name, section in report.suites.items()
+        if name in first.suites
+        and section.prompts.sha256 == first.suites[name].prompts.sha256
+        and section.acceptance.per_prompt.keys() == first.suites[name].acceptance.per_prompt.keys()
+    ]
+    changes = {name: tau_change(report, first, suite=name) for name in same}
+    return {name: change for name, change in changes.items() if change is not None}
+
+
+def describe_change(change: Change | None) -> str:
+    """Return `×1.04 [1.02, 1.06] better`, or `not significant` with the change that the prompts could have shown."""
+    if change is None:
+        return "–"
+    if change.ratio_ci is None:
+        return f"×{change.ratio:.2f}"
+    words: str = change.outcome
+    if change.outcome == "inconclusive":
+        least = "" if not change.detectable_percent else f" ({significant(change.detectable_percent, 2)} % would show)"
+        words = f"not significant{least}"
+    return f"×{change.ratio:.2f} {interval(change.ratio_ci)} {words}"
+
+
+def overview(entries: Sequence[ComparedReport]) -> Table:
+    """Return a row a report: its numbers, and their change from the first."""
+    rows = [
+        (
+            entry.letter,
+            entry.path,
+            str(entry.report.decode.num_speculative_tokens),
+            f"{entry.report.prompts.num_prompts} of {entry.report.prompts.num_asked}",
+            tau(entry.report.acceptance),
+            describe_change(entry.tau),
+            speedup(entry.report.speed),
+            describe_change(entry.speed),
+            number(entry.report.acceptance.overlap_alpha),
+            VERDICTS[entry.report.lossless.verdict] + (", SIMULATED" if entry.report.simulated else ""),
+        )
+        for entry in entries
+    ]
+    header = ("", "report", "drafts", "prompts", "τ", "τ against A", "decode speedup", "speed against A", "α", "output")
+    return Table(title="Overview", header=header, rows=rows)
+
+
+def notes(entries: Sequence[ComparedReport]) -> list[str]:
+    """Return what changed on further suites, and what each report was made with otherwise than the first."""
+    on_suites = [
+        f"{entry.letter} on {name}: τ {number(change.ours)}, {describe_change(change)}"
+        for entry in entries
+        for name, change in entry.tau_by_suite.items()
+    ]
+    return on_suites + [f"{entry.letter} differs from A in {each}" for entry in entries for each in entry.differences]
+
+
+def comparison_tables(entries: Sequence[ComparedReport]) -> list[Table]:
+    """Return the tables of a comparison, those after the overview with a column a report."""
+    letters, reports = [entry.letter for entry in entries], [entry.report for entry in entries]
+    categories = dict.fromkeys(name for report in reports for name in report.by_category)
+    ways = dict.fromkeys(name for report in reports for name in report.baselines)
+    by_category = [
+        (name, *(tau(report.by_category[name].acceptance if name in report.by_category else None) for report in reports))
+        for name in categories
+    ]
+    by_way = [(name, *(speedup(report.baselines.get(name)) for report in reports)) for name in ways]
+    changes = [f"{letter}'s change" for letter in letters]
+    tables = [
+        Table(
+            title="Quality of the answers",
+            header=("quality", "plain", *(each for pair in zip(letters, changes, strict=True) for each in pair)),
+            rows=list(_qualities(reports)),
+        ),
+        Table(title="τ by category", header=("category", *letters), rows=by_category),
+        Table(title="Decode speedup of other ways", header=("way of decoding", *letters), rows=by_way),
+        Table(title="What differs", header=("", *letters), rows=_differing(reports)),
+    ]
+    return [overview(entries), *(table for table in tables if table.rows)]
+
+
+def _qualities(reports: Sequence[Report]) -> Iterator[Row]:
+    """Yield a row for each scorer that all reports have, and for the distances from the references where all have one."""
+    judged = [report.quality for report in reports if report.quality is not None]
+    if len(judged) < len(reports):
+        return
+    for name, first in judged[0].scores.items():
+        scores = [each.scores[name] for each in judged if name in each.scores]
+        if len(scores) == len(judged):
+            pairs = ((number(one.speculative, 3), ranged(number(one.difference, 3), one.difference_ci, 3)) for one in scores)
+            yield name, number(first.autoregressive, 3), *(each for pair in pairs for each in pair)
+    distances = [each.feature_distance for each in judged if each.feature_distance is not None]
+    if len(distances) == len(judged) and all(each.autoregressive is not None for each in distances):
+        columns = (each for distance in distances for each in (number(distance.speculative), ""))
+        yield "Fréchet distance from the references", number(distances[0].autoregressive), *columns
+
+
+def _differing(reports: Sequence[Report]) -> list[Row]:
+    """Return the descriptions in which not all reports agree, each report's own in their order."""
+    described = []
+    for report in reports:
+        prompts = report.prompts.model_dump(include={"source", "sha256", "num_asked", "num_prompts"})
+        values = report.model_dump(include=set(PROVENANCE), exclude_unset=True)
+        described.append(dict(flat_facts({"prompts": prompts, **values})))
+    names = dict.fromkeys(name for facts in described for name in facts)
+    rows = [(name, *(facts.get(name, "–") for facts in described)) for name in names]
+    return [row for row in rows if len(set(row[1:])) > 1]

@@ -1,0 +1,310 @@
+"""The tables of a report as text, the same on its page, in its Markdown summary and on a terminal. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from configs.runtime.terminal import one_line
+from eval.report.answer_sections import EnergySection, QualitySection
+from eval.report.schema import Report
+from eval.report.sections import PredictedSection, StoppingClass
+from eval.report.text import (
+    by_suite,
+    failed_requests,
+    fastest_free,
+    interval,
+    lookup_gain,
+    milliseconds_per_token,
+    number,
+    percent,
+    ranged,
+    speedup,
+    tau,
+    times,
+    weakest_category,
+)
+
+Row = tuple[str, ...]
+
+PROVENANCE = ("target", "draft", "decode", "statistics", "hardware", "versions", "git")  # sections that describe the run
+# Label, section, field and form of the numbers that a report leads with.
+NUMBERS = (
+    ("decode speedup", "speed", "decode_speedup", times),
+    ("decode speedup of the median batch", "speed", "decode_speedup_median", times),
+    ("end-to-end speedup", "speed", "end_to_end_speedup", times),
+    ("tokens per target step (τ)", "acceptance", "tokens_per_target_step", number),
+    ("τ, mean over prompts", "acceptance", "tokens_per_target_step_macro", number),
+    ("acceptance rate (α)", "acceptance", "overlap_alpha", number),
+    ("accepted drafts per round", "acceptance", "accepted_per_round", number),
+    ("accepted share of all drafts", "acceptance", "draft_token_yield", percent),
+    ("top-1 agreement", "acceptance", "top1_agreement", percent),
+    ("KL divergence (nats)", "acceptance", "kl_divergence", number),
+    ("mass outside the draft's vocabulary", "acceptance", "uncovered_mass", percent),
+    ("calibration error", "acceptance", "calibration_error", percent),
+    ("calibration error of the stopping rule's confidence", "acceptance", "stopping_calibration_error", percent),
+    ("calibration error of the draft's estimate", "acceptance", "estimate_calibration_error", percent),
+    ("AUROC of the draft's estimate", "acceptance", "estimate_auroc", number),
+    ("detectable change of τ (%)", "acceptance", "detectable_change_percent", number),
+)
+# The definition that a label or a column's name leads to, by its path in `eval.report.schema.definitions`.
+TERMS = {label: f"{section}.{field}" for label, section, field, _ in NUMBERS} | {
+    "τ": "acceptance.tokens_per_target_step",
+    "α": "acceptance.overlap_alpha",
+    "given all before": "acceptance.position_conditional",
+    "survival": "acceptance.position_survival",
+    "overlap α": "acceptance.overlap_alpha_by_position",
+    "output": "lossless.verdict",
+    "category": "by_category",
+    "suite": "suites",
+    "with lookup": "with_lookup",
+    "way of decoding": "baselines",
+    "draft's confidence": "acceptance.reliability",
+    "confidence that stopping reads": "acceptance.stopping_reliability",
+    "draft's estimate": "acceptance.estimate_reliability",
+    "context": "acceptance.by_context_tokens",
+    "answer": "acceptance.by_answer_tokens",
+    "phase": "speed.phases",
+    "batch size": "speed.predicted",
+    "perplexity": "quality.perplexity",
+    "quality": "quality.scores",
+    "Fréchet distance from the references": "quality.feature_distance",
+    "Fréchet distance from plain answers": "quality.feature_distance",
+    "joules per token": "energy",
+    "failed prompt": "prompts.failed",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Cells of text; the first column names the row.
+
+    title: heading on the page.
+    header, rows: as many cells each.
+    note: what to read before the table.
+    in_summary: whether the Markdown summary has it, too.
+    """
+
+    title: str
+    header: Row
+    rows: Sequence[Row]
+    note: str = ""
+    in_summary: bool = True
+
+
+def report_tables(report: Report) -> list[Table]:
+    """Return a report's tables in reading order; one with nothing to show is left out."""
+    predicted = None if report.speed is None else report.speed.predicted
+    tables = [
+        Table(title="Numbers", header=("", "value", "95 % interval"), rows=list(_numbers(report))),
+        _suites(report),
+        _positions(report),
+        *_lengths(report),
+        *_confidences(report),
+        _phases(report),
+        *([] if predicted is None else [_predicted(predicted)]),
+        _categories(report),
+        _ways(report),
+        *([] if report.quality is None else [_quality(report.quality)]),
+        *([] if report.energy is None else [_energy(report.energy)]),
+        _divergences(report),
+        _failures(report),
+    ]
+    return [table for table in tables if table.rows or table.note]
+
+
+def as_text(table: Table) -> str:
+    """Return a table's header and rows for a terminal, in columns."""
+    rows = [tuple(map(one_line, row)) for row in (table.header, *table.rows)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def flat_facts(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (name, text) of every leaf of nested descriptions, without those that are off or empty."""
+    if isinstance(value, Mapping):
+        for key, child in value.items():
+            yield from flat_facts(child, f"{name} {key}".strip())
+    elif isinstance(value, list) and any(isinstance(child, Mapping) for child in value):
+        for place, child in enumerate(value, 1):
+            yield from flat_facts(child, f"{name} {place}")
+    elif value is not None and value != []:
+        yield name, ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _numbers(report: Report) -> Iterator[Row]:
+    for label, section, field, form in NUMBERS:
+        value, bounds = getattr(report, section).interval_of(field) if getattr(report, section) else (None, None)
+        if value is not None:
+            yield label, form(value), interval([100 * each for each in bounds] if bounds and form is percent else bounds)
+
+
+def _suites(report: Report) -> Table:
+    rows = []
+    for name, section in by_suite(report).items():
+        free, both = fastest_free(section), section.with_lookup
+        rival = "" if free is None else f"{free[0]} {speedup(free[1])}"
+        rows.append(
+            (name, str(section.prompts.num_prompts), tau(section.acceptance), speedup(section.speed), speedup(both), rival)
+        )
+    header = ("suite", "prompts", "τ", "decode speedup", "with lookup", "fastest without training")
+    note = f"All other tables are of {rows[0][0]}." if rows else ""
+    return Table(title="By suite", header=header, rows=rows, note=note)
+
+
+def _positions(report: Report) -> Table:
+    acceptance = report.acceptance
+    columns = zip(
+        acceptance.position_conditional, acceptance.position_survival, acceptance.overlap_alpha_by_position, strict=True
+    )
+    rows = [
+        (str(position), percent(conditional), percent(survival), number(overlap))
+        for position, (conditional, survival, overlap) in enumerate(columns, 1)
+    ]
+    header = ("draft position", "given all before", "survival", "overlap α")
+    return Table(title="By draft position", header=header, rows=rows)
+
+
+def _lengths(report: Report) -> Iterator[Table]:
+    acceptance = report.acceptance
+    for where, classes in (("context", acceptance.by_context_tokens), ("answer", acceptance.by_answer_tokens)):
+        rows = [(f"{each.from_tokens} to {each.to_tokens - 1}", str(each.num_rounds), tau(each)) for each in classes]
+        yield Table(title=f"By tokens of the {where} before a round", header=(where, "rounds", "τ"), rows=rows)
+
+
+def _confidences(report: Report) -> Iterator[Table]:
+    """Yield what the draft's confidence is worth: by its own probability, and by what its stopping rule reads."""
+    acceptance, stopping = report.acceptance, report.decode.stopping
+    classes: list[tuple[str, Sequence[StoppingClass]]] = [("draft's confidence", acceptance.reliability)]
+    if acceptance.estimate_reliability:
+        classes.append(("draft's estimate", acceptance.estimate_reliability))
+    if stopping is not None and stopping.get("by") != "estimate":
+        classes.append(("confidence that stopping reads", acceptance.stopping_reliability))
+    for label, of_label in classes:
+        rows = [
+            (
+                f"{percent(each.confidence_from)} to {percent(each.confidence_to)}",
+                str(each.num_drafts),
+                percent(getattr(each, "target_probability", None)),
+                percent(each.accepted),
+            )
+            for each in of_label
+            if each.num_drafts
+        ]
+        header = (label, "drafts", "target's probability", "accepted")
+        yield Table(title=f"By the {label}", header=header, rows=rows, in_summary=False)
+
+
+def _phases(report: Report) -> Table:
+    rows: list[Row] = []
+    if (speed := report.speed) is not None:
+        for name, label in (("draft", "draft"), ("verify", "target"), ("sample", "accept and draw"), ("overhead", "rest")):
+            seconds = [getattr(each, f"{name}_seconds") for each in (speed.phases_autoregressive, speed.phases)]
+            rows.append((label, *map(number, seconds), percent(speed.phases.shares.get(name))))  # type: ignore[call-overload]
+        rows.append(("decode", number(speed.decode_seconds_autoregressive), number(speed.decode_seconds_speculative), ""))
+        rows.append(("prefill", number(speed.prefill_seconds_autoregressive), number(speed.prefill_seconds_speculative), ""))
+    header = ("phase", "plain seconds", "speculative seconds", "share")
+    return Table(title="Time", header=header, rows=rows, note=milliseconds_per_token(report))
+
+
+def _predicted(predicted: PredictedSection) -> Table:
+    shown = [each for each in predicted.settings if each.context_tokens == predicted.context_tokens]
+    batches = sorted({each.batch_size for each in shown})
+    by_setting = {(each.batch_size, each.num_speculative_tokens): each.decode_speedup for each in shown}
+    drafts = sorted({each.num_speculative_tokens for each in shown})
+    header = ("batch size", *(f"{each} draft{'s' * (each > 1)}" for each in drafts))
+    rows = [(str(batch), *(times(by_setting.get((batch, each))) for each in drafts)) for batch in batches]
+    best, largest = predicted.best_num_speculative_tokens, predicted.break_even_batch_size
+    timed = sorted({each.batch_size for each in predicted.sweep})
+    up_to = "every timed batch" if largest is None else f"a batch of {largest}"
+    sentences = [
+        f"The cost model predicts {times(predicted.decode_speedup)} for this run.",
+        "No number of drafts pays at this batch size."
+        if best is None
+        else f"At this batch size {best} draft{'s' * (best > 1)} per round would be fastest.",
+        *([f"Drafting pays up to {up_to}."] if largest != 0 else []),
+        *([f"Batches of {', '.join(map(str, timed))} were timed; others are extrapolated."] if timed else []),
+    ]
+    return Table(title="Predicted decode speedup", header=header, rows=rows, note=" ".join(sentences))
+
+
+def _categories(report: Report) -> Table:
+    rows = [
+        (
+            name,
+            str(section.num_prompts),
+            tau(section.acceptance),
+            ranged(number(section.acceptance.overlap_alpha), section.acceptance.overlap_alpha_ci),
+            speedup(section.speed),
+        )
+        for name, section in report.by_category.items()
+    ]
+    header = ("category", "prompts", "τ", "α", "decode speedup")
+    return Table(title="By category", header=header, rows=rows, note=weakest_category(report))
+
+
+def _ways(report: Report) -> Table:
+    """Show the ways of decoding that were measured in the same run; a ratio is the draft's number over theirs."""
+    rows: list[Row] = [("this draft", tau(report.acceptance), speedup(report.speed), "", "")]
+    if (both := report.with_lookup) is not None:
+        rows.append((f"{both.lookup}, then this draft", tau(both), speedup(both), "", ""))
+    for name, each in report.baselines.items():
+        ratios = (
+            ranged(times(each.tokens_per_target_step_ratio), each.tokens_per_target_step_ratio_ci),
+            ranged(times(each.decode_speed_ratio), each.decode_speed_ratio_ci),
+        )
+        rows.append((name, tau(each), speedup(each), *ratios))
+    header = ("way of decoding", "τ", "decode speedup", "this draft's τ over it", "this draft's speed over it")
+    return Table(title="Other ways of decoding", header=header, rows=rows, note=lookup_gain(report))
+
+
+def _quality(quality: QualitySection) -> Table:
+    rows: list[Row] = []
+    if (one := quality.perplexity) is not None:
+        own = (ranged(number(one.autoregressive), one.autoregressive_ci), ranged(number(one.speculative), one.speculative_ci))
+        rows.append(("perplexity", *own, ranged(times(one.ratio, 3), one.ratio_ci, 3)))
+    for name, score in quality.scores.items():
+        changes = ("autoregressive", "speculative", "difference")
+        rows.append((name, *(ranged(number(getattr(score, each), 3), getattr(score, f"{each}_ci"), 3) for each in changes)))
+    if (distance := quality.feature_distance) is not None:
+        rows.append(("Fréchet distance from the references", number(distance.autoregressive), number(distance.speculative), ""))
+        rows.append(("Fréchet distance from plain answers", "", number(distance.between), ""))
+    note = f"{quality.num_identical} of {quality.num_answers} answers are the same token for token."
+    for count, outcome in ((quality.num_cut, "reached the limit of their length"), (quality.num_failed, "failed")):
+        note += f" {count} {outcome}." if count else ""
+    return Table(title="Quality of the answers", header=("quality", "plain", "speculative", "change"), rows=rows, note=note)
+
+
+def _energy(energy: EnergySection) -> Table:
+    if energy.source is None:
+        return Table(title="Energy", header=("",), rows=[], note=f"Not available: {energy.reason}.")
+    row = (
+        "joules per token",
+        ranged(number(energy.joules_per_token_autoregressive), energy.joules_per_token_autoregressive_ci),
+        ranged(number(energy.joules_per_token_speculative), energy.joules_per_token_speculative_ci),
+        ranged(times(energy.joules_per_token_ratio), energy.joules_per_token_ratio_ci),
+    )
+    return Table(
+        title="Energy", header=("energy", "plain", "speculative", "ratio"), rows=[row], note=f"Read by {energy.source}."
+    )
+
+
+def _divergences(report: Report) -> Table:
+    rows = [
+        (
+            each.prompt_id,
+            str(each.position),
+            f"{each.plain_token}, {each.speculative_token}",
+            number(each.logit_gap, 4),
+            number(each.tie_tolerance, 4),
+        )
+        for each in report.lossless.divergences
+    ]
+    header = ("prompt", "position", "plain token, speculative token", "logit gap", "a tie up to")
+    return Table(title="Where answers leave plain decoding's", header=header, rows=rows, in_summary=False)
+
+
+def _failures(report: Report) -> Table:
+    rows = [(each.prompt_id, each.mode, each.stop_reason) for each in failed_requests(report)]
+    return Table(title="Failed requests", header=("failed prompt", "mode", "reason"), rows=rows, in_summary=False)
