@@ -85,7 +85,7 @@ def test_a_further_suite_is_compared_prompt_by_prompt_with_that_of_an_earlier_re
     first, other = compare([("a", report), ("b", report)])
     assert other.tau_by_suite["abroad"].ratio_ci == [1.0, 1.0]
     assert "B on abroad: τ " in "".join(notes([first, other]))
-    assert "<td>B on abroad</td>" in render_comparison([first, other])
+    assert "B on abroad: τ " in render_comparison([first, other])
 
 
 def test_a_further_suite_that_was_trained_on_or_not_answered_fails_the_gate(config):

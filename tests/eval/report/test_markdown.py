@@ -70,7 +70,7 @@ def test_what_a_token_takes_is_said_in_milliseconds_beside_generates(report):
     peer = {"num_prompts": 4, "milliseconds_per_token_generate": 18.0, "milliseconds_per_token_autoregressive": 21.0}
     text = render_markdown(changed(report, {"speed": speed | {"generate": peer}}))
     assert "A token takes 20.0 ms in plain decoding and 10.0 ms with the draft, at this batch size. On 4 prompts" in text
-    assert "18.0 ms by transformers' generate and 21.0 ms by plain decoding here." in text
+    assert "18.0 ms in transformers' generate and 21.0 ms in plain decoding here." in text
 
 
 def test_every_category_position_and_baseline_has_its_row(report):
