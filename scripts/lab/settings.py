@@ -75,8 +75,6 @@ class BenchHeadsConfig(Settings):
     # the tokens per target step of each over those of the first variant
     variants: dict[str, dict[str, Setting]] = {}
     with_lookup: bool = True  # each head is measured after a prompt lookup as well
-    # Numbers of its draft tokens with which each head is measured as well, not trained anew
-    draft_vocab_sizes: list[PositiveInt] = []
     # Recipes, by the names of their files, whose chains are also measured where the cost rule ends them (decode.stopping, by
     # the head's estimate where it makes one), fitted on the prompts that chose checkpoints
     stopped: list[str] = []
@@ -93,8 +91,6 @@ class BenchHeadsConfig(Settings):
     lossless: LosslessConfig = LosslessConfig()
     eagle3: str | None = "configs/heads/eagle3.yaml"  # trained beside speculators' module, if that is installed; None: not
     num_batches: PositiveInt = 8  # timed optimiser steps by side of that
-    # positions a row of EAGLE-3's attention, beside one that holds all scores (on Linux, which tells memory); []: not measured
-    attention_lengths: list[PositiveInt] = [256, 4096]
     bootstrap_samples: PositiveInt = 2000
     output: str = "docs/results/heads.json"
 

@@ -1,16 +1,11 @@
 """The head benchmark: recipes in, a table of families out.
 
-Each recipe is trained (`bench.trained_runs`), and what came out is measured as `eval/run.py` measures: greedy chains
+Each recipe is trained (`scripts.trials.trained_runs`), and what came out is measured as `eval/run.py` measures: greedy chains
 at batch 1 on held-out prompts that chose no checkpoint ("home") and on the prompts of `suites`, alone and after a prompt
 lookup, plain decoding in turns with them, losslessness judged. Prompt lookup, which needs no training, is measured along with
-the first. With `draft_vocab_sizes` each head is measured with fewer draft tokens as well: the rows of its output head stand
-for themselves, so those of the answers' most frequent tokens are kept and the others left out, without further training.
-Chains of the recipes that `stopped` names are measured once more where the cost rule ends them (`eval.cost.draft_length`), and
-those that `trees` names are measured with the fastest static tree as well (`eval.cost.tree_choice`).
-Tokens per target step of each of `variants` are compared with those of the first, prompt by prompt.
-EAGLE-3's training itself is compared with speculators', where that is installed (`bench.eagle3_training`), and its
-attention with a dense one (`bench.peers.dense_attention`). Data and finished trainings are kept while recipe and data
-are the same, and a run that was cut off finds what it had measured.
+the first. Recipes that `stopped` names are also measured with chains that the cost rule ends, those that `trees` names with
+the fastest static tree. Each of `variants` is compared with the first, prompt by prompt. EAGLE-3's training is compared with
+speculators', where that is installed. Finished trainings are kept, and a run that was cut off finds what it had measured.
 """
 
 from __future__ import annotations
@@ -26,7 +21,6 @@ import torch
 from safetensors import safe_open
 
 from configs.runtime.command import DONE, GATE_FAILED
-from configs.runtime.errors import ConfigError
 from configs.runtime.files import sha256_of
 from configs.runtime.loading import load_config
 from configs.runtime.resumable import Journal, fingerprint
@@ -36,7 +30,6 @@ from configs.schema.evaluation import EvalConfig
 from configs.schema.training import HeadsConfig
 from distill.dataset.batches import ConversationDataset
 from distill.dataset.conversations import read_conversations
-from distill.student.vocabulary import frequent_answer_tokens
 from eval.cost.draft_length import choose_stopping
 from eval.cost.tree_choice import fit_tree
 from eval.decoder.decode import Request, check_decodable
@@ -51,13 +44,11 @@ from eval.metrics.speed import Sums, decode_speed_ratio, sums_ratio
 from eval.stats.bootstrap import Interval
 from heads.artifact import WEIGHTS_FILE, Draft, load_draft
 from heads.frozen.loading import Target, load_target
-from heads.modules.output_head import DraftHead
 from heads.proposers.prompt_lookup import PromptLookup
 from heads.proposers.protocol import Proposer
 from scripts.lab.bench.eagle3_training import TrainingComparison, compare_eagle3
 from scripts.lab.bench.harness import flat, write_results
 from scripts.lab.bench.head_recipes import read_cache_seconds, train_recipes
-from scripts.lab.bench.peers.dense_attention import attention_ratios, attention_rows, compare_attention
 from scripts.lab.bench.provenance import describe_origin
 from scripts.lab.bench.tables import NOT_AVAILABLE
 from scripts.lab.settings import BenchHeadsConfig
@@ -94,7 +85,6 @@ def compare_heads(config: BenchHeadsConfig) -> int:
     if eagle3 is not None:
         with TemporaryDirectory(prefix="bench-heads-") as scratch:
             training = compare_eagle3(config, target, eagle3, Path(scratch))
-    attention = compare_attention(config.attention_lengths)
     ratios = {} if training is None else training.ratios(config.bootstrap_samples)
     rows: list[dict[str, Any]] = []
     first_variant = next(iter(config.variants), None)
@@ -118,13 +108,13 @@ def compare_heads(config: BenchHeadsConfig) -> int:
             elif run.name in config.variants:
                 tau_ratio = sums_ratio(done[key]["counts"], first_counts[name], config.bootstrap_samples, SEED)
                 ratios[f"{run.name}_tau_vs_{first_variant}_{name}"] = tau_ratio
-    comparisons = [*(training.rows() if training is not None else []), *attention_rows(attention)]
+    comparisons = [] if training is None else training.rows()
     write_results(
         config.output,
         "heads",
         config,
         rows=[*sorted(rows, key=lambda row: row["family"] == PROMPT_LOOKUP), *comparisons],
-        ratios=ratios | attention_ratios(attention, config.bootstrap_samples),
+        ratios=ratios,
         data=rows[0]["data"],
         runs=[{"recipe": run.name, "artifact": str(run.artifact), "git": run.read_git()} for run in runs],
         cache_seconds=read_cache_seconds(config),
@@ -139,14 +129,10 @@ def measuring_fingerprint(
     config: BenchHeadsConfig, runs: Sequence[TrainingRun], requests: Mapping[str, Sequence[Request]]
 ) -> str:
     """Return a hash of all that decides what is measured, the machine and the commit included."""
-    settings = config.model_dump(mode="json", exclude={"output", "eagle3", "num_batches", "attention_lengths"})
+    settings = config.model_dump(mode="json", exclude={"output", "eagle3", "num_batches"})
     prompts = [[name, *([each.prompt_id, *each.tokens] for each in of_suite)] for name, of_suite in requests.items()]
     artifacts = [[run.name, sha256_of(run.artifact / WEIGHTS_FILE)] for run in runs]
     return fingerprint(settings, prompts, artifacts, describe_origin(), torch.get_num_threads())
-
-
-# Families in which more than the output head has a row for each draft token.
-SIZED_BY_VOCABULARY = ("dflash2", "domino", "dspark", "xpress")
 
 
 class MeasuredDraft(NamedTuple):
@@ -160,15 +146,7 @@ class MeasuredDraft(NamedTuple):
 def load_sides(
     config: BenchHeadsConfig, target: Target, run: TrainingRun, choosing: Sequence[Request]
 ) -> dict[str, MeasuredDraft]:
-    """Return a run's draft, and the same as `stopped`, `trees` and `draft_vocab_sizes` ask for it.
-
-    Args:
-        choosing: prompts to fit a stopping rule or a tree on.
-
-    Raises:
-        ConfigError: the draft is no head, or proposes no more tokens than one of the sizes.
-        InputError: the draft drafts no trees.
-    """
+    """Return a run's draft, and the same as `stopped` and `trees` ask for it, fitted on the prompts of `choosing`."""
     draft = load_draft(run.artifact, target.identity, target.model)
     settings = DecodeConfig(
         num_speculative_tokens=draft.metadata.num_speculative_tokens, max_new_tokens=config.max_new_tokens, batch_size=1
@@ -184,22 +162,6 @@ def load_sides(
         tree = StaticTree(kind="static", paths=[list(path) for path in chosen.paths])
         by_tree = settings.model_copy(update={"tree": tree})
         sides[f"{run.name}, fastest tree"] = MeasuredDraft(draft, by_tree, sides[run.name].cost)
-    for size in config.draft_vocab_sizes:
-        draft, cost = load_draft(run.artifact, target.identity, target.model), dict(sides[run.name].cost)
-        head = getattr(getattr(draft.proposer, "module", None), "lm_head", None)
-        if not isinstance(head, DraftHead):
-            raise ConfigError(f"draft_vocab_sizes: {run.name} is a {draft.metadata.kind}; only heads on the target can be cut")
-        if draft.metadata.kind in SIZED_BY_VOCABULARY:
-            raise ConfigError(
-                f"draft_vocab_sizes: {run.name} is a {draft.metadata.kind}, whose other parts have a row for each draft token "
-                "too; train it with the head.draft_vocab_size wanted, or leave draft_vocab_sizes empty"
-            )
-        before = head.num_tokens
-        if size >= before:
-            raise ConfigError(f"draft_vocab_sizes: {run.name} proposes {before} tokens, so fewer are asked for, got {size}")
-        head.keep(frequent_answer_tokens(read_conversations(Path(run.recipe.data.train)), size, target))
-        cost["parameters"] -= (before - head.num_tokens) * head.parameters_used[0].shape[1]
-        sides[f"{run.name}, {size} draft tokens"] = MeasuredDraft(draft, settings, cost)
     return sides
 
 

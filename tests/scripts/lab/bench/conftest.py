@@ -53,7 +53,6 @@ def make_config(folder, tmp_path_factory):
             "repeats": 1,
             "eagle3": str(folder / "eagle3.yaml"),
             "num_batches": 2,
-            "attention_lengths": [],
             "trees": [],
             "bootstrap_samples": 50,
             "output": str(output / "heads.json"),

@@ -24,7 +24,6 @@ from scripts.lab.bench.eagle3_training import (
     their_side,
 )
 from scripts.lab.bench.harness import TrainingStep
-from scripts.lab.bench.peers import dense_attention
 from scripts.lab.bench.peers.speculators_eagle3 import pack, why_not_installed
 from scripts.trials.turns import Turn
 from train.launch import make_accelerator
@@ -32,24 +31,6 @@ from train.launch import make_accelerator
 RATIO = "eagle3_tokens_per_second_vs_speculators"
 with_speculators = pytest.mark.skipif(why_not_installed() is not None, reason="speculators is not installed")
 ignoring_its_warnings = pytest.mark.filterwarnings("ignore")
-
-
-def test_attention_and_the_dense_one_compute_the_same_and_are_measured_by_turns(monkeypatch):
-    monkeypatch.setattr(dense_attention, "in_fresh_process", lambda work, *arguments: work(*arguments))
-    monkeypatch.setattr(dense_attention, "BATCH", 64)
-    passes = dense_attention.compare_attention([16, 33])
-    assert [(row["attention"], row["positions"], row["rows"]) for row in dense_attention.attention_rows(passes)] == [
-        *((f"eagle3, {side}", positions, rows) for positions, rows in ((16, 4), (33, 1)) for side in ("ranges", "dense"))
-    ]
-    taken = {"ranges": [dense_attention.Pass(10.0, 2.0, 1.0)] * 2, "dense": [dense_attention.Pass(100.0, 4.0, 1.0)] * 2}
-    ratios = dense_attention.attention_ratios({256: taken, 4096: taken}, 20)
-    name = "eagle3_attention_{}_vs_dense"
-    assert {key: ratio.point for key, ratio in ratios.items()} == pytest.approx(
-        {f"{name.format(what)}{at}": value for what, value in (("memory", 0.1), ("time", 0.5)) for at in ("_at_256", "")}
-    )
-    monkeypatch.setattr(dense_attention.DenseKeys, "next", lambda keys, ranges: type(keys)(ranges, keys._own))
-    with pytest.raises(RuntimeError, match=r"attention over 16 positions gives .*, and dense "):
-        dense_attention.compare_attention([16])
 
 
 def test_ratios_and_rows_are_tokens_by_seconds():

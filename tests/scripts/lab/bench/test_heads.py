@@ -82,33 +82,6 @@ def test_every_draft_has_a_row_for_each_suite_alone_and_after_a_lookup(results, 
         assert (row["num_speculative_tokens"], row["lossless"]) == (2, "lossless")
 
 
-def test_heads_are_measured_with_fewer_draft_tokens_without_training(results, make_config, folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(trained_runs, "run_training", None)
-    eagle3 = {
-        "recipes": [str(folder / "eagle3.yaml")],
-        "draft_models": [],
-        "eagle3": None,
-        "output": str(tmp_path / "heads.json"),
-    }
-    assert compare_heads(make_config(**eagle3, draft_vocab_sizes=[8])) == DONE
-    whole, _, cut, cut_lookup = json.loads((tmp_path / "heads.json").read_text())["rows"][:4]
-    assert [row["recipe"] for row in (whole, cut, cut_lookup)] == ["eagle3", *["eagle3, 8 draft tokens"] * 2]
-    (before,) = (
-        row for row in results.content["rows"] if (row["recipe"], row["family"], row["suite"]) == ("eagle3", "eagle3", "home")
-    )
-    assert whole["tau"] == before["tau"]
-    assert cut["lossless"] == "lossless"
-    assert whole["parameters"] - cut["parameters"] == (32 - 8) * 32
-    with pytest.raises(ConfigError, match=r"draft_vocab_sizes: eagle3 proposes 32 tokens, so fewer are asked for, got 32"):
-        compare_heads(make_config(**eagle3, draft_vocab_sizes=[32]))
-    monkeypatch.setattr(heads, "SIZED_BY_VOCABULARY", ("eagle3",))
-    with pytest.raises(ConfigError, match="draft_vocab_sizes: eagle3 is a eagle3, whose other parts have a row for each draft"):
-        compare_heads(make_config(**eagle3, draft_vocab_sizes=[8]))
-    medusa = eagle3 | {"recipes": [str(folder / "medusa.yaml")], "draft_models": [str(folder / "draft_lm.yaml")]}
-    with pytest.raises(ConfigError, match="only heads on the target can be cut"):
-        compare_heads(make_config(**medusa, draft_vocab_sizes=[8]))
-
-
 def test_chains_that_the_cost_rule_ends_are_measured_beside_the_fixed_length(
     results, make_config, folder, tmp_path, monkeypatch
 ):
