@@ -3,7 +3,7 @@
 The target answers prompts of the file; small trials over families, sizes and draft vocabularies are trained on the answers by
 successive halving; of each, tau by position and the cost of a draft are measured, and the cost model predicts its speed. The
 best one decodes held-out prompts in chains, trees and after prompt lookup. Writes advice.md, advice.json and recipe.yaml, the
-recipe of the whole training. Cut off, it goes on by the same command. docs/advice.md walks it.
+recipe of the whole training. Rerun the same command to resume. docs/advice.md walks it.
 """
 
 from __future__ import annotations

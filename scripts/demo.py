@@ -112,7 +112,7 @@ def run_steps(folder: Path, steps: Mapping[str, list[str]], made_of: str = "", p
         configs = [find_shipped(each).read_text(encoding="utf-8") for each in arguments if each.endswith(".yaml")]
         known = fingerprint(known, arguments, configs)
         if finished.get(name) == known:
-            print(f"\n== {name}: finished by a run before; --fresh runs it anew", flush=True)
+            print(f"\n== {name}: already finished; --fresh runs it again", flush=True)
             continue
         print(f"\n== {name}\n   {shlex.join(['python', *arguments])}", flush=True)
         begun = f"{known} begun"

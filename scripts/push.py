@@ -1,7 +1,7 @@
 """Publish an artifact on the Hub: `python scripts/push.py ARTIFACT --report report.json --repo-id OWNER/NAME`.
 
 Makes a repository, private by default, with the artifact, its exports, the report and a model card made from it. `--dry-run
-DIR` writes the same files into a folder without any network access. docs/publishing.md lists what is refused. Ends with 1 or 3
+DIR` writes the same files into a folder without any network access. docs/releasing.md lists what is refused. Ends with 1 or 3
 where the gate failed or was inconclusive, unless `allow_failed_gate` is set.
 """
 

@@ -2,8 +2,8 @@
 
 The log of served conversations becomes prompts without secrets and duplicates, which the target answers; the served draft is
 trained on with them and a share of its old data; both drafts are measured on held-out traffic and on the old suite, compared
-prompt by prompt, and the gate says whether the new one may replace the other. Cut off, it goes on by the same command. It ends
-with the gate's code. With `--drift` nothing is trained: tau of the served draft by week of the log. docs/refresh.md walks it.
+prompt by prompt, and the gate says whether the new one may replace the other. Rerun the same command to resume. It ends
+with the gate's code. With `--drift` nothing is trained: tau of the served draft by week of the log. docs/releasing.md walks it.
 """
 
 from __future__ import annotations

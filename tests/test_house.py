@@ -88,10 +88,8 @@ def test_every_recipe_loads_under_the_schema_of_its_folder_and_opens_with_its_la
         assert missing_from(launch.lstrip("# ")) == []
 
 
-def test_the_readme_is_short_and_its_commands_exist():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(re.sub(r"<!-- table: .*?<!-- end -->", "", readme, flags=re.DOTALL).splitlines()) <= 180
-    assert_commands_exist(readme)
+def test_the_commands_of_the_readme_exist():
+    assert_commands_exist((ROOT / "README.md").read_text(encoding="utf-8"))
 
 
 def assert_commands_exist(text):
@@ -113,7 +111,7 @@ def config_of(words):
     return None if file is None or schema is None else load_config(schema, ROOT / file, changes)
 
 
-@pytest.mark.parametrize("document", ["first-hour", "training", "decoding", "refresh", "modalities", "advice"])
+@pytest.mark.parametrize("document", ["first-hour", "data", "training", "decoding", "releasing", "modalities", "advice"])
 def test_every_command_in_a_document_exists(document):
     assert_commands_exist((ROOT / "docs" / f"{document}.md").read_text(encoding="utf-8"))
 
@@ -128,16 +126,6 @@ def test_every_file_that_a_document_names_exists(document):
     made = {"heads/families/recurrent.py", "configs/heads/recurrent.yaml"}
     assert [path for path in named if not (ROOT / path).is_file() and path not in made and "FILE" not in path] == []
     assert [path for path in linked if not (document.parent / path).is_file()] == []
-
-
-def test_the_readme_says_which_configs_name_a_target():
-    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    said = (
-        "`target.name` in the configs of data, caches, training, planning and evaluation. (Sweeps and benchmarks take their "
-        "recipes'; a gate"
-    )
-    assert said in text
-    assert {kind for kind, schema in SCHEMAS.items() if "target" not in schema.model_fields} == {"bench", "gates"}
 
 
 def missing_from(command: str) -> list[str]:

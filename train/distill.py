@@ -2,7 +2,7 @@
 
 Run it by `accelerate launch train/distill.py --config configs/distill/demo.yaml`. Writes OUTPUT/artifact (the best draft by
 tokens per target step on held-out prompts), checkpoints, trackers, run.json, metrics.jsonl (step metrics), history.jsonl and
-.svg (every evaluation) and outcome.json; see docs/observability.md.
+.svg (every evaluation) and outcome.json; see docs/running.md.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The tokens of a forward are padded to one of `WIDTHS` by repeating the last, the cache has one of a few sizes and is read whole
 behind a mask, and what fits no width (a prompt) runs uncompiled. The lean forward (`heads.inference.lean_forward`) is compiled
 where the family has one, transformers' own elsewhere. Each width, batch size, cache size and set of taps is a graph of its own,
-so this is for long runs at one batch size (`docs/forwards.md`). The weights are inputs of the graphs, so that all share one
+so this is for long runs at one batch size (`docs/decoding.md`). The weights are inputs of the graphs, so that all share one
 packed copy. While a forward by transformers is tapped it runs uncompiled. The path by CUDA graphs (`mode="reduce-overhead"`)
 was written without a GPU to run it on. A graph is recorded for the addresses of one cache: each batch has a cache of its own
 and records anew what it uses, so that on CUDA short batches may lose more than they gain.

@@ -2,7 +2,7 @@
 
 Each head's vector at each position has a float32 scale, its largest magnitude divided by 127; the error is at most half a step.
 Attention reads the rounded values of a forward's own tokens too, so that speculative decoding gives the answers of plain
-decoding with the same cache. `docs/forwards.md` has the measured change. Left out on purpose: attention on int8 itself; keys
+decoding with the same cache. `docs/decoding.md` has the measured change. Left out on purpose: attention on int8 itself; keys
 and values are converted back when read, which takes time and, one layer at a time, a full layer's memory.
 B batch, N key-value heads, T new tokens, S cache length, H head width.
 """

@@ -164,7 +164,7 @@ class Findings:
         if (best.to_chain.low or 0.0) > 1:
             return f"a {best.name}, which has {bounded(best.to_chain)} of the chain's speed."
         against = f"the {best.name} has {bounded(best.to_chain)} of the chain's speed"
-        return f"a chain: {against}, no difference that shows." if (best.to_chain.high or 2.0) > 1 else f"a chain: {against}."
+        return f"a chain: {against}, no significant difference." if (best.to_chain.high or 2.0) > 1 else f"a chain: {against}."
 
     def _batch(self) -> str:
         largest, beyond = self.speed.break_even_batch(), max(self.config.cost.batch_sizes)
@@ -232,7 +232,7 @@ def way_called(comparison: Comparison, name: str) -> ComparedWay:
 def _verdict(way: ComparedWay, advice: str) -> str:
     if (way.to_chain.low or 0.0) > 1:
         return f": {advice}"
-    return " (slower)" if (way.to_chain.high or 2.0) < 1 else " (no difference that shows)"
+    return " (slower)" if (way.to_chain.high or 2.0) < 1 else " (no significant difference)"
 
 
 def _value(candidate: Candidate, key: str) -> str:

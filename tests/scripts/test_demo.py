@@ -48,7 +48,7 @@ def test_finished_steps_are_run_again_only_when_asked_or_when_something_before_t
     assert demo.main([]) == DONE
     assert demo.main([]) == DONE
     assert ran(tmp_path) == [1, 1]
-    assert "== one: finished by a run before; --fresh runs it anew" in capsys.readouterr().out
+    assert "== one: already finished; --fresh runs it again" in capsys.readouterr().out
     steps["two"] = [*steps["two"], "more"]
     assert demo.main([]) == DONE
     assert ran(tmp_path) == [1, 2]

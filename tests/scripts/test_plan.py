@@ -6,18 +6,12 @@ from pathlib import Path
 import pytest
 
 from configs.runtime.command import BAD_INPUT, DONE, run_command
-from configs.runtime.loading import load_config
 from configs.schema.commands.planning import HardwareConfig, PlanDistillConfig, PlanHeadsConfig
 from scripts.plan import add_arguments, main, schema_of
 from train.plan.launch_lines import launch_lines
 from train.plan.memory import SPREADING, Sharing
-from train.plan.page import scaling_table, ways_page
-from train.plan.plan import make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENT = ROOT / "docs" / "scaling.md"
-WAYS = re.compile(r"<!-- ways: (\S+) -->\n\n(.*?)\n\n<!-- end -->", re.DOTALL)
-PLANS = re.compile(r"<!-- plan: (\S+) -->\n\n(.*?)\n\n<!-- end -->", re.DOTALL)
 
 
 @pytest.fixture(autouse=True)
@@ -82,18 +76,6 @@ def test_a_mistake_is_one_line(argv, complaint, capsys):
     said = capsys.readouterr().err
     assert complaint in said
     assert said.count("\n") == 1
-
-
-def test_the_documents_tables_are_what_the_command_prints():
-    tables = PLANS.findall(DOCUMENT.read_text(encoding="utf-8"))
-    ways = dict(WAYS.findall(DOCUMENT.read_text(encoding="utf-8")))
-    assert len(tables) == 3
-    assert len(ways) == 2
-    for recipe, table in tables:
-        plan = make_plan(load_config(PlanHeadsConfig, recipe))
-        assert scaling_table(plan.scaled()) == table
-        if recipe in ways:
-            assert ways_page(plan, "--config mine.yaml") == ways[recipe]
 
 
 def test_the_fastest_way_is_named_with_the_lines_that_start_it(capsys):

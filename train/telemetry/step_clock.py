@@ -2,7 +2,7 @@
 
 Time is charged to the innermost part that is under way, to `other` where there is none, so that the parts add up to the whole.
 On a CPU it is the wall clock's, as on devices without timed events. On others an event is queued at each border and read when
-the seconds are asked for: it is the time of the device's own queue. docs/observability.md says what counts as what. The
+the seconds are asked for: it is the time of the device's own queue. docs/running.md says what counts as what. The
 gradient of the draft's head is part of `loss`, as `distill.loss.chunked` computes it there; of the gradients' communication
 only what the backward did not hide is known, and only under DDP (`mark_gradient`).
 """

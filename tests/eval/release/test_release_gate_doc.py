@@ -1,4 +1,4 @@
-"""docs/release-gate.md: its workflow is a workflow, and its steps do what the text says when they are run."""
+"""docs/releasing.md: its workflow is a workflow, and its steps do what the text says when they are run."""
 
 import os
 import re
@@ -15,14 +15,14 @@ from eval.report.schema import write_report
 from tests.support.reports import changed
 
 ROOT = Path(__file__).resolve().parents[3]
-TEXT = (ROOT / "docs/release-gate.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "docs/releasing.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
 def steps():
     """The steps of the workflow's job, by name."""
     source = re.search(r"<!-- workflow -->\n\n```yaml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)[1]
-    workflow = parse_yaml(source, "docs/release-gate.md")
+    workflow = parse_yaml(source, "docs/releasing.md")
     (job,) = workflow["jobs"].values()
     return {step.get("name", step.get("uses")): step for step in job["steps"]} | {"env": job["env"]}
 

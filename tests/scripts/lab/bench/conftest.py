@@ -9,7 +9,7 @@ from configs.schema.training import HeadsConfig
 from heads.frozen.loading import load_target
 from scripts.lab.settings import BenchHeadsConfig
 
-ABROAD = ("a b c a b c a b", "what is that", "say it")
+ELSEWHERE = ("a b c a b c a b", "what is that", "say it")
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def folder(tiny_data, recipe, tmp_path_factory):
     train = recipe["data"]["train"]
     cache = {"target": recipe["target"], "data": train, "taps": [0, 1, 2], "max_length": 64, "output": f"{folder}/cache"}
     (folder / "cache.yaml").write_text(json.dumps(cache))
-    (folder / "abroad.jsonl").write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in ABROAD))
+    (folder / "elsewhere.jsonl").write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in ELSEWHERE))
     ungated = {"enabled": False}
     special = {
         "medusa": {"head": {"kind": "medusa", "num_depths": 2}, "sanity": ungated},
@@ -48,7 +48,7 @@ def make_config(folder, tmp_path_factory):
             "draft_models": [str(folder / "draft_lm.yaml")],
             "runs": str(output / "runs"),
             "num_prompts": 3,
-            "suites": [{"name": "abroad", "path": str(folder / "abroad.jsonl")}],
+            "suites": [{"name": "other", "path": str(folder / "elsewhere.jsonl")}],
             "max_new_tokens": 10,
             "repeats": 1,
             "eagle3": str(folder / "eagle3.yaml"),

@@ -28,7 +28,7 @@ from scripts.lab.bench.eagle3_training import ANSWERS, EVERY_TOKEN, OURS, THEIRS
 from scripts.lab.bench.head_recipes import make_cache, make_data, read_cache_seconds, with_cache
 from scripts.lab.bench.heads import compare_heads, verdict
 from scripts.trials import trained_runs
-from tests.scripts.lab.bench.conftest import ABROAD
+from tests.scripts.lab.bench.conftest import ELSEWHERE
 from train.launch import run_distillation, run_heads
 
 
@@ -57,7 +57,7 @@ def test_every_draft_has_a_row_for_each_suite_alone_and_after_a_lookup(results, 
     content, rows = results.content, results.content["rows"]
     drafts = [("medusa", "medusa"), ("eagle3", "eagle3"), ("draft_lm", "draft_lm")]
     pairs = [pair for kind, name in drafts for pair in ((kind, name), (f"prompt_lookup + {kind}", name))]
-    for suite, count in (("home", 3), ("abroad", len(ABROAD))):
+    for suite, count in (("home", 3), ("other", len(ELSEWHERE))):
         of_suite = [row for row in rows if row["suite"] == suite]
         assert [(row["family"], row["recipe"]) for row in of_suite] == [*pairs, ("prompt_lookup", None)]
         assert {row["prompts"] for row in of_suite} == {count}
@@ -65,11 +65,11 @@ def test_every_draft_has_a_row_for_each_suite_alone_and_after_a_lookup(results, 
     assert len({tuple(row) for row in rows}) == 1  # the same columns, for one table
     assert (content["name"], content["ratios"]) == ("heads", {})
     at_home = [row.prompt_ids for row in read_conversations(Path(recipe["data"]["held_out"]))[-3:]]
-    abroad = [target.encode_chat([{"role": "user", "content": text}]) for text in ABROAD]
+    elsewhere = [target.encode_chat([{"role": "user", "content": text}]) for text in ELSEWHERE]
     drafts = [load_draft(run["artifact"], target.identity, target.model).proposer for run in content["runs"]]
     proposers = [each for draft in drafts for each in (draft, LookupFirst(PromptLookup(target.device, shortest=3), draft))]
-    found = {"home": list(at_home), "abroad": abroad}
-    rows_of = sorted(rows, key=lambda row: row["suite"] == "abroad")
+    found = {"home": list(at_home), "other": elsewhere}
+    rows_of = sorted(rows, key=lambda row: row["suite"] == "other")
     for proposer, row in zip([*proposers, PromptLookup(target.device)] * 2, rows_of, strict=True):
         requests = [Request(prompt_id=str(ids), category="", tokens=tuple(ids)) for ids in found[row["suite"]]]
         settings = DecodeConfig(num_speculative_tokens=2, max_new_tokens=10)
@@ -100,7 +100,7 @@ def test_chains_that_the_cost_rule_ends_are_measured_beside_the_fixed_length(
     fixed, _, stopped, lookup = content["rows"][:4]
     assert [row["recipe"] for row in (fixed, stopped, lookup)] == ["eagle3", "eagle3, stopped by distribution", "eagle3"]
     assert (stopped["tau"], stopped["lossless"]) == (1.0, "lossless")  # no draft is worth a row
-    names = ["eagle3_stopped_vs_fixed_home", "eagle3_stopped_vs_fixed_abroad"]
+    names = ["eagle3_stopped_vs_fixed_home", "eagle3_stopped_vs_fixed_other"]
     assert [name for name in content["ratios"] if not name.endswith(("_low", "_high"))] == names
     assert content["ratios"][names[0]] == pytest.approx(stopped["speedup"] / fixed["speedup"])
 
@@ -143,11 +143,11 @@ def test_variants_are_compared_with_the_first_of_them_and_a_lookup_can_be_left_o
 
     content = json.loads((tmp_path / "heads.json").read_text())
     tau = {(row["recipe"], row["suite"]): row["tau"] for row in content["rows"]}
-    assert list(tau) == [(name, suite) for name in ("eagle3", "one", "two", None) for suite in ("home", "abroad")]
+    assert list(tau) == [(name, suite) for name in ("eagle3", "one", "two", None) for suite in ("home", "other")]
     assert {name for name in content["ratios"] if not name.endswith(("_low", "_high"))} == {
-        f"two_tau_vs_one_{suite}" for suite in ("home", "abroad")
+        f"two_tau_vs_one_{suite}" for suite in ("home", "other")
     }
-    for suite in ("home", "abroad"):
+    for suite in ("home", "other"):
         assert tau["one", suite] != tau["two", suite]
         assert content["ratios"][f"two_tau_vs_one_{suite}"] == pytest.approx(tau["two", suite] / tau["one", suite])
 
@@ -174,7 +174,7 @@ def test_a_run_that_was_cut_off_finds_what_it_had_measured(results, make_config,
         compare_heads(make_config(**only))
     cut_off = False
     assert compare_heads(make_config(**only)) == DONE
-    assert measured == [("eagle3", "home"), ("eagle3", "abroad")]
+    assert measured == [("eagle3", "home"), ("eagle3", "other")]
     rows = json.loads((tmp_path / "heads.json").read_text())["rows"]
     taus = {(row["family"], row["recipe"], row["suite"]): row["tau"] for row in results.content["rows"]}
     assert {(row["family"], row["recipe"], row["suite"]): row["tau"] for row in rows}.items() <= taus.items()
