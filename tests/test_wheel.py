@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / "tests" / "compatibility" / "written_before" / "report.json"
-ENTRIES = ["train.heads", "eval.gate", "scripts.push", "scripts.lab.benchmark"]
+ENTRIES = ["train.heads", "eval.gate", "scripts.push"]
 RENDER = """
 import sys, eval.report.page as html
 from pathlib import Path

@@ -6,7 +6,7 @@ from pathlib import Path
 from scripts.lab.bench.demo import record_demo
 from scripts.lab.settings import BenchDemoConfig
 
-REPORT = Path(__file__).resolve().parents[2] / "compatibility" / "written_before" / "report.json"
+REPORT = Path(__file__).resolve().parents[3] / "compatibility" / "written_before" / "report.json"
 
 
 def test_each_suite_of_each_report_has_a_row(tmp_path):

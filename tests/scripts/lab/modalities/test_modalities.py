@@ -21,7 +21,7 @@ from scripts.lab.modalities import digits, recordings, speech
 from scripts.lab.modalities.code_model import train_code_model
 from scripts.lab.modalities.demo import NUM_CODES, RECIPES, main, steps
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 SCHEMAS = {"data": DataConfig, "heads": HeadsConfig, "eval": EvalConfig, "gates": GateConfig}
 
 

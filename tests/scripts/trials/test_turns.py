@@ -1,0 +1,46 @@
+"""Sides take turns in a fair order; ratios are of sums and paired by case."""
+
+from functools import partial
+
+import pytest
+
+from scripts.trials import turns as turns_module
+from scripts.trials.turns import Turn, speed_ratio, take_turns
+
+
+@pytest.mark.parametrize("warm_up", [True, False])
+def test_sides_are_timed_one_after_another_and_every_second_time_in_reverse(monkeypatch, warm_up):
+    clock, calls = [0.0], []
+    monkeypatch.setattr(turns_module.time, "perf_counter", lambda: clock[0])
+
+    def side(name, case, repeat):
+        calls.append((name, case, repeat))
+        clock[0] += case + repeat
+        return name
+
+    sides = {name: partial(side, name) for name in "ab"}
+    turns = take_turns(sides, [10, 20], 2, description="testing", warm_up=warm_up)
+    assert calls[: 2 * warm_up] == ([("a", 10, 0), ("b", 10, 0)] if warm_up else [])
+    assert calls[2 * warm_up :] == [
+        *(("a", 10, 0), ("b", 10, 0)),
+        *(("b", 10, 1), ("a", 10, 1)),
+        *(("b", 20, 0), ("a", 20, 0)),
+        *(("a", 20, 1), ("b", 20, 1)),
+    ]
+    assert turns == {name: [[Turn(name, 10), Turn(name, 11)], [Turn(name, 20), Turn(name, 21)]] for name in "ab"}
+
+
+def test_a_speed_ratio_is_one_of_amounts_by_seconds_summed_over_everything():
+    ours = [[Turn(10, 1.0), Turn(10, 1.0)], [Turn(30, 8.0), Turn(30, 6.0)]]
+    theirs = [[Turn(10, 2.0), Turn(10, 2.0)], [Turn(20, 8.0), Turn(20, 8.0)]]
+    interval = speed_ratio(ours, theirs, float, samples=200)
+    assert interval.point == pytest.approx((80 / 16) / (60 / 20))
+    assert interval.low <= interval.point <= interval.high
+    hard = [1.0, 5.0, 30.0, 2.0, 11.0]  # what is hard for both sides cancels
+    interval = speed_ratio([[Turn(1, each)] for each in hard], [[Turn(1, 1.5 * each)] for each in hard], float, samples=200)
+    assert (interval.point, interval.low, interval.high) == pytest.approx((1.5, 1.5, 1.5))
+
+
+def test_sides_that_did_not_do_the_same_are_not_compared():
+    with pytest.raises(ValueError, match="same cases equally often"):
+        speed_ratio([[Turn(1, 1.0)]], [[Turn(1, 1.0), Turn(1, 1.0)]], float, samples=10)
