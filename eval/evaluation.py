@@ -48,7 +48,6 @@ from eval.report.page import render_html
 from eval.report.schema import Report, load_report, report_file, write_report
 from heads.frozen.loading import Target, load_target
 from heads.frozen.processes import join_processes
-from heads.inference.causal_lm import mixers_of
 from heads.proposers.protocol import Proposer
 
 log = logging.getLogger("draftsmith")
@@ -217,7 +216,7 @@ def _build_report(
             "the target kept its keys and values in int8, in plain and in speculative decoding: both follow a distribution "
             "that is a little different from the target's own, and are compared with each other"
         )
-    if mixers_of(target.model):
+    if target.runner.mixers:
         warnings.append(
             "the target has recurrent layers, which here read drafts one at a time, and shorter prompts of a batch twice: the "
             "measured speed is a lower bound of an engine's, which keeps a state a token; tau carries over"

@@ -23,7 +23,6 @@ from distill.dataset.conversations import Conversation, Message
 from distill.generation.continuation import TargetSource, TokenRow, continue_rows, request_number, up_to_end
 from distill.generation.prompts import Prompt, encode_prompt
 from heads.frozen.loading import Target
-from heads.inference.media_inputs import placeholder_of
 
 # Why a turn has no answer.
 EMPTY = "empty_answer"  # it ended at once
@@ -350,7 +349,7 @@ def _conversation(
     ended = bool(answer_ids) and answer_ids[-1] in target.eos_token_ids
     if len(answer_ids) == ended:
         return EMPTY
-    if placeholder_of(target.model) in answer_ids:
+    if target.runner.placeholder in answer_ids:
         return HOLDS_A_PLACEHOLDER
     return Conversation(
         prompt_id=prompt.prompt_id,

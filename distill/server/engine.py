@@ -24,7 +24,7 @@ from heads.device import upload
 from heads.frozen.hidden_states import TargetStates, final_norm, num_blocks, read_states
 from heads.frozen.loading import Target
 from heads.frozen.served.forward import ServedForward
-from heads.inference.causal_lm import head_logits, refuse_forwards, register_forward
+from heads.inference.causal_lm import head_logits
 from heads.inference.model_checks import probe_ids, relative_error, rounding
 from heads.modules.interface import NO_DOCUMENT, Batch
 
@@ -53,12 +53,12 @@ class EngineStates:
         except BaseException:
             self.servers.close()
             raise
-        refuse_forwards(target.model, frozenset({"trees"}))
-        register_forward(target.model, ServedForward(target.model, self.of_texts))
+        target.runner.refused = frozenset({"trees"})
+        target.runner.forward = ServedForward(target.model, self.of_texts)
 
     def close(self) -> None:
         """End all requests."""
-        register_forward(self.target.model, None)
+        self.target.runner.forward = None
         self.servers.close()
 
     def serve(self, taps: Sequence[int]) -> None:

@@ -20,9 +20,9 @@ from heads.frozen.block_config import config_of_blocks
 from heads.frozen.hidden_states import blocks, num_blocks
 from heads.frozen.model_class import causal_config
 from heads.frozen.placement import real_weight
-from heads.inference.causal_lm import backbone, read_documents
-from heads.inference.guidance import unguided
+from heads.inference.causal_lm import read_documents
 from heads.inference.model_checks import check_on_probe, probe_ids, relative_error
+from heads.inference.runner import backbone, runner_of
 
 REMEDY = "choose other student.layers, or give student.init 'fresh', 'model' or 'config'"
 
@@ -120,7 +120,7 @@ def _return_input(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _kept_error(model: PreTrainedModel, draft: PreTrainedModel, layers: Sequence[int]) -> float:
     ids_1T = probe_ids(model)
-    with _passed_over(model, layers), unguided(model):
+    with _passed_over(model, layers), runner_of(model).unguided():
         expected_1TE = read_documents(model, ids_1T, None)
     return relative_error(read_documents(draft, ids_1T, None), expected_1TE)
 

@@ -19,7 +19,6 @@ from eval.decoder.records import Generation
 from eval.report.schema import Report
 from eval.report.sections import PredictedSection, TimedRound
 from heads.frozen.loading import Target
-from heads.inference.media_inputs import placeholder_of
 from heads.proposers.protocol import Proposer
 
 log = logging.getLogger("draftsmith")
@@ -43,7 +42,7 @@ def predict_speed(
     if report.speed is None or not answers or not any(report.acceptance.position_conditional):
         log.warning("no draft was accepted in a run that was timed, so that no cost model can be made of it")
         return None
-    placeholder = placeholder_of(target.model)  # forwards are timed on text: later rounds read neither images nor sounds
+    placeholder = target.runner.placeholder  # forwards are timed on text: later rounds read neither images nor sounds
     text = [token for each in plain for token in (*each.prompt_tokens, *each.tokens) if token != placeholder]
     sweep = sweep_rounds(target, proposer, text, decode, config)
     if not sweep:

@@ -22,7 +22,6 @@ from eval.decoder.logits_processor import Processor, prepared, renumbered
 from eval.decoder.records import AUTOREGRESSIVE, Generation, Timing
 from eval.decoder.request import BatchRow, Request
 from heads.frozen.loading import Target
-from heads.inference.causal_lm import check_forwards
 from heads.inference.model_checks import check_rolls_back
 from heads.proposers.protocol import Proposer, TreeProposer
 
@@ -156,7 +155,7 @@ def check_decodable(target: Target, requests: Sequence[Request], config: DecodeC
     check_rolls_back(target.model)
     if config is not None:
         trees = config.tree is not None and config.num_speculative_tokens > 0
-        check_forwards(target.model, batches=config.batch_size > 1, trees=trees)
+        target.runner.check_forwards(batches=config.batch_size > 1, trees=trees)
     if config is not None and config.num_speculative_tokens >= target.max_positions:
         raise InputError(
             f"decode.num_speculative_tokens is {config.num_speculative_tokens}, and the target's context, prompt and answer "

@@ -30,11 +30,11 @@ from configs.schema.heads import EarlyExitSettings
 from heads.frozen.hidden_states import TargetStates, final_norm, forward_states, num_blocks, read_states
 from heads.frozen.placement import own_copy
 from heads.frozen.served.forward import ServedForward
-from heads.inference.causal_lm import new_cache, registered_forward
-from heads.inference.guidance import guidance_of
+from heads.inference.causal_lm import new_cache
 from heads.inference.kv_cache import RowCache
 from heads.inference.media_inputs import MediaInputs
 from heads.inference.model_checks import check_on_probe, probe_ids, relative_error
+from heads.inference.runner import runner_of
 from heads.modules.attention import causal_ranges
 from heads.modules.autoregressive import FeatureProposer, Window
 from heads.modules.checkpointing import HeadLayer
@@ -204,7 +204,8 @@ class EarlyExitChain(FeatureProposer):
 
 def reads_whole(model: PreTrainedModel) -> bool:
     """Return whether the whole target is asked for states after its first blocks: they are not here, or read texts twice."""
-    return isinstance(registered_forward(model), ServedForward) or guidance_of(model) is not None
+    runner = runner_of(model)
+    return isinstance(runner.forward, ServedForward) or runner.guidance is not None
 
 
 def check_exit(head: EarlyExit, model: PreTrainedModel) -> None:

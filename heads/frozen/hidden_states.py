@@ -21,10 +21,11 @@ from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError
 from heads.frozen.block_config import attentions_per_block
-from heads.inference.causal_lm import backbone, current_forward, forward_rows, head_logits, read_documents
+from heads.inference.causal_lm import forward_rows, head_logits, read_documents
 from heads.inference.kv_cache import RowCache
 from heads.inference.media_inputs import MediaInputs
 from heads.inference.model_checks import check_on_probe, probe_ids, relative_error
+from heads.inference.runner import backbone, runner_of
 from heads.sampling.token_tree import TreeAttention
 
 
@@ -161,7 +162,7 @@ def tapped(model: PreTrainedModel, taps: Sequence[int]) -> Iterator[dict[int, Te
             handles.append(layers[0].register_forward_pre_hook(partial(_keep_input, seen), with_kwargs=True))
         else:
             handles.append(layers[tap - 1].register_forward_hook(partial(_keep_output, seen, tap, home)))
-    forward = current_forward(model)
+    forward = runner_of(model).current
     forward.watch(taps, seen)
     try:
         yield seen

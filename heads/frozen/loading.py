@@ -38,13 +38,13 @@ from heads.frozen.quantized import loader_of, quantization_of
 from heads.frozen.served.ends import load_ends
 from heads.frozen.split.groups import TargetGroup
 from heads.frozen.split.parts import join_group, split_arguments
-from heads.inference.causal_lm import mixers_of
 from heads.inference.column_positions import rope_limit
 from heads.inference.compiled_forward import make_compiled
-from heads.inference.guidance import guide
+from heads.inference.guidance import Guidance
 from heads.inference.lean_forward import make_lean
 from heads.inference.media_inputs import MediaInputs, MediaPrompt
 from heads.inference.model_checks import check_split
+from heads.inference.runner import Runner, runner_of
 
 log = logging.getLogger("draftsmith")
 
@@ -105,6 +105,11 @@ class Target:
     def device(self) -> torch.device:
         """The device of the weights; of a spread target that of embedding, final norm and head, on which states come out."""
         return self.model.device
+
+    @property
+    def runner(self) -> Runner:
+        """How the model is run."""
+        return runner_of(self.model)
 
     @property
     def vocab_size(self) -> int:
@@ -211,9 +216,9 @@ def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: 
     elif config.forward == "compiled":
         make_compiled(model)
     if config.guidance is not None:
-        if mixers_of(model):
+        if runner_of(model).mixers:
             raise InputError(f"target.guidance: {type(model).__name__} has recurrent layers; set guidance to null")
-        guide(model, config.guidance)
+        runner_of(model).guidance = Guidance.of(model, config.guidance)
         weights_sha256 = hashlib.sha256(f"{weights_sha256} {config.guidance.model_dump_json()}".encode()).hexdigest()
     identity = TargetIdentity(
         name=redact(config.name),  # the identity is written into everything

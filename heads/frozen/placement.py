@@ -15,7 +15,6 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
-from weakref import WeakKeyDictionary
 
 import torch
 from accelerate.hooks import AlignDevicesHook
@@ -35,9 +34,8 @@ DISK = "disk"
 NOT_NUMBERED = ("cpu", "mps", "meta")  # by accelerate
 GIBIBYTE = 2**30
 READ = "_read_weight"  # attribute of a block that was not loaded: returns a weight of it by name
-# Blocks of a target that is split over processes -> the same without weights, as they were before they were split.
-UNSPLIT: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
-_COPIED: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
+# Attributes of a block that is split over processes: the block before it was split, without weights; and the first copy of it.
+UNSPLIT, COPIED = "_unsplit", "_copied"
 
 
 def place_parts(path: Path, config: TargetConfig, device: torch.device) -> dict[str, DeviceName]:
@@ -143,10 +141,10 @@ def own_copy(module: nn.Module) -> nn.Module:
 
     Where the target is split over processes, all of a group must ask for the first copy of a block; later ones are made of it.
     """
-    if module in UNSPLIT:
-        if module not in _COPIED:
-            _COPIED[module] = _joined_block(module, UNSPLIT[module])
-        return copy.deepcopy(_COPIED[module])
+    if UNSPLIT in module.__dict__:
+        if COPIED not in module.__dict__:
+            module.__dict__[COPIED] = _joined_block(module, module.__dict__[UNSPLIT])
+        return copy.deepcopy(cast(nn.Module, module.__dict__[COPIED]))
     hooks = [each.__dict__[name] for each in module.modules() for name in ("_hf_hook", READ) if name in each.__dict__]
     if not hooks:
         return copy.deepcopy(module)

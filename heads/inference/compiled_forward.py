@@ -23,17 +23,11 @@ from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError
 from heads.device import has_graphs
-from heads.inference.causal_lm import (
-    DecodingForward,
-    Masks,
-    TransformersForward,
-    mixers_of,
-    register_forward,
-    registered_forward,
-)
+from heads.inference.attention_masks import Masks
 from heads.inference.column_positions import counts_columns
 from heads.inference.kv_cache import RowCache
 from heads.inference.lean_forward import make_lean
+from heads.inference.runner import DecodingForward, TransformersForward, runner_of
 
 log = logging.getLogger("draftsmith")
 
@@ -51,7 +45,8 @@ def make_compiled(model: PreTrainedModel, backend: str = "inductor") -> None:
         InputError: its layers have states, which are read token by token, or its masks are not made before a forward
                 (`heads.inference.column_positions`).
     """
-    if mixers_of(model):
+    runner = runner_of(model)
+    if runner.mixers:
         raise InputError(
             f"{type(model).__name__} has recurrent layers, which read one token after another, and the compiled forward reads "
             "all at once; set target.forward to transformers"
@@ -62,7 +57,7 @@ def make_compiled(model: PreTrainedModel, backend: str = "inductor") -> None:
         make_lean(model)
     except InputError as error:
         log.info("transformers' forward is compiled: %s", error)
-    register_forward(model, CompiledForward(registered_forward(model) or TransformersForward(model), model.device, backend))
+    runner.forward = CompiledForward(runner.forward or TransformersForward(model), model.device, backend)
 
 
 def run_alike(model: PreTrainedModel, target: PreTrainedModel) -> None:
@@ -71,14 +66,15 @@ def run_alike(model: PreTrainedModel, target: PreTrainedModel) -> None:
     Raises:
         InputError: that is a lean one, and `model` cannot have one.
     """
-    if isinstance(registered_forward(target), CompiledForward):
+    forward = runner_of(target).forward
+    if isinstance(forward, CompiledForward):
         make_compiled(model)
-    elif registered_forward(target) is not None:
+    elif forward is not None:
         make_lean(model)
 
 
 class CompiledForward:
-    """Another forward, run as graphs of fixed shapes (`heads.inference.causal_lm.DecodingForward`)."""
+    """Another forward, run as graphs of fixed shapes (`heads.inference.runner.DecodingForward`)."""
 
     def __init__(self, inner: DecodingForward, device: torch.device, backend: str) -> None:
         self.inner, self.backend = inner, backend

@@ -9,10 +9,7 @@ B batch, T tokens, D width, S cache length.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -30,6 +27,20 @@ class Guidance:
 
     config: GuidanceConfig
 
+    @classmethod
+    def of(cls, model: PreTrainedModel, config: GuidanceConfig) -> Guidance:
+        """Return the guidance of a model (`heads.inference.runner.Runner.guidance`).
+
+        Raises:
+            InputError: the model caps its logits, which are then no linear function of its states; or lacks one of the tokens.
+        """
+        text, highest = model.config.get_text_config(), max(config.null, *config.condition)
+        if highest >= text.vocab_size:
+            raise InputError(f"target.guidance: token {highest} is not among the target's {text.vocab_size}, counted from 0")
+        if any(getattr(text, name, None) is not None for name in CAPS):
+            raise InputError(f"target.guidance: {type(model).__name__} caps its logits; set guidance to null")
+        return cls(config)
+
     def doubled_ids(self, ids_BT: Tensor) -> Tensor:
         """Return the texts, and behind them the same without their condition, `[2 B, T]`."""
         first, last = self.config.condition
@@ -39,39 +50,6 @@ class Guidance:
         """Return the guided final states `[B, T, D]`."""
         with_BTD, without_BTD = hidden_2BTD.chunk(2)
         return without_BTD + self.config.scale * (with_BTD - without_BTD)
-
-
-_GUIDED: WeakKeyDictionary[PreTrainedModel, Guidance] = WeakKeyDictionary()
-
-
-def guide(model: PreTrainedModel, config: GuidanceConfig) -> None:
-    """Guide every forward of `model` that `heads.inference.causal_lm` runs from now on; not those of its copies.
-
-    Raises:
-        InputError: the model caps its logits, which are then no linear function of its states; or lacks one of the tokens.
-    """
-    text, most = model.config.get_text_config(), max(config.null, *config.condition)
-    if most >= text.vocab_size:
-        raise InputError(f"target.guidance: token {most} is none of the target's {text.vocab_size}, which are counted from 0")
-    if any(getattr(text, name, None) is not None for name in CAPS):
-        raise InputError(f"target.guidance: {type(model).__name__} caps its logits; set guidance to null")
-    _GUIDED[model] = Guidance(config)
-
-
-def guidance_of(model: PreTrainedModel) -> Guidance | None:
-    """Return how `model` is guided; None: it is not."""
-    return _GUIDED.get(model)
-
-
-@contextmanager
-def unguided(model: PreTrainedModel) -> Iterator[None]:
-    """Read `model` without guidance for a while."""
-    guidance = _GUIDED.pop(model, None)
-    try:
-        yield
-    finally:
-        if guidance is not None:
-            _GUIDED[model] = guidance
 
 
 def twice(rows: Tensor | dict[str, Tensor | None] | None, num_rows: int) -> Tensor | dict[str, Tensor | None] | None:

@@ -20,18 +20,12 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention
 from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from configs.runtime.errors import InputError
-from heads.inference.causal_lm import (
-    DecodingForward,
-    Masks,
-    backbone,
-    forward_rows,
-    head_logits,
-    new_cache,
-    register_forward,
-)
+from heads.inference.attention_masks import Masks
+from heads.inference.causal_lm import forward_rows, head_logits, new_cache
 from heads.inference.kv_cache import RowCache
 from heads.inference.model_checks import check_on_probe, probe_ids, relative_error
 from heads.inference.packed_linear import PackedLinear
+from heads.inference.runner import DecodingForward, backbone, runner_of
 
 FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 PROBE_TOKENS = 12
@@ -47,7 +41,8 @@ def make_lean(model: PreTrainedModel) -> None:
     Raises:
         InputError: the lean forward does not know the family, or the two forwards disagree on a probe.
     """
-    register_forward(model, LeanForward(model))
+    runner = runner_of(model)
+    runner.forward = LeanForward(model)
     try:
         check_on_probe(
             model,
@@ -56,7 +51,7 @@ def make_lean(model: PreTrainedModel) -> None:
             "probe, which is more than rounding; set target.forward to transformers",
         )
     except InputError:
-        register_forward(model, None)
+        runner.forward = None
         raise
 
 

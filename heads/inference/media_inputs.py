@@ -12,10 +12,9 @@ B rows, T tokens, P tokens of the longest prompt, E width of the target.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -62,30 +61,16 @@ def current_keys(row: Mapping[str, Any]) -> dict[str, Any]:
     return held
 
 
-_PLACEHOLDERS: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
-
-
-def expect_media(model: PreTrainedModel, placeholder: int) -> None:
-    """Refuse, from now on, to read `placeholder` tokens without the media that they stand for (`check_text`)."""
-    _PLACEHOLDERS[model] = placeholder
-
-
-def placeholder_of(model: PreTrainedModel) -> int | None:
-    """Return the token that stands for media; None: the model reads none here."""
-    return _PLACEHOLDERS.get(model)
-
-
-def check_text(model: PreTrainedModel, ids_BT: Tensor, starts: Sequence[int] = (0,)) -> None:
-    """Refuse rows, read from their beginning without media, that have a place for one; what is read later is an answer.
+def check_text(placeholder: int | None, ids_BT: Tensor) -> None:
+    """Refuse rows, read from their beginning without media, that hold the placeholder of one; None: the model has none.
 
     Raises:
-        InputError: a token is the placeholder of `expect_media`.
+        InputError: a token is the placeholder.
     """
-    placeholder = placeholder_of(model)
-    if placeholder is not None and max(starts) == 0 and bool((ids_BT == placeholder).any()):
+    if placeholder is not None and bool((ids_BT == placeholder).any()):
         raise InputError(
             f"a text holds token {placeholder}, which stands for an image or a sound, and is read without one: leave that "
-            "token out of texts; what reads them is listed in docs/modalities.md"
+            "token out of texts; docs/modalities.md lists what reads them"
         )
 
 

@@ -13,35 +13,21 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError, first_line
-from heads.inference.causal_lm import (
-    MIXERS,
-    WRONG_STATES,
-    backbone,
-    forward_rows,
-    head_logits,
-    mixers_of,
-    new_cache,
-    read_documents,
-    refuse_forwards,
-)
+from heads.inference.causal_lm import forward_rows, head_logits, new_cache, read_documents
 from heads.inference.column_positions import first_of_equals
-from heads.inference.media_inputs import placeholder_of
 from heads.inference.recurrent_cache import cache_argument
+from heads.inference.runner import WRONG_STATES, backbone, runner_of
 from heads.sampling.token_tree import tree_attention
 
 KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention", "indexed_attention"}
 OWN_WINDOWS = ("window_size", "keep_window_size")  # GPT-Neo, Doge
 DOCUMENTS = ((5, 4), (2, 7))  # lengths of the documents in each row of the probe
-_ROLLS_BACK: WeakSet[PreTrainedModel] = WeakSet()  # models that have passed
-_KEEPS_APART: WeakSet[PreTrainedModel] = WeakSet()
-_TAKEN: WeakSet[PreTrainedModel] = WeakSet()  # models that are not run here
 
 
 def check_split(model: PreTrainedModel) -> None:
@@ -63,18 +49,18 @@ def check_rolls_back(model: PreTrainedModel) -> None:
     """Refuse a model whose memory of the past cannot be taken back after a rejected draft.
 
     Where only rows of unequal lengths, or only trees, go wrong on the probe, these are refused from now on
-    (`heads.inference.causal_lm.refuse_forwards`), and chains of one text are not.
+    (`heads.inference.runner.Runner.refused`), and chains of one text are not.
 
     Raises:
         InputError: it has recurrent or otherwise unknown layers whose states are not in transformers' cache; or on a probe
             with a rejected draft its states are not those of one forward over the text (some families derive positions from
             a plain padding mask).
     """
-    name = type(model).__name__
-    if model in _ROLLS_BACK:
+    name, runner = type(model).__name__, runner_of(model)
+    if runner.runs_elsewhere or "rolls back" in runner.passed:
         return
     what = carried_state(model, KNOWN_LAYER_TYPES | {"chunked_attention", "minimax_m3_sparse", "moe", "mlp"})
-    if what is not None and not mixers_of(model):
+    if what is not None and not runner.mixers:
         raise InputError(
             f"{name} has {what} that transformers' cache does not hold: rejected tokens cannot be rolled back, so it cannot be "
             "decoded speculatively; take a model of another family"
@@ -90,15 +76,8 @@ def check_rolls_back(model: PreTrainedModel) -> None:
             allow_nan=True,  # the decoder reports states that are not finite, by request
         )
         alone = {"batches": _rolls_back(model, num_rows=2), "trees": _rolls_back(model, tree=True)}
-        refuse_forwards(model, frozenset(kind for kind, right in alone.items() if not right) or frozenset(WRONG_STATES))
-    _ROLLS_BACK.add(model)
-
-
-def take_as_checked(model: PreTrainedModel) -> None:
-    """Pass a model by every check here that has no weights to be checked: servers run it, and read each text anew."""
-    _TAKEN.add(model)
-    _ROLLS_BACK.add(model)
-    MIXERS[model] = {}
+        runner.refused = frozenset(kind for kind, right in alone.items() if not right) or frozenset(WRONG_STATES)
+    runner.passed.add("rolls back")
 
 
 def _rolls_back(model: PreTrainedModel, num_rows: int = 1, tree: bool = False) -> bool:
@@ -123,14 +102,14 @@ def check_keeps_apart(model: PreTrainedModel) -> None:
     """
     name, remedy = type(model).__name__, "set data.packing to null"
     what = carried_state(model, KNOWN_LAYER_TYPES | {"chunked_attention", "moe", "mlp"})
-    if what is not None and model not in _TAKEN:
+    if what is not None and not runner_of(model).runs_elsewhere:
         raise InputError(
             f"data.packing: {name} has {what}, which would run on from one conversation of a row into the next; {remedy}"
         )
     check_on_probe(
         model,
         _documents_error,
-        passed=_KEEPS_APART,
+        name="keeps apart",
         fails=f"data.packing: {name} does not take the positions of several conversations in a row ({{}}); {remedy}",
         differs=f"data.packing: conversations in one row of {name} see each other: on a probe its states differ by {{:.2g}} of "
         f"them from those of each alone; {remedy}",
@@ -154,7 +133,7 @@ def check_on_probe(
     *,
     differs: str,
     fails: str | None = None,
-    passed: WeakSet[PreTrainedModel] | None = None,
+    name: str | None = None,
     allow_nan: bool = False,
 ) -> None:
     """Refuse a model whose values on a probe are wrong by more than rounding, or that cannot run it.
@@ -164,13 +143,14 @@ def check_on_probe(
         error_of: runs the probe; returns the error (`relative_error`).
         differs: the message where the values are wrong; `{}` is the error.
         fails: the message where the probe raises; `{}` is the first line of what it raised. None: let that pass through.
-        passed: models that have passed; those in it are not run again.
+        name: of the check, which a model passes once; None: it runs at every call.
         allow_nan: accept an error that is NaN.
 
     Raises:
         InputError: with one of these two messages.
     """
-    if model in _TAKEN or (passed is not None and model in passed):
+    runner = runner_of(model)
+    if runner.runs_elsewhere or name in runner.passed:
         return
     try:
         with _evaluating(model):
@@ -181,8 +161,8 @@ def check_on_probe(
         raise InputError(fails.format(first_line(failure))) from failure
     if error > rounding(model) or (error != error and not allow_nan):
         raise InputError(differs.format(error))
-    if passed is not None:
-        passed.add(model)
+    if name is not None:
+        runner.passed.add(name)
 
 
 def rounding(model: PreTrainedModel) -> float:
@@ -194,7 +174,7 @@ def probe_ids(model: PreTrainedModel, num_rows: int = 1, length: int = 8) -> Ten
     """Return different token ids `[num_rows, length]` of the model's vocabulary, on its device."""
     ids = torch.arange(1, num_rows * length + 1, device=model.device) * 7919  # a prime: neighbours in a row are far apart
     ids = (ids % model.config.get_text_config().vocab_size).view(num_rows, length)
-    placeholder = placeholder_of(model)
+    placeholder = runner_of(model).placeholder
     return ids if placeholder is None else ids.masked_fill(ids == placeholder, 1)
 
 
@@ -261,7 +241,7 @@ def _rollback_error(model: PreTrainedModel, num_rows: int = 1, tree: bool = Fals
         rest_B2D = forward_rows(model, cache, again_B5[:, 3:], [start + 3 for start in starts])
         found_B5D = torch.cat([tree_B4D[:, path], rest_B2D], 1)
     error = relative_error(found_B5D, expected_B5D)
-    if error <= rounding(model) or not mixers_of(model):
+    if error <= rounding(model) or not runner_of(model).mixers:
         return error
     return min(error, relative_error(found_B5D, _in_steps(model, ids_BT, starts)))
 

@@ -34,7 +34,7 @@ Mixer = Callable[[Tensor], Any]  # a mixer's forward as a function of its input 
 
 
 @dataclass(frozen=True)
-class Place:
+class MixerSlot:
     """Where a mixer keeps its state: the number of its layer, and which of that layer's states are its own."""
 
     layer: int
@@ -76,11 +76,11 @@ class RecurrentCache(RowCache):
     takes_rows = False  # the histories of a batch begin together
 
     def __init__(
-        self, mixers: dict[nn.Module, Place], num_layers: int, capacity: int, layer: Callable[[int], RowLayer] = RowLayer
+        self, mixers: dict[nn.Module, MixerSlot], num_layers: int, capacity: int, layer: Callable[[int], RowLayer] = RowLayer
     ) -> None:
         super().__init__(num_layers, capacity, layer)
         self._mixers = mixers
-        most = max((max(place.states) + 1 for place in mixers.values()), default=MOST_STATES)
+        most = max((max(slot.states) + 1 for slot in mixers.values()), default=MOST_STATES)
         # What a mixer reads and writes while it runs.
         self._now = Cache(layers=[LinearAttentionLayer(number_of_states=most) for _ in range(num_layers)])
         self._histories: dict[nn.Module, _History] = {}
@@ -138,30 +138,30 @@ class RecurrentCache(RowCache):
         inputs_BTD = args[0] if args else kwargs.pop("hidden_states")
         mixer: Mixer = lambda part: forward(part, *args[1:], **kwargs)  # noqa: E731
         B, T = inputs_BTD.shape[:2]
-        place, slots = self._mixers[module], self._slots
+        slot, slots = self._mixers[module], self._slots
         if T == 0:
             return inputs_BTD
         if max(slots.starts) == 0 and slots.attention is None:
-            output, end = self._run(mixer, inputs_BTD, place, None)
+            output, end = self._run(mixer, inputs_BTD, slot, None)
             self._histories[module] = _History(base=[T] * B, states=[end], prompt=(mixer, inputs_BTD))
             return output
         history = self._histories[module]
-        self._go_on(history, slots.starts, place)
+        self._go_on(history, slots.starts, slot)
         before = [start - base for start, base in zip(slots.starts, history.base, strict=True)]  # entry of the last state
         outputs = []
         for t in range(T):
             parents = before if slots.attention is None else _parents(slots.attention.visible_BTX, t, before)
-            output, state = self._run(mixer, inputs_BTD[:, t : t + 1], place, _gather(history.states, parents))
+            output, state = self._run(mixer, inputs_BTD[:, t : t + 1], slot, _gather(history.states, parents))
             history.states.append(state)
             outputs.append(output)
             before = [each + 1 for each in before] if slots.attention is None else before
         return _joined(outputs)
 
-    def _run(self, mixer: Mixer, inputs_BTD: Tensor, place: Place, state: State | None) -> tuple[Any, State]:
+    def _run(self, mixer: Mixer, inputs_BTD: Tensor, slot: MixerSlot, state: State | None) -> tuple[Any, State]:
         """Return a mixer's output for these inputs after `state`, and the state after them."""
-        layer = cast(LinearAttentionLayer, self._now.layers[place.layer])
-        state = (None, None) * len(place.states) if state is None else state
-        for index, conv, recurrent in zip(place.states, state[::2], state[1::2], strict=True):
+        layer = cast(LinearAttentionLayer, self._now.layers[slot.layer])
+        state = (None, None) * len(slot.states) if state is None else state
+        for index, conv, recurrent in zip(slot.states, state[::2], state[1::2], strict=True):
             # Copies: some mixers write into the state that they are given.
             layer.conv_states[index] = None if conv is None else conv.clone()
             layer.recurrent_states[index] = None if recurrent is None else recurrent.clone()
@@ -170,17 +170,17 @@ class RecurrentCache(RowCache):
             layer.has_previous_state[index] = conv is not None or recurrent is not None
             layer.conv_kernel_size[index] = None if conv is None else conv.shape[-1]
         output = mixer(inputs_BTD)
-        parts = [each for index in place.states for each in (layer.conv_states[index], layer.recurrent_states[index])]
+        parts = [each for index in slot.states for each in (layer.conv_states[index], layer.recurrent_states[index])]
         return output, tuple(parts)
 
-    def _go_on(self, history: _History, starts: Sequence[int], place: Place) -> None:
+    def _go_on(self, history: _History, starts: Sequence[int], slot: MixerSlot) -> None:
         """Let the history end at `starts`, the positions from which the rows go on.
 
         Raises:
             ValueError: the state there is not kept.
         """
         if history.prompt is not None:
-            history.states = [self._within_prompt(history, starts, place)]
+            history.states = [self._within_prompt(history, starts, slot)]
             history.base, history.prompt = list(starts), None
             history.after_prompt = (history.base, history.states[0])
             return
@@ -200,7 +200,7 @@ class RecurrentCache(RowCache):
                 raise ValueError(f"row {row} goes on at {start}; states are kept for {kept[0]} to {kept[-1]}")
         history.base, history.states = list(starts), [_stacked(rows)]
 
-    def _within_prompt(self, history: _History, starts: Sequence[int], place: Place) -> State:
+    def _within_prompt(self, history: _History, starts: Sequence[int], slot: MixerSlot) -> State:
         """Return the states after the first `starts[b]` tokens of each row of the prompt."""
         assert history.prompt is not None
         mixer, inputs_BTD = history.prompt
@@ -210,7 +210,7 @@ class RecurrentCache(RowCache):
             if start == 0:
                 state = tuple(None if part is None else torch.zeros_like(part) for part in state)
             elif start < inputs_BTD.shape[1]:
-                _, state = self._run(mixer, inputs_BTD[row : row + 1, :start], place, None)
+                _, state = self._run(mixer, inputs_BTD[row : row + 1, :start], slot, None)
             rows.append(state)
         return _stacked(rows)
 
@@ -221,7 +221,7 @@ def cache_argument(kind: type[nn.Module]) -> str:
 
 
 @torch.no_grad()
-def find_mixers(backbone: nn.Module, num_layers: int) -> dict[nn.Module, Place]:
+def find_mixers(backbone: nn.Module, num_layers: int) -> dict[nn.Module, MixerSlot]:
     """Return the modules of a backbone that ask a cache of `num_layers` for states, and where, by reading two tokens."""
     finder = _Finder(num_layers)
     ids_1T = torch.zeros(1, 2, dtype=torch.int64, device=next(backbone.parameters()).device)
@@ -235,7 +235,7 @@ def find_mixers(backbone: nn.Module, num_layers: int) -> dict[nn.Module, Place]:
     finally:
         for handle in handles:
             handle.remove()
-    return {module: Place(layer, tuple(sorted(states))) for (module, layer), states in finder.found.items()}
+    return {module: MixerSlot(layer, tuple(sorted(states))) for (module, layer), states in finder.found.items()}
 
 
 class _Finder(RecurrentCache):

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import chain
 from typing import Any, Protocol, cast
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +24,11 @@ from transformers import PreTrainedModel
 from configs.runtime.errors import InputError
 from heads.frozen.hidden_states import blocks, num_blocks, tapped
 from heads.frozen.placement import own_copy
-from heads.inference.causal_lm import backbone
 from heads.inference.kv_cache import RowCache
 from heads.inference.model_checks import KNOWN_LAYER_TYPES, check_on_probe, probe_ids, relative_error
+from heads.inference.runner import backbone
 
 CHOOSING = ("e_score_correction_bias", "expert_bias", ".indexer.")  # parameters that choose experts or keys, without gradients
-
-# By block, the targets that have passed. One process makes a module again to write it, and alone it runs no shared target.
-_RUNS_APART: dict[int, WeakSet[PreTrainedModel]] = {}
 
 
 class Keys(Protocol):
@@ -114,7 +110,8 @@ class Surroundings:
                 partial(self._error, number=number),
                 fails=f"{needs_more}: it does not run apart from the target ({{}}); take another head.kind than mtp",
                 differs=f"{needs_more}: run apart from the target its states differ by {{:.2g}} of them",
-                passed=_RUNS_APART.setdefault(number, WeakSet()),
+                # Once: one process makes a module again to write it, and alone it runs no shared target.
+                name=f"block {number} runs apart",
             )
 
     def run(

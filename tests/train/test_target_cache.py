@@ -10,7 +10,7 @@ from configs.runtime.errors import ConfigError, InputError
 from distill.dataset.batches import ConversationDataset, collate
 from distill.loss import head_objective
 from distill.loss import pairs as normalised_rows
-from heads.inference.causal_lm import backbone
+from heads.inference.runner import backbone
 from heads.modules.interface import Normalisers
 from tests.support.caches import conversation
 from tests.support.training_runs import distill_config, draft_task, train_task

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from configs.schema.commands.planning import PlanConfig
 from eval.cost.operation_counter import WorkCounter
 from heads.frozen.hidden_states import TargetStates
-from heads.inference.causal_lm import backbone
+from heads.inference.runner import backbone
 from heads.modules.interface import Batch
 from train.plan.models import PlannedModels
 

@@ -25,7 +25,8 @@ from configs.schema.target import AudioConfig, ImagesConfig, TargetConfig
 from heads.frozen.media.images import read_image
 from heads.frozen.media.reading import shown
 from heads.frozen.media.sounds import read_sound
-from heads.inference.media_inputs import MediaInputs, MediaPrompt, expect_media
+from heads.inference.media_inputs import MediaInputs, MediaPrompt
+from heads.inference.runner import runner_of
 
 OF_ONE_TEXT = {"add_special_tokens": False, "padding": False}  # the template brings its own special tokens
 OF_TOKENS = ("mm_token_type_ids", "token_type_ids")
@@ -154,7 +155,7 @@ def load_reader(
         raise InputError(
             f"{settings.key}: {type(model).__name__} at {path} reads no {settings.what}s; set {settings.key} to null"
         )
-    expect_media(model, token)
+    runner_of(model).placeholder = token
     knows = config.chat_template is not None or ("image" if is_image else "audio") in str(tokenizer.chat_template)
     return MediaReader(processor, settings, model, None if knows else processor.chat_template)
 

@@ -23,7 +23,7 @@ from heads.frozen.checkpoint_files import Weights
 from heads.frozen.hidden_states import blocks
 from heads.frozen.placement import READ, make_skeleton, parts_outside
 from heads.frozen.quantized import read_float_weights
-from heads.inference.model_checks import take_as_checked
+from heads.inference.runner import runner_of
 
 
 def load_ends(path: Path, config: TargetConfig, device: torch.device) -> PreTrainedModel:
@@ -51,7 +51,7 @@ def load_ends(path: Path, config: TargetConfig, device: torch.device) -> PreTrai
         _take_over(model, first, name)
     for number, block in enumerate(layers):
         block.__dict__[READ] = partial(_read, stored, f"{prefix}.{number}.")
-    take_as_checked(model)
+    runner_of(model).runs_elsewhere = True
     if (path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
     return model

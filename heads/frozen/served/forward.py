@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError
 from heads.frozen.hidden_states import TargetStates
-from heads.inference.causal_lm import DecodingForward, Masks
+from heads.inference.attention_masks import Masks
 from heads.inference.kv_cache import RowCache
+from heads.inference.runner import DecodingForward
 
 StatesOfTexts = Callable[[Sequence[Sequence[int]], int, Sequence[int]], TargetStates]
 

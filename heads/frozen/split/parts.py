@@ -105,7 +105,8 @@ def join_group(model: PreTrainedModel, config: TargetConfig, device: torch.devic
     with torch.device("meta"):
         unsplit = blocks(type(model)(model.config))
     layers = blocks(model)
-    UNSPLIT.update(zip(layers, unsplit, strict=True))
+    for block, unsplit_block in zip(layers, unsplit, strict=True):
+        block.__dict__[UNSPLIT] = unsplit_block
     inside = {module for block in layers for module in block.modules()}
     for module in model.modules():
         if module not in inside and getattr(module, "_is_hooked", False):  # what stays whole needs no hook

@@ -35,7 +35,6 @@ from heads.families.registry import FAMILIES
 from heads.frozen.hidden_states import check_taps, num_blocks, read_states
 from heads.frozen.loading import Target, load_target, load_with
 from heads.frozen.model_class import auto_class
-from heads.inference.causal_lm import register_forward
 from heads.inference.compiled_forward import make_compiled
 from heads.inference.lean_forward import FAMILIES as LEAN_FAMILIES
 from heads.inference.lean_forward import make_lean
@@ -272,7 +271,7 @@ def lean(case: Case) -> None:
     try:
         check_answers(case, range(3), DecodeConfig(batch_size=3))
     finally:
-        register_forward(case.target.model, None)
+        case.target.runner.forward = None
 
 
 def compiled(case: Case) -> None:
@@ -283,7 +282,7 @@ def compiled(case: Case) -> None:
         make_compiled(case.target.model, backend="eager")
         check_answers(case, range(1), DecodeConfig())
     finally:
-        register_forward(case.target.model, None)
+        case.target.runner.forward = None
         torch._dynamo.reset()
 
 

@@ -12,7 +12,7 @@ from eval.decoder.decode import decode, generate
 from eval.lossless.verdict import judge_lossless
 from heads.artifact import load_draft, save_draft_lm
 from heads.frozen.loading import load_target
-from heads.inference.causal_lm import registered_forward
+from heads.inference.runner import runner_of
 from tests.support.decoding import metadata_of_draft_lm, requests_for
 from tests.support.family_checks import SMALL
 
@@ -32,9 +32,9 @@ def draft_for(folder, target):
 
 def test_only_the_target_that_was_asked_for_it_and_its_draft_run_lean(targets, tiny_run):
     plain, lean = targets
-    assert (bool(registered_forward(plain.model)), bool(registered_forward(lean.model))) == (False, True)
+    assert (bool(runner_of(plain.model).forward), bool(runner_of(lean.model).forward)) == (False, True)
     drafts = [draft_for(tiny_run, target) for target in targets]
-    assert [bool(registered_forward(draft.proposer.model)) for draft in drafts] == [False, True]
+    assert [bool(runner_of(draft.proposer.model).forward) for draft in drafts] == [False, True]
     assert drafts[1].warnings == []
 
 
@@ -51,7 +51,7 @@ def test_a_wrong_lean_forward_cannot_pass_for_rounding(targets, monkeypatch):
     lean, config = targets[1], DecodeConfig(max_new_tokens=8)
     right, _ = decode(lean, requests_for(PROMPTS), config)
     assert judge_lossless(lean, right, right, config, LosslessConfig(), None)["verdict"] == "lossless"
-    forward = registered_forward(lean.model)
+    forward = runner_of(lean.model).forward
     logits = forward.logits
     monkeypatch.setattr(forward, "logits", lambda hidden: logits(hidden).roll(1, -1))
     wrong, _ = decode(lean, requests_for(PROMPTS), config)
@@ -63,7 +63,7 @@ def test_a_draft_of_another_family_runs_by_transformers_and_the_report_says_so(t
     model = AutoModelForCausalLM.from_config(GPTNeoXConfig(**SMALL), dtype=torch.float32)
     save_draft_lm(tmp_path / "artifact", model, lean.tokenizer, metadata_of_draft_lm(lean.identity.to_dict()))
     draft = draft_for(tmp_path, lean)
-    assert not registered_forward(draft.proposer.model)
+    assert not runner_of(draft.proposer.model).forward
     assert len(draft.warnings) == 1
     assert "the lean forward knows Llama, Mistral, Qwen2, Qwen3, not GPTNeoXForCausalLM" in draft.warnings[0]
     config = DecodeConfig(max_new_tokens=8)

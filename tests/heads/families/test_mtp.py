@@ -14,7 +14,7 @@ from configs.schema.heads import MtpSettings
 from heads.families.mtp import Mtp
 from heads.families.registry import FAMILIES
 from heads.frozen.hidden_states import final_norm, read_states
-from heads.inference.causal_lm import backbone
+from heads.inference.runner import backbone
 from heads.sampling.counter_rng import CounterRNG
 from tests.support import family_checks as checks
 

@@ -17,9 +17,10 @@ from heads.artifact import load_draft
 from heads.frozen.hidden_states import forward_states
 from heads.frozen.loading import load_target
 from heads.inference import compiled_forward
-from heads.inference.causal_lm import forward_rows, head_logits, new_cache, registered_forward
+from heads.inference.causal_lm import forward_rows, head_logits, new_cache
 from heads.inference.compiled_forward import CompiledForward, TransformersForward, make_compiled
 from heads.inference.lean_forward import LeanForward
+from heads.inference.runner import runner_of
 from heads.sampling.token_tree import TreeAttention, ancestor_mask
 from tests.heads.inference.test_lean_forward import IDS_BT, model_of
 from tests.support.family_checks import SMALL
@@ -67,7 +68,7 @@ def test_logits_at_any_place_and_width_are_those_of_the_forward_inside(name, cap
     make_compiled(plain)
     for ours_BTV, theirs_BTV in zip(logits_of(plain), expected, strict=True):
         torch.testing.assert_close(ours_BTV, theirs_BTV, atol=1e-5, rtol=1e-5)
-    inner = registered_forward(plain).inner
+    inner = runner_of(plain).forward.inner
     assert type(inner) is (TransformersForward if name == "gemma" else LeanForward)
     assert captured() == 2  # one token and four, three of which may be the real ones
 
@@ -132,7 +133,7 @@ def test_a_loaded_target_and_its_draft_run_compiled_and_answer_as_before(tiny_ru
     target = load_target(TargetConfig(**settings, forward="compiled"))
     draft = load_draft(tiny_run / "artifact", target.identity, target.model)
     for model in (target.model, draft.proposer.model):
-        assert isinstance(registered_forward(model), CompiledForward)
+        assert isinstance(runner_of(model).forward, CompiledForward)
     assert generate(target, prompts, config) == expected
     assert generate(target, prompts, config, draft.proposer) == expected
     # Plainly 1 token; with drafts 4, 2 and 1; the draft reads 1 or 2; each for every number of rows still under way.

@@ -16,9 +16,10 @@ from configs.schema.decoding import DecodeConfig
 from eval.decoder.decode import generate
 from heads.frozen.hidden_states import final_norm
 from heads.frozen.loading import Target, load_with
-from heads.inference.causal_lm import WRONG_STATES, forward_rows, new_cache, read_documents, refuse_forwards
+from heads.inference.causal_lm import forward_rows, new_cache, read_documents
 from heads.inference.column_positions import first_of_equals
 from heads.inference.model_checks import check_rolls_back, check_split
+from heads.inference.runner import WRONG_STATES, runner_of
 from heads.proposers.draft_lm import DraftLM
 from heads.sampling.token_tree import tree_attention
 from tests.support.family_configs import tiny_model
@@ -274,7 +275,7 @@ def test_what_a_check_found_wrong_is_refused_wherever_it_is_run():
     with pytest.raises(InputError, match="drafts of a tree"):
         forward_rows(model, cache_, torch.tensor([[1, 2, 3]] * 2), [2, 2], attention)
     forward_rows(model, cache_, ids_BT, [2, 1])
-    refuse_forwards(model, frozenset(WRONG_STATES))
+    runner_of(model).refused = frozenset(WRONG_STATES)
     with pytest.raises(InputError, match="rows of unequal lengths"):
         forward_rows(model, cache_, ids_BT, [2, 1])
 

@@ -13,7 +13,8 @@ from eval.decoder.decode import generate
 from eval.decoder.request import Request
 from eval.metrics.likelihood import answer_logits
 from heads.frozen.hidden_states import read_states
-from heads.inference.guidance import guide, unguided
+from heads.inference.guidance import Guidance
+from heads.inference.runner import runner_of
 from heads.proposers.draft_lm import DraftLM
 from heads.sampling.counter_rng import CounterRNG, Role
 from heads.sampling.probabilities import draw, token_probabilities
@@ -31,7 +32,7 @@ TREE = CHAIN.model_copy(update={"tree": StaticTree(kind="static", branching=[2, 
 def guided(tiny_llama, as_target):
     """A target of 12 tokens with guidance."""
     target = as_target(tiny_llama(seed=5, vocab_size=12, layers=4, spread=4.0), eos=(END,))
-    guide(target.model, GUIDANCE)
+    runner_of(target.model).guidance = Guidance.of(target.model, GUIDANCE)
     return target
 
 
@@ -43,7 +44,7 @@ def draft(tiny_llama):
 @torch.no_grad()
 def naive_logits(model, ids_BT, config=GUIDANCE):
     """The logits of two whole forwards, mixed."""
-    with unguided(model):
+    with runner_of(model).unguided():
         cond, uncond = (model(input_ids=torch.tensor(ids)).logits for ids in (ids_BT, [replaced(row) for row in ids_BT]))
     return uncond + config.scale * (cond - uncond)
 
@@ -62,7 +63,7 @@ def naively(model, prompt, choose):
 def test_greedy_tokens_are_those_of_the_mixed_logits_however_they_are_drafted(guided, draft):
     expected = [naively(guided.model, prompt, lambda logits, _: logits.argmax()) for prompt in PROMPTS]
     assert len({len(row) for row in expected}) > 1
-    with unguided(guided.model):
+    with runner_of(guided.model).unguided():
         assert generate(guided, PROMPTS, CHAIN) != expected
     assert generate(guided, PROMPTS, CHAIN) == expected
     assert generate(guided, PROMPTS, CHAIN, draft) == expected
@@ -111,7 +112,7 @@ def test_the_block_rule_gives_the_guided_distribution_exactly(guided, draft, mis
 def test_taps_are_those_of_the_text_with_its_condition_and_final_states_are_mixed(guided):
     ids = torch.tensor([[8, 1, 2], [10, 4, 9]])
     states = read_states(guided.model, ids, (1, 3))
-    with unguided(guided.model):
+    with runner_of(guided.model).unguided():
         plain = read_states(guided.model, ids, (1, 3))
     torch.testing.assert_close(states.taps_ABTE, plain.taps_ABTE, atol=1e-12, rtol=0)
     logits = guided.model.lm_head(states.final_BTE)

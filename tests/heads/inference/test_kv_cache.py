@@ -12,8 +12,9 @@ from transformers import (
     Qwen3Config,
 )
 
-from heads.inference.causal_lm import backbone, forward_rows, new_cache
+from heads.inference.causal_lm import forward_rows, new_cache
 from heads.inference.kv_cache import RowCache
+from heads.inference.runner import backbone
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 64}
 GROUPED = SMALL | {"num_key_value_heads": 2, "intermediate_size": 48}

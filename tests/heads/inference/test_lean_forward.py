@@ -12,15 +12,9 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, Mistr
 
 from configs.runtime.errors import InputError
 from heads.frozen.hidden_states import forward_states, read_states, tapped
-from heads.inference.causal_lm import (
-    TransformersForward,
-    current_forward,
-    forward_rows,
-    head_logits,
-    new_cache,
-    registered_forward,
-)
+from heads.inference.causal_lm import forward_rows, head_logits, new_cache
 from heads.inference.lean_forward import LeanForward, lean_twin, make_lean
+from heads.inference.runner import TransformersForward, runner_of
 from tests.support.family_checks import SMALL
 
 GROUPED = SMALL | {"num_hidden_layers": 2, "num_key_value_heads": 2, "pad_token_id": None}
@@ -129,9 +123,9 @@ def test_greedy_choices_in_float32_do_not_depend_on_how_many_rows_are_read_toget
 
 def test_only_inference_mode_runs_it_so_that_gradients_flow_through_transformers():
     model = model_of("llama", lean=True)
-    assert type(current_forward(model)) is TransformersForward
+    assert type(runner_of(model).current) is TransformersForward
     with torch.inference_mode():
-        assert type(current_forward(model)) is LeanForward
+        assert type(runner_of(model).current) is LeanForward
     hidden_BTD = torch.randn(1, 2, 32, requires_grad=True)
     head_logits(model, hidden_BTD).sum().backward()
     torch.testing.assert_close(hidden_BTD.grad[0, 0], model.lm_head.weight.sum(0))
@@ -141,9 +135,9 @@ def test_a_lean_model_keeps_its_weights_its_copy_runs_by_transformers_and_once_g
     model = deepcopy(model_of("llama"))
     before = {name: value.data_ptr() for name, value in model.state_dict().items()}
     make_lean(model)
-    assert registered_forward(model)
+    assert runner_of(model).forward
     assert {name: value.data_ptr() for name, value in model.state_dict().items()} == before
-    assert not registered_forward(deepcopy(model))
+    assert not runner_of(deepcopy(model)).forward
     gone = ref(model)
     del model
     gc.collect()
@@ -153,7 +147,7 @@ def test_a_lean_model_keeps_its_weights_its_copy_runs_by_transformers_and_once_g
 def test_a_twin_is_lean_and_shares_every_weight_while_the_model_runs_as_before():
     model = deepcopy(model_of("qwen3"))
     twin = lean_twin(model)
-    assert (bool(registered_forward(twin)), bool(registered_forward(model))) == (True, False)
+    assert (bool(runner_of(twin).forward), bool(runner_of(model).forward)) == (True, False)
     assert [value.data_ptr() for value in twin.parameters()] == [value.data_ptr() for value in model.parameters()]
     pieces = [(IDS_BT[:, :5], [0, 0]), (IDS_BT[:, 5:7], [5, 3])]
     for ours_BTV, theirs_BTV in zip(read(twin, pieces), read(model, pieces), strict=True):
@@ -167,7 +161,7 @@ def test_another_family_is_refused_by_name():
     model = AutoModelForCausalLM.from_config(GPTNeoXConfig(**SMALL))
     with pytest.raises(InputError, match="the lean forward knows Llama, Mistral, Qwen2, Qwen3, not GPTNeoXForCausalLM"):
         make_lean(model)
-    assert not registered_forward(model)
+    assert not runner_of(model).forward
 
 
 def test_eager_attention_is_refused():
@@ -197,7 +191,7 @@ def test_a_model_of_a_known_family_that_computes_otherwise_is_refused(part, monk
         model.model.layers[1].register_forward_hook(lambda _, args, output: output * 1.5 + args[0])
     with pytest.raises(InputError, match=r"differs from transformers' by .* set target\.forward to transformers"):
         make_lean(model)
-    assert not registered_forward(model)
+    assert not runner_of(model).forward
 
 
 def _without_turning(like):
@@ -209,7 +203,7 @@ def test_weights_that_are_not_packed_are_held_once():
     model = deepcopy(model_of("qwen2", torch.float64))  # oneDNN packs no float64, as it packs nothing off the CPU
     before = {name: each.clone() for name, each in model.named_parameters()}
     make_lean(model)
-    block, attention = registered_forward(model)._blocks[0], model.model.layers[0].self_attn
+    block, attention = runner_of(model).forward._blocks[0], model.model.layers[0].self_attn
     for joined, layer in ((block.qkv, attention.q_proj), (block.qkv, attention.v_proj), (block.out, attention.o_proj)):
         assert joined.weight_OI.untyped_storage().data_ptr() == layer.weight.untyped_storage().data_ptr()
     assert all(each.equal(before[name]) for name, each in model.named_parameters())

@@ -15,9 +15,10 @@ from heads.frozen.hidden_states import TargetStates, read_states
 from heads.frozen.loading import load_target
 from heads.frozen.processes import join_processes
 from heads.frozen.served.forward import ServedForward
-from heads.inference.causal_lm import forward_rows, head_logits, new_cache, register_forward
+from heads.inference.causal_lm import forward_rows, head_logits, new_cache
 from heads.inference.compiled_forward import make_compiled
 from heads.inference.lean_forward import make_lean
+from heads.inference.runner import runner_of
 from tests.support.ports import free_port
 
 POSITIONS = 4096
@@ -80,7 +81,7 @@ def serve(model):
         states = [read_states(model, torch.tensor([text]), taps).map(lambda each: each[:, -num_last:]) for text in texts]
         return TargetStates(final_BTE=torch.cat([each.final_BTE for each in states]), taps_ABTE=())
 
-    register_forward(model, ServedForward(model, states_of))
+    runner_of(model).forward = ServedForward(model, states_of)
 
 
 WAYS = {

@@ -7,8 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM, MambaConfig, MptConfig, OpenAIGPTConfig, Qwen3NextConfig, RwkvConfig
 
 from configs.runtime.errors import InputError
-from heads.inference.causal_lm import backbone, read_documents
+from heads.inference.causal_lm import read_documents
 from heads.inference.model_checks import check_keeps_apart, check_rolls_back, check_split
+from heads.inference.runner import backbone
 from tests.support import family_checks as checks
 
 LENGTHS = ((9, 1, 4), (7, 7, 0))

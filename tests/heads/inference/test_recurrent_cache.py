@@ -14,8 +14,9 @@ from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from eval.decoder.decode import Request, decode
 from heads.frozen.loading import Target
-from heads.inference.causal_lm import forward_rows, mixers_of, new_cache, read_documents
+from heads.inference.causal_lm import forward_rows, new_cache, read_documents
 from heads.inference.compiled_forward import make_compiled
+from heads.inference.runner import runner_of
 from heads.proposers.draft_lm import DraftLM
 from heads.sampling.token_tree import tree_attention
 from tests.support.decoding import samples_against
@@ -124,9 +125,9 @@ def test_samples_follow_the_targets_distribution_where_drafts_stay_and_go(name):
 
 
 def test_the_modules_with_states_are_found_and_no_others():
-    found = {name: {type(module).__name__ for module in mixers_of(tiny(name))} for name in CONFIGS}
+    found = {name: {type(module).__name__ for module in runner_of(tiny(name)).mixers} for name in CONFIGS}
     assert found == {"beside": {"Qwen3_5GatedDeltaNet"}, "in_one": {"FalconH1Mixer"}, "alone": {"Mamba2Mixer"}}
-    assert [place.layer for place in mixers_of(tiny("in_one")).values()] == [0, 1]
+    assert [place.layer for place in runner_of(tiny("in_one")).mixers.values()] == [0, 1]
 
 
 def test_a_compiled_forward_is_refused():

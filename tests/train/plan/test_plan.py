@@ -19,7 +19,7 @@ from distill.dataset.conversations import ConversationFile
 from distill.loss.draft_objective import DraftObjective, target_hidden
 from distill.student.init import initial_draft
 from distill.student.kept_blocks import keep_layers
-from heads.inference.causal_lm import backbone
+from heads.inference.runner import backbone
 from tests.support.caches import random_conversations, write_rows
 from tests.support.family_configs import HYBRIDS, tiny_model
 from tests.support.tiny_heads import HEADS

@@ -8,7 +8,7 @@ import torch
 from configs.runtime.command import DONE, GATE_FAILED
 from configs.runtime.errors import InputError
 from heads.frozen.loading import load_target
-from heads.inference.causal_lm import TransformersForward
+from heads.inference.runner import TransformersForward
 from scripts.lab.models_check import runner, stages
 from scripts.lab.models_check.architectures import family_of, names, not_a_decoder
 from scripts.lab.models_check.cases import open_case
