@@ -60,12 +60,6 @@ class AnswerServerConfig(ServerConfig):
     more_urls: list[str] = []  # further servers of the same target, by the same name; a prompt goes to whichever has time
     concurrency: PositiveInt = 64  # requests in flight at each server, a process; one that has no room lets them wait
 
-    # token_ids: the server returns the tokens it wrote (vLLM: return_token_ids). text: it returns text only, which is tokenized
-    # again; the tokens may then differ from those written.
-    answers_as: Literal["token_ids", "text"] = "token_ids"
-    # text: an answer whose tokens, tokenized again, have another text or another number than the server reports is dropped and
-    # counted, or ends the run.
-    on_other_tokens: Literal["drop", "refuse"] = "drop"
     failures_in_a_row: PositiveInt = 5  # consecutive prompts given up, each after all its retries, that end the run
 
     @model_validator(mode="after")
@@ -290,11 +284,6 @@ class DataConfig(Settings):
             raise ValueError(
                 "answers.written_by 'server' and a section server (url, model) go together: "
                 f"got written_by '{self.answers.written_by}' {'without' if self.server is None else 'with'} a server"
-            )
-        if self.server is not None and self.server.answers_as == "text" and self._self_seeds:
-            raise ValueError(
-                "server.answers_as 'text' cannot write self-seeded prompts, whose end only token ids show: give "
-                "prompts.source 'file' or 'dataset', or a server that answers with token ids"
             )
         return self
 

@@ -12,6 +12,7 @@ from configs.schema.base import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    PositiveShare,
     Settings,
     Share,
     Temperature,
@@ -155,6 +156,6 @@ class OptimizerConfig(Settings):
 class PolicyConfig(Settings):
     """On-policy rows: answers that the draft writes during training, and that the target supervises (GKD)."""
 
-    on_policy: Share = 0.0  # of each batch: the draft writes the answer anew
+    on_policy: PositiveShare | None = None  # of each batch: the draft writes the answer anew; None: of no row
     temperature: Temperature = 1.0  # of the draft's draws; 0 is greedy
     max_new_tokens: PositiveInt | None = None  # longest answer; None: as long as the one in the data

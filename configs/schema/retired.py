@@ -33,6 +33,23 @@ class Renamed:
 
 # By the config class, or a class that it inherits from, and the key in it.
 RETIRED: dict[str, Retired | Renamed] = {
+    "AnswerServerConfig.answers_as": Retired(
+        "servers answer with token ids (return_token_ids), as vLLM does", off=("token_ids",)
+    ),
+    "AnswerServerConfig.on_other_tokens": Retired("it was for answers as text", off=None),
+    "HeadsConfig.policy": Retired(
+        "a head trained on its own drafts was no better", off=(None, {"on_policy": 0.0, "from_share": 0.0, "temperature": 0.0})
+    ),
+    "PolicyConfig.phases": Retired(
+        "name one share of each batch by policy.on_policy",
+        off=([{}], [{"from_share": 0.0, "on_policy": 0.0, "draft_states": 0.0}]),
+    ),
+    "PolicyConfig.top_p": Retired("answers are drawn from the draft's whole distribution"),
+    "PolicyConfig.num_draft_tokens": Retired("the draft writes whole answers", off=None),
+    "StudentConfig.layer_choice": Retired("name the kept blocks by student.layers"),
+    "StudentConfig.num_layers": Retired("name the kept blocks by student.layers"),
+    "StudentConfig.search_trials": Retired("it was for a search of blocks", off=None),
+    "StudentConfig.search_conversations": Retired("it was for a search of blocks", off=None),
     "LosslessConfig.check_float32_prompts": Retired("every answer is checked, by a wider copy of the target", off=None),
 }
 
@@ -73,7 +90,8 @@ def was_off(key: str, value: Any) -> bool:
             _, found, below = f".{key}".rpartition(f".{name}")
             if found and (below == "" or below.startswith(".")):
                 section = _nested(below[1:], value)
-                return entry.off is None or any(_is_within(section, off) for off in entry.off)
+                if entry.off is None or any(_is_within(section, off) for off in entry.off):
+                    return True
     return False
 
 

@@ -149,7 +149,7 @@ class DistillConfig(Settings):
         }
         for objection, applies in wrong.items():
             if applies:
-                raise ValueError(f"{objection}, or set policy.on_policy to 0")
+                raise ValueError(f"{objection}, or set policy.on_policy to null")
         return self
 
 

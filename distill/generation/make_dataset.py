@@ -38,8 +38,7 @@ from distill.generation.prompts import (
     split_prompts,
 )
 from distill.generation.self_seeding import WriteTurns, self_seed
-from distill.generation.server_check import check_server
-from distill.generation.server_completions import ServerWriter, server_writer
+from distill.generation.server_completions import ServerWriter, check_server, server_writer
 from distill.generation.server_jobs import TURN_JOURNALS, server_answer_job, server_turns
 from distill.generation.sources import check_given, check_readable, list_source
 from distill.generation.spread import MOST_MEASURED, measure_spread

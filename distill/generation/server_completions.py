@@ -2,8 +2,7 @@
 
 Prompts go out as token ids, with every setting of the sampling, since a server fills in what is left out from the model's own
 generation config, and with a seed made from the run's seed and the request's number, so a resumed run asks the same. Ids come
-back as from `distill.generation.continuation.continue_tokens`. Text alone is believed where, encoded after the prompt, it
-decodes to itself and has as many tokens as the server counted; even then the tokens may be others than those written.
+back as from `distill.generation.continuation.continue_tokens`.
 """
 
 from __future__ import annotations
@@ -16,6 +15,9 @@ from typing import Any, NamedTuple
 from configs.runtime.errors import InputError
 from configs.schema.data import AnswerServerConfig, DataConfig
 from configs.schema.decoding import SamplingConfig
+from distill.cache.format import RowLayout
+from distill.cache.server_rows import check_serves
+from distill.dataset.batches import Example
 from distill.dataset.conversations import FORMAT_VERSION
 from distill.generation.answers import NO_ROOM
 from distill.generation.continuation import request_number, up_to_end
@@ -26,9 +28,9 @@ from heads.frozen.loading import Target
 
 logger = logging.getLogger("draftsmith")
 
-OTHER_TOKENS = "answer_text_has_other_tokens"
 UNFINISHED = (None, "abort", "error")  # finish reasons of answers that the server itself broke off
 NUM_SEEDS = 2**31  # what every server's seeds can hold
+PROBE = "Write one sentence about the sea."  # the conversation by which a server is compared with the target
 
 
 class Written(NamedTuple):
@@ -57,8 +59,7 @@ class ServerWriter:
 
         The server counts by its name for the target, not by its address, so a job goes on where the server has moved.
         """
-        ways = [self.config.model, self.config.answers_as, self.config.on_other_tokens]
-        return [FORMAT_VERSION, "server", ways, self.target.identity.to_dict(), self.seed, self.max_positions]
+        return [FORMAT_VERSION, "server", self.config.model, self.target.identity.to_dict(), self.seed, self.max_positions]
 
     def write(self, prompt_ids: Sequence[int], request: int, max_new_tokens: int) -> Written:
         """Return one continuation of at least one token id, by at most `max_new_tokens`.
@@ -71,16 +72,8 @@ class ServerWriter:
         if max_tokens < 1:
             return Written(NO_ROOM, None)
         completion = self.ask(prompt_ids, request, max_tokens, end_ids=self.target.eos_token_ids)
-        if self.config.answers_as == "token_ids":
-            ids = read_ids(completion, max_tokens, self.target.eos_token_ids, self.target.vocab_size, self.where)
-            return Written(ids, completion.system_fingerprint)
-        answer = read_text(completion, prompt_ids, max_tokens, self.target, self.where)
-        if answer == OTHER_TOKENS and self.config.on_other_tokens == "refuse":
-            raise InputError(
-                f"{self.where} wrote an answer whose text, encoded anew, has other tokens than the server's: let it answer "
-                "with token ids (server.answers_as), or set server.on_other_tokens=drop"
-            )
-        return Written(answer, completion.system_fingerprint)
+        ids = read_ids(completion, max_tokens, self.target.eos_token_ids, self.target.vocab_size, self.where)
+        return Written(ids, completion.system_fingerprint)
 
     def ask(self, prompt_ids: Sequence[int], request: int, max_tokens: int, *, end_ids: Sequence[int]) -> Completion:
         """Return the server's answer, known to be about these token ids and whole; for errors see `write`."""
@@ -143,6 +136,15 @@ def server_writer(config: DataConfig, target: Target, server: TargetServer) -> S
     )
 
 
+def check_server(writer: ServerWriter) -> None:
+    """Raise `InputError` where a server's log-probabilities are not the target's, or it fails."""
+    target = writer.target
+    vocab_size = min(target.vocab_size, len(target.tokenizer))
+    layout = RowLayout(kind="top_k", dtype="float32", width=1, vocab_size=vocab_size)
+    probe = target.encode_chat([{"role": "user", "content": PROBE}])
+    check_serves(writer.server, target, layout, Example(tuple(probe), 1))
+
+
 def read_ids(completion: Completion, max_tokens: int, end_ids: Sequence[int], vocab_size: int, where: str) -> list[int]:
     """Return the token ids that a server says it wrote, up to the first that ends an answer.
 
@@ -153,8 +155,7 @@ def read_ids(completion: Completion, max_tokens: int, end_ids: Sequence[int], vo
     choice = completion.choices[0]
     if choice.token_ids is None:
         raise InputError(
-            f"{where} answers without token ids: it knows no return_token_ids, as vLLM does; server.answers_as=text takes its "
-            "text instead"
+            f"{where} answers without token ids: it does not know return_token_ids; use a server that does, such as vLLM"
         )
     outside = next((index for index in choice.token_ids if not 0 <= index < vocab_size), None)
     if outside is not None:
@@ -165,79 +166,14 @@ def read_ids(completion: Completion, max_tokens: int, end_ids: Sequence[int], vo
     if ids and ids[-1] in end_ids:
         return ids
     if choice.finish_reason == "stop":
-        last = ids[-1] if ids else "none"
+        last, known = ids[-1] if ids else "none", ", ".join(map(str, end_ids)) or "none"
         raise InputError(
-            f"{where} ended an answer, and its last token id ({last}) ends no answer of the target ({_listed(end_ids)}): its "
-            "end-of-text tokens are others, or it leaves them out"
+            f"{where} ended an answer, and its last token id ({last}) ends no answer of the target ({known}): its end-of-text "
+            "tokens are others, or it leaves them out"
         )
-    _check_length(len(ids), max_tokens, where)
+    if len(ids) != max_tokens:
+        raise InputError(
+            f"{where} cut an answer off after {len(ids)} tokens where {max_tokens} were asked for: raise its limits, or lower "
+            "answers.max_new_tokens"
+        )
     return ids
-
-
-def read_text(
-    completion: Completion, prompt_ids: Sequence[int], max_tokens: int, target: Target, where: str
-) -> list[int] | str:
-    """Return the token ids of the text that a server wrote, or `OTHER_TOKENS` where they are not those it wrote.
-
-    Raises:
-        InputError: there is no text, or it is longer or shorter than can be; `where` begins the complaint.
-    """
-    choice = completion.choices[0]
-    if choice.text is None:
-        raise InputError(f"{where} answers without text")
-    encoded = _encode_after(prompt_ids, choice.text, target)
-    if encoded is None:
-        return OTHER_TOKENS
-    ids = up_to_end(encoded, target.eos_token_ids)
-    ended = bool(ids) and ids[-1] in target.eos_token_ids
-    if choice.finish_reason == "stop" and not ended:  # text mostly leaves the end-of-text token out
-        ids, ended = [*ids, closing_id(target)], True
-    counted = None if completion.usage is None else completion.usage.completion_tokens
-    if counted is None:
-        return ids if len(ids) == max_tokens or (ended and len(ids) < max_tokens) else OTHER_TOKENS
-    if not ended:
-        _check_length(counted, max_tokens, where)
-    return ids if len(ids) == counted <= max_tokens else OTHER_TOKENS
-
-
-def closing_id(target: Target) -> int:
-    """Return the token that ends an answer in the target's chat template, for servers that do not say which one did.
-
-    Raises:
-        InputError: the template ends answers by none of the target's end-of-text tokens.
-    """
-    if len(target.eos_token_ids) == 1:
-        return target.eos_token_ids[0]
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    opened = len(target.encode_chat(messages[:1]))
-    closed = target.encode_chat(messages, answer_follows=False)[opened:]
-    found = next((index for index in closed if index in target.eos_token_ids), None)
-    if found is None:
-        raise InputError(
-            f"target {target.identity.name} has several end-of-text tokens ({_listed(target.eos_token_ids)}) and a chat "
-            "template that ends answers by none of them; use a server that answers with token ids (server.answers_as)"
-        )
-    return found
-
-
-def _encode_after(prompt_ids: Sequence[int], text: str, target: Target) -> list[int] | None:
-    """Return the ids of a text that follows a prompt; None where they do not stand for that text after that prompt."""
-    tokenizer = target.tokenizer
-    before = str(tokenizer.decode(list(prompt_ids)))
-    whole = list(tokenizer(before + text, add_special_tokens=False)["input_ids"])
-    if whole[: len(prompt_ids)] != list(prompt_ids) or str(tokenizer.decode(whole)) != before + text:
-        return None
-    return whole[len(prompt_ids) :]
-
-
-def _check_length(num_tokens: int, max_tokens: int, where: str) -> None:
-    """Refuse an answer that was cut off, but not where it was asked to be."""
-    if num_tokens != max_tokens:
-        raise InputError(
-            f"{where} cut an answer off after {num_tokens} tokens where {max_tokens} were asked for: raise its limits, or "
-            "lower answers.max_new_tokens"
-        )
-
-
-def _listed(ids: Sequence[int]) -> str:
-    return ", ".join(map(str, ids)) or "none"

@@ -1,7 +1,7 @@
 """One request to a server: its JSON answer, with further attempts where the failure may be temporary.
 
-Waits grow and are randomised, so that requests that failed together are not repeated together; a wait that the server names
-(Retry-After) is kept. The key is read from the environment, and masked where a server repeats it.
+Waits grow and are randomised, so that requests that failed together are not repeated together; the seconds that a server asks
+for (Retry-After) are kept. The key is read from the environment, and masked where a server repeats it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,6 @@ import itertools
 import logging
 import os
 import random
-import time
-from datetime import UTC
-from email.utils import parsedate_to_datetime
 from threading import Event
 from typing import Any
 
@@ -27,7 +24,7 @@ logger = logging.getLogger("draftsmith")
 
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 30.0
 LONGEST_ASKED_WAIT_SECONDS = 600.0  # a longer Retry-After counts as this
-SPREAD = 0.5  # a wait is drawn from its mean, this share less or more
+JITTER = 0.5  # a wait is drawn from its mean, this share less or more
 PASSING = (httpx2.codes.REQUEST_TIMEOUT, httpx2.codes.TOO_MANY_REQUESTS)  # and every 5xx
 MAX_QUOTED = 300  # characters of a server's error message
 
@@ -97,7 +94,7 @@ class Connection:
             if attempt > self.config.retries or self._stopping.is_set():
                 break
             mean = min(FIRST_WAIT_SECONDS * 2.0 ** min(attempt - 1, 30), LONGEST_WAIT_SECONDS)
-            wait = max(mean * random.uniform(1 - SPREAD, 1 + SPREAD), asked_wait)
+            wait = max(mean * random.uniform(1 - JITTER, 1 + JITTER), asked_wait)
             logger.warning("server %s %s; trying again in %.1f s", self.config.url, failure, wait)
             pause(self._stopping, wait)
         section = self.named_in.rpartition(".")[0]
@@ -157,14 +154,6 @@ def pause(stopping: Event, seconds: float) -> None:
 
 
 def _asked_wait(response: httpx2.Response) -> float:
-    """Return the seconds that the server asks to wait, given as a number or a date; 0 if it names none."""
-    text = response.headers.get("retry-after", "")
-    if text.isdecimal():
-        seconds = float(text)
-    else:
-        try:
-            date = parsedate_to_datetime(text)
-        except (TypeError, ValueError):
-            return 0.0
-        seconds = (date if date.tzinfo is not None else date.replace(tzinfo=UTC)).timestamp() - time.time()
-    return min(max(seconds, 0.0), LONGEST_ASKED_WAIT_SECONDS)
+    """Return the seconds that the server asks to wait; 0 if it names none."""
+    seconds = response.headers.get("retry-after", "")
+    return min(float(seconds), LONGEST_ASKED_WAIT_SECONDS) if seconds.isdecimal() else 0.0

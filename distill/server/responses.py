@@ -45,29 +45,26 @@ class PromptLogprob(BaseModel):
     logprob: float
 
 
-class Echoed(BaseModel):
-    """The `logprobs` of a choice, which with `echo` begin with the prompt's."""
+class NextLogprobs(BaseModel):
+    """The `logprobs` of a choice, by position of the answer."""
 
-    tokens: list[str] | None = None
-    top_logprobs: list[dict[str, float] | None] | None = None
+    top_logprobs: list[dict[str, float]] | None = None
 
 
 class CompletionChoice(BaseModel):
     """One of a server's completions; only one is requested."""
 
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
-    logprobs: Echoed | None = None
+    logprobs: NextLogprobs | None = None
     prompt_token_ids: list[int] | None = None
-    text: str | None = None
-    token_ids: list[int] | None = None  # of the text, the token that ended it included
-    finish_reason: str | None = None  # stop, length, or why there is no whole text
+    token_ids: list[int] | None = None  # of the answer, the token that ended it included
+    finish_reason: str | None = None  # stop, length, or why there is no whole answer
 
 
 class Usage(BaseModel):
     """The server's token counts."""
 
     prompt_tokens: int | None = None
-    completion_tokens: int | None = None
 
 
 class Completion(BaseModel):
@@ -82,33 +79,15 @@ class Completion(BaseModel):
         """How many tokens of the prompt the server counted."""
         return None if self.usage is None else self.usage.prompt_tokens
 
-    def distributions(self, where: str) -> list[Distribution | None] | None:
-        """Return the distribution of each position of the prompt, None for the first; None if there are none at all.
+    def next_token(self, where: str) -> Distribution:
+        """Return the distribution of the answer's first token; empty where there is none.
 
         Raises:
             InputError: tokens are named by their text, of which several can share one.
         """
-        choice = self.choices[0]
-        if choice.prompt_logprobs is not None:
-            return [
-                None if distribution is None else {index: entry.logprob for index, entry in distribution.items()}
-                for distribution in choice.prompt_logprobs
-            ]
-        if choice.logprobs is None or choice.logprobs.top_logprobs is None:
-            return None
-        return [
-            None if distribution is None else {_token_id(name, where): value for name, value in distribution.items()}
-            for distribution in choice.logprobs.top_logprobs
-        ]
-
-    def read_ids(self, where: str) -> list[int] | None:
-        """Return the token ids that the server read, None where the answer has none."""
-        choice = self.choices[0]
-        if choice.prompt_token_ids is not None:
-            return choice.prompt_token_ids
-        if choice.logprobs is None or choice.logprobs.tokens is None:
-            return None
-        return [_token_id(name, where) for name in choice.logprobs.tokens]
+        logprobs = self.choices[0].logprobs
+        first = (logprobs.top_logprobs if logprobs is not None else None) or [{}]
+        return {_token_id(name, where): value for name, value in first[0].items()}
 
 
 class TopK(NamedTuple):
@@ -133,25 +112,24 @@ def check_read(completion: Completion, sent: Sequence[int], where: str) -> None:
     _check_tokens([completion.num_read], completion.choices[0].prompt_token_ids, sent, where)
 
 
-def read_top_k(
-    completion: Completion,
-    distributions: Sequence[Distribution | None],
-    example: Example,
-    *,
-    k: int,
-    vocab_size: int,
-    where: str,
-) -> TopK:
-    """Return the `k` most likely tokens before each label of an example, by the `distributions` `[T]` of the answer.
+def read_top_k(completion: Completion, example: Example, *, k: int, vocab_size: int, where: str) -> TopK:
+    """Return the `k` most likely tokens before each label of an example.
 
     Raises:
-        InputError: the server read other tokens than were sent; a position has no distribution or fewer than `k` tokens; an
-            id lies outside the vocabulary; log-probabilities are no numbers or add up to more than 1.
+        InputError: the answer has no log-probabilities of the prompt, or those of other tokens than were sent; a position has
+            none or fewer than `k`; an id lies outside the vocabulary; values are no log-probabilities.
     """
-    _check_tokens([len(distributions), completion.num_read], completion.read_ids(where), example.input_ids, where)
+    choice = completion.choices[0]
+    found = choice.prompt_logprobs
+    if found is None:
+        raise InputError(
+            f"{where} answers without log-probabilities of the prompt (prompt_logprobs), which identify its model and "
+            "are what a target cache holds: use a server that gives them, such as vLLM"
+        )
+    _check_tokens([len(found), completion.num_read], choice.prompt_token_ids, example.input_ids, where)
     rows = [
-        _most_likely(distributions[position], k, vocab_size, f"{where}, position {position} of {len(distributions)}")
-        for position in range(example.answer_start, len(distributions))
+        _most_likely(found[position], k, vocab_size, f"{where}, position {position} of {len(found)}")
+        for position in range(example.answer_start, len(found))
     ]
     return TopK(
         log_probs_NK=torch.tensor([[log_p for log_p, _ in row] for row in rows], dtype=torch.float64),
@@ -171,10 +149,11 @@ def _check_tokens(counts: Sequence[int | None], read: Sequence[int] | None, sent
         raise InputError(f"{where} read other token ids than were sent; the target's ids mean something else to it")
 
 
-def _most_likely(distribution: Distribution | None, k: int, vocab_size: int, where: str) -> list[tuple[float, int]]:
-    """Return the `k` most likely (log-probability, id) of one distribution, ties by id."""
-    if distribution is None:
+def _most_likely(entries: Mapping[int, PromptLogprob] | None, k: int, vocab_size: int, where: str) -> list[tuple[float, int]]:
+    """Return the `k` most likely (log-probability, id) of one position, ties by id."""
+    if entries is None:
         raise InputError(f"{where}: the answer has no log-probabilities there")
+    distribution = {index: entry.logprob for index, entry in entries.items()}
     if len(distribution) < k:
         raise InputError(
             f"{where}: expected {k} log-probabilities (k), got {len(distribution)}; "

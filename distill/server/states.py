@@ -135,8 +135,7 @@ class StateServer:
                 f"{where} gives states of shape {tuple(states_TAE.shape)} for a text of {len(ids)} tokens, and its name "
                 f"{self.model} promises {len(self.taps)} taps of each; {START}"
             )
-        distributions = answer.distributions(where) if with_next else None
-        return ServedStates(states_TAE=states_TAE, next_token=(distributions or [None])[0] or {})
+        return ServedStates(states_TAE=states_TAE, next_token=answer.next_token(where))
 
 
 class StateServers:

@@ -53,7 +53,7 @@ class Rewriter:
         Their number is rounded at random so that its mean is the policy's share of `batch_size`, exactly.
         """
         key = f"{self.seed}/{step}/{micro_batch}"
-        num_rows = math.floor(self.policy.on_policy * batch_size + _uniform(f"{key}/count"))
+        num_rows = math.floor((self.policy.on_policy or 0.0) * batch_size + _uniform(f"{key}/count"))
         # Rows of a batch may be sorted by length, so taking the first ones would favour short answers.
         order = sorted(range(batch_size), key=lambda row: _uniform(f"{key}/order/{row}"))
         return RowSelection(rows=tuple(order[:num_rows]), key=key)

@@ -27,7 +27,6 @@ class Api:
         # `reset`, `hang` and `garbage`.
         self.troubles = []
         self.spoil = lambda answer, asked: answer
-        self.knows_prompt_logprobs = self.knows_token_ids = True
         self.key = None
         self.asked = []  # bodies of the completions answered
         self.before_answer = lambda: None
@@ -69,25 +68,18 @@ class Api:
     def complete(self, body):
         """Answer as vLLM does: the likeliest tokens of each position and the one that follows, by id; or a continuation."""
         ids = body["prompt"]
-        ours, echo = body.get("prompt_logprobs"), body.get("echo")
+        ours = body.get("prompt_logprobs")
         choice = {"index": 0, "text": "", "logprobs": None, "prompt_logprobs": None}
         usage = {"prompt_tokens": len(ids)}
-        if ours and self.knows_prompt_logprobs:
+        if ours:
             distributions = self.distributions(ids, ours)
             choice["prompt_logprobs"] = [
                 distribution and {str(i): {"logprob": p, "rank": 1} for i, p in distribution.items()}
                 for distribution in distributions
             ]
             choice["prompt_token_ids"] = ids
-        if echo and body.get("logprobs"):
-            distributions = self.distributions(ids, body["logprobs"])
-            named = [distribution and {f"token_id:{i}": p for i, p in distribution.items()} for distribution in distributions]
-            choice["logprobs"] = {"tokens": [f"token_id:{i}" for i in ids], "top_logprobs": named}
         if "stop_token_ids" in body:
             choice |= self.continuation(body)
-            usage["completion_tokens"] = len(choice["token_ids"])
-            if not self.knows_token_ids:
-                del choice["token_ids"]
         return {"model": body["model"], "choices": [choice], "usage": usage, "system_fingerprint": "fp-1"}
 
     def continuation(self, body):

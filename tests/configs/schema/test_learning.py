@@ -22,7 +22,7 @@ def test_the_drafts_own_tokens_are_never_labels_to_copy(loss):
 
 def test_a_cache_does_not_know_what_the_draft_writes():
     with pytest.raises(
-        ConfigError, match=r"data\.cache must be null: no cache holds what the draft writes, or set policy\.on_policy to 0"
+        ConfigError, match=r"data\.cache must be null: no cache holds what the draft writes, or set policy\.on_policy to null"
     ):
         load_config(DistillConfig, None, [ON_POLICY, "data.cache=runs/cache"])
     load_config(DistillConfig, None, ["data.cache=runs/cache"])

@@ -65,7 +65,8 @@ def test_failures_between_answers_leave_the_others_at_work_and_are_named_at_the_
     kept, said = collect(connection(1), names(20), failing(range(0, 20, 2)))
     assert kept == {str(number): number**2 for number in range(1, 20, 2)}
     assert said == (
-        "10 of 20 requests were given up, the first for number 0: no answer; what came before is kept; run it again to go on"
+        "10 of 20 requests were given up, the first for number 0: no answer; the answers so far are kept; "
+        "rerun the same command to resume"
     )
 
 

@@ -75,11 +75,7 @@ EXAMPLE = Example((5, 6, 7, 8, 9, 10, 11), 3)
 
 
 @pytest.mark.parametrize("k", [1, K, VOCABULARY])
-@pytest.mark.parametrize("knows_prompt_logprobs", [True, False], ids=["prompt_logprobs", "echo"])
-def test_a_server_of_the_target_gives_the_targets_own_cache(
-    job, api, connect, tmp_path, data_file, conversations, byte_target, k, knows_prompt_logprobs
-):
-    api.knows_prompt_logprobs = knows_prompt_logprobs
+def test_a_server_of_the_target_gives_the_targets_own_cache(job, connect, tmp_path, data_file, conversations, byte_target, k):
     run(job("served", connect(), k=k))
     run(job("local", k=k))
     served, local = (rows_of(tmp_path / name, data_file, byte_target, conversations) for name in ("served", "local"))
@@ -187,13 +183,6 @@ def test_a_server_that_is_not_there_or_takes_too_long_is_named(api, connect, mon
         done.set()
 
 
-def test_the_way_of_asking_that_was_answered_is_kept(api, connect):
-    api.knows_prompt_logprobs = False
-    server = connect(concurrency=1)
-    assert len(list(server.top_k([EXAMPLE] * 3, K, VOCABULARY))) == 3
-    assert ["echo" in body for body in api.asked] == [False, True, True, True]
-
-
 def test_a_model_that_is_not_served_is_refused_with_those_that_are(connect):
     connect().check_model()
     with pytest.raises(InputError, match=r"server\.model: .* serves tiny, got large"):
@@ -240,23 +229,10 @@ def probs_3(change):
     return choice(lambda content: change(content["prompt_logprobs"][3]))
 
 
-def echoed(change):
-    """Return what spoils an answer to the other way of asking."""
-
-    def spoil(answer, asked):
-        content = answer["choices"][0]
-        content["prompt_logprobs"] = None
-        if content["logprobs"] is not None:
-            change(content["logprobs"])
-        return answer
-
-    return spoil
-
-
 @pytest.mark.parametrize(
     ("spoil", "complaint"),
     [
-        (echoed(lambda content: content.update(top_logprobs=None)), "answers without log-probabilities of the prompt, neither"),
+        (choice(lambda content: content.update(prompt_logprobs=None)), "answers without log-probabilities of the prompt"),
         (choice(lambda content: content["prompt_logprobs"].__setitem__(4, None)), "position 4 of 7: .* no log-probabilities"),
         (
             probs_3(lambda distribution: [distribution.popitem(), distribution.popitem()]),
@@ -269,7 +245,6 @@ def echoed(change):
         ),
         (lambda answer, asked: {**answer, "usage": {"prompt_tokens": 4}}, "answers for 4 tokens where 7 were sent"),
         (choice(lambda content: content.update(prompt_token_ids=[1] * 7)), "read other token ids than were sent"),
-        (echoed(lambda content: content.update(tokens=["token_id:1"] * 7)), "read other token ids than were sent"),
         (
             probs_3(lambda distribution: distribution.update({"258": {"logprob": -0.1}})),
             "position 3 .* token id 258 lies outside .* of 258",
@@ -286,7 +261,6 @@ def echoed(change):
             probs_3(lambda distribution: distribution.update({"the": {"logprob": -0.1}})),
             "in a form that is not known here: choices.0.prompt_log",
         ),
-        (echoed(lambda content: content["top_logprobs"].__setitem__(3, {" the": -0.1})), "names tokens by text"),
         (lambda answer, asked: {"choices": []}, "in a form that is not known here: choices: "),
         (lambda answer, asked: ["hello"], "in a form that is not known here"),
     ],

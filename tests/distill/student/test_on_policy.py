@@ -38,7 +38,7 @@ def draft(tiny_llama):
 def rewriter(target):
     """A function that makes the rewriter of a run."""
 
-    def make(on_policy=0.0, seed=0, max_length=64, target=target, **settings):
+    def make(on_policy=None, seed=0, max_length=64, target=target, **settings):
         values = {
             "policy": {"on_policy": on_policy, **settings},
             "schedule": {"seed": seed},
@@ -68,7 +68,7 @@ def naive_greedy(draft, ids, num_tokens):
 # --- which rows ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("share", [0.0, 0.05, 0.3, 1.0])
+@pytest.mark.parametrize("share", [0.05, 0.3, 1.0])
 def test_the_numbers_of_rows_have_the_share_as_their_mean_and_vary_by_less_than_two(rewriter, share):
     policy, num_steps = rewriter(share), 2000
     choices = [choose(policy, step).rows for step in range(num_steps)]
