@@ -75,7 +75,7 @@ def find_tree(
     (known,) = broadcast_object_list([journal.read().get(KEY) if state.is_main_process else None])
     if known is None:
         requests, kind = Turns(target, prompts).first, draft.parts[0].metadata.kind
-        chosen = fit_tree(target, draft.proposer, kind, requests, decode_by, asked)
+        chosen = choose_tree(target, draft.proposer, kind, requests, decode_by, asked)
         (known,) = broadcast_object_list([{"paths": chosen.paths, "expected": chosen.tokens_per_round}])
         if state.is_main_process:
             journal.append(KEY, known)
@@ -87,49 +87,31 @@ def find_tree(
     )
 
 
-def fit_tree(
+def choose_tree(
     target: Target, draft: Proposer, kind: str, requests: Sequence[Request], settings: DecodeConfig, asked: FastestTree
 ) -> ChosenTree:
-    """Return the tree that is `asked` for, as deep as the settings allow; see `choose_tree`.
-
-    Args:
-        kind: of the draft's artifact.
-    """
-    wide = settings.model_copy(update={"tree": asked.measured(settings.num_speculative_tokens)})
-    return choose_tree(target, draft, requests, wide, asked.num_nodes, in_one_forward=drafts_in_one_forward(kind))
-
-
-def choose_tree(
-    target: Target,
-    draft: Proposer,
-    requests: Sequence[Request],
-    settings: DecodeConfig,
-    num_nodes: int,
-    *,
-    in_one_forward: bool = False,
-) -> ChosenTree:
-    """Return the tree of at most so many tokens with the most tokens a second.
+    """Return the tree with the most tokens a second.
 
     Args:
         target, draft: what decodes.
+        kind: of the draft's artifact.
         requests: to decode, one at a time.
-        settings: with the static tree that acceptance is measured with.
-        num_nodes: the most tokens of the tree.
-        in_one_forward: one forward of the draft gives all depths, so that a deeper tree takes it no longer.
+        settings: how; the tree is at most `num_speculative_tokens` deep.
+        asked: the size of the tree, and the wider one that acceptance is measured with.
 
     Raises:
         InputError: the draft drafts no trees.
     """
-    if not isinstance(settings.tree, StaticTree):
-        raise ValueError(f"acceptance is measured with a static tree, got {settings.tree}")
+    wide = asked.measured(settings.num_speculative_tokens)
+    settings = settings.model_copy(update={"tree": wide})
     decoded = [decode(target, [request], settings, draft, mode=SPECULATIVE) for request in requests]
-    profile = measure_profile([each for generations, _ in decoded for each in generations], settings.tree.all_paths())
+    profile = measure_profile([each for generations, _ in decoded for each in generations], wide.all_paths())
     # Of a round. The median, as the first prompt's holds what the draft does once (compiling).
     drafting = median([timing.draft_seconds / timing.num_rounds for _, timing in decoded if timing.num_rounds] or [0.0])
-    rows = row_seconds(target, requests[0], num_nodes + 1)
-    if in_one_forward:
+    rows = row_seconds(target, requests[0], asked.num_nodes + 1)
+    if drafts_in_one_forward(kind):  # a deeper tree takes the draft no longer
         return fastest_tree(profile, [each + drafting for each in rows], 0.0)
-    return fastest_tree(profile, rows, drafting / settings.tree.depth)
+    return fastest_tree(profile, rows, drafting / wide.depth)
 
 
 @torch.inference_mode()

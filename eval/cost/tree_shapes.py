@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from configs.runtime.errors import InputError
 from configs.schema.drafting import Path
 from eval.decoder.records import Generation, Round
 from eval.metrics.acceptance import was_cut
@@ -54,49 +53,29 @@ def measure_profile(generations: Sequence[Generation], paths: Sequence[Path]) ->
     return np.divide(accepted, tried, out=np.zeros(shape), where=tried > 0)
 
 
-def expected_tokens(paths: Sequence[Path], profile: Profile) -> float:
-    """Return the expected tokens a round of a tree, the target's own counted."""
-    return 1.0 + sum(_value(path, profile) for path in paths)
-
-
-def optimal_tree(profile: Profile, num_nodes: int) -> list[Path]:
-    """Return the tree of at most `num_nodes` tokens whose expected accepted drafts are most.
-
-    Sequoia's dynamic programme (Chen et al. 2024, 2402.12374), here for a profile that also goes by depth: siblings are taken
-    in the order of their ranks, each with the best tree of some size below it.
-    """
-    forests = _Forests(profile, num_nodes)
-    return forests.paths(forests.best_size(num_nodes))
-
-
 def fastest_tree(profile: Profile, target_seconds: Sequence[float], draft_step_seconds: float) -> ChosenTree:
     """Return the tree with the most expected tokens a second.
 
     Args:
         profile: `[D, R]`.
-        target_seconds: what a target forward takes over 1, 2, ... rows; the last one bounds the tree.
+        target_seconds: what a target forward takes over 1, 2, ... rows, two at least; the last one bounds the tree.
         draft_step_seconds: what drafting one depth takes, whatever its width.
-
-    Raises:
-        InputError: there is no time for a forward over two rows.
     """
-    if len(target_seconds) < 2:
-        raise InputError(f"target_seconds must tell forwards over 2 rows or more, got {len(target_seconds)} entries")
-    chosen: ChosenTree | None = None
-    for depth in range(1, len(profile) + 1):
-        forests = _Forests(profile[:depth], len(target_seconds) - 1)
-        for size in range(1, len(target_seconds)):
-            tokens = 1.0 + forests.value(size)
-            seconds = target_seconds[size] + depth * draft_step_seconds
-            if chosen is None or tokens / seconds > chosen.tokens_per_round / chosen.seconds_per_round:
-                chosen = ChosenTree(paths=forests.paths(size), tokens_per_round=tokens, seconds_per_round=seconds)
-    if chosen is None:
-        raise InputError("the profile has no depth")
-    return chosen
+    by_depth = [_Forests(profile[:depth], len(target_seconds) - 1) for depth in range(1, len(profile) + 1)]
+    trees = [
+        (forests, size, 1.0 + forests.value(size), target_seconds[size] + depth * draft_step_seconds)
+        for depth, forests in enumerate(by_depth, 1)
+        for size in range(1, len(target_seconds))
+    ]
+    forests, size, tokens, seconds = max(trees, key=lambda tree: tree[2] / tree[3])
+    return ChosenTree(paths=forests.paths(size), tokens_per_round=tokens, seconds_per_round=seconds)
 
 
 class _Forests:
     """The best forests of up to N tokens below a token of each depth.
+
+    Sequoia's dynamic programme (Chen et al. 2024, 2402.12374), here for a profile that also goes by depth: siblings are taken
+    in the order of their ranks, each with the best tree of some size below it.
 
     `best[d][r, n]` is the most that n tokens are worth in the trees of the children from rank r on, in accepted drafts given
     that their parent at depth d was accepted, -inf where n do not fit; `first[d][r, n]` is how many of them child r takes.
@@ -126,10 +105,6 @@ class _Forests:
         """Return what the best tree of exactly so many tokens is worth, -inf where they do not fit."""
         return float(self.best[0][0, num_nodes])
 
-    def best_size(self, most: int) -> int:
-        """Return the size, 1 to `most`, of the tree that is worth most; the smaller of equals."""
-        return 1 + int(self.best[0][0, 1 : most + 1].argmax())
-
     def paths(self, num_nodes: int) -> list[Path]:
         """Return the best tree of exactly so many tokens."""
         return sorted(self._below((), num_nodes), key=lambda path: (len(path), path))
@@ -143,11 +118,6 @@ class _Forests:
             paths += [child, *self._below(child, taken - 1)]
             num_nodes, rank = num_nodes - taken, rank + 1
         return paths
-
-
-def _value(path: Path, profile: Profile) -> float:
-    """Return how often a token is accepted."""
-    return float(np.prod([profile[depth, rank] for depth, rank in enumerate(path)]))
 
 
 def _num_judged(round_: Round) -> int:

@@ -38,16 +38,15 @@ class Interval:
         return None if self.low is None or self.high is None else [self.low, self.high]
 
 
-def ratio_interval(numerators: Column, denominators: Column, *, samples: int, seed: int, level: float = LEVEL) -> Interval:
+def ratio_interval(numerators: Column, denominators: Column, *, samples: int, seed: int) -> Interval:
     """Return sum(numerators) / sum(denominators) with its interval: a pooled ratio, not the mean of ratios.
 
     Args:
         numerators, denominators: [clusters], e.g. committed tokens and rounds of each prompt; none negative.
         samples: bootstrap resamples.
         seed: of the resampling; equal arguments give equal bounds.
-        level: confidence, between 0 and 1.
     """
-    return statistic_interval(lambda sums: sums[0] / sums[1], numerators, denominators, samples=samples, seed=seed, level=level)
+    return statistic_interval(lambda sums: sums[0] / sums[1], numerators, denominators, samples=samples, seed=seed)
 
 
 def paired_ratio_interval(
@@ -58,21 +57,16 @@ def paired_ratio_interval(
     *,
     samples: int,
     seed: int,
-    level: float = LEVEL,
 ) -> Interval:
     """Return (sum a / sum b) / (sum c / sum d) with its interval; every argument is [clusters], in the same order.
 
     What is common to both sides, such as a prompt that is easy for either draft, cancels in each resample.
     """
     columns = numerators, denominators, other_numerators, other_denominators
-    return statistic_interval(
-        lambda sums: (sums[0] / sums[1]) / (sums[2] / sums[3]), *columns, samples=samples, seed=seed, level=level
-    )
+    return statistic_interval(lambda sums: (sums[0] / sums[1]) / (sums[2] / sums[3]), *columns, samples=samples, seed=seed)
 
 
-def statistic_interval(
-    statistic: Callable[[Floats], Floats], *columns: Column, samples: int, seed: int, level: float = LEVEL
-) -> Interval:
+def statistic_interval(statistic: Callable[[Floats], Floats], *columns: Column, samples: int, seed: int) -> Interval:
     """Return any statistic of column sums with its interval, such as a ratio of means of ratios; see `ratio_interval`.
 
     Args:
@@ -102,10 +96,10 @@ def statistic_interval(
         )
         values_S = statistic(sums_FS)
     values_S = values_S[np.isfinite(values_S)]  # a resample without a single round says nothing about a ratio per round
-    return Interval(point, *_percentiles(values_S, num_clusters, level)) if values_S.size else Interval(point)
+    return Interval(point, *_percentiles(values_S, num_clusters)) if values_S.size else Interval(point)
 
 
-def median_interval(values: Column, *, samples: int, seed: int, level: float = LEVEL) -> Interval:
+def median_interval(values: Column, *, samples: int, seed: int) -> Interval:
     """Return the median of `values` [clusters] with its interval."""
     values_C = np.asarray(values, dtype=np.float64)
     if values_C.size == 0:
@@ -114,7 +108,7 @@ def median_interval(values: Column, *, samples: int, seed: int, level: float = L
     if values_C.size < 2:
         return Interval(point)
     medians = [np.median(values_C[drawn_SC], axis=1) for drawn_SC in _draws(values_C.size, samples, seed)]
-    return Interval(point, *_percentiles(np.concatenate(medians), values_C.size, level))
+    return Interval(point, *_percentiles(np.concatenate(medians), values_C.size))
 
 
 def _stacked(columns: Sequence[Column]) -> Floats:
@@ -147,9 +141,9 @@ def _draws(num_clusters: int, samples: int, seed: int) -> Iterator[NDArray[np.in
         yield generator.integers(num_clusters, size=(min(step, samples - start), num_clusters))
 
 
-def _percentiles(values_S: Floats, num_clusters: int, level: float) -> tuple[float, float]:
+def _percentiles(values_S: Floats, num_clusters: int) -> tuple[float, float]:
     """Return the two bounds, with tails widened for `num_clusters` as the module's docstring says."""
-    quantile = student_quantile((1 + level) / 2, num_clusters - 1)
+    quantile = student_quantile((1 + LEVEL) / 2, num_clusters - 1)
     tail = NormalDist().cdf(-quantile * math.sqrt(num_clusters / (num_clusters - 1)))
     low, high = np.quantile(values_S, [tail, 1 - tail])
     return float(low), float(high)

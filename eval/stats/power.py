@@ -20,9 +20,7 @@ from eval.stats.bootstrap import LEVEL, Column, student_quantile
 POWER = 0.8
 
 
-def detectable_percent(
-    above: Sequence[Column], below: Sequence[Column], *, level: float = LEVEL, power: float = POWER
-) -> float | None:
+def detectable_percent(above: Sequence[Column], below: Sequence[Column]) -> float | None:
     """Return the least change of a ratio of sums that shows, in percent of it.
 
     The ratio is of products: sum(above[0]) sum(above[1]) ... / (sum(below[0]) ...). Committed tokens above and rounds below
@@ -41,18 +39,18 @@ def detectable_percent(
     moves_C = shares_FC[: len(above)].sum(axis=0) - shares_FC[len(above) :].sum(axis=0)
     moves_C -= moves_C.mean()  # they sum to 0 where as many columns are above as below
     standard_error = math.sqrt(num_prompts / (num_prompts - 1) * float(moves_C @ moves_C))
-    return 100 * _quantiles(num_prompts, level, power) * standard_error
+    return 100 * _quantiles(num_prompts, LEVEL) * standard_error
 
 
-def detectable_mean(differences: Column, *, level: float = LEVEL, power: float = POWER) -> float | None:
+def detectable_mean(differences: Column, *, level: float = LEVEL) -> float | None:
     """Return the least distance of a mean from 0 that shows, in the unit of `differences` [prompts]; `None` with under two."""
     values_C = np.asarray(differences, np.float64)
     if values_C.size < 2:
         return None
-    return _quantiles(values_C.size, level, power) * float(values_C.std(ddof=1)) / math.sqrt(values_C.size)
+    return _quantiles(values_C.size, level) * float(values_C.std(ddof=1)) / math.sqrt(values_C.size)
 
 
-def detectable_variation(num_samples: int, degrees: int, *, level: float = LEVEL, power: float = POWER) -> float | None:
+def detectable_variation(num_samples: int, degrees: int, *, level: float = LEVEL) -> float | None:
     """Return the total variation from which on every departure from known probabilities shows in a G-test of samples.
 
     Under another distribution q than p, G is near noncentral chi-square with noncentrality N sum_i (q_i - p_i)^2 / p_i (Cohen,
@@ -63,24 +61,10 @@ def detectable_variation(num_samples: int, degrees: int, *, level: float = LEVEL
 
     if degrees < 1 or num_samples == 0:
         return None
-    noncentrality = float(chndtrinc(chdtri(degrees, 1 - level), degrees, 1 - power))
+    noncentrality = float(chndtrinc(chdtri(degrees, 1 - level), degrees, 1 - POWER))
     return min(1.0, math.sqrt(noncentrality / num_samples) / 2)
 
 
-def prompts_needed(num_prompts: int, detectable: float, wanted: float) -> int:
-    """Return how many such prompts would show an effect of `wanted`, where `num_prompts` show one of `detectable`.
-
-    A standard error falls with the root of the number of prompts; Student's quantiles are taken as they are, which asks for
-    slightly too many where there were few.
-
-    Raises:
-        ValueError: the wanted effect is not above 0.
-    """
-    if wanted <= 0:
-        raise ValueError(f"no number of prompts shows an effect of {wanted}; ask for one above 0")
-    return max(2, math.ceil(num_prompts * (detectable / wanted) ** 2))
-
-
-def _quantiles(num_prompts: int, level: float, power: float) -> float:
+def _quantiles(num_prompts: int, level: float) -> float:
     degrees = num_prompts - 1
-    return student_quantile((1 + level) / 2, degrees) + student_quantile(power, degrees)
+    return student_quantile((1 + level) / 2, degrees) + student_quantile(POWER, degrees)

@@ -14,7 +14,7 @@ from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import FastestTree, Path
 from configs.schema.evaluation import EvalConfig
 from distill.dataset.conversations import Conversation
-from eval.cost.tree_choice import fit_tree
+from eval.cost.tree_choice import choose_tree
 from eval.decoder.decode import Request, decode
 from eval.decoder.records import AUTOREGRESSIVE, Timing
 from eval.measure.proposers import add_lookup
@@ -89,7 +89,7 @@ def compare_ways(
     paths: list[Path] = []
     if isinstance(draft.proposer, TreeProposer):
         deep, asked = settings.model_copy(update={"num_speculative_tokens": longest}), FastestTree(kind="fastest")
-        paths = fit_tree(target, draft.proposer, draft.metadata.kind, requests[:choosing], deep, asked).paths
+        paths = choose_tree(target, draft.proposer, draft.metadata.kind, requests[:choosing], deep, asked).paths
         ways |= {shape: (each, draft.proposer) for shape, each in tree_settings(settings, paths).items()}
     timings = _in_turns(target, requests[choosing - 1 :], ways, settings, allows)
     if len(timings[CHAIN]) < LEAST:

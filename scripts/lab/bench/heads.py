@@ -31,7 +31,7 @@ from configs.schema.training import HeadsConfig
 from distill.dataset.batches import ConversationDataset
 from distill.dataset.conversations import read_conversations
 from eval.cost.draft_length import choose_stopping
-from eval.cost.tree_choice import fit_tree
+from eval.cost.tree_choice import choose_tree
 from eval.decoder.decode import Request, check_decodable
 from eval.decoder.records import AUTOREGRESSIVE, WITH_LOOKUP
 from eval.lossless.verdict import NOT_LOSSLESS, judge_lossless
@@ -157,7 +157,7 @@ def load_sides(
         stopped = settings.model_copy(update={"stopping": stopping})
         sides[f"{run.name}, stopped by {stopping.by}"] = MeasuredDraft(draft, stopped, sides[run.name].cost)
     if run.name in config.trees:
-        chosen = fit_tree(target, draft.proposer, draft.metadata.kind, choosing, settings, FastestTree(kind="fastest"))
+        chosen = choose_tree(target, draft.proposer, draft.metadata.kind, choosing, settings, FastestTree(kind="fastest"))
         log.info("of the static trees %s is expected to be the fastest", chosen.paths)
         tree = StaticTree(kind="static", paths=[list(path) for path in chosen.paths])
         by_tree = settings.model_copy(update={"tree": tree})

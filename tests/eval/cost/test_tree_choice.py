@@ -8,18 +8,19 @@ import pytest
 from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.loading import load_config
 from configs.schema.decoding import DecodeConfig
-from configs.schema.drafting import StaticTree, check_paths
+from configs.schema.drafting import FastestTree, check_paths
 from configs.schema.evaluation import EvalConfig
 from configs.schema.training import DistillConfig
 from eval import evaluation
 from eval.cost import tree_choice
-from eval.cost.tree_shapes import expected_tokens, measure_profile
+from eval.cost.tree_shapes import measure_profile
 from eval.decoder.records import SPECULATIVE, Generation
 from eval.evaluation import evaluate
 from eval.measure.record_files import read_records
 from heads.proposers.draft_lm import DraftLM
 from tests.support.decoding import PROMPTS, requests_for
 from tests.support.evaluations import report_in, tiny_evaluation
+from tests.support.trees import expected_tokens
 
 WIDE = [(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)]
 FASTEST = {"kind": "fastest", "num_prompts": 4, "num_nodes": 3, "branching": [2, 2]}
@@ -75,9 +76,9 @@ def test_an_evaluation_drafts_the_fastest_tree_by_prompts_that_it_does_not_measu
     assert not list((tmp_path / "out").glob(".*tree*"))
 
 
-@pytest.mark.parametrize(("in_one_forward", "expected"), [(False, 10.0 + 2 * 1.0), (True, 10.0 + 2.0)])
+@pytest.mark.parametrize(("kind", "expected"), [("draft_lm", 10.0 + 2 * 1.0), ("dflash", 10.0 + 2.0)])
 def test_drafting_takes_a_depth_or_a_round_its_time_and_the_first_prompts_may_be_longer(
-    in_one_forward, expected, tiny_llama, as_target, monkeypatch
+    kind, expected, tiny_llama, as_target, monkeypatch
 ):
     target, decode, seconds = as_target(tiny_llama(seed=1)), tree_choice.decode, iter([500.0, 2.0, 2.0])
 
@@ -87,9 +88,10 @@ def test_drafting_takes_a_depth_or_a_round_its_time_and_the_first_prompts_may_be
 
     monkeypatch.setattr(tree_choice, "decode", timed)
     monkeypatch.setattr(tree_choice, "row_seconds", lambda target, request, most: [10.0] * most)
-    settings = DecodeConfig(num_speculative_tokens=2, max_new_tokens=12, tree=StaticTree(kind="static", branching=[1, 1]))
+    settings = DecodeConfig(num_speculative_tokens=2, max_new_tokens=12)
+    asked = FastestTree(kind="fastest", num_nodes=2, branching=[1, 1])
     draft = DraftLM(tiny_llama(seed=1), 64)  # always right, so that the deepest tree is the fastest
-    chosen = tree_choice.choose_tree(target, draft, requests_for(PROMPTS[:3]), settings, 2, in_one_forward=in_one_forward)
+    chosen = tree_choice.choose_tree(target, draft, kind, requests_for(PROMPTS[:3]), settings, asked)
     assert (chosen.paths, chosen.seconds_per_round) == ([(0,), (0, 0)], pytest.approx(expected))
 
 

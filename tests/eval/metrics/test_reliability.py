@@ -5,7 +5,6 @@ import torch
 from torchmetrics.functional.classification import binary_calibration_error
 
 from configs.schema.decoding import DecodeConfig
-from eval.cost.draft_length import ConfidenceProbe
 from eval.decoder.decode import decode
 from eval.metrics.distributions import StoppingCalibration, class_sums, describe_classes, mean_gap
 from eval.metrics.round_table import tabulate
@@ -41,22 +40,20 @@ def test_each_draft_counts_in_the_class_of_its_confidence():
     assert mean_gap(sums_FC, 2) == pytest.approx((2 * 0.4 + 3 * (2 / 3 - 0.64)) / 6)
 
 
-def test_the_reports_curve_is_made_of_the_pairs_that_the_probe_notes(tiny_llama, as_target):
-    """Two ways to the same pairs: the probe's, from proposals, and the decoder's comparison of distributions, from its
-    records."""
-    target = as_target(tiny_llama(seed=1))
-    probe = ConfidenceProbe(DraftLM(tiny_llama(seed=2), 64))
+def test_the_reports_curve_is_made_of_every_judged_draft(tiny_llama, as_target):
+    """The distribution's largest probability, by a forward over the whole text, and whether the draft was accepted."""
+    target, model = as_target(tiny_llama(seed=1)), tiny_llama(seed=2)
     config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=24, temperature=1.0)
-    recorded, noted = StoppingCalibration(), torch.zeros(3, 10, dtype=torch.float64)
-    last = torch.zeros(3, 10, dtype=torch.float64)
-    for request in requests_for(PROMPTS):
-        (generation,), _ = decode(target, [request], config, probe, measure_overlap=True)
-        recorded.update(tabulate([generation]))
-        final = [round_ for round_ in generation.rounds if round_.drafted][-1]  # which the probe leaves out
-        judged = min(final.num_accepted + 1, len(final.drafted))
-        kept = [place < final.num_accepted for place in range(judged)]
-        last += class_sums(torch.tensor(final.distributions.distribution_confidence), torch.tensor(kept))
-    pairs = torch.tensor([pair for round_ in probe.rounds for pair in round_.pairs], dtype=torch.float64)
-    noted += class_sums(pairs[:, 0], pairs[:, 1])
-    torch.testing.assert_close(recorded.sums_FC, noted + last, atol=1e-4, rtol=0)
-    assert recorded.compute()["stopping_calibration_error"] == pytest.approx(mean_gap(noted + last, 2), abs=1e-5)
+    generations, _ = decode(target, requests_for(PROMPTS), config, DraftLM(model, 64), measure_overlap=True)
+    recorded, pairs = StoppingCalibration(), []
+    recorded.update(tabulate(generations))
+    for generation in generations:
+        text = [*generation.prompt_tokens, generation.tokens[0]]
+        for round_ in generation.rounds:
+            probs_TV = model(input_ids=torch.tensor([[*text, *round_.drafted]]), use_cache=False).logits[0].softmax(-1)
+            judged = min(round_.num_accepted + 1, len(round_.drafted))
+            sure = probs_TV[len(text) - 1 :][:judged].amax(-1).tolist()
+            pairs += [(each, place < round_.num_accepted) for place, each in enumerate(sure)]
+            text += round_.committed
+    sure_N, kept_N = torch.tensor(pairs, dtype=torch.float64).unbind(1)
+    torch.testing.assert_close(recorded.sums_FC, class_sums(sure_N, kept_N), atol=1e-4, rtol=0)

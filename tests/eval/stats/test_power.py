@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from eval.stats.bootstrap import ratio_interval
-from eval.stats.power import detectable_mean, detectable_percent, detectable_variation, prompts_needed
+from eval.stats.power import detectable_mean, detectable_percent, detectable_variation
 from eval.stats.significance import g_test
 
 
@@ -75,10 +75,3 @@ def test_prompts_without_a_round_do_not_count():
 @pytest.mark.parametrize("columns", [([], []), ([3.0], [2.0]), ([0.0, 0.0], [1.0, 2.0]), ([1.0, 2.0], [0.0, 0.0])])
 def test_too_little_to_say_is_none(columns):
     assert detectable_percent([columns[0]], [columns[1]]) is None
-
-
-def test_half_the_effect_takes_four_times_the_prompts():
-    assert prompts_needed(64, 4.0, 2.0) == 256
-    assert prompts_needed(64, 4.0, 400.0) == 2
-    with pytest.raises(ValueError, match="above 0"):
-        prompts_needed(64, 4.0, 0.0)

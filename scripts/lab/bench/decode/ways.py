@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from configs.schema.decoding import DecodeConfig, ParticleSampling, TypicalAcceptance, Verification
-from configs.schema.drafting import WIDE, Candidates, Path, StaticTree
+from configs.schema.drafting import WIDE, Candidates, FastestTree, Path, StaticTree
 from eval.cost.draft_length import choose_stopping
 from eval.cost.tree_choice import choose_tree
 from heads.artifact import Draft
@@ -73,9 +73,9 @@ def list_ways(setup: DecodeSetup) -> list[Way]:
     for name, loaded in setup.drafts.items():
         draft = loaded.proposer
         if isinstance(draft, TreeProposer):
-            wide = StaticTree(kind="static", branching=list(WIDE))
-            asked = settings.model_copy(update={"tree": wide, "num_speculative_tokens": wide.depth})
-            paths = choose_tree(setup.fastest_target, draft, setup.choosing, asked, MOST_ROWS - 1).paths
+            deep = settings.model_copy(update={"num_speculative_tokens": len(WIDE)})
+            asked = FastestTree(kind="fastest", num_nodes=MOST_ROWS - 1)
+            paths = choose_tree(setup.fastest_target, draft, loaded.metadata.kind, setup.choosing, deep, asked).paths
             log.info("%s: the fastest tree drafts %d tokens, %s", name, len(paths), paths)
             ways += tree_ways(name, draft, settings, paths)
             if name == DRAFT_LM:

@@ -111,7 +111,7 @@ def test_heads_are_measured_with_the_fastest_tree_beside_the_chain(
     monkeypatch.setattr(trained_runs, "run_training", None)
     paths = [(0,), (1,), (0, 0)]
     chosen = ChosenTree(paths=paths, tokens_per_round=2.0, seconds_per_round=1.0)
-    monkeypatch.setattr(heads, "fit_tree", lambda *_: chosen)
+    monkeypatch.setattr(heads, "choose_tree", lambda *_: chosen)
     only = {"recipes": [str(folder / "eagle3.yaml")], "draft_models": [], "eagle3": None, "trees": ["eagle3"], "suites": []}
     assert compare_heads(make_config(**only, output=str(tmp_path / "heads.json"))) == DONE
     content = json.loads((tmp_path / "heads.json").read_text())
