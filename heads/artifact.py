@@ -46,11 +46,11 @@ from heads.metadata import (
     read_metadata,
     untrained_metadata,
 )
-from heads.modules.interface import HeadModule
+from heads.modules.output_head import HeadModule
 from heads.proposers.cross_device import CrossDeviceProposer
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.protocol import Proposer
-from heads.proposers.vocabulary import DraftVocabulary, keep_head_rows, read_draft_vocabulary, write_draft_vocabulary
+from heads.vocabulary import DraftVocabulary, keep_head_rows, read_draft_vocabulary, write_draft_vocabulary
 
 __all__ = [
     "METADATA_FILE",

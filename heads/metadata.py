@@ -18,7 +18,7 @@ from configs.runtime.files import check_readable, read_json
 from heads.frozen.identity import TargetIdentity, hash_files, hash_tokenizer
 from heads.frozen.loading import UNREADABLE
 from heads.hub import METADATA_FILE
-from heads.proposers.vocabulary import DraftVocabulary
+from heads.vocabulary import DraftVocabulary
 
 WEIGHTS_FILE = "model.safetensors"
 VOCABULARY_FILE = "draft_vocabulary.safetensors"

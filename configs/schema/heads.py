@@ -64,7 +64,6 @@ class TappedSettings(HeadSettings):
     """A family that reads the residual stream after some of the target's blocks."""
 
     taps: list[NonNegativeInt] | None = None  # h_0 is the embedding output, h_i the state after block i; None: low, mid, high
-    tap_noise: NonNegativeFloat = 0.0  # training: uniform noise of this half-width, in units of each tap's root mean square
     layer: LayerSettings | None = None  # sizes of the head's layers; None: those of the target's blocks
 
     @model_validator(mode="after")

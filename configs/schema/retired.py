@@ -50,6 +50,9 @@ RETIRED: dict[str, Retired | Renamed] = {
     "StudentConfig.num_layers": Retired("name the kept blocks by student.layers"),
     "StudentConfig.search_trials": Retired("it was for a search of blocks", off=None),
     "StudentConfig.search_conversations": Retired("it was for a search of blocks", off=None),
+    "TappedSettings.tap_noise": Retired(
+        "noise on the taps lowered the acceptance length, and heads train without it", off=None
+    ),
     "LosslessConfig.check_float32_prompts": Retired("every answer is checked, by a wider copy of the target", off=None),
 }
 

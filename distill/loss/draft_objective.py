@@ -23,7 +23,7 @@ from heads.frozen.loading import Target
 from heads.frozen.split.groups import in_turns
 from heads.inference.causal_lm import HeadRows, head_rows, read_documents
 from heads.modules.interface import Batch, before_labels, flat
-from heads.proposers.vocabulary import DraftVocabulary
+from heads.vocabulary import DraftVocabulary
 
 Timer = Callable[[str], AbstractContextManager[Any]]
 

@@ -27,8 +27,8 @@ from heads.device import upload
 from heads.frozen.hidden_states import TargetStates
 from heads.frozen.loading import Target
 from heads.inference.causal_lm import HeadRows
-from heads.modules.auxiliary import AssistedDepth, Auxiliary
-from heads.modules.interface import Batch, Depth, HeadModule, Normalisers, before_labels, flat
+from heads.modules.interface import Auxiliary, Batch, Depth, Normalisers, before_labels, flat
+from heads.modules.output_head import HeadModule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class HeadLoss:
 class HeadObjective(nn.Module):
     """A head and its loss in one module, so that wrappers (DDP, FSDP, DeepSpeed) see every use of its parameters.
 
-    `head` is an `nn.Module` that follows `heads.modules.interface.HeadModule`; for `timed` see `DraftObjective`, and for
+    `head` is an `nn.Module` that follows `heads.modules.output_head.HeadModule`; for `timed` see `DraftObjective`, and for
     `sampler` `distill.loss.columns`; None: the loss is over the whole draft vocabulary.
     """
 
@@ -119,7 +119,7 @@ class HeadObjective(nn.Module):
             parts.append(self._part(batch, depth, depth, rows, weights_N, columns))
         num_depths = len(parts)
         for number, depth in enumerate(depths):
-            for each in depth.auxiliaries if isinstance(depth, AssistedDepth) else ():
+            for each in depth.auxiliaries:
                 weights_N = parts[number].weights_N * each.weight
                 parts.append(self._part(batch, depth, each, target_rows[number], weights_N, columns))
         config = self._config

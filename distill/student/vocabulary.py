@@ -22,7 +22,7 @@ from heads.frozen.hidden_states import num_blocks
 from heads.frozen.loading import Target
 from heads.inference.causal_lm import head_logits
 from heads.modules.interface import Batch, before_labels
-from heads.proposers.vocabulary import DraftVocabulary
+from heads.vocabulary import DraftVocabulary
 
 log = logging.getLogger("draftsmith")
 

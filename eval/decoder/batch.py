@@ -1,7 +1,7 @@
 """A batch under way: the prompts are read once, then each round drafts, verifies and commits.
 
 The target's cache and the rows are kept here; what stays of a proposal is decided in `eval.decoder.verifier`. A round costs
-one transfer to the host and one to the device (`heads.sampling.uploads`); rules for stopping, merged drafts, comparing
+one transfer to the host and one to the device (`heads.uploads`); rules for stopping, merged drafts, comparing
 distributions and rows that end cost more.
 B batch, G drafted tokens, N drafts of a tree, K = G + 1 or N + 1 target rows, D depth of a tree, V vocabulary.
 """
@@ -34,7 +34,7 @@ from heads.inference.media_inputs import MediaInputs
 from heads.proposers.protocol import Proposal, Proposer, TargetReader, TreeProposer
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention, tree_attention, tree_from
-from heads.sampling.uploads import RowNumbers, Text, Uploads, on_device, shifted, smaller
+from heads.uploads import RowNumbers, TokenRows, Uploads, on_device, shifted, smaller
 
 
 class BatchRun:
@@ -152,7 +152,7 @@ class BatchRun:
             return self.proposer.forward_states(self.cache, ids_BT, starts, self.taps, attention, media)
         return forward_states(self.target.model, self.cache, ids_BT, starts, self.taps, attention, media)
 
-    def _propose(self, text: Text, room: Sequence[int], tree: Tree | DynamicTreeSpec | None) -> Proposal:
+    def _propose(self, text: TokenRows, room: Sequence[int], tree: Tree | DynamicTreeSpec | None) -> Proposal:
         """Return as many drafts as the row with the most room can use; none without a proposer or room."""
         num_tokens = min(self.config.num_speculative_tokens, max(room))
         if self.proposer is None or num_tokens == 0:
@@ -170,7 +170,7 @@ class BatchRun:
         proposal: Proposal,
         attention: TreeAttention | None,
         tree: Tree | DynamicTreeSpec | None,
-        text: Text,
+        text: TokenRows,
         room: RowNumbers,
     ) -> tuple[list[RowUpdate], ChainVerification | TreeVerification]:
         """Return what the round brings each row, in one transfer from the device, and the same there."""
@@ -229,5 +229,5 @@ class BatchRun:
             self.proposer.keep_rows(keep)
         return keep
 
-    def _text(self) -> Text:
-        return Text([row.tokens for row in self.active], self.target.device)
+    def _text(self) -> TokenRows:
+        return TokenRows([row.tokens for row in self.active], self.target.device)

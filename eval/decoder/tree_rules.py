@@ -5,7 +5,7 @@ At one node a rule picks among the candidates for one position (`CandidateRule`)
 target's distribution is shown by exact enumeration (`tests.support.enumeration`).
 
 Node 0 is the pending token, the root; every other node has a parent with a smaller number. Siblings are in the order in which
-they were drawn (`heads.sampling.sibling_draws`). Row i of the distributions comes after node i: p is the target's, q the one
+they were drawn (`heads.sampling.probabilities`). Row i of the distributions comes after node i: p is the target's, q the one
 that the node's children were drawn from. Lossless as long as no drawn node was left out for its token or its probability.
 B rows, C candidates, N nodes with the root, D depth of the deepest node, K = D + 1 levels, V vocabulary.
 """

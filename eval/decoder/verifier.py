@@ -21,7 +21,7 @@ from heads.proposers.protocol import Proposal
 from heads.sampling.counter_rng import CounterRNG, Role
 from heads.sampling.probabilities import draw, greedy_token, token_probabilities
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, distinct_positions
-from heads.sampling.uploads import constant, on_device
+from heads.uploads import constant, on_device
 
 RULES: dict[str, Callable[..., ChainVerification]] = {"token": verify_tokens, "block": verify_block}
 

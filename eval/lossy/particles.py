@@ -32,7 +32,7 @@ from heads.inference.int8_kv_cache import LAYERS
 from heads.proposers.protocol import Proposal, Proposer
 from heads.sampling.counter_rng import CounterRNG, Role
 from heads.sampling.probabilities import draw, token_probabilities
-from heads.sampling.uploads import Text, Uploads, constant, shifted
+from heads.uploads import TokenRows, Uploads, constant, shifted
 
 
 @dataclass
@@ -135,7 +135,7 @@ class ParticleRun:
         """Run one cycle: draft, weigh, add the target's token, choose where all has ended, resample the others."""
         # Where resampling left copies of ended texts only, a cycle without drafts follows, after which one of them is chosen.
         room = [max((each.row.room for each in places if not each.ended), default=0) for places in self._particles]
-        text = Text([particle.tokens for particle in self.active], self.target.device)
+        text = TokenRows([particle.tokens for particle in self.active], self.target.device)
         live = text.uploads.numbers([not particle.ended for particle in self.active])
         with self.clock.phase("draft"):
             proposal = self._propose(text, max(room))
@@ -155,7 +155,7 @@ class ParticleRun:
             num_requests = len(self._particles)
             self._resample(self._choose_ended(), num_requests)
 
-    def _propose(self, text: Text, room: int) -> Proposal:
+    def _propose(self, text: TokenRows, room: int) -> Proposal:
         num_tokens = min(self.config.num_speculative_tokens, room)
         if num_tokens == 0:
             return Proposal(tokens_BG=text.pending_B1[:, :0], num_drafted=[0] * len(text))

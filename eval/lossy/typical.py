@@ -23,7 +23,7 @@ from heads.proposers.protocol import Proposal
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.probabilities import token_probabilities
 from heads.sampling.token_tree import DynamicTreeSpec, Tree
-from heads.sampling.uploads import on_device
+from heads.uploads import on_device
 
 
 class TypicalVerifier(Verifier):

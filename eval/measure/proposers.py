@@ -17,10 +17,11 @@ from configs.schema.evaluation import EvalConfig, FreeDraft
 from heads.artifact import Draft, hash_together, load_draft
 from heads.frozen.hidden_states import num_blocks
 from heads.frozen.loading import Target
+from heads.proposers.draft_lm import DraftLM
 from heads.proposers.merged import LookupFirst, MergedDrafts
 from heads.proposers.prompt_lookup import PromptLookup
 from heads.proposers.protocol import LooksUp, Proposer
-from heads.proposers.self_speculation import SelfSpeculation
+from heads.proposers.self_speculation import early_exit
 from heads.proposers.suffix_lookup import SuffixLookup
 
 MERGED = "merged"
@@ -101,7 +102,7 @@ def make_baselines(config: EvalConfig, target: Target) -> dict[str, Proposer]:
 
 def _self_speculation(config: EvalConfig, target: Target) -> Proposer:
     num_layers = config.self_speculation_layers or max(1, num_blocks(target.model) // 4)
-    return SelfSpeculation(target.model, num_layers, target.vocab_size)
+    return DraftLM(early_exit(target.model, num_layers), target.vocab_size)
 
 
 MAKERS: dict[FreeDraft, Callable[[EvalConfig, Target], Proposer]] = {

@@ -24,26 +24,16 @@ from heads.device import upload
 from heads.frozen.hidden_states import TargetStates, final_norm_scale, num_blocks
 from heads.inference.kv_cache import RowCache
 from heads.modules.attention import Ranges, causal_ranges, read_ranges
-from heads.modules.autoregressive import FeatureChain
-from heads.modules.checkpointing import HeadLayer
+from heads.modules.autoregressive import ChainHead, FeatureChain
 from heads.modules.initialization import copy_block, pass_last_tap
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins, origins_of_any_depth, shifted_left
-from heads.modules.layers import (
-    CachedKeys,
-    DraftAttention,
-    LayerKeys,
-    LayerShape,
-    Rotary,
-    Rotation,
-    layer_shape,
-    mlp,
-    norm,
-)
-from heads.modules.output_head import DraftHead, HeadBase
-from heads.proposers.vocabulary import DraftVocabulary
+from heads.modules.layer_shape import LayerShape, layer_shape
+from heads.modules.layers import CachedKeys, DraftAttention, HeadLayer, LayerKeys, Rotary, Rotation, mlp, norm
+from heads.modules.output_head import DraftHead, HeadModule
+from heads.vocabulary import DraftVocabulary
 
 
-class EagleBody(HeadBase):
+class EagleBody(HeadModule):
     """Fused taps, layers, the norm after them and the output head.
 
     Raises:
@@ -98,8 +88,10 @@ class EagleBody(HeadBase):
         return states_BTD
 
 
-class Eagle3(EagleBody):
-    """An EAGLE-3 head on a frozen target (`heads.modules.interface.HeadModule`, `heads.modules.autoregressive.ChainModule`)."""
+class Eagle3(EagleBody, ChainHead):
+    """An EAGLE-3 head on a frozen target (`heads.modules.output_head.HeadModule`, `heads.modules.autoregressive.ChainHead`)."""
+
+    settings: Eagle3Settings
 
     def __init__(self, settings: Eagle3Settings, target: PreTrainedModel, vocabulary: DraftVocabulary | None) -> None:
         super().__init__(settings, target, vocabulary)
@@ -116,7 +108,7 @@ class Eagle3(EagleBody):
         positions_BT, ranges = batch.position_ids_BT, causal_ranges(batch.position_ids_BT)
         last = len(self.layers) - 1
         unrolled = [UnrolledKeys(ranges, origins_BX=origins_BX if number == last else None) for number in range(last + 1)]
-        states_BTD = self.features(states.with_noise(self.settings.tap_noise if self.training else 0.0))
+        states_BTD = self.features(states)
         depths = []
         for depth in range(self.settings.num_depths):
             ids_BT = shifted_left(batch.input_ids_BT, depth + 1)
@@ -131,11 +123,11 @@ class Eagle3(EagleBody):
                 states_BTD = self.norm(states_BTD)
             origins_N = labelled_origins(batch, depth)
             hidden_ND = self.to_head(flat(states_BTD, chosen_places_P[origins_N]), depth)
-            depths.append(self.lm_head.at_depth(depth, hidden_ND, origins_N, weight=self.settings.depth_decay**depth))
+            depths.append(self.at_depth(depth, hidden_ND, origins_N))
         return depths
 
     def read(self, features_BTF: Tensor, ids_BT: Tensor, positions_BT: Tensor, cache: RowCache, depth: int) -> Tensor:
-        """See `heads.modules.autoregressive.ChainModule.read`."""
+        """See `heads.modules.autoregressive.ChainHead.read`."""
         states_BTD = self.run_cached(features_BTF, ids_BT, positions_BT, cache)
         return self.norm(states_BTD) if self.settings.norm_feedback else states_BTD
 

@@ -1,16 +1,14 @@
 """Early exit: the target's first blocks draft, with a small adapter trained for the exit, and its other blocks verify.
 
 Kangaroo (Liu et al. 2024, arXiv 2404.18911): at every position the state h_k after block k goes through an attention layer over
-the states before it, a norm, and an output head. Drafted tokens pass through blocks 1 to k, so that every draft of a round is
-the same function of the text before it: training compares one depth alone, on the text. As in LayerSkip (arXiv 2404.16710)
-blocks 1 to k draft into the target's cache and verification runs the other blocks only (`heads.proposers.self_speculation`).
-Kangaroo's second exit, to stop drafting where the draft is unsure, is `decode.stopping` by confidence.
+the states before it, a norm, and an output head. Every draft of a round is the same function of the text before it, so training
+compares one depth alone. Its second exit, to stop drafting where the draft is unsure, is `decode.stopping` by confidence.
 
-Where something stands between decoder and draft (a lookup before it, merged drafts), or the target's blocks do not run in two
-parts, the first blocks have a cache of their own and verification runs the whole target. A target whose first blocks do not run
-alone is refused when a head is built, before it is trained.
-Departures: the output projection of the attention starts at 0 and the norm as the target's final one, so that an untrained
-exit gives what `SelfSpeculation` gives.
+Blocks 1 to k draft into the target's cache and verification runs the other blocks only (`heads.proposers.self_speculation`).
+Where another draft stands between (a lookup, merged drafts), or the target's blocks do not run in two parts, the first blocks
+have a cache of their own and verification runs the whole target.
+Departures: the attention's output projection starts at 0 and the norm as the target's final one, so that an untrained exit
+gives what the blocks give with the target's own norm and head.
 B batch, T positions, E = D width, N rows of a depth.
 """
 
@@ -25,7 +23,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError
-from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import EarlyExitSettings
 from heads.frozen.hidden_states import TargetStates, final_norm, forward_states, num_blocks, read_states
 from heads.frozen.placement import own_copy
@@ -37,27 +34,28 @@ from heads.inference.model_checks import check_on_probe, probe_ids, relative_err
 from heads.inference.runner import runner_of
 from heads.modules.attention import causal_ranges
 from heads.modules.autoregressive import FeatureProposer, Window
-from heads.modules.checkpointing import HeadLayer
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins
-from heads.modules.layers import CachedKeys, DraftAttention, LayerKeys, LayerShape, Rotary, Rotation, RowKeys, layer_shape, norm
-from heads.modules.output_head import DraftHead, HeadBase
-from heads.proposers.protocol import Proposal, Tokens
+from heads.modules.layer_shape import LayerShape, layer_shape
+from heads.modules.layers import CachedKeys, DraftAttention, HeadLayer, LayerKeys, Rotary, Rotation, RowKeys, norm
+from heads.modules.output_head import DraftHead, HeadModule
+from heads.proposers.chain_builder import ChainBuilder
+from heads.proposers.protocol import Tokens
 from heads.proposers.self_speculation import SharedBlocks, early_exit
-from heads.proposers.vocabulary import DraftVocabulary
-from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import TreeAttention
-from heads.sampling.uploads import Text, shifted, text_of
+from heads.uploads import TokenRows, shifted, token_rows
+from heads.vocabulary import DraftVocabulary
 
 log = logging.getLogger("draftsmith")
 
 
-class EarlyExit(HeadBase):
-    """An adapter after the target's first blocks (`heads.modules.interface.HeadModule`).
+class EarlyExit(HeadModule):
+    """An adapter after the target's first blocks (`heads.modules.output_head.HeadModule`).
 
     Raises:
         InputError: `taps` is no state with blocks both before and after it.
     """
 
+    settings: EarlyExitSettings
     num_caches = 1
 
     def __init__(self, settings: EarlyExitSettings, target: PreTrainedModel, vocabulary: DraftVocabulary | None) -> None:
@@ -83,14 +81,14 @@ class EarlyExit(HeadBase):
 
     def forward(self, batch: Batch, states: TargetStates) -> list[Depth]:
         """Run the adapter over every position. In training the first depth alone is returned: it has all others' rows."""
-        states_BTD = self.features(states.with_noise(self.settings.tap_noise if self.training else 0.0))
+        states_BTD = self.features(states)
         rotation, keys = self.rotary(states_BTD, batch.position_ids_BT), RowKeys(causal_ranges(batch.position_ids_BT))
         states_BTD = self.layer(states_BTD, rotation, keys)
         depths = []
         for depth in range(1 if self.training else self.settings.num_depths):
             origins_N = labelled_origins(batch, depth)
             hidden_ND = self.norm(flat(states_BTD, origins_N + 1 + depth))
-            depths.append(self.lm_head.at_depth(depth, hidden_ND, origins_N, weight=1.0))
+            depths.append(self.at_depth(depth, hidden_ND, origins_N))
         return depths
 
     def features(self, states: TargetStates) -> Tensor:
@@ -150,14 +148,11 @@ class EarlyExitChain(FeatureProposer):
         self._own, lent, self._lent = None, self._lent, False
         if self._shared is None or not (lent and self._shared.has_cache):  # a batch may end with its prompts
             self._own = new_cache(self._reader, capacity + self._beyond)
-            first = text_of(tokens, self.device).uploads.rows([row[:1] for row in tokens])
+            first = token_rows(tokens, self.device).uploads.rows([row[:1] for row in tokens])
             self._read_alone(self._own, first.tensor, [0] * len(tokens))  # the others are tokens after a pending feature
 
-    def propose(
-        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
-    ) -> Proposal:
-        text, head = text_of(tokens, self.device), self.module.lm_head
-        chain, window = head.start_chain(text, sampling, rng, keep_logits=keep_logits), self._pending.read(text)
+    def draft(self, text: TokenRows, chain: ChainBuilder, num_tokens: int) -> None:
+        head, window = self.module.lm_head, self._pending.read(text)
         self._adapt(window.features_BTF, window.first)
         exits_B1E = self._read_pending(text, window)
         for depth in range(num_tokens):
@@ -166,7 +161,6 @@ class EarlyExitChain(FeatureProposer):
             if depth + 1 == num_tokens or chain.finished:
                 break
             exits_B1E = self._read(drafted_B.unsqueeze(1), shifted(window.ends, depth + 1))
-        return chain.proposal()
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         super().keep_rows(rows)
@@ -181,7 +175,7 @@ class EarlyExitChain(FeatureProposer):
         states_BTD: Tensor = self.module.layer(exits_BTE, self.module.rotary(exits_BTE, positions_BT), keys)
         return states_BTD
 
-    def _read_pending(self, text: Text, window: Window) -> Tensor:
+    def _read_pending(self, text: TokenRows, window: Window) -> Tensor:
         """Return the state after the first blocks of each row's pending token, `[B, 1, E]`."""
         if self._own is None:
             if self._shared is not None:
@@ -189,14 +183,14 @@ class EarlyExitChain(FeatureProposer):
             return self._read(text.pending_B1, window.ends)
         self._own.hold(text.lengths)
         exits_BTE = self._read_alone(self._own, window.next_BT, shifted(window.first, 1))
-        return exits_BTE[torch.arange(len(text), device=self.device), window.last_B].unsqueeze(1)
+        return window.last(exits_BTE).unsqueeze(1)
 
     def _read(self, ids_B1: Tensor, starts: Sequence[int]) -> Tensor:
         """Return the states `[B, 1, E]` after the first blocks of tokens that are read now."""
         if self._own is not None:
             return self._read_alone(self._own, ids_B1, starts)
         assert self._shared is not None, "without shared blocks there is a cache of one's own"
-        return self._shared.read(ids_B1, starts)[1]
+        return self._shared.read(ids_B1, starts)
 
     def _read_alone(self, cache: RowCache, ids_BT: Tensor, starts: Sequence[int]) -> Tensor:
         return forward_states(self._reader, cache, ids_BT, starts, self.module.taps).taps_ABTE[0]

@@ -13,7 +13,6 @@ B batch, T positions, N rows of one depth, E width of the target, K depths, F wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -21,37 +20,24 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import HydraSettings
 from heads.families.medusa import HeadsByDepth, ResidualBlocks
 from heads.frozen.hidden_states import TargetStates
 from heads.inference.kv_cache import RowCache
 from heads.modules.attention import causal_ranges
-from heads.modules.autoregressive import FeatureChain
-from heads.modules.checkpointing import HeadLayer
+from heads.modules.autoregressive import ChainHead, FeatureChain
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins
-from heads.modules.layers import (
-    CachedKeys,
-    DraftLayer,
-    Rotary,
-    RowKeys,
-    layer_shape,
-    norm,
-)
+from heads.modules.layer_shape import layer_shape
+from heads.modules.layers import CachedKeys, DraftLayer, HeadLayer, Rotary, RowKeys, norm
 from heads.modules.output_head import DraftHead
-from heads.proposers.protocol import Proposal, Tokens
-from heads.proposers.vocabulary import DraftVocabulary
-from heads.sampling.counter_rng import CounterRNG
-from heads.sampling.token_tree import DynamicTreeSpec, Tree
+from heads.vocabulary import DraftVocabulary
 
 
-class Hydra(HeadsByDepth):
-    """Hydra heads on a frozen target (`heads.modules.interface.HeadModule`, `heads.modules.autoregressive.ChainModule`).
+class Hydra(HeadsByDepth, ChainHead):
+    """Hydra heads on a frozen target (`heads.modules.output_head.HeadModule`, `heads.modules.autoregressive.ChainHead`).
 
     The chain's state is what a head reads: each drafted token makes it longer by its embedding.
     """
-
-    taps: Sequence[int] = ()
 
     def __init__(self, settings: HydraSettings, target: PreTrainedModel, vocabulary: DraftVocabulary | None) -> None:
         super().__init__(target)
@@ -81,16 +67,11 @@ class Hydra(HeadsByDepth):
             origins_N = labelled_origins(batch, depth)
             known = [flat(embedded_BTE, origins_N + 1 + ahead) for ahead in range(depth + 1)]
             hidden_ND = blocks(torch.cat([flat(states_BTE, origins_N), *known], -1))
-            head = self.output_head(depth)
-            depths.append(head.at_depth(depth, hidden_ND, origins_N, weight=self.settings.depth_decay**depth))
+            depths.append(self.at_depth(depth, hidden_ND, origins_N))
         return depths
 
-    def features(self, states: TargetStates) -> Tensor:
-        """Return the target's final states in the head's dtype."""
-        return states.final_BTE.to(self.dtype)
-
     def read(self, features_BTF: Tensor, ids_BT: Tensor, positions_BT: Tensor, cache: RowCache, depth: int) -> Tensor:
-        """See `heads.modules.autoregressive.ChainModule.read`; the states are what the head of this depth reads."""
+        """See `heads.modules.autoregressive.ChainHead.read`; the states are what the head of this depth reads."""
         if depth == 0 and self.prefix_layer is not None:
             keys = CachedKeys(cache, 0, cache.visible(positions_BT).unsqueeze(1))
             features_BTF = self.prefix_norm(self.prefix_layer(features_BTF, self.rotary(features_BTF, positions_BT), keys))
@@ -118,23 +99,4 @@ class GroundedBlocks(HeadLayer):
         return cast(Tensor, self.blocks(self.res_connection(read_NF) + functional.silu(self.linear(read_NF))))
 
 
-class HydraChain(FeatureChain):
-    """The chain of a module that has a head for each depth: it drafts at most as many tokens as there are heads."""
-
-    module: Hydra
-
-    def head(self, depth: int) -> DraftHead:
-        return self.module.output_head(depth)
-
-    def propose(
-        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
-    ) -> Proposal:
-        return super().propose(tokens, min(num_tokens, self.module.settings.num_depths), sampling, rng, keep_logits=keep_logits)
-
-    def propose_tree(
-        self, tokens: Tokens, tree: Tree | DynamicTreeSpec, drawn_by: SamplingConfig | None, rng: CounterRNG
-    ) -> Proposal:
-        return super().propose_tree(tokens, tree.cut(self.module.settings.num_depths), drawn_by, rng)
-
-
-FAMILY = Family(settings=HydraSettings, build=Hydra, propose=HydraChain)
+FAMILY = Family(settings=HydraSettings, build=Hydra, propose=FeatureChain)

@@ -21,18 +21,19 @@ from transformers import PreTrainedModel
 from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import HydraSettings, MedusaSettings
 from heads.frozen.hidden_states import TargetStates
-from heads.modules.checkpointing import HeadLayer
+from heads.modules.autoregressive import FeatureProposer
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins
-from heads.modules.output_head import DraftHead, HeadBase
+from heads.modules.layers import HeadLayer
+from heads.modules.output_head import DraftHead, HeadModule
+from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.protocol import Proposal, Tokens
-from heads.proposers.tree_builder import tree_builder
-from heads.proposers.vocabulary import DraftVocabulary
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree
-from heads.sampling.uploads import on_device, text_of
+from heads.uploads import TokenRows
+from heads.vocabulary import DraftVocabulary
 
 
-class HeadsByDepth(HeadBase):
+class HeadsByDepth(HeadModule):
     """A head whose depths share an output head, or have one each."""
 
     settings: MedusaSettings | HydraSettings
@@ -44,19 +45,12 @@ class HeadsByDepth(HeadBase):
         else:
             self.lm_head = make()
 
-    @property
-    def token_ids_W(self) -> Tensor | None:
-        return self.output_head(0).token_ids
-
     def output_head(self, depth: int) -> DraftHead:
-        """Return what turns the last state of a depth into logits."""
         return cast(DraftHead, self.lm_heads[depth]) if self.settings.own_output_heads else self.lm_head
 
 
 class Medusa(HeadsByDepth):
-    """Medusa heads on a frozen target (`heads.modules.interface.HeadModule`); depth k predicts x_{j+2+k}."""
-
-    taps: Sequence[int] = ()
+    """Medusa heads on a frozen target (`heads.modules.output_head.HeadModule`); depth k predicts x_{j+2+k}."""
 
     def __init__(self, settings: MedusaSettings, target: PreTrainedModel, vocabulary: DraftVocabulary | None) -> None:
         super().__init__(target)
@@ -70,9 +64,7 @@ class Medusa(HeadsByDepth):
         depths = []
         for depth, blocks in enumerate(self.blocks):
             origins_N = labelled_origins(batch, depth)
-            head = self.output_head(depth)
-            hidden_ND = blocks(flat(states.final_BTE, origins_N))
-            depths.append(head.at_depth(depth, hidden_ND, origins_N, weight=self.settings.depth_decay**depth))
+            depths.append(self.at_depth(depth, blocks(flat(states.final_BTE, origins_N)), origins_N))
         return depths
 
     def draft_logits(self, final_BE: Tensor, num_depths: int) -> Sequence[Tensor]:
@@ -103,50 +95,27 @@ class ResidualBlocks(HeadLayer):
         return states
 
 
-class MedusaDrafts:
-    """Medusa heads as a proposer (`heads.proposers.protocol.TreeProposer`); drafts at most as many tokens as there are heads.
+class MedusaDrafts(FeatureProposer):
+    """Medusa heads as a proposer (`heads.proposers.protocol.TreeProposer`), which read the last pending feature alone."""
 
-    All it remembers is the target's final state at the last position that the target has read and that stayed.
-    """
-
-    taps: Sequence[int] = ()
     num_trees = 1
+    module: Medusa
 
-    def __init__(self, module: Medusa, device: torch.device) -> None:
-        self.module, self.device = module, device
-        self._final_BE: Tensor
-
-    def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
-        self._final_BE = self._columns(states, [len(row) - 2 for row in tokens])  # the last token of a row is pending
-
-    def propose(
-        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
-    ) -> Proposal:
-        chain = self.module.output_head(0).start_chain(tokens, sampling, rng, keep_logits=keep_logits)
-        for logits_BW in self.module.draft_logits(self._final_BE, num_tokens):
+    def draft(self, text: TokenRows, chain: ChainBuilder, num_tokens: int) -> None:
+        for logits_BW in self._logits(text, num_tokens):
             chain.add(logits_BW)
-        return chain.proposal()
 
     def propose_tree(
         self, tokens: Tokens, tree: Tree | DynamicTreeSpec, drawn_by: SamplingConfig | None, rng: CounterRNG
     ) -> Proposal:
-        head, tree = self.module.output_head(0), tree.cut(self.module.settings.num_depths)
-        lengths = text_of(tokens, self.device).lengths
-        builder = tree_builder(tree, lengths, drawn_by, rng, head.target_ids, head.scatter)
-        for logits_BW in self.module.draft_logits(self._final_BE, tree.depth):
+        text, builder = self.start_tree(tokens, tree, drawn_by, rng)
+        for logits_BW in self._logits(text, builder.tree.depth):
             builder.add(logits_BW.unsqueeze(1))  # a head's distribution is the same whatever was drafted before
         return builder.proposal()
 
-    def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
-        self._final_BE = self._columns(states, num_accepted)
-
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        self._final_BE = self._final_BE[on_device(rows, self.device)]
-
-    def _columns(self, states: TargetStates, columns: Sequence[int]) -> Tensor:
-        """Return the final state `[B, E]` of each row at its own column."""
-        rows_B = torch.arange(len(columns), device=self.device)
-        return states.final_BTE[rows_B, on_device(columns, self.device)]
+    def _logits(self, text: TokenRows, num_tokens: int) -> Sequence[Tensor]:
+        window = self._pending.read(text)
+        return self.module.draft_logits(window.last(window.features_BTF), num_tokens)
 
 
 FAMILY = Family(settings=MedusaSettings, build=Medusa, propose=MedusaDrafts, in_one_forward=True)

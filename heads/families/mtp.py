@@ -20,40 +20,41 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError
-from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import MtpSettings
-from heads.families.mtp_checkpoint import NativeMtp
 from heads.frozen.hidden_states import TargetStates, final_norm, num_blocks
+from heads.frozen.mtp_checkpoint import NativeMtp
 from heads.frozen.placement import own_copy
 from heads.inference.kv_cache import RowCache
-from heads.modules.autoregressive import ChainModule, FeatureChain, FeatureProposer
-from heads.modules.checkpointing import HeadLayer
+from heads.modules.autoregressive import ChainHead, FeatureChain, FeatureProposer
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins, shifted_left
-from heads.modules.layers import LayerShape, shape_like
-from heads.modules.output_head import DraftHead, HeadBase
+from heads.modules.layer_shape import LayerShape, shape_like
+from heads.modules.layers import HeadLayer
+from heads.modules.output_head import DraftHead
 from heads.modules.target_block import (
+    BlockContext,
     CacheLayer,
     ChainKeys,
     Keys,
-    Surroundings,
     causal_mask,
     copy_block,
     last_attention_block,
     unrolled_mask,
 )
-from heads.proposers.protocol import Proposal, Proposer, Tokens
-from heads.proposers.vocabulary import DraftVocabulary
-from heads.sampling.counter_rng import CounterRNG
-from heads.sampling.uploads import text_of
+from heads.proposers.chain_builder import ChainBuilder
+from heads.proposers.protocol import Proposer, Tokens
+from heads.uploads import TokenRows
+from heads.vocabulary import DraftVocabulary
 
 
-class Mtp(HeadBase):
-    """MTP modules on a frozen target (`heads.modules.interface.HeadModule`, `heads.modules.autoregressive.ChainModule`).
+class Mtp(ChainHead):
+    """MTP modules on a frozen target (`heads.modules.output_head.HeadModule`, `heads.modules.autoregressive.ChainHead`).
 
     Raises:
         InputError: the target's blocks cannot be run apart from it (`heads.modules.target_block`), or `init_block` names none
             of them.
     """
+
+    settings: MtpSettings
 
     def __init__(self, settings: MtpSettings, target: PreTrainedModel, vocabulary: DraftVocabulary | None) -> None:
         super().__init__(target)
@@ -63,7 +64,7 @@ class Mtp(HeadBase):
         self.num_caches = 1 if settings.shared_depths else settings.num_depths
         self.unrolls_layers = settings.shared_depths
         number = last_attention_block(target) if settings.init_block is None else settings.init_block
-        self._around = Surroundings(target, number)
+        self._context = BlockContext(target, number)
         self.layers = nn.ModuleList(
             MtpLayer(target, number, hidden_first=settings.concat_order == "hidden_first") for _ in range(self.num_caches)
         )
@@ -80,15 +81,14 @@ class Mtp(HeadBase):
             states_BTD = self._layer(depth)(
                 self.embed(shifted_left(batch.input_ids_BT, depth + 1)),
                 states_BTD,
-                self._around,
+                self._context,
                 batch.position_ids_BT + steps,
-                unrolled_mask(visible_B1TT, steps, self._around.window),
+                unrolled_mask(visible_B1TT, steps, self._context.window),
                 chain,
             )
             chain = None if chain is None else chain.next()
             origins_N = labelled_origins(batch, depth)
-            hidden_ND = flat(states_BTD, origins_N)
-            depths.append(self.lm_head.at_depth(depth, hidden_ND, origins_N, weight=self.settings.depth_decay**depth))
+            depths.append(self.at_depth(depth, flat(states_BTD, origins_N), origins_N))
         return depths
 
     def features(self, states: TargetStates) -> Tensor:
@@ -97,15 +97,11 @@ class Mtp(HeadBase):
         return last_BTE.to(self.dtype)
 
     def read(self, features_BTF: Tensor, ids_BT: Tensor, positions_BT: Tensor, cache: RowCache, depth: int) -> Tensor:
-        """See `heads.modules.autoregressive.ChainModule.read`; with a module a depth, features are the last one's states."""
+        """See `heads.modules.autoregressive.ChainHead.read`; with a module a depth, features are the last one's states."""
         number = 0 if self.settings.shared_depths else depth
-        visible_B1TS = cache.visible(positions_BT, self._around.window).unsqueeze(1)
+        visible_B1TS = cache.visible(positions_BT, self._context.window).unsqueeze(1)
         layer, keys = self._layer(depth), CacheLayer(cache, number)
-        return layer(self.embed(ids_BT), features_BTF, self._around, positions_BT, visible_B1TS, keys)
-
-    def to_head(self, states_BD: Tensor, depth: int) -> Tensor:
-        """Return the states as they are: a module ends with its norm."""
-        return states_BD
+        return layer(self.embed(ids_BT), features_BTF, self._context, positions_BT, visible_B1TS, keys)
 
     def _layer(self, depth: int) -> nn.Module:
         return self.layers[0 if self.settings.shared_depths else depth]
@@ -127,15 +123,15 @@ class MtpLayer(HeadLayer):
         self,
         embedded_BTD: Tensor,
         states_BTD: Tensor,
-        around: Surroundings,
+        context: BlockContext,
         positions_BT: Tensor,
         visible_B1TS: Tensor,
         keys: Keys | None,
     ) -> Tensor:
-        """Return the normed states `[B, T, D]`; for the arguments see `heads.modules.target_block.Surroundings.run`."""
+        """Return the normed states `[B, T, D]`; for the arguments see `heads.modules.target_block.BlockContext.run`."""
         pair = (self.enorm(embedded_BTD), self.hnorm(states_BTD))
         joined_BTD = self.eh_proj(torch.cat(pair[::-1] if self.hidden_first else pair, -1))
-        return self.post_norm(around.run(self.mtp_block, joined_BTD, positions_BT, visible_B1TS, keys))
+        return self.post_norm(context.run(self.mtp_block, joined_BTD, positions_BT, visible_B1TS, keys))
 
 
 def fresh_norm(like: nn.Module, shape: LayerShape) -> nn.Module:
@@ -160,7 +156,7 @@ class DepthChain(FeatureProposer):
     read along. So where a rule stops a round (`heads.proposers.draft_length`), all modules still read.
     """
 
-    module: ChainModule
+    module: Mtp
     _num_depths: int
 
     @property
@@ -172,12 +168,9 @@ class DepthChain(FeatureProposer):
         super().start(tokens, capacity, states)
         self._num_depths = self.module.num_caches
 
-    def propose(
-        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
-    ) -> Proposal:
-        head, text = self.module.lm_head, text_of(tokens, self.device)
+    def draft(self, text: TokenRows, chain: ChainBuilder, num_tokens: int) -> None:
         self._num_depths = min(self._num_depths, num_tokens)
-        chain, window = head.start_chain(text, sampling, rng, keep_logits=keep_logits), self._pending.read(text)
+        window = self._pending.read(text)
         states_BTD, known_BT = window.features_BTF, window.next_BT
         B, T = known_BT.shape
         # Row b's window of depth k starts at column k; its k drafts follow its last known token.
@@ -186,9 +179,7 @@ class DepthChain(FeatureProposer):
         positions_BT = self._place(window.first, T)
         for depth in range(self._num_depths):
             states_BTD = self.module.read(states_BTD, ids_BX[:, depth : depth + T], positions_BT, self._cache, depth)
-            state_BD = self.module.to_head(states_BTD[rows_B, last_B], depth)
-            ids_BX[rows_B, last_B + 1 + depth] = chain.add(head.logits(state_BD))
-        return chain.proposal()
+            ids_BX[rows_B, last_B + 1 + depth] = chain.add(self.module.draft_logits(window.last(states_BTD), depth))
 
 
 def make_proposer(module: Mtp, device: torch.device) -> Proposer:

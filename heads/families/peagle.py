@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import PEagleSettings
 from heads.device import upload
 from heads.families.eagle3 import EagleBody
@@ -33,14 +32,15 @@ from heads.modules.autoregressive import FeatureProposer
 from heads.modules.initialization import mask_token
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins, shifted_left
 from heads.modules.layers import DraftAttention, LayerKeys, Rotation
-from heads.proposers.protocol import Proposal, Tokens
-from heads.proposers.vocabulary import DraftVocabulary
-from heads.sampling.counter_rng import CounterRNG
-from heads.sampling.uploads import Text, text_of
+from heads.proposers.chain_builder import ChainBuilder
+from heads.uploads import TokenRows
+from heads.vocabulary import DraftVocabulary
 
 
 class PEagle(EagleBody):
-    """A P-EAGLE head on a frozen target (`heads.modules.interface.HeadModule`)."""
+    """A P-EAGLE head on a frozen target (`heads.modules.output_head.HeadModule`)."""
+
+    settings: PEagleSettings
 
     def __init__(self, settings: PEagleSettings, target: PreTrainedModel, vocabulary: DraftVocabulary | None) -> None:
         super().__init__(settings, target, vocabulary)
@@ -72,8 +72,7 @@ class PEagle(EagleBody):
         mask_ids_BS = torch.full_like(origins_BS, self.mask_token_id)
         embedded_BUD = self.embed(torch.cat([shifted_left(batch.input_ids_BT, 1), mask_ids_BS], 1))
         mask_BSD = self.fuse(self.mask_hidden).expand(*origins_BS.shape, -1)
-        noise = self.settings.tap_noise if self.training else 0.0
-        states_BUD = torch.cat([self.features(states.with_noise(noise)), mask_BSD], 1)
+        states_BUD = torch.cat([self.features(states), mask_BSD], 1)
         ahead_BS = batch.position_ids_BT.gather(1, origins_BS) + chains.depth_S
         rotation = self.rotary(embedded_BUD, torch.cat([batch.position_ids_BT, ahead_BS], 1))
         keys = ParallelKeys(causal_ranges(batch.position_ids_BT), chains)
@@ -82,8 +81,8 @@ class PEagle(EagleBody):
         return states_BUD
 
     def _depth(self, states_ND: Tensor, origins_N: Tensor, row_weights_B: Tensor, depth: int, T: int) -> Depth:
-        weight, row_weights_N = self.settings.depth_decay**depth, upload(row_weights_B[origins_N // T], states_ND.device)
-        return self.lm_head.at_depth(depth, self.norm(states_ND), origins_N, weight=weight, row_weights_N=row_weights_N)
+        row_weights_N = upload(row_weights_B[origins_N // T], states_ND.device)
+        return self.at_depth(depth, self.norm(states_ND), origins_N, row_weights_N=row_weights_N)
 
     def _shares(self) -> list[float]:
         settings = self.settings
@@ -103,17 +102,12 @@ class ParallelDrafts(FeatureProposer):
         # Rows that read less than others are filled up at the end, which takes room beyond the last position.
         super().__init__(module, device, beyond=module.settings.num_depths)
 
-    def propose(
-        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
-    ) -> Proposal:
-        head, text = self.module.lm_head, text_of(tokens, self.device)
-        chain = head.start_chain(text, sampling, rng, keep_logits=keep_logits)
-        states_BGD = self._read(text, min(num_tokens, self.module.settings.num_depths))
-        for logits_BW in head.logits(self.module.norm(states_BGD)).unbind(1):
+    def draft(self, text: TokenRows, chain: ChainBuilder, num_tokens: int) -> None:
+        states_BGD = self._read(text, num_tokens)
+        for logits_BW in self.module.lm_head.logits(self.module.norm(states_BGD)).unbind(1):
             chain.add(logits_BW)
-        return chain.proposal()
 
-    def _read(self, text: Text, num_drafts: int) -> Tensor:
+    def _read(self, text: TokenRows, num_drafts: int) -> Tensor:
         """Return the states `[B, G, D]` of each row's last position that was read and of the further depths there."""
         module, pending = self.module, self._pending.read(text)
         ids_BT = functional.pad(pending.next_BT, (0, num_drafts - 1))

@@ -50,16 +50,6 @@ class TargetStates:
         """The taps side by side, `[B, T, A * E]`, in their order."""
         return torch.cat(self.taps_ABTE, -1)
 
-    def with_noise(self, half_width: float) -> TargetStates:
-        """Return the states with uniform noise on every tap, which keeps a head from memorising few data; final ones stay.
-
-        Args:
-            half_width: of the noise, in units of each tap's root mean square at its position; 0 for none.
-        """
-        if half_width == 0:
-            return self
-        return TargetStates(final_BTE=self.final_BTE, taps_ABTE=tuple(_noisy(tap, half_width) for tap in self.taps_ABTE))
-
 
 def num_blocks(model: PreTrainedModel) -> int:
     """Return how many blocks the target has; taps run from 0 to it."""
@@ -202,12 +192,6 @@ def read_states(
     with torch.autocast(model.device.type, enabled=False), tapped(model, taps) as seen:
         final_BTE = read_documents(model, ids_BT, packed_positions_BT, media)
     return TargetStates(final_BTE=final_BTE, taps_ABTE=tuple(seen[tap][: len(ids_BT)] for tap in taps))
-
-
-def _noisy(tap_BTE: Tensor, half_width: float) -> Tensor:
-    tap_BTE = tap_BTE.to(torch.promote_types(tap_BTE.dtype, torch.float32))
-    scale_BT1 = tap_BTE.square().mean(-1, keepdim=True).sqrt()
-    return tap_BTE + scale_BT1 * (torch.rand_like(tap_BTE) * 2 - 1) * half_width
 
 
 def _keep_input(seen: dict[int, Tensor], block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from heads.inference.packed_rows import knowing_packing
 from heads.inference.recurrent_cache import RecurrentCache
 from heads.inference.runner import apply_head, backbone, runner_of
 from heads.sampling.token_tree import TreeAttention
-from heads.sampling.uploads import on_device
+from heads.uploads import on_device
 
 SCALING = ("cohere_compass", "granite4_vision", "granite_docling")  # others with images leave out their text part's logit scale
 

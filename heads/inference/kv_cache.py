@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from heads.sampling.token_tree import TreeAttention
-from heads.sampling.uploads import on_device
+from heads.uploads import on_device
 
 
 @dataclass

@@ -1,4 +1,4 @@
 """The parts that heads are built from, and the interface between a head and its training.
 
-Start with `interface.HeadModule`, then `layers.DraftHead`.
+Start with `output_head.HeadModule`, then `interface.Depth`.
 """

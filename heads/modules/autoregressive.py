@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,12 +18,13 @@ from torch import Tensor
 from configs.schema.decoding import SamplingConfig
 from heads.frozen.hidden_states import TargetStates
 from heads.inference.kv_cache import RowCache
-from heads.modules.output_head import DraftHead
+from heads.modules.output_head import HeadModule
+from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.protocol import Proposal, Tokens
-from heads.proposers.tree_builder import TreeSlots, tree_builder
+from heads.proposers.tree_builder import DynamicTreeBuilder, StaticTreeBuilder, TreeSlots, tree_builder
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention
-from heads.sampling.uploads import RowNumbers, Text, on_device, shifted, text_of
+from heads.uploads import RowNumbers, TokenRows, on_device, shifted, token_rows
 
 
 class PendingFeatures:
@@ -61,17 +61,12 @@ class PendingFeatures:
         ]
         self._kept_BSF = features_BTF
 
-    def next_tokens(self, tokens: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-        """Return the ids of the token after each feature's position, by row."""
-        places = zip(tokens, self._first, self.counts, strict=True)
-        return [row[first + 1 : first + count + 1] for row, first, count in places]
-
-    def read(self, text: Text) -> Window:
+    def read(self, text: TokenRows) -> Window:
         """Return what a forward reads of the features and of the text, in one upload."""
         counts, uploads = self.counts, text.uploads
         ends = [first + count for first, count in zip(self._first, counts, strict=True)]
+        ids = uploads.rows([row[first + 1 : end + 1] for row, first, end in zip(text, self._first, ends, strict=True)])
         first, ends, sizes = (uploads.numbers(each) for each in (self._first, ends, counts))
-        ids = uploads.rows(self.next_tokens(text))
         features_BTF = self._kept_BSF[:, : max(counts)]
         if any(row != list(range(len(row))) for row in self._columns):
             columns = uploads.rows(self._columns)
@@ -103,41 +98,15 @@ class Window:
     ends: RowNumbers
     last_B: Tensor
 
-
-class FeatureModule(Protocol):
-    """The module that a `FeatureProposer` drafts with."""
-
-    num_caches: int
-    lm_head: DraftHead
-
-    @property
-    def taps(self) -> Sequence[int]:
-        """Which of the target's hidden states it reads besides the final one."""
-
-    def features(self, states: TargetStates) -> Tensor:
-        """Return the features `[B, T, F]` made of the target's states."""
-
-
-class ChainModule(FeatureModule, Protocol):
-    """The module that `FeatureChain` drafts with."""
-
-    def read(self, features_BTF: Tensor, ids_BT: Tensor, positions_BT: Tensor, cache: RowCache, depth: int) -> Tensor:
-        """Return the states `[B, T, D]` at placed positions, from features and the tokens after them.
-
-        Args:
-            features_BTF: made of the target's states at depth 0, states that `read` itself returned afterwards.
-            ids_BT: the tokens at `positions_BT + 1`.
-            positions_BT: where the features stand in the text. The cache's `place` was called for them.
-            cache: keys and values of `num_caches` layers.
-            depth: how many drafted tokens lie behind, from 0.
-        """
-
-    def to_head(self, states_BD: Tensor, depth: int) -> Tensor:
-        """Return what the output head reads of states `[..., D]`."""
+    def last(self, values_BTX: Tensor) -> Tensor:
+        """Return each row's value at its last feature, `[B, X]`."""
+        return values_BTX[torch.arange(len(self.last_B), device=self.last_B.device), self.last_B]
 
 
 class FeatureProposer:
-    """What proposers share that read features of the target's states: a cache, and the features not read yet.
+    """A head at work: it keeps keys and values in a cache, and the features of the target's states that it has not read.
+
+    A family says in `draft` how it makes a chain of them.
 
     Args:
         module: the head.
@@ -145,7 +114,9 @@ class FeatureProposer:
         beyond: how many positions a round may reach beyond the last token.
     """
 
-    def __init__(self, module: FeatureModule, device: torch.device, beyond: int = 0) -> None:
+    module: HeadModule
+
+    def __init__(self, module: HeadModule, device: torch.device, beyond: int = 0) -> None:
         self.module, self.device, self.taps = module, device, module.taps
         self._beyond = beyond
         self._cache: RowCache
@@ -162,6 +133,29 @@ class FeatureProposer:
         self._pending = PendingFeatures(self.module.features(states), [len(row) - 1 for row in tokens])
         self._has_read = False
 
+    def propose(
+        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
+    ) -> Proposal:
+        text, longest = token_rows(tokens, self.device), self.module.settings.longest_draft
+        vocabulary = self.module.output_head(0).vocabulary
+        chain = ChainBuilder(text.lengths, sampling, rng, self.device, vocabulary, keep_logits=keep_logits)
+        self.draft(text, chain, num_tokens if longest is None else min(num_tokens, longest))
+        self._has_read = True
+        return chain.proposal()
+
+    def draft(self, text: TokenRows, chain: ChainBuilder, num_tokens: int) -> None:
+        """Add up to `num_tokens` drafts to a chain, having read the pending features."""
+        raise NotImplementedError
+
+    def start_tree(
+        self, tokens: Tokens, tree: Tree | DynamicTreeSpec, drawn_by: SamplingConfig | None, rng: CounterRNG
+    ) -> tuple[TokenRows, StaticTreeBuilder | DynamicTreeBuilder]:
+        """Return the rows' text, and the builder of a tree no deeper than the head drafts."""
+        text, longest = token_rows(tokens, self.device), self.module.settings.longest_draft
+        tree = tree if longest is None else tree.cut(longest)
+        self._has_read = True
+        return text, tree_builder(tree, text.lengths, drawn_by, rng, self.module.output_head(0).vocabulary)
+
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
         """Take the target's states of a round; where something else had drafted, what was not read stays before them."""
         held = self._pending.counts
@@ -175,54 +169,67 @@ class FeatureProposer:
 
     def _place(self, starts: Sequence[int], length: int, attention: TreeAttention | None = None) -> Tensor:
         """Place the next forward in the cache; return its positions `[B, length]`."""
-        self._has_read = True
         self._cache.place(starts, length, self.device, attention)
         if attention is not None:
             return attention.positions_BT
         return on_device(starts, self.device).unsqueeze(1) + torch.arange(length, device=self.device)
 
 
+class ChainHead(HeadModule):
+    """A head that drafts one token after another from its own last state."""
+
+    def read(self, features_BTF: Tensor, ids_BT: Tensor, positions_BT: Tensor, cache: RowCache, depth: int) -> Tensor:
+        """Return the states `[B, T, D]` at placed positions, from features and the tokens after them.
+
+        Args:
+            features_BTF: made of the target's states at depth 0, states that `read` itself returned afterwards.
+            ids_BT: the tokens at `positions_BT + 1`.
+            positions_BT: where the features stand in the text. The cache's `place` was called for them.
+            cache: keys and values of `num_caches` layers.
+            depth: how many drafted tokens lie behind, from 0.
+        """
+        raise NotImplementedError
+
+    def to_head(self, states_BD: Tensor, depth: int) -> Tensor:
+        """Return what the output head reads of states `[..., D]`; by default the states."""
+        return states_BD
+
+    def draft_logits(self, states_BD: Tensor, depth: int) -> Tensor:
+        """Return the logits `[..., W]` of the tokens of a depth."""
+        return self.output_head(depth).logits(self.to_head(states_BD, depth))
+
+
 class FeatureChain(FeatureProposer):
-    """A feature-fed module as a proposer (`heads.proposers.protocol.TreeProposer`)."""
+    """A `ChainHead` as a proposer (`heads.proposers.protocol.TreeProposer`)."""
 
     num_trees = 1
-    module: ChainModule
+    module: ChainHead
 
-    def propose(
-        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
-    ) -> Proposal:
-        text = text_of(tokens, self.device)
-        chain = self.head(0).start_chain(text, sampling, rng, keep_logits=keep_logits)
+    def draft(self, text: TokenRows, chain: ChainBuilder, num_tokens: int) -> None:
         state_BD, ends = self._first_state(text)
         for depth in range(num_tokens):
-            drafted_B = chain.add(self.head(depth).logits(self.module.to_head(state_BD, depth)))
+            drafted_B = chain.add(self.module.draft_logits(state_BD, depth))
             if depth + 1 == num_tokens or chain.finished:
                 break
             state_BD = self._read(state_BD.unsqueeze(1), drafted_B.unsqueeze(1), shifted(ends, depth), depth + 1)[:, 0]
-        return chain.proposal()
 
     def propose_tree(
         self, tokens: Tokens, tree: Tree | DynamicTreeSpec, drawn_by: SamplingConfig | None, rng: CounterRNG
     ) -> Proposal:
-        head, text = self.head(0), text_of(tokens, self.device)
-        builder = tree_builder(tree, text.lengths, drawn_by, rng, head.target_ids, head.scatter)
+        text, builder = self.start_tree(tokens, tree, drawn_by, rng)
         state_BD, ends = self._first_state(text)
         slots, states_BMD, depth = TreeSlots(ends, self.device), state_BD.unsqueeze(1), 0
-        while frontier := builder.add(self.head(depth).logits(self.module.to_head(states_BMD, depth))):
+        while frontier := builder.add(self.module.draft_logits(states_BMD, depth)):
             attention, depth = slots.place(frontier), depth + 1
             states_BMD = frontier.of_origins(states_BMD)
             states_BMD = self._read(states_BMD, frontier.tokens_BM, attention.starts, depth, attention)
         return builder.proposal()
 
-    def head(self, depth: int) -> DraftHead:
-        """Return the output head for the tokens of a depth, counted from 0; all have the same vocabulary."""
-        return self.module.lm_head
-
-    def _first_state(self, text: Text) -> tuple[Tensor, RowNumbers]:
+    def _first_state(self, text: TokenRows) -> tuple[Tensor, RowNumbers]:
         """Read the pending features; return the state `[B, D]` that the first draft comes from, and the positions after it."""
         window = self._pending.read(text)
         states_BTD = self._read(window.features_BTF, window.next_BT, window.first, 0)
-        return states_BTD[torch.arange(len(text), device=self.device), window.last_B], window.ends
+        return window.last(states_BTD), window.ends
 
     def _read(
         self,

@@ -1,12 +1,10 @@
 """Training of block drafters (`heads.families.block.dflash`): where their blocks start, and attention of many blocks at once.
 
-A block's anchor stands at position a = j + 1 of origin j: the pending token, known but not read by the target. Slot s of the
-block (from 1) predicts x_{a+s}, which is depth s - 1 of origin j (`heads.modules.interface`), or, where the anchor's own slot
-drafts too, x_{a+s+1}. Anchors are tokens of the
-target's own, followed by another one. The slots of a block attend to the target's context before the anchor and to all slots
-of their own block, in one softmax, exactly as when drafting; blocks do not see each other.
-B batch, T positions, A blocks (anchors) of a row, S slots of a block, X = A * S, N heads (or anchors of the batch), M key-value
-heads, G = N / M, H head width, C conversations.
+A block's anchor stands at position a = j + 1 of origin j: the pending token, known but not read by the target. Anchors are
+tokens of the target's own, followed by another one. The slots of a block attend to the target's context before the anchor and
+to all slots of their own block, in one softmax, exactly as when drafting; blocks do not see each other.
+B batch, T positions, A blocks (anchors) of a row, S slots of a block, X = A * S, N heads, M key-value heads, G = N / M, H head
+width, C conversations.
 """
 
 from __future__ import annotations

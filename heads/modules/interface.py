@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,10 @@ from transformers import PreTrainedModel
 
 from configs.schema.heads import HeadSettings
 from heads.device import upload
-from heads.frozen.hidden_states import TargetStates
 from heads.frozen.loading import Target
 from heads.inference.media_inputs import MediaInputs, MediaPrompt
 from heads.proposers.protocol import Proposer
-from heads.proposers.vocabulary import DraftVocabulary
+from heads.vocabulary import DraftVocabulary
 
 NO_DOCUMENT = -1
 
@@ -56,10 +55,7 @@ class Batch(NamedTuple):
 
     @property
     def on_host(self) -> Batch:
-        """This batch in host memory: places of labels are looked up there, where nothing waits for a device.
-
-        One that was made on a device is copied, for which the host waits.
-        """
+        """This batch in host memory, where places of labels are looked up; one made on a device is copied, and waited for."""
         if self.origin is not None and all(mine is moved for mine, moved in zip(self, self.origin.moved, strict=False)):
             return self.origin.batch
         return self._made_of([tensor.cpu() for tensor in self[:5]])
@@ -116,6 +112,21 @@ class Normalisers:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Auxiliary:
+    """A further prediction of a depth's tokens, which counts in the loss alone: logits of an earlier stage of the head.
+
+    Args:
+        hidden_ND, logits_of, parameters: as those of a `Depth`, at the same rows.
+        weight: of its divergence, relative to that of the depth's own prediction.
+    """
+
+    hidden_ND: Tensor
+    logits_of: Callable[[Tensor], Tensor]
+    parameters: tuple[Tensor, ...]
+    weight: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Depth:
     """A head's prediction of one future token, at N of the batch's origins.
 
@@ -129,6 +140,7 @@ class Depth:
         row_weights_N: relative weight of single rows; None: all alike.
         confidence_N: logits of the head's own estimate of its acceptance sum_v min(p, q) at each row; None: it makes none.
         confidence_weight: of the estimate's cross-entropy, relative to the divergence.
+        auxiliaries: further predictions in this depth's loss.
     """
 
     hidden_ND: Tensor
@@ -141,25 +153,7 @@ class Depth:
     confidence_N: Tensor | None = None
     confidence_weight: float = 0.0
     columns_of: Callable[[Tensor], tuple[Callable[[Tensor], Tensor], tuple[Tensor, ...]]] | None = None
-
-
-class HeadModule(Protocol):
-    """A head on a frozen target. Implemented by an `nn.Module` whose parameters and buffers are what the artifact holds."""
-
-    @property
-    def settings(self) -> HeadSettings:
-        """How it was built, nothing left open that the target at hand would decide: an artifact rebuilds it from these."""
-
-    @property
-    def taps(self) -> Sequence[int]:
-        """Which of the target's hidden states it reads besides the final one."""
-
-    @property
-    def token_ids_W(self) -> Tensor | None:
-        """The target's id of each draft token; None for the whole vocabulary."""
-
-    def __call__(self, batch: Batch, states: TargetStates) -> list[Depth]:
-        """Return every depth, the nearest token first, given the target's states over the batch."""
+    auxiliaries: tuple[Auxiliary, ...] = ()
 
 
 def _leave_as_built(head: nn.Module, target: PreTrainedModel) -> None:

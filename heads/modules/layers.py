@@ -8,97 +8,33 @@ B batch, T positions, S keys, D width, N heads, M key-value heads, H head width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import LlamaConfig, PreTrainedModel
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from configs.runtime.errors import InputError
-from configs.schema.heads import LayerSettings
+from configs.runtime.errors import ConfigError
 from heads.inference.kv_cache import RowCache
 from heads.modules.attention import Ranges, read_ranges
-from heads.modules.checkpointing import HeadLayer
-from heads.modules.target_sizes import longest_text, mlp_width, number_of
+from heads.modules.layer_shape import LayerShape
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, [B, T, H]
-# Kinds of rotary embeddings whose frequencies do not depend on the text's length, which a cache of rotated keys needs.
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerShape:
-    """Sizes of a draft layer."""
+class HeadLayer(GradientCheckpointingLayer):
+    """A part of a head that runs as one under activation checkpointing, and a unit of FSDP2.
 
-    width: int
-    mlp_width: int
-    num_heads: int
-    num_key_value_heads: int
-    head_width: int
-    norm_epsilon: float
-    rope_theta: float
-    max_positions: int
-    rope_scaling: Mapping[str, Any] | None = None  # further rope parameters than theta; None: plain rotary embeddings
-
-    def llama_config(self) -> LlamaConfig:
-        """Return the config of a Llama layer of this shape."""
-        return LlamaConfig(
-            hidden_size=self.width,
-            intermediate_size=self.mlp_width,
-            num_attention_heads=self.num_heads,
-            num_key_value_heads=self.num_key_value_heads,
-            head_dim=self.head_width,
-            rms_norm_eps=self.norm_epsilon,
-            max_position_embeddings=self.max_positions,
-            rope_parameters=self.rope_parameters,
-        )
-
-    @property
-    def rope_parameters(self) -> dict[str, Any]:
-        """What describes the rotary embedding, as configs of transformers spell it."""
-        return {"rope_type": "default"} | dict(self.rope_scaling or {}) | {"rope_theta": self.rope_theta}
-
-
-def shape_like(target: PreTrainedModel) -> LayerShape:
-    """Return the shape of the target's own blocks, whatever its family calls the numbers."""
-    config = target.config.get_text_config()
-    num_heads = number_of(config, "num_attention_heads") or 1
-    rope = getattr(config, "rope_parameters", None) or {}
-    nested = rope.get("full_attention")  # Gemma keeps one set of parameters for each kind of layer
-    theta = (nested if isinstance(nested, dict) else rope).get("rope_theta", 10_000.0)
-    return LayerShape(
-        width=config.hidden_size,
-        mlp_width=mlp_width(target),
-        num_heads=num_heads,
-        num_key_value_heads=number_of(config, "num_key_value_heads") or num_heads,
-        head_width=number_of(config, "head_dim") or config.hidden_size // num_heads,
-        norm_epsilon=getattr(config, "rms_norm_eps", None) or getattr(config, "layer_norm_eps", None) or 1e-5,
-        rope_theta=theta,
-        max_positions=longest_text(config),
-    )
-
-
-def layer_shape(target: PreTrainedModel, settings: LayerSettings | None) -> LayerShape:
-    """Return the shape of a head's layers: the target's, with the sizes that the settings name.
-
-    Raises:
-        InputError: heads that cannot share keys, or rotary embeddings of a kind that heads do not have.
+    Checkpointed, it keeps its inputs for the backward and runs again there. Keys that it hands on to later depths are its
+    output too, and are kept; what it notes for later (`heads.families.eagle3.UnrolledKeys`) it notes again, the same.
     """
-    own = shape_like(target)
-    if settings is None:
-        return own
-    shape = replace(own, **{name: value for name, value in settings.model_dump().items() if value is not None})
-    if shape.num_heads % shape.num_key_value_heads or shape.width % shape.num_heads:
-        raise InputError(
-            f"head.layer: {shape.num_heads} heads and {shape.num_key_value_heads} key-value heads at width {shape.width}; "
-            "num_heads must be a multiple of num_key_value_heads, the width one of num_heads"
-        )
-    if (kind := shape.rope_parameters["rope_type"]) not in ROPE_TYPES:
-        raise InputError(f"head.layer.rope_scaling: rotary embeddings of type {kind}; heads have {', '.join(ROPE_TYPES)}")
-    return shape
+
+    _gradient_checkpointing_func: Callable[..., Any]
 
 
 class Rotary(nn.Module):
@@ -215,3 +151,19 @@ class DraftLayer(HeadLayer):
         """Return the states after this layer."""
         states_BTD = states_BTD + keys.attend(self.self_attn, self.input_layernorm(states_BTD), rotation)
         return states_BTD + self.mlp(self.post_attention_layernorm(states_BTD))
+
+
+def checkpoint_activations(draft: nn.Module) -> None:
+    """Turn activation checkpointing on for the training of a head or a draft LM.
+
+    Raises:
+        ConfigError: the draft LM is of a family whose blocks transformers cannot run again.
+    """
+    if isinstance(draft, PreTrainedModel):
+        if not draft.supports_gradient_checkpointing:
+            raise ConfigError(f"schedule.activation_checkpointing: {type(draft).__name__} has none; set it to null")
+        draft.activation_checkpointing_enable()
+    for layer in draft.modules():
+        if isinstance(layer, HeadLayer):
+            layer.gradient_checkpointing = True
+            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)

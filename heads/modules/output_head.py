@@ -8,7 +8,7 @@ B batch, N rows, D width, W draft vocabulary, V target vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -16,15 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from configs.schema.decoding import SamplingConfig
+from configs.schema.heads import HeadSettings
+from heads.frozen.hidden_states import TargetStates
 from heads.inference.causal_lm import HeadRows, head_logits, head_rows
-from heads.modules.interface import Depth
-from heads.modules.target_sizes import check_widths
-from heads.proposers.chain_builder import ChainBuilder
-from heads.proposers.protocol import Tokens
-from heads.proposers.vocabulary import DraftVocabulary, scatter_rows
-from heads.sampling.counter_rng import CounterRNG
-from heads.sampling.uploads import text_of
+from heads.modules.interface import Batch, Depth
+from heads.modules.layer_shape import check_widths
+from heads.vocabulary import DraftVocabulary
 
 
 class DraftHead(nn.Module):
@@ -49,6 +46,7 @@ class DraftHead(nn.Module):
     ) -> None:
         super().__init__()
         self._target = (target,)  # in a tuple: neither trained nor saved with the head
+        self._vocabulary: DraftVocabulary | None = None
         self._cast: tuple[object, Tensor] | None = None  # the frozen weight in autocast's dtype, and what it was made of
         self.vocab_size = target.config.get_text_config().vocab_size
         ids_W = None if vocabulary is None else vocabulary.token_ids_W.to(target.device)
@@ -78,7 +76,9 @@ class DraftHead(nn.Module):
         """The tokens it can propose; None: all of the target's."""
         if self.token_ids is None:
             return None
-        return DraftVocabulary(token_ids_W=self.token_ids, target_vocab_size=self.vocab_size)
+        if self._vocabulary is None or self._vocabulary.token_ids_W is not self.token_ids:  # else its checks wait each time
+            self._vocabulary = DraftVocabulary(token_ids_W=self.token_ids, target_vocab_size=self.vocab_size)
+        return self._vocabulary
 
     @property
     def config(self) -> object:
@@ -116,16 +116,10 @@ class DraftHead(nn.Module):
         some = HeadRows(self.config, self._as_autocast(weight_WD)[places_S], None if bias_W is None else bias_W[places_S])
         return some.logits, some.parameters
 
-    def start_chain(self, tokens: Tokens, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool) -> ChainBuilder:
-        """Return the builder of a chain of drafts after the rows' tokens, made of this head's logits."""
-        device = self._target[0].device
-        lengths = text_of(tokens, device).lengths
-        return ChainBuilder(lengths, sampling, rng, device, self.target_ids, self.scatter, keep_logits=keep_logits)
-
     @property
     def num_tokens(self) -> int:
         """The size of the draft vocabulary, W."""
-        return self._weights()[0].shape[0]
+        return self.vocab_size if self.token_ids is None else len(self.token_ids)
 
     def keep(self, token_ids: Tensor) -> None:
         """Leave only these of the target's ids, each now in the vocabulary, in place. What the head was trained to say of
@@ -139,14 +133,6 @@ class DraftHead(nn.Module):
                 delattr(self, name)
                 self.register_buffer(name, value.detach()[places_S].clone())
         self.token_ids, self._cast = ids_W[places_S], None
-
-    def target_ids(self, drafted: Tensor) -> Tensor:
-        """Return the target's ids of draft tokens."""
-        return drafted if self.token_ids is None else self.token_ids[drafted]
-
-    def scatter(self, values_BW: Tensor, fill: float) -> Tensor:
-        """Return values over the draft vocabulary at their places in the target's, `fill` elsewhere."""
-        return values_BW if self.token_ids is None else scatter_rows(values_BW, self.token_ids, self.vocab_size, fill)
 
     def _as_autocast(self, weight_WD: Tensor) -> Tensor:
         """Return a frozen weight in autocast's dtype, cast once: a loss asks for logits some rows at a time."""
@@ -176,10 +162,16 @@ def cast_anew(weight: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if is_cast else None
 
 
-class HeadBase(nn.Module):
-    """What heads share: a target, in a tuple so that it is neither trained nor saved with the head, and an output head."""
+class HeadModule(nn.Module):
+    """A head on a frozen target, whose parameters and buffers are what the artifact holds.
 
+    The target is kept in a tuple, so that it is neither trained nor saved with the head.
+    """
+
+    settings: HeadSettings  # with nothing left open that the target decides: an artifact is rebuilt from these
     lm_head: DraftHead
+    taps: Sequence[int] = ()  # the target's hidden states that it reads besides the final one
+    num_caches = 0  # layers whose keys and values are kept while drafting
     unrolls_layers = False  # whether a forward in training runs a layer several times
 
     def __init__(self, target: PreTrainedModel) -> None:
@@ -187,10 +179,27 @@ class HeadBase(nn.Module):
         check_widths(target)
         self._target = (target,)
 
+    def forward(self, batch: Batch, states: TargetStates) -> list[Depth]:
+        """Return every depth, the nearest token first, given the target's states over the batch."""
+        raise NotImplementedError
+
+    def features(self, states: TargetStates) -> Tensor:
+        """Return what the head reads of the target's states, `[B, T, F]`; by default the final ones in its own dtype."""
+        return states.final_BTE.to(self.dtype)
+
     @property
     def token_ids_W(self) -> Tensor | None:
         """The target's id of each draft token; None for the whole vocabulary."""
-        return self.lm_head.token_ids
+        return self.output_head(0).token_ids
+
+    def output_head(self, depth: int) -> DraftHead:
+        """Return the output head for the tokens of a depth, counted from 0; all have the same vocabulary."""
+        return self.lm_head
+
+    def at_depth(self, depth: int, hidden_ND: Tensor, origins_N: Tensor, *, row_weights_N: Tensor | None = None) -> Depth:
+        """Return the `Depth` of the tokens at a depth, weighted by the settings' `depth_decay`; see `DraftHead.at_depth`."""
+        weight = self.settings.depth_decay**depth
+        return self.output_head(depth).at_depth(depth, hidden_ND, origins_N, weight=weight, row_weights_N=row_weights_N)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -72,8 +72,8 @@ class CacheLayer:
         return self.cache.update_indexer(index_keys_BTH, self.number)
 
 
-class Surroundings:
-    """What the target puts around one of its blocks.
+class BlockContext:
+    """What one of the target's blocks needs to run apart: its rotary embedding, its kind of attention and its window.
 
     The block's number, from 0, decides the kind of attention where there are several.
 

@@ -2,7 +2,3 @@
 
 Enter at `Proposer`, which every draft implements; its `propose` returns a `Proposal`.
 """
-
-from heads.proposers.protocol import Proposal, Proposer
-
-__all__ = ["Proposal", "Proposer"]

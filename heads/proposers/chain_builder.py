@@ -1,15 +1,14 @@
 """A chain of drafts from a family's logits: the choice of each token, and the distribution it was drawn from.
 
-Every family drafts through this, so that verification gets the very distribution that was drawn from, over the target's ids,
-that draws use `Role.DRAFT` in the round named by the row's length, and that each row ends by the decoder's stopping rule
-(`heads.proposers.draft_length`). A family that drafts one token after another stops when all rows are `finished`; one that has
-all distributions from a single forward adds them all, and the rule decides which of them are drafts.
+Every family drafts through this, so that verification gets the very distribution that was drawn from, draws use `Role.DRAFT` in
+the round named by the row's length, and each row ends by the decoder's stopping rule. A family that drafts one token after
+another stops when all rows are `finished`; one that has all distributions from a single forward adds them all.
 B batch, G drafts, W draft vocabulary, V target vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,9 +19,8 @@ from heads.proposers.draft_length import reads_estimate, rule_for, sampling_for_
 from heads.proposers.protocol import Proposal
 from heads.sampling.counter_rng import CounterRNG, Role
 from heads.sampling.probabilities import draw, greedy_token, token_probabilities
-from heads.sampling.uploads import RowNumbers, on_device
-
-Scatter = Callable[[Tensor, float], Tensor]
+from heads.uploads import RowNumbers, on_device
+from heads.vocabulary import DraftVocabulary, over_target, target_ids
 
 
 class ChainBuilder:
@@ -31,8 +29,7 @@ class ChainBuilder:
     Args:
         lengths: tokens by row, the pending one included; the first draft stands at that position.
         sampling: the distribution to draft by, and when to stop.
-        target_ids: the target's ids of draft tokens.
-        scatter: puts values of the draft vocabulary at their ids in the target's.
+        vocabulary: the tokens that logits are over; None: the target's.
     """
 
     def __init__(
@@ -41,13 +38,12 @@ class ChainBuilder:
         sampling: SamplingConfig,
         rng: CounterRNG,
         device: torch.device,
-        target_ids: Callable[[Tensor], Tensor],
-        scatter: Scatter,
+        vocabulary: DraftVocabulary | None,
         *,
         keep_logits: bool,
     ) -> None:
         self.sampling, self.rng, self.keep_logits = sampling, rng, keep_logits
-        self.target_ids, self.scatter = target_ids, scatter
+        self.vocabulary = vocabulary
         self.lengths, self.device = lengths, device
         self._rule, self._by_estimate = rule_for(sampling), reads_estimate(sampling)
         self._open_B = torch.ones(len(self.lengths), dtype=torch.bool, device=device)  # rows that still draft
@@ -74,21 +70,21 @@ class ChainBuilder:
             probs_BW = token_probabilities(logits_BW, sampling_for_stopping(self.sampling))
             self._decide(probs_BW, estimate_B)
         if greedy:
-            drafted_B = self.target_ids(greedy_token(logits_BW))
+            drafted_B = target_ids(self.vocabulary, greedy_token(logits_BW))
         else:
             drafted_B = self._drawn(step, probs_BW)
-            self._distributions.append(self.scatter(probs_BW, 0.0))
+            self._distributions.append(over_target(self.vocabulary, probs_BW, 0.0))
         self._drafted.append(drafted_B)
         if self.keep_logits:
-            self._logits.append(self.scatter(logits_BW, float("-inf")))
+            self._logits.append(over_target(self.vocabulary, logits_BW, float("-inf")))
         if estimate_B is not None:
             self._estimates.append(estimate_B)
         return drafted_B
 
-    def foresee(self, logits_BGW: Tensor) -> Tensor:
+    def peek(self, logits_BGW: Tensor) -> Tensor:
         """Return the target's ids `[B, G]` that `add` would choose from these logits for the first G drafts; adds none."""
         if self.sampling.temperature == 0:
-            return self.target_ids(greedy_token(logits_BGW))
+            return target_ids(self.vocabulary, greedy_token(logits_BGW))
         probs_BGW = token_probabilities(logits_BGW, self.sampling)
         return torch.stack([self._drawn(step, probs_BW) for step, probs_BW in enumerate(probs_BGW.unbind(1))], 1)
 
@@ -115,7 +111,7 @@ class ChainBuilder:
     def _drawn(self, step: int, probs_BW: Tensor) -> Tensor:
         first_B1 = on_device(self.lengths, self.device).unsqueeze(1)
         uniform_B = self.rng.uniform(Role.DRAFT, first_B1 + step, first_B1).squeeze(1)
-        return self.target_ids(draw(probs_BW, uniform_B))
+        return target_ids(self.vocabulary, draw(probs_BW, uniform_B))
 
     def _decide(self, probs_BW: Tensor, estimate_B: Tensor | None) -> None:
         if self._rule is None:

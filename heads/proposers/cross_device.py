@@ -2,9 +2,7 @@
 
 A round takes two transfers, whatever the number of drafts: the tokens to read, and the proposal. Random numbers are functions
 of counters, the same on either device. For drafts that read tokens only: heads share the target's embedding and output head.
-**Not run on two accelerators yet.** Tested is that the proposals are those of the draft itself with both on the same device, so
-are tokens with the draft on a CPU and the target on a mock device, and that every tensor between the two goes through
-`transfer`. Left out: drafting ahead while the target verifies (PEARL).
+**Not run on two accelerators yet.** Left out: drafting ahead while the target verifies (PEARL).
 """
 
 from __future__ import annotations

@@ -1,20 +1,16 @@
 """How many tokens to draft: rules that end a round's draft early, row by row, and leave the output's distribution alone.
 
-A rule sees each distribution before a token is drawn from it, or what the draft by then expects of its acceptance (an estimate
-that a head makes of its own state and the tokens before), and never the token. It says whether a token of this distribution
-is worth one of the target's rows, and whether a further draft step after it is worth its time. Why never the token: let p = q
-put 1/2 on each of a and b, and let b be dropped when it is drawn. Then a comes out with probability 1/2 + 1/2 * 1/2 = 3/4. A
-token once drawn therefore stays in the block, whatever its own probability. A rule may depend on the tokens drafted before:
-those are in the block already.
+A rule sees each distribution before a token is drawn from it, or the draft's own estimate of its acceptance, and never the
+token. It says whether a token of this distribution is worth one of the target's rows, and whether a further draft step is worth
+its time. A rule that saw the token would bias the output: let p = q put 1/2 on each of a and b, and drop b when it is drawn;
+then a comes out with probability 1/2 + 1/2 * 1/2 = 3/4. Tokens drafted earlier may be seen, since they are in the block.
 
-Why that is enough, for token-wise rejection: given that the drafts before position i were kept, both "draw from q_i, test,
-take the residual" and "draft nothing, take the target's own token" put p_i there, so the choice between the two may depend on
-anything known by then. For block verification: the chance that a prefix is kept, given its tokens, is its P_i (see
-`eval.decoder.chain_rules`) wherever drafting went on behind it, by induction from the end, and P_i by definition where it did
-not. `tests/eval/decoder/test_stopping.py` enumerates it.
+This is enough for token-wise rejection: given that the drafts before position i were kept, both "draw from q_i, test, take the
+residual" and "draft nothing, take the target's own token" put p_i there. For block verification the chance that a prefix is
+kept, given its tokens, is its P_i (`eval.decoder.chain_rules`), by induction from the end where drafting went on and by
+definition where it did not. `tests/eval/decoder/test_stopping.py` enumerates both.
 
-Rows decide for themselves, so that a request gets the same tokens in any batch; the draft runs on until its last row stops.
-Left out on purpose: rules that change from round to round with what was accepted, which need the order of work to be fixed.
+Rows decide for themselves, so that a request gets the same tokens in any batch.
 B batch, V vocabulary of the draft, K further drafts.
 """
 
@@ -29,7 +25,7 @@ from torch import Tensor
 
 from configs.schema.decoding import DecodeConfig, SamplingConfig
 from configs.schema.drafting import CalibrationPoint, ConfidenceStopping, CostStopping, EntropyStopping
-from heads.sampling.uploads import constant
+from heads.uploads import constant
 
 
 class StopDecision(NamedTuple):
@@ -108,11 +104,9 @@ class CostRule:
 
         W_i(k) = A_i (a + ... + a^k) - rho (k d + t(i + 1 + k) - t(i + 1)),    W_i = max(0, max_k W_i(k)).
 
-    Once distribution i is known, its step is paid for. Its token is drafted if A_i - rho (t(i + 1) - t(i)) + W_i > 0, and a
-    further step follows if W_i > 0. The maximum over k looks across the stairs that t(n) has on real machines. W_i is what
-    going on is worth if later distributions are then ignored, so the rule is one step of policy improvement over the fixed
-    lengths, and with true costs, calibration and a (of distributions independent of one another) worth no less than the best
-    of them. Left out: the value of being able to stop later, which depends on the distribution of confidences.
+    The step of distribution i is paid for once it is known. Its token is drafted if A_i - rho (t(i + 1) - t(i)) + W_i > 0, and
+    a further step follows if W_i > 0. The maximum over k looks across the stairs that t(n) has on real machines. The rule is
+    one step of policy improvement over the fixed lengths: with true costs it is worth no less than the best of them.
     """
 
     def __init__(self, costs: CostStopping, num_drafts: int) -> None:

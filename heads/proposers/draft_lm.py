@@ -1,6 +1,6 @@
 """The independent draft: a small causal LM with the target's tokenizer, decoding with its own key-value cache.
 
-It may have a reduced vocabulary (`heads.proposers.vocabulary`); its proposals are in the target's ids.
+It may have a reduced vocabulary (`heads.vocabulary`); its proposals are in the target's ids.
 
 After a fully accepted round its cache lacks the last draft, which it never had to read; the next round's first forward reads
 that token and the pending one together, so no round pays an extra forward. So it does with what others have drafted.
@@ -22,10 +22,10 @@ from heads.inference.kv_cache import RowCache
 from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.protocol import Proposal, Tokens
 from heads.proposers.tree_builder import TreeSlots, tree_builder
-from heads.proposers.vocabulary import DraftVocabulary
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree
-from heads.sampling.uploads import Text, shifted, text_of
+from heads.uploads import TokenRows, shifted, token_rows
+from heads.vocabulary import DraftVocabulary
 
 
 class DraftLM:
@@ -63,11 +63,9 @@ class DraftLM:
     def propose(
         self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
     ) -> Proposal:
-        text = text_of(tokens, self.model.device)
+        text = token_rows(tokens, self.model.device)
         lengths = text.lengths
-        chain = ChainBuilder(
-            lengths, sampling, rng, self.model.device, self._target_ids, self._scatter, keep_logits=keep_logits
-        )
+        chain = ChainBuilder(lengths, sampling, rng, self.model.device, self.vocabulary, keep_logits=keep_logits)
         hidden_BD = self._read_text(text)
         for step in range(num_tokens):
             drafted_B = chain.add(head_logits(self.model, hidden_BD)[:, : self.vocab_size])
@@ -82,9 +80,9 @@ class DraftLM:
     def propose_tree(
         self, tokens: Tokens, tree: Tree | DynamicTreeSpec, drawn_by: SamplingConfig | None, rng: CounterRNG
     ) -> Proposal:
-        text = text_of(tokens, self.model.device)
+        text = token_rows(tokens, self.model.device)
         lengths = text.lengths
-        builder = tree_builder(tree, lengths, drawn_by, rng, self._target_ids, self._scatter)
+        builder = tree_builder(tree, lengths, drawn_by, rng, self.vocabulary)
         slots = TreeSlots(lengths, self.model.device)
         hidden_BMD = self._read_text(text).unsqueeze(1)
         while frontier := builder.add(head_logits(self.model, hidden_BMD)[..., : self.vocab_size]):
@@ -109,7 +107,7 @@ class DraftLM:
         self._cached = [self._cached[row] for row in rows]
         self._proposed_from = [self._proposed_from[row] for row in rows]
 
-    def _read_text(self, text: Text) -> Tensor:
+    def _read_text(self, text: TokenRows) -> Tensor:
         """Read the tokens that the cache lacks; return the state `[B, D]` after each row's last.
 
         A row that lacks fewer than another is padded at its end, where its drafts overwrite the padding. Tokens that were read
@@ -134,9 +132,3 @@ class DraftLM:
             starts = [start + len(piece) for start, piece in zip(starts, pieces, strict=True)]
         assert hidden_BD is not None, "the pending token is never in the cache"
         return hidden_BD
-
-    def _target_ids(self, drafted_B: Tensor) -> Tensor:
-        return drafted_B if self.vocabulary is None else self.vocabulary.token_ids_W[drafted_B]
-
-    def _scatter(self, values_BW: Tensor, fill: float) -> Tensor:
-        return values_BW if self.vocabulary is None else self.vocabulary.scatter(values_BW, fill)

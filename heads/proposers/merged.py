@@ -1,13 +1,11 @@
 """Several drafts as one: a lookup before a draft in chains, or the trees of all merged into one that holds each path once.
 
-`LookupFirst` drafts by one of the two for each row and round: by the lookup where that has found a match, else by the draft.
-The choice is made by the committed text alone, before anything is drawn, so each round is lossless by the rule that verifies
-its drafts; a lookup's are a point mass.
+`LookupFirst` drafts each row by the lookup where that has found a match, else by the draft. The choice depends on the committed
+text alone, so each round is lossless by the rule that verifies its drafts; a lookup's are a point mass.
 
-`MergedDrafts` asks all of them. Each proposes the requested tree, or a chain where it has no trees. The target verifies all of
-them in one forward, and `commit` tells every draft the accepted path, whichever had drafted it. Siblings are in the order of
-the drafts. Trees are not drawn, since each token would have to be verified by its own draft's distribution: at a temperature
-above 0 they are verified by sample-and-match. Merging is done on the host and costs a transfer a draft, but none for a lookup.
+`MergedDrafts` asks every draft for the requested tree, or for a chain where it has no trees, and merges them on the host. The
+target verifies all in one forward. Trees are not drawn, since each token would have to be verified by its own draft's
+distribution: at a temperature above 0 they are verified by sample-and-match.
 B batch, G drafts, V vocabulary.
 """
 
@@ -35,7 +33,7 @@ from heads.proposers.protocol import (
 )
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree
-from heads.sampling.uploads import RowNumbers, on_device, text_of
+from heads.uploads import RowNumbers, on_device, token_rows
 
 Nodes = tuple[list[int], list[int]]  # tokens, and the row that each continues
 MOST_BEHIND = 64  # tokens that a draft may have left unread; a text that is copied may go on for thousands
@@ -66,7 +64,7 @@ class LookupFirst:
     def propose(
         self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
     ) -> Proposal:
-        text = text_of(tokens, self.lookup.device)
+        text = token_rows(tokens, self.lookup.device)
         found = self.lookup.look_up(text, num_tokens)
         by_lookup = [bool(drafts) for drafts in found]
         behind = max(len(row) - read for row, read in zip(tokens, self._read, strict=True))
@@ -129,7 +127,7 @@ class MergedDrafts:
     ) -> Proposal:
         if drawn_by is not None:
             raise InputError("the tokens of several drafts cannot be drawn: set verification to match")
-        text = text_of(tokens, self.device)
+        text = token_rows(tokens, self.device)
         by_row = zip(*(_most_probable(draft, text, tree, rng) for draft in self.drafts), strict=True)
         merged = [merge(nodes) for nodes in by_row]
         ids, parents = text.uploads.rows([row for row, _ in merged]), text.uploads.rows([row for _, row in merged], fill=-1)
@@ -185,21 +183,21 @@ def _chosen(found_BG: Tensor, found_counts: RowNumbers, own: Proposal, by_lookup
     )
     width = max(num_drafted)
 
-    def widened(values_BGV: Tensor | None) -> Tensor | None:
-        if values_BGV is None:
-            return None
-        padded_BGV = functional.pad(values_BGV, (0, 0, 0, max(0, width - values_BGV.shape[1])))[:, :width]
-        return padded_BGV.masked_fill(by_lookup_B[:, None, None], 0.0)
+    def as_wide(values_BGX: Tensor) -> Tensor:
+        padding = (0, 0) * (values_BGX.ndim - 2) + (0, max(0, width - values_BGX.shape[1]))
+        return functional.pad(values_BGX, padding)[:, :width]
 
-    def as_wide(values_BG: Tensor) -> Tensor:
-        return functional.pad(values_BG, (0, max(0, width - values_BG.shape[1])))[:, :width]
+    def of_draft(values_BGX: Tensor | None) -> Tensor | None:
+        if values_BGX is None:
+            return None
+        return as_wide(values_BGX).masked_fill(by_lookup_B.view(-1, *[1] * (values_BGX.ndim - 1)), 0)
 
     return Proposal(
         tokens_BG=torch.where(by_lookup_B.unsqueeze(1), as_wide(found_BG), as_wide(own.tokens_BG)),
         num_drafted=num_drafted,
-        probs_BGV=widened(own.probs_BGV),
-        logits_BGV=widened(own.logits_BGV),
-        estimates_BG=None if own.estimates_BG is None else as_wide(own.estimates_BG),
+        probs_BGV=of_draft(own.probs_BGV),
+        logits_BGV=of_draft(own.logits_BGV),
+        estimates_BG=of_draft(own.estimates_BG),
         by_lookup=by_lookup,
     )
 

@@ -11,25 +11,20 @@ from itertools import cycle, islice
 
 import torch
 
-from configs.schema.decoding import SamplingConfig
 from heads.frozen.hidden_states import TargetStates
-from heads.proposers.protocol import Proposal, Tokens, deterministic_proposal
-from heads.sampling.counter_rng import CounterRNG
-from heads.sampling.uploads import text_of
+from heads.proposers.protocol import LooksUp, Tokens
 
 
-class PromptLookup:
-    """Prompt lookup as a proposer (`heads.proposers.protocol.LooksUp`).
+class PromptLookup(LooksUp):
+    """Prompt lookup as a proposer.
 
     Args:
         longest, shortest: tokens in the longest n-gram looked up; shorter ones down to `shortest` are tried when it has not
             occurred.
     """
 
-    taps: Sequence[int] = ()
-
     def __init__(self, device: torch.device, longest: int = 3, shortest: int = 1) -> None:
-        self.device = device
+        super().__init__(device)
         self.longest, self.shortest = longest, shortest
         self._indices: list[dict[tuple[int, ...], int]] = []  # by row: n-gram -> position after its latest occurrence
         self._indexed: list[int] = []  # by row: positions whose n-grams are in the index
@@ -38,17 +33,8 @@ class PromptLookup:
         self._indices = [{} for _ in tokens]
         self._indexed = [0] * len(tokens)
 
-    def propose(
-        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
-    ) -> Proposal:
-        text = text_of(tokens, self.device)
-        return deterministic_proposal(self.look_up(text, num_tokens), self.device, text.uploads)
-
     def look_up(self, tokens: Tokens, num_tokens: int) -> list[list[int]]:
         return [self._continue(row, number, num_tokens) for number, row in enumerate(tokens)]
-
-    def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
-        """Do nothing: the index is updated from the committed tokens."""
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         self._indices = [self._indices[row] for row in rows]

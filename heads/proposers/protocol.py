@@ -20,9 +20,9 @@ from heads.inference.kv_cache import RowCache
 from heads.inference.media_inputs import MediaInputs
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention
-from heads.sampling.uploads import Uploads
+from heads.uploads import Uploads, token_rows
 
-# Committed ids by row: prompt and answer so far, the pending token last. The decoder's are a `heads.sampling.uploads.Text`, by
+# Committed ids by row: prompt and answer so far, the pending token last. The decoder's are a `heads.uploads.TokenRows`, by
 # which a draft's numbers reach the device along with the decoder's.
 Tokens = Sequence[Sequence[int]]
 
@@ -35,15 +35,15 @@ class Proposal:
         tokens_BG: drafted ids; only the first `num_drafted[b]` of row b count.
         num_drafted: drafts by row, 0..G.
         probs_BGV: for a chain, the distribution each token was drawn from; None: deterministic (a point mass on the token).
-        logits_BGV: the raw logits of these distributions, where `propose` was called with `keep_logits` and the draft has any.
+        logits_BGV: the raw logits of these distributions, where `keep_logits` asked for them and the draft has any.
         parents_BN: for a tree, the target's row that each draft continues (`heads.sampling.token_tree`), -1 for one that does
             not count; siblings in the order of their ranks. None: a chain.
-        probs_BKV: for a tree, the distribution that the children of each row were drawn from, as its `candidates` say; rows
-            without children are not read. None: deterministic.
-        estimates_BG: for a chain, the draft's own estimate of the chance that each token is accepted where those before it
-            are, made before the token was drawn; None: it makes none.
-        by_lookup: for a chain of several drafts, 1 where a row's were looked up in a text: each is then a point mass, and the
-            row's `probs_BGV`, `logits_BGV` and `estimates_BG` mean nothing. None: no row's were.
+        probs_BKV: for a tree, the distribution that the children of each row were drawn from; rows without children are not
+            read. None: deterministic.
+        estimates_BG: for a chain, the draft's own estimate that each token is accepted where those before it are, made before
+            the token was drawn; None: it makes none.
+        by_lookup: for a chain of several drafts, 1 where a row's were looked up: each is then a point mass, and the row's
+            probabilities, logits and estimates mean nothing. None: no row's were.
     """
 
     tokens_BG: Tensor
@@ -57,11 +57,7 @@ class Proposal:
 
 
 def deterministic_proposal(drafts: Sequence[Sequence[int]], device: torch.device, uploads: Uploads | None = None) -> Proposal:
-    """Return a proposal of these ids by row, without distributions, as wide as the longest.
-
-    Args:
-        uploads: of the text that is continued (`heads.sampling.uploads.Text`); None: the ids go to the device by themselves.
-    """
+    """Return a proposal of these ids by row, without distributions; they go to the device by the uploads of the text."""
     uploads = Uploads(device) if uploads is None else uploads
     num_drafted, tokens = uploads.numbers([len(draft) for draft in drafts]), uploads.rows(drafts)
     return Proposal(tokens_BG=tokens.tensor, num_drafted=num_drafted)
@@ -94,10 +90,8 @@ class Proposer(Protocol):
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
         """Take note of how many drafts each row accepted; the target then added one token of its own.
 
-        The decoder's numbers are on the device too (`heads.sampling.uploads.RowNumbers`), and so are `keep_rows`'s.
-
-        They need not be this draft's: another may have drafted for the row (`heads.proposers.merged`), and this one may not
-        have been asked in the round. They are in the tokens of the next `propose`.
+        Another draft may have made them (`heads.proposers.merged`); they are in the tokens of the next `propose`. The decoder's
+        numbers are on the device too (`heads.uploads.RowNumbers`), and so are `keep_rows`'s.
 
         Args:
             states: the target's at the once pending token and the drafts, `[B, 1 + G, ...]`; the first 1 + `num_accepted[b]`
@@ -116,14 +110,26 @@ class LearningProposer(Proposer, Protocol):
         """Add the tokens of a finished answer to its memory. Must not be called while a batch is being decoded."""
 
 
-@runtime_checkable
-class LooksUp(Proposer, Protocol):
-    """A draft that copies from texts on the host and reads no states."""
+class LooksUp(Proposer):
+    """Base of the proposers that copy from texts on the host and read no states."""
 
-    device: torch.device
+    taps: Sequence[int] = ()
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
     def look_up(self, tokens: Tokens, num_tokens: int) -> list[list[int]]:
         """Return up to `num_tokens` drafts by row, on the host; `propose` returns the same as a proposal."""
+        raise NotImplementedError
+
+    def propose(
+        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
+    ) -> Proposal:
+        text = token_rows(tokens, self.device)
+        return deterministic_proposal(self.look_up(text, num_tokens), self.device, text.uploads)
+
+    def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
+        """Do nothing: the accepted tokens are read from the text in the next round."""
 
 
 @runtime_checkable

@@ -1,11 +1,10 @@
-"""Self-speculation: the target's own first blocks draft for it, with its final norm and head (early exit, as in LayerSkip).
+"""The target's own first blocks as a draft: early exit, as in LayerSkip (arXiv 2404.16710). Nothing is trained or copied.
 
-Nothing is trained or copied. `early_exit` returns a causal LM for `heads.proposers.draft_lm.DraftLM`, which has a cache of its
-own. `SharedBlocks` write into the target's cache, and verification continues from what drafting has computed
-(`heads.proposers.protocol.TargetReader`): the prompt is read once, and a round of G drafts takes G + 1 rows through the first
-blocks in place of 2 G + 1. `SelfSpeculation` drafts with them; what is trained for the exit is in `heads.families.early_exit`.
-Left out on purpose: blocks skipped in the middle.
-B batch, T tokens, G drafts, K = G + 1, E width of the target, V vocabulary.
+`early_exit` returns a causal LM of them, with the target's final norm and head, for `heads.proposers.draft_lm.DraftLM`.
+`SharedBlocks` write into the target's cache, and verification continues from what drafting has computed: the prompt is read
+once, and a round of G drafts takes G + 1 rows through the first blocks in place of 2 G + 1. What is trained for the exit is in
+`heads.families.early_exit`.
+B batch, T tokens, E width of the target.
 """
 
 from __future__ import annotations
@@ -20,19 +19,15 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from configs.runtime.errors import InputError, first_line
-from configs.schema.decoding import SamplingConfig
 from heads.frozen.block_config import config_of_blocks
 from heads.frozen.hidden_states import TargetStates, block_list, blocks, forward_states, num_blocks, tapped
 from heads.frozen.model_class import causal_config
-from heads.inference.causal_lm import forward_rows, head_logits, new_cache, read_documents
+from heads.inference.causal_lm import forward_rows, new_cache, read_documents
 from heads.inference.kv_cache import RowCache
 from heads.inference.media_inputs import MediaInputs
 from heads.inference.model_checks import check_on_probe, probe_ids, relative_error
-from heads.proposers.chain_builder import ChainBuilder
-from heads.proposers.protocol import Proposal, Tokens
-from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import TreeAttention
-from heads.sampling.uploads import shifted, text_of
+from heads.uploads import shifted
 
 
 def early_exit(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
@@ -117,63 +112,19 @@ class SharedBlocks:
         if self._cache is not None and (cache := self._cache()) is not None:
             cache.hold(starts)
 
-    def read(self, ids_BT: Tensor, starts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Run the first blocks on the next drafted tokens; return the states that the target's head reads, and those before
-        its final norm, `[B, T, E]` each.
-        """
-        return self._read(ids_BT, starts, self._exits), self._exits[-1]
+    def read(self, ids_BT: Tensor, starts: Sequence[int]) -> Tensor:
+        """Run the first blocks on the next drafted tokens; return the states after them, `[B, T, E]`."""
+        return self._read(ids_BT, starts, self._exits)
 
     def _read(self, ids_BT: Tensor, starts: Sequence[int], exits: list[Tensor]) -> Tensor:
-        """Run the first blocks; append the states after them to `exits`, return those that the head reads, `[B, T, E]`."""
+        """Run the first blocks; return the states after them, which are appended to `exits`."""
         cache = None if self._cache is None else self._cache()
         if cache is None:
             raise ValueError("the target's first blocks draft into its cache: read the prompts by forward_states first")
         with tapped(self.early, [self.num_layers]) as seen:
-            final_BTE = forward_rows(self.early, cache, ids_BT, starts)
+            forward_rows(self.early, cache, ids_BT, starts)
         exits.append(seen[self.num_layers])
-        return final_BTE
-
-
-class SelfSpeculation(SharedBlocks):
-    """The target's first blocks as a proposer (`heads.proposers.protocol.TargetReader`), by its own norm and head.
-
-    Args:
-        model, num_layers: see `SharedBlocks`.
-        vocab_size: the target's; padded rows of its head are cut off.
-    """
-
-    taps: Sequence[int] = ()
-
-    def __init__(self, model: PreTrainedModel, num_layers: int, vocab_size: int) -> None:
-        super().__init__(model, num_layers)
-        self.vocab_size = vocab_size
-
-    def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
-        """Do nothing: the prompts' keys and values are in the target's cache."""
-
-    def propose(
-        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
-    ) -> Proposal:
-        text = text_of(tokens, self.model.device)
-        starts = shifted(text.lengths, -1)
-        chain = ChainBuilder(
-            text.lengths, sampling, rng, self.model.device, lambda ids: ids, lambda values, _: values, keep_logits=keep_logits
-        )
-        ids_BT = text.pending_B1
-        self.hold(starts)
-        for step in range(num_tokens):
-            final_BTE, _ = self.read(ids_BT, shifted(starts, step))
-            drafted_B = chain.add(head_logits(self.model, final_BTE[:, -1])[:, : self.vocab_size])
-            if chain.finished:
-                break
-            ids_BT = drafted_B.unsqueeze(1)
-        return chain.proposal()
-
-    def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
-        """Do nothing: the target's cache is the draft's."""
-
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        """Do nothing: the decoder drops the rows of the target's cache, and no states are kept between rounds."""
+        return exits[-1]
 
 
 def _part(model: PreTrainedModel, first: int, end: int) -> PreTrainedModel:

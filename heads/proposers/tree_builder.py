@@ -9,7 +9,7 @@ of the target's, W draft vocabulary, V target vocabulary, X slots of a draft's c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -18,13 +18,12 @@ from torch import Tensor
 
 from configs.runtime.errors import InputError
 from configs.schema.decoding import SamplingConfig
-from heads.proposers.chain_builder import Scatter
 from heads.proposers.protocol import Proposal
 from heads.sampling.counter_rng import CounterRNG, Role
-from heads.sampling.probabilities import greedy_token, token_probabilities
-from heads.sampling.sibling_draws import DRAWS
+from heads.sampling.probabilities import DRAWS, greedy_token, token_probabilities
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention, distinct_positions
-from heads.sampling.uploads import constant, on_device
+from heads.uploads import constant, on_device
+from heads.vocabulary import DraftVocabulary, over_target, target_ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,16 +48,14 @@ def tree_builder(
     lengths: Sequence[int],
     drawn_by: SamplingConfig | None,
     rng: CounterRNG,
-    target_ids: Callable[[Tensor], Tensor],
-    scatter: Scatter,
+    vocabulary: DraftVocabulary | None,
 ) -> StaticTreeBuilder | DynamicTreeBuilder:
     """Return the builder for a tree.
 
     Args:
         lengths: tokens by row, the pending one included; the first drafts stand at that position.
         drawn_by: the distribution to draw by; None: take the most probable tokens.
-        target_ids: the target's ids of draft tokens.
-        scatter: puts values of the draft vocabulary at their ids in the target's.
+        vocabulary: the tokens that logits are over; None: the target's.
 
     Raises:
         ValueError: a dynamic tree is to be drawn.
@@ -66,17 +63,17 @@ def tree_builder(
     if isinstance(tree, DynamicTreeSpec):
         if drawn_by is not None:
             raise ValueError("a dynamic tree leaves out tokens of low probability, so its tokens cannot be drawn")
-        return DynamicTreeBuilder(tree, target_ids)
+        return DynamicTreeBuilder(tree, vocabulary)
     if drawn_by is None:
-        return StaticTreeBuilder(tree, len(lengths), target_ids)
-    return SampledTreeBuilder(tree, lengths, drawn_by, rng, target_ids, scatter)
+        return StaticTreeBuilder(tree, len(lengths), vocabulary)
+    return SampledTreeBuilder(tree, lengths, drawn_by, rng, vocabulary)
 
 
 class StaticTreeBuilder:
     """A static tree of the most probable tokens: the child of rank r is the draft's r-th choice."""
 
-    def __init__(self, tree: Tree, num_rows: int, target_ids: Callable[[Tensor], Tensor]) -> None:
-        self.tree, self.num_rows, self.target_ids = tree, num_rows, target_ids
+    def __init__(self, tree: Tree, num_rows: int, vocabulary: DraftVocabulary | None) -> None:
+        self.tree, self.num_rows, self.vocabulary = tree, num_rows, vocabulary
         self._levels = _levels(tree)
         self._drafted: list[Tensor] = []
 
@@ -86,7 +83,7 @@ class StaticTreeBuilder:
         M may be 1 for a family whose logits do not depend on the tokens drafted.
         """
         level = self._levels[len(self._drafted)]
-        candidates_BMC = self.target_ids(self._choose(logits_BMW, level))
+        candidates_BMC = target_ids(self.vocabulary, self._choose(logits_BMW, level))
         candidates_BMC = candidates_BMC.expand(-1, level.num_parents, -1)
         tokens_BP = candidates_BMC[:, _constant(level.origins, logits_BMW), _constant(level.ranks, logits_BMW)]
         self._drafted.append(tokens_BP)
@@ -126,18 +123,17 @@ class SampledTreeBuilder(StaticTreeBuilder):
         lengths: Sequence[int],
         sampling: SamplingConfig,
         rng: CounterRNG,
-        target_ids: Callable[[Tensor], Tensor],
-        scatter: Scatter,
+        vocabulary: DraftVocabulary | None,
     ) -> None:
-        super().__init__(tree, len(lengths), target_ids)
-        self.sampling, self.rng, self.scatter, self.lengths = sampling, rng, scatter, lengths
+        super().__init__(tree, len(lengths), vocabulary)
+        self.sampling, self.rng, self.lengths = sampling, rng, lengths
         self._distributions_by_level: list[Tensor] = []
 
     def _choose(self, logits_BMW: Tensor, level: _Level) -> Tensor:
         _check_choice(level.num_children, logits_BMW)
         depth, (M, C) = len(self._drafted), (level.num_parents, level.num_children)
         probs_BMW = token_probabilities(logits_BMW, self.sampling).expand(-1, M, -1)
-        self._distributions_by_level.append(self.scatter(probs_BMW, 0.0))
+        self._distributions_by_level.append(over_target(self.vocabulary, probs_BMW, 0.0))
         first_B1 = on_device(self.lengths, probs_BMW.device).unsqueeze(1)
         positions_BP = distinct_positions((first_B1 + depth).expand(-1, M * C))
         uniform_BP = self.rng.uniform(Role.DRAFT, positions_BP, first_B1)
@@ -161,8 +157,8 @@ class DynamicTreeBuilder:
     confident than its parent, so they are connected.
     """
 
-    def __init__(self, tree: DynamicTreeSpec, target_ids: Callable[[Tensor], Tensor]) -> None:
-        self.tree, self.target_ids = tree, target_ids
+    def __init__(self, tree: DynamicTreeSpec, vocabulary: DraftVocabulary | None) -> None:
+        self.tree, self.vocabulary = tree, vocabulary
         self._tokens: list[Tensor] = []  # by depth, [B, P]
         self._scores: list[Tensor] = []  # log-confidences
         self._parents: list[Tensor] = []  # rows, where every candidate has one
@@ -178,7 +174,7 @@ class DynamicTreeBuilder:
         scores_BMC = before_BM.unsqueeze(-1) + logs_BMC.expand(-1, M, -1)
         # NaN is put last, with its descendants, or they would be kept without their parents.
         scores_BP = scores_BMC.nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf).flatten(1)
-        tokens_BP = self.target_ids(ids_BMC).expand(-1, M, -1).flatten(1)
+        tokens_BP = target_ids(self.vocabulary, ids_BMC).expand(-1, M, -1).flatten(1)
         self._tokens.append(tokens_BP)
         self._scores.append(scores_BP)
         self._parents.append(rows_BM.repeat_interleave(children, 1))

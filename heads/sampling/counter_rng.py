@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from heads.device import widest_float
-from heads.sampling.uploads import on_device
+from heads.uploads import on_device
 
 
 def _signed(x: int) -> int:

@@ -7,6 +7,8 @@ V vocabulary; `...` any leading dimensions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -68,6 +70,33 @@ def draw_with_replacement(weights: Tensor, uniform: Tensor) -> Tensor:
     # The product can round up to the total; the last token that has weight then stands for it.
     last_with_weight = torch.searchsorted(cumulated, total, right=False)
     return torch.minimum(drawn, last_with_weight).clamp(max=weights.shape[-1] - 1)
+
+
+def draw_without_replacement(probs_BV: Tensor, uniform_BC: Tensor) -> Tensor:
+    """Return up to C distinct draws `[B, C]` a row, in order: each from the distribution without the tokens drawn before it.
+
+    Where a distribution has fewer than C tokens, the columns beyond hold arbitrary ids in range, which
+    `eval.decoder.tree_rules.without_replacement` skips.
+
+    Args:
+        probs_BV: weights, not necessarily normalised.
+        uniform_BC: independent uniforms in [0, 1).
+    """
+    left_BV = probs_BV
+    drawn = []
+    for uniform_B in uniform_BC.unbind(1):
+        token_B = draw(left_BV, uniform_B)
+        left_BV = left_BV.scatter(-1, token_B.unsqueeze(-1), 0.0)
+        drawn.append(token_B)
+    return torch.stack(drawn, 1)
+
+
+# How siblings of a sampled tree are drawn, C for one position; the rules of `eval.decoder.tree_rules` are lossless for these.
+DRAWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "with_replacement": draw_with_replacement,
+    "without_replacement": draw_without_replacement,
+    "k_seq": draw_with_replacement,
+}
 
 
 def _most_probable(probs: Tensor, mass: float) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from configs.runtime.errors import ConfigError
 from configs.schema.drafting import Candidates, DynamicTree, FastestTree, Path, StaticTree
-from heads.sampling.uploads import on_device, shifted
+from heads.uploads import on_device, shifted
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Tree:
     Args:
         parents: by draft; breadth first, siblings side by side in the order of their ranks.
         candidates: how siblings come from the draft's distribution where they are drawn, which names their rule too
-            (`heads.sampling.sibling_draws`, `eval.decoder.tree_rules`).
+            (`heads.sampling.probabilities`, `eval.decoder.tree_rules`).
 
     Raises:
         ValueError: a draft continues no earlier row, or they are in another order.

@@ -33,8 +33,8 @@ def main(config: StitchConfig, args: argparse.Namespace) -> None:
     from safetensors.torch import load_file
 
     from heads.artifact import WEIGHTS_FILE, read_metadata
-    from heads.families.mtp_checkpoint import NativeMtp
     from heads.frozen.identity import hash_weights
+    from heads.frozen.mtp_checkpoint import NativeMtp
     from heads.hub import locate_artifact
 
     artifact, folder, out = locate_artifact(args.artifact), Path(args.target), Path(args.out)

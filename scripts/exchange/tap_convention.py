@@ -20,7 +20,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from heads.frozen.hidden_states import TargetStates, num_blocks, read_states
-from heads.modules.interface import Batch, HeadModule
+from heads.modules.interface import Batch
+from heads.modules.output_head import HeadModule
 
 CLEARLY = 3.0  # standard errors by which another reading must be ahead
 LEAST_GAIN = 0.005  # ... and drafts a position, so that many positions do not make a trifle clear

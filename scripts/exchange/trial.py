@@ -13,7 +13,7 @@ from eval.decoder.decode import Request, decode
 from heads.families.registry import FAMILIES, serve
 from heads.formats.importing.importer import Fitted
 from heads.frozen.loading import Target
-from heads.modules.interface import HeadModule
+from heads.modules.output_head import HeadModule
 from heads.proposers.protocol import Proposer
 from scripts.exchange.tap_convention import TapComparison, compare_readings, other_readings
 

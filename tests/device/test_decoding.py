@@ -14,7 +14,7 @@ from heads.proposers.cross_device import CrossDeviceProposer
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.merged import LookupFirst, MergedDrafts
 from heads.proposers.prompt_lookup import PromptLookup
-from heads.proposers.self_speculation import SelfSpeculation, early_exit
+from heads.proposers.self_speculation import early_exit
 from heads.proposers.suffix_lookup import SuffixLookup
 from tests.device.mock_device import counted
 from tests.support import family_checks as checks
@@ -78,7 +78,7 @@ def noisy(model):
 PROPOSERS = {name: partial(head, name) for name in HEADS} | {
     "draft_lm": lambda model: DraftLM(noisy(model), 64),
     "early_exit": lambda model: DraftLM(early_exit(model, 3), 64),
-    "self_speculation": lambda model: SelfSpeculation(model, 3, 64),
+    "self_speculation": lambda model: DraftLM(early_exit(model, 3), 64),
     "prompt_lookup": lambda model: PromptLookup(model.device),
     "suffix_lookup": lambda model: SuffixLookup(model.device),
     "draft_lm first lookup": lambda model: LookupFirst(PromptLookup(model.device), DraftLM(noisy(model), 64)),

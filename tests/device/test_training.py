@@ -11,7 +11,7 @@ from distill.cache.reader import open_cache
 from distill.dataset.batches import Example, collate
 from distill.dataset.packing import collate_packed
 from heads.artifact import load_draft
-from heads.modules.checkpointing import checkpoint_activations
+from heads.modules.layers import checkpoint_activations
 from tests.device.mock_device import counted
 from tests.support.caches import cache_job, conversation, run, write_rows
 from tests.support.tiny_heads import HEADS

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from configs.runtime.errors import InputError
 from heads.artifact import METADATA_FILE, VOCABULARY_FILE, Metadata, load_draft, read_metadata, save_draft_lm
 from heads.frozen.loading import recast
-from heads.proposers.vocabulary import DraftVocabulary, write_draft_vocabulary
+from heads.vocabulary import DraftVocabulary, write_draft_vocabulary
 
 
 @pytest.fixture

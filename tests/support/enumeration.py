@@ -202,7 +202,7 @@ def distribution_of_draws(draws: Draws) -> SiblingDistribution:
     """Return the distribution of siblings under a way of drawing them, found by bisection of its uniforms.
 
     Args:
-        draws: of `heads.sampling.sibling_draws`; each draw must be monotone in its own uniform, given those before it.
+        draws: of `heads.sampling.probabilities`; each draw must be monotone in its own uniform, given those before it.
     """
 
     @cache

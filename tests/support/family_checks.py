@@ -32,8 +32,8 @@ from heads.families.registry import FAMILIES, serve
 from heads.frozen.hidden_states import forward_states, read_states
 from heads.inference.causal_lm import new_cache
 from heads.modules.interface import NO_DOCUMENT, Batch
-from heads.proposers.vocabulary import DraftVocabulary
 from heads.sampling.counter_rng import CounterRNG
+from heads.vocabulary import DraftVocabulary
 from tests.support.artifacts import save_artifact
 
 VOCAB_SIZE = 64

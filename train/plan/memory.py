@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from configs.schema.commands.planning import PlanConfig, PlanHeadsConfig
 from heads.frozen.hidden_states import blocks
-from heads.modules.layers import shape_like
+from heads.modules.layer_shape import shape_like
 from train.plan.data import Workload
 from train.plan.models import PlannedModels, count, frozen_copies
 from train.plan.step import cached_bytes, draft_step

@@ -24,8 +24,8 @@ from heads.families.registry import FAMILIES
 from heads.frozen.demo_model import PREFIX
 from heads.frozen.loading import UNREADABLE, locate
 from heads.frozen.model_class import auto_class
-from heads.modules.interface import HeadModule
-from heads.proposers.vocabulary import DraftVocabulary
+from heads.modules.output_head import HeadModule
+from heads.vocabulary import DraftVocabulary
 
 META = torch.device("meta")
 

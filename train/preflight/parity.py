@@ -19,7 +19,8 @@ from distill.dataset.batches import Example, collate
 from eval.decoder.decode import Request, decode
 from heads.families.registry import serve
 from heads.frozen.hidden_states import TargetStates
-from heads.modules.interface import Depth, HeadModule
+from heads.modules.interface import Depth
+from heads.modules.output_head import HeadModule
 from heads.proposers.protocol import Proposal, Proposer, Tokens
 from heads.sampling.counter_rng import CounterRNG
 from train.tasks.head import HeadTask

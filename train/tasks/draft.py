@@ -25,10 +25,10 @@ from heads.device import restored_random_state
 from heads.frozen.hidden_states import blocks
 from heads.frozen.loading import Target, move, recast
 from heads.inference.model_checks import check_keeps_apart
-from heads.modules.checkpointing import checkpoint_activations
 from heads.modules.interface import Batch
+from heads.modules.layers import checkpoint_activations
 from heads.proposers.draft_lm import DraftLM
-from heads.proposers.vocabulary import keep_head_rows
+from heads.vocabulary import keep_head_rows
 from train.loop.checkpoints import Progress
 from train.loop.task import BatchLoss, Prepared, StepPlace
 from train.tasks.held_out import HeldOutDecoding, training_provenance

@@ -25,9 +25,9 @@ from heads.frozen.hidden_states import TargetStates, check_taps, read_states
 from heads.frozen.loading import Target
 from heads.frozen.split.groups import in_turns
 from heads.inference.model_checks import check_keeps_apart, check_rolls_back
-from heads.modules.checkpointing import HeadLayer, checkpoint_activations
-from heads.modules.interface import Batch, HeadModule, Normalisers
-from heads.modules.output_head import HeadBase
+from heads.modules.interface import Batch, Normalisers
+from heads.modules.layers import HeadLayer, checkpoint_activations
+from heads.modules.output_head import HeadModule
 from heads.proposers.protocol import Proposer
 from train.loop.checkpoints import Progress
 from train.loop.task import BatchLoss, Prepared, StepPlace
@@ -113,7 +113,7 @@ class HeadTask:
     def units(self) -> Sequence[nn.Module]:
         """Return the layers that run once a forward; a family may read its other weights directly, which are one unit."""
         head = cast(HeadObjective, self.module).head
-        if not isinstance(head, HeadBase) or head.unrolls_layers:
+        if not isinstance(head, HeadModule) or head.unrolls_layers:
             return []
         return [each for each in head.modules() if isinstance(each, HeadLayer)][::-1]  # a layer in another one before it
 

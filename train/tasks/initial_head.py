@@ -21,12 +21,12 @@ from heads.artifact import read_training_prompts
 from heads.frozen.loading import Target
 from heads.hub import locate_artifact
 from heads.metadata import VOCABULARY_FILE, WEIGHTS_FILE, Metadata, check_made_for, hash_artifact, read_metadata
-from heads.modules.interface import HeadModule
-from heads.proposers.vocabulary import DraftVocabulary, read_draft_vocabulary
+from heads.modules.output_head import HeadModule
+from heads.vocabulary import DraftVocabulary, read_draft_vocabulary
 
 log = logging.getLogger("draftsmith")
 # Settings that change what is learnt, or the weights at the start, and not what the weights compute
-OF_TRAINING = {"draft_vocab_size", "draft_vocab_by", "depth_decay", "tap_noise", "init_block"}
+OF_TRAINING = {"draft_vocab_size", "draft_vocab_by", "depth_decay", "init_block"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from distill.student.vocabulary import MassChoice, choose_by_mass, log_choice, m
 from heads.frozen.loading import Target
 from heads.frozen.split.groups import share_of
 from heads.modules.interface import Batch
-from heads.proposers.vocabulary import DraftVocabulary
+from heads.vocabulary import DraftVocabulary
 
 TRAIN_SAMPLE, HELD_OUT_SAMPLE = 512, 256  # conversations, evenly spaced
 JOURNAL, KEY = "draft_vocabulary.jsonl", "choice"

@@ -13,13 +13,14 @@ B batch, T positions, A anchors of a row, S slots of a block, X = A * S, G draft
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import DFlashSettings
 from heads.device import upload
 from heads.families.eagle3 import default_taps
@@ -28,18 +29,19 @@ from heads.inference.kv_cache import RowCache
 from heads.modules.autoregressive import FeatureProposer
 from heads.modules.block_training import Anchors, BlockKeys, before_anchors, choose_anchors
 from heads.modules.initialization import mask_token
-from heads.modules.interface import Batch, Depth, Family, flat
-from heads.modules.layers import CachedKeys, DraftLayer, LayerShape, Rotary, layer_shape, norm
-from heads.modules.output_head import DraftHead, HeadBase
+from heads.modules.interface import Auxiliary, Batch, Depth, Family, flat
+from heads.modules.layer_shape import LayerShape, layer_shape
+from heads.modules.layers import CachedKeys, DraftLayer, Rotary, norm
+from heads.modules.output_head import DraftHead, HeadModule
 from heads.proposers.chain_builder import ChainBuilder
-from heads.proposers.protocol import Proposal, Tokens
-from heads.proposers.vocabulary import DraftVocabulary
-from heads.sampling.counter_rng import CounterRNG
-from heads.sampling.uploads import text_of
+from heads.uploads import TokenRows
+from heads.vocabulary import DraftVocabulary
 
 
-class DFlash(HeadBase):
-    """A DFlash head on a frozen target (`heads.modules.interface.HeadModule`)."""
+class DFlash(HeadModule):
+    """A DFlash head on a frozen target (`heads.modules.output_head.HeadModule`)."""
+
+    settings: DFlashSettings
 
     def __init__(self, settings: DFlashSettings, target: PreTrainedModel, vocabulary: DraftVocabulary | None) -> None:
         super().__init__(target)
@@ -62,7 +64,7 @@ class DFlash(HeadBase):
     def forward(self, batch: Batch, states: TargetStates) -> list[Depth]:
         """Fill a block at each of some anchors drawn at random, or at every possible one when not training."""
         anchors = choose_anchors(batch, self.settings.num_anchors if self.training else None)
-        context_BTD = self.features(states.with_noise(self.settings.tap_noise if self.training else 0.0))
+        context_BTD = self.features(states)
         rotation = self.rotary(context_BTD, batch.position_ids_BT)
         places_BA = upload(anchors.places_BA, batch.input_ids_BT.device)
         pending_BA, first_BA = (each.gather(1, places_BA) for each in (batch.input_ids_BT, batch.position_ids_BT))
@@ -110,6 +112,29 @@ class DFlash(HeadBase):
         row_weights_N = upload(row_weights_N, hidden_ND.device)
         return self.lm_head.at_depth(number, hidden_ND, origins_N, weight=weight, row_weights_N=row_weights_N)
 
+    def corrected(self, depth: Depth, hidden_ND: Tensor, parameters: Iterable[Tensor], *, base_weight: float = 0.0) -> Depth:
+        """Return a depth whose logits are those that `self.logits` makes of other states.
+
+        Args:
+            depth: of the output head's logits.
+            hidden_ND: what `self.logits` reads.
+            parameters: what it depends on beside the output head.
+            base_weight: in training, of the loss of the output head's logits beside that of the corrected ones.
+        """
+        base = Auxiliary(hidden_ND=depth.hidden_ND, logits_of=depth.logits_of, parameters=depth.parameters, weight=base_weight)
+        return replace(
+            depth,
+            hidden_ND=hidden_ND,
+            logits_of=self.logits,
+            parameters=(*depth.parameters, *parameters),
+            columns_of=None,
+            auxiliaries=(base,) if self.training and base_weight > 0 else (),
+        )
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits `[..., W]` that are drafted from, of the states that a depth holds."""
+        return self.lm_head.logits(hidden)
+
     def _block_ids(self, pending: Tensor) -> Tensor:
         """Return the ids `[..., S]` in the slots of blocks."""
         masks = pending.new_full((*pending.shape, self.settings.block_size - 1), self.mask_token_id)
@@ -131,21 +156,14 @@ class BlockDrafter(FeatureProposer):
     def __init__(self, module: DFlash, device: torch.device) -> None:
         super().__init__(module, device, beyond=module.settings.block_size)
 
-    def propose(
-        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
-    ) -> Proposal:
-        text = text_of(tokens, self.device)
-        head, num_slots = self.module.lm_head, self.module.settings.block_size
-        chain = head.start_chain(text, sampling, rng, keep_logits=keep_logits)
-        window = self._pending.read(text)
+    def draft(self, text: TokenRows, chain: ChainBuilder, num_tokens: int) -> None:
+        first, window = self.module.settings.first_slot, self._pending.read(text)
         positions_BT = self._place(window.first, window.features_BTF.shape[1])
         self.module.read(window.features_BTF, positions_BT, self._cache)
-        positions_BS = self._place(window.ends, num_slots)
+        positions_BS = self._place(window.ends, self.module.settings.block_size)
         pending_B = text.pending_B1.squeeze(1)
         states_BSD = self.module.fill(pending_B, positions_BS[:, 0], self._cache)
-        first, longest = self.module.settings.first_slot, self.module.settings.longest_draft
-        self.choose(states_BSD, slice(first, first + min(num_tokens, longest)), pending_B, chain)
-        return chain.proposal()
+        self.choose(states_BSD, slice(first, first + num_tokens), pending_B, chain)
 
     def choose(self, states_BSD: Tensor, slots: slice, pending_B: Tensor, chain: ChainBuilder) -> None:
         """Choose a draft for each of these slots; one product with the output head serves all of them."""

@@ -24,11 +24,11 @@ from transformers import PreTrainedModel
 from configs.runtime.errors import InputError
 from configs.schema.heads import DFlash2Settings
 from heads.families.block.dflash import DFlash, DraftStep, StepwiseDrafter
-from heads.modules.auxiliary import Auxiliary, assisted
 from heads.modules.block_training import Anchors
 from heads.modules.interface import Batch, Depth, Family, flat
-from heads.modules.layers import DraftLayer, LayerKeys, LayerShape, Rotation
-from heads.proposers.vocabulary import DraftVocabulary
+from heads.modules.layer_shape import LayerShape
+from heads.modules.layers import DraftLayer, LayerKeys, Rotation
+from heads.vocabulary import DraftVocabulary
 
 
 class DFlash2(DFlash):
@@ -38,7 +38,7 @@ class DFlash2(DFlash):
 
     def __init__(self, settings: DFlash2Settings, target: PreTrainedModel, vocabulary: DraftVocabulary | None) -> None:
         super().__init__(settings, target, vocabulary)
-        num_drafted = self.lm_head.vocab_size if vocabulary is None else len(vocabulary)
+        num_drafted = self.lm_head.num_tokens
         if settings.selector_top_k > num_drafted:
             raise InputError(f"head.selector_top_k: {settings.selector_top_k} candidates of {num_drafted} draft tokens")
         width, rank = self.fc.out_features, settings.selector_rank
@@ -52,7 +52,6 @@ class DFlash2(DFlash):
         return torch.cat([states, self.candidate_selector.context(states, before)], -1)
 
     def logits(self, joined: Tensor) -> Tensor:
-        """Return the logits `[..., W]` that are drafted from."""
         width = self.fc.out_features
         return self.selected(self.lm_head.logits(joined[..., :width]), joined[..., width:])
 
@@ -66,19 +65,9 @@ class DFlash2(DFlash):
 
     def depth(self, batch: Batch, anchors: Anchors, number: int, states_BAD: Tensor) -> Depth:
         depth = super().depth(batch, anchors, number, states_BAD)
-        unary = Auxiliary(
-            hidden_ND=depth.hidden_ND,
-            logits_of=depth.logits_of,
-            parameters=depth.parameters,
-            weight=self.settings.unary_weight,
-        )
-        return assisted(
-            depth,
-            hidden_ND=self.joined(depth.hidden_ND, flat(batch.input_ids_BT, depth.origins_N + number + 1)),
-            logits_of=self.logits,
-            parameters=(*depth.parameters, self.candidate_selector.successor_codebook),
-            auxiliaries=(unary,) if self.training and unary.weight > 0 else (),
-        )
+        joined_ND = self.joined(depth.hidden_ND, flat(batch.input_ids_BT, depth.origins_N + number + 1))
+        codebook = self.candidate_selector.successor_codebook
+        return self.corrected(depth, joined_ND, [codebook], base_weight=self.settings.unary_weight)
 
 
 class CandidateSelector(nn.Module):

@@ -22,10 +22,9 @@ from transformers import PreTrainedModel
 
 from configs.schema.heads import DominoSettings
 from heads.families.block.dflash import DFlash, DraftStep, StepwiseDrafter
-from heads.modules.auxiliary import Auxiliary, assisted
 from heads.modules.block_training import Anchors
 from heads.modules.interface import Batch, Depth, Family
-from heads.proposers.vocabulary import DraftVocabulary
+from heads.vocabulary import DraftVocabulary
 
 
 class Domino(DFlash):
@@ -35,25 +34,19 @@ class Domino(DFlash):
 
     def __init__(self, settings: DominoSettings, target: PreTrainedModel, vocabulary: DraftVocabulary | None) -> None:
         super().__init__(settings, target, vocabulary)
-        num_drafted = self.lm_head.vocab_size if vocabulary is None else len(vocabulary)
         width = self.fc.out_features
-        self.prefix_gru = PrefixGru(width, settings.gru_hidden_dim)
+        self.prefix_gru = nn.GRU(width, settings.gru_hidden_dim, bias=False, batch_first=True)
         inner = nn.Linear(width + settings.gru_hidden_dim, settings.emb_dim, bias=False)
-        self.embed_proj = nn.Sequential(inner, nn.SiLU(), nn.Linear(settings.emb_dim, num_drafted, bias=False))
+        self.embed_proj = nn.Sequential(inner, nn.SiLU(), nn.Linear(settings.emb_dim, self.lm_head.num_tokens, bias=False))
         nn.init.zeros_(cast(Tensor, self.embed_proj[2].weight))
 
     def logits(self, joined: Tensor) -> Tensor:
-        """Return the corrected logits `[..., W]` of final states and the GRU's, joined."""
         corrected: Tensor = self.lm_head.logits(joined[..., : self.fc.out_features]) + self.embed_proj(joined)
         return corrected
 
     def depths(self, batch: Batch, anchors: Anchors, states_BASD: Tensor) -> list[Depth]:
         embedded_BAGD = self.embed(anchors.tokens(batch, 0, self.settings.longest_draft))
-        read, state_BAR = [], self.prefix_gru.initial(embedded_BAGD[:, :, 0])
-        for each_BAD in embedded_BAGD.unbind(2):
-            state_BAR = self.prefix_gru(each_BAD, state_BAR)
-            read.append(state_BAR)
-        before_BAGR = torch.stack(read, 2)
+        before_BAGR = self.prefix_gru(embedded_BAGD.flatten(0, 1))[0].unflatten(0, embedded_BAGD.shape[:2])
         before_BASR = functional.pad(before_BAGR, (0, 0, self.settings.first_slot, 0))  # slots that draft nothing read nothing
         return super().depths(batch, anchors, torch.cat([states_BASD, before_BASR.to(states_BASD.dtype)], -1))
 
@@ -63,41 +56,7 @@ class Domino(DFlash):
         depth = replace(depth, hidden_ND=joined_NX[:, : self.fc.out_features])
         if number == 0:
             return depth
-        base = Auxiliary(
-            hidden_ND=depth.hidden_ND,
-            logits_of=depth.logits_of,
-            parameters=depth.parameters,
-            weight=self.settings.base_weight,
-        )
-        return assisted(
-            depth,
-            hidden_ND=joined_NX,
-            logits_of=self.logits,
-            parameters=(*depth.parameters, *self.embed_proj.parameters()),
-            auxiliaries=(base,) if self.training and base.weight > 0 else (),
-        )
-
-
-class PrefixGru(nn.Module):
-    """A gated recurrent unit without biases, in the layout of torch's: reset, update, new."""
-
-    def __init__(self, width: int, state_width: int) -> None:
-        super().__init__()
-        self.weight_ih_l0 = nn.Parameter(torch.empty(3 * state_width, width))
-        self.weight_hh_l0 = nn.Parameter(torch.empty(3 * state_width, state_width))
-        for weight in self.parameters():
-            nn.init.uniform_(weight, -(state_width**-0.5), state_width**-0.5)
-
-    def initial(self, embedded: Tensor) -> Tensor:
-        """Return the state `[..., R]` before anything is read."""
-        return embedded.new_zeros(*embedded.shape[:-1], self.weight_hh_l0.shape[1])
-
-    def forward(self, embedded: Tensor, state: Tensor) -> Tensor:
-        """Return the state `[..., R]` after one more token, from its embedding `[..., D]`."""
-        reset_in, update_in, new_in = functional.linear(embedded, self.weight_ih_l0).chunk(3, -1)
-        reset_state, update_state, new_state = functional.linear(state, self.weight_hh_l0).chunk(3, -1)
-        reset, update = (reset_in + reset_state).sigmoid(), (update_in + update_state).sigmoid()
-        return torch.lerp((new_in + reset * new_state).tanh(), state.to(update.dtype), update)
+        return self.corrected(depth, joined_NX, self.embed_proj.parameters(), base_weight=self.settings.base_weight)
 
 
 class CorrectedDrafter(StepwiseDrafter):
@@ -107,11 +66,11 @@ class CorrectedDrafter(StepwiseDrafter):
 
     def step(self, logits_BW: Tensor, state_BD: Tensor, before_B: Tensor, carried: Tensor | None) -> DraftStep:
         """Correct every draft but the first by the GRU's state, which is what is carried on."""
-        module, embedded_BD = self.module, self.module.embed(before_B)
-        gru_BR = module.prefix_gru(embedded_BD, module.prefix_gru.initial(embedded_BD) if carried is None else carried)
+        module = self.module
+        _, read_1BR = module.prefix_gru(module.embed(before_B).unsqueeze(1), carried)
         if carried is not None:
-            logits_BW = logits_BW + module.embed_proj(torch.cat([state_BD, gru_BR.to(state_BD.dtype)], -1))
-        return DraftStep(logits_BW, carried=gru_BR)
+            logits_BW = logits_BW + module.embed_proj(torch.cat([state_BD, read_1BR[0].to(state_BD.dtype)], -1))
+        return DraftStep(logits_BW, carried=read_1BR)
 
 
 FAMILY = Family(settings=DominoSettings, build=Domino, propose=CorrectedDrafter, in_one_forward=True)

@@ -21,10 +21,9 @@ from transformers import PreTrainedModel
 
 from configs.schema.heads import DSparkSettings
 from heads.families.block.dflash import DFlash, DraftStep, StepwiseDrafter
-from heads.modules.auxiliary import assisted
 from heads.modules.block_training import Anchors
 from heads.modules.interface import Batch, Depth, Family, flat
-from heads.proposers.vocabulary import DraftVocabulary
+from heads.vocabulary import DraftVocabulary
 
 
 class DSpark(DFlash):
@@ -34,26 +33,22 @@ class DSpark(DFlash):
 
     def __init__(self, settings: DSparkSettings, target: PreTrainedModel, vocabulary: DraftVocabulary | None) -> None:
         super().__init__(settings, target, vocabulary)
-        vocab_size = self.lm_head.vocab_size
-        width, rank = self.fc.out_features, settings.markov_rank
-        self.markov_head = MarkovBias(vocab_size, rank, vocab_size if vocabulary is None else len(vocabulary))
-        self.confidence_head = Confidence(width + rank)
+        self.markov_head = MarkovBias(self.lm_head.vocab_size, settings.markov_rank, self.lm_head.num_tokens)
+        self.confidence_head = Confidence(self.fc.out_features + settings.markov_rank)
 
     def joined(self, states: Tensor, before: Tensor) -> Tensor:
         """Return the input of logits and confidence, `[..., D + R]`, from final states and the tokens before them."""
         return torch.cat([states, self.markov_head.markov_w1(before).to(states.dtype)], -1)
 
-    def logits(self, joined_ND: Tensor) -> Tensor:
-        """Return the logits `[N, W]`, bias included."""
+    def logits(self, joined: Tensor) -> Tensor:
         width = self.fc.out_features
-        return self.lm_head.logits(joined_ND[:, :width]) + self.markov_head.markov_w2(joined_ND[:, width:])
+        return self.lm_head.logits(joined[..., :width]) + self.markov_head.markov_w2(joined[..., width:])
 
     def depth(self, batch: Batch, anchors: Anchors, number: int, states_BAD: Tensor) -> Depth:
         depth = super().depth(batch, anchors, number, states_BAD)
         joined_ND = self.joined(depth.hidden_ND, flat(batch.input_ids_BT, depth.origins_N + number + 1))
-        parameters = (*depth.parameters, self.markov_head.markov_w2.weight)
         return replace(
-            assisted(depth, hidden_ND=joined_ND, logits_of=self.logits, parameters=parameters),
+            self.corrected(depth, joined_ND, [self.markov_head.markov_w2.weight]),
             confidence_N=self.confidence_head(joined_ND),
             confidence_weight=self.settings.confidence_weight,
         )

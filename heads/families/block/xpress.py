@@ -2,19 +2,18 @@
 
 To the logits of slot s the refiner adds a bias made of the tokens before the slots up to s, of these slots' final states and
 of the block's mean state. In training the tokens are the text's own. When drafting they are those of the pass before: the
-first pass reads what the logits without bias give, and each pass settles one more draft, whose tokens before it no longer
-change. After as many passes as drafts the block is what drafting token by token would have given; with fewer, the last drafts
-rest on tokens of an earlier pass.
+first pass reads what the logits without bias give, and each pass settles one more draft. After as many passes as drafts the
+block is what drafting token by token would have given; with fewer, the last drafts rest on tokens of an earlier pass.
 
-A slot has one random number, for all passes, and the drafts are drawn from the last pass's logits. What slot s reads depends on
-the numbers of the slots before it and not on its own, so that, whatever came before, its draft follows the distribution that
-it is judged by: the output keeps the target's distribution after any number of passes (`heads.proposers.draft_length` on what
-a draft may depend on). Tensor names are those of the speculators library.
+A slot has one random number for all passes, and drafts are drawn from the last pass's logits. What slot s reads depends on the
+numbers of the slots before it and not on its own, so the output keeps the target's distribution after any number of passes.
+Tensor names are those of the speculators library.
 B batch, A anchors of a row, S slots, G drafts, D width, R width of the refiner, W draft vocabulary, N rows.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -22,17 +21,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import XPressSettings
 from heads.families.block.dflash import BlockDrafter, DFlash
-from heads.modules.auxiliary import Auxiliary, assisted
 from heads.modules.block_training import Anchors
-from heads.modules.interface import Batch, Depth, Family
+from heads.modules.interface import Auxiliary, Batch, Depth, Family
 from heads.proposers.chain_builder import ChainBuilder
-from heads.proposers.protocol import Proposal, Tokens
-from heads.proposers.vocabulary import DraftVocabulary
-from heads.sampling.counter_rng import CounterRNG
-from heads.sampling.uploads import Upload, text_of
+from heads.uploads import TokenRows, Upload
+from heads.vocabulary import DraftVocabulary, target_ids
 
 CHUNK = 512  # slots whose logits live at one time, where only the likeliest tokens are wanted
 
@@ -44,12 +39,9 @@ class XPress(DFlash):
 
     def __init__(self, settings: XPressSettings, target: PreTrainedModel, vocabulary: DraftVocabulary | None) -> None:
         super().__init__(settings, target, vocabulary)
-        vocab_size = self.lm_head.vocab_size
-        num_drafted = vocab_size if vocabulary is None else len(vocabulary)
-        self.refiner_head = Refiner(vocab_size, num_drafted, self.fc.out_features, settings)
+        self.refiner_head = Refiner(self.lm_head.vocab_size, self.lm_head.num_tokens, self.fc.out_features, settings)
 
     def logits(self, joined: Tensor) -> Tensor:
-        """Return the logits `[..., W]` of final states and refiner's states, joined."""
         width = self.fc.out_features
         return self.lm_head.logits(joined[..., :width]) + self.refiner_head.readout(joined[..., width:])
 
@@ -72,19 +64,11 @@ class XPress(DFlash):
         refined_ND, *own = (
             torch.cat([state_ND, each], 1) for each in depth.hidden_ND[:, width:].split(settings.xpress_rank, 1)
         )
-        parameters = (*depth.parameters, self.refiner_head.readout.weight)
+        readout = self.refiner_head.readout.weight
+        depth = self.corrected(replace(depth, hidden_ND=state_ND), refined_ND, [readout], base_weight=settings.base_weight)
         weight = settings.consistency_weight / max(1, len(own))
-        others = [Auxiliary(hidden_ND=each, logits_of=self.logits, parameters=parameters, weight=weight) for each in own]
-        if self.training and settings.base_weight > 0:
-            others.append(
-                Auxiliary(
-                    hidden_ND=state_ND,
-                    logits_of=depth.logits_of,
-                    parameters=depth.parameters,
-                    weight=settings.base_weight,
-                )
-            )
-        return assisted(depth, hidden_ND=refined_ND, logits_of=self.logits, parameters=parameters, auxiliaries=tuple(others))
+        passes = [Auxiliary(hidden_ND=each, logits_of=self.logits, parameters=depth.parameters, weight=weight) for each in own]
+        return replace(depth, auxiliaries=(*passes, *depth.auxiliaries))
 
     @torch.no_grad()
     def _likeliest(self, states: Tensor, refined: Tensor | None = None) -> Tensor:
@@ -92,7 +76,9 @@ class XPress(DFlash):
         joined = states if refined is None else torch.cat([states, refined], -1)
         logits_of = self.lm_head.logits if refined is None else self.logits
         rows = joined.flatten(0, -2).split(CHUNK)
-        return torch.cat([self.lm_head.target_ids(logits_of(each).argmax(-1)) for each in rows]).view(joined.shape[:-1])
+        return torch.cat([target_ids(self.lm_head.vocabulary, logits_of(each).argmax(-1)) for each in rows]).view(
+            joined.shape[:-1]
+        )
 
 
 class Refiner(nn.Module):
@@ -138,12 +124,9 @@ class RefinedDrafter(BlockDrafter):
     module: XPress
     _before: Upload  # the token before the pending one, by row
 
-    def propose(
-        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
-    ) -> Proposal:
-        text = text_of(tokens, self.device)
+    def draft(self, text: TokenRows, chain: ChainBuilder, num_tokens: int) -> None:
         self._before = text.uploads.rows([row[-2:-1] for row in text])
-        return super().propose(text, num_tokens, sampling, rng, keep_logits=keep_logits)
+        super().draft(text, chain, num_tokens)
 
     def choose(self, states_BSD: Tensor, slots: slice, pending_B: Tensor, chain: ChainBuilder) -> None:
         """Choose the drafts of all slots in passes."""
@@ -153,7 +136,7 @@ class RefinedDrafter(BlockDrafter):
         base_BGW = self.module.lm_head.logits(states_BSD[:, slots])
         logits_BGW = base_BGW
         for _ in range(min(self.module.settings.num_jacobi_passes, num_drafts)):
-            before_BS = torch.cat([known_BK, chain.foresee(logits_BGW)[:, :-1]], 1)
+            before_BS = torch.cat([known_BK, chain.peek(logits_BGW)[:, :-1]], 1)
             logits_BGW = base_BGW + refiner.readout(refiner(features, before_BS)[:, slots])
         for logits_BW in logits_BGW.unbind(1):
             chain.add(logits_BW)

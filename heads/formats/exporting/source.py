@@ -26,8 +26,8 @@ from heads.frozen.loading import UNREADABLE
 from heads.frozen.model_class import auto_class
 from heads.frozen.quantized import read_float_weights
 from heads.frozen.size_limits import check_counts
-from heads.modules.layers import LayerShape, layer_shape, shape_like
-from heads.proposers.vocabulary import DraftVocabulary, read_draft_vocabulary
+from heads.modules.layer_shape import LayerShape, layer_shape, shape_like
+from heads.vocabulary import DraftVocabulary, read_draft_vocabulary
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # And as models that also take images have them.

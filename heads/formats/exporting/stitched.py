@@ -14,11 +14,11 @@ from torch import Tensor
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_json
-from heads.families.mtp_checkpoint import NativeMtp
 from heads.formats.exporting.source import Source
 from heads.formats.exporting.speculators import vllm_command
 from heads.formats.layout import ExportLayout
 from heads.frozen.checkpoint_files import Weights
+from heads.frozen.mtp_checkpoint import NativeMtp
 
 OURS = "transformers"  # a naming that transformers' `use_mtp` reads; vLLM has no model class for it
 HYBRID = ("qwen3_next", "qwen3_5")  # vLLM 0.32 on a CPU fails to decode these with prefix caching (Qwen3-Next tried)

@@ -28,8 +28,8 @@ from heads.frozen.checkpoint_files import LazyTensor, Weights, write_weights
 from heads.frozen.identity import TargetIdentity
 from heads.frozen.size_limits import check_head_sizes, no_larger_than
 from heads.inference.causal_lm import head_rows
-from heads.modules.interface import HeadModule
-from heads.proposers.vocabulary import DraftVocabulary, write_draft_vocabulary
+from heads.modules.output_head import HeadModule
+from heads.vocabulary import DraftVocabulary, write_draft_vocabulary
 
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 DEFAULT_TOKENS = 3

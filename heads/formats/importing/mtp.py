@@ -1,7 +1,7 @@
 """The MTP modules that a checkpoint brings along, read as a draft: `mtp.*` of Qwen, MiMo's, DeepSeek's and transformers' names.
 
 The folder is the target's own checkpoint, or one in MiMo's layout that lies beside a target, as the export for vLLM is. Names,
-the order of the projection and experts kept one by one are known to `heads.families.mtp_checkpoint`. The block is the
+the order of the projection and experts kept one by one are known to `heads.frozen.mtp_checkpoint`. The block is the
 target's kind, so its tensors are those of the target's blocks. A bias of zeros is none: MiMo's layout wants them where a
 Llama block has none.
 """
@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from heads.families.mtp_checkpoint import NativeMtp, TensorPart
 from heads.formats.importing.external import ExternalDraft
 from heads.formats.layout import Shapes
 from heads.frozen.checkpoint_files import LazyTensor, Weights
+from heads.frozen.mtp_checkpoint import NativeMtp, TensorPart
 
 BACKBONE = "model.layers.0."  # of the target's first block
 

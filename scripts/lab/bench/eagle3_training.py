@@ -174,7 +174,7 @@ def comparable(recipe: HeadsConfig) -> HeadsConfig:
         raise ConfigError(f"eagle3: expected the recipe of an eagle3 head, got one of a {recipe.head.kind} head")
     return recipe.model_copy(
         update={
-            "head": recipe.head.model_copy(update={"tap_noise": 0.0, "train_head": False}),
+            "head": recipe.head.model_copy(update={"train_head": False}),
             "loss": LossConfig(divergence="forward_kl", chunk_size=recipe.loss.chunk_size),
             "schedule": recipe.schedule.model_copy(update={"trackers": []}),
         }

@@ -188,7 +188,7 @@ def _write_inputs(folder: Path, settings: EngineComparisonSettings) -> None:
     evaluated = {"eval_every_steps": settings.steps, "checkpoint_every_steps": settings.steps}
     distill = project.distill(folder, **schedule, **evaluated)
     heads = project.heads(folder, **schedule, **evaluated)
-    quiet = heads.head.model_copy(update={"tap_noise": 0.0})  # drawn in each process by itself
+    quiet = heads.head.model_copy(update={"keep_share": 1.0})  # origins are drawn in each process by itself
     for name, config in (("distill", distill), ("heads", heads.model_copy(update={"head": quiet}))):
         (folder / f"{name}.yaml").write_text(json.dumps(config.model_dump(mode="json")))  # JSON is YAML
 

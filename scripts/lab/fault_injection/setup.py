@@ -75,8 +75,8 @@ class TinyProject:
         )
 
     def heads(self, output: Path, **schedule: object) -> HeadsConfig:
-        """Return the config of training a head that draws random numbers while it learns."""
-        head = {"kind": "eagle3", "tap_noise": 0.1, "taps": [0, 1, 2]}
+        """Return the config of training a head that draws random numbers while it learns: the origins that are kept."""
+        head = {"kind": "peagle", "num_depths": 4, "num_layers": 1, "keep_share": 0.5, "taps": [0, 1, 2]}
         return HeadsConfig.model_validate({"head": head, "sanity": {"enabled": False}, **self._training(output, schedule)})
 
     def _training(self, output: Path, schedule: dict[str, object]) -> dict[str, object]:

@@ -38,7 +38,7 @@ from heads.frozen.model_class import auto_class
 from heads.inference.compiled_forward import make_compiled
 from heads.inference.lean_forward import FAMILIES as LEAN_FAMILIES
 from heads.inference.lean_forward import make_lean
-from heads.modules.interface import HeadModule
+from heads.modules.output_head import HeadModule
 from scripts.lab.models_check.architectures import VOCAB_SIZE
 from scripts.lab.models_check.cases import (
     PROMPTS,

@@ -10,7 +10,7 @@ from configs.runtime.errors import ConfigError
 from configs.schema.learning import LossConfig
 from distill.loss.columns import ColumnSampler
 from distill.loss.head_objective import HeadObjective
-from heads.proposers.vocabulary import DraftVocabulary
+from heads.vocabulary import DraftVocabulary
 from tests.support import family_checks as checks
 
 IDS = torch.tensor([2, 3, 5, 7, 11, 13, 17, 19, 44])

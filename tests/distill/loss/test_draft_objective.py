@@ -14,7 +14,7 @@ from distill.loss.draft_objective import DraftObjective, target_hidden
 from distill.loss.pairs import Pair
 from distill.student.init import initial_draft
 from distill.student.kept_blocks import keep_layers
-from heads.proposers.vocabulary import DraftVocabulary
+from heads.vocabulary import DraftVocabulary
 
 
 @pytest.fixture

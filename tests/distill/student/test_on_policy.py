@@ -11,8 +11,8 @@ from distill.dataset.batches import ConversationDataset, Example, collate
 from distill.student.on_policy import Rewriter, RowSelection, examples_of
 from heads.modules.interface import NO_DOCUMENT
 from heads.proposers.draft_lm import DraftLM
-from heads.proposers.vocabulary import DraftVocabulary, keep_head_rows
 from heads.sampling.probabilities import token_probabilities
+from heads.vocabulary import DraftVocabulary, keep_head_rows
 from tests.support.caches import conversation
 from train.launch import make_training_loader
 

@@ -6,8 +6,8 @@ import torch
 from configs.schema.decoding import DecodeConfig
 from eval.decoder.decode import decode, generate
 from heads.proposers.draft_lm import DraftLM
-from heads.proposers.vocabulary import DraftVocabulary, keep_head_rows
 from heads.sampling.probabilities import token_probabilities
+from heads.vocabulary import DraftVocabulary, keep_head_rows
 from tests.support.decoding import PROMPTS, requests_for, samples_against
 
 

@@ -93,8 +93,7 @@ def own_lengths(stopping, tokens_BG, tokens_seen):
         config,
         CounterRNG(0, range(len(tokens_BG)), torch.device("cpu")),
         torch.device("cpu"),
-        lambda ids_B: ids_B,
-        lambda values_BW, _: values_BW,
+        None,
         keep_logits=False,
     )
     for position in range(tokens_BG.shape[1]):

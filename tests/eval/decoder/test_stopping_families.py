@@ -12,7 +12,8 @@ from configs.schema.drafting import CalibrationPoint, ConfidenceStopping, CostSt
 from eval.decoder.decode import decode
 from heads.modules.autoregressive import FeatureChain
 from heads.proposers.draft_length import StopDecision
-from heads.proposers.self_speculation import SelfSpeculation
+from heads.proposers.draft_lm import DraftLM
+from heads.proposers.self_speculation import early_exit
 from tests.support.decoding import HEADS, assert_same_alone, head_proposer, requests_for, samples_against
 from tests.support.family_checks import tiny_target
 
@@ -44,7 +45,7 @@ def distribution(target, exact_distribution):
 
 def proposer_of(name, target):
     if name == "self_speculation":
-        return SelfSpeculation(target.model, 2, target.vocab_size)
+        return DraftLM(early_exit(target.model, 2), target.vocab_size)
     return head_proposer(name, target.model)
 
 

@@ -15,7 +15,7 @@ from eval.lossy.decode import decode
 from eval.lossy.neighbourhood import step_candidates, step_rule, write_table
 from eval.lossy.tolerance import tolerant
 from heads.proposers.draft_lm import DraftLM
-from heads.sampling.sibling_draws import DRAWS
+from heads.sampling.probabilities import DRAWS
 from tests.support.decoding import requests_for
 from tests.support.enumeration import distribution_of_draws, enumerate_rule, enumerate_tree, random_toy
 

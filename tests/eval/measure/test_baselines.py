@@ -16,6 +16,7 @@ from eval.measure import interleaved, lookup_length
 from eval.measure.interleaved import Measurement, measure
 from eval.measure.lookup_length import fastest_length
 from eval.measure.proposers import MAKERS, make_baselines
+from heads.frozen.hidden_states import num_blocks
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.suffix_lookup import SuffixLookup
 from tests.support.evaluations import report_in, tiny_evaluation
@@ -117,9 +118,9 @@ def test_a_lookups_number_of_drafts_is_the_fastest_of_a_few(target, requests, co
 
 
 def test_self_speculation_drafts_with_a_quarter_of_the_blocks_or_as_many_as_are_named(target, config):
-    assert make_baselines(config, target)["self_speculation"].num_layers == 1
+    assert num_blocks(make_baselines(config, target)["self_speculation"].model) == 1
     more = config.model_copy(update={"self_speculation_layers": 4})
-    assert make_baselines(more, target)["self_speculation"].num_layers == 4
+    assert num_blocks(make_baselines(more, target)["self_speculation"].model) == 4
     with pytest.raises(InputError, match="needs 1 to 4 of the target's 5 blocks, got 5"):
         make_baselines(config.model_copy(update={"self_speculation_layers": 5}), target)
 

@@ -1,5 +1,7 @@
 """An early exit drafts with the target's first blocks: untrained as self-speculation, on the target's cache, and losslessly."""
 
+import gc
+
 import pytest
 import torch
 
@@ -11,9 +13,10 @@ from eval.decoder.decode import decode
 from heads.artifact import load_draft
 from heads.families.registry import FAMILIES, serve
 from heads.frozen.hidden_states import blocks, final_norm
+from heads.proposers.draft_lm import DraftLM
 from heads.proposers.merged import LookupFirst
 from heads.proposers.prompt_lookup import PromptLookup
-from heads.proposers.self_speculation import SelfSpeculation
+from heads.proposers.self_speculation import early_exit
 from tests.support import family_checks as checks
 from tests.support.artifacts import save_artifact
 from tests.support.decoding import requests_for
@@ -37,7 +40,7 @@ def rounds_of(target, config, proposer):
 def test_untrained_it_drafts_as_self_speculation_does(name, temperature, as_target):
     target = as_target(checks.tiny_target(name))
     config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=16, temperature=temperature)
-    expected = rounds_of(target, config, SelfSpeculation(target.model, 2, 64))
+    expected = rounds_of(target, config, DraftLM(early_exit(target.model, 2), 64))
     assert rounds_of(target, config, proposer_of(target.model, stir=0.0)) == expected
     assert len({each.num_accepted for rounds in expected for each in rounds}) > 1
 
@@ -64,6 +67,20 @@ def test_no_token_goes_twice_through_the_blocks_that_draft_in_one_round(as_targe
     (generation,), _ = decode(target, requests_for(checks.PROMPTS[:1]), config, proposer)
     handle.remove()
     assert sum(seen) == len(checks.PROMPTS[0]) + sum(1 + len(each.drafted) for each in generation.rounds)
+
+
+def test_a_batch_that_broke_off_in_the_middle_of_a_round_leaves_nothing_behind(as_target, monkeypatch):
+    target = as_target(checks.tiny_target("llama"))
+    proposer = proposer_of(target.model)
+    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=16)
+    expected = rounds_of(target, config, proposer)
+    with monkeypatch.context() as patched:
+        patched.setattr(proposer._shared, "late", None)  # the draft's blocks run, the others fail
+        with pytest.raises(TypeError):
+            rounds_of(target, config, proposer)
+    assert rounds_of(target, config, proposer) == expected
+    gc.collect()
+    assert not proposer._shared.has_cache  # which goes with the batch that it was for
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])  # the blocks of GPT-2 do not run in two parts

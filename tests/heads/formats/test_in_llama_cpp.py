@@ -18,7 +18,7 @@ from heads.formats.exporting.exporter import export
 from heads.formats.exporting.gguf import FILE, find_converter
 from heads.formats.exporting.source import TargetFolder, read_source
 from heads.frozen.loading import load_target
-from heads.proposers.vocabulary import DraftVocabulary
+from heads.vocabulary import DraftVocabulary
 from tests.support import family_checks as checks
 from tests.support.artifacts import save_artifact
 

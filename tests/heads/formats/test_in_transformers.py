@@ -9,7 +9,7 @@ from configs.schema.heads import DFlashSettings, MtpSettings
 from heads.artifact import read_metadata, save_draft_lm
 from heads.formats.exporting.exporter import SERVE_FILE, export
 from heads.formats.exporting.source import TargetFolder, read_source
-from heads.proposers.vocabulary import DraftVocabulary
+from heads.vocabulary import DraftVocabulary
 from tests.support import family_checks as checks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own

@@ -19,7 +19,7 @@ from heads.frozen.model_class import causal_config
 from heads.inference.causal_lm import read_documents
 from heads.inference.model_checks import check_keeps_apart
 from heads.proposers.draft_lm import DraftLM
-from heads.proposers.self_speculation import SelfSpeculation
+from heads.proposers.self_speculation import early_exit
 from tests.support import family_checks as checks
 from tests.support.caches import conversation
 from tests.support.training_runs import distil, distill_config
@@ -135,9 +135,9 @@ def test_it_drafts_for_itself_where_a_causal_lm_has_the_very_blocks(case):
         return
     if case.draft_class in ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM"):
         with pytest.raises(InputError, match="cannot draft for itself"):
-            SelfSpeculation(target.model, 2, 64)
+            DraftLM(early_exit(target.model, 2), 64)
         return
-    proposer = SelfSpeculation(target.model, 2, 64)
+    proposer = DraftLM(early_exit(target.model, 2), 64)
     assert generate(target, PROMPTS[:1], DecodeConfig(max_new_tokens=NEW), proposer) == case.plain[:1]
 
 

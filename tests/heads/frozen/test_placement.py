@@ -13,7 +13,8 @@ from heads.frozen.hidden_states import blocks, read_states
 from heads.frozen.loading import load_target
 from heads.frozen.placement import make_skeleton, place_parts, spread_blocks
 from heads.modules.target_block import copy_block
-from heads.proposers.self_speculation import SelfSpeculation
+from heads.proposers.draft_lm import DraftLM
+from heads.proposers.self_speculation import early_exit
 from tests.support.family_configs import tiny_model
 
 CPU = torch.device("cpu")
@@ -104,7 +105,7 @@ def test_decoding_gives_the_same_tokens(whole, spread, cache):
 def test_self_speculation_runs_on_the_spread_blocks(whole, spread):
     prompts = [[5, 6, 7], [8, 9, 10, 11, 12]]
     config = DecodeConfig(num_speculative_tokens=2, max_new_tokens=10, batch_size=2)
-    draft = SelfSpeculation(spread.model, 2, spread.vocab_size)
+    draft = DraftLM(early_exit(spread.model, 2), spread.vocab_size)
     plain = config.model_copy(update={"num_speculative_tokens": 0})
     assert generate(spread, prompts, config, draft) == generate(whole, prompts, plain)
 

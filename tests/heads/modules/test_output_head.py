@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from configs.runtime.errors import InputError
 from heads.inference.causal_lm import head_logits
 from heads.modules.output_head import DraftHead
-from heads.proposers.vocabulary import DraftVocabulary
+from heads.vocabulary import DraftVocabulary, over_target, target_ids
 from tests.support import family_checks as checks
 from tests.support.family_configs import tiny_model
 
@@ -55,11 +55,11 @@ def test_fewer_tokens_have_the_logits_they_had(name, vocabulary, trainable):
     if trainable:
         torch.nn.init.normal_(head.weight)
     states_BD = torch.randn(3, head.parameters_used[0].shape[1])
-    before_BV = head.scatter(head.logits(states_BD), -torch.inf)
+    before_BV = over_target(head.vocabulary, head.logits(states_BD), -torch.inf)
     head.keep(torch.tensor([6, 63, 40, 7]))
     kept = [6, 7, 40, 63] if vocabulary is None else [6, 40, 63]
     assert (head.token_ids.tolist(), head.num_tokens) == (kept, len(kept))
-    assert head.target_ids(torch.tensor([0, 2])).tolist() == [kept[0], kept[2]]
+    assert target_ids(head.vocabulary, torch.tensor([0, 2])).tolist() == [kept[0], kept[2]]
     torch.testing.assert_close(head.logits(states_BD), before_BV[:, kept])
 
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Glm4MoeConfig
 
 from configs.runtime.errors import InputError
-from heads.modules.target_block import Surroundings, unrolled_mask
+from heads.modules.target_block import BlockContext, unrolled_mask
 from tests.support import family_checks as checks
 from tests.support.family_configs import tiny_model
 
@@ -39,7 +39,7 @@ def test_every_block_of_the_four_families_runs_apart(name, attention):
     model = deepcopy(checks.tiny_target(name))
     model.set_attn_implementation(attention)
     for number in range(4):
-        Surroundings(model, number)
+        BlockContext(model, number)
 
 
 @pytest.mark.parametrize(
@@ -53,15 +53,15 @@ def test_every_block_of_the_four_families_runs_apart(name, attention):
 def test_blocks_with_experts_and_with_latent_attention_run_apart(config):
     model = AutoModelForCausalLM.from_config(config).eval()
     for number in (0, 3):
-        Surroundings(model, number)
+        BlockContext(model, number)
 
 
 def test_a_block_that_gets_something_else_in_the_target_is_refused():
     model = deepcopy(checks.tiny_target("llama"))
     model.config.sliding_window = 3  # which Llama does not heed
     with pytest.raises(InputError, match="block 1 of LlamaForCausalLM needs more around it"):
-        Surroundings(model, 1)
+        BlockContext(model, 1)
 
 
 def test_a_block_runs_alone_where_positions_are_in_the_embedding():
-    Surroundings(tiny_model("gpt2"), 2)
+    BlockContext(tiny_model("gpt2"), 2)

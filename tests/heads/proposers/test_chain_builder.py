@@ -5,9 +5,9 @@ import torch
 
 from configs.schema.decoding import SamplingConfig
 from heads.proposers.chain_builder import ChainBuilder
-from heads.proposers.vocabulary import DraftVocabulary
 from heads.sampling.counter_rng import CounterRNG, Role
 from heads.sampling.probabilities import draw, token_probabilities
+from heads.vocabulary import DraftVocabulary
 
 VOCABULARY = DraftVocabulary(token_ids_W=torch.tensor([1, 4, 6]), target_vocab_size=8)
 STEPS = [torch.tensor([[0.0, 2.0, 1.0], [3.0, -1.0, 0.5]]), torch.tensor([[1.0, 0.0, 0.2], [0.0, 0.1, 0.3]])]
@@ -20,8 +20,7 @@ def drafting(sampling, *, keep_logits=False, rows=(5, 9)):
         sampling,
         CounterRNG(3, range(11, 11 + len(rows)), torch.device("cpu")),
         torch.device("cpu"),
-        lambda drafted: VOCABULARY.token_ids_W[drafted],
-        VOCABULARY.scatter,
+        VOCABULARY,
         keep_logits=keep_logits,
     )
 

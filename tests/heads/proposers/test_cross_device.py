@@ -48,14 +48,7 @@ def answers(target, proposer, config):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_answers_and_rounds_are_those_of_the_draft_at_home(target, draft, name):
-    away = CrossDeviceProposer(draft, CPU, CPU)
-    assert isinstance(away, TreeProposer)
-    assert answers(target, away, SETTINGS[name]) == answers(target, draft, SETTINGS[name])
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_all_tensors_of_a_proposal_and_the_rng_cross_in_one_place(target, draft, name, monkeypatch):
+def test_answers_are_those_of_the_draft_at_home_and_all_that_crosses_does_so_in_one_place(target, draft, name, monkeypatch):
     crossed = []
 
     def noting(values, device):
@@ -76,7 +69,9 @@ def test_all_tensors_of_a_proposal_and_the_rng_cross_in_one_place(target, draft,
             assert any(there.requests_B is each for each in crossed)
             return there
 
-    answers(target, Watched(draft, CPU, CPU), SETTINGS[name])
+    away = Watched(draft, CPU, CPU)
+    assert isinstance(away, TreeProposer)
+    assert answers(target, away, SETTINGS[name]) == answers(target, draft, SETTINGS[name])
     held = [getattr(proposal, field.name) for proposal in seen for field in fields(proposal)]
     tensors = [value for value in held if isinstance(value, torch.Tensor)]
     assert len(tensors) >= 2 * len(seen) > 0

@@ -27,7 +27,7 @@ def cost(**settings):
 def drafting(stopping, rows=2, temperature=0.0, keep_logits=False):
     sampling = DecodeConfig(num_speculative_tokens=4, stopping=stopping, temperature=temperature)
     rng = CounterRNG(0, range(rows), CPU)
-    return ChainBuilder([5] * rows, sampling, rng, CPU, lambda ids: ids, lambda values, _: values, keep_logits=keep_logits)
+    return ChainBuilder([5] * rows, sampling, rng, CPU, None, keep_logits=keep_logits)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -90,14 +90,14 @@ def test_time_is_worth_what_the_best_fixed_length_makes_of_it_unless_it_is_said(
 
 
 def test_the_cost_rule_decides_as_its_formula_written_out_says():
-    dice = random.Random(0)
+    rng = random.Random(0)
     answers = set()
     for _ in range(300):
-        num_drafts, a, d = dice.randint(1, 5), dice.uniform(0.2, 0.9), dice.choice([0.0, 0.5, 2.0])
+        num_drafts, a, d = rng.randint(1, 5), rng.uniform(0.2, 0.9), rng.choice([0.0, 0.5, 2.0])
         t = [10.0]
         for _ in range(num_drafts):
-            t.append(t[-1] + dice.choice([0.0, 0.5, 3.0]))
-        rho = dice.uniform(0.05, 0.25)
+            t.append(t[-1] + rng.choice([0.0, 0.5, 3.0]))
+        rho = rng.uniform(0.05, 0.25)
         settings = cost(
             draft_step_milliseconds=d,
             target_step_milliseconds=t,
@@ -107,7 +107,7 @@ def test_the_cost_rule_decides_as_its_formula_written_out_says():
         )
         rule, alive = CostRule(settings, num_drafts), 1.0
         for i in range(1, num_drafts + 1):
-            c = dice.uniform(0.05, 1.0)
+            c = rng.uniform(0.05, 1.0)
             alive *= c
             ahead = 0.0
             for k in range(1, num_drafts - i + 1):

@@ -160,18 +160,11 @@ def target(tiny_llama, as_target):
     return as_target(tiny_llama(seed=1))
 
 
-@pytest.mark.parametrize("batch_size", [1, 4])
-@pytest.mark.parametrize("gamma", [1, 5])
-def test_greedy_output_is_plain_greedy_output_with_an_empty_memory_and_with_a_full_one(target, gamma, batch_size):
+def test_greedy_output_is_plain_greedy_output_with_an_empty_memory_and_with_a_full_one(target):
     plain = generate(target, PROMPTS, DecodeConfig(num_speculative_tokens=0, max_new_tokens=24))
-    config = DecodeConfig(num_speculative_tokens=gamma, max_new_tokens=24, batch_size=batch_size)
+    config = DecodeConfig(num_speculative_tokens=5, max_new_tokens=24, batch_size=4)
     lookup = SuffixLookup(CPU)
-    assert [generate(target, PROMPTS, config, lookup) for _ in range(3)] == [plain] * 3
-
-
-def test_sampled_output_is_the_very_one_of_plain_sampling(target):
-    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=24, temperature=1.0, verification="match")
-    assert generate(target, PROMPTS, config, SuffixLookup(CPU)) == generate(target, PROMPTS, config)
+    assert [generate(target, PROMPTS, config, lookup) for _ in range(2)] == [plain] * 2
 
 
 def test_an_answer_seen_before_is_copied_round_after_round(target):

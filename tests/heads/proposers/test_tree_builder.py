@@ -11,10 +11,10 @@ from heads.frozen.hidden_states import forward_states
 from heads.inference.causal_lm import new_cache
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.tree_builder import DynamicTreeBuilder, StaticTreeBuilder
-from heads.proposers.vocabulary import DraftVocabulary
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.probabilities import token_probabilities
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, check_parents
+from heads.vocabulary import DraftVocabulary
 from tests.support import family_checks as checks
 
 TREE = Tree((0, 0, 0, 1, 1, 3, 4, 6, 6))
@@ -160,14 +160,14 @@ def test_a_grown_tree_holds_the_most_confident_ways(draft):
 
 
 def test_a_tree_wider_than_the_drafts_vocabulary_is_refused():
-    builder = StaticTreeBuilder(Tree((0, 0, 0)), 1, lambda ids: ids)
+    builder = StaticTreeBuilder(Tree((0, 0, 0)), 1, None)
     with pytest.raises(InputError, match="3 children, and the draft knows 2 tokens"):
         builder.add(torch.zeros(1, 1, 2))
 
 
 def test_a_grown_tree_keeps_parents_of_what_it_keeps_where_confidences_tie_or_are_no_numbers():
     for logits in (torch.tensor([[[200.0, 0.0, 0.0]]]), torch.full((1, 1, 3), float("nan")), torch.zeros(1, 1, 3)):
-        builder = DynamicTreeBuilder(DynamicTreeSpec(num_nodes=4, width=2, depth=4), lambda ids: ids)
+        builder = DynamicTreeBuilder(DynamicTreeSpec(num_nodes=4, width=2, depth=4), None)
         while builder.add(logits) is not None:
             pass
         proposal = builder.proposal()

@@ -103,9 +103,8 @@ class Runs:
         rhythm = {"batch_size": 2, "max_steps": STEPS, "eval_every_steps": STEPS, "checkpoint_every_steps": EVERY}
         rhythm |= {"trackers": ["tensorboard"], "gradient_accumulation_steps": 2 // num_processes}
         config = make(self.folder / name, **rhythm | schedule)
-        if task == "heads":  # each process would draw its own noise
-            config = config.model_copy(update={"head": config.head.model_copy(update={"tap_noise": 0.0})})
-        return type(config).model_validate(config.model_dump() | (changes or {}))
+        head = {} if task == "distill" else {"head": {"kind": "eagle3", "taps": [0, 1, 2]}}  # which draws no random numbers
+        return type(config).model_validate(config.model_dump() | head | (changes or {}))
 
     def start(self, config, recipe, num_processes=2, before=None, main=None):
         """Start a run's processes; `recipe` None: one, without a launcher."""

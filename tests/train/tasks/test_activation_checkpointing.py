@@ -6,8 +6,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from configs.runtime.errors import ConfigError
 from distill.dataset.batches import Example, collate
-from heads.modules.checkpointing import checkpoint_activations
-from heads.modules.output_head import HeadBase
+from heads.modules.layers import checkpoint_activations
+from heads.modules.output_head import HeadModule
 from tests.support.tiny_heads import HEADS
 from tests.support.training_runs import distill_config, draft_task, train_task
 
@@ -56,9 +56,9 @@ def test_the_losses_are_the_same_and_less_is_kept(kind, make_task, greedy_rows):
 
 
 def test_the_layers_of_a_head_run_twice(make_task, greedy_rows, monkeypatch):
-    task, calls, embed = make_task("eagle3", CHECKPOINTED, "run"), [], HeadBase.embed
+    task, calls, embed = make_task("eagle3", CHECKPOINTED, "run"), [], HeadModule.embed
     plain = type(task.module.head.layers[0].self_attn).output
-    monkeypatch.setattr(HeadBase, "embed", lambda *args: calls.append("depth") or embed(*args))
+    monkeypatch.setattr(HeadModule, "embed", lambda *args: calls.append("depth") or embed(*args))
     monkeypatch.setattr(
         type(task.module.head.layers[0].self_attn), "output", lambda *args: calls.append("layer") or plain(*args)
     )

@@ -1,6 +1,7 @@
 """The prediction from training is what decoding yields, to the last round, as long as both do the same thing."""
 
 from contextlib import nullcontext
+from copy import copy
 
 import pytest
 import torch
@@ -39,10 +40,14 @@ def test_a_head_that_drafts_from_another_place_falls_short_of_the_prediction(hea
     task = head_task(held_out=greedy_rows[4:9])
     train_some(task, greedy_rows, steps=60)
     promised = task.evaluate(task.module)["predicted_tau"]
-    right = PendingFeatures.next_tokens
-    monkeypatch.setattr(
-        PendingFeatures, "next_tokens", lambda unread, tokens: right(unread, [[row[0], *row[:-1]] for row in tokens])
-    )
+    right = PendingFeatures.read
+
+    def one_place_back(pending, text):
+        moved = copy(text)
+        moved[:] = [[row[0], *row[:-1]] for row in text]
+        return right(pending, moved)
+
+    monkeypatch.setattr(PendingFeatures, "read", one_place_back)
     metrics = task.evaluate(task.module)
     assert metrics["predicted_tau"] == promised > 2
     assert metrics["tokens_per_target_step"] < 0.8 * promised
@@ -84,7 +89,7 @@ def test_the_shares_by_depth_are_those_counted_place_by_place(head_task, greedy_
 
 
 def test_the_batch_size_and_the_mode_change_nothing(head_task, greedy_rows):
-    task = head_task("dflash", head={"tap_noise": 0.5})
+    task = head_task("dflash")
     train_some(task, greedy_rows, steps=10)
     task.module.train()
     state = torch.get_rng_state()

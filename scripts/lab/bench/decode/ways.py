@@ -19,10 +19,11 @@ from eval.cost.tree_choice import choose_tree
 from heads.artifact import Draft
 from heads.families.registry import drafts_in_one_forward
 from heads.frozen.hidden_states import num_blocks
+from heads.proposers.draft_lm import DraftLM
 from heads.proposers.merged import MergedDrafts
 from heads.proposers.prompt_lookup import PromptLookup
 from heads.proposers.protocol import Proposer, TreeProposer
-from heads.proposers.self_speculation import SelfSpeculation
+from heads.proposers.self_speculation import early_exit
 from heads.proposers.suffix_lookup import SuffixLookup
 from scripts.lab.bench.decode.setup import DRAFT_LM, DecodeSetup
 from scripts.trials.turns import tree_settings
@@ -127,7 +128,7 @@ def sampled_ways(draft: Proposer, settings: DecodeConfig, paths: Sequence[Path])
 def free_ways(setup: DecodeSetup, settings: DecodeConfig) -> list[Way]:
     """Return greedy chains that no training made: copied from the text or from earlier answers, or by the target itself."""
     target = setup.target
-    own = SelfSpeculation(target.model, max(1, num_blocks(target.model) // 4), target.vocab_size)
+    own = DraftLM(early_exit(target.model, max(1, num_blocks(target.model) // 4)), target.vocab_size)
     return [
         _greedy("chain", "prompt_lookup", PromptLookup(target.device), settings),
         _greedy("chain", "suffix_lookup", _suffix_lookup(setup), settings),

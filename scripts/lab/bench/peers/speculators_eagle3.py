@@ -25,8 +25,8 @@ from heads.frozen.hidden_states import final_norm
 from heads.frozen.loading import Target
 from heads.inference.causal_lm import head_rows
 from heads.modules.interface import Batch
-from heads.modules.layers import shape_like
-from heads.proposers.vocabulary import DraftVocabulary
+from heads.modules.layer_shape import shape_like
+from heads.vocabulary import DraftVocabulary
 
 INSTALL = "pip install --no-deps speculators==0.9.0 hs-connectors loguru pydantic-settings openai jiter sniffio"
 BORROWED = {"embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight", "d2t", "t2d"}

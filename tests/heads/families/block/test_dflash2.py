@@ -5,13 +5,7 @@ import torch
 from torch.nn import functional
 
 from configs.runtime.errors import InputError
-from configs.schema.decoding import SamplingConfig
-from configs.schema.learning import LossConfig
-from distill.loss.head_objective import HeadObjective
-from heads.families.registry import FAMILIES
-from heads.frozen.hidden_states import read_states
 from heads.inference.causal_lm import head_logits
-from heads.sampling.counter_rng import CounterRNG
 from tests.support.family_checks import PROMPTS, SETTINGS, SOME_TOKENS, build, hidden_at, inputs_of, tiny_target
 from tests.support.naive_layers import NaiveBody
 
@@ -48,7 +42,7 @@ def naive_block(head, model, taps_CF, pending, anchor):
         kernels = [layer.attention_conv.kernel_projection.weight @ each for each in read]
         read = convolved(layer.attention_conv, read, kernels, 0)
         seen = [body.keys_values(layer.self_attn, each, place) for place, each in enumerate(context + read)]
-        mixed = [attended(body, layer, each, anchor + slot, seen) for slot, each in enumerate(read)]
+        mixed = [body.attended(layer.self_attn, 0.0, each, anchor + slot, seen) for slot, each in enumerate(read)]
         mixed = convolved(layer.attention_conv, mixed, kernels, 1)
         states = [state + more for state, more in zip(states, mixed, strict=True)]
         read = [body.norm(layer.post_attention_layernorm.weight, state) for state in states]
@@ -71,16 +65,6 @@ def convolved(conv, states, kernels, which):
                 made = kernels[slot][(which * size + back) * groups + channel // conv.group_size]
                 mixed[slot][channel] += (conv.base_kernel[which, back, channel] + made) * states[slot - back][channel]
     return mixed
-
-
-def attended(body, layer, read, position, seen):
-    attention, mixed = layer.self_attn, []
-    for number, query in enumerate(body.heads(attention.q_proj.weight @ read, attention.q_norm)):
-        group = number * body.shape.num_key_value_heads // body.shape.num_heads
-        turned = body.rotated(query, position)
-        scores = torch.stack([turned @ keys[group] for keys, _ in seen]) / body.shape.head_width**0.5
-        mixed.append(sum(weight * values[group] for weight, (_, values) in zip(scores.softmax(0), seen, strict=True)))
-    return attention.o_proj.weight @ torch.cat(mixed)
 
 
 def naive_distribution(head, model, state_D, before):
@@ -116,23 +100,6 @@ def test_greedy_drafts_are_the_candidates_of_the_highest_score():
     assert len(seen) > 2
 
 
-def test_the_logits_before_the_selector_are_trained_beside_those_after_it(as_target):
-    target = as_target(tiny_target("llama"))
-    head, alone = (build(DFLASH2.model_copy(update={"unary_weight": weight}), target.model).train() for weight in (0.5, 0.0))
-    batch, states = inputs_of(target.model, PROMPTS, head.taps)
-    with_unary, without = (
-        HeadObjective(each, target, LossConfig())(batch, states, torch.tensor(9), 1) for each in (head, alone)
-    )
-    depths, expected = head(batch, states), 0.0
-    for depth in depths:
-        p_NV = head_logits(target.model, states.final_BTE.flatten(0, 1)[depth.target_places_N]).log_softmax(-1)
-        u_NV = head.lm_head.logits(depth.hidden_ND[:, :32]).log_softmax(-1)
-        expected = expected + depth.weight * (p_NV.exp() * (p_NV - u_NV)).sum()
-    expected = 0.5 * expected / (9 * sum(depth.weight for depth in depths))
-    torch.testing.assert_close(with_unary.loss - without.loss, expected, check_dtype=False)
-    torch.testing.assert_close(with_unary.values_K, without.values_K)
-
-
 @torch.no_grad()
 def test_settings_that_do_not_fit_the_target_are_refused():
     model = tiny_target("llama")
@@ -140,15 +107,3 @@ def test_settings_that_do_not_fit_the_target_are_refused():
         build(DFLASH2.model_copy(update={"conv_group_size": 12}), model)
     with pytest.raises(InputError, match="33 candidates of 32 draft tokens"):
         build(DFLASH2.model_copy(update={"selector_top_k": 33}), model, SOME_TOKENS)
-
-
-@torch.no_grad()
-def test_drafts_are_drawn_from_a_distribution_above_0_everywhere():
-    model = tiny_target("llama")
-    head = build(DFLASH2, model)
-    proposer = FAMILIES["dflash2"].propose(head, model.device)
-    tokens = [[*PROMPTS[0], 5]]
-    proposer.start(tokens, 16, read_states(model, torch.tensor([PROMPTS[0]]), proposer.taps))
-    proposal = proposer.propose(tokens, 4, SamplingConfig(temperature=1.0), CounterRNG(1, [0], model.device), keep_logits=True)
-    torch.testing.assert_close(proposal.probs_BGV, proposal.logits_BGV.softmax(-1), check_dtype=False)
-    assert bool((proposal.probs_BGV > 0).all())

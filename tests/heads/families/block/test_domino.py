@@ -5,10 +5,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from configs.schema.learning import LossConfig
-from distill.loss.head_objective import HeadObjective
-from heads.inference.causal_lm import head_logits
-from heads.modules.interface import flat
 from tests.support.family_checks import PROMPTS, SETTINGS, SOME_TOKENS, build, inputs_of, tiny_target
 
 DOMINO = SETTINGS["domino"]
@@ -45,27 +41,3 @@ def gru_state(head, model, tokens):
     gru.load_state_dict(head.prefix_gru.state_dict())
     embedded = model.get_input_embeddings()(torch.tensor(tokens))
     return gru(embedded.unsqueeze(1))[1][0, 0]
-
-
-def test_the_logits_without_correction_are_trained_beside_those_with_it(as_target):
-    target = as_target(tiny_target("llama"))
-    head, alone = (build(DOMINO.model_copy(update={"base_weight": weight}), target.model).train() for weight in (0.5, 0.0))
-    batch, states = inputs_of(target.model, PROMPTS, head.taps)
-    loss, without = (
-        HeadObjective(each, target, LossConfig())(batch, states, torch.tensor(9), 1).loss for each in (head, alone)
-    )
-    depths, expected = head(batch, states), 0.0
-    for depth in depths[1:]:
-        p_NV = head_logits(target.model, flat(states.final_BTE, depth.target_places_N)).log_softmax(-1)
-        u_NV = head.lm_head.logits(depth.hidden_ND[:, :32]).log_softmax(-1)
-        expected = expected + depth.weight * (p_NV.exp() * (p_NV - u_NV)).sum()
-    expected = 0.5 * expected / (9 * sum(depth.weight for depth in depths))
-    torch.testing.assert_close(loss - without, expected, check_dtype=False)
-
-
-@torch.no_grad()
-def test_an_untrained_correction_leaves_the_blocks_logits_as_they_are():
-    model = tiny_target("llama")
-    head = build(DOMINO, model, stir=0.0)
-    for depth in head(*inputs_of(model, PROMPTS, head.taps)):
-        torch.testing.assert_close(depth.logits_of(depth.hidden_ND), head.lm_head.logits(depth.hidden_ND[:, :32]))

@@ -1,6 +1,5 @@
 """DSpark: DFlash with a bias from the token before, and an estimate of its own acceptance that is trained to be true."""
 
-import pytest
 import torch
 
 from configs.schema.decoding import SamplingConfig
@@ -16,14 +15,12 @@ from tests.support.family_checks import PROMPTS, SETTINGS, build, inputs_of, tin
 DSPARK = SETTINGS["dspark"]
 
 
-@pytest.mark.parametrize("stir", [0.0, 0.2], ids=["untrained", "trained"])
 @torch.no_grad()
-def test_the_bias_of_a_slot_is_that_of_the_texts_token_before_it(stir):
+def test_the_bias_of_a_slot_is_that_of_the_texts_token_before_it():
     model = tiny_target("gemma3")  # caps the head's logits, not the bias
-    head = build(DSPARK, model, stir=stir)
+    head = build(DSPARK, model)
     batch, states = inputs_of(model, PROMPTS, head.taps)
     w1_VR, w2_VR = head.markov_head.markov_w1.weight, head.markov_head.markov_w2.weight
-    assert bool(w2_VR.any()) == (stir > 0)  # an untrained bias leaves DFlash's logits as they are
     for slot, depth in enumerate(head(batch, states), start=1):
         logits_NV = depth.logits_of(depth.hidden_ND)
         for row, origin in enumerate(depth.origins_N.tolist()):

@@ -7,7 +7,7 @@ from configs.schema.decoding import DecodeConfig
 from configs.schema.heads import MtpSettings
 from eval.decoder.decode import decode
 from heads.artifact import load_draft
-from heads.proposers.vocabulary import DraftVocabulary
+from heads.vocabulary import DraftVocabulary
 from scripts.lab.engine_check.ours import Counts, count_ours, count_rounds
 from tests.scripts.lab.engine_check.conftest import K
 from tests.support import family_checks as checks

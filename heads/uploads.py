@@ -89,7 +89,7 @@ class RowNumbers(list[int]):
         return self._tensor_B
 
 
-class Text(list[Sequence[int]]):
+class TokenRows(list[Sequence[int]]):
     """The committed tokens by row, the pending one last, and what of them a round's forwards need on the device."""
 
     def __init__(self, rows: Sequence[Sequence[int]], device: torch.device) -> None:
@@ -104,9 +104,9 @@ class Text(list[Sequence[int]]):
         return self._pending.tensor
 
 
-def text_of(tokens: Sequence[Sequence[int]], device: torch.device) -> Text:
+def token_rows(tokens: Sequence[Sequence[int]], device: torch.device) -> TokenRows:
     """Return committed tokens as a text for this device; the decoder's own is one already."""
-    return tokens if isinstance(tokens, Text) and same_device(tokens.uploads.device, device) else Text(tokens, device)
+    return tokens if isinstance(tokens, TokenRows) and same_device(tokens.uploads.device, device) else TokenRows(tokens, device)
 
 
 def on_device(values: Sequence[int], device: torch.device) -> Tensor:

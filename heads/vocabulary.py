@@ -57,16 +57,18 @@ class DraftVocabulary:
     def to(self, device: torch.device) -> DraftVocabulary:
         return DraftVocabulary(token_ids_W=self.token_ids_W.to(device), target_vocab_size=self.target_vocab_size)
 
-    def scatter(self, values_BW: Tensor, fill: float) -> Tensor:
-        """Return values `[..., W]` at the ids of their tokens in the target's vocabulary, `[..., V]`, with `fill` elsewhere."""
-        return scatter_rows(values_BW, self.token_ids_W, self.target_vocab_size, fill)
+
+def target_ids(vocabulary: DraftVocabulary | None, drafted: Tensor) -> Tensor:
+    """Return the target's ids of draft tokens `[...]`; without a vocabulary they are these."""
+    return drafted if vocabulary is None else vocabulary.token_ids_W[drafted]
 
 
-def scatter_rows(values_BW: Tensor, token_ids_W: Tensor, target_vocab_size: int, fill: float) -> Tensor:
-    """See `DraftVocabulary.scatter`, whose checks make the host wait for the device."""
-    values_BV = values_BW.new_full((*values_BW.shape[:-1], target_vocab_size), fill)
-    values_BV[..., token_ids_W] = values_BW
-    return values_BV
+def over_target(vocabulary: DraftVocabulary | None, values_BW: Tensor, fill: float) -> Tensor:
+    """Return values `[..., W]` at the ids of their tokens in the target's vocabulary, `[..., V]`, with `fill` elsewhere."""
+    if vocabulary is None:
+        return values_BW
+    values_BV = values_BW.new_full((*values_BW.shape[:-1], vocabulary.target_vocab_size), fill)
+    return values_BV.index_copy_(-1, vocabulary.token_ids_W, values_BW)
 
 
 def keep_head_rows(model: PreTrainedModel, vocabulary: DraftVocabulary) -> None:
