@@ -121,19 +121,6 @@ class DraftHead(nn.Module):
         """The size of the draft vocabulary, W."""
         return self.vocab_size if self.token_ids is None else len(self.token_ids)
 
-    def keep(self, token_ids: Tensor) -> None:
-        """Leave only these of the target's ids, each now in the vocabulary, in place. What the head was trained to say of
-        each stays: rows are independent. Exact in decoding; the head is not for training any more.
-        """
-        ids_W = torch.arange(self.num_tokens, device=self._target[0].device) if self.token_ids is None else self.token_ids
-        weight_WD, bias_W = self._weights()
-        places_S = torch.isin(ids_W, token_ids.to(ids_W.device)).nonzero().squeeze(1)
-        for name, value in (("weight", weight_WD), ("bias", bias_W)):
-            if value is not None:
-                delattr(self, name)
-                self.register_buffer(name, value.detach()[places_S].clone())
-        self.token_ids, self._cast = ids_W[places_S], None
-
     def _as_autocast(self, weight_WD: Tensor) -> Tensor:
         """Return a frozen weight in autocast's dtype, cast once: a loss asks for logits some rows at a time."""
         dtype = cast_anew(weight_WD)

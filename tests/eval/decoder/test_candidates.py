@@ -15,7 +15,7 @@ from eval.decoder.tree_rules import (
     with_replacement,
     without_replacement,
 )
-from heads.sampling.sibling_draws import DRAWS
+from heads.sampling.probabilities import DRAWS
 from tests.support.enumeration import distinct, distribution_of_draws, enumerate_tree, independent, random_toy
 
 SIBLINGS = {"with_replacement": independent, "without_replacement": distinct, "k_seq": independent}

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from configs.runtime.errors import InputError
 from heads.inference.causal_lm import head_logits
 from heads.modules.output_head import DraftHead
-from heads.vocabulary import DraftVocabulary, over_target, target_ids
+from heads.vocabulary import DraftVocabulary
 from tests.support import family_checks as checks
 from tests.support.family_configs import tiny_model
 
@@ -45,22 +45,6 @@ def test_the_bias_of_a_targets_head_is_kept(name, vocabulary, trainable):
     some = None if vocabulary is None else DraftVocabulary(token_ids_W=IDS_W, target_vocab_size=256)
     logits_BW = DraftHead(model, some, trainable=trainable).logits(states_BD)
     torch.testing.assert_close(logits_BW, expected_BV if some is None else expected_BV[:, IDS_W])
-
-
-@pytest.mark.parametrize("name", ["llama", "phi"])  # without a bias and with one
-@WAY
-def test_fewer_tokens_have_the_logits_they_had(name, vocabulary, trainable):
-    model = copy.deepcopy(tiny_model(name))
-    head = DraftHead(model, vocabulary, trainable=trainable)
-    if trainable:
-        torch.nn.init.normal_(head.weight)
-    states_BD = torch.randn(3, head.parameters_used[0].shape[1])
-    before_BV = over_target(head.vocabulary, head.logits(states_BD), -torch.inf)
-    head.keep(torch.tensor([6, 63, 40, 7]))
-    kept = [6, 7, 40, 63] if vocabulary is None else [6, 40, 63]
-    assert (head.token_ids.tolist(), head.num_tokens) == (kept, len(kept))
-    assert target_ids(head.vocabulary, torch.tensor([0, 2])).tolist() == [kept[0], kept[2]]
-    torch.testing.assert_close(head.logits(states_BD), before_BV[:, kept])
 
 
 @WAY
