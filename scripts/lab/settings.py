@@ -165,7 +165,6 @@ class BenchEvalConfig(Settings):
     repeats: PositiveInt = 1  # timed runs of every prompt by every number of drafts
     # The sweep that predictions are made of; its num_speculative_tokens is the largest that is predicted and measured
     cost: CostConfig = CostConfig(batch_sizes=[1], context_tokens=[96, 192], repeats=5)
-    aggregated_prompts: PositiveInt = 10_000  # whose records, of made-up rounds, are counted and summarised
     simulations: PositiveInt = 1000  # of a suite of prompts with a known truth, for the coverage of intervals
     bootstrap_samples: PositiveInt = 2000
     output: str = "docs/results/eval.json"
