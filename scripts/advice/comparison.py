@@ -29,7 +29,7 @@ Way = tuple[DecodeConfig, Proposer]
 
 CHAIN, LOOKUP, BOTH = "chain", "prompt lookup", "prompt lookup, then the draft"
 CHOOSING = 4  # prompts that the tree is chosen on
-LEAST = 2  # prompts of a category that is shown
+MIN_PROMPTS = 2  # prompts of a category that is shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ def compare_ways(
         allows: whether there is time for so many more seconds.
     """
     choosing = min(CHOOSING, len(rows) // 2)
-    if len(rows) - choosing < LEAST:
+    if len(rows) - choosing < MIN_PROMPTS:
         return None
     settings = DecodeConfig(num_speculative_tokens=drafts, max_new_tokens=config.answers.max_new_tokens)
     ways: dict[str, Way] = {
@@ -92,7 +92,7 @@ def compare_ways(
         paths = choose_tree(target, draft.proposer, draft.metadata.kind, requests[:choosing], deep, asked).paths
         ways |= {shape: (each, draft.proposer) for shape, each in tree_settings(settings, paths).items()}
     timings = _in_turns(target, requests[choosing - 1 :], ways, settings, allows)
-    if len(timings[CHAIN]) < LEAST:
+    if len(timings[CHAIN]) < MIN_PROMPTS:
         return None
     category_of = {request.prompt_id: request.category for request in requests}
     samples = config.bootstrap_samples
@@ -150,6 +150,6 @@ def _by_category(timings: dict[str, list[Timing]], category_of: dict[str, str], 
         ours, theirs = (
             [each for each in timings[name] if category_of[each.prompt_ids[0]] == category] for name in (LOOKUP, CHAIN)
         )
-        if len(ours) >= LEAST:
+        if len(ours) >= MIN_PROMPTS:
             found[category] = _faster(ours, theirs, samples)
     return found if len(set(category_of.values())) > 1 else {}

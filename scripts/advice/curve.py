@@ -19,7 +19,7 @@ import numpy as np
 from eval.stats.bootstrap import Floats, Interval, statistic_interval
 from scripts.trials.turns import SEED, Counts, columns
 
-LEAST_GAP = 1e-6
+MIN_GAP = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ def _taus(sums: Floats) -> Floats:
 def _fit(sums: Floats, tokens: Sequence[int], most: int) -> tuple[Floats, Floats]:
     """Return slope and mean height of the line through the logarithms; `sums` are [2 K] or [2 K, resamples]."""
     logs_K = np.log(tokens) - np.mean(np.log(tokens))
-    gaps_K = np.log(np.maximum(most - _taus(sums), LEAST_GAP))
+    gaps_K = np.log(np.maximum(most - _taus(sums), MIN_GAP))
     slope: Floats = np.tensordot(logs_K, gaps_K, axes=1) / np.square(logs_K).sum()
     return slope, gaps_K.mean(axis=0)
 

@@ -175,7 +175,7 @@ class SoakConfig(Settings):
     """`scripts/lab/benchmark.py soak`: tiny runs killed, stopped and damaged at random."""
 
     rounds: PositiveInt = 210  # shared evenly by the faults
-    most_kills: PositiveInt = 3  # of one run, before it is left to end
+    max_kills: PositiveInt = 3  # of one run, before it is left to end
     seed: NonNegativeInt = 0
     folder: str | None = None  # where the runs lie; None: a temporary folder. Those that ended otherwise than they should stay
     output: str = "docs/results/soak.json"

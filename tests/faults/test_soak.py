@@ -14,7 +14,7 @@ from scripts.lab.settings import SoakConfig
 def config(project, tmp_path):
     """A soak in the project that is there already."""
     (tmp_path / "project").symlink_to(project.folder)
-    return SoakConfig(rounds=4, most_kills=1, folder=str(tmp_path), output=str(tmp_path / "soak.json"))
+    return SoakConfig(rounds=4, max_kills=1, folder=str(tmp_path), output=str(tmp_path / "soak.json"))
 
 
 def test_a_round_of_each_kind_of_fault_and_of_each_work_ends_with_the_same_bytes(config, tmp_path, monkeypatch):

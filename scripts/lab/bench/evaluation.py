@@ -146,11 +146,11 @@ def summarise_speeds(
 
 def interval_coverage(simulations: int) -> Interval:
     """Return how often the 95 % interval of a pooled ratio holds the truth, with the interval of that share (Wilson, 1927)."""
-    dice = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     held = 0
     for simulation in range(simulations):
-        rounds = dice.integers(20, 60, CLUSTERS).astype(np.float64)
-        yields = dice.normal(TRUTH, 0.4, CLUSTERS)  # prompts differ
+        rounds = rng.integers(20, 60, CLUSTERS).astype(np.float64)
+        yields = rng.normal(TRUTH, 0.4, CLUSTERS)  # prompts differ
         interval = ratio_interval(rounds * yields, rounds, samples=400, seed=simulation)
         held += interval.low is not None and interval.high is not None and interval.low <= TRUTH <= interval.high
     share, z = held / simulations, 1.959964

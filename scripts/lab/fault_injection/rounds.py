@@ -110,7 +110,7 @@ def run_rounds(config: SoakConfig, folder: Path) -> list[SoakRound]:
         fault = FAULTS[number % len(FAULTS)]
         output = folder / f"round-{number:05d}"
         rng = random.Random(f"{config.seed}/{number}")
-        rounds.append(_run_round(project, fault, output, references[fault.work], rng, config.most_kills))
+        rounds.append(_run_round(project, fault, output, references[fault.work], rng, config.max_kills))
         if rounds[-1].final_weights_equal:
             shutil.rmtree(output)
         else:
@@ -141,13 +141,13 @@ def _start(project: TinyProject, work: str, output: Path) -> Child:
 
 
 def _run_round(
-    project: TinyProject, fault: Fault, folder: Path, reference: _Reference, rng: random.Random, most_kills: int
+    project: TinyProject, fault: Fault, folder: Path, reference: _Reference, rng: random.Random, max_kills: int
 ) -> SoakRound:
     output = folder / "output"
     counts_steps = fault.work in ("distill", "heads") and not fault.damage
     lost: list[int] = []
     disturbances = cut_writes = 0
-    for _ in range(rng.randint(1, most_kills)):
+    for _ in range(rng.randint(1, max_kills)):
         child = _start(project, fault.work, output)
         child.process.join(rng.uniform(0, reference.seconds))
         if child.process.exitcode is not None:

@@ -32,11 +32,11 @@ TIE = 1e-4  # two logits this close, as a share of the largest, may change place
 ROUNDING = 1e-3  # of log-probabilities, as a share of their spread
 
 
-class NotMeant(Exception):
+class NotApplicable(Exception):
     """The stage is not for this family."""
 
 
-class Wrong(Exception):
+class Mismatch(Exception):
     """What came out is not what transformers computes; the message says what differs."""
 
 
@@ -84,7 +84,7 @@ def check_answers(case: Case, numbers: Sequence[int], settings: DecodeConfig, pr
     """Decode some of the prompts greedily, by default with drafts that are right and wrong in turns, and compare the answers.
 
     Raises:
-        Wrong: one is not transformers', and not for a near tie.
+        Mismatch: one is not transformers', and not for a near tie.
     """
     target = case.target
     texts = [prompt + answer for prompt, answer in zip(PROMPTS, case.answers, strict=True)]
@@ -98,7 +98,7 @@ def check_answers(case: Case, numbers: Sequence[int], settings: DecodeConfig, pr
         if answer != expected and not is_likeliest(case.model, PROMPTS[number], answer, min(room, NEW_TOKENS)):
             place = next((place for place, pair in enumerate(zip(expected, answer, strict=False)) if len(set(pair)) > 1), None)
             where = f"after {len(answer)} of {len(expected)} tokens" if place is None else f"at token {place}"
-            raise Wrong(f"answer {number} departs from transformers' generate {where}")
+            raise Mismatch(f"answer {number} departs from transformers' generate {where}")
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from heads.frozen.loading import Target, load_target
 from heads.inference.causal_lm import head_logits
 from heads.inference.media_inputs import SOUND
 from scripts.lab.models_check.architectures import VOCAB_SIZE
-from scripts.lab.models_check.cases import NEW_TOKENS, ROUNDING, TIE, Case, NotMeant, Wrong, distance
+from scripts.lab.models_check.cases import NEW_TOKENS, ROUNDING, TIE, Case, Mismatch, NotApplicable, distance
 from scripts.lab.models_check.media_models import (
     HEIGHT,
     MEDIA_FAMILIES,
@@ -51,12 +51,12 @@ def media(case: Case) -> None:
     """Decode with pictures or sounds: plainly, with chains, together, with trees; read the states of prompts and answers."""
     family = MEDIA_FAMILIES.get(case.name)
     if family is None:
-        raise NotMeant("its images and sounds are not tried")
+        raise NotApplicable("its images and sounds are not tried")
     target = media_target(case)
     requests = media_requests(target, asked_of(family))
     answers = [media_answer(case.model, target, request) for request in requests]
     if answers[0] == answers[1]:
-        raise Wrong(f"{family.reads} make no difference to transformers' generate")
+        raise Mismatch(f"{family.reads} make no difference to transformers' generate")
     texts = [[*request.tokens, *answer] for request, answer in zip(requests, answers, strict=True)]
     for way in WAYS:
         settings = DecodeConfig(max_new_tokens=NEW_TOKENS, **way)
@@ -67,7 +67,7 @@ def media(case: Case) -> None:
             found += [list(each.tokens) for each in generations]
         for number, (answer, expected) in enumerate(zip(found, answers, strict=True)):
             if answer != expected:
-                raise Wrong(f"with {way}, answer {number} on {family.reads} departs from transformers' generate")
+                raise Mismatch(f"with {way}, answer {number} on {family.reads} departs from transformers' generate")
     check_sampled(case, target, requests[0], texts[0])
     check_states(case, target, requests, answers)
 
@@ -133,7 +133,7 @@ def check_sampled(case: Case, target: Target, request: Request, text: Sequence[i
         if PLACEHOLDER in ids[len(request.tokens) :]:  # transformers would look for another image
             continue
         if not (error := distance(scores_V, own_logits(case, target, request, ids)[-1])) < ROUNDING:
-            raise Wrong(f"log-probabilities after {len(ids)} tokens are off by {error:.2g} of their spread")
+            raise Mismatch(f"log-probabilities after {len(ids)} tokens are off by {error:.2g} of their spread")
 
 
 def own_logits(case: Case, target: Target, request: Request, ids: Sequence[int]) -> Tensor:
@@ -163,4 +163,4 @@ def check_states(case: Case, target: Target, requests: Sequence[Request], answer
         expected_TV = own_logits(case, target, requests[number], row.input_ids)
         found_TV = head_logits(target.model, states.final_BTE[number, : len(row.input_ids)])
         if (error := float((found_TV - expected_TV).abs().max() / expected_TV.abs().max())) > TIE:
-            raise Wrong(f"the states of row {number} give logits that are off by {error:.2g} of them")
+            raise Mismatch(f"the states of row {number} give logits that are off by {error:.2g} of them")

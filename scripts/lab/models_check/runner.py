@@ -25,7 +25,7 @@ from configs.runtime.errors import InputError, first_line
 from scripts.lab.bench.harness import write_results
 from scripts.lab.bench.tables import update_tables
 from scripts.lab.models_check.architectures import family_of, names, not_a_decoder
-from scripts.lab.models_check.cases import Case, NotMeant, Wrong, open_case
+from scripts.lab.models_check.cases import Case, Mismatch, NotApplicable, open_case
 from scripts.lab.models_check.stages import STAGES
 from scripts.lab.models_check.workers import STARTED, Check, Outcome, check_all
 from scripts.lab.settings import ModelsCheckConfig, ResultsTableConfig
@@ -135,9 +135,9 @@ def run_stages(case: Case, report: Callable[[Outcome], None], stages: Sequence[s
         try:
             run(case)
             report(Outcome(stage, "ok"))
-        except NotMeant:
+        except NotApplicable:
             report(Outcome(stage, "skipped"))
-        except Wrong as wrong:
+        except Mismatch as wrong:
             report(Outcome(stage, "wrong", str(wrong)))
         except InputError as refusal:
             report(Outcome(stage, "refused", str(refusal).replace(str(case.folder), "FOLDER")))

@@ -1,6 +1,6 @@
 """What a family goes through, stage by stage: loading, each way of decoding, training of heads and drafts, other forwards.
 
-A stage raises `Wrong` where what comes out is not transformers' (`models_check.cases`); an `InputError` is a refusal.
+A stage raises `Mismatch` where what comes out is not transformers' (`models_check.cases`); an `InputError` is a refusal.
 T positions, V vocabulary.
 """
 
@@ -45,8 +45,8 @@ from scripts.lab.models_check.cases import (
     ROUNDING,
     TIE,
     Case,
-    NotMeant,
-    Wrong,
+    Mismatch,
+    NotApplicable,
     cached_logits,
     check_answers,
     distance,
@@ -83,7 +83,7 @@ def load(case: Case) -> None:
     ids_1T = torch.tensor([PROMPTS[0] * 3])
     expected, found = (model(input_ids=ids_1T, use_cache=False).logits for model in (case.model, case.target.model))
     if (error := float((expected - found).abs().max() / expected.abs().max())) > TIE:
-        raise Wrong(f"the loaded model's logits differ from the saved one's by {error:.2g} of them")
+        raise Mismatch(f"the loaded model's logits differ from the saved one's by {error:.2g} of them")
 
 
 @torch.no_grad()
@@ -106,7 +106,7 @@ def same_as_transformers(case: Case) -> None:
             found = ours(input_ids=ids_1T, use_cache=False, **positions).logits
             if not torch.equal(expected.nan_to_num(), found.nan_to_num()):
                 where = "far positions" if positions else "the first positions"
-                raise Wrong(f"in {dtype} the target's logits at {where} are not those of the model as transformers loads it")
+                raise Mismatch(f"in {dtype} the target's logits at {where} are not those of the model as transformers loads it")
 
 
 def plain(case: Case) -> None:
@@ -129,7 +129,7 @@ def tree(case: Case) -> None:
     check_answers(case, range(3), DecodeConfig(tree=TREE))
     try:
         check_answers(case, range(3), DecodeConfig(batch_size=3))
-    except (InputError, Wrong):
+    except (InputError, Mismatch):
         return
     check_answers(case, range(3), DecodeConfig(tree=TREE, batch_size=3))
 
@@ -151,7 +151,7 @@ def sampled(case: Case) -> None:
             continue
         error = distance(scores_V, uncached_logits(case.model, text)[-1])
         if not error < ROUNDING and not distance(scores_V, cached_logits(case.model, text, len(PROMPTS[0]))) < ROUNDING:
-            raise Wrong(f"log-probabilities after {len(text)} tokens are off by {error:.2g} of their spread")
+            raise Mismatch(f"log-probabilities after {len(text)} tokens are off by {error:.2g} of their spread")
 
 
 # --- training -------------------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def train(module: nn.Module, loss: Callable[[], Tensor], wanted: Sequence[str]) 
     """Take some steps.
 
     Raises:
-        Wrong: a loss or gradient is not finite, or a parameter of these names has none, or only zeros, in every step.
+        Mismatch: a loss or gradient is not finite, or a parameter of these names has none, or only zeros, in every step.
     """
     named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     optimizer = torch.optim.AdamW(named.values(), lr=1e-3)
@@ -246,11 +246,11 @@ def train(module: nn.Module, loss: Callable[[], Tensor], wanted: Sequence[str]) 
         loss().backward()
         gradients = {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
         if bad := [name for name, gradient in gradients.items() if not bool(gradient.isfinite().all())]:
-            raise Wrong(f"step {step}: the gradient of {bad[0]} is not finite")
+            raise Mismatch(f"step {step}: the gradient of {bad[0]} is not finite")
         missing -= {name for name, gradient in gradients.items() if bool(gradient.any())}
         optimizer.step()
     if missing:
-        raise Wrong(f"{len(missing)} parameters get no gradient, {min(missing)} among them")
+        raise Mismatch(f"{len(missing)} parameters get no gradient, {min(missing)} among them")
 
 
 def artifact(case: Case) -> None:
@@ -266,7 +266,7 @@ def artifact(case: Case) -> None:
 def lean(case: Case) -> None:
     """Decode by the lean forward."""
     if not isinstance(case.target.model, LEAN_FAMILIES):
-        raise NotMeant
+        raise NotApplicable
     make_lean(case.target.model)
     try:
         check_answers(case, range(3), DecodeConfig(batch_size=3))
@@ -277,7 +277,7 @@ def lean(case: Case) -> None:
 def compiled(case: Case) -> None:
     """Decode by the lean forward's graphs, captured and run as they are: what the compiler makes of one takes half a minute."""
     if not isinstance(case.target.model, LEAN_FAMILIES):
-        raise NotMeant
+        raise NotApplicable
     try:
         make_compiled(case.target.model, backend="eager")
         check_answers(case, range(1), DecodeConfig())

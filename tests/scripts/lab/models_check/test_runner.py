@@ -125,9 +125,9 @@ def test_a_traceback_is_an_error_that_names_the_line_of_ours(tmp_path, monkeypat
 def test_a_parameter_without_a_gradient_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(stages, "STEPS", 1)
     weight = torch.nn.Linear(2, 2)
-    with pytest.raises(stages.Wrong, match="1 parameters get no gradient, bias among them"):
+    with pytest.raises(stages.Mismatch, match="1 parameters get no gradient, bias among them"):
         stages.train(weight, lambda: weight.weight.sum(), ["weight", "bias"])
-    with pytest.raises(stages.Wrong, match="the gradient of weight is not finite"):
+    with pytest.raises(stages.Mismatch, match="the gradient of weight is not finite"):
         stages.train(weight, lambda: (weight.weight * float("nan")).sum(), ["weight"])
 
 
