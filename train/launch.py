@@ -33,7 +33,6 @@ from distill.dataset.conversations import (
     open_conversations,
 )
 from distill.dataset.packing import make_packed_loader
-from distill.dataset.workers import Workers
 from distill.server.engine import EngineStates
 from heads.frozen.identity import remembered_sha256
 from heads.frozen.loading import Target, load_target
@@ -109,9 +108,8 @@ def _train(
     materials: Materials,
     output: Path,
 ) -> int:
-    workers = make_workers(config.schedule)
     in_all = accelerator.num_processes * config.schedule.gradient_accumulation_steps
-    loader = make_training_loader(config, materials.dataset, workers, num_batches=in_all)
+    loader = make_training_loader(config, materials.dataset, num_batches=in_all)
     cache = open_training_cache(config, materials.dataset, materials.target)
     task = make_task(config, materials.target, materials.train, materials.held_out, accelerator, cache)
     if isinstance(task, HeadTask) and task.config.sanity.enabled:
@@ -120,8 +118,7 @@ def _train(
         drop_leftovers(output / "artifact")
         write_run_record(output, config)
     values, contents = config.model_dump(mode="json"), hash_materials(config, materials.target)
-    with nullcontext() if workers is None else workers.naming_failures():
-        outcome = train(task, loader, config.optimizer, config.schedule, accelerator, output, values, contents)
+    outcome = train(task, loader, config.optimizer, config.schedule, accelerator, output, values, contents)
     path = output / "outcome.json"
     if accelerator.is_main_process and (outcome.labels or not path.is_file()):  # that of a run that had ended before stays
         write_json(path, asdict(outcome))
@@ -136,14 +133,8 @@ def _train(
     return DONE
 
 
-def make_workers(schedule: ScheduleConfig) -> Workers | None:
-    """Return the processes that load batches ahead, None where the config has none."""
-    num_workers = schedule.loader_workers
-    return None if num_workers is None else Workers(num_workers, schedule.process_timeout_seconds)
-
-
 def make_training_loader(
-    config: DistillConfig | HeadsConfig, dataset: ConversationDataset, workers: Workers | None = None, *, num_batches: int = 1
+    config: DistillConfig | HeadsConfig, dataset: ConversationDataset, *, num_batches: int = 1
 ) -> DataLoader[Batch]:
     """Return the loader of a run's batches, of which an optimiser step has `num_batches` over all processes.
 
@@ -153,8 +144,8 @@ def make_training_loader(
     if isinstance(config, DistillConfig) and config.policy.on_policy:
         num_batches = 1
     if length is None:
-        return make_loader(dataset, batch_size, seed=seed, workers=workers, num_batches=num_batches)
-    return make_packed_loader(dataset, batch_size, pack_length=length, seed=seed, workers=workers)
+        return make_loader(dataset, batch_size, seed=seed, num_batches=num_batches)
+    return make_packed_loader(dataset, batch_size, pack_length=length, seed=seed)
 
 
 def load_materials(config: DistillConfig | HeadsConfig, accelerator: Accelerator) -> Materials:

@@ -38,7 +38,7 @@ CHANGES_NO_WEIGHT = {
     **dict.fromkeys(("schedule.process_timeout_seconds", "schedule.evaluation_timeout_seconds"), WAITING),
     **dict.fromkeys(("schedule.resume", "schedule.resume_anyway"), "how the run is resumed"),
     **dict.fromkeys(("data.train", "data.held_out", "data.cache", "init", "target.name", "target.revision"), HASHED),
-    **dict.fromkeys(("loss.chunk_size", "schedule.activation_checkpointing", "schedule.loader_workers"), MEMORY),
+    **dict.fromkeys(("loss.chunk_size", "schedule.activation_checkpointing"), MEMORY),
     **dict.fromkeys(("target.device", "target.device_map", "target.max_memory", "target.offload_folder"), PLACE),
     **dict.fromkeys(("target.states", "target.parallel"), PLACE),
     "target.forward": "decoding alone runs another than transformers'",
@@ -55,7 +55,7 @@ CHANGES_NO_WEIGHT = {
 # Those that earlier releases left out of a checkpoint's hash.
 LEFT_OUT_BEFORE = {
     *(key for key, reason in CHANGES_NO_WEIGHT.items() if reason in (WRITING, WAITING)),
-    *("schedule.resume", "schedule.resume_anyway", "schedule.loader_workers", "schedule.gradient_accumulation_steps"),
+    *("schedule.resume", "schedule.resume_anyway", "schedule.gradient_accumulation_steps"),
     *("sanity", "target.states", "target.parallel"),
 }
 

@@ -53,6 +53,7 @@ RETIRED: dict[str, Retired | Renamed] = {
     "TappedSettings.tap_noise": Retired(
         "noise on the taps lowered the acceptance length, and heads train without it", off=None
     ),
+    "ScheduleConfig.loader_workers": Retired("the training process makes its batches, which takes 0.1 ms a row", off=None),
     "LosslessConfig.check_float32_prompts": Retired("every answer is checked, by a wider copy of the target", off=None),
 }
 

@@ -73,7 +73,6 @@ class ScheduleConfig(Settings):
     keep_checkpoints: PositiveInt = 2  # the newest; that of the best step stays as well
     process_timeout_seconds: PositiveInt = 600  # how long several processes wait for one of them
     evaluation_timeout_seconds: PositiveInt = 14_400  # how long they wait for the one that decodes held-out prompts longest
-    loader_workers: PositiveInt | None = None  # processes that make batches ahead; None: the training process makes them
     resume: bool = True  # go on from the newest checkpoint in the output folder
     resume_anyway: bool = False  # ... also where settings or data have changed that decide the weights
     # Where metrics are shown, beside metrics.jsonl.

@@ -16,8 +16,8 @@ Taps in 8 bits have `h_2_scale [N]`, float32, by which a row is multiplied; `hid
 A shard also has `offsets [C]`, the first row of each of its conversations, and `checksums [C, tensors]`, CRC-32 of that
 conversation's bytes in each tensor, in the order of `RowLayout.tensors`; its metadata say which `job` made it, so that no shard
 of a cache that was remade passes. The index has a conversation's `shard`, `offset` and
-`length`, in the order of the data file, in pieces of `INDEX_PIECE` conversations. Caches of format version 1 have both in the
-manifest, and a SHA-256 of each shard. N rows, E width, K kept tokens, V tokens, C conversations.
+`length`, in the order of the data file, in pieces of `INDEX_PIECE` conversations.
+N rows, E width, K kept tokens, V tokens, C conversations.
 """
 
 from __future__ import annotations
@@ -61,7 +61,6 @@ DISPOSABLE = (
     MANIFEST,
     JOB,
     "shard-[0-9]*.safetensors",
-    "shard-[0-9]*.json",  # of format version 1
     "index-[0-9]*.safetensors",
     "claim-[0-9]*",
     ".shard-[0-9]*",
@@ -73,7 +72,6 @@ DISPOSABLE = (
 OURS = (*DISPOSABLE, "run.json", LOCK_FILE)
 
 # Plain file names only, so that no manifest can name a file outside its folder.
-ShardName = Annotated[str, Field(pattern=r"^shard-[0-9]+\.safetensors$")]
 IndexName = Annotated[str, Field(pattern=r"^index-[0-9]+\.safetensors$")]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -167,7 +165,7 @@ class CacheOrigin(Settings):
     data_file: str
     data_sha256: Sha256
     max_length: PositiveInt  # tokens that conversations were cut at
-    exact_target: bool = False  # as in `heads.metadata.Metadata`
+    exact_target: Literal[True] = True  # written by a release whose forward of the target rounds nothing
 
 
 class IndexPiece(Settings):
@@ -181,50 +179,9 @@ class CacheManifest(CacheOrigin):
     """The content of `manifest.json`."""
 
     format_version: Literal[2] = 2
-    job: Sha256 | None = None  # a hash of all that decides the shards' bytes; None in caches of earlier releases
+    job: Sha256  # a hash of all that decides the shards' bytes
     num_shards: NonNegativeInt
     index: list[IndexPiece]
-
-
-class FirstShard(Settings):
-    """One file of rows of a cache of format version 1."""
-
-    file: ShardName
-    sha256: Sha256
-    num_rows: PositiveInt
-
-
-class ConversationRows(Settings):
-    """Where a conversation's rows lie in a cache of format version 1. One without an answer in reach has none: length 0."""
-
-    prompt_id: str
-    turn: NonNegativeInt
-    shard: NonNegativeInt
-    offset: NonNegativeInt
-    length: NonNegativeInt
-
-
-class FirstManifest(CacheOrigin):
-    """The content of `manifest.json` in format version 1."""
-
-    format_version: Literal[1] = 1
-    shards: list[FirstShard]
-    conversations: list[ConversationRows]  # in the order of the data file
-
-    @property
-    def num_shards(self) -> int:
-        return len(self.shards)
-
-    @model_validator(mode="after")
-    def _rows_lie_in_their_shards(self) -> Self:
-        for number, place in enumerate(self.conversations):
-            rows = self.shards[place.shard].num_rows if place.shard < len(self.shards) else 0
-            if place.length and place.offset + place.length > rows:
-                raise ValueError(f"conversation {number} lies outside shard {place.shard}")
-        return self
-
-
-Manifest = CacheManifest | FirstManifest
 
 
 class Places(NamedTuple):
@@ -235,7 +192,7 @@ class Places(NamedTuple):
     length_C: Tensor
 
 
-def read_manifest(folder: Folder | Path) -> Manifest:
+def read_manifest(folder: Folder | Path) -> CacheManifest:
     """Return a cache's manifest.
 
     Raises:
@@ -247,27 +204,22 @@ def read_manifest(folder: Folder | Path) -> Manifest:
         cut_off = f"target cache {folder} has no {MANIFEST}, so making it was cut off; run scripts/make_cache.py again"
         raise InputError(cut_off if folder.names() else f"target cache not found: {folder}")
     value = json_object(content, where)
-    version = value.get("format_version")
-    if version not in (1, FORMAT_VERSION) or isinstance(version, bool):
-        raise InputError(f"{where}: format_version must be 1 or {FORMAT_VERSION}, got {version!r}; {REMAKE}")
-    kind: type[Manifest] = CacheManifest if version == FORMAT_VERSION else FirstManifest
+    if (version := value.get("format_version")) != FORMAT_VERSION:
+        raise InputError(f"{where}: format_version must be {FORMAT_VERSION}, got {version!r}; {REMAKE}")
     try:
-        return kind.model_validate(value)
+        return CacheManifest.model_validate(value)
     except ValidationError as error:
         finding = error.errors()[0]
         key = ".".join(str(part) for part in finding["loc"])
         raise InputError(f"{where}: {key or 'rows'}: {finding['msg']}; {REMAKE}") from error
 
 
-def read_places(folder: Folder, manifest: Manifest) -> Places:
+def read_places(folder: Folder, manifest: CacheManifest) -> Places:
     """Return where the rows of all conversations lie.
 
     Raises:
         InputError: a piece of the index is missing, damaged, or names a shard that is not there.
     """
-    if isinstance(manifest, FirstManifest):
-        rows = [(place.shard, place.offset, place.length) for place in manifest.conversations]
-        return Places(*torch.tensor(rows, dtype=torch.int32).reshape(-1, 3).unbind(1))
     pieces: list[dict[str, Tensor]] = []
     for piece in manifest.index:
         content = folder.read(piece.file)

@@ -8,7 +8,6 @@ B batch, T positions, C documents of a row at most, P = B * T flat places, N kep
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from distill.cache.format import (
     CONVENTION,
     MANIFEST,
     REMAKE,
-    Manifest,
+    CacheManifest,
     Places,
     read_manifest,
     read_places,
@@ -36,10 +35,8 @@ from distill.loss.pairs import SparseTarget
 from heads.device import can_pin, upload
 from heads.frozen.hidden_states import TargetStates
 from heads.frozen.identity import TargetIdentity, remembered_sha256
-from heads.frozen.loading import Target, rounded_parts
+from heads.frozen.loading import Target
 from heads.modules.interface import NO_DOCUMENT, Batch, Normalisers, before_labels
-
-log = logging.getLogger("draftsmith")
 
 
 class TargetCache:
@@ -48,7 +45,7 @@ class TargetCache:
     Every method that reads rows raises `InputError` where a shard is damaged.
     """
 
-    def __init__(self, folder: Folder, manifest: Manifest, places: Places, dtype: torch.dtype) -> None:
+    def __init__(self, folder: Folder, manifest: CacheManifest, places: Places, dtype: torch.dtype) -> None:
         self.folder, self.manifest, self.places, self.dtype = folder, manifest, places, dtype
         self._shards = Shards(folder, manifest)
 
@@ -173,9 +170,6 @@ def open_cache(name: str | Path, data_file: Path, target: Target) -> TargetCache
         )
     if remembered_sha256(data_file) != manifest.data_sha256:
         raise InputError(f"target cache {folder} was made of {manifest.data_file}, and {data_file} is not that file; {REMAKE}")
-    if not manifest.exact_target and manifest.server is None:
-        for warning in rounded_parts(target.model, f"target cache {folder}"):
-            log.warning(warning)
     width = target.model.config.get_text_config().hidden_size
     if manifest.layout.kind == "last_hidden" and manifest.layout.width != width:
         raise InputError(f"target cache {folder} keeps hidden states of width {manifest.layout.width}, not {width}; {REMAKE}")

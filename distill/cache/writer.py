@@ -210,7 +210,6 @@ class CacheJob:
             data_file=self.config.data,
             data_sha256=self.data_sha256,
             max_length=self.config.max_length,
-            exact_target=True,
             job=self.digest,
             num_shards=len(self._plan),
             index=[IndexPiece(file=name, sha256=hashlib.sha256(content).hexdigest()) for name, content in pieces.items()],

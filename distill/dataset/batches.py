@@ -1,8 +1,8 @@
 """Conversations as training batches: token ids, which of them are labels, positions, and documents.
 
 The order of an epoch depends on (seed, epoch) alone, so that a resumed run sees the batches of an uninterrupted one, whatever
-the number of processes and of loader workers. To reduce padding, conversations of similar length share a batch; those of a step
-of several are dealt anew, so that each takes about as long as the others (`deal`), and no process waits for one with long rows.
+the number of processes. To reduce padding, conversations of similar length share a batch. Those of a step of several batches
+are balanced over them (`balanced`), so that no process waits for one with long rows.
 `distill.dataset.packing` puts several into one row, for models that keep the documents of a row apart.
 B batch, T positions, C conversations of a row at most, N conversations.
 """
@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from configs.runtime.errors import InputError
 from distill.dataset.conversations import Conversation, row_lengths
-from distill.dataset.workers import Workers
 from heads.inference.media_inputs import MediaPrompt
 from heads.modules.interface import NO_DOCUMENT, Batch, BatchMedia
 
@@ -141,15 +140,15 @@ class BucketedBatchSampler(EpochSampler[int]):
     def __iter__(self) -> Iterator[list[int]]:
         if self.num_batches == 1:
             return self._buckets()
-        return self._dealt()
+        return self._balanced()
 
-    def _dealt(self) -> Iterator[list[int]]:
+    def _balanced(self) -> Iterator[list[int]]:
         """Yield the batches of each step, of the conversations that are in as many buckets."""
         buckets, first = self._buckets(), list[int]()
         while step := [index for bucket in islice(buckets, self.num_batches) for index in bucket]:
             first = first or step
             step += list(islice(cycle(first), max(0, self.num_batches - len(step))))
-            yield from deal(step, self.lengths_N[step].tolist(), self.num_batches)
+            yield from balanced(step, self.lengths_N[step].tolist(), self.num_batches)
 
     def _buckets(self) -> Iterator[list[int]]:
         generator = self.random_numbers()
@@ -171,7 +170,7 @@ class BucketedBatchSampler(EpochSampler[int]):
         return Lengths(num_batches=len(of_batches), num_tokens=tokens, num_padding=positions - tokens)
 
 
-def deal(rows: Sequence[int], lengths: Sequence[int], num_batches: int) -> list[list[int]]:
+def balanced(rows: Sequence[int], lengths: Sequence[int], num_batches: int) -> list[list[int]]:
     """Return the rows as so many batches (fewer where there are fewer rows) of about as many positions each.
 
     Rows of similar length share a batch, so that it has more of the shorter ones; the largest number of positions is the least
@@ -195,26 +194,20 @@ def deal(rows: Sequence[int], lengths: Sequence[int], num_batches: int) -> list[
     return [list(islice(taken, size)) for size in sizes(limit)[:-1]]
 
 
-def make_loader(
-    dataset: ConversationDataset, batch_size: int, *, seed: int, workers: Workers | None = None, num_batches: int = 1
-) -> DataLoader[Batch]:
+def make_loader(dataset: ConversationDataset, batch_size: int, *, seed: int, num_batches: int = 1) -> DataLoader[Batch]:
     """Return a loader that accelerate can prepare; call `set_epoch` on its `batch_sampler` (or on the prepared loader).
 
-    Without `workers` batches are made in this process; `num_batches` are those of an optimiser step, over all processes.
+    `num_batches` are those of an optimiser step, over all processes.
     """
-    sampler = BucketedBatchSampler(dataset.lengths, batch_size, seed=seed, num_batches=num_batches)
-    return loader_of(dataset, sampler, collate, workers)
+    return loader_of(dataset, BucketedBatchSampler(dataset.lengths, batch_size, seed=seed, num_batches=num_batches), collate)
 
 
 def loader_of(
-    dataset: Dataset[Any], sampler: EpochSampler[Item], collate: Callable[[Sequence[Any]], Batch], workers: Workers | None
+    dataset: Dataset[Any], sampler: EpochSampler[Item], collate: Callable[[Sequence[Any]], Batch]
 ) -> DataLoader[Batch]:
     """Return a loader of the sampler's batches; see `make_loader`."""
     # A generator of its own: without one a loader draws from torch's at each epoch, which changes the draws of a resumed run.
-    settings: dict[str, Any] = {"batch_sampler": sampler, "collate_fn": collate, "generator": torch.Generator()}
-    if workers is not None:
-        settings |= workers.loader_settings(collate)
-    return DataLoader(dataset, **settings)
+    return DataLoader(dataset, batch_sampler=sampler, collate_fn=collate, generator=torch.Generator())
 
 
 def collate(examples: Sequence[Example]) -> Batch:

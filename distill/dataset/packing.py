@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from configs.runtime.errors import InputError
 from distill.dataset.batches import ConversationDataset, EpochSampler, Example, Lengths, loader_of
-from distill.dataset.workers import Workers
 from heads.modules.interface import NO_DOCUMENT, Batch
 
 # Least number of conversations that are packed together, where there are so many. A larger window packs no better: 4,096
@@ -78,12 +77,10 @@ class PackedDataset(Dataset[list[Example]]):
         return [self.dataset[index] for index in row]
 
 
-def make_packed_loader(
-    dataset: ConversationDataset, batch_size: int, *, pack_length: int, seed: int, workers: Workers | None = None
-) -> DataLoader[Batch]:
+def make_packed_loader(dataset: ConversationDataset, batch_size: int, *, pack_length: int, seed: int) -> DataLoader[Batch]:
     """Return a loader of rows of `pack_length` tokens; as `distill.dataset.batches.make_loader` but for these."""
     sampler = PackedBatchSampler(dataset.lengths, batch_size, pack_length=pack_length, seed=seed)
-    return loader_of(PackedDataset(dataset), sampler, collate_packed, workers)
+    return loader_of(PackedDataset(dataset), sampler, collate_packed)
 
 
 def collate_packed(rows: Sequence[Sequence[Example]]) -> Batch:

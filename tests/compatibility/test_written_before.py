@@ -1,7 +1,6 @@
-"""What the release before the sub-packages wrote still loads: artifacts, checkpoints, a cache, a report and its records.
+"""What commit 5cdfbcc wrote still loads: artifacts, checkpoints, data, a cache, a report and its records.
 
-`written_before/` was made on a tiny target by commit 2296ff1, the settings in its checkpoints by 5cdfbcc; it is never written
-again.
+`written_before/` was made on a tiny target by that commit's commands. The configs are resolved ones, with every key it had.
 """
 
 from __future__ import annotations

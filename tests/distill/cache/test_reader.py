@@ -400,7 +400,7 @@ def test_a_cache_of_other_data_is_refused(cache, data_file, byte_target):
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (lambda content: content.update(format_version=3), "format_version must be 1 or 2, got 3"),
+        (lambda content: content.update(format_version=1), "format_version must be 2, got 1"),
         (lambda content: content["index"][0].update(file="../index-00000.safetensors"), r"index\.0\.file"),
         (lambda content: content["index"][0].update(file="/etc/passwd"), r"index\.0\.file"),
         (lambda content: content["index"][0].update(file="index-00001.safetensors"), "index-00001.safetensors is missing"),

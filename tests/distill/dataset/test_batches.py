@@ -8,7 +8,7 @@ import torch
 from accelerate.data_loader import prepare_data_loader
 
 from configs.runtime.errors import InputError
-from distill.dataset.batches import BucketedBatchSampler, ConversationDataset, collate, deal, make_loader
+from distill.dataset.batches import BucketedBatchSampler, ConversationDataset, balanced, collate, make_loader
 from heads.modules.interface import NO_DOCUMENT
 from tests.support.caches import conversation
 
@@ -93,7 +93,7 @@ def test_two_processes_share_an_epoch_and_both_follow_its_number(dataset):
         assert {first for batch in alternating for first in batch} == set(range(1, 84))
 
 
-def test_the_batches_of_a_step_are_dealt_so_that_no_process_waits_for_a_longer_one():
+def test_the_batches_of_a_step_are_balanced_so_that_no_process_waits_for_a_longer_one():
     """Four processes, lengths drawn widely: the positions of a step's largest batch over the mean, before and after."""
     lengths = torch.randn(640, generator=torch.Generator().manual_seed(1)).mul(0.8).add(4.5).exp().int().clamp(8, 512)
 
@@ -101,14 +101,14 @@ def test_the_batches_of_a_step_are_dealt_so_that_no_process_waits_for_a_longer_o
         sizes = torch.tensor([len(batch) * int(lengths[batch].max()) for batch in batches]).view(-1, 4)
         return float((sizes.amax(1) / sizes.double().mean(1)).mean()), int(sizes.amax(1).sum())
 
-    before, dealt = (list(BucketedBatchSampler(lengths, 8, seed=0, num_batches=n)) for n in (1, 4))
+    before, shared = (list(BucketedBatchSampler(lengths, 8, seed=0, num_batches=n)) for n in (1, 4))
     for at in range(0, 80, 4):
-        assert {*itertools.chain(*dealt[at : at + 4])} == {*itertools.chain(*before[at : at + 4])}
-    (old_spread, old_time), (new_spread, new_time) = spread(before), spread(dealt)
+        assert {*itertools.chain(*shared[at : at + 4])} == {*itertools.chain(*before[at : at + 4])}
+    (old_spread, old_time), (new_spread, new_time) = spread(before), spread(shared)
     assert old_spread > 1.8
     assert new_spread < 1.1
     assert new_time < 0.65 * old_time
-    assert dealt == list(BucketedBatchSampler(lengths, 8, seed=0, num_batches=4))
+    assert shared == list(BucketedBatchSampler(lengths, 8, seed=0, num_batches=4))
 
 
 def test_no_dealing_of_neighbours_has_a_smaller_largest_batch():
@@ -118,9 +118,9 @@ def test_no_dealing_of_neighbours_has_a_smaller_largest_batch():
         ordered = sorted(lengths, reverse=True)
         cuts = itertools.combinations(range(1, num_rows), 2)
         best = min(max(a * ordered[0], (b - a) * ordered[a], (num_rows - b) * ordered[b]) for a, b in cuts)
-        dealt = deal(range(num_rows), lengths, 3)
-        assert sorted(itertools.chain(*dealt)) == list(range(num_rows))
-        assert max(len(batch) * max(lengths[row] for row in batch) for batch in dealt) == best
+        shared = balanced(range(num_rows), lengths, 3)
+        assert sorted(itertools.chain(*shared)) == list(range(num_rows))
+        assert max(len(batch) * max(lengths[row] for row in batch) for batch in shared) == best
 
 
 @pytest.mark.parametrize(("num_rows", "num_repeated"), [(1, 3), (3, 1), (8, 0), (9, 3), (11, 1), (12, 0)])
@@ -128,16 +128,16 @@ def test_a_last_step_with_fewer_conversations_than_batches_takes_more_of_those_o
     sampler = BucketedBatchSampler(range(1, num_rows + 1), 2, seed=0, num_batches=4)
     batches = list(sampler)
     assert len(batches) == len(sampler) == (4 if num_rows <= 8 else 8)
-    dealt, first = list(itertools.chain(*batches)), set(itertools.chain(*batches[:4]))
-    assert set(dealt) == set(range(num_rows))
-    repeated = Counter(dealt) - Counter(range(num_rows))
+    shared, first = list(itertools.chain(*batches)), set(itertools.chain(*batches[:4]))
+    assert set(shared) == set(range(num_rows))
+    repeated = Counter(shared) - Counter(range(num_rows))
     assert repeated.total() == num_repeated
     assert repeated.keys() <= first
-    assert sampler.measure().num_tokens == sum(row + 1 for row in dealt)
+    assert sampler.measure().num_tokens == sum(row + 1 for row in shared)
 
 
 @pytest.mark.parametrize(("num_processes", "num_batches"), [(2, 2), (2, 4), (3, 6), (4, 4)])
-def test_processes_share_an_epoch_of_dealt_steps_without_repeating_a_conversation(dataset, num_processes, num_batches):
+def test_processes_share_an_epoch_of_balanced_steps_without_repeating_a_conversation(dataset, num_processes, num_batches):
     shares = [
         list(
             prepare_data_loader(
