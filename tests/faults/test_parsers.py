@@ -51,8 +51,7 @@ def written(name):
     return json.loads((WRITTEN / name).read_text())
 
 
-CACHE = written("cache/manifest.json")
-CACHE |= {name: CACHE[name][:1] for name in ("shards", "conversations")} | {"server": {"url": "http://host/v1", "model": "m"}}
+CACHE = written("cache/manifest.json") | {"server": {"url": "http://host/v1", "model": "m"}}
 ARTIFACT = written("artifacts/eagle3/draftsmith.json") | {"head": {"kind": "eagle3"}, "training": {}, "provenance": {}}
 CHECKPOINT = written("checkpoints/heads/step-00000003/checkpoint.json") | {"sha256": {"progress.json": "0" * 64}}
 DATA = {name: value for name, value in written("data/manifest.json").items() if name not in ("config", "counts", "sha256")}
