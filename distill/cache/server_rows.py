@@ -17,10 +17,10 @@ from configs.runtime.errors import InputError
 from distill.cache.format import RowLayout
 from distill.cache.rows import as_kept, encode
 from distill.dataset.batches import Example, collate
-from distill.loss.draft_objective import target_hidden
 from distill.server.engine import EngineStates
 from distill.server.logprobs import TargetServer
 from distill.server.responses import TopK
+from heads.frozen.hidden_states import read_states
 from heads.frozen.loading import Target
 from heads.inference.causal_lm import head_logits
 
@@ -86,9 +86,9 @@ def check_serves(server: TargetServer, target: Target, layout: RowLayout, exampl
 @torch.no_grad()
 def local_distribution(target: Target, vocab_size: int, example: Example) -> Tensor:
     """Return the target's own log-probabilities `[P, V]` before each label of an example, of the ids below `vocab_size`."""
-    batch = collate([example])
-    batch = batch._replace(input_ids_BT=batch.input_ids_BT.to(target.device))
-    hidden_PE = target_hidden(target, batch)[0, example.answer_start - 1 : -1]
+    batch = collate([example]).to(target.device)
+    states = read_states(target.model, batch.input_ids_BT, (), media=batch.media_inputs(target))
+    hidden_PE = states.final_BTE[0, example.answer_start - 1 : -1]
     return head_logits(target.model, hidden_PE)[:, :vocab_size].float().log_softmax(-1).cpu()
 
 

@@ -20,28 +20,11 @@ from distill.loss.divergences import configured_divergence
 from distill.loss.pairs import HiddenRows, SparseTarget, TargetRows
 from heads.device import upload
 from heads.frozen.loading import Target
-from heads.frozen.split.groups import in_turns
 from heads.inference.causal_lm import HeadRows, head_rows, read_documents
 from heads.modules.interface import Batch, before_labels, flat
 from heads.vocabulary import DraftVocabulary
 
 Timer = Callable[[str], AbstractContextManager[Any]]
-
-
-@torch.no_grad()
-def target_hidden(target: Target, batch: Batch, *, own: bool = False) -> Tensor:
-    """Return the target's final hidden states `[B, T, E]`, each document's as if it stood alone.
-
-    Where processes share the target, all bring the same batch, or with `own` each one of its own (`heads.frozen.split`).
-    """
-    if target.states_from is not None:
-        return target.states_from.states(batch).final_BTE
-
-    def read(ids_BT: Tensor, packed_positions_BT: Tensor | None) -> Tensor:
-        with torch.autocast(target.device.type, enabled=False):
-            return read_documents(target.model, ids_BT, packed_positions_BT, batch.media_inputs(target))
-
-    return in_turns(target.group if own else None, batch.input_ids_BT, batch.packed_positions_BT, read)
 
 
 class DraftObjective(nn.Module):

@@ -87,9 +87,9 @@ def test_layers_that_run_again_in_the_backward_never_wait(kind, on, rows, tmp_pa
     )
     task.module.to(batch.input_ids_BT.device)
     labels = batch.loss_mask_BT[:, 1:].sum()
-    task.loss(task.module, batch, labels, 1).loss.backward()
+    task.loss(task.module, batch, task.source.read(batch), labels, 1).loss.backward()
     with counted() as counts:
-        task.loss(task.module, batch, labels, 1).loss.backward()
+        task.loss(task.module, batch, task.source.read(batch), labels, 1).loss.backward()
     assert not waits(counts), waits(counts)
 
 
@@ -103,9 +103,11 @@ def test_forward_and_backward_of_a_micro_batch_never_wait(kind, packed, draft_vo
     batch = batch.to(torch.device("mock"))
     task.module.to(batch.input_ids_BT.device)
     labels = batch.loss_mask_BT[:, 1:].sum()
-    task.loss(task.module, batch, labels, 1).loss.backward()  # the first one moves tables to the device
+    task.loss(
+        task.module, batch, task.source.read(batch), labels, 1
+    ).loss.backward()  # the first one moves tables to the device
     with counted() as counts:
-        task.loss(task.module, batch, labels, 1).loss.backward()
+        task.loss(task.module, batch, task.source.read(batch), labels, 1).loss.backward()
     assert not waits(counts), waits(counts)
 
 

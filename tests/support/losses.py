@@ -5,6 +5,7 @@ from torch.nn import functional
 
 from distill.loss.chunked import LogitHead, chunked_loss
 from distill.loss.pairs import HiddenRows, SparseTarget
+from distill.signals import signal_source
 
 
 def linear_head(weight_VD, bias_V=None):
@@ -30,3 +31,8 @@ def keep_top(logits, num_kept):
     kept = log_p.topk(num_kept)
     log_tail = log_p.scatter(-1, kept.indices, -torch.inf).logsumexp(-1)
     return SparseTarget(log_probs=kept.values, token_ids=kept.indices, log_tail=log_tail)
+
+
+def target_hidden(target, batch):
+    """Return the target's final hidden states `[B, T, E]` over a batch, computed here."""
+    return signal_source(target).read(batch).dense.final_BTE

@@ -138,7 +138,7 @@ def test_a_resumed_run_ends_as_the_undisturbed_one(head_task, greedy_rows, tmp_p
 def test_metrics_by_depth_are_shares_of_what_they_are_counted_over(head_task, greedy_rows):
     task = head_task(head={"num_depths": 2})
     batch = collate(list(ConversationDataset(greedy_rows[:4], 64)))
-    outcome = task.loss(task.module, batch, torch.tensor(20.0), 1)
+    outcome = task.loss(task.module, batch, task.source.read(batch), torch.tensor(20.0), 1)
     seen = task.module(batch, task.states(batch), torch.tensor(20.0), 1)
     assert outcome.sums["conditional_2"] == seen.joint_agrees_K[1]
     # Chains that agree at depth 1 but end with the text before depth 2 are no failures of depth 2.

@@ -22,7 +22,7 @@ from distill.cache.writer import make_cache
 from distill.dataset.batches import ConversationDataset, collate
 from distill.dataset.conversations import read_conversations
 from distill.generation.make_dataset import make_dataset
-from distill.loss.draft_objective import DraftObjective, target_hidden
+from distill.loss.draft_objective import DraftObjective
 from distill.student.init import initial_draft
 from eval.evaluation import evaluate
 from heads.frozen.hidden_states import read_states
@@ -30,6 +30,7 @@ from heads.frozen.loading import load_target
 from heads.inference.media_inputs import MediaPrompt
 from scripts.lab.models_check.architectures import tiny_model
 from scripts.lab.models_check.media_models import PLACEHOLDER, picture, save_processor, sound
+from tests.support.losses import target_hidden
 from train.launch import run_heads
 
 pytest.importorskip("PIL")

@@ -15,7 +15,6 @@ from distill.generation.make_dataset import make_dataset
 from distill.student.on_policy import examples_of
 from tests.support.training_runs import distil, distill_config, draft_task
 from train.launch import run_distillation
-from train.loop.task import StepPlace
 
 LORA = {"lora": {"rank": 4, "dropout": 0.1}, "draft_vocab_size": 20}
 POLICY = {"on_policy": 0.6}
@@ -67,7 +66,7 @@ def test_drawing_leaves_the_draft_in_training_and_all_randomness_where_it_was(co
     task.module.train()
     before = {name: tensor.clone() for name, tensor in task.module.state_dict().items()}
     states = torch.get_rng_state()
-    prepared = [task.prepare(task.module, window_of(greedy_rows), StepPlace(step=0, num_steps=10)) for _ in range(2)]
+    prepared = [task.prepare(task.module, window_of(greedy_rows), 0) for _ in range(2)]
     assert torch.equal(torch.get_rng_state(), states)
     assert int(prepared[0].sums["rewritten_share"]) > 0
     # Dropout would give other draws the second time.
@@ -80,7 +79,7 @@ def test_drawing_leaves_the_draft_in_training_and_all_randomness_where_it_was(co
 
 def test_the_drafts_words_are_those_of_the_weights_as_they_stand(config_for, target, greedy_rows):
     task = draft_task(config_for("run", POLICY | {"temperature": 0.0}), target, greedy_rows)
-    place = StepPlace(step=0, num_steps=10)
+    place = 0
     first = task.prepare(task.module, window_of(greedy_rows), place).batches[0]
     with torch.no_grad():
         for parameter in task.module.draft.model.layers.parameters():
@@ -91,9 +90,9 @@ def test_the_drafts_words_are_those_of_the_weights_as_they_stand(config_for, tar
 
 def test_the_gradient_is_that_of_the_divergence_at_fixed_tokens(config_for, target, greedy_rows):
     task = draft_task(config_for("run", POLICY), target, greedy_rows)
-    (batch,) = task.prepare(task.module, window_of(greedy_rows), StepPlace(step=3, num_steps=10)).batches
+    (batch,) = task.prepare(task.module, window_of(greedy_rows), 3).batches
     num_labels = batch.loss_mask_BT.sum()
-    task.loss(task.module, batch, num_labels, 1).loss.backward()
+    task.loss(task.module, batch, task.source.read(batch), num_labels, 1).loss.backward()
     measured = {
         name: parameter.grad.clone() for name, parameter in task.module.draft.named_parameters() if parameter.requires_grad
     }

@@ -10,6 +10,7 @@ from configs.runtime.errors import ConfigError, InputError
 from distill.dataset.batches import ConversationDataset, collate
 from distill.loss import head_objective
 from distill.loss import pairs as normalised_rows
+from distill.signals import ComputedSignals
 from heads.inference.runner import backbone
 from heads.modules.interface import Normalisers
 from tests.support.caches import conversation
@@ -90,7 +91,7 @@ def test_among_other_neighbours_a_run_from_the_cache_differs_by_rounding_only(
 
 def test_a_draft_is_trained_without_running_the_target(make_task, greedy_target, greedy_rows, make_cache, monkeypatch):
     cache = make_cache(greedy_rows)
-    monkeypatch.setattr("train.tasks.draft.target_hidden", lambda *_: pytest.fail("the target was run"))
+    monkeypatch.setattr(ComputedSignals, "read", lambda *_: pytest.fail("the target was run"))
     monkeypatch.setattr(DraftTask, "evaluate", lambda *_: {"tokens_per_target_step": 1.0})
     task = make_task(DRAFT, greedy_rows, cache)  # compares the draft's blocks with the target's by a probe
     monkeypatch.setattr(backbone(greedy_target.model), "forward", lambda *_, **__: pytest.fail("the target was run"))
@@ -106,13 +107,13 @@ def test_a_heads_loss_runs_neither_the_target_nor_its_whole_head(
     monkeypatch.setattr(backbone(greedy_target.model), "forward", lambda *_, **__: pytest.fail("the target was run"))
     for module in (head_objective, normalised_rows):
         monkeypatch.setattr(module, "normalise", lambda *_, **__: pytest.fail("the whole head was run"))
-    assert torch.isfinite(task.loss(task.module, batch, batch.loss_mask_BT.sum(), 1).loss)
+    assert torch.isfinite(task.loss(task.module, batch, task.source.read(batch), batch.loss_mask_BT.sum(), 1).loss)
 
 
 def test_known_normalisers_are_what_the_objective_computes(make_task, greedy_rows, make_cache):
     task = make_task("eagle3", greedy_rows, make_cache(greedy_rows, **ALL_STATES), SOME_TOKENS)
     batch = collate(list(ConversationDataset(greedy_rows, 64))[3:7])
-    (states, normalisers), num_labels = task.training_states(batch), batch.loss_mask_BT.sum()
+    (states, normalisers), num_labels = task.source.read(batch), batch.loss_mask_BT.sum()
     known = task.module(batch, states, num_labels, 1, normalisers)
     computed = task.module(batch, states, num_labels, 1)
     assert known.loss.item() == pytest.approx(computed.loss.item(), rel=1e-6)

@@ -31,7 +31,7 @@ from configs.runtime.errors import ConfigError
 from configs.schema.learning import OptimizerConfig
 from configs.schema.training import ScheduleConfig
 from train.loop.lineage import FSDP2, REPLICATED, engine_name, fsdp_is_requested
-from train.loop.task import ShardableTask, Task
+from train.loop.task import Task
 
 ALL_WEIGHTS = 10**15  # more than any module has: DeepSpeed keeps parameters of fewer elements in every process
 WEIGHTS_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.bin"
@@ -116,7 +116,6 @@ class Fsdp2Engine(TrainingEngine):
     """
 
     def prepare(self, task: Task, make: MakeOptimizer) -> tuple[nn.Module, Any, LambdaLR]:
-        task = _shardable(task)
         self.copy = UnshardedCopy(task.copy_of_module())
         if self.accelerator.num_processes == 1:  # what may be left of an elastic run: whole weights, the same checkpoints
             task.module.to(self.accelerator.device)
@@ -145,7 +144,7 @@ class Fsdp2Engine(TrainingEngine):
         return self.copy.loaded(cast(dict[str, Tensor], weights), self.accelerator.device)
 
     def while_training(self, module: nn.Module, task: Task) -> AbstractContextManager[nn.Module]:
-        return self.unsharded(module) if _shardable(task).drafts_while_training else nullcontext(module)
+        return self.unsharded(module) if task.drafts_while_training else nullcontext(module)
 
     def _save(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
         """Write weights and optimiser state unsharded, so that any number of processes can go on from them."""
@@ -196,7 +195,7 @@ class DeepSpeedEngine(TrainingEngine):
     def prepare(self, task: Task, make: MakeOptimizer) -> tuple[nn.Module, Any, LambdaLR]:
         optimizer, scheduler = make(task.module)
         if self.shards_weights:
-            self._prepare_sharding(_shardable(task))
+            self._prepare_sharding(task)
         return *self.accelerator.prepare(task.module, optimizer), scheduler
 
     def micro_batch(self, module: nn.Module, *, last: bool) -> AbstractContextManager[None]:
@@ -206,7 +205,7 @@ class DeepSpeedEngine(TrainingEngine):
     def backward(self, loss: Tensor) -> None:
         self.accelerator.backward(loss, scale_wrt_gas=False)  # divided by the labels of the whole step already
 
-    def _prepare_sharding(self, task: ShardableTask) -> None:
+    def _prepare_sharding(self, task: Task) -> None:
         """Prepare for ZeRO-3, which gathers the weights that a module owns while that module runs."""
         from deepspeed.runtime.zero import register_external_parameter
 
@@ -231,7 +230,7 @@ class DeepSpeedEngine(TrainingEngine):
             yield copy
 
     def while_training(self, module: nn.Module, task: Task) -> AbstractContextManager[nn.Module]:
-        drafts = not self.shards_weights or _shardable(task).drafts_while_training
+        drafts = not self.shards_weights or task.drafts_while_training
         return self.unsharded(module) if drafts else nullcontext(self.accelerator.unwrap_model(module))
 
 
@@ -252,8 +251,3 @@ class UnshardedCopy:
             yield self.module.to(device)
         finally:
             self.module.to("cpu")
-
-
-def _shardable(task: Task) -> ShardableTask:
-    assert isinstance(task, ShardableTask), f"{type(task).__name__} cannot be trained with sharded weights"
-    return task

@@ -30,8 +30,8 @@ from train.loop.checkpoints import ANEW, Checkpoints, Progress, writing
 from train.loop.engines import choose_engine
 from train.loop.lineage import Lineage
 from train.loop.optimizer import make_optimizer
-from train.loop.read_ahead import Window, windows
-from train.loop.task import StepPlace, Task
+from train.loop.read_ahead import Signals, Window, windows
+from train.loop.task import Task
 from train.loop.termination import StopRequest, noting_sigterm
 from train.telemetry.files import MetricsFile
 from train.telemetry.history import History, explain_gap
@@ -127,7 +127,7 @@ class _Training:
         )
         self.clock = task.clock
         self.profiler = StepProfiler(schedule.profile, output, accelerator, self.clock)
-        flops = flops_per_token(self.trained_parameters, task.frozen_parameters)
+        flops = flops_per_token(self.trained_parameters, task.source.num_parameters)
         self.metrics = StepMetrics(accelerator, self.clock, flops, find_peak(accelerator.device, schedule))
         if isinstance(self.module, DistributedDataParallel):
             self.clock.follow_gradients(task.module)
@@ -142,8 +142,8 @@ class _Training:
             self._evaluate_and_save()
         labels = 0
         while self.progress.step < self.num_steps:
-            for window, known in self._windows():
-                labels += self._step(window, known)
+            for window, ahead in self._windows():
+                labels += self._step(window, ahead)
                 self._after_step()
                 if self.progress.step >= self.num_steps:
                     break
@@ -190,30 +190,31 @@ class _Training:
             earlier = max(self.history.earlier_seconds, self.metrics_file.earlier_seconds)
             self.history.earlier_seconds = self.metrics_file.earlier_seconds = earlier
 
-    def _windows(self) -> Iterator[tuple[Window, Iterator[Any]]]:
-        """Yield the micro-batches of each remaining optimiser step of this epoch, and what the task reads for them."""
+    def _windows(self) -> Iterator[tuple[Window, Iterator[Signals]]]:
+        """Yield the micro-batches of each remaining optimiser step of this epoch, and the signals that were read ahead."""
         accumulate = self.schedule.gradient_accumulation_steps
         self.loader.set_epoch(self.progress.epoch)
         done = self.progress.steps_in_epoch * accumulate
         batches = iter(self.accelerator.skip_first_batches(self.loader, done) if done else self.loader)
-        remaining = windows(self.task.ahead(batches), accumulate, self.task.read, self.accelerator.device)
-        while (found := self._next(remaining)) is not None:
+        source = self.task.source
+        read = source.read if source.reads_ahead else lambda batch: None
+        remaining = windows(source.ahead(batches), accumulate, read, self.accelerator.device)
+        while True:
+            self.profiler.before_step(self.progress.step + 1)
+            with self.clock("data"):
+                found = next(remaining, None)
+            if found is None:
+                return
             yield found
 
-    def _next(self, remaining: Iterator[tuple[Window, Iterator[Any]]]) -> tuple[Window, Iterator[Any]] | None:
-        self.profiler.before_step(self.progress.step + 1)
-        with self.clock("data"):
-            return next(remaining, None)
-
-    def _step(self, window: Window, known: Iterator[Any]) -> int:
+    def _step(self, window: Window, ahead: Iterator[Signals]) -> int:
         """Take one optimiser step over the micro-batches in `window`; return the number of this process's labels.
 
         The host waits for the device once, for losses, the gradient's norm and stop requests, before the optimiser's step;
         under fp16 once more, for the loss scaler. DeepSpeed takes the step in the last backward, unless the norm is not finite.
         """
-        place = StepPlace(step=self.progress.step, num_steps=self.num_steps)
         with self.clock("rewriting"), self.engine.while_training(self.module, self.task) as unwrapped:
-            prepared = self.task.prepare(unwrapped, window, place)
+            prepared = self.task.prepare(unwrapped, window, self.progress.step)
         window = prepared.batches
         self.metrics.add(prepared.sums)
         own_labels = sum(batch.num_labels for batch in window)
@@ -224,11 +225,11 @@ class _Training:
         num_labels, losses = all_labels.clamp(min=1), []
         for number, batch in enumerate(window):
             last = number == len(window) - 1
-            with self.clock("data"):
-                read = next(known)
+            with self.clock("data" if self.task.source.reads_ahead else "target"):
+                signals = next(ahead) or self.task.source.read(batch)
             with self.engine.micro_batch(self.module, last=last):
                 with self.accelerator.autocast(), self.clock("loss"):
-                    outcome = self.task.loss(self.module, batch, num_labels, self.accelerator.num_processes, read)
+                    outcome = self.task.loss(self.module, batch, signals, num_labels, self.accelerator.num_processes)
                 losses.append(outcome.loss.detach())
                 with self.clock("backward"):
                     self.engine.backward(outcome.loss)

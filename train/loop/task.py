@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol
 
 from torch import Tensor, nn
 
+from distill.signals import SignalSource, TargetSignals
 from heads.modules.interface import Batch
 from train.loop.checkpoints import Progress
 from train.telemetry.step_clock import StepClock
@@ -29,57 +30,36 @@ class BatchLoss:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepPlace:
-    """Where in the run an optimiser step lies."""
-
-    step: int  # optimiser steps done before it
-    num_steps: int  # of the whole run
-
-
-@dataclass(frozen=True, kw_only=True)
 class Prepared:
     """The micro-batches of an optimiser step as they are trained on, and sums over their labels for the metrics."""
 
     batches: list[Batch]
-    sums: Mapping[str, Tensor]
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Task(Protocol):
-    """What is trained: the module, its loss, its evaluation and its artifact."""
+    """What is trained: the module, its loss, its evaluation and its artifact; and how its weights may be sharded."""
 
     module: nn.Module
-    clock: StepClock  # the loop starts it; the task charges time to the target and the draft
+    clock: StepClock  # the loop starts it; the task charges time to the draft
+    source: SignalSource  # of the target's side of the loss
 
-    @property
-    def frozen_parameters(self) -> int:
-        """Parameters of the target where it runs on every batch here; 0 where a cache or servers have its outputs."""
+    drafts_while_training: bool  # whether `prepare` reads the module's weights
 
-    def prepare(self, module: nn.Module, window: list[Batch], place: StepPlace) -> Prepared:
-        """Return the micro-batches to train on in place of those of the data, changing neither module nor random state."""
+    def prepare(self, module: nn.Module, window: list[Batch], step: int) -> Prepared:
+        """Return the micro-batches to train on in place of those of the data, changing neither module nor random state.
 
-    def ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield the batches of the data as they come, each some time after what `read` returns for it was requested."""
+        `step` is the number of optimiser steps done before.
+        """
 
-    def read(self, batch: Batch) -> Any:
-        """Return what the loss of a batch takes from disk or servers, on its device; another thread may call this."""
-
-    def loss(self, module: nn.Module, batch: Batch, num_labels: Tensor, world_size: int, known: Any = None) -> BatchLoss:
-        """Return the loss of a micro-batch under the (wrapped) module; `known` is what `read` returned for it."""
+    def loss(self, module: nn.Module, batch: Batch, signals: TargetSignals, num_labels: Tensor, world_size: int) -> BatchLoss:
+        """Return the loss of a micro-batch under the (wrapped) module, against the target's signals over it."""
 
     def evaluate(self, module: nn.Module) -> dict[str, float]:
         """Return metrics on held-out prompts; `tokens_per_target_step` among them chooses what is kept."""
 
     def save(self, module: nn.Module, progress: Progress, metrics: dict[str, float]) -> None:
         """Write the artifact of the module, which is the best so far."""
-
-
-@runtime_checkable
-class ShardableTask(Task, Protocol):
-    """A task whose weights `train.loop.engines` can shard over processes."""
-
-    @property
-    def drafts_while_training(self) -> bool:
-        """Whether `prepare` reads the module's weights."""
 
     def copy_of_module(self) -> nn.Module:
         """Return a copy of the module around the same target."""

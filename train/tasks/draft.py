@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from accelerate import Accelerator
@@ -16,8 +16,9 @@ from configs.runtime.errors import InputError
 from configs.schema.training import DistillConfig
 from distill.cache.reader import TargetCache
 from distill.dataset.conversations import Conversation, user_text_hashes
-from distill.loss.draft_objective import DraftObjective, target_hidden
+from distill.loss.draft_objective import DraftObjective
 from distill.loss.pairs import SparseTarget
+from distill.signals import TargetSignals, signal_source
 from distill.student.init import initial_draft, merge_adapters
 from distill.student.on_policy import Rewriter
 from heads.artifact import Metadata, save_draft_lm
@@ -30,7 +31,7 @@ from heads.modules.layers import checkpoint_activations
 from heads.proposers.draft_lm import DraftLM
 from heads.vocabulary import keep_head_rows
 from train.loop.checkpoints import Progress
-from train.loop.task import BatchLoss, Prepared, StepPlace
+from train.loop.task import BatchLoss, Prepared
 from train.tasks.held_out import HeldOutDecoding, training_provenance
 from train.tasks.initial_head import add_earlier_prompts
 from train.tasks.vocabulary import choose_vocabulary
@@ -38,7 +39,7 @@ from train.telemetry.step_clock import StepClock
 
 
 class DraftTask:
-    """A draft LM under training (`train.loop.task.ShardableTask`).
+    """A draft LM under training (`train.loop.task.Task`).
 
     Args:
         train: conversations trained on; a reduced draft vocabulary is chosen by them.
@@ -61,7 +62,6 @@ class DraftTask:
     ) -> None:
         self.config, self.target, self.accelerator = config, target, accelerator
         self.clock = StepClock(accelerator.device)
-        self.cache = cache
         self.choice = choose_vocabulary(config, target, train, held_out, accelerator, cache)
         self.vocabulary = self.choice.vocabulary
         draft = initial_draft(config.student, target)
@@ -72,19 +72,12 @@ class DraftTask:
             checkpoint_activations(draft)
         self.module: nn.Module = DraftObjective(draft, target, config.loss, self.vocabulary, self.clock)
         self.rewriter = Rewriter(config, target) if config.policy.on_policy else None
+        self.drafts_while_training = self.rewriter is not None
+        self.source = signal_source(target, cache=cache, own_batches=True, known_ahead=self.rewriter is None)
         self.training_prompts = add_earlier_prompts(user_text_hashes(train), config.student.path)
         self.held_out = HeldOutDecoding(
             config.held_out, target, held_out, accelerator, config.schedule.evaluation_timeout_seconds
         )
-
-    @property
-    def frozen_parameters(self) -> int:
-        elsewhere = self.cache is not None or self.target.states_from is not None
-        return 0 if elsewhere else sum(each.numel() for each in self.target.model.parameters())
-
-    @property
-    def drafts_while_training(self) -> bool:
-        return self.rewriter is not None
 
     def copy_of_module(self) -> nn.Module:
         return copy.deepcopy(self.module, {id(self.target): self.target})
@@ -111,13 +104,12 @@ class DraftTask:
             )
         return list(head.parameters())
 
-    def prepare(self, module: nn.Module, window: list[Batch], place: StepPlace) -> Prepared:
+    def prepare(self, module: nn.Module, window: list[Batch], step: int) -> Prepared:
         """Let the draft answer a share of the rows where the policy asks for it."""
         if self.rewriter is None:
-            return Prepared(batches=window, sums={})
+            return Prepared(batches=window)
         selections = [
-            self.rewriter.choose(len(batch.input_ids_BT), step=place.step, micro_batch=number)
-            for number, batch in enumerate(window)
+            self.rewriter.choose(len(batch.input_ids_BT), step=step, micro_batch=number) for number, batch in enumerate(window)
         ]
         batches, written = window, [0]
         if any(selection.rows for selection in selections):
@@ -126,22 +118,9 @@ class DraftTask:
             batches, written = [batch for batch, _ in pairs], [count for _, count in pairs]
         return Prepared(batches=batches, sums={"rewritten_share": torch.tensor(sum(written), device=self.accelerator.device)})
 
-    def ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Let servers that run the target compute ahead what no cache has."""
-        servers = self.target.states_from
-        return batches if servers is None or self.cache is not None or self.rewriter is not None else servers.ahead(batches)
-
-    def read(self, batch: Batch) -> Tensor | SparseTarget | None:
-        """Return the target's side of a batch's loss where a cache or servers have it and the draft writes nothing in it."""
-        if self.cache is not None:
-            return self.cache.signal(batch)
-        return None if self.target.states_from is None or self.rewriter is not None else target_hidden(self.target, batch)
-
-    def loss(self, module: nn.Module, batch: Batch, num_labels: Tensor, world_size: int, known: Any = None) -> BatchLoss:
-        with self.clock("target" if self.cache is None else "data"):
-            known = self.read(batch) if known is None else known
-            signal = target_hidden(self.target, batch, own=True) if known is None else known
-        result = module(batch, signal, num_labels, world_size)
+    def loss(self, module: nn.Module, batch: Batch, signals: TargetSignals, num_labels: Tensor, world_size: int) -> BatchLoss:
+        states = signals.states
+        result = module(batch, states if isinstance(states, SparseTarget) else states.final_BTE, num_labels, world_size)
         sums = {
             "loss": result.values_N.sum(),
             "acceptance": result.acceptance_N.sum(),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from accelerate import Accelerator
@@ -16,21 +16,21 @@ from distill.cache.reader import TargetCache
 from distill.dataset.conversations import Conversation, user_text_hashes
 from distill.loss.columns import ColumnSampler
 from distill.loss.head_objective import HeadLoss, HeadObjective
+from distill.signals import TargetSignals, signal_source
 from distill.student.vocabulary import MassChoice, frequent_answer_tokens
 from eval.decoder.decode import check_drafts
 from heads.artifact import head_metadata, save_head
 from heads.device import restored_random_state
 from heads.families.registry import FAMILIES, serve
-from heads.frozen.hidden_states import TargetStates, check_taps, read_states
+from heads.frozen.hidden_states import TargetStates, check_taps
 from heads.frozen.loading import Target
-from heads.frozen.split.groups import in_turns
 from heads.inference.model_checks import check_keeps_apart, check_rolls_back
-from heads.modules.interface import Batch, Normalisers
+from heads.modules.interface import Batch
 from heads.modules.layers import HeadLayer, checkpoint_activations
 from heads.modules.output_head import HeadModule
 from heads.proposers.protocol import Proposer
 from train.loop.checkpoints import Progress
-from train.loop.task import BatchLoss, Prepared, StepPlace
+from train.loop.task import BatchLoss, Prepared
 from train.tasks.held_out import HeldOutDecoding, HeldOutPrediction, training_provenance
 from train.tasks.initial_head import add_earlier_prompts, read_initial_head
 from train.tasks.vocabulary import choose_vocabulary
@@ -38,7 +38,7 @@ from train.telemetry.step_clock import StepClock
 
 
 class HeadTask:
-    """A head under training (`train.loop.task.ShardableTask`).
+    """A head under training (`train.loop.task.Task`).
 
     Args:
         train: conversations trained on; a reduced draft vocabulary is chosen by them.
@@ -60,7 +60,7 @@ class HeadTask:
         accelerator: Accelerator,
         cache: TargetCache | None = None,
     ) -> None:
-        self.target, self.cache = target, cache
+        self.target = target
         self.clock = StepClock(accelerator.device)
         check_rolls_back(target.model)
         if config.data.packing and cache is None:
@@ -85,6 +85,7 @@ class HeadTask:
             target.states_from.serve(self.taps)  # held-out decoding asks for them where a cache has those of the data, too
         if cache is not None:
             cache.check_keeps(self.taps)
+        self.source = signal_source(target, self.taps, cache, own_batches=True)
         if config.schedule.activation_checkpointing:
             checkpoint_activations(head)
         self.config = config
@@ -97,14 +98,7 @@ class HeadTask:
         if config.held_out.decode.tree is not None:
             check_drafts(self.proposer(self.module), config.held_out.decode)  # now, not at the first held-out decoding
 
-    @property
-    def frozen_parameters(self) -> int:
-        elsewhere = self.cache is not None or self.target.states_from is not None
-        return 0 if elsewhere else sum(each.numel() for each in self.target.model.parameters())
-
-    @property
-    def drafts_while_training(self) -> bool:
-        return False
+    drafts_while_training = False
 
     def copy_of_module(self) -> nn.Module:
         shared = (self.target, self.target.model)
@@ -120,43 +114,17 @@ class HeadTask:
     def read_from_outside(self) -> Sequence[nn.Parameter] | None:
         return None  # that depends on the family
 
-    def prepare(self, module: nn.Module, window: list[Batch], place: StepPlace) -> Prepared:
-        return Prepared(batches=window, sums={})
+    def prepare(self, module: nn.Module, window: list[Batch], step: int) -> Prepared:
+        return Prepared(batches=window)
 
-    def ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Let servers that run the target compute ahead what no cache has."""
-        servers = self.target.states_from
-        return batches if servers is None or self.cache is not None else servers.ahead(batches)
-
-    def read(self, batch: Batch) -> tuple[TargetStates, Normalisers | None] | None:
-        """Return the target's states over a batch where a cache or servers have them, and normalisers where a cache has."""
-        if self.cache is not None:
-            return self.cache.states(batch, self.taps), self.cache.normalisers(batch)
-        return None if self.target.states_from is None else (self.states(batch), None)
-
-    def loss(self, module: nn.Module, batch: Batch, num_labels: Tensor, world_size: int, known: Any = None) -> BatchLoss:
-        with self.clock("target" if self.cache is None else "data"):
-            states, normalisers = self.training_states(batch) if known is None else known
-        result: HeadLoss = module(batch, states, num_labels, world_size, normalisers)
+    def loss(self, module: nn.Module, batch: Batch, signals: TargetSignals, num_labels: Tensor, world_size: int) -> BatchLoss:
+        result: HeadLoss = module(batch, signals.dense, num_labels, world_size, signals.normalisers)
         sums, counts = _metrics(result)
         return BatchLoss(loss=result.loss, sums=sums, counts=counts)
 
-    def training_states(self, batch: Batch) -> tuple[TargetStates, Normalisers | None]:
-        """Return the target's states over a batch of the training conversations, and normalisers where a cache keeps them."""
-        return self.read(batch) or (self.states(batch, own=True), None)
-
-    def states(self, batch: Batch, *, own: bool = False) -> TargetStates:
-        """Return the target's states over a batch of any conversations, computed now, here or by servers.
-
-        Where processes share the target, all bring the same batch, or with `own` each one of its own (`heads.frozen.split`).
-        """
-        if self.target.states_from is not None:
-            return self.target.states_from.states(batch, self.taps)
-
-        def read(ids_BT: Tensor, packed_positions_BT: Tensor | None) -> TargetStates:
-            return read_states(self.target.model, ids_BT, self.taps, packed_positions_BT, batch.media_inputs(self.target))
-
-        return in_turns(self.target.group if own else None, batch.input_ids_BT, batch.packed_positions_BT, read)
+    def states(self, batch: Batch) -> TargetStates:
+        """Return the target's states over a batch of any conversations; processes that share the target bring the same one."""
+        return signal_source(self.target, self.taps).read(batch).dense
 
     def evaluate(self, module: nn.Module) -> dict[str, float]:
         """Decode held-out prompts with the head, and predict the result from its agreement with the answers."""

@@ -7,10 +7,8 @@ choice is kept in the output folder, so that a resumed run has the tokens that i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,11 +21,10 @@ from configs.schema.training import DistillConfig, HeadsConfig
 from distill.cache.reader import TargetCache
 from distill.dataset.batches import ConversationDataset
 from distill.dataset.conversations import Conversation
-from distill.loss.draft_objective import target_hidden
+from distill.signals import SignalSource, signal_source
 from distill.student.vocabulary import MassChoice, choose_by_mass, log_choice, most_frequent_answer_tokens, target_mass
 from heads.frozen.loading import Target
 from heads.frozen.split.groups import share_of
-from heads.modules.interface import Batch
 from heads.vocabulary import DraftVocabulary
 
 TRAIN_SAMPLE, HELD_OUT_SAMPLE = 512, 256  # conversations, evenly spaced
@@ -64,12 +61,10 @@ def choose_vocabulary(
     journal = Journal(Path(config.output) / JOURNAL, job)
     (kept,) = broadcast_object_list([journal.read().get(KEY) if accelerator.is_main_process else None])
     if kept is None:
-        forward = partial(target_hidden, target)
-        known: Callable[[Batch], Any] = (
-            forward if cache is None or cache.manifest.layout.kind != "last_hidden" else cache.signal
-        )
-        chosen_from = _mass(target, train, TRAIN_SAMPLE, length, known, accelerator)
-        measured_on = _mass(target, held_out, HELD_OUT_SAMPLE, length, forward, accelerator)
+        if cache is not None and cache.manifest.layout.kind != "last_hidden":
+            cache = None
+        chosen_from = _mass(target, train, TRAIN_SAMPLE, length, signal_source(target, cache=cache), accelerator)
+        measured_on = _mass(target, held_out, HELD_OUT_SAMPLE, length, signal_source(target), accelerator)
         choice = choose_by_mass(chosen_from, measured_on, size, target, config.num_speculative_tokens)
         ids = None if choice.vocabulary is None else choice.vocabulary.token_ids_W.tolist()
         kept = {"report": choice.report, "token_ids": ids}
@@ -87,13 +82,15 @@ def _mass(
     rows: Sequence[Conversation],
     most: int,
     max_length: int,
-    hidden_of: Callable[[Batch], Any],
+    source: SignalSource,
     accelerator: Accelerator,
 ) -> dict[str, Tensor]:
     """Return the mass of a sample of conversations, each process reading its share."""
     dataset, sample = _sample(rows, most, max_length)
     share = share_of(target.group, accelerator.state)
-    parts = share.gather([target_mass(target, dataset, sample[share.number :: share.count], hidden_of)])
+    parts = share.gather(
+        [target_mass(target, dataset, sample[share.number :: share.count], lambda batch: source.read(batch).dense.final_BTE)]
+    )
     kinds = sorted({kind for part in parts for kind in part})
     return {kind: torch.stack([part[kind] for part in parts if kind in part]).sum(0) for kind in kinds}
 

@@ -71,7 +71,7 @@ class Steps:
 class Clocked:
     """Batches of a prepared loader without end, its epochs one after another, and how long they were waited for.
 
-    `ahead` is the task's.
+    `ahead` is that of the task's source.
     """
 
     def __init__(self, loader: DataLoader[Batch], ahead: Callable[[Iterator[Batch]], Iterator[Batch]]) -> None:
@@ -112,8 +112,8 @@ class HeadTrainer:
         accelerator = self.accelerator
         num_labels = accelerator.reduce(batch.loss_mask_BT[:, 1:].sum(), "sum").clamp(min=1)
         started = time.perf_counter()
-        states, normalisers = self.task.training_states(batch)
-        if self.task.cache is not None or self.task.target.states_from is not None:
+        states, normalisers = self.task.source.read(batch)
+        if self.task.source.reads_ahead:
             self.reading_seconds += time.perf_counter() - started
         with accelerator.autocast():
             result: HeadLoss = self.module(batch, states, num_labels, accelerator.num_processes, normalisers)
@@ -136,7 +136,8 @@ def measure_steps(config: ScaleStepsConfig) -> None:
     task = HeadTask(recipe, materials.target, materials.train, materials.held_out, accelerator, cache)
     trainer = HeadTrainer(recipe, task, accelerator, config.warmup_steps + config.steps)
     batches = Clocked(
-        accelerator.prepare(make_training_loader(recipe, materials.dataset, num_batches=accelerator.num_processes)), task.ahead
+        accelerator.prepare(make_training_loader(recipe, materials.dataset, num_batches=accelerator.num_processes)),
+        task.source.ahead,
     )
     with watching() if config.watch_memory else nullcontext([0]) as peak:
         for _ in range(config.warmup_steps):

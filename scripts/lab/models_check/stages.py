@@ -26,8 +26,9 @@ from configs.schema.heads import Eagle3Settings, MtpSettings
 from configs.schema.learning import LossConfig, StudentConfig
 from configs.schema.target import TargetConfig
 from distill.dataset.batches import Example, collate
-from distill.loss.draft_objective import DraftObjective, target_hidden
+from distill.loss.draft_objective import DraftObjective
 from distill.loss.head_objective import HeadObjective
+from distill.signals import signal_source
 from distill.student.init import initial_draft
 from eval.decoder.decode import generate
 from heads.artifact import Metadata, head_metadata, load_draft, save_draft_lm, save_head
@@ -201,7 +202,7 @@ def distill(case: Case) -> None:
     """Distil a draft of some of the target's blocks for some steps."""
     target, examples = case.target, collate(TRAINED)
     draft = kept_draft(target)
-    signal = target_hidden(target, examples)
+    signal = signal_source(target).read(examples).dense.final_BTE
     objective = DraftObjective(draft, target, LossConfig())
     wanted = [f"draft.{name}" for name in names_with_gradient(draft, examples.input_ids_BT)]
 

@@ -15,12 +15,12 @@ from distill.cache import writer as cache_making
 from distill.cache.format import read_manifest
 from distill.cache.reader import check_fits, open_cache
 from distill.dataset.batches import ConversationDataset
-from distill.loss.draft_objective import target_hidden
 from distill.loss.pairs import normalise
 from heads.frozen.hidden_states import read_states
 from heads.inference.causal_lm import head_logits
 from tests.support import family_checks as checks
 from tests.support.caches import batch_of, cache_job, random_conversations, run, write_rows
+from tests.support.losses import target_hidden
 
 TAPS = [0, 2, 4]
 WIDTH = 32

@@ -22,7 +22,7 @@ from distill.cache.rows import encode, pack_ids, unpack_ids
 from distill.cache.storage import Folder
 from distill.cache.writer import CacheJob, plan_shards
 from distill.dataset.batches import ConversationDataset
-from distill.loss.draft_objective import DraftObjective, target_hidden
+from distill.loss.draft_objective import DraftObjective
 from tests.support.caches import (
     batch_of,
     cache_job,
@@ -33,6 +33,7 @@ from tests.support.caches import (
     shard_files,
     write_rows,
 )
+from tests.support.losses import target_hidden
 
 VOCABULARY = 258  # of the byte target
 

@@ -95,7 +95,7 @@ def test_reading_keeps_neither_files_nor_maps_open_and_few_headers(
 ):
     manifest = run(job(tmp_path / "cache"))
     assert manifest.num_shards > 12
-    monkeypatch.setattr(shards, "MOST_HEADERS", 4)
+    monkeypatch.setattr(shards, "MAX_HEADERS", 4)
     cache = open_cache(tmp_path / "cache", data_file, byte_target)
 
     def held():

@@ -10,10 +10,10 @@ from configs.schema.training import DistillConfig
 from distill.cache.reader import open_cache
 from distill.dataset.batches import BucketedBatchSampler, ConversationDataset, Example, collate
 from distill.dataset.packing import PackedBatchSampler, collate_packed, first_fit, make_packed_loader
-from distill.loss.draft_objective import target_hidden
 from heads.frozen.hidden_states import read_states
 from heads.modules.interface import NO_DOCUMENT
 from tests.support.caches import cache_job, conversation, random_conversations, run, write_rows
+from tests.support.losses import target_hidden
 
 PACK_LENGTH = 96
 

@@ -10,11 +10,12 @@ from configs.runtime.errors import InputError
 from configs.schema.learning import DivergenceName, DivergenceSettings, LossConfig, StudentConfig
 from distill.dataset.batches import Example, collate
 from distill.loss.divergences import DIVERGENCES, configured_divergence
-from distill.loss.draft_objective import DraftObjective, target_hidden
+from distill.loss.draft_objective import DraftObjective
 from distill.loss.pairs import Pair
 from distill.student.init import initial_draft
 from distill.student.kept_blocks import keep_layers
 from heads.vocabulary import DraftVocabulary
+from tests.support.losses import target_hidden
 
 
 @pytest.fixture

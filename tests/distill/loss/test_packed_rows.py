@@ -9,10 +9,11 @@ from configs.schema.heads import HeadConfig
 from configs.schema.learning import LossConfig
 from distill.dataset.batches import Example, collate
 from distill.dataset.packing import collate_packed
-from distill.loss.draft_objective import DraftObjective, target_hidden
+from distill.loss.draft_objective import DraftObjective
 from distill.loss.head_objective import HeadObjective
 from heads.frozen.hidden_states import read_states
 from tests.support import family_checks as checks
+from tests.support.losses import target_hidden
 from tests.support.tiny_heads import HEADS
 
 # Each family once on full attention and, where its own attention might care, on a target with a sliding window of 5.

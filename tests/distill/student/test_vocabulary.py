@@ -9,9 +9,9 @@ import torch
 
 from configs.runtime.errors import ConfigError
 from distill.dataset.batches import ConversationDataset
-from distill.loss.draft_objective import target_hidden
 from distill.student.vocabulary import choose_by_mass, log_choice, most_frequent_answer_tokens, target_mass, uncovered_curve
 from tests.support.caches import conversation, random_conversations
+from tests.support.losses import target_hidden
 
 
 @pytest.fixture

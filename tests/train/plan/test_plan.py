@@ -16,12 +16,13 @@ from configs.schema.commands.planning import PRESETS, HardwareConfig, PlanDistil
 from configs.schema.learning import StudentConfig
 from distill.dataset.batches import ConversationDataset, collate
 from distill.dataset.conversations import ConversationFile
-from distill.loss.draft_objective import DraftObjective, target_hidden
+from distill.loss.draft_objective import DraftObjective
 from distill.student.init import initial_draft
 from distill.student.kept_blocks import keep_layers
 from heads.inference.runner import backbone
 from tests.support.caches import random_conversations, write_rows
 from tests.support.family_configs import HYBRIDS, tiny_model
+from tests.support.losses import target_hidden
 from tests.support.tiny_heads import HEADS
 from train.plan import data as plan_data
 from train.plan.data import Workload
@@ -180,7 +181,7 @@ def test_a_heads_flops_are_those_that_torch_counts(folder, head_task, batch, kin
     task = head_task(kind)
 
     def step():
-        task.loss(task.module, batch, torch.tensor(128), 1).loss.backward()
+        task.loss(task.module, batch, task.source.read(batch), torch.tensor(128), 1).loss.backward()
 
     planned = flops_of(config, plan_models(config), WORK).total * batch.input_ids_BT.numel()
     assert counted(step) == pytest.approx(planned, rel=0.02)
@@ -224,7 +225,7 @@ def kept_over_planned(folder, head_task):
         labels = batch.loss_mask_BT.sum()
         planned = activation_bytes(config, plan_models(config), length=length, label_share=0.8) * rows * length
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-            return kept_bytes(lambda: task.loss(task.module, batch, labels, 1)) / planned
+            return kept_bytes(lambda: task.loss(task.module, batch, task.source.read(batch), labels, 1)) / planned
 
     return ratio
 

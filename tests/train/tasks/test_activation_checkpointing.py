@@ -36,7 +36,7 @@ def kept_bytes(task, rows):
         return tensor
 
     with saved_tensors_hooks(note, lambda tensor: tensor):
-        task.loss(task.module.train(), batch, torch.tensor(10), 1)
+        task.loss(task.module.train(), batch, task.source.read(batch), torch.tensor(10), 1)
     parameters = {each.untyped_storage().data_ptr() for each in (*task.module.parameters(), *task.target.model.parameters())}
     return sum(each.untyped_storage().nbytes() for place, each in kept.items() if place not in parameters)
 
@@ -63,7 +63,7 @@ def test_the_layers_of_a_head_run_twice(make_task, greedy_rows, monkeypatch):
         type(task.module.head.layers[0].self_attn), "output", lambda *args: calls.append("layer") or plain(*args)
     )
     batch = collate([Example(row.prompt_ids + row.answer_ids, len(row.prompt_ids)) for row in greedy_rows])
-    task.loss(task.module, batch, torch.tensor(10), 1).loss.backward()
+    task.loss(task.module, batch, task.source.read(batch), torch.tensor(10), 1).loss.backward()
     assert (calls.count("depth"), calls.count("layer")) == (3, 6)
 
 

@@ -9,11 +9,11 @@ from transformers import AutoModelForCausalLM
 from configs.runtime.errors import InputError
 from distill.dataset.batches import Example, collate
 from distill.dataset.conversations import Conversation
-from distill.loss.draft_objective import target_hidden
 from heads.artifact import load_draft
 from heads.inference.causal_lm import head_logits, read_documents
 from heads.inference.model_checks import check_keeps_apart
 from tests.support.family_configs import HYBRIDS, STATELESS, VOCAB_SIZE, tiny_model
+from tests.support.losses import target_hidden
 from tests.support.training_runs import distill_config, draft_task
 from train.loop.checkpoints import Progress
 
@@ -45,7 +45,7 @@ def started(name, as_target, folder, **student):
 
 
 def loss_of(task):
-    return task.loss(task.module, BATCH, BATCH.loss_mask_BT[:, 1:].sum(), 1).loss
+    return task.loss(task.module, BATCH, task.source.read(BATCH), BATCH.loss_mask_BT[:, 1:].sum(), 1).loss
 
 
 def trained(module):

@@ -3,6 +3,7 @@
 import json
 import logging
 import xml.etree.ElementTree as ElementTree
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from configs.schema.learning import OptimizerConfig
 from configs.schema.training import ScheduleConfig
 from distill.dataset.batches import ConversationDataset, make_loader
+from distill.signals import TargetSignals
 from eval.report.plots import VARIABLES
 from train.launch import make_accelerator
 from train.loop.loop import train
@@ -24,25 +26,22 @@ METRICS = {"tokens_per_target_step": 1.5, "predicted_tau": 1.9, "conditional_1":
 class Task:
     """Trains one number; scores are handed in. Stops like a killed process after so many steps."""
 
-    frozen_parameters = 0
+    drafts_while_training = False
 
     def __init__(self, scores, stop_after=None):
         self.module, self.scores, self.steps_left = nn.Linear(1, 1), iter(scores), stop_after
         self.clock = StepClock(torch.device("cpu"))
+        self.source = SimpleNamespace(
+            reads_ahead=True, num_parameters=0, ahead=lambda batches: batches, read=lambda batch: TargetSignals(None)
+        )
 
-    def prepare(self, module, window, place):
+    def prepare(self, module, window, step):
         if self.steps_left == 0:
             raise KeyboardInterrupt
         self.steps_left = None if self.steps_left is None else self.steps_left - 1
-        return Prepared(batches=window, sums={})
+        return Prepared(batches=window)
 
-    def ahead(self, batches):
-        return batches
-
-    def read(self, batch):
-        return None
-
-    def loss(self, module, batch, num_labels, world_size, known):
+    def loss(self, module, batch, signals, num_labels, world_size):
         loss = module(torch.ones(1, 1)).square().sum()
         return BatchLoss(loss=loss, sums={"loss": loss})
 

@@ -82,7 +82,7 @@ class DraftTrainer:
         """Take one optimiser step on a batch; return its loss, in nats a label."""
         num_labels = batch.loss_mask_BT[:, 1:].sum().clamp(min=1)
         with self.accelerator.autocast():
-            outcome = self.task.loss(self.module, batch, num_labels, 1)
+            outcome = self.task.loss(self.module, batch, self.task.source.read(batch), num_labels, 1)
         self.accelerator.backward(outcome.loss)
         self.accelerator.clip_grad_norm_(self.module.parameters(), self.max_grad_norm)
         self.optimizer.step()
