@@ -8,11 +8,13 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 
 from configs.runtime.command import DONE
 from configs.runtime.errors import InputError
@@ -67,6 +69,23 @@ UNCHECKED = {"verdict": INCONCLUSIVE, "checked_prompts": 0, "divergences": [], "
 SUBJECT = ("target.name", "target.revision", "draft", "suite.path", "suite.subset", "suite.split")  # what a report is of
 
 
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What an evaluation decodes, and with what."""
+
+    suites: list[Suite]
+    turns: Turns  # of the prompts of all suites
+    target: Target
+    draft: EvaluatedDraft
+    state: PartialState  # of the processes
+
+    def fingerprint(self, config: EvalConfig) -> str:
+        """Return the fingerprint of all that decides the records, and of the machine on which they are timed."""
+        made_of = [*(suite.sha256 for suite in self.suites), self.target.identity.to_dict(), self.draft.section["sha256"]]
+        machine = [describe_hardware(), describe_versions(), self.state.num_processes, torch.get_num_threads()]
+        return fingerprint(config.model_dump(mode="json", exclude=AFTERWARDS), made_of, machine)
+
+
 def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     """Evaluate as configured and write `report.json`, `.html`, `.md`, `records.jsonl` and `run.json`; see `eval/run.py`.
 
@@ -83,73 +102,89 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     suites = load_suites(config.all_suites)
     quality, rendering = Quality(config, suites[0].prompts), Rendering(config)
     previous = None if config.previous_report is None else load_report(report_file(config.previous_report), "previous report")
-    state = join_processes(config.target)
-    target = load_target(config.target, for_chats=True)
-    draft = load_evaluated(config, target)
-    for warning in draft.warnings:
-        log.warning("%s", warning)
-    suites = [
-        fit_suite(suite, target, each.on_too_long, config.decode.max_new_tokens)
-        for suite, each in zip(suites, config.all_suites, strict=True)
-    ]
-    suite_of = {prompt.prompt_id: suite.name for suite in suites for prompt in suite.prompts}
-    turns = Turns(target, [prompt for suite in suites for prompt in suite.prompts], suite_of)
-    check_decodable(target, turns.first, config.decode)
-    if config.cost is not None:
-        check_sweep(target, config.cost)
-    if state.is_main_process:
-        write_run_record(output, config, processes=state.num_processes)
-    state.wait_for_everyone()  # the folder is there
-    asked = _job(config, suites, target, draft, state.num_processes)
-    decode, how_chosen = find_tree(config, suites[0], target, draft, state, asked)
+    loaded = _load(config, suites)
+    target, state = loaded.target, loaded.state
+    job = loaded.fingerprint(config)
+    decode, how_chosen = find_tree(config, loaded.suites[0], target, loaded.draft, state, job)
     config = config.model_copy(update={"decode": decode})
     laps.done("loading")
-    config = find_lookup_length(config, turns.first, target, state, asked)
+    config = find_lookup_length(config, loaded.turns.first, target, state, job)
     laps.done("choosing the lookup's length")
-    proposers = {SPECULATIVE: draft.proposer, **make_baselines(config, target)}
-    if config.tries_lookup:
-        proposers[WITH_LOOKUP] = add_lookup(draft.proposer, config, target)
-    metering = find_meter(target.device, state.num_processes) if config.energy else None
-    meter, job = None if metering is None else metering.meter, _job(config, suites, target, draft, state.num_processes)
-    tallies = measure_share(target, turns, config, proposers, state, meter, job=job)
+    meters = find_meter(target.device, state.num_processes) if config.energy else None
+    meter, job = None if meters is None else meters.meter, loaded.fingerprint(config)
+    tallies = measure_share(target, loaded.turns, config, _proposers(config, loaded), state, meter, job=job)
     if tallies is None:
         return DONE
-    if not state.is_main_process:  # the checks below run the target, and load it anew, which all of its groups must do
-        _check_lossless(config, target, draft.proposer, tallies)
-        quality.judge(target, tallies[suites[0].name])
+    records = tallies[suites[0].name]
+    if not state.is_main_process:  # the checks run the target, and load it anew, which all of its groups must do
+        _check_lossless(config, loaded, tallies)
+        quality.judge(target, records)
         state.wait_for_everyone()
         return DONE
     laps.done("decoding")
-    report = _build_report(config, suites, target, draft, tallies, state.num_processes, how_chosen)
-    records = tallies[suites[0].name]
+    report = _build_report(config, loaded, tallies, how_chosen)
     # What follows may fail, out of memory or in a scorer; the measurements must not be lost with it.
     partial = output / "report.partial.json"
     write_report(partial, report)
     laps.done("report")
-    report = complete_report(report, lossless=_check_lossless(config, target, draft.proposer, tallies))
+    report = complete_report(report, lossless=_check_lossless(config, loaded, tallies))
     write_report(partial, report)
     laps.done("losslessness")
     scores = quality.judge(target, records)
     if target.group is not None:
         state.wait_for_everyone()  # the first process is the one that the others meet at
-    rendered = rendering.of(target, records, {prompt.prompt_id: prompt.turns[0] for prompt in suites[0].prompts})
-    energy = None if metering is None else summarise_energy(records.timings, metering, config)
+    rendered = rendering.of(target, records, {prompt.prompt_id: prompt.turns[0] for prompt in loaded.suites[0].prompts})
+    energy = None if meters is None else summarise_energy(records.timings, meters, config)
     laps.done("report")
-    speed = _predict(config, target, draft, records, report)
-    if report.speed is not None and config.simulate_acceptance is None:
-        speed["generate"] = time_generate(target, turns.first, config)
+    speed = _time_others(config, loaded, records, report)
     laps.done("timing sweep")
     report = complete_report(report, quality=scores, energy=energy, speed=speed, rendered=rendered)
-    write_report(output / "report.json", report)
+    _write(output, report, previous)
     partial.unlink()
     drop_parts(output)
-    write_text(output / "report.md", render_markdown(report))
-    write_text(output / "report.html", render_html(report, previous))
-    say(render_markdown(report))
     laps.done("report")
     log.info("took: %s", laps)
     log.info("report in %s", output / "report.html")
     return DONE
+
+
+def _load(config: EvalConfig, suites: Sequence[Suite]) -> Loaded:
+    """Load target and draft, fit the prompts to the target's context, and write what is run, once for all processes."""
+    state = join_processes(config.target)
+    target = load_target(config.target, for_chats=True)
+    draft = load_evaluated(config, target)
+    for warning in draft.warnings:
+        log.warning("%s", warning)
+    fitted = [
+        fit_suite(suite, target, each.on_too_long, config.decode.max_new_tokens)
+        for suite, each in zip(suites, config.all_suites, strict=True)
+    ]
+    suite_of = {prompt.prompt_id: suite.name for suite in fitted for prompt in suite.prompts}
+    turns = Turns(target, [prompt for suite in fitted for prompt in suite.prompts], suite_of)
+    check_decodable(target, turns.first, config.decode)
+    if config.cost is not None:
+        check_sweep(target, config.cost)
+    if state.is_main_process:
+        write_run_record(Path(config.output), config, processes=state.num_processes)
+    state.wait_for_everyone()  # the folder is there
+    return Loaded(suites=fitted, turns=turns, target=target, draft=draft, state=state)
+
+
+def _proposers(config: EvalConfig, loaded: Loaded) -> dict[str, Proposer]:
+    """Return who drafts in each mode but plain decoding."""
+    proposers = {SPECULATIVE: loaded.draft.proposer, **make_baselines(config, loaded.target)}
+    if config.tries_lookup:
+        proposers[WITH_LOOKUP] = add_lookup(loaded.draft.proposer, config, loaded.target)
+    return proposers
+
+
+def _write(output: Path, report: Report, previous: Report | None) -> None:
+    """Write the report and its pages, and print the summary."""
+    write_report(output / "report.json", report)
+    summary = render_markdown(report)
+    write_text(output / "report.md", summary)
+    write_text(output / "report.html", render_html(report, previous))
+    say(summary)
 
 
 def _check_output(output: Path, config: EvalConfig) -> None:
@@ -171,41 +206,32 @@ def _check_output(output: Path, config: EvalConfig) -> None:
             )
 
 
-def _job(config: EvalConfig, suites: Sequence[Suite], target: Target, draft: EvaluatedDraft, num_processes: int) -> str:
-    """Return the fingerprint of all that decides the records, and of the machine on which they are timed."""
-    made_of = [*(suite.sha256 for suite in suites), target.identity.to_dict(), draft.section["sha256"]]
-    machine = [describe_hardware(), describe_versions(), num_processes, torch.get_num_threads()]
-    return fingerprint(config.model_dump(mode="json", exclude=AFTERWARDS), made_of, machine)
-
-
-def _check_lossless(config: EvalConfig, target: Target, proposer: Proposer, tallies: Mapping[str, Tally]) -> dict[str, Any]:
+def _check_lossless(config: EvalConfig, loaded: Loaded, tallies: Mapping[str, Tally]) -> dict[str, Any]:
     """Return the report's `lossless` section, of the answers to all suites; the check is skipped for simulated runs."""
     if config.simulate_acceptance is not None:
         return UNCHECKED | {"verdict": NOT_LOSSLESS}
     plain, speculative = (
         [answer for tally in tallies.values() for answer in tally.of(mode)] for mode in (AUTOREGRESSIVE, SPECULATIVE)
     )
-    return judge_lossless(target, plain, speculative, config.decode, config.lossless, proposer)
+    return judge_lossless(loaded.target, plain, speculative, config.decode, config.lossless, loaded.draft.proposer)
 
 
-def _predict(config: EvalConfig, target: Target, draft: EvaluatedDraft, records: Tally, report: Report) -> dict[str, Any]:
-    """Return what the cost model adds to the report's speed section, where it was asked for."""
-    if config.cost is None or report.speed is None:
-        return {}
-    plain = records.of(AUTOREGRESSIVE)
-    return {"predicted": predict_speed(target, draft.proposer, plain, report, config.decode, config.cost)}
+def _time_others(config: EvalConfig, loaded: Loaded, records: Tally, report: Report) -> dict[str, Any]:
+    """Return what else was timed: the cost model's predictions, where asked for, and transformers' `generate`."""
+    found: dict[str, Any] = {}
+    if report.speed is None:
+        return found
+    if config.cost is not None:
+        plain, proposer = records.of(AUTOREGRESSIVE), loaded.draft.proposer
+        found["predicted"] = predict_speed(loaded.target, proposer, plain, report, config.decode, config.cost)
+    if config.simulate_acceptance is None:
+        found["generate"] = time_generate(loaded.target, loaded.turns.first, config)
+    return found
 
 
-def _build_report(
-    config: EvalConfig,
-    suites: Sequence[Suite],
-    target: Target,
-    draft: EvaluatedDraft,
-    tallies: Mapping[str, Tally],
-    num_processes: int,
-    how_chosen: str | None,
-) -> Report:
+def _build_report(config: EvalConfig, loaded: Loaded, tallies: Mapping[str, Tally], how_chosen: str | None) -> Report:
     """Put the records and everything that says where they come from into the report; losslessness is checked afterwards."""
+    suites, target, draft = loaded.suites, loaded.target, loaded.draft
     prompts = {suite.name: _prompt_set(suite, draft) for suite in suites}
     warnings = [*draft.warnings, *([] if how_chosen is None else [how_chosen])]
     for suite, settings in zip(suites, config.all_suites, strict=True):
@@ -233,7 +259,7 @@ def _build_report(
         lossless=UNCHECKED,
         decode_tokens=lambda ids: str(target.tokenizer.decode(list(ids), skip_special_tokens=False)),
         hardware=describe_hardware()
-        | {"device": str(target.device), "threads": torch.get_num_threads(), "processes": num_processes},
+        | {"device": str(target.device), "threads": torch.get_num_threads(), "processes": loaded.state.num_processes},
         versions=describe_versions(),
         git=describe_git(),
         command=mask_arguments(sys.orig_argv),

@@ -25,9 +25,10 @@ from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import new_folder, write_json
 from configs.runtime.redaction import mask_secrets
 from heads.families.registry import FAMILIES, serve
+from heads.frozen.checkpoint_files import UNREADABLE
 from heads.frozen.hidden_states import check_taps
 from heads.frozen.identity import TargetIdentity, hash_weights
-from heads.frozen.loading import UNREADABLE, load_with, move, rounded_parts
+from heads.frozen.loading import load_with, move, rounded_parts
 from heads.frozen.quantized import loader_of
 from heads.frozen.size_limits import check_causal_lm, check_head_sizes, no_larger_than
 from heads.hub import METADATA_FILE, locate_artifact

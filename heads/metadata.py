@@ -6,7 +6,7 @@ A causal LM that is no artifact gets metadata of the same form (`untrained_metad
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Sized
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,10 +15,9 @@ from transformers import AutoConfig, AutoTokenizer
 
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import check_readable, read_json
+from heads.frozen.checkpoint_files import UNREADABLE
 from heads.frozen.identity import TargetIdentity, hash_files, hash_tokenizer
-from heads.frozen.loading import UNREADABLE
 from heads.hub import METADATA_FILE
-from heads.vocabulary import DraftVocabulary
 
 WEIGHTS_FILE = "model.safetensors"
 VOCABULARY_FILE = "draft_vocabulary.safetensors"
@@ -61,7 +60,7 @@ def head_metadata(
     settings: Any,
     taps: Sequence[int],
     identity: TargetIdentity,
-    vocabulary: DraftVocabulary | None,
+    vocabulary: Sized | None,
     vocab_size: int,
     *,
     num_speculative_tokens: int,
@@ -126,6 +125,11 @@ def hash_artifact(folder: Path, metadata: Metadata) -> str:
 def hash_together(hashes: Sequence[str]) -> str:
     """Return the one hash of several artifacts that draft together, in their order; a single one keeps its own."""
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("\n".join(hashes).encode()).hexdigest()
+
+
+def agreed(hashes: Iterable[str]) -> str:
+    """Return the hash that all share; where they differ, all of them joined, which is equal to none."""
+    return ", ".join(dict.fromkeys(hashes))
 
 
 def check_made_for(metadata: Metadata, identity: TargetIdentity, folder: Path, allow_target_mismatch: bool) -> list[str]:

@@ -22,8 +22,9 @@ from configs.schema.learning import LoraSettings, StudentConfig
 from configs.schema.target import TargetConfig
 from distill.student.kept_blocks import keep_layers
 from heads.frozen.block_config import overridden
+from heads.frozen.checkpoint_files import UNREADABLE
 from heads.frozen.identity import hash_tokenizer
-from heads.frozen.loading import UNREADABLE, Target, locate, move
+from heads.frozen.loading import Target, locate, move
 from heads.frozen.model_class import auto_class, causal_config
 from heads.frozen.quantized import loader_of
 from heads.inference.model_checks import check_rolls_back, check_split

@@ -9,14 +9,15 @@ memory (`eval.measure.interleaved`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from configs.schema.evaluation import EvalConfig, FreeDraft
-from heads.artifact import Draft, hash_together, load_draft
+from heads.artifact import Draft, load_draft
 from heads.frozen.hidden_states import num_blocks
 from heads.frozen.loading import Target
+from heads.metadata import agreed, hash_together
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.merged import LookupFirst, MergedDrafts
 from heads.proposers.prompt_lookup import PromptLookup
@@ -110,11 +111,6 @@ MAKERS: dict[FreeDraft, Callable[[EvalConfig, Target], Proposer]] = {
     "suffix_lookup": lambda _, target: SuffixLookup(target.device, learns_own_answers=False),
     "self_speculation": _self_speculation,
 }
-
-
-def agreed(hashes: Iterable[str]) -> str:
-    """Return the hash that all share; where they differ, all of them joined, which is equal to none."""
-    return ", ".join(dict.fromkeys(hashes))
 
 
 def _section(path: str, draft: Draft) -> dict[str, Any]:

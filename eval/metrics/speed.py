@@ -22,7 +22,7 @@ Sums = Mapping[Any, Sequence[float]]  # two sums by cluster
 def summarise_speed(timings: Sequence[Timing], *, samples: int, seed: int, keep_batches: bool = False) -> dict[str, Any] | None:
     """Return speculative decoding's speed against plain decoding, or `None` where one of the two was not timed.
 
-    With `keep_batches` there is also `per_batch`, with which another report is compared batch by batch (`eval.stats.paired`).
+    With `keep_batches` there is also `per_batch`, with which another report is compared batch by batch (`eval.report.change`).
 
     Raises:
         ValueError: the two were timed on different batches or different numbers of repeats.

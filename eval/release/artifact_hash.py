@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval.measure.proposers import agreed
 from eval.release.checks import Artifact
 from eval.report.differences import IDENTITY
-from heads.artifact import hash_artifact, hash_together, read_metadata
 from heads.frozen.identity import TargetIdentity
 from heads.hub import locate_artifact
+from heads.metadata import agreed, hash_artifact, hash_together, read_metadata
 
 
 def read_shipped(folders: Sequence[Path]) -> Artifact:

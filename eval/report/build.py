@@ -112,23 +112,12 @@ def build_report(
     return parse_report(values, "the report just built")
 
 
-def complete_report(
-    report: Report,
-    *,
-    lossless: Mapping[str, Any] | None = None,
-    quality: Mapping[str, Any] | None = None,
-    energy: Mapping[str, Any] | None = None,
-    speed: Mapping[str, Any] | None = None,
-    rendered: Sequence[Mapping[str, str]] = (),
-) -> Report:
-    """Return a report with the sections that only some runs ask for, and with more fields of the speed section."""
-    values = {**report.to_dict(), "quality": quality, "energy": energy}
-    if lossless is not None:
-        values["lossless"] = _lossless(lossless)
+def complete_report(report: Report, *, speed: Mapping[str, Any] | None = None, **sections: Any) -> Report:
+    """Return a report with other sections in place of its own, and with more fields of the speed section."""
+    values = report.to_dict() | sections
+    values["lossless"] = _lossless(values["lossless"])
     if speed:
         values["speed"] |= speed
-    if rendered:
-        values["rendered"] = list(rendered)
     return parse_report(values, "the report just completed")
 
 
@@ -195,30 +184,32 @@ def _category(records: Tally, category: str, bootstrap: Bootstrap) -> dict[str, 
     }
 
 
-def _baseline(records: Tally, mode: str, speculative: Mapping[str, Sequence[int]], bootstrap: Bootstrap) -> dict[str, Any]:
-    """Describe another way of decoding, and the draft's ratios to it; `speculative` are the draft's counts by prompt."""
-    own = records.of_mode(mode)
-    acceptance = own.summarise(**bootstrap)
+def _other_way(records: Tally, mode: str, bootstrap: Bootstrap) -> dict[str, Any]:
+    """Describe another way of decoding than the draft's."""
+    acceptance, timed = records.of_mode(mode).summarise(**bootstrap), any(each.mode == mode for each in records.timings)
+    speed = compare_speed(records.timings if timed else [], mode, **bootstrap)
+    return {name: acceptance[name] for name in KEPT} | speed
+
+
+def _baseline(records: Tally, mode: str, draft: Mapping[str, Sequence[int]], bootstrap: Bootstrap) -> dict[str, Any]:
+    """Describe a way without the draft, and the draft's ratios to it; `draft` are the draft's counts by prompt."""
     timings = [timing for timing in records.timings if timing.mode == mode]
     return {
-        **{name: acceptance[name] for name in KEPT},
+        **_other_way(records, mode, bootstrap),
         "num_speculative_tokens": records.num_drafts(mode),
         "decode_seconds": sum(timing.decode_seconds for timing in timings),
         "decode_tokens": sum(timing.num_tokens for timing in timings),
-        **compare_speed(records.timings if timings else [], mode, **bootstrap),
-        **summarise_advantage(speculative, own.per_prompt, records.timings, mode, **bootstrap),
+        **summarise_advantage(draft, records.of_mode(mode).per_prompt, records.timings, mode, **bootstrap),
     }
 
 
-def _with_lookup(records: Tally, alone: Mapping[str, Sequence[int]], bootstrap: Bootstrap) -> dict[str, Any]:
-    """Describe the draft after prompt lookup, and its ratios to the draft alone, whose counts by prompt are `alone`."""
+def _with_lookup(records: Tally, draft: Mapping[str, Sequence[int]], bootstrap: Bootstrap) -> dict[str, Any]:
+    """Describe the draft after prompt lookup, and its ratios to the draft alone."""
     own = records.of_mode(WITH_LOOKUP)
-    acceptance, timed = own.summarise(**bootstrap), any(timing.mode == WITH_LOOKUP for timing in records.timings)
     return {
+        **_other_way(records, WITH_LOOKUP, bootstrap),
         "lookup": "prompt_lookup",
-        **{name: acceptance[name] for name in KEPT},
-        **compare_speed(records.timings if timed else [], WITH_LOOKUP, **bootstrap),
-        **summarise_advantage(own.per_prompt, alone, records.timings, SPECULATIVE, ours_mode=WITH_LOOKUP, **bootstrap),
+        **summarise_advantage(own.per_prompt, draft, records.timings, SPECULATIVE, ours_mode=WITH_LOOKUP, **bootstrap),
         **own.lookup_shares(),
     }
 

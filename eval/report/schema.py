@@ -162,34 +162,31 @@ class CategorySection(ClosedSection):
     speed: SpeedSection | None
 
 
-class BaselineSection(SpeedupSection):
-    """Another way of decoding the same prompts in the same run; the ratios are this draft's numbers over this way's."""
+class OtherWaySection(SpeedupSection):
+    """Another way of decoding the same prompts in the same run, and its ratios to the draft's numbers."""
 
-    tokens_per_target_step_ratio: Number = None
-    tokens_per_target_step_ratio_ci: Bounds = None
-    decode_speed_ratio: Number = None
-    decode_speed_ratio_ci: Bounds = None
     tokens_per_target_step: Number
     tokens_per_target_step_ci: Bounds
     accepted_per_round: Number
     draft_token_yield: Number
+    tokens_per_target_step_ratio: Number = None
+    tokens_per_target_step_ratio_ci: Bounds = None
+    decode_speed_ratio: Number = None
+    decode_speed_ratio_ci: Bounds = None
+
+
+class BaselineSection(OtherWaySection):
+    """A way of decoding without this draft; the ratios are this draft's numbers over this way's."""
+
     decode_seconds: float
     decode_tokens: Count
     num_speculative_tokens: Count | None = None  # that it drafts a round at most; None in reports of an earlier version
 
 
-class WithLookupSection(SpeedupSection):
-    """The draft after a lookup, in the same run; the ratios are its numbers over the draft's alone."""
+class WithLookupSection(OtherWaySection):
+    """The draft after a lookup; the ratios are its numbers over the draft's alone."""
 
     lookup: str
-    tokens_per_target_step: Number
-    tokens_per_target_step_ci: Bounds
-    accepted_per_round: Number
-    draft_token_yield: Number
-    tokens_per_target_step_ratio: Number
-    tokens_per_target_step_ratio_ci: Bounds
-    decode_speed_ratio: Number
-    decode_speed_ratio_ci: Bounds
     lookup_rounds_share: Number  # of all rounds, those in which the lookup drafted
     lookup_tokens_share: Number  # of all accepted drafts, those of the lookup
 

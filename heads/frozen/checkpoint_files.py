@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -32,6 +33,17 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 MAX_SHOWN = 12  # names repeated in an error message
 HEAD_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.safetensors", "hydra_lm_head.pt")
+# What transformers raises for a file that is missing, damaged, contradictory, or needs a package that is not installed.
+UNREADABLE = (
+    OSError,
+    ValueError,
+    KeyError,
+    RuntimeError,
+    ImportError,
+    AssertionError,
+    SafetensorError,
+    StrictDataclassError,
+)
 BLOCK_BYTES = 2**23  # read at a time where a tensor can be read in parts
 NAMES = {  # dtypes by safetensors' names
     "BF16": torch.bfloat16,

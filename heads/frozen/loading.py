@@ -15,8 +15,7 @@ from typing import Any, Protocol
 import torch
 from accelerate.utils import patch_environment
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, StrictDataclassError
-from safetensors import SafetensorError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
@@ -26,7 +25,7 @@ from configs.runtime.redaction import redact
 from configs.schema.target import TargetConfig
 from heads.device import choose_device
 from heads.frozen.chat_template import in_template, no_chat_template, set_chat_template
-from heads.frozen.checkpoint_files import INDEX_FILE, SINGLE_FILE, indexed_files
+from heads.frozen.checkpoint_files import INDEX_FILE, SINGLE_FILE, UNREADABLE, indexed_files
 from heads.frozen.demo_model import PREFIX, embedded_folder, load_gguf
 from heads.frozen.hidden_states import TargetStates
 from heads.frozen.id_tokens import id_tokenizer
@@ -50,17 +49,6 @@ log = logging.getLogger("draftsmith")
 
 HUB_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]  # besides the weights
 UNLIMITED = 2**31 - 1  # positions
-# What transformers raises for a file that is missing, damaged, contradictory, or needs a package that is not installed.
-UNREADABLE = (
-    OSError,
-    ValueError,
-    KeyError,
-    RuntimeError,
-    ImportError,
-    AssertionError,
-    SafetensorError,
-    StrictDataclassError,
-)
 
 
 class StateSource(Protocol):

@@ -25,7 +25,8 @@ from configs.schema.target import TargetConfig
 from distill.generation.row_formats import KEYS
 from distill.generation.source_files import SUFFIXES, read_source
 from heads.frozen.chat_template import no_chat_template
-from heads.frozen.loading import UNREADABLE, load_tokenizer, locate
+from heads.frozen.checkpoint_files import UNREADABLE
+from heads.frozen.loading import load_tokenizer, locate
 
 WHAT = "log"
 VLLM_NAME = re.compile(r"\.log(?:[.-][\d-]+)?(?:\.gz)?$")  # server.log, and server.log.1 or server.log-20260101.gz of rotation

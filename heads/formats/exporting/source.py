@@ -21,8 +21,7 @@ from configs.runtime.errors import InputError, first_line
 from configs.schema.heads import DFlashSettings
 from heads.artifact import METADATA_FILE, VOCABULARY_FILE, Metadata, read_metadata
 from heads.families.registry import FAMILIES
-from heads.frozen.checkpoint_files import LazyTensor, Weights, constant, read_weights
-from heads.frozen.loading import UNREADABLE
+from heads.frozen.checkpoint_files import UNREADABLE, LazyTensor, Weights, constant, read_weights
 from heads.frozen.model_class import auto_class
 from heads.frozen.quantized import read_float_weights
 from heads.frozen.size_limits import check_counts
