@@ -105,9 +105,7 @@ def save_draft_lm(
     with new_folder(folder) as scratch:
         model.save_pretrained(scratch, max_shard_size="1TB")
         tokenizer.save_pretrained(scratch)
-        if vocabulary is not None:
-            write_draft_vocabulary(scratch / VOCABULARY_FILE, vocabulary)
-        _write_rest(scratch, metadata, training_prompts)
+        write_rest(scratch, metadata, vocabulary, training_prompts)
 
 
 def save_head(
@@ -125,9 +123,18 @@ def save_head(
     with new_folder(folder) as scratch:
         tensors = {name: value.detach().cpu().contiguous() for name, value in head.state_dict().items()}
         save_file(tensors, scratch / WEIGHTS_FILE)
-        if vocabulary is not None:
-            write_draft_vocabulary(scratch / VOCABULARY_FILE, vocabulary)
-        _write_rest(scratch, metadata, training_prompts)
+        write_rest(scratch, metadata, vocabulary, training_prompts)
+
+
+def write_rest(
+    folder: Path, metadata: Metadata, vocabulary: DraftVocabulary | None, training_prompts: np.ndarray | None = None
+) -> None:
+    """Write what an artifact holds beside its weights, secrets masked; see `save_draft_lm`."""
+    if vocabulary is not None:
+        write_draft_vocabulary(folder / VOCABULARY_FILE, vocabulary)
+    if training_prompts is not None:
+        save_file({"user_texts": torch.from_numpy(np.unique(training_prompts))}, folder / PROMPTS_FILE)
+    write_json(folder / METADATA_FILE, mask_secrets(metadata.model_dump(mode="json")))
 
 
 def read_training_prompts(folder: str | Path) -> np.ndarray | None:
@@ -143,12 +150,6 @@ def read_training_prompts(folder: str | Path) -> np.ndarray | None:
         return load_file(path)["user_texts"].numpy()
     except (SafetensorError, KeyError, OSError) as error:
         raise InputError(f"{path} cannot be read: {first_line(error)}") from error
-
-
-def _write_rest(folder: Path, metadata: Metadata, training_prompts: np.ndarray | None) -> None:
-    if training_prompts is not None:
-        save_file({"user_texts": torch.from_numpy(np.unique(training_prompts))}, folder / PROMPTS_FILE)
-    write_json(folder / METADATA_FILE, mask_secrets(metadata.model_dump(mode="json")))
 
 
 def load_draft(

@@ -1,4 +1,4 @@
 """Other programs' checkpoints: `importing` makes artifacts of them, `exporting` makes them of artifacts.
 
-`layout` and `names` hold what both directions need.
+`layout` holds what both directions need.
 """

@@ -1,8 +1,4 @@
-"""The content of a folder for an engine, and the shapes that its config implies.
-
-A layout lists its tensors twice: `weights` are those at hand, renamed, and `expected` are those that an engine would
-allocate, worked out from sizes alone. An export in which the two differ is not written.
-"""
+"""What importing and exporting share: the content of a folder for an engine, and other programs' names of our tensors."""
 
 from __future__ import annotations
 
@@ -18,6 +14,21 @@ from heads.modules.layer_shape import LayerShape
 Shapes = dict[str, tuple[int, ...]]
 Value = TypeVar("Value")
 
+# Prefixes of an MTP module's tensors: ours, and those of speculators (MiMo's have `model.` before them).
+MTP_PARTS = (
+    ("layers.0.eh_proj.", "mtp_layers.0.input_proj."),
+    ("layers.0.enorm.", "mtp_layers.0.token_layernorm."),
+    ("layers.0.hnorm.", "mtp_layers.0.hidden_layernorm."),
+    ("layers.0.post_norm.", "mtp_layers.0.final_layernorm."),
+    ("layers.0.mtp_block.", "mtp_layers.0."),
+)
+# Prefixes of DFlash tensors: ours, and those of transformers' own class.
+TRANSFORMERS_DFLASH = (("fc.", "encoder.fc."), ("hidden_norm.", "encoder.output_norm_enc."))
+# Keys of DFlash2's, XPress's and Domino's configs that are settings of ours.
+DFLASH2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+XPRESS_KEYS = ("xpress_rank", "xpress_mlp_ratio", "num_jacobi_passes")
+DOMINO_KEYS = ("gru_hidden_dim", "emb_dim")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExportLayout:
@@ -25,19 +36,18 @@ class ExportLayout:
 
     Args:
         config: content of `config.json`.
-        weights, expected: the tensors, under the engine's names, and the shape of every one that it asks for.
-        serve: gives the command or lines that serve it, by the folder's path, quoted for what reads them.
+        weights: the tensors, under the engine's names.
+        serve: returns the command or lines that serve it, given the folder's path, quoted for what reads them.
         notes: what a person who serves it must know.
         weights_file: where the tensors go.
         files, json_files: by name, files that are taken over as they are, and further JSON files.
-        convert: called with the folder that was written and checked, and this: makes other files of those in it.
+        convert: called with the written and checked folder, and this layout; turns its files into others.
         holds_target: the folder holds all of the target's weights beside the draft's.
-        make: fills the empty folder itself, with `weights` among its tensors; then nothing else is written.
+        make: fills the empty folder itself, with `weights` among its tensors; nothing else is written then.
     """
 
     config: Mapping[str, Any]
     weights: Weights
-    expected: Shapes
     serve: Callable[[str], str]
     notes: tuple[str, ...] = ()
     weights_file: str = SINGLE_FILE
@@ -48,54 +58,23 @@ class ExportLayout:
     make: Callable[[Path], None] | None = None
 
 
-def check_names(there: Mapping[str, tuple[int, ...]], expected: Shapes) -> None:
+def check_names(weights: Weights, expected: Shapes) -> None:
     """Refuse tensors that are not exactly those expected.
 
     Raises:
         InputError: some are missing, unknown, or of another shape; all of them are named.
     """
     wrong = []
-    missing, unknown = sorted(expected.keys() - there.keys()), sorted(there.keys() - expected.keys())
+    missing, unknown = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
     if missing:
         wrong.append(f"lacks {', '.join(missing)}")
     if unknown:
         wrong.append(f"holds unknown {', '.join(unknown)}")
-    for name in sorted(expected.keys() & there.keys()):
-        if there[name] != expected[name]:
-            wrong.append(f"holds {name} of shape {list(there[name])} where {list(expected[name])} is expected")
+    for name in sorted(expected.keys() & weights.keys()):
+        if (shape := weights[name].shape) != expected[name]:
+            wrong.append(f"holds {name} of shape {list(shape)} where {list(expected[name])} is expected")
     if wrong:
         raise InputError("; ".join(wrong))
-
-
-def decoder_layer(
-    prefix: str, shape: LayerShape, *, read_width: int | None = None, norm_heads: bool = False, biases: bool = False
-) -> Shapes:
-    """Return the shapes of a Llama-like decoder layer.
-
-    Args:
-        prefix: of its names, with the dot.
-        shape: its sizes.
-        read_width: what its queries, keys and values are made from; None: its own width.
-        norm_heads, biases: queries and keys are normed (Qwen3), or have a bias as values do (Qwen2).
-    """
-    width, read = shape.width, shape.width if read_width is None else read_width
-    queries, keys = shape.num_heads * shape.head_width, shape.num_key_value_heads * shape.head_width
-    shapes: Shapes = {
-        "input_layernorm.weight": (width,),
-        "post_attention_layernorm.weight": (width,),
-        "self_attn.q_proj.weight": (queries, read),
-        "self_attn.k_proj.weight": (keys, read),
-        "self_attn.v_proj.weight": (keys, read),
-        "self_attn.o_proj.weight": (width, queries),
-        "mlp.gate_proj.weight": (shape.mlp_width, width),
-        "mlp.up_proj.weight": (shape.mlp_width, width),
-        "mlp.down_proj.weight": (width, shape.mlp_width),
-    }
-    if norm_heads:
-        shapes |= {"self_attn.q_norm.weight": (shape.head_width,), "self_attn.k_norm.weight": (shape.head_width,)}
-    if biases:
-        shapes |= {f"self_attn.{part}_proj.bias": (size,) for part, size in (("q", queries), ("k", keys), ("v", keys))}
-    return {prefix + name: sizes for name, sizes in shapes.items()}
 
 
 def layer_config(shape: LayerShape, model_type: str, num_layers: int, vocab_size: int) -> dict[str, Any]:
@@ -119,13 +98,15 @@ def layer_config(shape: LayerShape, model_type: str, num_layers: int, vocab_size
 
 
 def renamed(values: Mapping[str, Value], prefixes: Iterable[tuple[str, str]]) -> dict[str, Value]:
-    """Return tensors or shapes under other names: the first prefix that fits is replaced, other names stay."""
+    """Return tensors under other names: the first prefix that fits is replaced, other names stay."""
     pairs = tuple(prefixes)
 
     def new(name: str) -> str:
-        for old, other in pairs:
-            if name.startswith(old):
-                return other + name.removeprefix(old)
-        return name
+        return next((other + name.removeprefix(old) for old, other in pairs if name.startswith(old)), name)
 
     return {new(name): value for name, value in values.items()}
+
+
+def has_mtp_modules(names: Iterable[str]) -> bool:
+    """Return whether some tensors, by their names, look like those of an MTP module."""
+    return any("mtp" in name or "eh_proj" in name for name in names)

@@ -1,4 +1,4 @@
-"""Another project's converter, run as a process on a folder that was written."""
+"""Another project's converter: found on this machine, and run as a process on a folder that was written."""
 
 from __future__ import annotations
 
@@ -8,6 +8,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from configs.runtime.errors import InputError
+from configs.runtime.files import downloads_folder
+
+
+def find_converter(file: str, variable: str, usual: str, how: str) -> Path:
+    """Return the path of a converter.
+
+    Args:
+        file: its path in the folder that the environment variable names.
+        variable: of the environment.
+        usual: that folder below the downloads, where the variable is not set.
+        how: what makes it, for the error.
+
+    Raises:
+        InputError: it is not there.
+    """
+    named = os.environ.get(variable)
+    converter = (Path(named) if named else downloads_folder() / "venvs" / usual).absolute() / file
+    if not converter.is_file():
+        raise InputError(
+            f"{converter} is missing, which writes this form: {how}, or name its folder in the environment variable {variable}"
+        )
+    return converter
 
 
 def run_converter(name: str, command: Sequence[str], made: Path, environment: Mapping[str, str]) -> None:

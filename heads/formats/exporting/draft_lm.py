@@ -8,16 +8,21 @@ never the likeliest: with the rows it was not trained for, the demo's draft brou
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_object
 from heads.artifact import METADATA_FILE, PROMPTS_FILE, VOCABULARY_FILE
-from heads.formats.exporting.flat import TENSORRT_NOTE, UNTRIED, sglang_command, tensorrt_command, transformers_lines
+from heads.formats.exporting.serving import (
+    TENSORRT_NOTE,
+    UNTRIED,
+    Serve,
+    sglang_command,
+    tensorrt_command,
+    transformers_lines,
+    vllm_command,
+)
 from heads.formats.exporting.source import EMBEDDING, HEAD, Source
-from heads.formats.exporting.speculators import vllm_command
 from heads.formats.layout import ExportLayout
 from heads.frozen.checkpoint_files import SINGLE_FILE, Weights
 
@@ -58,7 +63,7 @@ def vocabulary_note(source: Source) -> tuple[str, ...]:
     return (f"It drafts the {source.draft_vocab_size} tokens it was trained for; rows of other tokens never win.",)
 
 
-def _folder(source: Source, serve: Callable[[str], str], notes: tuple[str, ...]) -> ExportLayout:
+def _folder(source: Source, serve: Serve, notes: tuple[str, ...]) -> ExportLayout:
     config = read_object(source.folder / CONFIG, "config of the draft")
     size = config.get("vocab_size")
     if size != source.target.vocab_size:
@@ -70,10 +75,9 @@ def _folder(source: Source, serve: Callable[[str], str], notes: tuple[str, ...])
     return ExportLayout(
         config=config | {"dtype": source.dtype_name},
         weights=weights,
-        expected={name: stored.shape for name, stored in weights.items()},
         serve=serve,
         notes=notes,
-        files=_others(source.folder),
+        files={path.name: path for path in source.folder.iterdir() if path.is_file() and path.name not in WRITTEN},
         json_files={GENERATION: _generation(source)},
     )
 
@@ -89,11 +93,6 @@ def _head_that_keeps_to_its_vocabulary(source: Source) -> Weights:
         column = source.whole_head(bias.rows(ids_W).reshaped((len(ids_W), 1)))
         whole[BIAS] = column.reshaped((source.target.vocab_size,))
     return whole
-
-
-def _others(folder: Path) -> dict[str, Path]:
-    """Return the tokenizer's files and whatever else transformers wrote."""
-    return {path.name: path for path in folder.iterdir() if path.is_file() and path.name not in WRITTEN}
 
 
 def _generation(source: Source) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from configs.runtime.errors import InputError
 from configs.runtime.files import new_folder, write_json, write_text
 from heads.formats.exporting.source import Source
 from heads.formats.exporting.table import check_path, check_tree, form_of
-from heads.formats.layout import ExportLayout, check_names
+from heads.formats.layout import ExportLayout
 from heads.frozen.checkpoint_files import SINGLE_FILE, Weights, link_or_copy, read_weights, write_weights
 from heads.frozen.identity import hash_weights
 
@@ -48,8 +48,8 @@ def export(
         )
     form = form_of(engine, source.metadata.kind)
     try:
+        source.check_complete()
         layout = form(source)
-        check_names({name: stored.shape for name, stored in layout.weights.items()}, layout.expected)
     except InputError as error:
         raise InputError(f"{source.folder} cannot be written for {engine}: {error}") from error
     with new_folder(out) as scratch:

@@ -6,26 +6,27 @@ output of that block, so each is ours less one: h_0, the embedding, has no id th
 
 from __future__ import annotations
 
-import json
-import shlex
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from configs.runtime.errors import InputError
-from heads.formats.exporting import speculators
+from heads.formats.exporting.serving import (
+    TENSORRT_NOTE,
+    UNTRIED,
+    Serve,
+    sglang_command,
+    tensorrt_command,
+    transformers_lines,
+)
 from heads.formats.exporting.source import Source
-from heads.formats.layout import ExportLayout, Shapes, layer_config, renamed
-from heads.formats.names import TRANSFORMERS_DFLASH
+from heads.formats.layout import DOMINO_KEYS, TRANSFORMERS_DFLASH, ExportLayout, layer_config, renamed
 from heads.frozen.checkpoint_files import Weights, constant
 from heads.frozen.hidden_states import num_blocks
 
-UNTRIED = "Format-checked only: names, shapes and ids were compared with what the engine reads; it was not run."
 MIDLAYER = (("layers.0.", "midlayer."),)
 TREE_NOTE = "TensorRT-LLM 1.3 drafts static trees with the draft as a model of its own only, and says that 1.4 will not."
-TENSORRT_NOTE = "Older releases of TensorRT-LLM call the key speculative_model_dir."
 
 
 def block_ids(source: Source) -> list[int]:
@@ -52,45 +53,7 @@ def tensorrt_eagle(source: Source) -> ExportLayout:
     return replace(layout, notes=(*layout.notes, *notes))
 
 
-def sglang_command(source: Source, algorithm: str, tokens: int | None) -> Callable[[str], str]:
-    """Return what gives the line that serves a target with a draft in SGLang, by the draft's folder.
-
-    `algorithm` is SGLang's name of how the draft works, `tokens` drafts a round in a chain; None: it has a number of its own.
-    """
-    words = ["python", "-m", "sglang.launch_server", "--model-path", source.target.name, "--speculative-algorithm", algorithm]
-    chain: list[str] = []
-    if tokens is not None:
-        chain = ["--speculative-num-steps", str(tokens), "--speculative-eagle-topk", "1"]
-        chain += ["--speculative-num-draft-tokens", str(tokens + 1)]
-    return lambda out: shlex.join([*words, "--speculative-draft-model-path", out, *chain])
-
-
-def tensorrt_command(source: Source, method: dict[str, Any]) -> Callable[[str], str]:
-    """Return what gives the lines that serve a target with a draft in TensorRT-LLM, by the draft's folder."""
-    serve = shlex.join(["trtllm-serve", source.target.name, "--extra_llm_api_options", "options.yaml"])
-
-    def lines(out: str) -> str:
-        keys = method | {"max_draft_len": source.num_speculative_tokens, "speculative_model": out}
-        # What JSON spells, YAML reads.
-        options = [f"  {key}: {json.dumps(value, ensure_ascii=False)}" for key, value in keys.items()]
-        return "\n".join([serve, "", "# options.yaml", "speculative_config:", *options])
-
-    return lines
-
-
-def transformers_lines(source: Source, draft_class: str, options: str) -> Callable[[str], str]:
-    """Return what gives the lines that decode a target with a draft in transformers, by the draft's folder."""
-    dtype = source.dtype_name
-
-    def lines(out: str) -> str:
-        target = f"target = AutoModelForCausalLM.from_pretrained({source.target.name!r}, dtype=torch.{dtype})"
-        draft = f"draft = {draft_class}.from_pretrained({out!r}, dtype=torch.{dtype})"
-        return "\n".join([target, draft, f"target.generate(**inputs, assistant_model=draft{options})"])
-
-    return lines
-
-
-def _flat_eagle(source: Source, serve: Callable[[str], str]) -> ExportLayout:
+def _flat_eagle(source: Source, serve: Serve) -> ExportLayout:
     source.target.check_plain()
     settings = source.settings
     if settings.norm_before_residual:
@@ -117,15 +80,9 @@ def _flat_eagle(source: Source, serve: Callable[[str], str]) -> ExportLayout:
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": block_ids(source), "use_aux_hidden_state": True},
     }
     head = {} if source.own_head() else {"lm_head.weight": source.target.head().cast(source.dtype)}
-    expected: Shapes = speculators.eagle_shapes(source) | {
-        "lm_head.weight": (source.draft_vocab_size, shape.width),
-        "d2t": (source.draft_vocab_size,),
-        "t2d": (vocab_size,),
-    }
     return ExportLayout(
         config=config,
         weights=renamed(source.weights | head | _offsets(source), MIDLAYER),
-        expected=renamed(expected, MIDLAYER),
         serve=serve,
         notes=(
             UNTRIED,
@@ -161,7 +118,6 @@ def _sglang_block(source: Source) -> ExportLayout:
     return ExportLayout(
         config=config,
         weights=source.body(),
-        expected=speculators.dflash_shapes(source),
         serve=sglang_command(source, "DFLASH", None),  # a block has its own length
         notes=(UNTRIED, *_whole_vocabulary(source, "SGLang")),
     )
@@ -171,19 +127,11 @@ def sglang_domino(source: Source) -> ExportLayout:
     """Return Domino in SpecForge's form for SGLang, whose correction has a row for every token of the target's."""
     if source.vocabulary is not None:
         raise InputError("its draft vocabulary is reduced, and the form's correction has a row for every token of the target's")
-    layout, settings, width = _sglang_block(source), source.settings, source.shape.width
-    sizes = {"emb_dim": settings.emb_dim, "gru_hidden_dim": settings.gru_hidden_dim}
-    more = {"projector_type": "domino", "pure_draft_prefix_len": 1, "shift_label": settings.sample_from_anchor} | sizes
-    gates = 3 * settings.gru_hidden_dim
-    shapes: Shapes = {
-        "prefix_gru.weight_ih_l0": (gates, width),
-        "prefix_gru.weight_hh_l0": (gates, settings.gru_hidden_dim),
-        "embed_proj.0.weight": (settings.emb_dim, width + settings.gru_hidden_dim),
-        "embed_proj.2.weight": (source.target.vocab_size, settings.emb_dim),
-    }
+    layout, settings = _sglang_block(source), source.settings
+    more = {"projector_type": "domino", "pure_draft_prefix_len": 1, "shift_label": settings.sample_from_anchor}
+    more |= {key: getattr(settings, key) for key in DOMINO_KEYS}
     config = {**layout.config, "architectures": ["DominoDraftModel"]}
-    config["dflash_config"] = config["dflash_config"] | more
-    return replace(layout, config=config, expected=layout.expected | shapes)
+    return replace(layout, config=config | {"dflash_config": config["dflash_config"] | more})
 
 
 def transformers_dflash(source: Source) -> ExportLayout:
@@ -206,7 +154,6 @@ def transformers_dflash(source: Source) -> ExportLayout:
     return ExportLayout(
         config=config,
         weights=renamed(source.body(), TRANSFORMERS_DFLASH),
-        expected=renamed(speculators.dflash_shapes(source), TRANSFORMERS_DFLASH),
         serve=transformers_lines(source, "AutoModel", ', speculation_type="dflash", do_sample=False'),
         notes=(
             f"One prompt at a time; {source.num_speculative_tokens} drafts a round, whatever num_assistant_tokens says.",

@@ -1,8 +1,8 @@
 """Drafts as GGUF files for llama.cpp: draft LMs, EAGLE-3 and DFlash.
 
-llama.cpp's own converter makes the file, from the form of the draft that it reads; so every architecture that it knows is
-taken, and what it refuses is refused here in its words. It comes with llama.cpp's source (`scripts/setup_llama_cpp.sh`), not
-with any package. Ids of hidden states: the converter takes EAGLE-3's as they stand, which are ours, and adds one to DFlash's.
+llama.cpp's own converter makes the file from the form that it reads, so every architecture that it knows is taken, and what it
+refuses is refused here in its words. It comes with llama.cpp's source (`scripts/setup_llama_cpp.sh`), not with any package.
+Ids of hidden states: the converter takes EAGLE-3's as they stand, which are ours, and adds one to DFlash's.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from pathlib import Path
 import gguf
 
 from configs.runtime.errors import InputError
-from configs.runtime.files import downloads_folder
+from heads.formats.exporting import converter as converters
 from heads.formats.exporting import draft_lm as plain
 from heads.formats.exporting import flat, speculators
-from heads.formats.exporting.converter import run_converter
 from heads.formats.exporting.source import Source
 from heads.formats.layout import ExportLayout
 
 FILE = "draft.gguf"
 CONVERTER = "convert_hf_to_gguf.py"
 VARIABLE = "LLAMA_CPP"  # names the folder of another source of llama.cpp
+SETUP = "run `CONVERTER=1 sh scripts/setup_llama_cpp.sh`"
 OUT_TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-NOT_STORED = {"t2d"}  # can be told from d2t
+NOT_STORED = {"t2d"}  # follows from d2t
 
 
 def draft_lm(source: Source) -> ExportLayout:
@@ -55,52 +55,39 @@ def dflash(source: Source) -> ExportLayout:
     return _converted(source, flat.sglang_dflash(source), "draft-dflash", note)
 
 
+def find_converter() -> Path:
+    """Return llama.cpp's converter; an InputError where it is not there."""
+    return converters.find_converter(CONVERTER, VARIABLE, "llama_cpp/source", SETUP)
+
+
 def _converted(source: Source, layout: ExportLayout, kind: str, notes: tuple[str, ...]) -> ExportLayout:
     """Return a layout that is a GGUF file in the end."""
-    converter, target = find_converter(), source.target.folder
-    outtype = OUT_TYPES[source.dtype_name]
+    converter, target, outtype = find_converter(), source.target.folder, OUT_TYPES[source.dtype_name]
     options = ["--spec-type", kind, "--spec-draft-n-max", str(source.num_speculative_tokens)]
     how = shlex.join(["python", str(converter), str(target), "--outfile", "target.gguf", "--outtype", outtype])
     return replace(
         layout,
         serve=lambda out: shlex.join(["llama-server", "--model", "target.gguf", "--model-draft", f"{out}/{FILE}", *options]),
         notes=(f"The target as GGUF, if need be: {how}", *notes),
-        convert=partial(convert, converter=converter, target=target, outtype=outtype),
+        convert=partial(_convert, converter=converter, target=target, outtype=outtype),
     )
 
 
-def find_converter() -> Path:
-    """Return llama.cpp's converter; an InputError where it is not there."""
-    named = os.environ.get(VARIABLE)
-    converter = (Path(named) if named else downloads_folder() / "venvs" / "llama_cpp" / "source") / CONVERTER
-    if not converter.is_file():
-        raise InputError(
-            f"GGUF is written by llama.cpp's converter, and {converter} is missing: run `CONVERTER=1 sh "
-            f"scripts/setup_llama_cpp.sh`, or name the folder of llama.cpp's source in the environment variable {VARIABLE}"
-        )
-    return converter
-
-
-def convert(folder: Path, layout: ExportLayout, *, converter: Path, target: Path, outtype: str) -> None:
-    """Turn a written folder into a GGUF file in it; everything else in it is removed.
-
-    Raises:
-        InputError: the converter refuses it.
-        RuntimeError: the file holds less than it should.
-    """
+def _convert(folder: Path, layout: ExportLayout, *, converter: Path, target: Path, outtype: str) -> None:
+    """Turn a written folder into a GGUF file that holds all of its numbers; everything else in it is removed."""
     before = list(folder.iterdir())
     command = [sys.executable, str(converter), str(folder), "--outfile", str(folder / FILE), "--outtype", outtype]
-    command += ["--target-model-dir", str(target)]
     # Beside the source stands what the converter imports and this project does not.
-    beside = os.pathsep.join(filter(None, [str(converter.parent.parent / "python"), os.environ.get("PYTHONPATH")]))
-    run_converter("llama.cpp's converter", command, folder / FILE, {"PYTHONPATH": beside})
-    _check_complete(folder / FILE, layout)
-    for path in before:
-        path.unlink()
-
-
-def _check_complete(path: Path, layout: ExportLayout) -> None:
-    numbers = sum(int(tensor.n_elements) for tensor in gguf.GGUFReader(path).tensors)
+    packages = os.pathsep.join(filter(None, [str(converter.parent.parent / "python"), os.environ.get("PYTHONPATH")]))
+    converters.run_converter(
+        "llama.cpp's converter",
+        [*command, "--target-model-dir", str(target)],
+        folder / FILE,
+        {"PYTHONPATH": packages},
+    )
+    numbers = sum(int(tensor.n_elements) for tensor in gguf.GGUFReader(folder / FILE).tensors)
     planned = sum(math.prod(stored.shape) for name, stored in layout.weights.items() if name not in NOT_STORED)
     if numbers < planned:
-        raise RuntimeError(f"{path.name} was written with {numbers} numbers of {planned}")
+        raise RuntimeError(f"{FILE} was written with {numbers} numbers of {planned}")
+    for path in before:
+        path.unlink()

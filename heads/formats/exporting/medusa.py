@@ -11,10 +11,9 @@ import json
 import shlex
 
 from configs.schema.heads import MedusaSettings
-from heads.formats.exporting.flat import UNTRIED
+from heads.formats.exporting.serving import UNTRIED, vllm_command
 from heads.formats.exporting.source import Source
-from heads.formats.exporting.speculators import vllm_command
-from heads.formats.layout import ExportLayout, Shapes
+from heads.formats.layout import ExportLayout
 from heads.frozen.checkpoint_files import Weights
 
 MEDUSA_FILE = "medusa_lm_head.safetensors"
@@ -23,12 +22,11 @@ MEDUSA_FILE = "medusa_lm_head.safetensors"
 def vllm_medusa(source: Source) -> ExportLayout:
     """Return Medusa for vLLM."""
     settings: MedusaSettings = source.settings
-    width, vocab_size = source.target.shape.width, source.target.vocab_size
     config = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
-        "hidden_size": width,
-        "vocab_size": vocab_size,
+        "hidden_size": source.target.shape.width,
+        "vocab_size": source.target.vocab_size,
         # No other key may hold both "num" and "heads": vLLM would take it for this one.
         "medusa_num_heads": settings.num_depths,
         "medusa_num_layers": settings.num_layers,
@@ -39,7 +37,6 @@ def vllm_medusa(source: Source) -> ExportLayout:
     return ExportLayout(
         config=config,
         weights=source.body() | _heads(source),
-        expected=dict.fromkeys(_head_names(settings), (vocab_size, width)) | _blocks(settings, width, "blocks.{}.layers.{}"),
         serve=vllm_command(source, "medusa"),
         notes=("vLLM takes each head's likeliest token; no tree.",),
     )
@@ -48,7 +45,6 @@ def vllm_medusa(source: Source) -> ExportLayout:
 def tensorrt_medusa(source: Source) -> ExportLayout:
     """Return Medusa under the published names, as TensorRT-LLM's converter reads it: an output head for each depth."""
     settings: MedusaSettings = source.settings
-    width, vocab_size = source.target.shape.width, source.target.vocab_size
     heads = _heads(source)
     weights: Weights = {}
     for name, stored in source.body().items():
@@ -61,11 +57,10 @@ def tensorrt_medusa(source: Source) -> ExportLayout:
     if source.tree is not None:
         tokenizer, choices = shlex.quote(source.target.name), shlex.quote(json.dumps(source.tree))
         run = [f"python run.py --engine_dir ENGINE --tokenizer_dir {tokenizer} --medusa_choices {choices}"]
-    outputs: Shapes = {f"{head}.{settings.num_layers}.weight": (vocab_size, width) for head in range(settings.num_depths)}
+    sizes = {"medusa_num_heads": settings.num_depths, "medusa_num_layers": settings.num_layers}
     return ExportLayout(
-        config={"medusa_num_heads": settings.num_depths, "medusa_num_layers": settings.num_layers, "hidden_size": width},
+        config=sizes | {"hidden_size": source.target.shape.width},
         weights=weights,
-        expected=outputs | _blocks(settings, width, "{}.{}.linear"),
         serve=lambda out: "\n".join(
             [
                 f"python convert_checkpoint.py --model_dir {shlex.quote(source.target.name)} "
@@ -78,18 +73,6 @@ def tensorrt_medusa(source: Source) -> ExportLayout:
         notes=(UNTRIED, "convert_checkpoint.py lies in TensorRT-LLM's examples/medusa, run.py in examples."),
         weights_file=MEDUSA_FILE,
     )
-
-
-def _blocks(settings: MedusaSettings, width: int, stem: str) -> Shapes:
-    """Return the shapes of the residual blocks, whose names begin with a stem of head and layer."""
-    stems = [stem.format(head, layer) for head in range(settings.num_depths) for layer in range(settings.num_layers)]
-    return {f"{each}.weight": (width, width) for each in stems} | {f"{each}.bias": (width,) for each in stems}
-
-
-def _head_names(settings: MedusaSettings) -> list[str]:
-    if not settings.own_output_heads:
-        return ["lm_head.weight"]
-    return [f"lm_heads.{head}.weight" for head in range(settings.num_depths)]
 
 
 def _heads(source: Source) -> Weights:

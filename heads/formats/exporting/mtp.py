@@ -1,28 +1,34 @@
-"""MTP beside or inside its target: the layout that vLLM borrows from MiMo, and transformers' `use_mtp`.
+"""MTP beside or inside its target: the target's checkpoint rewritten, MiMo's layout for vLLM, and transformers' `use_mtp`.
 
-Both drive a head with the target's state after its final norm, and share the target's embedding and whole head. vLLM applies
-one module again and again; transformers has a module for each depth, so a module that is applied again is written as often as
-it is to draft. Where a checkpoint has MTP weights of its own, vLLM gets those written over
-(`heads.formats.exporting.stitched`). K depths.
+All drive a head with the target's last state and share the target's embedding and whole head. vLLM applies one module again and
+again; transformers has a module for each depth, so one that is applied again is written as often as it is to draft. Where a
+checkpoint has MTP weights of its own, vLLM gets a copy of the target's folder in which exactly those are new, and files without
+any are links. vLLM finds its model class by the target's config.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_json
 from configs.schema.heads import MtpSettings
+from heads.formats.exporting.serving import vllm_command
 from heads.formats.exporting.source import Source
-from heads.formats.exporting.speculators import mtp_shapes, vllm_command
-from heads.formats.exporting.stitched import stitched
-from heads.formats.layout import ExportLayout, Shapes, decoder_layer, layer_config, renamed
-from heads.formats.names import MTP_PARTS, has_mtp_modules
+from heads.formats.layout import MTP_PARTS, ExportLayout, has_mtp_modules, layer_config, renamed
 from heads.frozen.checkpoint_files import INDEX_FILE, SINGLE_FILE, Weights, files_by_key, zeros
+from heads.frozen.mtp_checkpoint import NativeMtp
 from heads.frozen.quantized import quantization_of
 
 BORROWERS = ("llama",)  # vLLM's MiMo class runs a module on these; tried
 TRANSFORMERS_FAMILIES = ("llama", "qwen3")  # decoded with `use_mtp` after one line; tried
+TRANSFORMERS_NAMING = "transformers"  # is read by `use_mtp`; vLLM has no model class for it
+HYBRID = ("qwen3_next", "qwen3_5")  # vLLM 0.32 on a CPU fails to decode these with prefix caching (Qwen3-Next tried)
 EXTRA_FILE = "mtp.safetensors"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf", ".index.json")
 
@@ -43,12 +49,12 @@ def mimo(source: Source) -> ExportLayout:
     _, family = _checked(source, "vLLM"), source.target.config.model_type
     if family not in BORROWERS:
         raise InputError(f"vLLM has no MTP for a {family} target whose checkpoint has no MTP weights of its own")
-    shape, weights = source.target.shape, _modules(source, hidden_first=True)
+    shape, weights = source.target.shape, source.mtp_modules(hidden_first=True)
     weights = renamed(renamed(weights, MTP_PARTS), [("mtp_layers.", "model.mtp_layers.")])
-    prefix, keys = "model.mtp_layers.0.", shape.num_key_value_heads * shape.head_width
+    keys = shape.num_key_value_heads * shape.head_width
     # MiMo's class asks for biases; a Llama block has none.
     for part, size in (("q", shape.num_heads * shape.head_width), ("k", keys), ("v", keys)):
-        weights.setdefault(f"{prefix}self_attn.{part}_proj.bias", zeros((size,), source.dtype))
+        weights.setdefault(f"model.mtp_layers.0.self_attn.{part}_proj.bias", zeros((size,), source.dtype))
     config = layer_config(shape, "qwen2", source.target.config.num_hidden_layers, source.target.vocab_size) | {
         "architectures": ["MiMoForCausalLM"],
         "num_nextn_predict_layers": 1,
@@ -57,7 +63,6 @@ def mimo(source: Source) -> ExportLayout:
     return ExportLayout(
         config=config,
         weights=weights,
-        expected=mtp_shapes(prefix, source) | decoder_layer(prefix, shape, biases=True),
         serve=vllm_command(source, "mtp", "--hf-overrides", '{"num_nextn_predict_layers": 1}'),
         notes=(
             "vLLM reads a zero in place of the embedding of position 0; draftsmith does not.",
@@ -66,22 +71,63 @@ def mimo(source: Source) -> ExportLayout:
     )
 
 
+def stitched(source: Source) -> ExportLayout:
+    """Return the target's checkpoint with the head's modules in the place of its own, where vLLM runs them as trained."""
+    target = source.target
+    native = NativeMtp(target.folder)
+    if native.naming.families == TRANSFORMERS_NAMING:
+        raise InputError(
+            f"{target.folder} has MTP weights under names that transformers alone reads; export beside the original"
+        )
+    if source.settings.reads != native.naming.reads:
+        raise InputError(
+            f"it reads the target's last state {source.settings.reads} (head.reads), and vLLM gives modules of "
+            f"{native.naming.families} the one {native.naming.reads}"
+        )
+    modules = {name: stored for name, stored in source.body().items() if name.startswith("layers.")}
+    own = len({name.split(".")[1] for name in modules})
+    if own != native.num_layers:
+        raise InputError(f"it has {own} MTP modules, and {target.folder} has places for {native.num_layers}")
+    hidden_first = source.settings.concat_order == "hidden_first"
+    like = {name: torch.empty(stored.shape, device="meta") for name, stored in modules.items()}
+    places = native.places(like, hidden_first=hidden_first)
+    options = ("--no-enable-prefix-caching",) if target.config.model_type.startswith(HYBRID) else ()
+    return ExportLayout(
+        config=read_json(target.folder / "config.json", "config of the target"),
+        weights={piece.key: target.weights[piece.key] for pieces in places.values() for piece in pieces},
+        serve=vllm_command(source, "mtp", *options, stitched=True),
+        notes=(
+            "The folder is the target with new MTP weights, in the dtype of the old ones; it shares files with the target's "
+            "folder, so change neither in place.",
+            *source.whole_vocabulary_note("vLLM"),
+        ),
+        holds_target=True,
+        make=partial(native.stitch_into, tensors=_LoadedAtUse(modules), places=places),
+    )
+
+
+class _LoadedAtUse(Mapping[str, Tensor]):
+    """Stored tensors as a mapping to their values, each read on access and not kept."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._weights[name].load()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
 def transformers(source: Source) -> ExportLayout:
     """Return a copy of the target's folder with MTP modules in it, for `generate(use_mtp=True)`."""
     settings, target = _checked(source, "transformers"), source.target
-    family = target.config.model_type
-    if family not in TRANSFORMERS_FAMILIES:
-        raise InputError(f"transformers' use_mtp was tried with {' and '.join(TRANSFORMERS_FAMILIES)} targets, got {family}")
-    if (quantised := quantization_of(target.folder)) is not None:
-        raise InputError(
-            f"{target.folder} is quantised ({quantised['quant_method']}), and transformers would take modules in the dtype of "
-            "training for quantised ones: export for vllm, or train on an unquantised copy"
-        )
-    there = sorted(name for name in target.weights if name.startswith("mtp."))
-    if there:
-        raise InputError(f"{target.folder} has MTP weights of its own ({there[0]}, ...): export for vllm")
+    _check_target_for_transformers(source)
     num_depths = source.num_speculative_tokens
-    modules = _modules(source, hidden_first=False)
+    modules = source.mtp_modules(hidden_first=False)
     weights: Weights = {}
     for depth in range(num_depths):
         number = 0 if settings.shared_depths else depth
@@ -95,7 +141,6 @@ def transformers(source: Source) -> ExportLayout:
     return ExportLayout(
         config=config,
         weights=weights,
-        expected=_depth_shapes(source, num_depths),
         serve=lambda out: "\n".join(
             [
                 f"model = AutoModelForCausalLM.from_pretrained({out!r})",
@@ -129,24 +174,18 @@ def _checked(source: Source, engine: str) -> MtpSettings:
     return settings
 
 
-def _modules(source: Source, *, hidden_first: bool) -> Weights:
-    """Return all modules, their projections reading in the order asked for."""
-    if (source.settings.concat_order == "hidden_first") == hidden_first:
-        return source.body()
-    return {
-        name: stored.halves_swapped() if name.endswith("eh_proj.weight") else stored for name, stored in source.body().items()
-    }
-
-
-def _depth_shapes(source: Source, num_depths: int) -> Shapes:
-    shape = source.target.shape
-    shapes: Shapes = {}
-    for depth in range(num_depths):
-        prefix = f"mtp.layers.{depth}."
-        shapes |= decoder_layer(prefix, shape, norm_heads=source.target.config.model_type == "qwen3")
-        shapes |= {f"{prefix}{name}.weight": (shape.width,) for name in ("enorm", "hnorm", "post_norm")}
-        shapes[f"{prefix}eh_proj.weight"] = (shape.width, 2 * shape.width)
-    return shapes
+def _check_target_for_transformers(source: Source) -> None:
+    target, family = source.target, source.target.config.model_type
+    if family not in TRANSFORMERS_FAMILIES:
+        raise InputError(f"transformers' use_mtp was tried with {' and '.join(TRANSFORMERS_FAMILIES)} targets, got {family}")
+    if (quantised := quantization_of(target.folder)) is not None:
+        raise InputError(
+            f"{target.folder} is quantised ({quantised['quant_method']}), and transformers would take modules in the dtype of "
+            "training for quantised ones: export for vllm, or train on an unquantised copy"
+        )
+    there = sorted(name for name in target.weights if name.startswith("mtp."))
+    if there:
+        raise InputError(f"{target.folder} has MTP weights of its own ({there[0]}, ...): export for vllm")
 
 
 def _target_files(folder: Path) -> tuple[dict[str, Path], dict[str, str]]:

@@ -9,7 +9,6 @@ model's XML file. Ids of hidden states name the block whose output it is.
 from __future__ import annotations
 
 import math
-import os
 import shlex
 import shutil
 import xml.etree.ElementTree as ElementTree
@@ -19,10 +18,9 @@ from functools import partial
 from pathlib import Path
 
 from configs.runtime.errors import InputError
-from configs.runtime.files import downloads_folder
+from heads.formats.exporting import converter as converters
 from heads.formats.exporting import draft_lm as plain
 from heads.formats.exporting import flat
-from heads.formats.exporting.converter import run_converter
 from heads.formats.exporting.source import Source
 from heads.formats.layout import ExportLayout
 
@@ -30,7 +28,6 @@ MODEL, NUMBERS = "openvino_model.xml", "openvino_model.bin"
 CONVERTER = "bin/optimum-cli"
 VARIABLE = "OPENVINO"  # names the folder of another environment
 WEIGHT_FORMATS = {"float32": ("fp32", 4), "float16": ("fp16", 2)}  # the converter's name, and bytes a number
-TASK = ("--task", "text-generation-with-past")
 # The class of EAGLE-3 is in a file of optimum-intel's, which it has transformers load like one that lies beside a model.
 OWN_CODE = "--trust-remote-code"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "chat_template.jinja")
@@ -58,7 +55,6 @@ def eagle3(source: Source) -> ExportLayout:
     layout = replace(
         layout,
         weights=layout.weights | {"embed_tokens.weight": embedding},
-        expected=layout.expected | {"embed_tokens.weight": (source.target.vocab_size, source.shape.width)},
         files={name: source.target.folder / name for name in TOKENIZER if (source.target.folder / name).is_file()},
     )
     return _converted(source, layout, ids, ())
@@ -87,38 +83,23 @@ def _converted(source: Source, layout: ExportLayout, block_ids: Sequence[int] | 
         layout,
         serve=lines,
         notes=(f"The target as an OpenVINO model, if need be: {shlex.join(how)}", PRECISION_NOTE, *notes),
-        convert=partial(convert, converter=converter, dtype_name=source.dtype_name, block_ids=block_ids),
+        convert=partial(_convert, converter=converter, dtype_name=source.dtype_name, block_ids=block_ids),
     )
 
 
 def find_converter() -> Path:
     """Return optimum-intel's command; an InputError where it is not there."""
-    named = os.environ.get(VARIABLE)
-    converter = (Path(named) if named else downloads_folder() / "venvs" / "openvino").absolute() / CONVERTER
-    if not converter.is_file():
-        raise InputError(
-            f"OpenVINO models are written by optimum-intel, and {converter} is missing: run `sh scripts/setup_engine.sh "
-            f"openvino`, or name the folder of an environment that has it in the environment variable {VARIABLE}"
-        )
-    return converter
+    return converters.find_converter(CONVERTER, VARIABLE, "openvino", "run `sh scripts/setup_engine.sh openvino`")
 
 
-def convert(folder: Path, layout: ExportLayout, *, converter: Path, dtype_name: str, block_ids: Sequence[int] | None) -> None:
+def _convert(folder: Path, layout: ExportLayout, *, converter: Path, dtype_name: str, block_ids: Sequence[int] | None) -> None:
     """Turn a written folder into an OpenVINO model in it; everything else in it is removed.
 
-    Args:
-        folder, layout: what was written.
-        converter: optimum-intel's command.
-        dtype_name: of the weights.
-        block_ids: the blocks whose outputs an EAGLE-3 model reads; None: it is a draft LM.
-
-    Raises:
-        InputError: the converter refuses it.
-        RuntimeError: the model holds less than it should.
+    `block_ids` are the blocks whose outputs an EAGLE-3 model reads; None: it is a draft LM.
     """
     before, made = list(folder.iterdir()), folder / "made"
     command = _command(converter, folder, dtype_name) + ([] if block_ids is None else [OWN_CODE]) + [str(made)]
-    run_converter("optimum-intel", command, made / MODEL, {"HF_HUB_OFFLINE": "1"})
+    converters.run_converter("optimum-intel", command, made / MODEL, {"HF_HUB_OFFLINE": "1"})
     # Of matrices only: vectors that are equal, as norms may be, are stored once.
     planned = WEIGHT_FORMATS[dtype_name][1] * sum(
         math.prod(stored.shape) for stored in layout.weights.values() if len(stored.shape) > 1
@@ -126,7 +107,7 @@ def convert(folder: Path, layout: ExportLayout, *, converter: Path, dtype_name: 
     if (written := (made / NUMBERS).stat().st_size) < planned:
         raise RuntimeError(f"{NUMBERS} was written with {written} bytes of {planned}")
     if block_ids is not None:
-        _say_which_states(made / MODEL, block_ids)
+        _name_the_states(made / MODEL, block_ids)
     for path in before:
         path.unlink()
     for path in list(made.iterdir()):
@@ -136,19 +117,11 @@ def convert(folder: Path, layout: ExportLayout, *, converter: Path, dtype_name: 
 
 def _command(converter: Path, model: Path, dtype_name: str) -> list[str]:
     """Return the command for a model, without the folder that it writes."""
-    return [
-        str(converter),
-        "export",
-        "openvino",
-        "--model",
-        str(model),
-        *TASK,
-        "--weight-format",
-        WEIGHT_FORMATS[dtype_name][0],
-    ]
+    command = [str(converter), "export", "openvino", "--model", str(model), "--task", "text-generation-with-past"]
+    return [*command, "--weight-format", WEIGHT_FORMATS[dtype_name][0]]
 
 
-def _say_which_states(model: Path, block_ids: Sequence[int]) -> None:
+def _name_the_states(model: Path, block_ids: Sequence[int]) -> None:
     tree = ElementTree.parse(model)
     info = tree.getroot().find("rt_info")
     if info is None or info.find("eagle3_mode") is None:

@@ -21,10 +21,11 @@ from configs.runtime.errors import InputError, first_line
 from configs.schema.heads import DFlashSettings
 from heads.artifact import METADATA_FILE, VOCABULARY_FILE, Metadata, read_metadata
 from heads.families.registry import FAMILIES
+from heads.formats.layout import check_names
 from heads.frozen.checkpoint_files import UNREADABLE, LazyTensor, Weights, constant, read_weights
 from heads.frozen.model_class import auto_class
 from heads.frozen.quantized import read_float_weights
-from heads.frozen.size_limits import check_counts
+from heads.frozen.size_limits import check_counts, no_larger_than
 from heads.modules.layer_shape import LayerShape, layer_shape, shape_like
 from heads.vocabulary import DraftVocabulary, read_draft_vocabulary
 
@@ -153,6 +154,27 @@ class Source:
     def body(self) -> Weights:
         """Return everything but the output head."""
         return {name: stored for name, stored in self.weights.items() if not name.startswith("lm_head")}
+
+    def mtp_modules(self, *, hidden_first: bool) -> Weights:
+        """Return the modules of an MTP head, their projections reading the state or the embedding first."""
+        if (self.settings.concat_order == "hidden_first") == hidden_first:
+            return self.body()
+        return {
+            name: stored.halves_swapped() if name.endswith("eh_proj.weight") else stored for name, stored in self.body().items()
+        }
+
+    def check_complete(self) -> None:
+        """Refuse a head whose tensors are not exactly those that its settings call for on its target.
+
+        Raises:
+            InputError: some are missing, unknown, or of another shape; all of them are named.
+        """
+        if self.settings is None:
+            return
+        model, shapes = self.target.model, {name: stored.shape for name, stored in self.weights.items()}
+        with torch.device("meta"), no_larger_than(shapes, self.folder / METADATA_FILE):
+            head = FAMILIES[self.metadata.kind].build(self.settings, model, self.vocabulary)
+        check_names(self.weights, {name: tuple(value.shape) for name, value in head.state_dict().items()})
 
     def whole_head(self, head: LazyTensor) -> LazyTensor:
         """Return an output head of the draft vocabulary as one of the target's whole, in which the other tokens never win."""

@@ -1,25 +1,21 @@
 """The form of the speculators library, which vLLM loads: EAGLE-3, P-EAGLE, block drafters, and MTP for the library itself.
 
-Config keys and tensor names are those of speculators 0.9, read by vLLM 0.32. Ids of hidden states are ours: i is the residual
-stream after block i. Our EAGLE and DFlash tensors have these names already; added are the offsets of a reduced
-vocabulary. The embedding is left out, and so is a head that is the target's whole: vLLM shares the target's. speculators
-itself does so for DFlash and MTP only, so for it EAGLE drafts are written with copies of both (`eagle_complete`).
+Config keys and tensor names are those of speculators 0.9, read by vLLM 0.32; our EAGLE and DFlash tensors have these names
+already. Ids of hidden states are ours: i is the residual stream after block i. A reduced vocabulary adds its offsets. The
+embedding is left out, and so is a head that is the target's whole: vLLM shares the target's. speculators does so for DFlash and
+MTP only, so for it EAGLE drafts are written with copies of both (`eagle_complete`).
 """
 
 from __future__ import annotations
 
-import json
-import shlex
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from configs.runtime.errors import InputError
 from configs.schema.heads import DFlashSettings, EagleSettings
-from heads.formats.exporting import blocks
+from heads.formats.exporting.serving import speculators_line, vllm_command
 from heads.formats.exporting.source import Source
-from heads.formats.layout import ExportLayout, Shapes, decoder_layer, layer_config, renamed
-from heads.formats.names import MTP_PARTS
+from heads.formats.layout import DFLASH2_KEYS, MTP_PARTS, XPRESS_KEYS, ExportLayout, layer_config, renamed
 
 VERSION = "0.9.0"
 VLLM_METHODS = {"dflash2": "dflash"}  # the others bear the family's name
@@ -38,11 +34,11 @@ def eagle(source: Source) -> ExportLayout:
     """Return EAGLE-3 or P-EAGLE."""
     source.target.check_plain()
     settings: EagleSettings = source.settings
-    kind, taps, shape = source.metadata.kind, list(settings.taps or ()), source.shape
-    layers = layer_config(shape, "llama", settings.num_layers, source.target.vocab_size)
+    kind, taps = source.metadata.kind, list(settings.taps or ())
+    layers = layer_config(source.shape, "llama", settings.num_layers, source.target.vocab_size)
     if len(taps) != 3:  # vLLM counts a Llama draft's taps by this key, not by their list
         layers["num_aux_hidden_states"] = len(taps)
-    config = _config(source, kind, layers) | {
+    config = _config(source, layers) | {
         "norm_before_residual": settings.norm_before_residual,
         "norm_before_fc": bool(settings.norm_joined_taps),
         "fc_norm": settings.norm_taps,
@@ -56,7 +52,6 @@ def eagle(source: Source) -> ExportLayout:
     return ExportLayout(
         config=config,
         weights=source.weights | source.offsets(),
-        expected=eagle_shapes(source) | _vocabulary_shapes(source),
         serve=vllm_command(source, "eagle3", **more),
         notes=(
             "Compare tokens with plain decoding in float32: bfloat16 flips near ties when several rows are scored at once.",
@@ -66,34 +61,10 @@ def eagle(source: Source) -> ExportLayout:
 
 def eagle_complete(source: Source) -> ExportLayout:
     """Return EAGLE-3 or P-EAGLE with copies of the target's embedding and head, which speculators looks for in the file."""
-    layout, shape, vocab_size = eagle(source), source.shape, source.target.vocab_size
+    layout = eagle(source)
     targets = {"embed_tokens.weight": source.target.embedding, "lm_head.weight": source.target.head}
     copies = {name: read().cast(source.dtype) for name, read in targets.items() if name not in layout.weights}
-    expected = layout.expected | dict.fromkeys(copies, (vocab_size, shape.width))
-    return replace(layout, weights=layout.weights | copies, expected=expected)
-
-
-def eagle_shapes(source: Source) -> Shapes:
-    """Return the shapes of an EAGLE body: projection, layers, norms, and an embedding of its own."""
-    settings: EagleSettings = source.settings
-    shape, num_taps = source.shape, len(settings.taps or ())
-    shapes: Shapes = {
-        "fc.weight": (shape.width, num_taps * shape.width),
-        "norm.weight": (shape.width,),
-        "layers.0.hidden_norm.weight": (shape.width,),
-    }
-    for number in range(settings.num_layers):
-        read_width = 2 * shape.width if number == 0 else None
-        shapes |= decoder_layer(f"layers.{number}.", shape, read_width=read_width)
-    if settings.norm_taps:
-        shapes |= {f"fc_norm.{number}.weight": (shape.width,) for number in range(num_taps)}
-    if settings.norm_joined_taps:
-        shapes["input_norm.weight"] = (num_taps * shape.width,)
-    if settings.own_embedding:
-        shapes["embed_tokens.weight"] = (source.target.vocab_size, shape.width)
-    if source.metadata.kind == "peagle":
-        shapes["mask_hidden"] = (1, 1, num_taps * shape.width)
-    return shapes
+    return replace(layout, weights=layout.weights | copies)
 
 
 def block_drafter(source: Source) -> ExportLayout:
@@ -103,23 +74,32 @@ def block_drafter(source: Source) -> ExportLayout:
     kind = source.metadata.kind
     layers = layer_config(source.shape, "qwen3", settings.num_layers, source.target.vocab_size)
     layers |= {"layer_types": ["full_attention"] * settings.num_layers, "use_sliding_window": False, "sliding_window": None}
-    config = _config(source, kind, layers) | {
+    config = _config(source, layers) | {
         "block_size": settings.block_size,
         "aux_hidden_state_layer_ids": list(settings.taps or ()),
         "mask_token_id": settings.mask_token_id,
         "sample_from_anchor": settings.sample_from_anchor,
         "sliding_window_non_causal": True,
     }
-    options, shapes = blocks.PARTS[kind](source)
     return ExportLayout(
-        config=config | options,
+        config=config | _block_options(source),
         weights=source.weights | source.offsets(),
-        expected=dflash_shapes(source) | shapes | _vocabulary_shapes(source),
-        serve=_load if kind == "xpress" else vllm_command(source, VLLM_METHODS.get(kind, kind)),
+        serve=speculators_line if kind == "xpress" else vllm_command(source, VLLM_METHODS.get(kind, kind)),
         notes=(
             f"A block was trained with {source.num_speculative_tokens} drafts; another number changes what each slot says.",
         ),
     )
+
+
+def _block_options(source: Source) -> dict[str, Any]:
+    """Return the keys of the config that families made of DFlash add."""
+    settings, kind = source.settings, source.metadata.kind
+    if kind == "dspark":
+        heads = {"enable_confidence_head": True, "confidence_head_with_markov": True}
+        return {"markov_rank": settings.markov_rank, "markov_head_type": "vanilla", **heads}
+    if kind == "dflash2" and source.vocabulary is not None:
+        raise InputError("its draft vocabulary is reduced, and the form's selector has a code for every token of the target's")
+    return {key: getattr(settings, key) for key in {"dflash2": DFLASH2_KEYS, "xpress": XPRESS_KEYS}.get(kind, ())}
 
 
 def vllm_dflash(source: Source) -> ExportLayout:
@@ -135,20 +115,6 @@ def untried_in_vllm(source: Source) -> ExportLayout:
     return replace(layout, notes=(note, *layout.notes))
 
 
-def dflash_shapes(source: Source) -> Shapes:
-    """Return the shapes of a DFlash body, without head."""
-    settings: DFlashSettings = source.settings
-    shape = source.shape
-    shapes: Shapes = {
-        "fc.weight": (shape.width, len(settings.taps or ()) * shape.width),
-        "hidden_norm.weight": (shape.width,),
-        "norm.weight": (shape.width,),
-    }
-    for number in range(settings.num_layers):
-        shapes |= decoder_layer(f"layers.{number}.", shape, norm_heads=True)
-    return shapes
-
-
 def mtp(source: Source) -> ExportLayout:
     """Return MTP as speculators trains it: one module, applied again and again, on a Qwen3 target; others are refused."""
     if source.target.config.model_type != "qwen3":
@@ -156,60 +122,22 @@ def mtp(source: Source) -> ExportLayout:
     if not source.settings.shared_depths:
         raise InputError("speculators has one MTP module for all depths; head.shared_depths is false here")
     source.check_head_is_the_targets("speculators")
-    shape, weights = source.target.shape, source.body()
-    if source.settings.concat_order == "hidden_first":
-        weights = weights | {"layers.0.eh_proj.weight": weights["layers.0.eh_proj.weight"].halves_swapped()}
-    layers = source.target.config.to_diff_dict()
-    config = _config(source, "mtp", layers) | {"num_nextn_predict_layers": 1}
+    config = _config(source, source.target.config.to_diff_dict()) | {"num_nextn_predict_layers": 1}
     del config["draft_vocab_size"]
-    expected = mtp_shapes("mtp_layers.0.", source) | decoder_layer("mtp_layers.0.", shape, norm_heads=True)
     return ExportLayout(
         config=config,
-        weights=renamed(weights, MTP_PARTS),
-        expected=expected,
-        serve=_load,
+        weights=renamed(source.mtp_modules(hidden_first=False), MTP_PARTS),
+        serve=speculators_line,
         notes=(
-            "vLLM does not load this form; for it, stitch into the target (scripts/exchange/stitch_mtp.py).",
+            "vLLM does not load this form: export for vllm instead.",
             f"The head was trained on states of the kind {source.settings.reads}.",
             "From the second depth on, speculators attends to that depth's states, draftsmith and vLLM to the first depth's.",
         ),
     )
 
 
-def mtp_shapes(prefix: str, source: Source) -> Shapes:
-    """Return the shapes of an MTP module's own parts under the names that MiMo and speculators share."""
-    width = source.target.shape.width
-    norms = ("token_layernorm", "hidden_layernorm", "final_layernorm")
-    return {f"{prefix}input_proj.weight": (width, 2 * width)} | {f"{prefix}{name}.weight": (width,) for name in norms}
-
-
-def _load(out: str) -> str:
-    return shlex.join(
-        ["python", "-c", f"from speculators import SpeculatorModel; SpeculatorModel.from_pretrained({json.dumps(out)})"]
-    )
-
-
-def vllm_command(source: Source, method: str, *options: str, stitched: bool = False, **more: Any) -> Callable[[str], str]:
-    """Return what gives the line that serves a target with a draft in vLLM, by the folder that was written.
-
-    Args:
-        source: names the target.
-        method: vLLM's name of how the draft works; `more` goes beside it, `options` into the line.
-        stitched: the folder is the target, with the draft in it.
-    """
-
-    def line(out: str) -> str:
-        beside = {} if stitched else {"model": out}
-        config = {"method": method, **beside, "num_speculative_tokens": source.num_speculative_tokens, **more}
-        target = out if stitched else source.target.name
-        config_words = ["--speculative-config", json.dumps(config, ensure_ascii=False)]
-        return shlex.join(["vllm", "serve", target, *options, *config_words])
-
-    return line
-
-
-def _config(source: Source, kind: str, layers: dict[str, Any]) -> dict[str, Any]:
-    tokens = source.num_speculative_tokens
+def _config(source: Source, layers: dict[str, Any]) -> dict[str, Any]:
+    kind, tokens = source.metadata.kind, source.num_speculative_tokens
     return {
         "speculators_model_type": kind,
         "speculators_version": VERSION,
@@ -230,11 +158,3 @@ def _config(source: Source, kind: str, layers: dict[str, Any]) -> dict[str, Any]
             },
         },
     }
-
-
-def _vocabulary_shapes(source: Source) -> Shapes:
-    """Return the shapes of head and offsets; a whole frozen head is the target's and left out."""
-    head: Shapes = {"lm_head.weight": (source.draft_vocab_size, source.target.shape.width)}
-    if source.vocabulary is not None:
-        return head | {"d2t": (source.draft_vocab_size,), "t2d": (source.target.vocab_size,)}
-    return head if source.settings.train_head else {}

@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError
-from configs.runtime.files import new_folder, write_json
-from heads.artifact import METADATA_FILE, VOCABULARY_FILE, WEIGHTS_FILE, head_metadata
+from configs.runtime.files import new_folder
+from heads.artifact import WEIGHTS_FILE, head_metadata, write_rest
 from heads.families.registry import FAMILIES
 from heads.formats.importing.external import ExternalDraft
 from heads.formats.importing.sizes import own_layer
@@ -29,7 +29,7 @@ from heads.frozen.identity import TargetIdentity
 from heads.frozen.size_limits import check_head_sizes, no_larger_than
 from heads.inference.causal_lm import head_rows
 from heads.modules.output_head import HeadModule
-from heads.vocabulary import DraftVocabulary, write_draft_vocabulary
+from heads.vocabulary import DraftVocabulary
 
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 DEFAULT_TOKENS = 3
@@ -77,7 +77,7 @@ def fit(external: ExternalDraft, target: PreTrainedModel) -> Fitted:
         weights |= external.placed(own)
     if "mask_hidden" in weights and math.prod(weights["mask_hidden"].shape) == math.prod(own.get("mask_hidden", (0,))):
         weights["mask_hidden"] = weights["mask_hidden"].reshaped(own["mask_hidden"])
-    check_names({name: stored.shape for name, stored in weights.items()}, own)
+    check_names(weights, own)
     if integers := sorted(name for name, stored in weights.items() if not stored.dtype.is_floating_point):
         raise InputError(
             f"expected floating numbers, and {', '.join(integers)} hold others (quantised weights have no place here)"
@@ -98,12 +98,11 @@ def write_artifact(
     """Write a fitted draft as an artifact, in a folder that must not exist; `vocab_size` is V."""
     if out.exists():
         raise InputError(f"{out} exists already; give a new folder")
-    vocabulary = fitted.vocabulary
     metadata = head_metadata(
         fitted.settings,
         fitted.taps,
         identity,
-        vocabulary,
+        fitted.vocabulary,
         vocab_size,
         num_speculative_tokens=num_speculative_tokens,
         training={},
@@ -111,9 +110,7 @@ def write_artifact(
     )
     with new_folder(out) as scratch:
         write_weights(scratch / WEIGHTS_FILE, fitted.weights)
-        if vocabulary is not None:
-            write_draft_vocabulary(scratch / VOCABULARY_FILE, vocabulary)
-        write_json(scratch / METADATA_FILE, metadata.model_dump(mode="json"))
+        write_rest(scratch, metadata, fitted.vocabulary)
 
 
 def _take_vocabulary(weights: Weights, target: PreTrainedModel) -> DraftVocabulary | None:

@@ -20,8 +20,15 @@ from configs.schema.commands.release import TAP_OF_ID, LayerIds
 from heads.formats.importing.external import ExternalDraft
 from heads.formats.importing.hydra import read_hydra
 from heads.formats.importing.mtp import read_native
-from heads.formats.layout import renamed
-from heads.formats.names import DFLASH2_KEYS, DOMINO_KEYS, MTP_PARTS, TRANSFORMERS_DFLASH, XPRESS_KEYS, has_mtp_modules
+from heads.formats.layout import (
+    DFLASH2_KEYS,
+    DOMINO_KEYS,
+    MTP_PARTS,
+    TRANSFORMERS_DFLASH,
+    XPRESS_KEYS,
+    has_mtp_modules,
+    renamed,
+)
 from heads.frozen.checkpoint_files import Weights, read_weights, zeros
 from heads.frozen.size_limits import check_counts
 

@@ -14,7 +14,7 @@ from configs.runtime.command import DONE, GATE_FAILED
 from configs.runtime.errors import InputError
 from configs.schema.heads import DFlashSettings, MtpSettings
 from configs.schema.training import HeadsConfig
-from heads.formats.exporting.speculators import vllm_command
+from heads.formats.exporting.serving import vllm_command
 from heads.formats.exporting.table import FORMS
 from scripts.lab.engine_check import engines as serve_engines
 from scripts.lab.engine_check import run_transformers as serve_transformers

@@ -1,0 +1,74 @@
+"""The commands and lines that serve an export, by engine; each function returns what makes them from the export's folder."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from typing import Any
+
+from heads.formats.exporting.source import Source
+
+Serve = Callable[[str], str]
+UNTRIED = "Format-checked only: names, shapes and ids were compared with what the engine reads; it was not run."
+TENSORRT_NOTE = "Older releases of TensorRT-LLM call the key speculative_model_dir."
+
+
+def vllm_command(source: Source, method: str, *options: str, stitched: bool = False, **more: Any) -> Serve:
+    """Return how vLLM serves a target with a draft.
+
+    Args:
+        source: names the target.
+        method: vLLM's name for the draft; `more` joins it in the config, `options` go into the command.
+        stitched: the folder is the target, with the draft in it.
+    """
+
+    def line(out: str) -> str:
+        model = {} if stitched else {"model": out}
+        config = {"method": method, **model, "num_speculative_tokens": source.num_speculative_tokens, **more}
+        target = out if stitched else source.target.name
+        return shlex.join(["vllm", "serve", target, *options, "--speculative-config", json.dumps(config, ensure_ascii=False)])
+
+    return line
+
+
+def sglang_command(source: Source, algorithm: str, tokens: int | None) -> Serve:
+    """Return how SGLang serves a target with a draft; `tokens` are drafted a round in a chain (None: the draft's own)."""
+    words = ["python", "-m", "sglang.launch_server", "--model-path", source.target.name, "--speculative-algorithm", algorithm]
+    chain: list[str] = []
+    if tokens is not None:
+        chain = ["--speculative-num-steps", str(tokens), "--speculative-eagle-topk", "1"]
+        chain += ["--speculative-num-draft-tokens", str(tokens + 1)]
+    return lambda out: shlex.join([*words, "--speculative-draft-model-path", out, *chain])
+
+
+def tensorrt_command(source: Source, method: dict[str, Any]) -> Serve:
+    """Return how TensorRT-LLM's PyTorch backend serves a target with a draft: a command, and its options file."""
+    serve = shlex.join(["trtllm-serve", source.target.name, "--extra_llm_api_options", "options.yaml"])
+
+    def lines(out: str) -> str:
+        keys = method | {"max_draft_len": source.num_speculative_tokens, "speculative_model": out}
+        # YAML reads what JSON spells.
+        options = [f"  {key}: {json.dumps(value, ensure_ascii=False)}" for key, value in keys.items()]
+        return "\n".join([serve, "", "# options.yaml", "speculative_config:", *options])
+
+    return lines
+
+
+def transformers_lines(source: Source, draft_class: str, options: str) -> Serve:
+    """Return how transformers decodes a target with a draft."""
+    dtype = source.dtype_name
+
+    def lines(out: str) -> str:
+        target = f"target = AutoModelForCausalLM.from_pretrained({source.target.name!r}, dtype=torch.{dtype})"
+        draft = f"draft = {draft_class}.from_pretrained({out!r}, dtype=torch.{dtype})"
+        return "\n".join([target, draft, f"target.generate(**inputs, assistant_model=draft{options})"])
+
+    return lines
+
+
+def speculators_line(out: str) -> str:
+    """Return how the speculators library loads a draft."""
+    return shlex.join(
+        ["python", "-c", f"from speculators import SpeculatorModel; SpeculatorModel.from_pretrained({json.dumps(out)})"]
+    )
