@@ -1,15 +1,14 @@
 """Plan a training recipe before it is run: `python scripts/plan.py --config configs/heads/eagle3.yaml`.
 
     python scripts/plan.py --config configs/heads/eagle3.yaml --set target.name=meta-llama/Llama-3.1-8B-Instruct \\
-        --set hardware.preset=h100_80gb --set hardware.num_accelerators=8 --scaling
+        --set hardware.preset=h100_80gb hardware.num_accelerators=8
 
-Reads a recipe of `train/heads.py` or `train/distill.py` as it stands, and of the target nothing but its config: memory by part,
-the target cache, FLOPs, tokens a second, hours, which of configs/accelerate fits and why the simpler ones do not, what each
-takes, servers of the target's states included, and the lines that start the fastest. The sections `hardware` and `workload`
-(configs/schema/commands/planning.py) come on top, by --set or in the file; `--hardware FILE` takes the first
-from a file of its own. A recipe with a section `head` is one of heads, any other of distillation. `--scaling` adds the step
-on 8, 64 and 1,024 accelerators. Where `data.train` does not exist yet, `workload` says how much there will be. How far plans
-were from measured runs is in docs/scaling.md. Writes nothing but the data file's index, beside it.
+Reads a recipe of `train/heads.py` or `train/distill.py` as it stands, and of the target nothing but its config. Prints memory
+by part, which of configs/accelerate fits and why the simpler ones do not, FLOPs, disk, hours, and the line that starts the run.
+The sections `hardware` and `workload` (configs/schema/commands/planning.py) come on top, by --set or in the file;
+`--hardware FILE` takes the first from a file of its own. A recipe with a section `head` is one of heads, any other of
+distillation. Where `data.train` does not exist yet, `workload` says how much there will be. How far plans were from measured
+runs is in docs/scaling.md. Writes nothing but the data file's index, beside it.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ PLANNED = {"hardware", "workload"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what a plan takes beside a config."""
     parser.add_argument("--hardware", metavar="FILE", help="YAML file with the settings of the section hardware")
-    parser.add_argument("--scaling", action="store_true", help="add the step on 8, 64 and 1,024 accelerators")
 
 
 def main(config: PlanConfig, arguments: argparse.Namespace) -> None:
@@ -47,7 +45,7 @@ def main(config: PlanConfig, arguments: argparse.Namespace) -> None:
         if config.hardware != HardwareConfig():
             raise ConfigError("hardware: give it once, by --hardware or by the recipe and --set, not by both")
         config = config.model_copy(update={"hardware": load_config(HardwareConfig, arguments.hardware)})
-    print(plan_page(config, with_scaling=arguments.scaling, options=training_options(arguments)))
+    print(plan_page(config, training_options(arguments)))
 
 
 def training_options(arguments: argparse.Namespace) -> str:

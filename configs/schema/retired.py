@@ -31,6 +31,7 @@ class Renamed:
     name: str
 
 
+NO_COMMUNICATION = Retired("a plan counts no communication", off=None)
 # By the config class, or a class that it inherits from, and the key in it.
 RETIRED: dict[str, Retired | Renamed] = {
     "AnswerServerConfig.answers_as": Retired(
@@ -54,6 +55,9 @@ RETIRED: dict[str, Retired | Renamed] = {
         "noise on the taps lowered the acceptance length, and heads train without it", off=None
     ),
     "ScheduleConfig.loader_workers": Retired("the training process makes its batches, which takes 0.1 ms a row", off=None),
+    "HardwareConfig.interconnect_gb_per_second": NO_COMMUNICATION,
+    "HardwareConfig.network_gb_per_second": NO_COMMUNICATION,
+    "HardwareConfig.latency_microseconds": NO_COMMUNICATION,
     "LosslessConfig.check_float32_prompts": Retired("every answer is checked, by a wider copy of the target", off=None),
 }
 

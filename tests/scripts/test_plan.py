@@ -1,4 +1,4 @@
-"""The command that plans: which kind of recipe it takes, what it prints, what it refuses, and the tables in docs/scaling.md."""
+"""The command that plans: which kind of recipe it takes, what it prints, what it refuses."""
 
 import re
 from pathlib import Path
@@ -8,8 +8,8 @@ import pytest
 from configs.runtime.command import BAD_INPUT, DONE, run_command
 from configs.schema.commands.planning import HardwareConfig, PlanDistillConfig, PlanHeadsConfig
 from scripts.plan import add_arguments, main, schema_of
-from train.plan.launch_lines import launch_lines
 from train.plan.memory import SPREADING, Sharing
+from train.plan.page import launch_line
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,14 +40,14 @@ def test_the_recipe_says_what_it_is_one_of(argv, schema):
 
 
 def test_the_page_says_what_fits_and_what_does_not(capsys):
-    assert run("--config", "configs/plan/eagle3_70b.yaml", "--scaling") == DONE
+    assert run("--config", "configs/plan/eagle3_70b.yaml") == DONE
     page = capsys.readouterr().out
     assert "70,553,706,496 parameters" in page  # Llama-3-70B's
     assert re.search(r"\| ddp_gpus \| [\d.]+ GiB \| no: .* the largest part that is not split is the target's weights", page)
     assert re.search(r"\| ddp_gpus with target.parallel.tensor=2 \| [\d.]+ GiB \| no: ", page)
     assert "| one_gpu --gpu_ids all with target.device_map |" in page
     assert "recipe: take ddp_gpus with target.parallel.tensor=4" in page
-    assert "| 1,024 |" in page
+    assert "PROCESSES_PER_NODE=8 scripts/cluster/node.sh train/heads.py --config mine.yaml --set target.parallel" in page
 
 
 def test_hardware_comes_from_a_file_of_its_own_or_from_the_recipe_but_not_from_both(tmp_path, capsys):
@@ -68,7 +68,7 @@ def test_hardware_comes_from_a_file_of_its_own_or_from_the_recipe_but_not_from_b
         (["--set", "hardware.preset=abacus"], "hardware.preset"),
         (["--set", "target.name=nosuch/", "--set", "data.train=nowhere"], "target.name: nosuch/ has no model config"),
         (["--set", "target.name=configs/plan/llama_8b", "--set", "data.train=nowhere"], "data.train: nowhere does not exist"),
-        (["--config", "configs/plan/eagle3_8b.yaml", "--set", "head.draft_vocab_size=200000"], "at most 128256"),
+        (["--config", "configs/plan/eagle3_70b.yaml", "--set", "head.draft_vocab_size=200000"], "at most 128256"),
     ],
 )
 def test_a_mistake_is_one_line(argv, complaint, capsys):
@@ -78,50 +78,35 @@ def test_a_mistake_is_one_line(argv, complaint, capsys):
     assert said.count("\n") == 1
 
 
-def test_the_fastest_way_is_named_with_the_lines_that_start_it(capsys):
-    options = ["--config", "configs/plan/eagle3_70b.yaml", "--set", "num_speculative_tokens=4"]
-    assert run(*options, "--set", "hardware.preset=h200_141gb", "--set", "head.num_layers=4") == DONE
-    page = capsys.readouterr().out
-    given = "--config mine.yaml --set num_speculative_tokens=4 head.num_layers=4"
-    assert re.search(r"\| ddp_gpus with target.states of 2 x 2 \| 4 of 8 \| .* \| 25.1 \|", page)
-    assert "fastest: ddp_gpus with target.states of 2 x 2, 25.1 hours" in page
-    assert f"    CUDA_VISIBLE_DEVICES=4,5,6,7 PROCESSES_PER_NODE=4 scripts/cluster/node.sh train/heads.py {given} --set" in page
-
-
 @pytest.mark.parametrize(
-    ("sharing", "num_accelerators", "lines"),
+    ("sharing", "preset", "num_accelerators", "line"),
     [
         (
-            Sharing(recipe="ddp_gpus", servers=2, server_size=2),
-            8,
-            [
-                "mkdir -p runs/states",
-                'CUDA_VISIBLE_DEVICES=0,1 eval "$(python scripts/serve_states.py --config a.yaml --set '
-                "'target.states.urls=[http://localhost:8000/v1]' target.states.path=runs/states) --tensor-parallel-size 2\" &",
-                'CUDA_VISIBLE_DEVICES=2,3 eval "$(python scripts/serve_states.py --config a.yaml --set '
-                "'target.states.urls=[http://localhost:8001/v1]' target.states.path=runs/states) --tensor-parallel-size 2\" &",
-                "CUDA_VISIBLE_DEVICES=4,5,6,7 PROCESSES_PER_NODE=4 scripts/cluster/node.sh train/heads.py --config a.yaml "
-                "--set 'target.states.urls=[http://localhost:8000/v1,http://localhost:8001/v1]' target.states.path=runs/states",
-            ],
-        ),
-        (
             Sharing(recipe="zero2", stage=2),
+            "h100_80gb",
             16,
-            [
-                "RECIPE=configs/accelerate/zero2.yaml sbatch --nodes=2 --gpus-per-node=8 scripts/cluster/slurm.sbatch "
-                "train/heads.py --config a.yaml"
-            ],
+            "RECIPE=configs/accelerate/zero2.yaml sbatch --nodes=2 --gpus-per-node=8 scripts/cluster/slurm.sbatch COMMAND",
         ),
         (
-            SPREADING[0],
+            Sharing(recipe="ddp_gpus", group=4, kind="tensor"),
+            "h100_80gb",
             8,
-            [
-                "accelerate launch --quiet --gpu_ids all --config_file configs/accelerate/one_gpu.yaml train/heads.py "
-                "--config a.yaml --set target.device_map=auto"
-            ],
+            "PROCESSES_PER_NODE=8 scripts/cluster/node.sh COMMAND --set target.parallel.tensor=4",
+        ),
+        (
+            SPREADING,
+            "h100_80gb",
+            8,
+            "accelerate launch --quiet --gpu_ids all --config_file configs/accelerate/one_gpu.yaml COMMAND "
+            "--set target.device_map=auto",
+        ),
+        (
+            Sharing(recipe="one_gpu", on_cpu="one_process_cpu", several=False),
+            "laptop_cpu",
+            1,
+            "accelerate launch --quiet --config_file configs/accelerate/one_process_cpu.yaml COMMAND",
         ),
     ],
 )
-def test_launch_lines_start_servers_and_training_on_gpus_of_their_own(sharing, num_accelerators, lines):
-    hardware = HardwareConfig(preset="h100_80gb", num_accelerators=num_accelerators)
-    assert launch_lines(sharing, hardware, "train/heads.py", "--config a.yaml") == lines
+def test_a_way_that_fits_comes_with_the_line_that_starts_it(sharing, preset, num_accelerators, line):
+    assert launch_line(sharing, HardwareConfig(preset=preset, num_accelerators=num_accelerators), "COMMAND") == line

@@ -3,16 +3,14 @@
 Weights, gradients and optimiser states are counted exactly, what a step of the draft keeps for its backward by running it
 without weights (`train.plan.step`). Sharing follows ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054, section 5): stage 1 splits
 the optimiser's states, 2 the gradients too, 3 and FSDP2 the weights too; a head's weights stay whole (`Sharing.keeps_whole`).
-They split what is trained; a target that is too large is split over the processes of a group by `target.parallel`, or spread
-over the accelerators of a node by `target.device_map`, for one process, or run by servers on accelerators of their own by
-`target.states` (`train.plan.serving`). The allocator's fragments, the engines' buffers except DDP's, and what interpreter and
-libraries take are left out.
+They split what is trained. A target that is too large is split over the processes of a group by `target.parallel`, or spread
+over the accelerators of a node by `target.device_map`, for one process. The allocator's fragments, the engines' buffers except
+DDP's, and what interpreter and libraries take are left out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,12 +39,10 @@ class Sharing:
     on_cpu: the file for processes without accelerators, where there is one.
     several: for several processes; False: for one only; None: for any number.
     stage: what is split over the processes, by ZeRO's numbers; 0: nothing.
-    spreads_target: one process a node holds the frozen target on all of its accelerators, and the rest on one of them.
-    several_nodes: for several nodes; False: for one; None: for any number.
+    spreads_target: one process holds the frozen target on all accelerators of a node, and the rest on one of them.
     offloads_states: the optimiser's states and the float32 weights that it steps lie in the host's memory.
     group: how many processes share a target by `target.parallel`: its blocks, while the rest is whole in each.
     kind: by what they share it, `tensor` or `shard`.
-    servers, server_size: servers of its states in place of the target in each process, and accelerators of each.
     """
 
     recipe: str
@@ -54,31 +50,16 @@ class Sharing:
     several: bool | None = True
     stage: int = 0
     spreads_target: bool = False
-    several_nodes: bool | None = None
     offloads_states: bool = False
     group: int = 1
     kind: str = ""
-    servers: int = 0
-    server_size: int = 0
 
     @property
     def name(self) -> str:
-        """The recipe, and whether the target is split, spread or served beside it."""
-        if self.servers:
-            return f"{self.recipe} with target.states of {self.servers} x {self.server_size}"
+        """The recipe, and whether the target is split or spread beside it."""
         if self.group > 1:
             return f"{self.recipe} with target.parallel.{self.kind}={self.group}"
-        alone = " --gpu_ids all" if self.several_nodes is False else ""  # the recipe's own hides all but the first
-        return f"{self.recipe}{alone} with target.device_map" if self.spreads_target else self.recipe
-
-    @property
-    def splits_weights(self) -> bool:
-        """Whether a draft LM's weights are split."""
-        return self.stage >= 3
-
-    def trainers(self, num_accelerators: int) -> int:
-        """Return how many of the accelerators train."""
-        return num_accelerators - self.servers * self.server_size
+        return f"{self.recipe} --gpu_ids all with target.device_map" if self.spreads_target else self.recipe
 
     def keeps_whole(self, *, head: bool, accumulates: bool = False) -> tuple[bool, bool]:
         """Return whether weights and gradients are whole on each accelerator while a step runs.
@@ -95,16 +76,12 @@ FSDP2 = "fsdp2"
 ENGINES = (
     Sharing(recipe="one_gpu", on_cpu="one_process_cpu", several=False),
     Sharing(recipe="ddp_gpus", on_cpu="ddp_cpu"),
-    Sharing(recipe="zero1", stage=1),
     Sharing(recipe="zero2", stage=2),
     Sharing(recipe=FSDP2, stage=3),
     Sharing(recipe="zero3", stage=3),
     Sharing(recipe="zero3_offload", several=None, stage=3, offloads_states=True),
 )
-SPREADING = (
-    Sharing(recipe="one_gpu", spreads_target=True, several_nodes=False),
-    Sharing(recipe="ddp_gpus", spreads_target=True, several_nodes=True),
-)
+SPREADING = Sharing(recipe="one_gpu", spreads_target=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +131,6 @@ def needed_bytes(
     *,
     target_block: int,
     target_outside: int = 0,
-    accelerators_per_node: int = 8,
     head: bool = False,
     accumulates: bool = False,
 ) -> int:
@@ -162,26 +138,25 @@ def needed_bytes(
 
     Args:
         target_block: bytes of the target's largest block, by which the shares of a spread target differ; of one that is shared
-            by `shard` one block is whole while it runs, and a draft may start from one of a target that is served.
+            by `shard` one block is whole while it runs.
         target_outside: bytes of its embedding, final norm and head, which each process of a group holds.
         head, accumulates: whether the draft is a head, and a step several micro-batches; see `Sharing.keeps_whole`.
     """
-    n = 1 if engine.several is False else engine.trainers(num_accelerators)
-    held_by = min(n, accelerators_per_node) if engine.spreads_target else 1
-    n = math.ceil(n / held_by)  # processes
+    n = 1 if engine.several is False or engine.spreads_target else num_accelerators
     states = memory.optimizer_states / (n if engine.stage >= 1 else 1)
     whole_weights, whole_gradients = engine.keeps_whole(head=head, accumulates=accumulates)
     gradients = memory.gradients / (1 if whole_gradients else n)
     weights = memory.draft_weights / (1 if whole_weights else n)
-    target = memory.target_weights / held_by + (target_block if held_by > 1 or engine.kind == "shard" else 0)
+    target: float = memory.target_weights
+    if engine.spreads_target:
+        target = target / num_accelerators + target_block
     if engine.group > 1:
-        target += (target_outside - memory.target_weights) * (1 - 1 / engine.group)
-    if engine.servers:
-        target = target_outside + target_block
+        blocks_of_group = (target - target_outside) / engine.group
+        target = target_outside + blocks_of_group + (target_block if engine.kind == "shard" else 0)
     if engine.offloads_states:
         states, weights = 0.0, weights / 2  # what stays is the bfloat16 copy that runs
     # DDP and ZeRO copy gradients into buckets to send them; what is split is sent from where it lies.
-    buckets = memory.gradients if n > 1 and not engine.splits_weights else 0
+    buckets = memory.gradients if n > 1 and engine.stage < 3 else 0
     rest = memory.frozen_draft + memory.draft_activations + memory.target_activations + memory.loss_logits
     return math.ceil(target + weights + gradients + states + buckets + rest + memory.held_out_kv)
 
@@ -195,39 +170,27 @@ class Fit:
     complaint: str | None
 
 
-def try_engines(config: PlanConfig, models: PlannedModels, memory: Memory, served: Sequence[Sharing] = ()) -> list[Fit]:
-    """Return the ways for this number of processes, each with the bytes it needs and the reason why it does not fit.
-
-    `served` are those by servers of the target's states.
-    """
-    hardware, machine = config.hardware, config.hardware.machine
+def try_engines(config: PlanConfig, models: PlannedModels, memory: Memory) -> list[Fit]:
+    """Return the ways for this number of processes, each with the bytes it needs and the reason why it does not fit."""
+    hardware, machine, n = config.hardware, config.hardware.machine, config.hardware.num_accelerators
     room = machine.memory_gib * GIBIBYTE * HEADROOM
+    kind = {
+        "head": isinstance(config, PlanHeadsConfig),
+        "accumulates": config.schedule.gradient_accumulation_steps > 1,
+    }
     block = target_block_bytes(models.target)
     outside = memory.target_weights - sum(map(_bytes_of, blocks(models.target)))
-    several, per_node = hardware.num_accelerators > 1, hardware.accelerators_per_node
-    several_nodes, head = hardware.num_accelerators > per_node, isinstance(config, PlanHeadsConfig)
+    engines = [engine for engine in ENGINES if engine.several in (None, n > 1)]
+    spreading = [SPREADING] if 1 < n <= hardware.accelerators_per_node else []
     fits: list[Fit] = []
-    accumulates = config.schedule.gradient_accumulation_steps > 1
-    for engine in (*ENGINES, *_groups(config, models), *SPREADING, *served):
-        if engine.several not in (None, several) or engine.several_nodes not in (None, several_nodes):
-            continue
+    for engine in (*engines, *_groups(config, models), *spreading):
         if engine.group > 1 and any(fit.engine.group > 1 and fit.complaint is None for fit in fits):
             continue  # a smaller group does
-        needed = needed_bytes(
-            memory,
-            engine,
-            hardware.num_accelerators,
-            target_block=block,
-            target_outside=outside,
-            accelerators_per_node=per_node,
-            head=head,
-            accumulates=accumulates,
-        )
+        needed = needed_bytes(memory, engine, n, target_block=block, target_outside=outside, **kind)
         complaint = None
         if needed > room:
-            largest = _largest_part(memory, engine, head=head, accumulates=accumulates)
-            complaint = f"{needed / GIBIBYTE:.1f} GiB of {room / GIBIBYTE:.1f}; {largest}"
-        elif engine.offloads_states and _host_bytes(memory, hardware.num_accelerators) > machine.host_memory_gib * GIBIBYTE:
+            complaint = f"{needed / GIBIBYTE:.1f} GiB of {room / GIBIBYTE:.1f}; {_largest_part(memory, engine, **kind)}"
+        elif engine.offloads_states and _host_bytes(memory, n) > machine.host_memory_gib * GIBIBYTE:
             complaint = f"the host's {machine.host_memory_gib:g} GiB for each accelerator do not hold the optimiser's states"
         fits.append(Fit(engine=engine, num_bytes=needed, complaint=complaint))
     return fits
@@ -257,7 +220,7 @@ def target_block_bytes(target: PreTrainedModel) -> int:
 def _largest_part(memory: Memory, engine: Sharing, *, head: bool, accumulates: bool) -> str:
     whole_weights, whole_gradients = engine.keeps_whole(head=head, accumulates=accumulates)
     parts = {
-        "the target's weights": 0 if engine.spreads_target or engine.servers else memory.target_weights,
+        "the target's weights": 0 if engine.spreads_target else memory.target_weights,
         "the optimiser's states": 0 if engine.stage >= 1 else memory.optimizer_states,
         "the gradients": memory.gradients if whole_gradients else 0,
         "the draft's weights": memory.draft_weights if whole_weights else 0,

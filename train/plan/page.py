@@ -1,17 +1,17 @@
-"""A plan as Markdown: what `scripts/plan.py` prints, and the tables of docs/scaling.md."""
+"""A plan as text: what `scripts/plan.py` prints."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from configs.schema.commands.planning import PlanConfig, PlanHeadsConfig
-from train.plan.launch_lines import launch_lines
-from train.plan.memory import GIBIBYTE, Fit
+from configs.schema.commands.planning import HardwareConfig, PlanConfig, PlanHeadsConfig
+from train.plan.memory import GIBIBYTE, Sharing
 from train.plan.models import count, frozen_copies
 from train.plan.plan import Plan, make_plan
-from train.plan.scaling import SIZES, Scaled
 
+NODE = "scripts/cluster/node.sh"
 MEMORY_WORDS = {
     "target_weights": "target weights",
     "draft_weights": "draft weights that are trained, float32",
@@ -25,70 +25,40 @@ MEMORY_WORDS = {
 }
 
 
-def plan_page(config: PlanConfig, *, with_scaling: bool, options: str = "--config mine.yaml") -> str:
+def plan_page(config: PlanConfig, options: str) -> str:
     """Return the plan of a recipe as text and tables.
 
     Args:
-        options: by which training is given the recipe, for the launch lines.
+        options: by which training is given the recipe, for the line that starts it.
 
     Raises:
         InputError: see `train.plan.plan.make_plan`.
     """
     plan = make_plan(config)
-    parts = [_models(plan), _memory(plan), _engines(plan), _work(plan), _time(plan), ways_page(plan, options)]
-    if with_scaling:
-        parts.append("Scaling, on paper\n\n" + scaling_table(plan.scaled(SIZES)))
-    return "\n\n".join(parts)
+    return "\n\n".join([_models(plan), _memory(plan), _engines(plan), _work(plan), _time(plan), _start(plan, options)])
 
 
-def ways_page(plan: Plan, options: str) -> str:
-    """Return what each way that fits takes, and the fastest with the lines that start it."""
-    fastest = plan.fastest
-    if fastest is None:
-        return "fastest: none fits"
-    config, n = plan.config, plan.config.hardware.num_accelerators
-    rows = [
-        (
-            _file(plan, way.fit),
-            f"{way.fit.engine.trainers(n)} of {n}",
-            f"{way.row.step_seconds_high:.3g} s",
-            _rounded(way.row.tokens_per_second_low),
-            f"{way.hours:.3g}",
-        )
-        for way in plan.ways
-    ]
-    entry = "train/heads.py" if isinstance(config, PlanHeadsConfig) else "train/distill.py"
-    lines = launch_lines(fastest.fit.engine, config.hardware, entry, options)
-    table = _table(("way that fits", "accelerators that train", "step", "tokens/s", "hours"), rows)
-    return "\n".join(
-        [
-            table,
-            "",
-            f"fastest: {_file(plan, fastest.fit)}, {fastest.hours:.3g} hours; start it by",
-            "",
-            *(f"    {each}" for each in lines),
-        ]
-    )
+def launch_line(engine: Sharing, hardware: HardwareConfig, command: str) -> str:
+    """Return the line that starts a run: on one node, or as a SLURM job over several.
 
-
-def scaling_table(rows: Sequence[Scaled]) -> str:
-    header = ("accelerators", "engine", "target", "sent by each", "sending", "step", "efficiency", "tokens/s")
-    return _table(
-        header,
-        [
-            (
-                f"{row.num_accelerators:,}",
-                row.engine,
-                row.target,
-                _bytes(row.sent_bytes),
-                f"{1e3 * row.communication_seconds:.1f} ms",
-                f"{1e3 * row.step_seconds_low:.1f} to {1e3 * row.step_seconds_high:.1f} ms",
-                f"{100 * row.efficiency_low:.0f} to {100 * row.efficiency_high:.0f} %",
-                f"{_rounded(row.tokens_per_second_low)} to {_rounded(row.tokens_per_second_high)}",
-            )
-            for row in rows
-        ],
-    )
+    Args:
+        command: the entry, `train/heads.py` or `train/distill.py`, and its options.
+    """
+    n, per_node = hardware.num_accelerators, hardware.accelerators_per_node
+    if engine.group > 1:
+        command += f" --set target.parallel.{engine.kind}={engine.group}"
+    recipe = f"RECIPE=configs/accelerate/{engine.recipe}.yaml " if engine.stage else ""
+    if n > per_node:
+        nodes = math.ceil(n / per_node)
+        return f"{recipe}sbatch --nodes={nodes} --gpus-per-node={per_node} scripts/cluster/slurm.sbatch {command}"
+    if engine.spreads_target:
+        file = f"configs/accelerate/{engine.recipe}.yaml"
+        return f"accelerate launch --quiet --gpu_ids all --config_file {file} {command} --set target.device_map=auto"
+    on_cpu = hardware.preset == "laptop_cpu"
+    if engine.several is False:
+        name = engine.on_cpu if on_cpu else engine.recipe
+        return f"accelerate launch --quiet --config_file configs/accelerate/{name}.yaml {command}"
+    return f"{recipe}{'ACCELERATE_USE_CPU=true ' if on_cpu else ''}PROCESSES_PER_NODE={n} {NODE} {command}"
 
 
 def _models(plan: Plan) -> str:
@@ -109,19 +79,30 @@ def _memory(plan: Plan) -> str:
 
 def _engines(plan: Plan) -> str:
     rows = [
-        (_file(plan, fit), f"{fit.num_bytes / GIBIBYTE:.2f} GiB", "fits" if fit.complaint is None else f"no: {fit.complaint}")
+        (
+            _name(plan, fit.engine),
+            f"{fit.num_bytes / GIBIBYTE:.2f} GiB",
+            "fits" if fit.complaint is None else f"no: {fit.complaint}",
+        )
         for fit in plan.fits
     ]
     chosen = plan.fitting
-    verdict = "none fits" if chosen is None else f"take {_file(plan, chosen)}"
+    verdict = "none fits" if chosen is None else f"take {_name(plan, chosen.engine)}"
     machine = f"{plan.config.hardware.num_accelerators} x {plan.config.hardware.preset}"
     return _table(("configs/accelerate", "each accelerator", machine), rows) + f"\n\nrecipe: {verdict}"
 
 
-def _file(plan: Plan, fit: Fit) -> str:
+def _name(plan: Plan, engine: Sharing) -> str:
     """Return the recipe's name for this kind of machine."""
-    on_cpu = plan.config.hardware.preset == "laptop_cpu" and fit.engine.on_cpu is not None and not fit.engine.servers
-    return str(fit.engine.on_cpu) if on_cpu else fit.engine.name
+    on_cpu = plan.config.hardware.preset == "laptop_cpu" and engine.group == 1
+    return (on_cpu and engine.on_cpu) or engine.name
+
+
+def _start(plan: Plan, options: str) -> str:
+    if plan.fitting is None:
+        return "nothing fits: take larger accelerators, or shorter rows (data.max_length)"
+    entry = "train/heads.py" if isinstance(plan.config, PlanHeadsConfig) else "train/distill.py"
+    return f"start it by\n\n    {launch_line(plan.fitting.engine, plan.config.hardware, f'{entry} {options}')}"
 
 
 def _work(plan: Plan) -> str:
@@ -132,15 +113,15 @@ def _work(plan: Plan) -> str:
 
 def _time(plan: Plan) -> str:
     hardware, times = plan.config.hardware, plan.times
-    tokens = plan.tokens_per_second * plan.step_seconds
+    tokens = plan.tokens_per_step * plan.num_processes
     epochs = plan.steps * tokens / plan.work.num_tokens
     made = "reads" if plan.config.data.cache is not None else "could read"
     return (
-        f"target cache that the recipe {made}: {_bytes(plan.cache.num_bytes)} "
-        f"({plan.cache.bytes_per_row} bytes a row, {plan.cache.rows:,} rows)\n"
-        f"step: {plan.step_seconds:.3g} s for {tokens:,.0f} tokens at "
+        f"disk: {_bytes(plan.checkpoint_bytes)} a checkpoint; the target cache that the recipe {made} takes "
+        f"{_bytes(plan.cache.num_bytes)} ({plan.cache.bytes_per_row} bytes a row, {plan.cache.rows:,} rows)\n"
+        f"step: {times.total:.3g} s for {tokens:,.0f} tokens at "
         f"{100 * hardware.utilisation:.0f} % of {hardware.machine.tflops:g} TFLOP/s "
-        f"(products {times.products:.3g} s, optimizer {times.optimizer:.3g} s, cache {times.cache:.3g} s)\n"
+        f"(products {times.products:.3g} s, optimizer {times.optimizer:.3g} s, cache {times.cache:.3g} s; no communication)\n"
         f"pace: {_rounded(plan.tokens_per_second)} tokens/s; {plan.steps:,} steps, {epochs:.2g} epochs: {plan.hours:.3g} hours "
         "of training steps"
     )

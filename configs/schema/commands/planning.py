@@ -24,21 +24,17 @@ class Preset(Settings):
     memory_gib: PositiveFloat
     tflops: PositiveFloat  # dense bfloat16
     memory_gb_per_second: PositiveFloat
-    interconnect_gb_per_second: PositiveFloat  # one direction, between accelerators of a node
-    network_gb_per_second: PositiveFloat  # one direction, an accelerator's share of the network between nodes
     disk_gb_per_second: PositiveFloat
     host_memory_gib: PositiveFloat  # an accelerator's share of its node's memory
 
 
 PRESETS: dict[PresetName, Preset] = {
     # Measured on two cores of a shared machine: a product of 2048-wide bfloat16 matrices, memory as in large matrix-vector
-    # products, gloo adding up 20 MB over two processes; the network is one of 1 Gbit/s and not measured.
+    # products.
     "laptop_cpu": Preset(
         memory_gib=16.0,
         tflops=0.47,
         memory_gb_per_second=18.0,
-        interconnect_gb_per_second=1.4,
-        network_gb_per_second=0.1,
         disk_gb_per_second=0.5,
         host_memory_gib=16.0,
     ),
@@ -46,8 +42,6 @@ PRESETS: dict[PresetName, Preset] = {
         memory_gib=79.0,
         tflops=312.0,
         memory_gb_per_second=2039.0,
-        interconnect_gb_per_second=300.0,
-        network_gb_per_second=25.0,
         disk_gb_per_second=2.0,
         host_memory_gib=128.0,
     ),
@@ -55,8 +49,6 @@ PRESETS: dict[PresetName, Preset] = {
         memory_gib=79.0,
         tflops=989.0,
         memory_gb_per_second=3350.0,
-        interconnect_gb_per_second=450.0,
-        network_gb_per_second=50.0,
         disk_gb_per_second=2.0,
         host_memory_gib=256.0,
     ),
@@ -73,12 +65,9 @@ class HardwareConfig(Settings):
     memory_gib: PositiveFloat | None = None
     tflops: PositiveFloat | None = None
     memory_gb_per_second: PositiveFloat | None = None
-    interconnect_gb_per_second: PositiveFloat | None = None
-    network_gb_per_second: PositiveFloat | None = None
     disk_gb_per_second: PositiveFloat | None = None
     host_memory_gib: PositiveFloat | None = None
     utilisation: PositiveShare = MEASURED_UTILISATION  # FLOP/s reached in a step's matrix products over `tflops`
-    latency_microseconds: PositiveFloat = 20.0  # of one message between accelerators
 
     @property
     def machine(self) -> Preset:

@@ -274,8 +274,8 @@ def test_steps_tokens_and_hours_follow_from_batch_and_epochs(folder):
     plan = planned(folder, schedule=schedule, hardware={"num_accelerators": 5})
     assert plan.tokens_per_step == 4 * 2 * 40
     assert plan.steps == 3 * 1000 // (4 * 2 * 5)
-    assert plan.hours == pytest.approx(plan.steps * plan.step_seconds / 3600)
-    assert plan.tokens_per_second == pytest.approx(5 * plan.tokens_per_step / plan.step_seconds)
+    assert plan.hours == pytest.approx(plan.steps * plan.times.total / 3600)
+    assert plan.tokens_per_second == pytest.approx(5 * plan.tokens_per_step / plan.times.total)
 
 
 def test_packed_rows_hold_several_conversations_and_keep_as_many_positions(folder):

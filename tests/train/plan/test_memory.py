@@ -1,0 +1,102 @@
+"""Memory by every way of sharing it out, and which way a plan takes."""
+
+import copy
+
+import pytest
+
+from configs.schema.commands.planning import PlanHeadsConfig
+from train.plan.memory import ENGINES, GIBIBYTE, HEADROOM, SPREADING, Memory, Sharing, needed_bytes
+from train.plan.page import plan_page
+from train.plan.plan import make_plan
+
+MEMORY = Memory(
+    target_weights=1000,
+    draft_weights=400,
+    frozen_draft=10,
+    gradients=400,
+    optimizer_states=800,
+    draft_activations=50,
+    target_activations=20,
+    loss_logits=5,
+    held_out_kv=3,
+)
+
+
+@pytest.fixture
+def plan(tmp_path, greedy_target):
+    """A function that plans an EAGLE-3 head on some accelerators."""
+
+    def plan(num_accelerators=1, num_blocks=3, data=None, **hardware):
+        model = copy.deepcopy(greedy_target.model.config)
+        model.num_hidden_layers = num_blocks
+        model.save_pretrained(tmp_path)
+        work = {"num_conversations": 1000, "mean_tokens": 40.0, "label_share": 0.5}
+        config = {"target": {"name": str(tmp_path)}, "head": {"kind": "eagle3", "taps": [1, 2, 3]}, "workload": work}
+        config |= {"data": data or {}}
+        return make_plan(
+            PlanHeadsConfig.model_validate(config | {"hardware": {"num_accelerators": num_accelerators} | hardware})
+        )
+
+    return plan
+
+
+def named(name):
+    (engine,) = [each for each in (*ENGINES, SPREADING) if each.name == name]
+    return engine
+
+
+def test_each_stage_splits_one_part_more():
+    def needed(name):
+        return needed_bytes(MEMORY, named(name), 4, target_block=30)
+
+    whole = sum(vars(MEMORY).values())
+    assert needed("one_gpu") == whole
+    assert needed("ddp_gpus") == whole + 400  # the buckets
+    assert needed("zero2") == whole + 400 - 600 - 300
+    assert needed("zero3") == needed("fsdp2") == whole - 600 - 300 - 300
+    assert needed("one_gpu --gpu_ids all with target.device_map") == whole - 750 + 30  # one process: no buckets
+    assert needed("zero3_offload") == needed("zero3") - 200 - 50  # the states, and half of each weight
+
+
+def test_processes_of_a_group_hold_their_part_of_the_blocks_and_all_of_the_rest():
+    for kind, while_it_runs in (("tensor", 0), ("shard", 30)):
+        engine = Sharing(recipe="ddp_gpus", group=4, kind=kind)
+        needed = needed_bytes(MEMORY, engine, 8, target_block=30, target_outside=200)
+        assert needed == sum(vars(MEMORY).values()) - 1000 + (200 + 800 / 4) + while_it_runs + 400
+
+
+def test_a_heads_weights_stay_whole_and_under_fsdp2_its_gradients_too():
+    def needed(name, **kind):
+        return needed_bytes(MEMORY, named(name), 4, target_block=30, **kind)
+
+    assert needed("zero3", head=True) == needed("zero3") + 300
+    assert needed("fsdp2", head=True) == needed("fsdp2") + 300 + 300
+    assert needed("zero3_offload", head=True) == needed("zero3_offload") + 150
+    for name in ("one_gpu", "ddp_gpus", "zero2"):
+        assert needed(name, head=True) == needed(name)
+
+
+def test_the_simplest_way_that_fits_is_taken_and_the_others_say_why_not(plan):
+    roomy = plan(num_accelerators=4)
+    assert roomy.fitting.engine.name == "ddp_gpus"
+    assert plan().fitting.engine.name == "one_gpu"
+    sizes = {fit.engine.name: fit.num_bytes for fit in roomy.fits}
+    between = (sizes["ddp_gpus"] + sizes["zero2"]) / 2 / HEADROOM / GIBIBYTE
+    tight = plan(num_accelerators=4, memory_gib=between)
+    assert tight.fitting.engine.name == "zero2"
+    complaints = {fit.engine.name: fit.complaint for fit in tight.fits}
+    assert "one_gpu" not in complaints
+    assert "the largest part that is not split is the draft's activations" in complaints["ddp_gpus"]
+    assert plan(memory_gib=1e-6).fitting is None
+
+
+def test_one_process_with_a_spread_target_takes_the_steps_of_one(plan):
+    roomy = plan(num_accelerators=8, num_blocks=16)  # a target beside which the draft is small
+    spread = min(fit.num_bytes for fit in roomy.fits if fit.engine.spreads_target)
+    whole = min(fit.num_bytes for fit in roomy.fits if not fit.engine.spreads_target)
+    assert spread < whole
+    tight = plan(num_accelerators=8, num_blocks=16, memory_gib=(spread + whole) / 2 / HEADROOM / GIBIBYTE)
+    assert tight.fitting.engine.spreads_target
+    assert tight.steps == plan(num_accelerators=1, num_blocks=16).steps > roomy.steps
+    assert tight.hours == pytest.approx(tight.steps / roomy.steps * roomy.hours)
+    assert f"{tight.steps} steps, 1 epochs: " in plan_page(tight.config, "")
