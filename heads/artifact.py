@@ -28,9 +28,9 @@ from heads.families.registry import FAMILIES, serve
 from heads.frozen.checkpoint_files import UNREADABLE
 from heads.frozen.hidden_states import check_taps
 from heads.frozen.identity import TargetIdentity, hash_weights
-from heads.frozen.loading import load_with, move, rounded_parts
+from heads.frozen.loading import load_with, move
 from heads.frozen.quantized import loader_of
-from heads.frozen.size_limits import check_causal_lm, check_head_sizes, no_larger_than
+from heads.frozen.size_limits import check_causal_lm, check_counts, no_larger_than
 from heads.hub import METADATA_FILE, locate_artifact
 from heads.inference.compiled_forward import run_alike
 from heads.inference.model_checks import check_rolls_back, check_split
@@ -176,8 +176,6 @@ def load_draft(
     if is_artifact := (folder / METADATA_FILE).is_file() or not (folder / "config.json").is_file():
         metadata = read_metadata(folder)
         warnings = check_made_for(metadata, identity, folder, allow_target_mismatch)
-        if metadata.training and not metadata.exact_target:
-            warnings += rounded_parts(target, f"the draft {name}")
     else:
         metadata = untrained_metadata(folder, identity)
         warnings = [f"the draft {name} is a model as it was found, not trained by draftsmith for {identity.name}"]
@@ -258,7 +256,7 @@ def _load_head(folder: Path, metadata: Metadata, target: PreTrainedModel) -> tup
     if metadata.draft_vocabulary == "reduced":
         vocabulary = _load_vocabulary(folder, metadata, target.config.get_text_config().vocab_size)
     where, shapes = folder / METADATA_FILE, {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    check_head_sizes(settings, shapes, target.config.get_text_config().hidden_size, where)
+    check_counts(settings.model_dump(), shapes, where)
     with no_larger_than(shapes, where):
         head = family.build(settings, target, vocabulary)
     try:

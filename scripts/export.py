@@ -31,7 +31,7 @@ def main(config: ExportConfig, args: argparse.Namespace) -> None:
     from heads.artifact import read_metadata
     from heads.formats.exporting.exporter import SERVE_FILE, export
     from heads.formats.exporting.source import TargetFolder, read_source
-    from heads.frozen.loading import locate
+    from heads.frozen.location import locate
     from heads.hub import locate_artifact
 
     artifact, out = locate_artifact(args.artifact), Path(args.out)

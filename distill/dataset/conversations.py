@@ -28,7 +28,7 @@ from configs.runtime.errors import InputError
 from configs.runtime.files import downloads_folder, json_object, read_json, write_bytes
 from configs.runtime.resumable import fingerprint
 from heads.frozen.identity import TargetIdentity, remembered_sha256
-from heads.inference.media_inputs import SOUND, MediaPrompt, current_keys
+from heads.inference.media_inputs import SOUND, MediaPrompt
 
 log = logging.getLogger("draftsmith")
 
@@ -92,7 +92,6 @@ class Conversation:
         Raises:
             InputError: a field is missing or of the wrong type, or there are no prompt or answer tokens.
         """
-        values = current_keys(values)
         try:
             return _ROW.validate_python(values)
         except ValidationError as error:

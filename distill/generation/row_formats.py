@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from configs.runtime.errors import InputError
-from heads.frozen.chat_template import OBJECT
+from heads.frozen.tokenizer import OBJECT
 from heads.inference.media_inputs import SOUND
 
 # Format -> the keys by which it is recognised, tried in this order.
@@ -179,7 +179,7 @@ def _parse_tools(value: Any, where: str) -> list[Any]:
 
 
 def _spelled(ids: Any, key: str, where: str) -> str:
-    """Return token ids as the text that `heads.frozen.id_tokens` reads."""
+    """Return token ids as the text that `heads.frozen.tokenizer` reads."""
     if not isinstance(ids, list) or not ids or not all(type(token) is int and token >= 0 for token in ids):
         raise InputError(f"{where}: {key} must be a list of token ids, at least one, got {str(ids)[:60]!r}")
     return " ".join(map(str, ids))

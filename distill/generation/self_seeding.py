@@ -20,8 +20,8 @@ from distill.dataset.conversations import Message, folded_text
 from distill.generation.continuation import TargetSource, TokenRow, continue_rows, request_number
 from distill.generation.prompts import DUPLICATE, Admission, Prompt
 from distill.generation.spread import NearDuplicates
-from heads.frozen.chat_template import in_template
 from heads.frozen.loading import Target
+from heads.frozen.tokenizer import in_template
 
 SENTINEL = "SELF-SEEDED-TURN-GOES-HERE"
 MIN_CHARACTERS = 8

@@ -24,7 +24,8 @@ from distill.student.kept_blocks import keep_layers
 from heads.frozen.block_config import overridden
 from heads.frozen.checkpoint_files import UNREADABLE
 from heads.frozen.identity import hash_tokenizer
-from heads.frozen.loading import Target, locate, move
+from heads.frozen.loading import Target, move
+from heads.frozen.location import locate
 from heads.frozen.model_class import auto_class, causal_config
 from heads.frozen.quantized import loader_of
 from heads.inference.model_checks import check_rolls_back, check_split

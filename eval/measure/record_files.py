@@ -21,7 +21,7 @@ from typing import IO, Any, Self
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.resumable import Journal
 from eval.decoder.records import DistributionComparison, Generation, Round, Timing
-from heads.inference.media_inputs import MediaPrompt, current_keys
+from heads.inference.media_inputs import MediaPrompt
 
 log = logging.getLogger("draftsmith")
 
@@ -181,7 +181,6 @@ def to_values(generation: Generation) -> dict[str, Any]:
 
 def from_values(values: dict[str, Any]) -> Generation:
     """Return the generation that `to_values` described."""
-    values = current_keys(values)
     tokens, columns = tuple(values["tokens"]), values["rounds"]
     count = len(columns["committed"])
     ends = accumulate(columns["committed"], initial=1)  # the first token is the prefill's

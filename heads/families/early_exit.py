@@ -26,7 +26,7 @@ from configs.runtime.errors import InputError
 from configs.schema.heads import EarlyExitSettings
 from heads.frozen.hidden_states import TargetStates, final_norm, forward_states, num_blocks, read_states
 from heads.frozen.placement import own_copy
-from heads.frozen.served.forward import ServedForward
+from heads.frozen.served import ServedForward
 from heads.inference.causal_lm import new_cache
 from heads.inference.kv_cache import RowCache
 from heads.inference.media_inputs import MediaInputs
@@ -181,7 +181,7 @@ class EarlyExitChain(FeatureProposer):
             if self._shared is not None:
                 self._shared.hold(window.ends)
             return self._read(text.pending_B1, window.ends)
-        self._own.hold(text.lengths)
+        self._own.keep_states_from(text.lengths)
         exits_BTE = self._read_alone(self._own, window.next_BT, shifted(window.first, 1))
         return window.last(exits_BTE).unsqueeze(1)
 

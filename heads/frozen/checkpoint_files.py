@@ -225,14 +225,10 @@ def link_or_copy(path: str | Path, to: str | Path) -> None:
 
 
 def break_links(path: Path) -> None:
-    """Give a file its own bytes, to which one may write, where other names link to them.
-
-    File systems that can (btrfs, XFS) do so without copying the bytes.
-    """
+    """Give a file its own bytes, to which one may write, where other names link to them."""
     if path.stat().st_nlink > 1:
         copy = path.with_name(f".{path.name}.own")
-        _copy_bytes(path, copy)
-        shutil.copystat(path, copy)
+        shutil.copy2(path, copy)
         copy.replace(path)
     path.chmod(path.stat().st_mode | stat.S_IWUSR)
 
@@ -300,15 +296,3 @@ def _torch_file(path: Path) -> Weights:
     if not isinstance(values, dict) or not all(isinstance(value, Tensor) for value in values.values()):
         raise InputError(f"{path} holds something else than tensors by name")
     return {name: constant(value) for name, value in values.items()}
-
-
-def _copy_bytes(path: Path, to: Path) -> None:
-    with path.open("rb") as source, to.open("wb") as target:
-        left = path.stat().st_size
-        try:
-            while left:
-                left -= os.copy_file_range(source.fileno(), target.fileno(), left)
-        except (AttributeError, OSError):  # not on this system, or not between these files
-            source.seek(0)
-            target.seek(0)
-            shutil.copyfileobj(source, target, 1 << 24)

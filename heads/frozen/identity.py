@@ -10,11 +10,12 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import filelock
+from pydantic import TypeAdapter, ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from configs.runtime.errors import InputError
@@ -46,19 +47,14 @@ class TargetIdentity:
         """Read back `to_dict`; `where` names the file in error messages.
 
         Raises:
-            InputError: a field is missing or not a string.
+            InputError: a field is missing or no string.
         """
-        known = {field.name for field in fields(cls)}
-        if not isinstance(values, dict):
-            raise InputError(f"{where}: the target's identity must be an object, got {str(values)[:60]!r}")
-        if not known <= set(values):
-            raise InputError(f"{where}: the target's identity lacks {sorted(known - set(values))}")
-        wrong = [
-            name for name in sorted(known) if not isinstance(values[name], str) and (name, values[name]) != ("revision", None)
-        ]
-        if wrong:
-            raise InputError(f"{where}: the target's {wrong[0]} must be a string, got {values[wrong[0]]!r}")
-        return cls(**{name: values[name] for name in known})
+        try:
+            return TypeAdapter(cls).validate_python(values)
+        except ValidationError as error:
+            finding = error.errors(include_url=False)[0]
+            name = ".".join(map(str, finding["loc"]))
+            raise InputError(f"{where}: the target's identity is damaged: {name}: {finding['msg']}") from error
 
     def differences(self, other: TargetIdentity) -> list[str]:
         """Name what differs from `other`, in words. Names and revisions may differ; contents may not."""

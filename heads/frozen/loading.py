@@ -8,15 +8,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from accelerate.utils import patch_environment
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from configs.runtime.errors import ConfigError, InputError, first_line
@@ -24,19 +21,18 @@ from configs.runtime.files import check_readable
 from configs.runtime.redaction import redact
 from configs.schema.target import TargetConfig
 from heads.device import choose_device
-from heads.frozen.chat_template import in_template, no_chat_template, set_chat_template
-from heads.frozen.checkpoint_files import INDEX_FILE, SINGLE_FILE, UNREADABLE, indexed_files
-from heads.frozen.demo_model import PREFIX, embedded_folder, load_gguf
+from heads.frozen.checkpoint_files import UNREADABLE
 from heads.frozen.hidden_states import TargetStates
-from heads.frozen.id_tokens import id_tokenizer
 from heads.frozen.identity import TargetIdentity, hash_chat_template, hash_tokenizer, hash_weights
+from heads.frozen.location import load_gguf, locate
 from heads.frozen.media.processor import MediaReader, load_reader
 from heads.frozen.media.reading import kind_of, shown
 from heads.frozen.placement import place_parts
 from heads.frozen.quantized import loader_of, quantization_of
-from heads.frozen.served.ends import load_ends
+from heads.frozen.served import load_ends
 from heads.frozen.split.groups import TargetGroup
 from heads.frozen.split.parts import join_group, split_arguments
+from heads.frozen.tokenizer import in_template, load_tokenizer, no_chat_template
 from heads.inference.column_positions import rope_limit
 from heads.inference.compiled_forward import make_compiled
 from heads.inference.guidance import Guidance
@@ -47,7 +43,6 @@ from heads.inference.runner import Runner, runner_of
 
 log = logging.getLogger("draftsmith")
 
-HUB_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]  # besides the weights
 UNLIMITED = 2**31 - 1  # positions
 
 
@@ -125,7 +120,7 @@ class Target:
         """Return the token ids of a conversation in the chat template.
 
         Args:
-            messages, tools, answer_follows: as for `heads.frozen.chat_template.in_template`.
+            messages, tools, answer_follows: as for `heads.frozen.tokenizer.in_template`.
             media: references to the images or sounds in its user's texts, in order (`heads.frozen.media`).
 
         Raises:
@@ -189,7 +184,6 @@ def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: 
         disable_progress_bar()  # in a log, redrawn bars hide the other lines
     path, device = locate(config), choose_device(config.device)
     model, tokenizer = _read(path, config, device, for_chats=for_chats)
-    weights_sha256 = hash_weights(path)
     kind = None if config.parallel is None else config.parallel.kind
     # accelerate's hooks place the weights of a spread target, and blocks that servers or other stages run have none.
     placed = config.device_map is not None or config.states is not None or kind == "pipeline"
@@ -199,26 +193,11 @@ def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: 
     group = None if kind is None else join_group(model, config, device)
     check_split(model)
     _warn_of_rope_limit(model)
-    if config.forward == "lean":
-        make_lean(model)
-    elif config.forward == "compiled":
-        make_compiled(model)
-    if config.guidance is not None:
-        if runner_of(model).mixers:
-            raise InputError(f"target.guidance: {type(model).__name__} has recurrent layers; set guidance to null")
-        runner_of(model).guidance = Guidance.of(model, config.guidance)
-        weights_sha256 = hashlib.sha256(f"{weights_sha256} {config.guidance.model_dump_json()}".encode()).hexdigest()
-    identity = TargetIdentity(
-        name=redact(config.name),  # the identity is written into everything
-        revision=None if config.revision is None else redact(config.revision),
-        weights_sha256=weights_sha256,
-        tokenizer_sha256=hash_tokenizer(tokenizer),
-        chat_template_sha256=hash_chat_template(tokenizer),
-    )
+    _set_runner(model, config)
     return Target(
         model=model,
         tokenizer=tokenizer,
-        identity=identity,
+        identity=_identify(path, config, tokenizer),
         eos_token_ids=_eos_token_ids(model, tokenizer),
         spread_by=None if config.device_map is None and group is None else config,
         group=group,
@@ -267,70 +246,6 @@ def recast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     return recast
 
 
-def wider_parts(model: PreTrainedModel) -> list[str]:
-    """Return the names of the tensors that transformers keeps in a wider dtype than the model's; [] for one in float32."""
-    tensors = chain(model.named_parameters(), model.named_buffers())
-    size = model.dtype.itemsize
-    return [name for name, tensor in tensors if tensor.is_floating_point() and tensor.dtype.itemsize > size]
-
-
-def rounded_parts(model: PreTrainedModel, made: str) -> list[str]:
-    """Return a warning for what was `made` from a target as draftsmith once loaded it; nothing where that was this target."""
-    if not (parts := wider_parts(model)):
-        return []
-    return [
-        f"{made} was made by a draftsmith that rounded all of the target to {str(model.dtype).removeprefix('torch.')}; "
-        f"transformers, and this draftsmith, keep {parts[0]} wider: make it again if texts are long"
-    ]
-
-
-def locate(config: TargetConfig) -> Path:
-    """Return the folder or `.gguf` file that holds the target, downloading it where needed."""
-    if config.name.startswith(PREFIX):
-        return embedded_folder(config.name)
-    path = Path(config.name)
-    if path.exists():
-        return path
-    if path.suffix == ".gguf" or config.name.startswith((".", "/", "~")) or config.name.count("/") != 1:
-        raise InputError(
-            f"target.name: {config.name} is neither a folder or .gguf file here, nor a Hub id (owner/name), nor embedded"
-        )
-    try:
-        return fetch(config.name, config.revision)
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise InputError(
-            f"target.name: {config.name} is no folder here and could not be fetched from the Hub: {first_line(error)}"
-        ) from error
-
-
-def fetch(name: str, revision: str | None, *, local_files_only: bool = False) -> Path:
-    """Return the folder of a model on the Hub, fetched: what transformers loads of it, and no second copy of its weights.
-
-    Raises:
-        InputError: the index of its weights cannot be read.
-        OSError, HfHubHTTPError: it cannot be had.
-    """
-    get = partial(snapshot_download, name, revision=revision, local_files_only=local_files_only)
-    folder = Path(get(allow_patterns=HUB_FILES))
-    shards = set(indexed_files(folder).values()) if (folder / INDEX_FILE).is_file() else set()
-    return Path(get(allow_patterns=[*HUB_FILES, SINGLE_FILE, *sorted(shards)]))
-
-
-def load_tokenizer(path: Path, config: TargetConfig) -> PreTrainedTokenizerBase:
-    """Return the tokenizer, with the chat template that the config names."""
-    tokenizer: PreTrainedTokenizerBase
-    if config.tokens == "ids":
-        described = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-        return id_tokenizer(described.get_text_config().vocab_size)
-    if path.suffix == ".gguf":
-        tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-    else:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-    if config.chat_template is not None:
-        set_chat_template(tokenizer, config.chat_template)
-    return tokenizer
-
-
 def _read(
     path: Path, config: TargetConfig, device: torch.device, *, for_chats: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -350,6 +265,33 @@ def _read(
             f"target.name: {path} does not hold a causal LM and its tokenizer: {first_line(error)} (where its tokens are no "
             "text, set target.tokens to ids)"
         ) from error
+
+
+def _set_runner(model: PreTrainedModel, config: TargetConfig) -> None:
+    """Give the model the forward and the guidance of its settings."""
+    if config.forward == "lean":
+        make_lean(model)
+    elif config.forward == "compiled":
+        make_compiled(model)
+    runner = runner_of(model)
+    if config.guidance is not None:
+        if runner.mixers:
+            raise InputError(f"target.guidance: {type(model).__name__} has recurrent layers; set guidance to null")
+        runner.guidance = Guidance.of(model, config.guidance)
+
+
+def _identify(path: Path, config: TargetConfig, tokenizer: PreTrainedTokenizerBase) -> TargetIdentity:
+    """Return the identity of the target at a path. Guidance changes its logits and is part of its hash."""
+    weights_sha256 = hash_weights(path)
+    if config.guidance is not None:
+        weights_sha256 = hashlib.sha256(f"{weights_sha256} {config.guidance.model_dump_json()}".encode()).hexdigest()
+    return TargetIdentity(
+        name=redact(config.name),  # the identity is written into everything
+        revision=None if config.revision is None else redact(config.revision),
+        weights_sha256=weights_sha256,
+        tokenizer_sha256=hash_tokenizer(tokenizer),
+        chat_template_sha256=hash_chat_template(tokenizer),
+    )
 
 
 def _warn_of_rope_limit(model: PreTrainedModel) -> None:

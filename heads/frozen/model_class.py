@@ -23,7 +23,7 @@ ON_TEXT = {
     "glm4v_text": "glm4",
     "glm4v_moe_text": "glm4_moe",
 }
-UNSAID = {"qwen3_moe": {"norm_topk_prob": True}}  # what their text parts always do
+ALWAYS_SET = {"qwen3_moe": {"norm_topk_prob": True}}  # what text parts do without a setting of it
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
@@ -49,5 +49,5 @@ def causal_config(config: PreTrainedConfig) -> PreTrainedConfig:
     values = {name: value for name, value in config.to_dict().items() if name != "model_type"}
     rope = {name: value for name, value in values["rope_parameters"].items() if not name.startswith("mrope")}
     plain = ON_TEXT[config.model_type]
-    kept: PreTrainedConfig = CONFIG_MAPPING[plain].from_dict(values | {"rope_parameters": rope} | UNSAID.get(plain, {}))
+    kept: PreTrainedConfig = CONFIG_MAPPING[plain].from_dict(values | {"rope_parameters": rope} | ALWAYS_SET.get(plain, {}))
     return kept

@@ -111,7 +111,7 @@ def real_weight(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
         tensor: as the state dict has it.
 
     Raises:
-        InputError: it is of a block that was not loaded (`heads.frozen.served.ends`), and cannot be read alone.
+        InputError: it is of a block that was not loaded (`heads.frozen.served`), and cannot be read alone.
     """
     if isinstance(tensor, DTensor):
         whole: Tensor = tensor.full_tensor()

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch.distributed as dist
@@ -43,37 +41,13 @@ def join_processes(target: TargetConfig, *, timeout_seconds: int | None = None) 
         on_cpu = False
     # Without `cpu` accelerate looks for accelerators only, and finds one process where there are several on a CPU.
     try:
-        with _without_compiling() if by_deepspeed else nullcontext():
-            state = PartialState(cpu=on_cpu, **settings)
+        state = PartialState(cpu=on_cpu, **settings)
     except ImportError as error:
         raise InputError(f"the processes were launched for DeepSpeed, which is not installed: {first_line(error)}") from error
     num_launched = int(os.environ.get("WORLD_SIZE", "1"))
     if state.num_processes != num_launched:
         raise RuntimeError(f"{num_launched} processes were launched, but accelerate sees {state.num_processes}")
     return state
-
-
-@contextmanager
-def _without_compiling() -> Iterator[None]:
-    """Let DeepSpeed, started on a CPU, do without operators of its own.
-
-    It would compile one for reductions in shared memory when it is first started, and a process that is killed meanwhile
-    leaves a lock that all later ones wait for without end. gloo reduces as well.
-    """
-    if find_spec("deepspeed") is None:
-        yield
-        return
-    import deepspeed.ops
-
-    found = vars(deepspeed.ops).get("__compatible_ops__")  # made at first use
-    deepspeed.ops.__compatible_ops__ = defaultdict(bool)
-    try:
-        yield
-    finally:
-        if found is None:
-            del deepspeed.ops.__compatible_ops__
-        else:
-            deepspeed.ops.__compatible_ops__ = found
 
 
 def wait_patiently(seconds: int) -> None:
@@ -106,5 +80,5 @@ def naming_lost_processes() -> Iterator[None]:
             raise
         raise RunFailed(
             f"another process of this run has ended or does not answer ({first_line(error)}); its own log says why. Nothing "
-            "is lost that was kept on disk: start it again to go on from there"
+            "on disk is lost: rerun the same command to resume"
         ) from error

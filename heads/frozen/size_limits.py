@@ -1,6 +1,6 @@
-"""A draft's settings held against the sizes of its stored tensors, before anything is built of them.
+"""Limits on what a draft's settings may build, given the tensors that are stored beside them.
 
-A file of a few kilobytes can name a million layers. Only the header of its weights is read here.
+The settings of a file of a few kilobytes can name a million layers. Only the header of its weights is read here.
 """
 
 from __future__ import annotations
@@ -19,35 +19,18 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_json
-from configs.schema.heads import DFlashSettings, HeadSettings
-from heads.frozen.checkpoint_files import read_weights
 from heads.frozen.quantized import read_float_weights
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 COUNTS = re.compile(r"(layers?|depths|(medusa|hydra)_num_heads)$")
-RANKS = (
-    "markov_rank",
-    "selector_rank",
-    "xpress_rank",
-    "gru_hidden_dim",
-    "emb_dim",
-)  # settings of some families, each a side of a matrix
 USUAL = 256  # layers or depths that settings may name whatever the number of tensors: some layers share theirs
 SLACK = 4  # numbers built for one stored: tied matrices are built twice, and joined ones apart
-
-
-def stored_shapes(folder: Path) -> Shapes:
-    """Return the shape of every tensor in a checkpoint's folder, by name.
-
-    Raises:
-        InputError: it holds no weights that can be read.
-    """
-    return {name: stored.shape for name, stored in read_weights(folder).items()}
+NO_MEMORY = ("allocate", "overflow")  # in torch's errors where a matrix is too large for any memory
 
 
 def check_counts(settings: Mapping[str, Any], shapes: Shapes, where: str | Path) -> None:
-    """Refuse settings that name more layers or depths than there are tensors, in sections of theirs too.
+    """Refuse settings that name more layers or depths than there are tensors, or too long a block, in sections of theirs too.
 
     Raises:
         InputError: names the key.
@@ -55,53 +38,39 @@ def check_counts(settings: Mapping[str, Any], shapes: Shapes, where: str | Path)
     for key, value in settings.items():
         if isinstance(value, Mapping):
             check_counts(value, shapes, where)
-        elif isinstance(value, int | float) and COUNTS.search(key) and value > max(USUAL, len(shapes)):
+        elif not isinstance(value, int | float):
+            continue
+        elif COUNTS.search(key) and value > max(USUAL, len(shapes)):
             raise InputError(f"{where}: {key} is {value:g}, while the weights beside it hold {len(shapes)} tensors")
-
-
-def check_head_sizes(settings: HeadSettings, shapes: Shapes, width: int, where: str | Path) -> None:
-    """Refuse the settings of a head whose layers could not be in its file.
-
-    Args:
-        settings: of the head.
-        shapes: of its stored tensors.
-        width: of the target's states, of which every layer reads or writes as many.
-        where: names the head in the error.
-
-    Raises:
-        InputError: names the setting.
-    """
-    check_counts(settings.model_dump(), shapes, where)
-    if isinstance(settings, DFlashSettings) and settings.block_size > USUAL:
-        raise InputError(f"{where}: block_size is {settings.block_size}, drafted in one forward; expected at most {USUAL}")
-    layer = getattr(settings, "layer", None)
-    sizes = {name: size for name in RANKS if (size := getattr(settings, name, None)) is not None}
-    if layer is not None:
-        heads = max(layer.num_heads or 1, layer.num_key_value_heads or 1)
-        sizes |= {"layer.mlp_width": layer.mlp_width or 1, "layer.num_heads x head_width": heads * (layer.head_width or 1)}
-    for name, size in sizes.items():
-        if size * width > _total(shapes):
-            raise InputError(f"{where}: {name} is {size}, and one such matrix is larger than all the weights beside it")
+        elif key == "block_size" and value > USUAL:
+            raise InputError(f"{where}: block_size is {value}, drafted in one forward; expected at most {USUAL}")
 
 
 @contextmanager
 def no_larger_than(shapes: Shapes, where: str | Path) -> Iterator[None]:
     """Stop the building of a module as soon as it has more numbers than its stored tensors can fill.
 
+    A matrix is counted before its values are set, while it takes no memory yet.
+
     Raises:
         InputError: it has.
     """
-    built, limit = 0, SLACK * _total(shapes)
+    built, total = 0, _total(shapes)
+    too_large = InputError(f"{where}: its settings call for more weights than the {total} numbers that are stored")
 
     def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         nonlocal built
         built += 0 if parameter is None else parameter.numel()
-        if built > limit:
-            raise InputError(f"{where}: its settings call for more weights than the {_total(shapes)} numbers that are stored")
+        if built > SLACK * total:
+            raise too_large
 
     hook = register_module_parameter_registration_hook(count)
     try:
         yield
+    except RuntimeError as error:
+        if any(word in str(error) for word in NO_MEMORY):
+            raise too_large from error
+        raise
     finally:
         hook.remove()
 

@@ -8,13 +8,15 @@ B batch, T new tokens, S cache length, D width, V vocabulary, W rows of the outp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
 
 from configs.runtime.errors import InputError
 from heads.inference.attention_masks import masks_of
@@ -22,13 +24,14 @@ from heads.inference.column_positions import by_axis, rope_limit, within_context
 from heads.inference.guidance import twice
 from heads.inference.kv_cache import RowCache, RowLayer
 from heads.inference.media_inputs import MediaInputs, check_text, read_with_media
-from heads.inference.packed_rows import knowing_packing
 from heads.inference.recurrent_cache import RecurrentCache
 from heads.inference.runner import apply_head, backbone, runner_of
 from heads.sampling.token_tree import TreeAttention
 from heads.uploads import on_device
 
 SCALING = ("cohere_compass", "granite4_vision", "granite_docling")  # others with images leave out their text part's logit scale
+_PACKED: ContextVar[bool | None] = ContextVar("packed", default=None)  # of this thread; None: not known
+_OWN = masking_utils.find_packed_sequence_indices
 
 
 def head_logits(model: HasOutputHead, hidden_BTD: Tensor) -> Tensor:
@@ -124,6 +127,34 @@ def read_documents(
     with knowing_packing(packed=bool(apart)):
         states_BTD: Tensor = backbone(model)(input_ids=ids_BT, use_cache=False, **apart).last_hidden_state
     return states_BTD if guidance is None else guidance.mixed(states_BTD)
+
+
+@contextmanager
+def knowing_packing(*, packed: bool) -> Iterator[None]:
+    """Tell transformers whether the rows of a forward hold several documents each.
+
+    To make its masks it would look that up in the positions (`masking_utils.find_packed_sequence_indices`), and the host would
+    wait for the device in every forward.
+    """
+    masking_utils.find_packed_sequence_indices = _find  # stays, and does outside of this block what transformers' own does
+    token = _PACKED.set(packed)
+    try:
+        yield
+    finally:
+        _PACKED.reset(token)
+
+
+def _find(position_ids: Tensor) -> Tensor | None:
+    known = _PACKED.get()
+    if known is None:
+        return _OWN(position_ids)
+    return _documents(position_ids) if known else None
+
+
+def _documents(positions_BT: Tensor) -> Tensor:
+    """Return the number of each position's document in its row, from 0, as transformers computes it."""
+    steps_BT = torch.diff(positions_BT, prepend=positions_BT[:, :1] - 1, dim=-1)
+    return (steps_BT != 1).cumsum(-1)
 
 
 def head_rows(model: PreTrainedModel, token_ids_W: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -78,12 +78,12 @@ class RowLayer(CacheLayerMixin):
         if self.slots.index is None:
             stored[:, :, self.slots.starts[0] : end] = states
         else:
-            stored[beside(self.slots.index, stored)] = states.transpose(1, 2)
+            stored[_index_on(self.slots.index, stored)] = states.transpose(1, 2)
         return stored[:, :, :end]
 
     def move(self, goal: tuple[Tensor, slice, Tensor], source: tuple[Tensor, slice, Tensor]) -> None:
         """Copy the contents of the slots `source` to `goal`."""
-        goal, source = beside(goal, self.keys), beside(source, self.keys)
+        goal, source = _index_on(goal, self.keys), _index_on(source, self.keys)
         for name in self.stored:
             tensor = getattr(self, name)
             tensor[goal] = tensor[source]
@@ -149,8 +149,8 @@ class RowCache(Cache):
         """Return what to enter while a forward reads into the cache."""
         return nullcontext()
 
-    def hold(self, starts: Sequence[int]) -> None:
-        """Announce that rows may go back as far as to `starts`, until told otherwise; keys and values always can."""
+    def keep_states_from(self, starts: Sequence[int]) -> None:
+        """Keep what rows need to go back as far as `starts`, until the next call; keys and values need nothing."""
 
     def widen(self, length: int) -> None:
         """Let the current forward write `length` tokens a row and read every slot: the same shapes at every place."""
@@ -274,7 +274,7 @@ def _index(starts: Sequence[int], columns: Tensor) -> tuple[Tensor, slice, Tenso
     return torch.arange(len(starts), device=columns.device).unsqueeze(1), slice(None), starts_B1 + columns
 
 
-def beside(index: tuple[Tensor, slice, Tensor], states: Tensor) -> tuple[Tensor, slice, Tensor]:
+def _index_on(index: tuple[Tensor, slice, Tensor], states: Tensor) -> tuple[Tensor, slice, Tensor]:
     """Return an index of slots on the device of these states: the layers of a spread target lie on several."""
     rows, heads, positions = index
     return rows.to(states.device), heads, positions.to(states.device)

@@ -53,14 +53,6 @@ class MediaInputs:
     of_tokens: Mapping[str, Tensor]
 
 
-def current_keys(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row's values by today's keys: the first with images had them as `image_prompt`, of text and `images`."""
-    held = dict(row)
-    if isinstance(prompt := held.pop("image_prompt", None), Mapping):
-        held["media_prompt"] = {"text": prompt.get("text"), "media": prompt.get("images")}
-    return held
-
-
 def check_text(placeholder: int | None, ids_BT: Tensor) -> None:
     """Refuse rows, read from their beginning without media, that hold the placeholder of one; None: the model has none.
 

@@ -28,7 +28,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from heads.inference.kv_cache import RowCache, RowLayer
 
-MOST_STATES = 8  # of one layer while mixers are searched
+MAX_STATES = 8  # of one layer while mixers are searched
 State = tuple[Tensor | None, ...]  # of a mixer: convolution and recurrence in turns, `[B, ...]` each; None: it has none
 Mixer = Callable[[Tensor], Any]  # a mixer's forward as a function of its input `[B, T, D]`
 
@@ -69,8 +69,8 @@ class _History:
 class RecurrentCache(RowCache):
     """A `RowCache` that also keeps the states of mixers; see the module's docstring.
 
-    A row may go back to the start of the last forward or to a later position, to that which `hold` names and later ones, and to
-    where it went on after its prompt.
+    A row may go back to the start of the last forward or to what `keep_states_from` names, to any later position, and to the
+    end of its prompt.
     """
 
     takes_rows = False  # the histories of a batch begin together
@@ -80,11 +80,11 @@ class RecurrentCache(RowCache):
     ) -> None:
         super().__init__(num_layers, capacity, layer)
         self._mixers = mixers
-        most = max((max(slot.states) + 1 for slot in mixers.values()), default=MOST_STATES)
+        most = max((max(slot.states) + 1 for slot in mixers.values()), default=MAX_STATES)
         # What a mixer reads and writes while it runs.
         self._now = Cache(layers=[LinearAttentionLayer(number_of_states=most) for _ in range(num_layers)])
         self._histories: dict[nn.Module, _History] = {}
-        self._held: list[int] | None = None
+        self._kept_from: list[int] | None = None
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         return self._now.get_conv_state(layer_idx, state_idx)
@@ -112,8 +112,8 @@ class RecurrentCache(RowCache):
                 if forward is not None:
                     module.forward = forward
 
-    def hold(self, starts: Sequence[int]) -> None:
-        self._held = list(starts)
+    def keep_states_from(self, starts: Sequence[int]) -> None:
+        self._kept_from = list(starts)
 
     def keep_path(self, starts: Sequence[int], columns: Sequence[Sequence[int]], columns_BA: Tensor | None = None) -> None:
         super().keep_path(starts, columns, columns_BA)
@@ -129,7 +129,7 @@ class RecurrentCache(RowCache):
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         super().keep_rows(rows)
-        self._held = None if self._held is None else [self._held[row] for row in rows]
+        self._kept_from = None if self._kept_from is None else [self._kept_from[row] for row in rows]
         for history in self._histories.values():
             history.keep_rows(rows)
 
@@ -186,8 +186,8 @@ class RecurrentCache(RowCache):
             return
         entries = [start - base for start, base in zip(starts, history.base, strict=True)]
         if min(entries) == max(entries) == len(history.states) - 1:
-            held = starts if self._held is None else map(min, starts, self._held)
-            history.drop_before(list(held))
+            kept = starts if self._kept_from is None else list(map(min, starts, self._kept_from))
+            history.drop_before(kept)
             return
         rows = []
         for row, (start, entry) in enumerate(zip(starts, entries, strict=True)):

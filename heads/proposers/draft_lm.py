@@ -115,7 +115,7 @@ class DraftLM:
         cache is read in several forwards.
         """
         lengths, starts = text.lengths, self._cached
-        self._cache.hold(lengths)
+        self._cache.keep_states_from(lengths)
         hidden_BD: Tensor | None = None
         while (longest := max(length - start for length, start in zip(lengths, starts, strict=True))) > 0:
             T = min(longest, self._cache.capacity - max(starts))

@@ -110,7 +110,7 @@ class SharedBlocks:
     def hold(self, starts: Sequence[int]) -> None:
         """Announce where drafting starts, to which rows may go back; comes before the first `read` of a round."""
         if self._cache is not None and (cache := self._cache()) is not None:
-            cache.hold(starts)
+            cache.keep_states_from(starts)
 
     def read(self, ids_BT: Tensor, starts: Sequence[int]) -> Tensor:
         """Run the first blocks on the next drafted tokens; return the states after them, `[B, T, E]`."""

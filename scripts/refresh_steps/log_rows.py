@@ -24,9 +24,9 @@ from configs.schema.commands.refreshing import LogConfig
 from configs.schema.target import TargetConfig
 from distill.generation.row_formats import KEYS
 from distill.generation.source_files import SUFFIXES, read_source
-from heads.frozen.chat_template import no_chat_template
 from heads.frozen.checkpoint_files import UNREADABLE
-from heads.frozen.loading import load_tokenizer, locate
+from heads.frozen.location import locate
+from heads.frozen.tokenizer import load_tokenizer, no_chat_template
 
 WHAT = "log"
 VLLM_NAME = re.compile(r"\.log(?:[.-][\d-]+)?(?:\.gz)?$")  # server.log, and server.log.1 or server.log-20260101.gz of rotation

@@ -11,7 +11,7 @@ from configs.runtime.files import find_shipped
 from configs.schema.commands.refreshing import RefreshConfig
 from heads.artifact import hash_artifact, read_metadata
 from heads.frozen.identity import hash_weights
-from heads.frozen.loading import locate
+from heads.frozen.location import locate
 from heads.hub import locate_artifact
 from heads.metadata import Metadata
 from scripts.refresh_steps import commands

@@ -36,7 +36,7 @@ def test_the_other_process_ends_with_the_reason(tmp_path, start_two, fault):
     assert main.end(60) == FAILED, main.said
     assert time.monotonic() - started < 60
     assert "another process of this run has ended or does not answer" in main.said
-    assert "start it again to go on from there" in main.said
+    assert "rerun the same command to resume" in main.said
     other.kill()
     assert [read_manifest(path).step for path in list_checkpoints(tmp_path / "run" / "checkpoints")] == [3]
     assert [each.end() for each in start_two()] == [DONE, DONE]

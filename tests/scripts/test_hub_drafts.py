@@ -24,7 +24,8 @@ from heads.artifact import load_draft, read_metadata
 from heads.families.registry import FAMILIES
 from heads.frozen.checkpoint_files import read_weights
 from heads.frozen.identity import hash_weights
-from heads.frozen.loading import load_target, locate
+from heads.frozen.loading import load_target
+from heads.frozen.location import locate
 from heads.hub import locate_artifact, locate_external
 from scripts.publish.card_metadata import read_card
 from tests.support.artifacts import save_artifact

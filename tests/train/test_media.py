@@ -27,7 +27,6 @@ from distill.student.init import initial_draft
 from eval.evaluation import evaluate
 from heads.frozen.hidden_states import read_states
 from heads.frozen.loading import load_target
-from heads.inference.media_inputs import MediaPrompt
 from scripts.lab.models_check.architectures import tiny_model
 from scripts.lab.models_check.media_models import PLACEHOLDER, picture, save_processor, sound
 from tests.support.losses import target_hidden
@@ -186,9 +185,3 @@ def test_a_part_that_is_neither_image_nor_sound_is_refused_by_its_line(
     settings = {"prompts": {"source": "file", "path": str(tmp_path / "odd.jsonl")}, "output": str(tmp_path / "none")}
     with pytest.raises(InputError, match=rf"odd\.jsonl, line 1: {says}"):
         make_dataset(DataConfig.model_validate(settings))
-
-
-def test_rows_written_with_images_under_their_first_name_are_read(tmp_path: Path) -> None:
-    row = {"prompt_id": "p", "category": "c", "turn": 0, "messages": [], "prompt_ids": [1], "answer_ids": [2], "ended": True}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row | {"image_prompt": {"text": "w1", "images": ["a.png"]}}) + "\n")
-    assert read_conversations(tmp_path / "rows.jsonl")[0].media_prompt == MediaPrompt(text="w1", media=("a.png",))

@@ -26,7 +26,7 @@ from heads.formats.importing.sizes import own_layer
 from heads.formats.layout import check_names
 from heads.frozen.checkpoint_files import LazyTensor, Weights, write_weights
 from heads.frozen.identity import TargetIdentity
-from heads.frozen.size_limits import check_head_sizes, no_larger_than
+from heads.frozen.size_limits import check_counts, no_larger_than
 from heads.inference.causal_lm import head_rows
 from heads.modules.output_head import HeadModule
 from heads.vocabulary import DraftVocabulary
@@ -68,7 +68,7 @@ def fit(external: ExternalDraft, target: PreTrainedModel) -> Fitted:
     size = None if vocabulary is None else len(vocabulary)
     settings = external.checked_settings(draft_vocab_size=size, **trained_head, **layer, **embedding)
     shapes = {name: stored.shape for name, stored in weights.items()}
-    check_head_sizes(settings, shapes, target.config.get_text_config().hidden_size, external.form)
+    check_counts(settings.model_dump(), shapes, external.form)
     # Native MTP tensors are found by the shapes of ours; there are as many depths as modules in the file.
     with nullcontext() if external.placed else no_larger_than(shapes, external.form):
         head = FAMILIES[external.kind].build(settings, target, vocabulary)

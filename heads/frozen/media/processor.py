@@ -15,16 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.processing_utils import ProcessorMixin
 from transformers.utils import is_torchvision_available, is_vision_available
 
 from configs.runtime.errors import InputError, first_line
 from configs.schema.target import AudioConfig, ImagesConfig, TargetConfig
-from heads.frozen.media.images import read_image
-from heads.frozen.media.reading import shown
-from heads.frozen.media.sounds import read_sound
+from heads.frozen.media.reading import read_image, read_sound, shown
 from heads.inference.media_inputs import MediaInputs, MediaPrompt
 from heads.inference.runner import runner_of
 
@@ -107,7 +105,7 @@ class MediaReader:
             return {"images": [read_image(reference, config) for reference in media]}
         rate = self.processor.feature_extractor.sampling_rate
         sounds = [read_sound(reference, config, rate) for reference in media]
-        # No part of a sound is left out unsaid: what is too long for a model is refused by it.
+        # Without truncation the model refuses a sound that is too long for it.
         return {"audio": sounds, "audio_kwargs": {"sampling_rate": rate, "truncation": False}}
 
     def _joined(self, name: str, parts: Sequence[Tensor]) -> Tensor:
@@ -120,12 +118,8 @@ class MediaReader:
         return joined.to(self.model.dtype) if joined.is_floating_point() else joined
 
     def _padded(self, rows: Mapping[int, Tensor], num_rows: int) -> Tensor:
-        longest = max(len(each) for each in rows.values())
-        nothing = next(iter(rows.values())).new_zeros(longest)
-        padded = [
-            functional.pad(rows[row], (0, longest - len(rows[row]))) if row in rows else nothing for row in range(num_rows)
-        ]
-        return torch.stack(padded).to(self.model.device)
+        nothing = next(iter(rows.values())).new_zeros(0)
+        return pad_sequence([rows.get(row, nothing) for row in range(num_rows)], batch_first=True).to(self.model.device)
 
 
 def load_reader(

@@ -28,7 +28,8 @@ from heads.artifact import read_metadata
 from heads.formats.exporting.exporter import SERVE_FILE, export
 from heads.formats.exporting.source import TargetFolder, read_source
 from heads.formats.exporting.table import engines_of, form_of
-from heads.frozen.loading import Target, load_target, locate
+from heads.frozen.loading import Target, load_target
+from heads.frozen.location import locate
 from scripts.lab.bench.harness import flat, write_results
 from scripts.lab.bench.head_recipes import train_recipes
 from scripts.lab.bench.provenance import check_trained_here

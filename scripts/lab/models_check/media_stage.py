@@ -17,9 +17,9 @@ from configs.schema.drafting import StaticTree
 from configs.schema.target import TargetConfig
 from distill.dataset.batches import Example, collate
 from eval.decoder.decode import Request, decode
-from heads.frozen.chat_template import OBJECT
 from heads.frozen.hidden_states import num_blocks, read_states
 from heads.frozen.loading import Target, load_target
+from heads.frozen.tokenizer import OBJECT
 from heads.inference.causal_lm import head_logits
 from heads.inference.media_inputs import SOUND
 from scripts.lab.models_check.architectures import VOCAB_SIZE

@@ -10,8 +10,8 @@ from configs.schema.decoding import DecodeConfig
 from configs.schema.target import ImagesConfig, TargetConfig
 from eval.cost.tree_choice import row_seconds
 from eval.decoder.decode import Request, decode
-from heads.frozen.chat_template import OBJECT
 from heads.frozen.loading import Target, load_target
+from heads.frozen.tokenizer import OBJECT
 from heads.inference.media_inputs import MediaPrompt
 from scripts.lab.models_check.architectures import tiny_model
 from scripts.lab.models_check.media_models import picture, save_processor

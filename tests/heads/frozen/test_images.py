@@ -16,7 +16,7 @@ import pytest
 from configs.runtime.errors import InputError
 from configs.schema.target import ImagesConfig
 from heads.frozen.media import reading
-from heads.frozen.media.images import read_image
+from heads.frozen.media.reading import read_image
 
 Image = pytest.importorskip("PIL.Image")
 

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import logging
 import shutil
 
 import pytest
@@ -159,27 +158,6 @@ def test_a_spread_target_keeps_its_dequantised_blocks_in_the_offload_folder(fold
     assert torch.equal(spread.model(ids_BT).logits, load(folder).model(ids_BT).logits)
     with pytest.raises(InputError, match=r"target\.offload_folder"):
         load_target(TargetConfig.model_validate(settings))
-
-
-def test_the_log_says_how_much_memory_it_takes_against_the_files(folder, caplog):
-    quantise(folder, SCHEMES["gptq"])
-    with caplog.at_level(logging.WARNING, "draftsmith"):
-        target = load(folder, "bfloat16")
-    assert target.model.dtype == torch.bfloat16
-    said = [record for record in caplog.records if "is quantised (gptq) and is run dequantised to bfloat16" in record.message]
-    assert len(said) == 1
-    numbers = sum(parameter.numel() for parameter in target.model.parameters())
-    in_memory, in_files = said[0].args[-2:]
-    assert in_memory == 2 * numbers / 2**30
-    assert in_files == (folder / "model.safetensors").stat().st_size / 2**30
-
-
-def test_weights_that_no_file_holds_are_not_made_up(folder):
-    weights = load_file(folder / "model.safetensors")
-    del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(InputError, match=r"no values for model\.layers\.1\.mlp\.up_proj\.weight of LlamaForCausalLM"):
-        load(folder)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from configs.runtime.errors import InputError
 from configs.schema.target import AudioConfig
-from heads.frozen.media.sounds import read_sound
+from heads.frozen.media.reading import read_sound
 from heads.inference.media_inputs import SOUND
 from scripts.lab.models_check.media_models import sound
 

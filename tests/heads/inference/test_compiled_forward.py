@@ -125,10 +125,9 @@ def test_no_more_graphs_than_allowed_and_the_rest_runs_all_the_same(captured, mo
     assert "further shapes run uncompiled" in caplog.text
 
 
-@pytest.mark.parametrize("batch_size", [1, 2])
-def test_a_loaded_target_and_its_draft_run_compiled_and_answer_as_before(tiny_run, captured, batch_size):
+def test_a_loaded_target_and_its_draft_run_compiled_and_answer_as_before(tiny_run, captured):
     settings = {"name": str(tiny_run / "target"), "dtype": "float32", "device": "cpu"}
-    prompts, config = [[5, 9, 6], [7, 12, 3, 44, 9, 20]], DecodeConfig(max_new_tokens=12, batch_size=batch_size)
+    prompts, config = [[5, 9, 6], [7, 12, 3, 44, 9, 20]], DecodeConfig(max_new_tokens=12, batch_size=2)
     expected = generate(load_target(TargetConfig(**settings)), prompts, config)
     target = load_target(TargetConfig(**settings, forward="compiled"))
     draft = load_draft(tiny_run / "artifact", target.identity, target.model)
@@ -136,8 +135,8 @@ def test_a_loaded_target_and_its_draft_run_compiled_and_answer_as_before(tiny_ru
         assert isinstance(runner_of(model).forward, CompiledForward)
     assert generate(target, prompts, config) == expected
     assert generate(target, prompts, config, draft.proposer) == expected
-    # Plainly 1 token; with drafts 4, 2 and 1; the draft reads 1 or 2; each for every number of rows still under way.
-    assert captured() <= 5 * batch_size
+    # Plainly 1 token; with drafts 4, 2 and 1; the draft reads 1 or 2; each with two rows and with one.
+    assert captured() <= 10
 
 
 @pytest.mark.slow

@@ -3,30 +3,24 @@
 Each reads nearly all of a text at once, then the rest in pieces, after tokens were taken back, as decoding does.
 """
 
-import os
-
 import pytest
 import torch
-from torch import multiprocessing
 from transformers import AutoModelForCausalLM
 
 from configs.schema.target import TargetConfig
 from heads.frozen.hidden_states import TargetStates, read_states
 from heads.frozen.loading import load_target
-from heads.frozen.processes import join_processes
-from heads.frozen.served.forward import ServedForward
+from heads.frozen.served import ServedForward
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache
 from heads.inference.compiled_forward import make_compiled
 from heads.inference.lean_forward import make_lean
 from heads.inference.runner import runner_of
-from tests.support.ports import free_port
 
 POSITIONS = 4096
 TOLERANCE = 1e-5  # of the largest logit
 IDS_BT = torch.randint(64, (2, POSITIONS), generator=torch.Generator().manual_seed(0))
 # Tokens a row, and where they begin in each: the second row takes eleven back, a prompt's end and single tokens follow.
 PIECES = [(4000, [0, 0]), (11, [4000, 3989]), (64, [4011, 4000]), (20, [4075, 4064]), (1, [4095, 4084])]
-SPLITS = ("pipeline", "tensor", "shard")
 
 
 @pytest.fixture(scope="module")
@@ -100,24 +94,6 @@ def test_a_forward_decodes_far_into_a_text_as_transformers_reads_it(way, folder,
         assert largest_error(decode(model), expected_BTV) <= TOLERANCE
     finally:
         torch._dynamo.reset()
-
-
-def test_a_target_split_over_processes_decodes_far_into_a_text_as_transformers_reads_it(folder, expected_BTV, tmp_path):
-    multiprocessing.spawn(decode_split, (folder, free_port(), tmp_path), nprocs=2)
-    errors = {kind: largest_error(torch.load(tmp_path / kind), expected_BTV) for kind in SPLITS}
-    assert max(errors.values()) <= TOLERANCE, errors
-
-
-def decode_split(rank, folder, port, found):
-    """Decode with the target split in every way, as one of two processes."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    for kind in SPLITS:
-        settings = {"parallel": {kind: 2}}
-        join_processes(TargetConfig(device="cpu", **settings))
-        logits = decode(load(folder, **settings))
-        if rank == 0:
-            torch.save(logits, found / kind)
 
 
 def test_frequencies_of_16_bits_would_be_found(folder, expected_BTV):

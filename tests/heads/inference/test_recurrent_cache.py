@@ -77,7 +77,7 @@ def test_rows_go_on_from_their_own_length_leave_and_are_copied(name):
 def test_a_row_goes_back_to_its_prompt_and_to_what_is_held_and_no_further(name):
     rows = Rows(name, 5)
     rows.read([5, 5, 3], 1)
-    rows.cache.hold([6, 6, 4])
+    rows.cache.keep_states_from([6, 6, 4])
     for step in range(4):
         rows.read([6 + step, 6 + step, 4 + step], 1)
     rows.read([7, 6, 8], 2)

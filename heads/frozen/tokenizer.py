@@ -1,4 +1,9 @@
-"""Conversations in a tokenizer's chat template, which `target.chat_template` may name in place of its own."""
+"""The target's tokenizer, and conversations in its chat template.
+
+`target.chat_template` may name another template than the tokenizer's own. With `target.tokens: ids` the tokens are no text
+(codes of images, codec tokens of speech, class ids) and have no tokenizer: a prompt is then a text of numbers such as
+`1034 17 2`, of which whatever follows a `#` in a line is left out (`1034 #17` is the prompt `1034` once more).
+"""
 
 from __future__ import annotations
 
@@ -7,15 +12,21 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.normalizers import Replace
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import read_text
+from configs.schema.target import TargetConfig
 from heads.frozen.identity import TargetIdentity
 from heads.inference.media_inputs import SOUND
 
 OBJECT = "\ufffc"  # Unicode's object replacement character: where an image or a sound stands in a user's text
 
+OF_IDS = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"  # the chat template of `_id_tokenizer`
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError)  # a template's own code raises Python's
 
 # chatml: as of Qwen, SmolLM2 and others. plain: the texts alone, a line each, for base models.
@@ -26,6 +37,29 @@ NAMED = {
     ),
     "plain": "{% for message in messages %}{{ message['content'] }}{% if not loop.last %}\n{% endif %}{% endfor %}",
 }
+
+
+def load_tokenizer(path: Path, config: TargetConfig) -> PreTrainedTokenizerBase:
+    """Return the tokenizer, with the chat template that the config names."""
+    tokenizer: PreTrainedTokenizerBase
+    if config.tokens == "ids":
+        described = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        return _id_tokenizer(described.get_text_config().vocab_size)
+    if path.suffix == ".gguf":
+        tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    if config.chat_template is not None:
+        set_chat_template(tokenizer, config.chat_template)
+    return tokenizer
+
+
+def _id_tokenizer(vocab_size: int) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of `vocab_size` tokens that are called 0, 1, 2 and so on; it has no special ones."""
+    tokenizer = Tokenizer(WordLevel({str(number): number for number in range(vocab_size)}))
+    tokenizer.normalizer = Replace(Regex("#[^\n]*"), "")
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=OF_IDS)
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:

@@ -4,8 +4,8 @@ import pytest
 
 from configs.runtime.errors import InputError
 from configs.schema.target import TargetConfig
-from heads.frozen.chat_template import set_chat_template
 from heads.frozen.loading import load_target
+from heads.frozen.tokenizer import set_chat_template
 
 HELLO = [{"role": "user", "content": "hello there"}]
 

