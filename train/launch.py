@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Sequence
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -88,16 +88,15 @@ def _run(config: DistillConfig | HeadsConfig, make_task: Callable[..., Task]) ->
     # Before the accelerator, which would take each of several processes on a CPU for the only one.
     state = join_processes(config.target, timeout_seconds=config.schedule.process_timeout_seconds)
     config = config.model_copy(update={"schedule": accumulating(config.schedule, state.num_processes)})
-    with folder_lock(Path(config.output)) if state.is_main_process else nullcontext(), naming_lost_processes():
-        return _run_alone(config, make_task)
-
-
-def _run_alone(config: DistillConfig | HeadsConfig, make_task: Callable[..., Task]) -> int:
-    """Do this process's part of the run that holds the folder's lock."""
     output = Path(config.output)
-    accelerator = make_accelerator(config.schedule, output)
-    materials = load_materials(config, accelerator)
-    with nullcontext() if materials.target.states_from is None else closing(materials.target.states_from):
+    with ExitStack() as stack:
+        if state.is_main_process:
+            stack.enter_context(folder_lock(output))
+        stack.enter_context(naming_lost_processes())
+        accelerator = make_accelerator(config.schedule, output)
+        materials = load_materials(config, accelerator)
+        if materials.target.states_from is not None:
+            stack.enter_context(closing(materials.target.states_from))
         return _train(config, make_task, accelerator, materials, output)
 
 

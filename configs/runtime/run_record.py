@@ -13,7 +13,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -52,14 +52,6 @@ CHANGES_NO_WEIGHT = {
 }
 
 
-# Those that earlier releases left out of a checkpoint's hash.
-LEFT_OUT_BEFORE = {
-    *(key for key, reason in CHANGES_NO_WEIGHT.items() if reason in (WRITING, WAITING)),
-    *("schedule.resume", "schedule.resume_anyway", "schedule.gradient_accumulation_steps"),
-    *("sanity", "target.states", "target.parallel"),
-}
-
-
 def write_run_record(folder: Path, config: BaseModel, **extra: Any) -> Path:
     """Write `run.json` into `folder` and return its path.
 
@@ -85,9 +77,7 @@ def write_run_record(folder: Path, config: BaseModel, **extra: Any) -> Path:
     return path
 
 
-def deciding_settings(
-    config: Mapping[str, Any], contents: Mapping[str, str], left_out: Collection[str] = CHANGES_NO_WEIGHT
-) -> dict[str, Any]:
+def deciding_settings(config: Mapping[str, Any], contents: Mapping[str, str]) -> dict[str, Any]:
     """Return what decides the weights and which are kept: all but `CHANGES_NO_WEIGHT`.
 
     The decoding of held-out prompts belongs to it: scores got in another way cannot be compared with the best so far. Options
@@ -96,9 +86,8 @@ def deciding_settings(
     Args:
         config: a training's, as JSON values.
         contents: hashes of what the config's paths hold, and whatever else decides the weights, by key.
-        left_out: keys that do not decide, sections with all that is in them.
     """
-    relevant = _deciding(config, left_out)
+    relevant = _deciding(config)
     if relevant.get("target", {}).get("tokens") == "text":  # what all targets had before there was such a key
         del relevant["target"]["tokens"]
     return dict(_without_none(relevant | {"contents": dict(contents)}))
@@ -110,17 +99,15 @@ def changes_no_weight(key: str) -> bool:
     return any(".".join(steps[: end + 1]) in CHANGES_NO_WEIGHT for end in range(len(steps)))
 
 
-def _deciding(config: Mapping[str, Any], left_out: Collection[str], above: str = "") -> dict[str, Any]:
-    kept = {name: value for name, value in config.items() if above + name not in left_out}
+def _deciding(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    kept = {name: value for name, value in config.items() if above + name not in CHANGES_NO_WEIGHT}
     deeper = {name: value for name, value in kept.items() if isinstance(value, dict)}
-    return kept | {name: _deciding(value, left_out, f"{above}{name}.") for name, value in deeper.items()}
+    return kept | {name: _deciding(value, f"{above}{name}.") for name, value in deeper.items()}
 
 
-def training_fingerprint(
-    config: Mapping[str, Any], contents: Mapping[str, str], left_out: Collection[str] = CHANGES_NO_WEIGHT
-) -> str:
+def training_fingerprint(config: Mapping[str, Any], contents: Mapping[str, str]) -> str:
     """Return a hash of `deciding_settings`."""
-    return hashlib.sha256(json.dumps(deciding_settings(config, contents, left_out), sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(deciding_settings(config, contents), sort_keys=True).encode()).hexdigest()
 
 
 def describe_versions() -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 Conversations are assigned to shards by length alone, and the batches of a shard are made of its own conversations, so a shard's
 bytes are the same whoever makes it and however often that was interrupted (a server chooses its own batches and may round
-otherwise). Processes take shards by `distill.cache.dealing` and wait for each other only before the first. A shard that is
+otherwise). Processes take shards by `distill.cache.claims` and wait for each other only before the first. A shard that is
 there is finished, and kept by later starts of the same job. The manifest is written last.
 """
 
@@ -31,7 +31,7 @@ from configs.runtime.progress import progress
 from configs.runtime.resumable import fingerprint
 from configs.runtime.run_record import write_run_record
 from configs.schema.data import CacheConfig
-from distill.cache.dealing import Dealing
+from distill.cache.claims import Claims
 from distill.cache.format import (
     CHECKSUMS,
     CONVENTION,
@@ -72,7 +72,7 @@ LIST_SECONDS = 10.0  # between looks at what other processes have written
 
 
 def make_cache(config: CacheConfig) -> None:
-    """Make the cache that `config` describes; goes on where a cut-off run of the same settings stopped.
+    """Make the cache that `config` describes; an interrupted run of the same settings resumes.
 
     Raises:
         InputError: the data, the target or the server cannot be had or do not go together, or the output folder cannot be
@@ -129,11 +129,11 @@ class CacheJob:
         """
         check_taps(self.target.model, self.layout.taps or ())
         names = self._folder.names()
-        goes_on, finished = self._goes_on(), self.finished()
+        resumed, finished = self._is_resumed(), self.finished()
         claims = sorted(ours(names, ("claim-[0-9]*",)))
-        if self._shared and not goes_on:
+        if self._shared and not resumed:
             held = (self._folder.read(claim) for claim in claims)
-            if any(content is not None and self._dealing(0).is_alive(content) for content in held):
+            if any(content is not None and self._claims(0).is_alive(content) for content in held):
                 raise InputError(
                     f"output: other processes are making a cache of other settings in {self._folder}; wait until they have "
                     "ended, or name another output"
@@ -146,7 +146,7 @@ class CacheJob:
             check_room(self._folder.path, sum(size for number, size in enumerate(sizes) if number not in finished))
         if self.server is not None:
             check_serves(self.server, self.target, self.layout, self._dataset[0])
-        if not goes_on:
+        if not resumed:
             self._folder.delete(ours(names, DISPOSABLE))
             self._folder.write(JOB, as_json({"job": self.digest}))
         elif not self._shared:  # else others may be at work, and writing these
@@ -164,8 +164,8 @@ class CacheJob:
             InputError: a value is not finite, the server fails, or a shard cannot be written.
         """
         shown, listed = self.finished(), time.monotonic()
-        dealing, write = self._dealing(rank * len(self._plan) // num_processes), BackgroundWrite()
-        several = num_processes > 1 or self._shared
+        own, write = self._claims(rank * len(self._plan) // num_processes), BackgroundWrite()
+        shared = num_processes > 1 or self._shared
         with progress("target cache", sum(self._lengths), "tokens", done=self._num_rows_of(shown)) as advance:
 
             def show(new: set[int]) -> None:
@@ -173,24 +173,24 @@ class CacheJob:
                 shown.update(new)
 
             try:
-                for number in from_first(self.target.group, dealing.shards()):
+                for number in from_first(self.target.group, own.shards()):
                     examples = [self._dataset[index] for index in self._plan[number]]
                     tensors = self._shard_tensors(examples)
                     if not writes:
                         continue
-                    write.start(partial(self._write_shard, dealing, number, examples, tensors))  # once the one before is there
+                    write.start(partial(self._write_shard, own, number, examples, tensors))  # once the one before is there
                     show({number})
-                    if several and rank == 0 and time.monotonic() - listed > LIST_SECONDS:
+                    if shared and rank == 0 and time.monotonic() - listed > LIST_SECONDS:
                         show(self.finished())  # by the others
                         listed = time.monotonic()
             finally:
                 write.wait()
-            if several and rank == 0:
+            if shared and rank == 0:
                 show(self.finished())
 
     def finished(self) -> set[int]:
         """Return this job's shards that are there, whoever made them."""
-        return set(range(len(self._plan))).difference(self._dealing(0).missing()) if self._goes_on() else set()
+        return set(range(len(self._plan))).difference(self._claims(0).missing()) if self._is_resumed() else set()
 
     def finish(self) -> CacheManifest:
         """Write index and manifest, which complete the cache.
@@ -198,7 +198,7 @@ class CacheJob:
         Raises:
             RuntimeError: a shard is missing.
         """
-        if missing := self._dealing(0).missing():
+        if missing := self._claims(0).missing():
             raise RuntimeError(f"{len(missing)} shards are missing in {self._folder}, the first is {missing[0]}")
         pieces = index_pieces(self._places())
         for name, content in pieces.items():
@@ -266,8 +266,8 @@ class CacheJob:
         """Whether other starts of this job may be at work."""
         return self.config.shared or self._folder.path is None
 
-    def _dealing(self, start: int) -> Dealing:
-        return Dealing(
+    def _claims(self, start: int) -> Claims:
+        return Claims(
             folder=self._folder,
             num_shards=len(self._plan),
             claim_seconds=self.config.claim_seconds,
@@ -282,11 +282,11 @@ class CacheJob:
     def _num_rows_of(self, shards: Iterable[int]) -> int:
         return sum(map(self._num_rows, shards))
 
-    def _goes_on(self) -> bool:
+    def _is_resumed(self) -> bool:
         """Return whether the shards in the folder are this job's."""
         return self._folder.read(JOB) == as_json({"job": self.digest})
 
-    def _write_shard(self, dealing: Dealing, number: int, examples: Sequence[Example], tensors: dict[str, Tensor]) -> None:
+    def _write_shard(self, claims: Claims, number: int, examples: Sequence[Example], tensors: dict[str, Tensor]) -> None:
         """Write a shard and release its claim, while the next one is computed."""
         lengths = [self.layout.num_rows(len(each.input_ids), each.answer_start) for each in examples]
         parts = {name: values.split(lengths) for name, values in tensors.items()}
@@ -294,7 +294,7 @@ class CacheJob:
         offsets_C = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
         columns = {OFFSETS: offsets_C, CHECKSUMS: torch.tensor(sums)}
         self._folder.write(SHARD.format(number=number), save(tensors | columns, metadata={JOB_OF_SHARD: self.digest}))
-        dealing.release(number)
+        claims.release(number)
 
     def _shard_tensors(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         """Return the rows of a shard's conversations, one conversation after the other."""

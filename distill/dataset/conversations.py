@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -297,11 +297,6 @@ def describe_data(path: Path) -> dict[str, Any]:
     return dict(counts) if isinstance(counts, dict) else {}
 
 
-def count_answer_tokens(conversations: Iterable[Conversation]) -> int:
-    """Return how many tokens the answers have in all."""
-    return sum(len(conversation.answer_ids) for conversation in conversations)
-
-
 def _read_index(path: Path, sha256: str) -> Index | None:
     """Return the index kept for a file of this hash, None where there is none that can be used."""
     if not path.is_file():
@@ -310,17 +305,10 @@ def _read_index(path: Path, sha256: str) -> Index | None:
         with safe_open(path, framework="numpy") as file:
             if file.metadata() != _metadata(sha256):
                 return None
-            parts = {name: file.get_slice(name) for name in DTYPES}
-            if any(part.get_dtype() != f"I{8 * np.dtype(DTYPES[name]).itemsize}" for name, part in parts.items()):
-                return None
-            columns = {name: file.get_tensor(name) for name in DTYPES}
-            counts = file.get_tensor(ANSWER_COUNTS)
+            return Index(**{name: file.get_tensor(name) for name in (*DTYPES, ANSWER_COUNTS)})
     except (SafetensorError, OSError) as error:
-        log.info("index %s cannot be read (%s) and is made anew", path, error)
+        log.info("index %s cannot be read (%s) and is made again", path, error)
         return None
-    if {column.shape for column in columns.values()} != {(columns["offsets"].size,)} or counts.dtype != np.int64:
-        return None
-    return Index(**columns, answer_counts=counts)
 
 
 def _make_index(path: Path) -> Index:
@@ -375,7 +363,7 @@ def _keep(path: Path, index: Index, sha256: str) -> None:
     try:
         write_bytes(path, save(columns, metadata=_metadata(sha256)))
     except InputError as error:
-        log.info("%s: every run will make the index of its conversations anew", error)
+        log.info("%s: every run will make the index of its conversations again", error)
 
 
 def _metadata(sha256: str) -> dict[str, str]:

@@ -43,7 +43,7 @@ from distill.generation.server_jobs import TURN_JOURNALS, server_answer_job, ser
 from distill.generation.sources import check_given, check_readable, list_source
 from distill.generation.spread import MOST_MEASURED, measure_spread
 from distill.generation.steering import SEEDS, plan_prompt, write_steered
-from distill.server.several import AnswerServers
+from distill.server.server_pool import AnswerServers
 from heads.frozen.loading import Target, load_target
 from heads.frozen.processes import join_processes, naming_lost_processes
 from heads.frozen.split.groups import share_of

@@ -38,6 +38,8 @@ class Run:
         self.checkpoints = Checkpoints(
             folder=folder,
             accelerator=accelerator,
+            module=self.module,
+            optimizer=self.optimizer,
             scheduler=LambdaLR(optimizer, lambda step: 1 / (step + 1)),
             lineage=lineage(**changes),
             keep=keep,

@@ -10,7 +10,7 @@ from configs.runtime.files import LOCK_FILE
 from configs.schema.data import CacheConfig
 from configs.schema.target import TargetConfig
 from distill.cache.reader import open_cache
-from distill.dataset.conversations import count_answer_tokens, read_conversations
+from distill.dataset.conversations import read_conversations
 from heads.frozen.loading import load_target
 from scripts.make_cache import main
 
@@ -34,7 +34,7 @@ def test_data_become_a_cache_that_opens_for_them_and_their_target(tmp_path, tiny
     target = load_target(TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu"))
     cache = open_cache(tmp_path / "made", data / "train.jsonl", target)
     rows = read_conversations(data / "train.jsonl")
-    assert int(cache.places.length_C.sum()) == count_answer_tokens(rows)
+    assert int(cache.places.length_C.sum()) == sum(len(row.answer_ids) for row in rows)
     assert json.loads((tmp_path / "made" / "run.json").read_text())["config"]["k"] == 4
 
 

@@ -30,6 +30,7 @@ from accelerate.utils import OPTIMIZER_NAME, RNG_STATE_NAME, SAFE_WEIGHTS_NAME, 
 from accelerate.utils import save as write_state
 from pydantic import Field, ValidationError
 from safetensors import SafetensorError, safe_open
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from configs.runtime.background import BackgroundWrite
@@ -43,7 +44,7 @@ NAME = re.compile(r"step-(\d{8})")
 UNFINISHED = ".step-*"  # being written, or being dropped
 MANIFEST = "checkpoint.json"
 PROGRESS = "progress.json"
-ANEW = "choose another output, or set schedule.resume=false to start anew"
+START_AGAIN = "choose another output, or set schedule.resume=false to start from the beginning"
 
 logger = logging.getLogger("draftsmith")
 
@@ -89,7 +90,8 @@ class Checkpoints:
     """The checkpoints of a run, which all of its processes write and read together.
 
     Args:
-        accelerator: holds what is saved and restored.
+        accelerator: restores what is saved.
+        module, optimizer: as the engine prepared them.
         scheduler: of the learning rate; the training loop steps it, not accelerate.
         keep: how many of the newest are kept, at least 1; that of the best step is kept as well.
         progress: of the run; saved, and restored in place.
@@ -98,6 +100,8 @@ class Checkpoints:
 
     folder: Path
     accelerator: Accelerator
+    module: nn.Module
+    optimizer: Any
     scheduler: LambdaLR
     lineage: Lineage
     keep: int
@@ -152,11 +156,10 @@ class Checkpoints:
         save_accelerator_state(str(scratch), [], [], [], [], accelerator.process_index, accelerator.step, accelerator.scaler)
         if not accelerator.is_main_process:
             return []
-        [model], [optimizer] = accelerator._models, accelerator._optimizers
-        weights = host_copy(accelerator.get_state_dict(model, unwrap=False))
+        weights = host_copy(accelerator.get_state_dict(self.module, unwrap=False))
         return [
             partial(write_state, weights, scratch / SAFE_WEIGHTS_NAME, safe_serialization=True),
-            partial(write_state, host_copy(optimizer.state_dict()), scratch / f"{OPTIMIZER_NAME}.bin"),
+            partial(write_state, host_copy(self.optimizer.state_dict()), scratch / f"{OPTIMIZER_NAME}.bin"),
         ]
 
     def _complete(
@@ -223,7 +226,7 @@ class Checkpoints:
                 return path, None
             logger.warning("checkpoint %s %s; passed over", path, complaint)
             complaints.append(f"checkpoint {path} {complaint}")
-        return None, f"{complaints[0]}, and none before it is usable; {ANEW}" if complaints else None
+        return None, f"{complaints[0]}, and none before it is usable; {START_AGAIN}" if complaints else None
 
     def _objection(self, path: Path) -> str | None:
         """Return why a checkpoint cannot be used, as a phrase that follows its name."""
@@ -256,7 +259,7 @@ class Checkpoints:
                 load(path / f"{RNG_STATE_NAME}_{rank}.pkl")
             self.accelerator.load_state(str(path))
         except (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
-            raise InputError(f"checkpoint {path} cannot be read: {first_line(error)}; {ANEW}") from error
+            raise InputError(f"checkpoint {path} cannot be read: {first_line(error)}; {START_AGAIN}") from error
         saved, schedule = _read_progress(path)
         self.progress.restore(saved)
         self.scheduler.load_state_dict(schedule)
@@ -315,8 +318,8 @@ def writing(path: Path, scratch: Path | None = None) -> Iterator[None]:
             shutil.rmtree(scratch, ignore_errors=True)
         free = shutil.disk_usage(path.parent if path.parent.is_dir() else Path()).free
         raise InputError(
-            f"cannot write {path}: {first_line(error)} ({free / 1e6:.1f} MB free on its disk); what was written before stands, "
-            "and the run resumes from it when it is started again"
+            f"cannot write {path}: {first_line(error)} ({free / 1e6:.1f} MB free on its disk); what was written before stands. "
+            "Rerun the same command to resume."
         ) from error
 
 

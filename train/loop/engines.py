@@ -104,10 +104,6 @@ class TrainingEngine:
         # accelerate's own unwrapping would import DeepSpeed wherever that is installed: seconds, in each process.
         return nullcontext(cast(nn.Module, module.module) if isinstance(module, DistributedDataParallel) else module)
 
-    def while_training(self, module: nn.Module, task: Task) -> AbstractContextManager[nn.Module]:
-        """Yield the module for the task's `prepare`: unsharded where the task drafts with it."""
-        return self.unsharded(module)
-
 
 class Fsdp2Engine(TrainingEngine):
     """Each process holds its share of every weight, one alone all of it; a unit of the module is unsharded while it runs.
@@ -142,9 +138,6 @@ class Fsdp2Engine(TrainingEngine):
     def unsharded(self, module: nn.Module) -> AbstractContextManager[nn.Module]:
         weights = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True))
         return self.copy.loaded(cast(dict[str, Tensor], weights), self.accelerator.device)
-
-    def while_training(self, module: nn.Module, task: Task) -> AbstractContextManager[nn.Module]:
-        return self.unsharded(module) if task.drafts_while_training else nullcontext(module)
 
     def _save(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
         """Write weights and optimiser state unsharded, so that any number of processes can go on from them."""
@@ -228,10 +221,6 @@ class DeepSpeedEngine(TrainingEngine):
             loaded = self.copy.loaded(unwrapped.state_dict(), self.accelerator.device)
         with loaded as copy:
             yield copy
-
-    def while_training(self, module: nn.Module, task: Task) -> AbstractContextManager[nn.Module]:
-        drafts = not self.shards_weights or task.drafts_while_training
-        return self.unsharded(module) if drafts else nullcontext(self.accelerator.unwrap_model(module))
 
 
 class UnshardedCopy:

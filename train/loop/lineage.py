@@ -2,7 +2,7 @@
 
 The number of processes may change where checkpoints are unsharded (replicated weights, and FSDP2) and a step has as many
 micro-batches in all as before: `gradient_accumulation_steps` makes up for missing processes, by itself where
-`micro_batches_per_step` is given. Micro-batches are then dealt out in the same order, so the run takes the same steps up to
+`micro_batches_per_step` is given. Micro-batches are then shared out in the same order, so the run takes the same steps up to
 rounding, except where an epoch's last step has too few rows for its micro-batches and they are packed, or the draft writes on
 some: accelerate fills it up so that all processes have equally many. Random streams of new processes begin at the seed.
 DeepSpeed's checkpoints are not resharded.
@@ -19,7 +19,7 @@ from pydantic import Field
 
 from configs.runtime.errors import ConfigError
 from configs.runtime.redaction import mask_secrets
-from configs.runtime.run_record import LEFT_OUT_BEFORE, changes_no_weight, deciding_settings, training_fingerprint
+from configs.runtime.run_record import changes_no_weight, deciding_settings, training_fingerprint
 from configs.schema.base import PositiveInt, Settings
 from configs.schema.retired import was_off
 from configs.schema.training import ScheduleConfig
@@ -35,8 +35,7 @@ class Lineage(Settings):
     engine: str  # see `engine_name`
     num_processes: PositiveInt
     micro_batches_per_step: PositiveInt  # over all processes
-    settings: dict[str, Any] | None = None  # what was hashed, secrets masked; None in checkpoints of earlier releases
-    earlier_sha256: str | None = Field(None, exclude=True)  # the hash as those releases would have it
+    settings: dict[str, Any] | None = None  # what was hashed, secrets masked
 
     @classmethod
     def of(
@@ -54,7 +53,6 @@ class Lineage(Settings):
             num_processes=accelerator.num_processes,
             micro_batches_per_step=accelerator.num_processes * schedule.gradient_accumulation_steps,
             settings=mask_secrets(deciding_settings(config, contents)),
-            earlier_sha256=training_fingerprint(config, contents, LEFT_OUT_BEFORE),
         )
 
     def objection(self, then: Lineage) -> str | None:
@@ -83,12 +81,11 @@ class Lineage(Settings):
 
     def objection_to_settings(self, then: Lineage) -> str | None:
         """Return why this run's settings or data should not go on from those of `then`; see `objection`."""
-        if then.config_sha256 in (self.config_sha256, self.earlier_sha256):
+        if then.config_sha256 == self.config_sha256:
             return None
         changed = self.changes(then)
         if then.settings in (None, self.settings):  # the same but for secrets, which are masked
             return "belongs to a run with another config or other data"
-        # Checkpoints of earlier releases have more keys.
         refused = {key: values for key, values in changed.items() if key not in LENGTH and not changes_no_weight(key)}
         shorter = {
             key: values for key, values in changed.items() if key in LENGTH and None not in values and values[0] > values[1]

@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from configs.schema.learning import OptimizerConfig
 from configs.schema.training import ScheduleConfig
 from heads.device import to_device
 from heads.modules.interface import Batch
-from train.loop.checkpoints import ANEW, Checkpoints, Progress, writing
+from train.loop.checkpoints import START_AGAIN, Checkpoints, Progress, writing
 from train.loop.engines import choose_engine
 from train.loop.lineage import Lineage
 from train.loop.optimizer import make_optimizer
@@ -119,6 +120,8 @@ class _Training:
         self.checkpoints = Checkpoints(
             folder=output / "checkpoints",
             accelerator=accelerator,
+            module=self.module,
+            optimizer=self.optimizer,
             scheduler=self.scheduler,
             lineage=lineage,
             keep=schedule.keep_checkpoints,
@@ -176,7 +179,7 @@ class _Training:
         if self.progress.step + unscored > self.num_steps:  # the last step of a run has a score
             raise InputError(
                 f"checkpoint {path} has {self.progress.step} steps of a longer run, and this one ends after {self.num_steps}; "
-                f"{ANEW}"
+                f"{START_AGAIN}"
             )
         log.info("resumed from %s", path)
 
@@ -213,8 +216,9 @@ class _Training:
         The host waits for the device once, for losses, the gradient's norm and stop requests, before the optimiser's step;
         under fp16 once more, for the loss scaler. DeepSpeed takes the step in the last backward, unless the norm is not finite.
         """
-        with self.clock("rewriting"), self.engine.while_training(self.module, self.task) as unwrapped:
-            prepared = self.task.prepare(unwrapped, window, self.progress.step)
+        drafts = self.task.drafts_while_training
+        with self.clock("rewriting"), self.engine.unsharded(self.module) if drafts else nullcontext(self.module) as drafting:
+            prepared = self.task.prepare(drafting, window, self.progress.step)
         window = prepared.batches
         self.metrics.add(prepared.sums)
         own_labels = sum(batch.num_labels for batch in window)
@@ -305,7 +309,7 @@ class _Training:
         self.accelerator.end_training()
         raise Stopped(
             f"stopped by SIGTERM after step {self.progress.step} of {self.num_steps}; a checkpoint is in "
-            f"{self.checkpoints.folder}: run the same command again to resume from it"
+            f"{self.checkpoints.folder}. Rerun the same command to resume."
         )
 
     def _evaluate_and_save(self) -> None:

@@ -49,7 +49,9 @@ class Task(Protocol):
     def prepare(self, module: nn.Module, window: list[Batch], step: int) -> Prepared:
         """Return the micro-batches to train on in place of those of the data, changing neither module nor random state.
 
-        `step` is the number of optimiser steps done before.
+        Args:
+            module: unsharded where the task drafts with it (`drafts_while_training`).
+            step: optimiser steps done before.
         """
 
     def loss(self, module: nn.Module, batch: Batch, signals: TargetSignals, num_labels: Tensor, world_size: int) -> BatchLoss:

@@ -201,6 +201,8 @@ def _time_checkpoints(config: ScaleStepsConfig, trainer: HeadTrainer) -> float:
     progress = Progress()
     checkpoints = Checkpoints(
         folder=Path(recipe.output) / "checkpoints",
+        module=trainer.module,
+        optimizer=trainer.optimizer,
         accelerator=accelerator,
         scheduler=trainer.scheduler,
         lineage=Lineage.of(accelerator, recipe.schedule, recipe.model_dump(mode="json"), {}),

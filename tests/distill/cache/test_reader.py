@@ -220,9 +220,9 @@ def test_two_processes_write_what_one_writes_and_show_what_both_have_done(job, t
         shared.finish()
     made, write_shard = {0: [], 1: []}, CacheJob._write_shard
 
-    def write(job, dealing, number, *shard):
+    def write(job, claims, number, *shard):
         made[int(threading.current_thread().name)].append(number)
-        write_shard(job, dealing, number, *shard)
+        write_shard(job, claims, number, *shard)
 
     monkeypatch.setattr(CacheJob, "_write_shard", write)
     monkeypatch.setattr(BackgroundWrite, "start", lambda self, write: write())
@@ -274,12 +274,12 @@ def test_the_next_shard_is_computed_while_one_is_written_and_a_write_that_fails_
             second.set()
         return compute(self, examples)
 
-    def write(self, dealing, number, *shard):
+    def write(self, claims, number, *shard):
         if not made:
             assert second.wait(30)  # which comes while this one is under way
         if len(made) == 2:
             raise InputError("the disk is full")
-        write_shard(self, dealing, number, *shard)
+        write_shard(self, claims, number, *shard)
         made.append(number)
 
     monkeypatch.setattr(CacheJob, "_shard_tensors", tensors)

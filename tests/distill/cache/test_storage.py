@@ -74,9 +74,9 @@ def test_a_cache_behind_a_url_has_the_bytes_and_the_rows_of_one_on_a_disk(
 def test_threads_that_know_of_each_other_by_the_store_alone_make_each_shard_once(job, url, monkeypatch):
     made, write_shard = [], CacheJob._write_shard
 
-    def write(job, dealing, number, *shard):
+    def write(job, claims, number, *shard):
         made.append(number)
-        write_shard(job, dealing, number, *shard)
+        write_shard(job, claims, number, *shard)
 
     monkeypatch.setattr(CacheJob, "_write_shard", write)
     jobs = [job(url) for _ in range(3)]

@@ -134,7 +134,7 @@ def test_a_folder_that_cannot_be_written_is_read_all_the_same(path, monkeypatch,
     monkeypatch.setattr("distill.dataset.conversations.write_bytes", refuse)
     with caplog.at_level("INFO", logger="draftsmith"):
         assert list(open_conversations(path)) == ROWS
-    assert "every run will make the index of its conversations anew" in caplog.text
+    assert "every run will make the index of its conversations again" in caplog.text
     assert not index_of(path).exists()
 
 

@@ -1,4 +1,4 @@
-"""Shards are dealt by claims: a dead process's is taken over, a living one's is not, and other settings are refused."""
+"""Shards are shared out by claims: a dead process's is taken over, a living one's is not, and other settings are refused."""
 
 import json
 import platform
@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from configs.runtime.errors import InputError
-from distill.cache import dealing
-from distill.cache.dealing import Dealing
+from distill.cache import claims
+from distill.cache.claims import Claims
 from distill.cache.storage import Folder
 from tests.support.caches import cache_job, random_conversations, run, shard_files, write_rows
 
@@ -32,13 +32,13 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def deal(folder, monkeypatch):
+def claimed(folder, monkeypatch):
     """A function that takes all shards of three; one that waits fails the test."""
-    monkeypatch.setattr(dealing.time, "sleep", lambda seconds: (_ for _ in ()).throw(TimeoutError))
+    monkeypatch.setattr(claims.time, "sleep", lambda seconds: (_ for _ in ()).throw(TimeoutError))
     warnings = []
 
     def take(start=0):
-        found = Dealing(folder=folder, num_shards=3, claim_seconds=60, start=start, warn=warnings.append)
+        found = Claims(folder=folder, num_shards=3, claim_seconds=60, start=start, warn=warnings.append)
         for number in found.shards():
             assert folder.has(f"claim-{number:05d}")
             yield number
@@ -54,24 +54,24 @@ def claim(host, process, age):
 
 
 @pytest.mark.parametrize(("start", "order"), [(0, [0, 1, 2]), (2, [2, 0, 1])])
-def test_each_shard_is_dealt_once_from_the_start_on_and_no_claim_is_left(deal, folder, start, order):
-    assert list(deal(start)) == order
+def test_each_shard_is_claimed_once_from_the_start_on_and_no_claim_is_left(claimed, folder, start, order):
+    assert list(claimed(start)) == order
     assert not [name for name in folder.names() if name.startswith("claim")]
 
 
-def test_claims_of_the_dead_are_taken_over(deal, folder, ended):
+def test_claims_of_the_dead_are_taken_over(claimed, folder, ended):
     folder.write("claim-00001", claim(HERE, ended, age=1))
     folder.write("claim-00002", claim(ELSEWHERE, 1, age=61))
-    assert sorted(deal()) == [0, 1, 2]
-    assert len(deal.warnings) == 2
+    assert sorted(claimed()) == [0, 1, 2]
+    assert len(claimed.warnings) == 2
 
 
 @pytest.mark.parametrize("host", [ELSEWHERE, HERE, None])  # None: a claim that is being written
-def test_claims_of_the_living_are_waited_for(deal, folder, host):
+def test_claims_of_the_living_are_waited_for(claimed, folder, host):
     folder.write("claim-00001", claim(host, 1, age=0) if host else b"")
     found = []
     with pytest.raises(TimeoutError):
-        found.extend(found.append(number) for number in deal())
+        found.extend(found.append(number) for number in claimed())
     assert [number for number in found if number is not None] == [0, 2]
 
 
@@ -85,10 +85,10 @@ def test_starts_that_share_a_folder_agree_on_the_settings(tmp_path, byte_target)
     run(job("alone"))
     first, second = job(), job()
     first.prepare()
-    dealing = first._dealing(0)
-    examples = [first._dataset[index] for index in first._plan[next(dealing.shards())]]
-    first._write_shard(dealing, 0, examples, first._shard_tensors(examples))
-    assert next(dealing.shards()) == 1  # and claimed
+    claims = first._claims(0)
+    examples = [first._dataset[index] for index in first._plan[next(claims.shards())]]
+    first._write_shard(claims, 0, examples, first._shard_tensors(examples))
+    assert next(claims.shards()) == 1  # and claimed
     under_way = tmp_path / "cache" / ".shard-00001.safetensors.0badf00d"
     under_way.touch()
     second.prepare()
@@ -96,18 +96,18 @@ def test_starts_that_share_a_folder_agree_on_the_settings(tmp_path, byte_target)
     under_way.unlink()  # it is still there, to be renamed by who is writing it
     with pytest.raises(InputError, match="other processes are making a cache of other settings"):
         job(max_length=9).prepare()
-    dealing.release(1)
+    claims.release(1)
     second.work(rank=0, num_processes=1)
     second.finish()
     assert shard_files(tmp_path / "cache").keys() == shard_files(tmp_path / "alone").keys()
 
 
-def test_a_claim_of_a_container_that_was_started_again_with_the_same_name_and_process_is_taken_over(deal, folder):
+def test_a_claim_of_a_container_that_was_started_again_with_the_same_name_and_process_is_taken_over(claimed, folder):
     own = psutil.Process()
     before = {"host": HERE, "process": own.pid, "started": own.create_time() - 60, "time": time.time()}
     folder.write("claim-00001", json.dumps(before).encode())
-    assert sorted(deal()) == [0, 1, 2]
+    assert sorted(claimed()) == [0, 1, 2]
     folder.delete(["shard-00001.safetensors"])
     folder.write("claim-00001", json.dumps(before | {"started": own.create_time()}).encode())
     with pytest.raises(TimeoutError):
-        list(deal())
+        list(claimed())

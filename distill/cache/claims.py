@@ -24,8 +24,8 @@ POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dealing:
-    """The shards of a job that are dealt to this process.
+class Claims:
+    """The shards of a job that this process makes: those that it was first to claim.
 
     Args:
         start: the first one it asks for; those after it follow, then those before.
@@ -45,29 +45,29 @@ class Dealing:
 
     def shards(self) -> Iterator[int]:
         """Yield shards to be made now, until all of them are there; each stays claimed until `release`."""
-        given: set[int] = set()  # which the caller may still be writing
-        while missing := deque(number for number in self.missing() if number not in given):
+        yielded: set[int] = set()  # which the caller may still be writing
+        while missing := deque(number for number in self.missing() if number not in yielded):
             missing.rotate(-sum(number < self.start for number in missing))
-            waiting = True
+            all_claimed = True
             while missing:
                 number = missing.popleft()
-                if not self._take(number):
+                if not self._claim(number):
                     missing.rotate(-random.randrange(max(1, len(missing))))  # away from those who ask in the same order
                     continue
                 if not self.folder.has(SHARD.format(number=number)):  # else it was finished since the folder was listed
-                    given.add(number)
+                    yielded.add(number)
                     yield number
-                    waiting = False
+                    all_claimed = False
                 else:
                     self.release(number)
-            if waiting:
+            if all_claimed:
                 time.sleep(POLL_SECONDS)
 
     def release(self, number: int) -> None:
         """Give up the claim to a shard, which is there now."""
         self.folder.delete([CLAIM.format(number=number)])
 
-    def _take(self, number: int) -> bool:
+    def _claim(self, number: int) -> bool:
         """Claim a shard; return whether this process may make it."""
         file = CLAIM.format(number=number)
         own = psutil.Process()
@@ -77,7 +77,7 @@ class Dealing:
             return True
         if (content := self.folder.read(file)) is None or self.is_alive(content):
             return False
-        self.warn(f"shard {number} of {self.folder} was begun by a process that has ended or is too slow; it is begun anew")
+        self.warn(f"shard {number} of {self.folder} was begun by a process that has ended or is too slow; it is started again")
         self.folder.delete([file])
         return self.folder.create(file, claim)
 
@@ -88,7 +88,7 @@ class Dealing:
             host, process, begun = str(claim["host"]), int(claim["process"]), float(claim["time"])
             started = None if claim.get("started") is None else float(claim["started"])
         except (ValueError, KeyError, TypeError, OverflowError):
-            return True  # being written; a claim that stays so is removed when the job is started again
+            return True  # being written; a claim that stays so is removed when the command is rerun
         return time.time() - begun < self.claim_seconds and (host != platform.node() or _runs(process, started))
 
 
