@@ -1,13 +1,11 @@
 """Data and caches whose making is killed end with the bytes of an undisturbed run; one process at a time makes them."""
 
-import os
 import signal
 import time
 from pathlib import Path
 
 import pytest
 
-from configs.runtime import files
 from configs.runtime.command import BAD_INPUT, DONE, FAILED
 from configs.runtime.files import folder_lock
 from configs.runtime.resumable import Journal
@@ -26,12 +24,10 @@ def made(folder):
     ("plant", "then"),
     [
         (kill_at_call(Journal, "extend", 3), None),
-        (kill_at_call(os, "fsync", 3), None),
-        (kill_at_call(files, "sync_folder", 1), None),
         # Moved out of the way, and the new one not yet there: no answer may be asked for again.
         (kill_at_call(Path, "replace", 3, after=True), kill_at_call(Journal, "extend", 1)),
     ],
-    ids=["among the answers", "as a piece is written", "before the folder takes its place", "as the old one has gone"],
+    ids=["among the answers", "as the old one has gone"],
 )
 def test_data_whose_making_was_killed_ends_with_the_same_bytes(project, undisturbed, tmp_path, start, plant, then):
     config = project.data(tmp_path / "data")
@@ -62,12 +58,10 @@ def test_one_of_two_processes_that_dies_among_the_answers_ends_the_other_and_not
 @pytest.mark.parametrize(
     "plant",
     [
-        kill_at_call(Folder, "write", 5),
-        kill_at_call(os, "fsync", 8),
         kill_at_call(Folder, "delete", 5),
         kill_at_call(CacheJob, "finish", 1),
     ],
-    ids=["before a shard", "as a file is written", "before a claim is given up", "before the manifest"],
+    ids=["before a claim is given up", "before the manifest"],
 )
 def test_a_cache_whose_making_was_killed_ends_with_the_same_bytes(project, undisturbed, tmp_path, start, plant):
     config = project.cache(tmp_path / "cache")

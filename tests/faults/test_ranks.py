@@ -43,8 +43,8 @@ def test_the_other_process_ends_with_the_reason(tmp_path, start_two, fault):
 
 
 def test_an_evaluation_may_take_longer_than_other_waits(start_two):
-    late = at_call(HeldOutDecoding, "score", 1, lambda: time.sleep(12))
-    children = start_two(before=late, process_timeout_seconds=8, max_steps=2)
+    late = at_call(HeldOutDecoding, "score", 1, lambda: time.sleep(8))
+    children = start_two(before=late, process_timeout_seconds=5, max_steps=2)
     assert [child.end(60) for child in children] == [DONE, DONE], [child.said for child in children]
 
 

@@ -12,7 +12,6 @@ from distill.loss import head_objective
 from distill.loss import pairs as normalised_rows
 from distill.signals import ComputedSignals
 from heads.inference.runner import backbone
-from heads.modules.interface import Normalisers
 from tests.support.caches import conversation
 from tests.support.training_runs import distill_config, draft_task, train_task
 from train.launch import make_accelerator, open_training_cache
@@ -108,20 +107,6 @@ def test_a_heads_loss_runs_neither_the_target_nor_its_whole_head(
     for module in (head_objective, normalised_rows):
         monkeypatch.setattr(module, "normalise", lambda *_, **__: pytest.fail("the whole head was run"))
     assert torch.isfinite(task.loss(task.module, batch, task.source.read(batch), batch.loss_mask_BT.sum(), 1).loss)
-
-
-def test_known_normalisers_are_what_the_objective_computes(make_task, greedy_rows, make_cache):
-    task = make_task("eagle3", greedy_rows, make_cache(greedy_rows, **ALL_STATES), SOME_TOKENS)
-    batch = collate(list(ConversationDataset(greedy_rows, 64))[3:7])
-    (states, normalisers), num_labels = task.source.read(batch), batch.loss_mask_BT.sum()
-    known = task.module(batch, states, num_labels, 1, normalisers)
-    computed = task.module(batch, states, num_labels, 1)
-    assert known.loss.item() == pytest.approx(computed.loss.item(), rel=1e-6)
-    torch.testing.assert_close(known.acceptance_K, computed.acceptance_K)
-    assert torch.equal(known.agrees_K, computed.agrees_K)
-    larger = Normalisers(log_sum_P=normalisers.log_sum_P + 1, top1_P=normalisers.top1_P)
-    # Were they computed again, a sum e times as large would leave the target's probabilities as they are.
-    assert bool((task.module(batch, states, num_labels, 1, larger).acceptance_K < known.acceptance_K).all())
 
 
 def test_other_conversations_than_the_caches_are_read_online(make_task, greedy_target, greedy_rows, make_cache):

@@ -35,17 +35,16 @@ from train import launch
 from train.launch import run_distillation, run_heads
 from train.loop import engines
 from train.loop.checkpoints import MANIFEST, list_checkpoints
-from train.loop.lineage import Lineage
 from train.loop.loop import _Training
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPES = sorted((ROOT / "configs" / "accelerate").glob("*.yaml"))
 NEEDS_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
-STEPS, EVERY = 8, 3
+STEPS, EVERY = 6, 3
 TOLERANCE = 1e-5  # of a loss, as a share; of a weight
 # GPU recipes, and those that start the same processes on a CPU; without an entry: started here
 EQUIVALENTS = {"ddp_gpus": "ddp_cpu", "one_gpu": "one_process_cpu"}
-QUICK = [("ddp_cpu", "heads"), ("fsdp2", "distill"), ("fsdp2", "heads"), ("zero2", "heads"), ("zero3", "distill")]
+QUICK = [("ddp_cpu", "heads"), ("fsdp2", "distill"), ("zero3", "distill")]
 ZERO = ["zero2", "zero3", "zero3_offload"]
 PAIRS = [(recipe, task) for recipe in ("ddp_cpu", "fsdp2", *ZERO) for task in ("distill", "heads")]
 
@@ -172,7 +171,7 @@ def test_two_processes_have_the_losses_and_the_weights_of_one(runs, recipe, task
     assert_same(runs.finished(recipe, task, before=before), runs.finished(None, task))
 
 
-@pytest.mark.parametrize("recipe", cases([("fsdp2",), ("zero2",), ("zero3",)], [("fsdp2",), ("zero3",)]))
+@pytest.mark.parametrize("recipe", cases([("fsdp2",), ("zero2",), ("zero3",)], [("fsdp2",)]))
 def test_a_killed_run_goes_on_to_what_an_undisturbed_one_ends_with(runs, recipe):
     config = runs.config(f"killed-{recipe}", "distill", 2)
     killed = runs.start(config, recipe, before=die_at_step(5))
@@ -226,11 +225,10 @@ def poison(gradient, step):
     return plant
 
 
-POISONED = [(None, math.nan), ("ddp_cpu", math.inf), ("ddp_cpu", math.nan), ("fsdp2", math.nan)]
-POISONED += [(recipe, math.inf) for recipe in ("fsdp2", *ZERO)]
+POISONED = [(None, math.nan), *((recipe, math.inf) for recipe in ("ddp_cpu", "fsdp2", "zero2", "zero3"))]
 
 
-@pytest.mark.parametrize(("recipe", "gradient"), cases(POISONED, [*POISONED[:2], ("zero2", math.inf)]))
+@pytest.mark.parametrize(("recipe", "gradient"), cases(POISONED, POISONED[:2]))
 def test_a_gradient_that_is_not_finite_ends_the_run_before_its_step_and_its_checkpoint(runs, recipe, gradient):
     num_processes = 1 if recipe is None else 2
     config = runs.config(f"poisoned-{recipe}-{gradient}", "distill", num_processes)
@@ -418,14 +416,3 @@ def test_deepspeed_that_is_not_installed_is_said_to_be_missing(monkeypatch):
     with pytest.raises(InputError, match="launched for DeepSpeed, which is not installed"):
         join_processes(TargetConfig(device="cpu"))
     PartialState._reset_state()
-
-
-def test_only_deepspeed_binds_a_checkpoint_to_its_number_of_processes():
-    def lineage(engine, num_processes):
-        return Lineage(config_sha256="0" * 64, engine=engine, num_processes=num_processes, micro_batches_per_step=4)
-
-    assert lineage("FSDP2", 2).objection(lineage("FSDP2", 4)) is None
-    assert lineage("ZeRO-2", 2).objection(lineage("ZeRO-2", 4)) == "was sharded over 4 processes by ZeRO-2, and this run has 2"
-    assert "sharded by ZeRO-2, and this run holds them sharded by ZeRO-3" in lineage("ZeRO-3", 2).objection(
-        lineage("ZeRO-2", 2)
-    )
