@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import tempfile
-import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -67,8 +66,6 @@ from heads.frozen.processes import join_processes, naming_lost_processes
 from heads.frozen.split.groups import from_first, share_of
 
 logger = logging.getLogger("draftsmith")
-
-LIST_SECONDS = 10.0  # between looks at what other processes have written
 
 
 def make_cache(config: CacheConfig) -> None:
@@ -163,26 +160,21 @@ class CacheJob:
         Raises:
             InputError: a value is not finite, the server fails, or a shard cannot be written.
         """
-        shown, listed = self.finished(), time.monotonic()
         own, write = self._claims(rank * len(self._plan) // num_processes), BackgroundWrite()
-        shared = num_processes > 1 or self._shared
+        shown, shared = self.finished(), num_processes > 1 or self._shared
         with progress("target cache", sum(self._lengths), "tokens", done=self._num_rows_of(shown)) as advance:
 
-            def show(new: set[int]) -> None:
-                advance(self._num_rows_of(new.difference(shown)))
+            def show(there: Iterable[int]) -> None:
+                advance(self._num_rows_of(new := set(there) - shown))
                 shown.update(new)
 
             try:
                 for number in from_first(self.target.group, own.shards()):
                     examples = [self._dataset[index] for index in self._plan[number]]
                     tensors = self._shard_tensors(examples)
-                    if not writes:
-                        continue
-                    write.start(partial(self._write_shard, own, number, examples, tensors))  # once the one before is there
-                    show({number})
-                    if shared and rank == 0 and time.monotonic() - listed > LIST_SECONDS:
-                        show(self.finished())  # by the others
-                        listed = time.monotonic()
+                    if writes:
+                        write.start(partial(self._write_shard, own, number, examples, tensors))  # once the one before is there
+                        show(self.finished() if shared and rank == 0 else [number])
             finally:
                 write.wait()
             if shared and rank == 0:

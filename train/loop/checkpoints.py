@@ -19,25 +19,24 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from accelerate import Accelerator
 from accelerate.checkpointing import save_accelerator_state
-from accelerate.utils import OPTIMIZER_NAME, RNG_STATE_NAME, SAFE_WEIGHTS_NAME, broadcast_object_list, load
+from accelerate.utils import OPTIMIZER_NAME, RNG_STATE_NAME, SAFE_WEIGHTS_NAME, broadcast_object_list, load, recursively_apply
 from accelerate.utils import save as write_state
-from pydantic import Field, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from configs.runtime.background import BackgroundWrite
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import inside, read_json, sha256_of, sync, sync_folder, write_json
 from configs.schema.base import NonNegativeInt, Settings
-from train.loop.host_copy import host_copy
 from train.loop.lineage import REPLICATED, Lineage, engine_name
 
 NAME = re.compile(r"step-(\d{8})")
@@ -49,31 +48,19 @@ START_AGAIN = "choose another output, or set schedule.resume=false to start from
 logger = logging.getLogger("draftsmith")
 
 
-class SavedProgress(Settings, populate_by_name=True):
-    """The fields of `Progress` as a checkpoint holds them, checked when they are read."""
-
-    step: NonNegativeInt
-    epoch: NonNegativeInt
-    steps_in_epoch: NonNegativeInt
-    evaluated: bool = Field(alias="settled")
-    best_score: float | None
-    best_step: NonNegativeInt | None
-
-
 @dataclass
 class Progress:
     """Where a run is."""
 
-    step: int = 0  # optimiser steps done
-    epoch: int = 0
-    steps_in_epoch: int = 0
-    evaluated: bool = True  # False: the evaluation due after the last step is still to be made
+    step: NonNegativeInt = 0  # optimiser steps done
+    epoch: NonNegativeInt = 0
+    steps_in_epoch: NonNegativeInt = 0
+    evaluated: Annotated[bool, Field(alias="settled")] = True  # False: the evaluation due after the last step is to be made
     best_score: float | None = None  # tokens per target step on held-out prompts
-    best_step: int | None = None
+    best_step: NonNegativeInt | None = None
 
-    def restore(self, saved: SavedProgress) -> None:
-        for name, value in saved:
-            setattr(self, name, value)
+
+_PROGRESS = TypeAdapter(Progress)
 
 
 class CheckpointManifest(Settings):
@@ -194,8 +181,7 @@ class Checkpoints:
 
     def _seal(self, scratch: Path, progress: Progress, schedule: dict[str, Any]) -> None:
         """Write what accelerate does not, and the manifest over all files; synced when this returns."""
-        saved = SavedProgress(**asdict(progress))
-        write_json(scratch / PROGRESS, {"progress": saved.model_dump(by_alias=True), "schedule": schedule})
+        write_json(scratch / PROGRESS, {"progress": _PROGRESS.dump_python(progress, by_alias=True), "schedule": schedule})
         hashes = {name: sha256_of(scratch / name) for name in sorted(_files(scratch))}
         manifest = CheckpointManifest(step=progress.step, lineage=self.lineage, sha256=hashes)
         write_json(scratch / MANIFEST, manifest.model_dump(mode="json"))
@@ -261,7 +247,7 @@ class Checkpoints:
         except (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
             raise InputError(f"checkpoint {path} cannot be read: {first_line(error)}; {START_AGAIN}") from error
         saved, schedule = _read_progress(path)
-        self.progress.restore(saved)
+        vars(self.progress).update(vars(saved))
         self.scheduler.load_state_dict(schedule)
         # The optimiser's own is that of the schedule then, which may have been shorter.
         for group, base, factor in zip(
@@ -277,6 +263,21 @@ class Checkpoints:
                 then,
                 self.accelerator.num_processes,
             )
+
+
+def host_copy(state: Any) -> Any:
+    """Return a copy of a state dict in host memory; tensors that share their memory, as tied weights do, still share it."""
+    known: dict[Any, Tensor] = {}
+
+    def copied(value: Tensor) -> Tensor:
+        # One without elements has no place in memory.
+        place = value.data_ptr() if value.numel() else id(value)
+        key = (value.device, place, value.dtype, value.shape, value.stride())
+        if key not in known:
+            known[key] = value.detach().to("cpu", copy=True)
+        return known[key]
+
+    return recursively_apply(copied, state)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -329,10 +330,10 @@ def first_not_finite(weights: Path) -> str | None:
         return next((name for name in file.keys() if not bool(file.get_tensor(name).isfinite().all())), None)  # noqa: SIM118
 
 
-def _read_progress(path: Path) -> tuple[SavedProgress, dict[str, Any]]:
+def _read_progress(path: Path) -> tuple[Progress, dict[str, Any]]:
     content = read_json(path / PROGRESS, "progress")
     try:
-        return SavedProgress.model_validate(content["progress"]), dict(content["schedule"])
+        return _PROGRESS.validate_python(content["progress"]), dict(content["schedule"])
     except (ValidationError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"{PROGRESS} does not follow the format: {first_line(error)}") from error
 
