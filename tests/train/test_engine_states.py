@@ -136,7 +136,7 @@ def test_a_head_made_from_a_block_reads_that_block_alone(opened, whole, kind, he
 
 
 def test_the_target_is_not_run_here(tmp_path, settings, data, monkeypatch):
-    monkeypatch.setattr("train.tasks.head.read_states", lambda *_: pytest.fail("the target was run"))
+    monkeypatch.setattr("distill.signals.read_states", lambda *_: pytest.fail("the target was run"))
     decode = {"num_speculative_tokens": 2, "max_new_tokens": 6}
     more = {"head": {"kind": "medusa", "num_depths": 2}, "num_speculative_tokens": 2, "held_out": {"decode": decode}}
     assert run_heads(heads_config(settings, data, tmp_path / "served", **more)) == 0
