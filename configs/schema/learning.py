@@ -115,9 +115,6 @@ class LossConfig(Settings):
     settings: DivergenceSettings = DivergenceSettings()
     temperature: PositiveFloat = 1.0  # divides both sides' logits; cross-entropy stays at 1
     chunk_size: PositiveInt = 128  # positions whose logits live at one time
-    # Heads: tokens that the loss of a batch is over: half of them the most frequent, its labels, and others drawn anew. A large
-    # draft vocabulary then costs no more than a small one, and the losses and acceptances logged are estimates. None: all
-    sampled_tokens: PositiveInt | None = None
 
     @model_validator(mode="after")
     def _one_divergence_or_a_mix(self) -> Self:
@@ -130,8 +127,6 @@ class LossConfig(Settings):
             raise ValueError(f"at least one weight of mix must be above 0, got {self.mix}")
         if (self.divergence is None) == (self.mix is None):
             raise ValueError("give divergence or mix, and null for the other one")
-        if self.sampled_tokens is not None and (self.temperature != 1 or "cross_entropy" in self.weights):
-            raise ValueError("sampled_tokens is for temperature 1 and without cross_entropy")
         return self
 
     @property

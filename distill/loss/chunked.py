@@ -9,15 +9,15 @@ Row n stands at some position t and predicts token t+1. N rows, C rows of one ch
 target vocabulary, W draft vocabulary.
 
 Where processes hold weights in parts (FSDP, ZeRO-3), the head's must be whole during the call and, where trained, when its
-gradient arrives. A linear head is applied without running its module: such engines gather weights whenever a module runs, in
-all processes together, and these may have different numbers of chunks.
+gradient arrives. A linear head is applied without running its module: these engines gather weights whenever a module runs, in
+all processes together, and processes may have different numbers of chunks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -42,7 +42,7 @@ TILE_BYTES = 2**21
 class LogitHead:
     """A function from hidden states to logits, row by row.
 
-    logits_of: `[C, D]` -> `[C, V]`, in whatever dtype the matmul gives (bfloat16 under autocast).
+    logits_of: `[C, D]` -> `[C, V]`, in the dtype that the matmul gives (bfloat16 under autocast).
     parameters: every tensor inside `logits_of` that may want a gradient. One left out silently gets none.
     """
 
@@ -68,14 +68,15 @@ class ChunkedLoss(NamedTuple):
 
 
 class RowStatistics(NamedTuple):
-    """The divergence at each of C rows, sum_v min(p, q) at temperature 1, and whether the most likely tokens agree."""
+    """Of C rows: the divergence, sum_v min(p, q) at temperature 1, and whether the most likely tokens agree."""
 
     values_C: Tensor
     acceptance_C: Tensor
     top1_agrees_C: Tensor
 
 
-Compared = tuple[RowStatistics, list[Tensor]]  # of a chunk's rows, and the gradient of their weighted sum for each leaf
+# `compare` with a divergence and a temperature.
+Compare = Callable[..., tuple[RowStatistics, Tensor | None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,33 +111,6 @@ class LossPart:
             raise ValueError(f"hidden states, weights and labels must have equally many rows, got {sorted(rows)}")
 
 
-def chunked_loss(
-    target: TargetRows,
-    draft_hidden_ND: Tensor,
-    draft_head: LogitHead,
-    divergence: Divergence,
-    weights_N: Tensor,
-    *,
-    chunk_size: int,
-    temperature: float = 1.0,
-    draft_token_ids_W: Tensor | None = None,
-    labels_N: Tensor | None = None,
-) -> ChunkedLoss:
-    """Return the weighted sum of a divergence over positions, differentiable in the draft's hidden states and head.
-
-    For arguments and errors see `LossPart` and `chunked_losses`.
-    """
-    part = LossPart(
-        target=target,
-        draft_hidden_ND=draft_hidden_ND,
-        draft_head=draft_head,
-        weights_N=weights_N,
-        draft_token_ids_W=draft_token_ids_W,
-        labels_N=labels_N,
-    )
-    return chunked_losses([part], divergence, chunk_size=chunk_size, temperature=temperature)[0]
-
-
 def chunked_losses(
     parts: Sequence[LossPart], divergence: Divergence, *, chunk_size: int, temperature: float = 1.0
 ) -> list[ChunkedLoss]:
@@ -159,96 +133,46 @@ def chunked_losses(
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
 
-    def compare_chunks(part: LossPart) -> CompareChunk:
-        draft_labels_N = _draft_ids(part.labels_N, part.draft_token_ids_W)
-
-        def compare_chunk(rows: slice, hidden_CD: Tensor, leaves: list[Tensor], weights_C: Tensor) -> Compared:
-            with torch.set_grad_enabled(bool(leaves)):
-                draft_logits_CW = part.draft_head.logits_of(hidden_CD)
-            target_chunk = part.target.at(rows)
-            statistics, gradient_CW = compare(
-                divergence,
-                target_chunk,
-                draft_logits_CW.detach(),
-                weights_C if leaves else None,
-                temperature=temperature,
-                draft_token_ids_W=part.draft_token_ids_W,
-                labels_C=None if draft_labels_N is None else draft_labels_N[rows],
-            )
-            if not leaves:
-                return statistics, []
-            del target_chunk  # before the head's gradient takes memory
-            with torch.autocast(hidden_CD.device.type, enabled=False):  # as everywhere, autocast belongs to the forward alone
-                return statistics, list(torch.autograd.grad(draft_logits_CW, leaves, gradient_CW))
-
-        return compare_chunk
-
     parameters = list({id(each): each for part in parts for each in part.draft_head.parameters}.values())
-    places = {id(each): place for place, each in enumerate(parameters)}
-    jobs = [
-        _Job(
-            compare_chunk=compare_chunks(part),
-            weights_N=part.weights_N.detach(),
-            places=[places[id(each)] for each in part.draft_head.parameters],
-        )
-        for part in parts
-    ]
     inputs = [*(part.draft_hidden_ND for part in parts), *parameters]
     if not torch.is_grad_enabled():  # checked here: inside the function's forward gradients are always off
         inputs = [tensor.detach() for tensor in inputs]
-    loss, *statistics = _ChunkedLoss.apply(jobs, chunk_size, parameters, *inputs)
+    compare_rows = partial(compare, divergence, temperature=temperature)
+    loss, *statistics = _ChunkedLoss.apply(parts, compare_rows, chunk_size, parameters, *inputs)
     losses = [loss, *(loss.new_zeros(()) for _ in parts[1:])]
     return [ChunkedLoss(each, *statistics[3 * number : 3 * number + 3]) for number, each in enumerate(losses)]
-
-
-CompareChunk = Callable[[slice, Tensor, list[Tensor], Tensor], Compared]
-
-
-class _Job(NamedTuple):
-    """A part as the autograd function takes it; `places` are those of its head's parameters among all."""
-
-    compare_chunk: CompareChunk
-    weights_N: Tensor
-    places: list[int]
 
 
 class _ChunkedLoss(torch.autograd.Function):
     """Computes the loss and, while the logits of a chunk are there, its gradients."""
 
     @staticmethod
-    def forward(ctx: Any, jobs: list[_Job], chunk_size: int, parameters: list[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
-        wanted = ctx.needs_input_grad[3:]
-        hidden, wants = inputs[: len(jobs)], wanted[len(jobs) :]
+    def forward(
+        ctx: Any,
+        parts: Sequence[LossPart],
+        compare_rows: Compare,
+        chunk_size: int,
+        parameters: list[Tensor],
+        *inputs: Tensor,
+    ) -> tuple[Tensor, ...]:
+        wanted = ctx.needs_input_grad[4:]
+        hidden = inputs[: len(parts)]
         wide = torch.promote_types(hidden[0].dtype, torch.float32)
-        weights = [job.weights_N.to(wide) for job in jobs]
+        weights = [part.weights_N.detach().to(wide) for part in parts]
         unit = _largest(torch.cat(weights))
-        grad_hidden = [torch.zeros_like(each) if wants_own else None for each, wants_own in zip(hidden, wanted, strict=False)]
-        grad_parameters = [
-            torch.zeros_like(each, dtype=wide) if wants_own else None for each, wants_own in zip(parameters, wants, strict=True)
-        ]
-        losses, statistics = [], []
-        for job, hidden_ND, grad_hidden_ND, weights_N in zip(jobs, hidden, grad_hidden, weights, strict=True):
-            totals = [total for place in job.places if (total := grad_parameters[place]) is not None]
-            trained = [parameters[place] for place in job.places if wants[place]]
-            values_N = torch.zeros(len(hidden_ND), dtype=wide, device=hidden_ND.device)
-            acceptance_N = torch.zeros_like(values_N)
-            top1_agrees_N = torch.zeros_like(values_N, dtype=torch.bool)
-            for start in range(0, max(1, len(hidden_ND)), chunk_size):  # a chunk of no rows, too, leaves gradients of 0
-                rows = slice(start, start + chunk_size)
-                hidden_CD = hidden_ND[rows].detach().requires_grad_(grad_hidden_ND is not None)
-                leaves = trained if grad_hidden_ND is None else [hidden_CD, *trained]
-                found, gradients = job.compare_chunk(rows, hidden_CD, leaves, weights_N[rows] / unit)
-                counts_C = weights_N[rows] != 0
-                values_N[rows] = torch.where(counts_C, found.values_C.to(wide), 0)
-                acceptance_N[rows] = torch.where(counts_C, found.acceptance_C.to(wide), 0)
-                top1_agrees_N[rows] = found.top1_agrees_C & counts_C
-                if grad_hidden_ND is not None:
-                    grad_hidden_ND[rows] = gradients.pop(0)
-                for total, gradient in zip(totals, gradients, strict=True):
-                    total += gradient
-            losses.append((weights_N * values_N).sum())
-            statistics += [values_N, acceptance_N, top1_agrees_N]
-        made: list[Tensor | None] = [*grad_hidden, *grad_parameters]
+        grad_hidden = [torch.zeros_like(each) if wants else None for each, wants in zip(hidden, wanted, strict=False)]
+        grad_of = {  # of each trained parameter, by its id
+            id(each): torch.zeros_like(each, dtype=wide)
+            for each, wants in zip(parameters, wanted[len(parts) :], strict=True)
+            if wants
+        }
+        losses: list[Tensor] = []
+        statistics: list[Tensor] = []
+        for part, hidden_ND, grad_hidden_ND, weights_N in zip(parts, hidden, grad_hidden, weights, strict=True):
+            found = _compare_part(part, compare_rows, chunk_size, hidden_ND, weights_N / unit, grad_hidden_ND, grad_of)
+            losses.append((weights_N * found.values_C).sum())
+            statistics += found
+        made = [*grad_hidden, *(grad_of.get(id(each)) for each in parameters)]
         ctx.wanted_dtypes = [None if each is None else own.dtype for own, each in zip(inputs, made, strict=True)]
         ctx.save_for_backward(unit, *(each for each in made if each is not None))
         ctx.mark_non_differentiable(*statistics)
@@ -261,7 +185,49 @@ class _ChunkedLoss(torch.autograd.Function):
         scale = grad_loss * unit
         gradients = iter(saved)
         wanted = ((next(gradients) * scale).to(dtype) if dtype is not None else None for dtype in ctx.wanted_dtypes)
-        return None, None, None, *wanted
+        return None, None, None, None, *wanted
+
+
+def _compare_part(
+    part: LossPart,
+    compare_rows: Compare,
+    chunk_size: int,
+    hidden_ND: Tensor,
+    weights_N: Tensor,
+    grad_hidden_ND: Tensor | None,
+    grad_of: Mapping[int, Tensor],
+) -> RowStatistics:
+    """Return the statistics of a part's rows, and add the gradients of their weighted sum, where these are wanted."""
+    trained = [each for each in part.draft_head.parameters if id(each) in grad_of]
+    labels_N = _draft_ids(part.labels_N, part.draft_token_ids_W)
+    statistics = RowStatistics(
+        torch.zeros_like(weights_N), torch.zeros_like(weights_N), torch.zeros_like(weights_N, dtype=torch.bool)
+    )
+    for start in range(0, max(1, len(hidden_ND)), chunk_size):  # a chunk of no rows, too, leaves gradients of 0
+        rows = slice(start, start + chunk_size)
+        hidden_CD = hidden_ND[rows].detach().requires_grad_(grad_hidden_ND is not None)
+        leaves = trained if grad_hidden_ND is None else [hidden_CD, *trained]
+        with torch.set_grad_enabled(bool(leaves)):
+            logits_CW = part.draft_head.logits_of(hidden_CD)
+        found, gradient_CW = compare_rows(
+            part.target.at(rows),
+            logits_CW.detach(),
+            weights_N[rows] if leaves else None,
+            draft_token_ids_W=part.draft_token_ids_W,
+            labels_C=None if labels_N is None else labels_N[rows],
+        )
+        counts_C = weights_N[rows] != 0
+        for kept_N, found_C in zip(statistics, found, strict=True):
+            kept_N[rows] = torch.where(counts_C, found_C.to(kept_N.dtype), 0)
+        if not leaves:
+            continue
+        with torch.autocast(hidden_CD.device.type, enabled=False):  # as everywhere, autocast belongs to the forward alone
+            gradients = list(torch.autograd.grad(logits_CW, leaves, gradient_CW))
+        if grad_hidden_ND is not None:
+            grad_hidden_ND[rows] = gradients.pop(0)
+        for each, gradient in zip(trained, gradients, strict=True):
+            grad_of[id(each)].add_(gradient)
+    return statistics
 
 
 def compare(
@@ -280,7 +246,8 @@ def compare(
     targets, cross-entropy and functions of one's own go through autograd, others through a closed form.
 
     Args:
-        divergence, temperature, draft_token_ids_W: see `chunked_loss`.
+        divergence, temperature: see `chunked_losses`.
+        draft_token_ids_W: see `LossPart`.
         target: its distribution at these rows.
         draft_logits_CW: any float type, without a graph.
         weights_C: what each row's value is multiplied with in the sum that the gradient is of; None: no gradient.
@@ -365,9 +332,6 @@ def _draft_ids(labels_N: Tensor | None, draft_token_ids_W: Tensor | None) -> Ten
     return torch.where(sorted_W[places_N] == labels_N, order_W[places_N], -1)
 
 
-# --- heads --------------------------------------------------------------------------------------------------------
-
-
 def model_head(model: PreTrainedModel) -> LogitHead:
     """Return the head of a causal LM, with the soft cap or scale of its architecture; tied or not makes no difference.
 
@@ -379,7 +343,7 @@ def model_head(model: PreTrainedModel) -> LogitHead:
 
 
 class _CachedHead:
-    """A causal LM's head that casts its frozen weights once: autocast caches trained weights only."""
+    """A causal LM's head that casts its frozen weights once; autocast caches trained weights only."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.config, self._head = model.config, model.get_output_embeddings()

@@ -94,22 +94,14 @@ def negative_log_acceptance(pair: Pair) -> Tensor:
     return -torch.minimum(pair.log_p, pair.log_q).logsumexp(-1)
 
 
-def kl_tv_blend(pair: Pair, *, eta: float = 3.0, mean_acceptance: float | Tensor | None = None) -> Tensor:
+def kl_tv_blend(pair: Pair, *, eta: float = 3.0) -> Tensor:
     """Return `[...]` w T^2 KL(p || q) + (1 - w) TV(p, q) with w = exp(-eta alpha), LK-lambda: KL at first, TV later.
 
-    Args:
-        eta: at least 0; how fast the weight moves away from KL. 0 is pure KL.
-        mean_acceptance: alpha measured over many positions (a scalar, say the last step's mean over all ranks).
-            None: every position is weighed by its own, detached acceptance.
+    alpha is the position's own acceptance, and w carries no gradient. `eta`, at least 0, says how fast the weight moves away
+    from KL; 0 is pure KL.
     """
-    weight = blend_weight(pair, eta, mean_acceptance)
+    weight = torch.exp(-eta * acceptance(pair)).detach()
     return weight * forward_kl(pair) + (1 - weight) * total_variation(pair)
-
-
-def blend_weight(pair: Pair, eta: float, mean_acceptance: float | Tensor | None) -> Tensor:
-    """Return the KL's weight in `kl_tv_blend`, whose arguments these are: `[...]`, or a scalar; without gradient."""
-    alpha = acceptance(pair).detach() if mean_acceptance is None else mean_acceptance
-    return torch.exp(-eta * torch.as_tensor(alpha, dtype=pair.log_q.dtype, device=pair.log_q.device))
 
 
 # --- labels and mixes ------------------------------------------------------------------------------------------------
@@ -209,11 +201,9 @@ def negative_log_acceptance_with_gradient(pair: Pair) -> tuple[Tensor, Tensor]:
     return -log_acceptance, _times((pair.q * r.sum(-1, keepdim=True)).sub_(r), 1 / pair.temperature)
 
 
-def kl_tv_blend_with_gradient(
-    pair: Pair, *, eta: float = 3.0, mean_acceptance: float | Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def kl_tv_blend_with_gradient(pair: Pair, *, eta: float = 3.0) -> tuple[Tensor, Tensor]:
     """The gradient is the blend of the two gradients: the weight is a constant."""
-    weight = blend_weight(pair, eta, mean_acceptance)
+    weight = torch.exp(-eta * acceptance(pair))
     kl, gradient_of_kl = forward_kl_with_gradient(pair)
     distance, gradient_of_distance = total_variation_with_gradient(pair)
     column = weight.unsqueeze(-1)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from configs.schema.learning import LossConfig
-from distill.loss.chunked import ChunkedLoss, LogitHead, chunked_loss, model_head
+from distill.loss.chunked import ChunkedLoss, LogitHead, LossPart, chunked_losses, model_head
 from distill.loss.divergences import configured_divergence
 from distill.loss.pairs import HiddenRows, SparseTarget, TargetRows
 from heads.device import upload
@@ -82,17 +82,16 @@ class DraftObjective(nn.Module):
         draft_ND = flat(hidden_BTD, places_N)
         labels_N = flat(batch.input_ids_BT, places_N + 1) if "cross_entropy" in self._config.weights else None
         weights_N = torch.full((len(draft_ND),), float(world_size), device=draft_ND.device) / num_labels
-        return chunked_loss(
-            self._target_rows(signal, places_N),
-            draft_ND,
-            self._draft_head(),
-            self._divergence,
-            weights_N,
-            chunk_size=self._config.chunk_size,
-            temperature=self._config.temperature,
+        part = LossPart(
+            target=self._target_rows(signal, places_N),
+            draft_hidden_ND=draft_ND,
+            draft_head=self._draft_head(),
+            weights_N=weights_N,
             draft_token_ids_W=self.token_ids_W,
             labels_N=labels_N,
         )
+        config = self._config
+        return chunked_losses([part], self._divergence, chunk_size=config.chunk_size, temperature=config.temperature)[0]
 
     def _target_rows(self, signal: Tensor | SparseTarget, places_N: Tensor) -> TargetRows:
         """Return the target's side of the loss at the rows that have a label."""

@@ -16,10 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from configs.runtime.errors import ConfigError
 from configs.schema.learning import LossConfig
 from distill.loss.chunked import ChunkedLoss, LogitHead, LossPart, chunked_losses, model_head
-from distill.loss.columns import Columns, ColumnSampler
 from distill.loss.divergences import configured_divergence
 from distill.loss.draft_objective import Timer
 from distill.loss.pairs import HiddenRows, NormalisedRows, TargetRows, normalise
@@ -64,8 +62,7 @@ class HeadLoss:
 class HeadObjective(nn.Module):
     """A head and its loss in one module, so that wrappers (DDP, FSDP, DeepSpeed) see every use of its parameters.
 
-    `head` is an `nn.Module` that follows `heads.modules.output_head.HeadModule`; for `timed` see `DraftObjective`, and for
-    `sampler` `distill.loss.columns`; None: the loss is over the whole draft vocabulary.
+    `head` is an `nn.Module` that follows `heads.modules.output_head.HeadModule`; for `timed` see `DraftObjective`.
     """
 
     def __init__(
@@ -74,14 +71,12 @@ class HeadObjective(nn.Module):
         target: Target,
         config: LossConfig,
         timed: Timer = nullcontext,
-        sampler: ColumnSampler | None = None,
     ) -> None:
         super().__init__()
         self.head = head
         self._timed = timed
         self._divergence = configured_divergence(config)
         self._config = config
-        self._sampler = sampler
         # In a tuple, so that the target does not become a submodule and is neither trained nor saved.
         self._target = (target,)
 
@@ -110,18 +105,17 @@ class HeadObjective(nn.Module):
             normalisers = self._normalised(states, depths)
         device = states.final_BTE.device
         depths = _on_device(depths, device)
-        columns = self._sampler.draw(batch).to(device) if self._sampler is not None and self._samples else None
-        target_rows = self._target_rows(states, depths, normalisers, columns)
+        target_rows = self._target_rows(states, depths, normalisers)
         total_weight = sum(depth.weight for depth in depths)
         parts: list[LossPart] = []
         for depth, rows in zip(depths, target_rows, strict=True):
             weights_N = (world_size * depth.weight / (total_weight * num_labels)).expand(len(depth.origins_N))
-            parts.append(self._part(batch, depth, depth, rows, weights_N, columns))
+            parts.append(self._part(batch, depth, depth, rows, weights_N))
         num_depths = len(parts)
         for number, depth in enumerate(depths):
             for each in depth.auxiliaries:
                 weights_N = parts[number].weights_N * each.weight
-                parts.append(self._part(batch, depth, each, target_rows[number], weights_N, columns))
+                parts.append(self._part(batch, depth, each, target_rows[number], weights_N))
         config = self._config
         results = chunked_losses(parts, self._divergence, chunk_size=config.chunk_size, temperature=config.temperature)
         estimates = [
@@ -139,46 +133,28 @@ class HeadObjective(nn.Module):
         predicted: Depth | Auxiliary,
         rows: TargetRows,
         weights_N: Tensor,
-        columns: Columns | None,
     ) -> LossPart:
         """Return the loss's rows of a depth, or of a further prediction at it."""
         if depth.row_weights_N is not None and predicted is depth:
             weights_N = weights_N * depth.row_weights_N
-        logits_of, parameters = predicted.logits_of, predicted.parameters
-        token_ids_W = cast(HeadModule, self.head).token_ids_W
-        if columns is not None:
-            if not isinstance(predicted, Depth) or predicted.columns_of is None:
-                kind = type(self.head).__name__
-                raise ConfigError(f"loss.sampled_tokens: the output head of {kind} is more than a matrix; set it to null")
-            (logits_of, parameters), token_ids_W = predicted.columns_of(columns.places_S), columns.token_ids_S
         reads_labels = "cross_entropy" in self._config.weights
         return LossPart(
             target=rows,
             draft_hidden_ND=predicted.hidden_ND,
-            draft_head=LogitHead(logits_of=logits_of, parameters=parameters),
+            draft_head=LogitHead(logits_of=predicted.logits_of, parameters=predicted.parameters),
             weights_N=weights_N,
-            draft_token_ids_W=token_ids_W,
+            draft_token_ids_W=cast(HeadModule, self.head).token_ids_W,
             labels_N=flat(batch.input_ids_BT, depth.target_places_N + 1) if reads_labels else None,
         )
 
     @property
     def _reads_normalisers(self) -> bool:
-        whole = cast(HeadModule, self.head).token_ids_W is None and not self._samples
-        return not whole and self._config.temperature == 1
+        return cast(HeadModule, self.head).token_ids_W is not None and self._config.temperature == 1
 
-    @property
-    def _samples(self) -> bool:
-        """Whether the loss is over some columns: in training alone, since a label among few rivals is likely to win."""
-        return self._sampler is not None and self.training
-
-    def _target_rows(
-        self, states: TargetStates, depths: list[Depth], known: Normalisers | None, columns: Columns | None
-    ) -> list[TargetRows]:
+    def _target_rows(self, states: TargetStates, depths: list[Depth], known: Normalisers | None) -> list[TargetRows]:
         """Return the target's side for each depth, of the draft's tokens alone where the normalisers are known."""
         (target,) = self._target
         hidden_BTE, token_ids_W = states.final_BTE, cast(HeadModule, self.head).token_ids_W
-        if columns is not None:
-            token_ids_W = columns.token_ids_S
         if token_ids_W is None or known is None:
             logits_of = model_head(target.model).logits_of
             return [HiddenRows(hidden_NE=flat(hidden_BTE, depth.target_places_N), logits_of=logits_of) for depth in depths]
@@ -189,7 +165,6 @@ class HeadObjective(nn.Module):
                 head=head,
                 log_sum_N=known.log_sum_P[depth.target_places_N],
                 top1_N=known.top1_P[depth.target_places_N],
-                log_weights_W=None if columns is None else columns.log_weights_S,
             )
             for depth in depths
         ]

@@ -146,15 +146,13 @@ class NormalisedRows:
     """Final hidden states `[N, E]` with the normaliser of their logits over all V tokens, for a reduced draft vocabulary.
 
     A divergence needs W of the target's V logits, and the others only through their sum. With that sum computed once a
-    position (`normalise`), each depth of a head costs a matrix product of W rows. Exact, at temperature 1. Where the W tokens
-    are a sample, `log_weights_W` says how many each stands for, of both sides; None: itself.
+    position (`normalise`), each depth of a head costs a matrix product of W rows. Exact, at temperature 1.
     """
 
     hidden_NE: Tensor
     head: HeadRows
     log_sum_N: Tensor
     top1_N: Tensor
-    log_weights_W: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.hidden_NE)
@@ -166,7 +164,6 @@ class NormalisedRows:
             logits_CW=logits_CW,
             log_sum_C=self.log_sum_N[rows],
             top1_C=self.top1_N[rows],
-            log_weights_W=self.log_weights_W,
         )
 
 
@@ -177,7 +174,6 @@ class NormalisedChunk:
     logits_CW: Tensor
     log_sum_C: Tensor
     top1_C: Tensor
-    log_weights_W: Tensor | None = None
     is_dense: ClassVar[bool] = True
 
     @property
@@ -198,8 +194,6 @@ class NormalisedChunk:
             raise ValueError("normalised rows are for temperature 1")
         log_p_CW = at_least_float32(self.logits_CW) - self.log_sum_C.unsqueeze(-1)
         draft_CW = at_least_float32(draft_logits_CW)
-        if self.log_weights_W is not None:
-            log_p_CW, draft_CW = log_p_CW + self.log_weights_W, draft_CW + self.log_weights_W
         log_reach_C = log_p_CW.logsumexp(-1).clamp(min=LOG_ZERO)
         return Pair(
             log_p=log_p_CW.clamp_(min=LOG_ZERO),

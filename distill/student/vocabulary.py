@@ -66,11 +66,6 @@ def most_frequent_answer_tokens(conversations: Sequence[Conversation], size: int
     return DraftVocabulary(token_ids_W=ids_W, target_vocab_size=target.vocab_size)
 
 
-def frequent_answer_tokens(conversations: Sequence[Conversation], size: int, target: Target) -> Tensor:
-    """Return the target's ids `[size]` of the most frequent answer tokens, rising; ties go by the lower id."""
-    return _in_order(_count_answer_tokens(conversations, target.vocab_size), target)[:size].sort().values
-
-
 @torch.no_grad()
 def target_mass(
     target: Target, dataset: ConversationDataset, indices: Iterable[int], hidden_of: Callable[[Batch], Tensor]

@@ -135,7 +135,6 @@ class Depth:
         origins_N: int64 in host memory, flat places b * T + j of the origins.
         target_places_N: int64 in host memory, flat places of the positions whose target distribution each row is compared with.
         logits_of: the head, `[C, D]` to `[C, W]`, any rows at a time; `parameters` are all tensors it depends on.
-        columns_of: makes these two for some of the W tokens alone, given their places; None: the head cannot do that.
         weight: of this depth in the loss, relative to the others.
         row_weights_N: relative weight of single rows; None: all alike.
         confidence_N: logits of the head's own estimate of its acceptance sum_v min(p, q) at each row; None: it makes none.
@@ -152,7 +151,6 @@ class Depth:
     row_weights_N: Tensor | None = None
     confidence_N: Tensor | None = None
     confidence_weight: float = 0.0
-    columns_of: Callable[[Tensor], tuple[Callable[[Tensor], Tensor], tuple[Tensor, ...]]] | None = None
     auxiliaries: tuple[Auxiliary, ...] = ()
 
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from configs.schema.heads import HeadSettings
 from heads.frozen.hidden_states import TargetStates
-from heads.inference.causal_lm import HeadRows, head_logits, head_rows
+from heads.inference.causal_lm import head_logits, head_rows
 from heads.modules.interface import Batch, Depth
 from heads.modules.layer_shape import check_widths
 from heads.vocabulary import DraftVocabulary
@@ -107,14 +107,8 @@ class DraftHead(nn.Module):
             parameters=self.parameters_used,
             weight=weight,
             row_weights_N=row_weights_N,
-            columns_of=self.columns,
         )
 
-    def columns(self, places_S: Tensor) -> tuple[Callable[[Tensor], Tensor], tuple[Tensor, ...]]:
-        """Return what makes the logits `[..., S]` of some draft tokens, and the tensors that these depend on."""
-        weight_WD, bias_W = self._weights()
-        some = HeadRows(self.config, self._as_autocast(weight_WD)[places_S], None if bias_W is None else bias_W[places_S])
-        return some.logits, some.parameters
 
     @property
     def num_tokens(self) -> int:

@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional
 
-from distill.loss.chunked import LogitHead, chunked_loss
+from distill.loss.chunked import LogitHead, LossPart, chunked_losses
 from distill.loss.pairs import HiddenRows, SparseTarget
 from distill.signals import signal_source
 
@@ -17,6 +17,12 @@ def linear_head(weight_VD, bias_V=None):
 def random_logits(seed, columns=11):
     """Return seven rows of random logits in float64, always the same."""
     return 2 * torch.randn(7, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def chunked_loss(target, draft_hidden_ND, draft_head, divergence, weights_N, *, chunk_size, temperature=1.0, **more):
+    """Return the loss of one part."""
+    part = LossPart(target=target, draft_hidden_ND=draft_hidden_ND, draft_head=draft_head, weights_N=weights_N, **more)
+    return chunked_losses([part], divergence, chunk_size=chunk_size, temperature=temperature)[0]
 
 
 def dense_loss(draft_hidden_ND, draft_head, target_hidden_NE, target_head, divergence, weights_N, **options):

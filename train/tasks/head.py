@@ -7,17 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
-import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
 from configs.schema.training import HeadsConfig
 from distill.cache.reader import TargetCache
 from distill.dataset.conversations import Conversation, user_text_hashes
-from distill.loss.columns import ColumnSampler
 from distill.loss.head_objective import HeadLoss, HeadObjective
 from distill.signals import TargetSignals, signal_source
-from distill.student.vocabulary import MassChoice, frequent_answer_tokens
+from distill.student.vocabulary import MassChoice
 from eval.decoder.decode import check_drafts
 from heads.artifact import head_metadata, save_head
 from heads.device import restored_random_state
@@ -89,8 +87,7 @@ class HeadTask:
         if config.schedule.activation_checkpointing:
             checkpoint_activations(head)
         self.config = config
-        sampler = _column_sampler(config, head, target, train)
-        self.module: nn.Module = HeadObjective(head, target, config.loss, self.clock, sampler)
+        self.module: nn.Module = HeadObjective(head, target, config.loss, self.clock)
         self.training_prompts = add_earlier_prompts(user_text_hashes(train), config.init)
         patience = config.schedule.evaluation_timeout_seconds
         self.held_out = HeldOutDecoding(config.held_out, target, held_out, accelerator, patience)
@@ -159,18 +156,6 @@ class HeadTask:
             head = self.family.build(self.config.head, self.target.model, self.vocabulary)
         head.load_state_dict(module.head.state_dict())
         return head
-
-
-def _column_sampler(
-    config: HeadsConfig, head: nn.Module, target: Target, train: Sequence[Conversation]
-) -> ColumnSampler | None:
-    """Return what draws the tokens of each batch's loss; None where it is over all that the head can propose."""
-    num_columns, token_ids_W = config.loss.sampled_tokens, cast(HeadModule, head).token_ids_W
-    if token_ids_W is None:
-        token_ids_W = torch.arange(target.vocab_size)
-    if num_columns is None or num_columns >= len(token_ids_W):
-        return None
-    return ColumnSampler(token_ids_W, frequent_answer_tokens(train, num_columns // 2, target), num_columns)
 
 
 def _metrics(result: HeadLoss) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

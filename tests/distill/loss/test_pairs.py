@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from distill.loss.chunked import chunked_loss, model_head
+from distill.loss.chunked import model_head
 from distill.loss.divergences import DIVERGENCES, acceptance, forward_kl
 from distill.loss.pairs import HiddenRows, NormalisedRows, dense_pair, normalise
 from heads.inference.causal_lm import HeadRows, head_logits
 from tests.support import family_checks as checks
-from tests.support.losses import dense_loss, keep_top, linear_head
+from tests.support.losses import chunked_loss, dense_loss, keep_top, linear_head
 
 IDS_W = torch.tensor([0, 3, 17, 40, 63])
 HIDDEN_BTE = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2

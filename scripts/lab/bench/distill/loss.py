@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from configs.runtime.errors import InputError
-from distill.loss.chunked import LogitHead, chunked_loss
+from distill.loss.chunked import LogitHead, LossPart, chunked_losses
 from distill.loss.divergences import jsd
 from distill.loss.pairs import HiddenRows
 from eval.stats.bootstrap import Interval, paired_ratio_interval
@@ -157,14 +157,13 @@ def chunked_divergence(inputs: LossInputs, *, beta: float, chunk_size: int) -> T
     """Return the loss by `distill.loss.chunked`, divided between the ends by what our JSD is larger by."""
     num_positions = len(inputs.draft_hidden_ND)
     weight_VD = inputs.draft_head_VD
-    result = chunked_loss(
-        HiddenRows(hidden_NE=inputs.target_hidden_ND, logits_of=partial(F.linear, weight=inputs.target_head_VD)),
-        inputs.draft_hidden_ND,
-        LogitHead(logits_of=partial(F.linear, weight=weight_VD), parameters=(weight_VD,)),
-        partial(jsd, beta=beta),
-        torch.full((num_positions,), 1 / num_positions),
-        chunk_size=chunk_size,
+    part = LossPart(
+        target=HiddenRows(hidden_NE=inputs.target_hidden_ND, logits_of=partial(F.linear, weight=inputs.target_head_VD)),
+        draft_hidden_ND=inputs.draft_hidden_ND,
+        draft_head=LogitHead(logits_of=partial(F.linear, weight=weight_VD), parameters=(weight_VD,)),
+        weights_N=torch.full((num_positions,), 1 / num_positions),
     )
+    (result,) = chunked_losses([part], partial(jsd, beta=beta), chunk_size=chunk_size)
     return result.loss * (beta * (1 - beta) or 1)
 
 
