@@ -250,7 +250,7 @@ class DataConfig(Settings):
     target: TargetConfig = TargetConfig()
     prompts: PromptsConfig = PromptsConfig()
     answers: AnswersConfig = AnswersConfig()
-    server: AnswerServerConfig | None = None  # answers.written_by server; self-seeded prompts are then its own too
+    server: AnswerServerConfig | None = None  # answers.written_by server; the local target writes self-seeded prompts
     held_out_share: Share = 0.1  # decided by a hash of the prompt, so that it never moves between runs
     seed: NonNegativeInt = 0  # of sampled prompts and answers
     process_timeout_seconds: PositiveInt = 86_400  # how long several processes wait for one that is still at its share
@@ -259,15 +259,6 @@ class DataConfig(Settings):
     @property
     def _self_seeds(self) -> bool:
         return any(each.source == "self_seeded" for each, _ in self.prompts.parts)
-
-    @model_validator(mode="after")
-    def _servers_write_unsteered_prompts(self) -> Self:
-        if self.server is not None and any(each.kinds is not None for each, _ in self.prompts.parts):
-            raise ValueError(
-                "prompts of kinds are written by the local target only: make them with answers.written_by 'target', and let "
-                "the server answer those of its train.jsonl and held_out.jsonl, or leave kinds out"
-            )
-        return self
 
     @model_validator(mode="after")
     def _answers_come_with_prompts(self) -> Self:

@@ -217,26 +217,6 @@ class AnswerJob:
             yield from group
 
 
-def answer_prompts(
-    target: Target, prompts: Sequence[Prompt], config: AnswersConfig, *, seed: int, write: Write | None = None
-) -> tuple[list[Conversation], dict[str, int]]:
-    """Answer prompts turn by turn, each later turn after the answers to those before.
-
-    `write` is used in place of the target, whose template and end-of-text tokens count; for `seed` see `continue_tokens`.
-
-    Returns:
-        One conversation for each answered turn, and the number of dropped turns by reason.
-    """
-    dialogues = [Dialogue(number=number, prompt=prompt) for number, prompt in enumerate(prompts)]
-    if write is not None:
-        answer_together(target, dialogues, config.max_new_tokens, write)
-    else:
-        for _ in refilled(target, iter(dialogues), config, seed=seed):
-            pass
-    dropped = sum((each.dropped for each in dialogues), Counter[str]())
-    return [row for each in dialogues for row in each.rows], dict(dropped)
-
-
 def answer_together(target: Target, dialogues: Sequence[Dialogue], max_new_tokens: int, write: Write) -> None:
     """Let `write` answer all dialogues' first turns, then all second ones, and so on."""
     while asked := [each for each in dialogues if each.ask(target)]:

@@ -206,36 +206,6 @@ def not_finite(target: Target) -> RunFailed:
     return RunFailed(f"the target's logits are not finite in {target.model.dtype}; try another target.dtype")
 
 
-def continue_tokens(
-    target: Target,
-    prompts: Sequence[Sequence[int]],
-    sampling: SamplingConfig,
-    *,
-    max_new_tokens: int | Sequence[int],
-    seed: int,
-    requests: Sequence[int],
-) -> list[list[int]]:
-    """Let the target continue a batch of prompts of at least one token id and fewer than the context.
-
-    For `seed` and `requests` see `TokenRow`; `max_new_tokens` is that of all, or one for each.
-
-    Returns:
-        The continuations, the end-of-text token included where there is one.
-
-    Raises:
-        RunFailed: the target's logits are not finite.
-    """
-    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
-    rows = [
-        TokenRow(key=number, prompt_ids=ids, limit=min(len(ids) + limit, target.max_positions), request=request)
-        for number, (ids, request, limit) in enumerate(zip(prompts, requests, limits, strict=True))
-    ]
-    source = TargetSource(target, sampling)
-    for _ in continue_rows(source, rows, seed=seed, has_ended=lambda row: row.tokens[-1] in target.eos_token_ids):
-        pass
-    return [row.written for row in rows]
-
-
 def up_to_end(ids: Sequence[int], end_ids: Collection[int]) -> list[int]:
     """Return token ids up to and including the first that ends an answer."""
     end = next((place for place, token in enumerate(ids) if token in end_ids), len(ids))

@@ -25,23 +25,13 @@ from configs.runtime.redaction import mask_secrets
 from configs.runtime.resumable import Journal, fingerprint, fingerprint_of
 from configs.runtime.run_record import write_run_record
 from configs.schema.data import DataConfig, PromptsConfig, SourceConfig
-from distill.dataset.conversations import FORMAT_VERSION, INDEX_SUFFIX, MANIFEST, WRITTEN_BY, Conversation
+from distill.dataset.conversations import FORMAT_VERSION, INDEX_SUFFIX, MANIFEST, WRITTEN_BY
 from distill.generation.answers import ANSWER_JOURNALS, Answered, AnswerJob, Write, existing_answers
-from distill.generation.prompts import (
-    TRUNCATED,
-    Admission,
-    Prompt,
-    Split,
-    encode_prompt,
-    everything_said,
-    fit_prompts,
-    split_prompts,
-)
+from distill.generation.prompts import TRUNCATED, Prompt, encode_prompt, everything_said, fit_prompts
 from distill.generation.self_seeding import WriteTurns, self_seed
-from distill.generation.server_completions import ServerWriter, check_server, server_writer
-from distill.generation.server_jobs import TURN_JOURNALS, server_answer_job, server_turns
-from distill.generation.sources import check_given, check_readable, list_source
-from distill.generation.spread import MOST_MEASURED, measure_spread
+from distill.generation.server_answers import ServerWriter, check_server, server_answer_job, server_writer
+from distill.generation.sources import Admission, check_given, check_readable, list_source
+from distill.generation.split import Split, split_prompts
 from distill.generation.steering import SEEDS, plan_prompt, write_steered
 from distill.server.server_pool import AnswerServers
 from heads.frozen.loading import Target, load_target
@@ -111,7 +101,7 @@ def _make_locked(
     target = load_target(config.target, for_chats=True)
     writer = None if server is None else _checked_writer(config, target, server, state)
     write = None if make_write is None else make_write(target)  # before the prompts: an artifact for another target is refused
-    gathered = _gather(config, target, listed, state, writer)
+    gathered = _gather(config, target, listed, state)
     check_readable(target, gathered.prompts, written_here=writer is None and write is None)
     split = split_prompts(gathered.prompts, config.held_out_share)
     if config.answers.written_by == "dataset":
@@ -128,19 +118,13 @@ def _make_locked(
     state.wait_for_everyone()
 
 
-def _gather(
-    config: DataConfig,
-    target: Target,
-    listed: Sequence[Iterable[Prompt] | None],
-    state: PartialState,
-    writer: ServerWriter | None,
-) -> _Gathered:
+def _gather(config: DataConfig, target: Target, listed: Sequence[Iterable[Prompt] | None], state: PartialState) -> _Gathered:
     """Take each source's share of the prompts; those that an earlier source gave, or outside its limits, do not count."""
     gathered, taken = _Gathered(), set[str]()
     for (source, settings), given in zip(config.prompts.parts, listed, strict=True):
         several = Admission(target=target, source=source, taken=taken) if source.name else None
         if given is None:
-            prompts, dropped = _self_seed_once(config, source, settings, target, state, writer, several)
+            prompts, dropped = _self_seed_once(config, source, settings, target, state, several)
         elif several is None:
             prompts, dropped = fit_prompts(target, [*given], settings.on_too_long, config.answers.max_new_tokens)
         else:
@@ -174,10 +158,7 @@ def check_output(output: Path) -> None:
     """
     if output.exists() and not output.is_dir():
         raise InputError(f"output: {output} is a file; name a folder that is new or holds data made before")
-    journals = {
-        PROMPT_JOURNAL,
-        *(path.name for name in (ANSWER_JOURNALS, TURN_JOURNALS) for path in output.glob(name.format(rank="*"))),
-    }
+    journals = {PROMPT_JOURNAL, *(path.name for path in output.glob(ANSWER_JOURNALS.format(rank="*")))}
     others = sorted({path.name for path in output.glob("*")} - journals - set(OUTPUTS))
     if others:
         raise InputError(f"output: {output} holds {others[0]}, which is not data made before; name a folder of its own")
@@ -234,12 +215,11 @@ def write_dataset(config: DataConfig, target: Target, split: Split, answered: An
         InputError: no answer is left on one of the sides, or the folder cannot be written.
     """
     sides = {"train": split.train, "held_out": split.held_out}
-    sample: list[Conversation] = []  # the first ones
     counts: dict[str, dict[str, Any]] = {}
     dropped = gathered.dropped + Counter(split.dropped)
     with new_folder(Path(config.output)) as folder:
         for name, side in sides.items():
-            counts[name] = _write_side(folder / f"{name}.jsonl", side, answered, sample)
+            counts[name] = _write_side(folder / f"{name}.jsonl", side, answered)
             if not counts[name]["conversations"]:
                 raise InputError(
                     f"no answer is left to any of the {len(side)} {name} prompts (dropped: {dict(answered.dropped)})"
@@ -257,7 +237,6 @@ def write_dataset(config: DataConfig, target: Target, split: Split, answered: An
                 **({"sources": gathered.sources} if gathered.sources else {}),
                 **counts,
             },
-            "spread": measure_spread(sample, target.vocab_size),
             "sha256": {f"{name}.jsonl": sha256_of(folder / f"{name}.jsonl") for name in sides},
         }
         write_json(folder / MANIFEST, manifest)
@@ -275,16 +254,14 @@ def _self_seed_once(
     settings: PromptsConfig,
     target: Target,
     state: PartialState,
-    writer: ServerWriter | None,
     admission: Admission | None,
 ) -> tuple[list[Prompt], dict[str, int]]:
     """Let the target write a source's prompts, or take those that an interrupted run of the same settings left."""
-    folder, name = Path(config.output), source.name
-    here = _writer(config, target) if writer is None else writer.fingerprint_parts()
+    name = source.name
     # Of all sources: they share the journal.
     seeds = [sha256_of(SEEDS)] if any(each.kinds is not None for _, each in config.prompts.parts) else []
-    job = fingerprint(*here, config.prompts.model_dump(), config.answers.batch_size, *seeds)
-    journal = Journal(folder / PROMPT_JOURNAL, job)
+    job = fingerprint(*_writer(config, target), config.prompts.model_dump(), config.answers.batch_size, *seeds)
+    journal = Journal(Path(config.output) / PROMPT_JOURNAL, job)
     kept = journal.read().get(f"prompts {name}".strip())
     if kept is not None:
         prompts = [
@@ -298,9 +275,7 @@ def _self_seed_once(
     rank = share.number
     batch_size, seed, kinds = config.answers.batch_size, config.seed, settings.kinds
     write: WriteTurns | None = None
-    if writer is not None:
-        write = partial(server_turns, writer, settings, folder, rank, name=name)
-    elif kinds is not None:
+    if kinds is not None:
         write = partial(write_steered, target, config=settings, batch_size=batch_size, seed=seed, name=name)
     written, dropped = self_seed(
         target,
@@ -326,8 +301,8 @@ def _writer(config: DataConfig, target: Target) -> tuple[Any, ...]:
     return (FORMAT_VERSION, target.identity.to_dict(), settings.dtype, settings.attention, settings.forward, config.seed)
 
 
-def _write_side(path: Path, prompts: Sequence[Prompt], answered: Answered, sample: list[Conversation]) -> dict[str, Any]:
-    """Write the conversations of a side's prompts; return what the manifest counts, and add to `sample` up to its size."""
+def _write_side(path: Path, prompts: Sequence[Prompt], answered: Answered) -> dict[str, Any]:
+    """Write the conversations of a side's prompts; return what the manifest counts."""
     total, kinds, sources = Counter[str](), Counter[str](), Counter[str]()
     with path.open("w", encoding="utf-8") as file:
         for prompt in prompts:
@@ -339,7 +314,6 @@ def _write_side(path: Path, prompts: Sequence[Prompt], answered: Answered, sampl
                 kinds[row.category] += 1
             if rows and prompt.source:
                 sources[prompt.source] += len(rows)
-            sample += rows[: max(0, MOST_MEASURED - len(sample))]
     return {
         **{name: total[name] for name in ("prompts", "conversations", "answer_tokens", "cut_off")},
         "by_kind": dict(sorted(kinds.items())),

@@ -1,4 +1,4 @@
-"""The forms in which rows hold prompts and conversations, recognised by their keys and brought to `turns` or `messages`.
+"""The forms in which rows hold prompts and conversations, recognised by their keys and read as a `Prompt`.
 
     turns              turns: user messages to be answered one after the other (MT-bench, Spec-Bench)
     messages           messages: {role, content} [tools], as of OpenAI (a logged request); content may be a list of parts
@@ -24,12 +24,15 @@ the keys named; others are ignored.
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from configs.runtime.errors import InputError
-from heads.frozen.tokenizer import OBJECT
+from distill.dataset.conversations import Message
+from distill.generation.prompts import UNCATEGORISED, Prompt
+from heads.frozen.chat_template import OBJECT
 from heads.inference.media_inputs import SOUND
 
 # Format -> the keys by which it is recognised, tried in this order.
@@ -49,6 +52,7 @@ KEYS = {
 IMAGE_PARTS, SOUND_PARTS = ("image", "image_url"), ("audio", "audio_url", "input_audio")
 # The keys by which parts name an image or a sound, tried in this order.
 IMAGE_KEYS, SOUND_KEYS = ("image_url", "url", "path", "image"), ("input_audio", "audio_url", "url", "path", "audio")
+MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")  # what a chat template may read
 ID_KEYS = ("question_id", "id", "prompt_id", "task_id", "custom_id")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
 
@@ -89,16 +93,18 @@ def fill_template(template: str, row: Mapping[str, Any], where: str, setting: st
         ) from error
 
 
-def to_turns_or_messages(
+def read_row(
     row: Mapping[str, Any],
     format: str,
     where: str,
     *,
     column: str | None = None,
     answer_column: str | None = None,
+    default_category: str = UNCATEGORISED,
+    default_id: str | None = None,
     setting: str,
-) -> dict[str, Any]:
-    """Return a row with its prompt under `turns` or `messages`, its id under `question_id`, and `category` and `tools`, if any.
+) -> Prompt:
+    """Return the prompt of a row.
 
     Args:
         row: its keys and values.
@@ -106,10 +112,12 @@ def to_turns_or_messages(
         where: names the row in errors.
         column: the key of the prompt; with format `column`.
         answer_column: the key of the answer to it, if there is one; with format `column`.
+        default_category: of a row that names none.
+        default_id: of a row that brings none; None, and with `turns` and `messages`: it is named by its content.
         setting: the config key that names the column, for the error.
 
     Raises:
-        InputError: the row lacks what the format needs.
+        InputError: the row lacks what the format needs, or holds no prompt.
     """
     there = ", ".join(row) or "none"
     if format == "column":
@@ -117,13 +125,35 @@ def to_turns_or_messages(
             raise InputError(f"{where}: no column {missing[0]!r} ({setting}); there are {there}")
     elif missing := [key for key in KEYS[format] if key not in row]:
         raise InputError(f"{where}: format {format} needs {', '.join(missing)}; the row has the keys {there}")
-    id_keys = ID_KEYS[:2] if format in ("turns", "messages") else ID_KEYS
-    beside = {"category": row.get("category"), "question_id": next((row[key] for key in id_keys if key in row), None)}
-    given = {name: value for name, value in beside.items() if value is not None and value != ""}  # "": as CSV says none
-    chat = row[KEYS[format][0]] if format in ("request", "batch") else row if format in ("messages", "sharegpt") else None
-    if isinstance(chat, Mapping) and chat.get("tools"):
-        given["tools"] = _parse_tools(chat["tools"], where)
-    return _content(row, format, str(column), answer_column, where) | given
+    by_content = format in ("turns", "messages")
+    given_id = next((row[key] for key in (ID_KEYS[:2] if by_content else ID_KEYS) if key in row), None)
+    if given_id is None or given_id == "":  # as CSV says none
+        given_id = None if by_content else default_id
+    if isinstance(given_id, bool) or not isinstance(given_id, str | int | None):
+        raise InputError(f"{where}: question_id must be a text or a whole number, got {given_id!r}")
+    category = default_category if row.get("category") in (None, "") else row["category"]
+    if not isinstance(category, str):
+        raise InputError(f"{where}: category must be a text, got {category!r}")
+    chat = row[KEYS[format][0]] if format in ("request", "batch") else row if format in ("messages", "sharegpt") else {}
+    tools = _parse_tools(chat["tools"], where) if isinstance(chat, Mapping) and chat.get("tools") else ()
+    content = _content(row, format, str(column), answer_column, where)
+    history: tuple[Message, ...] = ()
+    answer: str | None = None
+    if "turns" in content:
+        turns = _parse_turns(content["turns"], where)
+    else:
+        history, turns, answer = _parse_messages(content["messages"], where)
+    media = tuple(each for message in content.get("messages", ()) for each in message.get("media", ()))
+    return Prompt(
+        prompt_id=_content_id(history, turns, [*tools, *media]) if given_id is None else str(given_id),
+        category=category,
+        turns=turns,
+        history=history,
+        tools=tuple(tools),
+        media=media,
+        answer=answer,
+        where=where,
+    )
 
 
 def _content(row: Mapping[str, Any], format: str, column: str, answer_column: str | None, where: str) -> dict[str, Any]:
@@ -264,3 +294,37 @@ def _reference(part: Mapping[str, Any], where: str, *, is_image: bool) -> str:
         named = "an image must be named" if is_image else "a sound must be given as input_audio {data, format}, or named"
         raise InputError(f"{where}: {named} by a path, a data URL or a URL, got {str(given)[:60]!r}")
     return reference if is_image else SOUND + reference
+
+
+def _parse_turns(value: Any, where: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not value:
+        raise InputError(f"{where}: turns must be a list of at least one text, got {_short(value)}")
+    for turn in value:
+        if not isinstance(turn, str) or not turn.strip():
+            raise InputError(f"{where}: a turn must be a text that is not blank, got {_short(turn)}")
+    return tuple(value)
+
+
+def _parse_messages(value: Any, where: str) -> tuple[tuple[Message, ...], tuple[str, ...], str | None]:
+    """Return what goes before the last user message, that message as the one turn, and the answer to it if there is one."""
+    if not isinstance(value, list) or not value:
+        raise InputError(f"{where}: messages must be a list of at least one message, got {_short(value)}")
+    for message in value:
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise InputError(f"{where}: a message must have a role and a content, both texts, got {_short(message)}")
+    messages = [{key: message[key] for key in MESSAGE_KEYS if key in message} for message in value]
+    answer = messages.pop()["content"] if messages[-1]["role"] == "assistant" else None
+    if not messages or messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
+        raise InputError(f"{where}: messages must end with a user message that is not blank (one assistant message may follow)")
+    return tuple(messages[:-1]), (messages[-1]["content"],), answer
+
+
+def _content_id(history: Sequence[Message], turns: Sequence[str], tools: Sequence[Any]) -> str:
+    """Name a prompt that brings no id by its content."""
+    content = json.dumps([list(history), list(turns), *tools], ensure_ascii=False)
+    return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -18,8 +18,10 @@ from configs.schema.data import SELF_SEEDED, PromptsConfig
 from configs.schema.decoding import SamplingConfig
 from distill.dataset.conversations import Message, folded_text
 from distill.generation.continuation import TargetSource, TokenRow, continue_rows, request_number
-from distill.generation.prompts import DUPLICATE, Admission, Prompt
-from distill.generation.spread import NearDuplicates
+from distill.generation.prompts import DUPLICATE, Prompt
+from distill.generation.sources import Admission
+from distill.generation.split import NearDuplicates
+from heads.frozen.chat_template import in_template
 from heads.frozen.loading import Target
 from heads.frozen.tokenizer import in_template
 

@@ -5,15 +5,16 @@ What a row means is decided by `distill.generation.row_formats`.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import datasets
 import pyarrow
@@ -22,9 +23,8 @@ import pyarrow.parquet
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import json_object
 
-OTHER_SUFFIXES = (".json", ".csv", ".tsv", ".parquet", ".txt")  # than of JSON lines
-SUFFIXES = (".jsonl", ".ndjson", *OTHER_SUFFIXES)
-LONGEST_FIELD = 2**31 - 1  # characters of a field of CSV, for which Python's module takes 131,072
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt")
+MAX_CSV_FIELD = 2**31 - 1  # characters; Python's csv module allows 131,072
 SourceRow = tuple[str, dict[str, Any]]  # where it stands, for error messages; its keys and values
 
 
@@ -82,63 +82,53 @@ def _suffix(path: Path) -> str:
 
 
 def _read_file(path: Path, what: str, still_written: bool) -> Iterator[SourceRow]:
-    content, suffix = _read_bytes(path, what), _suffix(path)
-    if suffix == ".parquet":
-        yield from _parquet_rows(content, f"{what} {path}")
-        return
-    if still_written and suffix not in OTHER_SUFFIXES:
-        content = _without_cut_line(content)
+    where, suffix = f"{what} {path}", _suffix(path)
     try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(f"cannot read {what} {path}: {error}") from error
-    where = f"{what} {path}"
-    if suffix in (".csv", ".tsv"):
-        yield from _csv_rows(text, "\t" if suffix == ".tsv" else ",", where)
-    elif suffix == ".txt":
-        yield from ((f"{where}, line {number}", {"text": line}) for number, line in _lines(text))
-    elif suffix == ".json":
-        yield from _json_rows(text, where)
-    else:
-        yield from _line_rows(text, where)
+        with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
+            match suffix:
+                case ".parquet":
+                    yield from _parquet_rows(file, where)
+                case ".csv" | ".tsv":
+                    text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+                    yield from _csv_rows(text, "\t" if suffix == ".tsv" else ",", where)
+                case ".txt":
+                    yield from ((place, {"text": line.decode().strip("\r\n")}) for place, line in _lines(file, where))
+                case ".json":
+                    yield from _json_rows(file.read(), where)
+                case _:
+                    yield from _line_rows(file, where, still_written)
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {where}: {first_line(error)}") from error
 
 
-def _read_bytes(path: Path, what: str) -> bytes:
-    try:
-        content = path.read_bytes()
-        return gzip.decompress(content) if path.suffix.lower() == ".gz" else content
-    except (OSError, EOFError, zlib.error) as error:
-        raise InputError(f"cannot read {what} {path}: {first_line(error)}") from error
+def _lines(file: Iterable[bytes], where: str) -> Iterator[tuple[str, bytes]]:
+    """Yield lines that are not blank, without a byte order mark. Bytes split at newlines alone, unlike `str.splitlines`."""
+    for number, line in enumerate(file, 1):
+        if (line := line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).strip():
+            yield f"{where}, line {number}", line
 
 
-def _without_cut_line(content: bytes) -> bytes:
-    """Return JSON lines without a last one that is not yet written to its end."""
-    before, newline, last = content.rpartition(b"\n")
-    try:
-        json.loads(last)
-    except (ValueError, RecursionError):  # of bytes that are no UTF-8 the former
-        return before + newline
-    return content
+def _line_rows(file: Iterable[bytes], where: str, still_written: bool) -> Iterator[SourceRow]:
+    for place, line in _lines(file, where):
+        try:
+            row = json_object(line.decode(), place)
+        except (InputError, UnicodeDecodeError):
+            if still_written and not line.endswith(b"\n"):
+                return
+            raise
+        yield place, row
 
 
-def _lines(text: str) -> Iterator[tuple[int, str]]:
-    # Not splitlines: it also cuts at U+2028 and its like, which may stand raw inside a JSON text.
-    return ((number, line.strip("\r")) for number, line in enumerate(text.split("\n"), 1) if line.strip())
-
-
-def _line_rows(text: str, where: str) -> Iterator[SourceRow]:
-    for number, line in _lines(text):
-        yield f"{where}, line {number}", json_object(line, f"{where}, line {number}")
-
-
-def _json_rows(text: str, where: str) -> Iterator[SourceRow]:
+def _json_rows(content: bytes, where: str) -> Iterator[SourceRow]:
     """Yield the rows of an array, one object, or lines of an object each."""
     try:
-        value = json.loads(text)
+        value = json.loads(content.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        raise
     except (ValueError, RecursionError) as error:
-        if text.lstrip().startswith("["):
+        if content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
             raise InputError(f"{where} is not JSON: {error}") from error
-        yield from _line_rows(text, where)
+        yield from _line_rows(io.BytesIO(content), where, still_written=False)
         return
     for number, row in enumerate(value if isinstance(value, list) else [value]):
         if not isinstance(row, dict):
@@ -146,12 +136,12 @@ def _json_rows(text: str, where: str) -> Iterator[SourceRow]:
         yield f"{where}, entry {number}", row
 
 
-def _csv_rows(text: str, delimiter: str, where: str) -> Iterator[SourceRow]:
-    csv.field_size_limit(LONGEST_FIELD)
-    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+def _csv_rows(text: TextIO, delimiter: str, where: str) -> Iterator[SourceRow]:
+    csv.field_size_limit(MAX_CSV_FIELD)
+    reader = csv.DictReader(text, delimiter=delimiter, strict=True)
     try:
-        named = [name for name in reader.fieldnames or () if name]
-        if twice := next((name for name in named if named.count(name) > 1), None):
+        names = [name for name in reader.fieldnames or () if name]
+        if twice := next((name for name in names if names.count(name) > 1), None):
             raise InputError(f"{where}: line 1 names the column {twice!r} twice")
         for row in reader:
             if None in row or None in row.values():
@@ -163,12 +153,10 @@ def _csv_rows(text: str, delimiter: str, where: str) -> Iterator[SourceRow]:
         raise InputError(f"{where}, line {reader.line_num + 1}: not CSV: {error}") from error
 
 
-def _parquet_rows(content: bytes, where: str) -> Iterator[SourceRow]:
-    number = 0
+def _parquet_rows(file: Any, where: str) -> Iterator[SourceRow]:
     try:
-        for batch in pyarrow.parquet.ParquetFile(io.BytesIO(content)).iter_batches():
-            for row in batch.to_pylist():
-                yield f"{where}, row {number}", row
-                number += 1
+        batches = pyarrow.parquet.ParquetFile(file).iter_batches()
+        for number, row in enumerate(row for batch in batches for row in batch.to_pylist()):
+            yield f"{where}, row {number}", row
     except (pyarrow.ArrowException, OSError) as error:
         raise InputError(f"{where} is not Parquet: {first_line(error)}") from error

@@ -1,41 +1,162 @@
-"""Which prompts a source gives, before the target has seen any: those of a file or a data set, the first ones or all."""
+"""The prompts that a source gives: those of a file, a folder or a data set, and which of them are taken.
+
+A last message by the assistant is the data set's own answer, used only with `answers.written_by=dataset`.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, islice
+from pathlib import Path
+from typing import Any
 
 from configs.runtime.errors import InputError
 from configs.runtime.wheels import wheel_file
-from configs.schema.data import PromptsConfig
-from distill.generation.prompts import Prompt, dataset_prompts, load_dataset_prompts, read_prompts
+from configs.schema.data import PromptsConfig, SourceConfig
+from distill.generation.prompts import DUPLICATE, UNCATEGORISED, Prompt, everything_said, fit_prompts
+from distill.generation.row_formats import detect_format, fill_template, read_row
+from distill.generation.source_files import load_rows, read_source
 from heads.frozen.loading import Target
+
+OUTSIDE_LIMITS = "outside_min_and_max_tokens"
 
 logger = logging.getLogger("draftsmith")
 
 
-def list_prompts(settings: PromptsConfig) -> list[Prompt] | None:
-    """Return the first `num_prompts` prompts of files or a data set; None where the target is to write them."""
+def list_source(settings: PromptsConfig, *, whole: bool) -> Iterable[Prompt] | None:
+    """Return the first `num_prompts` prompts of a source, or the whole; None where the target is to write them.
+
+    The rest of a data set is read only when asked for.
+    """
     if settings.source == "self_seeded":
         return None
     if settings.source == "dataset":
-        return load_dataset_prompts(settings)
+        rows = dataset_prompts(settings)
+        first = list(islice(rows, settings.num_prompts))
+        return chain(first, rows) if whole else first
     prompts = read_prompts(_at_hand(settings))
+    if whole:
+        return prompts
     if len(prompts) != settings.num_prompts:
         found = "fewer than" if len(prompts) < settings.num_prompts else "of which the first are taken:"
         logger.info("%s holds %d prompts, %s num_prompts = %d", settings.path, len(prompts), found, settings.num_prompts)
     return prompts[: settings.num_prompts]
 
 
-def list_source(settings: PromptsConfig, *, whole: bool) -> Iterable[Prompt] | None:
-    """Return a source's prompts, as many as it is to give or, the rest of a data set only when asked for, the whole."""
-    if not whole or settings.source == "self_seeded":
-        return list_prompts(settings)
-    if settings.source != "dataset":
-        return read_prompts(_at_hand(settings))
-    rows = dataset_prompts(settings)
-    return chain(list(islice(rows, settings.num_prompts)), rows)
+def read_prompts(config: PromptsConfig) -> list[Prompt]:
+    """Return the prompts of `config.path`, a file or a folder of files (`distill.generation.source_files`), in order.
+
+    Raises:
+        InputError: there is none, a row (named) holds no prompt, different prompts share an id, or no row has the column named.
+    """
+    prompts: list[Prompt] = []
+    seen: dict[str, Prompt] = {}
+    formats = Counter[str]()
+    for where, row in read_source(Path(str(config.path)), "prompt file"):
+        prompt, format = _read_row(row, config, where)
+        first = seen.setdefault(prompt.prompt_id, prompt)
+        if first != prompt:
+            raise InputError(f"{where}: question_id {prompt.prompt_id!r} was used in {first.where} for another prompt")
+        prompts.append(prompt)
+        formats[format] += 1
+    if _names_a_column(config) and not formats["column"]:
+        raise InputError(
+            f"prompts.field: no row of prompt file {config.path} has {config.field!r}; the last has {', '.join(row)}"
+        )
+    counts = ", ".join(f"{count:,} as {name}" for name, count in formats.most_common())
+    logger.info("prompt file %s: read %s", config.path, counts)
+    return prompts
+
+
+def dataset_prompts(config: PromptsConfig) -> Iterator[Prompt]:
+    """Yield the rows of a data set, whose prompts stand in the column `config.field`, if it has one.
+
+    Raises:
+        InputError: the data set, its split or the column cannot be had, or a row (named) holds no prompt.
+    """
+    path = str(config.path)
+    rows = load_rows(path, config.subset, config.split, revision=config.revision, section="prompts")
+    if config.template is None and config.format == "auto" and config.field in rows.column_names:
+        config = config.model_copy(update={"format": "column"})
+    elif _names_a_column(config):
+        columns = ", ".join(rows.column_names)
+        raise InputError(f"prompts.field: data set {path} has no column {config.field!r}; there are {columns}")
+    if not len(rows):
+        raise InputError(f"data set {path}, split {config.split!r}, is empty")
+    for number, row in enumerate(rows):
+        yield _read_row({**row, "question_id": f"row-{number}"}, config, f"data set {path}, row {number}")[0]
+
+
+def _read_row(row: Mapping[str, Any], config: PromptsConfig, where: str) -> tuple[Prompt, str]:
+    """Return the prompt of a row, and the format it was read in."""
+    setting = "prompts.field"
+    format: str = config.format
+    if config.template is not None:
+        row, format = {**row, config.field: fill_template(config.template, row, where, "prompts.template")}, "column"
+    elif format == "auto":  # a column that is named goes before what the other keys say
+        named = _names_a_column(config) and config.field in row
+        format = "column" if named else detect_format(row, where, setting)
+    category = config.category or UNCATEGORISED
+    columns = {"column": config.field, "answer_column": config.answer_field}
+    return read_row(row, format, where, **columns, default_category=category, setting=setting), format
+
+
+def _names_a_column(config: PromptsConfig) -> bool:
+    """Return whether the config names a column that has the prompt, or its answer, and leaves the format open."""
+    named = config.field != PromptsConfig().field or config.answer_field is not None
+    return config.format == "auto" and config.template is None and named
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admission:
+    """Which prompts of one of several sources are taken: those within its limits that no source had before.
+
+    Args:
+        target: in whose chat template they are measured.
+        source: has the limits.
+        taken: the prompts of all sources so far, by everything said; admitted ones are added.
+    """
+
+    target: Target
+    source: SourceConfig
+    taken: set[str]
+
+    def objection(self, prompt: Prompt) -> str | None:
+        """Admit a prompt, or return why it is left out."""
+        least, most = self.source.min_tokens, self.source.max_tokens
+        if least is not None or most is not None:
+            length = len(prompt.encoded(self.target))
+            if length < (least or 0) or (most is not None and length > most):
+                return OUTSIDE_LIMITS
+        said = everything_said(prompt)
+        if said in self.taken:
+            return DUPLICATE
+        self.taken.add(said)
+        return None
+
+    def first(
+        self, given: Iterable[Prompt], settings: PromptsConfig, max_new_tokens: int
+    ) -> tuple[list[Prompt], dict[str, int]]:
+        """Return the first prompts that fit and are admitted, as many as the settings say, and how many did not."""
+        prompts: list[Prompt] = []
+        dropped = Counter[str]()
+        for each in given:
+            fitting, changed = fit_prompts(self.target, [each], settings.on_too_long, max_new_tokens)
+            reasons = [reason for reason in map(self.objection, fitting) if reason is not None]
+            dropped.update(changed)
+            dropped.update(reasons)
+            prompts += [] if reasons else fitting
+            if len(prompts) == settings.num_prompts:
+                break
+        return prompts, dict(dropped)
+
+    def named(self, prompt: Prompt) -> Prompt:
+        """Return a prompt under the name of its source, which has ids of its own, with the limit of its answers."""
+        name = self.source.name
+        return replace(prompt, prompt_id=f"{name}/{prompt.prompt_id}", source=name, max_new_tokens=self.source.max_new_tokens)
 
 
 def _at_hand(settings: PromptsConfig) -> PromptsConfig:

@@ -20,7 +20,7 @@ from configs.schema.learning import LossConfig
 from distill.loss.chunked import ChunkedLoss, LogitHead, LossPart, chunked_losses, model_head
 from distill.loss.divergences import configured_divergence
 from distill.loss.draft_objective import Timer
-from distill.loss.pairs import HiddenRows, NormalisedRows, TargetRows, normalise
+from distill.loss.pairs import HiddenRows, TargetRows, normalise
 from heads.device import upload
 from heads.frozen.hidden_states import TargetStates
 from heads.frozen.loading import Target
@@ -160,11 +160,10 @@ class HeadObjective(nn.Module):
             return [HiddenRows(hidden_NE=flat(hidden_BTE, depth.target_places_N), logits_of=logits_of) for depth in depths]
         head = HeadRows.of(target.model, token_ids_W)
         return [
-            NormalisedRows(
+            HiddenRows(
                 hidden_NE=flat(hidden_BTE, depth.target_places_N),
-                head=head,
-                log_sum_N=known.log_sum_P[depth.target_places_N],
-                top1_N=known.top1_P[depth.target_places_N],
+                logits_of=head.logits,
+                known=Normalisers(log_sum_P=known.log_sum_P[depth.target_places_N], top1_P=known.top1_P[depth.target_places_N]),
             )
             for depth in depths
         ]

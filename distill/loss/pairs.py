@@ -1,8 +1,8 @@
 """Target and draft at the same N rows, paired a chunk of rows at a time: what every divergence is a function of.
 
 The chunked loss takes a `TargetRows`, the target's next-token distributions, and asks it for the rows of each chunk, which pair
-themselves with the draft's logits: `HiddenRows` have hidden states and a head, `NormalisedRows` the same for a reduced draft
-vocabulary, `SparseTarget` the top-k tokens of a cache. None carries gradients.
+themselves with the draft's logits: `HiddenRows` have hidden states and a head, `SparseTarget` the top-k tokens of a cache.
+Neither carries gradients.
 B batch, T positions, E width of the target, N rows, C rows of a chunk, V target vocabulary, W draft vocabulary, K kept tokens,
 X buckets (V, W or K + 1); `...` any leading dims.
 """
@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, Protocol, Required, TypedDict, Unpack
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from heads.device import keeps_small_tensors_near, upload
-from heads.inference.causal_lm import HeadRows, head_logits
+from heads.inference.causal_lm import head_logits
 from heads.modules.interface import Normalisers
 
 TILE_ROWS = 16  # rows whose float32 copy stays in a CPU's cache; the maximum of 16-bit numbers is slow there
@@ -65,14 +65,6 @@ class Pair:
         return self.p if self.log_reach is None else self.log_p_within.exp()
 
 
-class PairOptions(TypedDict, total=False):
-    """How rows are paired with the draft's logits; see `dense_pair`."""
-
-    temperature: Required[float]
-    draft_token_ids_W: Tensor | None
-    labels: Tensor | None
-
-
 class TargetRows(Protocol):
     """The target's distribution at N rows."""
 
@@ -100,107 +92,77 @@ class TargetChunk(Protocol):
     def part(self, rows: slice) -> TargetChunk:
         """Return some of the rows, logits in float32 at least."""
 
-    def pair(self, draft_logits_CW: Tensor, **options: Unpack[PairOptions]) -> Pair:
-        """Pair the rows with the draft's logits."""
+    def pair(
+        self,
+        draft_logits_CW: Tensor,
+        *,
+        temperature: float,
+        draft_token_ids_W: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> Pair:
+        """Pair the rows with the draft's logits; see `dense_pair`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HiddenRows:
-    """Final hidden states `[N, E]`, and `logits_of`, which maps `[C, E]` to `[C, V]`."""
+    """Final hidden states `[N, E]`, and `logits_of`, which maps `[C, E]` to `[C, V]`; to `[C, W]` where `known` is given.
+
+    A divergence over a reduced draft vocabulary needs W of the target's V logits, and the others only through their sum. With
+    that sum `known` for each row, computed once a position (`normalise`), a depth of a head costs a matrix product of W rows.
+    Exact, at temperature 1.
+    """
 
     hidden_NE: Tensor
     logits_of: Callable[[Tensor], Tensor]
+    known: Normalisers | None = None  # of the N rows
 
     def __len__(self) -> int:
         return len(self.hidden_NE)
 
     def at(self, rows: slice) -> DenseChunk:
         """Compute the logits of these rows."""
-        return DenseChunk(logits_CV=self.logits_of(self.hidden_NE[rows]))
+        return DenseChunk(logits_CX=self.logits_of(self.hidden_NE[rows]), known=_part(self.known, rows))
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseChunk:
-    """Logits over the whole vocabulary, `[C, V]`."""
+    """Logits over the whole vocabulary, or of the W draft tokens alone with the normalisers over all V tokens `known`."""
 
-    logits_CV: Tensor
+    logits_CX: Tensor
+    known: Normalisers | None = None
     is_dense: ClassVar[bool] = True
 
     @property
     def num_columns(self) -> int:
-        return self.logits_CV.shape[-1]
+        return self.logits_CX.shape[-1]
 
     @property
     def top1_C(self) -> Tensor:
-        return self.logits_CV.argmax(-1)
+        return self.logits_CX.argmax(-1) if self.known is None else self.known.top1_P
 
     def part(self, rows: slice) -> DenseChunk:
-        return DenseChunk(logits_CV=at_least_float32(self.logits_CV[rows]))
+        return replace(self, logits_CX=at_least_float32(self.logits_CX[rows]), known=_part(self.known, rows))
 
-    def pair(self, draft_logits_CW: Tensor, **options: Unpack[PairOptions]) -> Pair:
-        return dense_pair(self.logits_CV, draft_logits_CW, **options)
-
-
-@dataclass(frozen=True, kw_only=True)
-class NormalisedRows:
-    """Final hidden states `[N, E]` with the normaliser of their logits over all V tokens, for a reduced draft vocabulary.
-
-    A divergence needs W of the target's V logits, and the others only through their sum. With that sum computed once a
-    position (`normalise`), each depth of a head costs a matrix product of W rows. Exact, at temperature 1.
-    """
-
-    hidden_NE: Tensor
-    head: HeadRows
-    log_sum_N: Tensor
-    top1_N: Tensor
-
-    def __len__(self) -> int:
-        return len(self.hidden_NE)
-
-    def at(self, rows: slice) -> NormalisedChunk:
-        """Compute the W logits of these rows."""
-        logits_CW = self.head.logits(self.hidden_NE[rows])
-        return NormalisedChunk(
-            logits_CW=logits_CW,
-            log_sum_C=self.log_sum_N[rows],
-            top1_C=self.top1_N[rows],
+    def pair(
+        self,
+        draft_logits_CW: Tensor,
+        *,
+        temperature: float,
+        draft_token_ids_W: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> Pair:
+        return dense_pair(
+            self.logits_CX,
+            draft_logits_CW,
+            temperature=temperature,
+            draft_token_ids_W=draft_token_ids_W,
+            labels=labels,
+            log_sum=None if self.known is None else self.known.log_sum_P,
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class NormalisedChunk:
-    """The target's logits of the W draft tokens, `[C, W]`, and the log of the sum of exp(logits) over all V tokens, `[C]`."""
-
-    logits_CW: Tensor
-    log_sum_C: Tensor
-    top1_C: Tensor
-    is_dense: ClassVar[bool] = True
-
-    @property
-    def num_columns(self) -> int:
-        return self.logits_CW.shape[-1]
-
-    def part(self, rows: slice) -> NormalisedChunk:
-        logits_RW = at_least_float32(self.logits_CW[rows])
-        return replace(self, logits_CW=logits_RW, log_sum_C=self.log_sum_C[rows], top1_C=self.top1_C[rows])
-
-    def pair(self, draft_logits_CW: Tensor, **options: Unpack[PairOptions]) -> Pair:
-        """Pair the rows with the draft's logits over the same W tokens.
-
-        Raises:
-            ValueError: the temperature is not 1: the sum is that of the unscaled logits.
-        """
-        if options["temperature"] != 1:
-            raise ValueError("normalised rows are for temperature 1")
-        log_p_CW = at_least_float32(self.logits_CW) - self.log_sum_C.unsqueeze(-1)
-        draft_CW = at_least_float32(draft_logits_CW)
-        log_reach_C = log_p_CW.logsumexp(-1).clamp(min=LOG_ZERO)
-        return Pair(
-            log_p=log_p_CW.clamp_(min=LOG_ZERO),
-            log_q=draft_CW.log_softmax(-1).clamp(min=LOG_ZERO),
-            log_reach=log_reach_C,
-            label_log_q=_label_log_q(draft_CW, options.get("labels")),
-        )
+def _part(known: Normalisers | None, rows: slice) -> Normalisers | None:
+    return None if known is None else Normalisers(log_sum_P=known.log_sum_P[rows], top1_P=known.top1_P[rows])
 
 
 @torch.no_grad()
@@ -248,7 +210,14 @@ class SparseTarget:
     def part(self, rows: slice) -> SparseTarget:
         return self.at(rows)
 
-    def pair(self, draft_logits_CW: Tensor, **options: Unpack[PairOptions]) -> Pair:
+    def pair(
+        self,
+        draft_logits_CW: Tensor,
+        *,
+        temperature: float,
+        draft_token_ids_W: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> Pair:
         """Pair the rows with full rows of draft logits `[C, V]`.
 
         The tail is one more bucket, for both sides: X is K + 1. Merging tokens never adds to a divergence, so KL, JSD and total
@@ -258,9 +227,9 @@ class SparseTarget:
             ValueError: another temperature than the recorded one, or a reduced draft vocabulary, for which the tail cannot be
                 split.
         """
-        if options["temperature"] != 1:
-            raise ValueError(f"the target was recorded at temperature 1, asked for {options['temperature']}")
-        if options.get("draft_token_ids_W") is not None:
+        if temperature != 1:
+            raise ValueError(f"the target was recorded at temperature 1, asked for {temperature}")
+        if draft_token_ids_W is not None:
             raise ValueError("a sparse target cannot be paired with a reduced draft vocabulary")
         log_q = at_least_float32(draft_logits_CW).log_softmax(-1).clamp(min=LOG_ZERO)
         log_q_tail = log_q.scatter(-1, self.token_ids, LOG_ZERO).logsumexp(-1, keepdim=True)
@@ -269,7 +238,7 @@ class SparseTarget:
             # Stored in half precision the masses no longer add up to 1, and a KL of equal sides would not be 0.
             log_p=log_p.to(log_q.dtype).log_softmax(-1).clamp_(min=LOG_ZERO),
             log_q=torch.cat([log_q.gather(-1, self.token_ids), log_q_tail], dim=-1),
-            label_log_q=_label_log_q(draft_logits_CW, options.get("labels")),
+            label_log_q=_label_log_q(draft_logits_CW, labels),
         )
 
 
@@ -280,31 +249,39 @@ def dense_pair(
     temperature: float = 1.0,
     draft_token_ids_W: Tensor | None = None,
     labels: Tensor | None = None,
+    log_sum: Tensor | None = None,
 ) -> Pair:
     """Pair full rows of logits.
 
     Args:
-        target_logits: `[..., V]`, any float type. No gradient flows into it.
+        target_logits: `[..., V]`, any float type, or `[..., W]` with `log_sum`. No gradient flows into it.
         draft_logits: `[..., V]`, or `[..., W]` with `draft_token_ids_W`.
         temperature: positive; divides the logits of both sides.
         draft_token_ids_W: int64, the target's id of each of the draft's tokens (d2t). With `arange(W)` it drops padded rows.
         labels: `[...]`, int64, **draft** ids of the next token, negative for none. Only `cross_entropy` reads them.
+        log_sum: `[...]`, log of the sum of exp(logits) over all V tokens, where the target's logits are of the draft's tokens
+            alone; at temperature 1.
 
     Raises:
-        ValueError: the temperature is not positive, or the two sides have no common vocabulary.
+        ValueError: the temperature is not positive, or not 1 with `log_sum`; or the two sides have no common vocabulary.
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
+    if log_sum is not None and temperature != 1:
+        raise ValueError("normalised rows are for temperature 1")
     num_shared = target_logits.shape[-1] if draft_token_ids_W is None else len(draft_token_ids_W)
     if draft_logits.shape[-1] != num_shared:
         raise ValueError(f"the draft has {draft_logits.shape[-1]} logits a position where {num_shared} are expected")
     target = _scaled(target_logits.detach(), temperature)
     draft = _scaled(draft_logits, temperature)
-    log_reach = None
-    log_p = target.log_softmax(-1)
-    if draft_token_ids_W is not None:
-        log_p = log_p.index_select(-1, draft_token_ids_W)
-        log_reach = log_p.logsumexp(-1).clamp(min=LOG_ZERO)
+    if log_sum is not None:
+        log_p = target - log_sum.unsqueeze(-1)
+    elif draft_token_ids_W is not None:
+        log_p = target.log_softmax(-1).index_select(-1, draft_token_ids_W)
+    else:
+        log_p = target.log_softmax(-1)
+    reduced = log_sum is not None or draft_token_ids_W is not None
+    log_reach = log_p.logsumexp(-1).clamp(min=LOG_ZERO) if reduced else None
     return Pair(
         log_p=log_p.clamp_(min=LOG_ZERO),
         log_q=draft.log_softmax(-1).clamp(min=LOG_ZERO),

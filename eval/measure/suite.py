@@ -16,8 +16,8 @@ from configs.runtime.errors import InputError
 from configs.runtime.files import find_shipped, sha256_of
 from configs.schema.evaluation import SuiteConfig
 from distill.dataset.conversations import text_hash
-from distill.generation.prompts import TOO_LONG, TRUNCATED, UNCATEGORISED, Prompt, fit_prompts, parse_row
-from distill.generation.row_formats import detect_format, to_turns_or_messages
+from distill.generation.prompts import TOO_LONG, TRUNCATED, UNCATEGORISED, Prompt, fit_prompts
+from distill.generation.row_formats import detect_format, read_row
 from distill.generation.source_files import SUFFIXES, load_rows, read_source
 from heads.artifact import read_training_prompts
 from heads.frozen.loading import Target
@@ -146,11 +146,10 @@ def to_prompt(row: Mapping[str, Any], number: int, *, format: str, column: str |
     Raises:
         InputError: the row does not have this format.
     """
-    values = to_turns_or_messages(row, format, where, column=column, setting="suite.column")
-    if format not in ("turns", "messages"):  # which are named by their content
-        values.setdefault("question_id", f"row-{number}")
-    category = format if format in ("humaneval", "gsm8k") else UNCATEGORISED
-    prompt = parse_row(values, default_category=category, where=where)
+    category, default_id = format if format in ("humaneval", "gsm8k") else UNCATEGORISED, f"row-{number}"
+    prompt = read_row(
+        row, format, where, column=column, default_category=category, default_id=default_id, setting="suite.column"
+    )
     return _with_reference(prompt, row.get("reference"))
 
 

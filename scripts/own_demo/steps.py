@@ -180,7 +180,8 @@ def _prompts(arguments: argparse.Namespace) -> tuple[list[str], int, float]:
     if arguments.prompts is None:
         changes += [*_section("prompts", arguments), _set("held_out_share", min(0.5, HELD_OUT / number))]
         return changes, number, given.max_prompt_tokens / 2
-    from distill.generation.prompts import read_prompts, split_positions
+    from distill.generation.sources import read_prompts
+    from distill.generation.split import split_positions
 
     path = _absolute(arguments.prompts)
     file = {"source": "file", "path": path, "on_too_long": "skip"}

@@ -97,7 +97,7 @@ def mix(
         write_text(scratch / "train.jsonl", "".join(row.to_line() for row in [*fresh, *replayed]))
         write_text(scratch / "held_out.jsonl", "".join(row.to_line() for row in choosing))
         write_text(scratch / "suite.jsonl", "".join(row.to_line() for row in measured))
-        write_json(scratch / MANIFEST, {**manifest, "counts": counts, "sha256": {}, "spread": {}})
+        write_json(scratch / MANIFEST, {**manifest, "counts": counts, "sha256": {}})
     log.info("training on %d conversations of the traffic and %d of the old data", len(fresh), len(replayed))
 
 

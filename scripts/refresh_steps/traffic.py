@@ -23,9 +23,9 @@ from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import new_folder, write_json, write_text
 from configs.runtime.redaction import PRIVATE_KEY, mask_counting
 from configs.schema.commands.refreshing import LogConfig, RefreshConfig
-from distill.generation.prompts import UNCATEGORISED, Prompt, everything_said, parse_row
-from distill.generation.row_formats import detect_format, to_turns_or_messages
-from distill.generation.spread import NearDuplicates
+from distill.generation.prompts import Prompt, everything_said
+from distill.generation.row_formats import ID_KEYS, detect_format, read_row
+from distill.generation.split import NearDuplicates
 from scripts.refresh_steps.log_rows import chat_tokenizer, log_rows, served_at
 
 log = logging.getLogger("draftsmith")
@@ -150,9 +150,8 @@ def _prompt(row: dict[str, Any], settings: LogConfig, where: str) -> Prompt:
     format: str = settings.format
     if format == "auto":
         format = detect_format(row, where, "log.field")
-    values = to_turns_or_messages(row, format, where, column=settings.field, setting="log.field")
-    values.pop("question_id", None)
-    return parse_row(values, default_category=UNCATEGORISED, where=where)
+    unnamed = row | dict.fromkeys(ID_KEYS & row.keys())  # whatever a log calls a request
+    return read_row(unnamed, format, where, column=settings.field, setting="log.field")
 
 
 def _check_can_be_asked(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, where: str) -> None:

@@ -16,10 +16,11 @@ from configs.schema.data import CacheConfig, DataConfig, PromptsConfig
 from configs.schema.evaluation import EvalConfig
 from configs.schema.training import DistillConfig, HeadsConfig
 from distill.cache.format import read_manifest as read_cache_manifest
+from distill.dataset.batches import Example
 from distill.dataset.conversations import check_written_for, is_written_by_target, read_conversations
-from distill.generation.prompts import read_prompts
-from distill.generation.server_completions import read_ids
-from distill.server.responses import check_read, read_completion
+from distill.generation.server_answers import read_ids
+from distill.generation.sources import read_prompts
+from distill.server.responses import check_read, read_completion, read_top_k
 from heads.artifact import read_metadata
 from heads.frozen.identity import TargetIdentity
 from train.loop.checkpoints import read_manifest as read_checkpoint_manifest
@@ -146,15 +147,14 @@ def test_a_name_that_leads_out_of_its_folder_is_refused(tmp_path, name):
 SERVED = {
     "choices": [
         {
-            "text": "ab",
             "token_ids": [3, 4, 9],
             "prompt_token_ids": [1, 2],
             "finish_reason": "stop",
             "prompt_logprobs": [None, {"2": {"logprob": -0.1}}],
-            "logprobs": {"tokens": ["token_id:2"], "top_logprobs": [{"token_id:2": -0.1}]},
+            "logprobs": {"top_logprobs": [{"token_id:2": -0.1}]},
         }
     ],
-    "usage": {"prompt_tokens": 2, "completion_tokens": 3},
+    "usage": {"prompt_tokens": 2},
     "system_fingerprint": "fp",
 }
 
@@ -164,8 +164,8 @@ def read_served(content):
     ways = (
         lambda completion: check_read(completion, [1, 2], "here"),
         lambda completion: read_ids(completion, 3, [9], 20, "here"),
-        lambda completion: completion.distributions("here"),
-        lambda completion: completion.read_ids("here"),
+        lambda completion: completion.next_token("here"),
+        lambda completion: read_top_k(completion, Example((1, 2), 1), k=1, vocab_size=9, where="here"),
     )
     with suppress(InputError):
         completion = read_completion(content, "here")

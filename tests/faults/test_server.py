@@ -14,7 +14,7 @@ from configs.runtime.errors import InputError
 from configs.schema.data import DataConfig, ServerConfig
 from configs.schema.target import TargetConfig
 from distill.generation.make_dataset import make_dataset
-from distill.generation.server_jobs import ServerAnswerJob
+from distill.generation.server_answers import ServerAnswerJob
 from distill.server import connection as server_connection
 from distill.server.logprobs import TargetServer
 from heads.frozen.loading import load_target

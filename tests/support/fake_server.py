@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import torch
 
 from configs.schema.decoding import SamplingConfig
-from distill.generation.continuation import continue_tokens
+from tests.support.writing import continue_tokens
 
 
 class Api:

@@ -18,7 +18,6 @@ from distill.generation.answers import (
     NOT_A_CONTINUATION,
     UNREACHED,
     AnswerJob,
-    answer_prompts,
     existing_answers,
 )
 from distill.generation.continuation import TargetSource
@@ -26,6 +25,7 @@ from distill.generation.make_dataset import make_dataset
 from distill.generation.prompts import Prompt, encode_prompt
 from distill.generation.sources import check_given
 from heads.inference.kv_cache import RowCache
+from tests.support.writing import answer_prompts
 
 SAMPLED = AnswersConfig(temperature=0.9, top_k=200, max_new_tokens=20, batch_size=4)
 GREEDY = AnswersConfig(max_new_tokens=12, batch_size=4)
@@ -114,8 +114,6 @@ def test_the_next_turn_or_prompt_takes_the_place_of_an_answer_that_has_ended(byt
 
 
 def test_memory_does_not_grow_with_the_answers(byte_target, make_prompts, tmp_path, monkeypatch):
-    monkeypatch.setattr(making, "MOST_MEASURED", 10)
-
     def peak(count):
         job = AnswerJob(
             target=byte_target,
@@ -129,7 +127,7 @@ def test_memory_does_not_grow_with_the_answers(byte_target, make_prompts, tmp_pa
         tracemalloc.start()
         job.work(rank=0, num_processes=1)
         job.work(rank=0, num_processes=1)  # finds all of them answered
-        counts = making._write_side(tmp_path / f"{count}.jsonl", job.prompts, job.collect(), [])
+        counts = making._write_side(tmp_path / f"{count}.jsonl", job.prompts, job.collect())
         assert counts["answer_tokens"] == count * 2000
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from configs.schema.decoding import SamplingConfig
-from distill.generation.continuation import TokenRow, continue_rows, continue_tokens
+from distill.generation.continuation import TokenRow, continue_rows
 from heads.sampling.probabilities import token_probabilities
+from tests.support.writing import continue_tokens
 
 
 class Counting:

@@ -7,19 +7,9 @@ import pytest
 
 from configs.runtime.errors import InputError
 from configs.schema.data import PromptsConfig
-from distill.generation.prompts import (
-    DUPLICATE,
-    OVERLAP,
-    TOO_LONG,
-    TRUNCATED,
-    Prompt,
-    encode_prompt,
-    fit_prompts,
-    hash_position,
-    load_dataset_prompts,
-    read_prompts,
-    split_prompts,
-)
+from distill.generation.prompts import DUPLICATE, TOO_LONG, TRUNCATED, Prompt, encode_prompt, fit_prompts
+from distill.generation.sources import list_source, read_prompts
+from distill.generation.split import OVERLAP, hash_position, split_prompts
 
 USER = {"role": "user", "content": "Hello?"}
 ASSISTANT = {"role": "assistant", "content": "Hello."}
@@ -119,7 +109,7 @@ def test_a_column_that_is_named_and_not_there_is_refused_whatever_the_other_keys
         read_prompts(PromptsConfig(source="file", path=str(path), **named))
     datasets.Dataset.from_dict({"prompt": ["Hi"]}).save_to_disk(tmp_path / "saved")
     with pytest.raises(InputError, match=r"no column '(asked|told)'"):
-        load_dataset_prompts(data_set_config(tmp_path / "saved", **named))
+        list_data_set(tmp_path / "saved", **named)
 
 
 def test_the_answer_stands_in_the_column_named_for_it(write):
@@ -127,8 +117,8 @@ def test_the_answer_stands_in_the_column_named_for_it(write):
     assert read_prompts(PromptsConfig(source="file", path=str(path), answer_field="told"))[0].answer == "Hello"
 
 
-def data_set_config(path, **more):
-    return PromptsConfig(source="dataset", path=str(path), **more)
+def list_data_set(path, **more):
+    return list_source(PromptsConfig(source="dataset", path=str(path), **more), whole=False)
 
 
 @pytest.mark.usefixtures("datasets_cache")
@@ -136,7 +126,7 @@ def test_a_folder_of_json_files_is_a_data_set(tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
     (folder / "train.jsonl").write_text("".join(json.dumps({"question": f"Why {n}?"}) + "\n" for n in range(4)))
-    prompts = load_dataset_prompts(data_set_config(folder, field="question", num_prompts=3, category="why"))
+    prompts = list_data_set(folder, field="question", num_prompts=3, category="why")
     assert [prompt.turns for prompt in prompts] == [("Why 0?",), ("Why 1?",), ("Why 2?",)]
     assert [(prompt.prompt_id, prompt.category) for prompt in prompts[:2]] == [("row-0", "why"), ("row-1", "why")]
 
@@ -144,21 +134,21 @@ def test_a_folder_of_json_files_is_a_data_set(tmp_path):
 def test_a_saved_data_set_gives_its_chats_and_categories(tmp_path):
     rows = {"chat": [[SYSTEM, USER, ASSISTANT]], "turns": [["a", "b"]], "category": ["talk"]}
     datasets.DatasetDict(train=datasets.Dataset.from_dict(rows)).save_to_disk(tmp_path / "saved")
-    chat = load_dataset_prompts(data_set_config(tmp_path / "saved", field="chat"))
+    chat = list_data_set(tmp_path / "saved", field="chat")
     assert chat == [Prompt(prompt_id="row-0", category="talk", turns=("Hello?",), history=(SYSTEM,))]
-    assert load_dataset_prompts(data_set_config(tmp_path / "saved", field="turns"))[0].turns == ("a", "b")
+    assert list_data_set(tmp_path / "saved", field="turns")[0].turns == ("a", "b")
 
 
 def test_a_missing_column_split_or_data_set_is_refused_with_what_there_is(tmp_path):
     datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": ["a", ""]})).save_to_disk(tmp_path / "saved")
     with pytest.raises(InputError, match=r"row 0: no column 'prompt' \(prompts\.field\); there are text"):
-        load_dataset_prompts(data_set_config(tmp_path / "saved", format="column"))
+        list_data_set(tmp_path / "saved", format="column")
     with pytest.raises(InputError, match="no split 'test'; it has train"):
-        load_dataset_prompts(data_set_config(tmp_path / "saved", split="test"))
+        list_data_set(tmp_path / "saved", split="test")
     with pytest.raises(InputError, match="row 1: a turn must be a text that is not blank"):
-        load_dataset_prompts(data_set_config(tmp_path / "saved", field="text"))
+        list_data_set(tmp_path / "saved", field="text")
     with pytest.raises(InputError, match="could not be loaded"):
-        load_dataset_prompts(data_set_config(tmp_path / "nowhere"))
+        list_data_set(tmp_path / "nowhere")
 
 
 def test_a_prompt_that_fills_the_context_is_refused_by_name_and_one_shorter_is_not(byte_target):

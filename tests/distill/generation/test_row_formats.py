@@ -6,8 +6,7 @@ import pytest
 
 from configs.runtime.errors import InputError
 from configs.schema.data import RowFormat
-from distill.generation.prompts import parse_row
-from distill.generation.row_formats import KEYS, detect_format, to_turns_or_messages
+from distill.generation.row_formats import KEYS, detect_format, read_row
 
 USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]}
@@ -36,8 +35,7 @@ ROWS = {
 
 def parsed(row, format=None, **columns):
     format = format or detect_format(row, "row 0", "suite.column")
-    values = to_turns_or_messages(row, format, "row 0", setting="suite.column", **columns)
-    return parse_row(values, default_category="none", where="row 0")
+    return read_row(row, format, "row 0", setting="suite.column", **columns)
 
 
 def test_the_config_names_every_format():

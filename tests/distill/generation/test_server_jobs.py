@@ -1,9 +1,7 @@
 """A data set whose answers a server wrote: the local target's own where the server is right, and nothing where it is not."""
 
-import dataclasses
 import itertools
 import json
-import logging
 from pathlib import Path
 
 import pytest
@@ -11,18 +9,14 @@ import torch
 
 from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.loading import load_config
-from configs.runtime.progress import Tokens
 from configs.schema.data import DataConfig
 from distill.dataset.conversations import is_written_by_target, read_conversations
 from distill.generation import make_dataset as making
 from distill.generation.answers import NO_ROOM, UNREACHED
-from distill.generation.continuation import request_number
 from distill.generation.make_dataset import answer_job, make_dataset
-from distill.generation.prompts import split_prompts
-from distill.generation.self_seeding import find_user_frame, read_turn
-from distill.generation.server_completions import server_writer
-from distill.generation.server_jobs import server_turns
-from distill.generation.sources import list_prompts
+from distill.generation.server_answers import server_writer
+from distill.generation.sources import list_source
+from distill.generation.split import split_prompts
 from distill.server.logprobs import TargetServer
 from tests.support.fake_server import Api, serving
 
@@ -111,21 +105,6 @@ def test_sampled_answers_are_the_same_in_every_run_however_they_come(config, api
     assert len(set(seeds)) == len(seeds) / 2  # each asked once in each run
 
 
-def test_troubles_on_the_way_leave_no_trace_in_the_data(config, api):
-    undisturbed = made(config("undisturbed"))
-    troubles, plain = ["cut", (500, {}), "reset", None, "cut without length", (429, {}), "garbage", None] * 3, api.respond
-
-    def respond(path, headers, body):
-        met = troubles.pop() if body is not None and "seed" in body and troubles else None
-        if isinstance(met, str):
-            return met
-        return plain(path, headers, body) if met is None else (*met, {"error": "overloaded"})
-
-    api.respond = respond
-    assert sides(made(config(retries=30))) == sides(undisturbed)
-    assert troubles == []
-
-
 def test_a_server_that_dies_ends_the_run_and_the_next_one_asks_for_the_rest_alone(config, api):
     undisturbed = made(config("undisturbed"))
     api.asked.clear()
@@ -148,28 +127,9 @@ def test_a_server_that_dies_ends_the_run_and_the_next_one_asks_for_the_rest_alon
     assert len([body for body in api.asked if "seed" in body]) == NUM_TURNS - sum(map(len, kept))
 
 
-def test_a_prompt_that_always_fails_is_named_when_all_others_are_answered(config, api):
-    plain, failing = api.respond, []
-
-    def respond(path, headers, body):
-        if body is not None and "seed" in body:
-            failing[:] = failing or [body["prompt"]]
-            if body["prompt"] == failing[0]:
-                return 500, {}, {"error": "this one never"}
-        return plain(path, headers, body)
-
-    api.respond = respond
-    with pytest.raises(InputError, match=r"1 of 12 requests .*the first for prompt \d+: server.*status 500: this one never"):
-        make_dataset(config())
-    api.respond = plain
-    api.asked.clear()
-    make_dataset(config())
-    assert len([body for body in api.asked if "seed" in body]) <= 2  # its turns
-
-
 def test_two_processes_share_the_prompts_and_a_third_run_finds_nothing_to_do(config, api, byte_target, tmp_path):
     settings = config()
-    prompts = list_prompts(settings.prompts)
+    prompts = list_source(settings.prompts, whole=False)
     with TargetServer(settings.server) as server:
         writer = server_writer(settings, byte_target, server)
         job = answer_job(settings, byte_target, split_prompts(prompts, 0.3), tmp_path / "pieces", writer)
@@ -203,7 +163,7 @@ def test_answers_of_another_model_or_seed_are_not_gone_on_with(config, api, byte
     api.respond = lambda *_: (200, {}, {"data": [{"id": name} for name in ("tiny", "other")]})
     for settings in (config(), config(answers={"top_k": 3}), config(model="other"), config(concurrency=1)):
         with TargetServer(settings.server) as server:
-            split = split_prompts(list_prompts(settings.prompts), 0.3)
+            split = split_prompts(list_source(settings.prompts, whole=False), 0.3)
             writer = server_writer(settings, byte_target, server)
             prints.append(answer_job(settings, byte_target, split, tmp_path, writer).fingerprint)
     assert len(set(prints)) == 3
@@ -225,92 +185,12 @@ def test_the_servers_shorter_context_counts_and_what_does_not_fit_is_told(config
     assert UNREACHED not in dropped
 
 
-def test_the_key_is_in_no_file_and_in_no_line_of_the_log(config, api, monkeypatch, caplog, tmp_path, capfd):
-    caplog.set_level(logging.DEBUG)
-    api.key = "planted-key-42"
-    monkeypatch.setenv("SERVER_KEY", api.key)
-    api.troubles = [(500, {}), "cut"]
-    make_dataset(config(api_key_variable="SERVER_KEY"))
-    api.key = "another"
-    with pytest.raises(InputError, match="refuses the key in SERVER_KEY") as caught:
-        make_dataset(config("refused", api_key_variable="SERVER_KEY"))
-    said = caplog.text + "".join(capfd.readouterr()) + str(caught.value)
-    files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(files) > 4
-    assert not [path for path in files if b"planted-key-42" in path.read_bytes()]
-    assert "planted-key-42" not in said
-    assert "trying again" in said
-
-
-# --- self-seeded prompts ------------------------------------------------------------------------------------------
-
-SEEDED = {"source": "self_seeded", "num_prompts": 8, "max_prompt_tokens": 90, "top_p": 0.99}
-
-
-def turns_asked(api, target):
-    prefix = find_user_frame(target, 90).prefix_ids
-    return [body for body in api.asked if "seed" in body and tuple(body["prompt"]) == prefix]
-
-
-@pytest.fixture
-def quick_turns(api, byte_target):
-    """Let the server end every text soon, one in four without a word."""
-
-    def continuation(body):
-        said = f"turn {body['seed']}" if body["seed"] % 4 else ""
-        ids = [*byte_target.tokenizer(said, add_special_tokens=False)["input_ids"], *byte_target.eos_token_ids]
-        return {"text": said, "token_ids": ids[: body["max_tokens"]], "finish_reason": "stop"}
-
-    api.continuation = continuation
-
-
-def test_prompts_by_a_server_are_turns_of_its_own_and_not_asked_for_again(config, api, byte_target, quick_turns):
-    first = made(config(prompts=SEEDED, answers={"batch_size": 4, "max_new_tokens": 30}))
-    asked = turns_asked(api, byte_target)
-    assert len({body["seed"] for body in asked}) == len(asked) >= 8
-    assert {(body["temperature"], body["top_p"], body["max_tokens"]) for body in asked} == {(1.0, 0.99, 90)}
-    again = config(
-        "again", prompts=SEEDED, answers={"batch_size": 4, "max_new_tokens": 30}, concurrency=1, failures_in_a_row=1, retries=0
+def test_the_local_target_writes_the_prompts_that_the_server_answers(config):
+    prompts = {"source": "self_seeded", "num_prompts": 8, "max_prompt_tokens": 90, "top_p": 1.0}
+    answers = {"batch_size": 4}
+    assert sides(made(config(prompts=prompts, answers=answers))) == sides(
+        made(config("local", written_by="target", prompts=prompts, answers=answers))
     )
-    plain, left = api.respond, [len(asked) - 3]
-
-    def die_among_the_turns(path, headers, body):
-        if body is not None and "seed" in body:
-            left[0] -= 1
-            if left[0] < 0:
-                return 503, {}, {"error": "going down"}
-        return plain(path, headers, body)
-
-    api.respond = die_among_the_turns
-    with pytest.raises(InputError, match=r"requests in a row .* self-seeded turn \d+: server.*going down"):
-        make_dataset(again)
-    api.respond = plain
-    api.asked.clear()
-    assert sides(made(again)) == sides(first)
-    assert len(turns_asked(api, byte_target)) == 3
-    assert json.loads(first["manifest.json"])["counts"]["prompts"] == 8
-
-
-def test_turns_are_usable_by_the_same_rules_as_local_ones(config, api, byte_target, tmp_path):
-    settings = config(prompts=SEEDED)
-    frame = find_user_frame(byte_target, 90)
-    with TargetServer(settings.server) as server:
-        writer = server_writer(settings, byte_target, server)
-        texts = dict(server_turns(writer, settings.prompts, tmp_path / "turns", 0, frame, range(6), Tokens()))
-    written = {body["seed"]: api.continuation(body)["token_ids"] for body in turns_asked(api, byte_target)}
-    seeds = [request_number(f"0/{request_number(f'self-{number}')}") % 2**31 for number in range(6)]
-    assert texts == {number: read_turn(byte_target, frame, written[seed]) for number, seed in enumerate(seeds)}
-    assert None in texts.values()
-    assert any(texts.values())
-
-
-def test_a_template_that_ends_turns_by_plain_text_is_refused(config, byte_target, tmp_path):
-    settings = config(prompts=SEEDED)
-    frame = dataclasses.replace(find_user_frame(byte_target, 90), end_ids=frozenset())
-    with TargetServer(settings.server) as server:
-        writer = server_writer(settings, byte_target, server)
-        with pytest.raises(InputError, match="ends a user's turn by plain text"):
-            server_turns(writer, settings.prompts, tmp_path / "turns", 0, frame, [0], Tokens())
 
 
 # --- config -------------------------------------------------------------------------------------------------------

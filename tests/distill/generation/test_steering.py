@@ -12,10 +12,8 @@ from configs.schema.data import PromptKind, PromptsConfig
 from configs.schema.target import TargetConfig
 from distill.generation.prompts import DUPLICATE
 from distill.generation.self_seeding import NEAR_DUPLICATE, UNUSABLE, find_user_frame, self_seed
-from distill.generation.spread import measure_spread
 from distill.generation.steering import SEEDS, plan_prompt, write_steered
 from heads.frozen.loading import load_target
-from tests.support.caches import conversation
 
 KINDS = {"free": 1, "question": 2, "code": 1, "summarise": 1, "answer_from": 1, "dialogue": 2}
 CONFIG = PromptsConfig(num_prompts=12, max_prompt_tokens=300, max_text_tokens=300, top_p=1.0, kinds=KINDS)
@@ -118,17 +116,3 @@ def test_steering_shows_steadily_how_far_it_is(long_target, writing, check_estim
 
     check_estimates(*writing(work))
     assert tokens.left == 0
-
-
-def test_the_spread_is_counted_over_prompts_and_answers():
-    rows = [conversation((1, 2, 3), (5, 6, 5, 6), "a"), conversation((1, 2), (5, 6, 7), "b")]
-    said = ({"role": "user", "content": "One two one"}, {"role": "assistant", "content": "not counted"})
-    rows = [row.__class__(**{**row.__dict__, "messages": said}) for row in rows]
-    spread = measure_spread(rows, 64)
-    assert spread["prompts"]["distinct_1"] == 2 / 6
-    assert spread["prompts"]["distinct_2"] == 2 / 4
-    assert spread["answers"]["distinct_1"] == 3 / 7
-    assert spread["answers"]["distinct_2"] == 3 / 5
-    assert spread["answers"]["distinct_4"] == 1
-    assert spread["prompts"]["tokens"] == {"p10": 2, "p50": 2, "p90": 2, "p100": 3}
-    assert spread["answers"]["vocabulary_share"] == 3 / 64

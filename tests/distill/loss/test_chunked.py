@@ -312,7 +312,7 @@ class Watched(DenseChunk):
     sizes: list = field(default_factory=list)
 
     def part(self, rows):
-        return Watched(logits_CV=self.logits_CV[rows], graphs=self.graphs, sizes=self.sizes)
+        return Watched(logits_CX=self.logits_CX[rows], graphs=self.graphs, sizes=self.sizes)
 
     def pair(self, draft_logits_CW, **options):
         pair = super().pair(draft_logits_CW, **options)
@@ -327,7 +327,7 @@ def test_the_size_of_the_tiles_changes_nothing(monkeypatch, divergence, bytes_of
     monkeypatch.setattr(chunked, "TILE_BYTES", bytes_of_a_tile)
     target, draft, labels = random_logits(1), random_logits(2), torch.tensor([0, 3, 5, -1, 7, 10, 2])
     weights = torch.rand(ROWS, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    found, gradient_CW = compare(divergence, DenseChunk(logits_CV=target), draft, weights, labels_C=labels)
+    found, gradient_CW = compare(divergence, DenseChunk(logits_CX=target), draft, weights, labels_C=labels)
     leaf = draft.clone().requires_grad_()
     values = divergence(dense_pair(target, leaf, labels=labels))
     (gradient,) = torch.autograd.grad((weights * values).sum(), leaf)
@@ -344,7 +344,7 @@ def test_the_size_of_the_tiles_changes_nothing(monkeypatch, divergence, bytes_of
 )
 def test_a_tile_is_as_many_rows_as_its_bytes_hold(monkeypatch, num_bytes, num_drafted, sizes):
     monkeypatch.setattr(chunked, "TILE_BYTES", num_bytes)
-    target, ids_W = Watched(logits_CV=random_logits(1)), torch.arange(num_drafted)
+    target, ids_W = Watched(logits_CX=random_logits(1)), torch.arange(num_drafted)
     compare(forward_kl, target, random_logits(2, num_drafted), torch.ones(ROWS), draft_token_ids_W=ids_W)
     assert target.sizes == sizes
 
@@ -359,7 +359,7 @@ def squared_hellinger(pair):
 )
 @pytest.mark.parametrize("weights", [torch.ones(ROWS), None], ids=["weighed", "without a gradient"])
 def test_only_a_gradient_without_a_closed_form_builds_a_graph(divergence, graph, weights):
-    target, labels = Watched(logits_CV=random_logits(1)), torch.zeros(ROWS, dtype=torch.int64)
+    target, labels = Watched(logits_CX=random_logits(1)), torch.zeros(ROWS, dtype=torch.int64)
     found, gradient_CW = compare(divergence, target, random_logits(2), weights, labels_C=labels)
     assert target.graphs == [graph and weights is not None]
     assert (gradient_CW is None) == (weights is None)

@@ -209,7 +209,7 @@ def test_a_head_that_all_depths_share_has_one_gradient_until_the_backward(target
 
 
 def test_cross_entropy_in_a_mix_needs_no_logits_outside_the_draft_vocabulary_at_each_depth(target, states, monkeypatch):
-    monkeypatch.setattr(head_objective, "HiddenRows", None)
+    monkeypatch.setattr(head_objective, "model_head", None)
     mix = LossConfig(mix={"forward_kl": 0.5, "cross_entropy": 0.5})
     assert HeadObjective(RandomHead(IDS_W), target, mix)(BATCH, states, torch.tensor(20.0), 1).loss.isfinite()
 

@@ -1,13 +1,16 @@
 """The target's side of the loss: normalised rows pair as whole rows do, and sparse ones give the loss of their pairs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from distill.loss.chunked import model_head
 from distill.loss.divergences import DIVERGENCES, acceptance, forward_kl
-from distill.loss.pairs import HiddenRows, NormalisedRows, dense_pair, normalise
+from distill.loss.pairs import HiddenRows, dense_pair, normalise
 from heads.inference.causal_lm import HeadRows, head_logits
+from heads.modules.interface import Normalisers
 from tests.support import family_checks as checks
 from tests.support.losses import chunked_loss, dense_loss, keep_top, linear_head
 
@@ -19,11 +22,10 @@ ROWS, WIDTH, VOCABULARY = 6, 5, 19
 
 def rows_of(model):
     known = normalise(model, HIDDEN_BTE, WANTED_N, chunk_size=3)
-    return NormalisedRows(
+    return HiddenRows(
         hidden_NE=HIDDEN_BTE.flatten(0, 1)[WANTED_N],
-        head=HeadRows.of(model, IDS_W),
-        log_sum_N=known.log_sum_P[WANTED_N],
-        top1_N=known.top1_P[WANTED_N],
+        logits_of=HeadRows.of(model, IDS_W).logits,
+        known=Normalisers(log_sum_P=known.log_sum_P[WANTED_N], top1_P=known.top1_P[WANTED_N]),
     )
 
 
@@ -45,7 +47,7 @@ def test_a_pair_is_the_one_of_whole_rows(name):
     whole = HiddenRows(hidden_NE=HIDDEN_BTE.flatten(0, 1)[WANTED_N], logits_of=model_head(model).logits_of)
     rows = slice(3, 6)
     ours = rows_of(model).at(rows)
-    expected = dense_pair(whole.at(rows).logits_CV, draft_NW[rows], draft_token_ids_W=IDS_W)
+    expected = dense_pair(whole.at(rows).logits_CX, draft_NW[rows], draft_token_ids_W=IDS_W)
     found = ours.pair(draft_NW[rows], temperature=1.0, draft_token_ids_W=IDS_W)
     for side in ("log_p", "log_q", "log_reach"):
         torch.testing.assert_close(getattr(found, side), getattr(expected, side))
@@ -57,7 +59,7 @@ def test_a_pair_is_the_one_of_whole_rows(name):
 
 def test_a_reach_of_nearly_nothing_stays_a_number():
     chunk = rows_of(checks.tiny_target("llama")).at(slice(8))
-    far = type(chunk)(logits_CW=chunk.logits_CW - 1e9, log_sum_C=chunk.log_sum_C, top1_C=chunk.top1_C)
+    far = replace(chunk, logits_CX=chunk.logits_CX - 1e9)
     pair = far.pair(torch.zeros(8, 5), temperature=1.0)
     for name in ("forward_kl", "total_variation", "negative_log_acceptance"):
         assert torch.isfinite(DIVERGENCES[name](pair)).all()

@@ -2,8 +2,6 @@
 
 import json
 import math
-import socket
-import threading
 
 import pytest
 import torch
@@ -162,25 +160,6 @@ def test_the_probe_measures_the_mean_difference_at_the_servers_likeliest_tokens(
 
 
 # --- reaching the server ------------------------------------------------------------------------------------------
-
-
-def test_a_server_that_is_not_there_or_takes_too_long_is_named(api, connect, monkeypatch):
-    waits = []
-    monkeypatch.setattr("distill.server.connection.pause", lambda stopping, wait: waits.append(wait))
-    monkeypatch.setattr("distill.server.connection.random.uniform", lambda low, high: (low + high) / 2)
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{unused.getsockname()[1]}/v1"
-        with pytest.raises(InputError, match=rf"{url} cannot be reached \(ConnectError: .*gave up after 2 attempts"):
-            connect(url=url, retries=1).check_model()
-    assert waits == [0.5]
-    done = threading.Event()
-    api.before_answer = lambda: done.wait(5)
-    try:
-        with pytest.raises(InputError, match=r"cannot be reached \(ReadTimeout: .*server\.timeout_seconds"):
-            list(connect(timeout_seconds=0.05).top_k([EXAMPLE], K, VOCABULARY))
-    finally:
-        done.set()
 
 
 def test_a_model_that_is_not_served_is_refused_with_those_that_are(connect):

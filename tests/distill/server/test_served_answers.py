@@ -9,16 +9,13 @@ import json
 import pytest
 from accelerate import PartialState
 
-from configs.runtime.progress import Tokens
-from configs.schema.data import AnswerServerConfig, DataConfig, PromptsConfig
+from configs.schema.data import AnswerServerConfig, DataConfig
 from configs.schema.decoding import SamplingConfig
 from configs.schema.evaluation import LosslessConfig
 from configs.schema.target import TargetConfig
 from distill.dataset.conversations import read_conversations
 from distill.generation.make_dataset import make_dataset
-from distill.generation.self_seeding import find_user_frame
-from distill.generation.server_completions import ServerWriter
-from distill.generation.server_jobs import server_turns
+from distill.generation.server_answers import ServerWriter
 from distill.server.logprobs import TargetServer
 from eval.decoder.records import Generation
 from eval.lossless.teacher_forcing import check_tokens
@@ -134,12 +131,3 @@ def test_a_seed_of_its_own_gives_a_request_the_same_draws_again(writer, target):
     first, again, other = [writer(sampling, seed=seed).write(prompt, 7, 24).answer for seed in (0, 0, 1)]
     assert first == again
     assert first != other
-
-
-def test_the_engine_writes_user_turns_that_can_be_used(writer, target, tmp_path):
-    config = PromptsConfig(num_prompts=6, max_prompt_tokens=80, temperature=0.8, top_p=1.0)
-    texts = dict(server_turns(writer(SamplingConfig()), config, tmp_path, 0, find_user_frame(target, 80), range(6), Tokens()))
-    print(f"\nself-seeded turns: {list(texts.values())}")
-    usable = [text for text in texts.values() if text]
-    assert len(set(usable)) == len(usable) >= 2
-    assert not any("<|im_" in text for text in usable)

@@ -17,7 +17,7 @@ from configs.runtime.loading import load_config
 from configs.schema.data import DataConfig, PromptsConfig
 from configs.schema.evaluation import EvalConfig, SuiteConfig
 from configs.schema.training import DistillConfig, HeadsConfig
-from distill.generation.prompts import read_prompts
+from distill.generation.sources import read_prompts
 from eval.measure.suite import load_suite
 from scripts import demo
 

@@ -1,8 +1,9 @@
-"""Completions by a server that serves the target: the request, and the token ids that its answer stands for.
+"""Answers by a server that runs the target: the same job as for the local target, shared by processes and resumed.
+
+Each answer is kept as it comes, and the order in which answers come leaves no trace in the data.
 
 Prompts go out as token ids, with every setting of the sampling, since a server fills in what is left out from the model's own
-generation config, and with a seed made from the run's seed and the request's number, so a resumed run asks the same. Ids come
-back as from `distill.generation.continuation.continue_tokens`.
+generation config, and with a seed made from the run's seed and the request's number, so a resumed run asks the same.
 """
 
 from __future__ import annotations
@@ -10,17 +11,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from configs.runtime.errors import InputError
+from configs.runtime.progress import progress
+from configs.runtime.resumable import Journal, fingerprint
 from configs.schema.data import AnswerServerConfig, DataConfig
 from configs.schema.decoding import SamplingConfig
 from distill.cache.format import RowLayout
 from distill.cache.server_rows import check_serves
 from distill.dataset.batches import Example
 from distill.dataset.conversations import FORMAT_VERSION
-from distill.generation.answers import NO_ROOM
+from distill.generation.answers import ANSWER_JOURNALS, NO_ROOM, AnswerJob, Dialogue, answer_together
 from distill.generation.continuation import request_number, up_to_end
+from distill.generation.prompts import Prompt
+from distill.server.concurrency import ask_all, naming
 from distill.server.connection import GaveUp, Refused
 from distill.server.logprobs import TargetServer
 from distill.server.responses import Completion, check_read, read_completion
@@ -143,6 +149,63 @@ def check_server(writer: ServerWriter) -> None:
     layout = RowLayout(kind="top_k", dtype="float32", width=1, vocab_size=vocab_size)
     probe = target.encode_chat([{"role": "user", "content": PROBE}])
     check_serves(writer.server, target, layout, Example(tuple(probe), 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerAnswerJob(AnswerJob):
+    """Prompts to be answered by a server, for one or several processes; a batch is one prompt with all its turns."""
+
+    writer: ServerWriter
+    version: str | None  # of the server, where it reports one
+
+    def work(self, *, rank: int, num_processes: int, writes: bool = True) -> None:
+        """Ask for this process's share of the prompts that are not answered; see `distill.server.concurrency.ask_all`."""
+        if not writes:
+            return
+        mine, finished = range(rank, len(self.prompts), num_processes), self.finished()
+        missing = {str(number): self.prompts[number] for number in mine if not finished[number]}
+        journal = Journal(self.folder / ANSWER_JOURNALS.format(rank=rank), self.fingerprint)
+        with progress("answers", len(mine), "prompts", done=len(mine) - len(missing)) as advance:
+
+            def keep(key: str, answer: dict[str, Any]) -> None:
+                journal.append(key, answer)
+                advance(1)
+
+            limit = self.writer.config.failures_in_a_row
+            ask_all(self.writer.server.connection, missing, self._answer, keep, failures_in_a_row=limit)
+
+    def _answer(self, prompt: Prompt) -> dict[str, Any]:
+        states = set[str | None]()
+
+        def write(ids: Sequence[Sequence[int]], requests: Sequence[int], limits: Sequence[int]) -> list[list[int] | str]:
+            written = [self.writer.write(*each) for each in zip(ids, requests, limits, strict=True)]
+            states.update(each.system_fingerprint for each in written)
+            return [each.answer for each in written]
+
+        dialogue = Dialogue(number=0, prompt=prompt)
+        with naming(f"prompt {prompt.prompt_id}"):
+            answer_together(self.target, [dialogue], self.config.max_new_tokens, write)
+        servers = [{"version": self.version, "system_fingerprint": state} for state in sorted(states, key=str)]
+        return dialogue.piece | {"servers": servers}
+
+
+def server_answer_job(
+    config: DataConfig, prompts: Sequence[Prompt], content: str, folder: Path, writer: ServerWriter
+) -> ServerAnswerJob:
+    """Return the job of asking a server for all answers; `content` is a hash of the prompts.
+
+    Each prompt fits the target's context; those that do not fit the server's are dropped and counted.
+    """
+    return ServerAnswerJob(
+        target=writer.target,
+        prompts=prompts,
+        config=config.answers,
+        seed=config.seed,
+        folder=folder,
+        fingerprint=fingerprint(writer.fingerprint_parts(), config.answers.model_dump(exclude={"batch_size"}), content),
+        writer=writer,
+        version=writer.server.connection.version(),
+    )
 
 
 def read_ids(completion: Completion, max_tokens: int, end_ids: Sequence[int], vocab_size: int, where: str) -> list[int]:

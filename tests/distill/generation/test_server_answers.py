@@ -6,7 +6,7 @@ from configs.runtime.errors import InputError
 from configs.schema.data import AnswerServerConfig
 from configs.schema.decoding import SamplingConfig
 from distill.generation.answers import NO_ROOM
-from distill.generation.server_completions import ServerWriter, read_ids
+from distill.generation.server_answers import ServerWriter, read_ids
 from distill.server.connection import GaveUp
 from distill.server.logprobs import TargetServer
 from distill.server.responses import read_completion
