@@ -109,7 +109,6 @@ class DraftHead(nn.Module):
             row_weights_N=row_weights_N,
         )
 
-
     @property
     def num_tokens(self) -> int:
         """The size of the draft vocabulary, W."""

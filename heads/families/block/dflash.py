@@ -127,7 +127,6 @@ class DFlash(HeadModule):
             hidden_ND=hidden_ND,
             logits_of=self.logits,
             parameters=(*depth.parameters, *parameters),
-            columns_of=None,
             auxiliaries=(base,) if self.training and base_weight > 0 else (),
         )
 
