@@ -1,6 +1,6 @@
 """Prompts in, conversations written by the target out: `python scripts/make_data.py --config configs/data/demo.yaml`.
 
-Under `accelerate launch` several processes share the work. Interrupted, it goes on where it was.
+Under `accelerate launch` several processes share the work. Rerun the same command to resume.
 """
 
 from __future__ import annotations

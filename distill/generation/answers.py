@@ -31,7 +31,7 @@ UNREACHED = "turn_after_a_dropped_one"
 HOLDS_A_PLACEHOLDER = "answer_holds_a_placeholder"  # in whose place there is no image or sound in an answer
 NOT_A_CONTINUATION = "answer_does_not_continue_its_prompt"  # the chat template writes the prompt differently before an answer
 
-# Continues prompts of token ids, given the number and the most new tokens of each; a reason where there is no continuation.
+# Continues prompts of token ids, given the request number and the limit of new tokens of each; a reason where it cannot.
 Write = Callable[[Sequence[Sequence[int]], Sequence[int], Sequence[int]], Sequence[list[int] | str]]
 
 TEMPLATE_TOKENS = 64  # about what a chat template puts around two messages
@@ -138,7 +138,7 @@ class AnswerJob:
     def work(self, *, rank: int, num_processes: int, writes: bool = True) -> None:
         """Answer this process's share of the prompts, except those that are answered; without `writes` only compute them."""
         needs = [self._room(number) for number in range(len(self.prompts))]
-        order = sorted(range(len(needs)), key=lambda number: (-needs[number], number))  # those who take most room first
+        order = sorted(range(len(needs)), key=lambda number: (-needs[number], number))  # the longest first
         own, finished = order[rank::num_processes], self.finished()
         missing = [number for number in own if not finished[number]]
         journal = Journal(self.folder / ANSWER_JOURNALS.format(rank=rank), self.fingerprint)

@@ -35,7 +35,7 @@ class TokenRow:
     Args:
         key: the caller's number for it.
         prompt_ids: its first tokens, at least one.
-        limit: the most tokens it may have, those of the prompt included; more than the prompt has.
+        limit: its greatest number of tokens, those of the prompt included; more than the prompt has.
         request: names its random numbers (`heads.sampling.counter_rng`), which depend on nothing else but the seed.
         media_prompt: of a prompt with media; None: it has none.
     """
@@ -155,7 +155,7 @@ class TargetSource:
             hidden_BTD = self._read_prompts(self._cache, [row.tokens for row in rows], rows)
             self._hidden_BD = hidden_BTD[torch.arange(len(rows), device=self.device), lengths_B - 1]
         elif len(rows[0].tokens) > 1:
-            # The last token is read anew for each row in a place.
+            # Each row that gets a place reads the last token again.
             self._read_prompts(self._cache, [row.tokens[:-1] for row in rows], rows)
 
     def draw(self, rows: Sequence[TokenRow], rng: CounterRNG) -> list[list[int]]:

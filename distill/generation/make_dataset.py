@@ -1,7 +1,7 @@
 """The data set from end to end: prompts of all sources, split, answers (the target's or the data set's own), the output folder.
 
 Several processes (under `accelerate launch`) share the writing; the main one puts the folder in place. Until then finished work
-is kept in journals in the output folder, so that an interrupted run goes on where it was. Prompts are held in memory, their
+is kept in journals in the output folder, from which an interrupted run resumes. Prompts are held in memory, their
 answers are not.
 """
 
@@ -41,7 +41,7 @@ from heads.frozen.split.groups import share_of
 logger = logging.getLogger("draftsmith")
 
 PROMPT_JOURNAL = ".prompts.partial.jsonl"
-OF_SEEDED = ("prompt_id", "category", "where", "source", "max_new_tokens")  # what prompts have beside turns that a target wrote
+SEEDED_KEYS = ("prompt_id", "category", "where", "source", "max_new_tokens")  # of self-seeded prompts, apart from their turns
 FEW_HELD_OUT = 8  # prompts, below which an interval over prompts says little
 SPLIT_FILES = ("train.jsonl", "held_out.jsonl")
 OUTPUTS = (
@@ -265,7 +265,7 @@ def _self_seed_once(
     kept = journal.read().get(f"prompts {name}".strip())
     if kept is not None:
         prompts = [
-            Prompt(turns=tuple(values["turns"]), **{key: values[key] for key in OF_SEEDED if key in values})
+            Prompt(turns=tuple(values["turns"]), **{key: values[key] for key in SEEDED_KEYS if key in values})
             for values in kept["prompts"]
         ]
         if admission is not None:

@@ -18,8 +18,8 @@ input_audio: {data, format}} as of OpenAI, {type: audio_url, audio_url: {url}}, 
 path, or a key of the type's name. The content then has an `OBJECT` in each one's place, and the message as `media` their
 references (`heads.inference.media_inputs.MediaPrompt`).
 
-A conversation that ends with the assistant brings the answer to its last user message. `category` and an id may stand beside
-the keys named; others are ignored.
+A conversation that ends with the assistant brings the answer to its last user message. A row may also have
+`category` and an id; other keys are ignored.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ def _plain_message(message: dict[str, Any], where: str) -> dict[str, Any]:
                 "sounds of the user"
             )
     if media and any(OBJECT in text for text in texts if text != OBJECT):
-        raise InputError(f"{where}: a text beside images or sounds holds U+FFFC, which marks the place of one: leave it out")
+        raise InputError(f"{where}: a text next to images or sounds holds U+FFFC, which marks the place of one: leave it out")
     return {**message, "content": "".join(texts)} | ({"media": media} if media else {})
 
 

@@ -63,7 +63,7 @@ class ServerWriter:
     def fingerprint_parts(self) -> list[Any]:
         """Return what decides the tokens apart from the prompts and the sampling, as JSON values, for a job's fingerprint.
 
-        The server counts by its name for the target, not by its address, so a job goes on where the server has moved.
+        The server is known by its name for the target, not by its address, so a job resumes where the server has moved.
         """
         return [FORMAT_VERSION, "server", self.config.model, self.target.identity.to_dict(), self.seed, self.max_positions]
 

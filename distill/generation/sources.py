@@ -126,10 +126,10 @@ class Admission:
 
     def objection(self, prompt: Prompt) -> str | None:
         """Admit a prompt, or return why it is left out."""
-        least, most = self.source.min_tokens, self.source.max_tokens
-        if least is not None or most is not None:
+        shortest, longest = self.source.min_tokens, self.source.max_tokens
+        if shortest is not None or longest is not None:
             length = len(prompt.encoded(self.target))
-            if length < (least or 0) or (most is not None and length > most):
+            if length < (shortest or 0) or (longest is not None and length > longest):
                 return OUTSIDE_LIMITS
         said = everything_said(prompt)
         if said in self.taken:

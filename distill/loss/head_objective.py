@@ -130,18 +130,18 @@ class HeadObjective(nn.Module):
         self,
         batch: Batch,
         depth: Depth,
-        predicted: Depth | Auxiliary,
+        prediction: Depth | Auxiliary,
         rows: TargetRows,
         weights_N: Tensor,
     ) -> LossPart:
         """Return the loss's rows of a depth, or of a further prediction at it."""
-        if depth.row_weights_N is not None and predicted is depth:
+        if depth.row_weights_N is not None and prediction is depth:
             weights_N = weights_N * depth.row_weights_N
         reads_labels = "cross_entropy" in self._config.weights
         return LossPart(
             target=rows,
-            draft_hidden_ND=predicted.hidden_ND,
-            draft_head=LogitHead(logits_of=predicted.logits_of, parameters=predicted.parameters),
+            draft_hidden_ND=prediction.hidden_ND,
+            draft_head=LogitHead(logits_of=prediction.logits_of, parameters=prediction.parameters),
             weights_N=weights_N,
             draft_token_ids_W=cast(HeadModule, self.head).token_ids_W,
             labels_N=flat(batch.input_ids_BT, depth.target_places_N + 1) if reads_labels else None,

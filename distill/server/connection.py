@@ -44,7 +44,7 @@ class Refused(InputError):
 class Connection:
     """The HTTP client of one server, for several threads at once; `InputError` where the key's variable is not set.
 
-    `named_in` is the setting that names the server, for errors; what else they advise to change stands beside it.
+    `named_in` is the setting that names the server, for errors; they look for the other settings in its section.
     """
 
     def __init__(self, config: ServerConfig, named_in: str = "server.url") -> None:
@@ -102,7 +102,7 @@ class Connection:
         raise GaveUp(f"{self.named_in}: {self.config.url} {failure}; gave up after {tried}")
 
     def version(self) -> str | None:
-        """Return the version that the server names as vLLM does, beside its API; None where it names none."""
+        """Return the version that the server names as vLLM does, next to its API; None where it names none."""
         root = self.config.url.rstrip("/").removesuffix("/v1")
         try:
             response = self._client.get(f"{root}/version")

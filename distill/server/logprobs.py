@@ -1,7 +1,7 @@
 """A client for the target behind an OpenAI-compatible API: the model it serves, and its log-probabilities of given token ids.
 
 The log-probabilities of a prompt are asked for by vLLM's `prompt_logprobs`. Not chat completions: they take text, which would
-be tokenised anew. K kept tokens.
+be tokenised again. K kept tokens.
 """
 
 from __future__ import annotations

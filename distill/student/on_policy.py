@@ -1,4 +1,4 @@
-"""On-policy rows: a share of each training batch, on which the draft, as it stands, writes the answer anew.
+"""On-policy rows: a share of each training batch, on which the draft, as it stands, writes the answer.
 
 A draft trained on the target's answers meets, when it serves, prefixes that end with tokens of its own. On-policy rows train it
 on those (GKD, 2306.13649; for drafts DistillSpec, 2310.08461): the target supervises every position of the draft's answer by
@@ -31,7 +31,7 @@ STRIDE = 16
 
 
 class RowSelection(NamedTuple):
-    """The rows of a micro-batch whose answer the draft writes anew; `key` names the micro-batch's random numbers."""
+    """The rows of a micro-batch whose answer the draft writes; `key` names the micro-batch's random numbers."""
 
     rows: tuple[int, ...]
     key: str

@@ -43,7 +43,7 @@ class MassChoice:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What stands beside the held-out scores of a run."""
+        """What a run reports with its held-out scores."""
         return {"uncovered_mass": self.report["uncovered_mass"]} if self.report else {}
 
 
