@@ -232,16 +232,6 @@ class AnswersConfig(SamplingConfig):
     written_by: Literal["target", "server", "dataset"] = "target"
     max_new_tokens: PositiveInt = 128  # longer answers are cut off
     batch_size: PositiveInt = 32  # of the local target
-    # An artifact for this target: answers are then written by speculative decoding with it. Greedy ones are the same up to
-    # numerical ties, drawn ones follow the same distribution. It pays at small batches: a round reads its drafts in every row
-    draft: str | None = None
-    num_speculative_tokens: PositiveInt = 3  # draft: tokens drafted in a round
-
-    @model_validator(mode="after")
-    def _drafts_are_for_the_local_target(self) -> Self:
-        if self.draft is not None and self.written_by != "target":
-            raise ValueError(f"answers.draft is for written_by target, got {self.written_by}: leave one of the two out")
-        return self
 
 
 class DataConfig(Settings):

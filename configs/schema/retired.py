@@ -34,6 +34,8 @@ class Renamed:
 NO_COMMUNICATION = Retired("a plan counts no communication", off=None)
 # By the config class, or a class that it inherits from, and the key in it.
 RETIRED: dict[str, Retired | Renamed] = {
+    "AnswersConfig.draft": Retired("the target writes the answers by plain decoding, or a server does (answers.written_by)"),
+    "AnswersConfig.num_speculative_tokens": Retired("it was for answers.draft", off=None),
     "AnswerServerConfig.answers_as": Retired(
         "servers answer with token ids (return_token_ids), as vLLM does", off=("token_ids",)
     ),

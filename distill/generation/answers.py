@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,6 @@ NO_ROOM = "no_room_in_context"  # the conversation so far fills the context of t
 UNREACHED = "turn_after_a_dropped_one"
 HOLDS_A_PLACEHOLDER = "answer_holds_a_placeholder"  # in whose place there is no image or sound in an answer
 NOT_A_CONTINUATION = "answer_does_not_continue_its_prompt"  # the chat template writes the prompt differently before an answer
-
-# Continues prompts of token ids, given the request number and the limit of new tokens of each; a reason where it cannot.
-Write = Callable[[Sequence[Sequence[int]], Sequence[int], Sequence[int]], Sequence[list[int] | str]]
 
 TEMPLATE_TOKENS = 64  # about what a chat template puts around two messages
 ANSWER_JOURNALS = ".answers.partial-{rank}.jsonl"
@@ -123,7 +119,6 @@ class AnswerJob:
 
     Args:
         lengths: tokens of each prompt; without them its characters are taken.
-        write: used in place of the target's plain decoding, for `batch_size` prompts at a time.
     """
 
     target: Target
@@ -133,7 +128,6 @@ class AnswerJob:
     folder: Path
     fingerprint: str
     lengths: Sequence[int] = ()
-    write: Write | None = None
 
     def work(self, *, rank: int, num_processes: int, writes: bool = True) -> None:
         """Answer this process's share of the prompts, except those that are answered; without `writes` only compute them."""
@@ -148,9 +142,10 @@ class AnswerJob:
         with progress("answers", len(own), "prompts", done=len(own) - len(missing), tokens=tokens) as advance:
             dialogues = (Dialogue(number=number, prompt=self.prompts[number]) for number in missing)
             capacity = min(self.target.max_positions, needs[missing[0]]) if missing else 0
-            answered = self._answered(dialogues, capacity, tokens.write)
             group: list[Dialogue] = []
-            for dialogue in answered:
+            for dialogue in refilled(
+                self.target, dialogues, self.config, seed=self.seed, capacity=capacity, on_step=tokens.write
+            ):
                 tokens.end(self._longest(dialogue.number), dialogue.num_written)
                 advance(1)
                 group.append(dialogue)
@@ -205,25 +200,6 @@ class AnswerJob:
             journal = Journal(path, self.fingerprint)
             for found in journal.scan():
                 yield journal, *found
-
-    def _answered(self, dialogues: Iterator[Dialogue], capacity: int, on_step: Callable[[int], None]) -> Iterator[Dialogue]:
-        """Yield dialogues as they are over; `on_step` is told of the tokens written."""
-        if self.write is None:
-            yield from refilled(self.target, dialogues, self.config, seed=self.seed, capacity=capacity, on_step=on_step)
-            return
-        while group := list(islice(dialogues, self.config.batch_size)):
-            answer_together(self.target, group, self.config.max_new_tokens, self.write)
-            on_step(sum(each.num_written for each in group))
-            yield from group
-
-
-def answer_together(target: Target, dialogues: Sequence[Dialogue], max_new_tokens: int, write: Write) -> None:
-    """Let `write` answer all dialogues' first turns, then all second ones, and so on."""
-    while asked := [each for each in dialogues if each.ask(target)]:
-        limits = [each.prompt.max_new_tokens or max_new_tokens for each in asked]
-        answers = write([each.encoded for each in asked], [each.request for each in asked], limits)
-        for each, answer in zip(asked, answers, strict=True):
-            each.settle(target, answer)
 
 
 def refilled(

@@ -26,7 +26,7 @@ from configs.runtime.resumable import Journal, fingerprint, fingerprint_of
 from configs.runtime.run_record import write_run_record
 from configs.schema.data import DataConfig, PromptsConfig, SourceConfig
 from distill.dataset.conversations import FORMAT_VERSION, INDEX_SUFFIX, MANIFEST, WRITTEN_BY
-from distill.generation.answers import ANSWER_JOURNALS, Answered, AnswerJob, Write, existing_answers
+from distill.generation.answers import ANSWER_JOURNALS, Answered, AnswerJob, existing_answers
 from distill.generation.prompts import TRUNCATED, Prompt, encode_prompt, everything_said, fit_prompts
 from distill.generation.self_seeding import WriteTurns, self_seed
 from distill.generation.server_answers import ServerWriter, check_server, server_answer_job, server_writer
@@ -52,12 +52,8 @@ OUTPUTS = (
 )  # training leaves indices beside the data
 
 
-def make_dataset(config: DataConfig, make_write: Callable[[Target], Write] | None = None) -> None:
+def make_dataset(config: DataConfig) -> None:
     """Make `train.jsonl`, `held_out.jsonl`, `manifest.json` and `run.json` in `config.output`.
-
-    Args:
-        config: of the run.
-        make_write: returns what writes the local target's answers, for `config.answers.draft`; None: plain decoding.
 
     Raises:
         InputError: the target, the server or the prompts cannot be loaded, a prompt does not fit the target or brings no answer
@@ -74,7 +70,7 @@ def make_dataset(config: DataConfig, make_write: Callable[[Target], Write] | Non
             server.check_model()  # before a large target is loaded
         state = join_processes(config.target, timeout_seconds=config.process_timeout_seconds)
         with naming_lost_processes(), folder_lock(output, beside=True) if state.is_main_process else nullcontext():
-            _make_locked(config, listed, state, server, make_write)
+            _make_locked(config, listed, state, server)
 
 
 @dataclass
@@ -91,7 +87,6 @@ def _make_locked(
     listed: Sequence[Iterable[Prompt] | None],
     state: PartialState,
     server: AnswerServers | None,
-    make_write: Callable[[Target], Write] | None,
 ) -> None:
     """Do this process's part of the run that holds the folder's lock."""
     output = Path(config.output)
@@ -100,15 +95,14 @@ def _make_locked(
     state.wait_for_everyone()
     target = load_target(config.target, for_chats=True)
     writer = None if server is None else _checked_writer(config, target, server, state)
-    write = None if make_write is None else make_write(target)  # before the prompts: an artifact for another target is refused
     gathered = _gather(config, target, listed, state)
-    check_readable(target, gathered.prompts, written_here=writer is None and write is None)
+    check_readable(target, gathered.prompts, written_here=writer is None)
     split = split_prompts(gathered.prompts, config.held_out_share)
     if config.answers.written_by == "dataset":
         check_given(gathered.prompts)
         answers: Callable[[], Answered] = partial(existing_answers, target, config.answers.max_new_tokens)
     else:
-        job = answer_job(config, target, split, output, writer, write)
+        job = answer_job(config, target, split, output, writer)
         share = share_of(target.group, state)
         job.work(rank=share.number, num_processes=share.count, writes=share.writes)
         state.wait_for_everyone()
@@ -176,7 +170,6 @@ def answer_job(
     split: Split,
     folder: Path,
     writer: ServerWriter | None = None,
-    write: Write | None = None,
 ) -> AnswerJob:
     """Return the job of answering both sides of a split, by a server or by the target here, once each prompt is known to fit.
 
@@ -204,7 +197,6 @@ def answer_job(
         folder=folder,
         fingerprint=fingerprint(*_writer(config, target), config.answers.model_dump(), content, "by prompt"),
         lengths=lengths,
-        write=write,
     )
 
 

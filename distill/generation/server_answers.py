@@ -23,7 +23,7 @@ from distill.cache.format import RowLayout
 from distill.cache.server_rows import check_serves
 from distill.dataset.batches import Example
 from distill.dataset.conversations import FORMAT_VERSION
-from distill.generation.answers import ANSWER_JOURNALS, NO_ROOM, AnswerJob, Dialogue, answer_together
+from distill.generation.answers import ANSWER_JOURNALS, NO_ROOM, AnswerJob, Dialogue
 from distill.generation.continuation import request_number, up_to_end
 from distill.generation.prompts import Prompt
 from distill.server.concurrency import ask_all, naming
@@ -176,15 +176,13 @@ class ServerAnswerJob(AnswerJob):
 
     def _answer(self, prompt: Prompt) -> dict[str, Any]:
         states = set[str | None]()
-
-        def write(ids: Sequence[Sequence[int]], requests: Sequence[int], limits: Sequence[int]) -> list[list[int] | str]:
-            written = [self.writer.write(*each) for each in zip(ids, requests, limits, strict=True)]
-            states.update(each.system_fingerprint for each in written)
-            return [each.answer for each in written]
-
         dialogue = Dialogue(number=0, prompt=prompt)
         with naming(f"prompt {prompt.prompt_id}"):
-            answer_together(self.target, [dialogue], self.config.max_new_tokens, write)
+            while dialogue.ask(self.target):
+                limit = prompt.max_new_tokens or self.config.max_new_tokens
+                answer, state = self.writer.write(dialogue.encoded, dialogue.request, limit)
+                states.add(state)
+                dialogue.settle(self.target, answer)
         servers = [{"version": self.version, "system_fingerprint": state} for state in sorted(states, key=str)]
         return dialogue.piece | {"servers": servers}
 

@@ -168,7 +168,7 @@ def _at_hand(settings: PromptsConfig) -> PromptsConfig:
 
 
 def check_readable(target: Target, prompts: Sequence[Prompt], *, written_here: bool) -> None:
-    """Refuse media where others than the local target's plain decoding write answers; warn of tools that nothing reads.
+    """Refuse media where a server writes the answers; warn of tools that nothing reads.
 
     Raises:
         InputError: a prompt, which is named, brings images or sounds.
@@ -176,8 +176,8 @@ def check_readable(target: Target, prompts: Sequence[Prompt], *, written_here: b
     with_media = next((prompt for prompt in prompts if prompt.media), None)
     if with_media is not None and not written_here:
         raise InputError(
-            f"prompt {with_media.prompt_id} brings images or sounds, which the local target alone reads, without a draft: set "
-            "answers.written_by to target and answers.draft to null"
+            f"prompt {with_media.prompt_id} brings images or sounds, which only the local target reads: set "
+            "answers.written_by to target"
         )
     num_with_tools = sum(bool(prompt.tools) for prompt in prompts)
     if num_with_tools and "tools" not in str(target.tokenizer.chat_template):

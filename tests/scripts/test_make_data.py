@@ -1,7 +1,6 @@
 """`scripts/make_data.py` in an empty folder: prompts become conversations, or one sentence says why not."""
 
 import json
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -41,33 +40,3 @@ def test_a_malformed_prompt_file_is_one_sentence_and_leaves_nothing_behind(run, 
     [complaint] = capsys.readouterr().err.strip().splitlines()
     assert complaint.startswith("error: prompt file prompts.jsonl, line 2: not JSON")
     assert [path.name for path in Path().iterdir()] == ["prompts.jsonl"]
-
-
-def test_answers_written_with_a_draft_are_the_same(run, tiny_run, monkeypatch):
-    lines = "\n".join(json.dumps({"turns": [f"w{first} w{second}", "w1"]}) for first in range(4) for second in range(4))
-    settings = {
-        "target.name": tiny_run / "target",
-        "target.device": "cpu",
-        "target.dtype": "float32",
-        "answers.max_new_tokens": 9,
-    }
-    assert run(lines, **settings, output="plain") == DONE
-    rounds, decoder = [], import_module("eval.decoder.decode")
-    decoded = decoder.decode
-
-    def counted(*arguments, **options):
-        generations, timing = decoded(*arguments, **options)
-        rounds.extend(each for answer in generations for each in answer.rounds)
-        return generations, timing
-
-    monkeypatch.setattr(decoder, "decode", counted)
-    assert run(lines, **settings, **{"answers.draft": tiny_run / "artifact"}, output="drafted") == DONE
-    for name in ("train", "held_out"):
-        plain, drafted = (read_conversations(Path(folder) / f"{name}.jsonl") for folder in ("plain", "drafted"))
-        assert drafted == plain
-    assert sum(each.num_accepted for each in rounds) > 10  # so it did draft
-
-
-def test_drafts_are_for_answers_of_the_local_target(run, capsys):
-    assert run('{"turns": ["w1"]}', **{"answers.draft": "x", "answers.written_by": "dataset"}) == BAD_INPUT
-    assert "answers.draft is for written_by target, got dataset" in capsys.readouterr().err

@@ -11,6 +11,7 @@ import torch
 from configs.runtime.errors import InputError
 from configs.schema.data import AnswersConfig, DataConfig
 from distill.dataset.conversations import check_written_for, is_written_by_target, read_conversations
+from distill.generation import answers
 from distill.generation import make_dataset as making
 from distill.generation.answers import (
     EMPTY,
@@ -114,6 +115,14 @@ def test_the_next_turn_or_prompt_takes_the_place_of_an_answer_that_has_ended(byt
 
 
 def test_memory_does_not_grow_with_the_answers(byte_target, make_prompts, tmp_path, monkeypatch):
+    def answered(target, dialogues, config, **_):
+        for dialogue in dialogues:
+            while dialogue.ask(target):
+                dialogue.settle(target, [65] * 2000)
+            yield dialogue
+
+    monkeypatch.setattr(answers, "refilled", answered)
+
     def peak(count):
         job = AnswerJob(
             target=byte_target,
@@ -122,7 +131,6 @@ def test_memory_does_not_grow_with_the_answers(byte_target, make_prompts, tmp_pa
             seed=5,
             folder=tmp_path / str(count),
             fingerprint="job",
-            write=lambda ids, requests, limits: [[65] * 2000 for _ in ids],
         )
         tracemalloc.start()
         job.work(rank=0, num_processes=1)
