@@ -135,28 +135,21 @@ class TargetSource:
     """Draws tokens from the target.
 
     Args:
-        shared_prompt: all rows have one, which is read once.
         capacity: positions a row that the cache is to have at least; None: as many as the first rows may take.
     """
 
-    def __init__(
-        self, target: Target, sampling: SamplingConfig, *, shared_prompt: bool = False, capacity: int | None = None
-    ) -> None:
+    def __init__(self, target: Target, sampling: SamplingConfig, *, capacity: int | None = None) -> None:
         check_rolls_back(target.model)
-        self.target, self.sampling, self.shared_prompt, self.capacity = target, sampling, shared_prompt, capacity or 0
+        self.target, self.sampling, self.capacity = target, sampling, capacity or 0
         self.device = target.device
         self._cache: RowCache
         self._hidden_BD: Tensor | None = None  # of the prompts' last tokens, where they have been read
 
     def start(self, rows: Sequence[TokenRow]) -> None:
         self._cache = new_cache(self.target.model, max(self.capacity, *(row.limit for row in rows)))
-        if not self.shared_prompt:
-            lengths_B = torch.tensor([len(row.tokens) for row in rows], device=self.device)
-            hidden_BTD = self._read_prompts(self._cache, [row.tokens for row in rows], rows)
-            self._hidden_BD = hidden_BTD[torch.arange(len(rows), device=self.device), lengths_B - 1]
-        elif len(rows[0].tokens) > 1:
-            # Each row that gets a place reads the last token again.
-            self._read_prompts(self._cache, [row.tokens[:-1] for row in rows], rows)
+        lengths_B = torch.tensor([len(row.tokens) for row in rows], device=self.device)
+        hidden_BTD = self._read_prompts(self._cache, [row.tokens for row in rows], rows)
+        self._hidden_BD = hidden_BTD[torch.arange(len(rows), device=self.device), lengths_B - 1]
 
     def draw(self, rows: Sequence[TokenRow], rng: CounterRNG) -> list[list[int]]:
         """Return each row's next token: the greedy choice, or a draw by the row's own random number for that position.
@@ -181,12 +174,12 @@ class TargetSource:
         self._cache.keep_rows(places)
 
     def has_room(self, row: TokenRow) -> bool:
-        return self.shared_prompt or (self._cache.takes_rows and row.limit <= self._cache.capacity)
+        return self._cache.takes_rows and row.limit <= self._cache.capacity
 
     def put_rows(self, places: Sequence[int], rows: Sequence[TokenRow]) -> None:
         # All but the last token, which the next draw reads with those of the other rows.
         prompts = [row.tokens[:-1] for row in rows]
-        if self.shared_prompt or not any(prompts):
+        if not any(prompts):
             return
         read = new_cache(self.target.model, max(map(len, prompts)))
         self._read_prompts(read, prompts, rows)

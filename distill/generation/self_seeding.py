@@ -150,7 +150,7 @@ def write_turns(
     limit = len(frame.prefix_ids) + config.max_prompt_tokens
     rows = (TokenRow(key=n, prompt_ids=frame.prefix_ids, limit=limit, request=turn_request(n, name)) for n in numbers)
     sampling = SamplingConfig(temperature=config.temperature, top_p=config.top_p)
-    source = TargetSource(target, sampling, shared_prompt=True)
+    source = TargetSource(target, sampling)
     ended = turn_ended(target, frame)
     for row in continue_rows(source, rows, seed=seed, has_ended=ended, batch_size=batch_size, on_step=tokens.write):
         tokens.end(config.max_prompt_tokens, len(row.written))

@@ -144,13 +144,11 @@ def choose_by_mass(
         size = fastest if fastest < V / 2 else V
     _check_size(size, target)
     kinds = {kind: float(uncovered_curve(order_V, mass_V)[size]) for kind, mass_V in measured_on.items()}
-    shown = sorted({size, *(2**power for power in range(31) if V // 64 <= 2**power < V)})
     report = {
         "chosen_by": "mass",
         "size": size,
         "uncovered_mass": float(curve[size]),
         "uncovered_mass_by_kind": kinds,
-        "uncovered_mass_by_size": {str(each): float(curve[each]) for each in shown},
     }
     ids_W = order_V[:size].sort().values
     vocabulary = None if size == V else DraftVocabulary(token_ids_W=ids_W, target_vocab_size=V)
@@ -159,19 +157,17 @@ def choose_by_mass(
 
 def log_choice(report: Mapping[str, Any]) -> None:
     """Log how a vocabulary was chosen, and warn where it leaves much of the target's mass out."""
-    sizes = ", ".join(f"{int(size):,}: {100 * share:.2f} %" for size, share in report["uncovered_mass_by_size"].items())
-    log.info(
-        "draft vocabulary: %d tokens; the target's mass outside of it on held-out prompts, by size: %s", report["size"], sizes
-    )
-    high = {kind: share for kind, share in report["uncovered_mass_by_kind"].items() if share > WARN_ABOVE}
-    if report["uncovered_mass"] > WARN_ABOVE or high:
-        worst = ", ".join(f"{kind} {100 * share:.1f} %" for kind, share in sorted(high.items(), key=lambda each: -each[1])[:5])
+    share, kinds = report["uncovered_mass"], report["uncovered_mass_by_kind"]
+    log.info("draft vocabulary: %d tokens; uncovered mass on held-out prompts: %.2f %%", report["size"], 100 * share)
+    worst = max(kinds, key=kinds.__getitem__)
+    if share > WARN_ABOVE or kinds[worst] > WARN_ABOVE:
         log.warning(
-            "the draft vocabulary of %d tokens leaves out %.1f %% of the target's mass on held-out prompts%s, which no draft "
-            "can win: raise draft_vocab_size, set it to null, or train on more prompts of these kinds",
+            "the draft vocabulary of %d tokens leaves out %.1f %% of the target's mass on held-out prompts (most: %s %.1f %%), "
+            "which no draft can win: raise draft_vocab_size, set it to null, or train on more prompts of these kinds",
             report["size"],
-            100 * report["uncovered_mass"],
-            f" (most: {worst})" if worst else "",
+            100 * share,
+            worst,
+            100 * kinds[worst],
         )
 
 

@@ -97,11 +97,9 @@ def test_without_a_size_as_many_tokens_are_taken_as_decode_fastest(tiny_llama, a
         sizes[layers] = best[1]
     assert sizes[12] > sizes[2]  # a row of the head counts less beside a larger target
     assert choice.report["uncovered_mass"] == pytest.approx(1 - float(total_V[: sizes[12]].sum() / total_V.sum()))
-    assert choice.report["uncovered_mass_by_size"]["8"] == pytest.approx(1 - float(total_V[:8].sum() / total_V.sum()))
     assert choice.report["uncovered_mass_by_kind"]["other"] > 0.9
     with caplog.at_level(logging.INFO, logger="draftsmith"):
         log_choice(choice.report)
-    assert "8: 5." in caplog.text
     assert "leaves out" in caplog.text
     assert "most: other" in caplog.text
 
