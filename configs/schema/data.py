@@ -57,19 +57,9 @@ class ServerConfig(Settings):
 class AnswerServerConfig(ServerConfig):
     """An OpenAI-compatible API that writes the target's answers."""
 
-    more_urls: list[str] = []  # further servers of the same target, by the same name; a prompt goes to whichever has time
-    concurrency: PositiveInt = 64  # requests in flight at each server, a process; one that has no room lets them wait
+    concurrency: PositiveInt = 64  # requests in flight, a process; a server that has no room lets them wait
 
     failures_in_a_row: PositiveInt = 5  # consecutive prompts given up, each after all its retries, that end the run
-
-    @model_validator(mode="after")
-    def _servers_are_named_once(self) -> Self:
-        for url in self.more_urls:
-            check_plain_url(url, "more_urls", "; name the variable with the key in api_key_variable")
-        urls = [self.url, *self.more_urls]
-        if len({url.rstrip("/") for url in urls}) < len(urls):
-            raise ValueError(f"more_urls must name each server once, and others than url, got {urls}")
-        return self
 
 
 RowFormat = Literal[

@@ -39,6 +39,9 @@ RETIRED: dict[str, Retired | Renamed] = {
     "AnswerServerConfig.answers_as": Retired(
         "servers answer with token ids (return_token_ids), as vLLM does", off=("token_ids",)
     ),
+    "AnswerServerConfig.more_urls": Retired(
+        "give one address in front of several servers, by vLLM's --data-parallel-size or a router", off=([],)
+    ),
     "AnswerServerConfig.on_other_tokens": Retired("it was for answers as text", off=None),
     "HeadsConfig.policy": Retired(
         "a head trained on its own drafts was no better", off=(None, {"on_policy": 0.0, "from_share": 0.0, "temperature": 0.0})

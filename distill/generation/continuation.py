@@ -9,7 +9,7 @@ B batch, T positions, D width, V vocabulary.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
@@ -59,9 +59,7 @@ class TokenRow:
 class TokenSource(Protocol):
     """A model that draws the next tokens of a batch of rows."""
 
-    @property
-    def device(self) -> torch.device:
-        """Where it draws."""
+    device: torch.device  # where it draws
 
     def start(self, rows: Sequence[TokenRow]) -> None:
         """Read the prompts of a new batch."""
@@ -74,9 +72,11 @@ class TokenSource(Protocol):
 
     def has_room(self, row: TokenRow) -> bool:
         """Return whether a row can take the place of one that has ended."""
+        return False
 
     def put_rows(self, places: Sequence[int], rows: Sequence[TokenRow]) -> None:
-        """Read the prompts of rows, each of which takes the place of one that has ended."""
+        """Read the prompts of rows that have room, each of which takes the place of one that has ended."""
+        return
 
 
 @torch.inference_mode()
@@ -107,31 +107,45 @@ def continue_rows(
         rng = CounterRNG(seed, [row.request for row in active], source.device)
         source.start(active)
         while active:
-            kept, new, before = [], [], sum(len(row.tokens) for row in active)
-            drawn = source.draw(active, rng)
-            ended = [_append(row, tokens, has_ended) for row, tokens in zip(active, drawn, strict=True)]
-            on_step(sum(len(row.tokens) for row in active) - before)
-            for place, row in enumerate(active):
-                if not ended[place]:
-                    kept.append(place)
-                    continue
-                yield row
-                successor = None if held or batch_size is None else next(waiting, None)
-                if successor is not None and source.has_room(successor):
-                    active[place], rng.requests_B[place] = successor, successor.request
-                    kept.append(place)
-                    new.append(place)
-                elif successor is not None:
-                    held.append(successor)
-            if new:
-                source.put_rows(new, [active[place] for place in new])
-            if 0 < len(kept) < len(active):
-                source.keep_rows(kept)
-                rng.keep_rows(kept)
-            active = [active[place] for place in kept]
+            active = yield from _step(source, active, rng, waiting, held, has_ended, on_step)
 
 
-class TargetSource:
+def _step(
+    source: TokenSource,
+    active: list[TokenRow],
+    rng: CounterRNG,
+    waiting: Iterator[TokenRow],
+    held: list[TokenRow],
+    has_ended: Callable[[TokenRow], bool],
+    on_step: Callable[[int], None],
+) -> Generator[TokenRow, None, list[TokenRow]]:
+    """Draw once for the active rows, yield those that end, and return the rows that are active after it."""
+    before = sum(len(row.tokens) for row in active)
+    drawn = source.draw(active, rng)
+    ended = [_append(row, tokens, has_ended) for row, tokens in zip(active, drawn, strict=True)]
+    on_step(sum(len(row.tokens) for row in active) - before)
+    kept, new = [], []
+    for place, row in enumerate(active):
+        if not ended[place]:
+            kept.append(place)
+            continue
+        yield row
+        successor = None if held else next(waiting, None)
+        if successor is not None and source.has_room(successor):
+            active[place], rng.requests_B[place] = successor, successor.request
+            kept.append(place)
+            new.append(place)
+        elif successor is not None:
+            held.append(successor)
+    if new:
+        source.put_rows(new, [active[place] for place in new])
+    if 0 < len(kept) < len(active):
+        source.keep_rows(kept)
+        rng.keep_rows(kept)
+    return [active[place] for place in kept]
+
+
+class TargetSource(TokenSource):
     """Draws tokens from the target.
 
     Args:

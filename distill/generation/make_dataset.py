@@ -12,7 +12,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from distill.generation.server_answers import ServerWriter, check_server, server
 from distill.generation.sources import Admission, check_given, check_readable, list_source
 from distill.generation.split import Split, split_prompts
 from distill.generation.steering import SEEDS, plan_prompt, write_steered
-from distill.server.server_pool import AnswerServers
+from distill.server.logprobs import TargetServer
 from heads.frozen.loading import Target, load_target
 from heads.frozen.processes import join_processes, naming_lost_processes
 from heads.frozen.split.groups import share_of
@@ -65,7 +65,7 @@ def make_dataset(config: DataConfig) -> None:
     listed = [list_source(settings, whole=config.prompts.sources is not None) for _, settings in config.prompts.parts]
     if config.answers.written_by == "dataset" and config.prompts.sources is None:
         check_given([*(listed[0] or ())])
-    with nullcontext() if config.server is None else AnswerServers(config.server) as server:
+    with nullcontext() if config.server is None else TargetServer(config.server) as server:
         if server is not None:
             server.check_model()  # before a large target is loaded
         state = join_processes(config.target, timeout_seconds=config.process_timeout_seconds)
@@ -86,7 +86,7 @@ def _make_locked(
     config: DataConfig,
     listed: Sequence[Iterable[Prompt] | None],
     state: PartialState,
-    server: AnswerServers | None,
+    server: TargetServer | None,
 ) -> None:
     """Do this process's part of the run that holds the folder's lock."""
     output = Path(config.output)
@@ -133,13 +133,11 @@ def _gather(config: DataConfig, target: Target, listed: Sequence[Iterable[Prompt
     return gathered
 
 
-def _checked_writer(config: DataConfig, target: Target, server: AnswerServers, state: PartialState) -> ServerWriter:
-    """Return the writer for the servers, once the main process has checked that each serves the target."""
+def _checked_writer(config: DataConfig, target: Target, server: TargetServer, state: PartialState) -> ServerWriter:
+    """Return the writer for the server, once the main process has checked that it serves the target."""
     writer = server_writer(config, target, server)
     if state.is_main_process:
-        for each in server.each:
-            own = writer.config.model_copy(update={"url": each.config.url, "more_urls": []})
-            check_server(replace(writer, server=each, config=own))
+        check_server(writer)
     state.wait_for_everyone()
     return writer
 

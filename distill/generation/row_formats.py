@@ -127,22 +127,16 @@ def read_row(
         raise InputError(f"{where}: format {format} needs {', '.join(missing)}; the row has the keys {there}")
     by_content = format in ("turns", "messages")
     given_id = next((row[key] for key in (ID_KEYS[:2] if by_content else ID_KEYS) if key in row), None)
-    if given_id is None or given_id == "":  # as CSV says none
-        given_id = None if by_content else default_id
+    given_id = (None if by_content else default_id) if given_id in (None, "") else given_id  # "": as CSV says none
+    category = default_category if row.get("category") in (None, "") else row["category"]
     if isinstance(given_id, bool) or not isinstance(given_id, str | int | None):
         raise InputError(f"{where}: question_id must be a text or a whole number, got {given_id!r}")
-    category = default_category if row.get("category") in (None, "") else row["category"]
     if not isinstance(category, str):
         raise InputError(f"{where}: category must be a text, got {category!r}")
     chat = row[KEYS[format][0]] if format in ("request", "batch") else row if format in ("messages", "sharegpt") else {}
     tools = _parse_tools(chat["tools"], where) if isinstance(chat, Mapping) and chat.get("tools") else ()
     content = _content(row, format, str(column), answer_column, where)
-    history: tuple[Message, ...] = ()
-    answer: str | None = None
-    if "turns" in content:
-        turns = _parse_turns(content["turns"], where)
-    else:
-        history, turns, answer = _parse_messages(content["messages"], where)
+    history, turns, answer = _parse_content(content, where)
     media = tuple(each for message in content.get("messages", ()) for each in message.get("media", ()))
     return Prompt(
         prompt_id=_content_id(history, turns, [*tools, *media]) if given_id is None else str(given_id),
@@ -296,6 +290,13 @@ def _reference(part: Mapping[str, Any], where: str, *, is_image: bool) -> str:
     return reference if is_image else SOUND + reference
 
 
+def _parse_content(content: Mapping[str, Any], where: str) -> tuple[tuple[Message, ...], tuple[str, ...], str | None]:
+    """Return what goes before the first turn to be answered, the turns, and the answer where there is one."""
+    if "turns" in content:
+        return (), _parse_turns(content["turns"], where), None
+    return _parse_messages(content["messages"], where)
+
+
 def _parse_turns(value: Any, where: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not value:
         raise InputError(f"{where}: turns must be a list of at least one text, got {_short(value)}")
@@ -306,7 +307,6 @@ def _parse_turns(value: Any, where: str) -> tuple[str, ...]:
 
 
 def _parse_messages(value: Any, where: str) -> tuple[tuple[Message, ...], tuple[str, ...], str | None]:
-    """Return what goes before the last user message, that message as the one turn, and the answer to it if there is one."""
     if not isinstance(value, list) or not value:
         raise InputError(f"{where}: messages must be a list of at least one message, got {_short(value)}")
     for message in value:

@@ -103,7 +103,7 @@ class ServerWriter:
     @property
     def where(self) -> str:
         """What begins each complaint about the server."""
-        return f"server.url: {', '.join([self.config.url, *self.config.more_urls])}"
+        return f"server.url: {self.config.url}"
 
     def _body(self, prompt_ids: Sequence[int], request: int, max_tokens: int, end_ids: Sequence[int]) -> dict[str, Any]:
         sampling = self.sampling

@@ -42,31 +42,22 @@ def ask_all(
         InputError: an item was given up (the others were sent), too many were in a row, or `ask` or `keep` raised it. Requests
             under way are finished, and their answers kept.
     """
-    waiting, names = iter(items.items()), dict[Future[Answer], str]()
+    names: dict[Future[Answer], str] = {}
     given_up: list[GaveUp] = []
     in_a_row = 0
     pool = ThreadPoolExecutor(max_workers=connection.config.concurrency)
-
-    def submit(count: int) -> None:
-        names.update({pool.submit(ask, item): name for name, item in islice(waiting, count)})
-
     try:
-        submit(2 * connection.config.concurrency)  # two for each thread, so that neither they nor their answers pile up
-        while names:
-            for future in wait(names, return_when=FIRST_COMPLETED).done:
-                submit(1)
-                name = names.pop(future)
-                try:
-                    answer = future.result()
-                except GaveUp as error:
-                    given_up.append(error)
-                    in_a_row += 1
-                    if in_a_row == failures_in_a_row:
-                        count = f"{in_a_row} requests in a row (server.failures_in_a_row)"
-                        raise InputError(f"{count} were given up, the last for {error}; {KEPT}") from error
-                else:
-                    in_a_row = 0
-                    keep(name, answer)
+        for name, future in _as_they_end(pool, ask, items, names, 2 * connection.config.concurrency):
+            error = future.exception()
+            if not isinstance(error, GaveUp):
+                in_a_row = 0
+                keep(name, future.result())
+                continue
+            given_up.append(error)
+            in_a_row += 1
+            if in_a_row == failures_in_a_row:
+                count = f"{in_a_row} requests in a row (server.failures_in_a_row)"
+                raise InputError(f"{count} were given up, the last for {error}; {KEPT}") from error
     except BaseException:
         connection.stop()
         raise
@@ -77,6 +68,29 @@ def ask_all(
                 keep(name, future.result())
     if given_up:
         raise InputError(f"{len(given_up)} of {len(items)} requests were given up, the first for {given_up[0]}; {KEPT}")
+
+
+def _as_they_end(
+    pool: ThreadPoolExecutor,
+    ask: Callable[[Item], Answer],
+    items: Mapping[str, Item],
+    names: dict[Future[Answer], str],
+    num_submitted: int,
+) -> Iterator[tuple[str, Future[Answer]]]:
+    """Yield each item's name and future; only so many are submitted at a time, so that their answers don't pile up.
+
+    `names` holds those that are submitted and not yet yielded.
+    """
+    waiting = iter(items.items())
+
+    def submit(count: int) -> None:
+        names.update({pool.submit(ask, item): name for name, item in islice(waiting, count)})
+
+    submit(num_submitted)
+    while names:
+        for future in wait(names, return_when=FIRST_COMPLETED).done:
+            submit(1)
+            yield names.pop(future), future
 
 
 @contextmanager

@@ -20,7 +20,7 @@ import torch
 from configs.schema.decoding import SamplingConfig
 from configs.schema.training import DistillConfig
 from distill.dataset.batches import Example, collate
-from distill.generation.continuation import TokenRow, continue_rows, request_number
+from distill.generation.continuation import TokenRow, TokenSource, continue_rows, request_number
 from heads.frozen.loading import Target
 from heads.modules.interface import NO_DOCUMENT, Batch
 from heads.proposers.draft_lm import DraftLM
@@ -86,8 +86,8 @@ class Rewriter:
         )
 
 
-class DraftSource:
-    """Draws up to `STRIDE` tokens a step from the draft's own distribution (`distill.generation.continuation.TokenSource`)."""
+class DraftSource(TokenSource):
+    """Draws up to `STRIDE` tokens a step from the draft's own distribution."""
 
     def __init__(self, draft: DraftLM, sampling: SamplingConfig, device: torch.device) -> None:
         self.draft, self.sampling, self.device = draft, sampling, device
@@ -102,12 +102,6 @@ class DraftSource:
 
     def keep_rows(self, places: Sequence[int]) -> None:
         self.draft.keep_rows(places)
-
-    def has_room(self, row: TokenRow) -> bool:
-        return False
-
-    def put_rows(self, places: Sequence[int], rows: Sequence[TokenRow]) -> None:
-        raise NotImplementedError("rows that the draft writes start together")
 
 
 def examples_of(batch: Batch) -> list[Example]:

@@ -1,6 +1,5 @@
 """A data set whose answers a server wrote: the local target's own where the server is right, and nothing where it is not."""
 
-import itertools
 import json
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from distill.generation.server_answers import server_writer
 from distill.generation.sources import list_source
 from distill.generation.split import split_prompts
 from distill.server.logprobs import TargetServer
-from tests.support.fake_server import Api, serving
 
 SIDES = ("train.jsonl", "held_out.jsonl")
 NUM_PROMPTS, NUM_TURNS = 12, 16
@@ -69,32 +67,6 @@ def test_greedy_answers_by_a_server_are_the_local_targets_byte_for_byte_and_the_
     assert manifest["server"] == {"model": "tiny", "found": [{"version": "1.2.3", "system_fingerprint": "fp-1"}]}
     assert is_written_by_target(Path(config().output) / "train.jsonl")
     assert "server" not in json.loads(local["manifest.json"])
-
-
-def test_several_servers_share_the_prompts_and_one_that_dies_is_left_out_by_name(config, api, byte_target, caplog):
-    def dies_after(served, num_answers):
-        numbers = itertools.count()
-
-        def respond(path, headers, body):
-            dead = path == "/v1/completions" and next(numbers) >= num_answers
-            return "reset" if dead else Api.respond(served, path, headers, body)
-
-        served.respond = respond
-
-    with serving(Api(byte_target)) as second:
-        several = {"more_urls": [second.url], "concurrency": 1, "retries": 1}
-        dies_after(second, 3)  # the first is the check's
-        assert sides(made(config("both", **several))) == sides(made(config("local", written_by="target")))
-        assert len(second.asked) == 3
-        assert f"server {second.url} is left out from now on" in caplog.text
-        assert "1 of 2 are left" in caplog.text
-        dies_after(api, 2)
-        dies_after(second, 2)
-        with pytest.raises(InputError, match=r"no server is left, the last to fail was http"):
-            make_dataset(config("none", **several))
-        second.name = "other"
-        with pytest.raises(InputError, match=f"server.model: {second.url} serves other, got tiny"):
-            make_dataset(config("wrong", **several))
 
 
 def test_sampled_answers_are_the_same_in_every_run_however_they_come(config, api):
