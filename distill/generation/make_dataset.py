@@ -28,11 +28,11 @@ from configs.schema.data import DataConfig, PromptsConfig, SourceConfig
 from distill.dataset.conversations import FORMAT_VERSION, INDEX_SUFFIX, MANIFEST, WRITTEN_BY
 from distill.generation.answers import ANSWER_JOURNALS, Answered, AnswerJob, existing_answers
 from distill.generation.prompts import TRUNCATED, Prompt, encode_prompt, everything_said, fit_prompts
-from distill.generation.self_seeding import WriteTurns, self_seed
+from distill.generation.self_seeding import self_seed
 from distill.generation.server_answers import ServerWriter, check_server, server_answer_job, server_writer
 from distill.generation.sources import Admission, check_given, check_readable, list_source
 from distill.generation.split import Split, split_prompts
-from distill.generation.steering import SEEDS, plan_prompt, write_steered
+from distill.generation.steering import SEEDS
 from distill.server.logprobs import TargetServer
 from heads.frozen.loading import Target, load_target
 from heads.frozen.processes import join_processes, naming_lost_processes
@@ -262,22 +262,15 @@ def _self_seed_once(
             admission.taken.update(map(everything_said, prompts))
         return prompts, kept["dropped"]
     share = share_of(target.group, state)
-    rank = share.number
-    batch_size, seed, kinds = config.answers.batch_size, config.seed, settings.kinds
-    write: WriteTurns | None = None
-    if kinds is not None:
-        write = partial(write_steered, target, config=settings, batch_size=batch_size, seed=seed, name=name)
     written, dropped = self_seed(
         target,
         settings,
-        batch_size=batch_size,
-        seed=seed,
+        batch_size=config.answers.batch_size,
+        seed=config.seed,
         name=name,
-        rank=rank,
+        rank=share.number,
         num_processes=share.count,
         exchange=share.gather,
-        write=write,
-        kind_of=None if kinds is None else lambda number: plan_prompt(kinds, seed, name, number).kind,
         admission=admission,
     )
     if state.is_main_process:

@@ -27,7 +27,7 @@ from configs.schema.data import PromptKind, PromptsConfig
 from configs.schema.decoding import SamplingConfig
 from distill.dataset.conversations import Message
 from distill.generation.continuation import TargetSource, TokenRow, continue_rows, request_number
-from distill.generation.self_seeding import UserFrame, find_user_frame, read_turn, turn_ended
+from distill.generation.user_frame import UserFrame, find_user_frame, read_turn, turn_ended
 from heads.frozen.loading import Target
 
 SEEDS = Path(__file__).with_name("seeds.yaml")
@@ -36,6 +36,8 @@ MIN_TEXT = 80  # characters
 ANSWER_TOKENS = 96  # of the answers that a dialogue's next turn follows
 WRITTEN_TOGETHER = 4  # batches: more fill each step better, fewer are heard of sooner
 TEMPLATE_ROOM = 32  # tokens of the context left for the template around a further turn
+
+Turn = tuple[int, list[str] | None]  # a prompt's number and its turns; None where it is unusable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +102,7 @@ def write_steered(
     batch_size: int,
     seed: int,
     name: str = "",
-) -> Iterator[tuple[int, list[str] | None]]:
+) -> Iterator[Turn]:
     """Let the target write the prompts of these numbers, `WRITTEN_TOGETHER` batches at a time; yield each with its turns, None
     where it is unusable.
     """
@@ -140,7 +142,7 @@ class _Writer:
     def text_limit(self, plan: Plan) -> int:
         return max(1, int(plan.text_share * self.config.max_text_tokens))
 
-    def write(self, numbers: Sequence[int]) -> Iterator[tuple[int, list[str] | None]]:
+    def write(self, numbers: Sequence[int]) -> Iterator[Turn]:
         plans = {number: self.plan(number) for number in numbers}
         openings = {number: plan.opening for number, plan in plans.items() if plan.text_request is None}
         texts = self._texts({number: plan for number, plan in plans.items() if plan.text_request is not None})

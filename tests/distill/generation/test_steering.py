@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -10,9 +11,11 @@ from configs.runtime.progress import Tokens, progress
 from configs.runtime.yaml_reader import parse_yaml
 from configs.schema.data import PromptKind, PromptsConfig
 from configs.schema.target import TargetConfig
+from distill.generation import self_seeding
 from distill.generation.prompts import DUPLICATE
-from distill.generation.self_seeding import NEAR_DUPLICATE, UNUSABLE, find_user_frame, self_seed
+from distill.generation.self_seeding import NEAR_DUPLICATE, UNUSABLE, self_seed
 from distill.generation.steering import SEEDS, plan_prompt, write_steered
+from distill.generation.user_frame import find_user_frame
 from heads.frozen.loading import load_target
 
 KINDS = {"free": 1, "question": 2, "code": 1, "summarise": 1, "answer_from": 1, "dialogue": 2}
@@ -84,20 +87,21 @@ def test_neither_the_batch_size_nor_the_processes_change_what_is_written(long_ta
     assert {number: turns for part in again for number, turns in part} == written
 
 
-def test_prompts_carry_their_kind_and_near_duplicates_are_dropped(long_target):
+def test_prompts_carry_their_kind_and_near_duplicates_are_dropped(long_target, monkeypatch):
     turns = [
         (0, ["Write a poem about the sea and a small boat"]),
         (1, ["write a POEM, about the sea and a small ship"]),
         (2, None),
         (3, ["Write a poem about mountains, and do not mention the sea or a boat", "Thanks!"]),
-        (4, "hello there"),
+        (4, ["hello there"]),
         (5, ["Hello  there"]),
-        (6, "too few words"),  # to be near to another
-        (7, "too few words"),
+        (6, ["too few words"]),  # to be near to another
+        (7, ["too few words"]),
     ]
     config = CONFIG.model_copy(update={"num_prompts": 4})
-    arguments = {"batch_size": 8, "seed": 0, "write": lambda *_: iter(turns), "kind_of": lambda number: f"kind {number}"}
-    prompts, dropped = self_seed(long_target, config, **arguments)
+    monkeypatch.setattr(self_seeding, "write_steered", lambda *_, **__: iter(turns))
+    monkeypatch.setattr(self_seeding, "plan_prompt", lambda *of: SimpleNamespace(kind=f"kind {of[-1]}"))
+    prompts, dropped = self_seed(long_target, config, batch_size=8, seed=0)
     assert [(each.prompt_id, each.category, len(each.turns)) for each in prompts] == [
         ("self-0", "kind 0", 1),
         ("self-3", "kind 3", 2),
