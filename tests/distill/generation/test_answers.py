@@ -146,13 +146,6 @@ def test_memory_does_not_grow_with_the_answers(byte_target, make_prompts, tmp_pa
     assert many - few < 225 * 1000  # of answers that take 8 bytes a token alone
 
 
-def test_the_checkpoints_own_generation_settings_do_not_leak_in(byte_target, make_prompts, monkeypatch):
-    expected = answer_prompts(byte_target, make_prompts(3), GREEDY, seed=0)
-    monkeypatch.setattr(byte_target.model.generation_config, "repetition_penalty", 50.0)
-    monkeypatch.setattr(byte_target.model.generation_config, "suppress_tokens", [expected[0][0].answer_ids[0]])
-    assert answer_prompts(byte_target, make_prompts(3), GREEDY, seed=0) == expected
-
-
 def test_later_turns_follow_the_targets_own_answers(byte_target):
     rows, _ = answer_prompts(byte_target, [Prompt(prompt_id="p", category="c", turns=("one", "two"))], GREEDY, seed=0)
     assert [row.turn for row in rows] == [0, 1]

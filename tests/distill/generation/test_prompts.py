@@ -35,22 +35,11 @@ def datasets_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def test_turns_are_kept_with_their_id_and_category_and_other_keys_ignored(write):
-    path = write({"question_id": 81, "category": "writing", "turns": ["One.", "Two."], "reference": ["x"]})
-    assert read(path) == [Prompt(prompt_id="81", category="writing", turns=("One.", "Two."))]
-
-
 def test_messages_become_a_history_and_one_turn(write):
     prompt = read(write({"id": "m", "messages": [SYSTEM, USER, ASSISTANT, {"role": "user", "content": "And?"}]}))[0]
     assert prompt == Prompt(prompt_id="m", category="none", turns=("And?",), history=(SYSTEM, USER, ASSISTANT))
     assert prompt.messages == [SYSTEM, USER, ASSISTANT, {"role": "user", "content": "And?"}]
     assert prompt.user_text == "Hello?\nAnd?"
-
-
-def test_the_data_sets_own_answer_is_kept_and_no_part_of_the_prompt(write):
-    [answered], [open_] = read(write({"messages": [SYSTEM, USER, ASSISTANT]})), read(write({"messages": [SYSTEM, USER]}))
-    assert answered == open_
-    assert (answered.answer, open_.answer) == ("Hello.", None)
 
 
 def test_a_named_column_is_read_where_a_row_has_it_and_other_rows_by_their_keys(write):
