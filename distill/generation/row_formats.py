@@ -32,7 +32,7 @@ from typing import Any
 from configs.runtime.errors import InputError
 from distill.dataset.conversations import Message
 from distill.generation.prompts import UNCATEGORISED, Prompt
-from heads.frozen.chat_template import OBJECT
+from heads.frozen.tokenizer import OBJECT
 from heads.inference.media_inputs import SOUND
 
 # Format -> the keys by which it is recognised, tried in this order.

@@ -23,7 +23,6 @@ from distill.generation.split import NearDuplicates
 from distill.generation.steering import Turn, plan_prompt, write_steered
 from distill.generation.user_frame import UserFrame, find_user_frame, read_turn, turn_ended
 from heads.frozen.loading import Target
-from heads.frozen.tokenizer import in_template
 
 MIN_CHARACTERS = 8
 MIN_YIELD = 0.05

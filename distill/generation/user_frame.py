@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from configs.runtime.errors import InputError
 from distill.dataset.conversations import Message
 from distill.generation.continuation import TokenRow
-from heads.frozen.chat_template import in_template
 from heads.frozen.loading import Target
+from heads.frozen.tokenizer import in_template
 
 SENTINEL = "SELF-SEEDED-TURN-GOES-HERE"
 
