@@ -60,13 +60,6 @@ class ServerWriter:
     seed: int
     max_positions: int
 
-    def fingerprint_parts(self) -> list[Any]:
-        """Return what decides the tokens apart from the prompts and the sampling, as JSON values, for a job's fingerprint.
-
-        The server is known by its name for the target, not by its address, so a job resumes where the server has moved.
-        """
-        return [FORMAT_VERSION, "server", self.config.model, self.target.identity.to_dict(), self.seed, self.max_positions]
-
     def write(self, prompt_ids: Sequence[int], request: int, max_new_tokens: int) -> Written:
         """Return one continuation of at least one token id, by at most `max_new_tokens`.
 
@@ -77,15 +70,9 @@ class ServerWriter:
         max_tokens = min(max_new_tokens, self.max_positions - len(prompt_ids))
         if max_tokens < 1:
             return Written(NO_ROOM, None)
-        completion = self.ask(prompt_ids, request, max_tokens, end_ids=self.target.eos_token_ids)
-        ids = read_ids(completion, max_tokens, self.target.eos_token_ids, self.target.vocab_size, self.where)
-        return Written(ids, completion.system_fingerprint)
-
-    def ask(self, prompt_ids: Sequence[int], request: int, max_tokens: int, *, end_ids: Sequence[int]) -> Completion:
-        """Return the server's answer, known to be about these token ids and whole; for errors see `write`."""
-        where, body = self.where, self._body(prompt_ids, request, max_tokens, end_ids)
+        where, end_ids = self.where, self.target.eos_token_ids
         try:
-            content = self.server.connection.send("POST", "completions", body)
+            content = self.server.connection.send("POST", "completions", self._body(prompt_ids, request, max_tokens))
         except Refused as refused:
             raise InputError(
                 f"{where} refuses to continue {len(prompt_ids)} tokens by at most {max_tokens} (status {refused.status}): "
@@ -98,14 +85,15 @@ class ServerWriter:
             raise GaveUp(f"{where} broke an answer off (finish_reason {finish!r})")
         if finish not in ("stop", "length"):
             raise InputError(f"{where} ended an answer for another reason than its end or its length: finish_reason {finish!r}")
-        return completion
+        ids = read_ids(completion, max_tokens, end_ids, self.target.vocab_size, where)
+        return Written(ids, completion.system_fingerprint)
 
     @property
     def where(self) -> str:
         """What begins each complaint about the server."""
         return f"server.url: {self.config.url}"
 
-    def _body(self, prompt_ids: Sequence[int], request: int, max_tokens: int, end_ids: Sequence[int]) -> dict[str, Any]:
+    def _body(self, prompt_ids: Sequence[int], request: int, max_tokens: int) -> dict[str, Any]:
         sampling = self.sampling
         return {
             "model": self.config.model,
@@ -119,7 +107,7 @@ class ServerWriter:
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "seed": request_number(f"{self.seed}/{request}") % NUM_SEEDS,
-            "stop_token_ids": list(end_ids),
+            "stop_token_ids": list(self.target.eos_token_ids),
             "skip_special_tokens": False,  # they are tokens of the answer like others
             "return_token_ids": True,
         }
@@ -192,15 +180,18 @@ def server_answer_job(
 ) -> ServerAnswerJob:
     """Return the job of asking a server for all answers; `content` is a hash of the prompts.
 
-    Each prompt fits the target's context; those that do not fit the server's are dropped and counted.
+    Each prompt fits the target's context; those that do not fit the server's are dropped and counted. The job knows the server
+    by its name for the target, not by its address, so it resumes where the server has moved.
     """
+    target = writer.target
+    server = [FORMAT_VERSION, "server", writer.config.model, target.identity.to_dict(), config.seed, writer.max_positions]
     return ServerAnswerJob(
-        target=writer.target,
+        target=target,
         prompts=prompts,
         config=config.answers,
         seed=config.seed,
         folder=folder,
-        fingerprint=fingerprint(writer.fingerprint_parts(), config.answers.model_dump(exclude={"batch_size"}), content),
+        fingerprint=fingerprint(server, config.answers.model_dump(exclude={"batch_size"}), content),
         writer=writer,
         version=writer.server.connection.version(),
     )
