@@ -9,6 +9,7 @@ import torch
 
 from configs.runtime.command import DONE, GATE_FAILED
 from configs.runtime.errors import InputError
+from configs.runtime.loading import load_config
 from configs.schema.decoding import DecodeConfig
 from configs.schema.training import DistillConfig
 from distill.dataset.batches import Example, collate
@@ -53,7 +54,8 @@ from scripts.lab.bench.distill.training import (
     training_rows,
 )
 from scripts.lab.settings import BenchDistillConfig, BenchLossConfig
-from train.launch import make_accelerator
+from scripts.trials import trained_runs
+from train.launch import make_accelerator, run_distillation
 from train.loop.checkpoints import Progress
 from train.tasks.draft import DraftTask
 
@@ -115,6 +117,7 @@ def test_the_file_holds_every_ratio_and_the_rows_of_every_part(config, monkeypat
     # A process of its own costs seconds of imports; the one test of a real one is below.
     by_side = {"chunked": Pass(2.0, 3.0, 0.5), "unchunked": Pass(8.0, 4.0, 0.50001)}
     monkeypatch.setattr(loss_comparison, "in_fresh_process", lambda work, config, key, positions: by_side[key.side])
+    monkeypatch.setattr(trained_runs, "run_training", lambda entry, path: run_distillation(load_config(DistillConfig, path)))
     assert compare_distillation(config) == DONE
     results = json.loads(Path(config.output).read_text())
     ratios = results["ratios"]
