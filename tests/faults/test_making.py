@@ -81,17 +81,3 @@ def test_a_second_process_is_refused(project, tmp_path, start, work, name, besid
         second = start(work, config)
         assert second.end() == BAD_INPUT
         assert f"another process is at work in {tmp_path / name}" in second.said
-
-
-def test_a_start_that_shares_a_cache_takes_over_what_a_killed_one_had_claimed(project, undisturbed, tmp_path, start):
-    config = project.cache(tmp_path / "cache").model_copy(update={"shared": True})
-    killed = start(make_cache, config, before=kill_at_call(CacheJob, "_write_shard", 3))
-    assert killed.end() == -signal.SIGKILL, killed.said
-    made = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache").glob("shard-*")}
-    assert len(made) == 2
-    other = start(make_cache, config)
-    assert other.end() == DONE, other.said
-    assert "was begun by a process that has ended" in other.said
-    assert {name: (tmp_path / "cache" / name).stat().st_mtime_ns for name in made} == made
-    found, expected = content(tmp_path / "cache"), content(undisturbed["cache"])
-    assert {name for name in found if name not in expected or found[name] != expected[name]} == {"run.json"}

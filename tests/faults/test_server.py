@@ -115,7 +115,7 @@ def test_a_server_that_goes_away_ends_the_command_with_one_sentence_and_code_2(s
     assert gone.end() == BAD_INPUT, gone.said
     (line,) = [line for line in gone.said.splitlines() if line.startswith("error: ")]
     assert "2 requests in a row (server.failures_in_a_row) were given up" in line
-    assert "run it again to go on" in line
+    assert "rerun the same command to resume" in line
     assert "Traceback" not in gone.said
     asked = answers_asked(api)
     [pieces] = (tmp_path / "data").glob(".answers.partial-*")
