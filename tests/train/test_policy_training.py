@@ -30,7 +30,7 @@ def config_for(tmp_path):
     """A function that gives the config of a distillation under a data policy, into a folder of that name."""
 
     def make(name="run", policy=None, student=None, **schedule):
-        steps = {"log_every_steps": 1, "eval_every_steps": None} | schedule
+        steps = {"log_every_steps": 1, "eval_every_steps": None, "max_steps": 5, "checkpoint_every_steps": 3} | schedule
         return distill_config(tmp_path / name, student, settings={"policy": policy or {}}, **steps)
 
     return make
@@ -49,7 +49,7 @@ def test_a_resumed_run_rewrites_as_the_undisturbed_one(config_for, target, greed
     per_step = schedule.get("gradient_accumulation_steps", 1)
     whole = distil(config_for("whole", POLICY, student, **schedule), target, greedy_rows)
     with pytest.raises(KeyboardInterrupt):
-        distil(config_for("parts", POLICY, student, **schedule), target, greedy_rows, stop_after=7 * per_step)
+        distil(config_for("parts", POLICY, student, **schedule), target, greedy_rows, stop_after=4 * per_step)
     assert equal(distil(config_for("parts", POLICY, student, **schedule), target, greedy_rows), whole)
     assert not equal(distil(config_for("none", None, student, **schedule), target, greedy_rows), whole)
 
