@@ -1,8 +1,7 @@
 """Integers that the host knows and a device needs: all of a round's reach it in one copy.
 
-A copy to the device is put off until one of its numbers is read there, and what else was added by then goes along. A number by
-row that both sides have is a `RowNumbers`: a list on the host, and a tensor. Code that makes a plain list of one loses nothing
-but the tensor: `on_device` copies such a list by itself.
+A copy is put off until one of its numbers is read on the device, and what else was added by then goes along. An integer a row
+that both sides have is a `RowNumbers`; of a plain list, `on_device` makes a copy by itself.
 B batch, T columns.
 """
 

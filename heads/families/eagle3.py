@@ -2,10 +2,9 @@
 
 Li et al. 2025, arXiv 2503.01840. The feature of position j is a projection of the target's low, mid and high states there; the
 first layer attends over [norm(embedding of x_{j+1}); norm(feature)], its residual is the feature. Training unrolls the module
-over its own states (`UnrolledKeys`), so that it meets in training what it meets when drafting. Tensor names are those that
-serving engines read. Departures, all in the initial weights: the output head is the target's rows, the norm before it has the
-target's scale, the feature is the last tap, layers copy a block (`heads.modules.initialization`). `EagleBody` is what P-EAGLE
-shares with it.
+over its own states (`UnrolledKeys`), as drafting does. Tensor names are those that serving engines read. Departures, all in the
+initial weights: the output head is the target's rows, the norm before it has the target's scale, the feature is the last tap,
+layers copy a block (`heads.modules.initialization`). `EagleBody` is what P-EAGLE shares with it.
 B batch, T positions, A taps, E width of the target, D = E width of the layer, K depths, N heads, M key-value heads, H head
 width.
 """

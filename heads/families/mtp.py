@@ -1,10 +1,10 @@
 """MTP: the next token's embedding and the target's final state, joined and passed through a block of the target's architecture.
 
 DeepSeek-AI 2024, arXiv 2412.19437, section 2.2. At position j a module reads norm(embedding of x_{j+1}) and norm(state at j),
-projects the two to one, and runs one decoder block and a norm; the target's head then gives the logits of x_{j+2}.
-`shared_depths` says what follows. One module for all depths is applied to its own normed states (FastMTP); in training it has
-the keys it will have when it drafts: of the depths before only those of its own chain. A module for each depth reads the normed
-states of the module before it at every position, one token further ahead, and attends to all its own earlier positions.
+projects the two to one, and runs one decoder block and a norm; the target's head then gives the logits of x_{j+2}. With
+`shared_depths` one module is applied to its own normed states (FastMTP), with the keys it will have when it drafts: of the
+depths before only those of its own chain. Else a module for each depth reads the normed states of the module before it, one
+token further ahead, and attends to all its own earlier positions.
 
 Tensor names are those that transformers reads under `mtp.`. vLLM's zeroed embedding at position 0 is left out.
 B batch, T positions, E = D width, F width of a feature, K depths, W draft vocabulary.
@@ -148,9 +148,7 @@ class DepthChain(FeatureProposer):
 
     At index i the module of depth k reads the state that the module before it gave there (depth 0: the target's) and the token
     x_{i+1+k}. After a round the target's states reach j, and the module of depth k has read tokens up to x_{j+1+k}, of which
-    only those up to x_{j+1} are certain. So the last indices of every module but the first may rest on rejected drafts. Like
-    transformers' `MtpCache`, each round reads again as many indices as there are drafts under way, in the forward that reads
-    the new ones.
+    only those up to x_{j+1} are certain. So, like transformers' `MtpCache`, each round reads the last indices again.
 
     Once a round has asked for fewer tokens, later ones of the same batch get no more than that: the deeper modules have not
     read along. So where a rule stops a round (`heads.proposers.draft_length`), all modules still read.

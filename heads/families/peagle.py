@@ -1,14 +1,13 @@
 """P-EAGLE: EAGLE-3's layers, which predict all depths in one forward instead of one after another.
 
 An *element* stands for an origin j at a depth d. Depth 0 is EAGLE-3's: the feature of position j and the embedding of x_{j+1}.
-At a further depth d the element stands at position j + d and is made of what does not depend on the text: the embedding of a
-mask token and, in place of the taps, a learned vector (`mask_hidden`) through the same projection. Elements of depth 0 see
-those before them in their document; a further one sees the depth-0 elements of origins up to j and its own chain, the elements
-of its origin up to its depth.
+A further element stands at position j + d and is made of the embedding of a mask token and, in place of the taps, a learned
+vector (`mask_hidden`) through the same projection. Elements of depth 0 see those before them in their document; a further one
+sees the depth-0 elements of origins up to j, and the elements of its own origin up to its depth.
 
-In training fewer and fewer origins are kept as depth grows ("conditional on drop"), each subset drawn from the one before, so
-that a kept element has its whole chain. A kept origin weighs as many as it stands for, which makes the loss an unbiased
-estimate of the one over all origins. Tensor names are those that serving engines read.
+In training fewer origins are kept as depth grows ("conditional on drop"), each subset drawn from the one before, so that a kept
+element has its whole chain. A kept origin weighs as many as it stands for, which makes the loss an unbiased estimate of the one
+over all origins. Tensor names are those that serving engines read.
 B batch, T positions, M origins with further elements, R further depths, S further elements (flat, one depth after another),
 U = T + S, A taps, F = A * E, D width, N heads, G key-value heads or drafts, H head width, W draft vocabulary.
 """

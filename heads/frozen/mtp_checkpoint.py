@@ -1,9 +1,8 @@
 """The MTP weights that some checkpoints hold and transformers drops on loading: how they are named, read and replaced.
 
-Columns of the projection are put into the order that the head asks for, and experts kept one by one in the file are stacked as
-transformers has them. "Stitching" writes another folder: files without MTP tensors are linked to the target's, and new values
-are written over the old ones in copies of the others, so whatever is not an MTP tensor keeps every bit, dtype and shard.
-Quantised checkpoints, and checkpoints without MTP modules, are not stitched.
+"Stitching" writes another folder: files without MTP tensors are linked to the target's, and new values are written over the old
+ones in copies of the others, so that whatever is not an MTP tensor keeps every bit, dtype and shard. Quantised checkpoints, and
+checkpoints without MTP modules, are not stitched.
 k number of a module from 0, n the same counted on from the target's blocks, D width.
 """
 

@@ -1,9 +1,8 @@
 """Attention of training in memory linear in the length: queries read ranges of a row, some rows of scores at a time.
 
 Scores are made anew in the backward, so that neither pass holds those of all pairs, nor a mask of them. A range is what a
-document leaves of a row: packed documents follow one another, so that all that a query may read lies side by side. With the
-mixed values comes the logarithm of the softmax's sum. To a caller whose queries also have keys of their own (depths unrolled
-before, slots of a block) a whole range is then like one more key, of that score and of the mixed values.
+document leaves of a row. With the mixed values comes the logarithm of the softmax's sum: to a caller whose queries also have
+keys of their own (depths unrolled before, slots of a block) a whole range is like one more key, of that score and those values.
 B batch, X queries, T positions, N heads, M key-value heads, G = N / M, H head width.
 """
 

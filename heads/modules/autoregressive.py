@@ -1,7 +1,7 @@
-"""The decoding side of heads that draft one token after another from their own last state, as a chain or a tree.
+"""Heads at work: what is kept between rounds, and the drafting of heads that feed back their own last state.
 
-At every position t that the target has read, a module reads the feature made of the target's states there and the embedding
-of the token at t + 1, and returns a state from which the head makes the distribution of the token at t + 2. A chain continues
+At every position t that the target has read, a `ChainHead` reads the feature made of the target's states there and the
+embedding of the token at t + 1, and returns a state from which comes the distribution of the token at t + 2. A chain continues
 by feeding that state back in place of the feature, a tree by doing so for each token that is extended. Keys and values made of
 fed-back states are overwritten by those made of the target's own as soon as it has read the tokens.
 B batch, T positions, F width of a feature, D width of a state, W draft vocabulary.
@@ -9,6 +9,7 @@ B batch, T positions, F width of a feature, D width of a state, W draft vocabula
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,10 +29,7 @@ from heads.uploads import RowNumbers, TokenRows, on_device, shifted, token_rows
 
 
 class PendingFeatures:
-    """Features that the head has not read yet: positions `first[b]` to `first[b] + counts[b] - 1` of each row.
-
-    The decoder hands states over when they are known, but the token that goes with the last of them, the target's own, is only
-    known in the next round. Until then they are kept here.
+    """Features that the head has not read yet, because the token after the last of them is known in the next round only.
 
     Args:
         features_BTF: right-padded.
@@ -103,7 +101,7 @@ class Window:
         return values_BTX[torch.arange(len(self.last_B), device=self.last_B.device), self.last_B]
 
 
-class FeatureProposer:
+class FeatureProposer(ABC):
     """A head at work: it keeps keys and values in a cache, and the features of the target's states that it has not read.
 
     A family says in `draft` how it makes a chain of them.
@@ -143,9 +141,9 @@ class FeatureProposer:
         self._has_read = True
         return chain.proposal()
 
+    @abstractmethod
     def draft(self, text: TokenRows, chain: ChainBuilder, num_tokens: int) -> None:
         """Add up to `num_tokens` drafts to a chain, having read the pending features."""
-        raise NotImplementedError
 
     def start_tree(
         self, tokens: Tokens, tree: Tree | DynamicTreeSpec, drawn_by: SamplingConfig | None, rng: CounterRNG
@@ -178,6 +176,7 @@ class FeatureProposer:
 class ChainHead(HeadModule):
     """A head that drafts one token after another from its own last state."""
 
+    @abstractmethod
     def read(self, features_BTF: Tensor, ids_BT: Tensor, positions_BT: Tensor, cache: RowCache, depth: int) -> Tensor:
         """Return the states `[B, T, D]` at placed positions, from features and the tokens after them.
 
@@ -188,7 +187,6 @@ class ChainHead(HeadModule):
             cache: keys and values of `num_caches` layers.
             depth: how many drafted tokens lie behind, from 0.
         """
-        raise NotImplementedError
 
     def to_head(self, states_BD: Tensor, depth: int) -> Tensor:
         """Return what the output head reads of states `[..., D]`; by default the states."""

@@ -1,8 +1,8 @@
-"""The output head of every head family, and what all families share.
+"""The output head of every head family (`DraftHead`), and the base class of all heads (`HeadModule`).
 
-The output head is the last step, from a state of the target's width to logits over the draft vocabulary. It starts as the
-target's own head, whole or the rows of a reduced vocabulary. Whole and frozen it is the target's head, not a copy, and nothing
-of it is saved.
+The output head leads from a state of the target's width to logits over the draft vocabulary. It starts as the target's own
+head, whole or the rows of a reduced vocabulary. Whole and frozen it is the target's head, not a copy, and nothing of it is
+saved.
 B batch, N rows, D width, W draft vocabulary, V target vocabulary.
 """
 
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from configs.schema.heads import HeadSettings
 from heads.frozen.hidden_states import TargetStates
 from heads.inference.causal_lm import head_logits, head_rows
-from heads.modules.interface import Batch, Depth
+from heads.modules.interface import Depth
 from heads.modules.layer_shape import check_widths
 from heads.vocabulary import DraftVocabulary
 
@@ -145,6 +145,7 @@ def cast_anew(weight: Tensor) -> torch.dtype | None:
 class HeadModule(nn.Module):
     """A head on a frozen target, whose parameters and buffers are what the artifact holds.
 
+    `forward(batch, states)` returns a list of `Depth`, the nearest token first, given the target's states over the batch.
     The target is kept in a tuple, so that it is neither trained nor saved with the head.
     """
 
@@ -158,10 +159,6 @@ class HeadModule(nn.Module):
         super().__init__()
         check_widths(target)
         self._target = (target,)
-
-    def forward(self, batch: Batch, states: TargetStates) -> list[Depth]:
-        """Return every depth, the nearest token first, given the target's states over the batch."""
-        raise NotImplementedError
 
     def features(self, states: TargetStates) -> Tensor:
         """Return what the head reads of the target's states, `[B, T, F]`; by default the final ones in its own dtype."""

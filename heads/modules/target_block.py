@@ -1,11 +1,9 @@
-"""One block of the target's own family, run apart from the target: its rotary embedding, its window, keys of our choosing.
+"""One block of the target's own family, run apart from the target, with keys of our choosing.
 
-An MTP module is built around such a block, so that it has the target's norm order, head norms, attention scale and experts
-without this project knowing any of them. The block is a copy; the rotary embedding is the target's and has no weights. What
-stands here is proved on a probe: the target's own block, run this way, gives what the target got from it.
-
-While a module is unrolled over its own states in training, depths lie side by side as keys, each depth a square of its mask.
-`heads.families.eagle3` does with diagonals what the squares do here, but has to own the attention, which here is the family's.
+An MTP module is built around a copy of such a block, so that it has the target's norm order, head norms, attention scale and
+experts without this project knowing any of them. A probe proves it: the target's own block, run this way, gives what the target
+got from it. While a module is unrolled over its own states in training, depths lie side by side as keys, each depth a square of
+its mask.
 B batch, T positions, S keys, D width, M key-value heads, H head width.
 """
 

@@ -7,6 +7,7 @@ the target's hidden states were. Lists are on the host, one entry a batch row. D
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -118,9 +119,9 @@ class LooksUp(Proposer):
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
+    @abstractmethod
     def look_up(self, tokens: Tokens, num_tokens: int) -> list[list[int]]:
         """Return up to `num_tokens` drafts by row, on the host; `propose` returns the same as a proposal."""
-        raise NotImplementedError
 
     def propose(
         self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool

@@ -1,8 +1,8 @@
 """A tree of drafts from a family's logits, depth by depth.
 
 A family passes the logits after each token of the frontier (at first the pending token alone) and gets the next frontier: the
-tokens it has to read to continue. So one loop serves every tree and every family. Children of a token are its most probable
-successors, or draws from the draft's distribution, which verification then needs.
+tokens it has to read to continue. Children of a token are its most probable successors, or draws from the draft's distribution,
+which verification then needs.
 B batch, M tokens of a frontier, C children of one token at most, P candidates or drafts of one depth, N drafts, K = N + 1 rows
 of the target's, W draft vocabulary, V target vocabulary, X slots of a draft's cache.
 """

@@ -1,10 +1,9 @@
 """A counter-based random number generator: each number is a pure function of (seed, request, round, position, role).
 
-As with Philox and Threefry (Salmon et al., SC 2011) there is no state to advance, so a request gets the same numbers whatever
-its neighbours in the batch or the order of work, and drafting, acceptance and residual never share one (a uniform used twice
-would bias the output). The round is a coordinate of drafting and accepting: block verification looks at every draft of a round
-before it keeps some, so given what it kept the numbers of the rejected ones are no longer uniform, and the next round must not
-use them again at the same positions.
+As with Philox and Threefry (Salmon et al., SC 2011) there is no state to advance, so a request gets the same numbers in any
+batch and order of work, and drafting, acceptance and residual never share one, which would bias the output. The round is a
+coordinate of drafting and accepting: block verification looks at every draft of a round before it keeps some, so given what it
+kept the numbers of the rejected ones are no longer uniform, and the next round must not use them again at the same positions.
 The mixing function is the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), applied once for each coordinate.
 """
 

@@ -328,3 +328,23 @@ def depths_as_written_out(head, model, written_out):
                 found_1D = hidden_at(depths, depth, row * T + origin)
                 torch.testing.assert_close(found_1D[0], of_depth[origin], atol=1e-5, rtol=1e-5)
     return batch, depths
+
+
+def blocks_as_written_out(head, model, naive_block):
+    """Compare the final states of all slots that have labels with a block computed naively.
+
+    `naive_block(head, model, taps_CF, pending, anchor)` gives the final state of each slot. Yields, for each, the depth, what
+    its logits are made of `[1, D]`, the state, and the token before it.
+    """
+    batch, states = inputs_of(model, PROMPTS, head.taps)
+    T, depths, seen = batch.input_ids_BT.shape[1], head(batch, states), 0
+    assert all(torch.equal(depth.target_places_N, depth.origins_N + 1 + number) for number, depth in enumerate(depths))
+    for row, prompt in enumerate(PROMPTS):
+        for anchor in range(1, len(prompt) - 1):
+            expected = naive_block(head, model, states.joined_BTF[row, :anchor], prompt[anchor], anchor)
+            for number in range(min(head.settings.block_size, len(prompt) - anchor) - 1):
+                found_1D = hidden_at(depths, number, row * T + anchor - 1)
+                torch.testing.assert_close(found_1D[0, :32], expected[number + 1], atol=1e-5, rtol=1e-5)
+                seen += 1
+                yield depths[number], found_1D, expected[number + 1], prompt[anchor + number]
+    assert seen == sum(len(depth.origins_N) for depth in depths)

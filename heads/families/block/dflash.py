@@ -13,6 +13,7 @@ B batch, T positions, A anchors of a row, S slots of a block, X = A * S, G draft
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple, cast
@@ -191,6 +192,7 @@ class StepwiseDrafter(BlockDrafter):
             if chain.finished:
                 break
 
+    @abstractmethod
     def step(self, logits_BW: Tensor, state_BD: Tensor, before_B: Tensor, carried: Tensor | None) -> DraftStep:
         """Return what a slot's draft is chosen by.
 
@@ -200,7 +202,6 @@ class StepwiseDrafter(BlockDrafter):
             before_B: the token before, the target's id.
             carried: by the step before; None at the first.
         """
-        raise NotImplementedError
 
 
 def resolved(settings: DFlashSettings, target: PreTrainedModel) -> DFlashSettings:

@@ -5,7 +5,6 @@ import torch
 
 from configs.runtime.errors import InputError
 from configs.schema.decoding import SamplingConfig
-from configs.schema.heads import Eagle3Settings, HydraSettings, MedusaSettings, MtpSettings
 from heads.families.registry import FAMILIES
 from heads.frozen.hidden_states import forward_states
 from heads.inference.causal_lm import new_cache
@@ -14,19 +13,12 @@ from heads.proposers.tree_builder import DynamicTreeBuilder, StaticTreeBuilder
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.probabilities import token_probabilities
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, check_parents
-from heads.vocabulary import DraftVocabulary
 from tests.support import family_checks as checks
 
 TREE = Tree((0, 0, 0, 1, 1, 3, 4, 6, 6))
 GROWN = DynamicTreeSpec(num_nodes=7, width=3, depth=3)
 SAMPLING = SamplingConfig(temperature=1.2, top_p=0.9)
-SOME_TOKENS = DraftVocabulary(token_ids_W=torch.arange(1, 64, 2), target_vocab_size=64)
-HEADS = {
-    "medusa": (MedusaSettings(kind="medusa", num_depths=3, num_layers=1), None),
-    "hydra": (HydraSettings(kind="hydra", num_depths=3, prefix_attention=True), None),
-    "eagle3": (Eagle3Settings(kind="eagle3", num_depths=3, taps=[1, 2, 3]), SOME_TOKENS),
-    "mtp": (MtpSettings(kind="mtp", num_depths=3, shared_depths=True), None),
-}
+HEADS = ("medusa", "hydra, prefix", "eagle3", "mtp")
 
 
 def ways(parents, tokens):
@@ -37,18 +29,21 @@ def ways(parents, tokens):
     return found
 
 
-def children(parents, row):
-    return [draft for draft, parent in enumerate(parents) if parent == row]
+def continued(parents, tokens):
+    """Yield the number of each row that has children, the way to it, and its children's tokens."""
+    for row, way in enumerate(ways(parents, tokens)):
+        if below := [tokens[draft] for draft, parent in enumerate(parents) if parent == row]:
+            yield row, way, below
 
 
 class Family:
     """A head at work, and what its training forward says after any way of drafts."""
 
     def __init__(self, name):
-        settings, vocabulary = HEADS[name]
+        vocabulary = checks.SOME_TOKENS if name == "eagle3" else None
         self.model = checks.tiny_target("gemma3" if name == "mtp" else "llama")
-        self.head = checks.build(settings, self.model, vocabulary)
-        self.proposer = FAMILIES[name].propose(self.head, self.model.device)
+        self.head = checks.build(checks.SETTINGS[name], self.model, vocabulary)
+        self.proposer = FAMILIES[self.head.settings.kind].propose(self.head, self.model.device)
         self.ids_W = torch.arange(64) if vocabulary is None else vocabulary.token_ids_W
         self.cache = new_cache(self.model, 64)
 
@@ -116,26 +111,21 @@ def test_a_static_tree_holds_the_likeliest_tokens_after_each_way(draft):
         assert proposal.parents_BN.tolist() == [list(TREE.parents)] * 2
         assert proposal.probs_BKV is None
         for text, drafted in zip(tokens, proposal.tokens_BG.tolist(), strict=True):
-            for row, way in enumerate(ways(TREE.parents, drafted)):
-                below = children(TREE.parents, row)
-                if below:
-                    expected = draft.ids_W[draft.logits_after(text, way).topk(len(below)).indices]
-                    assert [drafted[each] for each in below] == expected.tolist()
+            for _, way, below in continued(TREE.parents, drafted):
+                assert below == draft.ids_W[draft.logits_after(text, way).topk(len(below)).indices].tolist()
 
 
 @torch.no_grad()
 def test_a_drawn_tree_comes_with_the_distributions_that_siblings_were_drawn_from(draft):
     for tokens, proposal in rounds_of(draft, TREE, SAMPLING):
         for number, (text, drafted) in enumerate(zip(tokens, proposal.tokens_BG.tolist(), strict=True)):
-            for row, way in enumerate(ways(TREE.parents, drafted)):
-                below = [drafted[each] for each in children(TREE.parents, row)]
-                if below:
-                    expected_V = torch.zeros(64)
-                    expected_V[draft.ids_W] = token_probabilities(draft.logits_after(text, way), SAMPLING)
-                    torch.testing.assert_close(proposal.probs_BKV[number, row], expected_V, atol=1e-5, rtol=1e-4)
-                    support = int((expected_V > 0).sum())
-                    assert len(set(below[:support])) == min(len(below), support)
-                    assert (expected_V[below[:support]] > 0).all()
+            for row, way, below in continued(TREE.parents, drafted):
+                expected_V = torch.zeros(64)
+                expected_V[draft.ids_W] = token_probabilities(draft.logits_after(text, way), SAMPLING)
+                torch.testing.assert_close(proposal.probs_BKV[number, row], expected_V, atol=1e-5, rtol=1e-4)
+                support = int((expected_V > 0).sum())
+                assert len(set(below[:support])) == min(len(below), support)
+                assert (expected_V[below[:support]] > 0).all()
 
 
 def naive_grown(draft, text, tree):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from configs.schema.heads import DFlashSettings
-from tests.support.family_checks import CONFIGS, PROMPTS, SETTINGS, build, inputs_of, tiny_target
+from tests.support.family_checks import CONFIGS, SETTINGS, blocks_as_written_out, build, inputs_of, tiny_target
 from tests.support.naive_layers import NaiveBody
 
 DFLASH = SETTINGS["dflash"]
@@ -16,20 +16,7 @@ DFLASH = SETTINGS["dflash"]
 @torch.no_grad()
 def test_the_training_forward_is_the_block_written_out(name):
     model = tiny_target(name)
-    head = build(DFLASH, model)
-    batch, states = inputs_of(model, PROMPTS, head.taps)
-    T = batch.input_ids_BT.shape[1]
-    depths = head(batch, states)
-    seen = 0
-    for row, prompt in enumerate(PROMPTS):
-        for anchor in range(1, len(prompt) - 1):
-            expected = naive_block(head, model, states.joined_BTF[row, :anchor], prompt[anchor], anchor)
-            for depth in range(min(DFLASH.block_size, len(prompt) - anchor) - 1):
-                (found,) = (depths[depth].origins_N == row * T + anchor - 1).nonzero().squeeze(1)
-                torch.testing.assert_close(depths[depth].hidden_ND[found], expected[depth + 1], atol=1e-5, rtol=1e-5)
-                assert depths[depth].target_places_N[found] == row * T + anchor + depth
-                seen += 1
-    assert seen == sum(len(depth.origins_N) for depth in depths)
+    assert len(list(blocks_as_written_out(build(DFLASH, model), model, naive_block))) > 20
 
 
 def naive_block(head, model, taps_CF, pending, anchor):

@@ -6,7 +6,13 @@ from torch.nn import functional
 
 from configs.runtime.errors import InputError
 from heads.inference.causal_lm import head_logits
-from tests.support.family_checks import PROMPTS, SETTINGS, SOME_TOKENS, build, hidden_at, inputs_of, tiny_target
+from tests.support.family_checks import (
+    SETTINGS,
+    SOME_TOKENS,
+    blocks_as_written_out,
+    build,
+    tiny_target,
+)
 from tests.support.naive_layers import NaiveBody
 
 DFLASH2 = SETTINGS["dflash2"]
@@ -17,19 +23,9 @@ DFLASH2 = SETTINGS["dflash2"]
 def test_the_training_forward_is_the_block_written_out(kernel_size):
     model = tiny_target("llama")
     head = build(DFLASH2.model_copy(update={"conv_kernel_size": kernel_size}), model)
-    batch, states = inputs_of(model, PROMPTS, head.taps)
-    T, depths = batch.input_ids_BT.shape[1], head(batch, states)
-    for row, prompt in enumerate(PROMPTS):
-        for anchor in range(1, len(prompt) - 1):
-            expected = naive_block(head, model, states.joined_BTF[row, :anchor], prompt[anchor], anchor)
-            for depth in range(min(DFLASH2.block_size, len(prompt) - anchor) - 1):
-                joined_1D = hidden_at(depths, depth, row * T + anchor - 1)
-                state_D = expected[depth + 1]
-                torch.testing.assert_close(joined_1D[0, :32], state_D, atol=1e-5, rtol=1e-5)
-                q_V = depths[depth].logits_of(joined_1D)[0].softmax(-1)
-                torch.testing.assert_close(
-                    q_V, naive_distribution(head, model, state_D, prompt[anchor + depth]), atol=1e-5, rtol=1e-4
-                )
+    for depth, joined_1D, state_D, before in blocks_as_written_out(head, model, naive_block):
+        q_V = depth.logits_of(joined_1D)[0].softmax(-1)
+        torch.testing.assert_close(q_V, naive_distribution(head, model, state_D, before), atol=1e-5, rtol=1e-4)
 
 
 def naive_block(head, model, taps_CF, pending, anchor):
