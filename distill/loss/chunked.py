@@ -31,7 +31,7 @@ from distill.loss.divergences import Divergence, acceptance, closed_form
 from distill.loss.pairs import TargetChunk, TargetRows, at_least_float32
 from heads.device import keeps_small_tensors_near
 from heads.inference.causal_lm import head_logits
-from heads.modules.output_head import cast_anew
+from heads.modules.output_head import autocast_dtype
 
 # Bytes of a float32 tensor over the vocabulary, about ten of which are in use at a time: they should stay in the cache.
 # Of 0.6 to 80 MB, 1 to 2 were fastest on one core with 1 MiB of L2 and 32 MiB of shared L3 cache.
@@ -351,7 +351,7 @@ class _CachedHead:
     @cached_property
     def _cast_weights(self) -> dict[str, Tensor]:
         """The weights that autocast would cast again for each chunk, in its dtype."""
-        dtypes = {name: cast_anew(weight) for name, weight in self._head.named_parameters()}
+        dtypes = {name: autocast_dtype(weight) for name, weight in self._head.named_parameters()}
         return {name: self._head.get_parameter(name).to(dtype) for name, dtype in dtypes.items() if dtype is not None}
 
     def get_output_embeddings(self) -> Callable[[Tensor], Tensor]:

@@ -136,7 +136,7 @@ class Eagle3(EagleBody, ChainHead):
 
 
 class Eagle3Layer(HeadLayer):
-    """A Llama layer; the first one's attention reads the embedding beside the state."""
+    """A Llama layer; the first one's attention reads the embedding and the state."""
 
     def __init__(self, shape: LayerShape, settings: EagleSettings, *, first: bool) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Hydra: Medusa's heads made to read the tokens drafted before them.
 
 Ankner et al. 2024, arXiv 2402.05109. The head of depth k reads the target's final state of position j, after its final norm,
-beside the embeddings of x_{j+1} to x_{j+1+k}: the text's own in training, the pending and the drafted ones when decoding. Its
+and the embeddings of x_{j+1} to x_{j+1+k}: the text's own in training, the pending and the drafted ones when decoding. Its
 first block narrows that to the target's width, by R z + SiLU(W z), then come residual blocks as Medusa's. Hydra++ leads the
 final states through one decoder layer first ("prefix attention"), so that a head knows more of the text than its last state.
 

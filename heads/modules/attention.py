@@ -1,6 +1,6 @@
 """Attention of training in memory linear in the length: queries read ranges of a row, some rows of scores at a time.
 
-Scores are made anew in the backward, so that neither pass holds those of all pairs, nor a mask of them. A range is what a
+Scores are recomputed in the backward, so that neither pass holds those of all pairs, nor a mask of them. A range is what a
 document leaves of a row. With the mixed values comes the logarithm of the softmax's sum: to a caller whose queries also have
 keys of their own (depths unrolled before, slots of a block) a whole range is like one more key, of that score and those values.
 B batch, X queries, T positions, N heads, M key-value heads, G = N / M, H head width.
@@ -22,7 +22,7 @@ from heads.device import keeps_small_tensors_near
 # Scores at one time over batch and heads, several tensors of which live at once: 1 MiB of float32, of a size for a CPU's L2
 # cache (of 2**16 to 2**22, 2**18 was fastest at 256 and 4096 positions), or 256 MiB, enough work for a GPU.
 AT_ONCE_IN_CACHE, AT_ONCE = 2**18, 2**26
-FEWEST_ROWS = 16  # of queries at one time, however long the row
+MIN_ROWS = 16  # of queries at one time, however long the row
 NUM_SIZES = 16  # of products over parts of a row: libraries make code or plans for each size, and keep them
 
 
@@ -68,7 +68,7 @@ def read_ranges(
     if at_once is None:
         at_once = AT_ONCE_IN_CACHE if keeps_small_tensors_near(q_BNXH.device) else AT_ONCE
     q, k = q_BNXH.to(v_BMTH.dtype), k_BMTH.to(v_BMTH.dtype)
-    rows = max(FEWEST_ROWS, at_once // (q.shape[0] * q.shape[1] * k.shape[2]))
+    rows = max(MIN_ROWS, at_once // (q.shape[0] * q.shape[1] * k.shape[2]))
     mixed, log_sums = _ReadRanges.apply(q, k, v_BMTH, ranges, rows)
     return mixed, log_sums
 

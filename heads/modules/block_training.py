@@ -84,7 +84,7 @@ def before_anchors(places_BA: Tensor, positions_BA: Tensor) -> Ranges:
 
 
 class BlockKeys(LayerKeys):
-    """What blocks see beside themselves: of a context, turned by `rotation`, their ranges, one for all slots of a block."""
+    """What blocks see besides themselves: of a context, turned by `rotation`, their ranges, one for all slots of a block."""
 
     def __init__(self, context_BTD: Tensor, rotation: Rotation, ranges: Ranges) -> None:
         self.context_BTD, self.rotation, self.ranges = context_BTD, rotation, ranges

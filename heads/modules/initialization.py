@@ -15,7 +15,7 @@ from configs.runtime.errors import InputError
 from heads.frozen.hidden_states import blocks, num_blocks
 from heads.frozen.placement import real_weights
 
-OTHER_TAPS = 0.002  # standard deviation of the weights on taps that are not passed on: small beside 1, but not dead
+OTHER_TAPS_STD = 0.002  # standard deviation of the weights on taps that are not passed on: small next to 1, but not dead
 COPIED = ("self_attn.o_proj.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
@@ -23,7 +23,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 @torch.no_grad()
 def pass_last_tap(projection: nn.Linear) -> None:
     """Let a projection of taps that stand side by side, `[D, A * D]`, start as the last of them."""
-    nn.init.normal_(projection.weight, std=OTHER_TAPS)
+    nn.init.normal_(projection.weight, std=OTHER_TAPS_STD)
     width = projection.out_features
     projection.weight[:, -width:] += torch.eye(width)
 

@@ -116,7 +116,7 @@ class DraftHead(nn.Module):
 
     def _as_autocast(self, weight_WD: Tensor) -> Tensor:
         """Return a frozen weight in autocast's dtype, cast once: a loss asks for logits some rows at a time."""
-        dtype = cast_anew(weight_WD)
+        dtype = autocast_dtype(weight_WD)
         if dtype is None:
             return weight_WD
         made_of = weight_WD.data_ptr(), weight_WD._version, dtype
@@ -132,7 +132,7 @@ class DraftHead(nn.Module):
         return head.weight, head.bias
 
 
-def cast_anew(weight: Tensor) -> torch.dtype | None:
+def autocast_dtype(weight: Tensor) -> torch.dtype | None:
     """Return the dtype that autocast casts a weight to at every use; None where it does not, or keeps the cast.
 
     It keeps those of trained weights only.

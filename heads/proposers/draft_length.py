@@ -42,11 +42,11 @@ def rule_for(sampling: SamplingConfig) -> ThresholdRule | CostRule | None:
     """
     stopping = sampling.stopping if isinstance(sampling, DecodeConfig) else None
     if isinstance(stopping, ConfidenceStopping):
-        least = stopping.threshold
-        return ThresholdRule(lambda probs_BV: confidence(probs_BV) < least)
+        minimum = stopping.threshold
+        return ThresholdRule(lambda probs_BV: confidence(probs_BV) < minimum)
     if isinstance(stopping, EntropyStopping):
-        most = stopping.threshold  # nats
-        return ThresholdRule(lambda probs_BV: torch.special.entr(probs_BV).sum(-1) > most)
+        maximum = stopping.threshold  # nats
+        return ThresholdRule(lambda probs_BV: torch.special.entr(probs_BV).sum(-1) > maximum)
     if isinstance(sampling, DecodeConfig) and isinstance(stopping, CostStopping):
         return CostRule(stopping, sampling.num_speculative_tokens)
     return None

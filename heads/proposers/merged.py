@@ -36,14 +36,14 @@ from heads.sampling.token_tree import DynamicTreeSpec, Tree
 from heads.uploads import RowNumbers, on_device, token_rows
 
 Nodes = tuple[list[int], list[int]]  # tokens, and the row that each continues
-MOST_BEHIND = 64  # tokens that a draft may have left unread; a text that is copied may go on for thousands
+MAX_BEHIND = 64  # tokens that a draft may have left unread; a text that is copied may go on for thousands
 
 
 class LookupFirst:
     """A lookup and a draft as one proposer of chains (`heads.proposers.protocol.Proposer`).
 
     The draft is run in a round where any row needs it. What was committed since it ran last it reads in the forward that
-    drafts, so that a round of the lookup costs it nothing; only from `MOST_BEHIND` tokens on is it run to keep up.
+    drafts, so that a round of the lookup costs it nothing; only from `MAX_BEHIND` tokens on is it run to keep up.
 
     Args:
         lookup: how long a match it needs is its setting.
@@ -58,7 +58,7 @@ class LookupFirst:
 
     def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
         self.lookup.start(tokens, capacity, states)
-        self.draft.start(tokens, capacity + MOST_BEHIND, states)  # rows that read less are padded beyond their end
+        self.draft.start(tokens, capacity + MAX_BEHIND, states)  # rows that read less are padded beyond their end
         self._read = [len(row) for row in tokens]
 
     def propose(
@@ -68,7 +68,7 @@ class LookupFirst:
         found = self.lookup.look_up(text, num_tokens)
         by_lookup = [bool(drafts) for drafts in found]
         behind = max(len(row) - read for row, read in zip(tokens, self._read, strict=True))
-        if all(by_lookup) and behind + num_tokens < MOST_BEHIND:
+        if all(by_lookup) and behind + num_tokens < MAX_BEHIND:
             self._overruled = []
             proposal = deterministic_proposal(found, text.uploads.device, text.uploads)
             return replace(proposal, by_lookup=text.uploads.numbers(by_lookup))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 # A token is counted for this many suffixes, longest first. Text has a handful of them, one token repeated n times has n; there
 # the shortest, used only where no longer one has a continuation, are not counted, and n tokens do not cost n * n.
-MOST_COUNTED = 64
+MAX_COUNTED = 64
 
 ROOT = 0  # the empty substring
 
@@ -49,7 +49,7 @@ class SuffixAutomaton:
         """Append a token to the text that ends in state `end`, `ROOT` for a new text; return the state where it now ends."""
         state = end = self._append(end, token)
         self._clock += 1
-        for _ in range(MOST_COUNTED):
+        for _ in range(MAX_COUNTED):
             if state == ROOT:
                 break
             self._count[state] += 1

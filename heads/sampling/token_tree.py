@@ -55,7 +55,7 @@ class Tree:
 
     @property
     def num_slots(self) -> int:
-        """How many slots of a cache it takes at most, while drafted or verified, beside the pending token's."""
+        """How many slots of a cache it takes at most, while drafted or verified, besides the pending token's."""
         return len(self.parents)
 
     @cached_property
@@ -96,7 +96,7 @@ class DynamicTreeSpec:
 
     @property
     def num_slots(self) -> int:
-        """How many slots of a cache it takes at most, while drafted or verified, beside the pending token's."""
+        """How many slots of a cache it takes at most, while drafted or verified, besides the pending token's."""
         return max(self.num_nodes, self.width * (self.depth - 1), self.depth)  # a draft without trees proposes a chain
 
     def cut(self, depth: int) -> DynamicTreeSpec:

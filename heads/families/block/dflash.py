@@ -119,8 +119,8 @@ class DFlash(HeadModule):
         Args:
             depth: of the output head's logits.
             hidden_ND: what `self.logits` reads.
-            parameters: what it depends on beside the output head.
-            base_weight: in training, of the loss of the output head's logits beside that of the corrected ones.
+            parameters: what it depends on besides the output head.
+            base_weight: in training, of the loss of the output head's logits, which is added to that of the corrected ones.
         """
         base = Auxiliary(hidden_ND=depth.hidden_ND, logits_of=depth.logits_of, parameters=depth.parameters, weight=base_weight)
         return replace(

@@ -7,7 +7,7 @@ the slot's final state and b the token before: in training the text's own, when 
 
 What is drafted from is q(c) = p_u(C) softmax_C(u + s)_c for the candidates and p_u(v), the softmax of u, for other tokens: the
 selector shares out the candidates' mass. The likeliest token is the one with the highest u_c + s_c, which published heads draft
-greedily. q is above 0 wherever p_u is, so any divergence can train it; u by itself is trained beside it (`unary_weight`).
+greedily. q is above 0 wherever p_u is, so any divergence can train it; u by itself is trained too (`unary_weight`).
 Convolutions start as the identity. Tensor names are those of the speculators library, whose selector learns the target's
 likeliest token alone.
 B batch, X slots of all blocks, S slots of one, D width, Z channels of a group, J slots of a kernel, K candidates, R rank, W

@@ -5,8 +5,8 @@ drafting those just drafted. To the logits of every draft but the first comes E2
 and g the GRU's after the token before. The layers run once for the block; only GRU and correction go token by token. The
 correction starts at 0. Tensor names are those of SpecForge, whose correction leaves the first draft out, too.
 
-Departures: trained on the target's distribution, not on the token of the text; the logits without correction are trained beside
-those with it at a fixed weight, in place of one that falls from 1 to 0 over the run.
+Departures: trained on the target's distribution, not on the token of the text; the logits without correction are trained
+too, at a fixed weight in place of one that falls from 1 to 0 over the run.
 B batch, A anchors of a row, S slots, G drafts, D width, R width of the recurrent state, W draft vocabulary, N rows.
 """
 

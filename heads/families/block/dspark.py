@@ -2,7 +2,7 @@
 
 To the logits of slot s comes W2 W1[x_{a+s-1}], a Markov bias of low rank: in training the text's own token, when drafting the
 one just drafted. The layers run once for the block all the same; only the choice of tokens goes slot by slot. A confidence
-head reads the slot's final state beside W1[x_{a+s-1}] and is trained, by binary cross-entropy, to predict the slot's
+head reads the slot's final state and W1[x_{a+s-1}] and is trained, by binary cross-entropy, to predict the slot's
 acceptance 1 - TV(p, q). When drafting it is the proposal's estimate, by which a rule may end the round early
 (`decode.stopping` with `by: estimate`): the later slots then cost the target no rows. It depends on the context and on the
 tokens drafted before the slot, so the output's distribution stays (`heads.proposers.draft_length`). Tensor names are those

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from configs.schema.decoding import DecodeConfig, SamplingConfig
 from eval.decoder.decode import decode, generate
-from heads.proposers.suffix_automaton import MOST_COUNTED, ROOT, Match, SuffixAutomaton
+from heads.proposers.suffix_automaton import MAX_COUNTED, ROOT, Match, SuffixAutomaton
 from heads.proposers.suffix_lookup import SuffixLookup
 from heads.sampling.counter_rng import CounterRNG
 from tests.support.decoding import PROMPTS, requests_for
@@ -79,7 +79,7 @@ def test_among_equals_the_latest_wins():
 
 
 def test_one_token_repeated_costs_no_more_than_its_length():
-    number = 20 * MOST_COUNTED
+    number = 20 * MAX_COUNTED
     automaton, (end,) = grown([[7] * number])
     assert len(automaton) == number + 1
     assert automaton.continued(automaton.longest(end)).length == number - 1
