@@ -37,17 +37,16 @@ class ChainBuilder:
         lengths: Sequence[int],
         sampling: SamplingConfig,
         rng: CounterRNG,
-        device: torch.device,
         vocabulary: DraftVocabulary | None,
         *,
         keep_logits: bool,
     ) -> None:
         self.sampling, self.rng, self.keep_logits = sampling, rng, keep_logits
         self.vocabulary = vocabulary
-        self.lengths, self.device = lengths, device
+        self.lengths, self.device = lengths, rng.requests_B.device
         self._rule, self._by_estimate = rule_for(sampling), reads_estimate(sampling)
-        self._open_B = torch.ones(len(self.lengths), dtype=torch.bool, device=device)  # rows that still draft
-        self._num_drafted_B = torch.zeros(len(self.lengths), dtype=torch.int64, device=device)
+        self._open_B = torch.ones(len(self.lengths), dtype=torch.bool, device=self.device)  # rows that still draft
+        self._num_drafted_B = torch.zeros(len(self.lengths), dtype=torch.int64, device=self.device)
         self._drafted: list[Tensor] = []
         self._distributions: list[Tensor] = []
         self._logits: list[Tensor] = []

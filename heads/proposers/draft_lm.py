@@ -65,7 +65,7 @@ class DraftLM:
     ) -> Proposal:
         text = token_rows(tokens, self.model.device)
         lengths = text.lengths
-        chain = ChainBuilder(lengths, sampling, rng, self.model.device, self.vocabulary, keep_logits=keep_logits)
+        chain = ChainBuilder(lengths, sampling, rng, self.vocabulary, keep_logits=keep_logits)
         hidden_BD = self._read_text(text)
         for step in range(num_tokens):
             drafted_B = chain.add(head_logits(self.model, hidden_BD)[:, : self.vocab_size])

@@ -92,7 +92,6 @@ def own_lengths(stopping, tokens_BG, tokens_seen):
         [1] * len(tokens_BG),
         config,
         CounterRNG(0, range(len(tokens_BG)), torch.device("cpu")),
-        torch.device("cpu"),
         None,
         keep_logits=False,
     )

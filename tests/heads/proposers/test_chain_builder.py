@@ -19,7 +19,6 @@ def drafting(sampling, *, keep_logits=False, rows=(5, 9)):
         rows,
         sampling,
         CounterRNG(3, range(11, 11 + len(rows)), torch.device("cpu")),
-        torch.device("cpu"),
         VOCABULARY,
         keep_logits=keep_logits,
     )

@@ -27,7 +27,7 @@ def cost(**settings):
 def drafting(stopping, rows=2, temperature=0.0, keep_logits=False):
     sampling = DecodeConfig(num_speculative_tokens=4, stopping=stopping, temperature=temperature)
     rng = CounterRNG(0, range(rows), CPU)
-    return ChainBuilder([5] * rows, sampling, rng, CPU, None, keep_logits=keep_logits)
+    return ChainBuilder([5] * rows, sampling, rng, None, keep_logits=keep_logits)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
