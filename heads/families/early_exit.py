@@ -179,7 +179,7 @@ class EarlyExitChain(FeatureProposer):
         """Return the state after the first blocks of each row's pending token, `[B, 1, E]`."""
         if self._own is None:
             if self._shared is not None:
-                self._shared.hold(window.ends)
+                self._shared.keep_states_from(window.ends)
             return self._read(text.pending_B1, window.ends)
         self._own.keep_states_from(text.lengths)
         exits_BTE = self._read_alone(self._own, window.next_BT, shifted(window.first, 1))

@@ -107,8 +107,8 @@ class SharedBlocks:
         """Whether the batch whose prompts were read last is still under way."""
         return self._cache is not None and self._cache() is not None
 
-    def hold(self, starts: Sequence[int]) -> None:
-        """Announce where drafting starts, to which rows may go back; comes before the first `read` of a round."""
+    def keep_states_from(self, starts: Sequence[int]) -> None:
+        """Keep what rows need to go back to where drafting starts; comes before the first `read` of a round."""
         if self._cache is not None and (cache := self._cache()) is not None:
             cache.keep_states_from(starts)
 
