@@ -17,7 +17,7 @@ from configs.schema.decoding import NeighboursConfig
 
 def main(config: NeighboursConfig) -> None:
     """Make the table that `config` describes."""
-    from eval.lossy.neighbourhood import write_table
+    from eval.decoder.relaxed import write_table
 
     write_table(config)
 

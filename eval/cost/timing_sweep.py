@@ -24,7 +24,6 @@ from eval.decoder.batch import BatchRun
 from eval.decoder.chain_rules import ChainVerification
 from eval.decoder.request import Request
 from eval.decoder.verifier import Verifier
-from eval.lossy.decode import verifier_for
 from eval.report.sections import TimedRound
 from heads.frozen.loading import Target
 from heads.proposers.protocol import Proposal, Proposer
@@ -221,7 +220,7 @@ def _start(
         length = context - row % 2
         tokens = tuple(text[place % len(text)] for place in range(row * length, (row + 1) * length))
         requests.append(Request(prompt_id=str(row), category="", tokens=tokens))
-    run = BatchRun(target, requests, settings, proposer, make_verifier=verifier_for(settings))
+    run = BatchRun(target, requests, settings, proposer)
     run.verifier = verifier = ScriptedVerifier(run.verifier)
     run.prefill()
     return run, verifier

@@ -24,9 +24,8 @@ from configs.schema.drafting import FastestTree, StaticTree
 from configs.schema.evaluation import EvalConfig
 from distill.generation.prompts import fit_prompts
 from eval.cost.tree_shapes import ChosenTree, fastest_tree, measure_profile
-from eval.decoder.decode import Request
+from eval.decoder.decode import Request, decode
 from eval.decoder.records import SPECULATIVE
-from eval.lossy.decode import decode
 from eval.measure.proposers import EvaluatedDraft
 from eval.measure.record_files import JOURNAL
 from eval.measure.suite import Suite

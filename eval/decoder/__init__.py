@@ -1,6 +1,6 @@
 """The speculative decoder: propose, verify, commit. Enter with `generate` (token ids) or `decode` (records and timings).
 
-Plain decoding is the same loop without a proposer; both are lossless, and `eval.lossy` has the ways that are not.
+Plain decoding is the same loop without a proposer. Both are lossless unless `config.lossy` is set.
 """
 
 from eval.decoder.decode import decode, generate

@@ -9,22 +9,23 @@ B batch, G drafted tokens, N drafts of a tree, K = G + 1 or N + 1 target rows, D
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from eval.decoder.chain_rules import ChainVerification
 from eval.decoder.clock import Clock
 from eval.decoder.distribution_comparison import compare_distributions
 from eval.decoder.logits_processor import Processor, processed
+from eval.decoder.records import DistributionComparison, Round
+from eval.decoder.relaxed import RelaxedVerifier
 from eval.decoder.request import BatchRow, Request
-from eval.decoder.row_update import RowUpdate, chain_update, tree_update
 from eval.decoder.tree_rules import TreeVerification
+from eval.decoder.typical import TypicalVerifier
 from eval.decoder.verifier import Verifier, finite_rows
 from heads.frozen.hidden_states import TargetStates, forward_states
 from heads.frozen.loading import Target
@@ -36,13 +37,16 @@ from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention, tree_attention, tree_from
 from heads.uploads import RowNumbers, TokenRows, Uploads, on_device, shifted, smaller
 
+MakeVerifier = Callable[[DecodeConfig, CounterRNG], Verifier]
+VERIFIERS: dict[str, type[Verifier]] = {
+    "typical": TypicalVerifier,
+    "neighbourhood": RelaxedVerifier,
+    "tolerance": RelaxedVerifier,
+}  # by `DecodeConfig.rule`; the others are lossless
+
 
 class BatchRun:
-    """The state of one batch: its rows, the target's cache, the random streams. For arguments see `eval.decoder.decode`.
-
-    Raises:
-        InputError: the rule in force is none of the verifier's.
-    """
+    """The state of one batch: its rows, the target's cache, the random streams. For arguments see `eval.decoder.decode`."""
 
     def __init__(
         self,
@@ -54,7 +58,7 @@ class BatchRun:
         measure_overlap: bool = False,
         logits_processor: Processor | None = None,
         clock: Clock | None = None,
-        make_verifier: Callable[[DecodeConfig, CounterRNG], Verifier] = Verifier,
+        make_verifier: MakeVerifier | None = None,
     ) -> None:
         self.target, self.config, self.proposer = target, config, proposer
         self.measure_overlap, self.logits_processor = measure_overlap, logits_processor
@@ -62,12 +66,8 @@ class BatchRun:
         self.rows = [BatchRow(request, target, config) for request in requests]
         self.active = list(self.rows)
         self.rng = CounterRNG(config.seed, [request.number for request in requests], target.device)
-        self.verifier = make_verifier(config, self.rng)
-        if proposer is not None and config.rule not in self.verifier.rules:
-            raise InputError(
-                f"decode.lossy: {type(self.verifier).__name__} has no rule {config.rule}; decode with eval.lossy.decode or "
-                "eval.lossy.generate, or set lossy to null"
-            )
+        by_rule = Verifier if proposer is None else VERIFIERS.get(config.rule, Verifier)
+        self.verifier = (make_verifier or by_rule)(config, self.rng)
         self.tree, num_slots = None, config.num_speculative_tokens
         if config.tree is not None and isinstance(proposer, TreeProposer):
             self.tree = tree_from(config.tree, config.num_speculative_tokens)
@@ -231,3 +231,84 @@ class BatchRun:
 
     def _text(self) -> TokenRows:
         return TokenRows([row.tokens for row in self.active], self.target.device)
+
+
+# --- on the host --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowUpdate:
+    """The drafts that stay and the token after them."""
+
+    drafted: list[int]  # those that count; of a tree the path that stays, then the first child at each depth below it
+    num_accepted: int
+    next_token: int  # the target's own, after the accepted ones
+    finite: bool  # otherwise nothing is committed
+    path: tuple[int, ...] = ()  # of a tree, the target rows of the drafts that stay
+    ranks: tuple[int, ...] | None = None  # of a tree, which child of its parent each draft that stays is, from 0
+    num_nodes: int | None = None  # of a tree, its drafts
+
+    def apply(self, row: BatchRow, compared: Sequence[Sequence[float]] | None, *, by_lookup: bool = False) -> None:
+        """Commit the update to its row and record the round; `compared` has a `PositionComparison` by draft, where measured."""
+        committed = row.commit([*self.drafted[: self.num_accepted], self.next_token], finite=self.finite)
+        overlap, distributions = None, None
+        if compared is not None and self.drafted:
+            # A verified draft left one token, itself or the one in its place; what follows an end of text was not verified.
+            overlap, distributions = _comparison(compared[: min(len(committed), len(self.drafted))])
+        row.rounds.append(
+            Round(
+                drafted=tuple(self.drafted),
+                num_accepted=min(self.num_accepted, len(committed)),
+                committed=tuple(committed),
+                overlap=overlap,
+                distributions=distributions,
+                ranks=None if self.ranks is None else self.ranks[: len(committed)],
+                num_nodes=self.num_nodes,
+                by_lookup=by_lookup and bool(self.drafted),
+            )
+        )
+
+
+def chain_update(numbers: Sequence[int], num_drafted: int) -> RowUpdate:
+    """Read `[accepted, next token, finite, drafts...]`, of which the first `num_drafted` drafts count."""
+    accepted, next_token, finite, *drafts = numbers
+    return RowUpdate(drafted=drafts[:num_drafted], num_accepted=accepted, next_token=next_token, finite=bool(finite))
+
+
+def tree_update(numbers: Sequence[int], depth: int) -> RowUpdate:
+    """Read `[accepted, next token, finite, path..., drafts..., parents...]`.
+
+    The path names target rows and has the `depth` of the tree asked for; the parent of a draft that does not count is -1.
+    """
+    accepted, next_token, finite, *rest = numbers
+    path, nodes = rest[:accepted], rest[depth:]
+    num_nodes = len(nodes) // 2
+    drafts, parents = nodes[:num_nodes], nodes[num_nodes:]
+    if max(parents, default=-1) < 0:  # recorded as where nothing was proposed: records do not depend on the batch
+        return RowUpdate(drafted=[], num_accepted=0, next_token=next_token, finite=bool(finite))
+    walked = [*path, *_first_descendants(parents, path[-1] if path else 0)]
+    return RowUpdate(
+        drafted=[drafts[row - 1] for row in walked],
+        num_accepted=len(path),
+        next_token=next_token,
+        finite=bool(finite),
+        path=tuple(path),
+        ranks=tuple(parents[: row - 1].count(parents[row - 1]) for row in path),
+        num_nodes=sum(parent >= 0 for parent in parents),
+    )
+
+
+def _first_descendants(parents: Sequence[int], row: int) -> list[int]:
+    """Return the rows from a row's first child down to a leaf, at each depth the first child, which is the likeliest."""
+    rows = []
+    while row in parents:
+        row = parents.index(row) + 1
+        rows.append(row)
+    return rows
+
+
+def _comparison(verified: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], DistributionComparison]:
+    """Return the overlaps of a round's verified drafts, and the rest of their comparison."""
+    columns = (tuple(column) for column in zip(*verified, strict=True)) if verified else [()] * 7
+    overlap, kl, uncovered, agrees, *rest = columns
+    return overlap, DistributionComparison(kl, uncovered, tuple(map(bool, agrees)), *rest)

@@ -1,52 +1,32 @@
 """The decoder's entry: `generate` returns token ids, `decode` records and timings of one batch.
 
 Plain decoding is the same loop with no proposer, and is the baseline. The numbers of a report and the acceptance by which
-training selects checkpoints come from here. What a round does is in `eval.decoder.batch`; ways of decoding that are not
-lossless are in `eval.lossy`.
+training selects checkpoints come from here. What a round does is in `eval.decoder.batch`, and in `eval.decoder.particles` where
+particles take the place of verification. Decoding is lossless unless `config.lossy` is set.
 """
 
 from __future__ import annotations
 
 import operator
 import reprlib
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
-from eval.decoder.batch import BatchRun
+from eval.decoder.batch import BatchRun, MakeVerifier
 from eval.decoder.clock import Clock
 from eval.decoder.logits_processor import Processor, prepared, renumbered
+from eval.decoder.particles import ParticleRun
 from eval.decoder.records import AUTOREGRESSIVE, Generation, Timing
 from eval.decoder.request import BatchRow, Request
 from heads.frozen.loading import Target
 from heads.inference.model_checks import check_rolls_back
 from heads.proposers.protocol import Proposer, TreeProposer
 
-__all__ = ["DecodingRun", "MakeRun", "Request", "check_decodable", "decode", "generate"]
-
-
-class DecodingRun(Protocol):
-    """A batch under way: `eval.decoder.batch.BatchRun`, or another way of decoding."""
-
-    @property
-    def active(self) -> Sequence[object]:
-        """What has not ended; `round` may be called while there is any."""
-
-    @property
-    def rows(self) -> list[BatchRow]:
-        """The requests' rows, in order, once none is active."""
-
-    def prefill(self) -> None:
-        """Read the prompts and commit each row's first token."""
-
-    def round(self) -> None:
-        """Draft, verify, commit."""
-
-
-MakeRun = Callable[..., DecodingRun]  # called like `eval.decoder.batch.BatchRun`, without `make_verifier`
+__all__ = ["Request", "check_decodable", "decode", "generate", "start_run"]
 
 
 def generate(
@@ -56,14 +36,13 @@ def generate(
     proposer: Proposer | None = None,
     *,
     logits_processor: Processor | Sequence[Processor] | None = None,
-    make_run: MakeRun = BatchRun,
 ) -> list[list[int]]:
     """Continue prompts and return the answers' token ids, end-of-text included.
 
     Args:
         target: the model whose distribution the output follows.
         prompts: token ids, `config.batch_size` of them decoded together.
-        config, proposer, make_run: as for `decode`.
+        config, proposer: as for `decode`.
         logits_processor: a `LogitsProcessor` of transformers, or a list of them, which changes the target's distribution; the
             output follows the changed one without loss (`eval.decoder.logits_processor`).
 
@@ -78,7 +57,7 @@ def generate(
         batch = requests[start : start + config.batch_size]
         # A processor that gets a row's number gets the prompt's, whichever batch that is in.
         own = renumbered(processor, range(start, start + len(batch)).__getitem__)
-        generations, _ = decode(target, batch, config, proposer, logits_processor=own, make_run=make_run)
+        generations, _ = decode(target, batch, config, proposer, logits_processor=own)
         answers += [list(generation.tokens) for generation in generations]
     return answers
 
@@ -95,7 +74,7 @@ def decode(
     measure_overlap: bool = False,
     logits_processor: Processor | Sequence[Processor] | None = None,
     clock: Clock | None = None,
-    make_run: MakeRun = BatchRun,
+    make_verifier: MakeVerifier | None = None,
 ) -> tuple[list[Generation], Timing]:
     """Continue a batch of requests together until each has ended.
 
@@ -108,13 +87,13 @@ def decode(
             (`eval.decoder.distribution_comparison`); the time for it is counted apart.
         logits_processor: changes the target's logits at every position (`eval.decoder.logits_processor`).
         clock: counts the time by phase; a new one for each call. None: a `Clock`.
-        make_run: starts the batch. The default is lossless; `eval.lossy.decode.start_run` follows `config.lossy`.
+        make_verifier: takes the place of the verifier of `config.rule`.
 
     Returns:
         The generations in the order of the requests, and the batch's timing.
 
     Raises:
-        InputError: see `check_decodable`; or the proposer cannot draft the tree asked for, the rule in force is not lossless,
+        InputError: see `check_decodable`; or the proposer cannot draft the tree asked for,
             a processor is none or remembers earlier calls, or overlap is to be measured with a processor.
     """
     check_decodable(target, requests, config)
@@ -125,13 +104,31 @@ def decode(
     if processor is not None and measure_overlap:
         raise InputError("logits_processor: the overlap of distributions is measured on raw logits; leave one of the two out")
     clock = Clock(target.device) if clock is None else clock
-    run = make_run(target, requests, config, proposer, measure_overlap=measure_overlap, logits_processor=processor, clock=clock)
+    settings: dict[str, Any] = {"logits_processor": processor, "clock": clock}
+    run = start_run(target, requests, config, proposer, measure_overlap, make_verifier, **settings)
     with clock.phase("prefill"):
         run.prefill()
     with clock.phase("decode"):
         while run.active:
             run.round()
     return [row.to_generation(mode) for row in run.rows], _timing(run.rows, clock, mode, repeat)
+
+
+def start_run(
+    target: Target,
+    requests: Sequence[Request],
+    config: DecodeConfig,
+    proposer: Proposer | None,
+    measure_overlap: bool = False,
+    make_verifier: MakeVerifier | None = None,
+    **settings: Any,
+) -> BatchRun | ParticleRun:
+    """Start a batch by the rule of `config`; for the arguments see `decode`. Particles compare no distributions."""
+    if config.rule == "smc" and proposer is not None:
+        return ParticleRun(target, requests, config, proposer, **settings)
+    return BatchRun(
+        target, requests, config, proposer, measure_overlap=measure_overlap, make_verifier=make_verifier, **settings
+    )
 
 
 def check_drafts(proposer: Proposer, config: DecodeConfig) -> None:

@@ -8,7 +8,6 @@ B batch, G drafts of a chain, N of a tree, K = G + 1 or N + 1 target rows, D dep
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,8 +27,6 @@ RULES: dict[str, Callable[..., ChainVerification]] = {"token": verify_tokens, "b
 
 class Verifier:
     """Verifies the proposals of one batch, whose rows `rng` has; the output follows the target's distribution."""
-
-    rules: ClassVar[frozenset[str]] = frozenset(("greedy", "match", *RULES, *CANDIDATE_RULES))  # values of `config.rule`
 
     def __init__(self, config: DecodeConfig, rng: CounterRNG) -> None:
         self.config, self.rng = config, rng

@@ -18,11 +18,9 @@ from functools import partial
 from configs.runtime.progress import progress
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import LOOKUPS, EvalConfig
-from eval.decoder.batch import BatchRun
-from eval.decoder.decode import MakeRun, Request, decode
+from eval.decoder.decode import Request, decode
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP, Generation, Timing
 from eval.decoder.verifier import SimulatedVerifier
-from eval.lossy.decode import start_run
 from eval.measure.turns import undecoded
 from eval.metrics.meters import Meter, MeteredClock
 from heads.frozen.loading import Target
@@ -112,7 +110,7 @@ class Measurement:
         """
         count = math.ceil(self.config.warmup_prompts / self.config.decode.batch_size)
         for batch, (mode, proposer) in itertools.product(batches[:count], self.modes.items()):
-            decode(self.target, batch, self.settings[mode], proposer, make_run=start_run)
+            decode(self.target, batch, self.settings[mode], proposer)
 
     def measure_batch(self, batch: Sequence[Request]) -> Records:
         """Decode all turns of a batch, each in every mode, `config.repeats` times."""
@@ -174,9 +172,7 @@ class Measurement:
     def _decode(
         self, batch: Sequence[Request], mode: str, repeat: int, *, closely: bool = False
     ) -> tuple[list[Generation], Timing]:
-        make_run: MakeRun = start_run
-        if mode == SPECULATIVE and self.config.simulate_acceptance is not None:
-            make_run = partial(BatchRun, make_verifier=partial(SimulatedVerifier, rates=self.config.simulate_acceptance))
+        rates = self.config.simulate_acceptance if mode == SPECULATIVE else None
         clock = MeteredClock(self.target.device, self.meter) if self.meter is not None and closely else None
         generations, timing = decode(
             self.target,
@@ -187,7 +183,7 @@ class Measurement:
             repeat=repeat,
             measure_overlap=closely and mode == SPECULATIVE,
             clock=clock,
-            make_run=make_run,
+            make_verifier=None if rates is None else partial(SimulatedVerifier, rates=rates),
         )
         return generations, timing if clock is None else replace(timing, decode_joules=clock.decode_joules)
 

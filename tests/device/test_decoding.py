@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from configs.schema.decoding import DecodeConfig
-from eval.decoder.decode import Request
-from eval.lossy.decode import start_run
+from eval.decoder.decode import Request, start_run
 from heads.families.registry import FAMILIES
 from heads.proposers.cross_device import CrossDeviceProposer
 from heads.proposers.draft_lm import DraftLM

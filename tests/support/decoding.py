@@ -17,8 +17,7 @@ from configs.schema.heads import (
     PEagleSettings,
     XPressSettings,
 )
-from eval.decoder.decode import Request
-from eval.lossy.decode import decode
+from eval.decoder.decode import Request, decode
 from eval.stats.significance import GTest, g_test
 from heads.artifact import Draft, Metadata
 from heads.families.registry import FAMILIES

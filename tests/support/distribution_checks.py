@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import ConfidenceStopping, StaticTree
-from eval.decoder.decode import Request
-from eval.lossy.decode import decode
+from eval.decoder.decode import Request, decode
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.merged import LookupFirst
 from heads.proposers.prompt_lookup import PromptLookup

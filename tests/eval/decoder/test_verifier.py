@@ -12,7 +12,6 @@ from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import StaticTree
 from configs.schema.evaluation import EvalConfig, GateConfig, LosslessConfig, SuiteConfig
 from configs.schema.target import TargetConfig
-from eval.decoder.batch import BatchRun
 from eval.decoder.decode import Request, decode
 from eval.decoder.verifier import SimulatedVerifier, Verifier
 from eval.evaluation import evaluate
@@ -28,8 +27,8 @@ def test_drafts_stay_at_the_rates_asked_for(temperature, tiny_llama, as_target):
     target, draft = as_target(tiny_llama(seed=1)), DraftLM(tiny_llama(seed=2), 64)
     requests = [Request(prompt_id=f"p{n}", category="c", tokens=(7, n)) for n in range(40)]
     config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=60, temperature=temperature)
-    simulated = partial(BatchRun, make_verifier=partial(SimulatedVerifier, rates=[0.8, 0.5]))
-    generations, _ = decode(target, requests, config, draft, make_run=simulated)
+    simulated = partial(SimulatedVerifier, rates=[0.8, 0.5])
+    generations, _ = decode(target, requests, config, draft, make_verifier=simulated)
     rounds = [each for generation in generations for each in generation.rounds if len(each.drafted) == 3]
     for place, rate in enumerate([0.8, 0.5, 0.5]):
         reached = [each.num_accepted for each in rounds if each.num_accepted >= place]

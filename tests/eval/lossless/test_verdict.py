@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ import torch
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import LosslessConfig
 from eval.decoder import verifier
-from eval.decoder.batch import BatchRun
 from eval.decoder.decode import Request, decode
 from eval.lossless import teacher_forcing
 from eval.lossless.teacher_forcing import check_tokens
@@ -263,7 +261,7 @@ class NamesTheSecond(PromptLookup):
 def test_a_verifier_that_takes_drafts_a_little_below_the_best_is_found(target):
     requests, proposer = requests_for([PROMPT]), NamesTheSecond(target)
     plain, _ = decode(target, requests, LONG)
-    speculative, _ = decode(target, requests, LONG, proposer, make_run=partial(BatchRun, make_verifier=Lenient))
+    speculative, _ = decode(target, requests, LONG, proposer, make_verifier=Lenient)
     section = judge_lossless(target, plain, speculative, LONG, CHECKS, None)
     assert section["verdict"] == "not_lossless"
     assert 0 < section["checks"]["greedy"]["first_wrong_tokens"][0]["logit_gap"] <= 1

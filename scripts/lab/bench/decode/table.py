@@ -15,9 +15,9 @@ from typing import Any
 
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import LosslessConfig
+from eval.decoder.decode import decode
 from eval.decoder.records import AUTOREGRESSIVE, Generation, Timing
 from eval.lossless.verdict import judge_lossless
-from eval.lossy.decode import decode
 from eval.metrics.acceptance import count_per_prompt
 from eval.metrics.quality import nats_of
 from eval.stats.bootstrap import Interval, paired_ratio_interval, ratio_interval

@@ -9,7 +9,7 @@ B rows, G drafts, N nodes with the root, K = G + 1, D depth, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -27,19 +27,12 @@ from heads.uploads import on_device
 
 
 class TypicalVerifier(Verifier):
-    """Verifies chains and trees by typical acceptance; the arguments are those of `eval.decoder.verifier.Verifier`.
-
-    Raises:
-        ValueError: `config.lossy` is not typical acceptance.
-    """
-
-    rules: ClassVar[frozenset[str]] = frozenset(("typical",))
+    """Verifies chains and trees by typical acceptance."""
 
     def __init__(self, config: DecodeConfig, rng: CounterRNG) -> None:
         super().__init__(config, rng)
-        if not isinstance(config.lossy, TypicalAcceptance):
-            raise ValueError(f"lossy must be set to typical, got {config.lossy}")
-        self.limits = (config.lossy.epsilon, config.lossy.delta)
+        lossy = cast(TypicalAcceptance, config.lossy)
+        self.limits = (lossy.epsilon, lossy.delta)
 
     def chain(
         self, logits_BKV: Tensor, proposal: Proposal, num_drafted: Sequence[int], lengths: Sequence[int]

@@ -1,21 +1,25 @@
-"""Acceptance by neighbourhoods (LANTERN, 2410.03355): codes that look or sound alike may stand for each other. LOSSY.
+"""Relaxed acceptance: a draft may stay for a token that stands for it as well. LOSSY.
 
 Many codes of pictures and of sound are interchangeable, and a target that spreads its probability over them refuses drafts that
-are as good as its own. Before a lossless rule judges a draft, probability is moved to it from the codes nearest to it, at most
-`delta` in all, so that the output follows p' in place of p with TV(p', p) <= delta.
+are as good as its own. Before a lossless rule judges a draft, probability is moved to it, at most `delta` in all, so that the
+output follows p' in place of p with TV(p', p) <= delta.
 
-`relaxed` bounds that for a whole step: p' is one distribution, made of p and q alone, and the output's own distance from p is
-at most delta. `relaxed_for_drafts` is the paper's: each draft is judged by a p' of its own. Its bound is on each of these, and
-the output, which mixes them, may lie further from p.
+- By neighbourhoods (LANTERN, 2410.03355) it comes from the codes nearest to the draft. `relaxed` bounds what is moved in a
+  whole step: p' is made of p and q alone. `relaxed_for_drafts` is the paper's: each draft is judged by a p' of its own, and the
+  output, which mixes them, may lie further from p than delta.
+- By tolerance (VADUSA, 2410.21951) a draft stays if any of several draws of the target's would have been it, or one of the
+  codes nearest to it. No token is drawn in fact: `tolerant` is the distribution that the draws come to. With the draft's
+  likeliest tokens and no table this is the paper's rule, in which a draft stays with probability 1 - (1 - p)^samples.
 G drafts, K = G + 1, V vocabulary, N neighbours of a token; `...` any leading dimensions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import ClassVar
+from typing import cast
 
 import numpy as np
 import torch
@@ -26,10 +30,11 @@ from torch import Tensor
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import write_bytes
 from configs.runtime.terminal import say
-from configs.schema.decoding import DecodeConfig, NeighbourhoodAcceptance, NeighboursConfig
+from configs.schema.decoding import DecodeConfig, NeighbourhoodAcceptance, NeighboursConfig, TolerantAcceptance
 from eval.decoder.chain_rules import ChainVerification
 from eval.decoder.tree_rules import CANDIDATE_RULES, CandidateChoice, CandidateRule
 from eval.decoder.verifier import RULES, Verifier
+from heads.proposers.protocol import Proposal
 from heads.sampling.counter_rng import CounterRNG
 
 TENSOR = "neighbours"  # of the table's file: token ids [V, N], the nearest first; a token that has none names itself
@@ -38,34 +43,40 @@ Move = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # as `relaxed`
 AT_ONCE = 4096  # codes whose distances to all others are held at a time
 
 
-class NeighbourhoodVerifier(Verifier):
+class RelaxedVerifier(Verifier):
     """Verifies by the lossless rule of the settings without `lossy`, after moving probability to the drafts.
 
-    Drafts that were not drawn from a distribution, such as a lookup's beside another draft's, are judged without loss.
+    Neighbourhoods judge drafts that were not drawn from a distribution, such as a lookup's beside another draft's, without
+    loss; tolerance takes them for point masses.
 
     Raises:
-        ValueError: `config.lossy` is not by neighbourhoods.
         InputError: the table cannot be read, or has fewer than k neighbours.
     """
 
-    rules: ClassVar[frozenset[str]] = frozenset(("neighbourhood",))
-
     def __init__(self, config: DecodeConfig, rng: CounterRNG) -> None:
         super().__init__(config, rng)
-        lossy = config.lossy
-        if not isinstance(lossy, NeighbourhoodAcceptance):
-            raise ValueError(f"lossy must be set to neighbourhood, got {lossy}")
+        lossy, device = cast(NeighbourhoodAcceptance | TolerantAcceptance, config.lossy), rng.requests_B.device
         strict = config.model_copy(update={"lossy": None}).rule
-        neighbours_VN = read_table(lossy.table, lossy.k, rng.requests_B.device)
-        if lossy.bound == "draft":
-            self.chain_rule = paper_rule(neighbours_VN, lossy.delta)
+        none_VN = torch.empty((0, 0), dtype=torch.int64, device=device)
+        near_VN = none_VN if lossy.table is None else read_table(lossy.table, lossy.k, device)
+        self.takes_point_masses = isinstance(lossy, TolerantAcceptance)
+        move = partial(tolerant, samples=lossy.samples) if isinstance(lossy, TolerantAcceptance) else relaxed
+        if isinstance(lossy, NeighbourhoodAcceptance) and lossy.bound == "draft":
+            self.chain_rule = paper_rule(near_VN, lossy.delta)
         elif strict in RULES:
-            self.chain_rule = step_rule(RULES[strict], neighbours_VN, lossy.delta)
+            self.chain_rule = step_rule(RULES[strict], near_VN, lossy.delta, move)
         else:
-            self.candidate_rule = step_candidates(CANDIDATE_RULES[strict], neighbours_VN, lossy.delta)
+            self.candidate_rule = step_candidates(CANDIDATE_RULES[strict], near_VN, lossy.delta, move)
+
+    def chain(
+        self, logits_BKV: Tensor, proposal: Proposal, num_drafted: Sequence[int], lengths: Sequence[int]
+    ) -> ChainVerification:
+        if self.takes_point_masses and proposal.probs_BGV is None:  # the draft's likeliest tokens
+            proposal = replace(proposal, by_lookup=[1] * len(num_drafted))
+        return super().chain(logits_BKV, proposal, num_drafted, lengths)
 
 
-def relaxed(p: Tensor, q: Tensor, neighbours_VN: Tensor, delta: float) -> Tensor:
+def relaxed(p: Tensor, q: Tensor, near_VN: Tensor, delta: float) -> Tensor:
     """Return p' `[..., V]`: p with probability moved from tokens that q drafts too rarely to near ones it drafts too often.
 
     The nearest give first. A token gives no more than p - q and takes no more than q - p, so what is moved in all is TV(p', p);
@@ -74,11 +85,11 @@ def relaxed(p: Tensor, q: Tensor, neighbours_VN: Tensor, delta: float) -> Tensor
     Args:
         p: the target's distributions `[..., V]`.
         q: those that the drafts were drawn from.
-        neighbours_VN: the nearest tokens of each.
+        near_VN: the nearest tokens of each.
         delta: the most that is moved, 0 to 1. With 0, p' is p to the bit.
     """
     spare, wanted, change = (p - q).clamp(min=0), (q - p).clamp(min=0), torch.zeros_like(p)
-    for giver_V in fitting(neighbours_VN, p).unbind(1):
+    for giver_V in fitting(near_VN, p).unbind(1):
         # What each would like of its neighbour, which may be that of several; they share what it has.
         asked = torch.minimum(wanted, spare[..., giver_V])
         asked_of = torch.zeros_like(p).index_add_(-1, giver_V, asked)
@@ -90,43 +101,72 @@ def relaxed(p: Tensor, q: Tensor, neighbours_VN: Tensor, delta: float) -> Tensor
     return (p + scale * change).clamp(min=0)
 
 
-def relaxed_for_drafts(p: Tensor, tokens: Tensor, neighbours_VN: Tensor, delta: float) -> Tensor:
+def relaxed_for_drafts(p: Tensor, tokens: Tensor, near_VN: Tensor, delta: float) -> Tensor:
     """Return for each draft `[...]` the p' `[..., V]` that it is judged by: its nearest tokens' probability is its own.
 
     They are taken in order while their sum is at most delta (LANTERN, equations 3 and 4).
     """
-    near = fitting(neighbours_VN, p)[tokens]
+    near = fitting(near_VN, p)[tokens]
     lent = p.gather(-1, near).masked_fill(near == tokens.unsqueeze(-1), 0.0)
     lent = lent.masked_fill(lent.cumsum(-1) > delta, 0.0)
     return p.scatter_add(-1, near, -lent).scatter_add(-1, tokens.unsqueeze(-1), lent.sum(-1, keepdim=True)).clamp(min=0)
 
 
-def step_rule(rule: ChainRule, neighbours_VN: Tensor, delta: float, move: Move = relaxed) -> ChainRule:
+def tolerant(p: Tensor, q: Tensor, near_VN: Tensor, delta: float, *, samples: int) -> Tensor:
+    """Return p' `[..., V]`: what follows where refused drafts stay by the target's draws.
+
+    Token-wise rejection refuses a token with probability (q - p)+ in all, and puts one from (p - q)+ in its place. Of what is
+    refused, a share comes back that is the chance that one of the draws is near; where that comes to more than delta in all, it
+    is scaled down. It is taken from (p - q)+ evenly, and is TV(p', p).
+
+    Args:
+        p: the target's distributions `[..., V]`.
+        q: those that the drafts were drawn from, point masses for the draft's likeliest.
+        near_VN: the tokens that pass for each, besides itself; N may be 0.
+        delta: the most that is moved, 0 to 1. With 0, p' is p to the bit.
+        samples: draws; the first is the token that would take the draft's place.
+    """
+    refused, residual = (q - p).clamp(min=0), (p - q).clamp(min=0)
+    tiny = torch.finfo(p.dtype).tiny
+    total = residual.sum(-1, keepdim=True).clamp(min=tiny)
+    by_first, by_others = torch.zeros_like(p), p  # chances that a draw is near a token; a refused one has no residual itself
+    itself_V = torch.arange(p.shape[-1], device=p.device)
+    for near_V in fitting(near_VN, p).unbind(1):
+        other_V = near_V != itself_V
+        by_first = by_first + residual[..., near_V] / total * other_V
+        by_others = by_others + p[..., near_V] * other_V
+    none_near = (1 - by_first).clamp(min=0) * (1 - by_others).clamp(min=0) ** (samples - 1)
+    kept = refused * (1 - none_near)
+    kept = kept * (delta / kept.sum(-1, keepdim=True).clamp(min=tiny)).clamp(max=1.0)
+    return (p + kept - residual * (kept.sum(-1, keepdim=True) / total)).clamp(min=0)
+
+
+def step_rule(rule: ChainRule, near_VN: Tensor, delta: float, move: Move = relaxed) -> ChainRule:
     """Return a rule for chains with `move` before it."""
 
     def verify(p_BKV: Tensor, q_BGV: Tensor, tokens_BG: Tensor, num_drafted_B: Tensor, *uniforms: Tensor) -> ChainVerification:
-        p_BKV = _where_drafted(p_BKV, move(p_BKV[:, :-1], q_BGV, neighbours_VN, delta), num_drafted_B)
+        p_BKV = _where_drafted(p_BKV, move(p_BKV[:, :-1], q_BGV, near_VN, delta), num_drafted_B)
         return rule(p_BKV, q_BGV, tokens_BG, num_drafted_B, *uniforms)
 
     return verify
 
 
-def paper_rule(neighbours_VN: Tensor, delta: float) -> ChainRule:
+def paper_rule(near_VN: Tensor, delta: float) -> ChainRule:
     """Return token-wise rejection with `relaxed_for_drafts` before it."""
 
     def verify(p_BKV: Tensor, q_BGV: Tensor, tokens_BG: Tensor, num_drafted_B: Tensor, *uniforms: Tensor) -> ChainVerification:
-        p_BKV = _where_drafted(p_BKV, relaxed_for_drafts(p_BKV[:, :-1], tokens_BG, neighbours_VN, delta), num_drafted_B)
+        p_BKV = _where_drafted(p_BKV, relaxed_for_drafts(p_BKV[:, :-1], tokens_BG, near_VN, delta), num_drafted_B)
         return RULES["token"](p_BKV, q_BGV, tokens_BG, num_drafted_B, *uniforms)
 
     return verify
 
 
-def step_candidates(rule: CandidateRule, neighbours_VN: Tensor, delta: float, move: Move = relaxed) -> CandidateRule:
+def step_candidates(rule: CandidateRule, near_VN: Tensor, delta: float, move: Move = relaxed) -> CandidateRule:
     """Return a rule for several candidates with `move` before it; rows without a candidate keep their p."""
 
     def choose(p_BV: Tensor, q_BV: Tensor, tokens_BC: Tensor, num_candidates_B: Tensor, accept_BC: Tensor) -> CandidateChoice:
         judged_B1 = (num_candidates_B > 0).unsqueeze(1)
-        p_BV = torch.where(judged_B1, move(p_BV, q_BV, neighbours_VN, delta), p_BV)
+        p_BV = torch.where(judged_B1, move(p_BV, q_BV, near_VN, delta), p_BV)
         return rule(p_BV, q_BV, tokens_BC, num_candidates_B, accept_BC)
 
     return choose
@@ -160,18 +200,18 @@ def _where_drafted(p_BKV: Tensor, changed_BGV: Tensor, num_drafted_B: Tensor) ->
     return torch.cat([torch.where(drafted_BG1, changed_BGV, p_BKV[:, :-1]), p_BKV[:, -1:]], 1)
 
 
-def fitting(neighbours_VN: Tensor, p: Tensor) -> Tensor:
+def fitting(near_VN: Tensor, p: Tensor) -> Tensor:
     """Return the table with rows for the padding behind the vocabulary, if the target has some; refuse one of another size."""
-    missing = p.shape[-1] - len(neighbours_VN)
+    missing = p.shape[-1] - len(near_VN)
     if missing < 0:
         raise InputError(
-            f"decode.lossy.table names the neighbours of {len(neighbours_VN)} tokens, and the target has {p.shape[-1]}; make "
+            f"decode.lossy.table names the neighbours of {len(near_VN)} tokens, and the target has {p.shape[-1]}; make "
             "it with the target's vocab_size"
         )
     if not missing:
-        return neighbours_VN
-    own_M1 = torch.arange(len(neighbours_VN), p.shape[-1], device=p.device).unsqueeze(1)
-    return torch.cat([neighbours_VN, own_M1.expand(-1, neighbours_VN.shape[1])])
+        return near_VN
+    own_M1 = torch.arange(len(near_VN), p.shape[-1], device=p.device).unsqueeze(1)
+    return torch.cat([near_VN, own_M1.expand(-1, near_VN.shape[1])])
 
 
 @lru_cache(maxsize=8)

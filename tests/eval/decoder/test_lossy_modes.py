@@ -10,13 +10,11 @@ from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig, ParticleSampling, TypicalAcceptance
 from configs.schema.drafting import DynamicTree, StaticTree
 from configs.schema.evaluation import EvalConfig, GateConfig, LosslessConfig, QualityConfig
-from eval.decoder.decode import decode as decode_without_loss
+from eval.decoder.decode import decode
+from eval.decoder.particles import ParticleRun, weigh
 from eval.decoder.request import BatchRow
+from eval.decoder.typical import typical_threshold
 from eval.lossless.verdict import judge_lossless
-from eval.lossy.decode import decode
-from eval.lossy.particle_weights import weigh
-from eval.lossy.particles import ParticleRun
-from eval.lossy.typical import typical_threshold
 from eval.measure.interleaved import measure
 from eval.release.checks import judge
 from heads.frozen.hidden_states import read_states
@@ -166,7 +164,7 @@ def test_resampled_places_go_on_with_their_ancestors_cache(target, tiny_llama, m
         seen.append((p_RNGV, q_RNGV, tokens_RNG))
         return weigh(log_weights_RN, p_RNGV, q_RNGV, tokens_RNG, read_RN)
 
-    monkeypatch.setattr("eval.lossy.particles.weigh", noting)
+    monkeypatch.setattr("eval.decoder.particles.weigh", noting)
     model = tiny_llama(seed=3)
     config = sampled(smc(4, resample_below=1.0), max_new_tokens=13)  # full cycles to the end
     run = ParticleRun(target, requests_for(PROMPTS[:2]), config, DraftLM(model, 64))
@@ -191,7 +189,7 @@ def test_resampled_places_go_on_with_their_ancestors_cache(target, tiny_llama, m
 def test_heads_go_on_from_what_their_ancestor_had_read(head, as_target, monkeypatch):
     """The distribution of each place's first draft is that of the same head started afresh on the text so far."""
     seen = []
-    monkeypatch.setattr("eval.lossy.particles.weigh", lambda *values: seen.append(values[2].flatten(0, 1)) or weigh(*values))
+    monkeypatch.setattr("eval.decoder.particles.weigh", lambda *values: seen.append(values[2].flatten(0, 1)) or weigh(*values))
     target = as_target(family_checks.tiny_target("llama"))
     config = sampled(smc(3, resample_below=1.0), num_speculative_tokens=2, max_new_tokens=10)
     run = ParticleRun(target, requests_for(PROMPTS[:2]), config, head_proposer(head, target.model))
@@ -289,12 +287,6 @@ def test_an_evaluation_refuses_a_lossy_mode_without_the_quality_beside_it():
     with pytest.raises(ValidationError, match="changes answers, and nothing judges them: set quality"):
         EvalConfig(decode=sampled(typical()))
     assert EvalConfig(decode=sampled(typical()), quality=QualityConfig()).decode.rule == "typical"
-
-
-@pytest.mark.parametrize("lossy", [typical(), smc(2)], ids=["typical", "smc"])
-def test_the_lossless_decoder_refuses_a_lossy_rule(lossy, target, draft):
-    with pytest.raises(InputError, match=rf"has no rule {lossy.kind}; decode with eval.lossy.decode"):
-        decode_without_loss(target, requests_for(PROMPTS), sampled(lossy), draft)
 
 
 def test_particles_take_no_logits_processor(target, draft):

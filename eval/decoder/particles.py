@@ -1,10 +1,10 @@
 """Particles in place of verification (SMC-SD, 2604.15672). LOSSY: the output approaches the target's distribution.
 
 Each request is continued in N places of the batch, its particles. A cycle drafts in every place, runs the target over all of
-it, weighs the places by the ratio of the two distributions (`weigh`), adds a token of the target's to each (`draw_bonus`), and
-copies heavy places over light ones (`resample`). When all texts of a request have ended, one is drawn by weight (`choose`). A
-text that has ended stays as an ancestor, and drafts go on in its place so that the places stay in step. No draft is accepted or
-refused, so cycles are no rounds of the records, and the report has no acceptance and no tokens per target step of them.
+it, weighs the places by the ratio of the two distributions (`weigh`), adds a token of the target's to each, and copies heavy
+places over light ones (`resample`). When all texts of a request have ended, one is drawn by weight (`choose`). A text that has
+ended stays as an ancestor, and drafts go on in its place so that the places stay in step. No draft is accepted or refused, so
+cycles are no rounds of the records, and the report has no acceptance and no tokens per target step of them.
 R requests, N particles each, B = R N batch rows in that order, G drafts, K = G + 1, V vocabulary.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -23,7 +24,6 @@ from eval.decoder.clock import Clock
 from eval.decoder.logits_processor import Processor
 from eval.decoder.request import BatchRow, Request
 from eval.decoder.verifier import finite_rows
-from eval.lossy.particle_weights import choose, draw_bonus, resample, weigh
 from heads.device import widest_float
 from heads.frozen.hidden_states import forward_states
 from heads.frozen.loading import Target
@@ -31,7 +31,7 @@ from heads.inference.causal_lm import head_logits, new_cache
 from heads.inference.int8_kv_cache import LAYERS
 from heads.proposers.protocol import Proposal, Proposer
 from heads.sampling.counter_rng import CounterRNG, Role
-from heads.sampling.probabilities import draw, token_probabilities
+from heads.sampling.probabilities import draw, token_probabilities, values_at
 from heads.uploads import TokenRows, Uploads, constant, shifted
 
 
@@ -56,7 +56,6 @@ class ParticleRun:
     """The state of one batch; driven like `eval.decoder.batch.BatchRun`. The proposer must draw its tokens.
 
     Raises:
-        ValueError: `config.lossy` is not particles.
         InputError: a processor is given.
     """
 
@@ -70,14 +69,12 @@ class ParticleRun:
         logits_processor: Processor | None = None,
         clock: Clock | None = None,
     ) -> None:
-        if not isinstance(config.lossy, ParticleSampling):
-            raise ValueError(f"lossy must be set to particles, got {config.lossy}")
         if logits_processor is not None:
             raise InputError(
                 "logits_processor: particles weigh drafts by raw logits; set lossy to null, or leave the processor out"
             )
         self.target, self.config, self.proposer = target, config, proposer
-        self.settings, self.taps = config.lossy, proposer.taps
+        self.settings, self.taps = cast(ParticleSampling, config.lossy), proposer.taps
         self.clock = Clock(target.device) if clock is None else clock
         self._chosen: dict[int, BatchRow] = {}
         self._numbers = list(range(len(requests)))  # of the requests under way
@@ -150,7 +147,9 @@ class ParticleRun:
             with self.clock.phase("draft"):
                 self.proposer.commit(counts, states)
         for particle, count, (finite, bonus, *drafts) in zip(self.active, counts, table, strict=True):
-            _extend(particle, drafts[:count], bonus, finite=bool(finite))
+            particle.tokens += [*drafts[:count], bonus]
+            if not particle.ended:
+                particle.row.commit([*drafts[:count], bonus], finite=bool(finite))
         with self.clock.phase("sample"):
             num_requests = len(self._particles)
             self._resample(self._choose_ended(), num_requests)
@@ -179,29 +178,26 @@ class ParticleRun:
         """Weigh all places and draw their next tokens; return `[finite, token, drafts...]` by place, in one transfer."""
         R, N = self._log_weights_RN.shape
         p_BKV = token_probabilities(logits_BKV, self.config)
-        read_B, ends_B = self._read_before_the_end(proposal.tokens_BG, counts_B * live_B)
-        log_weights_RN = self._log_weights_RN
+        read_B = self._read_before_the_end(proposal.tokens_BG, counts_B * live_B)
         if proposal.probs_BGV is not None:
             q_BGV = functional.pad(proposal.probs_BGV, (0, p_BKV.shape[-1] - proposal.probs_BGV.shape[-1]))
             p_RNGV, q_RNGV = (distribution.unflatten(0, (R, N)) for distribution in (p_BKV[:, : q_BGV.shape[1]], q_BGV))
             tokens_RNG, read_RN = proposal.tokens_BG.unflatten(0, (R, N)), read_B.unflatten(0, (R, N))
-            log_weights_RN = weigh(log_weights_RN, p_RNGV, q_RNGV, tokens_RNG, read_RN)
-        after_RNV = p_BKV[torch.arange(R * N, device=counts_B.device), counts_B].unflatten(0, (R, N))
+            self._log_weights_RN = weigh(self._log_weights_RN, p_RNGV, q_RNGV, tokens_RNG, read_RN)
+        after_BV = p_BKV[torch.arange(R * N, device=counts_B.device), counts_B]
         positions_B1 = (lengths_B + counts_B).unsqueeze(1)
-        uniform_RN = self._rng.uniform(Role.TARGET, positions_B1).reshape(R, N)
-        ended_RN = (ends_B | ~live_B).unflatten(0, (R, N))
-        next_RN, self._log_weights_RN = draw_bonus(log_weights_RN, after_RNV, uniform_RN, ended_RN)
+        next_B = draw(after_BV.to(widest_float(after_BV.device)), self._rng.uniform(Role.TARGET, positions_B1).squeeze(1))
         # What a place computes after its text has ended is not used.
         finite_B = finite_rows(logits_BKV, proposal) | ~live_B
-        return torch.cat([torch.stack([finite_B.long(), next_RN.flatten()], 1), proposal.tokens_BG], 1).tolist()
+        return torch.cat([torch.stack([finite_B.long(), next_B], 1), proposal.tokens_BG], 1).tolist()
 
-    def _read_before_the_end(self, tokens_BG: Tensor, counts_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Return how many drafts count up to and with the first end of text, and whether there is one."""
+    def _read_before_the_end(self, tokens_BG: Tensor, counts_B: Tensor) -> Tensor:
+        """Return how many drafts count, up to and with the first end of text."""
         ends = constant(tuple(self.target.eos_token_ids), torch.int64, tokens_BG.device)
         places_G = torch.arange(tokens_BG.shape[1], device=tokens_BG.device)
         ends_BG = torch.isin(tokens_BG, ends) & (places_G < counts_B.unsqueeze(1))
         first_B = torch.where(ends_BG, places_G + 1, tokens_BG.shape[1]).amin(1) if len(places_G) else counts_B
-        return torch.minimum(first_B, counts_B), ends_BG.any(1)
+        return torch.minimum(first_B, counts_B)
 
     def _choose_ended(self) -> list[int]:
         """Draw the answer of each request whose texts have all ended, and drop it. Return which of the requests go on.
@@ -253,9 +249,68 @@ class ParticleRun:
         return Uploads(self.target.device).rows(rows).tensor
 
 
-def _extend(particle: Particle, drafts: list[int], bonus: int, *, finite: bool) -> None:
-    """Add what a cycle brought to a place, and to its text where that has not ended."""
-    particle.tokens += [*drafts, bonus]
-    if particle.ended:
-        return
-    particle.row.commit([*drafts, bonus], finite=finite)
+# --- weights ------------------------------------------------------------------------------------------------------
+
+
+def weigh(log_weights_RN: Tensor, p_RNGV: Tensor, q_RNGV: Tensor, tokens_RNG: Tensor, num_drafted_RN: Tensor) -> Tensor:
+    """Return the log-weights after a draft: each token adds log p - log q.
+
+    Args:
+        log_weights_RN: up to here, in nats; 0 at the start.
+        p_RNGV: the target's distribution at the place of each draft.
+        q_RNGV: the distributions the drafts were drawn from.
+        tokens_RNG: the drafts.
+        num_drafted_RN: drafts that count for each particle.
+    """
+    counts_RNG = torch.arange(tokens_RNG.shape[-1], device=tokens_RNG.device) < num_drafted_RN.unsqueeze(-1)
+    log_p_RNG, log_q_RNG = (
+        values_at(probs_RNGV, tokens_RNG).to(widest_float(p_RNGV.device)).log() for probs_RNGV in (p_RNGV, q_RNGV)
+    )
+    return log_weights_RN + (log_p_RNG - log_q_RNG).masked_fill(~counts_RNG, 0.0).sum(-1)
+
+
+def weight_shares(log_weights_RN: Tensor) -> Tensor:
+    """Return the weights as shares of 1, as wide as the device has them; equal ones where all particles are impossible."""
+    none_R1 = torch.isneginf(log_weights_RN).all(-1, keepdim=True)
+    return log_weights_RN.to(widest_float(log_weights_RN.device)).masked_fill(none_R1, 0.0).softmax(-1)
+
+
+def effective_sample_size(log_weights_RN: Tensor) -> Tensor:
+    """Return 1/sum of the squared shares `[R]`, from 1 (one particle has all the weight) to N (all weigh the same)."""
+    return 1 / weight_shares(log_weights_RN).square().sum(-1)
+
+
+def resample(log_weights_RN: Tensor, uniform_R: Tensor, below: float) -> tuple[Tensor, Tensor]:
+    """Return which particle each place goes on from `[R, N]`, and the log-weights after it.
+
+    Only requests whose effective sample size is under `below` times N resample, and start again from equal weights; in the
+    others every particle goes on as itself.
+    """
+    num_particles = log_weights_RN.shape[-1]
+    worn_R1 = (effective_sample_size(log_weights_RN) < below * num_particles).unsqueeze(-1)
+    # Where every text is impossible under the target, all go on with equal weights.
+    worn_R1 = worn_R1 | torch.isneginf(log_weights_RN).all(-1, keepdim=True)
+    itself_N = torch.arange(num_particles, device=log_weights_RN.device)
+    ancestors_RN = torch.where(worn_R1, systematic_ancestors(log_weights_RN, uniform_R), itself_N)
+    return ancestors_RN, log_weights_RN.masked_fill(worn_R1, 0.0)
+
+
+def systematic_ancestors(log_weights_RN: Tensor, uniform_R: Tensor) -> Tensor:
+    """Resample systematically: N equally spaced points with one random offset, read off the cumulated shares.
+
+    Particle n goes into N w_n places on average, and always into that number rounded down or up.
+    """
+    num_particles = log_weights_RN.shape[-1]
+    points_RN = (
+        torch.arange(num_particles, device=uniform_R.device) + uniform_R.unsqueeze(-1).to(widest_float(uniform_R.device))
+    ) / num_particles
+    cumulated_RN = weight_shares(log_weights_RN).cumsum(-1)
+    found_RN = torch.searchsorted(cumulated_RN, points_RN * cumulated_RN[:, -1:], right=True)
+    # A point can round up to the total; the last particle that has weight then stands for it.
+    last_R1 = torch.searchsorted(cumulated_RN, cumulated_RN[:, -1:].contiguous(), right=False)
+    return torch.minimum(found_RN, last_R1)
+
+
+def choose(log_weights_RN: Tensor, uniform_R: Tensor) -> Tensor:
+    """Return the particle that becomes the answer `[R]`, drawn by weight; the heaviest would be biased towards likely text."""
+    return draw(weight_shares(log_weights_RN), uniform_R)

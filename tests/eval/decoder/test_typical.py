@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from configs.schema.decoding import TypicalAcceptance
 from eval.decoder.chain_rules import verify_greedy
 from eval.decoder.tree_rules import match_tree, tokens_of
-from eval.lossy.typical import typical_threshold, verify_typical, verify_typical_tree
+from eval.decoder.typical import typical_threshold, verify_typical, verify_typical_tree
 from tests.support.enumeration import enumerate_rule, random_toy
 
 DEFAULTS = TypicalAcceptance(kind="typical")
