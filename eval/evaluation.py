@@ -33,9 +33,8 @@ from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP
 from eval.lossless.sampled import INCONCLUSIVE
 from eval.lossless.verdict import NOT_LOSSLESS, judge_lossless
 from eval.measure.generate import time_generate
-from eval.measure.lookup_length import find_lookup_length
-from eval.measure.proposers import EvaluatedDraft, add_lookup, load_evaluated, make_baselines
-from eval.measure.record_files import drop_parts
+from eval.measure.proposers import EvaluatedDraft, add_lookup, find_lookup_length, load_evaluated, make_baselines
+from eval.measure.record_files import drop_batches
 from eval.measure.shards import measure_share
 from eval.measure.suite import Suite, fit_suite, load_suites, trained_on
 from eval.measure.turns import Turns
@@ -141,7 +140,7 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     report = complete_report(report, quality=scores, energy=energy, speed=speed, rendered=rendered)
     _write(output, report, previous)
     partial.unlink()
-    drop_parts(output)
+    drop_batches(output)
     laps.done("report")
     log.info("took: %s", laps)
     log.info("report in %s", output / "report.html")

@@ -12,13 +12,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 
 from configs.runtime.errors import InputError
-from configs.runtime.resumable import Journal
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import FastestTree, StaticTree
 from configs.schema.evaluation import EvalConfig
@@ -27,7 +26,7 @@ from eval.cost.tree_shapes import ChosenTree, fastest_tree, measure_profile
 from eval.decoder.decode import Request, decode
 from eval.decoder.records import SPECULATIVE
 from eval.measure.proposers import EvaluatedDraft
-from eval.measure.record_files import JOURNAL
+from eval.measure.record_files import choose_once
 from eval.measure.suite import Suite
 from eval.measure.turns import Turns
 from heads.families.registry import drafts_in_one_forward
@@ -70,14 +69,13 @@ def find_tree(
             f"decode.tree fastest: no prompt of suite {suite.source} is left to choose the tree by, as all are measured; set "
             f"suite.num_prompts to less than {len(suite.prompts)}, or give a static tree"
         )
-    journal = Journal(Path(config.output) / JOURNAL.format(rank=KEY), job)
-    (known,) = broadcast_object_list([journal.read().get(KEY) if state.is_main_process else None])
-    if known is None:
+
+    def choose() -> dict[str, Any]:
         requests, kind = Turns(target, prompts).first, draft.parts[0].metadata.kind
         chosen = choose_tree(target, draft.proposer, kind, requests, decode_by, asked)
-        (known,) = broadcast_object_list([{"paths": chosen.paths, "expected": chosen.tokens_per_round}])
-        if state.is_main_process:
-            journal.append(KEY, known)
+        return {"paths": chosen.paths, "expected": chosen.tokens_per_round}
+
+    known = choose_once(Path(config.output), KEY, job, state, choose)
     tree = StaticTree(kind="static", paths=[list(path) for path in known["paths"]], candidates=asked.candidates)
     log.info("decode.tree: the fastest is %s", tree.paths)
     return decode_by.model_copy(update={"tree": tree}), (

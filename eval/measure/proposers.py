@@ -9,11 +9,17 @@ memory (`eval.measure.interleaved`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from configs.schema.evaluation import EvalConfig, FreeDraft
+from accelerate import PartialState
+
+from configs.schema.evaluation import LOOKUPS, EvalConfig, FreeDraft
+from eval.decoder.decode import Request, decode
+from eval.measure.record_files import choose_once
 from heads.artifact import Draft, load_draft
 from heads.frozen.hidden_states import num_blocks
 from heads.frozen.loading import Target
@@ -25,7 +31,12 @@ from heads.proposers.protocol import LooksUp, Proposer
 from heads.proposers.self_speculation import early_exit
 from heads.proposers.suffix_lookup import SuffixLookup
 
+log = logging.getLogger("draftsmith")
+
 MERGED = "merged"
+LOOKUP = "lookup"
+LOOKUP_LENGTHS = (2, 4, 8)  # beside the draft's own number
+LOOKUP_PROMPTS = 4
 LONGEST_MATCH = 8  # tokens by which prompt lookup beside a draft tells one place of a text from another
 
 
@@ -121,3 +132,42 @@ def _section(path: str, draft: Draft) -> dict[str, Any]:
         "num_parameters": draft.num_parameters,
         "target_sha256": draft.metadata.target["weights_sha256"],
     }
+
+
+# --- how many tokens a lookup drafts --------------------------------------------------------------------------------
+
+
+def find_lookup_length(
+    config: EvalConfig, requests: Sequence[Request], target: Target, state: PartialState, job: str
+) -> EvalConfig:
+    """Return the config with `lookup_num_speculative_tokens`, chosen where it is None and a baseline looks up.
+
+    All processes must call this; the main one's number is everyone's. A run that was cut off goes on with the one it had.
+
+    Args:
+        requests: of the suite.
+        job: fingerprint of the evaluation.
+    """
+    own = config.decode.num_speculative_tokens
+    if config.lookup_num_speculative_tokens is not None or not own or not set(config.baselines) & set(LOOKUPS):
+        return config
+    known = choose_once(Path(config.output), LOOKUP, job, state, lambda: fastest_length(config, requests, target))
+    log.info("prompt lookup drafts %d tokens a round, the fastest of %s on %d prompts", *known)
+    return config.model_copy(update={"lookup_num_speculative_tokens": known[0]})
+
+
+def fastest_length(config: EvalConfig, requests: Sequence[Request], target: Target) -> tuple[int, list[int], int]:
+    """Return the number of drafts a round at which prompt lookup is fastest, those that were tried, and by how many prompts."""
+    lengths = sorted({*LOOKUP_LENGTHS, config.decode.num_speculative_tokens})
+    step = max(1, len(requests) // LOOKUP_PROMPTS)
+    chosen = list(requests[::step][: max(LOOKUP_PROMPTS, config.decode.batch_size)])
+    plain = config.decode.model_copy(update={"tree": None, "stopping": None, "lossy": None})
+    settings = {length: plain.model_copy(update={"num_speculative_tokens": length}) for length in lengths}
+    seconds, tokens = dict.fromkeys(lengths, 0.0), dict.fromkeys(lengths, 0)
+    for start in range(0, len(chosen), plain.batch_size):
+        batch = chosen[start : start + plain.batch_size]
+        for length in lengths[:: -1 if start % 2 else 1]:
+            _, timing = decode(target, batch, settings[length], PromptLookup(target.device))
+            seconds[length] += timing.decode_seconds
+            tokens[length] += timing.num_tokens
+    return max(lengths, key=lambda length: tokens[length] / max(seconds[length], 1e-9)), lengths, len(chosen)

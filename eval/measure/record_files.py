@@ -1,136 +1,97 @@
-"""`records.jsonl`: one JSON line for each generation and each timing, written while the run goes on.
+"""`records.jsonl`: one JSON line for each generation and each timing.
 
-Each process writes a file of its own, and a journal of the batches in it; the main one joins the batches of all of them in
-order at the end. A run that was cut off leaves both, and the next one of the same job takes what was finished from them.
-Rounds are stored as columns, without what was not measured; their committed tokens are slices of the answer, so only their
-numbers are kept.
+While a run goes on, each batch is a file of its own, written at once; the main process joins them in order at the end. A run
+that was cut off leaves them, and the next one of the same job takes what was finished from them. Rounds are stored as columns,
+without what was not measured; their committed tokens are slices of the answer, so only their numbers are kept.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-import os
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from itertools import accumulate, pairwise
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any
 
-from configs.runtime.errors import InputError, first_line
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+
+from configs.runtime.errors import InputError
+from configs.runtime.files import write_bytes
 from configs.runtime.resumable import Journal
 from eval.decoder.records import DistributionComparison, Generation, Round, Timing
 from heads.inference.media_inputs import MediaPrompt
 
-log = logging.getLogger("draftsmith")
-
 RECORDS = "records.jsonl"
-PART = ".records.part-{rank}.jsonl"
-JOURNAL = ".records.journal-{rank}.jsonl"  # the place of each finished batch in the part: [start, end]
+BATCHES = ".batches-"  # then the job: a folder of one file for each finished batch
+CHOICE = ".choice-{key}.jsonl"
 
 
-@dataclass(frozen=True)
-class RecordSpan:
-    """The lines of one batch: bytes `start` to before `end` of `path`."""
-
-    batch: int
-    path: Path
-    start: int
-    end: int
-
-
-class RecordWriter:
-    """Writes one process's batches into a folder, each on the disk before the next begins. A context manager.
+class BatchFiles:
+    """The finished batches of a run, by number, which all of its processes write and read.
 
     Args:
-        folder: exists.
-        rank: of the process.
-        job: what decides the records; batches that an interrupted run with the same job left are kept.
-
-    Raises:
-        InputError: a file cannot be written.
+        output: the run's folder, which exists.
+        job: fingerprint of what decides the records.
     """
 
-    def __init__(self, folder: Path, rank: int, job: str = "") -> None:
-        self.path = folder / PART.format(rank=rank)
-        self._journal = Journal(folder / JOURNAL.format(rank=rank), job)
-        kept = self._journal.read()
-        self._spans = {int(batch): RecordSpan(int(batch), self.path, *ends) for batch, ends in kept.items()}
-        try:
-            self._file: IO[bytes] = self.path.open("r+b" if kept else "wb")
-            self._file.seek(max((span.end for span in self._spans.values()), default=0))
-            self._file.truncate()
-        except OSError as error:
-            raise InputError(f"cannot write {self.path}: {error.strerror or error}") from error
-
-    @property
-    def spans(self) -> list[RecordSpan]:
-        """The batches that are written, also by the run before."""
-        return list(self._spans.values())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._file.close()
+    def __init__(self, output: Path, job: str) -> None:
+        self.output, self.folder = output, output / f"{BATCHES}{job[:16]}"
+        self.folder.mkdir(exist_ok=True)
 
     def write(self, batch: int, generations: Iterable[Generation], timings: Iterable[Timing]) -> None:
-        """Append the records of a batch, `batch` being its number in the run."""
+        """Write the records of a batch.
+
+        Raises:
+            InputError: the file cannot be written.
+        """
         lines = [json.dumps({"generation": to_values(generation)}) for generation in generations]
         lines += [json.dumps({"timing": asdict(timing)}) for timing in timings]
-        start = self._file.tell()
-        try:
-            self._file.write("".join(line + "\n" for line in lines).encode())
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            raise InputError(f"cannot write {self.path}: {error.strerror or error}") from error
-        self._spans[batch] = RecordSpan(batch, self.path, start, self._file.tell())
-        self._journal.append(str(batch), [start, self._file.tell()])
+        write_bytes(self._path(batch), "".join(line + "\n" for line in lines).encode())
 
     def finished(self, batch: int) -> list[Generation | Timing] | None:
-        """Return the records of a batch; None where it was not written yet, was cut off, or could not be decoded: it is tried
-        again.
-        """
-        if (span := self._spans.get(batch)) is None:
+        """Return the records of a batch; None where it was not written yet, or could not be decoded: it is tried again."""
+        if not self._path(batch).exists():
             return None
-        try:
-            records = [_parse(line, f"records {self.path}, batch {batch}") for line in _bytes_of(span).decode().splitlines()]
-        except (InputError, UnicodeDecodeError) as error:
-            log.info("%s; it is decoded again", first_line(error))
-            return None
+        records = list(read_records(self._path(batch)))
         broken = any(isinstance(each, Generation) and each.stop_reason == "error" for each in records)
         return None if broken else records
 
+    def join(self, num_batches: int) -> Path:
+        """Join the batches in order into `records.jsonl` and return the file's path.
 
-def join_parts(folder: Path, spans: Sequence[RecordSpan]) -> Path:
-    """Join the batches of all processes in order into `records.jsonl` and return the file's path.
+        Raises:
+            FileNotFoundError: a batch is missing.
+        """
+        whole = self.output / f"{RECORDS}.partial"
+        with whole.open("wb") as out:
+            for batch in range(num_batches):
+                out.write(self._path(batch).read_bytes())
+        return whole.replace(self.output / RECORDS)
 
-    Raises:
-        ValueError: a batch is there twice, or one is missing.
-    """
-    spans = sorted(spans, key=lambda span: span.batch)
-    if [span.batch for span in spans] != list(range(len(spans))):
-        raise ValueError(f"the processes wrote batches {[span.batch for span in spans]}, not each of them once")
-    whole = folder / f"{RECORDS}.partial"
-    with whole.open("wb") as out:
-        for span in spans:
-            out.write(_bytes_of(span))
-    return whole.replace(folder / RECORDS)
-
-
-def drop_parts(folder: Path) -> None:
-    """Remove the processes' parts and journals, after which a run begins anew."""
-    for pattern in (JOURNAL, PART):
-        for path in folder.glob(pattern.format(rank="*")):
-            path.unlink()
+    def _path(self, batch: int) -> Path:
+        return self.folder / f"{batch}.jsonl"
 
 
-def _bytes_of(span: RecordSpan) -> bytes:
-    with span.path.open("rb") as part:
-        part.seek(span.start)
-        return part.read(span.end - span.start)
+def drop_batches(output: Path) -> None:
+    """Remove what an interrupted run would go on from."""
+    for folder in output.glob(f"{BATCHES}*"):
+        shutil.rmtree(folder)
+    for path in output.glob(CHOICE.format(key="*")):
+        path.unlink()
+
+
+def choose_once(output: Path, key: str, job: str, state: PartialState, choose: Callable[[], Any]) -> Any:
+    """Return what all processes `choose`, the main one's for everyone; JSON values, kept for when the run is interrupted."""
+    journal = Journal(output / CHOICE.format(key=key), job)
+    (known,) = broadcast_object_list([journal.read().get(key) if state.is_main_process else None])
+    if known is None:
+        (known,) = broadcast_object_list([choose()])
+        if state.is_main_process:
+            journal.append(key, known)
+    return known
 
 
 def read_records(path: Path) -> Iterator[Generation | Timing]:

@@ -17,7 +17,7 @@ from configs.runtime.errors import RunFailed
 from configs.runtime.progress import progress
 from configs.schema.evaluation import LOOKUPS, EvalConfig
 from eval.measure.interleaved import Measurement, in_batches
-from eval.measure.record_files import RecordWriter, join_parts
+from eval.measure.record_files import BatchFiles
 from eval.measure.turns import Turns
 from eval.metrics.meters import Meter
 from eval.metrics.tally import Tally
@@ -40,7 +40,7 @@ def measure_share(
     the others. Where processes share the target, all have it.
 
     Writes `records.jsonl` into `config.output`, which exists, and leaves there what a run with the same `job` resumes from
-    (`eval.measure.record_files.drop_parts`).
+    (`eval.measure.record_files.drop_batches`).
 
     Raises:
         InputError: the folder cannot be written.
@@ -53,29 +53,30 @@ def measure_share(
     measurement = Measurement(target, config, proposers, turns.follow, meter)
     lengths: dict[str, int] = dict.fromkeys(LOOKUPS, config.lookup_length)
     tallies = {requests[0].suite: Tally(config.decode.num_speculative_tokens, lengths) for requests in by_suite}
-    with RecordWriter(Path(config.output), state.process_index, job) as writer:
-        measurement.warm_up([batches[number] for number in mine])
-        finished = share.in_all(number for number in mine if writer.finished(number) is not None)
-        sizes = {number: len(batches[number]) for number in mine}
-        resumed = sum(sizes[number] for number in finished)
-        with progress("decoding", sum(sizes.values()), "prompts", done=resumed) as advance:
-            for number in mine:
-                tally = tallies[batches[number][0].suite]
-                kept = writer.finished(number) if number in finished else None
-                if kept is None:
-                    measured = measurement.measure_batch(batches[number])
-                    writer.write(number, measured.generations, measured.timings)
-                    advance(sizes[number])
-                else:
-                    measured = measurement.take_over(kept)
-                    tally.num_resumed += sizes[number]
-                tally.add(measured.generations, measured.timings)
-    shares = share.gather([(tallies, writer.spans)])
+    files = BatchFiles(Path(config.output), job)
+    measurement.warm_up([batches[number] for number in mine])
+    finished = share.in_all(number for number in mine if files.finished(number) is not None)
+    sizes = {number: len(batches[number]) for number in mine}
+    resumed = sum(sizes[number] for number in finished)
+    with progress("decoding", sum(sizes.values()), "prompts", done=resumed) as advance:
+        for number in mine:
+            tally = tallies[batches[number][0].suite]
+            kept = files.finished(number) if number in finished else None
+            if kept is None:
+                measured = measurement.measure_batch(batches[number])
+                if share.writes:
+                    files.write(number, measured.generations, measured.timings)
+                advance(sizes[number])
+            else:
+                measured = measurement.take_over(kept)
+                tally.num_resumed += sizes[number]
+            tally.add(measured.generations, measured.timings)
+    shares = share.gather([tallies])
     if state.is_main_process:
-        join_parts(Path(config.output), [span for _, spans in shares for span in spans])
+        files.join(len(batches))
     elif target.group is None:
         return None
-    return _put_together([tallies for tallies, _ in shares], turns)
+    return _put_together(shares, turns)
 
 
 def _put_together(tallies: Sequence[dict[str, Tally]], turns: Turns) -> dict[str, Tally]:

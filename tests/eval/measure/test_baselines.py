@@ -12,10 +12,9 @@ from configs.schema.evaluation import EvalConfig
 from eval.decoder.decode import Request
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE
 from eval.evaluation import evaluate
-from eval.measure import interleaved, lookup_length
+from eval.measure import interleaved, proposers
 from eval.measure.interleaved import Measurement, measure
-from eval.measure.lookup_length import fastest_length
-from eval.measure.proposers import MAKERS, make_baselines
+from eval.measure.proposers import MAKERS, fastest_length, make_baselines
 from heads.frozen.hidden_states import num_blocks
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.suffix_lookup import SuffixLookup
@@ -112,7 +111,7 @@ def test_a_lookups_number_of_drafts_is_the_fastest_of_a_few(target, requests, co
         length = settings.num_speculative_tokens
         return [], SimpleNamespace(decode_seconds={2: 3.0, 3: 2.0, 4: 1.0, 8: 2.5}[length], num_tokens=10)
 
-    monkeypatch.setattr(lookup_length, "decode", decode)
+    monkeypatch.setattr(proposers, "decode", decode)
     config = config.model_copy(update={"baselines": ["prompt_lookup"]})
     assert fastest_length(config, requests, target) == (4, [2, 3, 4, 8], 3)
 

@@ -7,14 +7,14 @@ import pytest
 
 from configs.runtime.errors import InputError
 from eval.decoder.records import AUTOREGRESSIVE, Generation
-from eval.measure.record_files import RECORDS, RecordWriter, drop_parts, join_parts, read_records
+from eval.measure.record_files import RECORDS, BatchFiles, drop_batches, read_records
 
 
 def written(folder, generations, timings=()):
-    with RecordWriter(folder, 0) as writer:
-        writer.write(0, generations, timings)
-    path = join_parts(folder, writer.spans)
-    drop_parts(folder)
+    files = BatchFiles(folder, "job")
+    files.write(0, generations, timings)
+    path = files.join(1)
+    drop_batches(folder)
     return path
 
 
@@ -31,42 +31,22 @@ def test_rounds_of_every_kind_are_read_as_they_were(make_round, make_generation,
     assert list(read_records(written(tmp_path, [plain, mixed, empty]))) == [plain, mixed, empty]
 
 
-def test_batches_of_several_processes_come_in_order(make_round, make_generation, tmp_path):
-    generations = [make_generation([make_round(3, n % 3)] * (n + 1), prompt_id=f"q{n}") for n in range(7)]
-    spans = []
-    for rank in (2, 0, 1):
-        with RecordWriter(tmp_path, rank) as writer:
-            for batch in range(rank, 7, 3):
-                writer.write(batch, [generations[batch]], [])
-        spans += writer.spans
-    assert list(read_records(join_parts(tmp_path, spans))) == generations
-    drop_parts(tmp_path)
-    assert [each.name for each in tmp_path.iterdir()] == [RECORDS]
+def test_batches_are_joined_in_order_and_none_may_be_missing(make_round, make_generation, tmp_path):
+    generations = [make_generation([make_round(3, n % 3)] * (n + 1), prompt_id=f"q{n}") for n in range(12)]
+    files = BatchFiles(tmp_path, "job")
+    for batch in reversed(range(1, 12)):
+        files.write(batch, [generations[batch]], [])
+    with pytest.raises(FileNotFoundError):
+        files.join(12)
+    files.write(0, [generations[0]], [])
+    assert list(read_records(files.join(12))) == generations
 
 
-def test_a_batch_that_was_cut_off_is_written_over_and_another_job_begins_anew(random_generations, tmp_path):
-    with RecordWriter(tmp_path, 0, "job") as writer:
-        writer.write(0, random_generations[:2], [])
-    with writer.path.open("a") as file:
-        file.write('{"generation": {"prompt')
-    with RecordWriter(tmp_path, 0, "job") as writer:
-        assert (writer.finished(0), writer.finished(1)) == (random_generations[:2], None)
-        writer.write(1, random_generations[2:4], [])
-    assert list(read_records(join_parts(tmp_path, writer.spans))) == random_generations[:4]
-    with RecordWriter(tmp_path, 0, "other") as writer:
-        assert writer.finished(0) is None
-
-
-def test_a_batch_that_is_missing_or_there_twice_is_refused_and_the_parts_stay(random_generations, tmp_path):
-    with RecordWriter(tmp_path, 0) as writer:
-        writer.write(0, random_generations[:1], [])
-        assert list(read_records(writer.path)) == random_generations[:1]  # while the run goes on
-        writer.write(2, random_generations[1:2], [])
-    with pytest.raises(ValueError, match=r"batches \[0, 2\], not each of them once"):
-        join_parts(tmp_path, writer.spans)
-    with pytest.raises(ValueError, match=r"batches \[0, 0\]"):
-        join_parts(tmp_path, [writer.spans[0]] * 2)
-    assert writer.path.exists()
+def test_another_job_begins_anew(random_generations, tmp_path):
+    files = BatchFiles(tmp_path, "job")
+    files.write(0, random_generations[:2], [])
+    assert (BatchFiles(tmp_path, "job").finished(0), files.finished(1)) == (random_generations[:2], None)
+    assert BatchFiles(tmp_path, "other").finished(0) is None
 
 
 @pytest.mark.parametrize("line", ["", "{", '{"generation": {"prompt_id": "q"}}', '{"timing": {"mode": 1}}', "9" * 5000])
