@@ -38,10 +38,8 @@ from eval.measure.record_files import drop_batches
 from eval.measure.shards import measure_share
 from eval.measure.suite import Suite, fit_suite, load_suites, trained_on
 from eval.measure.turns import Turns
-from eval.metrics.energy import summarise_energy
-from eval.metrics.meters import find_meter
-from eval.metrics.quality import Quality
-from eval.metrics.rendering import Rendering
+from eval.metrics.energy import find_meter, summarise_energy
+from eval.metrics.quality import Quality, Rendering
 from eval.metrics.tally import Tally
 from eval.report.build import PromptSet, build_report, complete_report
 from eval.report.markdown import render_markdown

@@ -22,7 +22,7 @@ from eval.decoder.decode import Request, decode
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP, Generation, Timing
 from eval.decoder.verifier import SimulatedVerifier
 from eval.measure.turns import undecoded
-from eval.metrics.meters import Meter, MeteredClock
+from eval.metrics.energy import Meter, MeteredClock
 from heads.frozen.loading import Target
 from heads.proposers.protocol import LearningProposer, Proposer
 
@@ -81,7 +81,7 @@ class Measurement:
         proposers: by mode; plain decoding comes before them.
         follow: takes the plain answers to a turn and returns the requests of the next, and the lost turns
             (`eval.measure.turns`); None where prompts have one turn.
-        meter: measures the energy of what is timed (`eval.metrics.meters`); None: it is not measured.
+        meter: measures the energy of what is timed (`eval.metrics.energy`); None: it is not measured.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ from configs.schema.evaluation import LOOKUPS, EvalConfig
 from eval.measure.interleaved import Measurement, in_batches
 from eval.measure.record_files import BatchFiles
 from eval.measure.turns import Turns
-from eval.metrics.meters import Meter
+from eval.metrics.energy import Meter
 from eval.metrics.tally import Tally
 from heads.frozen.loading import Target
 from heads.frozen.split.groups import share_of

@@ -17,15 +17,8 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from eval.decoder.records import Generation, Round
-from eval.metrics.distributions import (
-    Calibration,
-    DistributionAgreement,
-    EstimateCalibration,
-    StoppingCalibration,
-    Sums,
-    ratio,
-)
-from eval.metrics.round_table import COMPARED, RoundTable, tabulate
+from eval.metrics.distributions import CALIBRATIONS, Calibration, DistributionAgreement, Sums, ratio
+from eval.metrics.round_table import RoundTable, tabulate
 from eval.stats.bootstrap import Floats, ratio_interval
 
 # Shapes: R rounds, C whether the end of the text cut the round (0 no, 1 yes), G number drafted, A number accepted.
@@ -181,13 +174,8 @@ def was_cut(round_: Round) -> bool:
 
 def acceptance_metrics(num_positions: int) -> MetricCollection:
     """Return all metrics of this file and of `eval.metrics.distributions` as one; `compute()` gives one flat dict."""
-    metrics: list[Metric | MetricCollection] = [
-        RoundAcceptance(num_positions),
-        DistributionAgreement(num_positions),
-        Calibration(),
-        StoppingCalibration(),
-        EstimateCalibration(),
-    ]
+    metrics: dict[str, Metric | MetricCollection] = {name: Calibration(**given) for name, given in CALIBRATIONS.items()}
+    metrics |= {"rounds": RoundAcceptance(num_positions), "agreement": DistributionAgreement(num_positions)}
     return MetricCollection(metrics, compute_groups=False)
 
 
@@ -249,7 +237,7 @@ def _sums_by_prompt(table: RoundTable) -> Floats:
         "looked_up": table.by_lookup_R,
         "copied": table.accepted_R * table.by_lookup_R,
     }
-    by_draft = {name: table.probs_FN[COMPARED.index(name)].nan_to_num(0.0) for name in ("overlap", "kl", "agrees")}
+    by_draft = {name: table.number_of(name).nan_to_num(0.0) for name in ("overlap", "kl", "agrees")}
     by_draft["compared"] = torch.ones_like(by_draft["overlap"])
     sums = {name: table.sum_by_prompt(values_R, table.prompt_R) for name, values_R in by_round.items()}
     prompt_N = table.prompt_R[table.round_N]

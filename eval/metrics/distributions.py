@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from eval.metrics.round_table import COMPARED, RoundTable
+from eval.metrics.round_table import RoundTable
 
 NUM_CLASSES = 10  # of confidence, equally wide
 FIELDS = {"overlap": "overlap_alpha", "agrees": "top1_agreement", "kl": "kl_divergence", "uncovered": "uncovered_mass"}
@@ -49,7 +49,7 @@ class DistributionAgreement(Sums):
     def update(self, table: RoundTable) -> None:
         """Add the comparisons of some prompts' rounds; a number that was not recorded is not counted."""
         for row, name in enumerate(FIELDS):
-            values_N = table.probs_FN[COMPARED.index(name)]
+            values_N = table.number_of(name)
             known_N = ~values_N.isnan()
             positions = table.position_N[known_N]
             self.sum_FK[row] += torch.bincount(positions, values_N[known_N], minlength=self.num_positions).to(self.sum_FK)
@@ -66,94 +66,56 @@ class DistributionAgreement(Sums):
 
 
 class Calibration(Sums):
-    """Calibration of the draft's own probability for its drafted token, by classes of it.
+    """Calibration of a confidence in drafts against what became of them, by classes of the confidence.
 
-    The reliability curve sets beside the mean confidence of a class what the target says: its probability for the same
-    tokens, and the share it accepted. The calibration error is that of Guo et al. (1706.04599), equation 3, with the outcome
-    that a draw from the target would give replaced by its exact expectation: sum over classes of
-    n/N |mean confidence - mean target probability|, which is 0 for a draft equal to the target. The share kept tells where a
-    draft had better stop early; it lies above the diagonal even for a perfect draft, since greedy decoding keeps every
-    agreeing token and sampling keeps min(1, p/q).
-    """
+    The reliability curve sets beside the mean confidence of a class the means of the outcomes. The error is that of Guo et al.
+    (1706.04599), equation 3, by the first outcome. The area under the ROC curve (`auroc`) is the chance that of a draft that
+    stays and one that does not the first has the higher confidence, equal ones counted half; of classes as narrow as `FINE`.
 
-    sums_FC: Tensor
-
-    def __init__(self) -> None:
-        super().__init__(sums_FC=torch.zeros((4, NUM_CLASSES), dtype=torch.float64))
-
-    def update(self, table: RoundTable) -> None:
-        confidence_N, target_N = (table.probs_FN[COMPARED.index(name)] for name in ("confidence", "target_probability"))
-        known_N = ~(confidence_N.isnan() | target_N.isnan())
-        self.sums_FC += class_sums(confidence_N[known_N], target_N[known_N], table.kept_N[known_N]).to(self.sums_FC)
-
-    def compute(self) -> dict[str, Any]:
-        """Return `calibration_error` and `reliability`, one dict a class; a class without drafts has `None` for its means."""
-        return {
-            "calibration_error": mean_gap(self.sums_FC, 2),
-            "reliability": describe_classes(self.sums_FC, ("target_probability", "accepted")),
-        }
-
-
-class StoppingCalibration(Sums):
-    """Calibration of the confidence that stopping rules read, a distribution's largest probability, against acceptance.
-
-    Of drafts before which all others of their round were kept (`heads.proposers.draft_length`). The error is the expected
-    calibration error of Guo et al. with acceptance as the outcome; `eval.cost.draft_length` makes a rule's settings of the
-    curve.
-    """
-
-    sums_FC: Tensor
-
-    def __init__(self) -> None:
-        super().__init__(sums_FC=torch.zeros((3, NUM_CLASSES), dtype=torch.float64))
-
-    def update(self, table: RoundTable) -> None:
-        confidence_N = table.probs_FN[COMPARED.index("distribution_confidence")]
-        known_N = ~confidence_N.isnan()
-        self.sums_FC += class_sums(confidence_N[known_N], table.kept_N[known_N]).to(self.sums_FC)
-
-    def compute(self) -> dict[str, Any]:
-        """Return `stopping_calibration_error` and `stopping_reliability`, one dict a class."""
-        return {
-            "stopping_calibration_error": mean_gap(self.sums_FC, 2),
-            "stopping_reliability": describe_classes(self.sums_FC, ("accepted",)),
-        }
-
-
-class EstimateCalibration(Sums):
-    """Calibration of a draft's own estimate of its acceptance, of the same drafts against the same outcome.
-
-    Beside the error, how well the estimate tells drafts that stay from those that do not: the area under the ROC curve, the
-    chance that one that stays has the higher estimate of the two, equal ones counted half. Of classes as narrow as `FINE`.
+    Args:
+        confidence: a number of `round_table.COMPARED`.
+        outcomes: others of them, or `accepted`.
+        prefix: of the names of the numbers.
     """
 
     FINE = 1000
     sums_FC: Tensor
     fine_FC: Tensor
 
-    def __init__(self) -> None:
-        super().__init__(
-            sums_FC=torch.zeros((3, NUM_CLASSES), dtype=torch.float64),
-            fine_FC=torch.zeros((3, self.FINE), dtype=torch.float64),
-        )
+    def __init__(self, confidence: str, outcomes: Sequence[str] = ("accepted",), prefix: str = "") -> None:
+        sums_FC = torch.zeros((2 + len(outcomes), NUM_CLASSES), dtype=torch.float64)
+        super().__init__(sums_FC=sums_FC, fine_FC=torch.zeros((3, self.FINE), dtype=torch.float64))
+        self.confidence, self.outcomes, self.prefix = confidence, outcomes, prefix
 
     def update(self, table: RoundTable) -> None:
-        estimate_N = table.probs_FN[COMPARED.index("estimate")]
-        known_N = ~estimate_N.isnan()
-        estimate_N, kept_N = estimate_N[known_N], table.kept_N[known_N]
-        self.sums_FC += class_sums(estimate_N, kept_N).to(self.sums_FC)
-        self.fine_FC += class_sums(estimate_N, kept_N, num_classes=self.FINE).to(self.fine_FC)
+        confidence_N, *values = map(table.number_of, (self.confidence, *self.outcomes))
+        known_N = ~torch.stack([confidence_N, *values]).isnan().any(0)
+        confidence_N, values = confidence_N[known_N], [each[known_N] for each in values]
+        self.sums_FC += class_sums(confidence_N, *values).to(self.sums_FC)
+        self.fine_FC += class_sums(confidence_N, table.kept_N[known_N], num_classes=self.FINE).to(self.fine_FC)
 
     def compute(self) -> dict[str, Any]:
-        """Return `estimate_calibration_error`, `estimate_auroc` and `estimate_reliability`, one dict a class."""
-        kept_C = self.fine_FC[2]
-        refused_C = self.fine_FC[0] - kept_C
-        below_C = refused_C.cumsum(0) - refused_C / 2
-        return {
-            "estimate_calibration_error": mean_gap(self.sums_FC, 2),
-            "estimate_auroc": ratio((kept_C * below_C).sum(), kept_C.sum() * refused_C.sum()),
-            "estimate_reliability": describe_classes(self.sums_FC, ("accepted",)) if self.sums_FC[0].any() else [],
-        }
+        """Return `calibration_error`, `reliability`, one dict a class (a class without drafts has `None` for its means), and
+        of an estimate `auroc`; each with the prefix.
+        """
+        found: dict[str, Any] = {"calibration_error": mean_gap(self.sums_FC, 2)}
+        found["reliability"] = describe_classes(self.sums_FC, self.outcomes)
+        if self.confidence == "estimate":
+            kept_C = self.fine_FC[2]
+            refused_C = self.fine_FC[0] - kept_C
+            below_C = refused_C.cumsum(0) - refused_C / 2
+            found["auroc"] = ratio((kept_C * below_C).sum(), kept_C.sum() * refused_C.sum())
+            found["reliability"] = found["reliability"] if self.sums_FC[0].any() else []
+        return {f"{self.prefix}{name}": value for name, value in found.items()}
+
+
+# What is calibrated: the draft's probability of its drafted token against the target's, exact in place of an outcome (0 for a
+# draft equal to the target); the distribution's largest probability, which stopping rules read; the draft's own estimate.
+CALIBRATIONS: dict[str, dict[str, Any]] = {
+    "confidence": {"confidence": "confidence", "outcomes": ("target_probability", "accepted")},
+    "stopping": {"confidence": "distribution_confidence", "prefix": "stopping_"},
+    "estimate": {"confidence": "estimate", "prefix": "estimate_"},
+}
 
 
 # --- sums by class of confidence ----------------------------------------------------------------------------------

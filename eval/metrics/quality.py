@@ -7,15 +7,18 @@ no score. The free baselines' answers are not scored: they are as lossless as th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
+import torch
+from torch import Tensor, nn
+from torchmetrics.image.fid import FrechetInceptionDistance
 
+from configs.runtime.errors import InputError, first_line
 from configs.schema.evaluation import EvalConfig, QualityConfig
 from distill.generation.prompts import Prompt
 from eval.decoder.records import AUTOREGRESSIVE, ENDED, FAILED, SPECULATIVE, Generation
-from eval.metrics.feature_distance import featurised, frechet_distance
 from eval.metrics.likelihood import mean_log_likelihood, pair_answers
 from eval.metrics.scorers import Scorer, import_function, load_scorers, reference_of
 from eval.metrics.tally import Tally
@@ -151,3 +154,84 @@ def unseen_change(num_prompts: int, scores: Sequence[float], level: float = LEVE
         return None
     most = 1 - ((1 - level) / 2) ** (1 / num_prompts)
     return [-most, most]
+
+
+# --- distance of features -----------------------------------------------------------------------------------------
+
+
+class _AsGiven(nn.Module):
+    """The network of torchmetrics' distance where the features have been computed already."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.num_features = num_features
+
+    def forward(self, features_NF: Tensor) -> Tensor:
+        return features_NF
+
+
+def frechet_distance(one_NF: Tensor, other_NF: Tensor) -> float:
+    """Return the Fréchet distance (Heusel et al., 1706.08500) of two sets of at least two answers' features.
+
+    Both sets are taken for normal distributions. The distance falls with the number of answers, so that only distances of sets
+    of the same sizes can be compared.
+    """
+    metric: Any = FrechetInceptionDistance(feature=_AsGiven(one_NF.shape[1]))
+    metric.set_dtype(torch.float64)
+    metric.update(one_NF, real=True)
+    metric.update(other_NF, real=False)
+    return max(0.0, float(metric.compute()))
+
+
+def featurised(name: str, function: Callable[[str], Sequence[float]], answers: Sequence[str]) -> Tensor:
+    """Return the features of answers, `[N, F]`.
+
+    Raises:
+        InputError: the user's function failed, or gave no finite numbers or not as many each time.
+    """
+    try:
+        features_NF = torch.tensor([list(function(answer)) for answer in answers], dtype=torch.float64)
+    except Exception as error:  # the user's function, which may fail in any way
+        raise InputError(f"quality.features: {name} failed: {type(error).__name__}: {first_line(error)}") from error
+    if features_NF.ndim != 2 or not torch.isfinite(features_NF).all():
+        raise InputError(f"quality.features: {name} must return a list of finite numbers, as many for each answer")
+    return features_NF
+
+
+# --- pictures and sound -------------------------------------------------------------------------------------------
+
+
+class Rendering:
+    """Renders answers as pictures or sound by the user's function, which takes an answer and returns a data URL.
+
+    Raises:
+        InputError: it cannot be imported, or is no function.
+    """
+
+    def __init__(self, config: EvalConfig) -> None:
+        self.name, self.most = config.render, config.num_rendered
+        self.function = None if self.name is None else import_function(self.name, "render")
+
+    def of(self, target: Target, records: Tally, texts: Mapping[str, str]) -> list[dict[str, str]]:
+        """Return the first prompts' plain and speculative answers, rendered; nothing where no function is named."""
+        if self.function is None:
+            return []
+        pairs = pair_answers(records.of(AUTOREGRESSIVE), records.of(SPECULATIVE))
+        complete = [
+            pair for pair in pairs if not FAILED.intersection(answer.stop_reason for answer in pair) and not pair[0].turn
+        ]
+        rendered = []
+        for pair in complete[: self.most]:
+            plain, speculative = (str(target.tokenizer.decode(list(each.tokens), skip_special_tokens=True)) for each in pair)
+            urls = {AUTOREGRESSIVE: self._url(plain), SPECULATIVE: self._url(speculative)}
+            rendered.append({"prompt_id": pair[0].prompt_id, "prompt": texts[pair[0].prompt_id], **urls})
+        return rendered
+
+    def _url(self, answer: str) -> str:
+        try:
+            url: Any = self.function(answer) if self.function is not None else None
+        except Exception as error:  # the user's function, which may fail in any way
+            raise InputError(f"render: {self.name} failed: {type(error).__name__}: {first_line(error)}") from error
+        if not isinstance(url, str) or not url.startswith("data:"):
+            raise InputError(f"render: {self.name} must return a data URL of a picture or of sound, got {str(url)[:40]!r}")
+        return url

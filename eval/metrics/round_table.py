@@ -46,6 +46,10 @@ class RoundTable:
         """Say whether the target kept the draft."""
         return self.position_N < self.accepted_R[self.round_N]
 
+    def number_of(self, name: str) -> Tensor:
+        """Return a number of `COMPARED`, or whether the draft was `accepted`, `[N]` in float64."""
+        return self.kept_N.double() if name == "accepted" else self.probs_FN[COMPARED.index(name)]
+
     def sum_by_prompt(self, values: Tensor, prompt: Tensor) -> Tensor:
         """Return the sums of `values` by their prompts' places, `[P]` in float64."""
         return torch.bincount(prompt, values.double(), minlength=len(self.prompt_ids))

@@ -11,7 +11,7 @@ from configs.schema.decoding import SamplingConfig
 from eval.decoder.distribution_comparison import compare_distributions
 from eval.decoder.records import DistributionComparison
 from eval.metrics.acceptance import acceptance_metrics
-from eval.metrics.distributions import NUM_CLASSES, Calibration, DistributionAgreement, EstimateCalibration, StoppingCalibration
+from eval.metrics.distributions import CALIBRATIONS, NUM_CLASSES, Calibration, DistributionAgreement
 from eval.metrics.round_table import tabulate
 
 T1 = SamplingConfig(temperature=1.0)
@@ -117,12 +117,12 @@ def test_means_equal_counting_in_plain_python(random_generations):
 @pytest.mark.parametrize(
     ("metric", "prefix", "confidence", "outcome"),
     [
-        (Calibration, "", "confidence", "target_probability"),
-        (StoppingCalibration, "stopping_", "distribution_confidence", "accepted"),
+        ("confidence", "", "confidence", "target_probability"),
+        ("stopping", "stopping_", "distribution_confidence", "accepted"),
     ],
 )
 def test_a_reliability_curve_equals_counting_in_plain_python(random_generations, metric, prefix, confidence, outcome):
-    metric = metric()
+    metric = Calibration(**CALIBRATIONS[metric])
     metric.update(tabulate(random_generations))
     fields = metric.compute()
     drafts, error = [{**numbers, "accepted": kept} for _, kept, numbers in drafts_of(random_generations)], 0.0
@@ -139,7 +139,7 @@ def test_a_reliability_curve_equals_counting_in_plain_python(random_generations,
 
 
 def test_an_estimate_is_judged_by_its_gap_and_by_all_pairs_of_a_kept_and_a_refused_draft(random_generations):
-    metric = EstimateCalibration()
+    metric = Calibration(**CALIBRATIONS["estimate"])
     metric.update(tabulate(random_generations))
     assert metric.compute() == {"estimate_calibration_error": None, "estimate_auroc": None, "estimate_reliability": []}
     said = [replace(each, rounds=tuple(map(with_estimate, each.rounds))) for each in random_generations]
@@ -166,7 +166,7 @@ def test_records_of_before_the_distributions_confidence_was_kept_give_no_stoppin
     distributions = DistributionComparison(
         kl=(0.0,), uncovered=(0.0,), agrees=(True,), confidence=(1.0,), target_probability=(1.0,)
     )
-    metric = StoppingCalibration()
+    metric = Calibration(**CALIBRATIONS["stopping"])
     metric.update(tabulate([make_generation([make_round(1, 1, overlap=(1.0,), distributions=distributions)])]))
     assert metric.compute()["stopping_calibration_error"] is None
 

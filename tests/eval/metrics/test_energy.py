@@ -14,8 +14,7 @@ from eval.decoder.decode import Request, decode
 from eval.decoder.distribution_comparison import compare_distributions
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Timing
 from eval.measure.interleaved import Measurement
-from eval.metrics.energy import summarise_energy
-from eval.metrics.meters import MeteredClock, Metering, find_meter
+from eval.metrics.energy import MeteredClock, Metering, find_meter, summarise_energy
 from eval.report.answer_sections import EnergySection
 from eval.report.markdown import render_markdown
 from eval.report.page import render_html

@@ -10,7 +10,7 @@ import torch
 from configs.runtime.errors import InputError
 from configs.schema.evaluation import QualityConfig, SuiteConfig
 from eval.evaluation import evaluate
-from eval.metrics.feature_distance import featurised, frechet_distance
+from eval.metrics.quality import featurised, frechet_distance
 from eval.report.comparison import compare
 from eval.report.page import render_comparison, render_html
 from tests.support.evaluations import report_in, tiny_evaluation, write_suite
@@ -64,7 +64,7 @@ def config(tiny_run, tmp_path):
 def test_a_report_holds_the_distances_and_the_first_answers_as_pictures(config, monkeypatch):
     here = {name: globals()[name] for name in ("lengths", "picture", "nothing")}
     monkeypatch.setattr("eval.metrics.quality.import_function", lambda path, key: here[path.rpartition(".")[2]])
-    monkeypatch.setattr("eval.metrics.rendering.import_function", lambda path, key: here[path.rpartition(".")[2]])
+    monkeypatch.setattr("eval.metrics.quality.import_function", lambda path, key: here[path.rpartition(".")[2]])
     evaluate(config)
     report = report_in(config)
     distance = report.quality.feature_distance

@@ -6,7 +6,7 @@ from torchmetrics.functional.classification import binary_calibration_error
 
 from configs.schema.decoding import DecodeConfig
 from eval.decoder.decode import decode
-from eval.metrics.distributions import StoppingCalibration, class_sums, describe_classes, mean_gap
+from eval.metrics.distributions import CALIBRATIONS, Calibration, class_sums, describe_classes, mean_gap
 from eval.metrics.round_table import tabulate
 from heads.proposers.draft_lm import DraftLM
 from tests.support.decoding import PROMPTS, requests_for
@@ -45,7 +45,7 @@ def test_the_reports_curve_is_made_of_every_judged_draft(tiny_llama, as_target):
     target, model = as_target(tiny_llama(seed=1)), tiny_llama(seed=2)
     config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=24, temperature=1.0)
     generations, _ = decode(target, requests_for(PROMPTS), config, DraftLM(model, 64), measure_overlap=True)
-    recorded, pairs = StoppingCalibration(), []
+    recorded, pairs = Calibration(**CALIBRATIONS["stopping"]), []
     recorded.update(tabulate(generations))
     for generation in generations:
         text = [*generation.prompt_tokens, generation.tokens[0]]
