@@ -12,7 +12,6 @@ from configs.schema.drafting import DynamicTree
 from eval.decoder.decode import decode, generate
 from heads.frozen.hidden_states import forward_states
 from heads.proposers.draft_lm import DraftLM
-from heads.proposers.prompt_lookup import PromptLookup
 from tests.support.decoding import PROMPTS, requests_for
 
 PLAIN = DecodeConfig(num_speculative_tokens=0, max_new_tokens=24)
@@ -70,35 +69,10 @@ def test_a_draft_equal_to_the_target_is_always_accepted(target, temperature, ver
     assert all(overlap == pytest.approx(1.0, abs=1e-5) for round_ in rounds_of(generations) for overlap in round_.overlap)
 
 
-@pytest.mark.parametrize("name", ["another_model", "prompt_lookup"])
-def test_answers_with_room_for_no_or_few_drafts_are_the_plain_ones(target, answers, draft, name):
-    proposer = draft if name == "another_model" else PromptLookup(target.device)
-    for max_new_tokens in (1, 2, 3, 3, 5):  # a proposer used before must not remember
-        config = DecodeConfig(num_speculative_tokens=4, max_new_tokens=max_new_tokens, batch_size=4)
-        assert generate(target, PROMPTS, config, proposer) == [answer[:max_new_tokens] for answer in answers]
-
-
-@pytest.mark.parametrize("length", [12, 15])
-def test_rows_reach_the_end_of_the_context_each_in_its_own_time(tiny_llama, as_target, draft, length):
-    target = as_target(tiny_llama(seed=1, max_position_embeddings=16))
-    prompts = [[5] * length, [9, 4]]
-    config = DecodeConfig(num_speculative_tokens=4, max_new_tokens=100, batch_size=2)
-    found = generate(target, prompts, config, draft)
-    assert found == [generate(target, [prompt], PLAIN)[0] for prompt in prompts]
-    assert [len(answer) for answer in found] == [16 - length, 14]
-
-
 @pytest.mark.parametrize("prompt", [[], [3] * 256, [3] * 300, [3, 64], [-1]])
 def test_a_prompt_that_cannot_be_continued_is_refused(target, prompt):
     with pytest.raises(InputError, match="prompt p0"):
         decode(target, requests_for([prompt]), DecodeConfig())
-
-
-def test_sample_and_match_draws_the_very_tokens_of_plain_sampling(target):
-    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=24, temperature=1.0, verification="match")
-    plain, _ = decode(target, requests_for(PROMPTS), config)
-    matched, _ = decode(target, requests_for(PROMPTS), config, PromptLookup(target.device))
-    assert tokens_of(matched) == tokens_of(plain)
 
 
 @pytest.mark.parametrize("tree", [None, DynamicTree(kind="dynamic", num_nodes=9, width=3)], ids=["chain", "grown"])

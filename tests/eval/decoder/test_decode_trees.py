@@ -10,7 +10,7 @@ from eval.decoder.decode import decode, generate
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.prompt_lookup import PromptLookup
 from tests.support import family_checks as checks
-from tests.support.decoding import PROMPTS, assert_same_alone, head_proposer, requests_for
+from tests.support.decoding import PROMPTS, head_proposer, requests_for
 
 TREES = {
     "bushy": StaticTree(kind="static", branching=[3, 2, 1]),
@@ -51,37 +51,12 @@ def test_a_perfect_draft_is_accepted_down_to_the_leaves_and_recorded_by_its_rank
     assert timing.num_rounds == 4 * 4
 
 
-@pytest.mark.parametrize("sampled", [{}, {"temperature": 1.0, "verification": "match"}])
-def test_a_tree_that_is_a_chain_is_the_chain(target, draft, sampled):
-    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=20, **sampled)
-    with_branches = config.model_copy(update={"tree": StaticTree(kind="static", branching=[1, 1, 1])})
-    one, other = (decode(target, requests_for(PROMPTS), each, draft)[0] for each in (config, with_branches))
-    assert [each.tokens for each in one] == [each.tokens for each in other]
-    for rounds, others in ((each.rounds, another.rounds) for each, another in zip(one, other, strict=True)):
-        assert [(each.drafted, each.num_accepted) for each in rounds] == [(e.drafted, e.num_accepted) for e in others]
-
-
 @pytest.mark.parametrize("tree", ["uneven", "grown"])
 def test_matched_trees_draw_the_very_tokens_of_plain_sampling(target, draft, tree):
     config = with_tree(tree, temperature=1.0, verification="match")
     plain, _ = decode(target, requests_for(PROMPTS), config)
     matched, _ = decode(target, requests_for(PROMPTS), config, draft)
     assert [generation.tokens for generation in matched] == [generation.tokens for generation in plain]
-
-
-@pytest.mark.parametrize("head", ["medusa", "eagle3"])
-def test_a_request_gets_the_same_drawn_tree_and_tokens_in_any_batch(as_target, head):
-    target = as_target(checks.tiny_target("llama"))
-    config = with_tree("uneven", temperature=1.0, top_p=0.95, max_new_tokens=10)
-    assert_same_alone(target, config, head_proposer(head, target.model), checks.PROMPTS)
-
-
-def test_answers_may_fill_the_context_to_the_last_place(as_target, tiny_llama):
-    target = as_target(tiny_llama(seed=1, max_position_embeddings=16))
-    plain = generate(target, PROMPTS, DecodeConfig(num_speculative_tokens=0, max_new_tokens=20, batch_size=4))
-    assert [len(prompt) + len(answer) for prompt, answer in zip(PROMPTS, plain, strict=True)] == [16] * 4
-    draft = DraftLM(tiny_llama(seed=1, max_position_embeddings=16), 64)
-    assert generate(target, PROMPTS, with_tree("bushy", batch_size=4), draft) == plain
 
 
 def test_a_draft_that_only_drafts_chains_is_refused(target):

@@ -12,7 +12,7 @@ import torch
 
 from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
-from configs.schema.drafting import DynamicTree, StaticTree
+from configs.schema.drafting import ConfidenceStopping, DynamicTree, StaticTree
 from eval.decoder.decode import Request, decode
 from heads.families.registry import FAMILIES
 from heads.proposers.draft_lm import DraftLM
@@ -30,9 +30,11 @@ NUM_TOKENS = 12
 DEPTHS = (0, 4, 1, 3, 2)
 SHAPES = {
     "chain": None,
+    "stopped chain": None,
     "static": StaticTree(kind="static", paths=[[0], [1], [2], [0, 0], [0, 1], [2, 0], [0, 1, 0], [2, 0, 0], [2, 0, 0, 0]]),
     "dynamic": DynamicTree(kind="dynamic", num_nodes=9, width=3),
 }
+STOPPING = ConfidenceStopping(rule="confidence", threshold=0.05)
 OTHERS = {
     "draft_lm": lambda model: DraftLM(early_exit(model, 3), 64),
     "prompt_lookup": lambda model: PromptLookup(model.device),
@@ -96,12 +98,14 @@ def test_greedy_output_is_plain_greedy_output(as_target, name, shape):
     target = as_target(model_of(torch.float32))
     inner = proposer_of(name)
     proposer = (CorrectedTrees if isinstance(inner, TreeProposer) else Corrected)(inner, texts, DEPTHS)
-    config = DecodeConfig(num_speculative_tokens=4, max_new_tokens=NUM_TOKENS, tree=SHAPES[shape])
-    if (shape != "chain" and name in DRAFTS_NO_TREES) or (shape == "chain" and name == "merged"):
+    is_chain = shape.endswith("chain")
+    stopping = STOPPING if shape == "stopped chain" else None
+    config = DecodeConfig(num_speculative_tokens=4, max_new_tokens=NUM_TOKENS, tree=SHAPES[shape], stopping=stopping)
+    if (not is_chain and name in DRAFTS_NO_TREES) or (is_chain and name == "merged"):
         with pytest.raises(InputError, match="tree"):
             decode_all(target, config, proposer)
         return
     generations = decode_all(target, config, proposer)
     assert [[*each.prompt_tokens, *each.tokens] for each in generations] == texts
     accepted = {round_.num_accepted for each in generations for round_ in each.rounds}
-    assert name.endswith("lookup") or len(accepted) > 2  # or little was put to the test
+    assert name.endswith("lookup") or stopping or len(accepted) > 2  # or little was put to the test

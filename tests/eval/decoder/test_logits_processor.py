@@ -130,16 +130,6 @@ def test_a_constraint_by_prefix_is_kept_and_never_asked_where_it_knows_no_way_on
         assert sorted(trie.asked) == texts
 
 
-def test_processors_in_lists_are_one_after_another(as_target, models):
-    target, drafter = as_target(models[0]), DraftLM(models[1], 64)
-    first, second = RepetitionPenaltyLogitsProcessor(1.7), NoRepeatNGramLogitsProcessor(2)
-    expected = generate(target, PROMPTS, GREEDY, drafter, logits_processor=LogitsProcessorList([first, second]))
-    for given in ([first, second], [LogitsProcessorList([first]), [second]]):
-        assert generate(target, PROMPTS, GREEDY, drafter, logits_processor=given) == expected
-    with pytest.raises(InputError, match="expected a function of ids and scores or a list of such, got int"):
-        generate(target, PROMPTS, GREEDY, drafter, logits_processor=[first, 3])
-
-
 def test_processors_with_a_text_for_each_row_are_refused(as_target, models):
     target, drafter = as_target(models[0]), DraftLM(models[1], 64)
     for make in (partial(EncoderNoRepeatNGramLogitsProcessor, 2), partial(EncoderRepetitionPenaltyLogitsProcessor, 1.5)):

@@ -20,7 +20,7 @@ from heads.inference.media_inputs import SOUND
 from scripts.lab.models_check.architectures import tiny_model
 from scripts.lab.models_check.media_models import PLACEHOLDER, save_processor, sound
 from scripts.lab.models_check.media_stage import media_requests
-from tests.support.media import assert_decodes_to, assert_matching_changes_nothing
+from tests.support.media import assert_decodes_to
 
 NEW_TOKENS = 16
 URL = "data:audio/wav;base64," + base64.b64encode(sound(1, rate=16000)).decode()
@@ -71,10 +71,6 @@ def test_greedy_tokens_are_those_of_generate_with_the_same_sounds(target: Target
     assert_decodes_to(target, requests, expected, NEW_TOKENS)
 
 
-def test_sampled_tokens_by_matching_are_those_without_drafts(target: Target) -> None:
-    assert_matching_changes_nothing(target, requests_of(target), NEW_TOKENS)
-
-
 def test_a_sound_longer_than_the_model_reads_is_refused_and_never_cut(target: Target) -> None:
     (Path(target.identity.name) / "longer.wav").write_bytes(sound(3, 2.5))  # the model reads 2 seconds
     messages, references = [{"role": "user", "content": OBJECT}], [SOUND + "longer.wav"]
@@ -97,8 +93,3 @@ def test_where_the_tokenizers_template_knows_no_sounds_that_of_the_processor_is_
     prompt = loaded.media_prompt([{"role": "user", "content": f"w20 {OBJECT} w30"}], [SOUND + "a.wav"])
     assert "w20 Audio 1: <|audio_bos|><|AUDIO|><|audio_eos|>" in prompt.text
     assert loaded.encode_chat([{"role": "user", "content": "w20 w30"}]) == [20, 30]
-
-
-def test_an_image_for_a_target_that_reads_sound_is_refused(target: Target) -> None:
-    with pytest.raises(InputError, match=r"a prompt brings image a\.png, and target\.images is null"):
-        target.encode_chat([{"role": "user", "content": OBJECT}], media=["a.png"])

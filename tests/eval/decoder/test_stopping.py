@@ -182,15 +182,6 @@ def test_a_request_gets_the_same_sampled_tokens_in_any_batch(target, draft, name
     assert_same_alone(target, config, draft)
 
 
-@stopping_rules
-def test_a_draft_equal_to_the_target_is_always_accepted_wherever_it_stops(target, name):
-    config = DecodeConfig(num_speculative_tokens=5, max_new_tokens=32, temperature=1.0, stopping=STOPPING[name])
-    generations, _ = decode(target, requests_for(PROMPTS), config, DraftLM(target.model, 64))
-    rounds = [round_ for generation in generations for round_ in generation.rounds]
-    assert all(round_.num_accepted == len(round_.drafted) for round_ in rounds)
-    assert len({len(round_.drafted) for round_ in rounds}) > 1
-
-
 def test_a_draft_that_stops_early_saves_its_further_steps(target, draft, monkeypatch):
     steps = {}
     for name, stopping in (("fixed", None), ("confidence", STOPPING["confidence"])):

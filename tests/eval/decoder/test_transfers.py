@@ -140,12 +140,6 @@ def test_plain_decoding_waits_once_a_token(target, monkeypatch):
     assert waits_by_round(target, config, None, monkeypatch) == [["tolist"]] * 7
 
 
-def test_comparing_the_distributions_costs_one_more(target, monkeypatch):
-    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=9)
-    rounds = waits_by_round(target, config, proposer_of("draft_lm", target.model), monkeypatch, measure_overlap=True)
-    assert rounds == [["tolist", "tolist"]] * 2
-
-
 def test_several_drafts_at_once_cost_a_transfer_each(target, monkeypatch):
     config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=9, tree=TREES["static"])
     drafts = [proposer_of(name, target.model) for name in ("medusa", "draft_lm")]

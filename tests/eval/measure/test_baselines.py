@@ -11,14 +11,12 @@ from configs.schema.drafting import ConfidenceStopping, StaticTree
 from configs.schema.evaluation import EvalConfig
 from eval.decoder.decode import Request
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE
-from eval.evaluation import evaluate
 from eval.measure import interleaved, proposers
 from eval.measure.interleaved import Measurement, measure
 from eval.measure.proposers import MAKERS, fastest_length, make_baselines
 from heads.frozen.hidden_states import num_blocks
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.suffix_lookup import SuffixLookup
-from tests.support.evaluations import report_in, tiny_evaluation
 
 NAMES = ["prompt_lookup", "suffix_lookup", "self_speculation"]
 PROMPTS = [(7, 12, 3), (20, 9, 9), (40, 7, 12)]
@@ -39,14 +37,6 @@ def config():
     return EvalConfig(
         decode=DecodeConfig(num_speculative_tokens=3, max_new_tokens=16), repeats=2, warmup_prompts=0, baselines=NAMES
     )
-
-
-def test_a_report_holds_every_baseline_that_was_asked_for(tiny_run, tmp_path):
-    config = tiny_evaluation(tiny_run, tmp_path / "evaluation", num_prompts=3, baselines=NAMES)
-    assert evaluate(config) == 0
-    baselines = report_in(config).baselines
-    assert set(baselines) == {AUTOREGRESSIVE, *NAMES}
-    assert all(1.0 <= each.tokens_per_target_step <= 3.0 for each in baselines.values())
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -7,13 +7,12 @@ from pydantic import ValidationError
 
 from configs.runtime.errors import InputError
 from configs.schema.evaluation import EvalConfig, GateConfig, GateRule, SuiteConfig
-from eval.decoder.records import SPECULATIVE, Generation
+from eval.decoder.records import Generation
 from eval.evaluation import evaluate
 from eval.measure.record_files import read_records
 from eval.release.checks import judge
 from eval.report.comparison import compare, notes
 from eval.report.page import render_comparison
-from eval.report.text import headline
 from tests.support.evaluations import report_in, tiny_evaluation, write_suite
 
 
@@ -45,15 +44,6 @@ def test_each_suite_has_the_numbers_that_it_has_alone(config, tmp_path):
         assert section.baselines.keys() == expected.baselines.keys()
         assert section.speed.num_batches == expected.speed.num_batches  # no batch holds prompts of both
     assert report.lossless.checked_prompts == 5 + 4
-
-
-def test_page_and_summary_set_the_suites_side_by_side(config):
-    evaluate(config)
-    report = report_in(config)
-    assert "; on abroad " in headline(report)
-    for name in ("report.md", "report.html"):
-        text = (Path(config.output) / name).read_text()
-        assert all(part in text for part in ("abroad", "fastest without training"))
 
 
 def test_rules_are_about_the_first_suite_unless_they_name_another(config):
@@ -97,26 +87,6 @@ def test_a_further_suite_that_was_trained_on_or_not_answered_fails_the_gate(conf
         worse = report.model_copy(update={"suites": {"abroad": section.model_copy(update={"prompts": prompts})}})
         outcomes = {each.check: each.outcome for each in judge(worse, GateConfig()).findings}
         assert (outcomes["prompts"], outcomes["prompts of abroad"]) == ("pass", "fail")
-
-
-def test_lengths_before_a_round_are_counted_from_the_records(config):
-    evaluate(config)
-    counts = {}
-    for each in read_records(Path(config.output) / "records.jsonl"):
-        if not isinstance(each, Generation) or (each.mode, each.suite) != (SPECULATIVE, "abroad"):
-            continue
-        before = len(each.prompt_tokens) + 1
-        for round_ in each.rounds:
-            own = counts.setdefault(0 if before < 16 else 16, [0, 0])
-            own[0] += len(round_.committed)
-            own[1] += 1
-            before += len(round_.committed)
-    found = report_in(config).suites["abroad"].acceptance.by_context_tokens
-    assert len(counts) == 2
-    assert {each.from_tokens: each.num_rounds for each in found} == {start: rounds for start, (_, rounds) in counts.items()}
-    for each in found:
-        committed, rounds = counts[each.from_tokens]
-        assert each.tokens_per_target_step == pytest.approx(committed / rounds)
 
 
 def test_without_a_suite_the_first_of_several_stands_in_its_place_and_names_must_differ():

@@ -137,10 +137,3 @@ def test_a_turn_for_which_the_context_has_no_room_is_listed_and_its_prompt_does_
     assert [each.model_dump() for each in prompts.failed] == [
         {"prompt_id": "q0", "turn": 1, "mode": mode, "stop_reason": "no_room_in_context"} for mode in [*MODES, WITH_LOOKUP]
     ]
-
-
-def test_turns_left_out_by_the_config_are_confessed(config):
-    evaluate(config.model_copy(update={"suite": config.suite.model_copy(update={"max_turns": 1})}))
-    report = report_in(config)
-    assert report.warnings == ["3 later turns of the suite's conversations were not asked: suite.max_turns is 1"]
-    assert report.prompts.num_turns == 3

@@ -10,16 +10,12 @@ import torch
 
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import EvalConfig
-from eval.decoder.decode import Request, decode
-from eval.decoder.distribution_comparison import compare_distributions
+from eval.decoder.decode import Request
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Timing
 from eval.measure.interleaved import Measurement
-from eval.metrics.energy import MeteredClock, Metering, find_meter, summarise_energy
+from eval.metrics.energy import Metering, find_meter, summarise_energy
 from eval.report.answer_sections import EnergySection
-from eval.report.markdown import render_markdown
-from eval.report.page import render_html
 from heads.proposers.draft_lm import DraftLM
-from tests.support.reports import changed
 
 CPU = torch.device("cpu")
 RANGE = 262_143_328_850  # microjoules; what Intel's processors have
@@ -163,25 +159,6 @@ def test_a_gpu_without_counter_or_library_says_so(one_gpu, monkeypatch):
 # --- what is measured ---------------------------------------------------------------------------------------------
 
 
-def test_joules_spent_on_comparing_distributions_are_not_decoding_s(tiny_llama, as_target, monkeypatch):
-    target, spent = as_target(tiny_llama(seed=1)), [0]
-    meter = SimpleNamespace(read=lambda: list(spent), joules_between=lambda before, after: after[0] - before[0])
-
-    def costly(*arguments):
-        spent[0] += 100
-        return compare_distributions(*arguments)
-
-    monkeypatch.setattr("eval.decoder.batch.compare_distributions", costly)
-    request = [Request(prompt_id="q", category="c", tokens=(7, 8))]
-    draft = DraftLM(tiny_llama(seed=2), 64)
-
-    clock = MeteredClock(CPU, meter)
-    decode(target, request, DecodeConfig(max_new_tokens=6), draft, measure_overlap=True, clock=clock)
-
-    assert spent[0] >= 100
-    assert clock.decode_joules == 0
-
-
 def test_a_pass_of_its_own_is_metered_for_all_timed_ones_and_no_warm_up(tiny_llama, as_target):
     target, meter = as_target(tiny_llama(seed=1)), CountingMeter()
     requests = [Request(prompt_id=f"q{n}", category="c", tokens=(7, 8, n)) for n in range(2)]
@@ -232,13 +209,6 @@ def numbers_in(section):
     return [value for name, value in section.items() if name not in ("source", "reason") and value is not None]
 
 
-def test_without_a_meter_there_are_no_numbers_but_a_reason(timings):
-    section = summarise(timings, Metering(reason="there is none"))
-
-    assert (section["source"], section["reason"]) == (None, "there is none")
-    assert numbers_in(section) == []
-
-
 @pytest.mark.parametrize("mode", [AUTOREGRESSIVE, SPECULATIVE])
 def test_counters_that_stand_still_are_no_energy_of_zero(timings, mode):
     still = [replace(timing, decode_joules=0.0) if timing.mode == mode else timing for timing in timings]
@@ -256,13 +226,3 @@ def test_a_decode_in_which_a_counter_may_go_round_twice_is_not_believed(timings,
     slow = [replace(timing, decode_seconds=300.0) for timing in timings]
 
     assert "start over more than once" in summarise(slow, Metering(meter=meter))["reason"]
-
-
-def test_page_and_summary_show_joules_or_why_there_are_none(report, timings):
-    report = changed(report, {"energy": summarise(timings, Metering(meter=CountingMeter()))})
-    assert "a test meter" in render_html(report)
-    assert "| joules per token (a test meter) | 2.00 | 1.50 | 0.75× | [0.75, 0.75] |" in render_markdown(report)
-
-    report = changed(report, {"energy": summarise(timings, Metering(reason="<no counter>"))})
-    assert "not available: &lt;no counter&gt;." in render_html(report)
-    assert "Energy: not available, &lt;no counter>." in render_markdown(report)

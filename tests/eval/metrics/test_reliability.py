@@ -4,12 +4,7 @@ import pytest
 import torch
 from torchmetrics.functional.classification import binary_calibration_error
 
-from configs.schema.decoding import DecodeConfig
-from eval.decoder.decode import decode
-from eval.metrics.distributions import CALIBRATIONS, Calibration, class_sums, describe_classes, mean_gap
-from eval.metrics.round_table import tabulate
-from heads.proposers.draft_lm import DraftLM
-from tests.support.decoding import PROMPTS, requests_for
+from eval.metrics.distributions import class_sums, describe_classes, mean_gap
 
 
 def random_pairs(number=500):
@@ -38,22 +33,3 @@ def test_each_draft_counts_in_the_class_of_its_confidence():
     assert [each["accepted"] for each in classes] == [0.5, None, pytest.approx(2 / 3), 1.0]
     assert [each["confidence"] for each in classes] == [0.1, None, pytest.approx(0.64), 1.0]
     assert mean_gap(sums_FC, 2) == pytest.approx((2 * 0.4 + 3 * (2 / 3 - 0.64)) / 6)
-
-
-def test_the_reports_curve_is_made_of_every_judged_draft(tiny_llama, as_target):
-    """The distribution's largest probability, by a forward over the whole text, and whether the draft was accepted."""
-    target, model = as_target(tiny_llama(seed=1)), tiny_llama(seed=2)
-    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=24, temperature=1.0)
-    generations, _ = decode(target, requests_for(PROMPTS), config, DraftLM(model, 64), measure_overlap=True)
-    recorded, pairs = Calibration(**CALIBRATIONS["stopping"]), []
-    recorded.update(tabulate(generations))
-    for generation in generations:
-        text = [*generation.prompt_tokens, generation.tokens[0]]
-        for round_ in generation.rounds:
-            probs_TV = model(input_ids=torch.tensor([[*text, *round_.drafted]]), use_cache=False).logits[0].softmax(-1)
-            judged = min(round_.num_accepted + 1, len(round_.drafted))
-            sure = probs_TV[len(text) - 1 :][:judged].amax(-1).tolist()
-            pairs += [(each, place < round_.num_accepted) for place, each in enumerate(sure)]
-            text += round_.committed
-    sure_N, kept_N = torch.tensor(pairs, dtype=torch.float64).unbind(1)
-    torch.testing.assert_close(recorded.sums_FC, class_sums(sure_N, kept_N), atol=1e-4, rtol=0)
