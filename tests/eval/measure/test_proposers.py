@@ -19,7 +19,6 @@ from eval.release.checks import judge
 from heads.artifact import read_metadata, save_draft_lm
 from heads.frozen.loading import load_target
 from heads.proposers.cross_device import CrossDeviceProposer
-from heads.proposers.merged import MergedDrafts
 from tests.support.evaluations import report_in, tiny_evaluation
 
 CHAINS = StaticTree(kind="static", branching=[1, 1])
@@ -57,23 +56,6 @@ def test_the_report_names_all_drafts_and_the_gate_knows_them_by_their_hashes(con
 
     assert provenance() == provenance(*folders) == "pass"
     assert provenance(folders[0]) == provenance(*reversed(folders)) == "fail"
-
-
-def test_merged_drafts_are_accepted_as_often_as_the_better_of_them(config, folders):
-    taus = []
-    for number, draft in enumerate((folders, *folders)):
-        one = config.model_copy(update={"draft": draft, "output": f"{config.output}{number}"})
-        evaluate(one)
-        taus.append(report_in(one).acceptance.tokens_per_target_step)
-    assert taus[0] >= max(taus[1:]) > min(taus[1:])
-
-
-def test_a_list_of_one_is_that_artifact(config, folders):
-    target = load_target(config.target)
-    alone = [load_evaluated(config.model_copy(update={"draft": draft}), target) for draft in (folders[0], folders[:1])]
-    assert alone[0].section == alone[1].section
-    assert "parts" not in alone[0].section
-    assert not isinstance(alone[1].proposer, MergedDrafts)
 
 
 def test_a_part_made_for_another_target_shows_in_the_section_and_fails_the_gate(config, folders, tmp_path):

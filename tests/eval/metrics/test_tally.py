@@ -1,14 +1,12 @@
 """A tally counts what a list of all generations would, in any split over processes, in little memory and time."""
 
-import time
-from collections import defaultdict
 from dataclasses import replace
 
 import pytest
 
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE
 from eval.metrics.tally import Tally
-from eval.report.build import PromptSet, pick_samples
+from eval.report.build import pick_samples
 from tests.support.reports import report_of
 
 
@@ -91,32 +89,3 @@ def test_the_samples_are_those_that_all_answers_would_give(random_generations):
             rates = [[sample["tokens_per_target_step"] for sample in one[side]] for one in (found, expected)]
             assert rates[0] == rates[1]
         assert len(tally.samples) == 6
-
-
-def test_answers_are_kept_without_their_rounds(random_generations):
-    tally = tallied(random_generations)
-    assert [each.tokens for each in tally.of(SPECULATIVE)] == [each.tokens for each in random_generations]
-    assert not any(each.rounds for each in tally.of(SPECULATIVE))
-    assert tally.of(AUTOREGRESSIVE) == []
-
-
-@pytest.mark.slow
-def test_ten_thousand_prompts_are_counted_and_reported_in_ten_seconds(report_inputs, make_timing):
-    by_prompt, count = defaultdict(list), 10_000
-    for each in report_inputs["generations"]:
-        by_prompt[each.prompt_id].append(each)
-    some, modes = list(by_prompt.values()), (AUTOREGRESSIVE, SPECULATIVE, "prompt_lookup")
-    prompts = [[replace(each, prompt_id=f"q{n}") for each in some[n % len(some)]] for n in range(count)]
-    timings = [[make_timing(mode, (f"q{n}",), 1.0 + n % 7, 128) for mode in modes] for n in range(count)]
-    texts = dict.fromkeys([f"q{n}" for n in range(count)], "why?")
-    start = time.process_time()  # of this process alone, whatever else runs
-    tally = Tally(3)
-    for own_generations, own_timings in zip(prompts, timings, strict=True):
-        tally.add(own_generations, own_timings)
-    counted = time.process_time()
-    inputs = {"prompts": PromptSet(source="s", sha256="0", texts=texts), "records": tally}
-    report = report_of({**report_inputs, **inputs, "bootstrap_samples": 2000})
-    reported = time.process_time()
-    print(f"counted in {counted - start:.1f} s, reported in {reported - counted:.1f} s")
-    assert report.prompts.num_prompts == count
-    assert reported - start < 10
