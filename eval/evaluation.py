@@ -31,7 +31,7 @@ from eval.decoder.clock import Laps
 from eval.decoder.decode import check_decodable
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP
 from eval.lossless.sampled import INCONCLUSIVE
-from eval.lossless.verdict import NOT_LOSSLESS, judge_lossless
+from eval.lossless.verdict import judge_lossless
 from eval.measure.generate import time_generate
 from eval.measure.proposers import EvaluatedDraft, add_lookup, find_lookup_length, load_evaluated, make_baselines
 from eval.measure.record_files import drop_batches
@@ -204,9 +204,7 @@ def _check_output(output: Path, config: EvalConfig) -> None:
 
 
 def _check_lossless(config: EvalConfig, loaded: Loaded, tallies: Mapping[str, Tally]) -> dict[str, Any]:
-    """Return the report's `lossless` section, of the answers to all suites; the check is skipped for simulated runs."""
-    if config.simulate_acceptance is not None:
-        return UNCHECKED | {"verdict": NOT_LOSSLESS}
+    """Return the report's `lossless` section, of the answers to all suites."""
     plain, speculative = (
         [answer for tally in tallies.values() for answer in tally.of(mode)] for mode in (AUTOREGRESSIVE, SPECULATIVE)
     )
@@ -221,8 +219,7 @@ def _time_others(config: EvalConfig, loaded: Loaded, records: Tally, report: Rep
     if config.cost is not None:
         plain, proposer = records.of(AUTOREGRESSIVE), loaded.draft.proposer
         found["predicted"] = predict_speed(loaded.target, proposer, plain, report, config.decode, config.cost)
-    if config.simulate_acceptance is None:
-        found["generate"] = time_generate(loaded.target, loaded.turns.first, config)
+    found["generate"] = time_generate(loaded.target, loaded.turns.first, config)
     return found
 
 
@@ -261,7 +258,6 @@ def _build_report(config: EvalConfig, loaded: Loaded, tallies: Mapping[str, Tall
         git=describe_git(),
         command=mask_arguments(sys.orig_argv),
         warnings=warnings,
-        simulated=config.simulate_acceptance is not None,
         bootstrap_samples=config.bootstrap_samples,
         seed=config.decode.seed,
     )

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from configs.schema.base import NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Settings, Share, check_rising
+from configs.schema.base import NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Settings, check_rising
 from configs.schema.data import RowFormat
 from configs.schema.decoding import DecodeConfig
 from configs.schema.target import TargetConfig
@@ -163,9 +163,6 @@ class EvalConfig(Settings):
     lossless: LosslessConfig = LosslessConfig()
     cost: CostConfig | None = None  # a timing sweep, from which the speed at other settings is predicted; None: no prediction
     quality: QualityConfig | None = None  # what answers are worth, with and without the draft; a lossy mode needs it
-    # Acceptance by position, drawn at these rates in place of verification, the last one holding beyond: the speed of a draft
-    # that does not exist yet. The report says that it is simulated, and no gate accepts it. None: not simulated
-    simulate_acceptance: Annotated[list[Share], Field(min_length=1)] | None = None
     # A function of your own, as package.module.function: answer -> data URL of a picture (PNG, JPEG, WebP, SVG) or of sound
     # (WAV, MP3, Ogg), for the first answers of the suite. The answer is a text; with target.tokens ids, of numbers
     render: str | None = None
@@ -225,8 +222,7 @@ class EvalConfig(Settings):
         """Whether the draft is also measured with prompt lookup before it."""
         decode = self.decode
         fits = decode.num_speculative_tokens > 0 and decode.lossy is None and decode.tree is None
-        alone = len(self._named) == 1 and self.simulate_acceptance is None
-        return self.try_with_lookup and "prompt_lookup" in self.baselines and alone and fits
+        return self.try_with_lookup and "prompt_lookup" in self.baselines and len(self._named) == 1 and fits
 
     @property
     def _named(self) -> list[str]:
@@ -269,12 +265,6 @@ class EvalConfig(Settings):
                 f"tokens of several drafts cannot be drawn from one distribution, as rule {self.decode.rule} asks for: set "
                 "decode.verification to match, or decode.temperature to 0"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _chains_are_simulated(self) -> Self:
-        if self.simulate_acceptance is not None and (self.decode.tree is not None or self.decode.lossy is not None):
-            raise ValueError("simulate_acceptance is for lossless chains: set decode.tree and decode.lossy to null, or it")
         return self
 
     @model_validator(mode="after")

@@ -8,7 +8,7 @@ B batch, G drafted tokens, N drafts of a tree, K = G + 1 or N + 1 target rows, D
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -37,7 +37,6 @@ from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention, tree_attention, tree_from
 from heads.uploads import RowNumbers, TokenRows, Uploads, on_device, shifted, smaller
 
-MakeVerifier = Callable[[DecodeConfig, CounterRNG], Verifier]
 VERIFIERS: dict[str, type[Verifier]] = {
     "typical": TypicalVerifier,
     "neighbourhood": RelaxedVerifier,
@@ -58,7 +57,6 @@ class BatchRun:
         measure_overlap: bool = False,
         logits_processor: Processor | None = None,
         clock: Clock | None = None,
-        make_verifier: MakeVerifier | None = None,
     ) -> None:
         self.target, self.config, self.proposer = target, config, proposer
         self.measure_overlap, self.logits_processor = measure_overlap, logits_processor
@@ -66,8 +64,7 @@ class BatchRun:
         self.rows = [BatchRow(request, target, config) for request in requests]
         self.active = list(self.rows)
         self.rng = CounterRNG(config.seed, [request.number for request in requests], target.device)
-        by_rule = Verifier if proposer is None else VERIFIERS.get(config.rule, Verifier)
-        self.verifier = (make_verifier or by_rule)(config, self.rng)
+        self.verifier = (Verifier if proposer is None else VERIFIERS.get(config.rule, Verifier))(config, self.rng)
         self.tree, num_slots = None, config.num_speculative_tokens
         if config.tree is not None and isinstance(proposer, TreeProposer):
             self.tree = tree_from(config.tree, config.num_speculative_tokens)

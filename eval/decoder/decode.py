@@ -16,7 +16,7 @@ import torch
 
 from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
-from eval.decoder.batch import BatchRun, MakeVerifier
+from eval.decoder.batch import BatchRun
 from eval.decoder.clock import Clock
 from eval.decoder.logits_processor import Processor, prepared, renumbered
 from eval.decoder.particles import ParticleRun
@@ -74,7 +74,6 @@ def decode(
     measure_overlap: bool = False,
     logits_processor: Processor | Sequence[Processor] | None = None,
     clock: Clock | None = None,
-    make_verifier: MakeVerifier | None = None,
 ) -> tuple[list[Generation], Timing]:
     """Continue a batch of requests together until each has ended.
 
@@ -87,7 +86,6 @@ def decode(
             (`eval.decoder.distribution_comparison`); the time for it is counted apart.
         logits_processor: changes the target's logits at every position (`eval.decoder.logits_processor`).
         clock: counts the time by phase; a new one for each call. None: a `Clock`.
-        make_verifier: takes the place of the verifier of `config.rule`.
 
     Returns:
         The generations in the order of the requests, and the batch's timing.
@@ -104,8 +102,7 @@ def decode(
     if processor is not None and measure_overlap:
         raise InputError("logits_processor: the overlap of distributions is measured on raw logits; leave one of the two out")
     clock = Clock(target.device) if clock is None else clock
-    settings: dict[str, Any] = {"logits_processor": processor, "clock": clock}
-    run = start_run(target, requests, config, proposer, measure_overlap, make_verifier, **settings)
+    run = start_run(target, requests, config, proposer, measure_overlap, logits_processor=processor, clock=clock)
     with clock.phase("prefill"):
         run.prefill()
     with clock.phase("decode"):
@@ -120,15 +117,12 @@ def start_run(
     config: DecodeConfig,
     proposer: Proposer | None,
     measure_overlap: bool = False,
-    make_verifier: MakeVerifier | None = None,
     **settings: Any,
 ) -> BatchRun | ParticleRun:
     """Start a batch by the rule of `config`; for the arguments see `decode`. Particles compare no distributions."""
     if config.rule == "smc" and proposer is not None:
         return ParticleRun(target, requests, config, proposer, **settings)
-    return BatchRun(
-        target, requests, config, proposer, measure_overlap=measure_overlap, make_verifier=make_verifier, **settings
-    )
+    return BatchRun(target, requests, config, proposer, measure_overlap=measure_overlap, **settings)
 
 
 def check_drafts(proposer: Proposer, config: DecodeConfig) -> None:

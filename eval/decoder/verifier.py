@@ -1,7 +1,7 @@
 """From the target's logits and a proposal to how many drafts stay and which token comes next.
 
 `Verifier` picks the verification rule in force (`eval.decoder.chain_rules`, `eval.decoder.tree_rules`) and the random numbers
-that it decides by. `SimulatedVerifier` draws at given rates how many drafts stay.
+that it decides by.
 B batch, G drafts of a chain, N of a tree, K = G + 1 or N + 1 target rows, D depth of a tree, V vocabulary.
 """
 
@@ -20,7 +20,7 @@ from heads.proposers.protocol import Proposal
 from heads.sampling.counter_rng import CounterRNG, Role
 from heads.sampling.probabilities import draw, greedy_token, token_probabilities
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, distinct_positions
-from heads.uploads import constant, on_device
+from heads.uploads import on_device
 
 RULES: dict[str, Callable[..., ChainVerification]] = {"token": verify_tokens, "block": verify_block}
 
@@ -97,31 +97,6 @@ class Verifier:
         if self.config.temperature == 0:
             return greedy_token(logits_BKV)
         return draw(token_probabilities(logits_BKV, self.config), self.rng.uniform(Role.TARGET, positions_BK))
-
-
-class SimulatedVerifier(Verifier):
-    """Keeps the draft at position i, if all before it were kept, with probability `rates[i]`: how fast would such a draft be?
-
-    The rule is applied as well, so that a round costs what it costs in earnest; only how many drafts stay is drawn, and the
-    text means nothing. A report made with it is marked as simulated, and no gate takes it. For chains only. `rates` are by
-    position, from 0; the last one holds for those beyond.
-    """
-
-    def __init__(self, config: DecodeConfig, rng: CounterRNG, rates: Sequence[float]) -> None:
-        super().__init__(config, rng)
-        self.rates = list(rates)
-
-    def chain(
-        self, logits_BKV: Tensor, proposal: Proposal, num_drafted: Sequence[int], lengths: Sequence[int]
-    ) -> ChainVerification:
-        verified = super().chain(logits_BKV, proposal, num_drafted, lengths)
-        num_drafts, device = proposal.tokens_BG.shape[1], logits_BKV.device
-        rates = tuple(self.rates[min(place, len(self.rates) - 1)] for place in range(num_drafts))
-        rates_G = constant(rates, torch.float32, device)
-        first_B1, places_G = on_device(lengths, device).unsqueeze(1), torch.arange(num_drafts, device=device)
-        uniform_BG = self.rng.uniform(Role.ACCEPT, first_B1 + places_G, first_B1)
-        stays_BG = (uniform_BG < rates_G) & (places_G < on_device(num_drafted, device).unsqueeze(1))
-        return verified._replace(num_accepted_B=stays_BG.long().cumprod(1).sum(1))
 
 
 def finite_rows(logits_BKV: Tensor, proposal: Proposal) -> Tensor:

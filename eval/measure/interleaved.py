@@ -13,14 +13,12 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from configs.runtime.progress import progress
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import LOOKUPS, EvalConfig
 from eval.decoder.decode import Request, decode
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP, Generation, Timing
-from eval.decoder.verifier import SimulatedVerifier
 from eval.measure.turns import undecoded
 from eval.metrics.energy import Meter, MeteredClock
 from heads.frozen.loading import Target
@@ -172,7 +170,6 @@ class Measurement:
     def _decode(
         self, batch: Sequence[Request], mode: str, repeat: int, *, closely: bool = False
     ) -> tuple[list[Generation], Timing]:
-        rates = self.config.simulate_acceptance if mode == SPECULATIVE else None
         clock = MeteredClock(self.target.device, self.meter) if self.meter is not None and closely else None
         generations, timing = decode(
             self.target,
@@ -183,7 +180,6 @@ class Measurement:
             repeat=repeat,
             measure_overlap=closely and mode == SPECULATIVE,
             clock=clock,
-            make_verifier=None if rates is None else partial(SimulatedVerifier, rates=rates),
         )
         return generations, timing if clock is None else replace(timing, decode_joules=clock.decode_joules)
 

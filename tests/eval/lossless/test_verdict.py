@@ -258,10 +258,12 @@ class NamesTheSecond(PromptLookup):
         return text[len(row) :]
 
 
-def test_a_verifier_that_takes_drafts_a_little_below_the_best_is_found(target):
+def test_a_verifier_that_takes_drafts_a_little_below_the_best_is_found(target, monkeypatch):
     requests, proposer = requests_for([PROMPT]), NamesTheSecond(target)
     plain, _ = decode(target, requests, LONG)
-    speculative, _ = decode(target, requests, LONG, proposer, make_verifier=Lenient)
+    with monkeypatch.context() as patched:
+        patched.setattr("eval.decoder.batch.Verifier", Lenient)
+        speculative, _ = decode(target, requests, LONG, proposer)
     section = judge_lossless(target, plain, speculative, LONG, CHECKS, None)
     assert section["verdict"] == "not_lossless"
     assert 0 < section["checks"]["greedy"]["first_wrong_tokens"][0]["logit_gap"] <= 1
