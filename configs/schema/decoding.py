@@ -69,9 +69,6 @@ class NeighbourhoodAcceptance(Settings):
     kind: Literal["neighbourhood"]
     k: PositiveInt = 8  # nearest codes of each that may give
     delta: Share = 0.2  # the most probability that is moved; 0 is lossless
-    # What delta bounds. step: the distance (total variation) of a token's distribution from the target's. draft: that of the
-    # distribution by which one draft is judged, as in the paper; the token's own may lie further away. For chains only
-    bound: Literal["step", "draft"] = "step"
     table: str  # of nearest codes, written by eval/neighbours.py
 
 
@@ -208,11 +205,11 @@ class DecodeConfig(SamplingConfig):
                 raise ValueError("lossy smc drafts chains of one length: set tree and stopping to null")
             return self
         if isinstance(lossy, NeighbourhoodAcceptance | TolerantAcceptance):
-            setting, value = ("bound", "step") if isinstance(lossy, NeighbourhoodAcceptance) else ("drafts", "drawn")
-            if self.tree is not None and (getattr(lossy, setting) != value or self.tree.drawn_candidates == "top_k"):
+            likeliest = isinstance(lossy, TolerantAcceptance) and lossy.drafts == "likeliest"
+            if self.tree is not None and (likeliest or self.tree.drawn_candidates == "top_k"):
                 raise ValueError(
-                    f"lossy {lossy.kind} judges drafts that were drawn in trees, with lossy.{setting} {value}: set tree to "
-                    f"null, or lossy.{setting} to {value} and tree to a static one whose candidates are drawn"
+                    f"lossy {lossy.kind} judges drafts that were drawn in trees: set tree to null, or to a static one whose "
+                    "candidates are drawn, and lossy.drafts to drawn"
                 )
             return self
         if isinstance(self.tree, DynamicTree) and lossy.drafts == "drawn":

@@ -58,6 +58,9 @@ RETIRED: dict[str, Retired | Renamed] = {
     "StudentConfig.num_layers": Retired("name the kept blocks by student.layers"),
     "StudentConfig.search_trials": Retired("it was for a search of blocks", off=None),
     "StudentConfig.search_conversations": Retired("it was for a search of blocks", off=None),
+    "NeighbourhoodAcceptance.bound": Retired(
+        "delta bounds the distance of a token's distribution from the target's", off=("step",)
+    ),
     "TappedSettings.tap_noise": Retired(
         "noise on the taps lowered the acceptance length, and heads train without it", off=None
     ),

@@ -4,9 +4,8 @@ Many codes of pictures and of sound are interchangeable, and a target that sprea
 are as good as its own. Before a lossless rule judges a draft, probability is moved to it, at most `delta` in all, so that the
 output follows p' in place of p with TV(p', p) <= delta.
 
-- By neighbourhoods (LANTERN, 2410.03355) it comes from the codes nearest to the draft. `relaxed` bounds what is moved in a
-  whole step: p' is made of p and q alone. `relaxed_for_drafts` is the paper's: each draft is judged by a p' of its own, and the
-  output, which mixes them, may lie further from p than delta.
+- By neighbourhoods (LANTERN, 2410.03355) it comes from the codes nearest to the draft. `relaxed` makes p' of p and q alone. The
+  paper judges each draft by a p' of its own; the output, which mixes them, may then lie further from p than delta.
 - By tolerance (VADUSA, 2410.21951) a draft stays if any of several draws of the target's would have been it, or one of the
   codes nearest to it. No token is drawn in fact: `tolerant` is the distribution that the draws come to. With the draft's
   likeliest tokens and no table this is the paper's rule, in which a draft stays with probability 1 - (1 - p)^samples.
@@ -61,9 +60,7 @@ class RelaxedVerifier(Verifier):
         near_VN = none_VN if lossy.table is None else read_table(lossy.table, lossy.k, device)
         self.takes_point_masses = isinstance(lossy, TolerantAcceptance)
         move = partial(tolerant, samples=lossy.samples) if isinstance(lossy, TolerantAcceptance) else relaxed
-        if isinstance(lossy, NeighbourhoodAcceptance) and lossy.bound == "draft":
-            self.chain_rule = paper_rule(near_VN, lossy.delta)
-        elif strict in RULES:
+        if strict in RULES:
             self.chain_rule = step_rule(RULES[strict], near_VN, lossy.delta, move)
         else:
             self.candidate_rule = step_candidates(CANDIDATE_RULES[strict], near_VN, lossy.delta, move)
@@ -101,17 +98,6 @@ def relaxed(p: Tensor, q: Tensor, near_VN: Tensor, delta: float) -> Tensor:
     return (p + scale * change).clamp(min=0)
 
 
-def relaxed_for_drafts(p: Tensor, tokens: Tensor, near_VN: Tensor, delta: float) -> Tensor:
-    """Return for each draft `[...]` the p' `[..., V]` that it is judged by: its nearest tokens' probability is its own.
-
-    They are taken in order while their sum is at most delta (LANTERN, equations 3 and 4).
-    """
-    near = fitting(near_VN, p)[tokens]
-    lent = p.gather(-1, near).masked_fill(near == tokens.unsqueeze(-1), 0.0)
-    lent = lent.masked_fill(lent.cumsum(-1) > delta, 0.0)
-    return p.scatter_add(-1, near, -lent).scatter_add(-1, tokens.unsqueeze(-1), lent.sum(-1, keepdim=True)).clamp(min=0)
-
-
 def tolerant(p: Tensor, q: Tensor, near_VN: Tensor, delta: float, *, samples: int) -> Tensor:
     """Return p' `[..., V]`: what follows where refused drafts stay by the target's draws.
 
@@ -147,16 +133,6 @@ def step_rule(rule: ChainRule, near_VN: Tensor, delta: float, move: Move = relax
     def verify(p_BKV: Tensor, q_BGV: Tensor, tokens_BG: Tensor, num_drafted_B: Tensor, *uniforms: Tensor) -> ChainVerification:
         p_BKV = _where_drafted(p_BKV, move(p_BKV[:, :-1], q_BGV, near_VN, delta), num_drafted_B)
         return rule(p_BKV, q_BGV, tokens_BG, num_drafted_B, *uniforms)
-
-    return verify
-
-
-def paper_rule(near_VN: Tensor, delta: float) -> ChainRule:
-    """Return token-wise rejection with `relaxed_for_drafts` before it."""
-
-    def verify(p_BKV: Tensor, q_BGV: Tensor, tokens_BG: Tensor, num_drafted_B: Tensor, *uniforms: Tensor) -> ChainVerification:
-        p_BKV = _where_drafted(p_BKV, relaxed_for_drafts(p_BKV[:, :-1], tokens_BG, near_VN, delta), num_drafted_B)
-        return RULES["token"](p_BKV, q_BGV, tokens_BG, num_drafted_B, *uniforms)
 
     return verify
 

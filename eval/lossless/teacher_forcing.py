@@ -10,26 +10,33 @@ T tokens of the answer, P of them at a time, C candidates, D width, V vocabulary
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from configs.runtime.progress import progress
 from eval.decoder.records import Divergence, Generation
-from eval.lossless.wide_copy import widened
 from eval.metrics.likelihood import answer_states, pair_answers
-from heads.frozen.loading import Target
+from heads.device import CPU, free_memory, widest_float
+from heads.frozen.loading import Target, load_target
 from heads.inference.causal_lm import head_logits
+from heads.inference.guidance import Guidance
+from heads.inference.runner import runner_of
+
+log = logging.getLogger("draftsmith")
 
 KVCache = Literal["int8"] | None
 COMPARED_TOKENS = 32  # the likeliest ones, whose logits' rounding error is measured
 USUAL = 0.9  # the quantile of all positions' errors that any position may have: at one by itself a forward may round little
 AT_ONCE = 128  # positions whose logits live at one time
 LEAST = 1e-30  # tolerance to divide by
+FILLED = 0.9  # of the free memory, by the copy; what it computes takes some too
 NO_TIE = float(torch.finfo(torch.float32).max)  # the gap reported where no two tokens can be compared; JSON has no infinity
 
 
@@ -194,3 +201,41 @@ def _divergence(
         logit_gap=gap,
         tie_tolerance=tolerance,
     )
+
+
+# --- the wider copy ------------------------------------------------------------------------------------------------
+
+
+def widened(target: Target) -> Target:
+    """Return the target in float32 where it is in 16 bits, in float64 where it is in float32; itself in float64."""
+    dtype = target.model.dtype
+    wider = torch.float32 if dtype in (torch.bfloat16, torch.float16) else torch.float64
+    if dtype == wider:
+        return target
+    if target.spread_by is not None:
+        return load_target(target.spread_by.model_copy(update={"dtype": str(wider).removeprefix("torch.")}))
+    home = home_of_copy(target, wider)
+    # Each weight is copied straight to where it goes: a whole copy in the old dtype would take half as much again beside it.
+    weights = [each for each in target.model.parameters() if each.is_floating_point()]
+    copies: dict[int, Any] = {id(each): nn.Parameter(each.detach().to(home, wider, copy=True), False) for each in weights}
+    copied = copy.deepcopy(target.model, copies)
+    nn.Module.to(copied, device=home, dtype=wider)  # transformers wraps `to` in a way that type checkers cannot follow
+    if (guidance := target.runner.guidance) is not None:
+        runner_of(copied).guidance = Guidance.of(copied, guidance.config)
+    media = None if target.media is None else replace(target.media, model=copied)
+    return replace(target, model=copied, media=media)
+
+
+def home_of_copy(target: Target, dtype: torch.dtype) -> torch.device:
+    """Return the target's device, or the CPU where that has no room for a copy in `dtype` or no such dtype."""
+    needed, free = sum(each.numel() for each in target.model.parameters()) * dtype.itemsize, free_memory(target.device)
+    if dtype == torch.float64 and widest_float(target.device) != dtype:
+        return CPU
+    if free is None or needed <= FILLED * free:
+        return target.device
+    log.warning(
+        "losslessness is checked with a copy of the target in %s, %.1f GB, and %s has %.1f GB free: the copy runs on the CPU, "
+        "which may take long",
+        *(str(dtype).removeprefix("torch."), needed / 1e9, target.device, free / 1e9),
+    )
+    return CPU

@@ -11,7 +11,7 @@ from configs.schema.evaluation import LosslessConfig
 from configs.schema.target import TargetConfig
 from eval.decoder.records import Generation
 from eval.evaluation import evaluate
-from eval.lossless import wide_copy
+from eval.lossless import teacher_forcing
 from eval.measure.record_files import RECORDS, read_records
 from heads.artifact import WEIGHTS_FILE, load_draft
 from heads.formats.exporting.exporter import export
@@ -62,9 +62,9 @@ def test_a_report_says_of_the_device_what_it_says_of_the_cpu(mock, evaluated, wa
 
 
 def test_where_the_device_is_full_the_wider_copy_runs_on_the_cpu(mock, evaluated, monkeypatch, caplog):
-    homes, home = [], wide_copy.home_of_copy
-    monkeypatch.setattr(wide_copy, "free_memory", lambda device: 1000)
-    monkeypatch.setattr(wide_copy, "home_of_copy", lambda *each: homes.append(home(*each)) or homes[-1])
+    homes, home = [], teacher_forcing.home_of_copy
+    monkeypatch.setattr(teacher_forcing, "free_memory", lambda device: 1000)
+    monkeypatch.setattr(teacher_forcing, "home_of_copy", lambda *each: homes.append(home(*each)) or homes[-1])
     report, _ = evaluated("auto", "greedy")
     assert [each.type for each in homes] == ["cpu"]
     assert report.lossless.checks["greedy"]["outcome"] == "pass"

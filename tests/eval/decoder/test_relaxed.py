@@ -14,12 +14,12 @@ from configs.schema.decoding import DecodeConfig, NeighbourhoodAcceptance, Neigh
 from configs.schema.drafting import DynamicTree, StaticTree
 from eval.decoder.chain_rules import verify_block, verify_tokens
 from eval.decoder.decode import decode
-from eval.decoder.relaxed import TENSOR, paper_rule, relaxed, step_candidates, step_rule, tolerant, write_table
+from eval.decoder.relaxed import TENSOR, relaxed, step_candidates, step_rule, tolerant, write_table
 from eval.decoder.tree_rules import CANDIDATE_RULES, verify_tree
 from heads.proposers.draft_lm import DraftLM
 from heads.sampling.probabilities import DRAWS
 from tests.support.decoding import requests_for
-from tests.support.enumeration import Toy, distribution_of_draws, enumerate_rule, enumerate_tree, random_toy
+from tests.support.enumeration import distribution_of_draws, enumerate_rule, enumerate_tree, random_toy
 
 PROMPTS = [(7, 12, 3), (20, 9, 9, 31, 5, 6), (40,)]
 DELTAS = (0.0, 0.3, 1.0)
@@ -68,17 +68,6 @@ def test_what_is_moved_is_what_neighbours_can_give_and_never_more_than_delta():
     assert torch.equal(relaxed(p, q, itself, 1.0), p)
 
 
-def test_the_papers_rule_keeps_a_draft_by_its_neighbours_and_its_output_may_lie_beyond_delta():
-    even = [float(token % 2 == 0) / 6 for token in range(12)]
-    toy = Toy(12, 1, {(): [1 / 12] * 12} | {(token,): [1 / 12] * 12 for token in range(12)}, {(): even})
-    near = torch.tensor([[token + 1 - 2 * (token % 2), (token + 2) % 12] for token in range(12)])
-    found = enumerate_rule(paper_rule(near, 0.1), toy)
-    assert found.tokens_per_round == pytest.approx(2)  # every draft has its neighbour's 1/12 beside its own
-    assert found.total_variation == pytest.approx(0.5)
-    assert enumerate_rule(paper_rule(near, 0.08), toy).total_variation == pytest.approx(0)  # less than a neighbour has
-    assert enumerate_rule(step_rule(verify_tokens, near, 0.1), toy).total_variation == pytest.approx(0.1)
-
-
 # --- in the decoder -----------------------------------------------------------------------------------------------
 
 
@@ -103,8 +92,7 @@ def table(tmp_path):
 def sampled(table, delta, **others):
     lossy = None if delta is None else {"kind": "neighbourhood", "delta": delta, "table": table, "k": 16}
     tree = others.pop("tree", None)
-    bound = {"bound": others.pop("bound")} if "bound" in others else {}
-    lossy = lossy and NeighbourhoodAcceptance.model_validate(lossy | bound)
+    lossy = lossy and NeighbourhoodAcceptance.model_validate(lossy)
     return DecodeConfig(num_speculative_tokens=3, max_new_tokens=24, temperature=2.5, lossy=lossy, tree=tree, batch_size=3)
 
 
@@ -118,9 +106,8 @@ def test_delta_0_is_lossless_to_the_bit_and_more_keeps_more(target, draft, table
     assert rounds[0.5] < rounds[0]
 
 
-@pytest.mark.parametrize("bound", ["step", "draft"])
-def test_a_request_gets_the_same_tokens_in_any_batch(target, draft, table, bound):
-    config = sampled(table, 0.4, bound=bound)
+def test_a_request_gets_the_same_tokens_in_any_batch(target, draft, table):
+    config = sampled(table, 0.4)
     together, _ = decode(target, requests_for(PROMPTS), config, draft)
     alone = [decode(target, [request], config, draft)[0][0] for request in requests_for(PROMPTS)]
     assert [each.tokens for each in together] == [each.tokens for each in alone]
@@ -143,8 +130,6 @@ def test_what_does_not_fit_is_refused(target, draft, table, tmp_path):
         decode(target, request, sampled(str(tmp_path / "none"), 0.1), draft)
     with pytest.raises(ValidationError, match="drafts that were drawn"):
         sampled(table, 0.1, tree=DynamicTree(kind="dynamic"))
-    with pytest.raises(ValidationError, match="bound to step"):
-        sampled(table, 0.1, bound="draft", tree=StaticTree(kind="static", branching=[2]))
 
 
 # --- tolerance ----------------------------------------------------------------------------------------------------

@@ -14,9 +14,8 @@ from configs.schema.evaluation import LosslessConfig
 from eval.decoder import verifier
 from eval.decoder.decode import Request, decode
 from eval.lossless import teacher_forcing
-from eval.lossless.teacher_forcing import check_tokens
+from eval.lossless.teacher_forcing import check_tokens, widened
 from eval.lossless.verdict import judge_lossless
-from eval.lossless.wide_copy import widened
 from heads.inference.causal_lm import head_logits
 from heads.inference.kv_cache import RowLayer
 from heads.proposers.prompt_lookup import PromptLookup

@@ -8,7 +8,7 @@ from configs.runtime.errors import ConfigError, InputError
 from configs.schema.decoding import DecodeConfig
 from configs.schema.target import TargetConfig
 from eval.decoder.decode import generate
-from eval.lossless.wide_copy import widened
+from eval.lossless.teacher_forcing import widened
 from heads.frozen.hidden_states import blocks, read_states
 from heads.frozen.loading import load_target
 from heads.frozen.placement import make_skeleton, place_parts, spread_blocks
