@@ -2,8 +2,8 @@
 
 Run it by `accelerate launch train/heads.py --config configs/heads/eagle3.yaml`. Checks in seconds that the head can be
 written, read back and learnt (`sanity`), then trains. Writes OUTPUT/artifact (the best head by tokens per target step on
-held-out prompts), checkpoints, trackers, run.json, metrics.jsonl (step metrics), history.jsonl and .svg (every evaluation:
-what was decoded and what agreement predicts) and outcome.json; see docs/running.md.
+held-out prompts), checkpoints, trackers, run.json, metrics.jsonl (steps, and evaluations: what was decoded and
+what agreement predicts) and outcome.json; see docs/running.md.
 """
 
 from __future__ import annotations

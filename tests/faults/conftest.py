@@ -1,7 +1,6 @@
 """Runs of a second on a tiny target, and what they end with when nothing disturbs them."""
 
 import itertools
-import json
 import os
 import signal
 import threading
@@ -19,6 +18,7 @@ from scripts.lab.fault_injection.setup import STEPS, TinyProject
 from tests.support.ports import free_port
 from train.launch import run_distillation
 from train.tasks.draft import DraftTask
+from train.telemetry.metrics_file import METRICS_FILE, read_evaluations
 
 
 @pytest.fixture(scope="session")
@@ -90,7 +90,7 @@ def goes_on(distilled, tmp_path, undisturbed):
 
 def scores(output: Path) -> list[dict[str, float]]:
     """Return what the held-out decoding of a run found, without the time it took."""
-    rows = [json.loads(line) for line in (output / "history.jsonl").read_text().splitlines()]
+    rows = read_evaluations(output / METRICS_FILE)
     return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
 
 

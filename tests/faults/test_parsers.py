@@ -24,7 +24,7 @@ from distill.server.responses import check_read, read_completion, read_top_k
 from heads.artifact import read_metadata
 from heads.frozen.identity import TargetIdentity
 from train.loop.checkpoints import read_manifest as read_checkpoint_manifest
-from train.telemetry.history import History
+from train.telemetry.metrics_file import read_metrics
 
 
 def prompts_in(folder):
@@ -60,7 +60,7 @@ IDENTITY = TargetIdentity.from_dict(DATA["target"], "data")
 ROW = json.loads((WRITTEN / "data/train.jsonl").read_text().splitlines()[0])
 PROMPT = {"question_id": "q", "category": "c", "turns": ["hello"]}
 CHAT = {"id": 1, "messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"}]}
-HISTORY = {"step": 1, "seconds": 0.5, "tokens_per_target_step": 1.5}
+METRICS = {"step": 1, "seconds": 0.5, "tokens_per_target_step": 1.5}
 
 
 def read_artifact(folder):
@@ -88,7 +88,7 @@ PARSERS = {
         prompts_in,
     ),
     "conversations": ("train.jsonl", ROW, lambda folder: read_conversations(folder / "train.jsonl")),
-    "history": ("history.jsonl", HISTORY, lambda folder: History(folder, done_steps=9)),
+    "metrics": ("metrics.jsonl", METRICS, lambda folder: read_metrics(folder / "metrics.jsonl")),
 }
 EACH = pytest.mark.parametrize(("name", "content", "read"), PARSERS.values(), ids=PARSERS)
 

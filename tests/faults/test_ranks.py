@@ -13,7 +13,7 @@ from train.launch import run_distillation
 from train.loop.checkpoints import list_checkpoints, read_manifest
 from train.tasks.draft import DraftTask
 from train.tasks.held_out import HeldOutDecoding
-from train.telemetry.files import METRICS_FILE, read_metrics
+from train.telemetry.metrics_file import METRICS_FILE, read_metrics
 from train.telemetry.step_metrics import SHARE
 
 

@@ -29,6 +29,7 @@ from heads.inference.causal_lm import head_logits
 from tests.support.caches import write_rows
 from tests.support.states_server import states_served
 from train.launch import run_distillation, run_heads
+from train.telemetry.metrics_file import METRICS_FILE, read_metrics
 
 TAPS = [1, 2, 3]
 
@@ -163,7 +164,7 @@ def test_a_draft_is_distilled_from_servers_as_from_the_local_target(tmp_path, se
     for name, target in (("local", local), ("served", settings)):
         config = {"target": target, "data": data, "schedule": SCHEDULE, "held_out": HELD_OUT, "output": str(tmp_path / name)}
         assert run_distillation(DistillConfig.model_validate(config | {"student": student})) == 0
-        losses[name] = [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        losses[name] = [row["loss"] for row in read_metrics(tmp_path / name / METRICS_FILE)]
     assert losses["served"] == pytest.approx(losses["local"], rel=1e-5)
 
 

@@ -17,7 +17,7 @@ from configs.runtime.run_record import training_fingerprint
 from tests.support.training_runs import distil, distill_config
 from train.launch import make_accelerator
 from train.tasks.draft import DraftTask
-from train.telemetry.files import METRICS_FILE, MetricsFile, read_metrics
+from train.telemetry.metrics_file import METRICS_FILE, MetricsFile, read_evaluations, read_metrics
 from train.telemetry.step_clock import STEP_PARTS
 from train.telemetry.step_metrics import SHARE
 from train.telemetry.trackers import flat_config
@@ -69,7 +69,7 @@ def test_a_stop_between_two_lines_drops_no_step_and_the_time_goes_on(tmp_path, m
     assert [row["step"] for row in after] == [3, 5, 6]
     assert after[:2] == before
     assert after[2]["seconds"] > before[1]["seconds"]
-    (evaluation,) = map(json.loads, (tmp_path / "history.jsonl").read_text().splitlines())
+    (evaluation,) = read_evaluations(tmp_path / METRICS_FILE)
     assert evaluation["seconds"] > after[2]["seconds"]
 
 

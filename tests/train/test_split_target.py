@@ -25,6 +25,7 @@ from heads.frozen.split.parts import held_bytes
 from scripts.lab.bench.engines import largest_difference, read_losses, read_metric
 from tests.faults.conftest import die_at_step
 from tests.train.loop.test_engines import NEEDS_DEEPSPEED, Runs
+from train.telemetry.metrics_file import METRICS_FILE, read_evaluations
 
 STEPS, TOLERANCE = 20, 1e-5
 SHAPE = {
@@ -108,8 +109,7 @@ def assert_same(found: Path, expected: Path) -> None:
     files = (folder / "artifact" / "model.safetensors" for folder in (found, expected))
     torch.testing.assert_close(*map(load_file, files), rtol=0, atol=TOLERANCE)
     scores = [
-        [json.loads(line)["tokens_per_target_step"] for line in (folder / "history.jsonl").read_text().splitlines()]
-        for folder in (found, expected)
+        [row["tokens_per_target_step"] for row in read_evaluations(folder / METRICS_FILE)] for folder in (found, expected)
     ]
     assert scores[0] == scores[1]
     assert len(scores[0]) == 2

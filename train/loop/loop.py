@@ -1,7 +1,7 @@
 """The training loop: batch, loss, backward, clip, step; then log?, evaluate?, checkpoint?
 
 It knows neither drafts nor targets. A `Task` brings the module, the loss of a batch, the score on held-out prompts and the
-artifact; the loop brings accelerate, the schedule, the metrics, the history and the checkpoints.
+artifact; the loop brings accelerate, the schedule, the metrics and the checkpoints.
 """
 
 from __future__ import annotations
@@ -34,13 +34,11 @@ from train.loop.optimizer import make_optimizer
 from train.loop.read_ahead import Signals, Window, windows
 from train.loop.task import Task
 from train.loop.termination import StopRequest, noting_sigterm
-from train.telemetry.files import MetricsFile
-from train.telemetry.history import History, explain_gap
+from train.telemetry.metrics_file import HELD_OUT, MetricsFile, explain_gap
 from train.telemetry.profiler import StepProfiler
 from train.telemetry.step_clock import STEP_PARTS
-from train.telemetry.step_metrics import SHARE, StepMetrics
+from train.telemetry.step_metrics import SHARE, StepMetrics, find_peak, flops_per_token
 from train.telemetry.trackers import start_trackers
-from train.telemetry.utilization import find_peak, flops_per_token
 
 log = logging.getLogger("draftsmith")
 
@@ -184,14 +182,11 @@ class _Training:
         log.info("resumed from %s", path)
 
     def _open_records(self) -> None:
-        # The evaluation of the last step has no line yet where it is still to be made.
-        self.history = History(self.output, done_steps=self.progress.step - (not self.progress.evaluated))
         self.metrics_file = None
         if self.accelerator.is_main_process:
-            self.metrics_file = MetricsFile(self.output, done_steps=self.progress.step)
-            # The later of the two knows more of an earlier process's time.
-            earlier = max(self.history.earlier_seconds, self.metrics_file.earlier_seconds)
-            self.history.earlier_seconds = self.metrics_file.earlier_seconds = earlier
+            # The evaluation of the last step has no line yet where it is still to be made.
+            evaluated = self.progress.step - (not self.progress.evaluated)
+            self.metrics_file = MetricsFile(self.output, done_steps=self.progress.step, evaluated_steps=evaluated)
 
     def _windows(self) -> Iterator[tuple[Window, Iterator[Signals]]]:
         """Yield the micro-batches of each remaining optimiser step of this epoch, and the signals that were read ahead."""
@@ -328,10 +323,11 @@ class _Training:
     def _evaluate(self, unwrapped: nn.Module) -> dict[str, float]:
         """Evaluate the unsharded module, and keep it if it is the best so far; return the metrics."""
         metrics = self.task.evaluate(unwrapped)
-        self.accelerator.log({f"held_out/{name}": value for name, value in metrics.items()}, step=self.progress.step)
+        named = {HELD_OUT + name: value for name, value in metrics.items()}
+        self.accelerator.log(named, step=self.progress.step)
         log.info("step %d/%d, held out: %s", self.progress.step, self.num_steps, _format(metrics))
-        if self.accelerator.is_main_process:
-            self.history.add(self.progress.step, time.perf_counter() - self.started, metrics)
+        if self.metrics_file is not None:
+            self.metrics_file.add(self.progress.step, time.perf_counter() - self.started, named)
         score = metrics["tokens_per_target_step"]
         if self.progress.best_score is None or score > self.progress.best_score:
             self.progress.best_score, self.progress.best_step = score, self.progress.step

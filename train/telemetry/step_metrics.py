@@ -1,7 +1,7 @@
 """Metrics of the steps between two reports: sums and counts, added over processes before any division.
 
 Beside the task's metrics stands the cost of the steps: tokens a second over all processes, the share of the steps' time that
-each part took (`train.telemetry.step_clock`), the utilisation of the device (`train.telemetry.utilization`) and the peak of its
+each part took (`train.telemetry.step_clock`), the utilisation of the device (`flops_per_token`) and the peak of its
 memory.
 """
 
@@ -16,18 +16,30 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from heads.device import allocated_peak, upload
+from configs.schema.training import ScheduleConfig
+from heads.device import allocated_peak, gpu_name, upload
 from heads.modules.interface import NO_DOCUMENT, Batch
 from train.telemetry.step_clock import STEP_PARTS, StepClock
 
 SHARE = "time_share_"
+# Dense bfloat16, in 10^12 operations a second, of the makers' data sheets; by a part of the device's name, the first that fits.
+PEAK_TFLOPS = {
+    "B200": 2250.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "MI300X": 1307.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "L4": 121.0,
+}
 
 
 class StepMetrics:
     """Sums and counts of this process since the last report.
 
     Args:
-        flops_per_token: floating-point operations of training (`train.telemetry.utilization`).
+        flops_per_token: floating-point operations of training (`flops_per_token`).
         peak: those of which this process's device is capable in a second; None: unknown, and no utilisation is reported.
     """
 
@@ -99,3 +111,25 @@ def memory_peak(device: torch.device) -> float:
     peak = allocated_peak(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit if peak is None else peak)
+
+
+def find_peak(device: torch.device, schedule: ScheduleConfig) -> float | None:
+    """Return the operations a second of which a process's device is capable; None: not known, as for a CPU.
+
+    The data sheets' figures are for 16 bits, so under float32 only `schedule.peak_tflops` says it.
+    """
+    if schedule.peak_tflops is not None:
+        return schedule.peak_tflops * 1e12
+    name = gpu_name(device)
+    if name is None or schedule.mixed_precision == "no":
+        return None
+    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items() if part in name), None)
+
+
+def flops_per_token(trained_parameters: int, frozen_parameters: int) -> float:
+    """Return the operations of training for one token, the forward of the frozen target included.
+
+    Counted as peers count model FLOP utilisation (PaLM, 2204.02311, appendix B, without its term for attention): padding,
+    recomputation, masked pairs, and the depths and blocks that a head adds to a position do not count.
+    """
+    return 6.0 * trained_parameters + 2.0 * frozen_parameters

@@ -1,6 +1,5 @@
 """The loop itself: what a skipped step leaves as it was."""
 
-import json
 from threading import Event
 
 import pytest
@@ -12,6 +11,7 @@ from tests.support.caches import random_conversations
 from tests.support.training_runs import distil, distill_config
 from train.loop.checkpoints import Checkpoints
 from train.loop.loop import _Training
+from train.telemetry.metrics_file import METRICS_FILE, read_metrics
 
 
 @pytest.mark.parametrize("skipped", [False, True])
@@ -20,7 +20,7 @@ def test_a_step_that_fp16_skips_does_not_move_the_schedule(skipped, monkeypatch,
     target = as_target(tiny_llama(seed=1, dtype=torch.float32, layers=3))
     config = distill_config(tmp_path, max_steps=4, log_every_steps=1, eval_every_steps=None)
     distil(config, target, random_conversations([(6, 8)] * 16, 64, seed=0))
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(tmp_path / METRICS_FILE)
     assert len(lines) == 4
     assert (len({line["learning_rate"] for line in lines}) == 1) == skipped
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from configs.schema.training import ScheduleConfig
-from train.telemetry.utilization import find_peak
+from train.telemetry.step_metrics import find_peak
 
 GPU = torch.device("cuda", 0)
 

@@ -1,8 +1,6 @@
-"""The history of a run: a line an evaluation, none twice, and a picture that shows both taus."""
+"""The evaluations of a run: a line each, none twice, and a warning where both taus part."""
 
-import json
 import logging
-import xml.etree.ElementTree as ElementTree
 from types import SimpleNamespace
 
 import pytest
@@ -13,14 +11,11 @@ from configs.schema.learning import OptimizerConfig
 from configs.schema.training import ScheduleConfig
 from distill.dataset.batches import ConversationDataset, make_loader
 from distill.signals import TargetSignals
-from eval.report.plots import VARIABLES
 from train.launch import make_accelerator
 from train.loop.loop import train
 from train.loop.task import BatchLoss, Prepared
-from train.telemetry.history import LINES_FILE, PICTURE_FILE, draw_history, explain_gap
+from train.telemetry.metrics_file import METRICS_FILE, explain_gap, read_evaluations
 from train.telemetry.step_clock import StepClock
-
-METRICS = {"tokens_per_target_step": 1.5, "predicted_tau": 1.9, "conditional_1": 0.6, "conditional_2": 0.4}
 
 
 class Task:
@@ -60,7 +55,7 @@ def run(task, rows, output, **settings):
 
 
 def read(output):
-    return [json.loads(line) for line in (output / LINES_FILE).read_text().splitlines()]
+    return read_evaluations(output / METRICS_FILE)
 
 
 def scores(*taus):
@@ -77,10 +72,9 @@ def test_every_evaluation_is_a_line_and_a_resumed_run_writes_none_twice(tmp_path
     assert [(row["step"], row["tokens_per_target_step"]) for row in after] == [(2, 1.1), (4, 1.3), (6, 1.4)]
     assert after[0] == before[0]
     assert before[0]["seconds"] < after[1]["seconds"] < after[2]["seconds"]
-    assert (tmp_path / PICTURE_FILE).read_text() == draw_history(after)
 
 
-def test_a_run_from_the_start_begins_a_new_history(tmp_path, greedy_rows):
+def test_a_run_from_the_start_drops_earlier_evaluations(tmp_path, greedy_rows):
     run(Task(scores(1.1, 1.2, 1.3)), greedy_rows, tmp_path)
     run(Task(scores(1.4)), greedy_rows, tmp_path, resume=False, eval_every_steps=None)
     assert [(row["step"], row["tokens_per_target_step"]) for row in read(tmp_path)] == [(6, 1.4)]
@@ -99,21 +93,3 @@ def test_a_gap_at_the_end_of_training_is_a_warning_with_both_numbers(tmp_path, g
 def test_a_gap_is_less_than_four_fifths_of_the_promised_gain(decoded, predicted, is_gap):
     metrics = {"tokens_per_target_step": decoded} | ({} if predicted is None else {"predicted_tau": predicted})
     assert (explain_gap(metrics) is not None) == is_gap
-
-
-def test_the_picture_stands_alone_and_shows_both_taus_and_every_depth():
-    rows = [METRICS | {"step": step, "seconds": 1.0} for step in (10, 20, 30)]
-    svg = draw_history(rows)
-    ElementTree.fromstring(svg)
-    for text in ("decoded", "predicted from agreement", "draft 1", "draft 2", "optimiser step"):
-        assert f">{text}<" in svg
-    assert not any(stand_in in svg for stand_in in VARIABLES)
-    assert draw_history(rows) == svg
-
-
-def test_a_draft_model_s_picture_shows_what_was_decoded_alone():
-    svg = draw_history([{"step": 10, "seconds": 1.0, "tokens_per_target_step": 1.5}])
-    ElementTree.fromstring(svg)
-    assert ">decoded<" in svg
-    assert "predicted" not in svg
-    assert "given all before" not in svg
