@@ -1,6 +1,6 @@
 """Set reports side by side: `python eval/compare.py runs/a/report.json runs/b/report.json [...]`.
 
-Prints a table, the first report being what the others are held against, and writes one page (`--set output=FILE`). A folder
+Prints a table that compares the others with the first, and writes one page (`--set output=FILE`). A folder
 stands for the `report.json` in it. Reports of different targets or prompts are refused unless `may_differ_in` names them.
 """
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 if not __package__:  # run as a script: the checkout's root takes the place of this folder, which Python put first
@@ -25,7 +24,7 @@ from configs.runtime.files import sha256_of, write_json, write_text
 from configs.runtime.redaction import mask_secrets
 from configs.runtime.terminal import one_line, say
 from configs.schema.evaluation import GateConfig
-from eval.release.checks import Artifact, judge
+from eval.release.checks import judge, read_artifact
 from eval.release.verdict import as_junit, as_markdown, as_table, as_values
 from eval.report.schema import load_report, report_file
 from eval.report.text import headline
@@ -40,7 +39,8 @@ def main(config: GateConfig, args: argparse.Namespace) -> int:
     output = _clear_output(args.output, report_path, baseline_path)
     report = load_report(report_path)
     baseline = None if baseline_path is None else load_report(baseline_path, "baseline report")
-    verdict = judge(report, config, baseline, _read_artifact(args.artifact))
+    artifact = read_artifact(args.artifact) if args.artifact else None
+    verdict = judge(report, config, baseline, artifact)
     code = EXIT_CODES[verdict.outcome]
     record = {
         "format_version": 1,
@@ -76,14 +76,6 @@ def _clear_output(name: str | None, report: Path, baseline: Path | None) -> Path
         except OSError as error:
             raise InputError(f"--output: {output.with_suffix(suffix)} cannot be replaced: {error.strerror or error}") from error
     return output
-
-
-def _read_artifact(folders: Sequence[str]) -> Artifact | None:
-    if not folders:
-        return None
-    from eval.release.artifact_hash import read_shipped  # imports torch
-
-    return read_shipped([Path(folder) for folder in folders])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -89,7 +89,7 @@ def answer_lengths(generations: Iterable[Generation], max_new_tokens: int) -> li
 def expected_rounds(profile: AcceptanceProfile, num_drafts: int, answers: Iterable[AnswerLength]) -> Floats:
     """Return how many rounds with 0, 1, ..., `num_drafts` drafts the answers are expected to take, `[G + 1]`.
 
-    Rounds are taken for independent of each other, and the answer's length for given: drafts behind its end are in vain.
+    Rounds are assumed independent of each other, and the length of an answer given: drafts behind its end are wasted.
     """
     accepted = [profile.accepted(drafts) for drafts in range(num_drafts + 1)]
     rounds_G = np.zeros(num_drafts + 1)

@@ -8,8 +8,9 @@ target it was measured with. A baseline report that cannot be compared with is r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from configs.runtime.errors import InputError
 from configs.schema.evaluation import GateConfig
@@ -24,10 +25,32 @@ MIN_RESAMPLES = 200  # of the bootstrap behind a report's intervals
 
 @dataclass(frozen=True, kw_only=True)
 class Artifact:
-    """What an artifact folder says of itself; see `eval.release.artifact_hash`."""
+    """What the artifact that is to be released says of itself."""
 
     sha256: str
     target: Mapping[str, str | None]  # the hashes of what it was made for, keyed as in `eval.report.differences.IDENTITY`
+
+
+def read_artifact(folders: Sequence[str | Path]) -> Artifact:
+    """Return what an artifact says of itself, or several that draft together.
+
+    Each is a folder or a name on the Hub (`heads.hub`). Where several were made for different targets, what they differ in
+    equals no target's.
+
+    Raises:
+        InputError: one is no artifact, or a file of it is missing.
+    """
+    # These import transformers, which a gate without an artifact need not wait for.
+    from heads.frozen.identity import TargetIdentity
+    from heads.hub import locate_artifact
+    from heads.metadata import agreed, hash_artifact, hash_together, read_metadata
+
+    hashes, made_for = [], []
+    for folder in map(locate_artifact, folders):
+        metadata = read_metadata(folder)
+        hashes.append(hash_artifact(folder, metadata))
+        made_for.append(TargetIdentity.from_dict(metadata.target, str(folder)).to_dict())
+    return Artifact(sha256=hash_together(hashes), target={key: agreed(each[key] for each in made_for) for key in IDENTITY})
 
 
 def judge(report: Report, config: GateConfig, baseline: Report | None = None, artifact: Artifact | None = None) -> GateVerdict:

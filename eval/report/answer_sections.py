@@ -1,4 +1,4 @@
-"""The sections of a report that only some runs ask for: what the answers are worth, what they burn, what they look like.
+"""The sections of a report that only some runs ask for: quality, energy and rendered answers.
 
 As those of `eval.report.sections`. Torch-free.
 """
@@ -55,20 +55,17 @@ class QualitySection(ClosedSection):
     num_failed: Count  # requests that failed in one of the modes, and have no score
     num_cut: Count  # answers that reached the limit of their length in one of the modes
     perplexity: PerplexitySection | None = Field(
-        description="exp of the mean negative log-probability that the target itself, at temperature 1 and without top-k or "
-        "top-p, gives the tokens of an answer; pooled over all answers. The change is speculative over plain: above 1, the "
-        "draft made the answers less likely to the target."
+        description="exp of the mean negative log-probability that the target gives the tokens of all answers, at temperature "
+        "1 and without top-k or top-p. The change is speculative over plain."
     )
     scores: dict[str, ScoreSection] = Field(
-        description="The mean over all answers of what a scorer gives each; for exact match, the share whose number is the "
-        "reference's. The change is speculative minus plain, prompt by prompt. Where no score changed, its interval is that of "
-        "a share of which none was seen."
+        description="The mean of a scorer over all answers. The change is speculative minus plain, prompt by prompt. Where no "
+        "score changed, its interval is that of a share of which none was seen."
     )
     feature_distance: FeatureDistanceSection | None = Field(
         None,
-        description="The Fréchet distance of two sets of answers in the space of the features that the run names, each set "
-        "taken for a normal distribution: of either mode's answers from the suite's references, and between the two modes. It "
-        "has no interval, and is compared between sets of the same size only.",
+        description="The Fréchet distance of two sets of answers in the space of the run's features: of either mode's answers "
+        "from the suite's references, and between the modes. It has no interval, and compares sets of the same size only.",
     )
 
 

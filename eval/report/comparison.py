@@ -123,7 +123,7 @@ def overview(entries: Sequence[ComparedReport]) -> Table:
 
 
 def notes(entries: Sequence[ComparedReport]) -> list[str]:
-    """Return what changed on further suites, and what each report was made with otherwise than the first."""
+    """Return what changed on further suites, and what each report differs in from the first."""
     on_suites = [
         f"{entry.letter} on {name}: τ {number(change.ours)}, {describe_change(change)}"
         for entry in entries

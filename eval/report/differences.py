@@ -1,4 +1,4 @@
-"""What two reports were made with otherwise: target, prompts, decoding settings, machine. Torch-free.
+"""What two reports differ in: target, prompts, decoding settings, machine. Torch-free.
 
 A token count means something for one target, one set of prompts and one way of decoding; seconds also for one machine, one
 version of torch and transformers, and one dtype. Seeds are not compared.
@@ -22,7 +22,7 @@ NOT_RECORDED = "not recorded"
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """One thing that two reports were made with otherwise."""
+    """One thing that two reports differ in."""
 
     aspect: Aspect
     what: str
@@ -98,11 +98,11 @@ def _settings(ours: DecodeSection, theirs: DecodeSection) -> list[Difference]:
 
 
 def _lookups(ours: DraftSection, theirs: DraftSection) -> list[Difference]:
-    """Compare what drafted beside the draft: its tokens are counted with the draft's."""
+    """Compare the lookups that drafted together with the draft: their tokens are counted with its own."""
     named = [", ".join(each.lookups) or "none" for each in (ours, theirs)]
     if named[0] == named[1]:
         return []
-    return [Difference(aspect="decode", what="lookups beside the draft", ours=named[0], theirs=named[1])]
+    return [Difference(aspect="decode", what="lookups with the draft", ours=named[0], theirs=named[1])]
 
 
 def _machine(ours: Report, theirs: Report) -> list[Difference]:

@@ -41,8 +41,7 @@ def render_html(report: Report, previous: Report | None = None) -> str:
 
     Args:
         report: the report.
-        previous: a report of the previous draft, to be shown beside it; where its target or prompts differ, the page says
-            what they differ in.
+        previous: a report of the previous draft, to compare with; where target or prompts differ, the page says so.
     """
     tables = report_tables(report)
     if previous is not None:

@@ -111,8 +111,8 @@ class PromptsSection(ClosedSection):
     num_trained_on: Count | None = None  # of all prompts, by the draft; None: the artifact does not say
     categories: dict[str, Count]
     failed: list[FailedRequest] = Field(
-        description="Prompts whose decoding broke off, in any mode. What was decoded of them is counted, a batch that broke "
-        "off is timed in no mode, and no gate passes a report that has any."
+        description="Prompts whose decoding failed in any mode. What was decoded of them is counted, their batches are timed "
+        "in no mode, and no gate passes the report."
     )
 
 
@@ -132,20 +132,18 @@ class LosslessSection(OpenSection):
     """Whether speculative decoding changed the answers; see `eval.lossless.verdict`."""
 
     verdict: LosslessVerdict = Field(
-        description="Whether speculation changed the output. Of greedy answers every token must be the target's choice: an "
-        "answer is read once more, whole, by a copy of the target in a wider dtype, and no token's logit may lie further below "
-        "the largest than rounding in the decoding dtype explains. Up to ties: so it is, and some answers differ from plain "
-        "decoding's, which is as good a choice at a near tie. Lossy by design: the rule changes the distribution. Sampled "
-        "answers differ anyway: two statistical tests of the samples against the "
-        "target's distribution must not fail, and must be able to show a difference that matters."
+        description="Whether speculation changed the output. A copy of the target in a wider dtype reads every greedy answer "
+        "once more: no token's logit may lie further below the largest than rounding explains. Up to ties: some answers also "
+        "differ from plain decoding's, at near ties. Sampled answers: two statistical tests against the target's distribution "
+        "must not fail, and must be able to show a difference that matters. Lossy by design: the rule changes the distribution."
     )
     checked_prompts: Count
     checked_tokens: Count | None = None  # of greedy answers; None in reports of an earlier version
     differing_answers: Count | None = None  # greedy ones that are not plain decoding's
     tolerance: Number = Field(
         None,
-        description="How far a token's logit may lie below the largest, at the median token: `tie_noise` times the rounding "
-        "error of the decoding dtype, which is the difference between the target's readings in it and in the wider dtype.",
+        description="How far a token's logit may lie below the largest, at the median token: `tie_noise` times the difference "
+        "between the target's logits in the decoding dtype and in the wider one.",
     )
     largest_gap: Number = None  # of all checked tokens, in logits
     divergences: list[DivergenceSection]  # the first of each differing answer
@@ -241,15 +239,14 @@ class Report(ClosedSection):
     speed: WholeSpeedSection | None
     by_category: dict[str, CategorySection] = Field(description="The same numbers over the prompts of one category alone.")
     baselines: dict[str, BaselineSection] = Field(
-        description="Other ways to decode, measured in the same run on the same prompts. Prompt lookup drafts by copying from "
-        "the text so far and needs no training. Suffix lookup does so too, and also copies from the answers to the suite's "
-        "earlier prompts of the same process, never from that to the current prompt. Self-speculation drafts with the target's "
-        "own first blocks. A ratio is this draft's number over theirs, with the same prompts drawn for both."
+        description="Other ways to decode, measured in the same run on the same prompts. Prompt lookup copies drafts from the "
+        "text so far. Suffix lookup also copies from the answers to earlier prompts of the same process. Self-speculation "
+        "drafts with the target's own first blocks. A ratio is this draft's number over theirs, on the same prompts."
     )
     with_lookup: WithLookupSection | None = Field(
         None,
-        description="The same draft with prompt lookup before it: a round copies from the text so far where its last tokens "
-        "have stood there before, and asks the draft elsewhere. A ratio is its number over the draft's alone.",
+        description="The same draft after prompt lookup: a round copies from the text so far where its last tokens have "
+        "occurred before, and asks the draft elsewhere. A ratio is its number over the draft's alone.",
     )
     suites: dict[str, SuiteSection] = Field(
         {},
@@ -260,9 +257,8 @@ class Report(ClosedSection):
     quality: QualitySection | None = None  # None: not asked for
     energy: EnergySection | None = Field(
         None,
-        description="Joules of the decode seconds divided by the tokens decoded in them, by the counters of the GPU's board "
-        "(NVML), or of all of the processor's packages (RAPL): idle power and other work on the machine included, prefill "
-        "excluded. The ratio is speculative over plain; below 1 the draft saves energy.",
+        description="Joules of decoding per token, by the counters of the GPU's board (NVML) or of all processor packages "
+        "(RAPL). Idle power and other work on the machine are included, prefill is not. The ratio is speculative over plain.",
     )
     samples: dict[Literal["worst", "best"], list[AnswerSample]]
     rendered: list[RenderedAnswer] = []  # the first prompts' answers, where the run names a function that renders them

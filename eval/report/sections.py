@@ -1,6 +1,6 @@
 """The measured sections of a report, as pydantic models: acceptance and speed; `eval.report.answer_sections` has the others.
 
-A field's `description` says what its number means; the page shows it beside the number (`eval.report.schema.definitions`).
+A field's `description` says what its number means; the page shows it (`eval.report.schema.definitions`).
 A field with a default is missing from reports of an earlier version, or of runs that did not ask for it. Torch-free.
 """
 
@@ -57,9 +57,9 @@ class AcceptanceSection(ClosedSection):
     """How many drafted tokens the target accepted. Lists go by draft position or by length, from 0."""
 
     tokens_per_target_step: Number = Field(
-        description="Committed tokens divided by the target's decode forwards, pooled over all rounds of all prompts. The "
-        "target's own token of each round is included, the prefill's token is not, and nothing is counted behind the end of a "
-        "text. Plain decoding is exactly 1. Written τ; others call it acceptance length or block efficiency."
+        description="Committed tokens divided by the target's decode forwards, pooled over all prompts. It includes the "
+        "target's own token of each round, and neither the prefill's token nor anything behind the end of a text. Plain "
+        "decoding is exactly 1. Written τ; also called acceptance length or block efficiency."
     )
     tokens_per_target_step_ci: Bounds
     tokens_per_target_step_macro: Number = Field(
@@ -72,13 +72,12 @@ class AcceptanceSection(ClosedSection):
         description="The mean number of drafted tokens accepted in a round, without the target's own token."
     )
     draft_token_yield: Number = Field(
-        description="Accepted tokens divided by drafted tokens. It falls as more tokens are drafted a round, so it is no "
-        "acceptance rate."
+        description="Accepted tokens divided by drafted tokens. It falls as rounds draft more, so it is no acceptance rate."
     )
     overlap_alpha: Number = Field(
-        description="The acceptance rate α: the sum over the vocabulary of min(p, q), exact from the target's and the draft's "
-        "probabilities at the temperature in use, averaged over every drafted position up to and including the first rejected "
-        "one. Greedy decoding takes the likeliest token alone: there it is the share of positions where that is the same."
+        description="The acceptance rate α: the sum over the vocabulary of min(p, q), from the target's and the draft's "
+        "probabilities at the temperature in use, averaged over drafted positions up to the first rejected one. In greedy "
+        "decoding it is the share of positions at which both find the same token likeliest."
     )
     overlap_alpha_ci: Bounds
     overlap_alpha_by_position: list[Number] = Field(
@@ -86,14 +85,12 @@ class AcceptanceSection(ClosedSection):
     )
     top1_agreement: Number = Field(
         None,
-        description="The share of compared positions at which draft and target give their highest probability to the same "
-        "token. At temperature 0 it is what decides acceptance.",
+        description="The share of compared positions at which draft and target find the same token likeliest.",
     )
     kl_divergence: Number = Field(
         None,
         description="The Kullback-Leibler divergence KL(p ‖ q) of the target's distribution p from the draft's q, in nats, "
-        "averaged over compared positions. Over the tokens in the draft's vocabulary, with p normalized there; the rest is in "
-        "the uncovered mass.",
+        "averaged over compared positions; over the draft's vocabulary, with p normalised there.",
     )
     uncovered_mass: Number = Field(
         None,
@@ -101,8 +98,8 @@ class AcceptanceSection(ClosedSection):
     )
     calibration_error: Number = Field(
         None,
-        description="How far the draft's probability for its token lies from the target's probability for the same token: the "
-        "difference of their means by class of confidence, averaged over all drafts. 0 for a draft equal to the target.",
+        description="The difference between the draft's and the target's mean probability of drafted tokens, by class of "
+        "confidence, averaged over all drafts. 0 for a draft equal to the target.",
     )
     reliability: list[ReliabilityClass] = Field(
         [],
@@ -111,13 +108,12 @@ class AcceptanceSection(ClosedSection):
     )
     stopping_reliability: list[StoppingClass] = Field(
         [],
-        description="Drafts in ten classes by the largest probability of the draft's distribution, which is what the rules "
-        "that end a round early read, and the share of them that was accepted where all before them were.",
+        description="Drafts in ten classes by the largest probability of the draft's distribution, which stopping rules read, "
+        "and the share accepted where all before them were.",
     )
     stopping_calibration_error: Number = Field(
         None,
-        description="How far that confidence lies from the share accepted, by class, averaged over all drafts. A cost rule "
-        "corrects for it.",
+        description="How far that confidence lies from the share accepted, by class, averaged over all drafts.",
     )
     estimate_reliability: list[StoppingClass] = Field(
         [],
@@ -125,21 +121,18 @@ class AcceptanceSection(ClosedSection):
     )
     estimate_calibration_error: Number = Field(
         None,
-        description="How far the draft's own estimate of its acceptance lies from the share accepted, by class, averaged over "
-        "all drafts.",
+        description="How far that estimate lies from the share accepted, by class, averaged over all drafts.",
     )
     estimate_auroc: Number = Field(
         None,
-        description="The chance that of two drafts, one accepted and one refused, the accepted one has the higher estimate: 1 "
-        "where the estimate tells them apart, 0.5 where it says nothing.",
+        description="The chance that of an accepted and a refused draft the accepted one has the higher estimate.",
     )
     position_conditional: list[Number] = Field(
-        description="Of the rounds in which every draft before this position was accepted, the share in which this one was "
-        "too. A draft behind an accepted end of text was never judged and is not counted."
+        description="The share accepted at this position of the rounds in which every draft before it was accepted. A draft "
+        "behind an accepted end of text is not counted."
     )
     position_survival: list[Number] = Field(
-        description="Of the rounds that drafted this far, the share that accepted this far. Where every round drafts as many "
-        "tokens, these are the shares given all before, multiplied up."
+        description="The share of the rounds that drafted this far which also accepted this far."
     )
     accepted_histogram: list[Count] = Field(description="How many rounds accepted 0, 1, 2, ... drafted tokens.")
     drafted_histogram: list[Count] = Field(description="How many rounds drafted 0, 1, 2, ... tokens.")
@@ -168,14 +161,13 @@ class WholeAcceptanceSection(AcceptanceSection):
 
     detectable_change_percent: Number = Field(
         None,
-        description="The smallest change of tokens per target step that this number of prompts would show in four of five "
-        "runs, against a fixed number. A comparison prompt by prompt with another draft detects smaller ones, and states "
-        "its own.",
+        description="The smallest change of τ against a fixed number, in percent, that so many prompts would show in four of "
+        "five runs. A comparison prompt by prompt with another draft detects smaller ones.",
     )
     by_context_tokens: list[LengthClass] = Field(
         [],
-        description="Tokens per target step by how many tokens stood before the round, the prompt's and the answer's. A draft "
-        "trained on short texts falls off where they are longer than those.",
+        description="Tokens per target step by how many tokens of prompt and answer came before the round. A draft trained on "
+        "short texts falls off on longer ones.",
     )
     by_answer_tokens: list[LengthClass] = Field(
         [], description="The same by how many tokens of the answer stood before the round."
@@ -200,9 +192,8 @@ class SpeedupSection(ClosedSection):
     """One way of decoding against plain decoding."""
 
     decode_speedup: Number = Field(
-        description="Plain decoding's seconds per token divided by speculative decoding's: totals over the same prompts, "
-        "decoded in turns in one run by the same loop, counting the same kind of token ids. Prefill excluded; below 1 is "
-        "slower."
+        description="Plain decoding's seconds per token divided by speculative decoding's, prefill excluded: totals over the "
+        "same prompts, decoded in turns in one run by the same loop."
     )
     decode_speedup_ci: Bounds
     decode_speedup_median: Number = Field(
@@ -282,7 +273,7 @@ class AnswerLength(ClosedSection):
 
 
 class PredictedSection(ClosedSection):
-    """Decode speedup by the fitted cost model, and what the model was fitted to besides the acceptance."""
+    """Decode speedup by the cost model, and what the model was fitted to, with the acceptance."""
 
     context_tokens: Count  # of this run, and of the settings that the page shows
     settings: list[PredictedSpeedup]
@@ -295,7 +286,7 @@ class PredictedSection(ClosedSection):
 
 
 class GenerateSection(ClosedSection):
-    """transformers' own `generate` beside plain decoding: the same prompts, in turns, one at a time, whole answers."""
+    """transformers' own `generate` and plain decoding: the same prompts, in turns, one at a time, whole answers."""
 
     num_prompts: Count
     milliseconds_per_token_generate: float
@@ -307,14 +298,12 @@ class WholeSpeedSection(SpeedSection):
 
     generate: GenerateSection | None = Field(
         None,
-        description="What a token takes by transformers' `generate` and by plain decoding here, prompt's forward included: "
-        "whether the plain decoding that the draft is compared with is as fast as a user's own.",
+        description="What a token takes in transformers' `generate` and in plain decoding here, prefill included.",
     )
     predicted: PredictedSection | None = Field(
         None,
-        description="Decode speedup predicted by a cost model, fitted to a short timing sweep of target and draft on this "
-        "machine and to the measured survival by position, at other batch sizes and numbers of drafts. Positions beyond those "
-        "measured are given the last one's conditional acceptance; batches beyond the sweep's largest follow the fit. The "
-        "measured one stands beside it.",
+        description="Decode speedup at other batch sizes and numbers of drafts, by a cost model fitted to a timing sweep on "
+        "this machine and to the measured acceptance by position. Positions beyond those measured take the last one's "
+        "acceptance; batches beyond the sweep's largest follow the fit.",
     )
     per_batch: list[BatchSection] | None = None

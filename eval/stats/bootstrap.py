@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Column = Sequence[float] | Floats  # [clusters]
 LEVEL = 0.95
-MOST_CLUSTERS = 2000  # more are drawn in blocks: at this number, the bounds' own noise from it is below 2 % of their width
+MAX_CLUSTERS = 2000  # more are drawn in blocks: at this number, the bounds' own noise from it is below 2 % of their width
 DRAWS_AT_A_TIME = 1 << 20  # drawn clusters held in memory together; a constant, because the random stream is cut here
 
 
@@ -120,16 +120,16 @@ def _stacked(columns: Sequence[Column]) -> Floats:
 
 
 def _in_blocks(columns_FC: Floats, seed: int) -> Floats:
-    """Add up very many clusters in `MOST_CLUSTERS` blocks of equal size, put together at random.
+    """Add up very many clusters in `MAX_CLUSTERS` blocks of equal size, put together at random.
 
     Blocks of independent clusters are independent clusters as well, and statistics here see sums only; so the bounds stay
     what they are, at a fraction of the draws. In the order they come in, blocks would be more alike than chance makes them.
     """
     num_clusters = columns_FC.shape[1]
-    if num_clusters <= MOST_CLUSTERS:
+    if num_clusters <= MAX_CLUSTERS:
         return columns_FC
     order_C = np.random.default_rng([seed, num_clusters]).permutation(num_clusters)
-    block_C = np.arange(num_clusters) % MOST_CLUSTERS
+    block_C = np.arange(num_clusters) % MAX_CLUSTERS
     return np.stack([np.bincount(block_C, column_C[order_C]) for column_C in columns_FC])
 
 

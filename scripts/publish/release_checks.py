@@ -16,8 +16,7 @@ from configs.runtime.files import read_json, sha256_of
 from configs.runtime.loading import load_config
 from configs.schema.commands.release import PushConfig
 from configs.schema.evaluation import GateConfig
-from eval.release.artifact_hash import read_shipped
-from eval.release.checks import judge
+from eval.release.checks import judge, read_artifact
 from eval.release.verdict import Finding, GateVerdict
 from eval.report.schema import Report, load_report
 from eval.report.text import short
@@ -58,7 +57,7 @@ def read_release(
     metadata = read_metadata(folder)
     refuse_links_out(folder)
     report = load_report(report_path)
-    shipped = read_shipped([folder])
+    shipped = read_artifact([folder])
     _check_report(report, report_path, shipped.sha256, folder, config)
     if gate is not None:
         judged = load_config(GateConfig, gate)

@@ -13,7 +13,7 @@ from configs.schema.commands.release import ENGINES, ExportConfig, ImportConfig
 from configs.schema.heads import MedusaSettings
 from configs.schema.target import TargetConfig
 from eval.evaluation import evaluate
-from eval.release.artifact_hash import read_shipped
+from eval.release.checks import read_artifact
 from heads.artifact import read_metadata
 from heads.families.registry import FAMILIES
 from heads.formats.exporting.table import FORMS
@@ -67,7 +67,7 @@ def test_what_no_engine_is_given_is_refused_with_what_to_do(folder, capsys):
     assert run(ExportConfig, exporting, folder / "target", *out) == BAD_INPUT
     assert "holds no draftsmith.json; eval/run.py and engines take a model as it is" in capsys.readouterr().err
     with pytest.raises(InputError, match="a gate's --artifact are for drafts that were trained or imported here"):
-        read_shipped([folder / "target"])
+        read_artifact([folder / "target"])
 
 
 def test_there_and_back(folder, capsys):

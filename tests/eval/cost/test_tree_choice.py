@@ -13,7 +13,7 @@ from configs.schema.evaluation import EvalConfig
 from configs.schema.training import DistillConfig
 from eval import evaluation
 from eval.cost import tree_choice
-from eval.cost.tree_shapes import measure_profile
+from eval.cost.tree_choice import measure_profile
 from eval.decoder.records import SPECULATIVE, Generation
 from eval.evaluation import evaluate
 from eval.measure.record_files import read_records

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from configs.schema.drafting import StaticTree
-from eval.cost.tree_shapes import fastest_tree, measure_profile
+from eval.cost.tree_choice import fastest_tree, measure_profile
 from eval.decoder.records import Round
 from tests.support.trees import expected_tokens
 

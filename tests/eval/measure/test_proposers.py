@@ -14,8 +14,7 @@ from eval.decoder.records import WITH_LOOKUP, Generation
 from eval.evaluation import evaluate
 from eval.measure.proposers import load_evaluated
 from eval.measure.record_files import read_records
-from eval.release.artifact_hash import read_shipped
-from eval.release.checks import judge
+from eval.release.checks import judge, read_artifact
 from heads.artifact import read_metadata, save_draft_lm
 from heads.frozen.loading import load_target
 from heads.proposers.cross_device import CrossDeviceProposer
@@ -50,7 +49,7 @@ def test_the_report_names_all_drafts_and_the_gate_knows_them_by_their_hashes(con
     assert len({draft.sha256, one["sha256"], other["sha256"]}) == 3
 
     def provenance(*paths):
-        artifact = read_shipped([Path(path) for path in paths]) if paths else None
+        artifact = read_artifact([Path(path) for path in paths]) if paths else None
         findings = judge(report, GateConfig(), artifact=artifact).findings
         return next(each.outcome for each in findings if each.check == "provenance")
 
@@ -67,7 +66,7 @@ def test_a_part_made_for_another_target_shows_in_the_section_and_fails_the_gate(
     evaluate(mixed)
     report = report_in(config)
     assert report.draft.target_sha256 == f"{known}, {'f' * 64}"
-    assert read_shipped([Path(folders[0]), stranger]).target["weights_sha256"] == report.draft.target_sha256
+    assert read_artifact([Path(folders[0]), stranger]).target["weights_sha256"] == report.draft.target_sha256
     assert "trained for" in report.warnings[0]
     assert {each.check: each.outcome for each in judge(report, GateConfig()).findings}["provenance"] == "fail"
 
@@ -89,7 +88,7 @@ def test_a_lookup_beside_an_artifact_is_measured_and_judged_as_that_artifact(con
     assert (report.draft.kind, report.draft.path, report.draft.lookups) == ("draft_lm", folders[0], [lookup])
     assert f"with {lookup.replace('_', ' ')}, 2 speculative" in (Path(config.output) / "report.md").read_text()
     assert "fail" not in {each["outcome"] for each in report.lossless.checks.values()}
-    findings = judge(report, GateConfig(), artifact=read_shipped([Path(folders[0])])).findings
+    findings = judge(report, GateConfig(), artifact=read_artifact([Path(folders[0])])).findings
     assert next(each.outcome for each in findings if each.check == "provenance") == "pass"
 
 

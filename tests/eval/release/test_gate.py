@@ -16,8 +16,7 @@ from configs.runtime.files import sha256_of
 from configs.runtime.loading import load_config
 from configs.schema.evaluation import GateConfig, GateRule
 from eval.gate import add_arguments, main
-from eval.release.artifact_hash import read_shipped
-from eval.release.checks import Artifact, judge
+from eval.release.checks import Artifact, judge, read_artifact
 from eval.report.schema import report_file, write_report
 from tests.support.reports import REMOVED, changed
 
@@ -189,7 +188,7 @@ def test_a_further_suite_of_other_prompts_is_refused_for_rules_relative_to_it_on
     [
         ("decode.num_speculative_tokens", 5, "num_speculative_tokens", "speculative_tokens"),
         ("decode.batch_size", 8, "decode", "decode.batch_size"),
-        ("draft.lookups", ["prompt_lookup"], "decode", "lookups beside the draft (none here, prompt_lookup there)"),
+        ("draft.lookups", ["prompt_lookup"], "decode", "lookups with the draft (none here, prompt_lookup there)"),
     ],
 )
 def test_another_way_of_decoding_may_be_allowed_and_is_then_noted(report, path, value, aspect, what):
@@ -310,7 +309,7 @@ def test_an_artifact_without_its_weights_is_called_damaged(tiny_run, tmp_path):
     shutil.copytree(tiny_run / "artifact", tmp_path / "artifact")
     (tmp_path / "artifact/model.safetensors").unlink()
     with pytest.raises(InputError, match=r"is damaged: cannot read .*model.safetensors"):
-        read_shipped([tmp_path / "artifact"])
+        read_artifact([tmp_path / "artifact"])
 
 
 def test_a_verdict_is_not_explained_by_differences_that_were_not_found(report):

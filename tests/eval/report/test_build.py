@@ -118,10 +118,3 @@ def test_a_malformed_report_is_refused_by_name(report, path, value, sentence):
 def test_what_is_no_report_at_all_is_called_so(value):
     with pytest.raises(InputError, match="is no report"):
         parse_report(value, "report.json")
-
-
-def test_a_path_of_a_number_is_its_keys_and_list_places(report):
-    numbers = dict(numbers_of(report.to_dict()))
-    assert numbers["acceptance.position_survival.0"] == report.acceptance.position_survival[0]
-    assert numbers["by_category.coding.num_prompts"] == 8
-    assert "simulated" not in numbers  # a truth value is no number

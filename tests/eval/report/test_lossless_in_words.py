@@ -72,12 +72,6 @@ ALL_RIGHT = "every one of 3,412 tokens is the target's choice within rounding; "
             {"wrong_tokens": 5},
             "5 tokens are not the target's choice; 23 of 32 answers differ from plain decoding's",
         ),
-        (
-            "not_lossless",
-            1,
-            {"wrong_ends": 2},
-            "2 answers end in the wrong place; 1 of 32 answers differs from plain decoding's",
-        ),
     ],
 )
 def test_a_greedy_headline_counts_tokens_and_differing_answers(report, verdict, num_differing, check, words):
@@ -88,22 +82,14 @@ def test_a_greedy_headline_counts_tokens_and_differing_answers(report, verdict, 
     )
 
 
-def test_a_report_of_before_says_of_tokens_nothing(report):
-    words = "1 of 32 answers differs from plain decoding's, first where two tokens nearly tie"
-    assert lossless_detail(report) == words
-
-
 def test_a_failed_test_is_named_with_its_p_value(report):
-    report = sampled(report, "not_lossless", failed=["first_tokens"])
-    assert "; samples do not follow the target's distribution: first tokens (p = 3.2e-07)." in headline(report)
-    found = lossless_finding(report)
+    found = lossless_finding(sampled(report, "not_lossless", failed=["first_tokens"]))
     assert (found.outcome, "first tokens (p = 3.2e-07)" in found.reason) == ("fail", True)
 
 
 def test_an_open_test_is_named_with_what_it_lacks_and_the_gate_stays_open(report):
     report = sampled(report, "inconclusive", inconclusive=["likelihood", "first_tokens"])
     named = "likelihood (too few prompts), first tokens (p = 0.4, would miss what it must show)"
-    assert f"; not decided whether the output is the target's: {named}." in headline(report)
     found = lossless_finding(report)
     assert found.outcome == "inconclusive"
     assert found.reason.endswith(f": {named}")

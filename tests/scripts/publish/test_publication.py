@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED, INCONCLUSIVE
 from configs.schema.heads import MedusaSettings, MtpSettings
-from eval.release.artifact_hash import read_shipped
+from eval.release.checks import read_artifact
 from eval.report.schema import load_report
 from heads.artifact import PROMPTS_FILE, hash_artifact, read_metadata
 from heads.families.registry import FAMILIES
@@ -37,7 +37,7 @@ def test_a_dry_run_writes_an_artifact_whose_report_and_hash_agree(dry, release):
     measured = load_report(release / "evaluation" / "report.json")
     assert report.draft.measured_sha256 == measured.draft.sha256 != report.draft.sha256
     assert report.acceptance == measured.acceptance
-    assert read_shipped([folder]).sha256 == report.draft.sha256
+    assert read_artifact([folder]).sha256 == report.draft.sha256
     assert (folder / "model.safetensors").read_bytes() == (release / "artifact" / "model.safetensors").read_bytes()
     assert json.loads((folder / "publication.json").read_text())["gate"]["outcome"] == "pass"
 

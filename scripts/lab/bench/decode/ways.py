@@ -2,7 +2,7 @@
 
 Every draft drafts chains, and trees where it can. A static tree is the fastest by what the draft shows on
 prompts that are not measured: how often each rank is accepted, what drafting a depth takes, what the target takes for more
-rows (`eval.cost.tree_shapes`). Left out: rules for trees other than the draft LM's, whose tables would only repeat its own.
+rows (`eval.cost.tree_choice`). Left out: rules for trees other than the draft LM's, whose tables would only repeat its own.
 """
 
 from __future__ import annotations

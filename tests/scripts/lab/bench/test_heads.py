@@ -17,7 +17,7 @@ from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import CostStopping, StaticTree
 from configs.schema.training import DistillConfig, HeadsConfig
 from distill.dataset.conversations import read_conversations
-from eval.cost.tree_shapes import ChosenTree
+from eval.cost.tree_choice import ChosenTree
 from eval.decoder.decode import Request, decode
 from heads.artifact import load_draft
 from heads.proposers.merged import LookupFirst, MergedDrafts
