@@ -21,8 +21,7 @@ from configs.runtime.errors import InputError
 from configs.runtime.files import write_text
 from configs.runtime.terminal import say
 from configs.schema.evaluation import CompareConfig
-from eval.report.comparison import compare, notes, overview
-from eval.report.page import render_comparison
+from eval.report.comparison import compare, notes, overview, render_comparison
 from eval.report.schema import load_report, report_file
 from eval.report.tables import as_text
 

@@ -44,13 +44,13 @@ from eval.metrics.tally import Tally
 from eval.report.build import PromptSet, build_report, complete_report
 from eval.report.markdown import render_markdown
 from eval.report.page import render_html
-from eval.report.schema import Report, load_report, report_file, write_report
+from eval.report.schema import Report, write_report
 from heads.frozen.loading import Target, load_target
 from heads.frozen.processes import join_processes
 from heads.proposers.protocol import Proposer
 
 log = logging.getLogger("draftsmith")
-# What comes after the measurement, or says where it goes: a run that was cut off goes on with other ones of these.
+# What comes after the measurement, or says where it goes: a run that is resumed may change these.
 AFTERWARDS = {
     "lossless",
     "cost",
@@ -58,7 +58,6 @@ AFTERWARDS = {
     "render",
     "num_rendered",
     "bootstrap_samples",
-    "previous_report",
     "output",
     "overwrite",
 }
@@ -98,7 +97,6 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     _check_output(output, config)
     suites = load_suites(config.all_suites)
     quality, rendering = Quality(config, suites[0].prompts), Rendering(config)
-    previous = None if config.previous_report is None else load_report(report_file(config.previous_report), "previous report")
     loaded = _load(config, suites)
     target, state = loaded.target, loaded.state
     job = loaded.fingerprint(config)
@@ -136,7 +134,7 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     speed = _time_others(config, loaded, records, report)
     laps.done("timing sweep")
     report = complete_report(report, quality=scores, energy=energy, speed=speed, rendered=rendered)
-    _write(output, report, previous)
+    _write(output, report)
     partial.unlink()
     drop_batches(output)
     laps.done("report")
@@ -175,12 +173,12 @@ def _proposers(config: EvalConfig, loaded: Loaded) -> dict[str, Proposer]:
     return proposers
 
 
-def _write(output: Path, report: Report, previous: Report | None) -> None:
+def _write(output: Path, report: Report) -> None:
     """Write the report and its pages, and print the summary."""
     write_report(output / "report.json", report)
     summary = render_markdown(report)
     write_text(output / "report.md", summary)
-    write_text(output / "report.html", render_html(report, previous))
+    write_text(output / "report.html", render_html(report))
     say(summary)
 
 
@@ -291,13 +289,13 @@ def _suite_warnings(suite: Suite, settings: SuiteConfig, target: Target, prompts
             )
     if records.num_resumed:
         yield (
-            f"{records.num_resumed} of {len(suite.prompts)} prompts were measured in an earlier session on this machine, which "
-            "was cut off; how fast the machine was may differ between the sessions, as it does for all modes alike"
+            f"{records.num_resumed} of {len(suite.prompts)} prompts were measured in an earlier session on this machine that "
+            "was cut off; its speed may differ between the sessions, for all modes alike"
         )
     if seen := prompts.trained_on:
         yield (
             f"the draft was trained on {len(seen)} of the suite's {len(suite.prompts)} prompts, {', '.join(seen[:3])} among "
-            "them: on them it is measured at what it remembers"
+            "them; on these it recalls what it was trained on"
         )
 
 

@@ -1,8 +1,8 @@
 """Decode a suite of prompts with a draft, compare with plain decoding, write the report.
 
 Run it by `python eval/run.py --config configs/eval/demo.yaml`, or by `accelerate launch` in place of `python`: several
-processes then share the prompts. Writes OUTPUT/report.json, report.html, report.md, records.jsonl and run.json. A run that was
-cut off goes on by the same command.
+processes then share the prompts. Writes OUTPUT/report.json, report.html, report.md, records.jsonl and run.json. Rerun the same
+command to resume a run that was cut off.
 """
 
 from __future__ import annotations

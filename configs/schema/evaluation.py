@@ -169,7 +169,6 @@ class EvalConfig(Settings):
     num_rendered: PositiveInt = 10  # prompts whose answers are rendered
     energy: bool = False  # joules per token, by the machine's own counters where they can be read
     bootstrap_samples: PositiveInt = 2000  # of prompts, for each interval
-    previous_report: str | None = None  # of the draft before, shown beside this one on the page; the gate takes --baseline
     output: str = "runs/eval"  # folder: report.json, report.html, report.md, records.jsonl
     overwrite: bool = False  # write over the report of another target, draft or suite in `output`; else that is refused
 

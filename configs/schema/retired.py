@@ -43,6 +43,7 @@ RETIRED: dict[str, Retired | Renamed] = {
         "give one address in front of several servers, by vLLM's --data-parallel-size or a router", off=([],)
     ),
     "AnswerServerConfig.on_other_tokens": Retired("it was for answers as text", off=None),
+    "EvalConfig.previous_report": Retired("eval/compare.py shows two reports side by side, and the gate takes --baseline"),
     "EvalConfig.simulate_acceptance": Retired("acceptance is measured, and no longer simulated"),
     "HeadsConfig.policy": Retired(
         "a head trained on its own drafts was no better", off=(None, {"on_policy": 0.0, "from_share": 0.0, "temperature": 0.0})

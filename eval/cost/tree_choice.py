@@ -55,7 +55,7 @@ def find_tree(
     """Return the settings of decoding with the tree that `decode.tree: fastest` asks for, and a sentence on how it was found.
 
     Other settings are returned as they are, with None. All processes must call this; the main one's tree is everyone's. A run
-    that was cut off goes on with the tree that it had.
+    that is resumed keeps its tree.
 
     Args:
         config: of the evaluation.

@@ -1,17 +1,21 @@
-"""Several reports side by side: what each measured, and how it changed from the first. Torch-free."""
+"""Several reports side by side, as tables and as a page: what each measured, and how it changed from the first. Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from string import ascii_uppercase
+
+from markupsafe import Markup
 
 from configs.runtime.errors import InputError
 from eval.report.change import speed_change, tau_change
 from eval.report.differences import Aspect, Difference, differences
+from eval.report.page import render_page
+from eval.report.plots import draw_rows
 from eval.report.schema import Report
 from eval.report.tables import PROVENANCE, Row, Table, flat_facts
-from eval.report.text import VERDICTS, interval, number, ranged, significant, speedup, tau
+from eval.report.text import VERDICTS, interval, number, ranged, significant, speedup, tau, warnings
 from eval.stats.change import Change
 
 MAX_REPORTS = 8
@@ -154,6 +158,32 @@ def comparison_tables(entries: Sequence[ComparedReport]) -> list[Table]:
         Table(title="What differs", header=("", *letters), rows=_differing(reports)),
     ]
     return [overview(entries), *(table for table in tables if table.rows)]
+
+
+def render_comparison(entries: Sequence[ComparedReport]) -> str:
+    """Return the page of the reports compared by `compare`; equal reports give equal pages."""
+    reports = {entry.letter: entry.report for entry in entries}
+    by_prompt = [{each.prompt_id: each for each in report.rendered} for report in reports.values()]
+    shared = [prompt_id for prompt_id in by_prompt[0] if all(prompt_id in each for each in by_prompt)]
+    first, *others = comparison_tables(entries)
+    return render_page(
+        eyebrow="draftsmith comparison",
+        title=f"{len(entries)} reports side by side",
+        subtitle="The others are compared with A: τ prompt by prompt, speed batch by batch. A change is significant where the "
+        "whole interval of the ratio lies on one side of 1.",
+        warnings=[f"{letter}: {sentence}" for letter, report in reports.items() for sentence in warnings(report)],
+        cards=[],
+        tables=[replace(first, note=" ".join(f"{each}." for each in notes(entries))), *others],
+        figures={first.title: Markup(draw_rows(reports, "rows"))},
+        answers=[
+            (by_prompt[0][name].prompt, [by_prompt[0][name].autoregressive, *(each[name].speculative for each in by_prompt)])
+            for name in shared
+        ],
+        answer_columns=["plain", *(f"{entry.letter}: {VERDICTS[entry.report.lossless.verdict]}" for entry in entries)],
+        samples=[],
+        facts={},
+        footer=f"{len(entries)} reports",
+    )
 
 
 def _qualities(reports: Sequence[Report]) -> Iterator[Row]:

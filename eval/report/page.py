@@ -1,4 +1,4 @@
-"""A report, or several side by side, as one HTML page that needs no network: text, tables, plots and styles in one file.
+"""A report as one HTML page that needs no network: text, tables, plots and styles in one file.
 
 The layout is `templates/page.html.j2`. Everything from outside, such as a model's answer, is escaped by the template engine and
 freed of control characters; the only markup let through is that of the plots.
@@ -6,8 +6,7 @@ freed of control characters; the only markup let through is that of the plots.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from markupsafe import Markup
 
 from configs.runtime.terminal import printable
 from eval.report import plots, text
-from eval.report.comparison import FIXED, ComparedReport, compare, comparison_tables, notes, overview
 from eval.report.schema import Report, definitions
 from eval.report.tables import PROVENANCE, TERMS, flat_facts, report_tables
 
@@ -36,26 +34,15 @@ class Card:
     tone: str = ""
 
 
-def render_html(report: Report, previous: Report | None = None) -> str:
-    """Return the page of a report; equal reports give equal pages.
-
-    Args:
-        report: the report.
-        previous: a report of the previous draft, to compare with; where target or prompts differ, the page says so.
-    """
-    tables = report_tables(report)
-    if previous is not None:
-        entries = compare([("the previous draft", previous), ("this draft", report)], may_differ_in=FIXED)
-        run = f"A is {previous.draft.path}, measured by a run of its own."
-        note = " ".join([run, *(f"{each}." for each in notes(entries))])
-        tables.append(replace(overview(entries), title="Against the previous draft", note=note))
-    return _render(
+def render_html(report: Report) -> str:
+    """Return the page of a report; equal reports give equal pages."""
+    return render_page(
         eyebrow="draftsmith report",
         title=text.headline(report),
         subtitle=f"Draft {report.draft.path} for {report.target.name}: {text.settings(report)}.",
         warnings=text.warnings(report),
         cards=_cards(report),
-        tables=tables,
+        tables=report_tables(report),
         figures={
             "By draft position": Markup(plots.draw_positions(report)),
             "By category": Markup(plots.draw_rows(report.by_category, "categories")),
@@ -65,32 +52,6 @@ def render_html(report: Report, previous: Report | None = None) -> str:
         samples=[each for pair in zip(report.samples["worst"], report.samples["best"], strict=True) for each in pair],
         facts={name: list(flat_facts(value)) for name, value in _descriptions(report).items()},
         footer=f"schema version {report.schema_version}",
-    )
-
-
-def render_comparison(entries: Sequence[ComparedReport]) -> str:
-    """Return the page of the reports compared by `eval.report.comparison.compare`; equal reports give equal pages."""
-    reports = {entry.letter: entry.report for entry in entries}
-    by_prompt = [{each.prompt_id: each for each in report.rendered} for report in reports.values()]
-    shared = [prompt_id for prompt_id in by_prompt[0] if all(prompt_id in each for each in by_prompt)]
-    first, *others = comparison_tables(entries)
-    return _render(
-        eyebrow="draftsmith comparison",
-        title=f"{len(entries)} reports side by side",
-        subtitle="The others are compared with A: τ prompt by prompt, speed batch by batch. A change is significant where the "
-        "whole interval of the ratio lies on one side of 1.",
-        warnings=[f"{letter}: {sentence}" for letter, report in reports.items() for sentence in text.warnings(report)],
-        cards=[],
-        tables=[replace(first, note=" ".join(f"{each}." for each in notes(entries))), *others],
-        figures={first.title: Markup(plots.draw_rows(reports, "rows"))},
-        answers=[
-            (by_prompt[0][name].prompt, [by_prompt[0][name].autoregressive, *(each[name].speculative for each in by_prompt)])
-            for name in shared
-        ],
-        answer_columns=["plain", *(f"{entry.letter}: {text.VERDICTS[entry.report.lossless.verdict]}" for entry in entries)],
-        samples=[],
-        facts={},
-        footer=f"{len(entries)} reports",
     )
 
 
@@ -121,8 +82,8 @@ def _descriptions(report: Report) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value}
 
 
-def _render(**values: Any) -> str:
-    """Fill in the template: everything is escaped, and a name that is not given is an error."""
+def render_page(**values: Any) -> str:
+    """Fill in the template, of a report or a comparison: everything is escaped, and a name that is not given is an error."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,

@@ -11,8 +11,7 @@ from eval.decoder.records import Generation
 from eval.evaluation import evaluate
 from eval.measure.record_files import read_records
 from eval.release.checks import judge
-from eval.report.comparison import compare, notes
-from eval.report.page import render_comparison
+from eval.report.comparison import compare, notes, render_comparison
 from tests.support.evaluations import report_in, tiny_evaluation, write_suite
 
 

@@ -11,8 +11,8 @@ from configs.runtime.errors import InputError
 from configs.schema.evaluation import QualityConfig, SuiteConfig
 from eval.evaluation import evaluate
 from eval.metrics.quality import featurised, frechet_distance
-from eval.report.comparison import compare
-from eval.report.page import render_comparison, render_html
+from eval.report.comparison import compare, render_comparison
+from eval.report.page import render_html
 from tests.support.evaluations import report_in, tiny_evaluation, write_suite
 
 PIXEL = "data:image/png;base64," + base64.b64encode(b"a picture").decode()

@@ -25,7 +25,7 @@ TAU = "acceptance.tokens_per_target_step"
 @pytest.fixture(autouse=True)
 def _no_page(monkeypatch):
     """Drawing the page takes longer than all the rest, and is tested elsewhere."""
-    monkeypatch.setattr("eval.evaluation.render_html", lambda report, previous: "")
+    monkeypatch.setattr("eval.evaluation.render_html", lambda report: "")
 
 
 @pytest.fixture

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from configs.runtime.errors import InputError
-from eval.report.comparison import compare, describe_change, notes, overview
+from eval.report.comparison import compare, describe_change, notes, overview, render_comparison
 from eval.report.differences import differences
-from eval.report.page import render_comparison
 from eval.report.schema import definitions, write_report
 from eval.report.tables import as_text
 from tests.support.reports import changed

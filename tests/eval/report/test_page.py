@@ -174,19 +174,6 @@ def test_what_the_draft_s_confidence_is_worth_is_shown_where_it_was_measured(rep
     assert all(shown in text for shown in ("top-1 agreement", "81 %", "50 % to 100 %", "45", "70 %"))
 
 
-def test_the_previous_draft_stands_beside_this_one_unless_its_prompts_are_others(report):
-    counts = {
-        prompt_id: [2 * committed, 2 * rounds + rounds % 2]
-        for prompt_id, (committed, rounds) in report.acceptance.per_prompt.items()
-    }
-    previous = changed(report, {"draft.path": "runs/previous/artifact", "acceptance.per_prompt": counts})
-    text = text_of(render_html(report, previous))
-    assert "runs/previous/artifact" in text
-    assert re.search(r"×1\.\d\d \[[\d., ]+\] better", text)
-    text = text_of(render_html(report, changed(previous, {"prompts.sha256": "f" * 64})))
-    assert "B differs from A in prompts" in text
-
-
 def test_the_predicted_speed_is_shown_by_batch_size_and_number_of_drafts(report):
     predicted = {
         "context_tokens": 256,

@@ -13,8 +13,8 @@ from html import escape, unescape
 
 import pytest
 
-from eval.report.comparison import compare
-from eval.report.page import render_comparison, render_html
+from eval.report.comparison import compare, render_comparison
+from eval.report.page import render_html
 from tests.support.reports import report_of
 
 CHROMIUM = shutil.which("chromium")
