@@ -320,7 +320,7 @@ def test_a_prompt_longer_than_the_context_and_damaged_weights_are_refused_in_one
         ({"target.name": "./nosuch"}, "error: target.name: ./nosuch is neither"),
         ({"draft": "nosuch"}, "error: nosuch is no artifact"),
         ({"decode.num_speculative_tokens": 256}, "error: decode.num_speculative_tokens is 256, and the target's context"),
-        ({"previous_report": "old.json"}, "error: previous_report is no longer"),
+        ({"previous_report": "old.json"}, "error: the defaults: previous_report is no longer a setting"),
         ({"output": "/dev/null/evaluation"}, "error: cannot write /dev/null/evaluation"),
     ],
 )
