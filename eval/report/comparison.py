@@ -100,8 +100,8 @@ def describe_change(change: Change | None) -> str:
         return f"×{change.ratio:.2f}"
     words: str = change.outcome
     if change.outcome == "inconclusive":
-        least = "" if not change.detectable_percent else f" ({significant(change.detectable_percent, 2)} % would show)"
-        words = f"not significant{least}"
+        detectable = change.detectable_percent or 0.0
+        words = "not significant" + (f" ({significant(detectable, 2)} % would show)" if detectable > 0.01 else "")
     return f"×{change.ratio:.2f} {interval(change.ratio_ci)} {words}"
 
 

@@ -137,7 +137,8 @@ def _numbers(report: Report) -> Iterator[Row]:
     for label, section, field, form in NUMBERS:
         value, bounds = getattr(report, section).interval_of(field) if getattr(report, section) else (None, None)
         if value is not None:
-            yield label, form(value), interval([100 * each for each in bounds] if bounds and form is percent else bounds)
+            shown = interval([100 * each for each in bounds], 0) if bounds and form is percent else interval(bounds)
+            yield label, form(value), shown
 
 
 def _suites(report: Report) -> Table:

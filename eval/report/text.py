@@ -266,5 +266,5 @@ def _speed_in_words(report: Report) -> str:
     if bounds is None:
         return f"{said}, from one batch and so without an interval"
     if bounds[0] <= 1 <= bounds[1]:
-        return f"{said}, not a significant difference"
-    return f"{said}, which is slower" if bounds[1] < 1 else said
+        return f"{said} (not significant)"
+    return f"{said} (slower)" if bounds[1] < 1 else said

@@ -24,8 +24,8 @@ HOSTILE = [
     ("point", "low", "high", "words"),
     [
         (1.42, 1.31, 1.53, "1.42× [1.31, 1.53] the speed of plain decoding by the lean forward; 1 of 32 answers differs"),
-        (0.80, 0.75, 0.86, "0.80× [0.75, 0.86] the speed of plain decoding by the lean forward, which is slower;"),
-        (1.02, 0.97, 1.08, "not a significant difference"),
+        (0.80, 0.75, 0.86, "0.80× [0.75, 0.86] the speed of plain decoding by the lean forward (slower);"),
+        (1.02, 0.97, 1.08, "the speed of plain decoding by the lean forward (not significant);"),
         (1.42, None, None, "1.42× the speed of plain decoding by the lean forward, from one batch and so without an interval;"),
     ],
 )
