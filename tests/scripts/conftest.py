@@ -76,7 +76,7 @@ def measured(tiny_run, tmp_path_factory):
         output=str(folder / "evaluation"),
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("eval.evaluation.render_html", lambda report, previous: "")  # drawing takes longer than all the rest
+        patch.setattr("eval.evaluation.render_html", lambda report: "")  # drawing takes longer than all the rest
         assert evaluation.evaluate(config) == 0
     assert judge(folder) == 0
     return folder

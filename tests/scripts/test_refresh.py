@@ -70,7 +70,7 @@ def head(recipe, tmp_path_factory):
 def run(tiny_run, tiny_data, head, tmp_path, monkeypatch):
     """A function that runs the command, its steps in this process; `run.ran` is which of them were started."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("eval.evaluation.render_html", lambda report, previous: "")
+    monkeypatch.setattr("eval.evaluation.render_html", lambda report: "")
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
     ran = []
 

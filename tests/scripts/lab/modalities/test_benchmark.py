@@ -100,7 +100,7 @@ def test_each_draft_has_a_strict_and_a_relaxed_row_of_its_reports_and_nothing_is
 
     monkeypatch.setattr(trained_runs, "run_training", run_training)
     monkeypatch.setattr(benchmark, "evaluate", evaluate)
-    monkeypatch.setattr("eval.evaluation.render_html", lambda report, previous: "")  # drawing takes longer than all the rest
+    monkeypatch.setattr("eval.evaluation.render_html", lambda report: "")  # drawing takes longer than all the rest
     config = BenchModalitiesConfig.model_validate(bench)
     assert compare_modalities(config) == DONE
     rows = json.loads(Path(bench["output"]).read_text())["rows"]
