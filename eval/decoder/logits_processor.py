@@ -1,17 +1,16 @@
 """A transformers `LogitsProcessor` on the target's logits: the output then follows the processed distribution without loss.
 
 Each position of a round is processed with its own text: what is committed and the drafts before it. The draft is not processed.
-A processor must be a function of (ids, scores), row by row: it is called with texts that are then dropped, twice with the same
-text, and with texts of several requests together. The `batch_id` of `PrefixConstrainedLogitsProcessor` is the request's place
+A processor must be a function of (ids, scores), row by row: it is called with one text at a time, also with texts that are then
+dropped, and twice with the same text. The `batch_id` of `PrefixConstrainedLogitsProcessor` is the request's place
 among all. B batch, K target rows (the pending token and the drafts), G drafts, V vocabulary.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,14 +28,6 @@ from heads.proposers.protocol import Proposal
 Processor = Callable[[Tensor, Tensor], Tensor]
 # transformers' processors that remember earlier calls; subclasses are taken to do so too.
 STATEFUL = {"UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor"}
-
-
-class _Text(NamedTuple):
-    """A text to process: that of target row `place` of a row of the batch."""
-
-    row: int
-    place: int
-    ids: list[int]
 
 
 def prepared(given: Any) -> Processor:
@@ -73,8 +64,8 @@ def _check(processor: Any) -> None:
     rows = _own_rows(processor)
     if rows > 1:
         raise InputError(
-            f"logits_processor: {name} was made with {rows} rows of text, one for each row of a call, and here texts of "
-            "several requests share a call; make it with one row, and decode each request by itself"
+            f"logits_processor: {name} was made with {rows} rows of text, one for each row of a call, and here each "
+            "call has one row; make it with one row, and decode each request by itself"
         )
     if isinstance(processor, PrefixConstrainedLogitsProcessor) and processor._num_beams != 1:
         raise InputError(f"logits_processor: {name} was made with num_beams {processor._num_beams}; here it must be 1")
@@ -103,7 +94,7 @@ def processed(
     logits_BKV: Tensor,
     tokens: Sequence[Sequence[int]],
     proposal: Proposal | None,
-    numbers: Sequence[int] | None = None,
+    numbers: Sequence[int],
     ends: Collection[int] = (),
 ) -> Tensor:
     """Return the logits `[B, K, V]` (float32) as a processor leaves them; None leaves them as they are.
@@ -115,7 +106,7 @@ def processed(
         logits_BKV: the target's; row 0 follows the committed text, row i + 1 the text up to draft i.
         tokens: committed ids by row of the batch, the pending one included.
         proposal: the drafts; None: there are none.
-        numbers: of the request in each row, its place among those decoded together; None: 0 on.
+        numbers: of the request in each row, its place among those decoded together.
         ends: tokens that end a text.
 
     Raises:
@@ -124,39 +115,29 @@ def processed(
     if processor is None:
         return logits_BKV
     scores_BKV = logits_BKV.float().clone()
-    numbers = range(len(tokens)) if numbers is None else numbers
-    level = [_Text(row, 0, list(committed)) for row, committed in enumerate(tokens)]
-    while level:
-        by_length: dict[int, list[_Text]] = defaultdict(list)
-        for text in level:
-            by_length[len(text.ids)].append(text)
-        for texts in by_length.values():
-            number_of = [numbers[text.row] for text in texts].__getitem__
-            _process(renumbered(processor, number_of), scores_BKV, texts)
-        longer = [(text, each) for text in level for each in _next(proposal, text) if each.ids[-1] not in ends]
-        level = [each for text, each in longer if not scores_BKV[text.row, text.place, each.ids[-1]].isneginf()]
+    for row, committed in enumerate(tokens):
+        own: Processor = renumbered(processor, [numbers[row]].__getitem__)  # a call has one row, 0
+        waiting = [(0, list(committed))]
+        while waiting:
+            place, ids = waiting.pop()
+            scores_1V = scores_BKV[row, place].unsqueeze(0).clone()
+            changed_1V = own(torch.tensor([ids], device=scores_BKV.device), scores_1V)
+            if changed_1V.shape != scores_1V.shape:
+                found, wanted = list(changed_1V.shape), list(scores_1V.shape)
+                raise InputError(f"logits_processor: {type(processor).__name__} made scores of shape {found} of {wanted}")
+            scores_BKV[row, place] = changed_1V[0].float()
+            for number, token in _drafts_after(proposal, row, place):
+                if token not in ends and not changed_1V[0, token].isneginf():
+                    waiting.append((number + 1, [*ids, token]))
     return scores_BKV
 
 
-def _process(processor: Processor, scores_BKV: Tensor, texts: Sequence[_Text]) -> None:
-    """Replace the target's scores of texts of one length by the processor's."""
-    rows_N, places_N = [text.row for text in texts], [text.place for text in texts]
-    scores_NV = scores_BKV[rows_N, places_N]
-    changed_NV = processor(torch.tensor([text.ids for text in texts], device=scores_BKV.device), scores_NV)
-    if changed_NV.shape != scores_NV.shape:
-        found, wanted = list(changed_NV.shape), list(scores_NV.shape)
-        raise InputError(f"logits_processor: {type(processor).__name__} made scores of shape {found} of {wanted}")
-    scores_BKV[rows_N, places_N] = changed_NV.float()
-
-
-def _next(proposal: Proposal | None, text: _Text) -> Iterator[_Text]:
-    """Yield the texts that are one draft longer than a text."""
+def _drafts_after(proposal: Proposal | None, row: int, place: int) -> list[tuple[int, int]]:
+    """Return the number and the token of each draft that follows a target row."""
     if proposal is None:
-        return
-    drafts = proposal.tokens_BG[text.row].tolist()
+        return []
     if proposal.parents_BN is None:
-        places = [text.place] if text.place < proposal.num_drafted[text.row] else []
+        numbers = [place] if place < proposal.num_drafted[row] else []
     else:
-        places = [n for n, parent in enumerate(proposal.parents_BN[text.row].tolist()) if parent == text.place]
-    for number in places:
-        yield _Text(text.row, number + 1, [*text.ids, drafts[number]])
+        numbers = [number for number, parent in enumerate(proposal.parents_BN[row].tolist()) if parent == place]
+    return [(number, int(proposal.tokens_BG[row, number])) for number in numbers]

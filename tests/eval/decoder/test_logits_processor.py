@@ -176,12 +176,12 @@ def test_a_processor_sees_the_text_of_every_position_and_no_other():
     parents_BN = torch.tensor([[0, 1, 0], [0, -1, 2]])  # the third draft of row 1 hangs on one that does not count
     logits_BKV = torch.zeros(2, 4, 10)
     chain = Proposal(tokens_BG=tokens_BG, num_drafted=[3, 1])
-    found = processed(keep, logits_BKV, [[1, 2], [3]], chain)
+    found = processed(keep, logits_BKV, [[1, 2], [3]], chain, range(2))
     assert sorted(seen) == [(1, 2), (1, 2, 4), (1, 2, 4, 5), (1, 2, 4, 5, 6), (3,), (3, 7)]
     assert found[:, :, 0].tolist() == [[3, 7, 12, 18], [3, 10, 0, 0]]
     seen.clear()
     tree = Proposal(tokens_BG=tokens_BG, num_drafted=[3, 3], parents_BN=parents_BN)
-    found = processed(keep, logits_BKV, [[1, 2], [3]], tree)
+    found = processed(keep, logits_BKV, [[1, 2], [3]], tree, range(2))
     assert sorted(seen) == [(1, 2), (1, 2, 4), (1, 2, 4, 5), (1, 2, 6), (3,), (3, 7)]
     assert found[:, :, 0].tolist() == [[3, 7, 12, 9], [3, 10, 0, 0]]
 
