@@ -4,7 +4,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
-from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import LosslessConfig
 from configs.schema.target import TargetConfig
@@ -28,14 +27,6 @@ def targets(request, tiny_run):
 
 def draft_for(folder, target):
     return load_draft(folder / "artifact", target.identity, target.model)
-
-
-def test_only_the_target_that_was_asked_for_it_and_its_draft_run_lean(targets, tiny_run):
-    plain, lean = targets
-    assert (bool(runner_of(plain.model).forward), bool(runner_of(lean.model).forward)) == (False, True)
-    drafts = [draft_for(tiny_run, target) for target in targets]
-    assert [bool(runner_of(draft.proposer.model).forward) for draft in drafts] == [False, True]
-    assert drafts[1].warnings == []
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -68,10 +59,3 @@ def test_a_draft_of_another_family_runs_by_transformers_and_the_report_says_so(t
     assert "the lean forward knows Llama, Mistral, Qwen2, Qwen3, not GPTNeoXForCausalLM" in draft.warnings[0]
     config = DecodeConfig(max_new_tokens=8)
     assert generate(lean, PROMPTS, config, draft.proposer) == generate(lean, PROMPTS, config)
-
-
-def test_a_target_of_another_family_is_refused_with_the_way_out(tiny_tokenizer, tmp_path):
-    AutoModelForCausalLM.from_config(GPTNeoXConfig(**SMALL)).save_pretrained(tmp_path)
-    tiny_tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(InputError, match=r"not GPTNeoXForCausalLM; set target\.forward to transformers"):
-        load_target(TargetConfig(name=str(tmp_path), dtype="float32", device="cpu", forward="lean"))

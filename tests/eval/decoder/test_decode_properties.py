@@ -178,21 +178,6 @@ def test_output_is_plain_and_counts_agree(
     assert timing.num_rounds == sum(len(generation.rounds) for generation in generations)
 
 
-@given(batch=batches, gamma=gammas, pattern=patterns, max_new_tokens=st.integers(2, NUM_TOKENS))
-@settings(max_examples=30, deadline=None)
-def test_each_row_advances_by_its_own_script(as_target, known, batch, gamma, pattern, max_new_tokens):
-    config = DecodeConfig(num_speculative_tokens=gamma, max_new_tokens=max_new_tokens)
-    script = Corrected(Wrong(known.texts), known.texts, pattern)
-    generations, _ = decode(as_target(known.model), requests_for(batch), config, script)
-    for generation in generations:
-        length = len(generation.prompt_tokens) + 1
-        for round_ in generation.rounds:
-            room = max_new_tokens - (length - len(generation.prompt_tokens)) - 1
-            assert len(round_.drafted) == min(gamma, room)
-            assert round_.num_accepted == min(pattern[length % len(pattern)], gamma, room)
-            length += round_.num_accepted + 1
-
-
 @given(
     batch=st.lists(st.sampled_from(range(len(PROMPTS))), min_size=2, max_size=4, unique=True),
     gamma=st.integers(1, 5),

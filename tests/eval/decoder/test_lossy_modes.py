@@ -17,14 +17,11 @@ from eval.decoder.typical import typical_threshold
 from eval.lossless.verdict import judge_lossless
 from eval.measure.interleaved import measure
 from eval.release.checks import judge
-from heads.frozen.hidden_states import read_states
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.prompt_lookup import PromptLookup
-from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.probabilities import token_probabilities
 from tests.support import distribution_checks as checks
-from tests.support import family_checks
-from tests.support.decoding import head_proposer, held_against, requests_for
+from tests.support.decoding import held_against, requests_for
 from tests.support.reports import changed
 
 PROMPTS = [(7, 12, 3), (20, 9, 9, 31, 5, 6), (40,)]
@@ -128,17 +125,6 @@ def test_a_draft_that_is_the_target_is_lossless_with_any_number_of_particles(pai
     assert held_against(distribution, counts).p_value > 1e-3
 
 
-def test_cycles_never_roll_back_go_on_to_the_end_of_the_room_and_accept_nothing(target, draft):
-    run, lengths = ParticleRun(target, requests_for(PROMPTS[:1]), sampled(smc(4)), draft), []
-    run.prefill()
-    while run.active:
-        lengths.append(len(run.active[0].tokens) - len(PROMPTS[0]))
-        run.round()
-    assert lengths == [1, 5, 9, 13]
-    (row,) = run.rows
-    assert (row.num_answered, row.rounds) == (14, [])
-
-
 @torch.no_grad()
 def test_resampled_places_go_on_with_their_ancestors_cache(target, tiny_llama, monkeypatch):
     """The target's distribution that a place is weighed by is that of an independent forward over its text."""
@@ -166,29 +152,6 @@ def test_resampled_places_go_on_with_their_ancestors_cache(target, tiny_llama, m
         after = [particle.tokens[: len(text)] for particle, text in zip(run.active, before, strict=False)]
         moved += sum(one != other for one, other in zip(before, after, strict=False))
     assert moved > 0
-
-
-@pytest.mark.parametrize("head", ["eagle3"])
-@torch.no_grad()
-def test_heads_go_on_from_what_their_ancestor_had_read(head, as_target, monkeypatch):
-    """The distribution of each place's first draft is that of the same head started afresh on the text so far."""
-    seen = []
-    monkeypatch.setattr("eval.decoder.particles.weigh", lambda *values: seen.append(values[2].flatten(0, 1)) or weigh(*values))
-    target = as_target(family_checks.tiny_target("llama"))
-    config = sampled(smc(3, resample_below=1.0), num_speculative_tokens=2, max_new_tokens=10)
-    run = ParticleRun(target, requests_for(PROMPTS[:2]), config, head_proposer(head, target.model))
-    run.prefill()
-    while run.active:
-        texts = [list(particle.tokens) for particle in run.active]
-        run.round()
-        for row, text in enumerate(texts):
-            fresh = head_proposer(head, target.model)
-            states = read_states(target.model, torch.tensor([text[:-1]]), fresh.taps)
-            fresh.start([text], 64, states)
-            rng = CounterRNG(0, [1], target.device)
-            proposal = fresh.propose([text], 1, config, rng, keep_logits=False)
-            torch.testing.assert_close(seen[-1][row, 0], proposal.probs_BGV[0, 0], atol=1e-5, rtol=1e-4)
-    assert len(seen) == 3
 
 
 @pytest.mark.parametrize(("ends", "num_particles"), [(tuple(range(0, 64, 7)), 3), ((3, 11, 25, 40), 8)])

@@ -67,11 +67,6 @@ def test_tokens_without_text_do_not_push_the_beginning_of_a_stop_out_of_sight():
     assert ended_at(Silent(), ["stop"], tokens) == len(tokens)
 
 
-def test_a_special_token_is_found_as_it_is_written():
-    tokens = [*MERGED("ab")["input_ids"], MERGED.convert_tokens_to_ids(END)]
-    assert ended_at(MERGED, [END], tokens) == len(tokens)
-
-
 # --- in the decoder -----------------------------------------------------------------------------------------------
 
 

@@ -1,8 +1,6 @@
 """Decoding with sounds in the prompt: greedy tokens are those of transformers' `generate`, given sounds that the test reads."""
 
 import base64
-import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -80,16 +78,3 @@ def test_a_sound_longer_than_the_model_reads_is_refused_and_never_cut(target: Ta
         InputError, match=r"Qwen2AudioForConditionalGeneration cannot read these images or sounds: .* length 200"
     ):
         decode(target, [request], DecodeConfig(num_speculative_tokens=0, max_new_tokens=2))
-
-
-def test_where_the_tokenizers_template_knows_no_sounds_that_of_the_processor_is_taken(target: Target, tmp_path: Path) -> None:
-    shutil.copytree(target.identity.name, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "chat_template.jinja").unlink()
-    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    of_texts = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": of_texts}))
-    given = {"name": str(tmp_path), "dtype": "float32", "device": "cpu", "audio": {"folder": str(tmp_path)}}
-    loaded = load_target(TargetConfig.model_validate(given))
-    prompt = loaded.media_prompt([{"role": "user", "content": f"w20 {OBJECT} w30"}], [SOUND + "a.wav"])
-    assert "w20 Audio 1: <|audio_bos|><|AUDIO|><|audio_eos|>" in prompt.text
-    assert loaded.encode_chat([{"role": "user", "content": "w20 w30"}]) == [20, 30]

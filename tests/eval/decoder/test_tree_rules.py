@@ -166,16 +166,3 @@ def test_children_are_listed_in_the_order_of_their_numbers_and_cut_at_the_width(
     assert wide[0].tolist() == [[1, 3, 5], [2, 4, -1], *[[-1, -1, -1]] * 4]
     assert wide[1, :, 0].tolist() == [1, 2, 3, 4, 5, -1]
     assert torch.equal(narrow, wide[:, :, :1])
-
-
-def test_distributions_are_asked_for_at_visited_nodes_only():
-    parents = torch.tensor([-1, 0, 0, 1, 2])
-    p, q, tokens, accept, following = random_round(torch.Generator().manual_seed(0), 1, parents)
-    asked = []
-
-    def p_after(node_B):
-        asked.append(node_B.item())
-        return rows_of(p)(node_B)
-
-    verdict = verify_tree(p_after, q, tokens, parents, accept, following[:, :3], width=2)
-    assert asked == [0, *(node for node in verdict.path_BD[0].tolist() if node >= 0)]

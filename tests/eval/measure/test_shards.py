@@ -158,14 +158,6 @@ def test_a_batch_that_the_machine_gives_up_on_is_listed_and_timed_in_no_mode(con
     assert report.lossless.verdict == "lossless"  # what was not decoded is no evidence against it
 
 
-def test_turns_after_a_failed_plain_answer_are_lost_in_every_mode(config, without_memory):
-    without_memory(AUTOREGRESSIVE, "q2")
-    evaluate(config)
-    failed = report_in(config).prompts.failed
-    lost = [(each.prompt_id, each.turn, each.mode) for each in failed if each.stop_reason == "after_a_failed_turn"]
-    assert lost == [("q3", 1, mode) for mode in MODES]
-
-
 def test_a_machine_that_can_decode_nothing_is_no_report_and_what_failed_is_tried_again(config, without_memory, monkeypatch):
     without_memory("prompt_lookup", None)
     with pytest.raises(RuntimeError, match="not one batch could be decoded in every mode"):
@@ -174,9 +166,3 @@ def test_a_machine_that_can_decode_nothing_is_no_report_and_what_failed_is_tried
     monkeypatch.undo()
     assert evaluate(config) == 0
     assert (report_in(config).prompts.failed, report_in(config).warnings) == ([], [])
-
-
-def test_a_failure_while_warming_up_is_raised_at_once(config, without_memory):
-    without_memory(None, None, None)
-    with pytest.raises(torch.OutOfMemoryError):
-        evaluate(config.model_copy(update={"warmup_prompts": 1}))

@@ -7,7 +7,6 @@ from collections import Counter
 import datasets
 import numpy as np
 import pytest
-from pydantic import ValidationError
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import CHECKOUT
@@ -95,12 +94,6 @@ def test_references_and_categories_come_with_the_format(tmp_path, name, category
     suite = load_suite(SuiteConfig(path=str(tmp_path / "suite.jsonl")))
     assert suite.format == name
     assert (suite.prompts[0].category, suite.prompts[0].answer) == (category, reference)
-
-
-@pytest.mark.parametrize("settings", [{"format": "column"}, {"format": "gsm8k", "column": "question"}])
-def test_a_column_and_its_format_go_together(settings):
-    with pytest.raises(ValidationError, match="column is"):
-        SuiteConfig(**settings)
 
 
 # --- data sets ----------------------------------------------------------------------------------------------------

@@ -99,10 +99,6 @@ def test_pooled_weighs_rounds_and_macro_weighs_prompts_with_all_their_turns(make
     assert fields["tokens_per_target_step_macro"] == (13 / 10 + 2) / 2
 
 
-def test_a_prompt_answered_by_its_prefill_token_alone_changes_nothing(random_generations, make_generation):
-    assert measured([*random_generations, make_generation([])]) == measured(random_generations)
-
-
 def test_nothing_measured_gives_none_and_never_nan():
     fields = measured([])
 
