@@ -12,6 +12,7 @@ from itertools import groupby
 from pathlib import Path
 
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 
 from configs.runtime.errors import RunFailed
 from configs.runtime.progress import progress
@@ -53,6 +54,7 @@ def measure_share(
     measurement = Measurement(target, config, proposers, turns.follow, meter)
     lengths: dict[str, int] = dict.fromkeys(LOOKUPS, config.lookup_length)
     tallies = {requests[0].suite: Tally(config.decode.num_speculative_tokens, lengths) for requests in by_suite}
+    (job,) = broadcast_object_list([job])  # the machines of several processes may differ
     files = BatchFiles(Path(config.output), job)
     measurement.warm_up([batches[number] for number in mine])
     finished = share.in_all(number for number in mine if files.finished(number) is not None)
