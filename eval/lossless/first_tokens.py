@@ -34,8 +34,8 @@ from heads.sampling.probabilities import token_probabilities
 Prefix = tuple[int, ...]
 
 DEPTH = 3  # tokens tested: the prefill's and two from rounds
-LEAST_EXPECTED = 5.0  # samples a cell should expect; with fewer, G is not near chi-square
-CANDIDATES, LATEST_START = 8, 16  # answers, and tokens of each, among which the text to continue is chosen
+MIN_EXPECTED = 5.0  # samples a cell should expect; with fewer, G is not near chi-square
+CANDIDATES, MAX_START = 8, 16  # answers, and tokens of each, among which the text to continue is chosen
 AT_ONCE = 32  # samples decoded, or prefixes read, together
 
 
@@ -129,17 +129,17 @@ def choose_start(target: Target, plain: Sequence[Generation], config: DecodeConf
     That is where p(a) (1 - sum_v p(v | a)^2) is largest: a the plain answer's own next token, v the one after it. `None` where
     no answer is two tokens long, or none leaves the context room for a round.
     """
-    best, most = None, -1.0
+    best, largest = None, -1.0
     for answer in [each for each in plain if len(each.tokens) > 1 and each.stop_reason not in FAILED][:CANDIDATES]:
         room = target.max_positions - len(answer.prompt_tokens) - _answer_length(config)
-        size = min(len(answer.tokens) - 1, LATEST_START, room)
+        size = min(len(answer.tokens) - 1, MAX_START, room)
         if size < 1:
             continue
         probs_TV = token_probabilities(_logits_of(target, answer, size + 1), config)
         own_T1 = probs_TV[:-1].gather(1, torch.tensor(answer.tokens[:size], device=probs_TV.device).unsqueeze(1))
         open_T = own_T1.squeeze(1) * (1 - probs_TV[1:].square().sum(-1))
-        if float(open_T.max()) > most:
-            position, most = int(open_T.argmax()), float(open_T.max())
+        if float(open_T.max()) > largest:
+            position, largest = int(open_T.argmax()), float(open_T.max())
             text = (*answer.prompt_tokens, *answer.tokens[:position])
             best = Start(answer.prompt_id, answer.turn, text, position, answer.media_prompt)
     return best
@@ -152,11 +152,11 @@ def _logits_of(target: Target, answer: Generation, size: int) -> Tensor:
 def find_cells(
     target: Target, text: Prefix, sampling: SamplingConfig, num_samples: int, media_prompt: MediaPrompt | None = None
 ) -> Cells:
-    """Partition the answers to `text` by their first `DEPTH` tokens into cells that expect at least `LEAST_EXPECTED` samples.
+    """Partition the answers to `text` by their first `DEPTH` tokens into cells that expect at least `MIN_EXPECTED` samples.
 
     What is pooled over the whole tree becomes one cell, or joins the smallest.
     """
-    cells, worth = Cells(), LEAST_EXPECTED / num_samples
+    cells, min_share = Cells(), MIN_EXPECTED / num_samples
     after = partial(_distributions_after, target, text, sampling=sampling, media_prompt=media_prompt)
     level: dict[Prefix, float] = {(): 1.0}
     small: list[Prefix] = []
@@ -164,23 +164,23 @@ def find_cells(
         deeper: dict[Prefix, float] = {}
         for prefix, probs_V in zip(level, after(list(level)), strict=True):
             reached_V = level[prefix] * probs_V
-            kept = torch.nonzero(reached_V >= worth).flatten().tolist()
+            kept = torch.nonzero(reached_V >= min_share).flatten().tolist()
             for token in kept:
                 if depth == DEPTH or token in target.eos_token_ids:
                     cells.leaves[(*prefix, token)] = cells.add(float(reached_V[token]))
                 else:
                     deeper[(*prefix, token)] = float(reached_V[token])
             rest = level[prefix] - float(reached_V[kept].sum())
-            if rest >= worth:
+            if rest >= min_share:
                 cells.others[prefix] = cells.add(rest)
             else:
                 small.append(prefix)
         level = deeper
-    _pool(cells, small, worth)
+    _pool(cells, small, min_share)
     return cells
 
 
-def _pool(cells: Cells, small: Sequence[Prefix], worth: float) -> None:
+def _pool(cells: Cells, small: Sequence[Prefix], min_share: float) -> None:
     """Pool the rests of some prefixes, each too small for a cell, into one; or into the smallest cell where that is too small.
 
     The rests' probability is what is missing from 1. Without any other cell, all answers are in the one.
@@ -188,7 +188,7 @@ def _pool(cells: Cells, small: Sequence[Prefix], worth: float) -> None:
     if not small:
         return
     missing = max(0.0, 1.0 - sum(cells.probabilities))
-    if missing >= worth or not cells.probabilities:
+    if missing >= min_share or not cells.probabilities:
         place = cells.add(missing)
     else:
         place = min(range(len(cells.probabilities)), key=lambda cell: cells.probabilities[cell])

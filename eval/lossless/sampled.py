@@ -25,7 +25,7 @@ from heads.frozen.loading import Target
 from heads.proposers.protocol import Proposer
 
 PASS, FAIL, INCONCLUSIVE = "pass", "fail", "inconclusive"
-LEAST_PROMPTS = 16  # below, the mean of the differences shows only gross mistakes
+MIN_PROMPTS = 16  # below, the mean of the differences shows only gross mistakes
 
 
 def check_samples(
@@ -73,7 +73,7 @@ def check_likelihood(
 
     Returns:
         `p_value`, two-sided, clustered by prompt (one asked several times or in several turns counts once, by its mean);
-        `None` with fewer than `LEAST_PROMPTS`. `mean_difference` is speculative - plain, `detectable_difference` the least
+        `None` with fewer than `MIN_PROMPTS`. `mean_difference` is speculative - plain, `detectable_difference` the least
         that so many prompts would show in four of five runs of a test at `level` (`eval.stats.power`).
     """
     pairs = pair_answers(plain, speculative)
@@ -82,7 +82,7 @@ def check_likelihood(
     for one, another in complete:
         by_prompt.setdefault(one.prompt_id, []).append(_likelihood_gain(target, one, another, config.temperature))
     differences = np.array([np.mean(gains) for gains in by_prompt.values()])
-    enough = len(differences) >= LEAST_PROMPTS
+    enough = len(differences) >= MIN_PROMPTS
     return {
         "p_value": sign_flip_test(differences, seed=config.seed) if enough else None,
         "reason": None if enough else "too_few_prompts",

@@ -35,7 +35,7 @@ KVCache = Literal["int8"] | None
 COMPARED_TOKENS = 32  # the likeliest ones, whose logits' rounding error is measured
 USUAL = 0.9  # the quantile of all positions' errors that any position may have: at one by itself a forward may round little
 AT_ONCE = 128  # positions whose logits live at one time
-LEAST = 1e-30  # tolerance to divide by
+MIN_TOLERANCE = 1e-30  # tolerance to divide by
 FILLED = 0.9  # of the free memory, by the copy; what it computes takes some too
 NO_TIE = float(torch.finfo(torch.float32).max)  # the gap reported where no two tokens can be compared; JSON has no infinity
 
@@ -139,7 +139,7 @@ def check_tokens(
         num_tokens=sum(len(other.tokens) for _, other in pairs),
         tolerance=float(tolerance_N.median()),
         largest_gap=float(gap_N.max()),
-        largest_gap_in_tolerances=float((gap_N / tolerance_N.clamp(min=LEAST)).max()),
+        largest_gap_in_tolerances=float((gap_N / tolerance_N.clamp(min=MIN_TOLERANCE)).max()),
         wrong_tokens=wrong,
         divergences=divergences,
     )

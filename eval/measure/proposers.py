@@ -91,10 +91,10 @@ def add_lookup(draft: Proposer, config: EvalConfig, target: Target) -> Proposer:
 
 
 def _as_one(drafts: Sequence[Proposer], names: Sequence[FreeDraft], config: EvalConfig, target: Target) -> Proposer:
-    least, longest = config.lookup_match, max(config.lookup_match, LONGEST_MATCH)
+    shortest, longest = config.lookup_match, max(config.lookup_match, LONGEST_MATCH)
     lookups: dict[str, Callable[[], LooksUp]] = {
-        "prompt_lookup": lambda: PromptLookup(target.device, longest=longest, shortest=least),
-        "suffix_lookup": lambda: SuffixLookup(target.device, shortest=least, learns_own_answers=False),
+        "prompt_lookup": lambda: PromptLookup(target.device, longest=longest, shortest=shortest),
+        "suffix_lookup": lambda: SuffixLookup(target.device, shortest=shortest, learns_own_answers=False),
     }
     found = [lookups[name]() for name in names]
     if config.decode.tree is None and len(drafts) == len(found) == 1:

@@ -29,7 +29,7 @@ from heads.device import has_nvml, nvml_uuid
 
 POWERCAP = Path("/sys/class/powercap")
 MICRO, MILLI = 1e-6, 1e-3
-MOST_WATTS = 1000.0  # of one package; a counter that could have gone round more than once at this power says nothing
+MAX_WATTS = 1000.0  # of one package; a counter that could have gone round more than once at this power says nothing
 SHARED = "several processes of this run share the machine's energy counters: measure with one"
 
 
@@ -92,7 +92,7 @@ class RaplMeter:
         self.source = f"RAPL, {', '.join(name for name, _ in zones)}"
         self._files = [folder / "energy_uj" for _, folder in zones]
         self._ranges = [_read_number(folder / "max_energy_range_uj") for _, folder in zones]  # start over there
-        self.longest_seconds: float | None = min(self._ranges) * MICRO / MOST_WATTS
+        self.longest_seconds: float | None = min(self._ranges) * MICRO / MAX_WATTS
 
     def read(self) -> list[int]:
         """Return microjoules by zone."""

@@ -152,8 +152,8 @@ def unseen_change(num_prompts: int, scores: Sequence[float], level: float = LEVE
     """
     if min(scores) < 0 or max(scores) > 1:
         return None
-    most = 1 - ((1 - level) / 2) ** (1 / num_prompts)
-    return [-most, most]
+    bound = 1 - ((1 - level) / 2) ** (1 / num_prompts)
+    return [-bound, bound]
 
 
 # --- distance of features -----------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ class Rendering:
     """
 
     def __init__(self, config: EvalConfig) -> None:
-        self.name, self.most = config.render, config.num_rendered
+        self.name, self.max_answers = config.render, config.num_rendered
         self.function = None if self.name is None else import_function(self.name, "render")
 
     def of(self, target: Target, records: Tally, texts: Mapping[str, str]) -> list[dict[str, str]]:
@@ -221,7 +221,7 @@ class Rendering:
             pair for pair in pairs if not FAILED.intersection(answer.stop_reason for answer in pair) and not pair[0].turn
         ]
         rendered = []
-        for pair in complete[: self.most]:
+        for pair in complete[: self.max_answers]:
             plain, speculative = (str(target.tokenizer.decode(list(each.tokens), skip_special_tokens=True)) for each in pair)
             urls = {AUTOREGRESSIVE: self._url(plain), SPECULATIVE: self._url(speculative)}
             rendered.append({"prompt_id": pair[0].prompt_id, "prompt": texts[pair[0].prompt_id], **urls})

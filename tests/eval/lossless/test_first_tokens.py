@@ -11,7 +11,7 @@ import torch
 
 from configs.schema.decoding import DecodeConfig
 from eval.decoder.decode import Request, decode
-from eval.lossless.first_tokens import LEAST_EXPECTED, answer_logits, check_first_tokens, choose_start, find_cells
+from eval.lossless.first_tokens import MIN_EXPECTED, answer_logits, check_first_tokens, choose_start, find_cells
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.prompt_lookup import PromptLookup
 
@@ -57,7 +57,7 @@ def test_cells_hold_the_exact_probability_of_the_answers_that_fall_into_them(tar
         sums[cells.find(answer)] += float(distribution[answer])
     assert cells.probabilities == pytest.approx(sums, abs=1e-6)
     assert sum(cells.probabilities) == pytest.approx(1.0, abs=1e-6)
-    assert min(cells.probabilities) * num_samples >= LEAST_EXPECTED - 1e-6
+    assert min(cells.probabilities) * num_samples >= MIN_EXPECTED - 1e-6
 
 
 def test_an_answer_that_ends_early_has_a_cell(tiny_llama, as_target, target):

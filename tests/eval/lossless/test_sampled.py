@@ -12,7 +12,7 @@ from configs.schema.evaluation import LosslessConfig
 from eval.decoder import chain_rules as verify
 from eval.decoder.decode import Request, decode
 from eval.lossless import sampled
-from eval.lossless.sampled import LEAST_PROMPTS, check_likelihood, mean_log_likelihood, pair_answers
+from eval.lossless.sampled import MIN_PROMPTS, check_likelihood, mean_log_likelihood, pair_answers
 from eval.lossless.verdict import judge_lossless
 from heads.sampling.probabilities import token_probabilities
 from tests.support.decoding import loaded_draft
@@ -89,7 +89,7 @@ def test_a_mistake_around_the_rule_is_found_by_both_tests_of_samples(target, dra
 
 
 def test_too_few_prompts_leave_the_verdict_open_and_say_so(target, draft):
-    few_prompts = judge(target, draft, num_prompts=LEAST_PROMPTS - 1)
+    few_prompts = judge(target, draft, num_prompts=MIN_PROMPTS - 1)
     assert (few_prompts["verdict"], few_prompts["inconclusive_checks"]) == ("inconclusive", ["likelihood"])
     assert few_prompts["checks"]["likelihood"]["reason"] == "too_few_prompts"
 
