@@ -50,7 +50,7 @@ class MediaConfig(Settings):
     folder: str | None = None  # of relative paths, out of which none may lead; None: they stand in the working folder
     allow_urls: bool = False  # fetch what a prompt names by http:// or https://
     max_bytes: PositiveInt = 20_000_000  # of a file, a data URL or a download
-    timeout_seconds: PositiveFloat = 20.0  # of reading one
+    timeout_seconds: PositiveFloat = 20.0  # of fetching one from a URL
 
 
 class ImagesConfig(MediaConfig):

@@ -37,7 +37,7 @@ def find_user_frame(target: Target, max_prompt_tokens: int, before: Sequence[Mes
         )
     takes_parts = target.model.config.get_text_config() is not target.model.config
     messages = [*before, {"role": "user", "content": SENTINEL}]
-    rendered = in_template(target, messages, answer_follows=False, in_parts=takes_parts)
+    rendered = in_template(tokenizer, name, messages, answer_follows=False, in_parts=takes_parts)
     prefix, found, suffix = rendered.partition(SENTINEL)
     # A trailing space would become a token of its own, which ordinary text does not continue.
     prefix, end_text = prefix.rstrip(" "), suffix.strip()

@@ -1,6 +1,6 @@
 """The files of a checkpoint: their tensors, read and written one at a time, and files linked rather than copied.
 
-A `LazyTensor` knows its shape and dtype and is read when it is written, in blocks of rows where possible, so that an export
+A `LazyTensor` knows its shape and dtype and is read when it is written, so that an export
 needs memory for one tensor at most, whatever the model's size. Files are safetensors, alone or several with an index; a `.bin`
 or `.pt` file of torch's is read memory-mapped. safetensors' own `save_file` wants all tensors in memory at once.
 A link shares its bytes with the file it was made from: `break_links` before changing one.
@@ -14,7 +14,7 @@ import os
 import pickle
 import shutil
 import stat
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,6 @@ UNREADABLE = (
     SafetensorError,
     StrictDataclassError,
 )
-BLOCK_BYTES = 2**23  # read at a time where a tensor can be read in parts
 NAMES = {  # dtypes by safetensors' names
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -69,13 +68,11 @@ class LazyTensor:
 
     Args:
         dtype: of the values that `load` returns.
-        blocks: reads it as blocks of rows, one after another; None: it can only be read whole.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     load: Callable[[], Tensor]
-    blocks: Callable[[], Iterator[Tensor]] | None = None
 
     def __getitem__(self, index: Any) -> Tensor:
         """Read it, as transformers does a tensor of a state dict."""
@@ -85,26 +82,17 @@ class LazyTensor:
         """Return the same values in another floating dtype; None, and tensors of integers or bools, change nothing."""
         if dtype is None or dtype == self.dtype or not self.dtype.is_floating_point:
             return self
-        blocks = self.blocks
-        cast_blocks = None if blocks is None else lambda: (block.to(dtype) for block in blocks())
-        return replace(self, dtype=dtype, load=lambda: self.load().to(dtype), blocks=cast_blocks)
+        return replace(self, dtype=dtype, load=lambda: self.load().to(dtype))
 
     def halves_swapped(self) -> LazyTensor:
         """Return a matrix with the two halves of its columns exchanged."""
-        return replace(self, load=lambda: self.load().roll(self.shape[1] // 2, 1), blocks=None)
+        return replace(self, load=lambda: self.load().roll(self.shape[1] // 2, 1))
 
     def rows(self, ids_W: Tensor) -> LazyTensor:
-        return replace(self, shape=(len(ids_W), *self.shape[1:]), load=lambda: self.load()[ids_W], blocks=None)
+        return replace(self, shape=(len(ids_W), *self.shape[1:]), load=lambda: self.load()[ids_W])
 
     def reshaped(self, shape: tuple[int, ...]) -> LazyTensor:
-        return replace(self, shape=shape, load=lambda: self.load().reshape(shape), blocks=None)
-
-    def in_blocks(self) -> Iterator[Tensor]:
-        """Read it in blocks of rows, or whole where it cannot be read in parts."""
-        if self.blocks is None:
-            yield self.load()
-        else:
-            yield from self.blocks()
+        return replace(self, shape=shape, load=lambda: self.load().reshape(shape))
 
     def full_vocabulary_head(self, ids_W: Tensor, num_rows: int) -> LazyTensor:
         """Return an output head of W tokens, `[W, D]`, as one of all tokens with the same argmax, `[num_rows, D]`.
@@ -119,7 +107,7 @@ class LazyTensor:
             whole_VD[ids_W] = rows_WD
             return whole_VD
 
-        return replace(self, shape=(num_rows, *self.shape[1:]), load=load, blocks=None)
+        return replace(self, shape=(num_rows, *self.shape[1:]), load=load)
 
 
 Weights = dict[str, LazyTensor]
@@ -234,14 +222,10 @@ def break_links(path: Path) -> None:
 
 
 def _write_tensor(file: BinaryIO, name: str, stored: LazyTensor) -> None:
-    written = 0
-    for block in stored.in_blocks():
-        if block.dtype != stored.dtype or block.shape[1:] != stored.shape[1:]:
-            raise RuntimeError(f"{name} was to be {stored.dtype} {stored.shape}, got {block.dtype} {tuple(block.shape)}")
-        written += file.write(block.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    wanted = math.prod(stored.shape) * stored.dtype.itemsize
-    if written != wanted:
-        raise RuntimeError(f"{name} was to take {wanted} bytes, got {written}")
+    value = stored.load()
+    if value.dtype != stored.dtype or tuple(value.shape) != stored.shape:
+        raise RuntimeError(f"{name} was declared as {stored.dtype} {stored.shape}, got {value.dtype} {tuple(value.shape)}")
+    file.write(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _safetensors(path: Path, *, packed: bool = False) -> Weights:
@@ -260,7 +244,6 @@ def _safetensors(path: Path, *, packed: bool = False) -> Weights:
             shape=shape,
             dtype=names[dtype],
             load=partial(_read, path, name),
-            blocks=partial(_read_blocks, path, name, shape, names[dtype]) if shape else None,
         )
         for name, (dtype, shape) in described.items()
     }
@@ -270,17 +253,6 @@ def _read(path: Path, name: str) -> Tensor:
     with safe_open(path, "pt") as file:
         value: Tensor = file.get_tensor(name)
     return value
-
-
-def _read_blocks(path: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Tensor]:
-    """Read rows of a tensor, so many at a time as fill a block.
-
-    The file is opened for each: what was read of an open one stays in memory until it is closed.
-    """
-    rows = max(1, BLOCK_BYTES // max(1, math.prod(shape[1:]) * dtype.itemsize))
-    for start in range(0, shape[0], rows):
-        with safe_open(path, "pt") as file:
-            yield file.get_slice(name)[start : start + rows]
 
 
 def _torch_file(path: Path) -> Weights:

@@ -130,7 +130,9 @@ class Target:
         if prompt is not None:
             return self._reader(media).ids(prompt)
         takes_parts = self.model.config.get_text_config() is not self.model.config
-        text = in_template(self, messages, tools=tools, answer_follows=answer_follows, in_parts=takes_parts)
+        text = in_template(
+            self.tokenizer, self.identity.name, messages, tools=tools, answer_follows=answer_follows, in_parts=takes_parts
+        )
         # The template brings its own special tokens; the tokenizer must not add another set.
         try:
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -144,7 +146,9 @@ class Target:
         """Return what a conversation's media are read by, None where it has none; arguments are those of `encode_chat`."""
         if not media:
             return None
-        text = in_template(self, messages, media=media, template=self._reader(media).template, **settings)
+        text = in_template(
+            self.tokenizer, self.identity.name, messages, media=media, template=self._reader(media).template, **settings
+        )
         return MediaPrompt(text=text, media=tuple(media))
 
     def media_inputs(self, prompts: Sequence[MediaPrompt | None], ids: Sequence[Sequence[int]]) -> MediaInputs | None:

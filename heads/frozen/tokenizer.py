@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from jinja2 import TemplateError
 from tokenizers import Regex, Tokenizer
@@ -21,7 +21,6 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, Pre
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import read_text
 from configs.schema.target import TargetConfig
-from heads.frozen.identity import TargetIdentity
 from heads.inference.media_inputs import SOUND
 
 OBJECT = "\ufffc"  # Unicode's object replacement character: where an image or a sound stands in a user's text
@@ -87,17 +86,9 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         raise InputError(f"target.chat_template: {name} is no chat template: {first_line(error)}") from error
 
 
-class Templated(Protocol):
-    """What has a chat template: a `heads.frozen.loading.Target`."""
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase: ...
-    @property
-    def identity(self) -> TargetIdentity: ...
-
-
 def in_template(
-    target: Templated,
+    tokenizer: PreTrainedTokenizerBase,
+    name: str,
     messages: Sequence[Mapping[str, Any]],
     *,
     tools: Sequence[Mapping[str, Any]] = (),
@@ -109,6 +100,7 @@ def in_template(
     """Return the text of a conversation in the chat template.
 
     Args:
+        name: of the target, in messages.
         messages: role and content, and what else the template reads.
         tools: that the assistant may call, as OpenAI describes them, for templates that show them.
         answer_follows: open the assistant's turn.
@@ -120,7 +112,6 @@ def in_template(
         InputError: the tokenizer has no chat template, or the template refuses the conversation: some know no system
             message, some ask that user and assistant take turns; or there are not as many places for media.
     """
-    name, tokenizer = target.identity.name, target.tokenizer
     if tokenizer.chat_template is None:
         raise InputError(no_chat_template(name))
     plain = [dict(message) for message in messages]

@@ -9,7 +9,6 @@ B batch, T new tokens, S cache length, D width, H head width, N key-value heads,
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,17 +52,6 @@ def make_lean(model: PreTrainedModel) -> None:
     except InputError:
         runner.forward = None
         raise
-
-
-def lean_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a shallow copy of `model` that is decoded by a lean forward while `model` itself runs as before.
-
-    Raises:
-        InputError: see `make_lean`.
-    """
-    twin = copy.copy(model)
-    make_lean(twin)
-    return twin
 
 
 @dataclass(frozen=True, kw_only=True)

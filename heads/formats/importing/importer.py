@@ -166,13 +166,7 @@ def _same(stored: LazyTensor, own: Tensor) -> bool:
     if stored.shape != tuple(own.shape) or not stored.dtype.is_floating_point:
         return False
     coarser = min(stored.dtype, own.dtype, key=lambda dtype: -torch.finfo(dtype).eps)
-    row = 0
-    for block in stored.in_blocks():
-        part = own.detach()[row : row + len(block)]
-        if not torch.equal(block.to(own.device, coarser), part.to(coarser)):
-            return False
-        row += len(block)
-    return True
+    return torch.equal(stored.load().to(own.device, coarser), own.detach().to(coarser))
 
 
 def drafts_a_round(external: ExternalDraft, asked: int | None, settings: Any) -> int:

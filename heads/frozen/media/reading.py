@@ -10,9 +10,7 @@ import base64
 import binascii
 import io
 import math
-import queue
 import struct
-import threading
 import time
 import warnings
 import wave
@@ -103,7 +101,7 @@ def _opened(reference: str, config: MediaConfig, decode: Callable[[bytes], Read]
     Raises:
         InputError: they cannot be had, or exceed a limit of the config.
     """
-    return _within(config, reference, lambda: decode(_bytes_of(reference.removeprefix(SOUND), config)))
+    return decode(_bytes_of(reference.removeprefix(SOUND), config))
 
 
 def kind_of(reference: str) -> type[ImagesConfig] | type[AudioConfig]:
@@ -190,28 +188,6 @@ def _fetched(reference: str, config: MediaConfig) -> bytes:
     except (httpx2.HTTPError, httpx2.InvalidURL, UnicodeError) as error:  # the last for a name that is no host's
         raise _refusal(reference, config, f"could not be fetched: {first_line(error)}") from error
     return _limited(content, reference, config)
-
-
-def _within(config: MediaConfig, reference: str, read: Callable[[], Read]) -> Read:
-    """Return what `read` returns; it runs in a thread, left behind where it takes longer: a hanging mount has no interrupt."""
-    done: queue.Queue[Any] = queue.Queue()
-
-    def work() -> None:
-        try:
-            done.put((read(), None))
-        except Exception as error:  # raised again in the caller's thread
-            done.put((None, error))
-
-    threading.Thread(target=work, daemon=True, name=config.what).start()
-    try:
-        result, error = done.get(timeout=config.timeout_seconds)
-    except queue.Empty:
-        raise _refusal(
-            reference, config, f"was not read within {config.timeout_seconds:g} s ({config.key}.timeout_seconds)"
-        ) from None
-    if error is not None:
-        raise error
-    return result
 
 
 def _limited(content: bytes, reference: str, config: MediaConfig) -> bytes:

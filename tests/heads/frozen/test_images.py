@@ -5,7 +5,6 @@ import contextlib
 import io
 import struct
 import threading
-import time
 import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 
 from configs.runtime.errors import InputError
 from configs.schema.target import ImagesConfig
-from heads.frozen.media import reading
 from heads.frozen.media.reading import read_image
 
 Image = pytest.importorskip("PIL.Image")
@@ -94,16 +92,6 @@ def test_references_that_lead_nowhere_are_one_sentence(tmp_path: Path, reference
         read_image(reference, ImagesConfig(folder=str(tmp_path), max_bytes=1000))
     assert len(str(refusal.value)) < 400
     assert str(refusal.value).isprintable()
-
-
-def test_an_image_that_takes_too_long_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(*arguments: Any) -> bytes:
-        time.sleep(1)
-        return png()
-
-    monkeypatch.setattr(reading, "_bytes_of", slow)
-    with pytest.raises(InputError, match=r"was not read within 0.05 s \(target.images.timeout_seconds\)"):
-        read_image("a.png", ImagesConfig(timeout_seconds=0.05))
 
 
 class Answers(BaseHTTPRequestHandler):

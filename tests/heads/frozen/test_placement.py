@@ -76,12 +76,6 @@ def test_max_memory_sends_the_last_blocks_to_disk(settings, whole):
     assert {name for name, place in places.items() if place == "cpu"} > {"model.embed_tokens", "model.norm", "lm_head"}
 
 
-def test_a_map_that_leaves_everything_in_one_place_is_the_whole_target(settings, whole):
-    target = load_target(settings(device_map="balanced"))
-    assert not any(on_meta(target))
-    torch.testing.assert_close(target.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
-
-
 def test_a_spread_target_says_what_the_whole_one_says_and_its_blocks_go_back_to_disk(whole, spread):
     ids_BT = torch.randint(64, (3, 20), generator=torch.Generator().manual_seed(0))
     taps = [0, 1, 2, 4]
@@ -163,11 +157,6 @@ def test_settings_that_cannot_be_followed_are_refused(settings_given, complaint)
 def test_a_map_that_does_not_fit_the_target_is_refused(settings, device_map, complaint):
     with pytest.raises(InputError, match=complaint):
         load_target(settings(device_map=device_map))
-
-
-def test_a_map_may_name_all_blocks_at_once(settings):
-    target = load_target(settings(device_map={"model": "disk", "model.layers.3": "cpu", "lm_head": "cpu"}))
-    assert on_meta(target) == [True, True, True, False]
 
 
 def test_several_processes_need_a_map_by_hand(settings, monkeypatch):

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, Mistr
 from configs.runtime.errors import InputError
 from heads.frozen.hidden_states import forward_states, read_states, tapped
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache
-from heads.inference.lean_forward import LeanForward, lean_twin, make_lean
+from heads.inference.lean_forward import LeanForward, make_lean
 from heads.inference.runner import TransformersForward, runner_of
 from tests.support.family_checks import SMALL
 
@@ -142,16 +142,6 @@ def test_a_lean_model_keeps_its_weights_its_copy_runs_by_transformers_and_once_g
     del model
     gc.collect()
     assert gone() is None
-
-
-def test_a_twin_is_lean_and_shares_every_weight_while_the_model_runs_as_before():
-    model = deepcopy(model_of("qwen3"))
-    twin = lean_twin(model)
-    assert (bool(runner_of(twin).forward), bool(runner_of(model).forward)) == (True, False)
-    assert [value.data_ptr() for value in twin.parameters()] == [value.data_ptr() for value in model.parameters()]
-    pieces = [(IDS_BT[:, :5], [0, 0]), (IDS_BT[:, 5:7], [5, 3])]
-    for ours_BTV, theirs_BTV in zip(read(twin, pieces), read(model, pieces), strict=True):
-        torch.testing.assert_close(ours_BTV, theirs_BTV, atol=1e-5, rtol=1e-5)
 
 
 # --- refusals -----------------------------------------------------------------------------------------------------

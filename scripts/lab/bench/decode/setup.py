@@ -5,6 +5,7 @@ The two forwards run the very same weights; the lean one (`heads.inference.lean_
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from eval.decoder.decode import Request, check_decodable
 from eval.decoder.records import Generation, Timing
 from heads.artifact import Draft, load_draft
 from heads.frozen.loading import Target, load_target, move
-from heads.inference.lean_forward import lean_twin
+from heads.inference.lean_forward import make_lean
 from heads.proposers.protocol import Proposer
 from scripts.lab.bench.head_recipes import train_recipes
 from scripts.lab.bench.provenance import check_trained_here
@@ -121,8 +122,10 @@ def load_for_transformers(draft: str, target: Target) -> PreTrainedModel:
 
 def _run_lean(target: Target) -> Target | None:
     """Return the target by a lean forward, or nothing where its family has none."""
+    twin = copy.copy(target.model)  # of the same weights
     try:
-        return replace(target, model=lean_twin(target.model))
+        make_lean(twin)
+        return replace(target, model=twin)
     except InputError as error:
         log.warning("lean forwards are not measured: %s", error)
         return None

@@ -141,7 +141,7 @@ def test_a_target_without_a_lean_forward_is_measured_without(few, monkeypatch, c
     def refuse(model):
         raise InputError("the lean forward does not know it")
 
-    monkeypatch.setattr(decode_setup, "lean_twin", refuse)
+    monkeypatch.setattr(decode_setup, "make_lean", refuse)
     monkeypatch.setattr(decode_benchmark, "list_ways", lambda setup: [])
     results = results_of(few)
     assert "compiled_speed_vs_eager" not in results["ratios"]
