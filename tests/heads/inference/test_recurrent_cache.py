@@ -3,7 +3,6 @@
 Of three kinds: beside attention layers, in one layer with attention, and alone.
 """
 
-import copy
 from functools import cache
 
 import pytest
@@ -11,15 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, FalconH1Config, Mamba2Config, Qwen3_5TextConfig
 
 from configs.runtime.errors import InputError
-from configs.schema.decoding import DecodeConfig
-from eval.decoder.decode import Request, decode
-from heads.frozen.loading import Target
 from heads.inference.causal_lm import forward_rows, new_cache, read_documents
 from heads.inference.compiled_forward import make_compiled
 from heads.inference.runner import runner_of
-from heads.proposers.draft_lm import DraftLM
 from heads.sampling.token_tree import tree_attention
-from tests.support.decoding import samples_against
 
 SIZE = {"vocab_size": 12, "hidden_size": 32, "num_hidden_layers": 2, "bos_token_id": None, "eos_token_id": None}
 BLOCK = SIZE | {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -103,25 +97,6 @@ def test_tokens_of_a_tree_follow_their_parents_and_rows_go_on_from_their_paths(n
     rows.cache.keep_path(starts, paths)
     rows.texts[0][9:11] = [4, 6]
     rows.read([11, 8, 6], 3)
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_samples_follow_the_targets_distribution_where_drafts_stay_and_go(name):
-    model = tiny(name)
-    draft = copy.deepcopy(model)
-    torch.manual_seed(1)
-    for parameter in draft.parameters():
-        parameter.add_(0.3 * parameter.std() * torch.randn_like(parameter) if parameter.ndim >= 2 else 0.0)
-    target = Target(model=model, tokenizer=None, identity=None, eos_token_ids=())
-    requests = [Request(prompt_id=f"p{number}", category="c", tokens=(1, 2, 3)) for number in range(600)]
-    config = DecodeConfig(num_speculative_tokens=2, max_new_tokens=3, temperature=1.0, batch_size=len(requests))
-    generations, _ = decode(target, requests, config, DraftLM(draft, 12))
-    accepted = [each.num_accepted for generation in generations for each in generation.rounds]
-    assert 0 < accepted.count(0) < len(accepted)
-    with torch.no_grad():
-        first_V = model(torch.tensor([[1, 2, 3]])).logits[0, -1].softmax(-1)
-        second_VV = model(torch.tensor([[1, 2, 3, token] for token in range(12)])).logits[:, -1].softmax(-1)
-    assert samples_against(first_V.unsqueeze(1) * second_VV, generations).p_value > 1e-4
 
 
 def test_the_modules_with_states_are_found_and_no_others():
