@@ -21,12 +21,11 @@ from configs.runtime.errors import ConfigError, InputError, first_line
 from configs.schema.learning import LoraSettings, StudentConfig
 from configs.schema.target import TargetConfig
 from distill.student.kept_blocks import keep_layers
-from heads.frozen.block_config import overridden
 from heads.frozen.checkpoint_files import UNREADABLE
 from heads.frozen.identity import hash_tokenizer
 from heads.frozen.loading import Target, move
 from heads.frozen.location import locate
-from heads.frozen.model_class import auto_class, causal_config
+from heads.frozen.model_config import auto_class, causal_config, overridden
 from heads.frozen.quantized import loader_of
 from heads.inference.model_checks import check_rolls_back, check_split
 

@@ -1,6 +1,6 @@
 """A draft made of the target's own blocks, some of them; embeddings, final norm and head are kept.
 
-What a block computes may depend on its place: on entries of the config (`heads.frozen.block_config`), on its number, on how
+What a block computes may depend on its place: on entries of the config (`heads.frozen.model_config`), on its number, on how
 many there are. So the draft is compared on a probe with the target whose other blocks are passed over.
 """
 
@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from configs.runtime.errors import InputError, first_line
-from heads.frozen.block_config import config_of_blocks
 from heads.frozen.hidden_states import blocks, num_blocks
-from heads.frozen.model_class import causal_config
+from heads.frozen.model_config import causal_config, config_of_blocks
 from heads.frozen.placement import real_weight
 from heads.inference.causal_lm import read_documents
 from heads.inference.model_checks import check_on_probe, probe_ids, relative_error

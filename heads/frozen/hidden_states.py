@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError
-from heads.frozen.block_config import attentions_per_block
+from heads.frozen.model_config import attentions_per_block
 from heads.inference.causal_lm import forward_rows, head_logits, read_documents
 from heads.inference.kv_cache import RowCache
 from heads.inference.media_inputs import MediaInputs

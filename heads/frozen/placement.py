@@ -26,7 +26,7 @@ from transformers import AutoConfig, PreTrainedModel
 from configs.runtime.errors import ConfigError, InputError, first_line
 from configs.schema.target import TargetConfig
 from heads.frozen.hidden_states import blocks
-from heads.frozen.model_class import auto_class
+from heads.frozen.model_config import auto_class
 
 DeviceName = int | str
 MEMORY = "cpu"

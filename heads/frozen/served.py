@@ -22,9 +22,9 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 
 from configs.runtime.errors import InputError
 from configs.schema.target import TargetConfig
-from heads.frozen.block_config import config_of_blocks
 from heads.frozen.checkpoint_files import Weights
 from heads.frozen.hidden_states import TargetStates, blocks
+from heads.frozen.model_config import config_of_blocks
 from heads.frozen.placement import READ, make_skeleton, parts_outside
 from heads.frozen.quantized import read_float_weights
 from heads.inference.attention_masks import Masks

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from configs.runtime.errors import InputError, first_line
-from heads.frozen.block_config import config_of_blocks
 from heads.frozen.hidden_states import TargetStates, block_list, blocks, forward_states, num_blocks, tapped
-from heads.frozen.model_class import causal_config
+from heads.frozen.model_config import causal_config, config_of_blocks
 from heads.inference.causal_lm import forward_rows, new_cache, read_documents
 from heads.inference.kv_cache import RowCache
 from heads.inference.media_inputs import MediaInputs

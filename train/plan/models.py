@@ -23,7 +23,7 @@ from distill.student.kept_blocks import keep_layers
 from heads.families.registry import FAMILIES
 from heads.frozen.checkpoint_files import UNREADABLE
 from heads.frozen.location import PREFIX, locate
-from heads.frozen.model_class import auto_class
+from heads.frozen.model_config import auto_class
 from heads.modules.output_head import HeadModule
 from heads.vocabulary import DraftVocabulary
 

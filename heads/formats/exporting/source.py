@@ -23,7 +23,7 @@ from heads.artifact import METADATA_FILE, VOCABULARY_FILE, Metadata, read_metada
 from heads.families.registry import FAMILIES
 from heads.formats.layout import check_names
 from heads.frozen.checkpoint_files import UNREADABLE, LazyTensor, Weights, constant, read_weights
-from heads.frozen.model_class import auto_class
+from heads.frozen.model_config import auto_class
 from heads.frozen.quantized import read_float_weights
 from heads.frozen.size_limits import check_counts, no_larger_than
 from heads.modules.layer_shape import LayerShape, layer_shape, shape_like

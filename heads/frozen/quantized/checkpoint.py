@@ -20,7 +20,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_json
 from heads.frozen.checkpoint_files import PACKED_NAMES, Weights, listed, read_weights
-from heads.frozen.model_class import auto_class
+from heads.frozen.model_config import auto_class
 from heads.frozen.quantized.schemes import FLOAT8, Settings, packed_matrices
 
 log = logging.getLogger("draftsmith")

@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from heads.frozen.loading import load_with
-from heads.frozen.model_class import auto_class
+from heads.frozen.model_config import auto_class
 from scripts.lab.models_check.media_models import MEDIA_FAMILIES
 
 VOCAB_SIZE = 256

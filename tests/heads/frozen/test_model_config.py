@@ -15,7 +15,7 @@ from configs.schema.target import TargetConfig
 from distill.student.kept_blocks import keep_layers
 from eval.decoder.decode import generate
 from heads.frozen.loading import load_target
-from heads.frozen.model_class import causal_config
+from heads.frozen.model_config import causal_config
 from heads.inference.causal_lm import read_documents
 from heads.inference.model_checks import check_keeps_apart
 from heads.proposers.draft_lm import DraftLM
