@@ -33,10 +33,10 @@ from heads.frozen.served import load_ends
 from heads.frozen.split.groups import TargetGroup
 from heads.frozen.split.parts import join_group, split_arguments
 from heads.frozen.tokenizer import in_template, load_tokenizer, no_chat_template
-from heads.inference.column_positions import rope_limit
 from heads.inference.compiled_forward import make_compiled
 from heads.inference.guidance import Guidance
 from heads.inference.lean_forward import make_lean
+from heads.inference.masks import rope_limit
 from heads.inference.media_inputs import MediaInputs, MediaPrompt
 from heads.inference.model_checks import check_split
 from heads.inference.runner import Runner, runner_of

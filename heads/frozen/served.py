@@ -27,8 +27,8 @@ from heads.frozen.hidden_states import TargetStates, blocks
 from heads.frozen.model_config import config_of_blocks
 from heads.frozen.placement import READ, make_skeleton, parts_outside
 from heads.frozen.quantized import read_float_weights
-from heads.inference.attention_masks import Masks
 from heads.inference.kv_cache import RowCache
+from heads.inference.masks import Masks
 from heads.inference.runner import DecodingForward, runner_of
 
 StatesOfTexts = Callable[[Sequence[Sequence[int]], int, Sequence[int]], TargetStates]

@@ -19,10 +19,9 @@ from torch.nn import functional
 from transformers import PreTrainedModel, masking_utils
 
 from configs.runtime.errors import InputError
-from heads.inference.attention_masks import masks_of
-from heads.inference.column_positions import by_axis, rope_limit, within_context
 from heads.inference.guidance import twice
 from heads.inference.kv_cache import RowCache, RowLayer
+from heads.inference.masks import by_axis, masks_of, rope_limit, within_context
 from heads.inference.media_inputs import MediaInputs, check_text, read_with_media
 from heads.inference.recurrent_cache import RecurrentCache
 from heads.inference.runner import apply_head, backbone, runner_of

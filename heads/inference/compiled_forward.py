@@ -23,10 +23,9 @@ from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError
 from heads.device import has_graphs
-from heads.inference.attention_masks import Masks
-from heads.inference.column_positions import counts_columns
 from heads.inference.kv_cache import RowCache
 from heads.inference.lean_forward import make_lean
+from heads.inference.masks import Masks, counts_columns
 from heads.inference.runner import DecodingForward, TransformersForward, runner_of
 
 log = logging.getLogger("draftsmith")
@@ -43,7 +42,7 @@ def make_compiled(model: PreTrainedModel, backend: str = "inductor") -> None:
 
     Raises:
         InputError: its layers have states, which are read token by token, or its masks are not made before a forward
-                (`heads.inference.column_positions`).
+                (`heads.inference.masks`).
     """
     runner = runner_of(model)
     if runner.mixers:

@@ -19,9 +19,9 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention
 from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from configs.runtime.errors import InputError
-from heads.inference.attention_masks import Masks
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache
 from heads.inference.kv_cache import RowCache
+from heads.inference.masks import Masks
 from heads.inference.model_checks import check_on_probe, probe_ids, relative_error
 from heads.inference.packed_linear import PackedLinear
 from heads.inference.runner import DecodingForward, backbone, runner_of

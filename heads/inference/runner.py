@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError, first_line
-from heads.inference.attention_masks import Masks
-from heads.inference.column_positions import by_position, counts_columns, first_of_equals
 from heads.inference.guidance import Guidance
 from heads.inference.kv_cache import RowCache
+from heads.inference.masks import Masks, by_position, counts_columns, first_of_equals
 from heads.inference.recurrent_cache import MixerSlot, cache_argument, find_mixers
 
 STATE_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # the last two have keys and values beside a state

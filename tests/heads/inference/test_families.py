@@ -16,7 +16,7 @@ from eval.decoder.decode import generate
 from heads.frozen.hidden_states import final_norm
 from heads.frozen.loading import Target
 from heads.inference.causal_lm import forward_rows, new_cache, read_documents
-from heads.inference.column_positions import first_of_equals
+from heads.inference.masks import first_of_equals
 from heads.inference.model_checks import check_rolls_back, check_split
 from heads.inference.runner import WRONG_STATES, runner_of
 from heads.proposers.draft_lm import DraftLM

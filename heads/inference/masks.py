@@ -1,11 +1,11 @@
-"""Families whose attention counts columns of the cache where it means positions: BLOOM, Falcon with ALiBi, GPT-Neo.
+"""The masks and positions of a forward that reads into a `RowCache`, by type of layer and by family.
 
-Their forwards make biases and windows of a plain padding mask, or of the number of columns. In rows of unequal lengths and in
-trees a column is not a position, so each block is given a mask and a bias by position in place of its model's own.
+BLOOM, Falcon with ALiBi and GPT-Neo count columns of the cache where they mean positions: they make biases and windows of a
+plain padding mask, or of the number of columns. In rows of unequal lengths and in trees a column is not a position, so
+`by_position` gives each block a mask and a bias by position in place of its model's own.
 
-Besides, families in which each token sees the keys of the highest scores (DeepSeek-V3.2, Doge). An indexer's score is a sum of
-ReLUs, so several are exactly 0 at times, and which of equal ones `torch.topk` returns depends on how many columns there are:
-`first_of_equals` lets it return the first.
+In DeepSeek-V3.2 and Doge each token sees the keys of the highest scores. An indexer's score is a sum of ReLUs, so several may
+be exactly 0. Which of equal ones `torch.topk` returns depends on the number of columns: `first_of_equals` makes it the first.
 B batch, T new tokens, S cache length, N heads.
 """
 
@@ -26,7 +26,42 @@ from transformers import PreTrainedConfig
 
 from heads.inference.kv_cache import RowCache
 
+Masks = Tensor | dict[str, Tensor | None] | None
 INDEXED = {"indexed_attention", "minimax_m3_sparse", "compressed_sparse_attention"}  # layer types
+
+
+def masks_of(
+    config: PreTrainedConfig, cache: RowCache, positions_BT: Tensor, starts: Sequence[int], dtype: torch.dtype
+) -> Masks:
+    """Return masks that show each token exactly what `RowCache.visible` says, or None where the model's own causality does."""
+    T = positions_BT.shape[1]
+    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+    bounds = {} if window is None else {kind: {"window": window} for kind in ("sliding_attention", "hybrid_sliding")}
+    bounds |= {} if chunk is None else {"chunked_attention": {"chunk": chunk}}
+    layer_types = set(getattr(config, "layer_types", None) or ({"sliding_attention"} if window is not None else ()))
+    if layer_types and layer_types <= {"linear_attention", "conv"}:
+        return None
+    if "hybrid_sliding" in layer_types:  # Inkling's blocks have these names, and its masks those
+        layer_types |= {"full_attention", "sliding_attention", "linear_attention"}
+    if layer_types.isdisjoint(bounds):
+        # From position 0 on the model's own causal mask is right and takes a faster kernel; one token that sees all needs none.
+        needed = cache.holds_tree or (max(starts) > 0 and (T > 1 or min(starts) != max(starts)))
+        return _for_attention(cache.visible(positions_BT) if needed else None, config, dtype)
+    masks = {
+        kind: _for_attention(cache.visible(positions_BT, **bounds.get(kind, {})), config, dtype)
+        for kind in layer_types - {"linear_attention", "conv"}
+    } | dict.fromkeys(layer_types & {"linear_attention", "conv"})
+    return masks if len(layer_types) > 1 else masks.popitem()[1]
+
+
+def _for_attention(visible_BTS: Tensor | None, config: PreTrainedConfig, dtype: torch.dtype) -> Tensor | None:
+    """Turn a boolean mask into the 4-D form of the attention in use: boolean for sdpa, additive for eager."""
+    if visible_BTS is None:
+        return None
+    visible_B1TS = visible_BTS.unsqueeze(1)
+    if config._attn_implementation != "eager":
+        return visible_B1TS
+    return _additive(visible_B1TS, dtype)
 
 
 def counts_columns(config: PreTrainedConfig) -> bool:
