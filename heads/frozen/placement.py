@@ -1,10 +1,11 @@
 """Where the blocks of a target larger than one device lie, and how to read weights that lie in memory or on disk.
 
 Embedding, final norm and output head stay on the one device that computes, and hidden states come back to it; only blocks are
-spread, and run one after another. accelerate's hooks move the states and load offloaded weights for as long as they run. (Its
-`infer_auto_device_map` places all parts in the model's order.) Between two runs an offloaded module's weights
-are on torch's meta device, so code that starts from a block reads them by `real_weight` or copies it by `own_copy`. The same
-two read the blocks of a target that is split over processes (`heads.frozen.split`).
+spread, and run one after another. accelerate's hooks move the states and load offloaded weights while a block runs. (Its
+`infer_auto_device_map` places all parts in the model's order, and its balanced shares offload blocks that devices of unequal
+sizes could hold.) Between two runs an offloaded module's weights are on torch's meta device, so code that starts from a block
+reads them by `real_weight` or copies it by `own_copy`. The same two read the blocks of a target that is split over processes
+(`heads.frozen.split`).
 """
 
 from __future__ import annotations
