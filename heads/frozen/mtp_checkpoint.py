@@ -77,7 +77,6 @@ NAMINGS = (
         parts=("layers.{k}.eh_proj", "layers.{k}.enorm", "layers.{k}.hnorm", "layers.{k}.post_norm", "layers.{k}"),
     ),
 )
-BLOCK_BYTES = 2**23  # written at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,14 +150,10 @@ class NativeMtp:
                 self._put(folder, piece, whole[piece.index])
 
     def _put(self, folder: Path, piece: TensorPart, value: Tensor) -> None:
-        """Write one of our values into a copy of the checkpoint, rows at a time, where it is another one."""
-        rows = max(1, BLOCK_BYTES // max(1, value[0].nbytes))
-        for start in range(0, len(value), rows):
-            part = piece.turned(value[start : start + rows])
-            with safe_open(self.folder / self._files[piece.key], "pt") as file:
-                old = file.get_slice(piece.key)[start : start + rows]
-            if not torch.equal(old.to(part.dtype), part):
-                _overwrite(folder / self._files[piece.key], piece.key, start, part.to(old.dtype))
+        """Write one of our values into a copy of the checkpoint where it is another one."""
+        new, old = piece.turned(value), self._value(piece.key)
+        if not torch.equal(old.to(new.dtype), new):
+            _overwrite(folder / self._files[piece.key], piece.key, new.to(old.dtype))
 
     def places(
         self, ours: Mapping[str, Tensor], *, hidden_first: bool, without: Collection[str] = ()
@@ -245,15 +240,14 @@ def _num_blocks(folder: Path) -> int:
     return number
 
 
-def _overwrite(path: Path, key: str, row: int, value: Tensor) -> None:
-    """Write rows over those of the same tensor, dtype and shape in a safetensors file; no other byte changes."""
+def _overwrite(path: Path, key: str, value: Tensor) -> None:
+    """Write a value over that of the same tensor, dtype and shape in a safetensors file; no other byte changes."""
     break_links(path)
     with path.open("r+b") as file:
         length = int.from_bytes(file.read(8), "little")
         begin, end = json.loads(file.read(length))[key]["data_offsets"]
         content = value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        place = begin + row * value[0].nbytes
-        if place + content.nbytes > end:
-            raise RuntimeError(f"{path}: {key} ends after {end - begin} bytes, which {len(value)} rows from {row} on go beyond")
-        file.seek(8 + length + place)
+        if content.nbytes != end - begin:
+            raise RuntimeError(f"{path}: {key} takes {end - begin} bytes, got {content.nbytes}")
+        file.seek(8 + length + begin)
         file.write(content)
