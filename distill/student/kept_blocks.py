@@ -6,7 +6,7 @@ many there are. So the draft is compared on a probe with the target whose other 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -42,8 +42,14 @@ def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMode
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError) as error:
         raise InputError(f"{which} make no model of their own ({first_line(error)}); {REMEDY}") from error
     weights = _kept_weights(model, draft, layers)
-    _check_same_weights(draft, weights, name_of_class)
-    draft.load_state_dict(weights, assign=True)  # in the target's dtype, in which the probe then compares
+    try:
+        draft.load_state_dict(weights, assign=True)  # in the target's dtype, in which the probe then compares
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[2].strip().partition("\n")[0]
+        raise InputError(
+            f"{which} cannot stand alone: their kind follows from their place, or weights are shared by all blocks ({reason}); "
+            f"{REMEDY}"
+        ) from error
     draft.tie_weights()
     if model.device.type != "meta":  # a plan builds drafts without any values to compare
         draft.to(model.device)
@@ -84,20 +90,6 @@ def _part_for(tensor: Tensor, shape: Sequence[int], layers: Sequence[int], total
         if size != own_size and size * len(layers) == own_size * total:
             return tensor.unflatten(axis, (total, -1)).index_select(axis, torch.tensor(layers)).flatten(axis, axis + 1)
     return tensor
-
-
-def _check_same_weights(draft: PreTrainedModel, weights: Mapping[str, Tensor], name_of_class: str) -> None:
-    """Refuse blocks that the draft's config makes of another kind, and weights elsewhere that have a part for each block."""
-    expected = {name: tuple(tensor.shape) for name, tensor in draft.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    differing = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-    if differing:
-        name = differing[0]
-        here, there = (f"of shape {each[name]}" if name in each else "absent" for each in (expected, found))
-        raise InputError(
-            f"student.layers: these blocks of {name_of_class} cannot stand alone, since their kind follows from their place or "
-            f"weights are shared by all blocks: {name} is {here} in a model of them and {there} in the target; {REMEDY}"
-        )
 
 
 @contextmanager

@@ -62,15 +62,12 @@ def test_blocks_that_depend_on_their_number_are_refused(name):
 def test_weights_with_a_part_for_each_block_are_refused():
     model = copy.deepcopy(tiny_model("llama"))
     model.model.norm.weight = torch.nn.Parameter(torch.ones(80))
-    words = (
-        r"cannot stand alone, .*: model.norm.weight is of shape \(64,\) in a model of them and of shape \(80,\) in the target"
-    )
-    with pytest.raises(InputError, match=words):
+    with pytest.raises(InputError, match=r"cannot stand alone: .*size mismatch for model.norm.weight"):
         keep_layers(model, [1, 3])
 
 
 def test_blocks_whose_kind_cannot_be_said_are_refused():
-    with pytest.raises(InputError, match=r"cannot stand alone, .* is of shape .* in a model of them and absent in the"):
+    with pytest.raises(InputError, match=r"cannot stand alone: .*Missing key"):
         keep_layers(tiny_model("jamba"), [0, 1, 3])
     with pytest.raises(
         InputError, match=r"cannot be kept, since .* expects at least one 'linear_attention' layer.*keep others"

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 from configs.runtime.errors import InputError
 from configs.schema.learning import StudentConfig
 from configs.schema.target import TargetConfig
-from distill.student import initial_draft
+from distill.student.init import initial_draft
 from heads.artifact import load_draft, save_draft_lm
 from heads.frozen.identity import hash_weights
 from heads.frozen.loading import load_target
