@@ -75,10 +75,6 @@ class RowStatistics(NamedTuple):
     top1_agrees_C: Tensor
 
 
-# `compare` with a divergence and a temperature.
-Compare = Callable[..., tuple[RowStatistics, Tensor | None]]
-
-
 @dataclass(frozen=True, kw_only=True)
 class LossPart:
     """Rows of a loss that are predicted by one head, as one depth of a draft is.
@@ -150,7 +146,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         parts: Sequence[LossPart],
-        compare_rows: Compare,
+        compare_rows: Callable[..., tuple[RowStatistics, Tensor | None]],
         chunk_size: int,
         parameters: list[Tensor],
         *inputs: Tensor,
@@ -190,7 +186,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 def _compare_part(
     part: LossPart,
-    compare_rows: Compare,
+    compare_rows: Callable[..., tuple[RowStatistics, Tensor | None]],
     chunk_size: int,
     hidden_ND: Tensor,
     weights_N: Tensor,
@@ -316,11 +312,8 @@ def _largest(weights_N: Tensor) -> Tensor:
     A weight is one over the count of labels, and under float16 the gradient of a logit times that would underflow before the
     loss scale, which only arrives in the backward, could lift it.
     """
-    one = weights_N.new_ones(())
-    if not len(weights_N):
-        return one
-    largest = weights_N.abs().max()
-    return torch.where(largest > 0, largest, one)
+    largest = torch.cat([weights_N.abs(), weights_N.new_zeros(1)]).max()
+    return torch.where(largest > 0, largest, 1)
 
 
 def _draft_ids(labels_N: Tensor | None, draft_token_ids_W: Tensor | None) -> Tensor | None:

@@ -41,6 +41,14 @@ class Refused(InputError):
         self.status, self.complaint = status, complaint
 
 
+class _MayPass(Exception):
+    """An attempt failed, and another one may not; `asked_wait` are the seconds that the server asks to wait."""
+
+    def __init__(self, failure: str, asked_wait: float = 0.0) -> None:
+        super().__init__(failure)
+        self.asked_wait = asked_wait
+
+
 class Connection:
     """The HTTP client of one server, for several threads at once; `InputError` where the key's variable is not set.
 
@@ -75,31 +83,34 @@ class Connection:
             InputError: it refuses the key.
         """
         for attempt in itertools.count(1):
-            asked_wait = 0.0
             try:
-                response = self._client.request(method, path, json=body)
-            except httpx2.RequestError as error:
-                failure = f"cannot be reached ({type(error).__name__}: {first_line(error)})"
-            else:
-                if response.is_success:
-                    try:
-                        return from_json(response.content)
-                    except ValueError:  # a body without a length that was cut off ends like a whole one
-                        failure = "answers with JSON that is cut off or damaged"
-                elif response.status_code in PASSING or response.is_server_error:
-                    failure = f"answers with status {response.status_code}: {self._complaint(response)}"
-                    asked_wait = _asked_wait(response)
-                else:
-                    raise self._refusal(response)
+                return self._attempt(method, path, body)
+            except _MayPass as error:
+                failure = error
             if attempt > self.config.retries or self._stopping.is_set():
                 break
             mean = min(FIRST_WAIT_SECONDS * 2.0 ** min(attempt - 1, 30), LONGEST_WAIT_SECONDS)
-            wait = max(mean * random.uniform(1 - JITTER, 1 + JITTER), asked_wait)
+            wait = max(mean * random.uniform(1 - JITTER, 1 + JITTER), failure.asked_wait)
             logger.warning("server %s %s; trying again in %.1f s", self.config.url, failure, wait)
             pause(self._stopping, wait)
         section = self.named_in.rpartition(".")[0]
         tried = f"{attempt} attempts ({section}.retries, {section}.timeout_seconds)"
         raise GaveUp(f"{self.named_in}: {self.config.url} {failure}; gave up after {tried}")
+
+    def _attempt(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
+        try:
+            response = self._client.request(method, path, json=body)
+        except httpx2.RequestError as error:
+            raise _MayPass(f"cannot be reached ({type(error).__name__}: {first_line(error)})") from error
+        if response.status_code in PASSING or response.is_server_error:
+            failure = f"answers with status {response.status_code}: {self._complaint(response)}"
+            raise _MayPass(failure, _asked_wait(response))
+        if not response.is_success:
+            raise self._refusal(response)
+        try:
+            return from_json(response.content)
+        except ValueError as error:  # a body without a length that was cut off ends like a whole one
+            raise _MayPass("answers with JSON that is cut off or damaged") from error
 
     def version(self) -> str | None:
         """Return the version that the server names as vLLM does, next to its API; None where it names none."""
