@@ -1,12 +1,22 @@
-"""What a server is asked to write, and what its answer comes to: the ids that it wrote, or a sentence."""
+"""Answers by a server: what it is asked, what its answer comes to, and a data set that is the local target's own or nothing."""
+
+import json
+from pathlib import Path
 
 import pytest
+import torch
 
-from configs.runtime.errors import InputError
-from configs.schema.data import AnswerServerConfig
+from configs.runtime.errors import ConfigError, InputError
+from configs.runtime.loading import load_config
+from configs.schema.data import AnswerServerConfig, DataConfig
 from configs.schema.decoding import SamplingConfig
-from distill.generation.answers import NO_ROOM
-from distill.generation.server_answers import ServerWriter, read_ids
+from distill.dataset.conversations import is_written_by_target, read_conversations
+from distill.generation import make_dataset as making
+from distill.generation.answers import NO_ROOM, UNREACHED
+from distill.generation.make_dataset import answer_job, make_dataset
+from distill.generation.server_answers import ServerWriter, read_ids, server_writer
+from distill.generation.sources import list_source
+from distill.generation.split import split_prompts
 from distill.server.connection import GaveUp
 from distill.server.logprobs import TargetServer
 from distill.server.responses import read_completion
@@ -132,3 +142,177 @@ def test_ids_go_up_to_the_end_of_the_answer(token_ids, finish, expected):
 def test_ids_that_cannot_be_right_are_refused(token_ids, finish, complaint):
     with pytest.raises(InputError, match=complaint):
         read_ids(completion(token_ids=token_ids, finish_reason=finish), 4, ENDS, 20, "the server")
+
+
+# --- a data set ---------------------------------------------------------------------------------------------------
+
+SIDES = ("train.jsonl", "held_out.jsonl")
+NUM_PROMPTS, NUM_TURNS = 12, 16
+
+
+@pytest.fixture(autouse=True)
+def no_waits(monkeypatch):
+    monkeypatch.setattr("distill.server.connection.pause", lambda stopping, seconds: None)
+
+
+@pytest.fixture
+def config(tmp_path, byte_target_folder, api):
+    """A function that gives the config of a small data set, a third of its prompts of two turns."""
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"question_id": n, "turns": [f"question {n}", "why?"][: 1 + (n % 3 == 0)]} for n in range(NUM_PROMPTS)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def make(name="data", written_by="server", answers=None, prompts=None, **server):
+        given = {"url": api.url, "model": "tiny", "concurrency": 3, "retries": 2, "timeout_seconds": 10.0} | server
+        return DataConfig.model_validate(
+            {
+                "target": {"name": str(byte_target_folder), "dtype": "float32", "device": "cpu"},
+                "prompts": prompts or {"source": "file", "path": str(path), "num_prompts": NUM_PROMPTS},
+                "answers": {"max_new_tokens": 10, "temperature": 0.0, "written_by": written_by} | (answers or {}),
+                "server": given if written_by == "server" else None,
+                "held_out_share": 0.3,
+                "output": str(tmp_path / name),
+            }
+        )
+
+    return make
+
+
+def made(config):
+    make_dataset(config)
+    return {path.name: path.read_bytes() for path in Path(config.output).iterdir()}
+
+
+def sides(files):
+    return [files[name] for name in SIDES]
+
+
+def test_greedy_answers_by_a_server_are_the_local_targets_byte_for_byte_and_the_manifest_says_who_wrote(config):
+    served, local = made(config()), made(config("local", written_by="target"))
+    assert sides(served) == sides(local)
+    manifest = json.loads(served["manifest.json"])
+    assert manifest["answers_written_by"] == "server"
+    assert manifest["server"] == {"model": "tiny", "found": [{"version": "1.2.3", "system_fingerprint": "fp-1"}]}
+    assert is_written_by_target(Path(config().output) / "train.jsonl")
+    assert "server" not in json.loads(local["manifest.json"])
+
+
+def test_sampled_answers_are_the_same_in_every_run_however_they_come(config, api):
+    first = made(config(answers={"temperature": 1.0}))
+    again = made(config("again", answers={"temperature": 1.0}, concurrency=1))
+    assert sides(first) == sides(again)
+    seeds = [body["seed"] for body in api.asked if "seed" in body]
+    assert len(set(seeds)) == len(seeds) / 2  # each asked once in each run
+
+
+def test_a_server_that_dies_ends_the_run_and_the_next_one_asks_for_the_rest_alone(config, api):
+    undisturbed = made(config("undisturbed"))
+    api.asked.clear()
+    plain = api.respond
+
+    def die_after_five(path, headers, body):
+        return plain(path, headers, body) if len(api.asked) < 6 else (503, {}, {"error": "going down"})
+
+    api.respond = die_after_five
+    with pytest.raises(
+        InputError, match=r"3 requests in a row .* status 503: going down; gave up after 3 attempts .* rerun the same command"
+    ):
+        make_dataset(config(failures_in_a_row=3))
+    [pieces] = Path(config().output).glob(".answers.partial-*")
+    kept = [json.loads(line)["piece"]["rows"] for line in pieces.read_text().splitlines()[1:]]
+    assert kept
+    api.respond = plain
+    api.asked.clear()
+    assert sides(made(config(failures_in_a_row=3))) == sides(undisturbed)
+    assert len([body for body in api.asked if "seed" in body]) == NUM_TURNS - sum(map(len, kept))
+
+
+def test_two_processes_share_the_prompts_and_a_third_run_finds_nothing_to_do(config, api, byte_target, tmp_path):
+    settings = config()
+    prompts = list_source(settings.prompts, whole=False)
+    with TargetServer(settings.server) as server:
+        writer = server_writer(settings, byte_target, server)
+        job = answer_job(settings, byte_target, split_prompts(prompts, 0.3), tmp_path / "pieces", writer)
+        for rank in (1, 0):
+            job.work(rank=rank, num_processes=2)
+        asked = len(api.asked)
+        job.work(rank=0, num_processes=1)
+        assert len(api.asked) == asked == NUM_TURNS
+        answered = job.collect()
+        rows = [row for prompt in job.prompts for row in answered.rows_of(prompt)]
+    assert [row.prompt_id for row in rows] == sorted(row.prompt_id for row in rows)
+    local = made(config("local", written_by="target"))
+    assert {row.to_line() for row in rows} == {line + "\n" for side in sides(local) for line in side.decode().splitlines()}
+
+
+def test_a_server_with_another_model_is_refused_before_anything_is_asked_for(config, api, tiny_llama):
+    api.model = tiny_llama(seed=9, vocab_size=258, spread=2.0, dtype=torch.float32)
+    with pytest.raises(InputError, match=r"does not serve target .* differ by [\d.]+ nats .* allows 0\.01"):
+        make_dataset(config(probe_tolerance=0.01))
+    assert [body for body in api.asked if "seed" in body] == []
+
+
+def test_a_model_that_is_not_served_is_refused_before_the_target_is_loaded(config, monkeypatch):
+    monkeypatch.setattr(making, "load_target", lambda config: pytest.fail("loaded"))
+    with pytest.raises(InputError, match=r"server\.model: .* serves tiny, got large"):
+        make_dataset(config(model="large"))
+
+
+def test_answers_of_another_model_or_seed_are_not_gone_on_with(config, api, byte_target, tmp_path):
+    prints = []
+    api.respond = lambda *_: (200, {}, {"data": [{"id": name} for name in ("tiny", "other")]})
+    for settings in (config(), config(answers={"top_k": 3}), config(model="other"), config(concurrency=1)):
+        with TargetServer(settings.server) as server:
+            split = split_prompts(list_source(settings.prompts, whole=False), 0.3)
+            writer = server_writer(settings, byte_target, server)
+            prints.append(answer_job(settings, byte_target, split, tmp_path, writer).fingerprint)
+    assert len(set(prints)) == 3
+    assert prints[0] == prints[3]
+
+
+def test_the_servers_shorter_context_counts_and_what_does_not_fit_is_told(config, api, byte_target, caplog):
+    caplog.set_level("INFO", logger="draftsmith")
+    longest = len(byte_target.encode_chat([{"role": "user", "content": "question 0"}])) + 14
+    plain = api.respond
+    card = {"data": [{"id": "tiny", "max_model_len": longest}]}
+    api.respond = lambda path, *rest: (200, {}, card) if path == "/v1/models" else plain(path, *rest)
+    files = made(config(answers={"max_new_tokens": 100}))
+    assert f"context of {longest} tokens is shorter than the target's" in caplog.text
+    rows = [row for name in SIDES for row in read_conversations(Path(config().output) / name)]
+    assert all(len(row.prompt_ids) + len(row.answer_ids) <= longest for row in rows)
+    dropped = json.loads(files["manifest.json"])["counts"]["dropped"]
+    assert dropped == {NO_ROOM: 4}
+    assert UNREACHED not in dropped
+
+
+def test_the_local_target_writes_the_prompts_that_the_server_answers(config):
+    prompts = {"source": "self_seeded", "num_prompts": 8, "max_prompt_tokens": 90, "top_p": 1.0}
+    answers = {"batch_size": 4}
+    assert sides(made(config(prompts=prompts, answers=answers))) == sides(
+        made(config("local", written_by="target", prompts=prompts, answers=answers))
+    )
+
+
+# --- config -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        (["answers.written_by=server"], r"got written_by 'server' without a server"),
+        (["server={url: 'http://h/v1', model: m}"], r"got written_by 'target' with a server"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(overrides, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        load_config(DataConfig, None, overrides)
+
+
+def test_a_key_in_place_of_its_variables_name_is_refused_and_not_repeated():
+    with pytest.raises(ConfigError, match="not the key") as caught:
+        load_config(
+            DataConfig,
+            None,
+            ["answers.written_by=server", "server={url: 'http://h/v1', model: m, api_key_variable: sk-hunter2}"],
+        )
+    assert "hunter2" not in str(caught.value)
