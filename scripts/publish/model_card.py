@@ -29,12 +29,11 @@ TEMPLATE = Path(__file__).with_name("templates") / "model_card.md.j2"
 
 @dataclass(frozen=True, kw_only=True)
 class ServeText:
-    """How one program serves the draft: what to do before, the command or code, notes."""
+    """How one program serves the draft: what to do before, then the command or code."""
 
     intro: str
     lines: str
     language: str = "sh"
-    notes: tuple[str, ...] = ()
 
 
 def make_card(
@@ -97,16 +96,8 @@ def _machine(hardware: Mapping[str, Any]) -> str:
 def _serve(repo_id: str, metadata: Mapping[str, Any], exports: Mapping[str, str]) -> Iterator[tuple[str, ServeText]]:
     name = repo_id.split("/")[-1]
     for engine, text in exports.items():
-        lines, notes = _without_notes(text)
-        yield (
-            engine,
-            ServeText(
-                intro=f"`hf download {repo_id} --include '{engine}/*' --local-dir {name}` fetches the folder, then",
-                lines=lines,
-                language="python" if engine == "transformers" else "sh",
-                notes=notes,
-            ),
-        )
+        intro = f"`hf download {repo_id} --include '{engine}/*' --local-dir {name}` fetches the folder, then"
+        yield engine, ServeText(intro=intro, lines=text.partition("\n")[2].strip(), language="text")
     others = [engine for engine in engines_of(metadata["kind"]) if engine not in exports]
     if others:
         lines = "\n".join(f"python scripts/export.py {repo_id} --to {engine} --out {name}-{engine}" for engine in others)
@@ -123,15 +114,6 @@ def _serve(repo_id: str, metadata: Mapping[str, Any], exports: Mapping[str, str]
     )
 
 
-def _without_notes(serve_text: str) -> tuple[str, tuple[str, ...]]:
-    """Return command or code of a `serve.txt`, and the notes below it; see `heads.formats.exporting.exporter`."""
-    body = serve_text.rstrip().splitlines()[1:]
-    end = len(body)
-    while body[end - 1].startswith("- "):
-        end -= 1
-    return "\n".join(body[:end]).strip(), tuple(line.removeprefix("- ") for line in body[end:])
-
-
 def _target_for_draftsmith(metadata: Mapping[str, Any]) -> str:
     name = str(metadata["target"]["name"])
     return shlex.quote(name) if HUB_ID.fullmatch(name) or name.startswith("embedded:") else NAMELESS
@@ -142,26 +124,8 @@ def _recipe(metadata: Mapping[str, Any]) -> str:
         ("kind", escape(metadata["kind"])),
         ("tokens it can say", f"{metadata['draft_vocab_size']} ({escape(metadata['draft_vocabulary'])} vocabulary)"),
         ("drafts a round by default", str(metadata["num_speculative_tokens"])),
-        *((escape(name), escape(str(value))) for name, value in _main_settings(metadata["training"])),
     ]
     return table(("", "value"), rows, numbers=False)
-
-
-def _main_settings(training: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the few settings that a reader looks for first, of those that the config has; the whole follows below."""
-    for section, key in (
-        ("data", "train"),
-        ("loss", "divergence"),
-        ("loss", "kind"),
-        ("optimizer", "learning_rate"),
-        ("schedule", "epochs"),
-        ("schedule", "max_steps"),
-        ("schedule", "batch_size"),
-        ("schedule", "seed"),
-    ):
-        value = _section(training, section).get(key)
-        if value is not None:
-            yield f"{section}.{key}", value
 
 
 def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -53,12 +53,10 @@ class Publication:
     """What is to be pushed.
 
     files: content by path in the repository.
-    target_sha256: hash of the target's weights, by which a later push recognises its own repository.
     left_out: files of the artifact that are not published, and of exports as `engine/name`.
     """
 
     files: Mapping[str, Content]
-    target_sha256: str
     left_out: tuple[str, ...]
 
     def write(self, folder: Path) -> None:
@@ -179,7 +177,6 @@ def gather(
     _refuse_secrets(files, scrubber)
     return Publication(
         files=dict(sorted(files.items())),
-        target_sha256=str(release.metadata.target["weights_sha256"]),
         left_out=tuple(sorted(left_out)),
     )
 

@@ -53,13 +53,13 @@ def publish(config: PushConfig, args: argparse.Namespace) -> int:
     if outcome != "pass" and not config.allow_failed_gate:
         say(as_table(release.verdict))
         say(
-            f"nothing was published: the gate says {outcome} (--set allow_failed_gate=true publishes nevertheless)",
+            f"nothing was published: the gate says {outcome} (--set allow_failed_gate=true publishes it anyway)",
             sys.stderr,
         )
         return REFUSED[outcome]
     api = HfApi()
     online = args.dry_run is None
-    repo_id = full_name(api, args.repo_id, config.attempts) if online else args.repo_id
+    repo_id = full_name(api, args.repo_id) if online else args.repo_id
     with tempfile.TemporaryDirectory() as scratch:
         publication = _make(release, config, api, repo_id, args.target, online, Path(scratch))
         if not online:

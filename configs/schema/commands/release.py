@@ -83,7 +83,6 @@ class PushConfig(Settings):
     # Exports that hold the whole target are published with it: MTP for transformers; for vLLM, in a target with MTP weights
     allow_target_files: bool = False
     replace_commit: str | None = None  # full hash of the commit that this push may replace, whatever it holds
-    attempts: PositiveInt = 3  # at a push that the network or the Hub breaks off
 
     @field_validator("exports", mode="before")
     @classmethod
