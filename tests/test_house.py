@@ -62,7 +62,6 @@ ENTRIES = {
     "scripts/import.py": ["draft", "--out", "out"],
     "scripts/push.py": ["artifact", "--report", "report.json", "--repo-id", "name"],
     "scripts/refresh.py": [],
-    "scripts/exchange/stitch_mtp.py": ["artifact", "--target", "target", "--out", "out"],
 }
 
 

@@ -195,9 +195,3 @@ class HeadsConfig(Settings):
                     "ask for fewer, or change head"
                 )
         return self
-
-
-class StitchConfig(Settings):
-    """`scripts/exchange/stitch_mtp.py`: put trained MTP modules into a copy of the target they were trained for."""
-
-    allow_target_mismatch: bool = False  # the folder's weights may be others than those of the target trained for

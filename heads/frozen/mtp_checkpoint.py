@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from configs.runtime.errors import InputError
-from configs.runtime.files import new_folder, read_json
+from configs.runtime.files import read_json
 from heads.frozen.checkpoint_files import break_links, files_by_key, link_or_copy, listed
 from heads.frozen.quantized import quantization_of
 
@@ -123,26 +123,17 @@ class NativeMtp:
                 values[name][piece.index] = part
         return values
 
-    def stitch(self, tensors: Mapping[str, Tensor], out: Path, *, hidden_first: bool) -> None:
-        """Write a copy of the folder in which exactly the MTP tensors are replaced.
+    def stitch_into(self, folder: Path, tensors: Mapping[str, Tensor], places: Mapping[str, list[TensorPart]]) -> None:
+        """Fill an empty folder with a copy of this one in which exactly the MTP tensors are replaced, one after another.
 
-        A tensor that is the checkpoint's own, rounded to another dtype, leaves the checkpoint's as it was.
+        A tensor that is the checkpoint's own, rounded to another dtype, leaves the checkpoint's as it was. Files in which
+        nothing changes are linked.
 
         Args:
-            tensors, hidden_first: ours, as for `read`.
-            out: the folder to make.
-
-        Raises:
-            InputError: `out` exists already or cannot be written; or see `read`.
+            folder: to fill.
+            tensors: ours, as for `read`.
+            places: where they go (`places`).
         """
-        if out.exists() or out.resolve().is_relative_to(self.folder.resolve()):
-            raise InputError(f"{out} exists already or lies in the target's folder; give a new folder")
-        places = self.places(tensors, hidden_first=hidden_first)
-        with new_folder(out) as scratch:
-            self.stitch_into(scratch, tensors, places)
-
-    def stitch_into(self, folder: Path, tensors: Mapping[str, Tensor], places: Mapping[str, list[TensorPart]]) -> None:
-        """Fill an empty folder as `stitch` does, one tensor after another; files in which nothing changes are linked."""
         shutil.copytree(self.folder, folder, dirs_exist_ok=True, copy_function=link_or_copy)
         for name, pieces in places.items():
             whole = tensors[name]
