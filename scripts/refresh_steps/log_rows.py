@@ -71,24 +71,16 @@ def served_at(row: Mapping[str, Any], field: str | None) -> datetime | None:
 
 
 class ChatReader:
-    """Finds the messages of a conversation in its text in a chat template.
-
-    Args:
-        tokenizer: with the template.
-    """
+    """Finds the messages of a conversation in its text in a tokenizer's chat template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        user, assistant, again = (
-            {"role": role, "content": said} for role, said in (("user", USER), ("assistant", ASSISTANT), ("user", AGAIN))
-        )
-        alone = self._render([user]) or ""
-        self._before, _, self._after = alone.partition(USER)
-        longer = self._render([user, assistant, again]) or ""
-        answered, _, rest = longer.partition(USER)[2].partition(ASSISTANT)
-        self._to_assistant, self._to_user = answered, rest.partition(AGAIN)[0]
-        told = self._render([{"role": "system", "content": SYSTEM}, user]) or ""
-        self._before_system, _, rest = told.partition(SYSTEM)
+        user, again = {"role": "user", "content": USER}, {"role": "user", "content": AGAIN}
+        self._before, _, self._after = self._render([user]).partition(USER)
+        longer = self._render([user, {"role": "assistant", "content": ASSISTANT}, again])
+        self._to_assistant, _, rest = longer.partition(USER)[2].partition(ASSISTANT)
+        self._to_user = rest.partition(AGAIN)[0]
+        self._before_system, _, rest = self._render([{"role": "system", "content": SYSTEM}, user]).partition(SYSTEM)
         self._from_system = rest.partition(USER)[0]
 
     def messages(self, text: str) -> list[dict[str, str]] | None:
@@ -102,7 +94,7 @@ class ChatReader:
             candidates.append(([], text.removeprefix(self._before)))
         for first, rest in candidates:
             found = [*first, *self._turns(rest.removesuffix(self._after.rstrip()))]
-            if (self._render(found) or "").rstrip() == text:
+            if self._render(found).rstrip() == text:
                 return found
         return None
 
@@ -113,11 +105,11 @@ class ChatReader:
             if assistant:
                 yield {"role": "assistant", "content": assistant}
 
-    def _render(self, messages: list[dict[str, str]]) -> str | None:
+    def _render(self, messages: list[dict[str, str]]) -> str:
         try:
             return str(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
         except TemplateError:  # some know no system message
-            return None
+            return ""
 
 
 def chat_tokenizer(target: TargetConfig) -> PreTrainedTokenizerBase:

@@ -14,7 +14,7 @@ from typing import Any
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import new_folder, read_object, write_json, write_text
-from configs.schema.evaluation import SuiteConfig
+from configs.schema.commands.refreshing import RefreshConfig
 from distill.dataset.conversations import (
     MANIFEST,
     Conversation,
@@ -37,54 +37,33 @@ def known_prompts(served: Path) -> set[int]:
     return set() if hashes is None else set(hashes.tolist())
 
 
-def mix(
-    data: Path,
-    replay: Path | None,
-    folder: Path,
-    *,
-    known: Collection[int],
-    old_suite: SuiteConfig,
-    share: float,
-    most_measured: int,
-    seed: int,
-) -> None:
+def mix(config: RefreshConfig, served: Path, data: Path, replay: Path | None, folder: Path) -> None:
     """Write `train.jsonl`, `held_out.jsonl`, their manifest, and `suite.jsonl`, the prompts to be measured on.
 
     Args:
+        config: has the share of the old data, the old suite, on whose prompts nothing may be trained, and the seed.
+        served: the artifact, on whose training prompts nothing is measured.
         data: the folder of the traffic's data.
         replay: a train.jsonl; None: nothing is replayed.
         folder: to write.
-        known: prompts that the served draft was trained on, held out by another share: nothing is measured on them.
-        old_suite: on whose prompts nothing may be trained.
-        share: of the replayed conversations among all that are trained on.
-        most_measured: prompts.
-        seed: of their choice.
 
     Raises:
         InputError: the replayed data cannot be read or is of another tokenizer, or one held-out prompt is all there is.
     """
+    known = known_prompts(served)
     manifest = read_object(data / MANIFEST, "data manifest")
     own, all_held_out = open_conversations(data / "train.jsonl"), open_conversations(data / "held_out.jsonl")
     held_out = [row for row in all_held_out if text_hash(row.user_text) not in known]
-    choosing, measured = deal(held_out, most_measured)
-    asked = {text_hash(text) for prompt in load_suite(old_suite).prompts for text in prompt.user_texts}
+    choosing, measured = deal(held_out, config.max_suite_prompts)
+    asked = {text_hash(text) for prompt in load_suite(config.old_suite).prompts for text in prompt.user_texts}
     fresh = [row for row in own if text_hash(row.user_text) not in asked]
     if not fresh:
         raise InputError(
-            f"old_suite: {old_suite.path} holds every prompt that could be trained on; name another, or more traffic"
+            f"old_suite: {config.old_suite.path} holds every prompt that could be trained on; name another, or more traffic"
         )
-    replayed: list[Conversation] = []
-    if replay is not None and share > 0:
-        identity = TargetIdentity.from_dict(manifest["target"], str(data / MANIFEST))
-        for difference in check_written_for(replay, identity):
-            log.warning("%s, which is replayed, was written by a target with other %s", replay, difference)
-        old, held = open_conversations(replay), asked | set(user_text_hashes(all_held_out).tolist())
-        places = [place for place, text in enumerate(user_text_hashes(old).tolist()) if text not in held]
-        wanted = round(len(fresh) * share / (1 - share))
-        if wanted > len(places):
-            log.warning("%s has %d conversations to replay, of the %d wanted", replay, len(places), wanted)
-        chosen = sorted(random.Random(seed).sample(places, min(wanted, len(places))))
-        replayed = [old[place] for place in chosen]
+    not_again = asked | set(user_text_hashes(all_held_out).tolist())
+    identity = TargetIdentity.from_dict(manifest["target"], str(data / MANIFEST))
+    replayed = [] if replay is None else _draw(config, replay, identity, not_again, len(fresh))
     counts: dict[str, Any] = {
         "train": {
             "conversations": len(fresh) + len(replayed),
@@ -99,6 +78,20 @@ def mix(
         write_text(scratch / "suite.jsonl", "".join(row.to_line() for row in measured))
         write_json(scratch / MANIFEST, {**manifest, "counts": counts, "sha256": {}})
     log.info("training on %d conversations of the traffic and %d of the old data", len(fresh), len(replayed))
+
+
+def _draw(
+    config: RefreshConfig, replay: Path, identity: TargetIdentity, not_again: Collection[int], num_fresh: int
+) -> list[Conversation]:
+    """Return the old conversations to train on again, beside so many new ones."""
+    for difference in check_written_for(replay, identity):
+        log.warning("%s, which is replayed, was written by a target with other %s", replay, difference)
+    old = open_conversations(replay)
+    places = [place for place, text in enumerate(user_text_hashes(old).tolist()) if text not in not_again]
+    wanted = round(num_fresh * config.replay_share / (1 - config.replay_share))
+    if wanted > len(places):
+        log.warning("%s has %d conversations to replay, of the %d wanted", replay, len(places), wanted)
+    return [old[place] for place in sorted(random.Random(config.seed).sample(places, min(wanted, len(places))))]
 
 
 def deal(held_out: Sequence[Conversation], most_measured: int) -> tuple[list[Conversation], list[Conversation]]:

@@ -16,9 +16,9 @@ from heads.hub import locate_artifact
 from heads.metadata import Metadata
 from scripts.refresh_steps import commands
 from scripts.refresh_steps.drift import measure_drift
-from scripts.refresh_steps.mixing import known_prompts, mix
+from scripts.refresh_steps.mixing import mix
 from scripts.refresh_steps.results import PAGE, RESULTS, write_refresh
-from scripts.refresh_steps.resuming import Step, end, run_steps
+from scripts.refresh_steps.steps import Step, end, run_steps
 from scripts.refresh_steps.traffic import MANIFEST, PROMPTS, write_traffic
 
 EXPORTS = "export"
@@ -26,8 +26,8 @@ EXPORTS = "export"
 
 def drift(config: RefreshConfig) -> int:
     """Measure the served draft by week of the log; return the exit code."""
-    served, metadata = find_served(config)
-    return measure_drift(config, served, hash_artifact(served, metadata))
+    served, _ = find_served(config)
+    return measure_drift(config, served)
 
 
 def refresh(config: RefreshConfig) -> int:
@@ -54,16 +54,7 @@ def refresh(config: RefreshConfig) -> int:
         return DONE
 
     def mix_data() -> int:
-        mix(
-            data,
-            replay,
-            mixed,
-            known=known_prompts(served),
-            old_suite=config.old_suite,
-            share=config.replay_share,
-            most_measured=config.max_suite_prompts,
-            seed=config.seed,
-        )
+        mix(config, served, data, replay, mixed)
         return DONE
 
     steps = [
@@ -93,7 +84,7 @@ def refresh(config: RefreshConfig) -> int:
     verdict = commands.judge(config, artifact, new, old, output)
     if verdict not in (DONE, GATE_FAILED, INCONCLUSIVE):
         return verdict
-    write_refresh(output, new, old, [traffic / MANIFEST, mixed / MANIFEST], verdict)
+    write_refresh(output, new, old, traffic / MANIFEST, mixed / MANIFEST, verdict)
     if verdict == DONE and (code := commands.export(config, artifact, output / EXPORTS)) != DONE:
         return code
     end(output)

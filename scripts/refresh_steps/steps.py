@@ -1,7 +1,7 @@
-"""Steps in order, each a command or a function, of which those that a run before has finished are skipped.
+"""Steps in order, of which those that are finished are skipped.
 
 A run that was cut off keeps what it has read of the log, also where the log has grown since; the next run after one that came
-to a verdict, or ended for bad input, looks at the log anew. A step whose settings, or those of a step before it, changed begins
+to a verdict, or ended for bad input, reads the log again. A step whose settings, or those of a step before it, changed begins
 with its folder removed.
 """
 
@@ -50,17 +50,17 @@ def run_steps(output: Path, steps: Sequence[Step], inputs: Sequence[Path]) -> in
     """
     record = read_object(output / RECORD, "record of the steps") if (output / RECORD).is_file() else {}
     if record.get("ended", True):
-        record = {**record, "inputs": files_fingerprint(inputs), "ended": False}
-    known, finished = record["inputs"], dict(record.get("finished", {}))
+        record |= {"inputs": files_fingerprint(inputs), "ended": False}
+    finished, known = record.setdefault("finished", {}), record["inputs"]
     for step in steps:
         known = fingerprint(known, step.name, step.decided_by)
         if finished.get(step.name) == {"job": known, "done": True}:
-            log.info("%s: finished by a run before", step.name)
+            log.info("%s: already done", step.name)
             continue
         if finished.get(step.name, {}).get("job") != known:
             shutil.rmtree(step.folder, ignore_errors=True)
         finished[step.name] = {"job": known, "done": False}
-        write_json(output / RECORD, {**record, "finished": finished})
+        write_json(output / RECORD, record)
         log.info("== %s", step.name)
         try:
             code = step.run()
@@ -72,11 +72,11 @@ def run_steps(output: Path, steps: Sequence[Step], inputs: Sequence[Path]) -> in
         if code != DONE:
             log.error("stopped: %s ended with %d", step.name, code)
             return code
-        finished[step.name] = {"job": known, "done": True}
-        write_json(output / RECORD, {**record, "finished": finished})
+        finished[step.name]["done"] = True
+        write_json(output / RECORD, record)
     return DONE
 
 
 def end(output: Path) -> None:
-    """Note that a run has ended: the next one looks at its inputs anew."""
-    write_json(output / RECORD, {**read_object(output / RECORD, "record of the steps"), "ended": True})
+    """Note that a run has ended: the next one reads its inputs again."""
+    write_json(output / RECORD, read_object(output / RECORD, "record of the steps") | {"ended": True})
