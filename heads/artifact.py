@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import new_folder, write_json
 from configs.runtime.redaction import mask_secrets
+from heads.device import choose_device
 from heads.families.registry import FAMILIES, serve
 from heads.frozen.checkpoint_files import UNREADABLE
 from heads.frozen.hidden_states import check_taps
@@ -64,6 +65,7 @@ __all__ = [
     "hash_artifact",
     "hash_together",
     "head_metadata",
+    "head_settings",
     "load_draft",
     "read_metadata",
     "read_training_prompts",
@@ -210,7 +212,8 @@ def _load_draft_lm(
         model = load_with(target.config._attn_implementation, lambda attention: load(attn_implementation=attention))
     except UNREADABLE as error:
         raise InputError(f"{folder} is damaged: {first_line(error)}") from error
-    move(model, _device(device, target)).eval().requires_grad_(False)
+    place = target.device if device is None else choose_device(device, setting="draft_device")
+    move(model, place).eval().requires_grad_(False)
     check_rolls_back(model)
     check_split(model)
     target_vocab_size = target.config.get_text_config().vocab_size
@@ -224,15 +227,6 @@ def _load_draft_lm(
     return model, DraftLM(model, target_vocab_size, vocabulary)
 
 
-def _device(name: str | None, target: PreTrainedModel) -> torch.device:
-    if name is None:
-        return target.device
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch raises one or the other, by backend
-        raise InputError(f"draft_device {name!r} is no device of this machine: {first_line(error)}") from error
-
-
 def _run_like_the_target(proposer: DraftLM, target: PreTrainedModel) -> list[str]:
     """Give a draft LM a lean forward where its target has one; return what to tell the user where that cannot be."""
     try:
@@ -242,14 +236,26 @@ def _run_like_the_target(proposer: DraftLM, target: PreTrainedModel) -> list[str
     return []
 
 
-def _load_head(folder: Path, metadata: Metadata, target: PreTrainedModel) -> tuple[torch.nn.Module, Proposer]:
+def head_settings(folder: Path, metadata: Metadata) -> Any:
+    """Return the settings (`configs.schema.heads`) of an artifact's head.
+
+    Raises:
+        InputError: it is of no known family, or its settings are not that family's.
+    """
     if metadata.kind not in FAMILIES:
         raise InputError(f"{folder} holds a draft of kind {metadata.kind!r}; known are draft_lm, {', '.join(FAMILIES)}")
+    try:
+        return FAMILIES[metadata.kind].settings.model_validate(metadata.head)
+    except ValidationError as error:
+        raise InputError(f"{folder} is damaged: {first_line(error)}") from error
+
+
+def _load_head(folder: Path, metadata: Metadata, target: PreTrainedModel) -> tuple[torch.nn.Module, Proposer]:
+    settings = head_settings(folder, metadata)
     family = FAMILIES[metadata.kind]
     try:
-        settings = family.settings.model_validate(metadata.head)
         tensors = load_file(folder / WEIGHTS_FILE)
-    except (OSError, SafetensorError, ValidationError) as error:
+    except (OSError, SafetensorError) as error:
         raise InputError(f"{folder} is damaged: {first_line(error)}") from error
     check_rolls_back(target)
     vocabulary = None

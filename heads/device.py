@@ -1,4 +1,4 @@
-"""What a device can do, asked of torch by trying, so that nothing else decides by a device's name.
+"""What a device can do, probed at run time, so that nothing else decides by a device's name.
 
 The accelerator is the one of `torch.accelerator`: CUDA (ROCm goes by that name too), XPU, MPS or a backend of another package.
 """
@@ -20,8 +20,8 @@ CPU = torch.device("cpu")
 MISSING = (RuntimeError, NotImplementedError, TypeError, AttributeError, AssertionError)
 
 
-def choose_device(name: str) -> torch.device:
-    """Return the device called `name`.
+def choose_device(name: str, *, setting: str = "target.device") -> torch.device:
+    """Return the device called `name` in a setting.
 
     `auto` is this process's accelerator, or the CPU where there is none or `accelerate launch --cpu` asks for it.
 
@@ -33,8 +33,8 @@ def choose_device(name: str) -> torch.device:
         return CPU if wants_cpu else default_device()
     try:
         return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(f"target.device: {name!r} cannot be used: {first_line(error)}") from error
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # which of them, depends on the backend
+        raise InputError(f"{setting}: {name!r} cannot be used: {first_line(error)}") from error
 
 
 def default_device() -> torch.device:
@@ -84,7 +84,7 @@ def can_pin(device: torch.device) -> bool:
 
 
 def to_device(values: Sequence[int], device: torch.device) -> Tensor:
-    """Return integers as a tensor (int64) on a device, for which the host does not wait where that can be."""
+    """Return integers as a tensor (int64) on a device; the host does not wait for the copy where that can be."""
     return upload(torch.tensor(values, dtype=torch.int64), device)
 
 

@@ -44,7 +44,7 @@ def export(
     if not allow_target_mismatch and hash_weights(source.target.folder) != known.get("weights_sha256"):
         raise InputError(
             f"{source.folder} was trained for {known.get('name')}, and the weights in {source.target.folder} are others "
-            "(--set allow_target_mismatch=true exports nevertheless)"
+            "(--set allow_target_mismatch=true exports it anyway)"
         )
     form = form_of(engine, source.metadata.kind)
     try:

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from configs.runtime.errors import InputError, first_line
 from configs.schema.heads import DFlashSettings
-from heads.artifact import METADATA_FILE, VOCABULARY_FILE, Metadata, read_metadata
+from heads.artifact import METADATA_FILE, VOCABULARY_FILE, Metadata, head_settings, read_metadata
 from heads.families.registry import FAMILIES
 from heads.formats.layout import check_names
 from heads.frozen.checkpoint_files import UNREADABLE, LazyTensor, Weights, constant, read_weights
@@ -226,14 +225,8 @@ def read_source(
     weights = {name: stored.cast(dtype) for name, stored in read_weights(folder).items()}
     reduced = metadata.draft_vocabulary == "reduced"
     vocabulary = read_draft_vocabulary(folder / VOCABULARY_FILE) if reduced else None
-    settings = None
-    if metadata.kind != "draft_lm":
-        if metadata.kind not in FAMILIES:
-            raise InputError(f"{folder} holds a draft of kind {metadata.kind!r}; known are draft_lm, {', '.join(FAMILIES)}")
-        try:
-            settings = FAMILIES[metadata.kind].settings.model_validate(metadata.head)
-        except ValidationError as error:
-            raise InputError(f"{folder} is damaged: {first_line(error)}") from error
+    settings = None if metadata.kind == "draft_lm" else head_settings(folder, metadata)
+    if settings is not None:
         check_counts(settings.model_dump(), {name: stored.shape for name, stored in weights.items()}, folder / METADATA_FILE)
     wanted = metadata.num_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
     longest = getattr(settings, "longest_draft", None)

@@ -91,5 +91,5 @@ def test_an_artifact_is_loaded_where_it_is_asked_for(tiny_run):
 @pytest.mark.parametrize("device", ["cuda:7", "gpu", "cpu:x"])
 def test_a_device_that_is_not_there_is_refused(tiny_run, device):
     target = load_target(TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu"))
-    with pytest.raises(InputError, match=f"draft_device '{device}' is no device of this machine"):
+    with pytest.raises(InputError, match=f"draft_device: '{device}' cannot be used"):
         load_draft(tiny_run / "artifact", target.identity, target.model, device=device)
