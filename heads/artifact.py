@@ -39,12 +39,9 @@ from heads.metadata import (
     PROMPTS_FILE,
     VOCABULARY_FILE,
     WEIGHTS_FILE,
-    HiddenStates,
     Metadata,
     check_made_for,
     hash_artifact,
-    hash_together,
-    head_metadata,
     read_metadata,
     untrained_metadata,
 )
@@ -53,25 +50,6 @@ from heads.proposers.cross_device import CrossDeviceProposer
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.protocol import Proposer
 from heads.vocabulary import DraftVocabulary, keep_head_rows, read_draft_vocabulary, write_draft_vocabulary
-
-__all__ = [
-    "METADATA_FILE",
-    "PROMPTS_FILE",
-    "VOCABULARY_FILE",
-    "WEIGHTS_FILE",
-    "Draft",
-    "HiddenStates",
-    "Metadata",
-    "hash_artifact",
-    "hash_together",
-    "head_metadata",
-    "head_settings",
-    "load_draft",
-    "read_metadata",
-    "read_training_prompts",
-    "save_draft_lm",
-    "save_head",
-]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,11 +28,11 @@ def main(config: ExportConfig, args: argparse.Namespace) -> None:
 
     from configs.runtime.errors import InputError
     from configs.schema.training import TargetConfig
-    from heads.artifact import read_metadata
     from heads.formats.exporting.exporter import SERVE_FILE, export
     from heads.formats.exporting.source import TargetFolder, read_source
     from heads.frozen.location import locate
     from heads.hub import locate_artifact
+    from heads.metadata import read_metadata
 
     artifact, out = locate_artifact(args.artifact), Path(args.out)
     known = read_metadata(artifact).target
@@ -64,7 +64,7 @@ def measured_tree(path: str, artifact: Path) -> list[list[int]]:
     """
     from configs.runtime.errors import InputError
     from eval.report.schema import load_report, report_file
-    from heads.artifact import hash_artifact, read_metadata
+    from heads.metadata import hash_artifact, read_metadata
 
     report = load_report(report_file(path))
     if report.draft.sha256 != hash_artifact(artifact, read_metadata(artifact)):

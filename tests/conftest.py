@@ -14,9 +14,10 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from configs.schema.target import TargetConfig
-from heads.artifact import Metadata, save_draft_lm
+from heads.artifact import save_draft_lm
 from heads.frozen.identity import TargetIdentity, hash_chat_template, hash_tokenizer
 from heads.frozen.loading import Target, load_target
+from heads.metadata import Metadata
 
 settings.register_profile("suite", deadline=None)  # a busy machine is no failure
 settings.load_profile("suite")

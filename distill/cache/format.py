@@ -41,7 +41,7 @@ from configs.runtime.files import LOCK_FILE, json_object
 from configs.schema.base import NonNegativeInt, PositiveInt, Settings
 from configs.schema.data import CacheDtype
 from distill.cache.storage import Folder
-from heads.artifact import HiddenStates
+from heads.metadata import HiddenStates
 
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"

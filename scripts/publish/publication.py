@@ -25,8 +25,9 @@ from configs.schema.commands.release import HUB_ID, PushConfig
 from eval.release.verdict import as_values
 from eval.report.page import render_html
 from eval.report.schema import Report, parse_report
-from heads.artifact import METADATA_FILE, VOCABULARY_FILE, WEIGHTS_FILE
 from heads.formats.exporting.exporter import SERVE_FILE
+from heads.hub import METADATA_FILE
+from heads.metadata import VOCABULARY_FILE, WEIGHTS_FILE
 from scripts.publish.release_checks import Release
 
 Content = Path | bytes

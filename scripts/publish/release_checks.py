@@ -20,7 +20,7 @@ from eval.release.checks import judge, read_artifact
 from eval.release.verdict import Finding, GateVerdict
 from eval.report.schema import Report, load_report
 from eval.report.text import short
-from heads.artifact import Metadata, read_metadata
+from heads.metadata import Metadata, read_metadata
 
 STORED_VERDICT = "gate.json"
 

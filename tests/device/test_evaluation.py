@@ -13,10 +13,11 @@ from eval.decoder.records import Generation
 from eval.evaluation import evaluate
 from eval.lossless import teacher_forcing
 from eval.measure.record_files import RECORDS, read_records
-from heads.artifact import WEIGHTS_FILE, load_draft
+from heads.artifact import load_draft
 from heads.formats.exporting.exporter import export
 from heads.formats.exporting.source import TargetFolder, read_source
 from heads.frozen.loading import load_target
+from heads.metadata import WEIGHTS_FILE
 from tests.support import family_checks as checks
 from tests.support.artifacts import save_artifact
 from tests.support.decoding import HEADS

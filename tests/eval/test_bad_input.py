@@ -10,8 +10,9 @@ from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import DynamicTree, StaticTree
 from eval.decoder.decode import check_decodable, decode
-from heads.artifact import load_draft, read_metadata, save_draft_lm
+from heads.artifact import load_draft, save_draft_lm
 from heads.frozen.loading import UNLIMITED
+from heads.metadata import read_metadata
 from heads.proposers.draft_lm import DraftLM
 from tests.support.decoding import requests_for
 

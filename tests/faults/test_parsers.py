@@ -21,8 +21,8 @@ from distill.dataset.conversations import check_written_for, is_written_by_targe
 from distill.generation.server_answers import read_ids
 from distill.generation.sources import read_prompts
 from distill.server.responses import check_read, read_completion, read_top_k
-from heads.artifact import read_metadata
 from heads.frozen.identity import TargetIdentity
+from heads.metadata import read_metadata
 from train.loop.checkpoints import read_manifest as read_checkpoint_manifest
 from train.telemetry.metrics_file import read_metrics
 

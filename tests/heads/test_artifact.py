@@ -8,8 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from configs.runtime.errors import InputError
-from heads.artifact import METADATA_FILE, VOCABULARY_FILE, Metadata, load_draft, read_metadata, save_draft_lm
+from heads.artifact import load_draft, save_draft_lm
 from heads.frozen.loading import recast
+from heads.hub import METADATA_FILE
+from heads.metadata import VOCABULARY_FILE, Metadata, read_metadata
 from heads.vocabulary import DraftVocabulary, write_draft_vocabulary
 
 

@@ -14,10 +14,10 @@ from configs.schema.heads import MedusaSettings
 from configs.schema.target import TargetConfig
 from eval.evaluation import evaluate
 from eval.release.checks import read_artifact
-from heads.artifact import read_metadata
 from heads.families.registry import FAMILIES
 from heads.formats.exporting.table import FORMS
 from heads.frozen.loading import load_target
+from heads.metadata import read_metadata
 from tests.support.artifacts import save_artifact
 from tests.support.evaluations import tiny_evaluation, write_suite
 

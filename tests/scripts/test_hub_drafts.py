@@ -20,13 +20,14 @@ from configs.schema.target import TargetConfig
 from distill.student.init import initial_draft
 from eval import gate
 from eval.measure.proposers import load_evaluated
-from heads.artifact import load_draft, read_metadata
+from heads.artifact import load_draft
 from heads.families.registry import FAMILIES
 from heads.frozen.checkpoint_files import read_weights
 from heads.frozen.identity import hash_weights
 from heads.frozen.loading import load_target
 from heads.frozen.location import locate
 from heads.hub import locate_artifact, locate_external
+from heads.metadata import read_metadata
 from scripts.publish.card_metadata import read_card
 from tests.support.artifacts import save_artifact
 from tests.support.hub_server import READER

@@ -1,6 +1,7 @@
 """Heads written as artifacts, for what reads artifacts."""
 
-from heads.artifact import HiddenStates, Metadata, save_head
+from heads.artifact import save_head
+from heads.metadata import HiddenStates, Metadata
 
 
 def save_artifact(folder, head, identity, vocabulary=None, *, vocab_size=64, num_speculative_tokens=3, provenance=None):

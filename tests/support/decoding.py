@@ -19,8 +19,9 @@ from configs.schema.heads import (
 )
 from eval.decoder.decode import Request, decode
 from eval.stats.significance import GTest, g_test
-from heads.artifact import Draft, Metadata
+from heads.artifact import Draft
 from heads.families.registry import FAMILIES
+from heads.metadata import Metadata
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.prompt_lookup import PromptLookup
 from tests.support.family_checks import build

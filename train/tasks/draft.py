@@ -21,11 +21,12 @@ from distill.loss.pairs import SparseTarget
 from distill.signals import TargetSignals, signal_source
 from distill.student.init import initial_draft, merge_adapters
 from distill.student.on_policy import Rewriter
-from heads.artifact import Metadata, save_draft_lm
+from heads.artifact import save_draft_lm
 from heads.device import restored_random_state
 from heads.frozen.hidden_states import blocks
 from heads.frozen.loading import Target, move, recast
 from heads.inference.model_checks import check_keeps_apart
+from heads.metadata import Metadata
 from heads.modules.interface import Batch
 from heads.modules.layers import checkpoint_activations
 from heads.proposers.draft_lm import DraftLM

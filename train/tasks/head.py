@@ -17,12 +17,13 @@ from distill.loss.head_objective import HeadLoss, HeadObjective
 from distill.signals import TargetSignals, signal_source
 from distill.student.vocabulary import MassChoice
 from eval.decoder.decode import check_drafts
-from heads.artifact import head_metadata, save_head
+from heads.artifact import save_head
 from heads.device import restored_random_state
 from heads.families.registry import FAMILIES, serve
 from heads.frozen.hidden_states import TargetStates, check_taps
 from heads.frozen.loading import Target
 from heads.inference.model_checks import check_keeps_apart, check_rolls_back
+from heads.metadata import head_metadata
 from heads.modules.interface import Batch
 from heads.modules.layers import HeadLayer, checkpoint_activations
 from heads.modules.output_head import HeadModule

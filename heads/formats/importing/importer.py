@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import new_folder
-from heads.artifact import WEIGHTS_FILE, head_metadata, write_rest
+from heads.artifact import write_rest
 from heads.families.registry import FAMILIES
 from heads.formats.importing.external import ExternalDraft
 from heads.formats.importing.sizes import own_layer
@@ -28,6 +28,7 @@ from heads.frozen.checkpoint_files import LazyTensor, Weights, write_weights
 from heads.frozen.identity import TargetIdentity
 from heads.frozen.size_limits import check_counts, no_larger_than
 from heads.inference.causal_lm import head_rows
+from heads.metadata import WEIGHTS_FILE, head_metadata
 from heads.modules.output_head import HeadModule
 from heads.vocabulary import DraftVocabulary
 

@@ -42,8 +42,9 @@ from eval.measure.turns import Turns
 from eval.metrics.acceptance import count_per_prompt, summarise_acceptance
 from eval.metrics.speed import Sums, decode_speed_ratio, sums_ratio
 from eval.stats.bootstrap import Interval
-from heads.artifact import WEIGHTS_FILE, Draft, load_draft
+from heads.artifact import Draft, load_draft
 from heads.frozen.loading import Target, load_target
+from heads.metadata import WEIGHTS_FILE
 from heads.proposers.prompt_lookup import PromptLookup
 from heads.proposers.protocol import Proposer
 from scripts.lab.bench.eagle3_training import TrainingComparison, compare_eagle3

@@ -31,7 +31,7 @@ from distill.loss.head_objective import HeadObjective
 from distill.signals import signal_source
 from distill.student.init import initial_draft
 from eval.decoder.decode import generate
-from heads.artifact import Metadata, head_metadata, load_draft, save_draft_lm, save_head
+from heads.artifact import load_draft, save_draft_lm, save_head
 from heads.families.registry import FAMILIES
 from heads.frozen.hidden_states import check_taps, num_blocks, read_states
 from heads.frozen.loading import Target, load_target, load_with
@@ -39,6 +39,7 @@ from heads.frozen.model_config import auto_class
 from heads.inference.compiled_forward import make_compiled
 from heads.inference.lean_forward import FAMILIES as LEAN_FAMILIES
 from heads.inference.lean_forward import make_lean
+from heads.metadata import Metadata, head_metadata
 from heads.modules.output_head import HeadModule
 from scripts.lab.models_check.architectures import VOCAB_SIZE
 from scripts.lab.models_check.cases import (

@@ -15,8 +15,9 @@ from eval.evaluation import evaluate
 from eval.measure.proposers import load_evaluated
 from eval.measure.record_files import read_records
 from eval.release.checks import judge, read_artifact
-from heads.artifact import read_metadata, save_draft_lm
+from heads.artifact import save_draft_lm
 from heads.frozen.loading import load_target
+from heads.metadata import read_metadata
 from heads.proposers.cross_device import CrossDeviceProposer
 from tests.support.evaluations import report_in, tiny_evaluation
 

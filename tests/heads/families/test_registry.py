@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import MtpSettings
 from configs.schema.training import HeadsConfig
-from heads.artifact import WEIGHTS_FILE
 from heads.families.registry import FAMILIES, serve
 from heads.frozen.hidden_states import read_states
 from heads.frozen.loading import recast
+from heads.metadata import WEIGHTS_FILE
 from heads.sampling.counter_rng import CounterRNG
 from scripts.lab.models_check import architectures
 from tests.support import family_checks as checks

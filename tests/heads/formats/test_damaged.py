@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from configs.runtime.errors import InputError
-from heads.artifact import WEIGHTS_FILE
 from heads.formats.importing.importer import fit
 from heads.formats.importing.reading import read_external
 from heads.frozen.checkpoint_files import INDEX_FILE
+from heads.metadata import WEIGHTS_FILE
 
 
 def refused(exported, words):

@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from configs.schema.heads import Eagle3Settings
 from configs.schema.target import TargetConfig
-from heads.artifact import Metadata, save_draft_lm
+from heads.artifact import save_draft_lm
 from heads.formats.exporting.exporter import export
 from heads.formats.exporting.gguf import FILE, find_converter
 from heads.formats.exporting.source import TargetFolder, read_source
 from heads.frozen.loading import load_target
+from heads.metadata import Metadata
 from heads.vocabulary import DraftVocabulary
 from tests.support import family_checks as checks
 from tests.support.artifacts import save_artifact

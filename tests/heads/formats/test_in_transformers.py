@@ -6,9 +6,10 @@ from transformers import AutoModel, AutoModelForCausalLM, PhiConfig, PhiForCausa
 from transformers.modeling_layers import MtpModel
 
 from configs.schema.heads import DFlashSettings, MtpSettings
-from heads.artifact import read_metadata, save_draft_lm
+from heads.artifact import save_draft_lm
 from heads.formats.exporting.exporter import SERVE_FILE, export
 from heads.formats.exporting.source import TargetFolder, read_source
+from heads.metadata import read_metadata
 from heads.vocabulary import DraftVocabulary
 from tests.support import family_checks as checks
 

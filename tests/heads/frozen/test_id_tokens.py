@@ -12,8 +12,9 @@ from configs.schema.target import TargetConfig
 from distill.dataset.conversations import read_conversations
 from distill.generation.make_dataset import make_dataset
 from eval.evaluation import evaluate
-from heads.artifact import Metadata, save_draft_lm
+from heads.artifact import save_draft_lm
 from heads.frozen.loading import load_target
+from heads.metadata import Metadata
 from tests.support.evaluations import report_in, tiny_evaluation
 
 END = 11

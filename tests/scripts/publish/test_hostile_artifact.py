@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from configs.runtime.command import BAD_INPUT, DONE
 from configs.runtime.terminal import UNSEEN
-from heads.artifact import hash_artifact, read_metadata
+from heads.metadata import hash_artifact, read_metadata
 from tests.scripts.conftest import PLANTED, change, judge
 from tests.support.markdown import shape_of, tokens_of
 

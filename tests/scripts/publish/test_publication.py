@@ -14,8 +14,8 @@ from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED, INCONCLUSIVE
 from configs.schema.heads import MedusaSettings, MtpSettings
 from eval.release.checks import read_artifact
 from eval.report.schema import load_report
-from heads.artifact import PROMPTS_FILE, hash_artifact, read_metadata
 from heads.families.registry import FAMILIES
+from heads.metadata import PROMPTS_FILE, hash_artifact, read_metadata
 from tests.scripts.conftest import PLANTED, change, judge
 from tests.support.artifacts import save_artifact
 from tests.support.reports import numbers_of

@@ -22,8 +22,9 @@ from configs.schema.training import DistillConfig
 from distill.dataset.conversations import read_conversations
 from eval.decoder.decode import check_decodable
 from eval.stats.bootstrap import Interval, paired_ratio_interval, ratio_interval
-from heads.artifact import load_draft, read_metadata
+from heads.artifact import load_draft
 from heads.frozen.loading import load_target
+from heads.metadata import read_metadata
 from scripts.lab.bench.distill.loss import LossMeasurement, measure_losses
 from scripts.lab.bench.distill.training import DistillSetup, compare_cached, compare_with_trl, training_ratios, training_rows
 from scripts.lab.bench.distill.variants import TEMPERATURES, train_variants, variant_rows

@@ -8,9 +8,9 @@ from safetensors.torch import load_file
 
 from configs.runtime.errors import InputError
 from configs.schema.heads import HydraSettings
-from heads.artifact import WEIGHTS_FILE
 from heads.formats.importing.importer import fit, write_artifact
 from heads.formats.importing.reading import read_external
+from heads.metadata import WEIGHTS_FILE
 from tests.support import family_checks as checks
 
 PLAIN = HydraSettings(kind="hydra", num_depths=3, num_layers=2, **checks.OWN_HEADS)

@@ -19,11 +19,12 @@ from configs.schema.heads import (
     PEagleSettings,
     XPressSettings,
 )
-from heads.artifact import WEIGHTS_FILE, load_draft
+from heads.artifact import load_draft
 from heads.formats.exporting.exporter import export
 from heads.formats.exporting.source import TargetFolder, read_source
 from heads.formats.importing.importer import drafts_a_round, fit, write_artifact
 from heads.formats.importing.reading import read_external
+from heads.metadata import WEIGHTS_FILE
 from tests.support import family_checks as checks
 
 EAGLE = Eagle3Settings(kind="eagle3", taps=[1, 2, 3], num_depths=3)
