@@ -23,8 +23,8 @@ from heads.frozen.hidden_states import TargetStates, num_blocks, read_states
 from heads.modules.interface import Batch
 from heads.modules.output_head import HeadModule
 
-CLEARLY = 3.0  # standard errors by which another reading must be ahead
-LEAST_GAIN = 0.005  # ... and drafts a position, so that many positions do not make a trifle clear
+MIN_STANDARD_ERRORS = 3.0  # standard errors by which another reading must be ahead
+MIN_GAIN = 0.005  # ... and drafts a position, so that many positions do not make a trifle clear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class TapComparison:
     @property
     def is_clear(self) -> bool:
         """Whether more drafts stay with the other reading, beyond noise."""
-        return self.gain > LEAST_GAIN and self.gain > CLEARLY * self.gain_error
+        return self.gain > MIN_GAIN and self.gain > MIN_STANDARD_ERRORS * self.gain_error
 
 
 def other_readings(taps: Sequence[int], target: PreTrainedModel, reads: str | None) -> list[Reading]:

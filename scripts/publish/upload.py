@@ -224,8 +224,8 @@ def _in_words(api: HfApi, repo_id: str, error: Exception) -> str:
         return f"{api.endpoint} answered {status} ({reason}): {AGAIN}"
     if isinstance(error, BREAKS):
         return f"the connection to {api.endpoint} broke off: {_root(error)}; {AGAIN}"
-    said = " ".join(str(error).split())  # a ValueError: the Hub's check of the card
-    return f"{api.endpoint} refused what was to be published: {said}; nothing was published"
+    reason = " ".join(str(error).split())  # a ValueError: the Hub's check of the card
+    return f"{api.endpoint} refused what was to be published: {reason}; nothing was published"
 
 
 def _root(error: BaseException) -> str:

@@ -94,7 +94,7 @@ def _draw(
     return [old[place] for place in sorted(random.Random(config.seed).sample(places, min(wanted, len(places))))]
 
 
-def deal(held_out: Sequence[Conversation], most_measured: int) -> tuple[list[Conversation], list[Conversation]]:
+def deal(held_out: Sequence[Conversation], max_measured: int) -> tuple[list[Conversation], list[Conversation]]:
     """Return the conversations of prompts that choose a checkpoint, and the first turns of those that are measured.
 
     Raises:
@@ -107,6 +107,6 @@ def deal(held_out: Sequence[Conversation], most_measured: int) -> tuple[list[Con
             "two are needed, to choose a checkpoint and to measure: raise it, or give a longer log"
         )
     chosen_by = set(prompts[::CHOOSING])
-    measured = [each for each in prompts if each not in chosen_by][:most_measured]
+    measured = [each for each in prompts if each not in chosen_by][:max_measured]
     firsts = {row.prompt_id: row for row in held_out if row.turn == 0 and row.prompt_id in measured}
     return [row for row in held_out if row.prompt_id in chosen_by], list(firsts.values())

@@ -125,12 +125,12 @@ def read_traffic(config: RefreshConfig) -> Traffic:
     return traffic
 
 
-def newest(traffic: Traffic, rows: Sequence[ServedPrompt], settings: LogConfig, most: int) -> list[ServedPrompt]:
+def newest(traffic: Traffic, rows: Sequence[ServedPrompt], settings: LogConfig, max_rows: int) -> list[ServedPrompt]:
     """Return the last of some rows that are no duplicates of later ones, in their order; the others are counted."""
     kept: list[ServedPrompt] = []
     seen, near = set[str](), NearDuplicates()
     for number, row in enumerate(reversed(rows)):
-        if len(kept) == most:
+        if len(kept) == max_rows:
             traffic.dropped["older"] += len(rows) - number
             break
         said = everything_said(row.prompt)

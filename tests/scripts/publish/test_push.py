@@ -200,7 +200,6 @@ def test_a_public_repository_is_not_pushed_to_by_default(push, hub):
         ("GET", "/whoami-v2", 503, "answered 503"),
         ("POST", "/repos/create", LOST, "broke off"),
         ("POST", "/validate-yaml", PAGE, "JSONDecodeError"),
-        ("POST", "/objects/batch", LOST, "broke off"),
         ("POST", "/commit/", 500, "answered 500"),
         ("POST", "/commit/", LOST, "broke off"),
     ],
@@ -216,6 +215,14 @@ def test_a_push_that_breaks_off_is_resumed_by_the_same_command(push, hub, method
     assert len(hub.repositories[NAME].commits) == 2
     assert files_of(hub) == FILES
     assert ("which held all of it already" in out) == ((part, fault) == ("/commit/", LOST))
+
+
+@pytest.mark.parametrize(("method", "part", "fault"), [("POST", "/objects/batch", LOST), ("PUT", "/lfs/", CUT)])
+def test_a_large_file_whose_connection_breaks_once_is_sent_again(push, hub, method, part, fault):
+    hub.fail(method, part, fault)
+    code, _, err = push()
+    assert code == DONE, err
+    assert files_of(hub) == FILES
 
 
 def test_silence_is_not_waited_out(push, hub, monkeypatch):
