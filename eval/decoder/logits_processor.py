@@ -1,9 +1,9 @@
 """A transformers `LogitsProcessor` on the target's logits: the output then follows the processed distribution without loss.
 
 Each position of a round is processed with its own text: what is committed and the drafts before it. The draft is not processed.
-A processor must be a function of (ids, scores), row by row: it is called with one text at a time, also with texts that are then
-dropped, and twice with the same text. The `batch_id` of `PrefixConstrainedLogitsProcessor` is the request's place
-among all. B batch, K target rows (the pending token and the drafts), G drafts, V vocabulary.
+A processor must be a function of (ids, scores): it is called with one text at a time, also with texts that are then dropped, and
+twice with the same text. The `batch_id` of `PrefixConstrainedLogitsProcessor` is the request's place among all.
+B batch, K target rows (the pending token and the drafts), G drafts, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,12 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    EncoderNoRepeatNGramLogitsProcessor,
-    EncoderRepetitionPenaltyLogitsProcessor,
-    LogitsProcessorList,
-    PrefixConstrainedLogitsProcessor,
-)
+from transformers import LogitsProcessorList, PrefixConstrainedLogitsProcessor
 
 from configs.runtime.errors import InputError
 from heads.proposers.protocol import Proposal
@@ -34,7 +29,7 @@ def prepared(given: Any) -> Processor:
     """Return a processor, or a (nested) list of them, as one; refuse what would not be exact.
 
     Raises:
-        InputError: one cannot be called, remembers earlier calls, or has several rows of text of its own or several beams.
+        InputError: one cannot be called, or remembers earlier calls.
     """
     processors = list(_flat(given))
     for each in processors:
@@ -61,21 +56,6 @@ def _check(processor: Any) -> None:
             f"logits_processor: {name} remembers earlier calls, and verification calls it with texts that are then dropped; "
             "give processors that are functions of ids and scores"
         )
-    rows = _own_rows(processor)
-    if rows > 1:
-        raise InputError(
-            f"logits_processor: {name} was made with {rows} rows of text, one for each row of a call, and here each "
-            "call has one row; make it with one row, and decode each request by itself"
-        )
-    if isinstance(processor, PrefixConstrainedLogitsProcessor) and processor._num_beams != 1:
-        raise InputError(f"logits_processor: {name} was made with num_beams {processor._num_beams}; here it must be 1")
-
-
-def _own_rows(processor: Any) -> int:
-    """Return how many rows of encoder text a processor of transformers was made with; 0 for all others."""
-    if isinstance(processor, EncoderRepetitionPenaltyLogitsProcessor):
-        return len(processor.encoder_input_ids)
-    return processor.batch_size if isinstance(processor, EncoderNoRepeatNGramLogitsProcessor) else 0
 
 
 def renumbered(processor: Any, number_of: Callable[[int], int]) -> Any:

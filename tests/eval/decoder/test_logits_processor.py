@@ -1,12 +1,8 @@
 """With a logits processor the decoder follows the processed target's distribution: chains and trees, greedy and drawn."""
 
-from functools import partial
-
 import pytest
 import torch
 from transformers import (
-    EncoderNoRepeatNGramLogitsProcessor,
-    EncoderRepetitionPenaltyLogitsProcessor,
     LogitsProcessor,
     LogitsProcessorList,
     MinLengthLogitsProcessor,
@@ -128,19 +124,6 @@ def test_a_constraint_by_prefix_is_kept_and_never_asked_where_it_knows_no_way_on
     if shape == "chain":  # all drafts were right, and every text was asked about once
         texts = [(number, tuple(answer[:end])) for number, answer in enumerate(expected) for end in range(len(answer))]
         assert sorted(trie.asked) == texts
-
-
-def test_processors_with_a_text_for_each_row_are_refused(as_target, models):
-    target, drafter = as_target(models[0]), DraftLM(models[1], 64)
-    for make in (partial(EncoderNoRepeatNGramLogitsProcessor, 2), partial(EncoderRepetitionPenaltyLogitsProcessor, 1.5)):
-        one, two = (make(encoder_input_ids=torch.tensor([[47, 32, 24]] * rows)) for rows in (1, 2))
-        plain = generate(target, PROMPTS, GREEDY, None, logits_processor=one)
-        assert generate(target, PROMPTS, GREEDY, drafter, logits_processor=one) == plain
-        with pytest.raises(InputError, match="was made with 2 rows of text"):
-            generate(target, PROMPTS, GREEDY, drafter, logits_processor=[two])
-    beams = PrefixConstrainedLogitsProcessor(Trie(PHRASES), 2)
-    with pytest.raises(InputError, match="num_beams 2; here it must be 1"):
-        generate(target, PROMPTS, GREEDY, drafter, logits_processor=beams)
 
 
 def forbidden_in(generations):

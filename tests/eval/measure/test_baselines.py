@@ -39,17 +39,6 @@ def config():
     )
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_no_baseline_changes_an_answer(target, requests, config, batch_size, temperature):
-    settings = config.decode.model_copy(update={"batch_size": batch_size, "temperature": temperature, "verification": "match"})
-    config = config.model_copy(update={"decode": settings, "repeats": 1})
-    records = measure(target, requests, config, make_baselines(config, target))
-    plain = [each.tokens for each in records.of(AUTOREGRESSIVE)]
-    for name in NAMES:
-        assert [each.tokens for each in records.of(name)] == plain
-
-
 def test_every_repeat_of_suffix_lookup_takes_the_same_rounds_and_earlier_prompts_help(target, requests, config):
     """Were the memory fed by the decoder itself, a second repeat or a warmed-up prompt would copy its own answer."""
     copying = measure(target, requests[:1], config, {"suffix_lookup": SuffixLookup(target.device)}).timings

@@ -149,13 +149,6 @@ def test_a_gpu_is_asked_by_its_own_name_and_in_millijoules(one_gpu, monkeypatch)
     assert (meter.source, nvml.asked) == ("NVML, A GPU", "GPU-1234")
 
 
-def test_a_gpu_without_counter_or_library_says_so(one_gpu, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(error="Not Supported"))
-    assert find_meter(one_gpu).reason == "the GPU's energy counter cannot be read: Not Supported"
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert "pip install nvidia-ml-py" in find_meter(one_gpu).reason
-
-
 # --- what is measured ---------------------------------------------------------------------------------------------
 
 
