@@ -1,8 +1,8 @@
 """A transformers `LogitsProcessor` on the target's logits: the output then follows the processed distribution without loss.
 
 Each position of a round is processed with its own text: what is committed and the drafts before it. The draft is not processed.
-A processor must be a function of (ids, scores): it is called with one text at a time, also with texts that are then dropped, and
-twice with the same text. The `batch_id` of `PrefixConstrainedLogitsProcessor` is the request's place among all.
+A processor must be a function of (ids, scores): it is called with one text at a time, also with texts that are then dropped,
+and twice with the same text. The `batch_id` of `PrefixConstrainedLogitsProcessor` is the request's place among all.
 B batch, K target rows (the pending token and the drafts), G drafts, V vocabulary.
 """
 
