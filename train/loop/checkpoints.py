@@ -31,6 +31,7 @@ from accelerate.utils import save as write_state
 from pydantic import Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 from configs.runtime.background import BackgroundWrite
@@ -143,7 +144,8 @@ class Checkpoints:
         save_accelerator_state(str(scratch), [], [], [], [], accelerator.process_index, accelerator.step, accelerator.scaler)
         if not accelerator.is_main_process:
             return []
-        weights = host_copy(accelerator.get_state_dict(self.module, unwrap=False))
+        module = self.module.module if isinstance(self.module, DistributedDataParallel) else self.module
+        weights = host_copy(accelerator.get_state_dict(module, unwrap=False))
         return [
             partial(write_state, weights, scratch / SAFE_WEIGHTS_NAME, safe_serialization=True),
             partial(write_state, host_copy(self.optimizer.state_dict()), scratch / f"{OPTIMIZER_NAME}.bin"),
