@@ -69,7 +69,6 @@ def build_report(
     warnings: Sequence[str] = (),
     bootstrap_samples: int = 2000,
     seed: int = 0,
-    simulated: bool = False,
     suites: Mapping[str, tuple[PromptSet, Tally]] | None = None,
 ) -> Report:
     """Compute the report, without the sections that `complete_report` adds.
@@ -82,7 +81,6 @@ def build_report(
         decode_tokens: turns token ids into text, special tokens included.
         warnings: sentences the reader must see, such as an allowed mismatch of the target.
         bootstrap_samples, seed: of all intervals.
-        simulated: acceptance was drawn instead of measured.
         suites: prompts and records of further suites, by name.
 
     Raises:
@@ -92,7 +90,7 @@ def build_report(
     bootstrap: Bootstrap = {"samples": bootstrap_samples, "seed": seed}
     values = {
         "schema_version": SCHEMA_VERSION,
-        "simulated": simulated,
+        "simulated": False,
         "warnings": list(warnings),
         "command": None if command is None else list(command),
         "target": dict(target),

@@ -221,7 +221,7 @@ class Report(ClosedSection):
     """The whole of `report.json`."""
 
     schema_version: Literal[1]
-    simulated: bool  # acceptance was drawn, not measured; no gate passes such a report
+    simulated: bool  # in reports of an earlier version: acceptance was drawn, not measured; no gate passes such a report
     warnings: list[str]
     command: list[str] | None
     target: TargetSection
