@@ -29,7 +29,7 @@ from heads.families.registry import FAMILIES, serve
 from heads.frozen.checkpoint_files import UNREADABLE
 from heads.frozen.hidden_states import check_taps
 from heads.frozen.identity import TargetIdentity, hash_weights
-from heads.frozen.loading import load_with, move
+from heads.frozen.loading import load_with, move, rounded_parts
 from heads.frozen.quantized import loader_of
 from heads.frozen.size_limits import check_causal_lm, check_counts, no_larger_than
 from heads.hub import METADATA_FILE, locate_artifact
@@ -156,6 +156,8 @@ def load_draft(
     if is_artifact := (folder / METADATA_FILE).is_file() or not (folder / "config.json").is_file():
         metadata = read_metadata(folder)
         warnings = check_made_for(metadata, identity, folder, allow_target_mismatch)
+        if metadata.training and not metadata.exact_target:
+            warnings += rounded_parts(target, f"the draft {name}")
     else:
         metadata = untrained_metadata(folder, identity)
         warnings = [f"the draft {name} is a model as it was found, not trained by draftsmith for {identity.name}"]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch.distributed as dist
@@ -41,13 +43,37 @@ def join_processes(target: TargetConfig, *, timeout_seconds: int | None = None) 
         on_cpu = False
     # Without `cpu` accelerate looks for accelerators only, and finds one process where there are several on a CPU.
     try:
-        state = PartialState(cpu=on_cpu, **settings)
+        with _without_compiling() if by_deepspeed else nullcontext():
+            state = PartialState(cpu=on_cpu, **settings)
     except ImportError as error:
         raise InputError(f"the processes were launched for DeepSpeed, which is not installed: {first_line(error)}") from error
     num_launched = int(os.environ.get("WORLD_SIZE", "1"))
     if state.num_processes != num_launched:
         raise RuntimeError(f"{num_launched} processes were launched, but accelerate sees {state.num_processes}")
     return state
+
+
+@contextmanager
+def _without_compiling() -> Iterator[None]:
+    """Let DeepSpeed, started on a CPU, do without operators of its own.
+
+    It would compile one for reductions in shared memory when it is first started, and a process that is killed meanwhile
+    leaves a lock that all later ones wait for without end. gloo reduces as well.
+    """
+    if find_spec("deepspeed") is None:
+        yield
+        return
+    import deepspeed.ops
+
+    found = vars(deepspeed.ops).get("__compatible_ops__")  # made at first use
+    deepspeed.ops.__compatible_ops__ = defaultdict(bool)
+    try:
+        yield
+    finally:
+        if found is None:
+            del deepspeed.ops.__compatible_ops__
+        else:
+            deepspeed.ops.__compatible_ops__ = found
 
 
 def wait_patiently(seconds: int) -> None:
