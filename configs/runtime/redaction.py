@@ -50,6 +50,14 @@ ASSIGNED = re.compile(
     r"(?:(?P<quote>[\"'])(?:\\.|(?!(?P=quote)).)*|[^\s\"',;&{}\[\]]+)",
     re.IGNORECASE,
 )
+# What is masked, in this order: kind, form, and what stands in its place.
+MASKED: tuple[tuple[str, re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
+    ("token", FORMS, MASK),
+    ("login", LOGIN, MASK),
+    ("header", HEADER, rf"\g<1>{MASK}"),
+    ("header", BEARER, rf"\g<1>{MASK}"),
+    ("assigned", ASSIGNED, lambda found: found[1] + (found["quote"] or "") + MASK),
+)
 # Bounded, so that a long text without an @ costs no more than its length. It also takes git@host and the like.
 EMAIL = re.compile(r"[\w.%+-]{1,64}@(?:[A-Za-z0-9-]{1,63}\.)+[A-Za-z]{2,24}")
 PRIVATE_KEY = re.compile(r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY")
@@ -71,29 +79,21 @@ def hide(secret: str) -> None:
 
 def redact(text: str) -> str:
     """Return a text without what has the form of a secret, or is one that this process knows."""
-    text = LOGIN.sub(MASK, FORMS.sub(MASK, _without_known(text)))
-    for pattern in (HEADER, BEARER):
-        text = pattern.sub(rf"\g<1>{MASK}", text)
-    return ASSIGNED.sub(lambda found: found[1] + (found["quote"] or "") + MASK, text)
+    text = _without_known(text)
+    for _, pattern, masked in MASKED:
+        text = pattern.sub(masked, text)
+    return text
 
 
 def mask_counting(text: str, found: Counter[str]) -> str:
     """Return a text that somebody wrote without secrets and e-mail addresses, and add to `found` how many of each kind it had.
 
-    The kinds are known (to this process), login (in a URL), token (by its form, a private key too), header, assigned (as in
+    The kinds are known (to this process), token (by its form, a private key too), login (in a URL), header, assigned (as in
     password=...) and email.
     """
     kept = _without_known(text)
     found["known"] += kept != text
-    forms: tuple[tuple[str, re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
-        ("login", LOGIN, MASK),
-        ("token", FORMS, MASK),
-        ("header", HEADER, rf"\g<1>{MASK}"),
-        ("header", BEARER, rf"\g<1>{MASK}"),
-        ("assigned", ASSIGNED, lambda match: match[1] + (match["quote"] or "") + MASK),
-        ("email", EMAIL, MASK),
-    )
-    for kind, pattern, masked in forms:
+    for kind, pattern, masked in (*MASKED, ("email", EMAIL, MASK)):
         kept, count = pattern.subn(masked, kept)
         found[kind] += count
     return kept

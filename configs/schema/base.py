@@ -18,14 +18,13 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
 Dtype = Literal["bfloat16", "float16", "float32"]
-LEAST_TEMPERATURE = 1e-4
+MIN_TEMPERATURE = 1e-4
 
 
 def _divides_logits(temperature: float) -> float:
-    if 0 < temperature < LEAST_TEMPERATURE:
+    if 0 < temperature < MIN_TEMPERATURE:
         raise ValueError(
-            f"temperature must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}, below which logits overflow; "
-            f"got {temperature:g}"
+            f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE:g}, below which logits overflow; got {temperature:g}"
         )
     return temperature
 
