@@ -1,4 +1,4 @@
-"""The walk of docs/architecture.md from a prompt to a report: each file is imported by one before it."""
+"""The two walks of docs/architecture.md: each file is reached from one before it, by an import or by a table of names."""
 
 from __future__ import annotations
 
@@ -10,32 +10,37 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
-MAX_FILES = {"From a prompt to `report.json`": 30}
+MAX_STEPS = {"From a conversation to a gradient (EAGLE-3)": 16, "From a prompt to `report.json`": 30}
 
 
-def files_of(title):
-    """Return the numbered files of a walk, in order."""
+def steps_of(title):
+    """Return the files that each step of a walk names, in order."""
     section = PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
-    return [found for line in re.findall(r"^\d+\..*", section, re.MULTILINE) for found in re.findall(r"`([\w/]+\.py)`", line)]
+    return [re.findall(r"`([\w/]+\.py)`", line) for line in re.findall(r"^\d+\..*", section, re.MULTILINE)]
 
 
-def imported_by(file):
-    """Return the files that one imports, inside its functions too."""
+def reached_from(file):
+    """Return the files that one imports, inside its functions too, or names as a neighbour."""
     modules = set()
     for node in ast.walk(ast.parse((ROOT / file).read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
             modules |= {node.module, *(f"{node.module}.{each.name}" for each in node.names)}
         elif isinstance(node, ast.Import):
             modules |= {each.name for each in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            modules.add(f"{Path(file).parent.as_posix().replace('/', '.')}.{node.value}")
     return {f"{module.replace('.', '/')}.py" for module in modules}
 
 
-@pytest.mark.parametrize("title", MAX_FILES)
-def test_each_file_of_a_walk_is_imported_by_one_before_it(title):
-    files = files_of(title)
-    assert len(files) == len(set(files)) <= MAX_FILES[title]
-    known = imported_by(files[0])
-    for file in files[1:]:
-        assert (ROOT / file).is_file(), file
-        assert file in known, f"no earlier file of the walk imports {file}"
-        known |= imported_by(file)
+@pytest.mark.parametrize("title", MAX_STEPS)
+def test_each_file_of_a_walk_is_reached_from_one_before_it(title):
+    steps = steps_of(title)
+    named = [file for step in steps for file in step]
+    assert len(steps) <= MAX_STEPS[title]
+    assert len(named) == len(set(named)) >= len(steps)
+    known = reached_from(named[0])
+    for first, *others in [steps[0], *steps[1:]]:
+        for file in [*others, first]:  # a step may name what leads to its file
+            if file != named[0]:
+                assert file in known, f"no earlier file of the walk leads to {file}"
+            known |= reached_from(file)
