@@ -32,6 +32,8 @@ NOT_A_CONTINUATION = "answer_does_not_continue_its_prompt"  # the chat template 
 
 TEMPLATE_TOKENS = 64  # about what a chat template puts around two messages
 ANSWER_JOURNALS = ".answers.partial-{rank}.jsonl"
+# Keys that a job's fingerprint had in an earlier release, so that its unfinished runs resume.
+RETIRED_ANSWERS = {"draft": None, "num_speculative_tokens": 3}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from configs.runtime.resumable import Journal, fingerprint, fingerprint_of
 from configs.runtime.run_record import write_run_record
 from configs.schema.data import DataConfig, PromptsConfig, SourceConfig
 from distill.dataset.conversations import FORMAT_VERSION, INDEX_SUFFIX, MANIFEST, WRITTEN_BY
-from distill.generation.answers import ANSWER_JOURNALS, Answered, AnswerJob, existing_answers
+from distill.generation.answers import ANSWER_JOURNALS, RETIRED_ANSWERS, Answered, AnswerJob, existing_answers
 from distill.generation.prompts import TRUNCATED, Prompt, encode_prompt, everything_said, fit_prompts
 from distill.generation.self_seeding import self_seed
 from distill.generation.server_answers import ServerWriter, check_server, server_answer_job, server_writer
@@ -41,6 +41,8 @@ from heads.frozen.split.groups import share_of
 logger = logging.getLogger("draftsmith")
 
 PROMPT_JOURNAL = ".prompts.partial.jsonl"
+# Of unfinished runs; the last of an earlier release, whose self-seeded turns are written again.
+JOURNALS = (ANSWER_JOURNALS.format(rank="*"), ".turns.partial-*.jsonl")
 SEEDED_KEYS = ("prompt_id", "category", "where", "source", "max_new_tokens")  # of self-seeded prompts, apart from their turns
 FEW_HELD_OUT = 8  # prompts, below which an interval over prompts says little
 SPLIT_FILES = ("train.jsonl", "held_out.jsonl")
@@ -150,7 +152,7 @@ def check_output(output: Path) -> None:
     """
     if output.exists() and not output.is_dir():
         raise InputError(f"output: {output} is a file; name a folder that is new or holds data made before")
-    journals = {PROMPT_JOURNAL, *(path.name for path in output.glob(ANSWER_JOURNALS.format(rank="*")))}
+    journals = {PROMPT_JOURNAL, *(path.name for each in JOURNALS for path in output.glob(each))}
     others = sorted({path.name for path in output.glob("*")} - journals - set(OUTPUTS))
     if others:
         raise InputError(f"output: {output} holds {others[0]}, which is not data made before; name a folder of its own")
@@ -193,7 +195,7 @@ def answer_job(
         config=config.answers,
         seed=config.seed,
         folder=folder,
-        fingerprint=fingerprint(*_writer(config, target), config.answers.model_dump(), content, "by prompt"),
+        fingerprint=fingerprint(*_writer(config, target), config.answers.model_dump() | RETIRED_ANSWERS, content, "by prompt"),
         lengths=lengths,
     )
 

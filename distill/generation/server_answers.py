@@ -23,7 +23,7 @@ from distill.cache.format import RowLayout
 from distill.cache.server_rows import check_serves
 from distill.dataset.batches import Example
 from distill.dataset.conversations import FORMAT_VERSION
-from distill.generation.answers import ANSWER_JOURNALS, NO_ROOM, AnswerJob, Dialogue
+from distill.generation.answers import ANSWER_JOURNALS, NO_ROOM, RETIRED_ANSWERS, AnswerJob, Dialogue
 from distill.generation.continuation import request_number, up_to_end
 from distill.generation.prompts import Prompt
 from distill.server.concurrency import ask_all, naming
@@ -184,14 +184,15 @@ def server_answer_job(
     by its name for the target, not by its address, so it resumes where the server has moved.
     """
     target = writer.target
-    server = [FORMAT_VERSION, "server", writer.config.model, target.identity.to_dict(), config.seed, writer.max_positions]
+    ways = [writer.config.model, "token_ids", "drop"]  # the last two of an earlier release, whose unfinished runs resume
+    server = [FORMAT_VERSION, "server", ways, target.identity.to_dict(), config.seed, writer.max_positions]
     return ServerAnswerJob(
         target=target,
         prompts=prompts,
         config=config.answers,
         seed=config.seed,
         folder=folder,
-        fingerprint=fingerprint(server, config.answers.model_dump(exclude={"batch_size"}), content),
+        fingerprint=fingerprint(server, config.answers.model_dump(exclude={"batch_size"}) | RETIRED_ANSWERS, content),
         writer=writer,
         version=writer.server.connection.version(),
     )
