@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import tempfile
+import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -66,6 +67,8 @@ from heads.frozen.processes import join_processes, naming_lost_processes
 from heads.frozen.split.groups import from_first, share_of
 
 logger = logging.getLogger("draftsmith")
+
+LIST_SECONDS = 10.0  # between looks at what other processes have written
 
 
 def make_cache(config: CacheConfig) -> None:
@@ -161,7 +164,7 @@ class CacheJob:
             InputError: a value is not finite, the server fails, or a shard cannot be written.
         """
         own, write = self._claims(rank * len(self._plan) // num_processes), BackgroundWrite()
-        shown, shared = self.finished(), num_processes > 1 or self._shared
+        shown, shared, listed = self.finished(), num_processes > 1 or self._shared, time.monotonic()
         with progress("target cache", sum(self._lengths), "tokens", done=self._num_rows_of(shown)) as advance:
 
             def show(there: Iterable[int]) -> None:
@@ -174,7 +177,10 @@ class CacheJob:
                     tensors = self._shard_tensors(examples)
                     if writes:
                         write.start(partial(self._write_shard, own, number, examples, tensors))  # once the one before is there
-                        show(self.finished() if shared and rank == 0 else [number])
+                        show([number])
+                    if shared and rank == 0 and time.monotonic() - listed > LIST_SECONDS:
+                        show(self.finished())  # by the others
+                        listed = time.monotonic()
             finally:
                 write.wait()
             if shared and rank == 0:
