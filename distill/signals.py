@@ -64,6 +64,7 @@ def signal_source(
     *,
     own_batches: bool = False,
     known_ahead: bool = True,
+    normalised: bool = False,
 ) -> SignalSource:
     """Return the source of a run's signals.
 
@@ -72,9 +73,10 @@ def signal_source(
         cache: of the target's outputs on the conversations of the batches; None: the target runs, or its servers do.
         own_batches: processes that share the target each bring a batch of their own, not all the same (`heads.frozen.split`).
         known_ahead: batches are read as they were loaded, and not changed by the draft before.
+        normalised: the loss takes the normalisers that a cache keeps at every position.
     """
     if cache is not None:
-        return CachedSignals(cache, tuple(taps))
+        return CachedSignals(cache, tuple(taps), normalised)
     if target.states_from is not None:
         return ServedSignals(target.states_from, tuple(taps), reads_ahead=known_ahead)
     return ComputedSignals(target, tuple(taps), own_batches=own_batches)
@@ -127,6 +129,7 @@ class CachedSignals:
 
     cache: TargetCache
     taps: tuple[int, ...]
+    normalised: bool
     reads_ahead = True
     num_parameters = 0
 
@@ -135,6 +138,7 @@ class CachedSignals:
 
     def read(self, batch: Batch) -> TargetSignals:
         if self.cache.manifest.layout.every_position:
-            return TargetSignals(self.cache.states(batch, self.taps), self.cache.normalisers(batch))
+            normalisers = self.cache.normalisers(batch) if self.normalised else None
+            return TargetSignals(self.cache.states(batch, self.taps), normalisers)
         signal = self.cache.signal(batch)
         return TargetSignals(signal if isinstance(signal, SparseTarget) else TargetStates(final_BTE=signal))

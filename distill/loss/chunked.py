@@ -219,6 +219,7 @@ def _compare_part(
             continue
         with torch.autocast(hidden_CD.device.type, enabled=False):  # as everywhere, autocast belongs to the forward alone
             gradients = list(torch.autograd.grad(logits_CW, leaves, gradient_CW))
+        del logits_CW, gradient_CW  # before the next chunk's are made
         if grad_hidden_ND is not None:
             grad_hidden_ND[rows] = gradients.pop(0)
         for each, gradient in zip(trained, gradients, strict=True):

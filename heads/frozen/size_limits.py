@@ -67,6 +67,8 @@ def no_larger_than(shapes: Shapes, where: str | Path) -> Iterator[None]:
     hook = register_module_parameter_registration_hook(count)
     try:
         yield
+    except torch.OutOfMemoryError:  # of a device that is full
+        raise
     except RuntimeError as error:
         if any(word in str(error) for word in NO_MEMORY):
             raise too_large from error

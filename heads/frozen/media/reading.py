@@ -183,8 +183,11 @@ def _fetched(reference: str, config: MediaConfig) -> bytes:
                 raise _refusal(reference, config, f"was answered with status {response.status_code}")
             for part in response.iter_raw():
                 content += part
-                if len(content) > config.max_bytes or time.monotonic() > deadline:
+                if len(content) > config.max_bytes:
                     break
+                if time.monotonic() > deadline:
+                    limit = f"{config.key}.timeout_seconds, {config.timeout_seconds:g}"
+                    raise _refusal(reference, config, f"takes longer to fetch than {limit}")
     except (httpx2.HTTPError, httpx2.InvalidURL, UnicodeError) as error:  # the last for a name that is no host's
         raise _refusal(reference, config, f"could not be fetched: {first_line(error)}") from error
     return _limited(content, reference, config)
