@@ -36,6 +36,8 @@ def export(
     """
     if out.exists():
         raise InputError(f"{out} exists already; give a new folder")
+    if out.resolve().is_relative_to(source.target.folder.resolve()):
+        raise InputError(f"{out} lies in the target's folder, which an export may copy; give a folder outside it")
     place = str(out.resolve()) if served_from is None else served_from
     check_path(engine, source.metadata.kind, place)
     if source.tree is not None:

@@ -29,6 +29,7 @@ BORROWERS = ("llama",)  # vLLM's MiMo class runs a module on these; tried
 TRANSFORMERS_FAMILIES = ("llama", "qwen3")  # decoded with `use_mtp` after one line; tried
 TRANSFORMERS_NAMING = "transformers"  # is read by `use_mtp`; vLLM has no model class for it
 HYBRID = ("qwen3_next", "qwen3_5")  # vLLM 0.32 on a CPU fails to decode these with prefix caching (Qwen3-Next tried)
+QKV_BIASES = ("q_proj.bias", "k_proj.bias", "v_proj.bias")  # which MiMo's class asks for
 EXTRA_FILE = "mtp.safetensors"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf", ".index.json")
 
@@ -51,6 +52,9 @@ def mimo(source: Source) -> ExportLayout:
         raise InputError(f"vLLM has no MTP for a {family} target whose checkpoint has no MTP weights of its own")
     shape, weights = source.target.shape, source.mtp_modules(hidden_first=True)
     weights = renamed(renamed(weights, MTP_PARTS), [("mtp_layers.", "model.mtp_layers.")])
+    biases = sorted(name for name in weights if name.endswith(".bias") and not name.endswith(QKV_BIASES))
+    if biases:
+        raise InputError(f"vLLM's MiMo class, which a {family} target borrows, has no place for {biases[0]}")
     keys = shape.num_key_value_heads * shape.head_width
     # MiMo's class asks for biases; a Llama block has none.
     for part, size in (("q", shape.num_heads * shape.head_width), ("k", keys), ("v", keys)):
@@ -77,7 +81,7 @@ def stitched(source: Source) -> ExportLayout:
     native = NativeMtp(target.folder)
     if native.naming.families == TRANSFORMERS_NAMING:
         raise InputError(
-            f"{target.folder} has MTP weights under names that transformers alone reads; export beside the original"
+            f"{target.folder} has MTP weights under names that transformers alone reads, and vLLM has no class for them"
         )
     if source.settings.reads != native.naming.reads:
         raise InputError(
@@ -185,7 +189,9 @@ def _check_target_for_transformers(source: Source) -> None:
         )
     there = sorted(name for name in target.weights if name.startswith("mtp."))
     if there:
-        raise InputError(f"{target.folder} has MTP weights of its own ({there[0]}, ...): export for vllm")
+        raise InputError(
+            f"{target.folder} has MTP weights of its own ({there[0]}, ...), which an export for transformers does not replace"
+        )
 
 
 def _target_files(folder: Path) -> tuple[dict[str, Path], dict[str, str]]:
