@@ -10,7 +10,7 @@ from pathlib import Path
 
 from configs.runtime.loading import read_values
 from configs.schema.commands.advising import AdviceConfig, FamilyTrials
-from configs.schema.commands.recipe_changes import Setting
+from configs.schema.commands.recipe_changes import Value
 from configs.schema.training import DistillConfig, HeadsConfig
 from scripts.trials.trained_runs import Recipe, TrainingRun, in_own_folder, load_changed
 
@@ -23,7 +23,7 @@ class Candidate:
     """A draft to try: its family, what tells it from the family's others, and its recipe on the user's target and prompts."""
 
     family: str
-    settings: Mapping[str, Setting]  # by the last part of their keys
+    settings: Mapping[str, Value]  # by the last part of their keys
     recipe: Recipe
 
     @property

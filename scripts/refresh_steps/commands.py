@@ -25,7 +25,7 @@ ENTRIES: dict[type[BaseModel], str] = {
     HeadsConfig: "train/heads.py",
     EvalConfig: "eval/run.py",
 }
-FROM_ARTIFACT = {"init": "model", "layers": None, "layer_choice": None, "num_layers": None, "overrides": None}
+FROM_ARTIFACT = {"init": "model", "layers": None, "overrides": None}
 
 
 def call(entry: str, *arguments: str, launcher: str | None = None) -> int:

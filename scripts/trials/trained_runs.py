@@ -22,7 +22,7 @@ from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.files import CHECKOUT, read_json, sha256_of, write_json
 from configs.runtime.loading import load_config
 from configs.runtime.run_record import describe_git, training_fingerprint
-from configs.schema.commands.recipe_changes import Setting
+from configs.schema.commands.recipe_changes import Value
 from configs.schema.training import DistillConfig, HeadsConfig
 
 log = logging.getLogger("draftsmith")
@@ -72,7 +72,7 @@ class TrainingRun:
         return git
 
 
-def load_changed(schema: type[R], path: str, changes: Mapping[str, Setting], where: str) -> R:
+def load_changed(schema: type[R], path: str, changes: Mapping[str, Value], where: str) -> R:
     """Return the recipe of a file with other values for some dotted keys; errors name `where` the changes were asked for."""
     overrides = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in changes.items()]
     try:

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from configs.schema.base import NonNegativeInt, PositiveFloat, PositiveInt, Settings, check_rising
 from configs.schema.commands.planning import HardwareConfig
-from configs.schema.commands.recipe_changes import Setting, check_names
+from configs.schema.commands.recipe_changes import Value, check_names
 from configs.schema.commands.release import Engine
 from configs.schema.data import AnswersConfig, PromptsConfig
 from configs.schema.evaluation import CostConfig
@@ -22,7 +22,7 @@ class FamilyTrials(Settings):
 
     recipe: str  # of train/heads.py or, with a section student, of train/distill.py; its target, data and output are not read
     # Dotted keys of the recipe, each with the values to try, such as {head.num_layers: [1, 2]}. One value is a change for all
-    values: dict[str, Annotated[list[Setting], Field(min_length=1)]] = {}
+    values: dict[str, Annotated[list[Value], Field(min_length=1)]] = {}
 
 
 def _default_families() -> dict[str, FamilyTrials]:
@@ -31,10 +31,7 @@ def _default_families() -> dict[str, FamilyTrials]:
         "eagle3": FamilyTrials(
             recipe="configs/heads/eagle3.yaml", values={"head.num_layers": [1, 2], "head.init_block": [None]}
         ),
-        "draft_lm": FamilyTrials(
-            recipe="configs/distill/demo.yaml",
-            values={"student.num_layers": [2, 4], "student.layers": [None], "student.layer_choice": ["first"]},
-        ),
+        "draft_lm": FamilyTrials(recipe="configs/distill/demo.yaml", values={"student.layers": [[0, 1], [0, 1, 2, 3]]}),
     }
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 Setting = bool | int | float | str | None
+Value = Setting | list[int]
 NAME = re.compile(r"[A-Za-z0-9_-]+")  # part of a folder's name
 
 
