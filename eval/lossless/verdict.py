@@ -38,7 +38,8 @@ def judge_lossless(
     """Return the report's `lossless` section.
 
     Every entry of `checks` has an `outcome`: pass, fail or inconclusive. One that fails makes the verdict `not_lossless`; else
-    one that is inconclusive makes it that, and `failed_checks` and `inconclusive_checks` name them.
+    one that is inconclusive makes it that, and `failed_checks` and `inconclusive_checks` name them. Without any check it is
+    inconclusive, too.
 
     Args:
         target: the target the generations came from.
@@ -99,7 +100,8 @@ def _section(
 ) -> dict[str, Any]:
     failed, inconclusive = ([name for name in checks if checks[name]["outcome"] == outcome] for outcome in (FAIL, INCONCLUSIVE))
     divergences = [] if greedy is None else greedy.divergences
-    verdict = NOT_LOSSLESS if failed else INCONCLUSIVE if inconclusive else UP_TO_TIES if divergences else LOSSLESS
+    undecided = bool(inconclusive) or not checks
+    verdict = NOT_LOSSLESS if failed else INCONCLUSIVE if undecided else UP_TO_TIES if divergences else LOSSLESS
     verdict = LOSSY if lossy and not failed else verdict
     return {
         "verdict": verdict,

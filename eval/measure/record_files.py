@@ -79,8 +79,10 @@ def drop_batches(output: Path) -> None:
     """Remove what an interrupted run would go on from."""
     for folder in output.glob(f"{BATCHES}*"):
         shutil.rmtree(folder)
-    for path in output.glob(CHOICE.format(key="*")):
-        path.unlink()
+    earlier = (".records.part-*", ".records.journal-*")  # of an earlier release
+    for pattern in (CHOICE.format(key="*"), *earlier):
+        for path in output.glob(pattern):
+            path.unlink()
 
 
 def choose_once(output: Path, key: str, job: str, state: PartialState, choose: Callable[[], Any]) -> Any:

@@ -101,7 +101,7 @@ def row_of(report: Report, timed: Report, strict: Report) -> dict[str, Any]:
             for name, score in scores.items()
         },
         "frechet_distance": None if distance is None else distance.between,
-        "lossless": report.lossless.verdict,
+        "lossless": report.lossless.verdict if report.lossless.checks or report.decode.lossy else "by its rule",
         "prompts": report.prompts.num_prompts,
     }
 

@@ -117,13 +117,13 @@ def test_a_failed_check_outweighs_an_inconclusive_one(target, draft, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("changed", "names"),
-    [({"false_alarm_rate": None}, set()), ({"first_token_samples": 0}, {"likelihood"})],
+    ("changed", "names", "verdict"),
+    [({"false_alarm_rate": None}, set(), "inconclusive"), ({"first_token_samples": 0}, {"likelihood"}, "lossless")],
 )
-def test_tests_that_are_off_are_not_run(target, draft, changed, names):
+def test_tests_that_are_off_are_not_run(target, draft, changed, names, verdict):
     section = judge(target, draft, checks=CHECKS.model_copy(update=changed))
     assert section["checks"].keys() == names
-    assert section["verdict"] == "lossless"
+    assert section["verdict"] == verdict
 
 
 # --- likelihood ---------------------------------------------------------------------------------------------------
