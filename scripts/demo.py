@@ -109,7 +109,7 @@ def run_steps(folder: Path, steps: Mapping[str, list[str]], made_of: str = "", p
     seconds: dict[str, float] = {}
     code, known = DONE, made_of
     for name, arguments in steps.items():
-        configs = [find_shipped(each).read_text(encoding="utf-8") for each in arguments if each.endswith(".yaml")]
+        configs = [read_values(each) for each in arguments if each.endswith(".yaml")]
         known = fingerprint(known, arguments, configs)
         if finished.get(name) == known:
             print(f"\n== {name}: already finished; --fresh runs it again", flush=True)
