@@ -18,10 +18,12 @@ class Retired:
         sentence: ends the log line, and the error where the key asks for what is gone: why, or what to use instead.
         off: values that asked for nothing, which are ignored. A section counts as off where all it gives is in one of them.
             None: every value is ignored.
+        resumes: whether a run resumes without the key, whatever value it had where every value is ignored.
     """
 
     sentence: str
     off: tuple[Any, ...] | None = (None,)
+    resumes: bool = True
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ RETIRED: dict[str, Retired | Renamed] = {
         "delta bounds the distance of a token's distribution from the target's", off=("step",)
     ),
     "TappedSettings.tap_noise": Retired(
-        "noise on the taps lowered the acceptance length, and heads train without it", off=None
+        "noise on the taps lowered the acceptance length, and heads train without it", off=None, resumes=False
     ),
     "ScheduleConfig.loader_workers": Retired("the training process makes its batches, which takes 0.1 ms a row", off=None),
     "HardwareConfig.interconnect_gb_per_second": NO_COMMUNICATION,
@@ -110,7 +112,9 @@ def was_off(key: str, value: Any) -> bool:
             _, found, below = f".{key}".rpartition(f".{name}")
             if found and (below == "" or below.startswith(".")):
                 section = _nested(below[1:], value)
-                if entry.off is None or any(_is_within(section, off) for off in entry.off):
+                if entry.off is None:
+                    return entry.resumes or not section
+                if any(_is_within(section, off) for off in entry.off):
                     return True
     return False
 
