@@ -157,10 +157,12 @@ class TargetSource(TokenSource):
         self.target, self.sampling, self.capacity = target, sampling, capacity or 0
         self.device = target.device
         self._cache: RowCache
+        self._prompts: list[Sequence[int] | None] = []  # whose keys and values each place holds; None: of one with media
         self._hidden_BD: Tensor | None = None  # of the prompts' last tokens, where they have been read
 
     def start(self, rows: Sequence[TokenRow]) -> None:
         self._cache = new_cache(self.target.model, max(self.capacity, *(row.limit for row in rows)))
+        self._prompts = list(map(_text_of, rows))
         lengths_B = torch.tensor([len(row.tokens) for row in rows], device=self.device)
         hidden_BTD = self._read_prompts(self._cache, [row.tokens for row in rows], rows)
         self._hidden_BD = hidden_BTD[torch.arange(len(rows), device=self.device), lengths_B - 1]
@@ -186,18 +188,27 @@ class TargetSource(TokenSource):
 
     def keep_rows(self, places: Sequence[int]) -> None:
         self._cache.keep_rows(places)
+        self._prompts = [self._prompts[place] for place in places]
 
     def has_room(self, row: TokenRow) -> bool:
         return self._cache.takes_rows and row.limit <= self._cache.capacity
 
     def put_rows(self, places: Sequence[int], rows: Sequence[TokenRow]) -> None:
-        # All but the last token, which the next draw reads with those of the other rows.
-        prompts = [row.tokens[:-1] for row in rows]
+        # All but the last token, which the next draw reads with those of the other rows; where a place holds that already, as
+        # with self-seeded turns of one beginning, nothing is read.
+        others = [
+            number
+            for number, place in enumerate(places)
+            if rows[number].media_prompt or rows[number].prompt_ids != self._prompts[place]
+        ]
+        for number in others:
+            self._prompts[places[number]] = _text_of(rows[number])
+        prompts = [rows[number].tokens[:-1] for number in others]
         if not any(prompts):
             return
         read = new_cache(self.target.model, max(map(len, prompts)))
-        self._read_prompts(read, prompts, rows)
-        self._cache.put_rows(places, read)
+        self._read_prompts(read, prompts, [rows[number] for number in others])
+        self._cache.put_rows([places[number] for number in others], read)
 
     def _read_prompts(self, cache: RowCache, prompts: Sequence[Sequence[int]], rows: Sequence[TokenRow]) -> Tensor:
         """Put prompts into a cache, and return the hidden states `[B, T, D]`."""
@@ -206,6 +217,10 @@ class TargetSource(TokenSource):
         media = self.target.media_inputs([row.media_prompt for row in rows], prompts)
         ids_BT = torch.tensor(padded, device=self.device)
         return forward_rows(self.target.model, cache, ids_BT, [0] * len(prompts), media=media)
+
+
+def _text_of(row: TokenRow) -> Sequence[int] | None:
+    return None if row.media_prompt is not None else row.prompt_ids
 
 
 def not_finite(target: Target) -> RunFailed:
