@@ -98,9 +98,7 @@ def refuse_links_out(folder: Path) -> None:
 
 def _check_report(report: Report, path: Path, sha256: str, folder: Path, config: PushConfig) -> None:
     if report.simulated:
-        raise InputError(
-            f"{path}: its acceptance was drawn, not measured (simulate_acceptance); a card is made from measurements"
-        )
+        raise InputError(f"{path}: its acceptance was drawn, not measured; a card is made from measurements")
     measured = report.draft.sha256
     if measured != sha256:
         raise InputError(

@@ -13,6 +13,7 @@ from configs.schema.commands.advising import AdviceConfig
 from configs.schema.data import DataConfig
 from configs.schema.training import DistillConfig, HeadsConfig
 from scripts import advise, demo
+from scripts.advice.candidates import make_candidates
 from scripts.advice.findings import name_engines
 from scripts.advice.halving import Rung
 from scripts.trials import trained_runs
@@ -172,3 +173,9 @@ def test_bad_inputs_are_one_sentence(run, capsys, settings, said):
     assert run(**settings) == BAD_INPUT
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert said in line
+
+
+def test_the_default_families_are_trials_of_recipes_that_load(tmp_path):
+    names = [each.name for each in make_candidates(AdviceConfig(), tmp_path, vocab_size=49_152)]
+    assert len(names) == len(set(names)) == 10
+    assert "draft_lm, layers [0, 1], draft_vocab_size 4096" in names
