@@ -102,7 +102,7 @@ def test_very_many_clusters_are_drawn_in_blocks_with_the_same_bounds(monkeypatch
     # In order of difficulty: blocks of neighbours, or one from each stretch, would be anything but alike by chance.
     committed = rounds * np.sort(generator.normal(2.0, 0.4, 9_001))
     found = ratio_interval(committed, rounds, samples=2000, seed=0)
-    monkeypatch.setattr(intervals, "MOST_CLUSTERS", 10_000)
+    monkeypatch.setattr(intervals, "MAX_CLUSTERS", 10_000)
     expected = ratio_interval(committed, rounds, samples=2000, seed=0)
     assert found.point == expected.point
     assert found.high - found.low == pytest.approx(expected.high - expected.low, rel=0.15)
