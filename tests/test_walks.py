@@ -39,7 +39,7 @@ def test_each_file_of_a_walk_is_reached_from_one_before_it(title):
     assert len(steps) <= MAX_STEPS[title]
     assert len(named) == len(set(named)) >= len(steps)
     known = reached_from(named[0])
-    for first, *others in [steps[0], *steps[1:]]:
+    for first, *others in steps:
         for file in [*others, first]:  # a step may name what leads to its file
             if file != named[0]:
                 assert file in known, f"no earlier file of the walk leads to {file}"
