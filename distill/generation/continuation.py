@@ -196,19 +196,16 @@ class TargetSource(TokenSource):
     def put_rows(self, places: Sequence[int], rows: Sequence[TokenRow]) -> None:
         # All but the last token, which the next draw reads with those of the other rows; where a place holds that already, as
         # with self-seeded turns of one beginning, nothing is read.
-        others = [
-            number
-            for number, place in enumerate(places)
-            if rows[number].media_prompt or rows[number].prompt_ids != self._prompts[place]
-        ]
-        for number in others:
-            self._prompts[places[number]] = _text_of(rows[number])
-        prompts = [rows[number].tokens[:-1] for number in others]
+        texts = list(map(_text_of, rows))
+        others = [n for n, place in enumerate(places) if texts[n] is None or texts[n] != self._prompts[place]]
+        for n in others:
+            self._prompts[places[n]] = texts[n]
+        prompts = [rows[n].tokens[:-1] for n in others]
         if not any(prompts):
             return
         read = new_cache(self.target.model, max(map(len, prompts)))
-        self._read_prompts(read, prompts, [rows[number] for number in others])
-        self._cache.put_rows([places[number] for number in others], read)
+        self._read_prompts(read, prompts, [rows[n] for n in others])
+        self._cache.put_rows([places[n] for n in others], read)
 
     def _read_prompts(self, cache: RowCache, prompts: Sequence[Sequence[int]], rows: Sequence[TokenRow]) -> Tensor:
         """Put prompts into a cache, and return the hidden states `[B, T, D]`."""
@@ -220,6 +217,7 @@ class TargetSource(TokenSource):
 
 
 def _text_of(row: TokenRow) -> Sequence[int] | None:
+    """Return a row's prompt; None for one with media, which its token ids do not tell."""
     return None if row.media_prompt is not None else row.prompt_ids
 
 
