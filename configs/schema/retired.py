@@ -4,38 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 logger = logging.getLogger("draftsmith")
 
 
-@dataclass(frozen=True)
-class Retired:
-    """A key that is no longer a setting.
+class Retired(NamedTuple):
+    """A key that is no longer a setting."""
 
-    Args:
-        sentence: ends the log line, and the error where the key asks for what is gone: why, or what to use instead.
-        off: values that asked for nothing, which are ignored. A section counts as off where all it gives is in one of them.
-            None: every value is ignored.
-        resumes: whether a run resumes without the key, whatever value it had where every value is ignored.
-    """
-
-    sentence: str
+    sentence: str  # why, or what to use instead: ends the log line, and the error where the key asks for what is gone
+    # Values that asked for nothing, which are ignored; a section does where each key that it gives is as in one of them.
+    # None: every value is ignored
     off: tuple[Any, ...] | None = (None,)
-    resumes: bool = True
-
-
-@dataclass(frozen=True)
-class Renamed:
-    """A key of another name; its value counts for that one."""
-
-    name: str
+    resumes: bool = True  # whether a run resumes without the key, where every value is ignored
 
 
 NO_COMMUNICATION = Retired("a plan counts no communication", off=None)
 # By the config class, or a class that it inherits from, and the key in it.
-RETIRED: dict[str, Retired | Renamed] = {
+RETIRED = {
     "AnswersConfig.draft": Retired("the target writes the answers by plain decoding, or a server does (answers.written_by)"),
     "AnswersConfig.num_speculative_tokens": Retired("it was for answers.draft", off=None),
     "AnswerServerConfig.answers_as": Retired(
@@ -77,46 +63,43 @@ RETIRED: dict[str, Retired | Renamed] = {
 
 
 def read_retired(classes: Iterable[str], values: Any) -> Any:
-    """Return a section's values without retired keys, and with renamed ones under their name of today.
+    """Return a section's values without retired keys; what is no mapping is returned as it is.
 
     Args:
         classes: names of the section's config class and of those that it inherits from.
-        values: as a file has them; what is no mapping is returned as it is.
 
     Raises:
-        ValueError: a retired key asks for what is gone, or a renamed one is given by both names.
+        ValueError: a retired key asks for what is gone.
     """
     if not isinstance(values, dict):
         return values
     names = list(classes)
     found = {key: entry for key in values for name in names if (entry := RETIRED.get(f"{name}.{key}")) is not None}
-    kept = {key: value for key, value in values.items() if key not in found}
     for key, entry in found.items():
-        if isinstance(entry, Renamed):
-            if entry.name in values:
-                raise ValueError(f"{key} is now called {entry.name}, and both are given: leave out {key}")
-            logger.warning("%s is now called %s", key, entry.name)
-            kept[entry.name] = values[key]
-        elif entry.off is None or any(_is_within(values[key], off) for off in entry.off):
-            logger.warning("%s is ignored: %s", key, entry.sentence)
-        else:
+        if entry.off is not None and not _is_one_of(values[key], entry.off):
             raise ValueError(f"{key} is no longer a setting: {entry.sentence}")
-    return kept
+        logger.warning("%s is ignored: %s", key, entry.sentence)
+    return {key: value for key, value in values.items() if key not in found}
 
 
 def was_off(key: str, value: Any) -> bool:
     """Return whether a dotted key of a config of before is retired, or in a retired section, and had a value that meant off."""
     for retired, entry in RETIRED.items():
-        if isinstance(entry, Retired):
-            name = retired.partition(".")[2]
-            _, found, below = f".{key}".rpartition(f".{name}")
-            if found and (below == "" or below.startswith(".")):
-                section = _nested(below[1:], value)
-                if entry.off is None:
-                    return entry.resumes or not section
-                if any(_is_within(section, off) for off in entry.off):
-                    return True
+        _, found, below = f".{key}".rpartition(f".{retired.partition('.')[2]}")
+        if not found or not (below == "" or below.startswith(".")):
+            continue
+        section = value
+        for part in reversed(below.split(".")[1:]):
+            section = {part: section}
+        if entry.off is None:
+            return entry.resumes or not section
+        if _is_one_of(section, entry.off):
+            return True
     return False
+
+
+def _is_one_of(value: Any, off: Iterable[Any]) -> bool:
+    return any(_is_within(value, each) for each in off)
 
 
 def _is_within(value: Any, off: Any) -> bool:
@@ -124,9 +107,3 @@ def _is_within(value: Any, off: Any) -> bool:
     if isinstance(value, Mapping) and isinstance(off, Mapping):
         return all(key in off and _is_within(each, off[key]) for key, each in value.items())
     return bool(value == off)
-
-
-def _nested(key: str, value: Any) -> Any:
-    for part in reversed(key.split(".") if key else []):
-        value = {part: value}
-    return value

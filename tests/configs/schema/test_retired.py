@@ -8,13 +8,12 @@ from configs.runtime.errors import ConfigError
 from configs.runtime.loading import load_config
 from configs.schema import retired
 from configs.schema.evaluation import EvalConfig
-from configs.schema.retired import Renamed, Retired, was_off
+from configs.schema.retired import Retired, was_off
 from configs.schema.training import HeadsConfig
 
 TABLE = {
     "TappedSettings.blur": Retired("taps are read as they are", off=(None, 0.0)),
     "HeadsConfig.diet": Retired("give optimizer.weight_decay", off=(None, {"share": 0.0, "steps": None})),
-    "ScheduleConfig.rounds": Renamed("max_steps"),
 }
 
 
@@ -24,12 +23,11 @@ def test_a_key_whose_value_never_mattered_is_ignored(caplog):
     assert caplog.messages == ["check_float32_prompts is ignored: every answer is checked, by a wider copy of the target"]
 
 
-@pytest.mark.parametrize("given", ["head.blur=0.0", "diet=null", "diet={share: 0.0}", "schedule.rounds=7"])
-def test_what_meant_off_is_ignored_and_another_name_read_with_one_line(given, monkeypatch, caplog):
+@pytest.mark.parametrize("given", ["head.blur=0.0", "diet=null", "diet={share: 0.0}"])
+def test_what_meant_off_is_ignored_with_one_line(given, monkeypatch, caplog):
     monkeypatch.setattr(retired, "RETIRED", TABLE)
     config = load_config(HeadsConfig, None, ["head.kind=eagle3", given])
-    plain = load_config(HeadsConfig, None, ["schedule.max_steps=7"] if "rounds" in given else [])
-    assert config == plain
+    assert config == load_config(HeadsConfig, None)
     assert len(caplog.messages) == 1
 
 
@@ -38,7 +36,6 @@ def test_what_meant_off_is_ignored_and_another_name_read_with_one_line(given, mo
     [
         ("head.blur=0.5", "taps are read as they are"),
         ("diet={share: 0.5}", "give optimizer.weight_decay"),
-        ("schedule={rounds: 7, max_steps: 8}", "now called max_steps"),
     ],
 )
 def test_what_is_gone_is_refused_with_what_to_use_instead(given, sentence, monkeypatch):
