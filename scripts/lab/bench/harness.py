@@ -11,7 +11,6 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,10 +18,10 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from configs.runtime.errors import InputError
-from configs.runtime.files import read_json, write_json
+from configs.runtime.files import write_json
 from configs.runtime.redaction import mask_arguments, mask_secrets
 from eval.stats.bootstrap import Interval
-from scripts.lab.bench.provenance import check_place, check_same_origin, describe_origin, is_published
+from scripts.lab.bench.provenance import check_place, describe_origin
 
 log = logging.getLogger("draftsmith")
 
@@ -30,14 +29,6 @@ SEED = 0  # of all resampling
 
 C = TypeVar("C")
 R = TypeVar("R")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingStep:
-    """One optimiser step of a side: tokens of the batch without padding, and the loss before it, per label."""
-
-    num_tokens: int
-    loss: float
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,27 +81,6 @@ def write_results(
         path = Path("runs") / Path(path).name
         write_json(path, value)
         raise InputError(f"{error}; the results are in {path}") from error
-    write_json(Path(path), value)
-    log.info("results in %s", path)
-
-
-def add_ratios(
-    path: str | Path, name: str, config: BaseModel, ratios: Mapping[str, Interval | float | None], **extra: Any
-) -> None:
-    """Add ratios to a results file that another benchmark wrote, and under `name` how they were measured and what else is said.
-
-    Raises:
-        InputError: there is no such file, or, in docs/results, it is of another machine or other code.
-    """
-    value = read_json(Path(path), "results file")
-    if is_published(path):
-        check_same_origin(value, path)
-    value["ratios"] |= flat(ratios)
-    value[name] = {
-        "command": shlex.join(["python", "scripts/lab/benchmark.py", *mask_arguments(sys.argv[1:])]),
-        "config": mask_secrets(config.model_dump(mode="json")),
-        **extra,
-    }
     write_json(Path(path), value)
     log.info("results in %s", path)
 

@@ -24,18 +24,17 @@ from scripts.trials.trained_runs import Recipe, TrainingRun, in_own_folder, load
 CACHE_TIME = "cache_time.json"
 
 
-def train_recipes(config: BenchHeadsConfig, also: Sequence[Recipe] = (), *, output: str | None = None) -> list[TrainingRun]:
+def train_recipes(config: BenchHeadsConfig, *, output: str | None = None) -> list[TrainingRun]:
     """Train what is not trained yet, its data and cache made before, and return all runs.
 
     Args:
-        also: recipes that are compared with the config's and not trained here.
         output: the results file that they are trained for; None: the config's.
 
     Raises:
         InputError: one was trained before, and not by the code that the results are to be of.
     """
     recipes = read_recipes(config)
-    check_comparable([*recipes.values(), *also])
+    check_comparable(list(recipes.values()))
     make_data(config)
     make_cache(config)
     runs = [

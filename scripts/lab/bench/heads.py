@@ -4,8 +4,8 @@ Each recipe is trained (`scripts.trials.trained_runs`), and what came out is mea
 at batch 1 on held-out prompts that chose no checkpoint ("home") and on the prompts of `suites`, alone and after a prompt
 lookup, plain decoding in turns with them, losslessness judged. Prompt lookup, which needs no training, is measured along with
 the first. Recipes that `stopped` names are also measured with chains that the cost rule ends, those that `trees` names with
-the fastest static tree. Each of `variants` is compared with the first, prompt by prompt. EAGLE-3's training is compared with
-speculators', where that is installed. Finished trainings are kept, and a run that was cut off finds what it had measured.
+the fastest static tree. Each of `variants` is compared with the first, prompt by prompt. Finished trainings are kept, and a
+run that was cut off finds what it had measured.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -22,12 +21,10 @@ from safetensors import safe_open
 
 from configs.runtime.command import DONE, GATE_FAILED
 from configs.runtime.files import sha256_of
-from configs.runtime.loading import load_config
 from configs.runtime.resumable import Journal, fingerprint
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import FastestTree, StaticTree
 from configs.schema.evaluation import EvalConfig
-from configs.schema.training import HeadsConfig
 from distill.dataset.batches import ConversationDataset
 from distill.dataset.conversations import read_conversations
 from eval.cost.draft_length import choose_stopping
@@ -47,7 +44,6 @@ from heads.frozen.loading import Target, load_target
 from heads.metadata import WEIGHTS_FILE
 from heads.proposers.prompt_lookup import PromptLookup
 from heads.proposers.protocol import Proposer
-from scripts.lab.bench.eagle3_training import TrainingComparison, compare_eagle3
 from scripts.lab.bench.harness import flat, write_results
 from scripts.lab.bench.head_recipes import read_cache_seconds, train_recipes
 from scripts.lab.bench.provenance import describe_origin
@@ -66,8 +62,7 @@ NO_COST = dict.fromkeys(COSTS, 0)
 
 def compare_heads(config: BenchHeadsConfig) -> int:
     """Run the benchmark and write its file; return the exit code."""
-    eagle3 = None if config.eagle3 is None else load_config(HeadsConfig, config.eagle3)
-    runs = train_recipes(config, [] if eagle3 is None else [eagle3])
+    runs = train_recipes(config)
     recipes = [run.recipe for run in runs]
     num_choosing = max(recipe.held_out.num_prompts for recipe in recipes)
     held_out = Path(recipes[0].data.held_out)
@@ -82,11 +77,7 @@ def compare_heads(config: BenchHeadsConfig) -> int:
         requests[suite.name] = Turns(target, fit_suite(suite, target, each.on_too_long, config.max_new_tokens).prompts).first
     for of_suite in requests.values():
         check_decodable(target, of_suite)
-    training = None
-    if eagle3 is not None:
-        with TemporaryDirectory(prefix="bench-heads-") as scratch:
-            training = compare_eagle3(config, target, eagle3, Path(scratch))
-    ratios = {} if training is None else training.ratios(config.bootstrap_samples)
+    ratios: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     first_variant = next(iter(config.variants), None)
     first_counts: dict[str, Sums] = {}  # of the first variant, by suite
@@ -109,12 +100,11 @@ def compare_heads(config: BenchHeadsConfig) -> int:
             elif run.name in config.variants:
                 tau_ratio = sums_ratio(done[key]["counts"], first_counts[name], config.bootstrap_samples, SEED)
                 ratios[f"{run.name}_tau_vs_{first_variant}_{name}"] = tau_ratio
-    comparisons = [] if training is None else training.rows()
     write_results(
         config.output,
         "heads",
         config,
-        rows=[*sorted(rows, key=lambda row: row["family"] == PROMPT_LOOKUP), *comparisons],
+        rows=sorted(rows, key=lambda row: row["family"] == PROMPT_LOOKUP),
         ratios=ratios,
         data=rows[0]["data"],
         runs=[{"recipe": run.name, "artifact": str(run.artifact), "git": run.read_git()} for run in runs],
@@ -123,14 +113,14 @@ def compare_heads(config: BenchHeadsConfig) -> int:
         threads=torch.get_num_threads(),
     )
     journal.path.unlink(missing_ok=True)
-    return verdict(rows, training)
+    return verdict(rows)
 
 
 def measuring_fingerprint(
     config: BenchHeadsConfig, runs: Sequence[TrainingRun], requests: Mapping[str, Sequence[Request]]
 ) -> str:
     """Return a hash of all that decides what is measured, the machine and the commit included."""
-    settings = config.model_dump(mode="json", exclude={"output", "eagle3", "num_batches"})
+    settings = config.model_dump(mode="json", exclude={"output"})
     prompts = [[name, *([each.prompt_id, *each.tokens] for each in of_suite)] for name, of_suite in requests.items()]
     artifacts = [[run.name, sha256_of(run.artifact / WEIGHTS_FILE)] for run in runs]
     return fingerprint(settings, prompts, artifacts, describe_origin(), torch.get_num_threads())
@@ -258,7 +248,7 @@ def cost_of(run: TrainingRun) -> dict[str, Any]:
     }
 
 
-def verdict(rows: Sequence[Mapping[str, Any]], training: TrainingComparison | None) -> int:
+def verdict(rows: Sequence[Mapping[str, Any]]) -> int:
     """Return the exit code, and say what it is for."""
     code = DONE
     for row in rows:
@@ -266,8 +256,4 @@ def verdict(rows: Sequence[Mapping[str, Any]], training: TrainingComparison | No
             name = row["recipe"] or row["family"]
             log.error("%s: its answers differ from plain decoding's by more than a numerical tie", name)
             code = GATE_FAILED
-    if training is not None and not training.agrees:
-        losses = ", ".join(f"{name} {value:.5g}" for name, value in training.losses.items())
-        log.error("the two sides of the training do not compute the same loss: %s", losses)
-        code = GATE_FAILED
     return code

@@ -74,13 +74,18 @@ def _tables(results: Path, name: str, given: str | None) -> str:
             rows, ratios, summary = _chosen_rows(rows, part), {key: ratios[key] for key in ratios if _named(key, part)}, None
             if not rows and not ratios:
                 raise InputError(f"table {name!r}: {path} has nothing of {given.strip()}")
-        command, torch = present_command(content["command"]), content["versions"]["torch"]
-        source = f"`{name}.json`: `{command}` on {_machine(content['hardware'])}, torch {torch}"
-        commit = content.get("git", {}).get("commit")
-        source += f", commit {commit[:12]}." if commit else "."
+        source = f"`{name}.json`: {content['source'] if 'source' in content else _origin(content)}."
         return "\n\n".join(each for each in (summary, _ratios(ratios), _rows(rows), source) if each)
     except (AttributeError, KeyError, TypeError) as error:
         raise InputError(f"benchmark results {path} are not in the form that benchmarks write: {error!r}") from error
+
+
+def _origin(content: Mapping[str, Any]) -> str:
+    commit = content.get("git", {}).get("commit")
+    return (
+        f"`{present_command(content['command'])}` on {_machine(content['hardware'])}, torch {content['versions']['torch']}"
+        + (f", commit {commit[:12]}" if commit else "")
+    )
 
 
 def _part(name: str, given: str) -> ResultsPart:

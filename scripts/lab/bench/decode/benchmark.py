@@ -9,12 +9,10 @@ forwards, which nothing compiles, with transformers'.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 import torch
-from transformers import PreTrainedModel
 
 from configs.runtime.command import DONE, GATE_FAILED
 from configs.schema.evaluation import LosslessConfig
@@ -45,8 +43,6 @@ log = logging.getLogger("draftsmith")
 LARGE_BATCH = 8  # the ratio `batch8_vs_batch1` bears it in its name
 ASSISTED, GENERATE = "transformers_assisted", "transformers"
 LEAN, LEAN_PLAIN = "lean_speculative", "lean_autoregressive"
-READ_BYTES = 2**28  # of the block whose reading gives the memory bandwidth, far larger than any cache
-READS = 5
 
 
 def compare_decoding(config: BenchDecodeConfig) -> int:
@@ -73,7 +69,6 @@ def compare_decoding(config: BenchDecodeConfig) -> int:
         rows=rows,
         ratios=summarise_ratios(setup, greedy, batched) | summarise_rules(setup, table),
         agreement=agreement,
-        memory_floor=floor_shares(setup.target.model, _seconds_by_forward(greedy)),
         device=str(setup.target.device),
         threads=torch.get_num_threads(),
     )
@@ -163,16 +158,6 @@ def _agreement(target: Target, theirs: TurnsOfSide, ours: TurnsOfSide) -> dict[s
     return {"prompts": len(pair[0]), "differing": len(found.divergences), "not_ties": len(found.wrong_answers)}
 
 
-def _seconds_by_forward(greedy: Turns) -> dict[str, float]:
-    """Return the decode seconds of a plain token by each forward, prompts and repeats pooled."""
-    seconds = {}
-    for forward, mode in (("transformers", AUTOREGRESSIVE), ("lean", LEAN_PLAIN)):
-        timings = timings_of(greedy.get(mode, []))
-        if tokens := sum(timing.num_tokens for timing in timings):
-            seconds[forward] = sum(timing.decode_seconds for timing in timings) / tokens
-    return seconds
-
-
 def _overhead_share(turns: TurnsOfSide, samples: int) -> Interval:
     """Return the share of decode time outside the forwards and the draws; prompts are drawn, repeats summed."""
 
@@ -181,41 +166,3 @@ def _overhead_share(turns: TurnsOfSide, samples: int) -> Interval:
 
     overhead, whole = sums(lambda timing: timing.overhead_seconds), sums(lambda timing: timing.decode_seconds)
     return ratio_interval(overhead, whole, samples=samples, seed=SEED)
-
-
-# --- the memory floor ---------------------------------------------------------------------------------------------
-
-
-def floor_shares(model: PreTrainedModel, seconds_per_token: Mapping[str, float]) -> dict[str, float]:
-    """Return how near each forward comes to the least time a token can take, that of reading every weight once.
-
-    The keys and values are left out; for short texts they are small beside the weights.
-
-    Args:
-        seconds_per_token: of plain decoding at batch 1, by the name of the forward.
-
-    Returns:
-        `bytes_per_token`, `gigabytes_per_second`, and `share_NAME` by forward; 1 is as fast as memory can be read.
-    """
-    bytes_per_token = weight_bytes(model)
-    bandwidth = read_bandwidth(model.device)
-    shares = {f"share_{name}": bytes_per_token / bandwidth / seconds for name, seconds in seconds_per_token.items()}
-    return {"bytes_per_token": bytes_per_token, "gigabytes_per_second": bandwidth / 1e9, **shares}
-
-
-def weight_bytes(model: PreTrainedModel) -> int:
-    """Return the bytes of weights that a token's forward reads: all but an input embedding that is no output matrix too."""
-    output, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-    read = [parameter for parameter in model.parameters() if parameter is output or parameter is not embedding]
-    return sum(parameter.nbytes for parameter in read)
-
-
-def read_bandwidth(device: torch.device) -> float:
-    """Return the bytes a second at which memory is read, the best of several readings."""
-    block = torch.ones(READ_BYTES // 4, device=device)
-    seconds = []
-    for _ in range(READS):
-        started = time.perf_counter()
-        float(block.sum())  # waits for the device
-        seconds.append(time.perf_counter() - started)
-    return READ_BYTES / min(seconds)

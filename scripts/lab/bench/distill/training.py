@@ -32,7 +32,6 @@ from distill.student.init import initial_draft
 from eval.stats.bootstrap import Interval
 from heads.frozen.loading import Target
 from heads.modules.interface import NO_DOCUMENT, Batch
-from scripts.lab.bench.harness import TrainingStep
 from scripts.lab.bench.peers.trl_gkd import GkdPeer, trl_is_installed
 from scripts.lab.settings import BenchDistillConfig
 from scripts.trials.turns import SideTurns, pooled_rate, speed_ratio, take_turns
@@ -63,6 +62,14 @@ class DistillSetup:
         """Return the task of a recipe with its draft untrained; the same recipe gives the same weights."""
         set_seed(training.schedule.seed)
         return DraftTask(training, self.target, self.train, self.held_out, self.accelerator, cache)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingStep:
+    """One optimiser step of a side: tokens of the batch without padding, and the loss before it, per label."""
+
+    num_tokens: int
+    loss: float
 
 
 Turns = dict[str, SideTurns[TrainingStep]]

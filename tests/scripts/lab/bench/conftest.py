@@ -51,8 +51,6 @@ def make_config(folder, tmp_path_factory):
             "suites": [{"name": "other", "path": str(folder / "elsewhere.jsonl")}],
             "max_new_tokens": 10,
             "repeats": 1,
-            "eagle3": str(folder / "eagle3.yaml"),
-            "num_batches": 2,
             "trees": [],
             "bootstrap_samples": 50,
             "output": str(output / "heads.json"),

@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from configs.runtime.command import DONE, GATE_FAILED
 from configs.runtime.errors import InputError
@@ -107,7 +106,6 @@ def test_the_file_holds_every_ratio_with_its_interval_and_a_row_for_every_way(co
     assert {(row["tau"], row["drafts_a_round"]) for row in rows if row["rule"] == "smc"} == {(None, None)}
     assert all(found == {"prompts": NUM_PROMPTS, "differing": 0, "not_ties": 0} for found in results["agreement"].values())
     assert len(results["agreement"]) == 4
-    assert results["memory_floor"].keys() == {"bytes_per_token", "gigabytes_per_second", "share_transformers", "share_lean"}
 
     bench = load_setup(config)
     rounds = [
@@ -186,13 +184,3 @@ def test_suffix_lookup_learns_nothing_from_the_prompts_that_are_measured(config)
     way = next(way for way in free_ways(bench, bench.settings(0.0)) if way.proposer == "suffix_lookup")
     (again,) = measure_ways(bench, [way])[way.name][:1]
     assert again[0].result.generations[0].rounds == again[1].result.generations[0].rounds
-
-
-def test_the_floor_is_reading_every_weight_once_but_an_embedding_that_is_no_output(tiny_llama, monkeypatch):
-    tied, model = tiny_llama(tie_word_embeddings=True, dtype=torch.float32), tiny_llama(dtype=torch.float32)
-    num_bytes = 4 * sum(parameter.numel() for parameter in tied.parameters())
-    assert decode_benchmark.weight_bytes(tied) == decode_benchmark.weight_bytes(model) == num_bytes
-    monkeypatch.setattr(decode_benchmark, "read_bandwidth", lambda device: 1e9)
-    shares = decode_benchmark.floor_shares(model, {"transformers": 4 * num_bytes / 1e9, "lean": 2 * num_bytes / 1e9})
-    assert shares["gigabytes_per_second"] == 1.0
-    assert (shares["share_lean"], shares["share_transformers"]) == pytest.approx((0.5, 0.25))
