@@ -1,0 +1,169 @@
+"""The weights of a model's folder as floating numbers, those of FP8 and MXFP4 checkpoints dequantised, and loading the model.
+
+Packed matrices are unpacked, so that every part of the project finds ordinary ones and no kernel is needed. transformers' own
+reading of FP8 takes the size of a block from the number of scales, which fails where a block at the edge is cut off
+(DeepSeek-V3's `kv_a_proj_with_mqa` has 576 rows in blocks of 128). Other schemes are refused.
+R rows (outputs) and C columns (inputs) of a matrix, E experts.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from configs.runtime.errors import InputError
+from configs.runtime.files import read_json
+from heads.frozen.checkpoint_files import PACKED_NAMES, LazyTensor, Weights, listed, read_weights
+from heads.frozen.model_config import auto_class
+
+log = logging.getLogger("draftsmith")
+
+GIB = 2**30
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+# Of activations and the cache, which stay in floating point here.
+UNREAD = ("input_scale", "input_zero_point", "input_global_scale", "activation_scale", "q_scale", "k_scale", "v_scale")
+
+
+def quantization_of(folder: Path) -> dict[str, Any] | None:
+    """Return what a checkpoint's config says of its quantisation, with a `quant_method`; None: nothing."""
+    path = folder / "config.json"
+    config = read_json(path, "config of the model") if path.is_file() else None
+    text = config.get("text_config") if isinstance(config, dict) else None
+    for part in (config, text):
+        settings = (part.get("quantization_config") or part.get("compression_config")) if isinstance(part, dict) else None
+        if isinstance(settings, dict):
+            return {"quant_method": "a method not named"} | settings | (settings.get("quantization_config") or {})
+    return None
+
+
+def read_float_weights(folder: Path) -> Weights:
+    """Return a checkpoint's tensors by the names of the unquantised model; packed ones are unpacked when they are read.
+
+    Raises:
+        InputError: it is quantised in another way than FP8 or MXFP4, or its scales do not fit.
+    """
+    settings, rest = quantization_of(folder), read_weights(folder, packed=True)
+    matrices: Weights = {}
+    for name, scale, matrix in () if settings is None else list(_packed_matrices(rest, settings, folder)):
+        matrices[name.removesuffix("_blocks")] = matrix
+        del rest[name], rest[scale]
+    if settings is not None:
+        rest = {name: stored for name, stored in rest.items() if not name.endswith(UNREAD)}
+    meaningless = FLOAT8 if settings is None else (*PACKED_NAMES.values(), torch.int32)
+    left = [name for name, stored in rest.items() if stored.dtype in meaningless]
+    if left or (settings is not None and settings.get("transform_config")):
+        says = "names no quantisation" if settings is None else f"names {settings['quant_method']}"
+        raise InputError(
+            f"{folder} cannot be read: {listed(left) or 'its weights'} cannot be dequantised, and its config.json {says}; only "
+            "FP8 and MXFP4 are read. Give an unquantised or FP8 copy of the model, and try its drafts on this one by "
+            "allow_target_mismatch"
+        )
+    return rest | matrices
+
+
+def loader_of(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Callable[..., PreTrainedModel]:
+    """Return what loads the model in a folder, by its own class, given further arguments of `from_pretrained`.
+
+    Raises:
+        InputError: it is quantised, and its weights cannot be had; before anything is loaded.
+    """
+    if (settings := quantization_of(folder)) is None:
+        return partial(_load_as_stored, folder, dtype=dtype, trust_remote_code=trust_remote_code)
+    weights = read_float_weights(folder)
+    numbers = sum(math.prod(stored.shape) for stored in weights.values() if stored.dtype.is_floating_point)
+    size, kind = numbers * dtype.itemsize / GIB, str(dtype).removeprefix("torch.")
+    log.warning("%s (%s) is run dequantised to %s: about %.2f GiB of memory", folder, settings["quant_method"], kind, size)
+    return partial(_load_dequantised, folder, weights, dtype=dtype, trust_remote_code=trust_remote_code)
+
+
+def _load_as_stored(folder: Path, **arguments: Any) -> PreTrainedModel:
+    trust_remote_code = arguments["trust_remote_code"]
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    load = auto_class(config).from_pretrained  # which returns a pair where the report is asked for
+    model, report = load(folder, use_safetensors=True, local_files_only=True, output_loading_info=True, **arguments)
+    read_float_weights(folder)  # refuses numbers without their scales, which transformers casts as they are
+    return _whole(model, report, folder)
+
+
+def _load_dequantised(folder: Path, weights: Weights, *, trust_remote_code: bool, **arguments: Any) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
+    with torch.device("meta"):
+        kind = type(auto_class(config).from_config(config, trust_remote_code=trust_remote_code))
+    generation = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None
+    load: Any = kind.from_pretrained
+    model, report = load(
+        None, config=config, state_dict=weights, generation_config=generation, output_loading_info=True, **arguments
+    )
+    return _whole(model, report, folder)
+
+
+def _whole(model: PreTrainedModel, report: dict[str, Any], folder: Path) -> PreTrainedModel:
+    """Return a model of which every weight was found; transformers makes up the others."""
+    missing = {name for name, _ in model.named_parameters()} & set(report["missing_keys"])
+    if missing:
+        raise InputError(f"{folder} cannot be read: it holds no values for {listed(missing)} of {type(model).__name__}")
+    return model
+
+
+def _packed_matrices(weights: Weights, settings: dict[str, Any], folder: Path) -> Iterator[tuple[str, str, LazyTensor]]:
+    """Find FP8 and MXFP4 matrices: the names of their numbers and scales, and what they stand for."""
+    known = [*(settings.get("weight_block_size") or ())]
+    for group in (settings.get("config_groups") or {}).values():  # of compressed-tensors
+        options = group.get("weights") or {}
+        known += [*(options.get("block_structure") or ()), options.get("group_size") or 0]
+    for name, stored in weights.items():
+        scale = next((name + ending for ending in ("_scale_inv", "_scale") if name + ending in weights), None)
+        of_blocks = name.removesuffix("blocks") + "scales"
+        if scale is not None and stored.dtype in FLOAT8:
+            sizes = _block_sizes(stored.shape, weights[scale].shape, known)
+            if 0 in sizes:
+                raise InputError(
+                    f"{folder} cannot be read: {name} {list(stored.shape)} has scales {list(weights[scale].shape)}, which are "
+                    f"no blocks of {known} numbers"
+                )
+            load = partial(_scaled, stored, weights[scale], sizes)
+            yield name, scale, LazyTensor(shape=stored.shape, dtype=torch.float32, load=load)
+        elif name.endswith("_proj_blocks") and of_blocks in weights:
+            E, R, groups, num_bytes = stored.shape
+            load = partial(_from_mxfp4, stored, weights[of_blocks])
+            shape = (E, groups * num_bytes * 2, R)  # transposed, as gpt-oss multiplies
+            yield name, of_blocks, LazyTensor(shape=shape, dtype=torch.bfloat16, load=load)
+
+
+def _block_sizes(shape: Sequence[int], scales: Sequence[int], known: Sequence[int]) -> list[int]:
+    """Return how many numbers a scale spans by dimension: one of `known`, or even parts; 1: one number, or all; 0: unknown."""
+    sizes = []
+    for length, count in zip(shape, (*scales, *[1] * (len(shape) - len(scales))), strict=True):
+        fitting = [size for size in known if size > 0 and math.ceil(length / size) == count]
+        even = length // count if count > 0 and length % count == 0 else 0
+        sizes.append(1 if count in (1, length) else [*fitting, even][0])
+    return sizes
+
+
+def _scaled(stored: LazyTensor, scale: LazyTensor, sizes: Sequence[int]) -> Tensor:
+    """Return FP8 numbers `[R, C]` or `[E, R, C]` times their scales; those in uint8 are exponents of 2, plus 127."""
+    factor, numbers = scale.load(), stored.load().float()
+    factor = (factor.float() - 127).exp2() if factor.dtype == torch.uint8 else factor.float()
+    factor = factor.reshape(*factor.shape, *[1] * (numbers.ndim - factor.ndim))
+    for dim, size in enumerate(sizes):
+        if size > 1:
+            factor = factor.repeat_interleave(size, dim).narrow(dim, 0, numbers.shape[dim])
+    return numbers * factor
+
+
+def _from_mxfp4(blocks: LazyTensor, scales: LazyTensor) -> Tensor:
+    """Return gpt-oss's experts, exact in bfloat16: two significant bits and a power of two."""
+    values: Tensor = convert_moe_packed_tensors(blocks.load(), scales.load(), dtype=torch.bfloat16)
+    return values
