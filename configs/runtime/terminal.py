@@ -1,18 +1,34 @@
-"""Text from elsewhere, such as names in an artifact, in a form that cannot command a terminal or reorder what is read.
+"""What commands say to a person: text that cannot command a terminal, the log, and the progress of long work.
 
-Control characters start the escape sequences by which a terminal is cleared, renamed or made to answer; bidirectional controls
-show a text in another order than it has. Both are written out, as `\\x1b`.
+Text from elsewhere, such as names in an artifact, may hold control characters, which start the escape sequences by which a
+terminal is cleared, renamed or made to answer, and bidirectional ones, which show a text in another order than it has: both are
+written out, as `\\x1b`. Progress is a bar on a terminal and plain log lines elsewhere, at most every `SECONDS_BETWEEN_LINES`;
+of several processes only rank 0 shows it.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from types import TracebackType
 from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.text import Text
 
 from configs.runtime.redaction import redact
 
+SECONDS_BETWEEN_LINES = 10.0
+LOGGER = logging.getLogger("draftsmith")
 # All controls but tab and line feed, line and paragraph separators, directional marks, invisible tags, lone surrogates, and
 # characters of no width but the two that join or part letters of some scripts.
 UNSEEN = re.compile(
@@ -42,3 +58,161 @@ def show(text: str) -> None:
         print(text, flush=True)
     except BrokenPipeError:  # Python writes at its end what is buffered still: nowhere, or it would fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def is_main_process() -> bool:
+    """Return whether this process is rank 0, or the only one; read from the launcher's environment."""
+    return os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0"
+
+
+def setup_logging() -> None:
+    """Log to stderr, one line a message: INFO and above from rank 0, errors from the others.
+
+    Secrets are masked in the log and in the traceback of an uncaught error.
+    """
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # other libraries' bars, redrawn, hide the lines of a log; read on import
+    handler = _StderrHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"))
+    LOGGER.handlers = [handler]
+    LOGGER.setLevel(logging.INFO if is_main_process() else logging.ERROR)
+    sys.excepthook = _print_traceback
+
+
+class _StderrHandler(logging.Handler):
+    """Writes to the present `sys.stderr`, which a running bar replaces so that lines appear above it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(self.format(record), sys.stderr)
+
+
+def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    say("".join(traceback.format_exception(kind, error, trace)).rstrip(), sys.stderr)
+
+
+@contextmanager
+def progress(
+    description: str, total: int, unit: str = "it", done: int = 0, tokens: Tokens | None = None
+) -> Iterator[Callable[[int], None]]:
+    """Yield a function that adds a number of finished items to the bar or the log.
+
+    Args:
+        description: what is being done, e.g. "writing answers".
+        total: how many items there are.
+        unit: what they are called, e.g. "prompts".
+        done: how many were finished before, which says nothing of the rate.
+        tokens: of the items, where these differ in size: they tell the rate, the share and the time left.
+    """
+    work = _Work(description, total, unit, done, tokens)
+    if is_main_process() and sys.stderr.isatty():
+        columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _PaceColumn(work)]
+        with Progress(*columns, console=Console(stderr=True)) as bar:
+            task = bar.add_task(description, total=total, completed=done)
+
+            def advance(count: int) -> None:
+                work.done += count
+                bar.advance(task, count)
+
+            yield advance
+        return
+    if tokens is not None:
+        tokens.on_change = partial(work.advance, 0)
+    yield work.advance
+    work.finish()
+
+
+class Tokens:
+    """Tokens of texts of which the longest lengths are known: how many are written, and about how many are left.
+
+    Short texts end first, so the mean of those that have ended is too small while others are under way. A text is taken to fill
+    the share of its limit at which as many would have ended by now, had each the same chance to end at every token: all tokens
+    written, those of texts under way included, over the limits of the texts that have ended.
+    """
+
+    def __init__(self) -> None:
+        self.on_change: Callable[[], None] = lambda: None
+        self.written = 0
+        self.ended_limit = 0.0
+        self._limit, self._ended_length = 0.0, 0
+
+    def expect(self, limit: float) -> None:
+        """Add texts that have `limit` tokens together at most."""
+        self._limit += limit
+
+    def write(self, count: int) -> None:
+        """Add tokens to the texts under way."""
+        self.written += count
+        self.on_change()
+
+    def end(self, limit: float, length: int) -> None:
+        """Note that texts of this limit together have ended, `length` tokens long."""
+        self.ended_limit += limit
+        self._ended_length += length
+
+    @property
+    def left(self) -> float:
+        """The tokens that are still to be written, by estimate; the most they may be before a text has ended."""
+        open_limit, under_way = self._limit - self.ended_limit, self.written - self._ended_length
+        share = self.written / self.ended_limit if self.ended_limit else 1.0
+        return max(0.0, min(share * open_limit, open_limit - under_way))
+
+
+class _Work:
+    """Counts finished items and logs the count, the rate and the time left."""
+
+    def __init__(self, description: str, total: int, unit: str, done: int, tokens: Tokens | None) -> None:
+        self.description, self.total, self.unit, self.tokens = description, total, unit, tokens
+        self.done = self.before = done
+        self.started = self.last_line = time.monotonic()
+
+    def advance(self, count: int) -> None:
+        self.done += count
+        now = time.monotonic()
+        if now - self.last_line < SECONDS_BETWEEN_LINES or self.done == self.total:
+            return
+        self.last_line = now
+        share, pace = self.pace()
+        LOGGER.info("%s: %d/%d %s (%.0f %%), %s", self.description, self.done, self.total, self.unit, 100 * share, pace)
+
+    def pace(self) -> tuple[float, str]:
+        """Return the share of the work that is done, and in words its rate and the time left."""
+        unit, count, left, share = (
+            self.unit,
+            self.done - self.before,
+            float(self.total - self.done),
+            self.done / max(self.total, 1),
+        )
+        if self.tokens is not None and self.tokens.written:
+            unit, count, left = "tokens", self.tokens.written, self.tokens.left
+            share = count / (count + left)
+        rate = count / max(time.monotonic() - self.started, 1e-9)
+        return share, f"{_rate(rate, unit)}, {_clock(left / rate) if rate else 'unknown'} left"
+
+    def finish(self) -> None:
+        """Log how many were finished, the time it took and the mean rate."""
+        seconds, count = time.monotonic() - self.started, self.done - self.before
+        rate = _rate(count / seconds if seconds > 0 else 0.0, self.unit)
+        LOGGER.info("%s: %d %s in %s, %s", self.description, count, self.unit, _clock(seconds), rate)
+
+
+class _PaceColumn(ProgressColumn):
+    """The rate and the time left."""
+
+    def __init__(self, work: _Work) -> None:
+        super().__init__()
+        self.work = work
+
+    def render(self, task: Task) -> Text:
+        return Text(self.work.pace()[1])
+
+
+def _rate(per_second: float, unit: str) -> str:
+    """Return a rate with about three digits; slow work is given by the minute."""
+    if 0 < per_second < 0.1:
+        return f"{60 * per_second:.2g} {unit}/min"
+    return f"{per_second:.3g} {unit}/s" if per_second < 1000 else f"{per_second:.0f} {unit}/s"
+
+
+def _clock(seconds: float) -> str:
+    """Return a duration as hours:minutes:seconds."""
+    return str(timedelta(seconds=round(seconds)))

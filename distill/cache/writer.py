@@ -24,12 +24,11 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from configs.runtime.background import BackgroundWrite
 from configs.runtime.errors import ConfigError, InputError
-from configs.runtime.files import folder_lock
-from configs.runtime.progress import progress
+from configs.runtime.files import BackgroundWrite, folder_lock
 from configs.runtime.resumable import fingerprint
 from configs.runtime.run_record import write_run_record
+from configs.runtime.terminal import progress
 from configs.schema.data import CacheConfig
 from distill.cache.claims import Claims
 from distill.cache.format import (

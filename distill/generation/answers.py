@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from configs.runtime.progress import Tokens, progress
 from configs.runtime.resumable import Journal, Place
+from configs.runtime.terminal import Tokens, progress
 from configs.schema.data import AnswersConfig
 from distill.dataset.conversations import Conversation, Message
 from distill.generation.continuation import TargetSource, TokenRow, continue_rows, request_number, up_to_end

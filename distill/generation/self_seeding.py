@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from configs.runtime.errors import InputError
-from configs.runtime.progress import Tokens, progress
+from configs.runtime.terminal import Tokens, progress
 from configs.schema.data import SELF_SEEDED, PromptsConfig
 from configs.schema.decoding import SamplingConfig
 from distill.dataset.conversations import folded_text

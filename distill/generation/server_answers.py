@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from configs.runtime.errors import InputError
-from configs.runtime.progress import progress
 from configs.runtime.resumable import Journal, fingerprint
+from configs.runtime.terminal import progress
 from configs.schema.data import AnswerServerConfig, DataConfig
 from configs.schema.decoding import SamplingConfig
 from distill.cache.format import RowLayout

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.runtime.errors import InputError
-from configs.runtime.wheels import wheel_file
+from configs.runtime.files import wheel_file
 from configs.schema.data import PromptsConfig, SourceConfig
 from distill.generation.prompts import DUPLICATE, UNCATEGORISED, Prompt, everything_said, fit_prompts
 from distill.generation.row_formats import detect_format, fill_template, read_row

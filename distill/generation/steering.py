@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import random
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from configs.runtime.progress import Tokens
+from configs.runtime.terminal import Tokens
 from configs.runtime.yaml_reader import parse_yaml
 from configs.schema.data import PromptKind, PromptsConfig
 from configs.schema.decoding import SamplingConfig
@@ -107,8 +106,7 @@ def write_steered(
     where it is unusable.
     """
     writer = _Writer(target, frame, tokens, config, batch_size, seed, name)
-    for kind, limit in writer.limits(numbers).items():
-        tokens.expect(limit, kind)
+    tokens.expect(writer.limit(numbers))
     for start in range(0, len(numbers), WRITTEN_TOGETHER * batch_size):
         yield from writer.write(numbers[start : start + WRITTEN_TOGETHER * batch_size])
 
@@ -122,27 +120,24 @@ class _Writer:
     batch_size: int
     seed: int
     name: str
-    ended: Counter[str] = field(default_factory=Counter)  # the limits of the texts that have ended, by stage
 
     def plan(self, number: int) -> Plan:
         return plan_prompt(self.config.kinds or {}, self.seed, self.name, number)
 
-    def limits(self, numbers: Sequence[int]) -> Counter[str]:
-        """Return how many tokens the texts of these prompts have at most, by stage."""
-        found = Counter[str]()
+    def limit(self, numbers: Sequence[int]) -> int:
+        """Return how many tokens the texts of these prompts have at most."""
+        found = 0
         for plan in map(self.plan, numbers):
-            if plan.text_request is not None:
-                found["text"] += self.text_limit(plan)
-            found["turn-0"] += self.config.max_prompt_tokens * plan.goes_on
-            for further in range(len(plan.follow_ups)):
-                found[f"answer-{further}"] += ANSWER_TOKENS
-                found[f"turn-{further + 1}"] += self.config.max_prompt_tokens
+            found += 0 if plan.text_request is None else self.text_limit(plan)
+            found += self.config.max_prompt_tokens * (plan.goes_on + len(plan.follow_ups))
+            found += ANSWER_TOKENS * len(plan.follow_ups)
         return found
 
     def text_limit(self, plan: Plan) -> int:
         return max(1, int(plan.text_share * self.config.max_text_tokens))
 
     def write(self, numbers: Sequence[int]) -> Iterator[Turn]:
+        before = self.tokens.ended_limit
         plans = {number: self.plan(number) for number in numbers}
         openings = {number: plan.opening for number, plan in plans.items() if plan.text_request is None}
         texts = self._texts({number: plan for number, plan in plans.items() if plan.text_request is not None})
@@ -155,10 +150,7 @@ class _Writer:
         history: dict[int, list[Message]] = {number: [] for number in turns}
         for further in range(max((len(plan.follow_ups) for plan in plans.values()), default=0)):
             self._go_on(turns, history, plans, further)
-        unwritten = self.limits(numbers) - self.ended  # of prompts that broke off before
-        self.ended.clear()
-        for kind, limit in unwritten.items():
-            self.tokens.end(limit, 0, kind)
+        self.tokens.end(self.limit(numbers) - (self.tokens.ended_limit - before), 0)  # of prompts that broke off before
         for number in numbers:
             said = turns.get(number)
             yield number, said if said is None or len(said) > bool(plans[number].follow_ups) else None
@@ -228,12 +220,9 @@ class _Writer:
                 )
                 for number in fitting[start : start + self.batch_size]
             ]
-            on_step = partial(self.tokens.write, kind=stage)
-            for row in continue_rows(source, rows, seed=self.seed, has_ended=ended, on_step=on_step):
+            for row in continue_rows(source, rows, seed=self.seed, has_ended=ended, on_step=self.tokens.write):
                 written[row.key] = row.written
-                limit = limits if isinstance(limits, int) else limits[row.key]
-                self.tokens.end(limit, len(row.written), stage)
-                self.ended[stage] += limit
+                self.tokens.end(limits if isinstance(limits, int) else limits[row.key], len(row.written))
         return written
 
     def _fits(self, text: str) -> bool:

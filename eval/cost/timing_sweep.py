@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from configs.runtime.errors import InputError, RunFailed
-from configs.runtime.progress import progress
+from configs.runtime.terminal import progress
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import CostConfig
 from eval.cost.operation_counter import WorkClock

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from configs.runtime.progress import progress
+from configs.runtime.terminal import progress
 from configs.schema.decoding import DecodeConfig, SamplingConfig
 from eval.decoder.batch import BatchRun
 from eval.decoder.records import FAILED, Generation

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from configs.runtime.progress import progress
+from configs.runtime.terminal import progress
 from eval.decoder.records import Divergence, Generation
 from eval.metrics.likelihood import answer_states, pair_answers
 from heads.device import CPU, free_memory, widest_float

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from configs.runtime.progress import progress
+from configs.runtime.terminal import progress
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import LOOKUPS, EvalConfig
 from eval.decoder.decode import Request, decode

@@ -15,7 +15,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
 from configs.runtime.errors import RunFailed
-from configs.runtime.progress import progress
+from configs.runtime.terminal import progress
 from configs.schema.evaluation import LOOKUPS, EvalConfig
 from eval.measure.interleaved import Measurement, in_batches
 from eval.measure.record_files import BatchFiles

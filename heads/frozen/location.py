@@ -20,8 +20,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from configs.runtime.errors import InputError, first_line
-from configs.runtime.files import downloads_folder, new_folder, sha256_of
-from configs.runtime.wheels import fetch_wheel
+from configs.runtime.files import downloads_folder, fetch_wheel, new_folder, sha256_of
 from configs.schema.target import TargetConfig
 from heads.frozen.checkpoint_files import INDEX_FILE, SINGLE_FILE, indexed_files
 

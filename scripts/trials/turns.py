@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from configs.runtime.errors import InputError
-from configs.runtime.progress import progress
+from configs.runtime.terminal import progress
 from configs.schema.data import shares_of
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import DynamicTree, StaticTree

@@ -169,7 +169,7 @@ def die_at_step(number: int):
 
     def die() -> None:
         for thread in threading.enumerate():
-            if thread.name.startswith("write"):  # of configs.runtime.background
+            if thread.name.startswith("write"):  # of configs.runtime.files
                 thread.join()
         time.sleep(1)  # another process may not have all of this one's gradients yet
         kill_here()

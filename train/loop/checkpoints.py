@@ -34,9 +34,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
-from configs.runtime.background import BackgroundWrite
 from configs.runtime.errors import InputError, first_line
-from configs.runtime.files import inside, read_json, sha256_of, sync, sync_folder, write_json
+from configs.runtime.files import BackgroundWrite, inside, read_json, sha256_of, sync, sync_folder, write_json
 from configs.schema.base import NonNegativeInt, Settings
 from train.loop.lineage import REPLICATED, Lineage, engine_name
 

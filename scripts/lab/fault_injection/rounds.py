@@ -21,7 +21,7 @@ from typing import Any
 from accelerate.state import AcceleratorState, PartialState
 
 from configs.runtime.command import DONE, GATE_FAILED, TERMINATED
-from configs.runtime.progress import track
+from configs.runtime.terminal import progress
 from distill.cache.writer import make_cache
 from distill.generation.make_dataset import make_dataset
 from scripts.lab.bench.harness import write_results
@@ -106,15 +106,17 @@ def run_rounds(config: SoakConfig, folder: Path) -> list[SoakRound]:
         PartialState._reset_state()
     references = {name: _reference(project, name, folder / "undisturbed" / name) for name in WORKS}
     rounds = []
-    for number in track(range(config.rounds), description="soak", unit="rounds"):
-        fault = FAULTS[number % len(FAULTS)]
-        output = folder / f"round-{number:05d}"
-        rng = random.Random(f"{config.seed}/{number}")
-        rounds.append(_run_round(project, fault, output, references[fault.work], rng, config.max_kills))
-        if rounds[-1].final_weights_equal:
-            shutil.rmtree(output)
-        else:
-            logger.error("round %d (%s) did not end as it should; its files are in %s", number, fault.name, output)
+    with progress("soak", config.rounds, "rounds") as advance:
+        for number in range(config.rounds):
+            fault = FAULTS[number % len(FAULTS)]
+            output = folder / f"round-{number:05d}"
+            rng = random.Random(f"{config.seed}/{number}")
+            rounds.append(_run_round(project, fault, output, references[fault.work], rng, config.max_kills))
+            if rounds[-1].final_weights_equal:
+                shutil.rmtree(output)
+            else:
+                logger.error("round %d (%s) did not end as it should; its files are in %s", number, fault.name, output)
+            advance(1)
     return rounds
 
 

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from configs.runtime.progress import progress
+from configs.runtime.terminal import progress
 
 
 class Outcome(NamedTuple):

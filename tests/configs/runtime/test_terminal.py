@@ -1,18 +1,41 @@
-"""Text from elsewhere cannot command a terminal, in errors, in the log, in tracebacks and in what commands print."""
+"""Text from elsewhere cannot command a terminal; progress is a bar there, sparse lines elsewhere, from one process alone."""
+
+from __future__ import annotations
 
 import io
 import logging
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 
+from configs.runtime import terminal as module
 from configs.runtime.command import BAD_INPUT, FAILED, run_command
 from configs.runtime.errors import InputError
-from configs.runtime.progress import setup_logging
-from configs.runtime.terminal import one_line, printable, say
+from configs.runtime.terminal import LOGGER, Tokens, is_main_process, one_line, printable, progress, say, setup_logging
 from configs.schema.decoding import DecodeConfig
 
 NAME = "a\x1b[2J\x1b]0;title\x07\x9b1A\r\u202eb\u2066\U000e0041\u200b\u2060"
 SHOWN = r"a\x1b[2J\x1b]0;title\x07\x9b1A\r\u202eb\u2066\U000e0041\u200b\u2060"
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Give a clock that the test moves by hand; it stands at 100 s."""
+    clock = SimpleNamespace(now=100.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+@pytest.fixture(autouse=True)
+def _fresh_logger(monkeypatch):
+    monkeypatch.setattr(LOGGER, "handlers", [])
+    level = LOGGER.level
+    LOGGER.setLevel(logging.INFO)
+    yield
+    LOGGER.setLevel(level)
 
 
 def test_controls_are_written_out_and_every_other_character_stays():
@@ -30,19 +53,100 @@ def test_say_also_masks_secrets():
 
 
 @pytest.mark.parametrize(("kind", "code"), [(InputError, BAD_INPUT), (RuntimeError, FAILED)])
-def test_errors_and_tracebacks_are_printable(kind, code, capsys):
+def test_errors_tracebacks_and_the_log_are_printable(kind, code, capsys):
     def main(config):
+        LOGGER.warning("%s", NAME)
         raise kind(f"unknown tensor {NAME}")
 
     assert run_command(DecodeConfig, main, description="", argv=[]) == code
     shown = capsys.readouterr().err
     assert r"tensor a\x1b[2J" in shown
+    assert r"WARNING a\x1b[2J" in shown
     assert "\x1b" not in shown
 
 
-def test_the_log_is_printable(capsys):
+# --- progress and the log -------------------------------------------------------------------------------------------
+
+
+def test_in_a_log_other_libraries_draw_no_bars():
+    code = "from configs.runtime.terminal import setup_logging; setup_logging(); from tqdm.auto import tqdm; list(tqdm([1]))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+
+
+def test_lines_come_at_most_every_ten_seconds_with_count_rate_and_time_left(clock, caplog):
+    with progress("answers", 100, "prompts", done=40) as advance:
+        for _ in range(60):
+            clock.now += 0.5
+            advance(1)
+    with progress("training", 2, "epochs") as advance:
+        clock.now += 240
+        advance(0)
+        advance(2)
+    assert caplog.messages == [
+        "answers: 60/100 prompts (60 %), 2 prompts/s, 0:00:20 left",
+        "answers: 80/100 prompts (80 %), 2 prompts/s, 0:00:10 left",
+        "answers: 60 prompts in 0:00:30, 2 prompts/s",
+        "training: 0/2 epochs (0 %), 0 epochs/s, unknown left",
+        "training: 2 epochs in 0:04:00, 0.5 epochs/min",  # slow work goes by the minute
+    ]
+
+
+def test_tokens_tell_the_time_left_before_the_first_text_has_ended(clock, caplog):
+    tokens = Tokens()
+    tokens.expect(1000)
+    with progress("answers", 10, "prompts", tokens=tokens) as advance:
+        clock.now += 20
+        tokens.write(80)
+        tokens.end(100, 20)
+        advance(1)
+        clock.now += 20
+        tokens.write(0)
+    assert caplog.messages[0] == "answers: 0/10 prompts (8 %), 4 tokens/s, 0:03:50 left"  # at most: 920 tokens
+    # The text that has ended filled a fifth of its limit; those under way have 60 tokens already.
+    assert caplog.messages[1] == "answers: 1/10 prompts (10 %), 2 tokens/s, 0:06:00 left"
+
+
+def test_an_error_inside_is_passed_on_without_a_line_that_says_done(caplog):
+    with pytest.raises(RuntimeError, match="device"), progress("decoding", 4):
+        raise RuntimeError("device")
+    assert caplog.messages == []
+
+
+def test_a_terminal_gets_a_bar_with_the_rate_and_no_lines(monkeypatch, caplog):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    tokens = Tokens()
+    tokens.expect(9)
+    with progress("answers", 3, tokens=tokens):
+        tokens.write(3)
+    with progress("decoding", 3, "prompts") as advance, progress("held-out", 1):  # evaluation during training
+        advance(3)
+    assert all(shown in terminal.getvalue() for shown in ("decoding", "held-out", "3/3", "prompts/s", "tokens/s"))
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("environment", "main"),
+    [
+        ({}, True),
+        ({"RANK": "0", "LOCAL_RANK": "0"}, True),
+        ({"RANK": "8", "LOCAL_RANK": "0"}, False),
+        ({"LOCAL_RANK": "1"}, False),
+    ],
+)
+def test_only_rank_0_of_all_machines_together_logs_more_than_errors(environment, main, monkeypatch, capsys):
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert is_main_process() is main
     setup_logging()
-    logging.getLogger("draftsmith").warning("%s", NAME)
-    shown = capsys.readouterr().err
-    assert r"\x1b[2J" in shown
-    assert "\x1b" not in shown
+    setup_logging()
+    LOGGER.info("target loaded")
+    LOGGER.error("lost the device")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("INFO target loaded\n") == main
+    assert err.count("ERROR lost the device\n") == 1

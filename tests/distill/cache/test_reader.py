@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from configs.runtime.background import BackgroundWrite
 from configs.runtime.errors import ConfigError, InputError
+from configs.runtime.files import BackgroundWrite
 from configs.schema.learning import LossConfig
 from configs.schema.training import DistillConfig, HeadsConfig
 from distill.cache.format import SHARD, RowLayout, check_folder, read_places

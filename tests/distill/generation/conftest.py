@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import PartialState
 
-from configs.runtime import progress
+from configs.runtime import terminal
 from distill.generation import answers, self_seeding, steering
 
 
@@ -60,12 +60,12 @@ def writing(monkeypatch, caplog):
     lines = []
 
     def run(work):
-        monkeypatch.setattr(progress, "time", clock)
+        monkeypatch.setattr(terminal, "time", clock)
         for module in (answers, self_seeding, steering):
             monkeypatch.setattr(module, "TargetSource", Writer)
         handler = Lines()
-        monkeypatch.setattr(progress.LOGGER, "handlers", [handler])
-        with caplog.at_level(logging.INFO, logger=progress.LOGGER.name):
+        monkeypatch.setattr(terminal.LOGGER, "handlers", [handler])
+        with caplog.at_level(logging.INFO, logger=terminal.LOGGER.name):
             work()
         return lines, clock.now
 
@@ -78,7 +78,7 @@ def check_estimates():
 
     def check(lines, total):
         came = [0.0, *(now for now, _ in lines), total]
-        assert max(after - before for before, after in itertools.pairwise(came)) < 1.5 * progress.SECONDS_BETWEEN_LINES
+        assert max(after - before for before, after in itertools.pairwise(came)) < 1.5 * terminal.SECONDS_BETWEEN_LINES
         print([(round(now / total, 2), round(left / (total - now), 2)) for now, left in lines])
         ratios = [(now / total, left / (total - now)) for now, left in lines[:-1]]
         assert 1 / 1.5 < next(ratio for share, ratio in ratios if share > 0.1) < 1.5

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import AddedToken
 
 from configs.runtime.errors import InputError
-from configs.runtime.progress import Tokens, progress
+from configs.runtime.terminal import Tokens, progress
 from configs.schema.data import PromptsConfig
 from distill.generation.self_seeding import TOO_SHORT, UNUSABLE, self_seed, write_turns
 from distill.generation.user_frame import find_user_frame, read_turn
