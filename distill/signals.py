@@ -17,7 +17,7 @@ from distill.cache.reader import TargetCache
 from distill.loss.pairs import SparseTarget
 from heads.frozen.hidden_states import TargetStates, read_states
 from heads.frozen.loading import StateSource, Target
-from heads.frozen.split.groups import in_turns
+from heads.frozen.split import in_turns
 from heads.modules.interface import Batch, Normalisers
 
 

@@ -44,6 +44,7 @@ RETIRED = {
     "PolicyConfig.top_p": Retired("answers are drawn from the draft's whole distribution"),
     "PolicyConfig.num_draft_tokens": Retired("the draft writes whole answers", off=None),
     "PushConfig.attempts": Retired("rerun a push that broke off: it resumes", off=None),
+    "ParallelConfig.pipeline": Retired("give target.parallel.shard, which any family takes", off=(1,)),
     "StudentConfig.layer_choice": Retired("name the kept blocks by student.layers"),
     "StudentConfig.num_layers": Retired("name the kept blocks by student.layers"),
     "StudentConfig.search_trials": Retired("it was for a search of blocks", off=None),

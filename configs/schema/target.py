@@ -109,7 +109,6 @@ class ParallelConfig(Settings):
 
     tensor: PositiveInt = 1  # parts of every matrix, by the family's plan in transformers; must divide its attention heads
     shard: PositiveInt = 1  # shares of every block's weights, gathered while the block runs (FSDP2); any family
-    pipeline: PositiveInt = 1  # stages of whole blocks, which run one after another; any family
     expert: PositiveInt = 1  # shares of the experts of a mixture of experts; the rest is whole in every process
 
     @property
@@ -234,9 +233,8 @@ class TargetConfig(Settings):
     @model_validator(mode="after")
     def _device_map_goes_with_the_rest(self) -> Self:
         if self.device_map is None:
-            staged = self.parallel is not None and self.parallel.kind == "pipeline"  # writes what other stages hold there
-            for name, value in (("max_memory", self.max_memory), ("offload_folder", None if staged else self.offload_folder)):
-                if value is not None:
+            for name in ("max_memory", "offload_folder"):
+                if getattr(self, name) is not None:
                     raise ValueError(
                         f"{name} says how a target is spread, and device_map is null: give auto there, or drop {name}"
                     )

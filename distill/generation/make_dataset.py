@@ -36,7 +36,7 @@ from distill.generation.steering import SEEDS
 from distill.server.logprobs import TargetServer
 from heads.frozen.loading import Target, load_target
 from heads.frozen.processes import join_processes, naming_lost_processes
-from heads.frozen.split.groups import share_of
+from heads.frozen.split import share_of
 
 logger = logging.getLogger("draftsmith")
 

@@ -31,8 +31,7 @@ from heads.frozen.media.reading import kind_of, shown
 from heads.frozen.placement import place_parts
 from heads.frozen.quantized import loader_of, quantization_of
 from heads.frozen.served import load_ends
-from heads.frozen.split.groups import TargetGroup
-from heads.frozen.split.parts import join_group, split_arguments
+from heads.frozen.split import TargetGroup, join_group, split_arguments
 from heads.frozen.tokenizer import in_template, load_tokenizer, no_chat_template
 from heads.inference.compiled_forward import make_compiled
 from heads.inference.guidance import Guidance
@@ -189,13 +188,12 @@ def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: 
         disable_progress_bar()  # in a log, redrawn bars hide the other lines
     path, device = locate(config), choose_device(config.device)
     model, tokenizer = _read(path, config, device, for_chats=for_chats)
-    kind = None if config.parallel is None else config.parallel.kind
-    # accelerate's hooks place the weights of a spread target, and blocks that servers or other stages run have none.
-    placed = config.device_map is not None or config.states is not None or kind == "pipeline"
-    if not placed:
+    # accelerate's hooks place the weights of a spread target, and blocks that servers run have none.
+    if config.device_map is None and config.states is None:
         move(model, device)
     model.eval().requires_grad_(False)
-    group = None if kind is None else join_group(model, config, device)
+    is_split = config.parallel is not None and config.parallel.kind is not None
+    group = join_group(model, config, device) if is_split else None
     check_split(model)
     _warn_of_rope_limit(model)
     _set_runner(model, config)

@@ -7,7 +7,7 @@ from transformers import GPT2Config, LlamaConfig, MixtralConfig
 from configs.runtime.errors import ConfigError, InputError
 from configs.schema.evaluation import EvalConfig
 from configs.schema.target import TargetConfig
-from heads.frozen.split.parts import split_arguments
+from heads.frozen.split import split_arguments
 
 SHAPE = {"vocab_size": 16, "hidden_size": 12, "intermediate_size": 16, "num_hidden_layers": 3}
 LLAMA = LlamaConfig(**SHAPE, num_attention_heads=6, num_key_value_heads=3, architectures=["LlamaForCausalLM"])
@@ -29,10 +29,9 @@ MIXTRAL = MixtralConfig(
         (LLAMA, {"tensor": 2}, 1, "tensor 2 makes groups of 2 processes, which do not divide the 1 of this run"),
         (LLAMA, {"tensor": 2}, 2, "tensor 2 does not divide the num_key_value_heads of LlamaForCausalLM, 3; give a divisor"),
         (LLAMA, {"tensor": 4}, 4, "tensor 4 does not divide the num_attention_heads of LlamaForCausalLM, 6; give a divisor"),
-        (LLAMA, {"expert": 2}, 2, "no plan for expert parallelism of LlamaForCausalLM; give tensor, shard or pipeline 2"),
-        (GPT2, {"tensor": 2}, 2, "no plan for tensor parallelism of GPT2LMHeadModel; give shard 2 or pipeline 2"),
-        (MIXTRAL, {"expert": 2}, 2, "expert 2 does not divide the 5 experts of MixtralForCausalLM; give a divisor"),
-        (LLAMA, {"pipeline": 4}, 4, "pipeline 4 has more stages than the target has blocks, 3"),
+        (LLAMA, {"expert": 2}, 2, "no plan for expert parallelism of LlamaForCausalLM; give shard 2"),
+        (GPT2, {"tensor": 2}, 2, "no plan for tensor parallelism of GPT2LMHeadModel; give shard 2"),
+        (MIXTRAL, {"expert": 2}, 2, "expert 2 does not divide the num_experts of MixtralForCausalLM, 5; give a divisor"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
@@ -47,7 +46,7 @@ def test_what_cannot_be_split_is_named(tmp_path, monkeypatch, config, parallel, 
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"parallel": {"tensor": 2, "pipeline": 2}}, "tensor 2 and pipeline 2 cannot be combined; give one of them"),
+        ({"parallel": {"tensor": 2, "shard": 2}}, "tensor 2 and shard 2 cannot be combined; give one of them"),
         ({"parallel": {"tensor": 2}, "device_map": "auto"}, "processes split the target, and device_map spreads it over"),
         ({"parallel": {"shard": 2}, "forward": "lean"}, "forward lean packs all weights on one device"),
         ({"parallel": {"shard": 2}, "name": "model.gguf"}, "model.gguf is unpacked whole; give a folder of safetensors"),
