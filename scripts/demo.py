@@ -34,9 +34,8 @@ if not __package__:  # run as a script: the checkout's root takes the place of t
 from configs.runtime.command import DONE, EPILOG, FAILED, GATE_FAILED, INCONCLUSIVE, INTERRUPTED, Parser, exit_code
 from configs.runtime.errors import Stopped
 from configs.runtime.files import CHECKOUT, find_shipped, folder_lock, read_json, write_json
-from configs.runtime.loading import read_values
+from configs.runtime.loading import parse_yaml, read_values
 from configs.runtime.resumable import fingerprint
-from configs.runtime.yaml_reader import parse_yaml
 from scripts.own_demo.estimate import plan_text
 from scripts.own_demo.steps import add_own_arguments, is_own, own_loop
 

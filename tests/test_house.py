@@ -17,8 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.runtime.loading import load_config
-from configs.runtime.yaml_reader import parse_yaml
+from configs.runtime.loading import load_config, parse_yaml
 from configs.schema.commands.advising import AdviceConfig
 from configs.schema.commands.planning import PlanHeadsConfig
 from configs.schema.commands.refreshing import RefreshConfig

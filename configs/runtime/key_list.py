@@ -18,28 +18,20 @@ from pydantic import BaseModel
 from configs.runtime.redaction import mask_secrets
 
 FIELD = re.compile(r"    (?P<name>[a-z]\w*): ")
-COMMENT = re.compile(r"(?:^|  )\s*# (?P<text>.*)$")
+COMMENT = re.compile(r"(?:^|  )\s*# (?!type: ignore)(?P<text>.*)$")
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 TYPES = {"boolean": "true or false", "string": "text", "null": "null", "integer": "integer", "number": "number"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """One key of a config.
+    """One key of a config."""
 
-    Args:
-        path: dotted, `*` in place of a list's index.
-        kind: of the section it stands in, where that is one of several kinds (`kind: medusa`); else empty.
-        type: what it accepts, in words.
-        default: as YAML; empty where it must be given.
-        sentence: what it means; may be empty.
-    """
-
-    path: str
-    kind: str
-    type: str
-    default: str
-    sentence: str
+    path: str  # dotted, `*` in place of a list's index
+    kind: str  # of the section it stands in, where that is one of several kinds (`kind: medusa`); else empty
+    type: str  # what it accepts, in words
+    default: str  # as YAML; empty where it must be given
+    sentence: str  # what it means; may be empty
 
 
 def list_keys(schema: type[BaseModel]) -> list[Key]:
@@ -51,13 +43,10 @@ def render_keys(schema: type[BaseModel], prefix: str = "") -> str:
     """Return the keys of a schema whose path begins with `prefix` as text, one or two lines each."""
     lines = []
     for key in list_keys(schema):
-        if not key.path.startswith(prefix):
-            continue
-        default = f" = {key.default}" if key.default else ""
-        kind = f"  [{key.kind}]" if key.kind else ""
-        lines.append(f"{key.path}: {key.type}{default}{kind}")
-        if key.sentence:
-            lines.append(f"    {key.sentence}")
+        if key.path.startswith(prefix):
+            default = f" = {key.default}" if key.default else ""
+            kind = f"  [{key.kind}]" if key.kind else ""
+            lines += [f"{key.path}: {key.type}{default}{kind}", *([f"    {key.sentence}"] if key.sentence else [])]
     return "\n".join(lines)
 
 
@@ -90,7 +79,9 @@ def _keys(model: type[BaseModel], above: str, kind: str, defaults: Mapping[str, 
         )
         for section, index in sections:
             inner = f"{above}{name}." + ("*." if index else "")
-            inner_kind = _kind(section) if len(sections) > 1 else kind
+            properties = section.model_json_schema()["properties"]
+            tags = [f"{tag}: {each['const']}" for tag, each in properties.items() if "const" in each]
+            inner_kind = next(iter(tags), "") if len(sections) > 1 else kind
             yield from _keys(section, inner, inner_kind, default if is_section and isinstance(default, dict) else {})
 
 
@@ -110,37 +101,18 @@ def _type(found: dict[str, Any]) -> str:
     return TYPES.get(str(found.get("type")), "map") + bounds
 
 
-def _kind(model: type[BaseModel]) -> str:
-    """Return the tag by which a section is told from the others in its place, such as `kind: medusa`."""
-    properties = model.model_json_schema()["properties"]
-    return next((f"{name}: {found['const']}" for name, found in properties.items() if "const" in found), "")
-
-
 def _summary(models: list[type[BaseModel]]) -> str:
     """Return the first line of a section's docstring, where it is of one kind only."""
     return (inspect.getdoc(models[0]) or "").partition("\n")[0] if len(models) == 1 else ""
 
 
 def _sentences(model: type[BaseModel]) -> dict[str, str]:
-    """Return the comments of a model's fields, inherited ones included."""
-    found: dict[str, str] = {}
-    for parent in reversed(model.__mro__):
-        if issubclass(parent, BaseModel) and parent is not BaseModel:
-            found |= _comments(inspect.getsource(parent))
-    return found
-
-
-def _comments(source: str) -> dict[str, str]:
-    """Return the comments that stand above or beside each field of a class."""
-    found: dict[str, str] = {}
-    above: list[str] = []
-    for line in source.splitlines():
-        comment = COMMENT.search(line)
+    """Return the comments above or beside the fields of a model, inherited ones included."""
+    found, above = dict[str, str](), list[str]()
+    parents = [each for each in model.__mro__ if issubclass(each, BaseModel) and each is not BaseModel]
+    for line in "".join(map(inspect.getsource, reversed(parents))).splitlines():
+        comment = [text["text"]] if (text := COMMENT.search(line)) else []
         if field := FIELD.match(line):
-            found[field["name"]] = " ".join([*above, *([comment["text"]] if comment else [])])
-            above = []
-        elif line.strip().startswith("# ") and comment:
-            above.append(comment["text"])
-        else:
-            above = []
-    return {name: text for name, text in found.items() if text and not text.startswith("type: ignore")}
+            found[field["name"]] = " ".join(above + comment) or found.get(field["name"], "")
+        above = above + comment if line.strip().startswith("# ") else []
+    return found

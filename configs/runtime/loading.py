@@ -1,9 +1,12 @@
 """From a YAML file and `--set` overrides to a checked, frozen config; every mistake becomes one sentence.
 
+The YAML is that of YAML 1.2, without repeated keys, tags, aliases and deep nesting. PyYAML reads YAML 1.1, in which `3e-4` is
+text, `no` is false and the last of repeated keys wins, so only its scanner and composer are used here. Without aliases a file's
+size bounds its memory.
+
 The order of precedence is schema default, file, overrides from left to right. `extends: other.yaml` in a file, relative to it,
 names the one whose values it changes: section by section, lists as a whole. A key that is not given keeps its default at every
-depth: `held_out: {decode: {seed: 1}}` keeps the other values that `held_out.decode` has by default, not those of a
-bare `DecodeConfig`.
+depth: `held_out: {decode: {seed: 1}}` keeps the other values that `held_out.decode` has by default.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
+import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
@@ -21,12 +25,17 @@ from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.files import find_shipped, read_text
 from configs.runtime.key_list import models_in
 from configs.runtime.redaction import redact
-from configs.runtime.yaml_reader import parse_yaml
 
 T = TypeVar("T", bound=BaseModel)
 
 COMMAND = re.compile(r"`(?P<name>\S+\.py[^`]*)`")  # what the docstring of a command's schema begins with
 MAX_SHOWN = 60  # characters of a wrong value repeated in an error
+MAX_DEPTH = 32
+NULLS = {"", "~", "null", "Null", "NULL"}
+BOOLEANS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+INTEGER = re.compile(r"[-+]?[0-9]+")
+FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+FLOAT_WORDS = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 # What was expected, in words, by pydantic's name of the finding; braces are filled from its context.
 EXPECTED = {
     "int_type": "a whole number",
@@ -71,26 +80,17 @@ def load_config(schema: type[T], path: str | Path | None, overrides: Sequence[st
 
 
 def read_values(path: str | Path) -> dict[str, Any]:
-    """Return what a config file gives, with what it extends, unchecked: what a command needs to know before it has a schema.
-
-    Raises:
-        ConfigError: the file cannot be read or parsed.
-    """
+    """Return what a config file gives, with what it extends, unchecked: what a command needs to know before it has a schema."""
     return _read_file(find_shipped(path))[1]
 
 
 def _read_file(path: Path, children: tuple[Path, ...] = ()) -> tuple[str, dict[str, Any]]:
-    """Return what errors call a config file, and its values over those of the file that it extends.
-
-    Args:
-        children: the files that extend this one, the first of them first.
-    """
+    """Return what errors call a file that `children` extend, and its values over those of the one that it extends itself."""
     try:
         values = parse_yaml(read_text(path, "config file"), str(path))
     except InputError as error:
         raise ConfigError(f"{children[-1]}: extends: {error}" if children else str(error)) from error
-    if values is None:
-        values = {}
+    values = {} if values is None else values
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected `key: value` lines at the top, got {_shown(values)}")
     named = values.pop("extends", None)
@@ -136,14 +136,10 @@ def _apply_override(values: dict[str, Any], override: str) -> str:
         if isinstance(holder, dict):
             holder.setdefault(slot, {})
         holder = holder[slot]
-    slot = _slot(holder, parts[-1], parts[:-1])
-    value = parse_yaml(text, f"--set {key.strip()}")
-    holder[slot] = _merge(holder[slot], value) if _both_sections(holder, slot, value) else value
+    part = parts[-1]
+    slot, value = _slot(holder, part, parts[:-1]), parse_yaml(text, f"--set {key.strip()}")
+    holder[slot] = _merge(holder, {part: value})[part] if isinstance(holder, dict) else value
     return ".".join(parts)
-
-
-def _both_sections(holder: Any, slot: str | int, value: Any) -> bool:
-    return isinstance(holder, dict) and isinstance(value, dict) and isinstance(holder.get(slot), dict)
 
 
 def _slot(holder: Any, part: str, above: Sequence[str]) -> str | int:
@@ -168,7 +164,10 @@ def _sentence(schema: type[BaseModel], finding: ErrorDetails, where: str, overri
     if kind in ("union_tag_invalid", "union_tag_not_found"):  # the finding stands at the section, the mistake in its tag
         keys = [*keys, context["discriminator"].strip("'")]
     key = ".".join(keys)
-    place = next((f"--set {given}" for given in reversed(override_keys) if _overlap(given, key)), where)
+    places = [
+        f"--set {given}" for given in override_keys if f"{given}.".startswith(f"{key}.") or f"{key}.".startswith(f"{given}.")
+    ]
+    place = places[-1] if places else where
     subject = place if not key or place == f"--set {key}" else f"{place}: {key}"
     got = _shown(context["tag"] if kind == "union_tag_invalid" else finding["input"])
     if kind == "extra_forbidden":
@@ -181,11 +180,6 @@ def _sentence(schema: type[BaseModel], finding: ErrorDetails, where: str, overri
     return f"{subject}: expected {expected}, got {got}"
 
 
-def _overlap(one: str, other: str) -> bool:
-    """Say whether one dotted key lies in the other, or both are the same."""
-    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
-
-
 def _located(schema: type[BaseModel], location: tuple[int | str, ...]) -> tuple[list[str], type[BaseModel]]:
     """Return the keys that lead to a finding, as a file has them, and the model in which the last one stands.
 
@@ -195,8 +189,7 @@ def _located(schema: type[BaseModel], location: tuple[int | str, ...]) -> tuple[
     section, inside, tagged = schema, [schema], False
     for part in location:
         if tagged:
-            inside = [model for model in inside if part in _tags(model)]
-            tagged = False
+            inside, tagged = [model for model in inside if part in _tags(model)], False
             continue
         keys.append(str(part))
         if isinstance(part, int) or not inside:
@@ -210,12 +203,8 @@ def _located(schema: type[BaseModel], location: tuple[int | str, ...]) -> tuple[
 
 def _tags(model: type[BaseModel]) -> set[Any]:
     """Return every value that a field of a model names as one of few; the kind of a section is among them."""
-    return {
-        value
-        for field in model.model_fields.values()
-        if get_origin(field.annotation) is Literal
-        for value in get_args(field.annotation)
-    }
+    literals = [field.annotation for field in model.model_fields.values() if get_origin(field.annotation) is Literal]
+    return {value for literal in literals for value in get_args(literal)}
 
 
 def _suggestion(schema: type[BaseModel], keys: list[str], section: type[BaseModel]) -> str:
@@ -258,3 +247,80 @@ def _shown(value: Any) -> str:
     spelled = {None: "null", True: "true", False: "false"}
     text = spelled[value] if value is None or isinstance(value, bool) else redact(repr(value))  # before it is cut
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
+
+
+# --- YAML --------------------------------------------------------------------------------------------------------------------
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """Return the value of one YAML document: mappings with text keys, lists, text, numbers, booleans, None.
+
+    `where` names the document in errors (`ConfigError`), which say the line.
+    """
+    try:
+        node = yaml.compose(text, Loader=_Composer)
+        return None if node is None else _value(node)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f", line {mark.line + 1}" if mark is not None else ""
+        raise ConfigError(f"{where}{line}: {error.problem or error.context}") from error
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # the last two of an escape such as "\UFFFFFFFF"
+        raise ConfigError(f"{where}: not YAML: {' '.join(str(error).split())}") from error
+
+
+class _Composer(yaml.BaseLoader):
+    """PyYAML's composer, which stops at the first event that is not accepted."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Compose one node and what is below it."""
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent):
+            raise _refusal(f"aliases (*{event.anchor}) are not accepted, write the value out", event.start_mark)
+        if event.tag is not None:
+            raise _refusal(f"tags ({event.tag}) are not accepted, write a plain or quoted value", event.start_mark)
+        if self._depth == MAX_DEPTH:
+            raise _refusal(f"nested deeper than {MAX_DEPTH} levels", event.start_mark)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+
+def _value(node: yaml.Node) -> Any:
+    if isinstance(node, yaml.ScalarNode):
+        return node.value if node.style is not None else _plain_scalar(node)
+    if isinstance(node, yaml.SequenceNode):
+        return [_value(item) for item in node.value]
+    result: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise _refusal("a key must be a word, not a list or a mapping", key_node.start_mark)
+        if key_node.value in result:
+            raise _refusal(f"key {key_node.value!r} is given twice", key_node.start_mark)
+        result[key_node.value] = _value(value_node)
+    return result
+
+
+def _plain_scalar(node: yaml.ScalarNode) -> Any:
+    """Resolve an unquoted scalar as YAML 1.2's core schema does, decimal integers only."""
+    text = node.value
+    if text in NULLS:
+        return None
+    if text in BOOLEANS:
+        return BOOLEANS[text]
+    if INTEGER.fullmatch(text):
+        try:
+            return int(text)
+        except ValueError as error:  # Python's limit on the digits it converts
+            raise _refusal(f"a number of {len(text)} digits is too long", node.start_mark) from error
+    if FLOAT.fullmatch(text):
+        return float(text)
+    return float(text.replace(".", "")) if FLOAT_WORDS.fullmatch(text) else text
+
+
+def _refusal(problem: str, mark: Any) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)

@@ -137,9 +137,8 @@ class ParallelConfig(Settings):
 class TargetConfig(Settings):
     """The language model that is to become faster."""
 
-    name: str = (
-        "embedded:smollm2-135m-instruct"  # or a Hub id, a local folder, a .gguf file; FP8 and MXFP4 ones are dequantised
-    )
+    # Embedded, a Hub id, a local folder, or a .gguf file; FP8 and MXFP4 ones are dequantised
+    name: str = "embedded:smollm2-135m-instruct"
     revision: str | None = None  # a Hub revision; only for Hub ids
     dtype: Dtype = "bfloat16"  # of the weights as they are run
     attention: Literal["sdpa", "eager"] = "sdpa"  # implementation of attention in transformers

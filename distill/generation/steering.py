@@ -20,8 +20,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from configs.runtime.loading import parse_yaml
 from configs.runtime.terminal import Tokens
-from configs.runtime.yaml_reader import parse_yaml
 from configs.schema.data import PromptKind, PromptsConfig
 from configs.schema.decoding import SamplingConfig
 from distill.dataset.conversations import Message

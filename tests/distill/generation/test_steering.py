@@ -7,8 +7,8 @@ from typing import get_args
 
 import pytest
 
+from configs.runtime.loading import parse_yaml
 from configs.runtime.terminal import Tokens, progress
-from configs.runtime.yaml_reader import parse_yaml
 from configs.schema.data import PromptKind, PromptsConfig
 from configs.schema.target import TargetConfig
 from distill.generation import self_seeding

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.runtime.loading import load_config
-from configs.runtime.yaml_reader import parse_yaml
+from configs.runtime.loading import load_config, parse_yaml
 from configs.schema.evaluation import EvalConfig, GateConfig
 from eval.report.schema import write_report
 from tests.support.reports import changed
