@@ -30,7 +30,7 @@ PROBE_SECONDS = 20  # git status of a large checkout on a network disk can be sl
 # Keys of a training's config that change none of its weights but by the order of sums, sections with all that is in them, and
 # why. A run may be resumed with others. Whatever is not here decides.
 WRITING, WAITING, HASHED = "where and how often things are written", "how long is waited", "its content is compared by its hash"
-MEMORY, PLACE, LIMITS = "memory and speed", "which machines and devices compute", "what is refused, or fetched"
+MEMORY, PLACE, LIMITS = "memory and speed", "which machines and devices compute", "what is refused"
 CHANGES_NO_WEIGHT = {
     **dict.fromkeys(("output", "schedule.log_every_steps", "schedule.eval_every_steps"), WRITING),
     **dict.fromkeys(("schedule.checkpoint_every_steps", "schedule.keep_checkpoints", "schedule.trackers"), WRITING),
@@ -47,7 +47,7 @@ CHANGES_NO_WEIGHT = {
     **{
         f"target.{medium}.{limit}": LIMITS
         for medium, more in (("images", "max_pixels"), ("audio", "max_seconds"))
-        for limit in ("allow_urls", "max_bytes", "timeout_seconds", more)
+        for limit in ("max_bytes", more)
     },
 }
 

@@ -49,6 +49,8 @@ RETIRED = {
     "StudentConfig.num_layers": Retired("name the kept blocks by student.layers"),
     "StudentConfig.search_trials": Retired("it was for a search of blocks", off=None),
     "StudentConfig.search_conversations": Retired("it was for a search of blocks", off=None),
+    "MediaConfig.allow_urls": Retired("nothing is fetched: give files, or data URLs", off=(False,)),
+    "MediaConfig.timeout_seconds": Retired("it was for images and sounds from URLs", off=None),
     "NeighbourhoodAcceptance.bound": Retired(
         "delta bounds the distance of a token's distribution from the target's", off=("step",)
     ),

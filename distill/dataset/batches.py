@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from configs.runtime.errors import InputError
 from distill.dataset.conversations import Conversation, row_lengths
-from heads.inference.media_inputs import MediaPrompt
+from heads.frozen.media import MediaPrompt
 from heads.modules.interface import NO_DOCUMENT, Batch, BatchMedia
 
 Item = TypeVar("Item")  # a batch is a list of these: indices of conversations, or rows of them

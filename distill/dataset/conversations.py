@@ -28,7 +28,8 @@ from configs.runtime.errors import InputError
 from configs.runtime.files import downloads_folder, json_object, read_json, write_bytes
 from configs.runtime.resumable import fingerprint
 from heads.frozen.identity import TargetIdentity, remembered_sha256
-from heads.inference.media_inputs import SOUND, MediaPrompt
+from heads.frozen.media import MediaPrompt
+from heads.frozen.tokenizer import SOUND
 
 log = logging.getLogger("draftsmith")
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from configs.runtime.errors import RunFailed
 from configs.schema.decoding import SamplingConfig
 from heads.frozen.loading import Target
+from heads.frozen.media import MediaPrompt
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache
 from heads.inference.kv_cache import RowCache
-from heads.inference.media_inputs import MediaPrompt
 from heads.inference.model_checks import check_rolls_back
 from heads.sampling.counter_rng import CounterRNG, Role
 from heads.sampling.probabilities import draw, token_probabilities

@@ -16,7 +16,7 @@
 Parts are texts and, in what the user says, images and sounds: {type: image_url, image_url: {url}} and {type: input_audio,
 input_audio: {data, format}} as of OpenAI, {type: audio_url, audio_url: {url}}, or {type: image} and {type: audio} with url,
 path, or a key of the type's name. The content then has an `OBJECT` in each one's place, and the message as `media` their
-references (`heads.inference.media_inputs.MediaPrompt`).
+references (`heads.frozen.media.MediaPrompt`).
 
 A conversation that ends with the assistant brings the answer to its last user message. A row may also have
 `category` and an id; other keys are ignored.
@@ -32,8 +32,7 @@ from typing import Any
 from configs.runtime.errors import InputError
 from distill.dataset.conversations import Message
 from distill.generation.prompts import UNCATEGORISED, Prompt
-from heads.frozen.tokenizer import OBJECT
-from heads.inference.media_inputs import SOUND
+from heads.frozen.tokenizer import OBJECT, SOUND
 
 # Format -> the keys by which it is recognised, tried in this order.
 KEYS = {

@@ -29,9 +29,8 @@ from eval.decoder.typical import TypicalVerifier
 from eval.decoder.verifier import Verifier, finite_rows
 from heads.frozen.hidden_states import TargetStates, forward_states
 from heads.frozen.loading import Target
-from heads.inference.causal_lm import head_logits, new_cache
-from heads.inference.int8_kv_cache import LAYERS
-from heads.inference.media_inputs import MediaInputs
+from heads.inference.causal_lm import MediaInputs, head_logits, new_cache
+from heads.inference.kv_cache import LAYERS
 from heads.proposers.protocol import Proposal, Proposer, TargetReader, TreeProposer
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention, tree_attention, tree_from

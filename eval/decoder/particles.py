@@ -28,7 +28,7 @@ from heads.device import widest_float
 from heads.frozen.hidden_states import forward_states
 from heads.frozen.loading import Target
 from heads.inference.causal_lm import head_logits, new_cache
-from heads.inference.int8_kv_cache import LAYERS
+from heads.inference.kv_cache import LAYERS
 from heads.proposers.protocol import Proposal, Proposer
 from heads.sampling.counter_rng import CounterRNG, Role
 from heads.sampling.probabilities import draw, token_probabilities, values_at

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from heads.inference.media_inputs import MediaPrompt
+from heads.frozen.media import MediaPrompt
 
 # stop: a stop string is complete; context: the target's context is full;
 # non_finite: target or draft computed NaN or infinity; error: decoding raised, e.g. out of memory;

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from configs.schema.decoding import DecodeConfig
 from eval.decoder.records import Generation, Round, StopReason
 from heads.frozen.loading import Target
-from heads.inference.media_inputs import MediaPrompt
+from heads.frozen.media import MediaPrompt
 
 MARGIN = 8  # characters of a tail before those that may belong to a stop string
 

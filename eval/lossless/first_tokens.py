@@ -26,8 +26,8 @@ from eval.stats.bootstrap import LEVEL
 from eval.stats.power import detectable_variation
 from eval.stats.significance import g_test
 from heads.frozen.loading import Target
+from heads.frozen.media import MediaPrompt
 from heads.inference.causal_lm import head_logits, read_documents
-from heads.inference.media_inputs import MediaPrompt
 from heads.proposers.protocol import Proposer
 from heads.sampling.probabilities import token_probabilities
 

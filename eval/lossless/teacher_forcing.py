@@ -26,8 +26,7 @@ from eval.metrics.likelihood import answer_states, pair_answers
 from heads.device import CPU, free_memory, widest_float
 from heads.frozen.loading import Target, load_target
 from heads.inference.causal_lm import head_logits
-from heads.inference.guidance import Guidance
-from heads.inference.runner import runner_of
+from heads.inference.runner import Guidance, runner_of
 
 log = logging.getLogger("draftsmith")
 

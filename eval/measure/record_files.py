@@ -22,7 +22,7 @@ from configs.runtime.errors import InputError
 from configs.runtime.files import write_bytes
 from configs.runtime.resumable import Journal
 from eval.decoder.records import DistributionComparison, Generation, Round, Timing
-from heads.inference.media_inputs import MediaPrompt
+from heads.frozen.media import MediaPrompt
 
 RECORDS = "records.jsonl"
 BATCHES = ".batches-"  # then the job: a folder of one file for each finished batch

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from eval.decoder.records import Generation
 from heads.frozen.loading import Target
+from heads.frozen.media import MediaPrompt
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache, read_documents
-from heads.inference.int8_kv_cache import LAYERS
-from heads.inference.media_inputs import MediaPrompt
+from heads.inference.kv_cache import LAYERS
 
 
 def pair_answers(plain: Sequence[Generation], speculative: Sequence[Generation]) -> list[tuple[Generation, Generation]]:

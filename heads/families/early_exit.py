@@ -27,9 +27,8 @@ from configs.schema.heads import EarlyExitSettings
 from heads.frozen.hidden_states import TargetStates, final_norm, forward_states, num_blocks, read_states
 from heads.frozen.placement import own_copy
 from heads.frozen.served import ServedForward
-from heads.inference.causal_lm import new_cache
+from heads.inference.causal_lm import MediaInputs, new_cache
 from heads.inference.kv_cache import RowCache
-from heads.inference.media_inputs import MediaInputs
 from heads.inference.model_checks import check_on_probe, probe_ids, relative_error
 from heads.inference.runner import runner_of
 from heads.modules.attention import causal_ranges

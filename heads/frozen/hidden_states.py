@@ -21,9 +21,8 @@ from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError
 from heads.frozen.model_config import attentions_per_block
-from heads.inference.causal_lm import forward_rows, head_logits, read_documents
+from heads.inference.causal_lm import MediaInputs, forward_rows, head_logits, read_documents
 from heads.inference.kv_cache import RowCache
-from heads.inference.media_inputs import MediaInputs
 from heads.inference.model_checks import check_on_probe, probe_ids, relative_error
 from heads.inference.runner import backbone, runner_of
 from heads.sampling.token_tree import TreeAttention

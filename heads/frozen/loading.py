@@ -26,20 +26,18 @@ from heads.frozen.checkpoint_files import UNREADABLE
 from heads.frozen.hidden_states import TargetStates
 from heads.frozen.identity import TargetIdentity, hash_chat_template, hash_tokenizer, hash_weights
 from heads.frozen.location import load_gguf, locate
-from heads.frozen.media.processor import MediaReader, load_reader
-from heads.frozen.media.reading import kind_of, shown
+from heads.frozen.media import MediaPrompt, MediaReader, kind_of, load_reader, shown
 from heads.frozen.placement import place_parts
 from heads.frozen.quantized import loader_of, quantization_of
 from heads.frozen.served import load_ends
 from heads.frozen.split import TargetGroup, join_group, split_arguments
 from heads.frozen.tokenizer import in_template, load_tokenizer, no_chat_template
+from heads.inference.causal_lm import MediaInputs
 from heads.inference.compiled_forward import make_compiled
-from heads.inference.guidance import Guidance
 from heads.inference.lean_forward import make_lean
 from heads.inference.masks import rope_limit
-from heads.inference.media_inputs import MediaInputs, MediaPrompt
 from heads.inference.model_checks import check_split
-from heads.inference.runner import Runner, runner_of
+from heads.inference.runner import Guidance, Runner, runner_of
 
 log = logging.getLogger("draftsmith")
 

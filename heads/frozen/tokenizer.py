@@ -21,8 +21,8 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, Pre
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import read_text
 from configs.schema.target import TargetConfig
-from heads.inference.media_inputs import SOUND
 
+SOUND = "sound:"  # before the reference of a sound; that of an image is the path or data URL itself
 OBJECT = "\ufffc"  # Unicode's object replacement character: where an image or a sound stands in a user's text
 
 OF_IDS = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"  # the chat template of `_id_tokenizer`

@@ -1,16 +1,18 @@
 """A causal LM in its two halves, run a few tokens at a time: token ids to hidden states, and hidden states to logits.
 
-Drafts, losses and the decoder need logits at a few positions only, and transformers offers no such split
-(`heads.inference.model_checks.check_split` compares the halves with the whole). The model's `Runner` says whether transformers'
-own modules or another forward run it.
-B batch, T new tokens, S cache length, D width, V vocabulary, W rows of the output head that are wanted.
+Drafts, losses and the decoder need logits at a few positions only, and transformers offers no such split. The model's `Runner`
+says which forward runs it. Images and sounds are read where a row is read from its beginning: its ids hold a placeholder for
+each of their states, so that positions, labels and drafts count tokens as in text.
+B batch, T new tokens, P tokens of the longest prompt, D width, V vocabulary, W rows of the output head that are wanted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
@@ -18,19 +20,30 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel, masking_utils
 
-from configs.runtime.errors import InputError
-from heads.inference.guidance import twice
+from configs.runtime.errors import InputError, first_line
 from heads.inference.kv_cache import RowCache, RowLayer
 from heads.inference.masks import by_axis, masks_of, rope_limit, within_context
-from heads.inference.media_inputs import MediaInputs, check_text, read_with_media
 from heads.inference.recurrent_cache import RecurrentCache
-from heads.inference.runner import apply_head, backbone, runner_of
+from heads.inference.runner import apply_head, backbone, runner_of, twice
 from heads.sampling.token_tree import TreeAttention
 from heads.uploads import on_device
 
 SCALING = ("cohere_compass", "granite4_vision", "granite_docling")  # others with images leave out their text part's logit scale
 _PACKED: ContextVar[bool | None] = ContextVar("packed", default=None)  # of this thread; None: not known
 _OWN = masking_utils.find_packed_sequence_indices
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaInputs:
+    """What a processor made of the images or sounds of some rows, by the name of the model's argument.
+
+    Args:
+        of_media: pixels, sizes, features and the like, of all rows' media one after the other.
+        of_tokens: what each token of the prompts is, `[B, P]`; 0 is text.
+    """
+
+    of_media: Mapping[str, Tensor]
+    of_tokens: Mapping[str, Tensor]
 
 
 def head_logits(model: HasOutputHead, hidden_BTD: Tensor) -> Tensor:
@@ -89,10 +102,10 @@ def forward_rows(
     _check_length(model, starts, T)
     cache.place(starts, T, ids_BT.device, attention)
     if media is not None:
-        states_BTD, cache.offsets_B = read_with_media(model, ids_BT, media, cache)
+        states_BTD, cache.offsets_B = _read_with_media(model, ids_BT, media, cache)
         return states_BTD
     if max(starts) == 0:  # later tokens are an answer's
-        check_text(runner.placeholder, ids_BT)
+        _check_text(model, ids_BT)
     text_B1, places_T = on_device(starts, ids_BT.device).unsqueeze(1), torch.arange(T, device=ids_BT.device)
     positions_BT = text_B1 + places_T if attention is None else attention.positions_BT
     config = model.config.get_text_config()
@@ -115,10 +128,9 @@ def read_documents(
         media: of the rows, which are then not packed; None: they bring none.
     """
     if media is not None:
-        return read_with_media(model, ids_BT, media)[0]
-    runner = runner_of(model)
-    check_text(runner.placeholder, ids_BT)
-    guidance = runner.guidance
+        return _read_with_media(model, ids_BT, media)[0]
+    _check_text(model, ids_BT)
+    guidance = runner_of(model).guidance
     if guidance is not None:
         packed_positions_BT = cast(Tensor | None, twice(packed_positions_BT, len(ids_BT)))
         ids_BT = guidance.doubled_ids(ids_BT)
@@ -144,16 +156,12 @@ def knowing_packing(*, packed: bool) -> Iterator[None]:
 
 
 def _find(position_ids: Tensor) -> Tensor | None:
+    """Return the number of each position's document in its row, from 0, as transformers computes it; None: one a row."""
     known = _PACKED.get()
     if known is None:
         return _OWN(position_ids)
-    return _documents(position_ids) if known else None
-
-
-def _documents(positions_BT: Tensor) -> Tensor:
-    """Return the number of each position's document in its row, from 0, as transformers computes it."""
-    steps_BT = torch.diff(positions_BT, prepend=positions_BT[:, :1] - 1, dim=-1)
-    return (steps_BT != 1).cumsum(-1)
+    steps_BT = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
+    return (steps_BT != 1).cumsum(-1) if known else None
 
 
 def head_rows(model: PreTrainedModel, token_ids_W: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -213,6 +221,41 @@ class HasOutputHead(Protocol):
 
     def get_output_embeddings(self) -> Any:
         """Return the map from hidden states `[..., D]` to raw logits `[..., V]`."""
+
+
+def _check_text(model: PreTrainedModel, ids_BT: Tensor) -> None:
+    """Refuse rows, read from their beginning without media, that hold the placeholder of some."""
+    placeholder = runner_of(model).placeholder
+    if placeholder is not None and bool((ids_BT == placeholder).any()):
+        raise InputError(
+            f"a text holds token {placeholder}, which stands for an image or a sound, and is read without one: leave that "
+            "token out of texts; docs/modalities.md lists what reads them"
+        )
+
+
+def _read_with_media(
+    model: PreTrainedModel, ids_BT: Tensor, media: MediaInputs, cache: RowCache | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Read rows from their beginning; also return, for positions by axis, by how much those after the media differ, `[B]`."""
+    whole: Any = model.base_model
+    T, takes = ids_BT.shape[1], inspect.signature(whole.forward).parameters
+    of_tokens = {name: functional.pad(each, (0, T - each.shape[1])) for name, each in media.of_tokens.items()}
+    given: dict[str, Any] = {name: each for name, each in {**media.of_media, **of_tokens}.items() if name in takes}
+    offsets_B = None
+    if hasattr(whole, "get_rope_index"):
+        asked = inspect.signature(whole.get_rope_index).parameters
+        grids = {name: each for name, each in {**media.of_media, **of_tokens}.items() if name in asked}
+        given["position_ids"], offsets_B1 = whole.get_rope_index(ids_BT, **grids)
+        offsets_B = offsets_B1.view(-1)
+    if cache is not None:
+        given["past_key_values"] = cache
+    try:
+        states_BTD: Tensor = whole(input_ids=ids_BT, use_cache=cache is not None, **given).last_hidden_state
+    except torch.OutOfMemoryError:
+        raise
+    except (ValueError, RuntimeError) as error:
+        raise InputError(f"{type(model).__name__} cannot read these images or sounds: {first_line(error)}") from error
+    return states_BTD, offsets_B
 
 
 def _check_length(model: PreTrainedModel, starts: Sequence[int], T: int) -> None:

@@ -9,9 +9,10 @@ B batch, T new tokens, S cache length, N key-value heads, H head width, A accept
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from heads.sampling.token_tree import TreeAttention
 from heads.uploads import on_device
+
+STEPS = 127  # of int8, to either side
 
 
 @dataclass
@@ -107,11 +110,66 @@ class RowLayer(CacheLayerMixin):
         return self.capacity
 
 
+class Int8Layer(RowLayer):
+    """One layer's keys and values in int8 `[B, N, capacity, H]`, and their scales in float32 `[B, N, capacity, 1]`.
+
+    A scale is a vector's largest magnitude divided by 127; the error is at most half a step. Attention reads the rounded values
+    of a forward's own tokens too, so that speculative decoding gives the answers of plain decoding with the same cache. They
+    are converted back when read, which takes time and, one layer at a time, a full layer's memory.
+    """
+
+    stored: Sequence[str] = ("keys", "values", "key_scales", "value_scales")
+    key_scales: Tensor
+    value_scales: Tensor
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        B, N, _, H = key_states.shape
+        self.keys = key_states.new_zeros(B, N, self.capacity, H, dtype=torch.int8)
+        self.values = value_states.new_zeros(B, N, self.capacity, value_states.shape[-1], dtype=torch.int8)
+        self.key_scales = key_states.new_zeros(B, N, self.capacity, 1, dtype=torch.float32)
+        self.value_scales = torch.zeros_like(self.key_scales)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        """Write the new states, rounded, and return everything up to the furthest row's end in their dtype."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self._write(self.keys, self.key_scales, key_states)
+        self._write(self.values, self.value_scales, value_states)
+        end, dtype = self.slots.end, key_states.dtype
+        keys_BNSH = dequantise(self.keys[:, :, :end], self.key_scales[:, :, :end], dtype)
+        return keys_BNSH, dequantise(self.values[:, :, :end], self.value_scales[:, :, :end], dtype)
+
+    def _write(self, store: Tensor, scales: Tensor, states_BNTH: Tensor) -> None:
+        rounded_BNTH, scales_BNT1 = quantise(states_BNTH)
+        self._written(store, rounded_BNTH)
+        self._written(scales, scales_BNT1)
+
+
+def quantise(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise vectors `[..., H]` to int8, with scales `[..., 1]` in float32.
+
+    A vector with a NaN or infinity has a scale that is not finite, and reads as NaN; one of zeros stays so.
+    """
+    wide = values.float()
+    scales = wide.abs().amax(-1, keepdim=True) / STEPS
+    steps = torch.where(torch.isfinite(scales) & (scales > 0), wide / scales, 0.0)
+    return steps.round().to(torch.int8), scales
+
+
+def dequantise(steps: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return int8 vectors `[..., H]` times their scales, as `dtype`."""
+    return (steps * scales).to(dtype)
+
+
+LAYERS: Mapping[Literal["int8"] | None, Callable[[int], RowLayer]] = {None: RowLayer, "int8": Int8Layer}
+
+
 class RowCache(Cache):
     """Keys and values of `num_layers` layers for up to `capacity` positions a row; see the module's docstring.
 
     `layer` makes one layer's storage of the capacity. Each row of a guided model is read in two `copies`, the second ones
-    behind all first ones (`heads.inference.guidance`); callers count the rows once.
+    behind all first ones (`heads.inference.runner.Guidance`); callers count the rows once.
     """
 
     takes_rows = True  # `put_rows` is to be had
@@ -121,7 +179,7 @@ class RowCache(Cache):
         self.rows = [layer(capacity) for _ in range(num_layers)]
         super().__init__(layers=list(self.rows))
         self.capacity = capacity
-        self.offsets_B: Tensor | None = None  # by which positions after images are moved (`heads.inference.media_inputs`)
+        self.offsets_B: Tensor | None = None  # by which positions after images are moved
         self._slots = _Slots(starts=[0], length=0, index=None)
 
     def moved(self, positions_BT: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 from weakref import WeakKeyDictionary, ref
@@ -17,11 +18,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError, first_line
-from heads.inference.guidance import Guidance
+from configs.schema.target import GuidanceConfig
 from heads.inference.kv_cache import RowCache
 from heads.inference.masks import Masks, by_position, counts_columns, first_of_equals
 from heads.inference.recurrent_cache import MixerSlot, cache_argument, find_mixers
 
+CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 STATE_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # the last two have keys and values beside a state
 WRONG_STATES = {
     "batches": "for rows of unequal lengths in a batch than for each alone; decode one text at a time, with batch_size 1",
@@ -92,6 +94,49 @@ class TransformersForward(DecodingForward):
 
     def watch(self, taps: Sequence[int], seen: dict[int, Tensor]) -> None:
         """Do nothing: hooks on the modules store these states (`heads.frozen.hidden_states.tapped`)."""
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """Classifier-free guidance (Ho and Salimans, 2207.12598): the target is read twice, with its condition and without.
+
+    The unconditional text has a token that stands for none in the place of each of the condition's, so both have the same
+    positions and ancestors. Rows without it stand behind those with it, in the forward and in the cache. The final states are
+    mixed, uncond + scale (cond - uncond): the output head is linear, so these are the logits mixed alike.
+    """
+
+    config: GuidanceConfig
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, config: GuidanceConfig) -> Guidance:
+        """Return the guidance of a model (`heads.inference.runner.Runner.guidance`).
+
+        Raises:
+            InputError: the model caps its logits, which are then no linear function of its states; or lacks one of the tokens.
+        """
+        text, highest = model.config.get_text_config(), max(config.null, *config.condition)
+        if highest >= text.vocab_size:
+            raise InputError(f"target.guidance: token {highest} is not among the target's {text.vocab_size}, counted from 0")
+        if any(getattr(text, name, None) is not None for name in CAPS):
+            raise InputError(f"target.guidance: {type(model).__name__} caps its logits; set guidance to null")
+        return cls(config)
+
+    def doubled_ids(self, ids_BT: Tensor) -> Tensor:
+        """Return the texts, and behind them the same without their condition, `[2 B, T]`."""
+        first, last = self.config.condition
+        return torch.cat([ids_BT, ids_BT.masked_fill((ids_BT >= first) & (ids_BT <= last), self.config.null)])
+
+    def mixed(self, hidden_2BTD: Tensor) -> Tensor:
+        """Return the guided final states `[B, T, D]`."""
+        with_BTD, without_BTD = hidden_2BTD.chunk(2)
+        return without_BTD + self.config.scale * (with_BTD - without_BTD)
+
+
+def twice(rows: Tensor | dict[str, Tensor | None] | None, num_rows: int) -> Tensor | dict[str, Tensor | None] | None:
+    """Return what a forward takes by row for the doubled batch; what is the same for every row stays."""
+    if isinstance(rows, dict):
+        return {name: each if each is None or len(each) != num_rows else torch.cat([each, each]) for name, each in rows.items()}
+    return rows if rows is None or len(rows) != num_rows else torch.cat([rows, rows])
 
 
 class Runner:

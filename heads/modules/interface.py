@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 from configs.schema.heads import HeadSettings
 from heads.device import upload
 from heads.frozen.loading import Target
-from heads.inference.media_inputs import MediaInputs, MediaPrompt
+from heads.frozen.media import MediaPrompt
+from heads.inference.causal_lm import MediaInputs
 from heads.proposers.protocol import Proposer
 from heads.vocabulary import DraftVocabulary
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from configs.schema.decoding import SamplingConfig
 from heads.frozen.hidden_states import TargetStates
+from heads.inference.causal_lm import MediaInputs
 from heads.inference.kv_cache import RowCache
-from heads.inference.media_inputs import MediaInputs
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention
 from heads.uploads import Uploads, token_rows

@@ -21,9 +21,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from configs.runtime.errors import InputError, first_line
 from heads.frozen.hidden_states import TargetStates, block_list, blocks, forward_states, num_blocks, tapped
 from heads.frozen.model_config import causal_config, config_of_blocks
-from heads.inference.causal_lm import forward_rows, new_cache, read_documents
+from heads.inference.causal_lm import MediaInputs, forward_rows, new_cache, read_documents
 from heads.inference.kv_cache import RowCache
-from heads.inference.media_inputs import MediaInputs
 from heads.inference.model_checks import check_on_probe, probe_ids, relative_error
 from heads.sampling.token_tree import TreeAttention
 from heads.uploads import shifted

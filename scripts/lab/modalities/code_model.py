@@ -1,7 +1,7 @@
 """A small autoregressive model of codes, trained from scratch: the target of the demos on pictures and on speech.
 
 A row is a class and the codes of a picture or a recording; in a share of the rows the class is left out, so that the model can
-be guided (`heads.inference.guidance`). Tokens are the codes, then the classes, then the one that stands for no class.
+be guided (`heads.inference.runner.Guidance`). Tokens are the codes, then the classes, then the one that stands for no class.
 N rows, T tokens of a row, the class first.
 """
 

@@ -13,7 +13,7 @@ import torch
 from transformers.audio_utils import mel_filter_bank
 
 from configs.runtime.errors import InputError
-from heads.frozen.media.reading import wav_samples
+from heads.frozen.media import wav_samples
 
 RATE, WINDOW, HOP, BANDS = 8000, 256, 128, 40  # samples a second, of a frame, between frames; mel bands
 QUIET = 1e-6  # power below which everything is silence

@@ -19,9 +19,8 @@ from distill.dataset.batches import Example, collate
 from eval.decoder.decode import Request, decode
 from heads.frozen.hidden_states import num_blocks, read_states
 from heads.frozen.loading import Target, load_target
-from heads.frozen.tokenizer import OBJECT
+from heads.frozen.tokenizer import OBJECT, SOUND
 from heads.inference.causal_lm import head_logits
-from heads.inference.media_inputs import SOUND
 from scripts.lab.models_check.architectures import VOCAB_SIZE
 from scripts.lab.models_check.cases import NEW_TOKENS, ROUNDING, TIE, Case, Mismatch, NotApplicable, distance
 from scripts.lab.models_check.media_models import (

@@ -11,8 +11,8 @@ from configs.schema.target import ImagesConfig, TargetConfig
 from eval.cost.tree_choice import row_seconds
 from eval.decoder.decode import Request, decode
 from heads.frozen.loading import Target, load_target
+from heads.frozen.media import MediaPrompt
 from heads.frozen.tokenizer import OBJECT
-from heads.inference.media_inputs import MediaPrompt
 from scripts.lab.models_check.architectures import tiny_model
 from scripts.lab.models_check.media_models import picture, save_processor
 from scripts.lab.models_check.media_stage import media_requests

@@ -13,8 +13,7 @@ from configs.schema.decoding import DecodeConfig
 from configs.schema.target import TargetConfig
 from eval.decoder.decode import Request, decode
 from heads.frozen.loading import Target, load_target
-from heads.frozen.tokenizer import OBJECT
-from heads.inference.media_inputs import SOUND
+from heads.frozen.tokenizer import OBJECT, SOUND
 from scripts.lab.models_check.architectures import tiny_model
 from scripts.lab.models_check.media_models import PLACEHOLDER, save_processor, sound
 from scripts.lab.models_check.media_stage import media_requests

@@ -1,20 +1,16 @@
 """Images that anybody may have written: what cannot be read is one sentence, and limits hold before decoding."""
 
 import base64
-import contextlib
 import io
 import struct
-import threading
 import zlib
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from configs.runtime.errors import InputError
 from configs.schema.target import ImagesConfig
-from heads.frozen.media.reading import read_image
+from heads.frozen.media import read_image
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -54,7 +50,7 @@ def test_a_path_and_a_data_url_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (bomb(20_000), "more pixels than"),
+        (bomb(20_000), "is no whole image of .* exceeds limit"),
         (bomb(8_000), "has 8000 x 8000 pixels, more than target.images.max_pixels, 50000000"),
         (png(300, 300)[:400], "is no whole image of"),
         (b"%PDF-1.7 no picture", "is no whole image of"),
@@ -76,14 +72,13 @@ def test_hostile_files_are_one_sentence(tmp_path: Path, content: bytes, says: st
 @pytest.mark.parametrize(
     ("reference", "says"),
     [
-        ("https://example.org/a.png", "is a URL, and nothing is fetched: set target.images.allow_urls to true"),
+        ("https://example.org/a.png", "is a URL, and nothing is fetched: give the file"),
         ("../a.png", "lies outside target.images.folder"),
         ("missing.png", "was not found"),
         (".", "is no file here"),
-        ("a\0.png", r"image a\\x00.png is no path"),
-        ("\ud800\n.png", r"image \\ud800\\n.png is no path"),
+        ("a\0.png", r"image a\\x00.png cannot be read"),
+        ("\ud800\n.png", r"image \\ud800\\n.png cannot be read"),
         ("data:image/png;base64,@@", "is no data URL"),
-        ("data:image/png;base64", "has no comma"),
         ("data:image/png;base64," + "A" * 4000, "more bytes than"),
     ],
 )
@@ -92,40 +87,3 @@ def test_references_that_lead_nowhere_are_one_sentence(tmp_path: Path, reference
         read_image(reference, ImagesConfig(folder=str(tmp_path), max_bytes=1000))
     assert len(str(refusal.value)) < 400
     assert str(refusal.value).isprintable()
-
-
-class Answers(BaseHTTPRequestHandler):
-    """Serves a picture, one that never ends, and a redirection."""
-
-    def do_GET(self) -> None:
-        packed = "gzip" in self.headers.get("Accept-Encoding", "")  # which a reader may not ask for
-        self.send_response(500 if packed else {"/a.png": 200, "/long.png": 200, "/moved.png": 302}.get(self.path, 404))
-        self.send_header("Location", "/a.png")
-        self.end_headers()
-        with contextlib.suppress(OSError):  # the reader hangs up
-            self.wfile.write(png() if self.path == "/a.png" else b"x" * 100_000)
-
-    def log_message(self, *arguments: Any) -> None:
-        pass
-
-
-def test_a_url_is_fetched_only_where_that_is_allowed_and_within_limits() -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            url = f"http://127.0.0.1:{server.server_port}"
-            allowed = ImagesConfig(allow_urls=True, max_bytes=1000, timeout_seconds=10)
-            assert read_image(f"{url}/a.png", allowed).size == (4, 3)
-            for name, config, says in (
-                ("a.png", ImagesConfig(), "nothing is fetched: set target.images.allow_urls to true"),
-                ("moved.png", allowed, "was answered with status 302"),
-                ("missing.png", allowed, "was answered with status 404"),
-                ("long.png", allowed, "more bytes than target.images.max_bytes, 1000"),
-            ):
-                with pytest.raises(InputError, match=says):
-                    read_image(f"{url}/{name}", config)
-        finally:
-            server.shutdown()
-    for nowhere in (f"{url}/a.png", f"http://{'a' * 64}.example/a.png"):
-        with pytest.raises(InputError, match="could not be fetched"):
-            read_image(nowhere, allowed)

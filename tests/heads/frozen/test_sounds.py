@@ -9,8 +9,8 @@ import pytest
 
 from configs.runtime.errors import InputError
 from configs.schema.target import AudioConfig
-from heads.frozen.media.reading import read_sound
-from heads.inference.media_inputs import SOUND
+from heads.frozen.media import read_sound
+from heads.frozen.tokenizer import SOUND
 from scripts.lab.models_check.media_models import sound
 
 RATE = 16000
@@ -49,8 +49,3 @@ def test_hostile_files_are_one_sentence(tmp_path: Path, content: bytes, says: st
         read_sound(SOUND + "a.wav", AudioConfig(folder=str(tmp_path), max_bytes=20_000, max_seconds=1.0), RATE)
     assert str(refusal.value).startswith("sound a.wav ")
     assert "\n" not in str(refusal.value)
-
-
-def test_nothing_is_fetched_unless_it_is_allowed() -> None:
-    with pytest.raises(InputError, match=r"is a URL, and nothing is fetched: set target.audio.allow_urls to true"):
-        read_sound(SOUND + "http://127.0.0.1:9/a.wav", AudioConfig(), RATE)

@@ -13,8 +13,7 @@ from eval.decoder.decode import generate
 from eval.decoder.request import Request
 from eval.metrics.likelihood import answer_logits
 from heads.frozen.hidden_states import read_states
-from heads.inference.guidance import Guidance
-from heads.inference.runner import runner_of
+from heads.inference.runner import Guidance, runner_of
 from heads.proposers.draft_lm import DraftLM
 from heads.sampling.counter_rng import CounterRNG, Role
 from heads.sampling.probabilities import draw, token_probabilities

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from configs.schema.decoding import DecodeConfig
 from eval.decoder.decode import generate
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache
-from heads.inference.int8_kv_cache import Int8Layer, dequantise, quantise
-from heads.inference.kv_cache import RowLayer
+from heads.inference.kv_cache import Int8Layer, RowLayer, dequantise, quantise
 from heads.inference.lean_forward import make_lean
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.prompt_lookup import PromptLookup

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from heads.frozen.media.processor import MediaReader
+from heads.frozen.media import MediaReader
 from heads.inference.kv_cache import RowCache
 from scripts.lab.models_check.architectures import tiny_model
 from scripts.lab.models_check.cases import Case, Mismatch
