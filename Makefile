@@ -9,7 +9,7 @@ GEMMA := .cache/gemma/gemma-3-270m-q4_k_m.gguf
 given = $(if $(findstring command line,$(origin $(1))), --$(2) "$($(1))")
 
 .DEFAULT_GOAL := help
-.PHONY: help help-lab setup demo demo-images demo-speech test check bench bench-decode bench-distill bench-heads bench-demo bench-mixed distribution-check device-check slow-check cluster-check engine-check models-check soak tables serve-check gemma-check clean
+.PHONY: help help-lab setup demo demo-images demo-speech test check bench bench-decode bench-distill bench-heads bench-demo bench-mixed bench-eval bench-scale distribution-check device-check slow-check cluster-check engine-check models-check soak tables serve-check gemma-check clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -42,7 +42,7 @@ check: setup ## format, lint, types, import contract
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 
-bench: bench-demo bench-heads bench-decode bench-distill #lab every side-by-side measurement (after make demo; hours)
+bench: bench-demo bench-heads bench-decode bench-distill bench-eval bench-scale #lab every side-by-side measurement (after make demo; hours)
 
 bench-decode: setup #lab the decoder against transformers' assisted generation, into docs/results/decode.json (after make demo; trains the heads of bench-heads where they are not there)
 	$(PY) scripts/lab/benchmark.py decode
@@ -59,6 +59,12 @@ bench-demo: setup #lab the figures of the demo's reports, into docs/results/demo
 bench-mixed: setup #lab Hydra and EAGLE-3 on a mixture of public prompts and the target's own, into docs/results/heads_mixed.json (two hours)
 	$(PY) scripts/lab/benchmark.py heads --config scripts/lab/configs/bench/heads_mixed.yaml
 
+bench-eval: setup #lab predicted speed against measured, the evaluator's own cost, into docs/results/eval.json (after make demo)
+	$(PY) scripts/lab/benchmark.py eval
+
+bench-scale: setup #lab two processes beside one, padding, checkpoints, waiting for data, into docs/results/scale.json (after bench-heads)
+	$(PY) scripts/lab/benchmark.py scale
+
 distribution-check: setup #lab 100,000 samples of the whole decoder for every rule and shape against the target's exact distribution (minutes)
 	$(PY) -m pytest -m slow -s tests/eval/decoder/test_output_distribution.py
 
@@ -71,7 +77,7 @@ cluster-check: setup #lab the job files of scripts/cluster, with a process or a 
 device-check: setup #lab decoding, evaluation, export and training on a mock device that is not the CPU: the CPU's results, waits counted (three minutes)
 	$(PY) -m pytest -m device tests/device
 
-engine-check: setup #lab DDP, FSDP2, ZeRO-2 and 3, offloading and split targets in processes on the CPU against one, into docs/results/engines.json (about 15 minutes)
+engine-check: setup #lab DDP, FSDP2, ZeRO-2 and 3, offloading and split targets in processes on the CPU against one (about 15 minutes)
 	$(PY) -m pytest -m slow -s tests/train/loop/test_engines.py tests/train/test_split_target.py
 	$(PY) scripts/lab/benchmark.py engines
 

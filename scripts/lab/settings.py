@@ -11,8 +11,9 @@ from pydantic import Field, field_validator, model_validator
 
 from configs.schema.base import NonNegativeInt, PositiveFloat, PositiveInt, Settings, Share
 from configs.schema.commands.recipe_changes import Setting, check_names, dotted
-from configs.schema.evaluation import LosslessConfig, SuiteConfig
-from configs.schema.target import TargetConfig
+from configs.schema.evaluation import CostConfig, LosslessConfig, SuiteConfig
+from configs.schema.target import EngineStatesConfig, TargetConfig
+from configs.schema.training import HeadsConfig
 
 
 class BenchLossConfig(Settings):
@@ -152,6 +153,22 @@ class BenchDecodeConfig(Settings):
     output: str = "docs/results/decode.json"
 
 
+class BenchEvalConfig(Settings):
+    """`scripts/lab/benchmark.py eval`: predicted speedups against measured ones, and what evaluating costs beyond decoding."""
+
+    target: TargetConfig = TargetConfig()
+    draft: str = "runs/demo/distill/artifact"  # the artifact of a draft
+    suite: SuiteConfig = SuiteConfig(num_prompts=24)
+    max_new_tokens: PositiveInt = 32
+    repeats: PositiveInt = 1  # timed runs of every prompt by every number of drafts
+    # The sweep that predictions are made of; its num_speculative_tokens is the largest that is predicted and measured
+    cost: CostConfig = CostConfig(batch_sizes=[1], context_tokens=[96, 192], repeats=5)
+    simulations: PositiveInt = 1000  # of a suite of prompts with a known truth, for the coverage of intervals
+    bootstrap_samples: PositiveInt = 2000
+    output: str = "docs/results/eval.json"
+    runs: str = "runs/bench_eval"  # folder: the evaluation that predictions are made of
+
+
 class SoakConfig(Settings):
     """`scripts/lab/benchmark.py soak`: tiny runs killed, stopped and damaged at random."""
 
@@ -191,7 +208,9 @@ class EngineComparisonSettings(Settings):
     tolerance: PositiveFloat = 1e-4  # largest difference of a step's loss, as a share of it
     python: str | None = None  # interpreter for DeepSpeed's engines, where it is installed elsewhere; None: this one
     seconds: PositiveInt = 600  # that one run may take
-    output: str = "docs/results/engines.json"
+    target: str = (
+        "embedded:smollm2-135m-instruct"  # whose memory `scripts/lab/benchmark.py scale` measures where processes share it
+    )
 
 
 class ResultsPart(Settings):
@@ -207,6 +226,52 @@ class ResultsTableConfig(Settings):
 
     document: str | None = None  # None: README.md and the pages of docs/
     results: str = "docs/results"  # folder with NAME.json for each `<!-- table: NAME -->`
+
+
+class BenchScaleConfig(Settings):
+    """`scripts/lab/benchmark.py scale`: several processes beside one, padding, time of checkpoints and waiting for data."""
+
+    recipe: str = "configs/heads/eagle3.yaml"  # of `train/heads.py`
+    cache: str | None = "runs/heads/cache"  # of its data; None: the target runs on every batch
+    num_processes: PositiveInt = 2  # beside one; with batches of the recipe's size each, and sharing one
+    steps: PositiveInt = 24  # timed optimiser steps a run
+    warmup_steps: NonNegativeInt = 3  # before them
+    repeats: PositiveInt = 5  # runs of each side, in turns
+    # Steps between two checkpoints that docs/scaling.md advises, and that checkpoint_share is reckoned for: at 0.6 s a step the
+    # work of two minutes
+    checkpoint_every_steps: PositiveInt = 200
+    checkpoints: PositiveInt = 3  # timed a run
+    engines: bool = (
+        True  # add the rows of `scripts/lab/benchmark.py engines`, and what a process holds of a target that several share
+    )
+    bootstrap_samples: PositiveInt = 2000
+    output: str = "docs/results/scale.json"
+
+
+class BenchStatesConfig(Settings):
+    """`scripts/lab/benchmark.py states`: training from servers of hidden states beside training from a cache."""
+
+    recipe: str = "configs/heads/eagle3.yaml"  # of `train/heads.py`
+    states: EngineStatesConfig | None = None  # the servers; None: those of the recipe's target.states
+    cache: str = "runs/heads/cache"  # of the recipe's data
+    # Conversations whose states are compared with the local target's, best in float32 on both sides; 0: none
+    num_compared: NonNegativeInt = 8
+    steps: PositiveInt = 24  # timed optimiser steps a run
+    warmup_steps: NonNegativeInt = 8  # before them, in which the servers' prefetched states come in
+    repeats: NonNegativeInt = 5  # runs of each side, in turns; 0: states alone are compared
+    bootstrap_samples: PositiveInt = 2000
+    output: str = "docs/results/scale.json"  # a file of `scripts/lab/benchmark.py scale`, which the ratios are added to
+
+
+class ScaleStepsConfig(Settings):
+    """`scripts/lab/bench/scale_steps.py`: optimiser steps of a recipe, timed in one of several processes."""
+
+    recipe: HeadsConfig = HeadsConfig()
+    steps: PositiveInt = 24
+    warmup_steps: NonNegativeInt = 3
+    checkpoints: NonNegativeInt = 0  # written and timed after the steps
+    watch_memory: bool = False  # sampled while the steps run, which slows them a little
+    result: str = "steps.json"  # written by the first process
 
 
 # Engines that are run here, and those whose folders are only written and checked.

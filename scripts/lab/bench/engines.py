@@ -6,23 +6,36 @@ The entries themselves, started by `accelerate launch` with the files of `config
 the CPU: float32, a tiny random target, equal batches in all. Each engine's loss curve is compared with that of one process
 that takes twice as many micro-batches a step. Ends with 1 where one differs by more than the tolerance.
 
+For `benchmark.py scale`, beside it: what a process holds of a target that several share, as a share of the whole, by
+`shard` of the target that is asked for, by `tensor` of one of its depth and vocabulary with random weights, where its own heads
+cannot be divided.
+
 Left out: GPUs, which would need two of them.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from configs.runtime.command import DONE, GATE_FAILED
 from configs.runtime.files import CHECKOUT
-from scripts.lab.bench.harness import write_results
+from configs.schema.target import TargetConfig
+from configs.schema.training import HeadsConfig
+from heads.frozen.loading import Target, load_target
+from heads.frozen.processes import join_processes
+from scripts.lab.bench.scale_steps import own_bytes
+from scripts.lab.fault_injection.children import Child
 from scripts.lab.fault_injection.setup import TinyProject
 from scripts.lab.settings import EngineComparisonSettings
 from train.telemetry.metrics_file import METRICS_FILE, read_metrics
@@ -32,13 +45,12 @@ log = logging.getLogger("draftsmith")
 WORLD_SIZE = 2
 BATCH_SIZE = 2  # conversations a process and micro-step
 TRIED_ON = f"{WORLD_SIZE} processes over gloo on a CPU"
+SPLITS = {"target_memory_tensor2": ("tensor", 2), "target_memory_shard4": ("shard", 4)}
 
 
 def check_engines(settings: EngineComparisonSettings) -> int:
-    """Compare, write the results file, and say by the exit code whether all engines agree with one process."""
-    rows = compare_engines(settings)
-    write_results(settings.output, "engines", settings, rows=rows, ratios={})
-    return DONE if all(row["within_tolerance"] for row in rows) else GATE_FAILED
+    """Compare, and say by the exit code whether all engines agree with one process."""
+    return DONE if all(row["within_tolerance"] for row in compare_engines(settings)) else GATE_FAILED
 
 
 def compare_engines(settings: EngineComparisonSettings) -> list[dict[str, object]]:
@@ -51,6 +63,87 @@ def compare_engines(settings: EngineComparisonSettings) -> list[dict[str, object
             alone = _train(folder, settings, task, None)
             rows += [_row(settings, task, engine, alone, _train(folder, settings, task, engine)) for engine in settings.engines]
         return rows
+
+
+def hold_shares(settings: EngineComparisonSettings, kind: str, size: int) -> dict[str, Any]:
+    """Load the target in so many processes that share it, and in one; return what the one that holds most has of it.
+
+    Bytes of parameters, and by how much loading raises the memory in use that is no file's; each also of the whole target.
+    """
+    with TemporaryDirectory(prefix="split-") as scratch:
+        folder = Path(scratch)
+        own = load_target(TargetConfig(name=settings.target, device="cpu", dtype="float32"))
+        heads = own.model.config.get_text_config().num_key_value_heads
+        name = settings.target
+        if kind == "tensor" and heads % size:
+            name = str(folder / "target")
+            _save_divisible(own, size, Path(name))
+        del own
+        whole, shares = (_load_in(folder, name, parallel, n) for parallel, n in ((None, 1), ({kind: size}, size)))
+    most = max(shares, key=lambda each: each["held"])
+    return {
+        "parallel": f"{kind} {size}",
+        "target": settings.target if name == settings.target else f"random weights, {heads + heads % size} key and value heads",
+        "held_bytes": most["held"],
+        "whole_bytes": most["whole"],
+        "resident_bytes": max(each["resident"] for each in shares),
+        "whole_resident_bytes": whole[0]["resident"],
+    }
+
+
+def _save_divisible(target: Target, size: int, folder: Path) -> None:
+    """Save a target like this one, with so many more heads of the same width that `size` divides them."""
+    config = deepcopy(target.model.config)
+    ratio, width = config.num_attention_heads // config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+    config.num_key_value_heads += -config.num_key_value_heads % size
+    config.num_attention_heads = ratio * config.num_key_value_heads
+    config.hidden_size = width * config.num_attention_heads
+    config.intermediate_size = config.intermediate_size * config.hidden_size // target.model.config.hidden_size
+    type(target.model)(config).save_pretrained(folder)
+    target.tokenizer.save_pretrained(folder)
+
+
+def _load_in(folder: Path, name: str, parallel: dict[str, int] | None, num_processes: int) -> list[dict[str, int]]:
+    """Load the target in processes of their own; return what each holds of it."""
+    output = folder / f"held-{num_processes}"
+    output.mkdir()
+    target = {"name": name, "device": "cpu", "dtype": "float32", "parallel": parallel}
+    config = HeadsConfig.model_validate({"target": target, "output": str(output)})
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "ACCELERATE_USE_CPU": "true"}
+    children = []
+    for rank in range(num_processes):
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_processes, "LOCAL_WORLD_SIZE": num_processes}
+        environment = place | {key: str(value) for key, value in ranks.items()} if num_processes > 1 else {}
+        children.append(Child(_hold, config, folder, f"holding-{num_processes}-{rank}", environment=environment))
+    for child in children:
+        if child.end(600) != DONE:
+            raise RuntimeError(f"{num_processes} processes could not load {name}: {child.said[-2000:]}")
+    return [json.loads(file.read_text()) for file in sorted(output.glob("*.json"))]
+
+
+def _hold(config: HeadsConfig) -> int:
+    """Load the target's part of this process, and write down what it takes."""
+    state, before = join_processes(config.target), _bytes_in_use()
+    target = load_target(config.target)
+    weights = list(target.model.parameters())
+    local = [getattr(each, "_local_tensor", each) for each in weights]
+    held = {
+        "held": sum(each.nbytes for each in local if not each.is_meta),
+        "whole": sum(each.numel() * each.element_size() for each in weights),
+        "resident": _bytes_in_use() - before,
+    }
+    (Path(config.output) / f"{state.process_index}.json").write_text(json.dumps(held))
+    state.wait_for_everyone()
+    return DONE
+
+
+def _bytes_in_use() -> int:
+    """Return this process's own memory without what was freed: glibc keeps several times what is in use of gathered blocks."""
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+    return own_bytes()
 
 
 def largest_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
