@@ -42,15 +42,13 @@ class GuidanceConfig(Settings):
 
 
 class MediaConfig(Settings):
-    """Where the images or sounds of prompts are, and within which limits one is read."""
+    """Where the images or sounds of prompts are, and up to which size one is read."""
 
     what: ClassVar[str]  # is read, in messages
     key: ClassVar[str]  # of these settings
 
     folder: str | None = None  # of relative paths, out of which none may lead; None: they stand in the working folder
-    allow_urls: bool = False  # fetch what a prompt names by http:// or https://
-    max_bytes: PositiveInt = 20_000_000  # of a file, a data URL or a download
-    timeout_seconds: PositiveFloat = 20.0  # of fetching one from a URL
+    max_bytes: PositiveInt = 20_000_000  # of a file or a data URL
 
 
 class ImagesConfig(MediaConfig):
