@@ -65,7 +65,6 @@ PRIVATE_KEY = re.compile(r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY")
 PART = r"[^\s/\\'\"`,;:|<>()\[\]{}]+"
 POSIX_PATH = re.compile(rf"(?<![\w./~\\-])(?:~[\w-]*|\.\.)?/(?!/)(?:{PART}/)+({PART})?|(?<![\w./~\\-])~[\w-]*/({PART})")
 CLIMBING_PATH = re.compile(rf"(?<![\w./])(?:\.\./)+(?:{PART}/)*({PART})?")
-WINDOWS_PATH = re.compile(rf"(?<!\w)[A-Za-z]:[\\/](?![\\/])(?:{PART}[\\/]+)*({PART})?")
 WHOLE_PATH = re.compile(r"(?:~[\w-]*)?/(?!.*[ =:][/~])[^\n,;]*/[^\n,;]*")
 FILE_ADDRESS = re.compile(r"\bfile://(?=/)")
 
@@ -86,11 +85,7 @@ def redact(text: str) -> str:
 
 
 def mask_counting(text: str, found: Counter[str]) -> str:
-    """Return a text that somebody wrote without secrets and e-mail addresses, and add to `found` how many of each kind it had.
-
-    The kinds are known (to this process), token (by its form, a private key too), login (in a URL), header, assigned (as in
-    password=...) and email.
-    """
+    """Return a text without secrets and e-mail addresses, and add to `found` how many of each kind it had (`MASKED`)."""
     kept = _without_known(text)
     found["known"] += kept != text
     for kind, pattern, masked in (*MASKED, ("email", EMAIL, MASK)):
@@ -100,8 +95,9 @@ def mask_counting(text: str, found: Counter[str]) -> str:
 
 
 def _without_known(text: str) -> str:
-    known = {value for name, value in os.environ.items() if SECRET_VARIABLE.search(name) and not _is_path(value)}
-    for secret in sorted(known | _hidden, key=len, reverse=True):
+    known = {value for name, value in os.environ.items() if SECRET_VARIABLE.search(name)}
+    paths = {value for value in known if value.startswith("/") and os.path.exists(value)}  # such as a key file's
+    for secret in sorted((known - paths) | _hidden, key=len, reverse=True):
         if len(secret) >= SHORTEST:
             text = text.replace(secret, MASK)
     return text
@@ -109,26 +105,40 @@ def _without_known(text: str) -> str:
 
 def mask_arguments(arguments: list[str]) -> list[str]:
     """Return a command line without secrets."""
-    before = ["", *arguments]
-    return [_mask_argument(argument, previous) for argument, previous in zip(arguments, before, strict=False)]
+    masked, previous = [], ""
+    for argument in arguments:
+        option = "--set=" if argument.startswith("--set=") else ""
+        key, equals, value = argument.removeprefix(option).partition("=")
+        if previous.startswith("--") and "=" not in previous and SECRET_KEY.search(previous):  # --api-key x
+            masked.append(MASK)
+        elif equals and (any(SECRET_KEY.search(part) for part in key.split(".")) or SECRET_INSIDE.search(value)):
+            masked.append(f"{option}{key}={MASK}")
+        else:
+            masked.append(redact(argument))
+        previous = argument
+    return masked
 
 
-def mask_secrets(value: Any) -> Any:
+def mask_secrets(value: Any, below: tuple[type, ...] = ()) -> Any:
     """Return a JSON value without secrets.
 
-    Every text below a secret key is masked, and every number but below a key of tokens; other texts are redacted; the rest
-    stays.
+    Every text below a secret key is masked, and every number but below a key of tokens (`below` holds the types, further
+    down); so are the secret values of a list `command`. Other texts are redacted; the rest stays.
     """
     if isinstance(value, dict):
-        return {
-            key: _mask_all(inner, (str, int, float) if SURELY_SECRET_KEY.search(key) else (str,))
-            if SECRET_KEY.search(key)
-            else mask_secrets(inner)
-            for key, inner in value.items()
-        }
+        return {key: _mask_field(key, inner, below) for key, inner in value.items()}
     if isinstance(value, list):
-        return [mask_secrets(item) for item in value]
+        return [mask_secrets(item, below) for item in value]
+    if below:
+        return MASK if isinstance(value, below) and not isinstance(value, bool) else value
     return redact(value) if isinstance(value, str) else value
+
+
+def _mask_field(key: str, value: Any, below: tuple[type, ...]) -> Any:
+    if key == "command" and isinstance(value, list) and all(isinstance(each, str) for each in value):
+        return mask_arguments(value)
+    secret: tuple[type, ...] = (str, int, float) if SURELY_SECRET_KEY.search(key) else (str,)
+    return mask_secrets(value, below or (secret if SECRET_KEY.search(key) else ()))
 
 
 class Scrubber:
@@ -137,14 +147,12 @@ class Scrubber:
     A path below a home becomes relative to it; of any other absolute path the last part stays. Paths are found by their form,
     so that an answer of a model that holds `/usr/bin/python` would be changed: use `only_secrets` for prompts and answers.
 
-    Args:
-        secrets: texts to be masked wherever they stand, besides those that look like tokens.
-        homes: folders below which paths stay, relative to them; None: the checkout and the working folder.
+    `secrets` are masked wherever they stand, besides those that look like tokens. The homes are the checkout and the working
+    folder.
     """
 
-    def __init__(self, secrets: Iterable[str | None] = (), homes: Iterable[Path] | None = None) -> None:
-        folders = (CHECKOUT, Path.cwd()) if homes is None else homes
-        named = {str(each) for folder in folders for each in (folder.absolute(), folder.resolve())} - {"/"}
+    def __init__(self, secrets: Iterable[str | None] = ()) -> None:
+        named = {str(each) for folder in (CHECKOUT, Path.cwd()) for each in (folder.absolute(), folder.resolve())} - {"/"}
         self._homes = sorted(named, key=len, reverse=True)
         self._user_home = os.path.expanduser("~")
         self._secrets = [secret for secret in secrets if secret]
@@ -158,7 +166,7 @@ class Scrubber:
             return Path(text).name or "."
         if self._user_home not in ("", "/", "~"):
             text = text.replace(self._user_home + "/", "/home/")  # one without blanks, for the search below
-        for pattern in (WINDOWS_PATH, POSIX_PATH, CLIMBING_PATH):
+        for pattern in (POSIX_PATH, CLIMBING_PATH):
             text = pattern.sub(lambda found: next(filter(None, found.groups()), "."), text)
         return text
 
@@ -185,47 +193,17 @@ class Scrubber:
         return False
 
     def value(self, value: Any) -> Any:
-        """Return a JSON value without paths and secrets, in keys as well; a list `command` also without its secret values."""
-        return self._walk(mask_secrets(value), self.text)
+        """Return a JSON value without paths and secrets, in keys as well."""
+        return _changed(mask_secrets(value), self.text)
 
     def only_secrets(self, value: Any) -> Any:
         """Return a JSON value without secrets."""
-        return self._walk(value, self.secrets)
-
-    def _walk(self, value: Any, change: Any) -> Any:
-        if isinstance(value, str):
-            return change(value)
-        if isinstance(value, list):
-            return [self._walk(each, change) for each in value]
-        if not isinstance(value, dict):
-            return value
-        return {
-            change(key): self._walk(mask_arguments(inner) if _is_command(key, inner) else inner, change)
-            for key, inner in value.items()
-        }
+        return _changed(value, self.secrets)
 
 
-def _mask_argument(argument: str, previous: str) -> str:
-    if previous.startswith("--") and "=" not in previous and SECRET_KEY.search(previous):  # --api-key x
-        return MASK
-    option = "--set=" if argument.startswith("--set=") else ""
-    key, equals, value = argument.removeprefix(option).partition("=")
-    secret = any(SECRET_KEY.search(part) for part in key.split(".")) or SECRET_INSIDE.search(value)
-    return f"{option}{key}={MASK}" if equals and secret else redact(argument)
-
-
-def _is_path(value: str) -> bool:
-    """Return whether a variable's value is the path of an existing file or folder, such as a key file."""
-    return value.startswith("/") and os.path.exists(value)
-
-
-def _mask_all(value: Any, kinds: tuple[type, ...]) -> Any:
-    if isinstance(value, dict):
-        return {key: _mask_all(inner, kinds) for key, inner in value.items()}
+def _changed(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
     if isinstance(value, list):
-        return [_mask_all(item, kinds) for item in value]
-    return MASK if isinstance(value, kinds) and not isinstance(value, bool) else value
-
-
-def _is_command(key: str, value: Any) -> bool:
-    return key == "command" and isinstance(value, list) and all(isinstance(each, str) for each in value)
+        return [_changed(each, change) for each in value]
+    return {change(key): _changed(inner, change) for key, inner in value.items()} if isinstance(value, dict) else value
