@@ -24,7 +24,7 @@ from configs.schema.commands.refreshing import RefreshConfig
 from configs.schema.data import CacheConfig, DataConfig
 from configs.schema.evaluation import EvalConfig, GateConfig
 from configs.schema.training import DistillConfig, HeadsConfig
-from scripts.lab.settings import BenchHeadsConfig, BenchModalitiesConfig, ServeCheckConfig
+from scripts.lab.settings import BenchHeadsConfig, ServeCheckConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 SCHEMAS = {
@@ -40,7 +40,6 @@ SCHEMAS = {
     "refresh": RefreshConfig,
     "serve": ServeCheckConfig,
 }
-OF_ONE_FILE = {"scripts/lab/configs/bench/modalities.yaml": BenchModalitiesConfig}
 OTHER_TOOLS = {"accelerate", "deepspeed"}  # their files are YAML, and checked by the tool itself
 RECIPES = sorted([*(ROOT / "configs").glob("*/*.yaml"), *(ROOT / "scripts" / "lab" / "configs").glob("*/*.yaml")])
 ENTRIES = {
@@ -69,7 +68,7 @@ def relative(path):
 
 
 def schema_of(path):
-    return OF_ONE_FILE.get(path, SCHEMAS.get(Path(path).parent.name))
+    return SCHEMAS.get(Path(path).parent.name)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=relative)

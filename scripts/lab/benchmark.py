@@ -29,7 +29,6 @@ from scripts.lab.settings import (
     BenchDistillConfig,
     BenchEvalConfig,
     BenchHeadsConfig,
-    BenchModalitiesConfig,
     BenchScaleConfig,
     BenchStatesConfig,
     EngineComparisonSettings,
@@ -71,12 +70,6 @@ BENCHMARKS = {
         "scripts.lab.bench.heads",
         "compare_heads",
         "head families on one target (two hours, the first time)",
-    ),
-    "modalities": Benchmark(
-        BenchModalitiesConfig,
-        "scripts.lab.modalities.benchmark",
-        "compare_modalities",
-        "heads and draft LMs for codes of pictures and speech, strict and relaxed (after make demo-images, make demo-speech)",
     ),
     "eval": Benchmark(
         BenchEvalConfig,

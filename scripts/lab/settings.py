@@ -115,27 +115,6 @@ class BenchHeadsConfig(Settings):
         return self
 
 
-class ModalityConfig(Settings):
-    """A target of `scripts/lab/benchmark.py modalities`, and the drafts it is decoded with."""
-
-    # Of `eval/run.py`, with a lossy rule: its draft is measured beside those trained here, each also with the rule left out
-    relaxed: str
-    recipes: list[str] = []  # of `train/heads.py`
-    draft_models: list[str] = []  # of `train/distill.py`
-
-
-class BenchModalitiesConfig(Settings):
-    """`scripts/lab/benchmark.py modalities`: heads and draft LMs on targets of other tokens than text, strictly and relaxed."""
-
-    modalities: dict[
-        str, ModalityConfig
-    ] = {}  # by what the table calls them; scripts/lab/configs/bench/modalities.yaml has the demos'
-    # Prompts of each suite decoded once more, one at a time, for the speedup: in large batches a processor has no time to spare
-    num_timed: PositiveInt = 200
-    runs: str = "runs/modalities"  # folder: what was trained and measured, kept for the next time
-    output: str = "docs/results/modalities.json"
-
-
 class BenchDecodeConfig(Settings):
     """`scripts/lab/benchmark.py decode`: the decoder beside transformers' generation, and all ways of decoding in turns."""
 

@@ -15,11 +15,7 @@ from scripts.lab.settings import BenchDemoConfig
 
 
 def record_demo(config: BenchDemoConfig) -> int:
-    """Write the file; return the exit code.
-
-    Raises:
-        InputError: a report is missing, or, for a file in docs/results, is of another machine or other code.
-    """
+    """Write the file; return the exit code."""
     rows = []
     for path in config.reports:
         report = load_report(Path(path))

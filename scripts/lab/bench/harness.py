@@ -62,9 +62,6 @@ def write_results(
         ratios: ours against the other, from sides that took turns.
         script: the command that ran, to which the process's own arguments are added.
         extra: further JSON values, kept under their names.
-
-    Raises:
-        InputError: the path is in docs/results, and code was changed while this ran; the file is then in `runs/`.
     """
     value = {
         "name": name,
@@ -88,11 +85,7 @@ def write_results(
 def add_ratios(
     path: str | Path, name: str, config: BaseModel, ratios: Mapping[str, Interval | float | None], **extra: Any
 ) -> None:
-    """Add ratios to a results file that another benchmark wrote, and under `name` how they were measured and what else is said.
-
-    Raises:
-        InputError: there is no such file, or, in docs/results, it is of another machine or other code.
-    """
+    """Add ratios to a results file of another benchmark, and under `name` how they were measured."""
     value = read_json(Path(path), "results file")
     if is_published(path):
         check_same_origin(value, path)
@@ -116,11 +109,7 @@ def in_fresh_process(work: Callable[..., R], *arguments: Any) -> R:
 
 
 def measure_growth(work: Callable[[], R]) -> tuple[R, int]:
-    """Run `work`; return its result, and the bytes by which this process's resident memory grew at its peak.
-
-    Raises:
-        InputError: the system is not Linux, which alone lets a process reset its peak.
-    """
+    """Run `work`; return its result, and the bytes by which this process's resident memory grew at its peak."""
     before = 1024 * read_kibibytes("/proc/self/status", "VmRSS")
     # Resets the peak. getrusage's ru_maxrss cannot be reset, and begins with the peak of the parent process.
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
@@ -129,11 +118,7 @@ def measure_growth(work: Callable[[], R]) -> tuple[R, int]:
 
 
 def read_kibibytes(path: str, name: str) -> int:
-    """Return the number of a line `NAME:  123 kB` of one of the kernel's files.
-
-    Raises:
-        InputError: there is no such file: the system is not Linux.
-    """
+    """Return the number of a line `NAME:  123 kB` of one of the kernel's files."""
     try:
         lines = Path(path).read_text(encoding="ascii").splitlines()
     except OSError as error:

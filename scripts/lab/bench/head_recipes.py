@@ -29,9 +29,6 @@ def train_recipes(config: BenchHeadsConfig, *, output: str | None = None) -> lis
 
     Args:
         output: the results file that they are trained for; None: the config's.
-
-    Raises:
-        InputError: one was trained before, and not by the code that the results are to be of.
     """
     recipes = read_recipes(config)
     check_comparable(list(recipes.values()))

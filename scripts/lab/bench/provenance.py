@@ -30,11 +30,7 @@ def describe_origin() -> dict[str, Any]:
 
 
 def check_place(output: str | Path) -> None:
-    """Refuse to write into docs/results from a tree that is no commit's, or no longer that of this process's beginning.
-
-    Raises:
-        InputError: names the files that differ.
-    """
+    """Refuse to write into docs/results from a tree that is no commit's, or no longer that of this process's beginning."""
     if not is_published(output):
         return
     commit = describe_origin()["git"]["commit"]
@@ -45,11 +41,7 @@ def check_place(output: str | Path) -> None:
 
 
 def check_trained_here(artifacts: Iterable[str | Path], output: str | Path) -> None:
-    """Refuse drafts, for results in docs/results, that were trained by other code than this commit's.
-
-    Raises:
-        InputError: names the first.
-    """
+    """Refuse drafts, for results in docs/results, that were trained by other code than this commit's."""
     for artifact in artifacts if is_published(output) else ():
         metadata = read_json(Path(artifact) / "draftsmith.json", "artifact metadata")
         trained = metadata.get("provenance", {}).get("git", {})
@@ -71,9 +63,6 @@ def check_same_origin(results: Mapping[str, Any], path: str | Path, code: tuple[
         results: a results file's content, or a report's, which says more of its machine.
         path: names it in the error.
         code: the folders whose code made it.
-
-    Raises:
-        InputError: names the file and what differs.
     """
     here, git = describe_origin(), results.get("git") or {}
     other = [name for name in ("hardware", "versions") if not here[name].items() <= (results.get(name) or {}).items()]

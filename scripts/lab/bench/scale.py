@@ -122,12 +122,7 @@ def run_in_turns(config: BenchScaleConfig, recipe: HeadsConfig, scratch: Path) -
 def run_steps(
     recipe: HeadsConfig, config: BenchScaleConfig, num_processes: int, folder: Path, *, watch_memory: bool = False
 ) -> Steps:
-    """Take a recipe's steps in processes of their own, of one thread each.
-
-    Raises:
-        InputError: they refused their config or data.
-        RuntimeError: they failed.
-    """
+    """Take a recipe's steps in processes of their own, of one thread each."""
     child = ScaleStepsConfig(
         recipe=recipe.model_copy(update={"output": str(folder / "run")}),
         steps=config.steps,

@@ -47,11 +47,7 @@ def documents() -> list[Path]:
 
 
 def fill_tables(document: str, results: Path) -> str:
-    """Return a Markdown document with its tables made anew from the benchmarks' files in a folder.
-
-    Raises:
-        InputError: a table has no end, its file is no results file, or has nothing of what it is to show.
-    """
+    """Return a Markdown document with its tables made anew from the benchmarks' files in a folder."""
     whole = {match.start() for match in TABLE.finditer(document)}
     for opening in OPENING.finditer(document):
         if opening.start() not in whole:

@@ -114,9 +114,6 @@ def run_engine(
         job: see above; threads and environment are added.
         folder: for the job's files and the engine's log; made.
         environments: where the engines' environments are.
-
-    Raises:
-        RuntimeError: it failed, took too long, or did not answer every prompt; with its last output.
     """
     engine, place = ENGINES[name], find_engine(name, environments)
     folder.mkdir(parents=True)

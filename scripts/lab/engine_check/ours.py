@@ -90,11 +90,7 @@ def count_ours(
 
 
 def count_rounds(accepted: Iterable[int], length: int) -> Counts:
-    """Count the rounds that an answer of `length` takes, the last one whole, by the drafts accepted in each in order.
-
-    Raises:
-        ValueError: the rounds end before the answer does.
-    """
+    """Count the rounds that an answer of `length` takes, the last one whole, by the drafts accepted in each in order."""
     tokens, rounds, total = 1, 0, 0
     for number in accepted:
         if tokens >= length:

@@ -56,11 +56,7 @@ class Child:
         return self._step.value
 
     def end(self, seconds: float = 120.0) -> int:
-        """Wait for the child; return its exit code, negative for the signal that ended it.
-
-        Raises:
-            TimeoutError: it did not end in time; it is killed.
-        """
+        """Wait for the child; return its exit code, negative for the signal that ended it."""
         self.process.join(seconds)
         if self.process.exitcode is None:
             self.kill()

@@ -22,11 +22,7 @@ LARGEST = 2**24  # bytes of a file
 
 
 def read_wav(path: Path, seconds: float) -> np.ndarray:
-    """Return the first samples of a recording, from -1 to 1, its channels averaged, at `RATE`.
-
-    Raises:
-        InputError: the file is too large, cut off, or no such recording.
-    """
+    """Return the first samples of a recording, from -1 to 1, its channels averaged, at `RATE`."""
     size = path.stat().st_size
     if size > LARGEST:
         raise InputError(f"{path} has {size} bytes; recordings of at most {LARGEST} are taken")

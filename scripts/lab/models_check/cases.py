@@ -81,11 +81,7 @@ def reference_answer(model: PreTrainedModel, prompt: Sequence[int]) -> list[int]
 
 
 def check_answers(case: Case, numbers: Sequence[int], settings: DecodeConfig, proposer: Proposer | None = None) -> None:
-    """Decode some of the prompts greedily, by default with drafts that are right and wrong in turns, and compare the answers.
-
-    Raises:
-        Mismatch: one is not transformers', and not for a near tie.
-    """
+    """Decode some prompts greedily, by default with drafts that are right and wrong in turns; compare the answers."""
     target = case.target
     texts = [prompt + answer for prompt, answer in zip(PROMPTS, case.answers, strict=True)]
     if proposer is None and settings.num_speculative_tokens:

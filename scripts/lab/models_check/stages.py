@@ -235,11 +235,7 @@ def kept_draft(target: Target) -> PreTrainedModel:
 
 
 def train(module: nn.Module, loss: Callable[[], Tensor], wanted: Sequence[str]) -> None:
-    """Take some steps.
-
-    Raises:
-        Mismatch: a loss or gradient is not finite, or a parameter of these names has none, or only zeros, in every step.
-    """
+    """Take some steps."""
     named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     optimizer = torch.optim.AdamW(named.values(), lr=1e-3)
     missing = set(wanted) & named.keys()

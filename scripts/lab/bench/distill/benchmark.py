@@ -79,11 +79,7 @@ def compare_distillation(config: BenchDistillConfig) -> int:
 
 
 def read_training(draft: str) -> DistillConfig:
-    """Return the recipe that an artifact was made by, as it stands in the artifact.
-
-    Raises:
-        InputError: the folder is no artifact, or its training config cannot be read.
-    """
+    """Return the recipe that an artifact was made by, as it stands in the artifact."""
     content = read_metadata(Path(draft)).training
     if not content:
         raise InputError(f"draft: {draft} does not say how it was trained; expected an artifact of train/distill.py")

@@ -214,11 +214,7 @@ def forward_backward(side: LossSide, inputs: LossInputs) -> float:
 
 
 def fitting_positions(config: BenchLossConfig) -> int:
-    """Halve the number of positions until the unchunked loss fits into the memory allowed and available.
-
-    Raises:
-        InputError: not even one position does, or the memory is unknown.
-    """
+    """Halve the number of positions until the unchunked loss fits into the memory allowed and available."""
     limit = min(config.max_gibibytes * GIBIBYTE, read_kibibytes("/proc/meminfo", "MemAvailable") * 1024)
     positions = config.positions
     while positions * config.vocab_size * BYTES_AT_PEAK > limit:

@@ -24,9 +24,6 @@ class TransformersPeer:
     """Greedy `generate` for one prompt at a time, plain or assisted by a draft model.
 
     Replaces both models' generation configs, which only transformers reads, and thaws their weights; both stay so.
-
-    Raises:
-        InputError: the vocabularies differ in size, which transformers assists only by way of text.
     """
 
     def __init__(self, target: Target, draft: PreTrainedModel, num_speculative_tokens: int, max_new_tokens: int) -> None:

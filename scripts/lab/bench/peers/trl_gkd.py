@@ -51,9 +51,6 @@ class GkdPeer:
         optimizer: learning rate, betas and the norm that gradients are clipped to.
         mixed_precision: of the forwards.
         folder: where the trainer may write.
-
-    Raises:
-        InputError: the vocabularies differ in size, which the trainer does not take.
     """
 
     def __init__(

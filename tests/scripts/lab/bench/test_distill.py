@@ -29,29 +29,20 @@ from scripts.lab.bench.distill.benchmark import (
     verdict,
 )
 from scripts.lab.bench.distill.loss import (
-    BETAS,
     Key,
     LossMeasurement,
     Pass,
     chunked_divergence,
     fitting_positions,
     forward_backward,
-    loss_sides,
     make_inputs,
     measure_pass,
     unchunked_jsd,
 )
 from scripts.lab.bench.distill.training import (
     CACHED,
-    DEFAULT,
-    GKD,
     ONLINE,
-    SAME_LOSS,
-    SAME_WORK,
     compare_cached,
-    compare_with_trl,
-    training_ratios,
-    training_rows,
 )
 from scripts.lab.settings import BenchDistillConfig, BenchLossConfig
 from scripts.trials import trained_runs
@@ -244,40 +235,3 @@ def test_an_artifact_without_a_recipe_of_this_version_is_named(tiny_run, tmp_pat
     (tmp_path / "draftsmith.json").write_text(json.dumps(content | {"training": training}))
     with pytest.raises(InputError, match=f"^draft: .*{complaint}"):
         read_training(str(tmp_path))
-
-
-needs_trl = pytest.mark.skipif(not training_comparison.trl_is_installed(), reason="trl is not installed")
-
-
-@needs_trl
-@pytest.mark.filterwarnings("ignore")  # TRL's own
-@pytest.mark.parametrize("name", BETAS)
-def test_trl_computes_the_same_divergences(name, monkeypatch):
-    monkeypatch.setattr(loss_comparison, "trl_is_installed", lambda: True)
-    sides, inputs = loss_sides(5), make_inputs(12, 8, 64)
-    assert set(sides) == {Key("jsd", "unchunked"), *(Key(each, side) for each in BETAS for side in ("chunked", "trl_chunked"))}
-    theirs, ours = (forward_backward(sides[Key(name, side)], inputs) for side in ("trl_chunked", "chunked"))
-    assert theirs == pytest.approx(ours, rel=1e-3)
-
-
-@needs_trl
-@pytest.mark.filterwarnings("ignore")  # TRL's own
-def test_trl_takes_the_same_steps_and_every_way_has_a_row_and_a_ratio(bench, monkeypatch):
-    monkeypatch.setattr(training_comparison, "trl_is_installed", lambda: True)
-    turns = compare_with_trl(bench)
-    theirs, ours, same_work, default = (
-        [turn.result for (turn,) in turns[name]] for name in (GKD, SAME_LOSS, SAME_WORK, DEFAULT)
-    )
-    assert [step.num_tokens for step in ours] == [step.num_tokens for step in theirs]
-    assert [step.loss for step in ours] == pytest.approx([step.loss for step in theirs], rel=0.02)
-    assert [step.loss for step in same_work] != pytest.approx([step.loss for step in ours], rel=1e-3)
-    assert [step.loss for step in default] != pytest.approx([step.loss for step in ours], rel=1e-3)  # 32 of 64 tokens
-    cached = dict.fromkeys((CACHED, ONLINE), turns[SAME_LOSS])
-    names = [row["training"] for row in training_rows(bench, cached, turns)]
-    assert names == ["cached", "online", "trl_gkd", "ours, the same work", "ours, the same loss", "ours, our default"]
-    ratios = training_ratios(cached, turns, 50)
-    assert {name for name in ratios if "trl" in name and "_gkd_" not in name} == {
-        "tokens_per_second_vs_trl_gkd",
-        "same_loss_tokens_per_second_vs_trl_gkd",
-        "default_tokens_per_second_vs_trl_gkd",
-    }
