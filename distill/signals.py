@@ -17,7 +17,7 @@ from distill.cache.reader import TargetCache
 from distill.loss.pairs import SparseTarget
 from heads.frozen.hidden_states import TargetStates, read_states
 from heads.frozen.loading import StateSource, Target
-from heads.frozen.split import in_turns
+from heads.frozen.processes import in_turns
 from heads.modules.interface import Batch, Normalisers
 
 
@@ -71,7 +71,7 @@ def signal_source(
     Args:
         taps: states that are read beside the final ones.
         cache: of the target's outputs on the conversations of the batches; None: the target runs, or its servers do.
-        own_batches: processes that share the target each bring a batch of their own, not all the same (`heads.frozen.split`).
+        own_batches: processes that share the target each bring a batch of their own, not all the same.
         known_ahead: batches are read as they were loaded, and not changed by the draft before.
         normalised: the loss takes the normalisers that a cache keeps at every position.
     """

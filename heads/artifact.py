@@ -30,8 +30,7 @@ from heads.frozen.checkpoint_files import UNREADABLE
 from heads.frozen.hidden_states import check_taps
 from heads.frozen.identity import TargetIdentity, hash_weights
 from heads.frozen.loading import load_with, move, rounded_parts
-from heads.frozen.quantized import loader_of
-from heads.frozen.size_limits import check_causal_lm, check_counts, no_larger_than
+from heads.frozen.weights import check_causal_lm, check_counts, loader_of, no_larger_than
 from heads.hub import METADATA_FILE, locate_artifact
 from heads.inference.compiled_forward import run_alike
 from heads.inference.model_checks import check_rolls_back, check_split

@@ -52,7 +52,7 @@ REPORTS = {"draft LM": RUN / "eval", "head": RUN / "eval_head"}
 STEPS = {
     "target: fetch and unpack": [
         "-c",
-        "from heads.frozen.location import NAME, PREFIX, embedded_folder; embedded_folder(PREFIX + NAME)",
+        "from heads.frozen.identity import NAME, PREFIX, embedded_folder; embedded_folder(PREFIX + NAME)",
     ],
     "data: the target writes prompts and answers": ["scripts/make_data.py", "--config", "configs/data/demo.yaml"],
     "distil: train a draft LM": [*LAUNCH, "train/distill.py", "--config", "configs/distill/demo.yaml"],

@@ -30,7 +30,7 @@ def main(config: ExportConfig, args: argparse.Namespace) -> None:
     from configs.schema.training import TargetConfig
     from heads.formats.exporting.exporter import SERVE_FILE, export
     from heads.formats.exporting.source import TargetFolder, read_source
-    from heads.frozen.location import locate
+    from heads.frozen.identity import locate
     from heads.hub import locate_artifact
     from heads.metadata import read_metadata
 

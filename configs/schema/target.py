@@ -1,7 +1,7 @@
 """The target: which model, how it runs, over which devices or processes it is spread, which servers run it. Imports no torch.
 
-The device map is made and checked against the model in `heads.frozen.placement`, the split in `heads.frozen.split`, the servers
-in `distill.server.states`.
+The device map is made and checked against the model in `heads.frozen.placement`, the split in `heads.frozen.processes`,
+servers in `distill.server.states`.
 """
 
 from __future__ import annotations

@@ -62,8 +62,7 @@ from distill.server.logprobs import TargetServer
 from heads.frozen.hidden_states import check_taps, num_blocks
 from heads.frozen.identity import remembered_sha256
 from heads.frozen.loading import Target, load_target
-from heads.frozen.processes import join_processes, naming_lost_processes
-from heads.frozen.split import from_first, share_of
+from heads.frozen.processes import from_first, join_processes, naming_lost_processes, share_of
 
 logger = logging.getLogger("draftsmith")
 

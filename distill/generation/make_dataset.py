@@ -35,8 +35,7 @@ from distill.generation.split import Split, split_prompts
 from distill.generation.steering import SEEDS
 from distill.server.logprobs import TargetServer
 from heads.frozen.loading import Target, load_target
-from heads.frozen.processes import join_processes, naming_lost_processes
-from heads.frozen.split import share_of
+from heads.frozen.processes import join_processes, naming_lost_processes, share_of
 
 logger = logging.getLogger("draftsmith")
 

@@ -22,11 +22,10 @@ from configs.schema.learning import LoraSettings, StudentConfig
 from configs.schema.target import TargetConfig
 from distill.student.kept_blocks import keep_layers
 from heads.frozen.checkpoint_files import UNREADABLE
-from heads.frozen.identity import hash_tokenizer
+from heads.frozen.identity import hash_tokenizer, locate
 from heads.frozen.loading import Target, move
-from heads.frozen.location import locate
 from heads.frozen.model_config import auto_class, causal_config, overridden
-from heads.frozen.quantized import loader_of
+from heads.frozen.weights import loader_of
 from heads.inference.model_checks import check_rolls_back, check_split
 
 UNTRUSTED = {"trust_remote_code": False}  # otherwise transformers asks on the terminal

@@ -23,7 +23,7 @@ from eval.measure.turns import Turns
 from eval.metrics.energy import Meter
 from eval.metrics.tally import Tally
 from heads.frozen.loading import Target
-from heads.frozen.split import share_of
+from heads.frozen.processes import share_of
 from heads.proposers.protocol import Proposer
 
 

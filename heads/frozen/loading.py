@@ -24,14 +24,13 @@ from configs.schema.target import TargetConfig
 from heads.device import choose_device
 from heads.frozen.checkpoint_files import UNREADABLE
 from heads.frozen.hidden_states import TargetStates
-from heads.frozen.identity import TargetIdentity, hash_chat_template, hash_tokenizer, hash_weights
-from heads.frozen.location import load_gguf, locate
+from heads.frozen.identity import TargetIdentity, hash_chat_template, hash_tokenizer, hash_weights, load_gguf, locate
 from heads.frozen.media import MediaPrompt, MediaReader, kind_of, load_reader, shown
 from heads.frozen.placement import place_parts
-from heads.frozen.quantized import loader_of, quantization_of
+from heads.frozen.processes import TargetGroup, join_group, split_arguments
 from heads.frozen.served import load_ends
-from heads.frozen.split import TargetGroup, join_group, split_arguments
 from heads.frozen.tokenizer import in_template, load_tokenizer, no_chat_template
+from heads.frozen.weights import loader_of, quantization_of
 from heads.inference.causal_lm import MediaInputs
 from heads.inference.compiled_forward import make_compiled
 from heads.inference.lean_forward import make_lean
@@ -68,7 +67,7 @@ class Target:
         eos_token_ids: every id that ends an answer.
         spread_by: the settings by which its blocks were spread over devices (`heads.frozen.placement`) or processes; None: it
             is on one.
-        group: the processes that it is split over (`heads.frozen.split`); None: each has a target of its own.
+        group: the processes that it is split over (`heads.frozen.processes`); None: each has a target of its own.
         states_from: servers that run it (`distill.server.engine`); None: it is run here.
         media: makes its inputs of the images or sounds of prompts; None: it reads text alone.
     """

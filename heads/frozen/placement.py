@@ -5,7 +5,7 @@ spread, and run one after another. accelerate's hooks move the states and load o
 `infer_auto_device_map` places all parts in the model's order, and its balanced shares offload blocks that devices of unequal
 sizes could hold.) Between two runs an offloaded module's weights are on torch's meta device, so code that starts from a block
 reads them by `real_weight` or copies it by `own_copy`. The same two read the blocks of a target that is split over processes
-(`heads.frozen.split`).
+(`heads.frozen.processes`).
 """
 
 from __future__ import annotations

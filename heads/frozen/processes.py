@@ -1,32 +1,53 @@
-"""Joining the other processes that `accelerate launch` started, for every command that shares its work among them."""
+"""Joining the processes that `accelerate launch` started, and a target split over groups of them.
+
+transformers splits tensors and experts while it reads the weights; torch's FSDP2 gathers a block's for as long as it runs.
+Embedding, final norm and output head are whole in every process: heads and losses read them, and not all equally often. Every
+forward must be run by all of a group. They decode the same prompts in lockstep (random numbers are a function of request and
+position), and in training each brings a batch of its own, which all read in turn.
+B batch, T positions.
+"""
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from accelerate.utils import parse_flag_from_env
+from accelerate.utils import gather_object, parse_flag_from_env
+from torch import Tensor, nn
 from torch.distributed import DistError
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import PreTrainedModel
+from transformers.distributed import DistributedConfig
+from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+from transformers.distributed.tensor_parallel import TensorParallelLayer
 
-from configs.runtime.errors import InputError, RunFailed, first_line
-from configs.schema.target import TargetConfig
+from configs.runtime.errors import ConfigError, InputError, RunFailed, first_line
+from configs.schema.target import ParallelConfig, TargetConfig
 from heads.device import choose_device
+from heads.frozen.hidden_states import blocks
+from heads.frozen.placement import UNSPLIT, blocks_name, make_skeleton
+
+Read = TypeVar("Read")
+Part = TypeVar("Part")
+
+WHOLE, SHARED = "replicate", "shared_block"  # styles of transformers' plans: its own, and the one registered below
+EXPERT_WEIGHTS = "grouped_gemm"  # the style of weights whose first dimension counts experts
 
 
 def join_processes(target: TargetConfig, *, timeout_seconds: int | None = None) -> PartialState:
-    """Return this process's place among those that share the work.
-
-    Args:
-        target: says which kind of device the work runs on.
-        timeout_seconds: how long a process waits for the others before it gives up; None: torch's own limit.
+    """Return this process's place among those that share the work; `timeout_seconds` None: torch's own limit for waiting.
 
     Raises:
         InputError: DeepSpeed is asked for and not installed.
@@ -55,11 +76,7 @@ def join_processes(target: TargetConfig, *, timeout_seconds: int | None = None) 
 
 @contextmanager
 def _without_compiling() -> Iterator[None]:
-    """Let DeepSpeed, started on a CPU, do without operators of its own.
-
-    It would compile one for reductions in shared memory when it is first started, and a process that is killed meanwhile
-    leaves a lock that all later ones wait for without end. gloo reduces as well.
-    """
+    """Let DeepSpeed on a CPU do without operators of its own: a process killed while it compiles one leaves a lock."""
     if find_spec("deepspeed") is None:
         yield
         return
@@ -77,28 +94,19 @@ def _without_compiling() -> Iterator[None]:
 
 
 def wait_patiently(seconds: int) -> None:
-    """Return once all processes have come here, which may take longer than other waits; one that ends is noticed at once.
-
-    Raises:
-        RuntimeError: see `naming_lost_processes`; or one did not come within `seconds`.
-    """
+    """Return once all processes have come here, or fail after `seconds`; gloo keeps no device busy meanwhile."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier(_patient_group(dist.group.WORLD, seconds))
 
 
 @cache
 def _patient_group(everyone: Any, seconds: int) -> Any:
-    """Return a group of the same processes over gloo, whose waits keep no device busy, with a limit of its own."""
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
 
 
 @contextmanager
 def naming_lost_processes() -> Iterator[None]:
-    """Explain the failure where waiting for another process fails: the transport's own message does not.
-
-    Raises:
-        RunFailed: another process has ended, or did not answer for as long as `join_processes` was told to wait.
-    """
+    """Say in a `RunFailed` that another process has ended or does not answer: the transport's own message does not."""
     try:
         yield
     except RuntimeError as error:
@@ -108,3 +116,198 @@ def naming_lost_processes() -> Iterator[None]:
             f"another process of this run has ended or does not answer ({first_line(error)}); its own log says why. Nothing "
             "on disk is lost: rerun the same command to resume"
         ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetGroup:
+    """The processes that share one target: group `number` of `count`, in which this process is `rank` of `size`.
+
+    With `same_inputs` they must bring the same inputs to a forward, not only as many forwards.
+    """
+
+    number: int
+    count: int
+    rank: int
+    size: int
+    same_inputs: bool
+    processes: dist.ProcessGroup
+
+    def member(self, rank: int) -> int:
+        """Return the number, among all processes, of one of this group."""
+        return self.number * self.size + rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """Which part of the target's work is this process's: `number` of `count`. Of a group all do the same, and one writes it."""
+
+    number: int
+    count: int
+    writes: bool
+
+    def gather(self, own: Sequence[Part]) -> list[Part]:
+        """Return what those that write hand in, in the order of their parts."""
+        found: list[Part] = gather_object(list(own) if self.writes else [])
+        return found
+
+    def in_all(self, own: Iterable[int]) -> set[int]:
+        """Return the numbers that every process of this part hands in: what it has finished, after it was interrupted."""
+        found: list[tuple[int, set[int]]] = gather_object([(self.number, set(own))])
+        return set.intersection(*(numbers for part, numbers in found if part == self.number))
+
+
+def share_of(group: TargetGroup | None, state: PartialState) -> Share:
+    """Return this process's share where the target is shared by `group`; None: each process has a target of its own."""
+    if group is None:
+        return Share(number=state.process_index, count=state.num_processes, writes=True)
+    return Share(number=group.number, count=group.count, writes=group.rank == 0)
+
+
+def from_first(group: TargetGroup | None, numbers: Iterable[int]) -> Iterator[int]:
+    """Yield, in all processes of a group, what the first one takes from its `numbers`; None: those of this process."""
+    if group is None:
+        yield from numbers
+        return
+    taken = iter(numbers)
+    while True:
+        sent = [next(taken, None) if group.rank == 0 else None]
+        dist.broadcast_object_list(sent, group.member(0), group=group.processes)
+        if sent[0] is None:
+            return
+        yield sent[0]
+
+
+def in_turns(
+    group: TargetGroup | None, ids_BT: Tensor, positions_BT: Tensor | None, read: Callable[[Tensor, Tensor | None], Read]
+) -> Read:
+    """Return what `read` makes of this process's batch, while each other process of the group gets that of its own.
+
+    Shapes may differ between processes.
+    """
+    if group is None or not group.same_inputs:
+        return read(ids_BT, positions_BT)
+    shape = torch.tensor([*ids_BT.shape, positions_BT is not None], device=ids_BT.device)
+    shapes = shape.new_empty(group.size * len(shape))
+    dist.all_gather_into_tensor(shapes, shape, group=group.processes)
+    own: list[Read] = []
+    for rank, (B, T, is_packed) in enumerate(shapes.view(group.size, -1).tolist()):
+        mine = rank == group.rank
+        sent = [ids_BT.contiguous() if mine else ids_BT.new_empty(B, T)]
+        if is_packed:
+            sent.append(positions_BT.contiguous() if mine and positions_BT is not None else ids_BT.new_empty(B, T))
+        for tensor in sent:
+            dist.broadcast(tensor, group.member(rank), group=group.processes)
+        result = read(sent[0], sent[1] if is_packed else None)
+        if mine:
+            own.append(result)
+    return own[0]
+
+
+@dataclass
+class _OneGroup(DistributedConfig):
+    """transformers' settings for groups that know nothing of each other: it would hold what they share in parts as well."""
+
+    @property
+    def dp_size(self) -> int:
+        return 1
+
+
+class _SharedBlock(TensorParallelLayer):
+    """A block whose weights each process holds a share of, and all of while it runs."""
+
+    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        return module
+
+
+ALL_PARALLEL_STYLES.register(SHARED, cast(Any, _SharedBlock()))
+
+
+def split_arguments(path: Path, config: TargetConfig, device: torch.device) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` by which this process reads its part of the target in a folder.
+
+    Raises:
+        ConfigError: the groups do not divide the number of processes, or their size not what they split.
+        InputError: transformers has no plan by which the family could be split so.
+    """
+    parallel, count = _parallel(config), _count_groups(config)
+    skeleton = make_skeleton(path, config)
+    prefix = blocks_name(skeleton)
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and accelerator.type != device.type:  # transformers takes it, whatever the config says
+        raise ConfigError(
+            f"target.parallel: {parallel.kind} runs on {accelerator.type} where there is one, got device {device.type}; hide "
+            "it from the processes (CUDA_VISIBLE_DEVICES='')"
+        )
+    if parallel.kind != "shard":
+        _check_plan(skeleton, parallel, prefix)
+    whole = [rule for rule in skeleton.tp_plan if parallel.kind != "tensor" or not rule.startswith(f"{prefix}.")]
+    plan = dict.fromkeys(whole, WHOLE) | ({f"{prefix}.*": SHARED} if parallel.kind == "shard" else {})
+    settings = _OneGroup(
+        tp_size=parallel.size,
+        dp_replicate_size=count,
+        tp_plan=plan or dict.fromkeys([prefix], WHOLE),
+        ep_size=parallel.expert,
+    )
+    return {"distributed_config": settings}
+
+
+def join_group(model: PreTrainedModel, config: TargetConfig, device: torch.device) -> TargetGroup:
+    """Return the group of this process, whose part of the target is `model`, and make that ready to run."""
+    parallel, count = _parallel(config), _count_groups(config)
+    mesh = init_device_mesh(device.type, (count, parallel.size), mesh_dim_names=("groups", "members"))
+    for part in (model.config, model.config.get_text_config()):
+        part.__dict__.pop("distributed_config", None)  # drafts are made of this config
+    with torch.device("meta"):
+        unsplit = blocks(type(model)(model.config))
+    layers = blocks(model)
+    for block, unsplit_block in zip(layers, unsplit, strict=True):
+        block.__dict__[UNSPLIT] = unsplit_block
+    inside = {module for block in layers for module in block.modules()}
+    for module in model.modules():
+        if module not in inside and getattr(module, "_is_hooked", False):  # what stays whole needs no hook
+            for name in ("forward", "_is_hooked"):
+                module.__dict__.pop(name, None)
+    return TargetGroup(
+        number=dist.get_rank() // parallel.size,
+        count=count,
+        rank=dist.get_rank() % parallel.size,
+        size=parallel.size,
+        same_inputs=parallel.kind != "shard",
+        processes=mesh["members"].get_group(),
+    )
+
+
+def _parallel(config: TargetConfig) -> ParallelConfig:
+    assert config.parallel is not None
+    return config.parallel
+
+
+def _count_groups(config: TargetConfig) -> int:
+    size, num_processes = _parallel(config).size, int(os.environ.get("WORLD_SIZE", "1"))
+    if num_processes % size:
+        raise ConfigError(
+            f"target.parallel: {_parallel(config).kind} {size} makes groups of {size} processes, which do not divide the "
+            f"{num_processes} of this run; start a multiple of {size}, by accelerate launch or torchrun"
+        )
+    return num_processes // size
+
+
+def _check_plan(skeleton: PreTrainedModel, parallel: ParallelConfig, prefix: str) -> None:
+    name, kind, size = type(skeleton).__name__, parallel.kind, parallel.size
+    if kind == "tensor":
+        has_plan = any(rule.startswith(f"{prefix}.") for rule in skeleton.tp_plan)
+        config = skeleton.config.get_text_config()
+        counts = {what: getattr(config, what, None) for what in ("num_attention_heads", "num_key_value_heads")}
+    else:
+        has_plan = EXPERT_WEIGHTS in skeleton.ep_plan.values()
+        holders = [module for module in skeleton.modules() if list(module.parameters(recurse=False))]
+        named = (getattr(module, "num_experts", None) for module in holders)
+        counts = {"num_experts": next((count for count in named if isinstance(count, int)), None)}
+    if not has_plan:
+        raise InputError(f"target.parallel: transformers has no plan for {kind} parallelism of {name}; give shard {size}")
+    for what, count in counts.items():
+        if count is not None and count % size:
+            raise ConfigError(
+                f"target.parallel: {kind} {size} does not divide the {what} of {name}, {count}; give a divisor, or shard {size}"
+            )

@@ -26,7 +26,7 @@ from heads.frozen.checkpoint_files import Weights
 from heads.frozen.hidden_states import TargetStates, blocks
 from heads.frozen.model_config import config_of_blocks
 from heads.frozen.placement import READ, make_skeleton, parts_outside
-from heads.frozen.quantized import read_float_weights
+from heads.frozen.weights import read_float_weights
 from heads.inference.kv_cache import RowCache
 from heads.inference.masks import Masks
 from heads.inference.runner import DecodingForward, runner_of

@@ -17,7 +17,7 @@ from configs.schema.commands.planning import PlanConfig
 from configs.schema.target import TargetConfig
 from distill.server.states import SERVED_AS
 from heads.frozen.hidden_states import num_blocks
-from heads.frozen.location import PREFIX, locate
+from heads.frozen.identity import PREFIX, locate
 from train.plan.models import plan_models
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")

@@ -21,7 +21,7 @@ from eval.release.verdict import as_table
 from heads.formats.exporting.exporter import SERVE_FILE, export
 from heads.formats.exporting.source import TargetFolder, read_source
 from heads.formats.exporting.table import TREES
-from heads.frozen.location import fetch, locate
+from heads.frozen.identity import fetch, locate
 from scripts.publish.card_metadata import agreed_licence, initial_model, read_card
 from scripts.publish.model_card import make_card
 from scripts.publish.publication import Publication, clean, gather, name_for_engines, public_name

@@ -25,7 +25,7 @@ from configs.schema.target import TargetConfig
 from distill.generation.row_formats import KEYS
 from distill.generation.source_files import SUFFIXES, read_source
 from heads.frozen.checkpoint_files import UNREADABLE
-from heads.frozen.location import locate
+from heads.frozen.identity import locate
 from heads.frozen.tokenizer import load_tokenizer, no_chat_template
 
 WHAT = "log"

@@ -9,8 +9,7 @@ from configs.runtime.command import DONE, GATE_FAILED, INCONCLUSIVE
 from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.files import find_shipped
 from configs.schema.commands.refreshing import RefreshConfig
-from heads.frozen.identity import hash_weights
-from heads.frozen.location import locate
+from heads.frozen.identity import hash_weights, locate
 from heads.hub import locate_artifact
 from heads.metadata import Metadata, hash_artifact, read_metadata
 from scripts.refresh_steps import commands

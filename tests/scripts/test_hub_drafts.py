@@ -23,9 +23,8 @@ from eval.measure.proposers import load_evaluated
 from heads.artifact import load_draft
 from heads.families.registry import FAMILIES
 from heads.frozen.checkpoint_files import read_weights
-from heads.frozen.identity import hash_weights
+from heads.frozen.identity import hash_weights, locate
 from heads.frozen.loading import load_target
-from heads.frozen.location import locate
 from heads.hub import locate_artifact, locate_external
 from heads.metadata import read_metadata
 from scripts.publish.card_metadata import read_card

@@ -22,7 +22,7 @@ from distill.student.init import add_adapters, overridden_config
 from distill.student.kept_blocks import keep_layers
 from heads.families.registry import FAMILIES
 from heads.frozen.checkpoint_files import UNREADABLE
-from heads.frozen.location import PREFIX, locate
+from heads.frozen.identity import PREFIX, locate
 from heads.frozen.model_config import auto_class
 from heads.modules.output_head import HeadModule
 from heads.vocabulary import DraftVocabulary

@@ -29,8 +29,7 @@ from eval.decoder.decode import Request, check_decodable, decode
 from heads.device import restored_random_state
 from heads.frozen.hidden_states import TargetStates
 from heads.frozen.loading import Target
-from heads.frozen.processes import wait_patiently
-from heads.frozen.split import share_of
+from heads.frozen.processes import share_of, wait_patiently
 from heads.modules.interface import Batch
 from heads.proposers.protocol import Proposer
 from train.loop.checkpoints import Progress

@@ -24,7 +24,7 @@ from distill.dataset.conversations import Conversation
 from distill.signals import SignalSource, signal_source
 from distill.student.vocabulary import MassChoice, choose_by_mass, log_choice, most_frequent_answer_tokens, target_mass
 from heads.frozen.loading import Target
-from heads.frozen.split import share_of
+from heads.frozen.processes import share_of
 from heads.vocabulary import DraftVocabulary
 
 TRAIN_SAMPLE, HELD_OUT_SAMPLE = 512, 256  # conversations, evenly spaced

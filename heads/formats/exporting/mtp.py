@@ -23,7 +23,7 @@ from heads.formats.exporting.source import Source
 from heads.formats.layout import MTP_PARTS, ExportLayout, has_mtp_modules, layer_config, renamed
 from heads.frozen.checkpoint_files import INDEX_FILE, SINGLE_FILE, Weights, files_by_key, zeros
 from heads.frozen.mtp_checkpoint import NativeMtp
-from heads.frozen.quantized import quantization_of
+from heads.frozen.weights import quantization_of
 
 BORROWERS = ("llama",)  # vLLM's MiMo class runs a module on these; tried
 TRANSFORMERS_FAMILIES = ("llama", "qwen3")  # decoded with `use_mtp` after one line; tried

@@ -23,8 +23,7 @@ from heads.families.registry import FAMILIES
 from heads.formats.layout import check_names
 from heads.frozen.checkpoint_files import UNREADABLE, LazyTensor, Weights, constant, read_weights
 from heads.frozen.model_config import auto_class
-from heads.frozen.quantized import read_float_weights
-from heads.frozen.size_limits import check_counts, no_larger_than
+from heads.frozen.weights import check_counts, no_larger_than, read_float_weights
 from heads.hub import METADATA_FILE
 from heads.metadata import VOCABULARY_FILE, Metadata, read_metadata
 from heads.modules.layer_shape import LayerShape, layer_shape, shape_like

@@ -26,7 +26,7 @@ from heads.formats.importing.sizes import own_layer
 from heads.formats.layout import check_names
 from heads.frozen.checkpoint_files import LazyTensor, Weights, write_weights
 from heads.frozen.identity import TargetIdentity
-from heads.frozen.size_limits import check_counts, no_larger_than
+from heads.frozen.weights import check_counts, no_larger_than
 from heads.inference.causal_lm import head_rows
 from heads.metadata import WEIGHTS_FILE, head_metadata
 from heads.modules.output_head import HeadModule

@@ -30,7 +30,7 @@ from heads.formats.layout import (
     renamed,
 )
 from heads.frozen.checkpoint_files import Weights, read_weights, zeros
-from heads.frozen.size_limits import check_counts
+from heads.frozen.weights import check_counts
 
 KNOWN = (
     "speculators eagle3, peagle, dflash, dspark, dflash2, xpress and mtp; flat EAGLE-3 (architecture ...Eagle3); "

@@ -27,8 +27,8 @@ from eval.stats.bootstrap import Interval, paired_ratio_interval
 from heads.formats.exporting.exporter import SERVE_FILE, export
 from heads.formats.exporting.source import TargetFolder, read_source
 from heads.formats.exporting.table import engines_of, form_of
+from heads.frozen.identity import locate
 from heads.frozen.loading import Target, load_target
-from heads.frozen.location import locate
 from heads.metadata import read_metadata
 from scripts.lab.bench.harness import flat, write_results
 from scripts.lab.bench.head_recipes import train_recipes

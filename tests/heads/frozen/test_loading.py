@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config
 from configs.runtime.errors import InputError
 from configs.schema.target import TargetConfig
 from heads.device import choose_device
-from heads.frozen import location
+from heads.frozen import identity
 from heads.frozen.loading import load_target, recast
 from scripts.lab.models_check import architectures
 
@@ -110,9 +110,9 @@ def test_any_of_several_processes_may_be_the_one_that_writes_the_embedded_target
 ):
     monkeypatch.setattr("transformers.distributed.mixin._is_torch_distributed_initialized", lambda: True)
     monkeypatch.setattr("transformers.distributed.mixin._get_torch_distributed_rank", lambda: 1)
-    monkeypatch.setattr(location, "load_gguf", lambda gguf, dtype: tiny_llama())
-    monkeypatch.setattr(location.AutoTokenizer, "from_pretrained", lambda folder, gguf_file: tiny_tokenizer)
-    location.save_dequantised(tmp_path / "model.gguf", tmp_path / "made")
+    monkeypatch.setattr(identity, "load_gguf", lambda gguf, dtype: tiny_llama())
+    monkeypatch.setattr(identity.AutoTokenizer, "from_pretrained", lambda folder, gguf_file: tiny_tokenizer)
+    identity.save_dequantised(tmp_path / "model.gguf", tmp_path / "made")
     assert {"config.json", "model.safetensors"} <= {file.name for file in (tmp_path / "made").iterdir()}
 
 

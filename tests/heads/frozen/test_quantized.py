@@ -16,7 +16,7 @@ from distill.student.init import initial_draft
 from heads.artifact import load_draft, save_draft_lm
 from heads.frozen.identity import hash_weights
 from heads.frozen.loading import load_target
-from heads.frozen.quantized import read_float_weights
+from heads.frozen.weights import read_float_weights
 from tests.support.decoding import metadata_of_draft_lm
 from tests.support.quantized_checkpoints import Scheme, fp8_blocks, fp8_whole, mxfp4, quantise
 

@@ -7,7 +7,7 @@ from transformers import GPT2Config, LlamaConfig, MixtralConfig
 from configs.runtime.errors import ConfigError, InputError
 from configs.schema.evaluation import EvalConfig
 from configs.schema.target import TargetConfig
-from heads.frozen.split import split_arguments
+from heads.frozen.processes import split_arguments
 
 SHAPE = {"vocab_size": 16, "hidden_size": 12, "intermediate_size": 16, "num_hidden_layers": 3}
 LLAMA = LlamaConfig(**SHAPE, num_attention_heads=6, num_key_value_heads=3, architectures=["LlamaForCausalLM"])
