@@ -37,20 +37,22 @@ from distill.server.engine import EngineStates
 from heads.frozen.identity import remembered_sha256
 from heads.frozen.loading import Target, load_target
 from heads.frozen.processes import join_processes, naming_lost_processes
+from heads.hub import locate_artifact
+from heads.metadata import hash_artifact, read_metadata
 from heads.modules.interface import Batch
 from train.loop.engines import check_engine
 from train.loop.lineage import accumulating
 from train.loop.loop import train
 from train.loop.task import Task
-from train.preflight.sanity import check_before_training
+from train.preflight import check_before_training
 from train.tasks.draft import DraftTask
 from train.tasks.head import HeadTask
-from train.tasks.initial_head import hash_initial_head
-from train.telemetry.trackers import FOLDER, check_installed
+from train.telemetry.records import TRACKERS_FOLDER, check_trackers
 
 DEEPSPEED_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"  # where accelerate's launcher hands on its config's deepspeed_config_file
 
 log = logging.getLogger("draftsmith")
+Recipe = DistillConfig | HeadsConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +66,7 @@ class Materials:
 
 
 def run_distillation(config: DistillConfig) -> int:
-    """Distil as configured; see `train/distill.py`.
+    """Distil as configured (`train/distill.py`).
 
     Raises:
         InputError: data, target, student or cache cannot be loaded or do not match, or the output cannot be written.
@@ -74,7 +76,7 @@ def run_distillation(config: DistillConfig) -> int:
 
 
 def run_heads(config: HeadsConfig) -> int:
-    """Train a head as configured; see `train/heads.py`.
+    """Train a head as configured (`train/heads.py`).
 
     Raises:
         InputError: data, target, head or cache cannot be loaded or do not match, the output cannot be written, or a sanity
@@ -84,7 +86,7 @@ def run_heads(config: HeadsConfig) -> int:
     return _run(config, HeadTask)
 
 
-def _run(config: DistillConfig | HeadsConfig, make_task: Callable[..., Task]) -> int:
+def _run(config: Recipe, make_task: Callable[..., Task]) -> int:
     # Before the accelerator, which would take each of several processes on a CPU for the only one.
     state = join_processes(config.target, timeout_seconds=config.schedule.process_timeout_seconds)
     config = config.model_copy(update={"schedule": accumulating(config.schedule, state.num_processes)})
@@ -100,13 +102,7 @@ def _run(config: DistillConfig | HeadsConfig, make_task: Callable[..., Task]) ->
         return _train(config, make_task, accelerator, materials, output)
 
 
-def _train(
-    config: DistillConfig | HeadsConfig,
-    make_task: Callable[..., Task],
-    accelerator: Accelerator,
-    materials: Materials,
-    output: Path,
-) -> int:
+def _train(config: Recipe, make_task: Callable[..., Task], accelerator: Accelerator, materials: Materials, output: Path) -> int:
     in_all = accelerator.num_processes * config.schedule.gradient_accumulation_steps
     loader = make_training_loader(config, materials.dataset, num_batches=in_all)
     cache = open_training_cache(config, materials.dataset, materials.target)
@@ -116,7 +112,7 @@ def _train(
     if accelerator.is_main_process:
         drop_leftovers(output / "artifact")
         write_run_record(output, config)
-    values, contents = config.model_dump(mode="json"), hash_materials(config, materials.target)
+    values, contents = config.model_dump(mode="json"), _hash_materials(config, materials.target)
     outcome = train(task, loader, config.optimizer, config.schedule, accelerator, output, values, contents)
     path = output / "outcome.json"
     if accelerator.is_main_process and (outcome.labels or not path.is_file()):  # that of a run that had ended before stays
@@ -132,27 +128,18 @@ def _train(
     return DONE
 
 
-def make_training_loader(
-    config: DistillConfig | HeadsConfig, dataset: ConversationDataset, *, num_batches: int = 1
-) -> DataLoader[Batch]:
-    """Return the loader of a run's batches, of which an optimiser step has `num_batches` over all processes.
-
-    These have about as many positions, or equally many rows where the draft writes on some: on as many in all processes.
-    """
+def make_training_loader(config: Recipe, dataset: ConversationDataset, *, num_batches: int = 1) -> DataLoader[Batch]:
+    """Return the loader of a run's batches, of which an optimiser step has `num_batches` of about as many positions."""
     batch_size, seed, length = config.schedule.batch_size, config.schedule.seed, config.data.row_length
     if isinstance(config, DistillConfig) and config.policy.on_policy:
-        num_batches = 1
+        num_batches = 1  # of equally many rows: the draft writes on as many in all processes
     if length is None:
         return make_loader(dataset, batch_size, seed=seed, num_batches=num_batches)
     return make_packed_loader(dataset, batch_size, pack_length=length, seed=seed)
 
 
-def load_materials(config: DistillConfig | HeadsConfig, accelerator: Accelerator) -> Materials:
-    """Load target and conversations; warn where the data was written by another target.
-
-    Raises:
-        InputError: they cannot be loaded, or no conversation is left to train on.
-    """
+def load_materials(config: Recipe, accelerator: Accelerator) -> Materials:
+    """Load target and conversations; warn where the data was written by another target."""
     if config.target.device not in ("auto", accelerator.device.type, str(accelerator.device)):
         raise ConfigError(
             f"target.device: training runs on {accelerator.device}, where accelerate put this process, got "
@@ -183,28 +170,19 @@ def load_materials(config: DistillConfig | HeadsConfig, accelerator: Accelerator
     return Materials(target=target, train=train_rows, held_out=held_out_rows, dataset=dataset)
 
 
-def hash_materials(config: DistillConfig | HeadsConfig, target: Target) -> dict[str, str]:
-    """Return hashes of what the config's paths hold: both sides of the data, the target's weights, the cache's manifest.
-
-    Raises:
-        InputError: a file cannot be read.
-    """
+def _hash_materials(config: Recipe, target: Target) -> dict[str, str]:
+    """Return hashes of what the config's paths hold: both sides of the data, the target's weights, the cache's manifest."""
     hashes = {name: remembered_sha256(Path(getattr(config.data, name))) for name in ("train", "held_out")}
     if config.data.cache is not None:
         hashes["cache"] = hashlib.sha256(Folder(config.data.cache).read(MANIFEST) or b"").hexdigest()
     if isinstance(config, HeadsConfig) and config.init is not None:
-        hashes["init"] = hash_initial_head(config.init)
+        folder = locate_artifact(config.init)
+        hashes["init"] = hash_artifact(folder, read_metadata(folder))
     return hashes | {"target": target.identity.weights_sha256 or "unknown"}
 
 
-def open_training_cache(
-    config: DistillConfig | HeadsConfig, dataset: ConversationDataset, target: Target
-) -> TargetCache | None:
-    """Return the target cache of a run, None where the config has none.
-
-    Raises:
-        InputError: it was made of another target or other data, or lacks what this config needs.
-    """
+def open_training_cache(config: Recipe, dataset: ConversationDataset, target: Target) -> TargetCache | None:
+    """Return the target cache of a run, checked against its target, data and config; None where the config has none."""
     if config.data.cache is None:
         return None
     cache = open_cache(config.data.cache, Path(config.data.train), target)
@@ -218,15 +196,18 @@ def make_accelerator(schedule: ScheduleConfig, output: Path) -> Accelerator:
     Raises:
         ConfigError: a tracker is not installed, the machine does not have the precision, or `train.loop.engines.check_engine`.
     """
-    check_installed(schedule)
+    check_trackers(schedule)
     check_engine(schedule)
     set_seed(schedule.seed)
+    environment = {"ACCELERATE_USE_FSDP": "false"}  # `train.loop.engines` shards the weights, not accelerate
+    if file := os.environ.get(DEEPSPEED_FILE):  # the recipes in configs/accelerate name one beside them, from any folder
+        environment[DEEPSPEED_FILE] = str(find_shipped(file))
     try:
-        with patch_environment(**_settings_of_accelerate()):
+        with patch_environment(**environment):
             accelerator = Accelerator(
                 mixed_precision=schedule.mixed_precision,
                 log_with=list(schedule.trackers) or None,
-                project_config=ProjectConfiguration(project_dir=str(output), logging_dir=str(output / FOLDER)),
+                project_config=ProjectConfiguration(project_dir=str(output), logging_dir=str(output / TRACKERS_FOLDER)),
                 step_scheduler_with_optimizer=False,
             )
     except ValueError as error:
@@ -237,11 +218,3 @@ def make_accelerator(schedule: ScheduleConfig, output: Path) -> Accelerator:
         raise ConfigError("schedule.mixed_precision: fp16 is not to be had on a CPU; give bf16 or no")
     unset_hf_deepspeed_config()  # under ZeRO-3 transformers would shard each model that it loads, also the target
     return accelerator
-
-
-def _settings_of_accelerate() -> dict[str, str]:
-    """Return the environment variables that accelerate is to read otherwise than its launcher set them."""
-    settings = {"ACCELERATE_USE_FSDP": "false"}  # `train.loop.engines` shards the weights, not accelerate
-    if file := os.environ.get(DEEPSPEED_FILE):  # the recipes in configs/accelerate name one beside them, from any folder
-        settings[DEEPSPEED_FILE] = str(find_shipped(file))
-    return settings

@@ -12,10 +12,9 @@ from configs.runtime.loading import read_values
 from configs.schema.commands.advising import AdviceConfig, FamilyTrials
 from configs.schema.commands.recipe_changes import Value
 from configs.schema.training import DistillConfig, HeadsConfig
-from scripts.trials.trained_runs import Recipe, TrainingRun, in_own_folder, load_changed
+from scripts.advice.trained_runs import Recipe, TrainingRun, in_own_folder, load_changed
 
 VOCABULARY = "draft_vocab_size"
-CLASSES: dict[bool, type[HeadsConfig] | type[DistillConfig]] = {True: DistillConfig, False: HeadsConfig}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +32,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """In tables and messages."""
         return ", ".join([self.family, *(f"{key} {'all' if value is None else value}" for key, value in self.settings.items())])
-
-    def differs_in(self, other: Candidate) -> list[str]:
-        """Return what the two differ in: their family alone, or settings of the same family."""
-        if self.family != other.family:
-            return ["family"]
-        return [key for key, value in self.settings.items() if other.settings[key] != value]
 
     def run(self, train: Path, folder: Path) -> TrainingRun:
         """Return its training on a file of conversations."""
@@ -71,10 +63,9 @@ def make_candidates(config: AdviceConfig, data: Path, vocab_size: int) -> list[C
 def full_recipe(candidate: Candidate, config: AdviceConfig, drafts: int, num_held_out: int) -> Recipe:
     """Return the recipe of the whole training: the trial's, with the schedule of the recipe it was made of."""
     family = config.families[candidate.family]
-    schedule = load_changed(_schema_of(family), family.recipe, {}, "").schedule
     values = candidate.recipe.model_dump(mode="json")
     values |= {
-        "schedule": schedule.model_dump(mode="json"),
+        "schedule": load_changed(_schema_of(family), family.recipe, {}, "").schedule.model_dump(mode="json"),
         "num_speculative_tokens": drafts,
         "output": str(Path(config.output) / "train"),
     }
@@ -111,4 +102,4 @@ def _as_trial(recipe: Recipe, config: AdviceConfig, data: Path) -> Recipe:
 
 
 def _schema_of(family: FamilyTrials) -> type[HeadsConfig] | type[DistillConfig]:
-    return CLASSES["student" in read_values(family.recipe)]
+    return DistillConfig if "student" in read_values(family.recipe) else HeadsConfig

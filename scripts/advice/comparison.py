@@ -11,25 +11,25 @@ from dataclasses import dataclass
 
 from configs.schema.commands.advising import AdviceConfig
 from configs.schema.decoding import DecodeConfig
-from configs.schema.drafting import FastestTree, Path
+from configs.schema.drafting import DynamicTree, FastestTree, Path, StaticTree
 from configs.schema.evaluation import EvalConfig
 from distill.dataset.conversations import Conversation
 from eval.cost.tree_choice import choose_tree
 from eval.decoder.decode import Request, decode
 from eval.decoder.records import AUTOREGRESSIVE, Timing
 from eval.measure.proposers import add_lookup
-from eval.stats.bootstrap import Interval, ratio_interval
+from eval.stats.bootstrap import Interval, paired_ratio_interval, ratio_interval
 from heads.artifact import Draft
 from heads.frozen.loading import Target
 from heads.proposers.prompt_lookup import PromptLookup
 from heads.proposers.protocol import Proposer, TreeProposer
-from scripts.trials.turns import SEED, Turn, columns, speed_ratio, to_request, tree_settings
+from scripts.advice.measuring import SEED, to_request
 
 Way = tuple[DecodeConfig, Proposer]
 
 CHAIN, LOOKUP, BOTH = "chain", "prompt lookup", "prompt lookup, then the draft"
 CHOOSING = 4  # prompts that the tree is chosen on
-MIN_PROMPTS = 2  # prompts of a category that is shown
+MIN_PROMPTS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,19 +44,20 @@ class ComparedWay:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """All ways; `tree` is the static one's paths, `lookup_by_category` the lookup's speed over the chain's."""
+    """All ways; `tree` is the static one's paths."""
 
     num_prompts: int
     ways: list[ComparedWay]
     tree: list[Path]
-    lookup_by_category: dict[str, Interval]
 
     @property
-    def chosen(self) -> ComparedWay:
+    def chosen(self) -> str:
         """The fastest of those that are faster than the chain beyond noise; the chain where none is."""
-        chain = next(each for each in self.ways if each.name == CHAIN)
-        better = [each for each in self.ways if each is not chain and (each.to_chain.low or 0.0) > 1]
-        return max(better, key=lambda each: each.speedup.point or 0.0, default=chain)
+        better = [each for each in self.ways if each.name != CHAIN and (each.to_chain.low or 0.0) > 1]
+        return max(better, key=lambda each: each.speedup.point or 0.0, default=self.way(CHAIN)).name
+
+    def way(self, name: str) -> ComparedWay:
+        return next(each for each in self.ways if each.name == name)
 
 
 def compare_ways(
@@ -71,9 +72,7 @@ def compare_ways(
     """Decode as many prompts as there is time for; None with fewer than two.
 
     Args:
-        rows: of different prompts.
-        drafts: a round of the chain.
-        longest: drafts that a round may have.
+        drafts: a round of the chain; `longest`: that a round may have.
         allows: whether there is time for so many more seconds.
     """
     choosing = min(CHOOSING, len(rows) // 2)
@@ -92,26 +91,27 @@ def compare_ways(
         paths = choose_tree(target, draft.proposer, draft.metadata.kind, requests[:choosing], deep, asked).paths
         ways |= {shape: (each, draft.proposer) for shape, each in tree_settings(settings, paths).items()}
     timings = _in_turns(target, requests[choosing - 1 :], ways, settings, allows)
-    if len(timings[CHAIN]) < MIN_PROMPTS:
+    chain, plain, samples = timings[CHAIN], timings[AUTOREGRESSIVE], config.bootstrap_samples
+    if len(chain) < MIN_PROMPTS:
         return None
-    category_of = {request.prompt_id: request.category for request in requests}
-    samples = config.bootstrap_samples
-    return Comparison(
-        num_prompts=len(timings[CHAIN]),
-        ways=[
-            ComparedWay(
-                name=name,
-                tau=ratio_interval(
-                    *columns([(each.num_tokens, each.num_rounds) for each in timings[name]]), samples=samples, seed=SEED
-                ),
-                speedup=_faster(timings[name], timings[AUTOREGRESSIVE], samples),
-                to_chain=_faster(timings[name], timings[CHAIN], samples),
-            )
-            for name in ways
-        ],
-        tree=paths,
-        lookup_by_category=_by_category(timings, category_of, samples),
-    )
+    compared = []
+    for name in ways:
+        own = timings[name]
+        tau = ratio_interval([each.num_tokens for each in own], [each.num_rounds for each in own], samples=samples, seed=SEED)
+        speedup, to_chain = (_faster(own, other, samples) for other in (plain, chain))
+        compared.append(ComparedWay(name=name, tau=tau, speedup=speedup, to_chain=to_chain))
+    return Comparison(num_prompts=len(chain), ways=compared, tree=paths)
+
+
+def tree_settings(settings: DecodeConfig, paths: Sequence[Path]) -> dict[str, DecodeConfig]:
+    """Return settings for a static tree of these paths, and for one grown anew each round of as many tokens."""
+    static = StaticTree(kind="static", paths=[list(path) for path in paths])
+    grown = DynamicTree(kind="dynamic", num_nodes=len(paths), width=min(4, len(paths)))
+    depth = max(static.depth, settings.num_speculative_tokens)
+    return {
+        f"{tree.kind} tree": settings.model_copy(update={"tree": tree, "num_speculative_tokens": depth})
+        for tree in (static, grown)
+    }
 
 
 def _in_turns(
@@ -139,17 +139,11 @@ def _in_turns(
 
 def _faster(ours: Sequence[Timing], theirs: Sequence[Timing], samples: int) -> Interval:
     """Return our tokens a second over theirs on the same prompts in the same order."""
-    one, other = ([[Turn(each, each.decode_seconds)] for each in side] for side in (ours, theirs))
-    return speed_ratio(one, other, lambda timing: timing.num_tokens, samples=samples)
-
-
-def _by_category(timings: dict[str, list[Timing]], category_of: dict[str, str], samples: int) -> dict[str, Interval]:
-    """Return the lookup's speed over the chain's by category, where there are several and each has enough prompts."""
-    found = {}
-    for category in sorted(set(category_of.values())):
-        ours, theirs = (
-            [each for each in timings[name] if category_of[each.prompt_ids[0]] == category] for name in (LOOKUP, CHAIN)
-        )
-        if len(ours) >= MIN_PROMPTS:
-            found[category] = _faster(ours, theirs, samples)
-    return found if len(set(category_of.values())) > 1 else {}
+    return paired_ratio_interval(
+        [each.decode_seconds for each in theirs],
+        [each.num_tokens for each in theirs],
+        [each.decode_seconds for each in ours],
+        [each.num_tokens for each in ours],
+        samples=samples,
+        seed=SEED,
+    )

@@ -4,7 +4,7 @@ A round of G drafts yields at most G + 1 tokens; what is missing to that falls a
 `G + 1 - tau = c * tokens ** -exponent`, the form of the usual laws of scaling (Kaplan et al. 2020, arXiv 2001.08361). It is
 fitted by least squares on logarithms. The intervals are over prompts, the same at all sizes; another seed of training is not in
 them.
-K sizes, P prompts.
+K sizes.
 """
 
 from __future__ import annotations
@@ -12,41 +12,38 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import numpy as np
 
 from eval.stats.bootstrap import Floats, Interval, statistic_interval
-from scripts.trials.turns import SEED, Counts, columns
+from scripts.advice.measuring import SEED, Counts, columns
 
 MIN_GAP = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
 class CurveCheck:
-    """The fit to all sizes but the last held against that one: checked where the interval of the difference has 0 in it."""
+    """The fit to all sizes but the last held against that one, which it has to meet within the interval of the difference."""
 
     tokens: int
     predicted: Interval
     measured: Interval
     difference: Interval  # measured less predicted, on the same prompts
-    verdict: Literal["checked", "off"]
+
+    @property
+    def holds(self) -> bool:
+        low, high = self.difference.low, self.difference.high
+        return low is None or high is None or low <= 0 <= high
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataCurve:
-    """The fit to all sizes.
-
-    measured: tau by answer tokens.
-    exponent: 0 where data bring nothing.
-    predicted: tau by the answer tokens that were asked for.
-    check: None with fewer than three sizes.
-    """
+    """The fit to all sizes: tau by answer tokens, as measured and as predicted for other sizes."""
 
     measured: Mapping[int, Interval]
-    exponent: Interval
+    exponent: Interval  # 0 where data bring nothing
     predicted: Mapping[int, Interval]
-    check: CurveCheck | None
+    check: CurveCheck | None  # None with fewer than three sizes
 
 
 def fit_curve(counts: Mapping[int, Counts], most: int, *, sizes: Sequence[int], samples: int) -> DataCurve:
@@ -57,30 +54,22 @@ def fit_curve(counts: Mapping[int, Counts], most: int, *, sizes: Sequence[int], 
         most: tokens that a round yields if all drafts are kept.
         sizes: answer tokens at which tau is predicted.
         samples: of the bootstrap over prompts.
-
-    Raises:
-        ValueError: there are fewer than two sizes.
     """
-    if len(counts) < 2:
-        raise ValueError(f"a curve needs two sizes or more, got {len(counts)}")
     tokens = sorted(counts)
     interval = partial(statistic_interval, samples=samples, seed=SEED)
     rows = [column for size in tokens for column in columns(counts[size])]
+    measured = {size: interval(lambda sums: sums[0] / sums[1], *columns(counts[size])) for size in tokens}
     check = None
     if len(tokens) > 2:
         *fitted, last = tokens
-        before = [column for size in fitted for column in columns(counts[size])]
-        difference = interval(lambda sums: _taus(sums)[-1] - _predict(sums[:-2], fitted, most, last), *rows)
-        holds = difference.low is None or difference.high is None or difference.low <= 0 <= difference.high
         check = CurveCheck(
             tokens=last,
-            predicted=interval(lambda sums: _predict(sums, fitted, most, last), *before),
-            measured=interval(lambda sums: sums[0] / sums[1], *columns(counts[last])),
-            difference=difference,
-            verdict="checked" if holds else "off",
+            predicted=interval(lambda sums: _predict(sums, fitted, most, last), *rows[:-2]),
+            measured=measured[last],
+            difference=interval(lambda sums: _taus(sums)[-1] - _predict(sums[:-2], fitted, most, last), *rows),
         )
     return DataCurve(
-        measured={size: interval(lambda sums: sums[0] / sums[1], *columns(counts[size])) for size in tokens},
+        measured=measured,
         exponent=interval(lambda sums: -_fit(sums, tokens, most)[0], *rows),
         predicted={size: interval(partial(_predict, tokens=tokens, most=most, at=size), *rows) for size in sizes},
         check=check,

@@ -1,41 +1,25 @@
-"""What the measurements come to: the best trial, what each choice is worth, and the advice in sentences."""
+"""What the measurements come to: the best trial, its speed by batch and with more data, and the advice in sentences."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 from configs.schema.commands.advising import AdviceConfig
-from eval.report.text import interval, number
-from eval.stats.bootstrap import Interval, paired_ratio_interval
+from eval.report.text import number, ranged
+from eval.stats.bootstrap import Interval
 from heads.formats.exporting.table import engines_of
 from scripts.advice.candidates import Candidate
 from scripts.advice.comparison import BOTH, LOOKUP, ComparedWay, Comparison
 from scripts.advice.curve import DataCurve
 from scripts.advice.halving import Rung
 from scripts.advice.measuring import TrialMeasurement, TrialSpeed
-from scripts.trials.turns import SEED, columns
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """Another trial held against the best one, both on the same conversations and prompts."""
-
-    differs_in: str
-    best: str
-    other: str
-    answer_tokens: int
-    tau_ratio: Interval  # the other's over the best one's, paired by prompt
-    speedup_ratio: float  # of the predicted ones, each with its own fastest number of drafts
-    draft_seconds_ratio: float  # of a round with as many drafts as are advised
 
 
 class Findings:
     """What an advice says.
 
     Args:
-        config: of the advice.
         measured: by name of the candidate and number of conversations.
         rungs: of the halving; the best of the last one is advised.
         curve: through the sizes of the best one.
@@ -55,17 +39,8 @@ class Findings:
         self.config, self.measured, self.rungs, self.curve = config, measured, rungs, curve
         self.num_answer_tokens = num_answer_tokens
         self.best: Candidate = rungs[-1].ranked[0][0]
-        self.size = rungs[-1].size
-
-    @property
-    def trial(self) -> TrialMeasurement:
-        """The best trial's measurement."""
-        return self.measured[self.best.name, self.size]
-
-    @cached_property
-    def speed(self) -> TrialSpeed:
-        """Its predicted speed."""
-        return TrialSpeed(self.trial, self.config)
+        self.trial = measured[self.best.name, rungs[-1].size]
+        self.speed = TrialSpeed(self.trial, config)
 
     def drafts(self, batch: int) -> int:
         """Return the fastest number of drafts a round for a batch."""
@@ -80,61 +55,29 @@ class Findings:
     @cached_property
     def whole_training(self) -> Interval | None:
         """The speedup predicted for training on all conversations; None where the trial saw fewer, and there is no curve."""
-        now = self.speedups[self.config.batch_size]
         if self.trial.answer_tokens == self.num_answer_tokens:
-            return now
+            return self.speedups[self.config.batch_size]
         return None if self.curve is None else self.speedup_at(self.curve.predicted[self.num_answer_tokens])
 
     def speedup_at(self, tau: Interval) -> Interval:
         """Return the speedup predicted for another tau: a round takes as long, and yields so many times the tokens."""
         now, measured = self.speedups[self.config.batch_size].point, self.trial.tau(self.config.bootstrap_samples).point
         if now is None or measured is None:
-            return Interval(None, None, None)
+            return Interval(None)
         return Interval(*(None if value is None else now * value / measured for value in (tau.point, tau.low, tau.high)))
-
-    @cached_property
-    def choices(self) -> list[Choice]:
-        """Every trial that differs from the best one in one thing, at the largest size that both were run at."""
-        found = []
-        others = {candidate.name: candidate for rung in self.rungs for candidate, _ in rung.ranked}
-        for other in others.values():
-            differs = self.best.differs_in(other)
-            if len(differs) == 1:
-                found.append(self._choice(other, differs[0]))
-        return found
 
     def sentences(self) -> dict[str, str]:
         """Return the advice, a sentence or two for each question."""
+        by_batch = [f"{self.drafts(batch)} at batch {batch} ({bounded(each)})" for batch, each in self.speedups.items()]
         return {
             "Draft": self._draft(),
             "Engines": name_engines(self.best, self.rungs),
-            "Drafts a round": self._drafts_a_round(),
+            "Drafts a round": f"fastest by the cost model: {', '.join(by_batch)}.",
             "Tree": self._tree(),
             "Batch": self._batch(),
             "Prompt lookup": self._lookup(),
             "More data": self._data(),
         }
-
-    def _choice(self, other: Candidate, differs_in: str) -> Choice:
-        size = max(
-            rung.size for rung in self.rungs if {(self.best.name, rung.size), (other.name, rung.size)} <= self.measured.keys()
-        )
-        ours, theirs = self.measured[self.best.name, size], self.measured[other.name, size]
-        speeds = [TrialSpeed(each, self.config) for each in (theirs, ours)]
-        batch = self.config.batch_size
-        drafts = min(self.drafts(batch), theirs.longest, ours.longest)
-        faster, best = (speed.best(batch)[1] for speed in speeds)
-        return Choice(
-            differs_in=differs_in,
-            best=_value(self.best, differs_in),
-            other=_value(other, differs_in),
-            answer_tokens=ours.answer_tokens,
-            tau_ratio=paired_ratio_interval(
-                *columns(theirs.counts), *columns(ours.counts), samples=self.config.bootstrap_samples, seed=SEED
-            ),
-            speedup_ratio=faster / best,
-            draft_seconds_ratio=speeds[0].draft_share(drafts, batch) / speeds[1].draft_share(drafts, batch),
-        )
 
     def _draft(self) -> str:
         tau = self.trial.tau(self.config.bootstrap_samples)
@@ -149,10 +92,6 @@ class Findings:
         if (predicted.low or 0.0) <= 1:
             return f"{text} Whether it pays cannot be told from these prompts."
         return text
-
-    def _drafts_a_round(self) -> str:
-        settings = [f"{self.drafts(batch)} at batch {batch} ({bounded(each)})" for batch, each in self.speedups.items()]
-        return f"fastest by the cost model: {', '.join(settings)}."
 
     def _tree(self) -> str:
         if self.comparison is None:
@@ -178,16 +117,12 @@ class Findings:
     def _lookup(self) -> str:
         if self.comparison is None:
             return "not compared, see above."
-        lookup, both = (way_called(self.comparison, name) for name in (LOOKUP, BOTH))
-        said = [
+        lookup, both = self.comparison.way(LOOKUP), self.comparison.way(BOTH)
+        return (
             f"alone it has {bounded(lookup.speedup)} of plain decoding's speed, {bounded(lookup.to_chain)} of the draft's"
-            + _verdict(lookup, "serve it until a better draft is trained"),
-            f"before the draft, {bounded(both.to_chain)} of the draft's alone" + _verdict(both, "put it before the draft"),
-        ]
-        faster = [name for name, each in self.comparison.lookup_by_category.items() if (each.low or 0.0) > 1]
-        if faster:
-            said.append(f"it is faster than the draft on prompts of {', '.join(faster)}")
-        return f"{'; '.join(said)}."
+            f"{_verdict(lookup, 'serve it until a better draft is trained')}; before the draft, {bounded(both.to_chain)} of "
+            f"the draft's alone{_verdict(both, 'put it before the draft')}."
+        )
 
     def _data(self) -> str:
         if self.curve is None:
@@ -204,7 +139,7 @@ class Findings:
         if check is None:
             return f"{text} The curve goes through two sizes, and was not checked by a further one."
         seen = f"{bounded(check.predicted)} was predicted for {check.tokens:,}, {bounded(check.measured)} measured"
-        if check.verdict == "checked":
+        if check.holds:
             return f"{text} Checked: from the smaller sizes {seen}."
         return f"{text} Off: from the smaller sizes {seen}, so do not rely on the curve."
 
@@ -221,22 +156,10 @@ def name_engines(best: Candidate, rungs: Sequence[Rung[Candidate]]) -> str:
 
 def bounded(value: Interval) -> str:
     """Return a number with its interval."""
-    return f"{number(value.point)} {interval(value.bounds)}".rstrip()
-
-
-def way_called(comparison: Comparison, name: str) -> ComparedWay:
-    """Return a way by its name."""
-    return next(each for each in comparison.ways if each.name == name)
+    return ranged(number(value.point), value.bounds)
 
 
 def _verdict(way: ComparedWay, advice: str) -> str:
     if (way.to_chain.low or 0.0) > 1:
         return f": {advice}"
     return " (slower)" if (way.to_chain.high or 2.0) < 1 else " (no significant difference)"
-
-
-def _value(candidate: Candidate, key: str) -> str:
-    if key == "family":
-        return candidate.name
-    value = candidate.settings[key]
-    return "all" if value is None else str(value)

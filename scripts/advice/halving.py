@@ -1,7 +1,7 @@
 """Successive halving under a budget of wall-clock time (Jamieson and Talwalkar 2016, arXiv 1502.07943).
 
-Optuna's and ray's pruners were looked at: they stop trials that report while they run, and bring a database or a cluster; here
-a trial is a training of its own length, so that its learning-rate schedule is whole. What is left is this loop.
+Optuna's and ray's pruners stop trials that report while they run, and bring a database or a cluster; here a trial is a training
+of its own length, so that its learning-rate schedule is whole, and what is left is this loop.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ def successive_halving(
         sizes: that rise.
         run: runs a trial, and returns whether it came to an end that can be scored.
         score: of a trial that did, more being better; asked for when all of its size have run.
-        keep_share: of the trials that ran.
         may_begin: whether there is time for a trial.
 
     Returns:
@@ -80,13 +79,10 @@ def sizes_up_to(first: int, growth: int, most: int) -> list[int]:
 
 
 class TimeBudget:
-    """Wall-clock time over all sessions of a run, as kept in its folder. What was cut off before it was noted is not counted.
+    """Wall-clock time over all sessions of a run, as kept in a file. What was cut off before it was noted is not counted.
 
     Args:
-        seconds: of the whole run.
-        path: of the file; values of another job are not used.
-        job: a fingerprint of all that decides what the run is about.
-        clock: in seconds.
+        job: a fingerprint of all that decides what the run is about; what was kept of another job is not used.
     """
 
     def __init__(self, seconds: float, path: Path, job: str, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,7 +1,7 @@
 """A trial's draft measured: tau, acceptance by position on held-out prompts, the times of its rounds, the speed they predict.
 
-What is measured is kept in the trial's folder. How long its rounds take does not depend on what a draft has learnt, so that the
-timing sweep is made once for all sizes of a candidate. G drafts, P prompts, S resamples.
+How long rounds take does not depend on what a draft has learnt: the timing sweep is made once for all sizes of a candidate.
+G drafts, P prompts.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from statistics import median
+from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
@@ -21,14 +22,17 @@ from eval.cost.expected_rounds import AcceptanceProfile, answer_lengths
 from eval.cost.model import CostModel, MeasuredCosts, RooflineCosts, RoundCosts
 from eval.cost.predict import BY_TEXT_ALONE, mean_context
 from eval.cost.timing_sweep import sweep_rounds
-from eval.decoder.decode import decode
-from eval.decoder.records import SPECULATIVE, Generation
+from eval.decoder.decode import Request, decode
+from eval.decoder.records import Generation
 from eval.metrics.acceptance import count_committed, was_cut
 from eval.report.sections import AnswerLength, TimedRound
 from eval.stats.bootstrap import Floats, Interval, ratio_interval, statistic_interval
 from heads.artifact import Draft
 from heads.frozen.loading import Target
-from scripts.trials.turns import SEED, Counts, check_finite, columns, to_request
+from heads.proposers.protocol import Proposer
+
+SEED = 0  # of all resampling
+Counts = Sequence[tuple[int, int]]  # by prompt: committed tokens and rounds
 
 
 class PromptAcceptance(BaseModel):
@@ -64,7 +68,6 @@ class TrialMeasurement(BaseModel):
 
     @property
     def counts(self) -> Counts:
-        """Committed tokens and rounds by prompt."""
         return [(each.committed, each.rounds) for each in self.prompts]
 
     def tau(self, samples: int) -> Interval:
@@ -72,10 +75,37 @@ class TrialMeasurement(BaseModel):
         return ratio_interval(*columns(self.counts), samples=samples, seed=SEED)
 
 
+def columns(counts: Counts) -> tuple[list[float], list[float]]:
+    """Return committed tokens and rounds by prompt, as intervals take them."""
+    return [float(committed) for committed, _ in counts], [float(rounds) for _, rounds in counts]
+
+
+def to_request(row: Conversation) -> Request:
+    return Request(prompt_id=f"{row.prompt_id}/{row.turn}", category=row.category, tokens=row.prompt_ids)
+
+
+def decode_in_batches(
+    target: Target, requests: Sequence[Request], settings: DecodeConfig, proposer: Proposer, *, what: str
+) -> list[Generation]:
+    """Decode requests `settings.batch_size` at a time; `what` names the draft where logits are not finite."""
+    generations: list[Generation] = []
+    for start in range(0, len(requests), settings.batch_size):
+        generations += decode(target, requests[start : start + settings.batch_size], settings, proposer)[0]
+    check_finite(generations, what)
+    return generations
+
+
+def check_finite(generations: Iterable[Generation], what: str) -> None:
+    """Raise a RuntimeError, with the draft's name and the first prompt, where target or draft computed NaN or infinity."""
+    failed = [generation.prompt_id for generation in generations if generation.stop_reason == "non_finite"]
+    if failed:
+        raise RuntimeError(f"{what}: the logits of target or draft are not finite on prompt {failed[0]}")
+
+
 def measure_draft(
     target: Target, draft: Draft, rows: Sequence[Conversation], config: AdviceConfig, sweep: list[TimedRound] | None
-) -> tuple[list[PromptAcceptance], list[AnswerLength], int, list[TimedRound]] | None:
-    """Return acceptance by prompt, the answers' lengths, the mean context and the timing sweep; None where nothing is drafted.
+) -> dict[str, Any] | None:
+    """Return the fields of a measurement but for what was trained on; None where nothing is drafted.
 
     Args:
         sweep: of the same draft, trained on fewer data; None: make it.
@@ -84,9 +114,10 @@ def measure_draft(
         InputError: the sweep's contexts do not fit the target's.
         RuntimeError: the logits are not finite.
     """
-    requests = [to_request(row) for row in rows]
     settings = DecodeConfig(
-        num_speculative_tokens=config.cost.num_speculative_tokens, max_new_tokens=config.answers.max_new_tokens
+        num_speculative_tokens=config.cost.num_speculative_tokens,
+        max_new_tokens=config.answers.max_new_tokens,
+        batch_size=config.decode_batch_size,
     )
     text = [token for row in rows for token in (*row.prompt_ids, *row.answer_ids)]
     sweep = sweep or sweep_rounds(target, draft.proposer, text, settings, config.cost)
@@ -94,23 +125,26 @@ def measure_draft(
         return None
     longest = max(each.num_speculative_tokens for each in sweep)
     settings = settings.model_copy(update={"num_speculative_tokens": longest})
-    generations: list[Generation] = []
-    for start in range(0, len(requests), config.decode_batch_size):
-        batch = requests[start : start + config.decode_batch_size]
-        generations += decode(target, batch, settings, draft.proposer, mode=SPECULATIVE)[0]
-    check_finite(generations, draft.metadata.kind)
+    requests = [to_request(row) for row in rows]
+    generations = decode_in_batches(target, requests, settings, draft.proposer, what=draft.metadata.kind)
     lengths = answer_lengths(generations, settings.max_new_tokens)
     if not lengths:
         return None
-    return count_positions(generations, longest), lengths, mean_context(generations), sweep
+    return {
+        "kind": draft.metadata.kind,
+        "num_parameters": draft.num_parameters,
+        "prompts": count_positions(generations, longest),
+        "answers": lengths,
+        "context_tokens": mean_context(generations),
+        "sweep": sweep,
+    }
 
 
 def pool_forwards(sweeps: Mapping[str, Sequence[TimedRound]]) -> dict[str, list[TimedRound]]:
     """Return the sweeps of several drafts with the target's forwards taking equally long in all, in plain rounds.
 
-    They are timed at different minutes, and on a machine that is shared a forward of the same work takes longer in one sweep
-    than in another, so that by its own times alone a draft would win or lose by chance. Of the ratios to the plain round of
-    the same sweep, batch and context the median is kept.
+    They are timed at different minutes of a machine that may be shared, which must not decide between two drafts. Of the ratios
+    to the plain round of the same sweep, batch and context the median is kept.
     """
     plain = {
         (name, each.batch_size, each.context_tokens): each.verify_seconds
@@ -154,10 +188,7 @@ def count_positions(generations: Iterable[Generation], num_positions: int) -> li
 
 
 class TrialSpeed:
-    """The speed that the cost model predicts for a trial's draft, on this machine or the one that is named.
-
-    The intervals are over prompts: what another minute on this machine would have timed is not in them.
-    """
+    """The speed that the cost model predicts for a trial's draft, on this machine or the one that the config names."""
 
     def __init__(self, measured: TrialMeasurement, config: AdviceConfig) -> None:
         self.measured, self.samples = measured, config.bootstrap_samples
@@ -165,6 +196,9 @@ class TrialSpeed:
         if config.hardware is not None:
             machine = config.hardware.machine
             self._costs = RooflineCosts(measured.sweep, machine.memory_gb_per_second * 1e9, machine.tflops * 1e12)
+        positions = range(measured.longest)  # accepted and judged drafts [P] by position, one after another
+        self._columns = [[each.accepted[place] for each in measured.prompts] for place in positions]
+        self._columns += [[each.judged[place] for each in measured.prompts] for place in positions]
 
     @cached_property
     def model(self) -> CostModel:
@@ -199,14 +233,6 @@ class TrialSpeed:
         """Return the seconds of drafting over those of a plain round, both as timed on this machine."""
         context, costs = self.measured.context_tokens, MeasuredCosts(self.measured.sweep)
         return costs.draft(drafts, batch, context) / costs.round_seconds(0, batch, context, 0.0)
-
-    @property
-    def _columns(self) -> list[list[int]]:
-        """Accepted and judged drafts [P] by position, one after another."""
-        prompts = self.measured.prompts
-        positions = range(self.measured.longest)
-        accepted = [[each.accepted[place] for each in prompts] for place in positions]
-        return accepted + [[each.judged[place] for each in prompts] for place in positions]
 
     def _model(self, sums: Floats) -> CostModel:
         profile = AcceptanceProfile(_shares(sums), by_text_alone=self.measured.kind in BY_TEXT_ALONE)

@@ -13,6 +13,7 @@ from configs.runtime.terminal import say
 from configs.schema.training import DistillConfig
 from eval.report.markdown import table
 from eval.report.text import number, times
+from eval.stats.bootstrap import Interval
 from heads.device import CPU, choose_device
 from scripts.advice.candidates import full_recipe
 from scripts.advice.findings import Findings, bounded
@@ -24,16 +25,17 @@ RECIPE = "recipe.yaml"
 
 def write_advice(findings: Findings, spent_seconds: float, num_conversations: int) -> None:
     """Write the three files, and say the page."""
-    output = Path(findings.config.output)
+    output, trials = Path(findings.config.output), _trials(findings)
     write_text(output / RECIPE, _recipe(findings, output))
-    write_json(output / "advice.json", to_json(findings, spent_seconds, num_conversations))
-    page = render(findings, spent_seconds, num_conversations)
+    said = {"spent_seconds": spent_seconds, "num_conversations": num_conversations, "trials": trials}
+    write_json(output / "advice.json", _to_json(findings) | said)
+    page = _render(findings, trials, spent_seconds, num_conversations)
     write_text(output / "advice.md", page)
     say(page)
 
 
-def to_json(findings: Findings, spent_seconds: float, num_conversations: int) -> dict[str, Any]:
-    """Return every number of the advice; intervals are {point, low, high}, bounds null where there are none."""
+def _to_json(findings: Findings) -> dict[str, Any]:
+    """Return the numbers of the advice; intervals are {point, low, high}, bounds null where there are none."""
     config, comparison, batch = findings.config, findings.comparison, findings.config.batch_size
     machine = None if config.hardware is None else config.hardware.machine.model_dump(mode="json")
     return {
@@ -44,8 +46,6 @@ def to_json(findings: Findings, spent_seconds: float, num_conversations: int) ->
         "predicted_for": machine,  # None: the hardware above
         "versions": describe_versions(),
         "budget_seconds": 60 * config.budget_minutes,
-        "spent_seconds": spent_seconds,
-        "num_conversations": num_conversations,
         "num_held_out_prompts": len(findings.trial.prompts),
         "advice": {
             "family": findings.best.family,
@@ -55,108 +55,86 @@ def to_json(findings: Findings, spent_seconds: float, num_conversations: int) ->
             "predicted_speedup": asdict(findings.speedups[batch]),  # of the trial's draft
             "predicted_speedup_of_whole_training": None if findings.whole_training is None else asdict(findings.whole_training),
             "break_even_batch_size": findings.speed.break_even_batch(),  # 0: no batch; None: all that were looked at
-            "way": None if comparison is None else comparison.chosen.name,
+            "way": None if comparison is None else comparison.chosen,
             "sentences": findings.sentences(),
         },
         "by_batch": {
             str(size): {"num_speculative_tokens": findings.drafts(size), "predicted_speedup": asdict(speedup)}
             for size, speedup in findings.speedups.items()
         },
-        "trials": [row for row, _ in _trials(findings)],
-        "choices": [asdict(each) for each in findings.choices],
         "comparison": None if comparison is None else asdict(comparison),
         "data_curve": None if findings.curve is None else asdict(findings.curve),
     }
 
 
-def render(findings: Findings, spent_seconds: float, num_conversations: int) -> str:
-    """Return the page as Markdown."""
-    config, trial = findings.config, findings.trial
+def _render(findings: Findings, trials: list[dict[str, Any]], spent_seconds: float, num_conversations: int) -> str:
+    config, comparison = findings.config, findings.comparison
     machine = "this machine" if config.hardware is None else config.hardware.preset
     parts = [
         f"# Advice for {config.target.name}",
-        f"From {num_conversations} conversations of {config.data or config.prompts.path}, {len(trial.prompts)} held-out "
-        f"prompts, greedy, in {spent_seconds / 60:.1f} of {config.budget_minutes:g} minutes. Speeds are predicted for "
-        f"{machine} by the cost model; "
-        "95 % intervals are over prompts.",
+        f"From {num_conversations} conversations of {config.data or config.prompts.path}, {len(findings.trial.prompts)} "
+        f"held-out prompts, greedy, in {spent_seconds / 60:.1f} of {config.budget_minutes:g} minutes. Speeds are predicted for "
+        f"{machine} by the cost model; 95 % intervals are over prompts.",
         "\n".join(f"- **{question}**: {answer}" for question, answer in findings.sentences().items()),
         f"The recipe of the whole training is `{Path(config.output) / RECIPE}`.",
         "## Trials",
         table(
             ("trial", "conversations", "parameters", "tau", "given all before it, by position", "drafting", "speedup"),
-            [cells for _, cells in _trials(findings)],
+            [
+                (
+                    each["name"],
+                    str(each["conversations"]),
+                    f"{each['num_parameters'] / 1e6:.1f} M",
+                    bounded(Interval(**each["tokens_per_target_step"])),
+                    " ".join(number(share) for share in each["position_conditional"]),
+                    number(each["draft_share"]),
+                    f"{times(each['predicted_speedup'])} ({each['num_speculative_tokens']})",
+                )
+                for each in trials
+            ],
         ),
         f"Drafting is the seconds of a round's drafts over those of a plain round, and speedup the predicted one, at batch "
         f"{config.batch_size} with the number of drafts in brackets.",
     ]
-    if findings.choices:
-        rows = [
-            (
-                f"{each.differs_in}: {each.other} for {each.best}",
-                f"{each.answer_tokens:,}",
-                bounded(each.tau_ratio),
-                number(each.draft_seconds_ratio),
-                number(each.speedup_ratio),
-            )
-            for each in findings.choices
-        ]
-        parts += ["## What each choice is worth", table(("choice", "answer tokens", "tau", "drafting", "speedup"), rows)]
-        parts.append("Ratios of the other choice to the advised one, trained and measured alike.")
-    if findings.comparison is not None:
-        ways = [
-            (each.name, bounded(each.tau), bounded(each.speedup), bounded(each.to_chain)) for each in findings.comparison.ways
-        ]
+    if comparison is not None:
+        ways = [(each.name, bounded(each.tau), bounded(each.speedup), bounded(each.to_chain)) for each in comparison.ways]
         parts += ["## Ways of decoding", table(("way", "tau", "speed to plain", "speed to the chain"), ways)]
-        parts.append(f"Measured on this machine in turns, one request at a time, {findings.comparison.num_prompts} prompts.")
-    if (missed := _missed(findings)) is not None:
-        parts.append(missed)
+        parts.append(f"Measured on this machine in turns, one request at a time, {comparison.num_prompts} prompts.")
+    missed = [
+        f"on {rung.size} conversations {what}: {'; '.join(each.name for each in those)}"
+        for rung in findings.rungs
+        for what, those in (("failed", rung.failed), ("not begun, for want of time", rung.not_begun))
+        if those
+    ]
+    if missed:
+        parts.append(f"Trials {', and '.join(missed)}.")
     return "\n\n".join(parts) + "\n"
 
 
-def _trials(findings: Findings) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
-    """Return every trial as JSON and as cells."""
-    found: list[tuple[dict[str, Any], tuple[str, ...]]] = []
-    batch, samples = findings.config.batch_size, findings.config.bootstrap_samples
+def _trials(findings: Findings) -> list[dict[str, Any]]:
+    rows = []
+    batch = findings.config.batch_size
     for rung in findings.rungs:
         for candidate, _ in rung.ranked:
             measured = findings.measured[candidate.name, rung.size]
-            speed, tau = TrialSpeed(measured, findings.config), measured.tau(samples)
+            speed = TrialSpeed(measured, findings.config)
             drafts, speedup = speed.best(batch)
-            share, conditional = speed.draft_share(drafts, batch), speed.conditional
-            row = {
-                "name": candidate.name,
-                "family": candidate.family,
-                "settings": dict(candidate.settings),
-                "conversations": rung.size,
-                "answer_tokens": measured.answer_tokens,
-                "num_parameters": measured.num_parameters,
-                "tokens_per_target_step": asdict(tau),
-                "position_conditional": conditional,
-                "draft_share": share,
-                "num_speculative_tokens": drafts,
-                "predicted_speedup": speedup,
-            }
-            cells = (
-                candidate.name,
-                str(rung.size),
-                f"{measured.num_parameters / 1e6:.1f} M",
-                bounded(tau),
-                " ".join(number(each) for each in conditional),
-                number(share),
-                f"{times(speedup)} ({drafts})",
+            rows.append(
+                {
+                    "name": candidate.name,
+                    "family": candidate.family,
+                    "settings": dict(candidate.settings),
+                    "conversations": rung.size,
+                    "answer_tokens": measured.answer_tokens,
+                    "num_parameters": measured.num_parameters,
+                    "tokens_per_target_step": asdict(measured.tau(findings.config.bootstrap_samples)),
+                    "position_conditional": speed.conditional,
+                    "draft_share": speed.draft_share(drafts, batch),
+                    "num_speculative_tokens": drafts,
+                    "predicted_speedup": speedup,
+                }
             )
-            found.append((row, cells))
-    return found
-
-
-def _missed(findings: Findings) -> str | None:
-    """Say which trials failed, or were not begun for want of time."""
-    said = []
-    for rung in findings.rungs:
-        for what, those in (("failed", rung.failed), ("not begun, for want of time", rung.not_begun)):
-            if those:
-                said.append(f"on {rung.size} conversations {what}: {'; '.join(each.name for each in those)}")
-    return None if not said else f"Trials {', and '.join(said)}."
+    return rows
 
 
 def _recipe(findings: Findings, output: Path) -> str:

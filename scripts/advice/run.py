@@ -26,7 +26,6 @@ from scripts.advice.halving import Rung, TimeBudget, sizes_up_to, successive_hal
 from scripts.advice.page import write_advice
 from scripts.advice.trials import Trials
 from scripts.refresh_steps import commands
-from scripts.trials.turns import measured_rows
 
 MULTIPLES = (2, 4, 16)  # of the answer tokens that the largest trial saw: what so many would bring is predicted
 PROBED = 32  # prompts answered first, to see how long they take
@@ -64,7 +63,7 @@ def advise(config: AdviceConfig) -> int:
     best, size = rungs[-1].ranked[0][0], rungs[-1].size
     findings = Findings(config, trials.measured, rungs, fit(trials, best, rungs, config), trials.num_answer_tokens)
     drafts = findings.drafts(config.batch_size)
-    draft = load_draft(str(trials.artifact(best, size)), target.identity, target.model)
+    draft = load_draft(str(trials.training_of(best, size).artifact), target.identity, target.model)
     findings.comparison = compare_ways(target, draft, rows, drafts, findings.trial.longest, config, budget.allows)
     budget.note()
     write_advice(findings, budget.spent, trials.num_conversations)
@@ -123,14 +122,15 @@ def held_out_rows(data: Path, config: AdviceConfig) -> list[Conversation]:
     Raises:
         InputError: there are fewer than two.
     """
-    path = data / "held_out.jsonl"
-    there = len({row.prompt_id for row in read_conversations(path)}) - 1
-    if there < 2:
+    rows = read_conversations(data / "held_out.jsonl")
+    prompts = list(dict.fromkeys(row.prompt_id for row in rows))
+    if len(prompts) < 3:
         raise InputError(
-            f"prompts: {there + 1} of those answered are held out, and at least 3 are needed; give more prompts, a larger "
+            f"prompts: {len(prompts)} of those answered are held out, and at least 3 are needed; give more prompts, a larger "
             "--budget or a larger held_out_share"
         )
-    return [row for row in measured_rows(path, min(config.num_prompts, there), 1) if row.turn == 0]
+    measured = set(prompts[1:][-config.num_prompts :])
+    return [row for row in rows if row.prompt_id in measured and row.turn == 0]
 
 
 def fit(trials: Trials, best: Candidate, rungs: list[Rung[Candidate]], config: AdviceConfig) -> DataCurve | None:

@@ -20,19 +20,15 @@ from heads.frozen.loading import Target
 from scripts.advice.candidates import Candidate
 from scripts.advice.halving import TimeBudget
 from scripts.advice.measuring import TrialMeasurement, TrialSpeed, measure_draft, pool_forwards
-from scripts.trials.trained_runs import TrainingRun, train_run
+from scripts.advice.trained_runs import TrainingRun, train_run
 
 log = logging.getLogger("draftsmith")
-MEASURED = "measured.json"  # in a trial's folder
 
 
 class Trials:
     """Runs trials, and remembers what came of them.
 
     Args:
-        config: of the advice.
-        budget: of wall-clock time.
-        target: that decodes.
         rows: held-out conversations, of a prompt each.
         data: folder with train.jsonl.
     """
@@ -45,16 +41,7 @@ class Trials:
         lines = (data / "train.jsonl").read_text(encoding="utf-8").splitlines()
         random.Random(config.seed).shuffle(lines)  # so that the first of them are of all kinds
         self._lines, self._lines_id = lines, fingerprint(lines)[:12]
-
-    @property
-    def num_conversations(self) -> int:
-        """How many there are to train on."""
-        return len(self._lines)
-
-    @property
-    def num_answer_tokens(self) -> int:
-        """How many answer tokens they have."""
-        return self._count_tokens(self.num_conversations)
+        self.num_conversations, self.num_answer_tokens = len(lines), self._count_tokens(len(lines))
 
     def may_begin(self, candidate: Candidate, size: int) -> bool:
         """Say whether a trial is done, or expected to end in time: by its own time at another size, else by others'."""
@@ -62,18 +49,17 @@ class Trials:
             return True
         own = {at: seconds for (name, at), seconds in self._seconds.items() if name == candidate.name}
         others = {at: seconds for (_, at), seconds in self._seconds.items()}
-        known = own or others
-        expected = max((seconds * max(1.0, size / at) for at, seconds in known.items()), default=0.0)
+        expected = max((seconds * max(1.0, size / at) for at, seconds in (own or others).items()), default=0.0)
         return self.budget.allows(expected, self.config.comparison_share)
 
     def run(self, candidate: Candidate, size: int) -> bool:
         """Train and measure a trial; return False where it cannot be trained or drafts nothing, which a warning says."""
         kept = self._read(candidate, size)
         if kept is None:
-            run = self._run_of(candidate, size)
+            run = self.training_of(candidate, size)
             started = time.monotonic()
             kept = {"asked": self._asked(), **self._measure(candidate, run, size), "seconds": time.monotonic() - started}
-            write_json(run.folder / MEASURED, kept)
+            write_json(run.folder / "measured.json", kept)
             self.budget.note()
         self._seconds[candidate.name, size] = kept["seconds"]
         if "failed" in kept:
@@ -94,9 +80,13 @@ class Trials:
         sweeps = pool_forwards(self._sweeps)
         return {at: each.model_copy(update={"sweep": sweeps[at[0]]}) for at, each in self._measured.items()}
 
-    def artifact(self, candidate: Candidate, size: int) -> Path:
-        """Return the draft of a trial that was run."""
-        return self._run_of(candidate, size).artifact
+    def training_of(self, candidate: Candidate, size: int) -> TrainingRun:
+        folder = Path(self.config.output) / "trials" / f"data-{self._lines_id}"
+        path = folder / f"train-{size}.jsonl"
+        if not path.is_file():
+            write_text(folder / MANIFEST, (self.data / MANIFEST).read_text(encoding="utf-8"))  # says who wrote them
+            write_text(path, "".join(line + "\n" for line in self._lines[:size]))
+        return candidate.run(path, Path(self.config.output) / "trials")
 
     def _measure(self, candidate: Candidate, run: TrainingRun, size: int) -> dict[str, Any]:
         """Train and measure; return what to keep."""
@@ -110,32 +100,14 @@ class Trials:
             return {"failed": str(error)}
         if found is None:
             return {"failed": "it drafted nothing"}
-        prompts, answers, context, sweep = found
-        measured = TrialMeasurement(
-            kind=draft.metadata.kind,
-            num_parameters=draft.num_parameters,
-            conversations=size,
-            answer_tokens=self._count_tokens(size),
-            prompts=prompts,
-            answers=answers,
-            context_tokens=context,
-            sweep=sweep,
-        )
+        measured = TrialMeasurement(conversations=size, answer_tokens=self._count_tokens(size), **found)
         return {"measured": measured.model_dump(mode="json")}
 
     def _count_tokens(self, size: int) -> int:
         return sum(len(json.loads(line)["answer_ids"]) for line in self._lines[:size])
 
-    def _run_of(self, candidate: Candidate, size: int) -> TrainingRun:
-        folder = Path(self.config.output) / "trials" / f"data-{self._lines_id}"
-        path = folder / f"train-{size}.jsonl"
-        if not path.is_file():
-            write_text(folder / MANIFEST, (self.data / MANIFEST).read_text(encoding="utf-8"))  # says who wrote them
-            write_text(path, "".join(line + "\n" for line in self._lines[:size]))
-        return candidate.run(path, Path(self.config.output) / "trials")
-
     def _read(self, candidate: Candidate, size: int) -> dict[str, Any] | None:
-        path = self._run_of(candidate, size).folder / MEASURED
+        path = self.training_of(candidate, size).folder / "measured.json"
         kept = read_object(path, "measurement of a trial") if path.is_file() else {}
         return kept if kept.get("asked") == self._asked() else None
 

@@ -16,9 +16,10 @@ from distill.generation.make_dataset import make_dataset
 from scripts.lab.fault_injection.children import Child
 from scripts.lab.fault_injection.setup import STEPS, TinyProject
 from tests.support.ports import free_port
+from tests.support.training_runs import read_evaluations
 from train.launch import run_distillation
 from train.tasks.draft import DraftTask
-from train.telemetry.metrics_file import METRICS_FILE, read_evaluations
+from train.telemetry.records import METRICS_FILE
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ from distill.server.responses import check_read, read_completion, read_top_k
 from heads.frozen.identity import TargetIdentity
 from heads.metadata import read_metadata
 from train.loop.checkpoints import read_manifest as read_checkpoint_manifest
-from train.telemetry.metrics_file import read_metrics
+from train.telemetry.records import read_lines
 
 
 def prompts_in(folder):
@@ -88,7 +88,7 @@ PARSERS = {
         prompts_in,
     ),
     "conversations": ("train.jsonl", ROW, lambda folder: read_conversations(folder / "train.jsonl")),
-    "metrics": ("metrics.jsonl", METRICS, lambda folder: read_metrics(folder / "metrics.jsonl")),
+    "metrics": ("metrics.jsonl", METRICS, lambda folder: read_lines(folder / "metrics.jsonl")),
 }
 EACH = pytest.mark.parametrize(("name", "content", "read"), PARSERS.values(), ids=PARSERS)
 

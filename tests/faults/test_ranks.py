@@ -9,11 +9,12 @@ from safetensors.torch import load_file
 
 from configs.runtime.command import BAD_INPUT, DONE, FAILED, TERMINATED
 from tests.faults.conftest import at_call, die_at_step, send_here, start_pair
+from tests.support.training_runs import read_metrics
 from train.launch import run_distillation
 from train.loop.checkpoints import list_checkpoints, read_manifest
 from train.tasks.draft import DraftTask
 from train.tasks.held_out import HeldOutDecoding
-from train.telemetry.metrics_file import METRICS_FILE, read_metrics
+from train.telemetry.records import METRICS_FILE
 from train.telemetry.step_metrics import SHARE
 
 

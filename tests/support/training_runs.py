@@ -7,6 +7,7 @@ from distill.dataset.batches import ConversationDataset, make_loader
 from train.launch import make_accelerator
 from train.loop.loop import train
 from train.tasks.draft import DraftTask
+from train.telemetry.records import HELD_OUT, read_lines
 
 
 def train_task(task, rows, stop_after=None, max_length=64):
@@ -32,14 +33,7 @@ def train_task(task, rows, stop_after=None, max_length=64):
 
 
 def distill_config(folder, student=None, *, settings=None, **schedule):
-    """Return the config of a short distillation into a folder.
-
-    Args:
-        folder: of the output.
-        student: settings of it that differ.
-        settings: further ones of the config.
-        schedule: settings of it that differ.
-    """
+    """Return the config of a short distillation into a folder; the rest are settings of it that differ."""
     defaults = {"batch_size": 4, "max_steps": 10, "mixed_precision": "no", "trackers": []}
     defaults |= {"log_every_steps": 2, "eval_every_steps": 5, "checkpoint_every_steps": 5}
     return DistillConfig.model_validate(
@@ -62,3 +56,14 @@ def draft_task(config, target, rows, cache=None):
 def distil(config, target, rows, stop_after=None):
     """Distil as configured; return the weights at the end."""
     return train_task(draft_task(config, target, rows), rows, stop_after)[0]
+
+
+def read_metrics(path):
+    """Return the lines of a metrics file that are of steps, oldest first."""
+    return [row for row in read_lines(path) if not any(name.startswith(HELD_OUT) for name in row)]
+
+
+def read_evaluations(path):
+    """Return the lines that are of evaluations, oldest first, with the metrics' own names."""
+    rows = [row for row in read_lines(path) if any(name.startswith(HELD_OUT) for name in row)]
+    return [{name.removeprefix(HELD_OUT): value for name, value in row.items()} for row in rows]

@@ -23,7 +23,7 @@ from heads.artifact import load_draft, read_training_prompts
 from tests.support.training_runs import distil, distill_config, draft_task, train_task
 from train.launch import make_accelerator, run_distillation
 from train.loop.checkpoints import list_checkpoints
-from train.loop.optimizer import make_optimizer
+from train.loop.engines import make_optimizer
 from train.tasks.draft import DraftTask
 
 

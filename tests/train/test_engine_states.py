@@ -28,8 +28,9 @@ from heads.frozen.placement import own_copy
 from heads.inference.causal_lm import head_logits
 from tests.support.caches import write_rows
 from tests.support.states_server import states_served
+from tests.support.training_runs import read_metrics
 from train.launch import run_distillation, run_heads
-from train.telemetry.metrics_file import METRICS_FILE, read_metrics
+from train.telemetry.records import METRICS_FILE
 
 TAPS = [1, 2, 3]
 

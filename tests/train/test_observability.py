@@ -14,13 +14,12 @@ from accelerate.utils import LoggerType
 
 from configs.runtime.errors import ConfigError, InputError, Stopped
 from configs.runtime.run_record import training_fingerprint
-from tests.support.training_runs import distil, distill_config
+from tests.support.training_runs import distil, distill_config, read_evaluations, read_metrics
 from train.launch import make_accelerator
 from train.tasks.draft import DraftTask
-from train.telemetry.metrics_file import METRICS_FILE, MetricsFile, read_evaluations, read_metrics
+from train.telemetry.records import METRICS_FILE, MetricsFile, flat_config
 from train.telemetry.step_clock import STEP_PARTS
 from train.telemetry.step_metrics import SHARE
-from train.telemetry.trackers import flat_config
 
 PLAIN = {"max_steps": 6, "eval_every_steps": None, "checkpoint_every_steps": None}
 
@@ -77,7 +76,7 @@ def test_a_stop_between_two_lines_drops_no_step_and_the_time_goes_on(tmp_path, m
 def test_a_line_that_a_killed_process_left_half_written_is_dropped(tmp_path, whole):
     lines = "".join(json.dumps(row) + "\n" for row in whole)
     (tmp_path / METRICS_FILE).write_text(lines + '{"step": 2, "sec')
-    MetricsFile(tmp_path, done_steps=5).add(2, 1.0, {"loss": 2.0})
+    MetricsFile(tmp_path, done_steps=5, evaluated_steps=5).add(2, 1.0, {"loss": 2.0})
     seconds = 3.0 if whole else 1.0
     assert read_metrics(tmp_path / METRICS_FILE) == [*whole, {"step": 2, "seconds": seconds, "loss": 2.0}]
 
@@ -85,11 +84,11 @@ def test_a_line_that_a_killed_process_left_half_written_is_dropped(tmp_path, who
 def test_a_file_that_is_none_of_ours_is_named(tmp_path):
     (tmp_path / METRICS_FILE).write_text('{"step": 2, "seconds": 1.5}\n{"seconds": 3}\n')
     with pytest.raises(InputError, match=r"metrics\.jsonl, line 2: step and seconds must be numbers"):
-        MetricsFile(tmp_path, done_steps=3)
+        MetricsFile(tmp_path, done_steps=3, evaluated_steps=3)
 
 
 def test_a_file_that_cannot_be_written_is_a_sentence(tmp_path):
-    metrics = MetricsFile(tmp_path, done_steps=0)
+    metrics = MetricsFile(tmp_path, done_steps=0, evaluated_steps=0)
     metrics.path.unlink()
     metrics.path.mkdir()
     with pytest.raises(InputError, match=r"cannot write .*metrics\.jsonl: Is a directory"):

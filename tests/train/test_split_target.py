@@ -23,8 +23,9 @@ from heads.frozen.loading import load_target
 from heads.frozen.processes import join_processes
 from scripts.lab.bench.engines import largest_difference, read_losses, read_metric
 from tests.faults.conftest import die_at_step
+from tests.support.training_runs import read_evaluations
 from tests.train.loop.test_engines import NEEDS_DEEPSPEED, Runs
-from train.telemetry.metrics_file import METRICS_FILE, read_evaluations
+from train.telemetry.records import METRICS_FILE
 
 STEPS, TOLERANCE = 20, 1e-5
 SHAPE = {

@@ -74,36 +74,26 @@ class CheckpointManifest(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """The checkpoints of a run, which all of its processes write and read together.
-
-    Args:
-        accelerator: restores what is saved.
-        module, optimizer: as the engine prepared them.
-        scheduler: of the learning rate; the training loop steps it, not accelerate.
-        keep: how many of the newest are kept, at least 1; that of the best step is kept as well.
-        progress: of the run; saved, and restored in place.
-        resume_anyway: resume a checkpoint of other settings or data, with a warning.
-    """
+    """The checkpoints of a run, which all of its processes write and read together."""
 
     folder: Path
     accelerator: Accelerator
-    module: nn.Module
+    module: nn.Module  # as the engine prepared it, like the optimiser
     optimizer: Any
-    scheduler: LambdaLR
+    scheduler: LambdaLR  # stepped by the training loop, not by accelerate
     lineage: Lineage
-    keep: int
-    progress: Progress = field(default_factory=Progress)
-    resume_anyway: bool = False
+    keep: int  # how many of the newest are kept, at least 1; that of the best step is kept as well
+    progress: Progress = field(default_factory=Progress)  # saved, and restored in place
+    resume_anyway: bool = False  # resume a checkpoint of other settings or data, with a warning
     _background: BackgroundWrite = field(default_factory=BackgroundWrite, init=False)
 
     def save(self, *, wait: bool = True) -> None:
-        """Write a checkpoint, then drop those that are no longer kept; the state is that of now, `wait` or not.
+        """Write a checkpoint of the state as it is now, then drop those that are no longer kept.
 
-        Those of later steps were left by a run that this one does not resume, or are damaged: they are dropped as well, as they
-        would be taken for the newest.
+        Those of later steps, left by a run that this one does not resume, are dropped too, or they would count as the newest.
 
         Args:
-            wait: return when it counts, else while it is being written; the next one waits for it.
+            wait: return when it is written, else meanwhile; the next one waits for it.
 
         Raises:
             InputError: it, or the one before, cannot be written, as on a full disk; those before stay as they are.
@@ -153,15 +143,23 @@ class Checkpoints:
     def _complete(
         self, scratch: Path, final: Path, rest: list[Callable[[], None]], progress: Progress, schedule: dict[str, Any]
     ) -> None:
-        """Write the rest of a checkpoint, and put it in place."""
+        """Write the rest of a checkpoint and the manifest over all of its files, and put it in place."""
         with writing(final, scratch):
             for write in rest:
                 write()
-            self._seal(scratch, progress, schedule)
+            write_json(scratch / PROGRESS, {"progress": _PROGRESS.dump_python(progress, by_alias=True), "schedule": schedule})
+            hashes = {name: sha256_of(scratch / name) for name in sorted(_files(scratch))}
+            manifest = CheckpointManifest(step=progress.step, lineage=self.lineage, sha256=hashes)
+            write_json(scratch / MANIFEST, manifest.model_dump(mode="json"))
+            sync_folder(scratch)
             _drop(final)
             scratch.replace(final)
             sync(self.folder)
-            self._drop_others(final, progress)
+            found = list_checkpoints(self.folder)
+            place = found.index(final) + 1
+            for other in [*found[: max(0, place - self.keep)], *found[place:]]:
+                if other.name != f"step-{progress.best_step or 0:08d}":
+                    _drop(other)
 
     def resume(self) -> Path | None:
         """Restore the newest usable checkpoint; return it, None where there is none at all.
@@ -179,21 +177,6 @@ class Checkpoints:
         if path is not None:
             self._load(path)
         return path
-
-    def _seal(self, scratch: Path, progress: Progress, schedule: dict[str, Any]) -> None:
-        """Write what accelerate does not, and the manifest over all files; synced when this returns."""
-        write_json(scratch / PROGRESS, {"progress": _PROGRESS.dump_python(progress, by_alias=True), "schedule": schedule})
-        hashes = {name: sha256_of(scratch / name) for name in sorted(_files(scratch))}
-        manifest = CheckpointManifest(step=progress.step, lineage=self.lineage, sha256=hashes)
-        write_json(scratch / MANIFEST, manifest.model_dump(mode="json"))
-        sync_folder(scratch)
-
-    def _drop_others(self, newest: Path, progress: Progress) -> None:
-        found = list_checkpoints(self.folder)
-        place = found.index(newest) + 1
-        for other in [*found[: max(0, place - self.keep)], *found[place:]]:
-            if other.name != f"step-{progress.best_step or 0:08d}":
-                _drop(other)
 
     def _clear_up(self) -> None:
         """Remove what a killed process left half-written; finish the rename of what is complete."""
@@ -231,7 +214,7 @@ class Checkpoints:
             for name, sha256 in manifest.sha256.items():
                 if sha256_of(inside(path, name, MANIFEST)) != sha256:
                     return f"is damaged: {name} is not what was written"
-                if name.endswith(".safetensors") and (bad := first_not_finite(path / name)) is not None:
+                if name.endswith(".safetensors") and (bad := _first_not_finite(path / name)) is not None:
                     return f"holds values of {bad} that are not finite"
             _read_progress(path)
         except InputError as error:
@@ -240,7 +223,7 @@ class Checkpoints:
 
     def _load(self, path: Path) -> None:
         lineage = read_manifest(path).lineage
-        rank, then = self.accelerator.process_index, lineage.num_processes
+        rank, then, now = self.accelerator.process_index, lineage.num_processes, self.accelerator.num_processes
         try:
             if rank < then:  # accelerate itself ignores random states that it cannot read
                 load(path / f"{RNG_STATE_NAME}_{rank}.pkl")
@@ -257,17 +240,13 @@ class Checkpoints:
             group["lr"] = base * factor(self.scheduler.last_epoch)
         for key, (old, new) in self.lineage.changes(lineage).items() if lineage.settings else ():
             logger.warning("%s %s -> %s: the run goes on, its learning rate from here as in the longer schedule", key, old, new)
-        if self.accelerator.num_processes != then:
-            logger.warning(
-                "%s was written by %d processes, this run has %d: equal up to rounding, and without the same random numbers",
-                path,
-                then,
-                self.accelerator.num_processes,
-            )
+        if now != then:
+            said = "%s was written by %d processes, this run has %d: equal up to rounding, and without the same random numbers"
+            logger.warning(said, path, then, now)
 
 
 def host_copy(state: Any) -> Any:
-    """Return a copy of a state dict in host memory; tensors that share their memory, as tied weights do, still share it."""
+    """Return a copy of a state dict in host memory; tied weights stay tied."""
     known: dict[Any, Tensor] = {}
 
     def copied(value: Tensor) -> Tensor:
@@ -289,11 +268,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def read_manifest(path: Path) -> CheckpointManifest:
-    """Return a checkpoint's manifest; the files may still differ from it.
-
-    Raises:
-        InputError: there is none, or it does not follow the format.
-    """
+    """Return a checkpoint's manifest; the files may still differ from it."""
     try:
         manifest = CheckpointManifest.model_validate(read_json(path / MANIFEST, "manifest"))
     except ValidationError as error:
@@ -305,11 +280,7 @@ def read_manifest(path: Path) -> CheckpointManifest:
 
 @contextmanager
 def writing(path: Path, scratch: Path | None = None) -> Iterator[None]:
-    """Report a failure to write `path` in one sentence, and remove `scratch`, which was to become it.
-
-    Raises:
-        InputError: it cannot be written.
-    """
+    """Report a failure to write `path` by an InputError of one sentence, and remove `scratch`, which was to become it."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError, InputError) as error:
@@ -325,7 +296,7 @@ def writing(path: Path, scratch: Path | None = None) -> Iterator[None]:
         ) from error
 
 
-def first_not_finite(weights: Path) -> str | None:
+def _first_not_finite(weights: Path) -> str | None:
     """Return the name of the first tensor in a file that holds NaN or infinity."""
     with safe_open(weights, "pt") as file:
         return next((name for name in file.keys() if not bool(file.get_tensor(name).isfinite().all())), None)  # noqa: SIM118

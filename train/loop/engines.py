@@ -1,4 +1,4 @@
-"""How the processes of a run hold the weights that they train, and how the unsharded weights are obtained.
+"""The optimiser of a run, how its processes hold the weights that they train, and how the unsharded weights are obtained.
 
 `TrainingEngine` replicates them (one process, or several under DDP). `Fsdp2Engine` shards them by torch's `fully_shard`, also
 on a CPU, where accelerate does not offer it. `DeepSpeedEngine` is ZeRO: stages 1 and 2 shard optimiser state and gradients,
@@ -9,8 +9,9 @@ sharded weights, whose loss scale would have to be agreed on.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -38,12 +39,28 @@ WEIGHTS_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.bin"
 MakeOptimizer = Callable[[nn.Module], tuple[torch.optim.Optimizer, LambdaLR]]
 
 
-def choose_engine(accelerator: Accelerator, schedule: ScheduleConfig, optimizer: OptimizerConfig) -> TrainingEngine:
-    """Return the engine that this run was launched with.
+def make_optimizer(module: nn.Module, config: OptimizerConfig, num_steps: int) -> tuple[torch.optim.Optimizer, LambdaLR]:
+    """Return AdamW over the trainable parameters, no decay on vectors, and linear warm-up with a cosine to `final_share`."""
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in trainable if parameter.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [parameter for parameter in trainable if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2))
+    warmup = max(1, round(config.warmup_share * num_steps))
 
-    Raises:
-        ConfigError: DeepSpeed's config file sets what the recipe decides.
-    """
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        done = min(1.0, (step - warmup) / max(1, num_steps - warmup))
+        return config.final_share + (1 - config.final_share) * 0.5 * (1 + math.cos(math.pi * done))
+
+    return optimizer, LambdaLR(optimizer, factor)
+
+
+def choose_engine(accelerator: Accelerator, schedule: ScheduleConfig, optimizer: OptimizerConfig) -> TrainingEngine:
+    """Return the engine that this run was launched with."""
     name = engine_name(accelerator)
     if name == REPLICATED:
         return TrainingEngine(accelerator)
@@ -51,12 +68,7 @@ def choose_engine(accelerator: Accelerator, schedule: ScheduleConfig, optimizer:
 
 
 def check_engine(schedule: ScheduleConfig) -> None:
-    """Refuse launch settings that no engine supports, before anything is loaded.
-
-    Raises:
-        ConfigError: FSDP 1, FSDP with weights on the CPU or with activation checkpointing, or fp16 with sharded weights is
-            requested.
-    """
+    """Refuse launch settings that no engine supports, by a ConfigError, before anything is loaded."""
     deepspeed = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
     if fsdp_is_requested():
         if (version := os.environ.get("FSDP_VERSION", "1")) != "2":
@@ -112,7 +124,7 @@ class Fsdp2Engine(TrainingEngine):
     """
 
     def prepare(self, task: Task, make: MakeOptimizer) -> tuple[nn.Module, Any, LambdaLR]:
-        self.copy = UnshardedCopy(task.copy_of_module())
+        self.copy = task.copy_of_module().to("cpu")
         if self.accelerator.num_processes == 1:  # what may be left of an elastic run: whole weights, the same checkpoints
             task.module.to(self.accelerator.device)
         else:
@@ -137,7 +149,8 @@ class Fsdp2Engine(TrainingEngine):
 
     def unsharded(self, module: nn.Module) -> AbstractContextManager[nn.Module]:
         weights = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True))
-        return self.copy.loaded(cast(dict[str, Tensor], weights), self.accelerator.device)
+        self.copy.load_state_dict(cast(dict[str, Tensor], weights))
+        return _moved(self.copy, self.accelerator.device)
 
     def _save(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
         """Write weights and optimiser state unsharded, so that any number of processes can go on from them."""
@@ -160,11 +173,7 @@ class Fsdp2Engine(TrainingEngine):
 
 
 class DeepSpeedEngine(TrainingEngine):
-    """ZeRO, by the engine that accelerate wraps; `clip` only reports the norm, DeepSpeed has clipped before its step.
-
-    Raises:
-        ConfigError: DeepSpeed's config file sets what the recipe decides.
-    """
+    """ZeRO, by the engine that accelerate wraps; `clip` only reports the norm, DeepSpeed has clipped before its step."""
 
     def __init__(self, accelerator: Accelerator, schedule: ScheduleConfig, optimizer: OptimizerConfig) -> None:
         super().__init__(accelerator)
@@ -187,8 +196,15 @@ class DeepSpeedEngine(TrainingEngine):
 
     def prepare(self, task: Task, make: MakeOptimizer) -> tuple[nn.Module, Any, LambdaLR]:
         optimizer, scheduler = make(task.module)
-        if self.shards_weights:
-            self._prepare_sharding(task)
+        if self.shards_weights:  # while a module runs, ZeRO-3 gathers the weights that it owns
+            from deepspeed.runtime.zero import register_external_parameter
+
+            self.copy = task.copy_of_module().to("cpu")
+            outside = task.read_from_outside()
+            if outside is None:
+                self.plugin.deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = ALL_WEIGHTS
+            for parameter in outside or []:
+                register_external_parameter(task.module, parameter)
         return *self.accelerator.prepare(task.module, optimizer), scheduler
 
     def micro_batch(self, module: nn.Module, *, last: bool) -> AbstractContextManager[None]:
@@ -197,17 +213,6 @@ class DeepSpeedEngine(TrainingEngine):
 
     def backward(self, loss: Tensor) -> None:
         self.accelerator.backward(loss, scale_wrt_gas=False)  # divided by the labels of the whole step already
-
-    def _prepare_sharding(self, task: Task) -> None:
-        """Prepare for ZeRO-3, which gathers the weights that a module owns while that module runs."""
-        from deepspeed.runtime.zero import register_external_parameter
-
-        self.copy = UnshardedCopy(task.copy_of_module())
-        outside = task.read_from_outside()
-        if outside is None:
-            self.plugin.deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = ALL_WEIGHTS
-        for parameter in outside or []:
-            register_external_parameter(task.module, parameter)
 
     @contextmanager
     def unsharded(self, module: nn.Module) -> Iterator[nn.Module]:
@@ -218,25 +223,15 @@ class DeepSpeedEngine(TrainingEngine):
         from deepspeed.runtime.zero import GatheredParameters
 
         with GatheredParameters(unwrapped.parameters()):
-            loaded = self.copy.loaded(unwrapped.state_dict(), self.accelerator.device)
-        with loaded as copy:
+            self.copy.load_state_dict(unwrapped.state_dict())
+        with _moved(self.copy, self.accelerator.device) as copy:
             yield copy
 
 
-class UnshardedCopy:
-    """A copy of the module made before it was sharded, kept in the CPU's memory until weights are loaded into it."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module.to("cpu")
-
-    def loaded(self, weights: Mapping[str, Tensor], device: torch.device) -> AbstractContextManager[nn.Module]:
-        """Load the weights now; return a context that yields the copy on `device`."""
-        self.module.load_state_dict(weights)
-        return self._moved(device)
-
-    @contextmanager
-    def _moved(self, device: torch.device) -> Iterator[nn.Module]:
-        try:
-            yield self.module.to(device)
-        finally:
-            self.module.to("cpu")
+@contextmanager
+def _moved(module: nn.Module, device: torch.device) -> Iterator[nn.Module]:
+    """Yield a module that is kept in the CPU's memory on `device`."""
+    try:
+        yield module.to(device)
+    finally:
+        module.to("cpu")

@@ -1,11 +1,8 @@
 """The run that a checkpoint belongs to, and whether another run may resume from it.
 
 The number of processes may change where checkpoints are unsharded (replicated weights, and FSDP2) and a step has as many
-micro-batches in all as before: `gradient_accumulation_steps` makes up for missing processes, by itself where
-`micro_batches_per_step` is given. Micro-batches are then shared out in the same order, so the run takes the same steps up to
-rounding, except where an epoch's last step has too few rows for its micro-batches and they are packed, or the draft writes on
-some: accelerate fills it up so that all processes have equally many. Random streams of new processes begin at the seed.
-DeepSpeed's checkpoints are not resharded.
+micro-batches in all as before. These are then shared out in the same order, so the run takes the same steps up to rounding,
+except where accelerate has to fill up an epoch's last step. Random streams of new processes begin at the seed.
 """
 
 from __future__ import annotations
@@ -41,12 +38,7 @@ class Lineage(Settings):
     def of(
         cls, accelerator: Accelerator, schedule: ScheduleConfig, config: Mapping[str, Any], contents: Mapping[str, str]
     ) -> Self:
-        """Return the lineage of a run.
-
-        Args:
-            config: the run's config as JSON values.
-            contents: hashes of what the config's paths hold, by key: a file may change under its name.
-        """
+        """Return the lineage of a run, by its config as JSON values and the hashes of what the config's paths hold."""
         return cls(
             config_sha256=training_fingerprint(config, contents),
             engine=engine_name(accelerator),
@@ -56,10 +48,7 @@ class Lineage(Settings):
         )
 
     def objection(self, then: Lineage) -> str | None:
-        """Return why this run cannot resume a checkpoint of `then`, as a phrase that follows "checkpoint X"; None if it can.
-
-        A person may insist on other settings and data (`objection_to_settings`), not on weights held in another way.
-        """
+        """Return why this run cannot resume a checkpoint of `then`, as a phrase that follows "checkpoint X"; None if it can."""
         if then.engine != self.engine:
             return f"was written with weights held {_held(then)}, and this run holds them {_held(self)}"
         if then.num_processes != self.num_processes and self.engine not in (REPLICATED, FSDP2):
@@ -80,7 +69,7 @@ class Lineage(Settings):
         return {key: (old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)}
 
     def objection_to_settings(self, then: Lineage) -> str | None:
-        """Return why this run's settings or data should not go on from those of `then`; see `objection`."""
+        """Return why this run's settings or data should not go on from those of `then`; a person may insist."""
         if then.config_sha256 == self.config_sha256:
             return None
         changed = self.changes(then)
@@ -99,11 +88,7 @@ class Lineage(Settings):
 
 
 def accumulating(schedule: ScheduleConfig, num_processes: int) -> ScheduleConfig:
-    """Return the schedule of a run of so many processes, with the micro-batches of a step that each of them has.
-
-    Raises:
-        ConfigError: `micro_batches_per_step` is no multiple of the processes.
-    """
+    """Return the schedule of a run of so many processes, with the micro-batches of a step that each of them has."""
     in_all = schedule.micro_batches_per_step
     if in_all is None:
         return schedule

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,24 +30,20 @@ from configs.schema.training import ScheduleConfig
 from heads.device import to_device
 from heads.modules.interface import Batch
 from train.loop.checkpoints import START_AGAIN, Checkpoints, Progress, writing
-from train.loop.engines import choose_engine
+from train.loop.engines import choose_engine, make_optimizer
 from train.loop.lineage import Lineage
-from train.loop.optimizer import make_optimizer
 from train.loop.read_ahead import Signals, Window, windows
 from train.loop.task import Task
-from train.loop.termination import StopRequest, noting_sigterm
-from train.telemetry.metrics_file import HELD_OUT, MetricsFile, explain_gap
-from train.telemetry.profiler import StepProfiler
-from train.telemetry.step_clock import STEP_PARTS
+from train.telemetry.records import HELD_OUT, MetricsFile, explain_gap, start_trackers
+from train.telemetry.step_clock import STEP_PARTS, StepProfiler
 from train.telemetry.step_metrics import SHARE, StepMetrics, find_peak, flops_per_token
-from train.telemetry.trackers import start_trackers
 
 log = logging.getLogger("draftsmith")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingResult:
-    """How a run ended; seconds are those of this process since it started."""
+    """How a run ended; seconds and labels are those of this process since it started."""
 
     steps: int
     best_score: float
@@ -55,7 +53,7 @@ class TrainingResult:
     evaluation_seconds: float  # decoding held-out prompts
     checkpoint_seconds: float  # writing checkpoints and the best draft, and reading the checkpoint resumed from
     input_seconds: float  # part of training_seconds: waiting for batches, and reading a cache of the target
-    labels: int  # trained on in this process since it started
+    labels: int
     trained_parameters: int
 
 
@@ -71,18 +69,16 @@ def train(
 ) -> TrainingResult:
     """Train until the schedule ends, from the newest usable checkpoint in `output` where `schedule.resume` is set.
 
-    Args:
-        config: the whole config as JSON values; a checkpoint of another config is not resumed from.
-        contents: hashes of the files that `config` names; nor is one of other files.
+    A checkpoint of another `config` (as JSON values), or of files of other `contents` (their hashes), is not resumed from.
 
     Raises:
         InputError: checkpoints are there and none is usable, or one cannot be written.
         RunFailed: a loss or a gradient is not finite; its step is not taken.
         Stopped: SIGTERM came; a checkpoint was written.
     """
-    with noting_sigterm() as request:
+    with _noted_sigterm() as stops:
         lineage = Lineage.of(accelerator, schedule, config, contents or {})
-        training = _Training(task, loader, optimizer_config, schedule, accelerator, output, lineage, request)
+        training = _Training(task, loader, optimizer_config, schedule, accelerator, output, lineage, stops)
         start_trackers(accelerator, output, config)
         try:
             return training.run()
@@ -100,9 +96,9 @@ class _Training:
         accelerator: Accelerator,
         output: Path,
         lineage: Lineage,
-        request: StopRequest,
+        stops: list[int],
     ) -> None:
-        self.task, self.schedule, self.accelerator, self.output, self.request = task, schedule, accelerator, output, request
+        self.task, self.schedule, self.accelerator, self.output, self.stops = task, schedule, accelerator, output, stops
         self.stopping = False
         self.max_grad_norm = optimizer_config.max_grad_norm
         self.engine = choose_engine(accelerator, schedule, optimizer_config)
@@ -138,7 +134,11 @@ class _Training:
         self.clock.start()
         if self.schedule.resume:
             self._resume()
-        self._open_records()
+        self.metrics_file = None
+        if self.accelerator.is_main_process:
+            # The evaluation of the last step has no line yet where it is still to be made.
+            evaluated = self.progress.step - (not self.progress.evaluated)
+            self.metrics_file = MetricsFile(self.output, done_steps=self.progress.step, evaluated_steps=evaluated)
         if not self.progress.evaluated:
             self._evaluate_and_save()
         labels = 0
@@ -181,13 +181,6 @@ class _Training:
             )
         log.info("resumed from %s", path)
 
-    def _open_records(self) -> None:
-        self.metrics_file = None
-        if self.accelerator.is_main_process:
-            # The evaluation of the last step has no line yet where it is still to be made.
-            evaluated = self.progress.step - (not self.progress.evaluated)
-            self.metrics_file = MetricsFile(self.output, done_steps=self.progress.step, evaluated_steps=evaluated)
-
     def _windows(self) -> Iterator[tuple[Window, Iterator[Signals]]]:
         """Yield the micro-batches of each remaining optimiser step of this epoch, and the signals that were read ahead."""
         accumulate = self.schedule.gradient_accumulation_steps
@@ -208,8 +201,8 @@ class _Training:
     def _step(self, window: Window, ahead: Iterator[Signals]) -> int:
         """Take one optimiser step over the micro-batches in `window`; return the number of this process's labels.
 
-        The host waits for the device once, for losses, the gradient's norm and stop requests, before the optimiser's step;
-        under fp16 once more, for the loss scaler. DeepSpeed takes the step in the last backward, unless the norm is not finite.
+        The host waits for the device once, in `_check_finite`; under fp16 once more, for the loss scaler. DeepSpeed takes the
+        step in the last backward, unless the norm is not finite.
         """
         drafts = self.task.drafts_while_training
         with self.clock("rewriting"), self.engine.unsharded(self.module) if drafts else nullcontext(self.module) as drafting:
@@ -218,7 +211,7 @@ class _Training:
         self.metrics.add(prepared.sums)
         own_labels = sum(batch.num_labels for batch in window)
         # A stop request to one process stops all: they learn of it with the labels, at no cost, and end after this step.
-        table = to_device([own_labels, self.request.made], self.accelerator.device)
+        table = to_device([own_labels, bool(self.stops)], self.accelerator.device)
         with self.clock("communication"):
             all_labels, stops = self.accelerator.reduce(table, "sum")
         num_labels, losses = all_labels.clamp(min=1), []
@@ -292,14 +285,10 @@ class _Training:
         log.info("step %d/%d: %s", step, self.num_steps, _format(shown))
 
     def _stop(self, *, logged: bool) -> None:
-        """Write a checkpoint and end the run; what else is due may take longer than the time that is left.
-
-        Steps since the last report are in the checkpoint and will not be taken again, so they are reported now where they were
-        not `logged`.
-        """
+        """Write a checkpoint and end the run; what else is due may take longer than the time that is left."""
         with self.clock("checkpoint"):
             self.checkpoints.save()
-        if not logged:
+        if not logged:  # steps since the last report will not be taken again
             self._log()
         self.accelerator.end_training()
         raise Stopped(
@@ -336,6 +325,20 @@ class _Training:
                     self.task.save(unwrapped, self.progress, metrics)
         self.accelerator.wait_for_everyone()
         return metrics
+
+
+@contextmanager
+def _noted_sigterm() -> Iterator[list[int]]:
+    """Yield the SIGTERMs that came, which then do not end the process; outside the main thread, where they do, none."""
+    noted: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield noted
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: noted.append(number))
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _due(step: int, every: int | None) -> bool:

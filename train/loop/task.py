@@ -16,17 +16,11 @@ from train.telemetry.step_clock import StepClock
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLoss:
-    """The loss of one micro-batch, already divided by the labels of the whole step, and sums for the metrics.
+    """The loss of one micro-batch, already divided by the labels of the whole step, and sums for the metrics."""
 
-    Args:
-        loss: scalar to go backward from.
-        sums: metric name -> sum over this batch's labels; the loop adds them up and divides once by all labels.
-        counts: what to divide by in place of the labels, for metrics that are sums over something else.
-    """
-
-    loss: Tensor
-    sums: Mapping[str, Tensor]
-    counts: Mapping[str, Tensor] = field(default_factory=dict)
+    loss: Tensor  # scalar to go backward from
+    sums: Mapping[str, Tensor]  # by metric, over this batch's labels; the loop adds them up and divides once by all labels
+    counts: Mapping[str, Tensor] = field(default_factory=dict)  # to divide by in place of the labels
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,10 +2,8 @@
 
 Weights, gradients and optimiser states are counted exactly, what a step of the draft keeps for its backward by running it
 without weights (`train.plan.step`). Sharing follows ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054, section 5): stage 1 splits
-the optimiser's states, 2 the gradients too, 3 and FSDP2 the weights too; a head's weights stay whole (`Sharing.keeps_whole`).
-They split what is trained. A target that is too large is split over the processes of a group by `target.parallel`, or spread
-over the accelerators of a node by `target.device_map`, for one process. The allocator's fragments, the engines' buffers except
-DDP's, and what interpreter and libraries take are left out.
+the optimiser's states, 2 the gradients too, 3 and FSDP2 the weights too. Left out are the allocator's fragments, the engines'
+buffers except DDP's, and what interpreter and libraries take.
 """
 
 from __future__ import annotations
@@ -13,16 +11,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-from transformers import PreTrainedModel
+from torch import nn
 
 from configs.schema.commands.planning import PlanConfig, PlanHeadsConfig
 from heads.frozen.hidden_states import blocks
 from heads.modules.layer_shape import shape_like
-from train.plan.data import Workload
-from train.plan.models import PlannedModels, count, frozen_copies
+from train.plan.models import PlannedModels, count, draft_columns, frozen_copies, target_columns
 from train.plan.step import cached_bytes, draft_step
-from train.plan.work import draft_columns, target_columns
 
 GIBIBYTE = 2**30
 WIDE = 4  # bytes of a float32 number
@@ -33,26 +28,16 @@ HEADROOM = 0.9  # share of an accelerator's memory that may be used; the rest is
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """A way of sharing a training out over accelerators.
+    """A way of sharing a training out over accelerators."""
 
-    recipe: its file in configs/accelerate, without the ending.
-    on_cpu: the file for processes without accelerators, where there is one.
-    several: for several processes; False: for one only; None: for any number.
-    stage: what is split over the processes, by ZeRO's numbers; 0: nothing.
-    spreads_target: one process holds the frozen target on all accelerators of a node, and the rest on one of them.
-    offloads_states: the optimiser's states and the float32 weights that it steps lie in the host's memory.
-    group: how many processes share a target by `target.parallel`: its blocks, while the rest is whole in each.
-    kind: by what they share it, `tensor` or `shard`.
-    """
-
-    recipe: str
-    on_cpu: str | None = None
-    several: bool | None = True
-    stage: int = 0
-    spreads_target: bool = False
-    offloads_states: bool = False
-    group: int = 1
-    kind: str = ""
+    recipe: str  # its file in configs/accelerate, without the ending
+    on_cpu: str | None = None  # the file for processes without accelerators, where there is one
+    several: bool | None = True  # for several processes; False: for one only; None: for any number
+    stage: int = 0  # what is split over the processes, by ZeRO's numbers
+    spreads_target: bool = False  # one process holds the target on all accelerators of a node (`target.device_map`)
+    offloads_states: bool = False  # the optimiser's states and the float32 weights that it steps lie in the host's memory
+    group: int = 1  # processes that share the target's blocks by `target.parallel`; the rest is whole in each
+    kind: str = ""  # by what they share it, `tensor` or `shard`
 
     @property
     def name(self) -> str:
@@ -61,23 +46,13 @@ class Sharing:
             return f"{self.recipe} with target.parallel.{self.kind}={self.group}"
         return f"{self.recipe} --gpu_ids all with target.device_map" if self.spreads_target else self.recipe
 
-    def keeps_whole(self, *, head: bool, accumulates: bool = False) -> tuple[bool, bool]:
-        """Return whether weights and gradients are whole on each accelerator while a step runs.
 
-        Of a head ZeRO-3 keeps the weights everywhere, and FSDP2 gathers what is not in its layers at once, for some families
-        all of it (`train.tasks.head`), and has all of its gradients before it splits them. Where a step `accumulates` several
-        micro-batches, FSDP2 splits gradients after the last one.
-        """
-        return self.stage < 3 or head, self.stage < 2 or (self.recipe == FSDP2 and (head or accumulates))
-
-
-FSDP2 = "fsdp2"
 # From the simplest to the one that needs least of an accelerator.
 ENGINES = (
     Sharing(recipe="one_gpu", on_cpu="one_process_cpu", several=False),
     Sharing(recipe="ddp_gpus", on_cpu="ddp_cpu"),
     Sharing(recipe="zero2", stage=2),
-    Sharing(recipe=FSDP2, stage=3),
+    Sharing(recipe="fsdp2", stage=3),
     Sharing(recipe="zero3", stage=3),
     Sharing(recipe="zero3_offload", several=None, stage=3, offloads_states=True),
 )
@@ -99,21 +74,38 @@ class Memory:
     held_out_kv: int
 
 
-def memory_of(config: PlanConfig, models: PlannedModels, work: Workload) -> Memory:
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """What an engine needs of an accelerator, and why it does not fit where it does not."""
+
+    engine: Sharing
+    num_bytes: int
+    complaint: str | None
+
+
+def memory_of(config: PlanConfig, models: PlannedModels, label_share: float) -> Memory:
     """Return the bytes of a step over a micro-batch of the longest rows, and of decoding held-out prompts."""
     trained = count(models.draft, trained=True)
     row = config.data.row_length or config.data.max_length  # a packed row's scores are made of all its pairs
     positions = config.schedule.batch_size * row
+    size = _activation_size(config)
+    # A chunk's logits, both sides; with a cache of sums the target makes the draft's columns only.
+    of_draft = draft_columns(config, models) * (size + WIDE_COPIES_OF_DRAFT_LOGITS * WIDE)
+    of_target = target_columns(config, models) * (models.target.dtype.itemsize + WIDE_COPIES_OF_TARGET_LOGITS * WIDE)
+    decode = config.held_out.decode
+    a_token, a_state = cached_bytes(models.target)
+    # The states after each token of a round are kept until it is known which of its drafts stay.
+    of_row = (config.data.max_length + decode.max_new_tokens) * a_token + (decode.num_speculative_tokens + 1) * a_state
     return Memory(
-        target_weights=sum(each.numel() * each.element_size() for each in models.target.parameters()),
+        target_weights=_bytes_of(models.target),
         draft_weights=WIDE * trained,
         frozen_draft=WIDE * frozen_copies(models.draft),
         gradients=WIDE * trained,
         optimizer_states=2 * WIDE * trained,
-        draft_activations=math.ceil(positions * activation_bytes(config, models, length=row, label_share=work.label_share)),
+        draft_activations=math.ceil(positions * activation_bytes(config, models, length=row, label_share=label_share)),
         target_activations=positions * _target_state_bytes(config, models),
-        loss_logits=_loss_bytes(config, models),
-        held_out_kv=_held_out_bytes(config, models),
+        loss_logits=config.loss.chunk_size * (of_draft + of_target),
+        held_out_kv=min(decode.batch_size, config.held_out.num_prompts) * of_row,
     )
 
 
@@ -140,19 +132,21 @@ def needed_bytes(
         target_block: bytes of the target's largest block, by which the shares of a spread target differ; of one that is shared
             by `shard` one block is whole while it runs.
         target_outside: bytes of its embedding, final norm and head, which each process of a group holds.
-        head, accumulates: whether the draft is a head, and a step several micro-batches; see `Sharing.keeps_whole`.
+        head: ZeRO-3 keeps a head's weights everywhere, and FSDP2 gathers what is not in its layers at once, for some families
+            all of it (`train.tasks.head`), and has all of its gradients before it splits them.
+        accumulates: FSDP2 then splits gradients after a step's last micro-batch.
     """
     n = 1 if engine.several is False or engine.spreads_target else num_accelerators
     states = memory.optimizer_states / (n if engine.stage >= 1 else 1)
-    whole_weights, whole_gradients = engine.keeps_whole(head=head, accumulates=accumulates)
+    whole_gradients = engine.stage < 2 or (engine.recipe == "fsdp2" and (head or accumulates))
     gradients = memory.gradients / (1 if whole_gradients else n)
-    weights = memory.draft_weights / (1 if whole_weights else n)
+    weights = memory.draft_weights / (1 if engine.stage < 3 or head else n)
     target: float = memory.target_weights
     if engine.spreads_target:
         target = target / num_accelerators + target_block
     if engine.group > 1:
-        blocks_of_group = (target - target_outside) / engine.group
-        target = target_outside + blocks_of_group + (target_block if engine.kind == "shard" else 0)
+        of_group = (target - target_outside) / engine.group
+        target = target_outside + of_group + (target_block if engine.kind == "shard" else 0)
     if engine.offloads_states:
         states, weights = 0.0, weights / 2  # what stays is the bfloat16 copy that runs
     # DDP and ZeRO copy gradients into buckets to send them; what is split is sent from where it lies.
@@ -161,36 +155,32 @@ def needed_bytes(
     return math.ceil(target + weights + gradients + states + buckets + rest + memory.held_out_kv)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fit:
-    """Whether an engine fits, and why not."""
-
-    engine: Sharing
-    num_bytes: int
-    complaint: str | None
-
-
 def try_engines(config: PlanConfig, models: PlannedModels, memory: Memory) -> list[Fit]:
     """Return the ways for this number of processes, each with the bytes it needs and the reason why it does not fit."""
     hardware, machine, n = config.hardware, config.hardware.machine, config.hardware.num_accelerators
     room = machine.memory_gib * GIBIBYTE * HEADROOM
-    kind = {
-        "head": isinstance(config, PlanHeadsConfig),
-        "accumulates": config.schedule.gradient_accumulation_steps > 1,
-    }
-    block = target_block_bytes(models.target)
-    outside = memory.target_weights - sum(map(_bytes_of, blocks(models.target)))
+    of_blocks = [_bytes_of(each) for each in blocks(models.target)]
+    ends = models.target.get_input_embeddings(), models.target.get_output_embeddings()
     engines = [engine for engine in ENGINES if engine.several in (None, n > 1)]
     spreading = [SPREADING] if 1 < n <= hardware.accelerators_per_node else []
     fits: list[Fit] = []
     for engine in (*engines, *_groups(config, models), *spreading):
         if engine.group > 1 and any(fit.engine.group > 1 and fit.complaint is None for fit in fits):
             continue  # a smaller group does
-        needed = needed_bytes(memory, engine, n, target_block=block, target_outside=outside, **kind)
+        needed = needed_bytes(
+            memory,
+            engine,
+            n,
+            target_block=max(*of_blocks, *map(_bytes_of, ends)),
+            target_outside=memory.target_weights - sum(of_blocks),
+            head=isinstance(config, PlanHeadsConfig),
+            accumulates=config.schedule.gradient_accumulation_steps > 1,
+        )
         complaint = None
+        on_host = (memory.optimizer_states + memory.draft_weights + memory.gradients) / n
         if needed > room:
-            complaint = f"{needed / GIBIBYTE:.1f} GiB of {room / GIBIBYTE:.1f}; {_largest_part(memory, engine, **kind)}"
-        elif engine.offloads_states and _host_bytes(memory, n) > machine.host_memory_gib * GIBIBYTE:
+            complaint = f"more than {room / GIBIBYTE:.1f} GiB"
+        elif engine.offloads_states and on_host > machine.host_memory_gib * GIBIBYTE:
             complaint = f"the host's {machine.host_memory_gib:g} GiB for each accelerator do not hold the optimiser's states"
         fits.append(Fit(engine=engine, num_bytes=needed, complaint=complaint))
     return fits
@@ -204,37 +194,12 @@ def _groups(config: PlanConfig, models: PlannedModels) -> list[Sharing]:
     n, per_node = config.hardware.num_accelerators, config.hardware.accelerators_per_node
     sizes = [size for size in range(2, min(n, per_node) + 1) if per_node % size == 0 and n % size == 0]
     heads = [getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
-    counts = [count for count in heads if count is not None]  # recurrent targets have none
+    counts = [number for number in heads if number is not None]  # recurrent targets have none
     splits = bool(counts and models.target.tp_plan)
-    kinds = ["tensor" if splits and not any(count % size for count in counts) else "shard" for size in sizes]
+    kinds = ["tensor" if splits and not any(number % size for number in counts) else "shard" for size in sizes]
     return [
         Sharing(recipe="ddp_gpus", on_cpu="ddp_cpu", group=size, kind=kind) for size, kind in zip(sizes, kinds, strict=True)
     ]
-
-
-def target_block_bytes(target: PreTrainedModel) -> int:
-    """Return the bytes of the target's largest piece that runs as one: a block, the embedding or the head."""
-    return max(map(_bytes_of, [*blocks(target), target.get_input_embeddings(), target.get_output_embeddings()]))
-
-
-def _largest_part(memory: Memory, engine: Sharing, *, head: bool, accumulates: bool) -> str:
-    whole_weights, whole_gradients = engine.keeps_whole(head=head, accumulates=accumulates)
-    parts = {
-        "the target's weights": 0 if engine.spreads_target else memory.target_weights,
-        "the optimiser's states": 0 if engine.stage >= 1 else memory.optimizer_states,
-        "the gradients": memory.gradients if whole_gradients else 0,
-        "the draft's weights": memory.draft_weights if whole_weights else 0,
-        "the draft's activations": memory.draft_activations,
-        "the target's activations": memory.target_activations,
-        "the frozen part of the draft": memory.frozen_draft,
-        "the loss's logits": memory.loss_logits,
-    }
-    name = max(parts, key=lambda each: parts[each])
-    return f"the largest part that is not split is {name}, {parts[name] / GIBIBYTE:.1f} GiB"
-
-
-def _host_bytes(memory: Memory, num_accelerators: int) -> float:
-    return (memory.optimizer_states + memory.draft_weights + memory.gradients) / num_accelerators
 
 
 def _target_state_bytes(config: PlanConfig, models: PlannedModels) -> int:
@@ -247,25 +212,9 @@ def _target_state_bytes(config: PlanConfig, models: PlannedModels) -> int:
     return kept + size * (3 * shape_like(models.target).mlp_width + 4 * text.hidden_size)
 
 
-def _loss_bytes(config: PlanConfig, models: PlannedModels) -> int:
-    """Return the bytes of a chunk's logits, both sides; with a cache of sums the target makes the draft's columns only."""
-    draft = draft_columns(config, models) * (_activation_size(config) + WIDE_COPIES_OF_DRAFT_LOGITS * WIDE)
-    target = target_columns(config, models) * (models.target.dtype.itemsize + WIDE_COPIES_OF_TARGET_LOGITS * WIDE)
-    return config.loss.chunk_size * (draft + target)
-
-
-def _held_out_bytes(config: PlanConfig, models: PlannedModels) -> int:
-    decode = config.held_out.decode
-    rows = min(decode.batch_size, config.held_out.num_prompts)
-    a_token, a_state = cached_bytes(models.target)
-    # The states after each token of a round are kept until it is known which of its drafts stay.
-    states = (decode.num_speculative_tokens + 1) * a_state
-    return rows * ((config.data.max_length + decode.max_new_tokens) * a_token + states)
-
-
 def _activation_size(config: PlanConfig) -> int:
     return WIDE if config.schedule.mixed_precision == "no" else 2
 
 
-def _bytes_of(module: torch.nn.Module) -> int:
+def _bytes_of(module: nn.Module) -> int:
     return sum(each.numel() * each.element_size() for each in module.parameters())

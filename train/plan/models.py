@@ -1,7 +1,7 @@
 """Target and draft of a recipe on torch's meta device, without weights: what a plan counts.
 
 They are the classes that training builds. Of the target only its config is needed: a folder with a `config.json`, that file
-itself, or a Hub id, of which only the config is fetched. Which draft tokens the data would choose is left out.
+itself, or a Hub id, of which only the config is fetched.
 """
 
 from __future__ import annotations
@@ -32,16 +32,11 @@ META = torch.device("meta")
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedModels:
-    """A recipe's target and draft.
+    """A recipe's target and draft."""
 
-    target: in the recipe's dtype.
-    draft: a head's module or a draft LM, in float32 and frozen where training freezes it.
-    taps: states of the target that a head reads besides the final one; None for a draft LM.
-    """
-
-    target: PreTrainedModel
-    draft: nn.Module
-    taps: tuple[int, ...] | None
+    target: PreTrainedModel  # in the recipe's dtype
+    draft: nn.Module  # a head's module or a draft LM, in float32 and frozen where training freezes it
+    taps: tuple[int, ...] | None  # states of the target that a head reads besides the final one; None for a draft LM
 
     @property
     def draft_width(self) -> int:
@@ -61,13 +56,30 @@ def frozen_copies(module: nn.Module) -> int:
     return count(module) - count(module, trained=True) + buffers
 
 
+def draft_columns(config: PlanConfig, models: PlannedModels) -> int:
+    section = config.head if isinstance(config, PlanHeadsConfig) else config.student
+    return section.draft_vocab_size or int(models.target.config.get_text_config().vocab_size)
+
+
+def target_columns(config: PlanConfig, models: PlannedModels) -> int:
+    """Return how many of the target's logits the loss makes a depth.
+
+    All of them, unless the sums over the whole vocabulary are computed once a position (`distill.loss.pairs`).
+    """
+    loss = config.loss
+    sums_once = isinstance(config, PlanHeadsConfig) and loss.temperature == 1 and "cross_entropy" not in loss.weights
+    return draft_columns(config, models) if sums_once else int(models.target.config.get_text_config().vocab_size)
+
+
 def plan_models(config: PlanConfig) -> PlannedModels:
     """Build a recipe's target and draft without weights.
 
     Raises:
         InputError: there is no config where the target or the draft is said to be, or they make no model.
     """
-    target = _target(config.target)
+    named = config.target
+    model_config = read_model_config(named.name, named.revision, trust_remote_code=named.trust_remote_code)
+    target = _empty(model_config, getattr(torch, named.dtype), trust_remote_code=named.trust_remote_code).requires_grad_(False)
     if isinstance(config, PlanHeadsConfig):
         family = FAMILIES[config.head.kind]
         vocabulary = _first_tokens(config.head.draft_vocab_size, target)
@@ -99,21 +111,15 @@ def read_model_config(
     return config
 
 
-def _target(config: TargetConfig) -> PreTrainedModel:
-    model_config = read_model_config(config.name, config.revision, trust_remote_code=config.trust_remote_code)
-    dtype = getattr(torch, config.dtype)
-    return _empty(model_config, dtype, trust_remote_code=config.trust_remote_code).requires_grad_(False)
-
-
 def _draft_lm(student: StudentConfig, target: PreTrainedModel) -> PreTrainedModel:
     """Build the draft that `distill.student.init.initial_draft` makes, and freeze what it freezes."""
     if student.init == "target_layers":
         with META:
             draft = keep_layers(target, student.layers or [])
+    elif student.path is not None:
+        draft = _empty(read_model_config(student.path, key="student.path"), torch.float32, key="student.path")
     else:
-        draft = _empty(
-            _draft_config(student, target), torch.float32, key="student.path" if student.path else "student.overrides"
-        )
+        draft = _empty(overridden_config(student.overrides or {}, target), torch.float32, key="student.overrides")
     draft.float()
     if student.lora is not None:
         add_adapters(draft, student.lora)
@@ -121,12 +127,6 @@ def _draft_lm(student: StudentConfig, target: PreTrainedModel) -> PreTrainedMode
     for each in (draft.get_input_embeddings(), draft.get_output_embeddings()):
         each.requires_grad_(train_embeddings)
     return draft
-
-
-def _draft_config(student: StudentConfig, target: PreTrainedModel) -> PreTrainedConfig:
-    if student.path is not None:
-        return read_model_config(student.path, key="student.path")
-    return overridden_config(student.overrides or {}, target)
 
 
 def _empty(

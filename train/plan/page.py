@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict
 
 from configs.schema.commands.planning import HardwareConfig, PlanConfig, PlanHeadsConfig
+from eval.report.markdown import table
 from train.plan.memory import GIBIBYTE, Sharing
 from train.plan.models import count, frozen_copies
 from train.plan.plan import Plan, make_plan
@@ -35,7 +35,21 @@ def plan_page(config: PlanConfig, options: str) -> str:
         InputError: see `train.plan.plan.make_plan`.
     """
     plan = make_plan(config)
-    return "\n\n".join([_models(plan), _memory(plan), _engines(plan), _work(plan), _time(plan), _start(plan, options)])
+    parts = asdict(plan.memory)
+    memory = [(MEMORY_WORDS[name], _bytes(value)) for name, value in parts.items()]
+    memory.append(("sum, nothing split", _bytes(sum(parts.values()))))
+    flops = [(name.replace("_", " "), f"{value / 1e6:,.1f} MFLOP") for name, value in asdict(plan.flops).items()]
+    flops.append(("all", f"{plan.flops.total / 1e6:,.1f} MFLOP"))
+    return "\n\n".join(
+        [
+            _models(plan),
+            table(("memory of one process", "bytes"), memory, numbers=False),
+            _engines(plan),
+            table(("part", "a token of the batch"), flops, numbers=False),
+            _time(plan),
+            _start(plan, options),
+        ]
+    )
 
 
 def launch_line(engine: Sharing, hardware: HardwareConfig, command: str) -> str:
@@ -71,12 +85,6 @@ def _models(plan: Plan) -> str:
     )
 
 
-def _memory(plan: Plan) -> str:
-    rows = [(MEMORY_WORDS[name], _bytes(value)) for name, value in asdict(plan.memory).items()]
-    rows.append(("sum, nothing split", _bytes(sum(asdict(plan.memory).values()))))
-    return _table(("memory of one process", "bytes"), rows)
-
-
 def _engines(plan: Plan) -> str:
     rows = [
         (
@@ -89,7 +97,7 @@ def _engines(plan: Plan) -> str:
     chosen = plan.fitting
     verdict = "none fits" if chosen is None else f"take {_name(plan, chosen.engine)}"
     machine = f"{plan.config.hardware.num_accelerators} x {plan.config.hardware.preset}"
-    return _table(("configs/accelerate", "each accelerator", machine), rows) + f"\n\nrecipe: {verdict}"
+    return table(("configs/accelerate", "each accelerator", machine), rows, numbers=False) + f"\n\nrecipe: {verdict}"
 
 
 def _name(plan: Plan, engine: Sharing) -> str:
@@ -105,24 +113,19 @@ def _start(plan: Plan, options: str) -> str:
     return f"start it by\n\n    {launch_line(plan.fitting.engine, plan.config.hardware, f'{entry} {options}')}"
 
 
-def _work(plan: Plan) -> str:
-    rows = [(name.replace("_", " "), f"{value / 1e6:,.1f} MFLOP") for name, value in asdict(plan.flops).items()]
-    rows.append(("all", f"{plan.flops.total / 1e6:,.1f} MFLOP"))
-    return _table(("part", "a token of the batch"), rows)
-
-
 def _time(plan: Plan) -> str:
     hardware, times = plan.config.hardware, plan.times
     tokens = plan.tokens_per_step * plan.num_processes
-    epochs = plan.steps * tokens / plan.work.num_tokens
+    epochs = plan.steps * tokens / (plan.work.num_conversations * plan.work.mean_tokens)
+    pace = float(f"{plan.tokens_per_second:.3g}")
     made = "reads" if plan.config.data.cache is not None else "could read"
     return (
         f"disk: {_bytes(plan.checkpoint_bytes)} a checkpoint; the target cache that the recipe {made} takes "
-        f"{_bytes(plan.cache.num_bytes)} ({plan.cache.bytes_per_row} bytes a row, {plan.cache.rows:,} rows)\n"
+        f"{_bytes(plan.cache_row_bytes * plan.cache_rows)} ({plan.cache_row_bytes} bytes a row, {plan.cache_rows:,} rows)\n"
         f"step: {times.total:.3g} s for {tokens:,.0f} tokens at "
         f"{100 * hardware.utilisation:.0f} % of {hardware.machine.tflops:g} TFLOP/s "
         f"(products {times.products:.3g} s, optimizer {times.optimizer:.3g} s, cache {times.cache:.3g} s; no communication)\n"
-        f"pace: {_rounded(plan.tokens_per_second)} tokens/s; {plan.steps:,} steps, {epochs:.2g} epochs: {plan.hours:.3g} hours "
+        f"pace: {pace:,.0f} tokens/s; {plan.steps:,} steps, {epochs:.2g} epochs: {plan.hours:.3g} hours "
         "of training steps"
     )
 
@@ -132,12 +135,3 @@ def _bytes(value: float) -> str:
         if value >= size:
             return f"{value / size:.4g} {unit}"
     return f"{value / 1e3:.4g} kB"
-
-
-def _rounded(value: float) -> str:
-    return f"{float(f'{value:.3g}'):,.0f}"
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,32 +1,82 @@
-"""A whole plan: what a recipe takes in memory, disk and time. Packed rows count as full."""
+"""A whole plan: what a recipe takes in memory, disk and time.
+
+Of the output heads only the rows are known from running the models without weights (`train.plan.step`): a row of W logits of a
+D-wide state costs 2 W D forward, as much again for its gradient, and for the weights' where they are trained. The optimiser's
+work is counted in bytes. Norms, softmax, the divergence's elementwise work and what processes send each other are left out.
+Packed rows count as full.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
-from configs.schema.commands.planning import PlanConfig
+from transformers import PreTrainedModel
+
+from configs.runtime.errors import InputError
+from configs.schema.commands.planning import PlanConfig, PlanHeadsConfig
+from configs.schema.data import CacheConfig
+from distill.cache.format import RowLayout
+from distill.cache.writer import layout_of
+from distill.dataset.batches import ConversationDataset
+from distill.dataset.conversations import open_conversations
 from train.loop.lineage import accumulating
-from train.plan.data import CacheSize, Workload, cache_size, measure_workload, open_dataset
 from train.plan.memory import Fit, Memory, memory_of, try_engines
-from train.plan.models import PlannedModels, count, frozen_copies, plan_models
-from train.plan.work import Flops, Times, flops_of, step_times
+from train.plan.models import PlannedModels, count, draft_columns, frozen_copies, plan_models, target_columns
+from train.plan.step import draft_step, forward_flops
+
+# AdamW reads weight, gradient and two averages, and writes all but the gradient: seven float32 numbers.
+OPTIMIZER_BYTES_MOVED = 28
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """The training data as a plan sees it."""
+
+    num_conversations: int  # in an epoch
+    mean_tokens: float  # of a conversation
+    label_share: float  # of those tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flops:
+    """FLOPs a token of the batch, by part."""
+
+    target_forward: float
+    target_logits: float
+    draft_forward: float
+    draft_backward: float
+    draft_logits: float  # forward and backward: the chunked loss does both at once
+
+    @property
+    def total(self) -> float:
+        return sum(asdict(self).values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Seconds of one optimiser step on each accelerator, none of its parts at the same time as another."""
+
+    products: float
+    optimizer: float
+    cache: float
+
+    @property
+    def total(self) -> float:
+        return self.products + self.optimizer + self.cache
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a recipe takes.
-
-    times: of an optimiser step. What processes send each other is left out.
-    tokens_per_step: of one process, padding left out.
-    conversations_per_step: the same.
-    """
+    """What a recipe takes; tokens and conversations of a step are those of one process, without padding."""
 
     config: PlanConfig
     models: PlannedModels
     work: Workload
     memory: Memory
-    cache: CacheSize
+    cache_row_bytes: int
+    cache_rows: int
     flops: Flops
     times: Times
     fits: list[Fit]
@@ -74,25 +124,101 @@ def make_plan(config: PlanConfig) -> Plan:
         InputError: target, draft or data are not there, or do not go together.
     """
     config = config.model_copy(update={"schedule": accumulating(config.schedule, config.hardware.num_accelerators)})
-    models, dataset = plan_models(config), open_dataset(config)
-    work = measure_workload(config, dataset)
-    schedule, row_length = config.schedule, config.data.row_length
+    models, dataset = plan_models(config), _open_dataset(config)
+    work = _measure_workload(config, dataset)
+    schedule, row_length, machine = config.schedule, config.data.row_length, config.hardware.machine
     a_row = 1.0 if row_length is None else row_length / work.mean_tokens
     conversations = schedule.batch_size * schedule.gradient_accumulation_steps * a_row
-    flops, memory = flops_of(config, models, work), memory_of(config, models, work)
-    cache = cache_size(config, models, work, dataset)
     tokens = conversations * work.mean_tokens
-    per_token = cache.num_bytes / work.num_tokens if config.data.cache is not None else 0.0
-    times = step_times(config, models, flops, tokens_per_step=tokens, cache_bytes_per_token=per_token)
+    flops, memory = flops_of(config, models, work), memory_of(config, models, work.label_share)
+    layout = cache_layout(config, models.target, models.taps)
+    rows = _cache_rows(config, layout, work, dataset)
+    read = 0.0 if config.data.cache is None else layout.bytes_per_row * rows * conversations / work.num_conversations
+    times = Times(
+        products=flops.total * tokens / (machine.tflops * 1e12 * config.hardware.utilisation),
+        optimizer=count(models.draft, trained=True) * OPTIMIZER_BYTES_MOVED / (machine.memory_gb_per_second * 1e9),
+        cache=read / (machine.disk_gb_per_second * 1e9),
+    )
     return Plan(
         config=config,
         models=models,
         work=work,
         memory=memory,
-        cache=cache,
+        cache_row_bytes=layout.bytes_per_row,
+        cache_rows=rows,
         flops=flops,
         times=times,
         fits=try_engines(config, models, memory),
         tokens_per_step=tokens,
         conversations_per_step=conversations,
     )
+
+
+def flops_of(config: PlanConfig, models: PlannedModels, work: Workload) -> Flops:
+    """Return the FLOPs of training, a token."""
+    step = draft_step(config, models, length=work.mean_tokens, label_share=work.label_share)
+    text, cached = models.target.config.get_text_config(), config.data.cache is not None
+    columns = target_columns(config, models)
+    target_logits = 2.0 * step.judged_rows * text.hidden_size * columns
+    if columns < text.vocab_size and not cached:  # the sums over the whole vocabulary, once a position
+        target_logits += 2.0 * work.label_share * text.hidden_size * text.vocab_size
+    if isinstance(config, PlanHeadsConfig):
+        trains_head = config.head.train_head
+    else:
+        assert isinstance(models.draft, PreTrainedModel)
+        trains_head = any(each.requires_grad for each in models.draft.get_output_embeddings().parameters())
+    a_logit = (6.0 if trains_head else 4.0) * models.draft_width
+    return Flops(
+        target_forward=0.0 if cached else forward_flops(models.target, work.mean_tokens),
+        target_logits=target_logits,
+        draft_forward=step.forward_flops,
+        draft_backward=step.backward_flops,
+        draft_logits=step.judged_rows * draft_columns(config, models) * a_logit,
+    )
+
+
+def cache_layout(config: PlanConfig, target: PreTrainedModel, taps: tuple[int, ...] | None) -> RowLayout:
+    """Return the rows of the last_hidden cache that the recipe can learn from, in the cache's default dtype."""
+    cache = CacheConfig(
+        target=config.target,
+        data=config.data.train,
+        max_length=config.data.max_length,
+        taps=None if taps is None else sorted(taps),
+    )
+    return layout_of(cache, target, target.config.get_text_config().vocab_size)
+
+
+def _open_dataset(config: PlanConfig) -> ConversationDataset | None:
+    """Return the training data; None where there are none yet, or where the config has all that is counted in them."""
+    path = Path(config.data.train)
+    if not path.is_file() or None not in config.workload.model_dump().values():
+        return None
+    return ConversationDataset(open_conversations(path), config.data.max_length)
+
+
+def _measure_workload(config: PlanConfig, dataset: ConversationDataset | None) -> Workload:
+    """Return the amount of data of an epoch; the config's section workload takes precedence over the data."""
+    given = config.workload
+    if given.num_conversations is not None and given.mean_tokens is not None and given.label_share is not None:
+        mean_tokens = min(given.mean_tokens, config.data.max_length)
+        return Workload(num_conversations=given.num_conversations, mean_tokens=mean_tokens, label_share=given.label_share)
+    if dataset is None:
+        raise InputError(
+            f"data.train: {config.data.train} does not exist; make it, or give workload.num_conversations, "
+            "workload.mean_tokens and workload.label_share"
+        )
+    num_tokens = int(dataset.lengths.sum())
+    return Workload(
+        num_conversations=given.num_conversations or len(dataset),
+        mean_tokens=given.mean_tokens or num_tokens / len(dataset),
+        label_share=given.label_share or dataset.num_labels / num_tokens,
+    )
+
+
+def _cache_rows(config: PlanConfig, layout: RowLayout, work: Workload, dataset: ConversationDataset | None) -> int:
+    """Return a cache's rows, counted in the data unless the config says anything of them itself."""
+    if dataset is None or config.workload != type(config.workload)():
+        tokens = work.num_conversations * work.mean_tokens
+        return round(tokens * (1.0 if layout.every_position else work.label_share))
+    pairs = zip(dataset.lengths.tolist(), dataset.answer_starts.tolist(), strict=True)
+    return sum(layout.num_rows(*pair) for pair in pairs)

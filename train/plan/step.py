@@ -36,26 +36,16 @@ FUSED_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 @dataclass(frozen=True, kw_only=True)
 class DraftStep:
-    """What a step takes of the draft, all a token of the batch; its output head is apart.
-
-    judged_rows: rows that become logits.
-    kept_bytes: of what the forward keeps for the backward.
-    """
+    """What a step takes of the draft, all a token of the batch; its output head is apart."""
 
     forward_flops: float
     backward_flops: float
-    judged_rows: float
-    kept_bytes: float
+    judged_rows: float  # that become logits
+    kept_bytes: float  # of what the forward keeps for the backward
 
 
 def draft_step(config: PlanConfig, models: PlannedModels, *, length: float, label_share: float) -> DraftStep:
-    """Run a step of the draft over one row, and return what it takes.
-
-    Args:
-        models: of the recipe, on the meta device.
-        length: tokens of the row, rounded.
-        label_share: of the row's tokens; labels stand at its end.
-    """
+    """Run a step of the draft over one row of `length` tokens, the labels at its end, and return what it takes."""
     T = max(2, round(length))
     draft = models.draft
     ids_BT, positions_BT = _row(T)
@@ -65,14 +55,14 @@ def draft_step(config: PlanConfig, models: PlannedModels, *, length: float, labe
         torch.manual_seed(0)  # some families draw which rows they train
         with WorkCounter() as forward, _kept_bytes(draft, casts) as kept:
             if isinstance(draft, PreTrainedModel):
-                hidden = [_states(draft, ids_BT, positions_BT)[:, :-1][mask_BT[:, 1:]]]
+                states_BTE = _run(draft, ids_BT, positions_BT, use_cache=False).last_hidden_state
+                hidden = [states_BTE[:, :-1][mask_BT[:, 1:]]]
             else:
                 width = models.target.config.get_text_config().hidden_size
                 state_BTE = torch.empty(1, T, width, dtype=models.target.dtype, device="meta")
                 states = TargetStates(final_BTE=state_BTE, taps_ABTE=(state_BTE,) * len(models.taps or ()))
                 batch = Batch(ids_BT, mask_BT, positions_BT, torch.zeros_like(ids_BT), ids_BT[:, :1])
-                depths = draft(batch, states)
-                hidden = [depth.hidden_ND for depth in depths]
+                hidden = [depth.hidden_ND for depth in draft(batch, states)]
         with WorkCounter() as backward:
             torch.stack([each.sum() for each in hidden]).sum().backward()
     return DraftStep(
@@ -88,7 +78,7 @@ def forward_flops(model: PreTrainedModel, length: float) -> float:
     """Return the FLOPs a token of a causal LM's forward without its head, over a row of `length` tokens."""
     T = max(1, round(length))
     with _Casts(enabled=False), _MixedDevices(), WorkCounter() as counter:
-        _states(model, *_row(T))
+        _run(model, *_row(T), use_cache=False)
     return counter.flops / T
 
 
@@ -110,11 +100,6 @@ def cached_bytes(model: PreTrainedModel) -> tuple[int, int]:
 def _row(length: int) -> tuple[Tensor, Tensor]:
     positions_BT = torch.arange(length).unsqueeze(0)
     return torch.zeros_like(positions_BT), positions_BT
-
-
-def _states(model: PreTrainedModel, ids_BT: Tensor, positions_BT: Tensor) -> Tensor:
-    states: Tensor = _run(model, ids_BT, positions_BT, use_cache=False).last_hidden_state
-    return states
 
 
 def _run(model: PreTrainedModel, ids_BT: Tensor, positions_BT: Tensor, *, use_cache: bool) -> Any:

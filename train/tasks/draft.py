@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from configs.runtime.errors import InputError
 from configs.schema.training import DistillConfig
 from distill.cache.reader import TargetCache
-from distill.dataset.conversations import Conversation, user_text_hashes
+from distill.dataset.conversations import Conversation
 from distill.loss.draft_objective import DraftObjective
 from distill.loss.pairs import SparseTarget
 from distill.signals import TargetSignals, signal_source
@@ -34,19 +34,12 @@ from heads.vocabulary import keep_head_rows
 from train.loop.checkpoints import Progress
 from train.loop.task import BatchLoss, Prepared
 from train.tasks.held_out import HeldOutDecoding, training_provenance
-from train.tasks.initial_head import add_earlier_prompts
-from train.tasks.vocabulary import choose_vocabulary
+from train.tasks.start import choose_vocabulary, training_prompts
 from train.telemetry.step_clock import StepClock
 
 
 class DraftTask:
-    """A draft LM under training (`train.loop.task.Task`).
-
-    Args:
-        train: conversations trained on; a reduced draft vocabulary is chosen by them.
-        held_out: conversations to decode on; the first `held_out.num_prompts` are used.
-        accelerator: shares the held-out prompts over processes.
-        cache: the target's outputs on `train`; None: the target runs on every batch.
+    """A draft LM under training (`train.loop.task.Task`); with a cache the target runs on no batch of the training.
 
     Raises:
         InputError: the draft cannot be made, a held-out prompt cannot be decoded, or a model cannot be trained on packed rows.
@@ -75,28 +68,18 @@ class DraftTask:
         self.rewriter = Rewriter(config, target) if config.policy.on_policy else None
         self.drafts_while_training = self.rewriter is not None
         self.source = signal_source(target, cache=cache, own_batches=True, known_ahead=self.rewriter is None)
-        self.training_prompts = add_earlier_prompts(user_text_hashes(train), config.student.path)
-        self.held_out = HeldOutDecoding(
-            config.held_out, target, held_out, accelerator, config.schedule.evaluation_timeout_seconds
-        )
+        self.training_prompts = training_prompts(train, config.student.path)
+        self.held_out = HeldOutDecoding(config, target, held_out, accelerator)
 
     def copy_of_module(self) -> nn.Module:
         return copy.deepcopy(self.module, {id(self.target): self.target})
 
     def units(self) -> Sequence[nn.Module]:
-        """Return the draft's blocks.
-
-        Raises:
-            InputError: the model does not keep its blocks where draftsmith looks for them.
-        """
+        """Return the draft's blocks."""
         return list(blocks(cast(DraftObjective, self.module).draft))
 
     def read_from_outside(self) -> Sequence[nn.Parameter] | None:
-        """Return the output head's weights: the loss applies them a chunk at a time.
-
-        Raises:
-            InputError: the head is no linear layer. The loss runs its module then, as often as a process has chunks.
-        """
+        """Return the output head's weights: the loss applies them a chunk at a time, or runs a head that is not linear."""
         head = cast(DraftObjective, self.module).draft.get_output_embeddings()
         if type(head) is not nn.Linear:
             raise InputError(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from configs.schema.training import HeadsConfig
 from distill.cache.reader import TargetCache
-from distill.dataset.conversations import Conversation, user_text_hashes
+from distill.dataset.conversations import Conversation
 from distill.loss.head_objective import HeadLoss, HeadObjective
 from distill.signals import TargetSignals, signal_source
 from distill.student.vocabulary import MassChoice
@@ -31,19 +31,12 @@ from heads.proposers.protocol import Proposer
 from train.loop.checkpoints import Progress
 from train.loop.task import BatchLoss, Prepared
 from train.tasks.held_out import HeldOutDecoding, HeldOutPrediction, training_provenance
-from train.tasks.initial_head import add_earlier_prompts, read_initial_head
-from train.tasks.vocabulary import choose_vocabulary
+from train.tasks.start import choose_vocabulary, read_initial_head, training_prompts
 from train.telemetry.step_clock import StepClock
 
 
 class HeadTask:
-    """A head under training (`train.loop.task.Task`).
-
-    Args:
-        train: conversations trained on; a reduced draft vocabulary is chosen by them.
-        held_out: conversations to decode on; the first `held_out.num_prompts` are used.
-        accelerator: shares the held-out prompts over processes.
-        cache: the target's states over `train`; None: the target runs on every batch.
+    """A head under training (`train.loop.task.Task`); with a cache the target runs on no batch of the training.
 
     Raises:
         InputError: the target cannot carry the head or be run on packed rows, the cache lacks states that the head reads, or a
@@ -89,9 +82,8 @@ class HeadTask:
             checkpoint_activations(head)
         self.config = config
         self.module: nn.Module = HeadObjective(head, target, config.loss, self.clock)
-        self.training_prompts = add_earlier_prompts(user_text_hashes(train), config.init)
-        patience = config.schedule.evaluation_timeout_seconds
-        self.held_out = HeldOutDecoding(config.held_out, target, held_out, accelerator, patience)
+        self.training_prompts = training_prompts(train, config.init)
+        self.held_out = HeldOutDecoding(config, target, held_out, accelerator)
         self.prediction = HeldOutPrediction(config.held_out, target, held_out, accelerator)
         if config.held_out.decode.tree is not None:
             check_drafts(self.proposer(self.module), config.held_out.decode)  # now, not at the first held-out decoding
@@ -163,8 +155,7 @@ def _metrics(result: HeadLoss) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return sums by metric, and what each is to be divided by.
 
     `loss`: the divergence over the labels of all depths together, every one counted once.
-    `conditional_k`: the likeliest tokens agree at depth k where they did at all before; `joint_k`: at all up to k. The sum of
-    the joints and 1 is the mean over all places of what a greedy round would yield there; see `train.tasks.held_out` for tau.
+    `conditional_k`: the likeliest tokens agree at depth k where they did at all before; `joint_k`: at all up to k.
     """
     sums: dict[str, Tensor] = {"loss": result.values_K.sum()}
     counts: dict[str, Tensor] = {"loss": result.labels_K.sum()}

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from configs.runtime.redaction import mask_arguments
 from configs.runtime.run_record import describe_git, describe_versions
-from configs.schema.training import HeldOutDecodingConfig
+from configs.schema.training import DistillConfig, HeadsConfig, HeldOutDecodingConfig
 from distill.dataset.batches import Example, collate
 from distill.dataset.conversations import Conversation, describe_data
 from distill.loss.head_objective import HeadLoss, HeadObjective
@@ -36,24 +36,17 @@ from train.loop.checkpoints import Progress
 
 
 class HeldOutDecoding:
-    """Decodes the prompts of the first `config.num_prompts` held-out conversations.
-
-    Args:
-        timeout_seconds: how long a process waits for the others to have decoded theirs.
-
-    Raises:
-        InputError: a prompt cannot be decoded.
-    """
+    """Decodes the prompts of the first `held_out.num_prompts` held-out conversations, which must be possible."""
 
     def __init__(
         self,
-        config: HeldOutDecodingConfig,
+        config: DistillConfig | HeadsConfig,
         target: Target,
         conversations: Sequence[Conversation],
         accelerator: Accelerator,
-        timeout_seconds: int,
     ) -> None:
-        self.config, self.target, self.accelerator, self.timeout_seconds = config, target, accelerator, timeout_seconds
+        self.decode, self.target, self.accelerator = config.held_out.decode, target, accelerator
+        self.timeout_seconds = config.schedule.evaluation_timeout_seconds
         self.share = share_of(target.group, accelerator.state)
         self.requests = [
             Request(
@@ -62,13 +55,13 @@ class HeldOutDecoding:
                 tokens=row.prompt_ids,
                 media_prompt=row.media_prompt,
             )
-            for row in conversations[: config.num_prompts]
+            for row in conversations[: config.held_out.num_prompts]
         ]
-        check_decodable(target, self.requests, config.decode)  # now, not at the end of the training
+        check_decodable(target, self.requests, self.decode)  # now, not at the end of the training
 
     def score(self, proposer: Proposer) -> dict[str, float]:
         """Decode the prompts, each process its share; return metrics over all of them."""
-        settings = self.config.decode
+        settings = self.decode
         own = self.requests[self.share.number :: self.share.count]
         counts = torch.zeros(4, device=self.accelerator.device)
         for start in range(0, len(own), settings.batch_size):
@@ -106,16 +99,11 @@ class HeldOutPrediction:
 
     @torch.no_grad()
     def score(self, objective: HeadObjective, states_of: Callable[[Batch], TargetStates]) -> dict[str, float]:
-        """Return the predicted metrics; the objective keeps its mode.
+        """Return the predicted metrics by the unwrapped head under training, which keeps its mode.
 
-        Args:
-            objective: the head under training, not wrapped.
-            states_of: reads the target's states over a batch.
-
-        Returns:
-            `conditional_k` and `joint_k` for each draft k of a round, over all positions: the share where the likeliest tokens
-            agree at depth k given that they agree at all before (left out where they never do), and at all up to k; and
-            `predicted_tau`, the tokens per target step, where decoding is greedy.
+        `conditional_k` and `joint_k` for each draft k of a round, over all positions: the share where the likeliest tokens
+        agree at depth k given that they agree at all before (left out where they never do), and at all up to k; and
+        `predicted_tau`, the tokens per target step, where decoding is greedy.
         """
         was_training = objective.training
         objective.eval()
@@ -178,12 +166,7 @@ def walk(accepted_T: Sequence[int], start: int, end: int, num_tokens: int) -> tu
 def training_provenance(
     progress: Progress, metrics: dict[str, float], train: str, vocabulary: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the provenance of a run for an artifact's metadata.
-
-    Args:
-        train: the file of conversations trained on, whose counts (by kind and source of the prompts) are taken over.
-        vocabulary: how the draft vocabulary was chosen; empty where that was by counts.
-    """
+    """Return the provenance of a run for an artifact's metadata; `vocabulary`: how it was chosen, empty if by counts."""
     return {
         "data": describe_data(Path(train)),
         **({"draft_vocabulary": dict(vocabulary)} if vocabulary else {}),

@@ -36,22 +36,14 @@ PEAK_TFLOPS = {
 
 
 class StepMetrics:
-    """Sums and counts of this process since the last report.
-
-    Args:
-        flops_per_token: floating-point operations of training (`flops_per_token`).
-        peak: those of which this process's device is capable in a second; None: unknown, and no utilisation is reported.
-    """
+    """Sums and counts of this process since the last report; `peak` None: unknown, and no utilisation is reported."""
 
     def __init__(self, accelerator: Accelerator, clock: StepClock, flops_per_token: float, peak: float | None) -> None:
         self.accelerator, self.clock, self.flops_per_token, self.peak = accelerator, clock, flops_per_token, peak
         self._clear()
 
     def add(self, sums: Mapping[str, Tensor], counts: Mapping[str, Tensor] | None = None) -> None:
-        """Add sums by metric, over labels, or over as many as `counts` says for that metric.
-
-        Between two reports every process must give the same names.
-        """
+        """Add sums by metric, over labels or over what `counts` says; between two reports all processes give the same names."""
         for name, value in sums.items():
             self.sums[name] += value.detach()
         for name, value in (counts or {}).items():
@@ -105,19 +97,14 @@ class StepMetrics:
 
 
 def memory_peak(device: torch.device) -> float:
-    """Return the most bytes that this process has held so far: of the device's memory, or of the machine's where torch does not
-    count that.
-    """
+    """Return the most bytes that this process has held: of the device's memory, or the machine's where torch counts none."""
     peak = allocated_peak(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit if peak is None else peak)
 
 
 def find_peak(device: torch.device, schedule: ScheduleConfig) -> float | None:
-    """Return the operations a second of which a process's device is capable; None: not known, as for a CPU.
-
-    The data sheets' figures are for 16 bits, so under float32 only `schedule.peak_tflops` says it.
-    """
+    """Return the operations a second of which a device is capable in 16 bits or as the config says; None: not known."""
     if schedule.peak_tflops is not None:
         return schedule.peak_tflops * 1e12
     name = gpu_name(device)

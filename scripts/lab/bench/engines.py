@@ -28,6 +28,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from train.telemetry.metrics_file import METRICS_FILE, read_metrics
+
 from configs.runtime.command import DONE, GATE_FAILED
 from configs.runtime.files import CHECKOUT
 from configs.schema.target import TargetConfig
@@ -38,7 +40,6 @@ from scripts.lab.bench.scale_steps import own_bytes
 from scripts.lab.fault_injection.children import Child
 from scripts.lab.fault_injection.setup import TinyProject
 from scripts.lab.settings import EngineComparisonSettings
-from train.telemetry.metrics_file import METRICS_FILE, read_metrics
 
 log = logging.getLogger("draftsmith")
 

@@ -34,8 +34,8 @@ from eval.stats.bootstrap import Interval, ratio_interval
 from heads.artifact import load_draft
 from heads.frozen.loading import load_target
 from scripts.lab.bench.harness import write_results
+from scripts.lab.bench.turns import SideTurns, speedup, take_turns
 from scripts.lab.settings import BenchEvalConfig
-from scripts.trials.turns import SideTurns, speedup, take_turns
 
 TRUTH, CLUSTERS = 2.0, 64  # of the simulated suites: tokens a round, prompts
 

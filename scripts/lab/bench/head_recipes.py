@@ -17,9 +17,9 @@ from configs.schema.training import DistillConfig, HeadsConfig
 from distill.cache.format import MANIFEST as CACHE_MANIFEST
 from distill.cache.storage import Folder
 from distill.dataset.conversations import MANIFEST
-from scripts.lab.bench.provenance import check_trained_here
+from scripts.advice.trained_runs import Recipe, TrainingRun, in_own_folder, load_changed
+from scripts.lab.bench.provenance import check_trained_here, train_all
 from scripts.lab.settings import BenchHeadsConfig
-from scripts.trials.trained_runs import Recipe, TrainingRun, in_own_folder, load_changed, train_all
 
 CACHE_TIME = "cache_time.json"
 

@@ -1,6 +1,6 @@
 """The head benchmark: recipes in, a table of families out.
 
-Each recipe is trained (`scripts.trials.trained_runs`), and what came out is measured as `eval/run.py` measures: greedy chains
+Each recipe is trained (`scripts.advice.trained_runs`), and what came out is measured as `eval/run.py` measures: greedy chains
 at batch 1 on held-out prompts that chose no checkpoint ("home") and on the prompts of `suites`, alone and after a prompt
 lookup, plain decoding in turns with them, losslessness judged. Prompt lookup, which needs no training, is measured along with
 the first. Recipes that `stopped` names are also measured with chains that the cost rule ends, those that `trees` names with
@@ -44,13 +44,14 @@ from heads.frozen.loading import Target, load_target
 from heads.metadata import WEIGHTS_FILE
 from heads.proposers.prompt_lookup import PromptLookup
 from heads.proposers.protocol import Proposer
+from scripts.advice.measuring import SEED, check_finite
+from scripts.advice.trained_runs import TrainingRun
 from scripts.lab.bench.harness import flat, write_results
 from scripts.lab.bench.head_recipes import read_cache_seconds, train_recipes
-from scripts.lab.bench.provenance import describe_origin
+from scripts.lab.bench.provenance import describe_origin, read_git, read_outcome
 from scripts.lab.bench.tables import NOT_AVAILABLE
+from scripts.lab.bench.turns import first_requests, measured_rows, speedup
 from scripts.lab.settings import BenchHeadsConfig
-from scripts.trials.trained_runs import TrainingRun
-from scripts.trials.turns import SEED, check_finite, first_requests, measured_rows, speedup
 
 log = logging.getLogger("draftsmith")
 
@@ -107,7 +108,7 @@ def compare_heads(config: BenchHeadsConfig) -> int:
         rows=sorted(rows, key=lambda row: row["family"] == PROMPT_LOOKUP),
         ratios=ratios,
         data=rows[0]["data"],
-        runs=[{"recipe": run.name, "artifact": str(run.artifact), "git": run.read_git()} for run in runs],
+        runs=[{"recipe": run.name, "artifact": str(run.artifact), "git": read_git(run)} for run in runs],
         cache_seconds=read_cache_seconds(config),
         device=str(target.device),
         threads=torch.get_num_threads(),
@@ -235,7 +236,7 @@ def cost_of(run: TrainingRun) -> dict[str, Any]:
     target is no part of them. `training_seconds` are those of training steps, `run_seconds` also have the held-out decoding
     and the checkpoints. `answer_tokens` are those in the data, `labels` what was trained on, over all epochs.
     """
-    outcome, data = run.read_outcome(), run.recipe.data
+    outcome, data = read_outcome(run), run.recipe.data
     with safe_open(run.artifact / WEIGHTS_FILE, framework="pt") as tensors:
         shapes = [tensors.get_slice(name).get_shape() for name in tensors.keys()]  # noqa: SIM118 - not a dict
     return {

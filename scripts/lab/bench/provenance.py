@@ -5,7 +5,8 @@ What is trained for them must come from the same code; one that was trained earl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,11 @@ from typing import Any
 from configs.runtime.errors import InputError
 from configs.runtime.files import CHECKOUT, read_json
 from configs.runtime.run_record import changed_files, describe_git, describe_hardware, describe_versions
+from scripts.advice.trained_runs import OUTCOME, TrainingRun, train_run
 
+log = logging.getLogger("draftsmith")
+
+NEEDED = {"seconds", "training_seconds", "labels", "trained_parameters"}  # of an outcome
 RESULTS = CHECKOUT / "docs" / "results"
 TRAINING_CODE = ("configs/runtime", "configs/schema", "heads", "distill", "eval", "train")
 
@@ -74,3 +79,32 @@ def check_same_origin(results: Mapping[str, Any], path: str | Path, code: tuple[
 
 def _listed(files: list[str]) -> str:
     return ", ".join(files[:5]) + (f" and {len(files) - 5} more" if len(files) > 5 else "")
+
+
+def read_outcome(run: TrainingRun) -> dict[str, Any]:
+    """Return how a training ended: `train.loop.loop.TrainingResult` as a dict."""
+    outcome = read_json(run.folder / OUTCOME, "outcome of a training")
+    if not isinstance(outcome, dict) or not outcome.keys() >= NEEDED:
+        raise InputError(f"{run.folder / OUTCOME} does not say {', '.join(sorted(NEEDED))}; remove {run.folder}")
+    return outcome
+
+
+def read_git(run: TrainingRun) -> dict[str, Any]:
+    """Return the state of the code that a draft was trained by."""
+    metadata = read_json(run.artifact / "draftsmith.json", "artifact metadata")
+    git: dict[str, Any] = metadata["provenance"]["git"]
+    return git
+
+
+def train_all(runs: Sequence[TrainingRun], kind: str) -> None:
+    """Train the runs that are not trained, one after another; `kind` is what messages call one, e.g. "cell"."""
+    commit = describe_git()["commit"]
+    for number, run in enumerate(runs, 1):
+        place = f"{kind} {number} of {len(runs)}, {run.name}"
+        if not run.is_trained:
+            log.info("%s: training", place)
+            train_run(run, kind)
+        elif (made_at := read_git(run)["commit"]) == commit:
+            log.info("%s: kept from %s", place, run.folder)
+        else:
+            log.warning("%s: kept from %s, trained at commit %s; remove the folder to train anew", place, run.folder, made_at)

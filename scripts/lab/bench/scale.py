@@ -28,11 +28,12 @@ from distill.dataset.batches import BucketedBatchSampler, ConversationDataset
 from distill.dataset.conversations import read_conversations
 from distill.dataset.packing import PackedBatchSampler
 from eval.stats.bootstrap import Interval, ratio_interval
+from scripts.advice.measuring import SEED
 from scripts.lab.bench.engines import SPLITS, compare_engines, hold_shares
 from scripts.lab.bench.harness import write_results
 from scripts.lab.bench.scale_steps import Steps
+from scripts.lab.bench.turns import Turn, speed_ratio, take_turns
 from scripts.lab.settings import BenchScaleConfig, EngineComparisonSettings, ScaleStepsConfig
-from scripts.trials.turns import SEED, Turn, speed_ratio, take_turns
 from train.plan.plan import make_plan
 
 log = logging.getLogger("draftsmith")

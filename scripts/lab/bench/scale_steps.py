@@ -38,9 +38,8 @@ from scripts.lab.bench.harness import read_kibibytes
 from scripts.lab.settings import ScaleStepsConfig
 from train.launch import load_materials, make_accelerator, make_training_loader, open_training_cache
 from train.loop.checkpoints import Checkpoints, Progress
-from train.loop.engines import choose_engine
+from train.loop.engines import choose_engine, make_optimizer
 from train.loop.lineage import Lineage
-from train.loop.optimizer import make_optimizer
 from train.tasks.head import HeadTask
 
 SAMPLING_SECONDS = 0.005

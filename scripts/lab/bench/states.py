@@ -30,8 +30,8 @@ from heads.inference.model_checks import relative_error
 from scripts.lab.bench.harness import add_ratios
 from scripts.lab.bench.scale import run_steps, tokens_a_second
 from scripts.lab.bench.scale_steps import Steps
+from scripts.lab.bench.turns import take_turns
 from scripts.lab.settings import BenchScaleConfig, BenchStatesConfig
-from scripts.trials.turns import take_turns
 
 log = logging.getLogger("draftsmith")
 

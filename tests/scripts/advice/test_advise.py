@@ -13,10 +13,10 @@ from configs.schema.commands.advising import AdviceConfig
 from configs.schema.data import DataConfig
 from configs.schema.training import DistillConfig, HeadsConfig
 from scripts import advise, demo
+from scripts.advice import trained_runs
 from scripts.advice.candidates import make_candidates
 from scripts.advice.findings import name_engines
 from scripts.advice.halving import Rung
-from scripts.trials import trained_runs
 from train.launch import run_distillation, run_heads
 
 TRAINING = {"heads.py": (HeadsConfig, run_heads), "distill.py": (DistillConfig, run_distillation)}
@@ -86,7 +86,6 @@ def test_prompts_become_a_page_a_recipe_that_loads_and_a_resumed_run_repeats_not
     assert found["advice"]["num_speculative_tokens"] == best["num_speculative_tokens"]
     assert found["advice"]["predicted_speedup_of_whole_training"] == found["advice"]["predicted_speedup"]  # it saw all
     assert found["spent_seconds"] < found["budget_seconds"] == 300
-    assert {each["differs_in"] for each in found["choices"]} >= {"draft_vocab_size", "family"}
     assert found["data_curve"]["check"] is None
     assert len(found["data_curve"]["measured"]) == 2
     ways = {each["name"] for each in found["comparison"]["ways"]}

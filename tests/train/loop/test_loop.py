@@ -8,10 +8,10 @@ from accelerate import Accelerator
 
 from configs.runtime.errors import InputError
 from tests.support.caches import random_conversations
-from tests.support.training_runs import distil, distill_config
+from tests.support.training_runs import distil, distill_config, read_metrics
 from train.loop.checkpoints import Checkpoints
 from train.loop.loop import _Training
-from train.telemetry.metrics_file import METRICS_FILE, read_metrics
+from train.telemetry.records import METRICS_FILE
 
 
 @pytest.mark.parametrize("skipped", [False, True])

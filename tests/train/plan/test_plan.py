@@ -1,7 +1,5 @@
 """Plans against what they plan: parameters, cache bytes, FLOPs and kept activations of real tiny models."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,24 +10,20 @@ from torch.utils.flop_counter import flop_registry
 from transformers import MixtralConfig, Qwen3MoeConfig
 
 from configs.runtime.errors import InputError
-from configs.schema.commands.planning import PRESETS, HardwareConfig, PlanDistillConfig, PlanHeadsConfig
+from configs.schema.commands.planning import PlanDistillConfig, PlanHeadsConfig
 from configs.schema.learning import StudentConfig
 from distill.dataset.batches import ConversationDataset, collate
-from distill.dataset.conversations import ConversationFile
 from distill.loss.draft_objective import DraftObjective
 from distill.student.init import initial_draft
 from distill.student.kept_blocks import keep_layers
 from heads.inference.runner import backbone
-from tests.support.caches import random_conversations, write_rows
+from tests.support.caches import random_conversations
 from tests.support.family_configs import HYBRIDS, tiny_model
 from tests.support.losses import target_hidden
 from tests.support.tiny_heads import HEADS
-from train.plan import data as plan_data
-from train.plan.data import Workload
-from train.plan.memory import activation_bytes, memory_of
+from train.plan.memory import activation_bytes
 from train.plan.models import count, frozen_copies, plan_models
-from train.plan.plan import make_plan
-from train.plan.work import flops_of
+from train.plan.plan import Workload, flops_of, make_plan
 
 WORK = Workload(num_conversations=100, mean_tokens=40, label_share=0.8)
 
@@ -82,7 +76,6 @@ def test_a_draft_lms_parameters_are_those_that_training_has(folder, greedy_targe
     ("student", "words"),
     [
         ({"init": "model", "path": "nosuch/"}, "student.path: nosuch/ has no model config"),
-        ({"init": "fresh", "overrides": {"num_layers": 1}}, "student.overrides: the target's config has no 'num_layers'"),
         ({"init": "fresh", "overrides": {"num_attention_heads": 0}}, "student.overrides: .* makes? no"),
         ({"layers": [0], "draft_vocab_size": 65}, "draft_vocab_size must be at most 64"),
     ],
@@ -101,15 +94,6 @@ def test_a_target_is_planned_from_its_config_file_alone(folder):
         plan_models(nothing)
 
 
-def test_a_quantised_target_is_planned_as_it_is_run(folder, tmp_path):
-    config = json.loads((folder / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq", "bits": 4}}))
-    plain, quantised = (
-        memory_of(each, plan_models(each), WORK) for each in (heads(folder, "eagle3"), heads(tmp_path, "eagle3"))
-    )
-    assert plain == quantised
-
-
 @pytest.mark.parametrize("taps", [None, [0, 1, 2]])
 def test_the_bytes_of_a_cache_are_those_that_are_written(folder, tmp_path, greedy_rows, make_cache, taps):
     cache = make_cache(greedy_rows, max_length=20, taps=taps, shard_megabytes=0.01)
@@ -119,15 +103,13 @@ def test_the_bytes_of_a_cache_are_those_that_are_written(folder, tmp_path, greed
         if taps is None
         else heads(folder, "eagle3", head={"taps": taps}, **source)
     )
-    models = plan_models(config)
-    dataset = plan_data.open_dataset(config)
-    planned = plan_data.cache_size(config, models, plan_data.measure_workload(config, dataset), dataset)
+    plan = make_plan(config)
     shards = list(cache.glob("shard-*.safetensors"))
     assert len(shards) > 1
     tensors = [pair for shard in shards for pair in load_file(shard).items()]
     places = {"offsets", "checksums"}  # some bytes a conversation, counted with the headers
     assert places < dict(tensors).keys()
-    assert planned.num_bytes == sum(value.nbytes for name, value in tensors if name not in places)
+    assert plan.cache_row_bytes * plan.cache_rows == sum(value.nbytes for name, value in tensors if name not in places)
 
 
 def batch_of(rows, length, labels):
@@ -236,7 +218,7 @@ def test_what_a_head_keeps_for_its_backward_is_planned(kept_over_planned, batch,
     assert (0.75 if kind == "medusa" else 0.9) < kept_over_planned(kind, batch) < 1.1
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "peagle", "dflash"])
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
 def test_what_is_kept_of_long_rows_is_planned(kept_over_planned, kind):
     long = batch_of(2, 240, 192)
     assert 0.9 < kept_over_planned(kind, long) < 1.1
@@ -290,33 +272,11 @@ def test_packed_rows_hold_several_conversations_and_keep_as_many_positions(folde
     assert packed.memory.held_out_kv == padded.memory.held_out_kv
 
 
-def test_the_data_are_opened_once_and_never_read_as_a_whole(folder, tmp_path, greedy_rows, monkeypatch):
-    data, opened = write_rows(tmp_path / "train.jsonl", greedy_rows), []
-    plain = plan_data.open_conversations
-
-    def opening(path):
-        opened.append(plain(path))
-        return opened[-1]
-
-    monkeypatch.setattr(plan_data, "open_conversations", opening)
-    monkeypatch.setattr(ConversationFile, "__getitem__", lambda *_: pytest.fail("a conversation was read"))
-    plan = make_plan(heads(folder, "eagle3", data={"train": str(data)}))
-    assert len(opened) == 1
-    assert plan.work.num_conversations == len(greedy_rows)
-
-
 def test_a_cache_saves_the_targets_forward_and_is_read_from_disk(folder):
     online, cached = planned(folder), planned(folder, data={"cache": "somewhere"})
     assert online.flops.target_forward > 0 == cached.flops.target_forward
     assert online.times.cache == 0 < cached.times.cache
-    assert cached.times.cache == pytest.approx(cached.cache.bytes_per_row * cached.tokens_per_step / 0.5e9)
-
-
-def test_numbers_of_the_machine_take_the_place_of_the_presets(folder):
-    hardware = HardwareConfig(preset="h100_80gb", tflops=100.0)
-    assert hardware.machine == PRESETS["h100_80gb"].model_copy(update={"tflops": 100.0})
-    slow, fast = (planned(folder, hardware={"tflops": each}) for each in (1.0, 2.0))
-    assert slow.times.products == pytest.approx(2 * fast.times.products)
+    assert cached.times.cache == pytest.approx(cached.cache_row_bytes * cached.tokens_per_step / 0.5e9)
 
 
 def test_without_data_the_workload_has_to_be_given(folder):
@@ -324,10 +284,7 @@ def test_without_data_the_workload_has_to_be_given(folder):
         make_plan(heads(folder, "eagle3", data={"train": "nowhere"}))
 
 
-FAMILIES = ["mpt", "gemma4_text", "deepseek_v3", "qwen3_next", "jamba", "mamba2"]
-
-
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["gemma4_text", "deepseek_v3", "jamba", "mamba2"])
 def test_a_target_of_any_family_is_planned(tmp_path, name):
     model = tiny_model(name)
     model.config.save_pretrained(tmp_path)

@@ -12,7 +12,7 @@ from tests.support.training_runs import distill_config, draft_task
 from train.launch import open_training_cache
 from train.loop.checkpoints import Progress
 from train.tasks.head import HeadTask
-from train.tasks.vocabulary import choose_vocabulary
+from train.tasks.start import choose_vocabulary
 
 BY_MASS = {"draft_vocab_by": "mass", "draft_vocab_size": 20}
 
@@ -49,7 +49,7 @@ def test_a_head_gets_the_tokens_of_most_mass(head_task, greedy_target, greedy_ro
 def test_a_resumed_run_keeps_the_tokens_it_was_trained_with(head_task, greedy_rows, monkeypatch):
     first = head_task(head={"draft_vocab_by": "mass"})
     assert first.choice.report["size"] == (first.config.head.draft_vocab_size or 64)
-    monkeypatch.setattr("train.tasks.vocabulary.target_mass", lambda *_: pytest.fail("measured anew"))
+    monkeypatch.setattr("train.tasks.start.target_mass", lambda *_: pytest.fail("measured anew"))
     again = head_task(head={"draft_vocab_by": "mass"})
     assert again.choice.report == first.choice.report
     with pytest.raises(pytest.fail.Exception):

@@ -11,10 +11,11 @@ from configs.schema.learning import OptimizerConfig
 from configs.schema.training import ScheduleConfig
 from distill.dataset.batches import ConversationDataset, make_loader
 from distill.signals import TargetSignals
+from tests.support.training_runs import read_evaluations
 from train.launch import make_accelerator
 from train.loop.loop import train
 from train.loop.task import BatchLoss, Prepared
-from train.telemetry.metrics_file import METRICS_FILE, explain_gap, read_evaluations
+from train.telemetry.records import METRICS_FILE, explain_gap
 from train.telemetry.step_clock import StepClock
 
 

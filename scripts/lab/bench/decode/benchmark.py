@@ -21,6 +21,7 @@ from eval.lossless.teacher_forcing import check_tokens
 from eval.lossless.verdict import NOT_LOSSLESS
 from eval.stats.bootstrap import Interval, ratio_interval
 from heads.frozen.loading import Target
+from scripts.advice.measuring import SEED
 from scripts.lab.bench.decode.setup import DRAFT_LM, Answers, DecodeSetup, Requests, Side, load_for_transformers, load_setup
 from scripts.lab.bench.decode.table import (
     Turns,
@@ -35,8 +36,8 @@ from scripts.lab.bench.decode.table import (
 from scripts.lab.bench.decode.ways import list_ways
 from scripts.lab.bench.harness import write_results
 from scripts.lab.bench.peers.transformers_generate import TransformersPeer
+from scripts.lab.bench.turns import speed_ratio, take_turns
 from scripts.lab.settings import BenchDecodeConfig
-from scripts.trials.turns import SEED, speed_ratio, take_turns
 
 log = logging.getLogger("draftsmith")
 

@@ -24,8 +24,8 @@ from heads.inference.lean_forward import make_lean
 from heads.proposers.protocol import Proposer
 from scripts.lab.bench.head_recipes import train_recipes
 from scripts.lab.bench.provenance import check_trained_here
+from scripts.lab.bench.turns import first_requests, measured_rows
 from scripts.lab.settings import BenchDecodeConfig
-from scripts.trials.turns import first_requests, measured_rows
 
 log = logging.getLogger("draftsmith")
 

@@ -23,9 +23,10 @@ from eval.metrics.quality import nats_of
 from eval.stats.bootstrap import Interval, paired_ratio_interval, ratio_interval
 from heads.frozen.loading import Target
 from heads.proposers.protocol import Proposer
+from scripts.advice.measuring import SEED
 from scripts.lab.bench.decode.setup import Answers, DecodeSetup, Requests
 from scripts.lab.bench.decode.ways import COMPARED, Way
-from scripts.trials.turns import SEED, SideTurns, speedup, take_turns
+from scripts.lab.bench.turns import SideTurns, speedup, take_turns
 
 TurnsOfSide = SideTurns[Answers]
 Turns = dict[str, TurnsOfSide]

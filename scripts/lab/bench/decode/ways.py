@@ -25,8 +25,8 @@ from heads.proposers.prompt_lookup import PromptLookup
 from heads.proposers.protocol import Proposer, TreeProposer
 from heads.proposers.self_speculation import early_exit
 from heads.proposers.suffix_lookup import SuffixLookup
+from scripts.advice.comparison import tree_settings
 from scripts.lab.bench.decode.setup import DRAFT_LM, DecodeSetup
-from scripts.trials.turns import tree_settings
 
 log = logging.getLogger("draftsmith")
 

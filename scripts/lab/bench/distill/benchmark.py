@@ -25,14 +25,15 @@ from eval.stats.bootstrap import Interval, paired_ratio_interval, ratio_interval
 from heads.artifact import load_draft
 from heads.frozen.loading import load_target
 from heads.metadata import read_metadata
+from scripts.advice.measuring import SEED, Counts, columns, to_request
 from scripts.lab.bench.distill.loss import LossMeasurement, measure_losses
 from scripts.lab.bench.distill.training import DistillSetup, compare_cached, compare_with_trl, training_ratios, training_rows
 from scripts.lab.bench.distill.variants import TEMPERATURES, train_variants, variant_rows
 from scripts.lab.bench.harness import write_results
 from scripts.lab.bench.peers.trl_gkd import trl_is_installed
 from scripts.lab.bench.provenance import check_trained_here
+from scripts.lab.bench.turns import count_rounds
 from scripts.lab.settings import BenchDistillConfig
-from scripts.trials.turns import SEED, Counts, columns, count_rounds, to_request
 from train.launch import make_accelerator
 from train.loop.checkpoints import Progress
 

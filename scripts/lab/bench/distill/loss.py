@@ -27,10 +27,11 @@ from distill.loss.chunked import LogitHead, LossPart, chunked_losses
 from distill.loss.divergences import jsd
 from distill.loss.pairs import HiddenRows
 from eval.stats.bootstrap import Interval, paired_ratio_interval
+from scripts.advice.measuring import SEED
 from scripts.lab.bench.harness import in_fresh_process, measure_growth, read_kibibytes
 from scripts.lab.bench.peers.trl_gkd import trl_chunked_jsd, trl_is_installed
+from scripts.lab.bench.turns import take_turns
 from scripts.lab.settings import BenchLossConfig
-from scripts.trials.turns import SEED, take_turns
 
 OURS, UNCHUNKED, TRL = "chunked", "unchunked", "trl_chunked"
 BETAS = {"jsd": 0.5, "forward_kl": 0.0, "reverse_kl": 1.0}  # the generalised JSD by its ends, as TRL takes it, too

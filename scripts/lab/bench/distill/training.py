@@ -33,9 +33,9 @@ from eval.stats.bootstrap import Interval
 from heads.frozen.loading import Target
 from heads.modules.interface import NO_DOCUMENT, Batch
 from scripts.lab.bench.peers.trl_gkd import GkdPeer, trl_is_installed
+from scripts.lab.bench.turns import SideTurns, pooled_rate, speed_ratio, take_turns
 from scripts.lab.settings import BenchDistillConfig
-from scripts.trials.turns import SideTurns, pooled_rate, speed_ratio, take_turns
-from train.loop.optimizer import make_optimizer
+from train.loop.engines import make_optimizer
 from train.tasks.draft import DraftTask
 
 ONLINE, CACHED = "online", "cached"

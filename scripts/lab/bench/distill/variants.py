@@ -15,9 +15,10 @@ from pydantic import ValidationError
 from configs.runtime.errors import ConfigError
 from configs.schema.training import DistillConfig
 from eval.stats.bootstrap import paired_ratio_interval, ratio_interval
+from scripts.advice.measuring import SEED, Counts, columns
+from scripts.advice.trained_runs import TrainingRun, in_own_folder
+from scripts.lab.bench.provenance import read_outcome, train_all
 from scripts.lab.settings import BenchDistillConfig
-from scripts.trials.trained_runs import TrainingRun, in_own_folder, train_all
-from scripts.trials.turns import SEED, Counts, columns
 
 TEMPERATURES = (0.0, 1.0)
 
@@ -43,7 +44,7 @@ def variant_rows(
     for run in runs:
         counts = counts_of(run.name, run.artifact)
         first = first or counts
-        outcome = run.read_outcome()
+        outcome = read_outcome(run)
         row: dict[str, Any] = {"recipe": run.name}
         row |= {f"tau_t{heat:g}": ratio_interval(*columns(each), samples=samples, seed=SEED) for heat, each in counts.items()}
         row |= {

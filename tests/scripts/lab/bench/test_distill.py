@@ -18,6 +18,7 @@ from eval.decoder.decode import Request, decode
 from heads.artifact import load_draft
 from heads.frozen.loading import load_target
 from heads.inference.model_checks import check_rolls_back
+from scripts.advice import trained_runs
 from scripts.lab.bench.distill import benchmark as distill_comparison
 from scripts.lab.bench.distill import loss as loss_comparison
 from scripts.lab.bench.distill import training as training_comparison
@@ -45,7 +46,6 @@ from scripts.lab.bench.distill.training import (
     compare_cached,
 )
 from scripts.lab.settings import BenchDistillConfig, BenchLossConfig
-from scripts.trials import trained_runs
 from train.launch import make_accelerator, run_distillation
 from train.loop.checkpoints import Progress
 from train.tasks.draft import DraftTask

@@ -21,10 +21,10 @@ from eval.decoder.decode import Request, decode
 from heads.artifact import load_draft
 from heads.proposers.merged import LookupFirst, MergedDrafts
 from heads.proposers.prompt_lookup import PromptLookup
+from scripts.advice import trained_runs
 from scripts.lab.bench import head_recipes, heads
 from scripts.lab.bench.head_recipes import make_cache, make_data, read_cache_seconds, with_cache
 from scripts.lab.bench.heads import compare_heads, verdict
-from scripts.trials import trained_runs
 from tests.scripts.lab.bench.conftest import ELSEWHERE
 from train.launch import run_distillation, run_heads
 

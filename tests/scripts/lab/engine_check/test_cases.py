@@ -16,6 +16,7 @@ from configs.schema.heads import DFlashSettings, MtpSettings
 from configs.schema.training import HeadsConfig
 from heads.formats.exporting.serving import vllm_command
 from heads.formats.exporting.table import FORMS
+from scripts.advice.trained_runs import TrainingRun
 from scripts.lab.engine_check import engines as serve_engines
 from scripts.lab.engine_check import run_transformers as serve_transformers
 from scripts.lab.engine_check import run_vllm as serve_vllm
@@ -23,7 +24,6 @@ from scripts.lab.engine_check.cases import AGREES, CHECKED, DISAGREES, NO_ENGINE
 from scripts.lab.engine_check.engines import EngineDriver, run_engine
 from scripts.lab.engine_check.ours import Counts, count_ours
 from scripts.lab.settings import ServeCheckConfig
-from scripts.trials.trained_runs import TrainingRun
 from tests.scripts.lab.engine_check.conftest import PROMPTS, K
 from tests.support import family_checks as checks
 from tests.support.artifacts import save_artifact

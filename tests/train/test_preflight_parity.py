@@ -5,7 +5,7 @@ import torch
 
 from distill.dataset.batches import Example
 from tests.support.tiny_heads import HEADS, misled, other_order, place_early, token_before
-from train.preflight.parity import largest_gap
+from train.preflight import largest_gap
 
 DSPARK = {"kind": "dspark", "taps": [1, 2, 3], "block_size": 4, "mask_token_id": 0, "markov_rank": 4}
 # Fewer passes than drafts: the last of them are not drafted as trained, and are left out.

@@ -1,36 +1,30 @@
-"""Training runs that a comparison is made of: the folder each lives in, its training in a process of its own, what is kept.
+"""A training of a comparison: the folder it lives in, its process, what is kept of it. Imports no torch.
 
-A run's folder bears a hash of its recipe and of its data files, so that a finished run is found again exactly where nothing
-that decides its weights has changed, and none is ever written over. The hash knows nothing of the code: where a kept run was
-trained at another commit, that is said. Imports no torch.
+A run's folder bears a hash of its recipe and of its data files: a finished run is found again exactly where nothing that
+decides its weights has changed, and none is ever written over. The hash knows nothing of the code.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from configs.runtime.command import BAD_INPUT
 from configs.runtime.errors import ConfigError, InputError
-from configs.runtime.files import CHECKOUT, read_json, sha256_of, write_json
+from configs.runtime.files import CHECKOUT, sha256_of, write_json
 from configs.runtime.loading import load_config
-from configs.runtime.run_record import describe_git, training_fingerprint
+from configs.runtime.run_record import training_fingerprint
 from configs.schema.commands.recipe_changes import Value
 from configs.schema.training import DistillConfig, HeadsConfig
 
-log = logging.getLogger("draftsmith")
-
 ENTRIES = {DistillConfig: CHECKOUT / "train" / "distill.py", HeadsConfig: CHECKOUT / "train" / "heads.py"}
-RECIPE = "recipe.json"
 OUTCOME = "outcome.json"  # written by the training when it has ended
-NEEDED = {"seconds", "training_seconds", "labels", "trained_parameters"}  # of an outcome
 
 Recipe = DistillConfig | HeadsConfig
 R = TypeVar("R", bound=DistillConfig | HeadsConfig)
@@ -45,7 +39,6 @@ class TrainingRun:
 
     @property
     def folder(self) -> Path:
-        """Where everything of the run is kept."""
         return Path(self.recipe.output)
 
     @property
@@ -57,19 +50,6 @@ class TrainingRun:
     def is_trained(self) -> bool:
         """Whether its training has come to its end."""
         return (self.folder / OUTCOME).is_file()
-
-    def read_outcome(self) -> dict[str, Any]:
-        """Return how the training ended: `train.loop.loop.TrainingResult` as a dict."""
-        outcome = read_json(self.folder / OUTCOME, "outcome of a training")
-        if not isinstance(outcome, dict) or not outcome.keys() >= NEEDED:
-            raise InputError(f"{self.folder / OUTCOME} does not say {', '.join(sorted(NEEDED))}; remove {self.folder}")
-        return outcome
-
-    def read_git(self) -> dict[str, Any]:
-        """Return the state of the code that it was trained by."""
-        metadata = read_json(self.artifact / "draftsmith.json", "artifact metadata")
-        git: dict[str, Any] = metadata["provenance"]["git"]
-        return git
 
 
 def load_changed(schema: type[R], path: str, changes: Mapping[str, Value], where: str) -> R:
@@ -98,23 +78,9 @@ def in_own_folder(recipe: R, parent: Path, name: str) -> R:
     return cast(R, recipe.model_copy(update={"schedule": schedule, "output": str(folder)}))
 
 
-def train_all(runs: Sequence[TrainingRun], kind: str) -> None:
-    """Train the runs that are not trained, one after another; `kind` is what messages call one, e.g. "cell"."""
-    commit = describe_git()["commit"]
-    for number, run in enumerate(runs, 1):
-        place = f"{kind} {number} of {len(runs)}, {run.name}"
-        if not run.is_trained:
-            log.info("%s: training", place)
-            train_run(run, kind)
-        elif (made_at := run.read_git()["commit"]) == commit:
-            log.info("%s: kept from %s", place, run.folder)
-        else:
-            log.warning("%s: kept from %s, trained at commit %s; remove the folder to train anew", place, run.folder, made_at)
-
-
 def train_run(run: TrainingRun, kind: str) -> None:
     """Train from the start, in a process of its own; only what is needed to decode with the draft stays."""
-    path = run.folder / RECIPE
+    path = run.folder / "recipe.json"
     write_json(path, run.recipe.model_dump(mode="json"))
     code = run_training(ENTRIES[type(run.recipe)], path)
     ended = f"{kind} {run.name}: its training (recipe {path}) ended with code {code}, see above"

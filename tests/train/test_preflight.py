@@ -13,8 +13,8 @@ from heads.families.registry import FAMILIES
 from tests.support.family_configs import tiny_model
 from tests.support.tiny_heads import HEADS, misled, other_order, place_early, token_before
 from tests.support.training_runs import train_task
-from train.preflight import sanity
-from train.preflight.sanity import check_before_training, choose_text
+from train import preflight
+from train.preflight import check_before_training, choose_text
 from train.tasks import head as head_task_module
 
 # One block of width 32 under a frozen output head cannot say six things: a Medusa block hardly lowers what it is given.
@@ -28,7 +28,7 @@ def check(task, rows):
 def answered(monkeypatch, answers):
     """Let the target answer so, prompt by prompt."""
     remaining = iter(answers)
-    monkeypatch.setattr(sanity, "written", lambda task, example, config: next(remaining))
+    monkeypatch.setattr(preflight, "written", lambda task, example, config: next(remaining))
 
 
 @pytest.mark.parametrize("kind", HEADS)

@@ -1,4 +1,4 @@
-"""What small trainings and benchmarks compare by: sides that take turns, their ratios, and held-out prompts that chose nothing.
+"""What benchmarks compare by: sides that take turns, their ratios, and held-out prompts that chose nothing.
 
 A time belongs to the machine and the minute it was measured in; a ratio of two sides that took turns in one run also means
 something elsewhere.
@@ -7,7 +7,7 @@ something elsewhere.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -16,18 +16,15 @@ from configs.runtime.errors import InputError
 from configs.runtime.terminal import progress
 from configs.schema.data import shares_of
 from configs.schema.decoding import DecodeConfig
-from configs.schema.drafting import DynamicTree, StaticTree
-from configs.schema.drafting import Path as TreePath
 from distill.dataset.conversations import Conversation, read_conversations
-from eval.decoder.decode import Request, decode
-from eval.decoder.records import Generation, Timing
+from eval.decoder.decode import Request
+from eval.decoder.records import Timing
 from eval.metrics.acceptance import count_per_prompt
 from eval.metrics.speed import compare_speed
 from eval.stats.bootstrap import Interval, paired_ratio_interval
 from heads.frozen.loading import Target
 from heads.proposers.protocol import Proposer
-
-SEED = 0  # of all resampling
+from scripts.advice.measuring import SEED, decode_in_batches, to_request
 
 C = TypeVar("C")
 R = TypeVar("R")
@@ -41,7 +38,6 @@ class Turn(Generic[R]):
     seconds: float
 
 
-Counts = Sequence[tuple[int, int]]  # by prompt: committed tokens and rounds
 SideTurns = list[list[Turn[R]]]  # of one side, by case and repeat
 
 
@@ -114,11 +110,6 @@ def speedup(timings: Sequence[Timing], mode: str, *, samples: int) -> Interval:
     return Interval(found["decode_speedup"], *(found["decode_speedup_ci"] or ()))
 
 
-def columns(counts: Counts) -> tuple[list[float], list[float]]:
-    """Return committed tokens and rounds by prompt, as intervals take them."""
-    return [float(committed) for committed, _ in counts], [float(rounds) for _, rounds in counts]
-
-
 def pooled_rate(cases: SideTurns[R], amount: Callable[[R], float]) -> float:
     """Return a side's amount a second, pooled over cases and repeats."""
     turns = [turn for repeats in cases for turn in repeats]
@@ -155,37 +146,10 @@ def count_rounds(
     target: Target, requests: Sequence[Request], settings: DecodeConfig, proposer: Proposer, *, what: str
 ) -> dict[str, list[int]]:
     """Decode prompts in batches of `settings.batch_size`; return `{prompt id: [committed tokens, rounds]}`."""
-    generations: list[Generation] = []
-    for start in range(0, len(requests), settings.batch_size):
-        generations += decode(target, requests[start : start + settings.batch_size], settings, proposer)[0]
-    check_finite(generations, what)
-    return count_per_prompt(generations)
-
-
-def check_finite(generations: Iterable[Generation], what: str) -> None:
-    """Raise a RuntimeError, with the draft's name and the first prompt, where target or draft computed NaN or infinity."""
-    failed = [generation.prompt_id for generation in generations if generation.stop_reason == "non_finite"]
-    if failed:
-        raise RuntimeError(f"{what}: the logits of target or draft are not finite on prompt {failed[0]}")
-
-
-def to_request(row: Conversation) -> Request:
-    """Return the prompt of a conversation as the decoder takes it."""
-    return Request(prompt_id=f"{row.prompt_id}/{row.turn}", category=row.category, tokens=row.prompt_ids)
+    return count_per_prompt(decode_in_batches(target, requests, settings, proposer, what=what))
 
 
 def first_requests(rows: Sequence[Conversation]) -> list[Request]:
     """Return the first turn of each conversation as the decoder takes it: turns of one are not independent samples."""
     first_turns = {row.prompt_id: row for row in reversed(rows)}
     return [to_request(row) for row in reversed(first_turns.values())]
-
-
-def tree_settings(settings: DecodeConfig, paths: Sequence[TreePath]) -> dict[str, DecodeConfig]:
-    """Return settings for a static tree of these paths, and for one grown anew each round of as many tokens."""
-    static = StaticTree(kind="static", paths=[list(path) for path in paths])
-    grown = DynamicTree(kind="dynamic", num_nodes=len(paths), width=min(4, len(paths)))
-    depth = max(static.depth, settings.num_speculative_tokens)
-    return {
-        f"{tree.kind} tree": settings.model_copy(update={"tree": tree, "num_speculative_tokens": depth})
-        for tree in (static, grown)
-    }

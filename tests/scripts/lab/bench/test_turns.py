@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 
-from scripts.trials import turns as turns_module
-from scripts.trials.turns import Turn, speed_ratio, take_turns
+from scripts.lab.bench import turns as turns_module
+from scripts.lab.bench.turns import Turn, speed_ratio, take_turns
 
 
 @pytest.mark.parametrize("warm_up", [True, False])
