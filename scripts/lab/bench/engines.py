@@ -28,8 +28,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from train.telemetry.metrics_file import METRICS_FILE, read_metrics
-
 from configs.runtime.command import DONE, GATE_FAILED
 from configs.runtime.files import CHECKOUT
 from configs.schema.target import TargetConfig
@@ -40,6 +38,7 @@ from scripts.lab.bench.scale_steps import own_bytes
 from scripts.lab.fault_injection.children import Child
 from scripts.lab.fault_injection.setup import TinyProject
 from scripts.lab.settings import EngineComparisonSettings
+from train.telemetry.records import METRICS_FILE, read_lines
 
 log = logging.getLogger("draftsmith")
 
@@ -159,7 +158,7 @@ def read_losses(output: Path) -> list[float]:
 
 def read_metric(output: Path, name: str) -> list[float]:
     """Return a training metric of each step of a run; after a resume, the later value of a step."""
-    values = {row["step"]: row[name] for row in read_metrics(output / METRICS_FILE) if name in row}
+    values = {row["step"]: row[name] for row in read_lines(output / METRICS_FILE) if name in row}
     return [values[step] for step in sorted(values)]
 
 
