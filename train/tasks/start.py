@@ -31,7 +31,7 @@ from distill.signals import SignalSource, signal_source
 from distill.student.vocabulary import MassChoice, choose_by_mass, log_choice, most_frequent_answer_tokens, target_mass
 from heads.artifact import read_training_prompts
 from heads.frozen.loading import Target
-from heads.frozen.split import share_of
+from heads.frozen.processes import share_of
 from heads.hub import locate_artifact
 from heads.metadata import VOCABULARY_FILE, WEIGHTS_FILE, Metadata, check_made_for, read_metadata
 from heads.modules.output_head import HeadModule
