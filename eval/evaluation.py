@@ -27,11 +27,9 @@ from configs.schema.evaluation import EvalConfig, SuiteConfig
 from eval.cost.predict import predict_speed
 from eval.cost.timing_sweep import check_sweep
 from eval.cost.tree_choice import find_tree
-from eval.decoder.clock import Laps
 from eval.decoder.decode import check_decodable
-from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP
-from eval.lossless.sampled import INCONCLUSIVE
-from eval.lossless.verdict import judge_lossless
+from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP, Laps
+from eval.lossless.verdict import INCONCLUSIVE, judge_lossless
 from eval.measure.generate import time_generate
 from eval.measure.proposers import EvaluatedDraft, add_lookup, find_lookup_length, load_evaluated, make_baselines
 from eval.measure.record_files import drop_batches
@@ -39,7 +37,7 @@ from eval.measure.shards import measure_share
 from eval.measure.suite import Suite, fit_suite, load_suites, trained_on
 from eval.measure.turns import Turns
 from eval.metrics.energy import find_meter, summarise_energy
-from eval.metrics.quality import Quality, Rendering
+from eval.metrics.quality import Quality
 from eval.metrics.tally import Tally
 from eval.report.build import PromptSet, build_report, complete_report
 from eval.report.markdown import render_markdown
@@ -96,7 +94,7 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     output = Path(config.output)
     _check_output(output, config)
     suites = load_suites(config.all_suites)
-    quality, rendering = Quality(config, suites[0].prompts), Rendering(config)
+    quality = Quality(config, suites[0].prompts)
     loaded = _load(config, suites)
     target, state = loaded.target, loaded.state
     job = loaded.fingerprint(config)
@@ -128,7 +126,7 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     scores = quality.judge(target, records)
     if target.group is not None:
         state.wait_for_everyone()  # the first process is the one that the others meet at
-    rendered = rendering.of(target, records, {prompt.prompt_id: prompt.turns[0] for prompt in loaded.suites[0].prompts})
+    rendered = quality.rendered(target, records)
     energy = None if meters is None else summarise_energy(records.timings, meters, config)
     laps.done("report")
     speed = _time_others(config, loaded, records, report)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eval.decoder.clock import Clock
+from eval.decoder.records import Clock
 
 
 def _product(args: Sequence[Any]) -> int:

@@ -34,7 +34,6 @@ from eval.measure.proposers import EvaluatedDraft
 from eval.measure.record_files import choose_once
 from eval.measure.suite import Suite
 from eval.measure.turns import Turns
-from eval.metrics.acceptance import was_cut
 from heads.families.registry import drafts_in_one_forward
 from heads.frozen.hidden_states import forward_states
 from heads.frozen.loading import Target
@@ -239,4 +238,4 @@ class _Forests:
 
 def _num_judged(round_: Round) -> int:
     """Return at how many depths of a round's tree the target chose."""
-    return min(len(round_.drafted), round_.num_accepted + (not was_cut(round_)))
+    return min(len(round_.drafted), round_.num_accepted + (not round_.was_cut))

@@ -18,10 +18,9 @@ from torch.nn import functional
 
 from configs.schema.decoding import DecodeConfig
 from eval.decoder.chain_rules import ChainVerification
-from eval.decoder.clock import Clock
 from eval.decoder.distribution_comparison import compare_distributions
 from eval.decoder.logits_processor import Processor, processed
-from eval.decoder.records import DistributionComparison, Round
+from eval.decoder.records import Clock, DistributionComparison, Round
 from eval.decoder.relaxed import RelaxedVerifier
 from eval.decoder.request import BatchRow, Request
 from eval.decoder.tree_rules import TreeVerification

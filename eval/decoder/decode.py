@@ -17,10 +17,9 @@ import torch
 from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from eval.decoder.batch import BatchRun
-from eval.decoder.clock import Clock
 from eval.decoder.logits_processor import Processor, prepared, renumbered
 from eval.decoder.particles import ParticleRun
-from eval.decoder.records import AUTOREGRESSIVE, Generation, Timing
+from eval.decoder.records import AUTOREGRESSIVE, Clock, Generation, Timing
 from eval.decoder.request import BatchRow, Request
 from heads.frozen.loading import Target
 from heads.inference.model_checks import check_rolls_back

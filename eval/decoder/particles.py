@@ -20,8 +20,8 @@ from torch.nn import functional
 
 from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig, ParticleSampling
-from eval.decoder.clock import Clock
 from eval.decoder.logits_processor import Processor
+from eval.decoder.records import Clock
 from eval.decoder.request import BatchRow, Request
 from eval.decoder.verifier import finite_rows
 from heads.device import widest_float

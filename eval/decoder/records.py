@@ -1,13 +1,19 @@
-"""The records of decoding: rounds, generations, timings. Everything measured is computed from these.
+"""The records of decoding: rounds, generations, timings, and the clock that takes these. Everything measured comes from them.
 
 The decoder makes them, `eval.metrics` and `eval.report.build` read them, and `records.jsonl` keeps them on disk.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
+from heads.device import has_timed_events, synchronize, timed_event
 from heads.frozen.media import MediaPrompt
 
 # stop: a stop string is complete; context: the target's context is full;
@@ -19,6 +25,7 @@ FAILED = UNDECODED | {"non_finite"}
 ENDED = frozenset(("eos", "stop"))  # by what was written, not by a limit
 AUTOREGRESSIVE = "autoregressive"
 SPECULATIVE = "speculative"
+PHASES = ("prefill", "decode", "draft", "verify", "sample", "measure")  # that a clock tells apart
 WITH_LOOKUP = "with_prompt_lookup"  # speculative decoding by the same draft, after prompt lookup
 
 
@@ -61,6 +68,11 @@ class Round:
         """How many drafts the target verified."""
         return len(self.drafted) if self.num_nodes is None else self.num_nodes
 
+    @property
+    def was_cut(self) -> bool:
+        """Whether an accepted token ended the text, so that what was drafted behind it was never judged."""
+        return len(self.committed) == self.num_accepted
+
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
@@ -76,6 +88,11 @@ class Generation:
     turn: int = 0  # which turn of the prompt is answered; `prompt_tokens` hold the turns before and their plain answers
     suite: str = ""  # the name of the suite that the prompt is of
     media_prompt: MediaPrompt | None = None  # of a prompt with images or sounds
+
+    @property
+    def num_committed(self) -> int:
+        """How many tokens the rounds committed; the prefill's is not among them."""
+        return sum(len(round_.committed) for round_ in self.rounds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,24 +123,53 @@ class Timing:
         return self.decode_seconds - self.draft_seconds - self.verify_seconds - self.sample_seconds
 
 
-@dataclass(frozen=True, kw_only=True)
-class Divergence:
-    """Where a speculative output first differs from the plain one, and the gap between the two tokens' logits.
+class Clock:
+    """Seconds by phase of one batch; a subclass may count something else as well.
 
-    `logit_gap` is how far the worse of the two tokens is from the target's best after the common prefix, computed in a wider
-    dtype; `tie_tolerance` the largest gap that counts as a numerical tie, by the rounding error measured there.
-    Where one output ends and the other goes on, both tokens are the longer one's, and the gap is the largest float32.
+    At both ends of an outer phase the host waits for the device, so that the phase's work is counted in it. Phases inside it
+    are timed by events queued on the device where it has them, and are counted once the outer one has ended.
     """
 
-    prompt_id: str
-    position: int  # in tokens of the answer, from 0
-    plain_token: int
-    speculative_token: int
-    logit_gap: float
-    tie_tolerance: float
-    turn: int = 0
+    def __init__(self, device: torch.device) -> None:
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self._device, self._by_events = device, has_timed_events(device)
+        self._is_inside = False
+        self._spans: list[tuple[str, torch.Event, torch.Event]] = []
 
-    @property
-    def is_tie(self) -> bool:
-        """Whether the two tokens' logits are equal up to the rounding of the target's dtype."""
-        return self.logit_gap <= self.tie_tolerance
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time spent inside the `with` block to a phase; phases may be nested."""
+        if self._is_inside and self._by_events:
+            begun = timed_event(self._device)
+            yield
+            self._spans.append((name, begun, timed_event(self._device)))
+            return
+        outer, self._is_inside = self._is_inside, True
+        start = self._now()
+        yield
+        self.seconds[name] += self._now() - start
+        self._is_inside = outer
+        for inner, begun, ended in self._spans:
+            self.seconds[inner] += begun.elapsed_time(ended) / 1000
+        self._spans.clear()
+
+    def _now(self) -> float:
+        synchronize(self._device)
+        return time.perf_counter()
+
+
+class Laps:
+    """Seconds of a command's parts, which follow one another; a part may come again."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._since = time.perf_counter()
+
+    def done(self, part: str) -> None:
+        """Add the time since the last part ended, or since this object was made, to `part`."""
+        now = time.perf_counter()
+        self.seconds[part] = self.seconds.get(part, 0.0) + now - self._since
+        self._since = now
+
+    def __str__(self) -> str:
+        return ", ".join(f"{part} {seconds:.1f} s" for part, seconds in self.seconds.items())

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +22,7 @@ from eval.decoder.records import FAILED, Generation
 from eval.decoder.request import Request
 from eval.metrics.likelihood import answer_logits
 from eval.stats.bootstrap import LEVEL
-from eval.stats.power import detectable_variation
-from eval.stats.significance import g_test
+from eval.stats.significance import detectable_variation, g_test
 from heads.frozen.loading import Target
 from heads.frozen.media import MediaPrompt
 from heads.inference.causal_lm import head_logits, read_documents
@@ -89,11 +87,9 @@ def check_first_tokens(
     num_samples: int,
     level: float = LEVEL,
 ) -> dict[str, Any]:
-    """Sample a text's continuation many times and return the G-test of its first tokens.
+    """Sample a text's continuation many times by the decoding under test and return the G-test of its first tokens.
 
-    The text is chosen from plain decoding's answers; `config` is the decoding under test, whose seed is used with numbers that
-    no other request has. `p_value` is `None` where there is none, with `reason`. `detectable_difference` is the least total
-    variation that so many samples show in four of five runs of a test at `level` (`eval.stats.power`).
+    The text is chosen from plain decoding's answers. Samples have numbers for their random draws that no other request has.
     """
     start = choose_start(target, plain, config)
     if start is None:
@@ -105,9 +101,8 @@ def check_first_tokens(
     for tokens in complete:
         counts[cells.find(tokens[:DEPTH])] += 1
     found = g_test(counts, cells.probabilities)
-    num_failed = len(answers) - len(complete)
     reason = "law_too_certain_for_so_few_samples" if found.p_value is None else None
-    reason = "samples_failed" if num_failed else reason
+    reason = "samples_failed" if len(complete) < len(answers) else reason
     return {
         "p_value": None if reason else found.p_value,
         "reason": reason,
@@ -115,7 +110,7 @@ def check_first_tokens(
         "degrees_of_freedom": found.degrees_of_freedom,
         "detectable_difference": detectable_variation(len(complete), found.degrees_of_freedom, level=level),
         "num_samples": num_samples,
-        "num_failed": num_failed,
+        "num_failed": len(answers) - len(complete),
         "num_tokens": DEPTH,
         "prompt_id": start.prompt_id,
         "turn": start.turn,
@@ -124,10 +119,9 @@ def check_first_tokens(
 
 
 def choose_start(target: Target, plain: Sequence[Generation], config: DecodeConfig) -> Start | None:
-    """Return the text after which most samples reach the same next token and then differ.
+    """Return the text after which most samples reach the same next token and then differ; `None` without room for a round.
 
-    That is where p(a) (1 - sum_v p(v | a)^2) is largest: a the plain answer's own next token, v the one after it. `None` where
-    no answer is two tokens long, or none leaves the context room for a round.
+    That is where p(a) (1 - sum_v p(v | a)^2) is largest: a the plain answer's own next token, v the one after it.
     """
     best, largest = None, -1.0
     for answer in [each for each in plain if len(each.tokens) > 1 and each.stop_reason not in FAILED][:CANDIDATES]:
@@ -135,7 +129,8 @@ def choose_start(target: Target, plain: Sequence[Generation], config: DecodeConf
         size = min(len(answer.tokens) - 1, MAX_START, room)
         if size < 1:
             continue
-        probs_TV = token_probabilities(_logits_of(target, answer, size + 1), config)
+        logits_TV = answer_logits(target, answer.prompt_tokens, answer.tokens[: size + 1], answer.media_prompt)
+        probs_TV = token_probabilities(logits_TV, config)
         own_T1 = probs_TV[:-1].gather(1, torch.tensor(answer.tokens[:size], device=probs_TV.device).unsqueeze(1))
         open_T = own_T1.squeeze(1) * (1 - probs_TV[1:].square().sum(-1))
         if float(open_T.max()) > largest:
@@ -143,10 +138,6 @@ def choose_start(target: Target, plain: Sequence[Generation], config: DecodeConf
             text = (*answer.prompt_tokens, *answer.tokens[:position])
             best = Start(answer.prompt_id, answer.turn, text, position, answer.media_prompt)
     return best
-
-
-def _logits_of(target: Target, answer: Generation, size: int) -> Tensor:
-    return answer_logits(target, answer.prompt_tokens, answer.tokens[:size], answer.media_prompt)
 
 
 def find_cells(
@@ -157,12 +148,11 @@ def find_cells(
     What is pooled over the whole tree becomes one cell, or joins the smallest.
     """
     cells, min_share = Cells(), MIN_EXPECTED / num_samples
-    after = partial(_distributions_after, target, text, sampling=sampling, media_prompt=media_prompt)
     level: dict[Prefix, float] = {(): 1.0}
     small: list[Prefix] = []
     for depth in range(1, DEPTH + 1):
         deeper: dict[Prefix, float] = {}
-        for prefix, probs_V in zip(level, after(list(level)), strict=True):
+        for prefix, probs_V in zip(level, _distributions_after(target, text, list(level), sampling, media_prompt), strict=True):
             reached_V = level[prefix] * probs_V
             kept = torch.nonzero(reached_V >= min_share).flatten().tolist()
             for token in kept:
@@ -176,43 +166,28 @@ def find_cells(
             else:
                 small.append(prefix)
         level = deeper
-    _pool(cells, small, min_share)
+    if small:
+        missing = max(0.0, 1.0 - sum(cells.probabilities))
+        if missing >= min_share or not cells.probabilities:
+            cell = cells.add(missing)
+        else:
+            cell = min(range(len(cells.probabilities)), key=lambda cell: cells.probabilities[cell])
+            cells.probabilities[cell] += missing
+        cells.others |= dict.fromkeys(small, cell)
     return cells
-
-
-def _pool(cells: Cells, small: Sequence[Prefix], min_share: float) -> None:
-    """Pool the rests of some prefixes, each too small for a cell, into one; or into the smallest cell where that is too small.
-
-    The rests' probability is what is missing from 1. Without any other cell, all answers are in the one.
-    """
-    if not small:
-        return
-    missing = max(0.0, 1.0 - sum(cells.probabilities))
-    if missing >= min_share or not cells.probabilities:
-        place = cells.add(missing)
-    else:
-        place = min(range(len(cells.probabilities)), key=lambda cell: cells.probabilities[cell])
-        cells.probabilities[place] += missing
-    cells.others |= dict.fromkeys(small, place)
 
 
 @torch.inference_mode()
 def _distributions_after(
-    target: Target,
-    text: Prefix,
-    prefixes: Sequence[Prefix],
-    sampling: SamplingConfig,
-    media_prompt: MediaPrompt | None = None,
-) -> list[Tensor]:
-    """Return the next token's distribution `[V]` (float64) after the text and each prefix; the prefixes are equally long."""
-    distributions: list[Tensor] = []
+    target: Target, text: Prefix, prefixes: Sequence[Prefix], sampling: SamplingConfig, media_prompt: MediaPrompt | None
+) -> Iterator[Tensor]:
+    """Yield the next token's distribution `[V]` (float64) after the text and each prefix; the prefixes are equally long."""
     for start in range(0, len(prefixes), AT_ONCE):
         rows = [[*text, *prefix] for prefix in prefixes[start : start + AT_ONCE]]
         media = target.media_inputs([media_prompt] * len(rows), rows)
         hidden_PTD = read_documents(target.model, torch.tensor(rows, device=target.device), None, media)
         probs_PV = token_probabilities(head_logits(target.model, hidden_PTD[:, -1]), sampling).cpu().double()
-        distributions += list(probs_PV / probs_PV.sum(-1, keepdim=True))
-    return distributions
+        yield from probs_PV / probs_PV.sum(-1, keepdim=True)
 
 
 @torch.inference_mode()

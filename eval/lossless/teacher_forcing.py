@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from configs.runtime.terminal import progress
-from eval.decoder.records import Divergence, Generation
+from eval.decoder.records import Generation
 from eval.metrics.likelihood import answer_states, pair_answers
 from heads.device import CPU, free_memory, widest_float
 from heads.frozen.loading import Target, load_target
@@ -51,23 +51,35 @@ class WrongToken(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenCheck:
-    """What the target says of every token of some speculative answers, and where they leave the plain ones.
+class Divergence:
+    """Where a speculative output first differs from the plain one.
 
-    Args:
-        num_answers, num_tokens: how many were checked.
-        tolerance: the largest gap that rounding explains, in logits; that of the median token.
-        largest_gap: the largest distance of a token's logit from the largest logit there.
-        largest_gap_in_tolerances: the same, by the token's own tolerance; above 1 a token is wrong.
-        wrong_tokens: those beyond their tolerance.
-        divergences: the first difference of each answer from the plain one.
+    Where one output ends and the other goes on, both tokens are the longer one's, and the gap is `NO_TIE`.
     """
+
+    prompt_id: str
+    position: int  # in tokens of the answer, from 0
+    plain_token: int
+    speculative_token: int
+    logit_gap: float  # of the worse of the two from the target's best after the common prefix, in the wider dtype
+    tie_tolerance: float  # the largest gap that counts as a numerical tie, by the rounding error measured there
+    turn: int = 0
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether the two tokens' logits are equal up to the rounding of the target's dtype."""
+        return self.logit_gap <= self.tie_tolerance
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenCheck:
+    """What the target says of every token of some speculative answers, and where they leave the plain ones."""
 
     num_answers: int
     num_tokens: int
-    tolerance: float
-    largest_gap: float
-    largest_gap_in_tolerances: float
+    tolerance: float  # the largest gap that rounding explains, in logits; that of the median token
+    largest_gap: float  # of a token's logit from the largest logit there
+    largest_gap_in_tolerances: float  # by the token's own tolerance; above 1 a token is wrong
     wrong_tokens: list[WrongToken]
     divergences: list[Divergence]
 
@@ -100,39 +112,40 @@ def check_tokens(
         plain, speculative: the same requests, decoded both ways.
         tie_noise: the tolerance, in multiples of the rounding error at a position, or of the usual error where that is larger.
         kv_cache: of the decoder; one in int8 changes the target's distribution, so the answers are read through one as well.
-
-    Raises:
-        ValueError: the two sides do not answer the same requests.
     """
     pairs = pair_answers(plain, speculative)
-    departures = [first_difference(one, other) for one, other in pairs]
+    departures = [_first_difference(one.tokens, other.tokens) for one, other in pairs]
     exact, readings = widened(target), []
     with progress("checking the answers' tokens", len(pairs), "answers") as advance:
         for (one, other), place in zip(pairs, departures, strict=True):
             others = list(other.tokens)
             if place is not None and place < min(len(one.tokens), len(other.tokens)):
                 others[place] = one.tokens[place]
-            readings.append(_read(target, exact, other, others, kv_cache) if others else None)
+            readings.append(_read(target, exact, other, others, kv_cache))
             advance(1)
-    read = [each for each in readings if each is not None]
-    usual = float(np.quantile(torch.cat([each.errors_T for each in read]).numpy(), USUAL)) if read else 0.0
+    errors_N = torch.cat([torch.zeros(0).double(), *(each.errors_T for each in readings)])
+    usual = float(np.quantile(errors_N.numpy(), USUAL)) if len(errors_N) else 0.0
     precision = torch.finfo(target.model.dtype).eps
-    wrong, divergences, gaps, tolerances = [], [], [], []
+    wrong, divergences, tolerances = [], [], []
     for (one, other), place, reading in zip(pairs, departures, readings, strict=True):
-        tolerance_T = torch.zeros(0)
-        if reading is not None:
-            tolerance_T = tie_noise * torch.maximum(reading.errors_T.clamp(min=usual), precision * reading.largest_T.abs())
-            gap_T = reading.gaps_T2[:, 0]
-            named = other.prompt_id, other.turn
-            wrong += [
-                WrongToken(*named, position, other.tokens[position], float(gap_T[position]), float(tolerance_T[position]))
-                for position in torch.nonzero(gap_T > tolerance_T).flatten().tolist()
-            ]
-            gaps.append(gap_T)
-            tolerances.append(tolerance_T)
+        tolerance_T = tie_noise * torch.maximum(reading.errors_T.clamp(min=usual), precision * reading.largest_T.abs())
+        gap_T = reading.gaps_T2[:, 0]
+        wrong += [
+            WrongToken(
+                other.prompt_id,
+                other.turn,
+                position,
+                other.tokens[position],
+                float(gap_T[position]),
+                float(tolerance_T[position]),
+            )
+            for position in torch.nonzero(gap_T > tolerance_T).flatten().tolist()
+        ]
+        tolerances.append(tolerance_T)
         if place is not None:
             divergences.append(_divergence(one, other, place, reading, tolerance_T))
-    gap_N, tolerance_N = (torch.cat(each) if each else torch.zeros(1).double() for each in (gaps, tolerances))
+    none = torch.zeros(0 if len(errors_N) else 1).double()
+    gap_N, tolerance_N = torch.cat([none, *(each.gaps_T2[:, 0] for each in readings)]), torch.cat([none, *tolerances])
     return TokenCheck(
         num_answers=len(pairs),
         num_tokens=sum(len(other.tokens) for _, other in pairs),
@@ -144,27 +157,22 @@ def check_tokens(
     )
 
 
-def first_difference(plain: Generation, speculative: Generation) -> int | None:
-    """Return the first position at which two answers differ, the shorter one's length where it begins the other, or None."""
-    if plain.tokens == speculative.tokens:
-        return None
-    pairs = zip(plain.tokens, speculative.tokens, strict=False)
-    shorter = min(len(plain.tokens), len(speculative.tokens))
-    return next((place for place, (one, other) in enumerate(pairs) if one != other), shorter)
+def _first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """Return the first position at which two answers differ, the shorter one's length where it begins the other."""
+    differing = (place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
+    return next(differing, None if len(one) == len(other) else min(len(one), len(other)))
 
 
 def _read(target: Target, exact: Target, answer: Generation, others: Sequence[int], kv_cache: KVCache) -> _Reading:
     """Read an answer in both dtypes; `others` are the tokens beside its own whose gaps are asked for, too."""
+    if not others:
+        return _Reading(torch.zeros(0, 2).double(), *torch.zeros(2, 0).double())
     text = answer.prompt_tokens, answer.tokens, answer.media_prompt, kv_cache
     exact_TD = answer_states(exact, *text)
     own_TD = exact_TD if exact is target else answer_states(target, *text)
     tokens_T2 = torch.tensor([answer.tokens, others], device=exact_TD.device).T
-    pieces = [
-        _compare(target, exact, own_PD, exact_PD, tokens_P2)
-        for own_PD, exact_PD, tokens_P2 in zip(
-            own_TD.split(AT_ONCE), exact_TD.split(AT_ONCE), tokens_T2.split(AT_ONCE), strict=True
-        )
-    ]
+    split = zip(own_TD.split(AT_ONCE), exact_TD.split(AT_ONCE), tokens_T2.split(AT_ONCE), strict=True)
+    pieces = [_compare(target, exact, *piece) for piece in split]
     return _Reading(*(torch.cat(column).cpu().double() for column in zip(*pieces, strict=True)))
 
 
@@ -181,15 +189,13 @@ def _compare(
     return gap_P2, error_P, best_PC[:, 0].nan_to_num(0.0, 0.0)
 
 
-def _divergence(
-    plain: Generation, speculative: Generation, place: int, reading: _Reading | None, tolerance_T: Tensor
-) -> Divergence:
-    if reading is None or place >= min(len(plain.tokens), len(speculative.tokens)):
+def _divergence(plain: Generation, other: Generation, place: int, reading: _Reading, tolerance_T: Tensor) -> Divergence:
+    if place >= min(len(plain.tokens), len(other.tokens)):
         # One is the beginning of the other: a stop was missed or added, which rounding does not do.
-        token = max(plain.tokens, speculative.tokens, key=len)[place]
+        token = max(plain.tokens, other.tokens, key=len)[place]
         tokens, gap, tolerance = (token, token), NO_TIE, 0.0
     else:
-        tokens = plain.tokens[place], speculative.tokens[place]
+        tokens = plain.tokens[place], other.tokens[place]
         gap, tolerance = float(reading.gaps_T2[place].max()), float(tolerance_T[place])
     return Divergence(
         prompt_id=plain.prompt_id,

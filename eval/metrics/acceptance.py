@@ -1,29 +1,27 @@
-"""How many drafted tokens the target accepted: the report's acceptance section, from the rounds of whole prompts.
+"""How many drafted tokens the target accepted, and how alike the two distributions are: the report's acceptance section.
 
-Counts are kept in torchmetrics states that add up over any split of the prompts over processes, and once more by prompt, for
-the intervals. Ratios are formed once, from counts over all rounds: never a mean of ratios except where the name says `macro`.
-A ratio with nothing to divide by is `None`.
+Counts add up over any split of the prompts over processes; a few are kept by prompt, for the intervals. Ratios are formed once,
+from counts over all rounds: never a mean of ratios except where the name says `macro`. A ratio with nothing to divide by is
+`None`. Distributions are compared up to and including the first rejected draft of each round (`eval.decoder.verifier`).
+R rounds, C whether the end of the text cut the round (0 no, 1 yes) or classes of confidence, G number drafted, A number
+accepted, K draft positions, N compared drafts, P prompts, F rows of sums.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import product
+from dataclasses import dataclass, fields
+from itertools import accumulate, product
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric
 
-from eval.decoder.records import Generation, Round
-from eval.metrics.distributions import CALIBRATIONS, Calibration, DistributionAgreement, Sums, ratio
-from eval.metrics.round_table import RoundTable, tabulate
+from eval.decoder.records import DistributionComparison, Generation
 from eval.stats.bootstrap import Floats, ratio_interval
 
-# Shapes: R rounds, C whether the end of the text cut the round (0 no, 1 yes), G number drafted, A number accepted.
-
-BATCH_SIZE = 32  # generations counted together; a call of torchmetrics costs as much as counting many rounds
 # What is kept of each prompt: sums over the rounds of all its turns.
 COLUMNS = ("committed", "rounds", "accepted", "drafted", "compared", "overlap", "kl", "agrees", "looked_up", "copied")
 # Then come committed tokens and rounds by class of how many tokens stood before the round, in the context and in the answer.
@@ -38,56 +36,137 @@ RATIOS = {
     "top1_agreement": ("agrees", "compared"),
     "kl_divergence": ("kl", "compared"),
 }
+FIELDS = {"overlap": "overlap_alpha", "agrees": "top1_agreement", "kl": "kl_divergence", "uncovered": "uncovered_mass"}
+# What is calibrated, by the prefix of its numbers: the draft's probability of its drafted token against the target's, exact in
+# place of an outcome (0 for a draft equal to the target); the distribution's largest probability, which stopping rules read;
+# the draft's own estimate. The error is by the first outcome.
+CALIBRATIONS = {
+    "": ("confidence", ("target_probability", "accepted")),
+    "stopping_": ("distribution_confidence", ("accepted",)),
+    "estimate_": ("estimate", ("accepted",)),
+}
+COMPARED = ("overlap", *(field.name for field in fields(DistributionComparison)))  # the rows of `RoundTable.probs_FN`
+NUM_CLASSES, FINE = 10, 1000  # of confidence, equally wide; for the curve, and for the area under the ROC curve
 
 
-class Acceptance:
+class Acceptance(Metric):
     """The acceptance of one mode's generations, taken in some at a time; what it holds does not grow with their length.
 
-    A round may draft at most `num_positions` tokens; every list by position is as long.
+    A round may draft at most `num_positions` tokens; every list by position is as long. Processes agree by `merge`: to wait
+    for others at `compute` would be for ever in the main one.
     """
 
-    def __init__(self, num_positions: int) -> None:
-        self.num_positions = num_positions
-        self._metrics = acceptance_metrics(num_positions)
-        self._metrics.update(tabulate([]))  # torchmetrics warns of one that only merged
-        self._sums: dict[str, Floats] = {}  # prompt id -> [COLUMNS, then LENGTHS x CLASSES_FROM x 2]
-        self._waiting: list[Generation] = []
+    full_state_update = False
+    rounds_CGA: Tensor
+    sum_FK: Tensor
+    count_FK: Tensor
+    fine_FC: Tensor
 
-    def add(self, generations: Iterable[Generation]) -> None:
-        """Count generations of prompts that were not counted before, all turns of each."""
-        self._waiting += generations
-        if len(self._waiting) >= BATCH_SIZE:
-            self._count()
+    def __init__(self, num_positions: int) -> None:
+        super().__init__(sync_on_compute=False, compute_with_cache=False)
+        self.num_positions = num_positions
+        self.sums: dict[str, Floats] = {}  # prompt id -> [COLUMNS, then LENGTHS x CLASSES_FROM x 2]
+        shapes = {
+            "rounds_CGA": (2, num_positions + 1, num_positions + 1),
+            "sum_FK": (len(FIELDS), num_positions),
+            "count_FK": (len(FIELDS), num_positions),
+            "fine_FC": (3, FINE),
+        }
+        shapes |= {f"{prefix}sums_FC": (2 + len(outcomes), NUM_CLASSES) for prefix, (_, outcomes) in CALIBRATIONS.items()}
+        for name, shape in shapes.items():
+            self.add_state(name, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
+        self.update([])  # torchmetrics warns of one that only merged
+
+    def update(self, generations: Iterable[Generation]) -> None:
+        """Count generations of prompts that were not counted before, all turns of each.
+
+        Raises:
+            ValueError: a round drafted more than `num_positions` tokens.
+        """
+        table, size = tabulate(generations), self.num_positions + 1
+        if (table.drafted_R >= size).any():
+            raise ValueError(f"a round drafted {int(table.drafted_R.max())} tokens, more than {self.num_positions}")
+        cut_R = table.committed_R == table.accepted_R
+        cells_R = (cut_R * size + table.drafted_R) * size + table.accepted_R
+        self.rounds_CGA += torch.bincount(cells_R, minlength=2 * size * size).view(2, size, size)
+        for row, name in enumerate(FIELDS):
+            values_N = table.number_of(name)
+            known_N = ~values_N.isnan()
+            positions = table.position_N[known_N]
+            self.sum_FK[row] += torch.bincount(positions, values_N[known_N], minlength=self.num_positions)
+            self.count_FK[row] += torch.bincount(positions, minlength=self.num_positions)
+        for prefix, (confidence, outcomes) in CALIBRATIONS.items():
+            values_FN = torch.stack([table.number_of(name) for name in (confidence, *outcomes)])
+            values_FN = values_FN[:, ~values_FN.isnan().any(0)]
+            getattr(self, f"{prefix}sums_FC").add_(class_sums(*values_FN))
+            if confidence == "estimate":
+                self.fine_FC += class_sums(*values_FN, num_classes=FINE)
+        self.sums.update(zip(table.prompt_ids, _sums_by_prompt(table), strict=True))
 
     def merge(self, other: Acceptance) -> None:
         """Add what another process, or another category, has counted of other prompts."""
-        other._count()
-        for name, metric in self._metrics.items():
-            metric.merge_state(other._metrics[name])
-        self._sums.update(other._sums)
+        self.merge_state(other)
+        self.sums.update(other.sums)
 
-    @property
-    def num_prompts(self) -> int:
-        """How many prompts were counted."""
-        self._count()
-        return len(self._sums)
+    def compute(self) -> dict[str, Any]:
+        """Return the report's lists by draft position or by length, from 0, and the numbers of the two distributions.
+
+        A position is judged when every draft before it was accepted and the text had not ended. Drafts behind an accepted end
+        of text count as drafted (they cost time) but not as judged: nobody knows whether they would have been accepted. Of a
+        tree those on the way that was walked count; its yield counts all.
+        """
+        positions = range(self.num_positions)
+        rounds_GA = self.rounds_CGA.sum(0).long()
+        numbers: dict[str, Any] = {
+            # Accepted at a position, of those judged there and of all that drafted so far: the chance to get this far.
+            "position_conditional": [self._accepted(position, position) for position in positions],
+            "position_survival": [self._accepted(position, 0) for position in positions],
+            "accepted_histogram": rounds_GA.sum(0).tolist(),
+            "drafted_histogram": rounds_GA.sum(1).tolist(),
+        }
+        for name, sum_K, count_K in zip(FIELDS.values(), self.sum_FK, self.count_FK, strict=True):
+            numbers[name] = ratio(sum_K.sum(), count_K.sum())
+            numbers[f"{name}_by_position"] = [ratio(*pair) for pair in zip(sum_K, count_K, strict=True)]
+        for prefix, (_, outcomes) in CALIBRATIONS.items():
+            sums_FC = getattr(self, f"{prefix}sums_FC")
+            # sum over classes of n/N |mean confidence - mean outcome| (Guo et al., 1706.04599, equation 3)
+            numbers[f"{prefix}calibration_error"] = ratio((sums_FC[1] - sums_FC[2]).abs().sum(), sums_FC[0].sum())
+            numbers[f"{prefix}reliability"] = describe_classes(sums_FC, outcomes)
+        # The chance that of a kept draft and a refused one the first has the higher estimate; equal ones count half.
+        kept_C = self.fine_FC[2]
+        refused_C = self.fine_FC[0] - kept_C
+        below_C = refused_C.cumsum(0) - refused_C / 2
+        numbers["estimate_auroc"] = ratio((kept_C * below_C).sum(), kept_C.sum() * refused_C.sum())
+        if not self.fine_FC.any():
+            numbers["estimate_reliability"] = []
+        return numbers
+
+    def _accepted(self, position: int, from_accepted: int) -> float | None:
+        """Return accepted at `position` / rounds that drafted past it, kept `from_accepted` at least, uncut before."""
+        whole_GA, cut_GA = self.rounds_CGA[:, position + 1 :]
+        accepted = whole_GA[:, position + 1 :].sum() + cut_GA[:, position + 1 :].sum()
+        refused = whole_GA[:, from_accepted : position + 1].sum()  # a cut round refused nothing
+        return ratio(accepted, accepted + refused)
 
     @property
     def per_prompt(self) -> dict[str, list[int]]:
         """`{prompt id: [committed tokens, rounds]}`, with which a later report is compared prompt by prompt."""
-        self._count()
-        return {prompt_id: [int(sums[0]), int(sums[1])] for prompt_id, sums in sorted(self._sums.items())}
+        return {prompt_id: [int(sums[0]), int(sums[1])] for prompt_id, sums in sorted(self.sums.items())}
+
+    @property
+    def _table(self) -> Floats:
+        """The sums of all prompts, by id, so that intervals do not depend on the order in which processes finished."""
+        rows = [sums for _, sums in sorted(self.sums.items())]
+        return np.stack(rows) if rows else np.zeros((0, len(COLUMNS) + 2 * len(LENGTHS) * len(CLASSES_FROM)))
 
     def lookup_shares(self) -> dict[str, float | None]:
         """Return the lookup's share of the rounds, and of the drafts that were accepted."""
-        self._count()
         sums = dict(zip(COLUMNS, self._table.sum(0), strict=False))
         pairs = {"lookup_rounds_share": ("looked_up", "rounds"), "lookup_tokens_share": ("copied", "accepted")}
         return {name: float(sums[above] / sums[below]) if sums[below] else None for name, (above, below) in pairs.items()}
 
     def by_length(self, *, samples: int, seed: int) -> dict[str, list[dict[str, Any]]]:
         """Return tokens per target step by tokens in the context, and by tokens of the answer, before a round."""
-        self._count()
         counts_PLC2 = self._table[:, len(COLUMNS) :].reshape(-1, len(LENGTHS), len(CLASSES_FROM), 2)
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in LENGTHS}
         for (place, name), (number, start) in product(enumerate(LENGTHS), enumerate(CLASSES_FROM)):
@@ -107,22 +186,14 @@ class Acceptance:
             )
         return found
 
-    @property
-    def _table(self) -> Floats:
-        """The sums of all prompts, by id, so that intervals do not depend on the order in which processes finished."""
-        rows = [sums for _, sums in sorted(self._sums.items())]
-        return np.stack(rows) if rows else np.zeros((0, len(COLUMNS) + 2 * len(LENGTHS) * len(CLASSES_FROM)))
-
     def summarise(self, *, samples: int, seed: int) -> dict[str, Any]:
         """Return every number, with intervals from `samples` bootstrap resamples of the prompts."""
-        self._count()
-        sums_PF = self._table
-        column = {name: sums_PF[:, place] for place, name in enumerate(COLUMNS)}
+        column = dict(zip(COLUMNS, self._table.T, strict=False))
         decoded = column["rounds"] > 0
         own = column["committed"][decoded] / column["rounds"][decoded]
         macro = ratio_interval(own, np.ones_like(own), samples=samples, seed=seed)
         numbers = {
-            **self._metrics.compute(),
+            **self.compute(),
             "num_tokens": int(column["committed"].sum()),
             "num_rounds": int(column["rounds"].sum()),
             "tokens_per_target_step_macro": macro.point,
@@ -134,18 +205,11 @@ class Acceptance:
             numbers[f"{name}_ci"] = interval.bounds if numbers[name] is not None else None
         return numbers
 
-    def _count(self) -> None:
-        """Count what was added since the last time."""
-        table = tabulate(self._waiting)
-        self._waiting = []
-        self._metrics.update(table)
-        self._sums.update(zip(table.prompt_ids, _sums_by_prompt(table), strict=True))
-
 
 def summarise_acceptance(generations: Sequence[Generation], num_positions: int, *, samples: int, seed: int) -> dict[str, Any]:
     """Return every acceptance number of one mode's generations; see `Acceptance`."""
     acceptance = Acceptance(num_positions)
-    acceptance.add(generations)
+    acceptance.update(generations)
     return acceptance.summarise(samples=samples, seed=seed)
 
 
@@ -154,77 +218,37 @@ def count_per_prompt(generations: Iterable[Generation]) -> dict[str, list[int]]:
     counts: dict[str, list[int]] = {}
     for generation in generations:
         own = counts.setdefault(generation.prompt_id, [0, 0])
-        own[0] += count_committed(generation)
+        own[0] += generation.num_committed
         own[1] += len(generation.rounds)
     return counts
 
 
-def count_committed(generation: Generation) -> int:
-    """Return how many tokens the rounds of a generation committed; its prefill token is not among them."""
-    return sum(len(round_.committed) for round_ in generation.rounds)
+# --- sums ---------------------------------------------------------------------------------------------------------
 
 
-def was_cut(round_: Round) -> bool:
-    """Say whether an accepted token ended the text, so that what was drafted behind it was never judged."""
-    return len(round_.committed) == round_.num_accepted
+def ratio(numerator: Tensor, denominator: Tensor) -> float | None:
+    """Return a quotient as a number, `None` where there is nothing to divide by."""
+    return numerator.item() / denominator.item() if denominator.item() else None
 
 
-# --- metrics -------------------------------------------------------------------------------------------------------
+def class_sums(confidence_N: Tensor, *values: Tensor, num_classes: int = NUM_CLASSES) -> Tensor:
+    """Return sums by class, float64 `[2 + F, C]`: how many drafts, their confidences, and each of the `values` `[N]`."""
+    class_N = (confidence_N * num_classes).long().clamp(0, num_classes - 1)
+    columns = [torch.ones_like(confidence_N), confidence_N, *values]
+    return torch.stack([torch.bincount(class_N, each.double(), minlength=num_classes) for each in columns])
 
 
-def acceptance_metrics(num_positions: int) -> MetricCollection:
-    """Return all metrics of this file and of `eval.metrics.distributions` as one; `compute()` gives one flat dict."""
-    metrics: dict[str, Metric | MetricCollection] = {name: Calibration(**given) for name, given in CALIBRATIONS.items()}
-    metrics |= {"rounds": RoundAcceptance(num_positions), "agreement": DistributionAgreement(num_positions)}
-    return MetricCollection(metrics, compute_groups=False)
-
-
-class RoundAcceptance(Sums):
-    """What became of the drafted tokens, all of it read from one table of rounds by (cut, drafted, accepted).
-
-    A position is judged when every draft before it was accepted and the text had not ended. Drafts behind an accepted end
-    of text count as drafted (they cost time) but not as judged: nobody knows whether they would have been accepted. Of a tree
-    those on the way that was walked count; its yield counts all.
-    """
-
-    rounds_CGA: Tensor
-
-    def __init__(self, num_positions: int) -> None:
-        rounds_CGA = torch.zeros((2, num_positions + 1, num_positions + 1), dtype=torch.int64)
-        super().__init__(rounds_CGA=rounds_CGA)
-        self.num_positions = num_positions
-
-    def update(self, table: RoundTable) -> None:
-        """Count the rounds of some prompts.
-
-        Raises:
-            ValueError: a round drafted more than `num_positions` tokens.
-        """
-        size = self.num_positions + 1
-        longest = int(table.drafted_R.max()) if len(table.drafted_R) else 0
-        if longest > self.num_positions:
-            raise ValueError(f"a round drafted {longest} tokens, more than num_positions={self.num_positions}")
-        cells_R = (table.cut_R * size + table.drafted_R) * size + table.accepted_R
-        counts = torch.bincount(cells_R, minlength=2 * size * size)
-        self.rounds_CGA += counts.view(2, size, size).to(self.rounds_CGA.device)
-
-    def compute(self) -> dict[str, list[int] | list[float | None]]:
-        """Return the report's lists by draft position or by length, from 0."""
-        rounds_GA = self.rounds_CGA.sum(0)
-        return {
-            # Accepted at a position, of those judged there and of all that drafted so far: the chance to get this far.
-            "position_conditional": [self._accepted(position, position) for position in range(self.num_positions)],
-            "position_survival": [self._accepted(position, 0) for position in range(self.num_positions)],
-            "accepted_histogram": rounds_GA.sum(0).tolist(),
-            "drafted_histogram": rounds_GA.sum(1).tolist(),
+def describe_classes(sums_FC: Tensor, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return one dict a class of `class_sums`: bounds, `num_drafts`, and the means, which are `None` without drafts."""
+    return [
+        {
+            "confidence_from": number / sums_FC.shape[1],
+            "confidence_to": (number + 1) / sums_FC.shape[1],
+            "num_drafts": int(count),
+            **{name: ratio(each, count) for name, each in zip(("confidence", *names), others, strict=True)},
         }
-
-    def _accepted(self, position: int, from_accepted: int) -> float | None:
-        """Return accepted at `position` / rounds that drafted past it, kept `from_accepted` at least, uncut before."""
-        whole_GA, cut_GA = self.rounds_CGA[:, position + 1 :]
-        accepted = whole_GA[:, position + 1 :].sum() + cut_GA[:, position + 1 :].sum()
-        refused = whole_GA[:, from_accepted : position + 1].sum()  # a cut round refused nothing
-        return ratio(accepted, accepted + refused)
+        for number, (count, *others) in enumerate(sums_FC.unbind(1))
+    ]
 
 
 def _sums_by_prompt(table: RoundTable) -> Floats:
@@ -239,22 +263,87 @@ def _sums_by_prompt(table: RoundTable) -> Floats:
     }
     by_draft = {name: table.number_of(name).nan_to_num(0.0) for name in ("overlap", "kl", "agrees")}
     by_draft["compared"] = torch.ones_like(by_draft["overlap"])
-    sums = {name: table.sum_by_prompt(values_R, table.prompt_R) for name, values_R in by_round.items()}
-    prompt_N = table.prompt_R[table.round_N]
-    sums |= {name: table.sum_by_prompt(values_N, prompt_N) for name, values_N in by_draft.items()}
-    columns_PF = torch.stack([sums[name] for name in COLUMNS], 1)
-    lengths = [_sums_by_class(table, before_R) for before_R in (table.context_R, table.answered_R)]
-    rows: Floats = torch.cat([columns_PF, torch.stack(lengths, 1).flatten(1)], 1).numpy()
+    num_prompts, num_classes = len(table.prompt_ids), len(CLASSES_FROM)
+    places = [(by_round, table.prompt_R), (by_draft, table.prompt_R[table.round_N])]
+    sums = {
+        name: torch.bincount(prompt, values.double(), minlength=num_prompts)
+        for columns, prompt in places
+        for name, values in columns.items()
+    }
+    by_class = []
+    for before_R in (table.context_R, table.answered_R):
+        class_R = torch.bucketize(before_R, torch.tensor(CLASSES_FROM), right=True) - 1
+        place_R = table.prompt_R * num_classes + class_R
+        counts = [
+            torch.bincount(place_R, by_round[name].double(), minlength=num_prompts * num_classes)
+            for name in ("committed", "rounds")
+        ]
+        by_class.append(torch.stack(counts, 1).view(num_prompts, 2 * num_classes))
+    rows: Floats = torch.cat([torch.stack([sums[name] for name in COLUMNS], 1), *by_class], 1).numpy()
     return rows
 
 
-def _sums_by_class(table: RoundTable, before_R: Tensor) -> Tensor:
-    """Return committed tokens and rounds by prompt and class of the tokens before a round, `[P, CLASSES_FROM, 2]`."""
-    num_classes, num_prompts = len(CLASSES_FROM), len(table.prompt_ids)
-    class_R = torch.bucketize(before_R, torch.tensor(CLASSES_FROM), right=True) - 1
-    place_R = table.prompt_R * num_classes + class_R
-    sums = [
-        torch.bincount(place_R, values_R.double(), minlength=num_prompts * num_classes)
-        for values_R in (table.committed_R, torch.ones_like(place_R))
+# --- rounds as columns: one pass in Python, after which every number is a few tensor operations --------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundTable:
+    """The rounds of some generations, in order; counts are int64."""
+
+    prompt_ids: tuple[str, ...]  # [P], in the order in which they first come
+    prompt_R: Tensor  # place of the round's prompt in `prompt_ids`; all turns of a prompt share one
+    drafted_R: Tensor  # of a tree, on the way that was walked
+    judged_R: Tensor  # of a tree, all its nodes
+    accepted_R: Tensor
+    committed_R: Tensor
+    context_R: Tensor  # tokens before the round's, the prompt's and the answer's
+    answered_R: Tensor  # tokens of the answer among them
+    by_lookup_R: Tensor  # 1 where the drafts of one of several proposers were looked up
+    round_N: Tensor
+    position_N: Tensor  # of the draft in its round, from 0
+    probs_FN: Tensor  # float64; NaN where a number was not recorded
+
+    def number_of(self, name: str) -> Tensor:
+        """Return a number of `COMPARED`, or whether the target kept the draft (`accepted`), `[N]` in float64."""
+        if name == "accepted":
+            return (self.position_N < self.accepted_R[self.round_N]).double()
+        return self.probs_FN[COMPARED.index(name)]
+
+
+def tabulate(generations: Iterable[Generation]) -> RoundTable:
+    """Return the rounds of some generations, of one mode."""
+    generations = list(generations)
+    place_of = {prompt_id: place for place, prompt_id in enumerate(dict.fromkeys(each.prompt_id for each in generations))}
+    rounds = [round_ for generation in generations for round_ in generation.rounds]
+    # Before each round of a generation; the answer's first token came from the prompt's own forward.
+    answered = [
+        list(accumulate((len(round_.committed) for round_ in each.rounds), initial=1))[: len(each.rounds)]
+        for each in generations
     ]
-    return torch.stack(sums, 1).view(num_prompts, num_classes, 2)
+    places = [(number, place) for number, round_ in enumerate(rounds) for place in range(len(round_.overlap or ()))]
+    columns: dict[str, list[float]] = {name: [] for name in COMPARED}
+    for round_ in rounds:
+        for name, column in columns.items():
+            source = round_ if name == "overlap" else round_.distributions
+            values = getattr(source, name, ())
+            column += values or (float("nan"),) * len(round_.overlap or ())
+    return RoundTable(
+        prompt_ids=tuple(place_of),
+        prompt_R=_integers(place_of[each.prompt_id] for each in generations for _ in each.rounds),
+        drafted_R=_integers(len(round_.drafted) for round_ in rounds),
+        judged_R=_integers(round_.num_drafted for round_ in rounds),
+        accepted_R=_integers(round_.num_accepted for round_ in rounds),
+        committed_R=_integers(len(round_.committed) for round_ in rounds),
+        context_R=_integers(
+            len(each.prompt_tokens) + count for each, own in zip(generations, answered, strict=True) for count in own
+        ),
+        answered_R=_integers(count for own in answered for count in own),
+        by_lookup_R=_integers(round_.by_lookup for round_ in rounds),
+        round_N=_integers(number for number, _ in places),
+        position_N=_integers(place for _, place in places),
+        probs_FN=torch.from_numpy(np.array(list(columns.values()), np.float64).reshape(len(COMPARED), -1)),
+    )
+
+
+def _integers(values: Iterable[int]) -> Tensor:
+    return torch.from_numpy(np.fromiter(values, np.int64))

@@ -1,8 +1,4 @@
-"""The target's log-likelihood of answers, and the pairs of answers to the same request.
-
-What an answer is worth to the target (`eval.metrics.quality`), and whether both ways of decoding follow one distribution
-(`eval.lossless.sampled`). T tokens of the answer, V vocabulary.
-"""
+"""The target's log-likelihood of answers, and pairs of answers to one request. T tokens of the answer, V vocabulary."""
 
 from __future__ import annotations
 
@@ -54,10 +50,7 @@ def answer_states(
     media_prompt: MediaPrompt | None = None,
     kv_cache: Literal["int8"] | None = None,
 ) -> Tensor:
-    """Return the final hidden states `[T, D]` before each token of an answer, by one forward of transformers' over all of it.
-
-    With a `kv_cache` attention reads keys and values as such a cache of the decoder keeps them.
-    """
+    """Return the final states `[T, D]` before each token of an answer, by one forward of transformers', or in such a cache."""
     ids_1T = torch.tensor([[*prompt, *answer[:-1]]], device=target.device)
     media = target.media_inputs([media_prompt], [prompt])
     if kv_cache is None:

@@ -2,7 +2,7 @@
 
 The cluster is the batch of prompts decoded together; its repeats and turns are summed first, because they share the prompts'
 difficulty and are no independent evidence. Both sides count the same kind of token ids, and the prefill's token belongs to
-neither decode time nor decode tokens. `summarise_advantage` pairs the draft with a baseline, for gates with `must_beat`.
+neither decode time nor decode tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ Sums = Mapping[Any, Sequence[float]]  # two sums by cluster
 def summarise_speed(timings: Sequence[Timing], *, samples: int, seed: int, keep_batches: bool = False) -> dict[str, Any] | None:
     """Return speculative decoding's speed against plain decoding, or `None` where one of the two was not timed.
 
-    With `keep_batches` there is also `per_batch`, with which another report is compared batch by batch (`eval.report.change`).
+    With `keep_batches` there is also `per_batch`, [decode seconds, decode tokens] of both modes, with which another report is
+    compared batch by batch (`eval.report.change`).
 
     Raises:
         ValueError: the two were timed on different batches or different numbers of repeats.
@@ -32,21 +33,26 @@ def summarise_speed(timings: Sequence[Timing], *, samples: int, seed: int, keep_
         return None
     result: dict[str, Any] = {}
     for mode, own in ((AUTOREGRESSIVE, plain), (SPECULATIVE, speculative)):
-        result[f"decode_seconds_{mode}"] = sum(timing.decode_seconds for timing in own)
+        result[f"decode_seconds_{mode}"] = seconds = sum(timing.decode_seconds for timing in own)
         result[f"prefill_seconds_{mode}"] = sum(timing.prefill_seconds for timing in own)
         result[f"decode_tokens_{mode}"] = num_tokens = sum(timing.num_tokens for timing in own)
-        seconds = result[f"decode_seconds_{mode}"]
         result[f"milliseconds_per_token_{mode}"] = 1000 * seconds / num_tokens if num_tokens else None
+    batches = [sums_by_batch(timings, mode, "decode_seconds", "num_tokens") for mode in (AUTOREGRESSIVE, SPECULATIVE)]
+    if keep_batches:
+        result["per_batch"] = [
+            {"prompt_ids": list(batch), AUTOREGRESSIVE: own, SPECULATIVE: batches[1][batch]}
+            for batch, own in batches[0].items()
+            if batch in batches[1]
+        ]
     return {
         **result,
         **compare_speed(timings, SPECULATIVE, samples=samples, seed=seed),
         "repeats": len({timing.repeat for timing in speculative}),
-        "num_batches": len(set(home_batches(speculative).values())),
+        "num_batches": len(batches[1]),
         "interleaving": list(dict.fromkeys(timing.mode for timing in timings)),
         "measure_seconds": sum(timing.measure_seconds for timing in speculative),
         "phases": _phases(speculative),
         "phases_autoregressive": _phases(plain),
-        **({"per_batch": _per_batch(timings)} if keep_batches else {}),
     }
 
 
@@ -56,28 +62,24 @@ def compare_speed(timings: Sequence[Timing], mode: str, *, samples: int, seed: i
     Raises:
         ValueError: the two were timed on different batches or different numbers of repeats.
     """
-    runs = [sorted((each.prompt_ids, each.repeat) for each in timings if each.mode == name) for name in (AUTOREGRESSIVE, mode)]
+    modes = (AUTOREGRESSIVE, mode)
+    runs = [sorted((each.prompt_ids, each.repeat) for each in timings if each.mode == name) for name in modes]
     if runs[0] != runs[1]:
         raise ValueError(
             f"{AUTOREGRESSIVE} and {mode} were timed on different batches or repeats; a speedup needs the same for both"
         )
     fields = ("decode_seconds", "prefill_seconds", "num_tokens", "num_prompts")
-    sums = [sums_by_batch(timings, name, *fields) for name in (AUTOREGRESSIVE, mode)]
+    sums = [sums_by_batch(timings, name, *fields) for name in modes]
     plain, other = (np.array([own[batch] for batch in sums[0]], np.float64).reshape(-1, len(fields)).T for own in sums)
-    decode = paired_ratio_interval(plain[0], plain[2], other[0], other[2], samples=samples, seed=seed)
     whole = plain[0] + plain[1], plain[2] + plain[3], other[0] + other[1], other[2] + other[3]
-    end_to_end = paired_ratio_interval(*whole, samples=samples, seed=seed)
     timed = (plain[2] > 0) & (other[2] > 0) & (plain[0] > 0) & (other[0] > 0)
     ratios = (plain[0][timed] / plain[2][timed]) / (other[0][timed] / other[2][timed])
-    median = median_interval(ratios, samples=samples, seed=seed)
-    return {
-        "decode_speedup": decode.point,
-        "decode_speedup_ci": decode.bounds,
-        "decode_speedup_median": median.point,
-        "decode_speedup_median_ci": median.bounds,
-        "end_to_end_speedup": end_to_end.point,
-        "end_to_end_speedup_ci": end_to_end.bounds,
+    found = {
+        "decode_speedup": paired_ratio_interval(plain[0], plain[2], other[0], other[2], samples=samples, seed=seed),
+        "decode_speedup_median": median_interval(ratios, samples=samples, seed=seed),
+        "end_to_end_speedup": paired_ratio_interval(*whole, samples=samples, seed=seed),
     }
+    return {name: each.point for name, each in found.items()} | {f"{name}_ci": each.bounds for name, each in found.items()}
 
 
 def summarise_advantage(
@@ -92,13 +94,8 @@ def summarise_advantage(
 ) -> dict[str, Any]:
     """Return this draft's tokens per target step, and its decode speed, divided by those of `mode`, with intervals.
 
-    Args:
-        ours, theirs: `{prompt id: [committed tokens, rounds]}` with this draft and in `mode`. Prompts that only one of them
-            has are left out, as the report's list of failed requests and its count of prompts show.
-        timings: of the run, all modes; a batch counts where both modes were timed on it.
-        mode: the other way of decoding.
-        samples, seed: of the bootstrap.
-        ours_mode: this draft's.
+    `ours` and `theirs` are `{prompt id: [committed tokens, rounds]}`. Prompts that only one of them has are left out, as are
+    batches on which only one mode was timed.
     """
     tau = sums_ratio(ours, theirs, samples, seed)
     speed = decode_speed_ratio(timings, ours_mode, mode, samples=samples, seed=seed)
@@ -116,33 +113,29 @@ def decode_speed_ratio(timings: Sequence[Timing], mode: str, other: str, *, samp
     return sums_ratio(ours, theirs, samples, seed)
 
 
-def timings_within(timings: Iterable[Timing], prompt_ids: set[str]) -> list[Timing]:
-    """Return the timings of batches that hold only prompts of `prompt_ids`, or none where a batch holds others as well.
+def sums_ratio(ours: Sums, theirs: Sums, samples: int, seed: int) -> Interval:
+    """Return (sum a / sum b) / (sum c / sum d) over the clusters that both have."""
+    common = [cluster for cluster in ours if cluster in theirs]
+    a, b, c, d = ([sums[cluster][column] for cluster in common] for sums in (ours, theirs) for column in (0, 1))
+    return paired_ratio_interval(a, b, c, d, samples=samples, seed=seed)
 
-    A batch of mixed categories has one time, which cannot be shared out among them.
-    """
+
+def timings_within(timings: Iterable[Timing], prompt_ids: set[str]) -> list[Timing]:
+    """Return the timings of batches of only these prompts, or none where a batch, which has one time, holds others as well."""
     touching = [timing for timing in timings if prompt_ids.intersection(timing.prompt_ids)]
     return touching if all(prompt_ids.issuperset(timing.prompt_ids) for timing in touching) else []
 
 
-def home_batches(timings: Iterable[Timing]) -> dict[tuple[str, ...], tuple[str, ...]]:
-    """Return for each batch, by its prompts, the one its prompts were first decoded in.
-
-    A later turn goes on with those prompts of a batch that have one: a smaller batch of the same conversations, and no
-    independent evidence.
-    """
-    first_with: dict[str, tuple[str, ...]] = {}
-    home: dict[tuple[str, ...], tuple[str, ...]] = {}
-    for batch in dict.fromkeys(timing.prompt_ids for timing in timings):
-        home[batch] = first_with.get(batch[0], batch)
-        for prompt_id in batch:
-            first_with.setdefault(prompt_id, home[batch])
-    return home
-
-
 def sums_by_batch(timings: Sequence[Timing], mode: str, *fields: str) -> dict[tuple[str, ...], list[float]]:
-    """Return sums of some fields of one mode's timings by batch; repeats and turns are no evidence of their own."""
-    home = home_batches(timings)
+    """Return sums of some fields of one mode's timings by batch; repeats and turns are no evidence of their own.
+
+    A later turn goes on with those prompts of a batch that have one, and counts with the batch that they were first decoded in.
+    """
+    home: dict[tuple[str, ...], tuple[str, ...]] = {}
+    first_with: dict[str, tuple[str, ...]] = {}
+    for timing in timings:
+        home[timing.prompt_ids] = first = first_with.get(timing.prompt_ids[0], timing.prompt_ids)
+        first_with |= {prompt_id: first for prompt_id in timing.prompt_ids if prompt_id not in first_with}
     sums: dict[tuple[str, ...], list[float]] = {}
     for timing in timings:
         if timing.mode == mode:
@@ -152,22 +145,9 @@ def sums_by_batch(timings: Sequence[Timing], mode: str, *fields: str) -> dict[tu
     return sums
 
 
-def _per_batch(timings: Sequence[Timing]) -> list[dict[str, Any]]:
-    """Return the prompts of each batch, and [decode seconds, decode tokens] of both modes, summed over repeats."""
-    sums = {mode: sums_by_batch(timings, mode, "decode_seconds", "num_tokens") for mode in (AUTOREGRESSIVE, SPECULATIVE)}
-    return [{"prompt_ids": list(batch), **{mode: own[batch] for mode, own in sums.items()}} for batch in sums[AUTOREGRESSIVE]]
-
-
 def _phases(timings: Sequence[Timing]) -> dict[str, Any]:
     """Return the seconds of each phase, and `shares` of their sum, keyed `draft`, `verify`, `sample`, `overhead`."""
     seconds = {phase: sum(getattr(timing, phase) for timing in timings) for phase in PHASES}
     total = sum(seconds.values())
     shares = {phase.removesuffix("_seconds"): value / total if total else None for phase, value in seconds.items()}
     return {**seconds, "shares": shares}
-
-
-def sums_ratio(ours: Sums, theirs: Sums, samples: int, seed: int) -> Interval:
-    """Return (sum a / sum b) / (sum c / sum d) over the clusters that both have."""
-    common = [cluster for cluster in ours if cluster in theirs]
-    columns = [[sums[cluster][column] for cluster in common] for sums in (ours, theirs) for column in (0, 1)]
-    return paired_ratio_interval(*columns, samples=samples, seed=seed)

@@ -6,12 +6,11 @@ grows with the prompts' own tokens and timings, not with the rounds, which lie o
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from eval.decoder.records import AUTOREGRESSIVE, FAILED, SPECULATIVE, Generation, Timing
-from eval.metrics.acceptance import Acceptance, count_committed
+from eval.metrics.acceptance import Acceptance
 
 SAMPLES_A_SIDE = 3  # answers kept whole from either end of the ranking by tokens per target step
 
@@ -35,14 +34,14 @@ class Tally:
         Raises:
             ValueError: there are two answers to a turn in one mode.
         """
-        self._note_places(generations)
         shares: dict[tuple[str, str], list[Generation]] = {}
         for generation in generations:
+            self._note(generation.mode, {(generation.prompt_id, generation.turn)})
             shares.setdefault((generation.mode, generation.category), []).append(generation)
             if generation.mode in self._answers:
                 self._answers[generation.mode].append(replace(generation, rounds=()))
         for key, own in shares.items():
-            self._share(key).add(own)
+            self._share(key).update(own)
         self.failed += [generation for generation in generations if generation.stop_reason in FAILED]
         self._keep_samples([generation for generation in generations if generation.mode == SPECULATIVE])
         self.timings += timings
@@ -54,9 +53,7 @@ class Tally:
             ValueError: both counted the same prompt.
         """
         for mode, places in other._places.items():
-            if twice := self._places.setdefault(mode, set()) & places:
-                raise ValueError(f"two processes decoded prompt {min(twice)[0]} in mode {mode}")
-            self._places[mode] |= places
+            self._note(mode, places)
         for key, share in other._shares.items():
             self._share(key).merge(share)
         for mode, answers in other._answers.items():
@@ -69,11 +66,10 @@ class Tally:
     def sort(self, prompt_ids: Sequence[str]) -> None:
         """Bring everything into the order of the prompts, whichever process decoded them."""
         place_of = {prompt_id: place for place, prompt_id in enumerate(prompt_ids)}
-        self.failed.sort(key=lambda each: (place_of[each.prompt_id], each.turn))
         self.timings.sort(key=lambda each: place_of[each.prompt_ids[0]])  # stable: turns and repeats stay as they came
-        for answers in self._answers.values():
+        for answers in (self.failed, *self._answers.values()):
             answers.sort(key=lambda each: (place_of[each.prompt_id], each.turn))
-        first_of = {key: min(map(place_of.__getitem__, share.per_prompt)) for key, share in self._shares.items()}
+        first_of = {key: min(map(place_of.__getitem__, share.sums)) for key, share in self._shares.items()}
         self._shares = dict(sorted(self._shares.items(), key=lambda item: first_of[item[0]]))
 
     def num_drafts(self, mode: str) -> int:
@@ -88,7 +84,7 @@ class Tally:
     @property
     def categories(self) -> dict[str, int]:
         """How many prompts of each category were decoded speculatively."""
-        return {category: share.num_prompts for (mode, category), share in self._shares.items() if mode == SPECULATIVE}
+        return {category: len(share.sums) for (mode, category), share in self._shares.items() if mode == SPECULATIVE}
 
     @property
     def places(self) -> set[tuple[str, int]]:
@@ -126,21 +122,17 @@ class Tally:
             self._shares[key] = Acceptance(self.num_drafts(key[0]))
         return self._shares[key]
 
-    def _note_places(self, generations: Sequence[Generation]) -> None:
-        counts = Counter((each.mode, each.prompt_id, each.turn) for each in generations)
-        for (mode, prompt_id, turn), count in counts.items():
-            places = self._places.setdefault(mode, set())
-            count += (prompt_id, turn) in places
-            if count > 1:
-                raise ValueError(f"{count} generations of prompt {prompt_id} in mode {mode}; hand in those of one repeat")
-            places.add((prompt_id, turn))
+    def _note(self, mode: str, places: set[tuple[str, int]]) -> None:
+        known = self._places.setdefault(mode, set())
+        if twice := known & places:
+            raise ValueError(f"prompt {min(twice)[0]} was decoded twice in mode {mode}; hand in the generations of one repeat")
+        known |= places
 
     def _keep_samples(self, generations: Sequence[Generation]) -> None:
         """Keep the answers at both ends of the ranking; which ones does not depend on the order they come in."""
         ranked = sorted(
             (each for each in (*self.samples, *generations) if each.rounds),
-            key=lambda each: (count_committed(each) / len(each.rounds), each.prompt_id, each.turn),
+            key=lambda each: (each.num_committed / len(each.rounds), each.prompt_id, each.turn),
         )
-        middle = slice(SAMPLES_A_SIDE, max(SAMPLES_A_SIDE, len(ranked) - SAMPLES_A_SIDE))
-        del ranked[middle]
+        del ranked[SAMPLES_A_SIDE : max(SAMPLES_A_SIDE, len(ranked) - SAMPLES_A_SIDE)]
         self.samples = ranked

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypedDict
 
-from eval.decoder.records import SPECULATIVE, WITH_LOOKUP, Divergence, Generation
-from eval.metrics.acceptance import count_committed, was_cut
+from eval.decoder.records import SPECULATIVE, WITH_LOOKUP, Generation
+from eval.lossless.teacher_forcing import Divergence
 from eval.metrics.speed import compare_speed, summarise_advantage, summarise_speed, timings_within
 from eval.metrics.tally import SAMPLES_A_SIDE, Tally
 from eval.report.schema import SCHEMA_VERSION, Report, parse_report
 from eval.stats.bootstrap import LEVEL
-from eval.stats.power import detectable_percent
+from eval.stats.significance import detectable_percent
 
 Decode = Callable[[Sequence[int]], str]  # token ids -> text, special tokens included
 # Of acceptance, what is kept of other ways than the draft's.
@@ -176,7 +176,7 @@ def _measurements(records: Tally, bootstrap: Bootstrap) -> dict[str, Any]:
 def _category(records: Tally, category: str, bootstrap: Bootstrap) -> dict[str, Any]:
     share = records.of_category(category)
     return {
-        "num_prompts": share.num_prompts,
+        "num_prompts": len(share.sums),
         "acceptance": share.summarise(**bootstrap),
         "speed": summarise_speed(timings_within(records.timings, set(share.per_prompt)), **bootstrap),
     }
@@ -255,7 +255,7 @@ def pick_samples(
 
 
 def _tau(generation: Generation) -> float:
-    return count_committed(generation) / len(generation.rounds)
+    return generation.num_committed / len(generation.rounds)
 
 
 def spell_pieces(generation: Generation, decode_tokens: Decode) -> list[dict[str, str]]:
@@ -285,6 +285,6 @@ def _runs(generation: Generation) -> Iterator[tuple[str, list[int]]]:
     yield "prefill", list(generation.tokens[:1])
     for round_ in generation.rounds:
         yield "accepted", list(round_.committed[: round_.num_accepted])
-        if not was_cut(round_):  # drafts behind the end of the text were never judged, so they were not rejected
+        if not round_.was_cut:  # drafts behind the end of the text were never judged, so they were not rejected
             yield "rejected", list(round_.drafted[round_.num_accepted :])
             yield "target", list(round_.committed[round_.num_accepted :])

@@ -117,7 +117,7 @@ class PromptsSection(ClosedSection):
 
 
 class DivergenceSection(ClosedSection):
-    """A place where the speculative answer left the plain one; see `eval.decoder.records.Divergence`."""
+    """A place where the speculative answer left the plain one; see `eval.lossless.teacher_forcing.Divergence`."""
 
     prompt_id: str
     turn: Count = 0

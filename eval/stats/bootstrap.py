@@ -39,45 +39,31 @@ class Interval:
 
 
 def ratio_interval(numerators: Column, denominators: Column, *, samples: int, seed: int) -> Interval:
-    """Return sum(numerators) / sum(denominators) with its interval: a pooled ratio, not the mean of ratios.
-
-    Args:
-        numerators, denominators: [clusters], e.g. committed tokens and rounds of each prompt; none negative.
-        samples: bootstrap resamples.
-        seed: of the resampling; equal arguments give equal bounds.
-    """
+    """Return sum(numerators) / sum(denominators) with its interval: a pooled ratio, not the mean of ratios."""
     return statistic_interval(lambda sums: sums[0] / sums[1], numerators, denominators, samples=samples, seed=seed)
 
 
-def paired_ratio_interval(
-    numerators: Column,
-    denominators: Column,
-    other_numerators: Column,
-    other_denominators: Column,
-    *,
-    samples: int,
-    seed: int,
-) -> Interval:
-    """Return (sum a / sum b) / (sum c / sum d) with its interval; every argument is [clusters], in the same order.
+def paired_ratio_interval(a: Column, b: Column, c: Column, d: Column, *, samples: int, seed: int) -> Interval:
+    """Return (sum a / sum b) / (sum c / sum d) with its interval; every column is in the same order.
 
     What is common to both sides, such as a prompt that is easy for either draft, cancels in each resample.
     """
-    columns = numerators, denominators, other_numerators, other_denominators
-    return statistic_interval(lambda sums: (sums[0] / sums[1]) / (sums[2] / sums[3]), *columns, samples=samples, seed=seed)
+    return statistic_interval(lambda sums: (sums[0] / sums[1]) / (sums[2] / sums[3]), a, b, c, d, samples=samples, seed=seed)
 
 
 def statistic_interval(statistic: Callable[[Floats], Floats], *columns: Column, samples: int, seed: int) -> Interval:
-    """Return any statistic of column sums with its interval, such as a ratio of means of ratios; see `ratio_interval`.
+    """Return any statistic of column sums with its interval, such as a ratio of means of ratios.
 
-    Args:
-        statistic: takes the sums [columns] of all clusters, or those of all resamples [columns, resamples], and returns a
-            number, or [resamples].
-        columns: each [clusters], in the same order; clusters with zeros in all of them are left out.
+    Clusters with zeros in all columns are left out. `statistic` takes the sums [columns] of all clusters, or those of all
+    resamples [columns, resamples].
 
     Raises:
         ValueError: a number is not finite.
     """
-    columns_FC = _stacked(columns)
+    columns_FC = np.stack([np.asarray(column, dtype=np.float64) for column in columns])
+    if not np.isfinite(columns_FC).all():
+        raise ValueError("counts and times must be finite")
+    columns_FC = np.ascontiguousarray(columns_FC[:, (columns_FC != 0).any(axis=0)])
     num_clusters = columns_FC.shape[1]
     with np.errstate(divide="ignore", invalid="ignore"):
         point = float(statistic(columns_FC.sum(axis=1)))
@@ -102,28 +88,17 @@ def statistic_interval(statistic: Callable[[Floats], Floats], *columns: Column, 
 def median_interval(values: Column, *, samples: int, seed: int) -> Interval:
     """Return the median of `values` [clusters] with its interval."""
     values_C = np.asarray(values, dtype=np.float64)
-    if values_C.size == 0:
-        return Interval(None)
-    point = float(np.median(values_C))
     if values_C.size < 2:
-        return Interval(point)
+        return Interval(float(values_C[0]) if values_C.size else None)
     medians = [np.median(values_C[drawn_SC], axis=1) for drawn_SC in _draws(values_C.size, samples, seed)]
-    return Interval(point, *_percentiles(np.concatenate(medians), values_C.size))
-
-
-def _stacked(columns: Sequence[Column]) -> Floats:
-    """Stack equally long columns [clusters] to [columns, clusters], without the clusters in which nothing was counted."""
-    columns_FC = np.stack([np.asarray(column, dtype=np.float64) for column in columns])
-    if not np.isfinite(columns_FC).all():
-        raise ValueError("counts and times must be finite")
-    return np.ascontiguousarray(columns_FC[:, (columns_FC != 0).any(axis=0)])
+    return Interval(float(np.median(values_C)), *_percentiles(np.concatenate(medians), values_C.size))
 
 
 def _in_blocks(columns_FC: Floats, seed: int) -> Floats:
     """Add up very many clusters in `MAX_CLUSTERS` blocks of equal size, put together at random.
 
-    Blocks of independent clusters are independent clusters as well, and statistics here see sums only; so the bounds stay
-    what they are, at a fraction of the draws. In the order they come in, blocks would be more alike than chance makes them.
+    Blocks of independent clusters are independent clusters as well, and statistics see sums only, so the bounds stay what they
+    are, at a fraction of the draws.
     """
     num_clusters = columns_FC.shape[1]
     if num_clusters <= MAX_CLUSTERS:
@@ -142,7 +117,6 @@ def _draws(num_clusters: int, samples: int, seed: int) -> Iterator[NDArray[np.in
 
 
 def _percentiles(values_S: Floats, num_clusters: int) -> tuple[float, float]:
-    """Return the two bounds, with tails widened for `num_clusters` as the module's docstring says."""
     quantile = student_quantile((1 + LEVEL) / 2, num_clusters - 1)
     tail = NormalDist().cdf(-quantile * math.sqrt(num_clusters / (num_clusters - 1)))
     low, high = np.quantile(values_S, [tail, 1 - tail])

@@ -1,4 +1,4 @@
-"""How a ratio of sums changed between two runs over the same clusters (prompts, or batches of them). Torch-free.
+"""How a ratio of sums changed between two runs over the same clusters (prompts, or batches of them). Imports no torch.
 
 Both sides are resampled together, so that what makes a prompt hard or easy for both cancels.
 """
@@ -10,8 +10,8 @@ from typing import Literal
 
 import numpy as np
 
-from eval.stats.bootstrap import Column, Floats, Interval, statistic_interval
-from eval.stats.power import detectable_percent
+from eval.stats.bootstrap import Column, Floats, statistic_interval
+from eval.stats.significance import detectable_percent
 
 ChangeOutcome = Literal["better", "worse", "inconclusive"]
 
@@ -29,7 +29,7 @@ class Change:
     """How one number changed. Larger is better.
 
     `better` and `worse` say that the whole interval of the ratio lies above or below 1. Where it holds 1, a change smaller
-    than about `detectable_percent` may still be there (see `eval.stats.power`); more prompts would show it.
+    than about `detectable_percent` may still be there; more prompts would show it.
     """
 
     ours: float
@@ -54,18 +54,13 @@ def compare_sides(ours: Side, theirs: Side, *, samples: int, seed: int) -> Chang
     if ratio.point is None:
         return None
     own, their = both(np.array([np.sum(column, dtype=np.float64) for column in columns]))
+    low, high = ratio.bounds or (-np.inf, np.inf)
     return Change(
         ours=float(own),
         theirs=float(their),
         ratio=ratio.point,
         ratio_ci=ratio.bounds,
-        outcome=_outcome(ratio),
+        outcome="better" if low > 1 else "worse" if high < 1 else "inconclusive",
         detectable_percent=detectable_percent((*ours.above, *theirs.below), (*ours.below, *theirs.above)),
         num_clusters=int(np.stack([np.asarray(column) for column in columns]).any(axis=0).sum()),
     )
-
-
-def _outcome(ratio: Interval) -> ChangeOutcome:
-    if ratio.low is not None and ratio.low > 1:
-        return "better"
-    return "worse" if ratio.high is not None and ratio.high < 1 else "inconclusive"

@@ -1,22 +1,25 @@
-"""Tests of a hypothesis, for the losslessness verdict: do samples follow a known distribution, do pairs differ on average?
+"""Tests of a hypothesis, and the least effect that so many observations would show. Imports no torch.
 
-Imports no torch. Intervals are in `eval.stats.bootstrap`, the number of prompts a test needs in `eval.stats.power`.
+The detectable effect is the true change that a two-sided test finds with probability `POWER`: (t_{n-1}((1 + level) / 2) +
+t_{n-1}(power)) standard errors, with Student's quantiles for n prompts. scipy is imported where it is used: it takes a second.
+C cells or clusters (here prompts), F columns.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from eval.stats.bootstrap import DRAWS_AT_A_TIME, Column
+from eval.stats.bootstrap import DRAWS_AT_A_TIME, LEVEL, Column, student_quantile
 
 SIGN_FLIPS = 9_999  # a p-value is then at least 2e-4
+POWER = 0.8
 
 
-@dataclass(frozen=True, kw_only=True)
-class GTest:
+class GTest(NamedTuple):
     """Result of a G-test. `p_value` is `None` with fewer than two cells or no sample."""
 
     statistic: float
@@ -25,35 +28,21 @@ class GTest:
 
 
 def g_test(counts: Sequence[int], probabilities: Sequence[float]) -> GTest:
-    """Return how well counts fit a distribution that is known beforehand: G = 2 sum_i n_i ln(n_i / (N p_i)).
+    """Return how well counts fit probabilities that are known beforehand: G = 2 sum_i n_i ln(n_i / (N p_i)).
 
     G is divided by Williams' correction 1 + (sum_i 1/p_i - 1) / (6 N (cells - 1)), which gives it the mean of chi-square up to
-    1/N (Williams, Biometrika 63, 1976), and then compared with chi-square of cells - 1 degrees of freedom.
-
-    Args:
-        counts: samples in each cell.
-        probabilities: of each cell; positive, with sum 1. Cells should be pooled to an expected count of about 5.
-
-    Raises:
-        ValueError: a probability is not positive, or they do not sum to 1.
+    1/N (Biometrika 63, 1976). Cells should be pooled to an expected count of about 5.
     """
+    from scipy.special import chdtrc
+
     counts_C, probabilities_C = np.asarray(counts, np.float64), np.asarray(probabilities, np.float64)
-    if not (probabilities_C > 0).all() or abs(probabilities_C.sum() - 1) > 1e-6:
-        raise ValueError("probabilities must be positive and sum to 1")
     total, degrees = counts_C.sum(), counts_C.size - 1
     if degrees < 1 or total == 0:
-        return GTest(statistic=0.0, degrees_of_freedom=degrees, p_value=None)
+        return GTest(0.0, degrees, None)
     seen = counts_C > 0
     statistic = 2 * float((counts_C[seen] * np.log(counts_C[seen] / (total * probabilities_C[seen]))).sum())
     statistic /= 1 + float((1 / probabilities_C).sum() - 1) / (6 * float(total) * degrees)
-    return GTest(statistic=statistic, degrees_of_freedom=degrees, p_value=chi_square_tail(statistic, degrees))
-
-
-def chi_square_tail(statistic: float, degrees: int) -> float:
-    """Return the probability that chi-square of so many degrees of freedom is at least `statistic`."""
-    from scipy.special import chdtrc  # here, because its import takes half a second
-
-    return float(chdtrc(degrees, max(statistic, 0.0)))
+    return GTest(statistic, degrees, float(chdtrc(degrees, max(statistic, 0.0))))
 
 
 def sign_flip_test(differences: Column, *, seed: int, flips: int = SIGN_FLIPS) -> float:
@@ -61,13 +50,8 @@ def sign_flip_test(differences: Column, *, seed: int, flips: int = SIGN_FLIPS) -
 
     Exact where a difference is as likely as its opposite, as with two independent samples of one distribution. Else right in
     the limit of many: signs leave the sum of squares as it is, so that comparing sums is comparing t statistics.
-
-    Args:
-        differences: [clusters], one each.
-        seed: of the signs; equal arguments give equal answers.
-        flips: how many assignments of signs are tried, or all of them where they are fewer.
     """
-    from scipy.stats import permutation_test  # here, because its import takes a second
+    from scipy.stats import permutation_test
 
     values_C = np.asarray(differences, np.float64)
     batch = max(1, DRAWS_AT_A_TIME // values_C.size)
@@ -78,14 +62,58 @@ def sign_flip_test(differences: Column, *, seed: int, flips: int = SIGN_FLIPS) -
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """Return p-values adjusted for being several: rejecting those at most `level` raises a false alarm at most that often.
-
-    Holm's step-down procedure: the i-th smallest of m is multiplied by m - i + 1, and none ends below one before it (Holm,
-    Scandinavian Journal of Statistics 6, 1979). It holds however the tests depend on each other.
-    """
-    adjusted: dict[str, float] = {}
-    largest = 0.0
+    """Adjust p-values for being several: the i-th smallest of m times m - i + 1, none below one before it (Holm, 1979)."""
+    adjusted, largest = dict(p_values), 0.0
     for rank, name in enumerate(sorted(p_values, key=lambda name: p_values[name])):
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[name]))
         adjusted[name] = largest
-    return {name: adjusted[name] for name in p_values}
+    return adjusted
+
+
+# --- detectable effects -------------------------------------------------------------------------------------------
+
+
+def detectable_percent(above: Sequence[Column], below: Sequence[Column]) -> float | None:
+    """Return the least change that shows of sum(above[0]) sum(above[1]) ... / (sum(below[0]) ...), in percent of it.
+
+    The standard error is that of the linearisation (Cochran, Sampling Techniques, 1977, chapter 6): prompt i moves sum c / sum
+    r by c_i / sum c - r_i / sum r of it. Two ratios on the same prompts have one side's numerators and the other's denominators
+    above, so that what they share cancels. `None` with fewer than two prompts, or where a sum is 0.
+    """
+    columns_FC = np.stack([np.asarray(column, np.float64) for column in (*above, *below)])
+    columns_FC = columns_FC[:, columns_FC.any(axis=0)]
+    sums_F1, num_prompts = columns_FC.sum(axis=1, keepdims=True), columns_FC.shape[1]
+    if num_prompts < 2 or not sums_F1.all():
+        return None
+    shares_FC = columns_FC / sums_F1
+    moves_C = shares_FC[: len(above)].sum(axis=0) - shares_FC[len(above) :].sum(axis=0)
+    moves_C -= moves_C.mean()  # they sum to 0 where as many columns are above as below
+    standard_error = math.sqrt(num_prompts / (num_prompts - 1) * float(moves_C @ moves_C))
+    return 100 * _standard_errors(num_prompts, LEVEL) * standard_error
+
+
+def detectable_mean(differences: Column, *, level: float = LEVEL) -> float | None:
+    """Return the least distance of a mean from 0 that shows; `None` with fewer than two differences."""
+    values_C = np.asarray(differences, np.float64)
+    if values_C.size < 2:
+        return None
+    return _standard_errors(values_C.size, level) * float(values_C.std(ddof=1)) / math.sqrt(values_C.size)
+
+
+def detectable_variation(num_samples: int, degrees: int, *, level: float = LEVEL) -> float | None:
+    """Return the total variation from which on every departure from known probabilities shows in a G-test of samples.
+
+    Under another distribution q than p, G is near noncentral chi-square with noncentrality N sum_i (q_i - p_i)^2 / p_i (Cohen,
+    Statistical Power Analysis, 1988, chapter 7), and by Cauchy and Schwarz that sum is at least 4 times the squared total
+    variation. A departure on unlikely cells shows sooner. `None` with fewer than two cells, or no sample.
+    """
+    from scipy.special import chdtri, chndtrinc
+
+    if degrees < 1 or num_samples == 0:
+        return None
+    noncentrality = float(chndtrinc(chdtri(degrees, 1 - level), degrees, 1 - POWER))
+    return min(1.0, math.sqrt(noncentrality / num_samples) / 2)
+
+
+def _standard_errors(num_prompts: int, level: float) -> float:
+    return student_quantile((1 + level) / 2, num_prompts - 1) + student_quantile(POWER, num_prompts - 1)

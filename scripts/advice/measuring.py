@@ -24,7 +24,6 @@ from eval.cost.predict import BY_TEXT_ALONE, mean_context
 from eval.cost.timing_sweep import sweep_rounds
 from eval.decoder.decode import Request, decode
 from eval.decoder.records import Generation
-from eval.metrics.acceptance import count_committed, was_cut
 from eval.report.sections import AnswerLength, TimedRound
 from eval.stats.bootstrap import Floats, Interval, ratio_interval, statistic_interval
 from heads.artifact import Draft
@@ -174,11 +173,11 @@ def count_positions(generations: Iterable[Generation], num_positions: int) -> li
         accepted, judged = np.zeros((2, num_positions), dtype=np.int64)
         for round_ in generation.rounds:
             accepted[: round_.num_accepted] += 1
-            judged[: min(len(round_.drafted), round_.num_accepted + (not was_cut(round_)))] += 1
+            judged[: min(len(round_.drafted), round_.num_accepted + (not round_.was_cut))] += 1
         found.append(
             PromptAcceptance(
                 prompt_id=generation.prompt_id,
-                committed=count_committed(generation),
+                committed=generation.num_committed,
                 rounds=len(generation.rounds),
                 accepted=accepted.tolist(),
                 judged=judged.tolist(),

@@ -22,9 +22,8 @@ from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import EvalConfig
 from eval.cost.model import CostModel
 from eval.cost.predict import prediction_in, prediction_of
-from eval.decoder.clock import Laps
 from eval.decoder.decode import Request, decode
-from eval.decoder.records import AUTOREGRESSIVE, Timing
+from eval.decoder.records import AUTOREGRESSIVE, Laps, Timing
 from eval.evaluation import evaluate
 from eval.measure.record_files import RECORDS, read_records
 from eval.measure.suite import load_suite

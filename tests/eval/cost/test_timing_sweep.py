@@ -9,7 +9,7 @@ from configs.schema.evaluation import CostConfig
 from eval.cost import timing_sweep
 from eval.cost.operation_counter import WorkCounter
 from eval.cost.timing_sweep import sweep_rounds
-from eval.decoder.clock import Clock
+from eval.decoder.records import Clock
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.prompt_lookup import PromptLookup
 

@@ -11,9 +11,9 @@ from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import LosslessConfig
 from eval.decoder import chain_rules as verify
 from eval.decoder.decode import Request, decode
-from eval.lossless import sampled
-from eval.lossless.sampled import MIN_PROMPTS, check_likelihood, mean_log_likelihood, pair_answers
-from eval.lossless.verdict import judge_lossless
+from eval.lossless import verdict
+from eval.lossless.verdict import MIN_PROMPTS, check_likelihood, judge_lossless
+from eval.metrics.likelihood import mean_log_likelihood, pair_answers
 from heads.sampling.probabilities import token_probabilities
 from tests.support.decoding import loaded_draft
 
@@ -88,31 +88,21 @@ def test_a_mistake_around_the_rule_is_found_by_both_tests_of_samples(target, dra
     assert section["checks"]["likelihood"]["mean_difference"] > 0.1
 
 
-def test_too_few_prompts_leave_the_verdict_open_and_say_so(target, draft):
+def test_a_test_that_would_miss_what_it_must_show_leaves_the_verdict_open(target, draft, monkeypatch):
+    first = {"p_value": 0.5, "reason": None, "detectable_difference": 0.1, "num_samples": 256}
+    monkeypatch.setattr(verdict, "check_first_tokens", lambda *_: first)
+    monkeypatch.setattr(verdict, "check_likelihood", lambda *_: first | {"num_prompts": 32})
+    for key in ("must_show_variation", "must_show_nats"):
+        for must_show, expected in ((0.099, "inconclusive"), (0.101, "lossless")):
+            checks = CHECKS.model_copy(update={key: must_show})
+            assert judge_lossless(target, [], [], SAMPLED, checks, draft)["verdict"] == expected
+
+
+def test_too_few_prompts_leave_the_verdict_open_unless_another_check_fails(target, draft, monkeypatch):
     few_prompts = judge(target, draft, num_prompts=MIN_PROMPTS - 1)
     assert (few_prompts["verdict"], few_prompts["inconclusive_checks"]) == ("inconclusive", ["likelihood"])
     assert few_prompts["checks"]["likelihood"]["reason"] == "too_few_prompts"
-
-
-def test_a_test_that_would_miss_what_it_must_show_leaves_the_verdict_open(target, draft, monkeypatch):
-    first = {"p_value": 0.5, "reason": None, "detectable_difference": 0.1, "num_samples": 256}
-    monkeypatch.setattr(sampled, "check_first_tokens", lambda *_: first)
-    monkeypatch.setattr(sampled, "check_likelihood", lambda *_: first | {"num_prompts": 32})
-    for key in ("must_show_variation", "must_show_nats"):
-        for must_show, verdict in ((0.099, "inconclusive"), (0.101, "lossless")):
-            checks = CHECKS.model_copy(update={key: must_show})
-            assert judge_lossless(target, [], [], SAMPLED, checks, draft)["verdict"] == verdict
-
-
-def test_a_test_of_few_samples_is_too_insensitive_whatever_it_finds(target, draft):
-    few = judge(target, draft, checks=CHECKS.model_copy(update={"first_token_samples": 64}))
-    assert (few["verdict"], few["inconclusive_checks"]) == ("inconclusive", ["first_tokens"])
-    assert few["checks"]["first_tokens"]["reason"] == "would_miss_what_it_must_show"
-    assert few["checks"]["first_tokens"]["p_value"] > 0.01
-
-
-def test_a_failed_check_outweighs_an_inconclusive_one(target, draft, monkeypatch):
-    monkeypatch.setattr(sampled, "check_first_tokens", lambda *_: {"p_value": 1e-9, "detectable_difference": 0.1})
+    monkeypatch.setattr(verdict, "check_first_tokens", lambda *_: {"p_value": 1e-9, "detectable_difference": 0.1})
     assert judge(target, draft, num_prompts=4)["verdict"] == "not_lossless"
 
 
@@ -141,25 +131,18 @@ def test_the_log_likelihood_is_the_mean_over_the_answers_tokens(target, draft):
 
 def test_sample_and_match_draws_the_very_same_answers(target, draft):
     both = sample_both(target, draft, SAMPLED.model_copy(update={"verification": "match"}))
-    found = check_likelihood(target, *both, SAMPLED)
+    found = check_likelihood(target, pair_answers(*both), SAMPLED)
     assert (found["num_identical"], found["mean_difference"], found["p_value"]) == (32, 0.0, 1.0)
 
 
-def test_a_prompt_asked_in_several_turns_counts_once(target, draft):
-    plain, speculative = sample_both(target, draft, SAMPLED)
-    turns = [
-        [replace(answer, prompt_id=f"p{n // 2}", turn=n % 2) for n, answer in enumerate(side)] for side in (plain, speculative)
-    ]
-    found = check_likelihood(target, *turns, SAMPLED)
-    alone = check_likelihood(target, plain, speculative, SAMPLED)
+def test_a_prompt_asked_in_several_turns_counts_once_and_failed_answers_are_left_out(target, draft):
+    pairs = pair_answers(*sample_both(target, draft, SAMPLED))
+    turns = [tuple(replace(answer, prompt_id=f"p{n // 2}", turn=n % 2) for answer in pair) for n, pair in enumerate(pairs)]
+    found, alone = check_likelihood(target, turns, SAMPLED), check_likelihood(target, pairs, SAMPLED)
     assert (found["num_prompts"], found["num_answers"]) == (16, 32)
     assert found["mean_difference"] == pytest.approx(alone["mean_difference"])
-
-
-def test_failed_answers_are_left_out_and_counted(target, draft):
-    plain, speculative = sample_both(target, draft, SAMPLED)
-    speculative[3] = replace(speculative[3], stop_reason="non_finite", tokens=())
-    found = check_likelihood(target, plain, speculative, SAMPLED)
+    failed = (pairs[3][0], replace(pairs[3][1], stop_reason="non_finite", tokens=()))
+    found = check_likelihood(target, [*pairs[:3], failed, *pairs[4:]], SAMPLED)
     assert (found["num_prompts"], found["num_failed"]) == (31, 1)
 
 

@@ -1,22 +1,42 @@
-"""What answers are worth: perplexity against a naive reference, scores by hand, and the change between the two modes."""
+"""What answers are worth: perplexity against a naive reference, scores and distances by hand, the user's functions."""
 
-import json
+import base64
 import math
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+import scipy.linalg
 import torch
 
-from configs.schema.decoding import DecodeConfig
-from configs.schema.evaluation import EvalConfig, LosslessConfig, QualityConfig, SuiteConfig
-from configs.schema.target import TargetConfig
+from configs.runtime.errors import InputError
+from configs.schema.evaluation import EvalConfig, QualityConfig, SuiteConfig
 from distill.generation.prompts import Prompt
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Generation
 from eval.evaluation import evaluate
-from eval.metrics.quality import Quality, sums_by_prompt, unseen_change
+from eval.metrics.quality import Quality, featurised, frechet_distance, sums_by_prompt, unseen_change
 from eval.metrics.tally import Tally
 from eval.report.answer_sections import QualitySection
-from eval.report.schema import load_report
+from eval.report.comparison import compare, render_comparison
+from eval.report.page import render_html
+from tests.support.evaluations import report_in, tiny_evaluation, write_suite
+
+PIXEL = "data:image/png;base64," + base64.b64encode(b"a picture").decode()
+MODULE = f'''
+import numpy as np
+NUMBER = 3
+def length(prompt, answer, reference): return len(answer)
+def is_right(prompt, answer, reference): return answer == reference
+def numpy_number(prompt, answer, reference): return np.float32(0.5)
+def nothing(prompt, answer, reference): return None
+def endless(prompt, answer, reference): return float("nan")
+def two_arguments(prompt, answer): return 0
+def failing(prompt, answer, reference): return 1 / 0
+def lengths(answer): return [len(answer), answer.count("w1")]
+def picture(answer): return "{PIXEL}"
+def script(answer): return "javascript:alert(1)"
+'''
 
 
 @pytest.fixture(scope="module")
@@ -118,36 +138,98 @@ def test_no_change_seen_is_not_no_change_possible():
     assert unseen_change(20, [0.0, 7.5]) is None
 
 
-# --- in an evaluation ---------------------------------------------------------------------------------------------
+# --- functions of the user's --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def config(tiny_run, tmp_path):
-    suite = tmp_path / "suite.jsonl"
+def module(tmp_path, monkeypatch):
+    """The name of a module that can be imported, which holds `MODULE`."""
+    (tmp_path / "my_scorers.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "my_scorers"
+
+
+PROMPT = Prompt(prompt_id="q0", category="maths", turns=("How many?",), answer="#### 4")
+
+
+def quality_of(prompts=(PROMPT,), **settings):
+    return Quality(EvalConfig(quality=QualityConfig(**settings)), prompts)
+
+
+def test_scorers_are_called_with_prompt_answer_and_reference(module):
+    names = [f"{module}.{name}" for name in ("length", "is_right", "numpy_number")]
+    quality = quality_of(scorers=names, exact_match="gsm8k")
+    assert list(quality.scorers) == ["gsm8k", *names]
+    assert [quality.score(name, PROMPT, 0, "#### 4") for name in quality.scorers] == [1.0, 6.0, 1.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("nosuch_module.score", "cannot be imported: ModuleNotFoundError: No module named 'nosuch_module'; it must be"),
+        ("my_scorers.nosuch", "my_scorers.nosuch cannot be imported: AttributeError"),
+        ("my_scorers.NUMBER", "my_scorers.NUMBER is a int, not a function"),
+        ("my_scorers.nothing", "on the answer '' to the prompt 'How many?' returned None; a scorer returns a finite number"),
+        ("my_scorers.endless", "returned nan"),
+        ("my_scorers.two_arguments", "failed: TypeError: two_arguments() takes 2 positional arguments but 3 were given"),
+        ("my_scorers.failing", "failed: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_what_is_no_scorer_is_refused_before_anything_is_decoded(module, name, complaint):
+    with pytest.raises(InputError, match=re.escape(complaint)):
+        quality_of(scorers=[name])
+
+
+@pytest.mark.parametrize("reference", [None, "none"])
+def test_exact_match_needs_a_reference_with_a_number_for_every_prompt(reference):
+    without = Prompt(prompt_id="q2", category="maths", turns=("And how many less?",), answer=reference)
+    with pytest.raises(InputError, match=r"scorer gsm8k .* 'And how many less\?' failed: .* no number in"):
+        quality_of([PROMPT, without], exact_match="gsm8k")
+
+
+def test_the_distance_is_that_of_two_normal_distributions():
+    generator = torch.Generator().manual_seed(0)
+    one = torch.randn(300, 3, generator=generator, dtype=torch.float64)
+    other = one @ torch.tensor([[2.0, 0.3, 0], [0, 1, 0], [0, 0.5, 0.7]], dtype=torch.float64) + 0.4
+    means = one.mean(0) - other.mean(0)
+    covariances = [np.cov(each.numpy().T) for each in (one, other)]
+    expected = float(means @ means) + np.trace(sum(covariances) - 2 * scipy.linalg.sqrtm(covariances[0] @ covariances[1]).real)
+    assert frechet_distance(one, other) == pytest.approx(expected, rel=1e-6)
+    assert frechet_distance(one, one) == pytest.approx(0, abs=1e-6)
+
+
+def test_features_that_are_no_numbers_are_refused():
+    for bad in (lambda answer: [float("nan")], lambda answer: "a", lambda answer: [1.0] * len(answer)):
+        with pytest.raises(InputError, match=r"quality\.features"):
+            featurised(bad, ["a", "bb"])
+
+
+def test_an_evaluation_reports_scores_distances_joules_or_why_not_and_pictures(tiny_run, tmp_path, module):
     rows = [{"question": f"w{n} w{n + 1}", "answer": f"So it is\n#### {n}"} for n in range(4)]
-    suite.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return EvalConfig(
-        target=TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu"),
-        draft=str(tiny_run / "artifact"),
-        suite=SuiteConfig(path=str(suite)),
-        decode=DecodeConfig(num_speculative_tokens=2, max_new_tokens=6),
-        repeats=1,
+    config = tiny_evaluation(
+        tiny_run,
+        tmp_path / "evaluation",
+        suite=SuiteConfig(path=write_suite(tmp_path / "suite.jsonl", rows).path),
+        quality=QualityConfig(exact_match="gsm8k", features=f"{module}.lengths"),
+        render=f"{module}.picture",
+        num_rendered=2,
         baselines=[],
-        lossless=LosslessConfig(),
-        quality=QualityConfig(exact_match="gsm8k"),
-        bootstrap_samples=50,
-        output=str(tmp_path / "evaluation"),
+        energy=True,
     )
-
-
-def test_an_evaluation_of_gsm8k_reports_perplexity_exact_match_and_joules_or_why_not(config):
-    evaluate(config.model_copy(update={"energy": True}))
-
-    report = load_report(Path(config.output) / "report.json")
+    evaluate(config)
+    report = report_in(config)
     quality, energy = report.quality, report.energy
     assert (energy.source is None) == (energy.reason is not None) == (energy.joules_per_token_ratio is None)
     assert (quality.num_answers, quality.num_identical) == (4, 4)
-    assert quality.perplexity.ratio == 1.0
+    assert (quality.perplexity.ratio, quality.scores["gsm8k"].num_changed) == (1.0, 0)
     assert 1.0 < quality.perplexity.autoregressive < 64.0
-    assert quality.scores["gsm8k"].num_changed == 0
     assert "perplexity" in (Path(config.output) / "report.md").read_text()
+    distance = quality.feature_distance
+    assert distance.between == pytest.approx(0, abs=1e-6)  # greedy answers are the same
+    assert distance.autoregressive == pytest.approx(distance.speculative)
+    assert distance.autoregressive > 0
+    assert [each.speculative for each in report.rendered] == [PIXEL] * 2
+    assert render_html(report).count(f'src="{PIXEL}"') == 4
+    assert render_comparison(compare([("a", report), ("b", report)])).count(f'src="{PIXEL}"') == 6
+    with pytest.raises(InputError, match="must return a data URL"):
+        evaluate(config.model_copy(update={"render": f"{module}.script"}))

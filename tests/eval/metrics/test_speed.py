@@ -26,16 +26,6 @@ def test_the_decode_speedup_is_a_ratio_of_totals_without_prefill(make_timing):
     assert (speed["decode_seconds_autoregressive"], speed["decode_seconds_speculative"]) == (44, 40)
 
 
-def test_every_repeat_counts_towards_the_totals(make_timing):
-    timings = [
-        make_timing(mode, ("a",), seconds, 10, repeat=repeat)
-        for repeat, fast in ((0, 6.0), (1, 2.0))
-        for mode, seconds in ((AUTOREGRESSIVE, 4.0), (SPECULATIVE, fast))
-    ]
-
-    assert compare_speed(timings, SPECULATIVE, **FAST)["decode_speedup"] == 1.0
-
-
 def test_repeats_of_a_batch_are_no_independent_evidence(make_timing):
     once = [
         make_timing(mode, (prompt,), seconds, 10)
@@ -47,7 +37,10 @@ def test_repeats_of_a_batch_are_no_independent_evidence(make_timing):
     three, one = (compare_speed(timings, SPECULATIVE, **FAST) for timings in (thrice, once))
     for name, value in one.items():
         assert three[name] == pytest.approx(value), name
-    assert summarise_speed(thrice, **FAST)["repeats"] == 3
+    speed = summarise_speed(thrice, **FAST)
+    assert (speed["repeats"], speed["decode_seconds_speculative"]) == (3, 24.0)
+    assert sum(speed["phases"][f"{name}_seconds"] for name in speed["phases"]["shares"]) == pytest.approx(24.0)
+    assert speed["phases"]["shares"] == pytest.approx({"draft": 0.2, "verify": 0.7, "sample": 0.05, "overhead": 0.05})
 
 
 def test_a_batch_that_was_not_timed_on_both_sides_is_refused(make_timing):
@@ -55,14 +48,6 @@ def test_a_batch_that_was_not_timed_on_both_sides_is_refused(make_timing):
 
     with pytest.raises(ValueError, match="different batches or repeats"):
         summarise_speed(timings, **FAST)
-
-
-def test_phases_add_up_to_the_decode_seconds_and_their_shares_to_one(random_timings):
-    speed = summarise_speed(random_timings, **FAST)
-
-    phases = speed["phases"]
-    assert sum(phases[f"{name}_seconds"] for name in phases["shares"]) == pytest.approx(speed["decode_seconds_speculative"])
-    assert phases["shares"] == pytest.approx({"draft": 0.2, "verify": 0.7, "sample": 0.05, "overhead": 0.05})
 
 
 def test_an_answer_of_one_token_has_no_decode_time_and_disturbs_nothing(random_timings, make_timing):
@@ -117,13 +102,7 @@ def test_prompts_that_are_easy_for_both_cancel(make_timing):
     ]
 
     found = summarise_advantage(ours, theirs, timings, "other", samples=200, seed=0)
-
     assert found["tokens_per_target_step_ratio_ci"] == [2.0, 2.0]
     assert found["decode_speed_ratio_ci"] == [2.0, 2.0]
-
-
-def test_a_prompt_that_one_of_them_lacks_is_on_neither_side():
-    found = summarise_advantage({"a": [16, 4], "b": [4, 4]}, {"a": [8, 4]}, [], "other", samples=50, seed=0)
-
-    assert found["tokens_per_target_step_ratio"] == 2.0
-    assert found["decode_speed_ratio"] is None
+    one = summarise_advantage({**ours, "2": [4, 4]}, {"0": [24, 8]}, [], "other", samples=50, seed=0)
+    assert (one["tokens_per_target_step_ratio"], one["decode_speed_ratio"]) == (2.0, None)

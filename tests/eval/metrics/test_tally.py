@@ -58,7 +58,7 @@ def flat(value, path=""):
 
 def test_a_prompt_that_two_processes_decoded_is_a_mistake(random_generations):
     tally = tallied(random_generations[:3])
-    with pytest.raises(ValueError, match="two processes decoded prompt writing-0 in mode speculative"):
+    with pytest.raises(ValueError, match="prompt writing-0 was decoded twice in mode speculative"):
         tally.merge(tallied(random_generations[:1]))
 
 

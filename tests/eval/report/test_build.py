@@ -6,7 +6,8 @@ import json
 import pytest
 
 from configs.runtime.errors import InputError
-from eval.decoder.records import SPECULATIVE, Divergence
+from eval.decoder.records import SPECULATIVE
+from eval.lossless.teacher_forcing import Divergence
 from eval.report.build import complete_report
 from eval.report.schema import load_report, parse_report, write_report
 from tests.support.reports import REMOVED, changed, changed_values, numbers_of, report_of
@@ -92,7 +93,7 @@ def test_divergence_records_become_plain_values(report_inputs):
 
 def test_two_answers_to_one_prompt_and_answers_to_no_prompt_are_mistakes_of_the_caller(report_inputs):
     first, *others = report_inputs["generations"]
-    with pytest.raises(ValueError, match="2 generations of prompt writing-0 in mode autoregressive"):
+    with pytest.raises(ValueError, match="writing-0 was decoded twice in mode autoregressive"):
         report_of({**report_inputs, "generations": [first, *others, first]})
     strange = dataclasses.replace(first, prompt_id="unknown")
     with pytest.raises(ValueError, match="prompt unknown, turn 0 was decoded but is not among the prompts"):

@@ -31,9 +31,6 @@ def test_a_small_change_is_found_with_enough_prompts_and_left_open_with_too_few(
     assert too_few.count("inconclusive") >= 12
     assert too_few.count("better") <= 1
     assert compare_sides(*two_drafts(400, 0, 1.03), **FAST).outcome == "better"
-
-
-def test_the_detectable_effect_says_which_of_the_two_was_possible():
     enough, too_few = (compare_sides(*two_drafts(num_prompts, 0, 0.97), **FAST) for num_prompts in (400, 12))
     assert enough.detectable_percent < 3.0 < too_few.detectable_percent
 
@@ -41,12 +38,6 @@ def test_the_detectable_effect_says_which_of_the_two_was_possible():
 def test_equal_drafts_are_called_different_no_oftener_than_the_level_says():
     outcomes = [compare_sides(*two_drafts(40, seed, 1.0), **FAST).outcome for seed in range(400)]
     assert 0.02 <= 1 - outcomes.count("inconclusive") / 400 <= 0.085
-
-
-def test_intervals_hold_the_true_ratio_as_often_as_they_say():
-    changes = [compare_sides(*two_drafts(12, seed, 0.97), samples=200, seed=seed) for seed in range(1000)]
-    held = sum(change.ratio_ci[0] <= 0.97 <= change.ratio_ci[1] for change in changes)
-    assert 930 <= held <= 970
 
 
 def test_numbers_are_those_of_a_plain_loop():

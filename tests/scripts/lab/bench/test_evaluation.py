@@ -8,7 +8,7 @@ import pytest
 from configs.runtime.command import DONE
 from configs.schema.evaluation import CostConfig, SuiteConfig
 from configs.schema.target import TargetConfig
-from eval.decoder.clock import Laps
+from eval.decoder.records import Laps
 from eval.report.schema import load_report
 from scripts.lab.bench.evaluation import compare_predictions, interval_coverage
 from scripts.lab.bench.tables import fill_tables
@@ -95,7 +95,7 @@ def test_intervals_hold_the_truth_about_as_often_as_they_promise():
 
 def test_laps_follow_one_another_and_parts_that_come_again_are_added(monkeypatch):
     times = iter([10.0, 11.0, 14.0, 15.5])
-    monkeypatch.setattr("eval.decoder.clock.time.perf_counter", lambda: next(times))
+    monkeypatch.setattr("eval.decoder.records.time.perf_counter", lambda: next(times))
     laps = Laps()
     for part in ("loading", "decoding", "loading"):
         laps.done(part)

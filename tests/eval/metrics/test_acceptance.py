@@ -1,0 +1,164 @@
+"""Acceptance against counting by hand and its identities; calibration and agreement against plain loops and torchmetrics."""
+
+import math
+from dataclasses import asdict, replace
+from itertools import accumulate
+from operator import mul
+
+import pytest
+import torch
+from torchmetrics.functional.classification import binary_calibration_error
+
+from eval.decoder.records import DistributionComparison
+from eval.metrics.acceptance import NUM_CLASSES, class_sums, describe_classes, summarise_acceptance
+
+
+def measured(generations, num_positions=3):
+    return summarise_acceptance(generations, num_positions, samples=20, seed=0)
+
+
+def test_every_number_equals_counting_in_plain_python(random_generations):
+    fields = measured(random_generations)
+    rounds = [round_ for generation in random_generations for round_ in generation.rounds]
+    accepted = [round_.num_accepted for round_ in rounds]
+    committed = sum(len(round_.committed) for round_ in rounds)
+    assert fields["num_tokens"] == committed
+    assert fields["num_rounds"] == len(rounds)
+    assert fields["tokens_per_target_step"] == committed / len(rounds)
+    assert fields["accepted_per_round"] == sum(accepted) / len(rounds)
+    assert fields["draft_token_yield"] == sum(accepted) / sum(len(round_.drafted) for round_ in rounds)
+    assert fields["accepted_histogram"] == [accepted.count(length) for length in range(4)]
+    assert fields["drafted_histogram"] == [0, 0, 0, len(rounds)]
+    own = [sum(len(r.committed) for r in g.rounds) / len(g.rounds) for g in random_generations]
+    assert fields["tokens_per_target_step_macro"] == pytest.approx(sum(own) / len(own))
+    for position in range(3):
+        judged = [each for each in rounds if len(each.committed) > each.num_accepted or each.num_accepted > position]
+        passed = sum(round_.num_accepted > position for round_ in judged)
+        reached = sum(round_.num_accepted >= position for round_ in judged)
+        assert fields["position_survival"][position] == passed / len(judged)
+        assert fields["position_conditional"][position] == passed / reached
+
+
+def test_numbers_of_rounds_that_drafted_fully_and_were_not_cut_keep_their_identities(make_round, make_generation):
+    fields = measured([make_generation([make_round(3, accepted) for accepted in (0, 1, 3, 2, 0, 3)])])
+    assert fields["tokens_per_target_step"] == pytest.approx(fields["accepted_per_round"] + 1)
+    assert fields["position_survival"] == pytest.approx(list(accumulate(fields["position_conditional"], mul)))
+    assert sum(fields["position_survival"]) == pytest.approx(fields["accepted_per_round"])
+
+
+def test_drafts_behind_an_accepted_end_of_text_count_as_drafted_but_not_as_refused(make_round, make_generation):
+    fields = measured([make_generation([make_round(3, 3), make_round(3, 1, cut=True)])])
+    assert fields["position_conditional"] == [1.0, 1.0, 1.0]
+    assert fields["draft_token_yield"] == 4 / 6
+    assert fields["tokens_per_target_step"] == 5 / 2
+
+
+def test_rounds_too_short_for_a_position_do_not_speak_about_it(make_round, make_generation):
+    fields = measured([make_generation([make_round(3, 2), make_round(1, 1), make_round(2, 0)])])
+    assert fields["position_survival"] == [2 / 3, 1 / 2, 0.0]
+    assert fields["position_conditional"] == [2 / 3, 1.0, 0.0]
+    assert fields["drafted_histogram"] == [0, 1, 1, 1]
+
+
+def test_pooled_weighs_rounds_and_macro_weighs_prompts_with_all_their_turns(make_round, make_generation):
+    first, second = make_generation([make_round(3, 0)] * 9), make_generation([make_round(3, 3)])
+    other = make_generation([make_round(3, 1)], prompt_id="writing-2")
+    fields = measured([first, replace(second, turn=1), other])
+    assert fields["tokens_per_target_step"] == 15 / 11
+    assert fields["tokens_per_target_step_macro"] == (13 / 10 + 2) / 2
+
+
+def test_nothing_drafted_and_nothing_measured_give_none_and_never_nan(make_round, make_generation):
+    plain, nothing = measured([make_generation([make_round(0, 0)] * 5)]), measured([])
+    assert (plain["tokens_per_target_step"], plain["draft_token_yield"]) == (1.0, None)
+    assert nothing["tokens_per_target_step"] is nothing["overlap_alpha"] is plain["position_conditional"][0] is None
+    assert not any(isinstance(value, float) and math.isnan(value) for value in nothing.values())
+
+
+def test_a_round_longer_than_announced_is_a_mistake_of_the_caller(make_round, make_generation):
+    with pytest.raises(ValueError, match="drafted 4 tokens, more than 3"):
+        measured([make_generation([make_round(4, 0)])])
+
+
+def test_the_yield_of_trees_and_its_interval_count_every_node_that_was_judged(random_generations):
+    trees = [replace(each, rounds=tuple(replace(round_, num_nodes=9) for round_ in each.rounds)) for each in random_generations]
+    found = measured(trees)
+    low, high = found["draft_token_yield_ci"]
+    assert low <= found["draft_token_yield"] <= high
+    assert found["draft_token_yield"] == found["accepted_per_round"] / 9
+
+
+# --- distributions ------------------------------------------------------------------------------------------------
+
+
+def drafts_of(generations):
+    """Return (position, numbers by name) of every compared draft, by plain loops."""
+    return [
+        (
+            place,
+            {name: each[place] for name, each in asdict(round_.distributions).items() if each}
+            | {"accepted": place < round_.num_accepted, "overlap": round_.overlap[place]},
+        )
+        for generation in generations
+        for round_ in generation.rounds
+        if round_.distributions
+        for place in range(len(round_.overlap))
+    ]
+
+
+def with_estimate(round_):
+    """Let the draft estimate its acceptance by its own probability, in steps of 0.01."""
+    if round_.distributions is None:
+        return round_
+    estimate = tuple(int(100 * sure) / 100 for sure in round_.distributions.confidence)
+    return replace(round_, distributions=replace(round_.distributions, estimate=estimate))
+
+
+def test_means_and_reliability_curves_equal_counting_in_plain_python(random_generations):
+    said = [replace(each, rounds=tuple(map(with_estimate, each.rounds))) for each in random_generations]
+    fields, drafts = measured(said), drafts_of(said)
+    names = {"overlap": "overlap_alpha", "kl": "kl_divergence", "agrees": "top1_agreement", "uncovered": "uncovered_mass"}
+    for name, field in names.items():
+        values, second = ([each[name] for place, each in drafts if wanted in (None, place)] for wanted in (None, 1))
+        assert fields[field] == pytest.approx(sum(values) / len(values))
+        assert fields[f"{field}_by_position"][1] == pytest.approx(sum(second) / len(second))
+    curves = (("", "confidence", "target_probability"), ("stopping_", "distribution_confidence", "accepted"))
+    for prefix, confidence, outcome in (*curves, ("estimate_", "estimate", "accepted")):
+        error = 0.0
+        for number, each in enumerate(fields[f"{prefix}reliability"]):
+            own = [draft for _, draft in drafts if int(draft[confidence] * NUM_CLASSES) == number]
+            assert each["num_drafts"] == len(own)
+            if own:
+                means = {name: sum(draft[name] for draft in own) / len(own) for name in (confidence, outcome, "accepted")}
+                assert each["confidence"] == pytest.approx(means[confidence])
+                assert (each[outcome], each["accepted"]) == pytest.approx((means[outcome], means["accepted"]))
+                error += len(own) / len(drafts) * abs(means[confidence] - means[outcome])
+        assert fields[f"{prefix}calibration_error"] == pytest.approx(error)
+    kept, refused = ([each["estimate"] for _, each in drafts if each["accepted"] is wanted] for wanted in (True, False))
+    wins = sum((one > other) + (one == other) / 2 for one in kept for other in refused)
+    assert fields["estimate_auroc"] == pytest.approx(wins / (len(kept) * len(refused)))
+
+
+def test_drafts_without_distributions_are_not_counted_and_older_records_give_no_stopping_curve(make_round, make_generation):
+    rounds = [make_round(3, 1, overlap=(0.9, 0.5)), make_round(3, 0, overlap=(0.1,)), make_round(3, 3)]
+    fields = measured([make_generation(rounds)])
+    assert (fields["overlap_alpha"], fields["overlap_alpha_by_position"]) == (pytest.approx(0.5), [0.5, 0.5, None])
+    assert (
+        fields["kl_divergence"] is fields["top1_agreement"] is fields["calibration_error"] is fields["estimate_auroc"] is None
+    )
+    assert all(each["confidence"] is None for each in fields["reliability"])
+    assert fields["estimate_reliability"] == []
+    older = DistributionComparison(kl=(0.0,), uncovered=(0.0,), agrees=(True,), confidence=(1.0,), target_probability=(1.0,))
+    fields = measured([make_generation([make_round(1, 1, overlap=(1.0,), distributions=older)])])
+    assert (fields["calibration_error"], fields["stopping_calibration_error"]) == (0.0, None)
+
+
+def test_the_calibration_error_is_that_of_torchmetrics_in_one_piece_or_several():
+    generator = torch.Generator().manual_seed(0)
+    sure_N = torch.cat([torch.rand(500, generator=generator, dtype=torch.float64), torch.tensor([1.0, 0.0])])
+    kept_N = torch.rand(502, generator=generator, dtype=torch.float64) < sure_N**2
+    sums_FC = sum(class_sums(sure_N[part], kept_N[part]) for part in (slice(0, 100), slice(0, 0), slice(100, None)))
+    error = sum(
+        abs(each["confidence"] - each["kept"]) * each["num_drafts"] / 502 for each in describe_classes(sums_FC, ["kept"])
+    )
+    assert error == pytest.approx(float(binary_calibration_error(sure_N, kept_N.long(), n_bins=NUM_CLASSES, norm="l1")))
