@@ -50,15 +50,10 @@ def run_command(
     argv: Sequence[str] | None = None,
     add_arguments: Callable[[argparse.ArgumentParser], None] | None = None,
 ) -> int:
-    """Run `main` on the config that the command line describes and return the process's exit code.
-
-    Errors become exit codes by `exit_code`.
+    """Run `main` on the config that the command line describes and return the process's exit code (see `exit_code`).
 
     Args:
-        schema: checks the config.
-        main: called with the config, and with the parsed arguments after it where `add_arguments` is given; returns an exit
-            code, None meaning done.
-        description: the command in a sentence or two, for `--help`.
+        main: called with the config, and with the parsed arguments after it where `add_arguments` is given.
         argv: the arguments, without the program's name; None takes the process's own.
         add_arguments: adds the command's own arguments to the parser.
     """
@@ -131,10 +126,7 @@ def exit_code(run: Callable[[], int | None]) -> int:
 
 
 def _note_stop(message: str) -> None:
-    """Add the message to the file that `STOPPED_FILE` names: torchrun and accelerate lose the exit code of a process they end.
-
-    A file that cannot be written changes no exit code.
-    """
+    """Add the message to the file that `STOPPED_FILE` names: torchrun and accelerate lose the exit code of an ended process."""
     if file := os.environ.get(STOPPED_FILE):
         try:
             with Path(file).open("a", encoding="utf-8") as stream:
@@ -144,7 +136,7 @@ def _note_stop(message: str) -> None:
 
 
 def _noted(message: str) -> str:
-    """Return the message, written to the file that `ERROR_FILE` names too; one that cannot be written changes no exit code."""
+    """Return the message, written to the file that `ERROR_FILE` names too, if that can be."""
     if file := os.environ.get(ERROR_FILE):
         with suppress(OSError):
             note = {"message": redact(one_line(message)), "timestamp": int(time.time())}
@@ -171,7 +163,6 @@ class _PrintKeys(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: object, values: Any, option_string: str | None = None
     ) -> None:
-        """Print and end."""
         show(render_keys(self.schema, values))
         parser.exit()
 
@@ -180,14 +171,9 @@ class Parser(argparse.ArgumentParser):
     """Raises on a wrong argument, where argparse prints the usage and exits."""
 
     def print_help(self, file: Any = None) -> None:
-        """Print how the command is called, to standard output unless `file` is given."""
-        if file is None:
-            show(self.format_help().rstrip())
-        else:
-            super().print_help(file)
+        show(self.format_help().rstrip())
 
     def error(self, message: str) -> NoReturn:
-        """Raise an `InputError`."""
         raise InputError(f"{message} (see {self.prog} --help)")
 
 

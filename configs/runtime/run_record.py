@@ -27,42 +27,30 @@ from configs.runtime.redaction import mask_arguments, mask_secrets
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "torchmetrics", "draftsmith")
 MIB = 2**20
 PROBE_SECONDS = 20  # git status of a large checkout on a network disk can be slow
-# Keys of a training's config that change none of its weights but by the order of sums, sections with all that is in them, and
-# why. A run may be resumed with others. Whatever is not here decides.
-WRITING, WAITING, HASHED = "where and how often things are written", "how long is waited", "its content is compared by its hash"
-MEMORY, PLACE, LIMITS = "memory and speed", "which machines and devices compute", "what is refused"
+# Keys of a training's config that change none of its weights but by the order of sums, sections with all that is in them. A run
+# may be resumed with others. Whatever is not here decides.
 CHANGES_NO_WEIGHT = {
-    **dict.fromkeys(("output", "schedule.log_every_steps", "schedule.eval_every_steps"), WRITING),
-    **dict.fromkeys(("schedule.checkpoint_every_steps", "schedule.keep_checkpoints", "schedule.trackers"), WRITING),
-    **dict.fromkeys(("schedule.profile", "schedule.peak_tflops"), WRITING),
-    **dict.fromkeys(("schedule.process_timeout_seconds", "schedule.evaluation_timeout_seconds"), WAITING),
-    **dict.fromkeys(("schedule.resume", "schedule.resume_anyway"), "how the run is resumed"),
-    **dict.fromkeys(("data.train", "data.held_out", "data.cache", "init", "target.name", "target.revision"), HASHED),
-    **dict.fromkeys(("loss.chunk_size", "schedule.activation_checkpointing"), MEMORY),
-    **dict.fromkeys(("target.device", "target.device_map", "target.max_memory", "target.offload_folder"), PLACE),
-    **dict.fromkeys(("target.states", "target.parallel"), PLACE),
-    "target.forward": "decoding alone runs another than transformers'",
-    "schedule.gradient_accumulation_steps": "micro-batches a step are compared over all processes",
-    "sanity": "a check before the run, which leaves the head as it was",
-    **{
-        f"target.{medium}.{limit}": LIMITS
-        for medium, more in (("images", "max_pixels"), ("audio", "max_seconds"))
-        for limit in ("max_bytes", more)
-    },
+    # where and how often things are written, and how long is waited
+    *("output", "schedule.log_every_steps", "schedule.eval_every_steps", "schedule.checkpoint_every_steps"),
+    *("schedule.keep_checkpoints", "schedule.trackers", "schedule.profile", "schedule.peak_tflops"),
+    *("schedule.process_timeout_seconds", "schedule.evaluation_timeout_seconds"),
+    *("schedule.resume", "schedule.resume_anyway"),
+    # their content is compared by its hash
+    *("data.train", "data.held_out", "data.cache", "init", "target.name", "target.revision"),
+    # memory and speed, and which machines and devices compute
+    *("loss.chunk_size", "schedule.activation_checkpointing", "target.states", "target.parallel"),
+    *("target.device", "target.device_map", "target.max_memory", "target.offload_folder"),
+    "target.forward",  # decoding alone runs another than transformers'
+    "schedule.gradient_accumulation_steps",  # micro-batches a step are compared over all processes
+    "sanity",  # leaves the head as it was
+    # what is refused, or fetched
+    *(f"target.images.{limit}" for limit in ("allow_urls", "max_bytes", "timeout_seconds", "max_pixels")),
+    *(f"target.audio.{limit}" for limit in ("allow_urls", "max_bytes", "timeout_seconds", "max_seconds")),
 }
 
 
 def write_run_record(folder: Path, config: BaseModel, **extra: Any) -> Path:
-    """Write `run.json` into `folder` and return its path.
-
-    Args:
-        folder: where the command's results go; made if missing.
-        config: the resolved config.
-        extra: further JSON values, kept under their names.
-
-    Raises:
-        InputError: the folder cannot be written.
-    """
+    """Write `run.json` into a command's output folder and return its path; `extra` are further JSON values."""
     record = {
         "command": mask_arguments(sys.orig_argv),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -78,19 +66,15 @@ def write_run_record(folder: Path, config: BaseModel, **extra: Any) -> Path:
 
 
 def deciding_settings(config: Mapping[str, Any], contents: Mapping[str, str]) -> dict[str, Any]:
-    """Return what decides the weights and which are kept: all but `CHANGES_NO_WEIGHT`.
+    """Return what decides a training's weights and which are kept: all of its config but `CHANGES_NO_WEIGHT`, and `contents`.
 
     The decoding of held-out prompts belongs to it: scores got in another way cannot be compared with the best so far. Options
     that are off (None) do not: one that the schema gains later leaves the hashes of today's runs as they are.
-
-    Args:
-        config: a training's, as JSON values.
-        contents: hashes of what the config's paths hold, and whatever else decides the weights, by key.
     """
     relevant = _deciding(config)
     if relevant.get("target", {}).get("tokens") == "text":  # what all targets had before there was such a key
         del relevant["target"]["tokens"]
-    return dict(_without_none(relevant | {"contents": dict(contents)}))
+    return relevant | {"contents": dict(contents)}
 
 
 def changes_no_weight(key: str) -> bool:
@@ -99,10 +83,13 @@ def changes_no_weight(key: str) -> bool:
     return any(".".join(steps[: end + 1]) in CHANGES_NO_WEIGHT for end in range(len(steps)))
 
 
-def _deciding(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    kept = {name: value for name, value in config.items() if above + name not in CHANGES_NO_WEIGHT}
-    deeper = {name: value for name, value in kept.items() if isinstance(value, dict)}
-    return kept | {name: _deciding(value, f"{above}{name}.") for name, value in deeper.items()}
+def _deciding(value: Any, above: str = "") -> Any:
+    if isinstance(value, list):
+        return [_deciding(each, f"{above}*.") for each in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {name: each for name, each in value.items() if each is not None and above + name not in CHANGES_NO_WEIGHT}
+    return {name: _deciding(each, f"{above}{name}.") for name, each in kept.items()}
 
 
 def training_fingerprint(config: Mapping[str, Any], contents: Mapping[str, str]) -> str:
@@ -132,11 +119,6 @@ def changed_files(since: str, paths: Sequence[str] = (".",), *, root: Path = CHE
     """Return the files of a checkout that differ from a commit's or are untracked; None where git cannot tell.
 
     Documents do not count, which no run reads: a measurement writes its results there before the next one begins.
-
-    Args:
-        since: the commit.
-        paths: files and folders to look at.
-        root: of the checkout.
     """
     where = ["--", *paths, ":(exclude)docs", ":(exclude)README.md"]
     found: list[str] = []
@@ -150,38 +132,21 @@ def changed_files(since: str, paths: Sequence[str] = (".",), *, root: Path = CHE
 
 def describe_hardware() -> dict[str, Any]:
     """Return the processor's name, the cores this process may use, the memory in bytes, and the NVIDIA GPUs."""
-    return {
-        "cpu": _cpu_name(),
-        "cores": _usable_cores(),
-        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        "gpus": _gpus(),
-    }
-
-
-def _cpu_name() -> str:
-    """Return the processor's name, as Linux knows it or else as the platform does."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        text = ""
+    known = Path("/proc/cpuinfo")
+    text = known.read_text(encoding="utf-8") if known.is_file() else ""
     found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return found.group(1).strip() if found else platform.processor() or platform.machine()
-
-
-def _usable_cores() -> int:
-    """Return how many cores this process may run on, which in a container or under taskset is fewer than there are."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
-def _gpus() -> list[dict[str, Any]]:
-    """Return name, memory in bytes and driver of each GPU that nvidia-smi lists."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
-    rows = [line.rsplit(", ", 2) for line in (_output(query) or "").splitlines()]
-    # A GPU cut into instances may report "[N/A]" for its memory.
-    return [
-        {"name": name, "memory_bytes": int(mebibytes) * MIB if mebibytes.isdigit() else None, "driver": driver}
-        for name, mebibytes, driver in rows
-    ]
+    gpus = [line.rsplit(", ", 2) for line in (_output(query) or "").splitlines()]
+    return {
+        "cpu": found[1].strip() if found else platform.processor() or platform.machine(),
+        # In a container or under taskset these are fewer than there are.
+        "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "gpus": [  # one cut into instances may report "[N/A]" for its memory
+            {"name": name, "memory_bytes": int(mebibytes) * MIB if mebibytes.isdigit() else None, "driver": driver}
+            for name, mebibytes, driver in gpus
+        ],
+    }
 
 
 def _output(command: list[str]) -> str | None:
@@ -191,9 +156,3 @@ def _output(command: list[str]) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
-
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_none(each) for name, each in value.items() if each is not None}
-    return [_without_none(each) for each in value] if isinstance(value, list) else value
