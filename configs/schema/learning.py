@@ -26,7 +26,6 @@ class LoraSettings(Settings):
     rank: PositiveInt = 16  # of the adapters
     alpha: PositiveInt = 32  # the adapters' output is scaled by alpha / rank
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # on the input of the adapters
-    target_modules: list[str] | None = None  # names of linear layers, e.g. [q_proj, v_proj]; None: all but the head
 
 
 def _default_layers(student: dict[str, Any]) -> list[int] | None:
@@ -37,13 +36,13 @@ def _default_layers(student: dict[str, Any]) -> list[int] | None:
 class StudentConfig(Settings):
     """The draft before training: some of the target's layers, any smaller model, or a new one."""
 
-    init: Literal["target_layers", "model", "config", "fresh"] = "target_layers"  # what the draft starts from
+    init: Literal["target_layers", "model", "fresh"] = "target_layers"  # what the draft starts from
     # target_layers: the target's blocks to keep, from 0, in order; by default the first four
     layers: list[NonNegativeInt] | None = Field(default_factory=_default_layers)
-    path: str | None = None  # model: folder or Hub id; config: folder with a config.json
+    path: str | None = None  # model: folder or Hub id
     # fresh: what differs from the target's own config, e.g. {num_hidden_layers: 4, hidden_size: 256}
     overrides: dict[str, bool | int | float | str] | None = None
-    # A tied embedding is the largest part of a small draft: frozen by default, unless random (config, fresh).
+    # A tied embedding is the largest part of a small draft: frozen by default, unless random (fresh).
     train_embeddings: bool = False
     # tokens the draft can propose, the most frequent in answers; None: all, or with draft_vocab_by mass as many as are
     # expected to decode fastest
@@ -56,12 +55,12 @@ class StudentConfig(Settings):
     def _fields_go_with_init(self) -> Self:
         if (self.init == "target_layers") != (self.layers is not None):
             raise ValueError("layers is needed for init 'target_layers', and only there")
-        if (self.init in ("model", "config")) != (self.path is not None):
-            raise ValueError("path is needed for init 'model' and 'config', and only there")
+        if (self.init == "model") != (self.path is not None):
+            raise ValueError("path is needed for init 'model', and only there")
         if (self.init == "fresh") != (self.overrides is not None):
             raise ValueError("overrides is needed for init 'fresh', and only there")
-        if self.lora is not None and self.init in ("config", "fresh"):
-            raise ValueError(f"lora adapts trained weights; init {self.init!r} makes random ones")
+        if self.lora is not None and self.init == "fresh":
+            raise ValueError("lora adapts trained weights; init 'fresh' makes random ones")
         return self
 
     @model_validator(mode="after")

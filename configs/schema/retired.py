@@ -36,6 +36,7 @@ RETIRED = {
     "HeadsConfig.policy": Retired(
         "a head trained on its own drafts was no better", off=(None, {"on_policy": 0.0, "from_share": 0.0, "temperature": 0.0})
     ),
+    "LoraSettings.target_modules": Retired("adapters are on every linear layer but the head"),
     "LossConfig.sampled_tokens": Retired("the loss is over the whole draft vocabulary; give a smaller head.draft_vocab_size"),
     "PolicyConfig.phases": Retired(
         "name one share of each batch by policy.on_policy",

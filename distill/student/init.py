@@ -1,7 +1,7 @@
 """The draft before training: blocks of the target kept, a smaller model loaded, or a fresh one made; LoRA adapters by peft.
 
-Adapters are put into the draft itself, which stays the causal LM it was: losses, checkpoints and wrappers see a few more
-parameters. Merging restores exactly the modules from before, so an artifact holds no adapters.
+Adapters are put into the draft itself, which stays the causal LM it was. Merging restores the modules from before, so that an
+artifact holds none.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from configs.runtime.errors import ConfigError, InputError, first_line
 from configs.schema.learning import LoraSettings, StudentConfig
@@ -41,8 +40,6 @@ def initial_draft(config: StudentConfig, target: Target) -> PreTrainedModel:
         draft = keep_layers(target.model, config.layers or [])
     elif config.init == "model":
         draft = _other_model(str(config.path), target)
-    elif config.init == "config":
-        draft = _fresh_model(str(config.path), target)
     else:
         draft = _overridden_model(config.overrides or {}, target)
     draft = move(draft, target.device).eval()  # dropout would blur the checks
@@ -51,36 +48,16 @@ def initial_draft(config: StudentConfig, target: Target) -> PreTrainedModel:
     if config.lora is not None:
         add_adapters(draft, config.lora)
     # Random embeddings must be trained: frozen, they would stay noise.
-    train_embeddings = config.train_embeddings or config.init in ("config", "fresh")
+    train_embeddings = config.train_embeddings or config.init == "fresh"
     draft.get_input_embeddings().requires_grad_(train_embeddings)
     draft.get_output_embeddings().requires_grad_(train_embeddings)
     return draft.train()
 
 
 def add_adapters(draft: PreTrainedModel, settings: LoraSettings) -> None:
-    """Put adapters into a draft, in place, and freeze everything else. Until trained they change nothing.
-
-    Raises:
-        ConfigError: no layer has such a name, a layer cannot be adapted, or the name is that of the embedding or the head.
-    """
-    names = settings.target_modules
-    config = LoraConfig(
-        r=settings.rank,
-        lora_alpha=settings.alpha,
-        lora_dropout=settings.dropout,
-        target_modules="all-linear" if names is None else list(names),  # peft leaves the head out
-    )
-    linear = sorted({name.rpartition(".")[2] for name, module in draft.named_modules() if isinstance(module, nn.Linear)})
-    try:
-        inject_adapter_in_model(config, draft)
-    except ValueError as error:
-        raise ConfigError(
-            f"student.lora.target_modules: cannot adapt {names}; linear layers are {', '.join(linear)}"
-        ) from error
-    if any(isinstance(end, BaseTunerLayer) for end in (draft.get_input_embeddings(), draft.get_output_embeddings())):
-        raise ConfigError(
-            "student.lora.target_modules: embedding and head cannot be adapted; train_embeddings trains them whole"
-        )
+    """Put adapters on a draft's linear layers, in place, and freeze everything else. Until trained they change nothing."""
+    config = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, lora_dropout=settings.dropout, target_modules="all-linear")
+    inject_adapter_in_model(config, draft)  # peft leaves the head out
 
 
 def merge_adapters(draft: PreTrainedModel) -> None:
@@ -107,26 +84,14 @@ def _other_model(path: str, target: Target) -> PreTrainedModel:
         raise InputError(
             f"student.path: {path} has another tokenizer than {target.identity.name}; its drafts would mean other tokens"
         )
-    _check_rows(draft.config, path, target)
+    rows, needed = draft.config.get_text_config().vocab_size, len(target.tokenizer)
+    if rows < needed:
+        raise InputError(f"student.path: {path} has a vocabulary of {rows}, the target's tokenizer {needed}")
     return draft
 
 
-def _fresh_model(path: str, target: Target) -> PreTrainedModel:
-    """Make a randomly initialised model from a folder's `config.json`."""
-    try:
-        config = AutoConfig.from_pretrained(path, **UNTRUSTED)
-    except UNREADABLE as error:
-        raise InputError(f"student.path: {path} holds no model config: {first_line(error)}") from error
-    _check_rows(config, path, target)
-    return _from_config(config, target.model)
-
-
 def overridden_config(overrides: dict[str, bool | int | float | str], model: PreTrainedModel) -> PreTrainedConfig:
-    """Return the config of a new draft: the target's own with some values replaced.
-
-    Raises:
-        ConfigError: the target's has no such value, it is not the draft's to choose, or the config does not take it.
-    """
+    """Return the config of a new draft: the target's own with some values replaced."""
     config = model.config.get_text_config()
     values = config.to_dict()
     for name in overrides:
@@ -141,9 +106,9 @@ def overridden_config(overrides: dict[str, bool | int | float | str], model: Pre
 
 def _overridden_model(overrides: dict[str, bool | int | float | str], target: Target) -> PreTrainedModel:
     """Make a randomly initialised model from the target's own config with some values replaced."""
-    config = overridden_config(overrides, target.model)
+    config, attention = causal_config(overridden_config(overrides, target.model)), target.model.config._attn_implementation
     with _making_model(overrides):
-        draft = _from_config(config, target.model).eval()
+        draft = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
         check_split(draft)  # its probe is a forward: shapes that contradict each other fail here
     return draft
 
@@ -154,16 +119,3 @@ def _making_model(overrides: dict[str, bool | int | float | str]) -> Iterator[No
         yield
     except (ValueError, TypeError, RuntimeError, ZeroDivisionError, StrictDataclassError) as error:
         raise ConfigError(f"student.overrides: {overrides} make no model: {' '.join(str(error).split())}") from error
-
-
-def _check_rows(config: PreTrainedConfig, path: str, target: Target) -> None:
-    """Refuse a draft whose embedding lacks rows for tokens that it will have to read."""
-    rows, needed = config.get_text_config().vocab_size, len(target.tokenizer)
-    if rows < needed:
-        raise InputError(f"student.path: {path} has a vocabulary of {rows}, the target's tokenizer {needed}")
-
-
-def _from_config(config: PreTrainedConfig, like: PreTrainedModel) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_config(
-        causal_config(config), dtype=torch.float32, attn_implementation=like.config._attn_implementation
-    )

@@ -27,16 +27,13 @@ REMEDY = "choose other student.layers, or give student.init 'fresh', 'model' or 
 
 
 def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
-    """Return a copy in float32 of a causal LM with only these of its blocks.
-
-    Raises:
-        InputError: the model has no such block, or a model of its family with these blocks alone would compute something else.
-    """
+    """Return a copy in float32 of a causal LM with only these of its blocks, of which it must compute what it did with them."""
     name_of_class, total = type(model).__name__, num_blocks(model)
     if max(layers) >= total:
         raise InputError(f"student.layers: {max(layers)} was asked for, but {name_of_class} has blocks 0 to {total - 1}")
     config = causal_config(config_of_blocks(model.config.get_text_config(), layers))
-    attention, which = model.config._attn_implementation, f"student.layers: blocks {_listed(layers)} of {name_of_class}"
+    attention = model.config._attn_implementation
+    which = f"student.layers: blocks {', '.join(map(str, layers))} of {name_of_class}"
     try:
         draft = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError) as error:
@@ -96,17 +93,17 @@ def _part_for(tensor: Tensor, shape: Sequence[int], layers: Sequence[int], total
 def _passed_over(model: PreTrainedModel, layers: Sequence[int]) -> Iterator[None]:
     """Let every block that is not of these return what it reads."""
     left_out = [block for number, block in enumerate(blocks(model)) if number not in layers]
-    handles = [block.register_forward_hook(_return_input, with_kwargs=True) for block in left_out]
+
+    def return_input(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        states_BTE = args[0] if args else kwargs["hidden_states"]
+        return (states_BTE, *output[1:]) if isinstance(output, tuple | list) else states_BTE
+
+    handles = [block.register_forward_hook(return_input, with_kwargs=True) for block in left_out]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _return_input(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    states_BTE = args[0] if args else kwargs["hidden_states"]
-    return (states_BTE, *output[1:]) if isinstance(output, tuple | list) else states_BTE
 
 
 def _kept_error(model: PreTrainedModel, draft: PreTrainedModel, layers: Sequence[int]) -> float:
@@ -118,7 +115,3 @@ def _kept_error(model: PreTrainedModel, draft: PreTrainedModel, layers: Sequence
 
 def _name_of(model: PreTrainedModel, part: nn.Module) -> str:
     return next(name for name, module in model.named_modules() if module is part)
-
-
-def _listed(layers: Sequence[int]) -> str:
-    return ", ".join(map(str, layers))

@@ -1,12 +1,9 @@
 """On-policy rows: a share of each training batch, on which the draft, as it stands, writes the answer.
 
-A draft trained on the target's answers meets, when it serves, prefixes that end with tokens of its own. On-policy rows train it
-on those (GKD, 2306.13649; for drafts DistillSpec, 2310.08461): the target supervises every position of the draft's answer by
-its distribution.
-
+The target supervises every position of that answer by its distribution (GKD, 2306.13649; for drafts DistillSpec, 2310.08461).
 Every choice and draw is a function of (seed, optimiser step, micro-batch, row or conversation), so a resumed run decides as an
 undisturbed one. All processes rewrite equally many rows, so they enter the same forwards. The caller unshards a sharded draft.
-A row is one conversation, so rows are not packed. B batch, T positions, G drafts.
+B batch, G drafts.
 """
 
 from __future__ import annotations
@@ -48,10 +45,7 @@ class Rewriter:
         self.end_ids = frozenset(target.eos_token_ids)
 
     def choose(self, batch_size: int, *, step: int, micro_batch: int) -> RowSelection:
-        """Choose the rows of a micro-batch (its number counts from 0), the same places in every process.
-
-        Their number is rounded at random so that its mean is the policy's share of `batch_size`, exactly.
-        """
+        """Choose the rows of a micro-batch, the same places in every process; on average they are the policy's share."""
         key = f"{self.seed}/{step}/{micro_batch}"
         num_rows = math.floor((self.policy.on_policy or 0.0) * batch_size + _uniform(f"{key}/count"))
         # Rows of a batch may be sorted by length, so taking the first ones would favour short answers.
@@ -59,18 +53,14 @@ class Rewriter:
         return RowSelection(rows=tuple(order[:num_rows]), key=key)
 
     def rewrite(self, batch: Batch, selection: RowSelection, draft: DraftLM) -> tuple[Batch, int]:
-        """Let the draft, in evaluation mode, answer the selected rows; the others stay, and all are padded again.
-
-        Returns:
-            The new batch, on the old one's device, and the number of tokens written.
-        """
+        """Let the draft, in evaluation mode, answer the selected rows; return the new batch and how many tokens it wrote."""
         examples, device = examples_of(batch), batch.input_ids_BT.device
         rows = [self._unanswered(row, examples[row], selection.key) for row in selection.rows]
         # A row whose prompt alone fills the target's context stays as it is.
         rows = [row for row in rows if len(row.prompt_ids) < row.limit]
         if not rows:
             return batch, 0
-        source = DraftSource(draft, self.sampling, device)
+        source = _DraftSource(draft, self.sampling, device)
         for row in continue_rows(source, rows, seed=self.seed, has_ended=lambda row: row.tokens[-1] in self.end_ids):
             examples[row.key] = examples[row.key]._replace(input_ids=tuple(row.tokens))
         return collate(examples).to(device), sum(len(row.written) for row in rows)
@@ -86,7 +76,7 @@ class Rewriter:
         )
 
 
-class DraftSource(TokenSource):
+class _DraftSource(TokenSource):
     """Draws up to `STRIDE` tokens a step from the draft's own distribution."""
 
     def __init__(self, draft: DraftLM, sampling: SamplingConfig, device: torch.device) -> None:

@@ -48,18 +48,11 @@ class MassChoice:
 
 
 def most_frequent_answer_tokens(conversations: Sequence[Conversation], size: int, target: Target) -> DraftVocabulary:
-    """Return the `size` most frequent answer tokens, ties by the lower id; those that end an answer are always among them.
-
-    Prompts do not count, as a draft only continues answers. Every process that reads the same conversations chooses the same.
-
-    Raises:
-        ConfigError: `size` is larger than the target's vocabulary, or has no room for the tokens that end an answer.
-        ValueError: there are no conversations.
-    """
-    if not conversations:
-        raise ValueError("a draft vocabulary is chosen from conversations, and there are none")
+    """Return the `size` most frequent answer tokens, ties by the lower id; those that end an answer are always among them."""
     _check_size(size, target)
-    counts_V = _count_answer_tokens(conversations, target.vocab_size)
+    counts = count_answer_ids(conversations)
+    counts_V = torch.zeros(target.vocab_size, dtype=torch.int64)
+    counts_V[: len(counts)] = torch.from_numpy(counts)
     ids_W = _in_order(counts_V, target)[:size].sort().values
     covered = int(counts_V[ids_W].sum()) / int(counts_V.sum())
     log.info("draft vocabulary: %d of %d tokens, %.2f %% of all answer tokens", size, target.vocab_size, 100 * covered)
@@ -70,13 +63,9 @@ def most_frequent_answer_tokens(conversations: Sequence[Conversation], size: int
 def target_mass(
     target: Target, dataset: ConversationDataset, indices: Iterable[int], hidden_of: Callable[[Batch], Tensor]
 ) -> dict[str, Tensor]:
-    """Add up the target's next-token probabilities over the positions before answer tokens, by kind of prompt.
+    """Add up the target's next-token probabilities over the positions before answer tokens of some conversations, by kind.
 
-    Args:
-        target: brings the output head.
-        dataset: conversations, as they are trained on.
-        indices: which of them.
-        hidden_of: the target's final states `[B, T, E]` of a batch: a forward, or a cache.
+    `hidden_of` gives the target's final states `[B, T, E]` of a batch: a forward, or a cache.
     """
     by_kind: dict[str, list[int]] = {}
     for index in sorted(indices, key=lambda index: int(dataset.lengths[index])):
@@ -88,7 +77,9 @@ def target_mass(
         for start in range(0, len(places), BATCH_SIZE):
             batch = collate([dataset[index] for index in places[start : start + BATCH_SIZE]]).to(target.device)
             for hidden_CE in hidden_of(batch)[before_labels(batch)].split(CHUNK_SIZE):
-                mass_V += _probabilities(target, hidden_CE).sum(0).cpu()
+                logits_CV = head_logits(target.model, hidden_CE)
+                logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+                mass_V += logits_CV.softmax(-1).sum(0).cpu()
     return mass
 
 
@@ -103,11 +94,7 @@ def fastest_size(curve: Tensor, target: Target, num_speculative_tokens: int) -> 
 
     A draft of one block, and of a row of the output head for each of its tokens, takes as much of a plain step as it has of the
     weights that the target's step reads, experts counted whole. It is accepted with probability `TYPICAL_ACCEPTANCE` times the
-    mass that the vocabulary covers. Ties go to the smallest.
-
-    Args:
-        curve: `uncovered_curve` of held-out conversations.
-        num_speculative_tokens: drafts a round.
+    mass that the vocabulary covers, by the `uncovered_curve` of held-out conversations. Ties go to the smallest.
     """
     model = target.model
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -124,17 +111,9 @@ def fastest_size(curve: Tensor, target: Target, num_speculative_tokens: int) -> 
 def choose_by_mass(
     chosen_from: Mass, measured_on: Mass, size: int | None, target: Target, num_speculative_tokens: int
 ) -> MassChoice:
-    """Choose the tokens of most mass, and measure what they leave out on other conversations.
+    """Choose the tokens of most mass, those that end an answer among them; measure what they leave out on other conversations.
 
-    Args:
-        chosen_from: of training conversations; tokens that end an answer are always taken.
-        measured_on: of held-out conversations.
-        size: how many tokens; None: `fastest_size`, or the whole vocabulary where that is half of it or more.
-        target: whose tokens they are.
-        num_speculative_tokens: drafts a round.
-
-    Raises:
-        ConfigError: see `most_frequent_answer_tokens`.
+    A size of None is `fastest_size`, or the whole vocabulary where that is half of it or more.
     """
     order_V = _in_order(torch.stack(list(chosen_from.values())).sum(0), target)
     curve = uncovered_curve(order_V, torch.stack(list(measured_on.values())).sum(0))
@@ -162,19 +141,10 @@ def log_choice(report: Mapping[str, Any]) -> None:
     worst = max(kinds, key=kinds.__getitem__)
     if share > WARN_ABOVE or kinds[worst] > WARN_ABOVE:
         log.warning(
-            "the draft vocabulary of %d tokens leaves out %.1f %% of the target's mass on held-out prompts (most: %s %.1f %%), "
-            "which no draft can win: raise draft_vocab_size, set it to null, or train on more prompts of these kinds",
-            report["size"],
-            100 * share,
-            worst,
-            100 * kinds[worst],
+            f"the draft vocabulary of {report['size']} tokens leaves out {100 * share:.1f} % of the target's mass on held-out "
+            f"prompts (most: {worst} {100 * kinds[worst]:.1f} %), which no draft can win: raise draft_vocab_size, set it to "
+            "null, or train on more prompts of these kinds"
         )
-
-
-def _probabilities(target: Target, hidden_CE: Tensor) -> Tensor:
-    """Return the next-token probabilities `[C, V]`, in float32 at least."""
-    logits_CV = head_logits(target.model, hidden_CE)
-    return logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)).softmax(-1)
 
 
 def _in_order(weights_V: Tensor, target: Target) -> Tensor:
@@ -189,11 +159,3 @@ def _check_size(size: int, target: Target) -> None:
     if not ends <= size <= target.vocab_size:
         limits = f"{max(1, ends)} (tokens that end an answer) to {target.vocab_size} (the target's vocabulary)"
         raise ConfigError(f"student.draft_vocab_size: expected {limits}, got {size}")
-
-
-def _count_answer_tokens(conversations: Sequence[Conversation], vocab_size: int) -> Tensor:
-    """Return how often each token stands in an answer, int64 `[V]`."""
-    counts = count_answer_ids(conversations)
-    counts_V = torch.zeros(vocab_size, dtype=torch.int64)
-    counts_V[: len(counts)] = torch.from_numpy(counts)
-    return counts_V

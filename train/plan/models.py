@@ -123,7 +123,7 @@ def _draft_lm(student: StudentConfig, target: PreTrainedModel) -> PreTrainedMode
     draft.float()
     if student.lora is not None:
         add_adapters(draft, student.lora)
-    train_embeddings = student.train_embeddings or student.init in ("config", "fresh")
+    train_embeddings = student.train_embeddings or student.init == "fresh"
     for each in (draft.get_input_embeddings(), draft.get_output_embeddings()):
         each.requires_grad_(train_embeddings)
     return draft

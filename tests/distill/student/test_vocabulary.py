@@ -42,11 +42,6 @@ def test_a_size_that_cannot_be_is_refused_with_what_can(target, size):
         most_frequent_answer_tokens(ROWS, size, target)
 
 
-def test_choosing_from_nothing_is_a_mistake_of_the_caller(target):
-    with pytest.raises(ValueError, match="there are none"):
-        most_frequent_answer_tokens([], 5, target)
-
-
 # --- by mass ------------------------------------------------------------------------------------------------------
 
 
