@@ -2,10 +2,8 @@
 
 Writing is atomic. Loading compares the target, tokenizer and chat template the draft was made for with those at hand and
 refuses any difference, because such a draft decodes without an error and is never accepted. Any other causal LM with the
-target's tokenizer can be loaded as a draft too. `heads.metadata` has what an artifact says of itself.
-
-A draft LM with a reduced vocabulary is written with its whole head, so that other programs need not know of the reduction;
-`draft_vocabulary.safetensors` lists the rows that our decoder keeps.
+target's tokenizer can be loaded as a draft too. A draft LM with a reduced vocabulary is written with its whole head, so that
+other programs need not know of the reduction; `draft_vocabulary.safetensors` lists the rows that our decoder keeps.
 """
 
 from __future__ import annotations
@@ -31,24 +29,24 @@ from heads.frozen.hidden_states import check_taps
 from heads.frozen.identity import TargetIdentity, hash_weights
 from heads.frozen.loading import load_with, move, rounded_parts
 from heads.frozen.weights import check_causal_lm, check_counts, loader_of, no_larger_than
-from heads.hub import METADATA_FILE, locate_artifact
 from heads.inference.compiled_forward import run_alike
 from heads.inference.model_checks import check_rolls_back, check_split
 from heads.metadata import (
+    METADATA_FILE,
     PROMPTS_FILE,
     VOCABULARY_FILE,
     WEIGHTS_FILE,
     Metadata,
     check_made_for,
     hash_artifact,
+    locate_artifact,
     read_metadata,
     untrained_metadata,
 )
 from heads.modules.output_head import HeadModule
-from heads.proposers.cross_device import CrossDeviceProposer
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.protocol import Proposer
-from heads.vocabulary import DraftVocabulary, keep_head_rows, read_draft_vocabulary, write_draft_vocabulary
+from heads.vocabulary import DraftVocabulary, keep_head_rows, read_draft_vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +75,7 @@ def save_draft_lm(
 
     Raises:
         InputError: the folder cannot be written.
-        ValueError: the metadata says another draft vocabulary than `vocabulary`.
     """
-    if (metadata.draft_vocabulary == "reduced") != (vocabulary is not None):
-        raise ValueError(f"the metadata says draft_vocabulary {metadata.draft_vocabulary!r}, against the vocabulary to write")
     with new_folder(folder) as scratch:
         model.save_pretrained(scratch, max_shard_size="1TB")
         tokenizer.save_pretrained(scratch)
@@ -94,11 +89,7 @@ def save_head(
     vocabulary: DraftVocabulary | None = None,
     training_prompts: np.ndarray | None = None,
 ) -> None:
-    """Write a head on a frozen target as an artifact; what it borrows from the target is not written. See `save_draft_lm`.
-
-    Raises:
-        InputError: the folder cannot be written.
-    """
+    """Write a head on a frozen target as an artifact; what it borrows from the target is not written. See `save_draft_lm`."""
     with new_folder(folder) as scratch:
         tensors = {name: value.detach().cpu().contiguous() for name, value in head.state_dict().items()}
         save_file(tensors, scratch / WEIGHTS_FILE)
@@ -108,20 +99,16 @@ def save_head(
 def write_rest(
     folder: Path, metadata: Metadata, vocabulary: DraftVocabulary | None, training_prompts: np.ndarray | None = None
 ) -> None:
-    """Write what an artifact holds beside its weights, secrets masked; see `save_draft_lm`."""
+    """Write what an artifact holds beside its weights, secrets masked."""
     if vocabulary is not None:
-        write_draft_vocabulary(folder / VOCABULARY_FILE, vocabulary)
+        vocabulary.write(folder / VOCABULARY_FILE)
     if training_prompts is not None:
         save_file({"user_texts": torch.from_numpy(np.unique(training_prompts))}, folder / PROMPTS_FILE)
     write_json(folder / METADATA_FILE, mask_secrets(metadata.model_dump(mode="json")))
 
 
 def read_training_prompts(folder: str | Path) -> np.ndarray | None:
-    """Return the hashes of the prompts that an artifact was trained on, int64 `[N]`; None where it does not say.
-
-    Raises:
-        InputError: they cannot be read.
-    """
+    """Return the hashes of the prompts that an artifact was trained on, int64 `[N]`; None where it does not say."""
     path = locate_artifact(folder) / PROMPTS_FILE
     if not path.is_file():
         return None
@@ -142,10 +129,10 @@ def load_draft(
     """Load an artifact, or any causal LM with the target's tokenizer, for a target, in its dtype.
 
     Args:
-        folder: the artifact or model, or its name on the Hub (`heads.hub.locate_artifact`).
-        identity: who the target at hand is.
+        folder: the artifact or model, or its name on the Hub (`heads.metadata.locate_artifact`).
+        identity: of the target at hand.
         allow_target_mismatch: make the refusal of another target a warning. Another tokenizer stays refused.
-        device: where a draft LM is to run (`heads.proposers.cross_device`); None: where the target is.
+        device: where a draft LM is to run; None: where the target is.
 
     Raises:
         InputError: it is neither, is damaged, or was made for another target, tokenizer or chat template; or a device is
@@ -163,9 +150,12 @@ def load_draft(
     model: torch.nn.Module
     proposer: Proposer
     if metadata.kind == "draft_lm":
-        model, draft_lm = _load_draft_lm(folder, metadata, target, device)
-        warnings += _run_like_the_target(draft_lm, target)
-        proposer = draft_lm if device is None else CrossDeviceProposer(draft_lm, draft_lm.model.device, target.device)
+        proposer = _load_draft_lm(folder, metadata, target, device)
+        model = proposer.model
+        try:
+            run_alike(proposer.model, target)
+        except InputError as error:
+            warnings.append(f"the draft runs by transformers' forward, slower than its target's: {error}")
     elif device is not None:
         raise InputError(
             f"draft_device {device}: {folder} holds a head of kind {metadata.kind!r}, which reads the target's states and "
@@ -182,16 +172,14 @@ def load_draft(
     )
 
 
-def _load_draft_lm(
-    folder: Path, metadata: Metadata, target: PreTrainedModel, device: str | None
-) -> tuple[PreTrainedModel, DraftLM]:
+def _load_draft_lm(folder: Path, metadata: Metadata, target: PreTrainedModel, device: str | None) -> DraftLM:
     try:
         check_causal_lm(folder)
         load = loader_of(folder, target.dtype)
         model = load_with(target.config._attn_implementation, lambda attention: load(attn_implementation=attention))
     except UNREADABLE as error:
         raise InputError(f"{folder} is damaged: {first_line(error)}") from error
-    place = target.device if device is None else choose_device(device, setting="draft_device")
+    place, home = (target.device, None) if device is None else (choose_device(device, setting="draft_device"), target.device)
     move(model, place).eval().requires_grad_(False)
     check_rolls_back(model)
     check_split(model)
@@ -200,27 +188,14 @@ def _load_draft_lm(
         if (rows := model.config.get_text_config().vocab_size) < metadata.draft_vocab_size:
             words = f"its model has {rows} tokens, while {METADATA_FILE} says {metadata.draft_vocab_size}"
             raise InputError(f"{folder} is damaged: {words}")
-        return model, DraftLM(model, vocab_size=min(metadata.draft_vocab_size, target_vocab_size))
+        return DraftLM(model, min(metadata.draft_vocab_size, target_vocab_size), home=home)
     vocabulary = _load_vocabulary(folder, metadata, target_vocab_size)
     keep_head_rows(model, vocabulary)
-    return model, DraftLM(model, target_vocab_size, vocabulary)
-
-
-def _run_like_the_target(proposer: DraftLM, target: PreTrainedModel) -> list[str]:
-    """Give a draft LM a lean forward where its target has one; return what to tell the user where that cannot be."""
-    try:
-        run_alike(proposer.model, target)
-    except InputError as error:
-        return [f"the draft runs by transformers' forward, slower than its target's: {error}"]
-    return []
+    return DraftLM(model, target_vocab_size, vocabulary, home)
 
 
 def head_settings(folder: Path, metadata: Metadata) -> Any:
-    """Return the settings (`configs.schema.heads`) of an artifact's head.
-
-    Raises:
-        InputError: it is of no known family, or its settings are not that family's.
-    """
+    """Return the settings (`configs.schema.heads`) of an artifact's head."""
     if metadata.kind not in FAMILIES:
         raise InputError(f"{folder} holds a draft of kind {metadata.kind!r}; known are draft_lm, {', '.join(FAMILIES)}")
     try:
@@ -254,7 +229,7 @@ def _load_head(folder: Path, metadata: Metadata, target: PreTrainedModel) -> tup
 
 
 def _load_vocabulary(folder: Path, metadata: Metadata, target_vocab_size: int) -> DraftVocabulary:
-    """Return the reduced draft vocabulary; that of the target at hand may be padded to another size than the original's."""
+    """Return the reduced draft vocabulary for a target that may be padded to another size than the original's."""
     vocabulary = read_draft_vocabulary(folder / VOCABULARY_FILE)
     if len(vocabulary) != metadata.draft_vocab_size:
         words = f"holds {len(vocabulary)} tokens, while {METADATA_FILE} says {metadata.draft_vocab_size}"

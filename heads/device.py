@@ -1,13 +1,14 @@
-"""What a device can do, probed at run time, so that nothing else decides by a device's name.
+"""What a device can do, probed at run time, so that nothing else decides by a device's name; and integers on their way to one.
 
 The accelerator is the one of `torch.accelerator`: CUDA (ROCm goes by that name too), XPU, MPS or a backend of another package.
+B batch, T columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, cached_property, lru_cache
 
 import torch
 from accelerate.utils import parse_flag_from_env
@@ -21,16 +22,9 @@ MISSING = (RuntimeError, NotImplementedError, TypeError, AttributeError, Asserti
 
 
 def choose_device(name: str, *, setting: str = "target.device") -> torch.device:
-    """Return the device called `name` in a setting.
-
-    `auto` is this process's accelerator, or the CPU where there is none or `accelerate launch --cpu` asks for it.
-
-    Raises:
-        InputError: the name is no device, or the device is not there.
-    """
+    """Return the device called `name` in a setting; `auto` is the default one, the CPU under `accelerate launch --cpu`."""
     if name == "auto":
-        wants_cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
-        return CPU if wants_cpu else default_device()
+        return CPU if parse_flag_from_env("ACCELERATE_USE_CPU") else default_device()
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # which of them, depends on the backend
@@ -74,7 +68,7 @@ def same_device(one: torch.device, other: torch.device) -> bool:
 
 @cache
 def can_pin(device: torch.device) -> bool:
-    """Return whether memory of the host can be page-locked for the device, so that a copy from it need not be waited for."""
+    """Return whether memory of the host can be page-locked, so that a copy to the device need not be waited for."""
     if device.type == "cpu":
         return False
     try:
@@ -84,12 +78,12 @@ def can_pin(device: torch.device) -> bool:
 
 
 def to_device(values: Sequence[int], device: torch.device) -> Tensor:
-    """Return integers as a tensor (int64) on a device; the host does not wait for the copy where that can be."""
+    """Return integers as a tensor, int64, on a device."""
     return upload(torch.tensor(values, dtype=torch.int64), device)
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device; where it comes from the host, that does not wait for the copy where that can be."""
+    """Return a tensor on a device; the host does not wait for the copy where memory can be pinned."""
     if not values.is_cpu or device.type == "cpu":
         return values.to(device)
     pinned = can_pin(device)
@@ -107,8 +101,7 @@ def allocated_peak(device: torch.device) -> int | None:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Return how many bytes of the device's memory are free, those that torch keeps for itself included; None where it cannot
-    tell, and for the CPU, whose memory is the machine's."""
+    """Return how many bytes are free, those that torch keeps included; None where it cannot tell, and for the CPU."""
     if device.type == "cpu":
         return None
     try:
@@ -172,3 +165,113 @@ def profiler_activity(device: torch.device) -> str | None:
     """Return torch.profiler's name of the device's kernels; None where it records only what the host does."""
     known = {activity.name.lower() for activity in torch.profiler.supported_activities()}
     return device.type if device.type != "cpu" and device.type in known else None
+
+
+class Uploads:
+    """Integers on their way to a device, all in one copy: it is put off until one of them is read there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._waiting: list[Upload] = []
+
+    def rows(self, rows: Sequence[Sequence[int]], fill: int = 0) -> Upload:
+        """Add rows of integers, which become `[B, T]`; shorter ones are filled up at their ends."""
+        width = max(map(len, rows), default=0)
+        return self._added([number for row in rows for number in (*row, *[fill] * (width - len(row)))], (len(rows), width))
+
+    def numbers(self, values: Sequence[int]) -> RowNumbers:
+        """Add an integer a row."""
+        upload = self._added(list(values), (len(values),))
+        return RowNumbers(values, self.device, lambda: upload.tensor)
+
+    def send(self) -> None:
+        """Copy what was added since the last time."""
+        waiting, self._waiting = self._waiting, []
+        sent = to_device([number for upload in waiting for number in upload.values], self.device)
+        for upload, part in zip(waiting, sent.split([len(upload.values) for upload in waiting]), strict=True):
+            upload.sent = part.view(upload.shape)
+
+    def _added(self, values: list[int], shape: tuple[int, ...]) -> Upload:
+        self._waiting.append(Upload(self, values, shape))
+        return self._waiting[-1]
+
+
+class Upload:
+    """Some of the integers of `Uploads`."""
+
+    def __init__(self, uploads: Uploads, values: list[int], shape: tuple[int, ...]) -> None:
+        self.values, self.shape = values, shape
+        self.sent: Tensor | None = None
+        self._uploads = uploads
+
+    @property
+    def tensor(self) -> Tensor:
+        """The integers on the device, int64; sent there now if they are not yet."""
+        if self.sent is None:
+            self._uploads.send()
+        assert self.sent is not None, "an upload waits until it is sent"
+        return self.sent
+
+
+class RowNumbers(list[int]):
+    """An integer a row of the batch, on the host and, made when it is first read, on a device."""
+
+    def __init__(self, values: Iterable[int], device: torch.device, make: Callable[[], Tensor]) -> None:
+        super().__init__(values)
+        self.device, self._make = device, make
+
+    @classmethod
+    def alike(cls, value: int, num_rows: int, device: torch.device) -> RowNumbers:
+        """Return the same integer for each row."""
+        return cls([value] * num_rows, device, lambda: torch.full((num_rows,), value, device=device))
+
+    @cached_property
+    def tensor_B(self) -> Tensor:
+        """The integers on the device, int64."""
+        return self._make()
+
+
+class TokenRows(list[Sequence[int]]):
+    """The committed tokens by row, the pending one last, and what of them a round's forwards need on the device."""
+
+    def __init__(self, rows: Sequence[Sequence[int]], device: torch.device) -> None:
+        super().__init__(rows)
+        self.uploads = Uploads(device)
+        self.lengths = self.uploads.numbers([len(row) for row in rows])
+        self._pending = self.uploads.rows([row[-1:] for row in rows])
+
+    @property
+    def pending_B1(self) -> Tensor:
+        """Each row's last token."""
+        return self._pending.tensor
+
+
+def token_rows(tokens: Sequence[Sequence[int]], device: torch.device) -> TokenRows:
+    """Return committed tokens as a text for this device; the decoder's own is one already."""
+    return tokens if isinstance(tokens, TokenRows) and same_device(tokens.uploads.device, device) else TokenRows(tokens, device)
+
+
+def on_device(values: Sequence[int], device: torch.device) -> Tensor:
+    """Return integers `[B]` on a device; only those that it does not have are copied."""
+    if isinstance(values, RowNumbers) and same_device(values.device, device):
+        return values.tensor_B
+    return to_device(values, device)
+
+
+def shifted(values: Sequence[int], by: int) -> list[int]:
+    """Return integers by row with `by` added to each."""
+    moved = [value + by for value in values]
+    return RowNumbers(moved, values.device, lambda: values.tensor_B + by) if isinstance(values, RowNumbers) else moved
+
+
+def smaller(values: Sequence[int], others: RowNumbers) -> RowNumbers:
+    """Return the smaller one of two integers, by row."""
+    device = others.device
+    return RowNumbers(map(min, values, others), device, lambda: torch.minimum(on_device(values, device), others.tensor_B))
+
+
+@lru_cache(maxsize=256)
+def constant(values: tuple[float, ...] | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return values that are the same in every round as a tensor, which is kept on the device and must not be changed."""
+    with torch.inference_mode(mode=False):
+        return torch.tensor(values, dtype=dtype, device=device)

@@ -1,31 +1,41 @@
-"""What an artifact says of itself: `draftsmith.json`, for whom the draft was made, and the artifact's hash.
+"""What an artifact says of itself: `draftsmith.json`, for whom the draft was made, and the artifact's hash; and where it is.
 
-A causal LM that is no artifact gets metadata of the same form (`untrained_metadata`), if its tokenizer is the target's.
+A draft is named by a folder, or by a repository on the Hub, of which only data is fetched into the Hub's own cache: JSON,
+safetensors, tokenizers. No code and nothing pickled, except the weights of a draft to be imported, which some programs keep in
+a `.bin` or `.pt` (read with `weights_only`). How the Hub is reached (`HF_ENDPOINT`, `HF_TOKEN`, ...) is huggingface_hub's own.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Sequence, Sized
 from pathlib import Path
 from typing import Any, Literal
 
+from httpx2 import HTTPError
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import AutoConfig, AutoTokenizer
 
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import check_readable, read_json
+from configs.schema.commands.release import TORCH_FILES
 from heads.frozen.checkpoint_files import UNREADABLE
 from heads.frozen.identity import TargetIdentity, hash_files, hash_tokenizer
-from heads.hub import METADATA_FILE
 
+METADATA_FILE = "draftsmith.json"
 WEIGHTS_FILE = "model.safetensors"
 VOCABULARY_FILE = "draft_vocabulary.safetensors"
 PROMPTS_FILE = "training_prompts.safetensors"  # hashes of the prompts trained on; not published, nor part of the hash
+DATA_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+SUBFOLDERS = "*/*"  # the exports of a published draft, for which others come
+HUB_NAME = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[\w][\w./-]*))?")
 
 
 class HiddenStates(BaseModel):
-    """Which of the target's hidden states a draft reads, with the convention spelled out against off-by-one errors."""
+    """Which of the target's hidden states a draft reads, and how they are counted."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -82,12 +92,44 @@ def head_metadata(
     )
 
 
-def read_metadata(folder: Path) -> Metadata:
-    """Return the checked content of an artifact's `draftsmith.json`.
+def locate_artifact(name: str | Path) -> Path:
+    """Return the folder of an artifact.
+
+    Args:
+        name: a folder, or that of a training with an `artifact/` in it; or `owner/name` or `owner/name@revision` on the Hub,
+            where a folder of that name goes before; the revision is a branch, a tag or a commit.
 
     Raises:
-        InputError: the folder holds none, or it does not follow the format; or something in it is no file.
+        InputError: it is neither, or could not be fetched.
     """
+    folder = _locate(str(name), DATA_FILES)
+    trained = folder / "artifact"
+    return trained if (trained / METADATA_FILE).is_file() and not (folder / METADATA_FILE).is_file() else folder
+
+
+def locate_external(name: str | Path) -> Path:
+    """Return the folder of a draft that another program wrote, as `locate_artifact` does."""
+    return _locate(str(name), (*DATA_FILES, *TORCH_FILES))
+
+
+def _locate(name: str, patterns: tuple[str, ...]) -> Path:
+    found = HUB_NAME.fullmatch(name)
+    if Path(name).exists() or found is None:  # a name that is no folder either is refused by its reader
+        return Path(name)
+    repository, revision = found["repository"], found["revision"]
+    try:
+        return Path(
+            snapshot_download(repository, revision=revision, allow_patterns=list(patterns), ignore_patterns=[SUBFOLDERS])
+        )
+    except (HfHubHTTPError, HFValidationError, HTTPError, OSError) as error:
+        raise InputError(
+            f"{name} is no folder here, and could not be fetched from the Hub as owner/name or owner/name@revision: "
+            f"{first_line(error)}"
+        ) from error
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Return the checked content of an artifact's `draftsmith.json`."""
     path = folder / METADATA_FILE
     if folder.is_dir():
         check_readable(folder)
@@ -99,9 +141,8 @@ def read_metadata(folder: Path) -> Metadata:
                 "that were trained or imported here"
             )
         raise InputError(words)
-    content = read_json(path, "artifact metadata")
     try:
-        return Metadata.model_validate(content)
+        return Metadata.model_validate(read_json(path, "artifact metadata"))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the top level"
@@ -109,15 +150,10 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def hash_artifact(folder: Path, metadata: Metadata) -> str:
-    """Return the one hash of an artifact: over its weights, its metadata and its draft vocabulary.
-
-    Raises:
-        InputError: one of the files cannot be read.
-    """
-    names = [WEIGHTS_FILE, METADATA_FILE]
-    files = names if metadata.draft_vocabulary == "target" else [*names, VOCABULARY_FILE]
+    """Return the one hash of an artifact: over its weights, its metadata and its draft vocabulary."""
+    names = [WEIGHTS_FILE, METADATA_FILE, *([VOCABULARY_FILE] if metadata.draft_vocabulary == "reduced" else [])]
     try:
-        return hash_files([folder / name for name in files])
+        return hash_files([folder / name for name in names])
     except InputError as error:
         raise InputError(f"{folder} is damaged: {error}") from error
 

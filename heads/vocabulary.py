@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from configs.runtime.errors import InputError
+from configs.runtime.errors import InputError, first_line
 from heads.inference.causal_lm import head_rows
 
 
@@ -42,9 +42,9 @@ class DraftVocabulary:
             raise ValueError(f"draft token ids must be a list of int64, got {ids_W.dtype} of shape {list(ids_W.shape)}")
         if not bool((ids_W[1:] > ids_W[:-1]).all()):
             raise ValueError("draft token ids must rise and name each token once")
-        if int(ids_W[0]) < 0 or int(ids_W[-1]) >= self.target_vocab_size:
-            outside = int(ids_W[0]) if int(ids_W[0]) < 0 else int(ids_W[-1])
-            raise ValueError(f"draft token id {outside} lies outside the target's vocabulary of {self.target_vocab_size}")
+        for token in (int(ids_W[0]), int(ids_W[-1])):
+            if not 0 <= token < self.target_vocab_size:
+                raise ValueError(f"draft token id {token} lies outside the target's vocabulary of {self.target_vocab_size}")
 
     def __len__(self) -> int:
         return len(self.token_ids_W)
@@ -56,6 +56,10 @@ class DraftVocabulary:
 
     def to(self, device: torch.device) -> DraftVocabulary:
         return DraftVocabulary(token_ids_W=self.token_ids_W.to(device), target_vocab_size=self.target_vocab_size)
+
+    def write(self, path: Path) -> None:
+        """Write `d2t` (int64 `[W]`) and `t2d` (bool `[V]`) as a safetensors file."""
+        save_file({"d2t": self.token_ids_W.cpu().contiguous(), "t2d": self.is_drafted_V}, path)
 
 
 def target_ids(vocabulary: DraftVocabulary | None, drafted: Tensor) -> Tensor:
@@ -72,11 +76,7 @@ def over_target(vocabulary: DraftVocabulary | None, values_BW: Tensor, fill: flo
 
 
 def keep_head_rows(model: PreTrainedModel, vocabulary: DraftVocabulary) -> None:
-    """Replace a causal LM's head, in place, by a frozen one of W rows. Its input embeddings stay whole.
-
-    Raises:
-        InputError: see `heads.inference.causal_lm.head_rows`.
-    """
+    """Replace a causal LM's head, in place, by a frozen one of W rows. Its input embeddings stay whole."""
     weight_WD, bias_W = head_rows(model, vocabulary.token_ids_W.to(model.device))
     W, D = weight_WD.shape
     reduced = nn.Linear(D, W, bias=bias_W is not None, device=weight_WD.device, dtype=weight_WD.dtype)
@@ -87,31 +87,16 @@ def keep_head_rows(model: PreTrainedModel, vocabulary: DraftVocabulary) -> None:
     model.config.get_text_config().tie_word_embeddings = False  # or the next `tie_weights` would undo it
 
 
-def write_draft_vocabulary(path: Path, vocabulary: DraftVocabulary) -> None:
-    """Write `d2t` (int64 `[W]`) and `t2d` (bool `[V]`) as a safetensors file."""
-    save_file({"d2t": vocabulary.token_ids_W.cpu().contiguous(), "t2d": vocabulary.is_drafted_V}, path)
-
-
 def read_draft_vocabulary(path: Path) -> DraftVocabulary:
-    """Read back what `write_draft_vocabulary` wrote.
-
-    Raises:
-        InputError: the file is missing or damaged, the ids do not rise within the vocabulary, or the two tensors disagree.
-    """
+    """Read back what `DraftVocabulary.write` wrote."""
     try:
         tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"draft vocabulary {path} cannot be read: {str(error).splitlines()[0]}") from error
-    if set(tensors) != {"d2t", "t2d"}:
-        raise InputError(f"draft vocabulary {path} must hold d2t and t2d, got {', '.join(sorted(tensors)) or 'nothing'}")
-    is_drafted_V = tensors["t2d"]
-    if is_drafted_V.ndim != 1 or is_drafted_V.dtype != torch.bool:
-        kind = f"{is_drafted_V.dtype} of shape {list(is_drafted_V.shape)}"
-        raise InputError(f"draft vocabulary {path}: t2d must be a list of bool, got {kind}")
-    try:
-        vocabulary = DraftVocabulary(token_ids_W=tensors["d2t"], target_vocab_size=len(is_drafted_V))
-    except ValueError as error:
-        raise InputError(f"draft vocabulary {path}: {error}") from error
-    if not torch.equal(vocabulary.is_drafted_V, is_drafted_V):
+        vocabulary = DraftVocabulary(token_ids_W=tensors["d2t"], target_vocab_size=len(tensors["t2d"]))
+        agrees = tensors["t2d"].dtype == torch.bool and torch.equal(vocabulary.is_drafted_V, tensors["t2d"])
+    except KeyError as error:
+        raise InputError(f"draft vocabulary {path} must hold d2t and t2d, and lacks {error}") from error
+    except (OSError, SafetensorError, ValueError, TypeError) as error:
+        raise InputError(f"draft vocabulary {path} cannot be read: {first_line(error)}") from error
+    if not agrees:
         raise InputError(f"draft vocabulary {path}: t2d marks other tokens than d2t names")
     return vocabulary

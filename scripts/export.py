@@ -31,8 +31,7 @@ def main(config: ExportConfig, args: argparse.Namespace) -> None:
     from heads.formats.exporting.exporter import SERVE_FILE, export
     from heads.formats.exporting.source import TargetFolder, read_source
     from heads.frozen.identity import locate
-    from heads.hub import locate_artifact
-    from heads.metadata import read_metadata
+    from heads.metadata import locate_artifact, read_metadata
 
     artifact, out = locate_artifact(args.artifact), Path(args.out)
     known = read_metadata(artifact).target

@@ -31,7 +31,7 @@ def main(config: ImportConfig, args: argparse.Namespace) -> None:
     from heads.formats.importing.importer import drafts_a_round, fit, write_artifact
     from heads.formats.importing.reading import read_external
     from heads.frozen.loading import load_target
-    from heads.hub import locate_external
+    from heads.metadata import locate_external
     from scripts.exchange.trial import try_out
 
     out = Path(args.out)

@@ -37,8 +37,7 @@ from distill.server.engine import EngineStates
 from heads.frozen.identity import remembered_sha256
 from heads.frozen.loading import Target, load_target
 from heads.frozen.processes import join_processes, naming_lost_processes
-from heads.hub import locate_artifact
-from heads.metadata import hash_artifact, read_metadata
+from heads.metadata import hash_artifact, locate_artifact, read_metadata
 from heads.modules.interface import Batch
 from train.loop.engines import check_engine
 from train.loop.lineage import accumulating

@@ -1,7 +1,7 @@
 """The shape of a round's drafts: trees of candidates, and rules that stop a chain early. Imports no torch.
 
 The trees are built by `heads.sampling.token_tree` and `heads.proposers.tree_builder`, the rules run by
-`heads.proposers.draft_length`. The confidence of a distribution is its largest probability; it is taken of the distribution
+`heads.proposers.chain_builder`. The confidence of a distribution is its largest probability; it is taken of the distribution
 drafts are drawn from, at temperature 1 where decoding is greedy.
 """
 

@@ -1,7 +1,7 @@
 """A batch under way: the prompts are read once, then each round drafts, verifies and commits.
 
 The target's cache and the rows are kept here; what stays of a proposal is decided in `eval.decoder.verifier`. A round costs
-one transfer to the host and one to the device (`heads.uploads`); rules for stopping, merged drafts, comparing
+one transfer to the host and one to the device (`heads.device`); rules for stopping, merged drafts, comparing
 distributions and rows that end cost more.
 B batch, G drafted tokens, N drafts of a tree, K = G + 1 or N + 1 target rows, D depth of a tree, V vocabulary.
 """
@@ -26,6 +26,7 @@ from eval.decoder.request import BatchRow, Request
 from eval.decoder.tree_rules import TreeVerification
 from eval.decoder.typical import TypicalVerifier
 from eval.decoder.verifier import Verifier, finite_rows
+from heads.device import RowNumbers, TokenRows, Uploads, on_device, shifted, smaller
 from heads.frozen.hidden_states import TargetStates, forward_states
 from heads.frozen.loading import Target
 from heads.inference.causal_lm import MediaInputs, head_logits, new_cache
@@ -33,7 +34,6 @@ from heads.inference.kv_cache import LAYERS
 from heads.proposers.protocol import Proposal, Proposer, TargetReader, TreeProposer
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention, tree_attention, tree_from
-from heads.uploads import RowNumbers, TokenRows, Uploads, on_device, shifted, smaller
 
 VERIFIERS: dict[str, type[Verifier]] = {
     "typical": TypicalVerifier,

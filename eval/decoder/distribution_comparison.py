@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from configs.schema.decoding import SamplingConfig
-from heads.proposers.draft_length import confidence
+from heads.proposers.chain_builder import confidence
 from heads.sampling.probabilities import token_probabilities, values_at
 
 

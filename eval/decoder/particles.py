@@ -24,7 +24,7 @@ from eval.decoder.logits_processor import Processor
 from eval.decoder.records import Clock
 from eval.decoder.request import BatchRow, Request
 from eval.decoder.verifier import finite_rows
-from heads.device import widest_float
+from heads.device import TokenRows, Uploads, constant, shifted, widest_float
 from heads.frozen.hidden_states import forward_states
 from heads.frozen.loading import Target
 from heads.inference.causal_lm import head_logits, new_cache
@@ -32,7 +32,6 @@ from heads.inference.kv_cache import LAYERS
 from heads.proposers.protocol import Proposal, Proposer
 from heads.sampling.counter_rng import CounterRNG, Role
 from heads.sampling.probabilities import draw, token_probabilities, values_at
-from heads.uploads import TokenRows, Uploads, constant, shifted
 
 
 @dataclass

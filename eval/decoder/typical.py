@@ -18,12 +18,11 @@ from configs.schema.decoding import DecodeConfig, TypicalAcceptance
 from eval.decoder.chain_rules import ChainVerification
 from eval.decoder.tree_rules import TreeVerification
 from eval.decoder.verifier import Verifier, rooted
-from heads.device import widest_float
+from heads.device import on_device, widest_float
 from heads.proposers.protocol import Proposal
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.probabilities import token_probabilities
 from heads.sampling.token_tree import DynamicTreeSpec, Tree
-from heads.uploads import on_device
 
 
 class TypicalVerifier(Verifier):

@@ -16,11 +16,11 @@ from torch.nn import functional
 from configs.schema.decoding import DecodeConfig
 from eval.decoder.chain_rules import ChainVerification, verify_block, verify_greedy, verify_tokens
 from eval.decoder.tree_rules import CANDIDATE_RULES, TreeVerification, match_tree, tokens_of, verify_tree, without_replacement
+from heads.device import on_device
 from heads.proposers.protocol import Proposal
 from heads.sampling.counter_rng import CounterRNG, Role
 from heads.sampling.probabilities import draw, greedy_token, token_probabilities
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, distinct_positions
-from heads.uploads import on_device
 
 RULES: dict[str, Callable[..., ChainVerification]] = {"token": verify_tokens, "block": verify_block}
 

@@ -25,11 +25,10 @@ from heads.frozen.hidden_states import num_blocks
 from heads.frozen.loading import Target
 from heads.metadata import agreed, hash_together
 from heads.proposers.draft_lm import DraftLM
+from heads.proposers.lookup import PromptLookup, SuffixLookup
 from heads.proposers.merged import LookupFirst, MergedDrafts
-from heads.proposers.prompt_lookup import PromptLookup
 from heads.proposers.protocol import LooksUp, Proposer
 from heads.proposers.self_speculation import early_exit
-from heads.proposers.suffix_lookup import SuffixLookup
 
 log = logging.getLogger("draftsmith")
 
@@ -94,7 +93,7 @@ def _as_one(drafts: Sequence[Proposer], names: Sequence[FreeDraft], config: Eval
     shortest, longest = config.lookup_match, max(config.lookup_match, LONGEST_MATCH)
     lookups: dict[str, Callable[[], LooksUp]] = {
         "prompt_lookup": lambda: PromptLookup(target.device, longest=longest, shortest=shortest),
-        "suffix_lookup": lambda: SuffixLookup(target.device, shortest=shortest, learns_own_answers=False),
+        "suffix_lookup": lambda: SuffixLookup(target.device, shortest=shortest),
     }
     found = [lookups[name]() for name in names]
     if config.decode.tree is None and len(drafts) == len(found) == 1:
@@ -119,7 +118,7 @@ def _self_speculation(config: EvalConfig, target: Target) -> Proposer:
 
 MAKERS: dict[FreeDraft, Callable[[EvalConfig, Target], Proposer]] = {
     "prompt_lookup": lambda _, target: PromptLookup(target.device),
-    "suffix_lookup": lambda _, target: SuffixLookup(target.device, learns_own_answers=False),
+    "suffix_lookup": lambda _, target: SuffixLookup(target.device),
     "self_speculation": _self_speculation,
 }
 

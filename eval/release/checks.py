@@ -34,7 +34,7 @@ class Artifact:
 def read_artifact(folders: Sequence[str | Path]) -> Artifact:
     """Return what an artifact says of itself, or several that draft together.
 
-    Each is a folder or a name on the Hub (`heads.hub`). Where several were made for different targets, what they differ in
+    Each is a folder or a name on the Hub (`heads.metadata`). Where several were made for different targets, what they differ in
     equals no target's.
 
     Raises:
@@ -42,8 +42,7 @@ def read_artifact(folders: Sequence[str | Path]) -> Artifact:
     """
     # These import transformers, which a gate without an artifact need not wait for.
     from heads.frozen.identity import TargetIdentity
-    from heads.hub import locate_artifact
-    from heads.metadata import agreed, hash_artifact, hash_together, read_metadata
+    from heads.metadata import agreed, hash_artifact, hash_together, locate_artifact, read_metadata
 
     hashes, made_for = [], []
     for folder in map(locate_artifact, folders):

@@ -4,7 +4,8 @@ Li et al. 2025, arXiv 2503.01840. The feature of position j is a projection of t
 first layer attends over [norm(embedding of x_{j+1}); norm(feature)], its residual is the feature. Training unrolls the module
 over its own states (`UnrolledKeys`), as drafting does. Tensor names are those that serving engines read. Departures, all in the
 initial weights: the output head is the target's rows, the norm before it has the target's scale, the feature is the last tap,
-layers copy a block (`heads.modules.initialization`). `EagleBody` is what P-EAGLE shares with it.
+layers copy a block: a head whose feature starts as the last tap and whose layers start as one of the target's blocks passes on
+the target's state from the first step, and learns only what the next token changes. `EagleBody` is what P-EAGLE shares with it.
 B batch, T positions, A taps, E width of the target, D = E width of the layer, K depths, N heads, M key-value heads, H head
 width.
 """
@@ -20,24 +21,33 @@ from transformers import PreTrainedModel
 from configs.runtime.errors import InputError
 from configs.schema.heads import Eagle3Settings, EagleSettings
 from heads.device import upload
-from heads.frozen.hidden_states import TargetStates, final_norm_scale, num_blocks
+from heads.frozen.hidden_states import TargetStates, blocks, final_norm_scale, num_blocks
+from heads.frozen.placement import real_weights
 from heads.inference.kv_cache import RowCache
 from heads.modules.attention import Ranges, causal_ranges, read_ranges
 from heads.modules.autoregressive import ChainHead, FeatureChain
-from heads.modules.initialization import copy_block, pass_last_tap
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins, origins_of_any_depth, shifted_left
-from heads.modules.layer_shape import LayerShape, layer_shape
-from heads.modules.layers import CachedKeys, DraftAttention, HeadLayer, LayerKeys, Rotary, Rotation, mlp, norm
+from heads.modules.layers import (
+    CachedKeys,
+    DraftAttention,
+    HeadLayer,
+    LayerKeys,
+    LayerShape,
+    Rotary,
+    Rotation,
+    layer_shape,
+    mlp,
+    norm,
+)
 from heads.modules.output_head import DraftHead, HeadModule
 from heads.vocabulary import DraftVocabulary
 
+OTHER_TAPS_STD = 0.002  # standard deviation of the weights on taps that are not passed on: small next to 1, but not dead
+COPIED = ("self_attn.o_proj.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")
+
 
 class EagleBody(HeadModule):
-    """Fused taps, layers, the norm after them and the output head.
-
-    Raises:
-        InputError: the target has too few blocks for the default taps, or no block to start from as asked.
-    """
+    """Fused taps, layers, the norm after them and the output head."""
 
     def __init__(self, settings: EagleSettings, target: PreTrainedModel, vocabulary: DraftVocabulary | None) -> None:
         super().__init__(target)
@@ -49,7 +59,9 @@ class EagleBody(HeadModule):
         self.input_norm = norm(joined) if settings.norm_joined_taps else nn.Identity()
         self.fc_norm = nn.ModuleList(norm(shape) for _ in range(num_taps if settings.norm_taps else 0))
         self.fc = nn.Linear(num_taps * width, width, bias=False)
-        pass_last_tap(self.fc)
+        nn.init.normal_(self.fc.weight, std=OTHER_TAPS_STD)
+        with torch.no_grad():
+            self.fc.weight[:, -width:] += torch.eye(width)
         self.layers = nn.ModuleList(Eagle3Layer(shape, settings, first=n == 0) for n in range(settings.num_layers))
         self.norm = norm(shape)
         self.norm.load_state_dict({"weight": final_norm_scale(target)})
@@ -61,7 +73,6 @@ class EagleBody(HeadModule):
                 copy_block(target, settings.init_block, layer)
 
     def features(self, states: TargetStates) -> Tensor:
-        """Return the fused taps `[B, T, D]`."""
         return self.fuse(states.joined_BTF)
 
     def fuse(self, joined_BTF: Tensor) -> Tensor:
@@ -126,12 +137,10 @@ class Eagle3(EagleBody, ChainHead):
         return depths
 
     def read(self, features_BTF: Tensor, ids_BT: Tensor, positions_BT: Tensor, cache: RowCache, depth: int) -> Tensor:
-        """See `heads.modules.autoregressive.ChainHead.read`."""
         states_BTD = self.run_cached(features_BTF, ids_BT, positions_BT, cache)
         return self.norm(states_BTD) if self.settings.norm_feedback else states_BTD
 
     def to_head(self, states_BD: Tensor, depth: int) -> Tensor:
-        """Return the normed states, which the output head reads."""
         return states_BD if self.settings.norm_feedback else self.norm(states_BD)
 
 
@@ -164,12 +173,8 @@ class UnrolledKeys:
 
     Chains start at many origins j at once. At depth k the chain of origin j sees the depth-0 keys of the positions in its range
     (`heads.modules.attention.causal_ranges`), which are made of the target's states, and of the deeper keys only its own: a
-    causal block and a diagonal for each later depth, in one softmax.
-
-    Args:
-        ranges: of the queries' positions, or of all positions with `origins_BX`.
-        earlier: keys and values of the depths before.
-        origins_BX: at depth 0, the positions whose queries are wanted; None: all.
+    causal block and a diagonal for each later depth, in one softmax. `origins_BX` are, at depth 0, the positions whose queries
+    are wanted, and the ranges then those of all positions; None: all.
     """
 
     def __init__(self, ranges: Ranges, *earlier: tuple[Tensor, Tensor], origins_BX: Tensor | None = None) -> None:
@@ -180,14 +185,12 @@ class UnrolledKeys:
         return UnrolledKeys(ranges, *self.earlier, self._own)
 
     def of_queries(self, values_BTX: Tensor) -> Tensor:
-        """See `heads.modules.layers.LayerKeys`."""
         if self.origins_BX is None:
             return values_BTX
         places_BX1 = self.origins_BX.to(values_BTX.device).unsqueeze(-1)  # a plan's values are on no device
         return torch.take_along_dim(values_BTX, places_BX1, 1)
 
     def attend(self, attention: DraftAttention, states_BTX: Tensor, rotation: Rotation) -> Tensor:
-        """Return the attention output `[B, T, D]` of this depth."""
         self._own = attention.keys_values(states_BTX, rotation)
         first, *later = *self.earlier, self._own
         cos_BTH, sin_BTH = map(self.of_queries, rotation)
@@ -228,6 +231,50 @@ def default_taps(target: PreTrainedModel) -> tuple[int, int, int]:
             f"a target of {last} blocks is too shallow for the default taps h_2, h_{{L/2}}, h_{{L-3}}; give head.taps"
         )
     return low, mid, high
+
+
+def mask_token(given: int | None, target: PreTrainedModel) -> int:
+    """Return the id of the mask token: the given one, else the target's padding token, else its first end-of-text token."""
+    config = target.config.get_text_config()
+    if given is not None:
+        if given >= config.vocab_size:
+            raise InputError(f"head.mask_token_id: the target's tokens are 0 to {config.vocab_size - 1}, got {given}")
+        return given
+    for declared in (config.pad_token_id, config.eos_token_id):
+        ids = declared if isinstance(declared, list) else [declared]
+        known = [token for token in ids if token is not None and 0 <= token < config.vocab_size]
+        if known:
+            return int(known[0])
+    raise InputError("head.mask_token_id: the target's config names neither a padding nor an end-of-text token; give an id")
+
+
+@torch.no_grad()
+def copy_block(target: PreTrainedModel, number: int, layer: nn.Module) -> None:
+    """Start a layer from a block of a Llama-like target, counted from 0: attention, MLP and the norms before them.
+
+    A first layer's queries, keys and values also read the embedding; that half of them stays random. Where the target norms
+    queries and keys, as Qwen3 does, its projections mean something else, and all of them stay random.
+    """
+    if not 0 <= number < num_blocks(target):
+        raise InputError(f"head.init_block {number}: the target's blocks are 0 to {num_blocks(target) - 1}")
+    own, source = layer.state_dict(), real_weights(blocks(target)[number])
+    if "pre_feedforward_layernorm.weight" in source:  # Gemma's, which norm what a sublayer puts out
+        raise InputError(f"head.init_block: a block of {type(target).__name__} norms otherwise than the head; leave it null")
+    for name in COPIED:
+        if name not in source or source[name].shape != own[name].shape:
+            raise InputError(f"head.init_block: block {number} of {type(target).__name__} has no {name} that fits the head")
+        own[name].copy_(source[name])
+    state_norm = "hidden_norm.weight" if "hidden_norm.weight" in own else "input_layernorm.weight"
+    norms = {state_norm: "input_layernorm.weight", "post_attention_layernorm.weight": "post_attention_layernorm.weight"}
+    for name, copied in norms.items():
+        if copied in source:
+            own[name].copy_(source[copied])
+    if "self_attn.q_norm.weight" in source:
+        return
+    for name in ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"):
+        weight = source.get(name)
+        if weight is not None and len(weight) == len(own[name]):
+            own[name][:, -weight.shape[1] :].copy_(weight)  # the last D columns, which read the state
 
 
 FAMILY = Family(settings=Eagle3Settings, build=Eagle3, propose=FeatureChain)

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError
 from configs.schema.heads import EarlyExitSettings
+from heads.device import TokenRows, shifted, token_rows
 from heads.frozen.hidden_states import TargetStates, final_norm, forward_states, num_blocks, read_states
 from heads.frozen.placement import own_copy
 from heads.frozen.served import ServedForward
@@ -34,14 +35,23 @@ from heads.inference.runner import runner_of
 from heads.modules.attention import causal_ranges
 from heads.modules.autoregressive import FeatureProposer, Window
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins
-from heads.modules.layer_shape import LayerShape, layer_shape
-from heads.modules.layers import CachedKeys, DraftAttention, HeadLayer, LayerKeys, Rotary, Rotation, RowKeys, norm
+from heads.modules.layers import (
+    CachedKeys,
+    DraftAttention,
+    HeadLayer,
+    LayerKeys,
+    LayerShape,
+    Rotary,
+    Rotation,
+    RowKeys,
+    layer_shape,
+    norm,
+)
 from heads.modules.output_head import DraftHead, HeadModule
 from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.protocol import Tokens
 from heads.proposers.self_speculation import SharedBlocks, early_exit
 from heads.sampling.token_tree import TreeAttention
-from heads.uploads import TokenRows, shifted, token_rows
 from heads.vocabulary import DraftVocabulary
 
 log = logging.getLogger("draftsmith")

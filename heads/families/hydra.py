@@ -27,8 +27,7 @@ from heads.inference.kv_cache import RowCache
 from heads.modules.attention import causal_ranges
 from heads.modules.autoregressive import ChainHead, FeatureChain
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins
-from heads.modules.layer_shape import layer_shape
-from heads.modules.layers import CachedKeys, DraftLayer, HeadLayer, Rotary, RowKeys, norm
+from heads.modules.layers import CachedKeys, DraftLayer, HeadLayer, Rotary, RowKeys, layer_shape, norm
 from heads.modules.output_head import DraftHead
 from heads.vocabulary import DraftVocabulary
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import HydraSettings, MedusaSettings
+from heads.device import TokenRows
 from heads.frozen.hidden_states import TargetStates
 from heads.modules.autoregressive import FeatureProposer
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins
@@ -29,7 +30,6 @@ from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.protocol import Proposal, Tokens
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree
-from heads.uploads import TokenRows
 from heads.vocabulary import DraftVocabulary
 
 

@@ -21,14 +21,14 @@ from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError
 from configs.schema.heads import MtpSettings
+from heads.device import TokenRows
 from heads.frozen.hidden_states import TargetStates, final_norm, num_blocks
 from heads.frozen.mtp_checkpoint import NativeMtp
 from heads.frozen.placement import own_copy
 from heads.inference.kv_cache import RowCache
 from heads.modules.autoregressive import ChainHead, FeatureChain, FeatureProposer
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins, shifted_left
-from heads.modules.layer_shape import LayerShape, shape_like
-from heads.modules.layers import HeadLayer
+from heads.modules.layers import HeadLayer, LayerShape, shape_like
 from heads.modules.output_head import DraftHead
 from heads.modules.target_block import (
     BlockContext,
@@ -42,7 +42,6 @@ from heads.modules.target_block import (
 )
 from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.protocol import Proposer, Tokens
-from heads.uploads import TokenRows
 from heads.vocabulary import DraftVocabulary
 
 
@@ -151,7 +150,7 @@ class DepthChain(FeatureProposer):
     only those up to x_{j+1} are certain. So, like transformers' `MtpCache`, each round reads the last indices again.
 
     Once a round has asked for fewer tokens, later ones of the same batch get no more than that: the deeper modules have not
-    read along. So where a rule stops a round (`heads.proposers.draft_length`), all modules still read.
+    read along. So where a rule stops a round (`heads.proposers.chain_builder`), all modules still read.
     """
 
     module: Mtp

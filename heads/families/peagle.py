@@ -23,16 +23,14 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from configs.schema.heads import PEagleSettings
-from heads.device import upload
-from heads.families.eagle3 import EagleBody
+from heads.device import TokenRows, upload
+from heads.families.eagle3 import EagleBody, mask_token
 from heads.frozen.hidden_states import TargetStates
 from heads.modules.attention import Ranges, causal_ranges, read_ranges
 from heads.modules.autoregressive import FeatureProposer
-from heads.modules.initialization import mask_token
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins, shifted_left
 from heads.modules.layers import DraftAttention, LayerKeys, Rotation
 from heads.proposers.chain_builder import ChainBuilder
-from heads.uploads import TokenRows
 from heads.vocabulary import DraftVocabulary
 
 

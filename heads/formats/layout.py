@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from configs.runtime.errors import InputError
 from heads.frozen.checkpoint_files import SINGLE_FILE, Weights
-from heads.modules.layer_shape import LayerShape
+from heads.modules.layers import LayerShape
 
 Shapes = dict[str, tuple[int, ...]]
 Value = TypeVar("Value")

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from heads.device import on_device
 from heads.sampling.token_tree import TreeAttention
-from heads.uploads import on_device
 
 STEPS = 127  # of int8, to either side
 

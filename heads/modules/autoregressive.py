@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from configs.schema.decoding import SamplingConfig
+from heads.device import RowNumbers, TokenRows, on_device, shifted, token_rows
 from heads.frozen.hidden_states import TargetStates
 from heads.inference.kv_cache import RowCache
 from heads.modules.output_head import HeadModule
@@ -25,7 +26,6 @@ from heads.proposers.protocol import Proposal, Tokens
 from heads.proposers.tree_builder import DynamicTreeBuilder, StaticTreeBuilder, TreeSlots, tree_builder
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention
-from heads.uploads import RowNumbers, TokenRows, on_device, shifted, token_rows
 
 
 class PendingFeatures:

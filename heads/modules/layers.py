@@ -1,30 +1,132 @@
-"""The layers that heads are built from: Llama's decoder layer in parts.
+"""The layers that heads are built from: Llama's decoder layer in parts, of the target's sizes or of those that settings name.
 
 One kind of each whatever the target's family, so that serving engines know it. The decoder layer's input may have any width and
 its keys may come from elsewhere; rotary embedding, norm and MLP are transformers' own. What attention reads is the caller's,
-because each family hides other things.
-B batch, T positions, S keys, D width, N heads, M key-value heads, H head width.
+because each family hides other things. Targets' configs name their sizes differently; where one does not, its modules tell.
+B batch, T positions, S keys, D width, I width of the MLP, N heads, M key-value heads, H head width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.pytorch_utils import Conv1D
 
-from configs.runtime.errors import ConfigError
+from configs.runtime.errors import ConfigError, InputError
+from configs.schema.heads import LayerSettings
+from heads.frozen.hidden_states import blocks
 from heads.inference.kv_cache import RowCache
 from heads.modules.attention import Ranges, read_ranges
-from heads.modules.layer_shape import LayerShape
+
+# Kinds of rotary embeddings whose frequencies do not depend on the text's length, which a cache of rotated keys needs.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, [B, T, H]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """Sizes of a draft layer."""
+
+    width: int
+    mlp_width: int
+    num_heads: int
+    num_key_value_heads: int
+    head_width: int
+    norm_epsilon: float
+    rope_theta: float
+    max_positions: int
+    rope_scaling: Mapping[str, Any] | None = None  # further rope parameters than theta; None: plain rotary embeddings
+
+    def llama_config(self) -> LlamaConfig:
+        """Return the config of a Llama layer of this shape."""
+        return LlamaConfig(
+            hidden_size=self.width,
+            intermediate_size=self.mlp_width,
+            num_attention_heads=self.num_heads,
+            num_key_value_heads=self.num_key_value_heads,
+            head_dim=self.head_width,
+            rms_norm_eps=self.norm_epsilon,
+            max_position_embeddings=self.max_positions,
+            rope_parameters=self.rope_parameters,
+        )
+
+    @property
+    def rope_parameters(self) -> dict[str, Any]:
+        """What describes the rotary embedding, as configs of transformers spell it."""
+        return {"rope_type": "default"} | dict(self.rope_scaling or {}) | {"rope_theta": self.rope_theta}
+
+
+def shape_like(target: PreTrainedModel) -> LayerShape:
+    """Return the shape of the target's own blocks, whatever its family calls the numbers."""
+    config = target.config.get_text_config()
+    num_heads = number_of(config, "num_attention_heads") or 1
+    rope = getattr(config, "rope_parameters", None) or {}
+    nested = rope.get("full_attention")  # Gemma keeps one set of parameters for each kind of layer
+    return LayerShape(
+        width=config.hidden_size,
+        mlp_width=mlp_width(target),
+        num_heads=num_heads,
+        num_key_value_heads=number_of(config, "num_key_value_heads") or num_heads,
+        head_width=number_of(config, "head_dim") or config.hidden_size // num_heads,
+        norm_epsilon=getattr(config, "rms_norm_eps", None) or getattr(config, "layer_norm_eps", None) or 1e-5,
+        rope_theta=(nested if isinstance(nested, dict) else rope).get("rope_theta", 10_000.0),
+        # Where the config names none (ALiBi), a number that decides nothing.
+        max_positions=number_of(config, "max_position_embeddings") or number_of(config, "max_seq_len") or 2048,
+    )
+
+
+def layer_shape(target: PreTrainedModel, settings: LayerSettings | None) -> LayerShape:
+    """Return the shape of a head's layers: the target's, with the sizes that the settings name."""
+    own = shape_like(target)
+    if settings is None:
+        return own
+    shape = replace(own, **{name: value for name, value in settings.model_dump().items() if value is not None})
+    if shape.num_heads % shape.num_key_value_heads or shape.width % shape.num_heads:
+        raise InputError(
+            f"head.layer: {shape.num_heads} heads and {shape.num_key_value_heads} key-value heads at width {shape.width}; "
+            "num_heads must be a multiple of num_key_value_heads, the width one of num_heads"
+        )
+    if (kind := shape.rope_parameters["rope_type"]) not in ROPE_TYPES:
+        raise InputError(f"head.layer.rope_scaling: rotary embeddings of type {kind}; heads have {', '.join(ROPE_TYPES)}")
+    return shape
+
+
+def mlp_width(target: PreTrainedModel) -> int:
+    """Return the width of the target's MLPs; of several the most common one."""
+    config = target.config.get_text_config()
+    if (named := number_of(config, "intermediate_size")) is not None:
+        return named
+    # The last layer of an MLP leads from I back to D; other layers that end in D are no wider.
+    modules, D = list(blocks(target).modules()), config.hidden_size
+    linear = [each.in_features for each in modules if isinstance(each, nn.Linear) and each.out_features == D]
+    inputs = [*linear, *(each.nx for each in modules if isinstance(each, Conv1D) and each.nf == D)]
+    if not inputs:
+        raise InputError(
+            f"{type(target).__name__} has neither an intermediate_size in its config nor an MLP of linear layers, so the "
+            "width of a head's MLP does not follow from it: heads that have layers of their own cannot be made for it"
+        )
+    return max(inputs)
+
+
+def number_of(config: Any, name: str) -> int | None:
+    """Return a whole number of a config, where blocks differ in it the most common one; None where there is none."""
+    values = [getattr(each, name, None) for each in config.per_layer_config]  # one config a block
+    for number, value in enumerate(values):
+        if isinstance(value, list | tuple) and len(value) == len(values):
+            values[number] = value[number]
+    numbers = Counter(value for value in values if isinstance(value, int) and value > 0)
+    return numbers.most_common(1)[0][0] if numbers else None
 
 
 class HeadLayer(GradientCheckpointingLayer):
@@ -77,12 +179,12 @@ class DraftAttention(nn.Module):
         v_BMTH = self._heads(self.v_proj(states_BTX)).transpose(1, 2)
         return apply_rotary_pos_emb(k_BMTH, k_BMTH, *rotation)[1], v_BMTH
 
-    def attend(self, q_BNTH: Tensor, k_BMSH: Tensor, v_BMSH: Tensor, visible_B1TS: Tensor | None) -> Tensor:
-        """Return the layer's output `[B, T, D]`; `visible_B1TS` None lets every query see every key."""
+    def attend(self, q_BNTH: Tensor, k_BMSH: Tensor, v_BMSH: Tensor, visible_B1TS: Tensor) -> Tensor:
+        """Return the layer's output `[B, T, D]`."""
         # Heads that share keys as rows: with a mask, kernels that know of such heads are those that hold all scores.
         G, T = q_BNTH.shape[1] // k_BMSH.shape[1], q_BNTH.shape[2]
         q_BMXH = q_BNTH.unflatten(1, (-1, G)).flatten(2, 3)
-        visible_B1XS = None if visible_B1TS is None else visible_B1TS.expand(-1, -1, T, -1).repeat(1, 1, G, 1)
+        visible_B1XS = visible_B1TS.expand(-1, -1, T, -1).repeat(1, 1, G, 1)
         mixed_BMXH = functional.scaled_dot_product_attention(q_BMXH, k_BMSH, v_BMSH, attn_mask=visible_B1XS)
         return self.output(mixed_BMXH.unflatten(2, (G, T)).flatten(1, 2))
 
@@ -154,11 +256,7 @@ class DraftLayer(HeadLayer):
 
 
 def checkpoint_activations(draft: nn.Module) -> None:
-    """Turn activation checkpointing on for the training of a head or a draft LM.
-
-    Raises:
-        ConfigError: the draft LM is of a family whose blocks transformers cannot run again.
-    """
+    """Turn activation checkpointing on for the training of a head or a draft LM."""
     if isinstance(draft, PreTrainedModel):
         if not draft.supports_gradient_checkpointing:
             raise ConfigError(f"schedule.activation_checkpointing: {type(draft).__name__} has none; set it to null")

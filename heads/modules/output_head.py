@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from configs.runtime.errors import InputError
 from configs.schema.heads import HeadSettings
 from heads.frozen.hidden_states import TargetStates
 from heads.inference.causal_lm import head_logits, head_rows
 from heads.modules.interface import Depth
-from heads.modules.layer_shape import check_widths
 from heads.vocabulary import DraftVocabulary
 
 
@@ -56,20 +56,18 @@ class DraftHead(nn.Module):
         weight_WD, bias_W = head_rows(target, wanted_W)  # also where nothing is copied: it refuses heads that are not linear
         if with_bias and bias_W is None:
             bias_W = weight_WD.new_zeros(len(wanted_W))
-        dtype = torch.float32 if trainable else weight_WD.dtype
         for name, value in (("weight", weight_WD), ("bias", bias_W)):
             if shared or value is None:
                 setattr(self, name, None)
             elif trainable:
-                self.register_parameter(name, nn.Parameter(value.detach().to(dtype).clone()))
+                self.register_parameter(name, nn.Parameter(value.detach().float().clone()))
             else:
                 self.register_buffer(name, value.detach().clone())
 
     @property
     def parameters_used(self) -> tuple[Tensor, ...]:
         """Every tensor that the logits depend on."""
-        weight_WD, bias_W = self._weights()
-        return (weight_WD,) if bias_W is None else (weight_WD, bias_W)
+        return tuple(each for each in self._weights() if each is not None)
 
     @property
     def vocabulary(self) -> DraftVocabulary | None:
@@ -88,7 +86,12 @@ class DraftHead(nn.Module):
     def get_output_embeddings(self) -> Callable[[Tensor], Tensor]:
         """Return what makes raw logits, for `heads.inference.causal_lm.head_logits`."""
         weight_WD, bias_W = self._weights()
-        weight_WD = self._as_autocast(weight_WD)
+        if (dtype := autocast_dtype(weight_WD)) is not None:  # cast once: a loss asks for logits some rows at a time
+            made_of = weight_WD.data_ptr(), weight_WD._version, dtype
+            if self._cast is None or self._cast[0] != made_of:
+                with torch.inference_mode(mode=False):
+                    self._cast = made_of, weight_WD.to(dtype)
+            weight_WD = self._cast[1]
         return lambda hidden: functional.linear(hidden.to(weight_WD.dtype), weight_WD, bias_W)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -114,17 +117,6 @@ class DraftHead(nn.Module):
         """The size of the draft vocabulary, W."""
         return self.vocab_size if self.token_ids is None else len(self.token_ids)
 
-    def _as_autocast(self, weight_WD: Tensor) -> Tensor:
-        """Return a frozen weight in autocast's dtype, cast once: a loss asks for logits some rows at a time."""
-        dtype = autocast_dtype(weight_WD)
-        if dtype is None:
-            return weight_WD
-        made_of = weight_WD.data_ptr(), weight_WD._version, dtype
-        if self._cast is None or self._cast[0] != made_of:
-            with torch.inference_mode(mode=False):
-                self._cast = made_of, weight_WD.to(dtype)
-        return self._cast[1]
-
     def _weights(self) -> tuple[Tensor, Tensor | None]:
         if self.weight is not None:
             return self.weight, self.bias
@@ -133,10 +125,7 @@ class DraftHead(nn.Module):
 
 
 def autocast_dtype(weight: Tensor) -> torch.dtype | None:
-    """Return the dtype that autocast casts a weight to at every use; None where it does not, or keeps the cast.
-
-    It keeps those of trained weights only.
-    """
+    """Return the dtype that autocast casts a weight to at every use; None where it does not, or, of trained ones, keeps it."""
     kind = weight.device.type
     is_cast = weight.dtype == torch.float32 and not weight.requires_grad and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if is_cast else None
@@ -186,3 +175,16 @@ class HeadModule(nn.Module):
     def embed(self, ids_BT: Tensor) -> Tensor:
         """Return the target's embeddings `[B, T, D]` in the head's dtype."""
         return self._target[0].get_input_embeddings()(ids_BT).to(self.dtype)
+
+
+def check_widths(target: PreTrainedModel) -> None:
+    """Refuse a target whose embedding or output head has another width than its states, as OPT-350m."""
+    width, head = target.config.get_text_config().hidden_size, target.get_output_embeddings()
+    widths = {cast(nn.Embedding, target.get_input_embeddings()).weight.shape[1]}
+    if isinstance(head, nn.Linear):  # another kind is refused by `heads.inference.causal_lm.head_rows`
+        widths.add(head.in_features)
+    if not widths <= {width}:
+        raise InputError(
+            f"{type(target).__name__} has states of width {width} and an embedding or output head of width "
+            f"{', '.join(map(str, sorted(widths - {width})))}: heads need one width; distil a draft LM, or take another target"
+        )

@@ -4,18 +4,26 @@ It may have a reduced vocabulary (`heads.vocabulary`); its proposals are in the 
 
 After a fully accepted round its cache lacks the last draft, which it never had to read; the next round's first forward reads
 that token and the pending one together, so no round pays an extra forward. So it does with what others have drafted.
+
+On another device than the target (`home`) a round takes two transfers, whatever the number of drafts: the tokens to read, and
+the proposal. Random numbers are functions of counters, the same on either device. **Not run on two accelerators yet.** Left
+out: drafting ahead while the target verifies (PEARL).
 B batch, T tokens, G drafts, V target vocabulary, W the draft's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from configs.schema.decoding import SamplingConfig
+from heads.device import TokenRows, shifted, token_rows
 from heads.frozen.hidden_states import TargetStates
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache
 from heads.inference.kv_cache import RowCache
@@ -24,7 +32,6 @@ from heads.proposers.protocol import Proposal, Tokens
 from heads.proposers.tree_builder import TreeSlots, tree_builder
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree
-from heads.uploads import TokenRows, shifted, token_rows
 from heads.vocabulary import DraftVocabulary
 
 
@@ -36,14 +43,20 @@ class DraftLM:
         vocab_size: the target's; extra padded rows of the draft's head are cut off before the softmax. A token that the
             draft has no embedding for (one of the target's padded rows) is read as the draft's last.
         vocabulary: the tokens that the rows of the model's head stand for, after `keep_head_rows`; None: the target's own.
+        home: the target's device; None: the model's.
     """
 
     taps: Sequence[int] = ()
     num_trees = 1
 
-    def __init__(self, model: PreTrainedModel, vocab_size: int, vocabulary: DraftVocabulary | None = None) -> None:
-        self.model = model
-        self.vocab_size = vocab_size
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        vocab_size: int,
+        vocabulary: DraftVocabulary | None = None,
+        home: torch.device | None = None,
+    ) -> None:
+        self.model, self.vocab_size, self.home = model, vocab_size, home
         self.vocabulary = None if vocabulary is None else vocabulary.to(model.device)
         self._last_id = model.config.get_text_config().vocab_size - 1
         self._cache: RowCache
@@ -65,7 +78,7 @@ class DraftLM:
     ) -> Proposal:
         text = token_rows(tokens, self.model.device)
         lengths = text.lengths
-        chain = ChainBuilder(lengths, sampling, rng, self.vocabulary, keep_logits=keep_logits)
+        chain = ChainBuilder(lengths, sampling, self._there(rng), self.vocabulary, keep_logits=keep_logits)
         hidden_BD = self._read_text(text)
         for step in range(num_tokens):
             drafted_B = chain.add(head_logits(self.model, hidden_BD)[:, : self.vocab_size])
@@ -75,14 +88,14 @@ class DraftLM:
             hidden_BD = forward_rows(self.model, self._cache, drafted_B.unsqueeze(1), starts)[:, -1]
         self._proposed_from = list(lengths)
         self._cached = [length + step for length in lengths]  # up to the last draft, which was not read
-        return chain.proposal()
+        return self._at_home(chain.proposal())
 
     def propose_tree(
         self, tokens: Tokens, tree: Tree | DynamicTreeSpec, drawn_by: SamplingConfig | None, rng: CounterRNG
     ) -> Proposal:
         text = token_rows(tokens, self.model.device)
         lengths = text.lengths
-        builder = tree_builder(tree, lengths, drawn_by, rng, self.vocabulary)
+        builder = tree_builder(tree, lengths, drawn_by, self._there(rng), self.vocabulary)
         slots = TreeSlots(lengths, self.model.device)
         hidden_BMD = self._read_text(text).unsqueeze(1)
         while frontier := builder.add(head_logits(self.model, hidden_BMD)[..., : self.vocab_size]):
@@ -91,7 +104,7 @@ class DraftLM:
         # The accepted path is not looked up in the cache: the next round's first forward reads its tokens again, together with
         # the pending one.
         self._proposed_from = self._cached = list(lengths)
-        return builder.proposal()
+        return self._at_home(builder.proposal())
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates | None = None) -> None:
         valid = (start + accepted for start, accepted in zip(self._proposed_from, num_accepted, strict=True))
@@ -107,6 +120,22 @@ class DraftLM:
         self._cached = [self._cached[row] for row in rows]
         self._proposed_from = [self._proposed_from[row] for row in rows]
 
+    def _there(self, rng: CounterRNG) -> CounterRNG:
+        """Return the same random numbers for the model's device."""
+        if self.home is None:
+            return rng
+        there = copy(rng)
+        there.requests_B = rng.requests_B.to(self.model.device)
+        return there
+
+    def _at_home(self, proposal: Proposal) -> Proposal:
+        """Return a proposal with all its tensors on the target's device."""
+        if self.home is None:
+            return proposal
+        values = vars(proposal).items()
+        moved: dict[str, Any] = {name: value.to(self.home) for name, value in values if isinstance(value, Tensor)}
+        return replace(proposal, **moved)
+
     def _read_text(self, text: TokenRows) -> Tensor:
         """Read the tokens that the cache lacks; return the state `[B, D]` after each row's last.
 
@@ -120,11 +149,8 @@ class DraftLM:
         while (longest := max(length - start for length, start in zip(lengths, starts, strict=True))) > 0:
             T = min(longest, self._cache.capacity - max(starts))
             pieces = [row[start : start + T] for row, start in zip(text, starts, strict=True)]
-            ids, counts, begun = (
-                text.uploads.rows(pieces),
-                text.uploads.numbers(list(map(len, pieces))),
-                text.uploads.numbers(starts),
-            )
+            ids, uploads = text.uploads.rows(pieces), text.uploads
+            counts, begun = uploads.numbers(list(map(len, pieces))), uploads.numbers(starts)
             hidden_BTD = forward_rows(self.model, self._cache, ids.tensor.clamp(max=self._last_id), begun)
             counts_B = counts.tensor_B
             last_BD = hidden_BTD[torch.arange(len(pieces), device=counts_B.device), (counts_B - 1).clamp(min=0)]

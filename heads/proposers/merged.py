@@ -1,11 +1,5 @@
 """Several drafts as one: a lookup before a draft in chains, or the trees of all merged into one that holds each path once.
 
-`LookupFirst` drafts each row by the lookup where that has found a match, else by the draft. The choice depends on the committed
-text alone, so each round is lossless by the rule that verifies its drafts; a lookup's are a point mass.
-
-`MergedDrafts` asks every draft for the requested tree, or for a chain where it has no trees, and merges them on the host. The
-target verifies all in one forward. Trees are not drawn, since each token would have to be verified by its own draft's
-distribution: at a temperature above 0 they are verified by sample-and-match.
 B batch, G drafts, V vocabulary.
 """
 
@@ -13,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -20,6 +15,7 @@ from torch.nn import functional
 
 from configs.runtime.errors import InputError
 from configs.schema.decoding import SamplingConfig
+from heads.device import RowNumbers, on_device, token_rows
 from heads.frozen.hidden_states import TargetStates
 from heads.proposers.protocol import (
     CachesDrafts,
@@ -33,7 +29,6 @@ from heads.proposers.protocol import (
 )
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree
-from heads.uploads import RowNumbers, on_device, token_rows
 
 Nodes = tuple[list[int], list[int]]  # tokens, and the row that each continues
 MAX_BEHIND = 64  # tokens that a draft may have left unread; a text that is copied may go on for thousands
@@ -42,12 +37,10 @@ MAX_BEHIND = 64  # tokens that a draft may have left unread; a text that is copi
 class LookupFirst:
     """A lookup and a draft as one proposer of chains (`heads.proposers.protocol.Proposer`).
 
-    The draft is run in a round where any row needs it. What was committed since it ran last it reads in the forward that
+    A row takes the lookup's drafts where that has found a match, as long as its own settings ask, else the draft's. The choice
+    depends on the committed text alone, so each round is lossless by the rule that verifies its drafts; a lookup's are a point
+    mass. The draft is run in a round where any row needs it. What was committed since it ran last it reads in the forward that
     drafts, so that a round of the lookup costs it nothing; only from `MAX_BEHIND` tokens on is it run to keep up.
-
-    Args:
-        lookup: how long a match it needs is its setting.
-        draft: for the same target; neither is used elsewhere while a batch is decoded.
     """
 
     def __init__(self, lookup: LooksUp, draft: Proposer) -> None:
@@ -66,19 +59,17 @@ class LookupFirst:
     ) -> Proposal:
         text = token_rows(tokens, self.lookup.device)
         found = self.lookup.look_up(text, num_tokens)
-        by_lookup = [bool(drafts) for drafts in found]
+        # Added before the draft reads anything, it goes to the device along with what that needs.
+        by_lookup = text.uploads.numbers([bool(drafts) for drafts in found])
         behind = max(len(row) - read for row, read in zip(tokens, self._read, strict=True))
+        self._overruled = []
         if all(by_lookup) and behind + num_tokens < MAX_BEHIND:
-            self._overruled = []
-            proposal = deterministic_proposal(found, text.uploads.device, text.uploads)
-            return replace(proposal, by_lookup=text.uploads.numbers(by_lookup))
-        # Added before the draft reads anything, they go to the device along with what it needs.
+            return replace(deterministic_proposal(found, text.uploads), by_lookup=by_lookup)
         found_ids, found_counts = text.uploads.rows(found), text.uploads.numbers(list(map(len, found)))
-        chosen = text.uploads.numbers(by_lookup)
         own = self.draft.propose(text, num_tokens, sampling, rng, keep_logits=keep_logits)
         self._read = [len(row) for row in tokens]
         self._overruled = [row for row, is_found in enumerate(by_lookup) if is_found]
-        return _chosen(found_ids.tensor, found_counts, own, chosen)
+        return _chosen(found_ids.tensor, found_counts, own, by_lookup)
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
         if self._overruled and isinstance(self.draft, CachesDrafts):
@@ -93,22 +84,19 @@ class LookupFirst:
 
     def learn(self, answer: Sequence[int]) -> None:
         """See `heads.proposers.protocol.LearningProposer`."""
-        _teach([self.lookup], answer)
+        if isinstance(self.lookup, LearningProposer):
+            self.lookup.learn(answer)
 
 
 class MergedDrafts:
-    """Several proposers as one of trees (`heads.proposers.protocol.TreeProposer`).
+    """Two or more proposers for one target as one of trees (`heads.proposers.protocol.TreeProposer`).
 
-    Args:
-        drafts: two or more, for the same target, not used elsewhere.
-
-    Raises:
-        InputError: there are fewer than two.
+    Every draft is asked for the requested tree, or for a chain where it has no trees; they are merged on the host, and the
+    target verifies all in one forward. Trees are not drawn, since each token would have to be verified by its own draft's
+    distribution: at a temperature above 0 they are verified by sample-and-match.
     """
 
     def __init__(self, drafts: Sequence[Proposer], device: torch.device) -> None:
-        if len(drafts) < 2:
-            raise InputError(f"merging takes two drafts or more, got {len(drafts)}")
         self.drafts, self.device = list(drafts), device
         self.taps = sorted({tap for draft in drafts for tap in draft.taps})
         self.num_trees = len(self.drafts)
@@ -144,7 +132,9 @@ class MergedDrafts:
 
     def learn(self, answer: Sequence[int]) -> None:
         """See `heads.proposers.protocol.LearningProposer`."""
-        _teach(self.drafts, answer)
+        for draft in self.drafts:
+            if isinstance(draft, LearningProposer):
+                draft.learn(answer)
 
     def _for(self, draft: Proposer, states: TargetStates) -> TargetStates:
         taps = tuple(states.taps_ABTE[self.taps.index(tap)] for tap in draft.taps)
@@ -152,11 +142,7 @@ class MergedDrafts:
 
 
 def merge(trees: Sequence[Nodes]) -> Nodes:
-    """Return the tree of all paths of the given ones, each once.
-
-    Args:
-        trees: tokens and parents (`heads.sampling.token_tree`) of each; a parent of -1 leaves out a token and its descendants.
-    """
+    """Return the tree of all paths of the given ones, each once; a parent of -1 leaves out a token and its descendants."""
     tokens: list[int] = []
     parents: list[int] = []
     known: dict[tuple[int, int], int] = {}  # row and the token after it -> that token's row
@@ -175,9 +161,8 @@ def merge(trees: Sequence[Nodes]) -> Nodes:
 def _chosen(found_BG: Tensor, found_counts: RowNumbers, own: Proposal, by_lookup: RowNumbers) -> Proposal:
     """Return the proposal that holds the lookup's drafts in the rows that are its, and the draft's own in the others."""
     device, by_lookup_B = own.tokens_BG.device, by_lookup.tensor_B.bool()
-    pairs = zip(by_lookup, found_counts, own.num_drafted, strict=True)
     num_drafted = RowNumbers(
-        [one if is_found else other for is_found, one, other in pairs],
+        [count if is_found else other for is_found, count, other in zip(by_lookup, found_counts, own.num_drafted, strict=True)],
         device,
         lambda: torch.where(by_lookup_B, found_counts.tensor_B, on_device(own.num_drafted, device)),
     )
@@ -202,26 +187,18 @@ def _chosen(found_BG: Tensor, found_counts: RowNumbers, own: Proposal, by_lookup
     )
 
 
-def _teach(drafts: Sequence[Proposer], answer: Sequence[int]) -> None:
-    for draft in drafts:
-        if isinstance(draft, LearningProposer):
-            draft.learn(answer)
-
-
 def _most_probable(draft: Proposer, tokens: Tokens, tree: Tree | DynamicTreeSpec, rng: CounterRNG) -> list[Nodes]:
     """Return a draft's most probable tokens by row, as a tree where it can propose trees.
 
     A draft LM proposes a tree even where that is a chain: its cache then allows for another path's being accepted.
     """
-    if isinstance(draft, LooksUp):
-        return [(row, list(range(len(row)))) for row in draft.look_up(tokens, tree.depth)]
     if isinstance(draft, TreeProposer):
-        return _nodes(draft.propose_tree(tokens, tree, None, rng))
-    return _nodes(draft.propose(tokens, tree.depth, SamplingConfig(), rng, keep_logits=False))
-
-
-def _nodes(proposal: Proposal) -> list[Nodes]:
-    if proposal.parents_BN is None:
-        rows = zip(proposal.tokens_BG.tolist(), proposal.num_drafted, strict=True)
-        return [(row[:count], list(range(count))) for row, count in rows]
-    return [(ids, parents) for ids, parents in torch.stack([proposal.tokens_BG, proposal.parents_BN], 1).tolist()]
+        found = draft.propose_tree(tokens, tree, None, rng)
+        return [(ids, parents) for ids, parents in torch.stack([found.tokens_BG, cast(Tensor, found.parents_BN)], 1).tolist()]
+    if isinstance(draft, LooksUp):
+        chains = draft.look_up(tokens, tree.depth)
+    else:
+        found = draft.propose(tokens, tree.depth, SamplingConfig(), rng, keep_logits=False)
+        rows = zip(found.tokens_BG.tolist(), found.num_drafted, strict=True)
+        chains = [row[:count] for row, count in rows]
+    return [(chain, list(range(len(chain)))) for chain in chains]

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from configs.schema.decoding import SamplingConfig
+from heads.device import Uploads, token_rows
 from heads.frozen.hidden_states import TargetStates
 from heads.inference.causal_lm import MediaInputs
 from heads.inference.kv_cache import RowCache
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention
-from heads.uploads import Uploads, token_rows
 
-# Committed ids by row: prompt and answer so far, the pending token last. The decoder's are a `heads.uploads.TokenRows`, by
+# Committed ids by row: prompt and answer so far, the pending token last. The decoder's are a `heads.device.TokenRows`, by
 # which a draft's numbers reach the device along with the decoder's.
 Tokens = Sequence[Sequence[int]]
 
@@ -57,9 +57,8 @@ class Proposal:
     by_lookup: Sequence[int] | None = None
 
 
-def deterministic_proposal(drafts: Sequence[Sequence[int]], device: torch.device, uploads: Uploads | None = None) -> Proposal:
+def deterministic_proposal(drafts: Sequence[Sequence[int]], uploads: Uploads) -> Proposal:
     """Return a proposal of these ids by row, without distributions; they go to the device by the uploads of the text."""
-    uploads = Uploads(device) if uploads is None else uploads
     num_drafted, tokens = uploads.numbers([len(draft) for draft in drafts]), uploads.rows(drafts)
     return Proposal(tokens_BG=tokens.tensor, num_drafted=num_drafted)
 
@@ -92,7 +91,7 @@ class Proposer(Protocol):
         """Take note of how many drafts each row accepted; the target then added one token of its own.
 
         Another draft may have made them (`heads.proposers.merged`); they are in the tokens of the next `propose`. The decoder's
-        numbers are on the device too (`heads.uploads.RowNumbers`), and so are `keep_rows`'s.
+        numbers are on the device too (`heads.device.RowNumbers`), and so are `keep_rows`'s.
 
         Args:
             states: the target's at the once pending token and the drafts, `[B, 1 + G, ...]`; the first 1 + `num_accepted[b]`
@@ -127,7 +126,7 @@ class LooksUp(Proposer):
         self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
     ) -> Proposal:
         text = token_rows(tokens, self.device)
-        return deterministic_proposal(self.look_up(text, num_tokens), self.device, text.uploads)
+        return deterministic_proposal(self.look_up(text, num_tokens), text.uploads)
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
         """Do nothing: the accepted tokens are read from the text in the next round."""
@@ -154,17 +153,12 @@ class TargetReader(Proposer, Protocol):
         attention: TreeAttention | None = None,
         media: MediaInputs | None = None,
     ) -> TargetStates:
-        """Run the target on the prompts, then on each round's pending tokens and drafts; see
-        `heads.frozen.hidden_states.forward_states`."""
+        """Run the target (`heads.frozen.hidden_states.forward_states`) on the prompts, then on each round's tokens."""
 
 
 @runtime_checkable
 class TreeProposer(Proposer, Protocol):
-    """A draft that can also propose trees.
-
-    Args:
-        num_trees: a proposal holds at most this many times the drafts of the requested tree; 1 for a single draft.
-    """
+    """A draft that can also propose trees; `num_trees` is 1, or how many drafts make one together."""
 
     num_trees: int
 

@@ -1,9 +1,8 @@
 """The target's own first blocks as a draft: early exit, as in LayerSkip (arXiv 2404.16710). Nothing is trained or copied.
 
 `early_exit` returns a causal LM of them, with the target's final norm and head, for `heads.proposers.draft_lm.DraftLM`.
-`SharedBlocks` write into the target's cache, and verification continues from what drafting has computed: the prompt is read
-once, and a round of G drafts takes G + 1 rows through the first blocks in place of 2 G + 1. What is trained for the exit is in
-`heads.families.early_exit`.
+`SharedBlocks` write into the target's cache, and verification continues from what drafting has computed: a round of G drafts
+takes G + 1 rows through the first blocks in place of 2 G + 1. What is trained for the exit is `heads.families.early_exit`.
 B batch, T tokens, E width of the target.
 """
 
@@ -19,21 +18,17 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from configs.runtime.errors import InputError, first_line
+from heads.device import shifted
 from heads.frozen.hidden_states import TargetStates, block_list, blocks, forward_states, num_blocks, tapped
 from heads.frozen.model_config import causal_config, config_of_blocks
 from heads.inference.causal_lm import MediaInputs, forward_rows, new_cache, read_documents
 from heads.inference.kv_cache import RowCache
 from heads.inference.model_checks import check_on_probe, probe_ids, relative_error
 from heads.sampling.token_tree import TreeAttention
-from heads.uploads import shifted
 
 
 def early_exit(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
-    """Return a causal LM of the target's first blocks, its embeddings, final norm and head: the very modules, no copies.
-
-    Raises:
-        InputError: there are not that many blocks, or more than blocks come between; or the model is built in another way.
-    """
+    """Return a causal LM of the target's first blocks, its embeddings, final norm and head: the very modules, no copies."""
     if not 1 <= num_layers < num_blocks(model):
         raise InputError(
             f"self-speculation needs 1 to {num_blocks(model) - 1} of the target's {num_blocks(model)} blocks, got {num_layers}"
@@ -42,13 +37,10 @@ def early_exit(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
 
 
 class SharedBlocks:
-    """The target in two parts on its own cache: the first blocks draft, verification goes on from the states after them.
-
-    Args:
-        num_layers: how many of its blocks draft.
+    """The target in two parts on its own cache: `num_layers` blocks draft, verification goes on from the states after them.
 
     Raises:
-        InputError: see `early_exit`; or the two parts, one after the other, are not the model.
+        InputError: the two parts, one after the other, are not the model, or are no models.
     """
 
     def __init__(self, model: PreTrainedModel, num_layers: int) -> None:
@@ -62,8 +54,7 @@ class SharedBlocks:
             model,
             partial(_parts_error, parts=self),
             fails=f"{type(model).__name__} cannot draft for itself: its blocks do not run in two parts ({{}})",
-            differs=f"{type(model).__name__} cannot draft for itself: its blocks, in two parts, are not the whole model; they "
-            "differ by {:.2g} of its states",
+            differs=f"{type(model).__name__} cannot draft for itself: in two parts its states differ by {{:.2g}} of them",
         )
 
     def forward_states(
@@ -77,26 +68,16 @@ class SharedBlocks:
     ) -> TargetStates:
         """Run the target (`heads.frozen.hidden_states.forward_states`), in a round from where drafting has left it.
 
-        Args:
-            ids_BT: the prompts; or in a round, each row's pending token and its drafts.
-            taps: none, or the state after the first blocks.
-            attention: None; only chains are drafted.
-            media: of the prompts.
-
-        Raises:
-            ValueError: other taps or a tree are asked for.
+        Only chains are drafted, and no state is tapped but that after the first blocks.
         """
-        if list(taps) not in ([], [self.num_layers]) or attention is not None:
-            raise ValueError(
-                f"self-speculation reads chains and no taps but h_{self.num_layers}, got {list(taps)}, {attention}"
-            )
         if self._cache is None or cache is not self._cache():
             self._cache, self._exits = ref(cache), []  # another batch; one that was interrupted may have left states
-        exits, self._exits = self._exits[: ids_BT.shape[1]], []
+        exits = self._exits[: ids_BT.shape[1]]
         if not exits:
             return forward_states(self.model, cache, ids_BT, starts, taps, media=media)
         if len(exits) < ids_BT.shape[1]:  # the last draft, which drafting had no need to read
-            self._read(ids_BT[:, len(exits) :], shifted(starts, len(exits)), exits)
+            exits.append(self.read(ids_BT[:, len(exits) :], shifted(starts, len(exits))))
+        self._exits = []
         exits_BTE = torch.cat(exits, 1)
         return TargetStates(final_BTE=forward_rows(self.late, cache, exits_BTE, starts), taps_ABTE=(exits_BTE,) * len(taps))
 
@@ -112,21 +93,16 @@ class SharedBlocks:
 
     def read(self, ids_BT: Tensor, starts: Sequence[int]) -> Tensor:
         """Run the first blocks on the next drafted tokens; return the states after them, `[B, T, E]`."""
-        return self._read(ids_BT, starts, self._exits)
-
-    def _read(self, ids_BT: Tensor, starts: Sequence[int], exits: list[Tensor]) -> Tensor:
-        """Run the first blocks; return the states after them, which are appended to `exits`."""
         cache = None if self._cache is None else self._cache()
-        if cache is None:
-            raise ValueError("the target's first blocks draft into its cache: read the prompts by forward_states first")
+        assert cache is not None, "the prompts are read by forward_states first"
         with tapped(self.early, [self.num_layers]) as seen:
             forward_rows(self.early, cache, ids_BT, starts)
-        exits.append(seen[self.num_layers])
-        return exits[-1]
+        self._exits.append(seen[self.num_layers])
+        return self._exits[-1]
 
 
 def _part(model: PreTrainedModel, first: int, end: int) -> PreTrainedModel:
-    """Return a causal LM of the model's own blocks `first` to `end - 1` and everything else that it has."""
+    """Return a causal LM of the model's own blocks `first` to `end - 1` and all else that it has, the very modules."""
     try:
         config = config_of_blocks(model.config.get_text_config(), range(first, end))
         if type(causal_config(config)) is not type(config):
@@ -160,7 +136,6 @@ def _parts_error(model: PreTrainedModel, parts: SharedBlocks) -> float:
     parts._cache = ref(cache)
     states = []
     for start in (0, half):
-        exits: list[Tensor] = []
-        parts._read(ids_1T[:, start : start + half], [start], exits)
-        states.append(forward_rows(parts.late, cache, exits[0], [start]))
+        exits_1TE = parts.read(ids_1T[:, start : start + half], [start])
+        states.append(forward_rows(parts.late, cache, exits_1TE, [start]))
     return relative_error(torch.cat(states, 1), read_documents(model, ids_1T, None))

@@ -16,24 +16,18 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from configs.runtime.errors import InputError
 from configs.schema.decoding import SamplingConfig
+from heads.device import constant, on_device
 from heads.proposers.protocol import Proposal
 from heads.sampling.counter_rng import CounterRNG, Role
 from heads.sampling.probabilities import DRAWS, greedy_token, token_probabilities
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention, distinct_positions
-from heads.uploads import constant, on_device
 from heads.vocabulary import DraftVocabulary, over_target, target_ids
 
 
 @dataclass(frozen=True, kw_only=True)
 class Frontier:
-    """The tokens of one depth that are continued.
-
-    Args:
-        tokens_BM: the target's ids.
-        origins_BM: which token of the frontier before each continues, int64.
-    """
+    """The tokens of one depth that are continued: the target's ids, and which token of the frontier before each continues."""
 
     tokens_BM: Tensor
     origins_BM: Tensor
@@ -50,32 +44,33 @@ def tree_builder(
     rng: CounterRNG,
     vocabulary: DraftVocabulary | None,
 ) -> StaticTreeBuilder | DynamicTreeBuilder:
-    """Return the builder for a tree.
-
-    Args:
-        lengths: tokens by row, the pending one included; the first drafts stand at that position.
-        drawn_by: the distribution to draw by; None: take the most probable tokens.
-        vocabulary: the tokens that logits are over; None: the target's.
-
-    Raises:
-        ValueError: a dynamic tree is to be drawn.
-    """
+    """Return the builder for a tree; a dynamic one is not drawn, as it leaves out tokens for their low probability."""
     if isinstance(tree, DynamicTreeSpec):
-        if drawn_by is not None:
-            raise ValueError("a dynamic tree leaves out tokens of low probability, so its tokens cannot be drawn")
         return DynamicTreeBuilder(tree, vocabulary)
-    if drawn_by is None:
-        return StaticTreeBuilder(tree, len(lengths), vocabulary)
-    return SampledTreeBuilder(tree, lengths, drawn_by, rng, vocabulary)
+    return StaticTreeBuilder(tree, lengths, drawn_by, rng, vocabulary)
 
 
 class StaticTreeBuilder:
-    """A static tree of the most probable tokens: the child of rank r is the draft's r-th choice."""
+    """A static tree of the most probable tokens, the child of rank r being the draft's r-th choice; or of draws.
 
-    def __init__(self, tree: Tree, num_rows: int, vocabulary: DraftVocabulary | None) -> None:
-        self.tree, self.num_rows, self.vocabulary = tree, num_rows, vocabulary
+    Args:
+        lengths: tokens by row, the pending one included; the first drafts stand at that position.
+        drawn_by: the distribution that the children of a token are drawn by, as `tree.candidates` says; None: none are.
+        vocabulary: the tokens that logits are over; None: the target's.
+    """
+
+    def __init__(
+        self,
+        tree: Tree,
+        lengths: Sequence[int],
+        drawn_by: SamplingConfig | None,
+        rng: CounterRNG,
+        vocabulary: DraftVocabulary | None,
+    ) -> None:
+        self.tree, self.lengths, self.drawn_by, self.rng, self.vocabulary = tree, lengths, drawn_by, rng, vocabulary
         self._levels = _levels(tree)
         self._drafted: list[Tensor] = []
+        self._distributions: list[Tensor] = []  # by depth, where drafts are drawn
 
     def add(self, logits_BMW: Tensor) -> Frontier | None:
         """Take the logits after each token of the frontier; return the next one, None when the tree is done.
@@ -83,70 +78,44 @@ class StaticTreeBuilder:
         M may be 1 for a family whose logits do not depend on the tokens drafted.
         """
         level = self._levels[len(self._drafted)]
-        candidates_BMC = target_ids(self.vocabulary, self._choose(logits_BMW, level))
-        candidates_BMC = candidates_BMC.expand(-1, level.num_parents, -1)
+        if self.drawn_by is not None:
+            chosen_BMC = self._drawn(token_probabilities(logits_BMW, self.drawn_by), level)
+        elif level.num_children == 1:  # as a chain does, also where logits tie
+            chosen_BMC = greedy_token(logits_BMW).unsqueeze(-1)
+        else:
+            chosen_BMC = logits_BMW.topk(level.num_children, dim=-1).indices
+        candidates_BMC = target_ids(self.vocabulary, chosen_BMC).expand(-1, level.num_parents, -1)
         tokens_BP = candidates_BMC[:, _constant(level.origins, logits_BMW), _constant(level.ranks, logits_BMW)]
         self._drafted.append(tokens_BP)
         if not level.continued:
             return None
         continued_M = _constant(level.continued, logits_BMW)
         origins_M = _constant([level.origins[place] for place in level.continued], logits_BMW)
-        return Frontier(tokens_BM=tokens_BP[:, continued_M], origins_BM=origins_M.expand(self.num_rows, -1))
+        return Frontier(tokens_BM=tokens_BP[:, continued_M], origins_BM=origins_M.expand(len(tokens_BP), -1))
 
     def proposal(self) -> Proposal:
-        tokens_BN = torch.cat(self._drafted, 1)
+        tokens_BN, probs_BKV = torch.cat(self._drafted, 1), None
+        if self._distributions:  # after each row of the target's that has children, zeros after the others
+            probs_BRV = torch.cat(self._distributions, 1)
+            probs_BKV = probs_BRV.new_zeros(len(tokens_BN), self.tree.num_nodes + 1, probs_BRV.shape[-1])
+            probs_BKV[:, _constant(sorted(set(self.tree.parents)), probs_BRV)] = probs_BRV
         return Proposal(
             tokens_BG=tokens_BN,
-            num_drafted=[self.tree.num_nodes] * self.num_rows,
+            num_drafted=[self.tree.num_nodes] * len(tokens_BN),
             parents_BN=_constant(self.tree.parents, tokens_BN).expand_as(tokens_BN),
-            probs_BKV=self._distributions(),
+            probs_BKV=probs_BKV,
         )
 
-    def _choose(self, logits_BMW: Tensor, level: _Level) -> Tensor:
-        """Return the children of each token, `[B, M, C]`, in the draft's ids."""
-        _check_choice(level.num_children, logits_BMW)
-        if level.num_children == 1:  # as a chain does, also where logits tie
-            return greedy_token(logits_BMW).unsqueeze(-1)
-        return logits_BMW.topk(level.num_children, dim=-1).indices
-
-    def _distributions(self) -> Tensor | None:
-        return None
-
-
-class SampledTreeBuilder(StaticTreeBuilder):
-    """A static tree of draws: the children of a token come from the draft's distribution after it, as `tree.candidates`
-    says."""
-
-    def __init__(
-        self,
-        tree: Tree,
-        lengths: Sequence[int],
-        sampling: SamplingConfig,
-        rng: CounterRNG,
-        vocabulary: DraftVocabulary | None,
-    ) -> None:
-        super().__init__(tree, len(lengths), vocabulary)
-        self.sampling, self.rng, self.lengths = sampling, rng, lengths
-        self._distributions_by_level: list[Tensor] = []
-
-    def _choose(self, logits_BMW: Tensor, level: _Level) -> Tensor:
-        _check_choice(level.num_children, logits_BMW)
+    def _drawn(self, probs_BMW: Tensor, level: _Level) -> Tensor:
+        """Return draws `[B, M, C]`, in the draft's ids."""
         depth, (M, C) = len(self._drafted), (level.num_parents, level.num_children)
-        probs_BMW = token_probabilities(logits_BMW, self.sampling).expand(-1, M, -1)
-        self._distributions_by_level.append(over_target(self.vocabulary, probs_BMW, 0.0))
+        probs_BMW = probs_BMW.expand(-1, M, -1)
+        self._distributions.append(over_target(self.vocabulary, probs_BMW, 0.0))
         first_B1 = on_device(self.lengths, probs_BMW.device).unsqueeze(1)
         positions_BP = distinct_positions((first_B1 + depth).expand(-1, M * C))
         uniform_BP = self.rng.uniform(Role.DRAFT, positions_BP, first_B1)
         drawn = DRAWS[self.tree.candidates](probs_BMW.flatten(0, 1), uniform_BP.reshape(-1, C))
-        return drawn.unflatten(0, (self.num_rows, M))
-
-    def _distributions(self) -> Tensor:
-        """Return the distribution after each row of the target's that has children, zeros after the others, `[B, K, V]`."""
-        probs_BRV = torch.cat(self._distributions_by_level, 1)
-        rows = sorted(set(self.tree.parents))
-        probs_BKV = probs_BRV.new_zeros(self.num_rows, self.tree.num_nodes + 1, probs_BRV.shape[-1])
-        probs_BKV[:, _constant(rows, probs_BRV)] = probs_BRV
-        return probs_BKV
+        return drawn.unflatten(0, (-1, M))
 
 
 class DynamicTreeBuilder:
@@ -162,14 +131,16 @@ class DynamicTreeBuilder:
         self._tokens: list[Tensor] = []  # by depth, [B, P]
         self._scores: list[Tensor] = []  # log-confidences
         self._parents: list[Tensor] = []  # rows, where every candidate has one
-        self._frontier_scores_BM: Tensor | None = None
-        self._frontier_rows_BM: Tensor | None = None
+        self._frontier: tuple[Tensor, Tensor] | None = None  # its log-confidences and rows, [B, M]
 
     def add(self, logits_BMW: Tensor) -> Frontier | None:
         """See `StaticTreeBuilder.add`."""
         children = min(self.tree.width, logits_BMW.shape[-1])
         logs_BMC, ids_BMC = logits_BMW.float().log_softmax(-1).topk(children, dim=-1)
-        before_BM, rows_BM = self._frontier(logits_BMW)
+        if self._frontier is None:  # the pending token
+            rows_B1 = torch.zeros(len(logits_BMW), 1, dtype=torch.int64, device=logits_BMW.device)
+            self._frontier = rows_B1.float(), rows_B1
+        before_BM, rows_BM = self._frontier
         M, first_row = before_BM.shape[1], 1 + sum(tokens.shape[1] for tokens in self._tokens)
         scores_BMC = before_BM.unsqueeze(-1) + logs_BMC.expand(-1, M, -1)
         # NaN is put last, with its descendants, or they would be kept without their parents.
@@ -181,7 +152,7 @@ class DynamicTreeBuilder:
         if len(self._tokens) == self.tree.depth:
             return None
         best_BM = scores_BP.topk(min(self.tree.width, scores_BP.shape[1]), dim=-1).indices
-        self._frontier_scores_BM, self._frontier_rows_BM = scores_BP.gather(1, best_BM), first_row + best_BM
+        self._frontier = scores_BP.gather(1, best_BM), first_row + best_BM
         return Frontier(tokens_BM=tokens_BP.gather(1, best_BM), origins_BM=best_BM // children)
 
     def proposal(self) -> Proposal:
@@ -202,19 +173,11 @@ class DynamicTreeBuilder:
             parents_BN=new_rows_BP.gather(1, parents_BP.gather(1, kept_BN)),
         )
 
-    def _frontier(self, like_BMW: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-confidences and rows of the tokens that these logits follow; at first of the pending token."""
-        if self._frontier_scores_BM is None or self._frontier_rows_BM is None:
-            rows_B1 = torch.zeros(len(like_BMW), 1, dtype=torch.int64, device=like_BMW.device)
-            return rows_B1.float(), rows_B1
-        return self._frontier_scores_BM, self._frontier_rows_BM
-
 
 class TreeSlots:
     """The slots of a tree's tokens in a draft's own cache: frontier after frontier, each token seeing its ancestors.
 
-    Args:
-        roots: by row, the slot and position of the first frontier that is read.
+    `roots` are, by row, the slot and position of the first frontier that is read.
     """
 
     def __init__(self, roots: Sequence[int], device: torch.device) -> None:
@@ -268,10 +231,3 @@ def _levels(tree: Tree) -> list[_Level]:
 
 def _constant(values: Sequence[int], like: Tensor) -> Tensor:
     return constant(tuple(values), torch.int64, like.device)
-
-
-def _check_choice(wanted: int, logits_BMW: Tensor) -> None:
-    if wanted > logits_BMW.shape[-1]:
-        raise InputError(
-            f"tree: a token has {wanted} children, and the draft knows {logits_BMW.shape[-1]} tokens; make the tree narrower"
-        )

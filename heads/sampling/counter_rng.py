@@ -15,8 +15,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from heads.device import widest_float
-from heads.uploads import on_device
+from heads.device import on_device, widest_float
 
 
 def _signed(x: int) -> int:

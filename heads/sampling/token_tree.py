@@ -17,7 +17,7 @@ from torch import Tensor
 
 from configs.runtime.errors import ConfigError
 from configs.schema.drafting import Candidates, DynamicTree, FastestTree, Path, StaticTree
-from heads.uploads import on_device, shifted
+from heads.device import on_device, shifted
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from eval.measure.proposers import add_lookup
 from eval.stats.bootstrap import Interval, paired_ratio_interval, ratio_interval
 from heads.artifact import Draft
 from heads.frozen.loading import Target
-from heads.proposers.prompt_lookup import PromptLookup
+from heads.proposers.lookup import PromptLookup
 from heads.proposers.protocol import Proposer, TreeProposer
 from scripts.advice.measuring import SEED, to_request
 

@@ -26,8 +26,7 @@ from eval.release.verdict import as_values
 from eval.report.page import render_html
 from eval.report.schema import Report, parse_report
 from heads.formats.exporting.exporter import SERVE_FILE
-from heads.hub import METADATA_FILE
-from heads.metadata import VOCABULARY_FILE, WEIGHTS_FILE
+from heads.metadata import METADATA_FILE, VOCABULARY_FILE, WEIGHTS_FILE
 from scripts.publish.release_checks import Release
 
 Content = Path | bytes

@@ -10,8 +10,7 @@ from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.files import find_shipped
 from configs.schema.commands.refreshing import RefreshConfig
 from heads.frozen.identity import hash_weights, locate
-from heads.hub import locate_artifact
-from heads.metadata import Metadata, hash_artifact, read_metadata
+from heads.metadata import Metadata, hash_artifact, locate_artifact, read_metadata
 from scripts.refresh_steps import commands
 from scripts.refresh_steps.drift import measure_drift
 from scripts.refresh_steps.mixing import mix

@@ -9,12 +9,10 @@ import torch
 from configs.schema.decoding import DecodeConfig
 from eval.decoder.decode import Request, start_run
 from heads.families.registry import FAMILIES
-from heads.proposers.cross_device import CrossDeviceProposer
 from heads.proposers.draft_lm import DraftLM
+from heads.proposers.lookup import PromptLookup, SuffixLookup
 from heads.proposers.merged import LookupFirst, MergedDrafts
-from heads.proposers.prompt_lookup import PromptLookup
 from heads.proposers.self_speculation import early_exit
-from heads.proposers.suffix_lookup import SuffixLookup
 from tests.device.mock_device import counted
 from tests.support import family_checks as checks
 from tests.support.decoding import HEADS
@@ -81,9 +79,7 @@ PROPOSERS = {name: partial(head, name) for name in HEADS} | {
     "prompt_lookup": lambda model: PromptLookup(model.device),
     "suffix_lookup": lambda model: SuffixLookup(model.device),
     "draft_lm first lookup": lambda model: LookupFirst(PromptLookup(model.device), DraftLM(noisy(model), 64)),
-    "eagle3 first lookup": lambda model: LookupFirst(
-        SuffixLookup(model.device, learns_own_answers=False), head("eagle3", model)
-    ),
+    "eagle3 first lookup": lambda model: LookupFirst(SuffixLookup(model.device), head("eagle3", model)),
     "eagle3 some tokens": lambda model: head("eagle3", model, checks.SOME_TOKENS),
     "medusa some tokens": lambda model: head("medusa", model, checks.SOME_TOKENS),
     "merged": lambda model: MergedDrafts(
@@ -173,7 +169,7 @@ def test_a_draft_on_another_device_than_the_target_drafts_what_it_drafts_at_home
     model = checks.tiny_target("llama")
     draft = DraftLM(noisy(model), 64)
     expected, _ = decode(as_target(model), draft, config)
-    away = CrossDeviceProposer(draft, torch.device("cpu"), mock)
+    away = DraftLM(draft.model, 64, home=mock)
     tokens, rounds = decode(as_target(copy.deepcopy(model).to(mock)), away, config)
     assert tokens == expected
     # The numbers of the requests go to the draft, its proposal comes back, a tensor a copy.

@@ -27,10 +27,9 @@ from eval.evaluation import evaluate
 from eval.measure.interleaved import measure
 from eval.release.checks import judge
 from eval.run import main
-from heads.hub import METADATA_FILE
-from heads.metadata import PROMPTS_FILE
+from heads.metadata import METADATA_FILE, PROMPTS_FILE
 from heads.proposers.draft_lm import DraftLM
-from heads.proposers.prompt_lookup import PromptLookup
+from heads.proposers.lookup import PromptLookup
 from tests.support.evaluations import report_in, tiny_evaluation, write_suite
 
 FILES = ["records.jsonl", "report.html", "report.json", "report.md", "run.json"]

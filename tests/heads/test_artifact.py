@@ -10,9 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from configs.runtime.errors import InputError
 from heads.artifact import load_draft, save_draft_lm
 from heads.frozen.loading import recast
-from heads.hub import METADATA_FILE
-from heads.metadata import VOCABULARY_FILE, Metadata, read_metadata
-from heads.vocabulary import DraftVocabulary, write_draft_vocabulary
+from heads.metadata import METADATA_FILE, VOCABULARY_FILE, Metadata, read_metadata
+from heads.vocabulary import DraftVocabulary
 
 
 @pytest.fixture
@@ -165,7 +164,7 @@ def test_transformers_loads_a_reduced_draft_whole(reduced_folder, draft):
 def test_the_hash_of_a_reduced_draft_covers_its_vocabulary(reduced_folder, target):
     before = load_draft(reduced_folder, target.identity, target.model).sha256
     other = DraftVocabulary(token_ids_W=torch.tensor([1, 5, 8, 31, 63]), target_vocab_size=64)
-    write_draft_vocabulary(reduced_folder / VOCABULARY_FILE, other)
+    other.write(reduced_folder / VOCABULARY_FILE)
     assert load_draft(reduced_folder, target.identity, target.model).sha256 != before
 
 
@@ -175,7 +174,7 @@ def test_the_hash_of_a_reduced_draft_covers_its_vocabulary(reduced_folder, targe
 )
 def test_a_vocabulary_that_does_not_fit_metadata_or_target_is_refused(reduced_folder, target, ids, size, words):
     wrong = DraftVocabulary(token_ids_W=torch.tensor(ids), target_vocab_size=size)
-    write_draft_vocabulary(reduced_folder / VOCABULARY_FILE, wrong)
+    wrong.write(reduced_folder / VOCABULARY_FILE)
     with pytest.raises(InputError, match=words):
         load_draft(reduced_folder, target.identity, target.model)
 
@@ -184,8 +183,3 @@ def test_a_reduced_draft_without_its_vocabulary_is_refused(reduced_folder, targe
     (reduced_folder / VOCABULARY_FILE).unlink()
     with pytest.raises(InputError, match="cannot be read"):
         load_draft(reduced_folder, target.identity, target.model)
-
-
-def test_metadata_and_vocabulary_must_agree_when_written(tmp_path, draft, target, metadata, vocabulary):
-    with pytest.raises(ValueError, match="draft_vocabulary 'target'"):
-        save_draft_lm(tmp_path / "artifact", draft, target.tokenizer, metadata, vocabulary)

@@ -25,8 +25,7 @@ from heads.families.registry import FAMILIES
 from heads.frozen.checkpoint_files import read_weights
 from heads.frozen.identity import hash_weights, locate
 from heads.frozen.loading import load_target
-from heads.hub import locate_artifact, locate_external
-from heads.metadata import read_metadata
+from heads.metadata import locate_artifact, locate_external, read_metadata
 from scripts.publish.card_metadata import read_card
 from tests.support.artifacts import save_artifact
 from tests.support.hub_server import READER

@@ -23,7 +23,7 @@ from heads.artifact import Draft
 from heads.families.registry import FAMILIES
 from heads.metadata import Metadata
 from heads.proposers.draft_lm import DraftLM
-from heads.proposers.prompt_lookup import PromptLookup
+from heads.proposers.lookup import PromptLookup
 from tests.support.family_checks import build
 
 PROMPTS = [[7, 12, 3], [20, 9, 9, 31, 5, 6], [40], [11, 12, 13, 11, 12, 13, 11, 12]]

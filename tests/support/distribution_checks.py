@@ -15,8 +15,8 @@ from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import ConfidenceStopping, StaticTree
 from eval.decoder.decode import Request, decode
 from heads.proposers.draft_lm import DraftLM
+from heads.proposers.lookup import PromptLookup
 from heads.proposers.merged import LookupFirst
-from heads.proposers.prompt_lookup import PromptLookup
 
 VOCAB, PROMPT, DEPTH = 4, (1, 2), 3
 AT_ONCE = 5_000

@@ -5,7 +5,7 @@ import math
 import torch
 from torch.nn import functional
 
-from heads.modules.layer_shape import layer_shape
+from heads.modules.layers import layer_shape
 
 
 class NaiveBody:

@@ -15,7 +15,7 @@ from torch import nn
 
 from configs.schema.commands.planning import PlanConfig, PlanHeadsConfig
 from heads.frozen.hidden_states import blocks
-from heads.modules.layer_shape import shape_like
+from heads.modules.layers import shape_like
 from train.plan.models import PlannedModels, count, draft_columns, frozen_copies, target_columns
 from train.plan.step import cached_bytes, draft_step
 

@@ -32,8 +32,7 @@ from distill.student.vocabulary import MassChoice, choose_by_mass, log_choice, m
 from heads.artifact import read_training_prompts
 from heads.frozen.loading import Target
 from heads.frozen.processes import share_of
-from heads.hub import locate_artifact
-from heads.metadata import VOCABULARY_FILE, WEIGHTS_FILE, Metadata, check_made_for, read_metadata
+from heads.metadata import VOCABULARY_FILE, WEIGHTS_FILE, Metadata, check_made_for, locate_artifact, read_metadata
 from heads.modules.output_head import HeadModule
 from heads.vocabulary import DraftVocabulary, read_draft_vocabulary
 

@@ -1,13 +1,15 @@
 """DFlash: a block of future tokens filled in one forward, with the target's fused states as keys and values of every layer.
 
-arXiv 2602.06036. The context of position t is norm(fc(taps)) there. A block stands at the pending token x_a: its slot 0 holds
-that token's embedding, slots 1 to S - 1 the mask token's, at positions a to a + S - 1. In every layer the slots see the
+arXiv 2602.06036. The context of position t is norm(fc(taps)) there. A block stands at the pending token x_a, its anchor: slot 0
+holds that token's embedding, slots 1 to S - 1 the mask token's, at positions a to a + S - 1. In every layer the slots see the
 context before a and, in both directions, each other; slot s then predicts x_{a+s}. As a slot's output depends on how many
-masks follow, the whole block is always run. With `sample_from_anchor` slot s, from 0, predicts x_{a+s+1}. Tensor names are
-those that serving engines know.
+masks follow, the whole block is always run. With `sample_from_anchor` slot s, from 0, predicts x_{a+s+1}. In training many
+blocks, at tokens of the target's own, are run side by side and do not see each other. Tensor names are those that serving
+engines know.
 
 Departures: trained on the target's distribution, not on the token of the text; drafts are drawn. Left out: sliding layers.
-B batch, T positions, A anchors of a row, S slots of a block, X = A * S, G drafts, D width, F taps side by side.
+B batch, T positions, A anchors of a row, S slots of a block, X = A * S, G drafts, D width, F taps side by side, N heads, M
+key-value heads, H head width, C conversations.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
 import torch
@@ -23,19 +25,26 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from configs.schema.heads import DFlashSettings
-from heads.device import upload
-from heads.families.eagle3 import default_taps
+from heads.device import TokenRows, upload
+from heads.families.eagle3 import default_taps, mask_token
 from heads.frozen.hidden_states import TargetStates
 from heads.inference.kv_cache import RowCache
+from heads.modules.attention import Ranges, read_ranges
 from heads.modules.autoregressive import FeatureProposer
-from heads.modules.block_training import Anchors, BlockKeys, before_anchors, choose_anchors
-from heads.modules.initialization import mask_token
-from heads.modules.interface import Auxiliary, Batch, Depth, Family, flat
-from heads.modules.layer_shape import LayerShape, layer_shape
-from heads.modules.layers import CachedKeys, DraftLayer, Rotary, norm
+from heads.modules.interface import Auxiliary, Batch, Depth, Family, flat, labelled_origins
+from heads.modules.layers import (
+    CachedKeys,
+    DraftAttention,
+    DraftLayer,
+    LayerKeys,
+    LayerShape,
+    Rotary,
+    Rotation,
+    layer_shape,
+    norm,
+)
 from heads.modules.output_head import DraftHead, HeadModule
 from heads.proposers.chain_builder import ChainBuilder
-from heads.uploads import TokenRows
 from heads.vocabulary import DraftVocabulary
 
 
@@ -46,10 +55,10 @@ class DFlash(HeadModule):
 
     def __init__(self, settings: DFlashSettings, target: PreTrainedModel, vocabulary: DraftVocabulary | None) -> None:
         super().__init__(target)
-        self.settings = resolved(settings, target)
-        self.taps = tuple(self.settings.taps or ())
+        self.taps = tuple(default_taps(target) if settings.taps is None else settings.taps)
+        self.mask_token_id = mask_token(settings.mask_token_id, target)
+        self.settings = settings.model_copy(update={"taps": list(self.taps), "mask_token_id": self.mask_token_id})
         self.num_caches = settings.num_layers
-        self.mask_token_id = mask_token(self.settings.mask_token_id, target)
         shape = layer_shape(target, settings.layer)
         self.fc = nn.Linear(len(self.taps) * shape.width, shape.width, bias=False)
         self.hidden_norm = norm(shape)
@@ -59,7 +68,6 @@ class DFlash(HeadModule):
         self.rotary = Rotary(shape)
 
     def new_layer(self, shape: LayerShape) -> DraftLayer:
-        """Return a new layer."""
         return DraftLayer(shape, norm_heads=True)
 
     def forward(self, batch: Batch, states: TargetStates) -> list[Depth]:
@@ -69,7 +77,7 @@ class DFlash(HeadModule):
         rotation = self.rotary(context_BTD, batch.position_ids_BT)
         places_BA = upload(anchors.places_BA, batch.input_ids_BT.device)
         pending_BA, first_BA = (each.gather(1, places_BA) for each in (batch.input_ids_BT, batch.position_ids_BT))
-        keys = BlockKeys(context_BTD, rotation, before_anchors(places_BA, first_BA))
+        keys = BlockKeys(context_BTD, rotation, Ranges(first_BX=places_BA - first_BA, end_BX=places_BA))
         states_BXD = self.embed(self._block_ids(pending_BA).flatten(1))
         rotation = self.rotary(states_BXD, self._block_positions(first_BA).flatten(1))
         for layer in self.layers:
@@ -81,29 +89,6 @@ class DFlash(HeadModule):
         drafting_BAGD = states_BASD[:, :, self.settings.first_slot :]
         return [self.depth(batch, anchors, number, each) for number, each in enumerate(drafting_BAGD.unbind(2))]
 
-    def features(self, states: TargetStates) -> Tensor:
-        """Return what every layer makes keys and values of, `[B, T, D]`."""
-        return self.hidden_norm(self.fc(states.joined_BTF.to(self.fc.weight.dtype)))
-
-    def read(self, context_BTD: Tensor, positions_BT: Tensor, cache: RowCache) -> None:
-        """Add the context at `positions_BT`, for which the cache's `place` was called, to the cache of every layer."""
-        rotation = self.rotary(context_BTD, positions_BT)
-        for number, layer in enumerate(self.layers):
-            cache.update(*cast(DraftLayer, layer).self_attn.keys_values(context_BTD, rotation), number)
-
-    def fill(self, pending_B: Tensor, positions_B: Tensor, cache: RowCache) -> Tensor:
-        """Return the final, normed states `[B, S, D]` of a block, whose slot 0 holds the pending token at these positions.
-
-        The cache holds the context before it; its `place` was called for the block.
-        """
-        positions_BS = self._block_positions(positions_B)
-        states_BSD = self.embed(self._block_ids(pending_B))
-        rotation = self.rotary(states_BSD, positions_BS)
-        visible_B11S = cache.visible(positions_BS[:, -1:]).unsqueeze(1)  # whatever the last slot sees, all of them do
-        for number, layer in enumerate(self.layers):
-            states_BSD = layer(states_BSD, rotation, CachedKeys(cache, number, visible_B11S))
-        return self.norm(states_BSD)
-
     def depth(self, batch: Batch, anchors: Anchors, number: int, states_BAD: Tensor) -> Depth:
         """Return a depth, counted from 0, from the states of its slot."""
         rows_N, columns_N = anchors.labelled(batch, number + 1).nonzero(as_tuple=True)
@@ -113,14 +98,50 @@ class DFlash(HeadModule):
         row_weights_N = upload(row_weights_N, hidden_ND.device)
         return self.lm_head.at_depth(number, hidden_ND, origins_N, weight=weight, row_weights_N=row_weights_N)
 
-    def corrected(self, depth: Depth, hidden_ND: Tensor, parameters: Iterable[Tensor], *, base_weight: float = 0.0) -> Depth:
-        """Return a depth whose logits are those that `self.logits` makes of other states.
+    def features(self, states: TargetStates) -> Tensor:
+        """Return what every layer makes keys and values of, `[B, T, D]`."""
+        return self.hidden_norm(self.fc(states.joined_BTF.to(self.fc.weight.dtype)))
 
-        Args:
-            depth: of the output head's logits.
-            hidden_ND: what `self.logits` reads.
-            parameters: what it depends on besides the output head.
-            base_weight: in training, of the loss of the output head's logits, which is added to that of the corrected ones.
+    def read(self, context_BTD: Tensor, positions_BT: Tensor, cache: RowCache) -> None:
+        """Add the context at placed positions to the cache of every layer."""
+        rotation = self.rotary(context_BTD, positions_BT)
+        for number, layer in enumerate(self.layers):
+            cache.update(*cast(DraftLayer, layer).self_attn.keys_values(context_BTD, rotation), number)
+
+    def fill(self, pending_B: Tensor, positions_B: Tensor, cache: RowCache) -> Tensor:
+        """Return the final, normed states `[B, S, D]` of a placed block, whose context the cache holds."""
+        positions_BS = self._block_positions(positions_B)
+        states_BSD = self.embed(self._block_ids(pending_B))
+        rotation = self.rotary(states_BSD, positions_BS)
+        visible_B11S = cache.visible(positions_BS[:, -1:]).unsqueeze(1)  # whatever the last slot sees, all of them do
+        for number, layer in enumerate(self.layers):
+            states_BSD = layer(states_BSD, rotation, CachedKeys(cache, number, visible_B11S))
+        return self.norm(states_BSD)
+
+    def _block_ids(self, pending: Tensor) -> Tensor:
+        """Return the ids `[..., S]` in the slots of blocks."""
+        masks = pending.new_full((*pending.shape, self.settings.block_size - 1), self.mask_token_id)
+        return torch.cat([pending.unsqueeze(-1), masks], -1)
+
+    def _block_positions(self, first: Tensor) -> Tensor:
+        return first.unsqueeze(-1) + torch.arange(self.settings.block_size, device=first.device)
+
+
+class CorrectedBlock(DFlash):
+    """A DFlash head whose logits are corrected: a depth holds final states and, after them, what else `correct` reads."""
+
+    @abstractmethod
+    def correct(self, base: Tensor, joined: Tensor) -> Tensor:
+        """Return logits `[..., W]` made of the output head's own and of what a depth holds."""
+
+    def logits(self, joined: Tensor) -> Tensor:
+        """Return the logits `[..., W]` that are drafted from, of what a depth holds."""
+        return self.correct(self.lm_head.logits(joined[..., : self.fc.out_features]), joined)
+
+    def corrected(self, depth: Depth, hidden_ND: Tensor, parameters: Iterable[Tensor], *, base_weight: float = 0.0) -> Depth:
+        """Return a depth of the output head's logits with those that `logits` makes of `hidden_ND` and these parameters.
+
+        `base_weight`: in training, of the loss of the output head's logits, which is added to that of the corrected ones.
         """
         base = Auxiliary(hidden_ND=depth.hidden_ND, logits_of=depth.logits_of, parameters=depth.parameters, weight=base_weight)
         return replace(
@@ -131,17 +152,28 @@ class DFlash(HeadModule):
             auxiliaries=(base,) if self.training and base_weight > 0 else (),
         )
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits `[..., W]` that are drafted from, of the states that a depth holds."""
-        return self.lm_head.logits(hidden)
 
-    def _block_ids(self, pending: Tensor) -> Tensor:
-        """Return the ids `[..., S]` in the slots of blocks."""
-        masks = pending.new_full((*pending.shape, self.settings.block_size - 1), self.mask_token_id)
-        return torch.cat([pending.unsqueeze(-1), masks], -1)
+class DraftStep(NamedTuple):
+    """What a draft is chosen by: its logits, the head's estimate of its acceptance, and what the next step is given."""
 
-    def _block_positions(self, first: Tensor) -> Tensor:
-        return first.unsqueeze(-1) + torch.arange(self.settings.block_size, device=first.device)
+    logits_BW: Tensor
+    estimate_B: Tensor | None = None
+    carried: Tensor | None = None
+
+
+class StepwiseBlock(CorrectedBlock):
+    """A block whose drafts are chosen one after another, each by logits that depend on those before."""
+
+    @abstractmethod
+    def step(self, base_BW: Tensor, state_BD: Tensor, before_B: Tensor, carried: Tensor | None) -> DraftStep:
+        """Return what a slot's draft is chosen by.
+
+        Args:
+            base_BW: the output head's logits of the slot's state.
+            state_BD: final, normed.
+            before_B: the token before, the target's id.
+            carried: by the step before; None at the first.
+        """
 
 
 class BlockDrafter(FeatureProposer):
@@ -171,43 +203,111 @@ class BlockDrafter(FeatureProposer):
             chain.add(logits_BW)
 
 
-class DraftStep(NamedTuple):
-    """What a draft is chosen by: its logits, the head's estimate of its acceptance, and what the next step is given."""
-
-    logits_BW: Tensor
-    estimate_B: Tensor | None = None
-    carried: Tensor | None = None
-
-
 class StepwiseDrafter(BlockDrafter):
-    """Chooses the drafts of a block one after another, each by logits that depend on those before."""
+    """A `StepwiseBlock` as a proposer."""
+
+    module: StepwiseBlock
 
     def choose(self, states_BSD: Tensor, slots: slice, pending_B: Tensor, chain: ChainBuilder) -> None:
-        """Choose a draft for each of these slots until the chain is finished."""
         before_B, carried, states_BGD = pending_B, None, states_BSD[:, slots]
         logits_BGW = self.module.lm_head.logits(states_BGD)
-        for state_BD, logits_BW in zip(states_BGD.unbind(1), logits_BGW.unbind(1), strict=True):
-            step = self.step(logits_BW, state_BD, before_B, carried)
+        for state_BD, base_BW in zip(states_BGD.unbind(1), logits_BGW.unbind(1), strict=True):
+            step = self.module.step(base_BW, state_BD, before_B, carried)
             before_B, carried = chain.add(step.logits_BW, step.estimate_B), step.carried
             if chain.finished:
                 break
 
-    @abstractmethod
-    def step(self, logits_BW: Tensor, state_BD: Tensor, before_B: Tensor, carried: Tensor | None) -> DraftStep:
-        """Return what a slot's draft is chosen by.
 
-        Args:
-            logits_BW: the output head's of the slot's state.
-            state_BD: final, normed.
-            before_B: the token before, the target's id.
-            carried: by the step before; None at the first.
-        """
+@dataclass(frozen=True, kw_only=True)
+class Anchors:
+    """Anchors by row, padded on the right to at least one; in host memory."""
+
+    places_BA: Tensor  # int64, columns of the anchors in their rows, rising; 0 on padding
+    valid_BA: Tensor  # bool, False on padding
+    weights_BA: Tensor  # float32, how many of its conversation's possible anchors each one stands for; 0 on padding
+
+    def labelled(self, batch: Batch, ahead: int) -> Tensor:
+        """Return the anchors `[B, A]` for which the token so many places on is a label in the same document, bool."""
+        batch, T = batch.on_host, batch.input_ids_BT.shape[1]
+        label_BA = (self.places_BA + ahead).clamp(max=T - 1)
+        documents_BT = batch.document_ids_BT
+        together_BA = documents_BT.gather(1, label_BA) == documents_BT.gather(1, self.places_BA)
+        inside_BA = self.places_BA + ahead < T
+        return self.valid_BA & inside_BA & together_BA & batch.loss_mask_BT.gather(1, label_BA)
+
+    def tokens(self, batch: Batch, first: int, count: int) -> Tensor:
+        """Return the ids `[B, A, count]` from `first` places behind the anchors on; past a row's edge its outermost token."""
+        T = batch.input_ids_BT.shape[1]
+        columns = (self.places_BA.unsqueeze(-1) + torch.arange(first, first + count)).clamp(0, T - 1)
+        columns = upload(columns, batch.input_ids_BT.device)
+        return batch.input_ids_BT.gather(1, columns.flatten(1)).unflatten(1, (-1, count))
 
 
-def resolved(settings: DFlashSettings, target: PreTrainedModel) -> DFlashSettings:
-    """Return the settings with nothing left open that depends on the target."""
-    taps = list(default_taps(target)) if settings.taps is None else settings.taps
-    return settings.model_copy(update={"taps": taps, "mask_token_id": mask_token(settings.mask_token_id, target)})
+def choose_anchors(batch: Batch, limit: int | None) -> Anchors:
+    """Choose anchors, tokens of the target's own followed by another: `limit` of each conversation at random, or all.
+
+    Draws are by torch's own generator. With their weights, sums over the drawn ones have the mean of sums over all.
+    """
+    batch, T = batch.on_host, batch.input_ids_BT.shape[1]
+    origins_N = labelled_origins(batch, 0)
+    origins_N = origins_N[batch.loss_mask_BT.flatten()[origins_N + 1]]
+    weights_N = torch.ones(len(origins_N))
+    if limit is not None:
+        rank_N, count_N = _drawn(origins_N // T, batch.document_ids_BT.flatten()[origins_N])
+        kept_N = rank_N < limit
+        origins_N, weights_N = origins_N[kept_N], (count_N / count_N.clamp(max=limit))[kept_N]
+    rows_N, per_row_B = origins_N // T, torch.bincount(origins_N // T, minlength=len(batch.input_ids_BT))
+    column_N = torch.arange(len(rows_N)) - (per_row_B.cumsum(0) - per_row_B)[rows_N]
+    places_BA = origins_N.new_zeros(len(per_row_B), max(1, int(per_row_B.max())))
+    weights_BA = torch.zeros_like(places_BA, dtype=torch.float32)
+    places_BA[rows_N, column_N] = origins_N % T + 1
+    weights_BA[rows_N, column_N] = weights_N
+    return Anchors(places_BA=places_BA, valid_BA=places_BA > 0, weights_BA=weights_BA)
+
+
+def _drawn(rows_N: Tensor, documents_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rank of each possible anchor in a random order of its conversation's, and how many that has.
+
+    Rows rise, and so do documents within a row; a conversation is a document of a row.
+    """
+    changes_N = torch.ones_like(rows_N)
+    changes_N[1:] = (rows_N[1:] != rows_N[:-1]) | (documents_N[1:] != documents_N[:-1])
+    own_N = changes_N.cumsum(0) - 1
+    counts_C = torch.bincount(own_N)
+    order_N = (own_N + torch.rand(len(own_N), dtype=torch.float64)).argsort()
+    rank_N = torch.empty_like(own_N)
+    rank_N[order_N] = torch.arange(len(own_N)) - (counts_C.cumsum(0) - counts_C)[own_N]
+    return rank_N, counts_C[own_N]
+
+
+class BlockKeys(LayerKeys):
+    """What blocks see besides themselves: of a context, turned by `rotation`, their ranges, one for all slots of a block."""
+
+    def __init__(self, context_BTD: Tensor, rotation: Rotation, ranges: Ranges) -> None:
+        self.context_BTD, self.rotation, self.ranges = context_BTD, rotation, ranges
+
+    def attend(self, attention: DraftAttention, states_BXD: Tensor, rotation: Rotation) -> Tensor:
+        context = attention.keys_values(self.context_BTD, self.rotation)
+        own = attention.keys_values(states_BXD, rotation)
+        return attention.output(mix_blocks(attention.queries(states_BXD, rotation), context, own, self.ranges))
+
+
+def mix_blocks(q_BNXH: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], ranges: Ranges) -> Tensor:
+    """Return the values `[B, N, X, H]` mixed by slots, in one softmax over the block's range of the context and its slots.
+
+    `context` and `own` are keys and values `[B, M, T, H]` of the row and `[B, M, X, H]` of the slots.
+    """
+    A = ranges.first_BX.shape[1]
+    S = q_BNXH.shape[2] // A
+    of_slots = Ranges(first_BX=ranges.first_BX.repeat_interleave(S, 1), end_BX=ranges.end_BX.repeat_interleave(S, 1))
+    read_BNXH, log_sum_BNX = read_ranges(q_BNXH, *context, of_slots)
+    k_BMASH, v_BMASH = (each.unflatten(2, (A, S)) for each in own)
+    by_block = (each.unflatten(1, (k_BMASH.shape[1], -1)).unflatten(3, (A, S)) for each in (q_BNXH, read_BNXH, log_sum_BNX))
+    q_BMGASH, read_BMGASH, log_sum_BMGAS = by_block
+    own_BMGASR = torch.einsum("bmgash,bmarh->bmgasr", q_BMGASH, k_BMASH).to(log_sum_BNX.dtype) * q_BNXH.shape[-1] ** -0.5
+    weights = torch.cat([log_sum_BMGAS.unsqueeze(-1), own_BMGASR], -1).softmax(-1).to(v_BMASH.dtype)
+    own_BMGASH = torch.einsum("bmgasr,bmarh->bmgash", weights[..., 1:], v_BMASH)
+    return (weights[..., :1] * read_BMGASH + own_BMGASH).flatten(3, 4).flatten(1, 2)
 
 
 FAMILY = Family(settings=DFlashSettings, build=DFlash, propose=BlockDrafter, in_one_forward=True)

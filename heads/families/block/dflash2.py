@@ -23,16 +23,14 @@ from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError
 from configs.schema.heads import DFlash2Settings
-from heads.families.block.dflash import DFlash, DraftStep, StepwiseDrafter
-from heads.modules.block_training import Anchors
+from heads.families.block.dflash import Anchors, DraftStep, StepwiseBlock, StepwiseDrafter
 from heads.modules.interface import Batch, Depth, Family, flat
-from heads.modules.layer_shape import LayerShape
-from heads.modules.layers import DraftLayer, LayerKeys, Rotation
+from heads.modules.layers import DraftLayer, LayerKeys, LayerShape, Rotation
 from heads.vocabulary import DraftVocabulary
 
 
-class DFlash2(DFlash):
-    """A DFlash2 head on a frozen target; what its output head reads is the final state and the selector's context, joined."""
+class DFlash2(StepwiseBlock):
+    """A DFlash2 head on a frozen target; a depth holds the final state and the selector's context."""
 
     settings: DFlash2Settings
 
@@ -51,12 +49,9 @@ class DFlash2(DFlash):
         """Return the input of the logits, `[..., D + R]`, from final states and the tokens before them."""
         return torch.cat([states, self.candidate_selector.context(states, before)], -1)
 
-    def logits(self, joined: Tensor) -> Tensor:
-        width = self.fc.out_features
-        return self.selected(self.lm_head.logits(joined[..., :width]), joined[..., width:])
-
-    def selected(self, unary: Tensor, context: Tensor) -> Tensor:
+    def correct(self, base: Tensor, joined: Tensor) -> Tensor:
         """Return logits `[..., W]` with the candidates' mass shared out by the selector."""
+        unary, context = base, joined[..., self.fc.out_features :]
         candidates = unary.topk(self.settings.selector_top_k).indices
         unary_K = unary.gather(-1, candidates)
         scores_K = unary_K + self.candidate_selector.scores(context, candidates).to(unary.dtype)
@@ -68,6 +63,9 @@ class DFlash2(DFlash):
         joined_ND = self.joined(depth.hidden_ND, flat(batch.input_ids_BT, depth.origins_N + number + 1))
         codebook = self.candidate_selector.successor_codebook
         return self.corrected(depth, joined_ND, [codebook], base_weight=self.settings.unary_weight)
+
+    def step(self, base_BW: Tensor, state_BD: Tensor, before_B: Tensor, carried: Tensor | None) -> DraftStep:
+        return DraftStep(self.correct(base_BW, self.joined(state_BD, before_B)))
 
 
 class CandidateSelector(nn.Module):
@@ -139,15 +137,4 @@ class SlotConvolution(nn.Module):
         return mixed_BXD
 
 
-class SelectedDrafter(StepwiseDrafter):
-    """A DFlash2 head as a proposer."""
-
-    module: DFlash2
-
-    def step(self, logits_BW: Tensor, state_BD: Tensor, before_B: Tensor, carried: Tensor | None) -> DraftStep:
-        """Score the candidates by the draft before."""
-        context_BR = self.module.candidate_selector.context(state_BD, before_B)
-        return DraftStep(self.module.selected(logits_BW, context_BR))
-
-
-FAMILY = Family(settings=DFlash2Settings, build=DFlash2, propose=SelectedDrafter, in_one_forward=True)
+FAMILY = Family(settings=DFlash2Settings, build=DFlash2, propose=StepwiseDrafter, in_one_forward=True)

@@ -21,14 +21,13 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from configs.schema.heads import DominoSettings
-from heads.families.block.dflash import DFlash, DraftStep, StepwiseDrafter
-from heads.modules.block_training import Anchors
+from heads.families.block.dflash import Anchors, DraftStep, StepwiseBlock, StepwiseDrafter
 from heads.modules.interface import Batch, Depth, Family
 from heads.vocabulary import DraftVocabulary
 
 
-class Domino(DFlash):
-    """A Domino head on a frozen target; what its output head reads is the final state and the GRU's, joined."""
+class Domino(StepwiseBlock):
+    """A Domino head on a frozen target; a depth holds the final state and the GRU's."""
 
     settings: DominoSettings
 
@@ -40,8 +39,8 @@ class Domino(DFlash):
         self.embed_proj = nn.Sequential(inner, nn.SiLU(), nn.Linear(settings.emb_dim, self.lm_head.num_tokens, bias=False))
         nn.init.zeros_(cast(Tensor, self.embed_proj[2].weight))
 
-    def logits(self, joined: Tensor) -> Tensor:
-        corrected: Tensor = self.lm_head.logits(joined[..., : self.fc.out_features]) + self.embed_proj(joined)
+    def correct(self, base: Tensor, joined: Tensor) -> Tensor:
+        corrected: Tensor = base + self.embed_proj(joined)
         return corrected
 
     def depths(self, batch: Batch, anchors: Anchors, states_BASD: Tensor) -> list[Depth]:
@@ -58,19 +57,11 @@ class Domino(DFlash):
             return depth
         return self.corrected(depth, joined_NX, self.embed_proj.parameters(), base_weight=self.settings.base_weight)
 
-
-class CorrectedDrafter(StepwiseDrafter):
-    """A Domino head as a proposer."""
-
-    module: Domino
-
-    def step(self, logits_BW: Tensor, state_BD: Tensor, before_B: Tensor, carried: Tensor | None) -> DraftStep:
-        """Correct every draft but the first by the GRU's state, which is what is carried on."""
-        module = self.module
-        _, read_1BR = module.prefix_gru(module.embed(before_B).unsqueeze(1), carried)
+    def step(self, base_BW: Tensor, state_BD: Tensor, before_B: Tensor, carried: Tensor | None) -> DraftStep:
+        _, read_1BR = self.prefix_gru(self.embed(before_B).unsqueeze(1), carried)
         if carried is not None:
-            logits_BW = logits_BW + module.embed_proj(torch.cat([state_BD, read_1BR[0].to(state_BD.dtype)], -1))
-        return DraftStep(logits_BW, carried=read_1BR)
+            base_BW = self.correct(base_BW, torch.cat([state_BD, read_1BR[0].to(state_BD.dtype)], -1))
+        return DraftStep(base_BW, carried=read_1BR)
 
 
-FAMILY = Family(settings=DominoSettings, build=Domino, propose=CorrectedDrafter, in_one_forward=True)
+FAMILY = Family(settings=DominoSettings, build=Domino, propose=StepwiseDrafter, in_one_forward=True)

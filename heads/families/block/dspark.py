@@ -5,7 +5,7 @@ one just drafted. The layers run once for the block all the same; only the choic
 head reads the slot's final state and W1[x_{a+s-1}] and is trained, by binary cross-entropy, to predict the slot's
 acceptance 1 - TV(p, q). When drafting it is the proposal's estimate, by which a rule may end the round early
 (`decode.stopping` with `by: estimate`): the later slots then cost the target no rows. It depends on the context and on the
-tokens drafted before the slot, so the output's distribution stays (`heads.proposers.draft_length`). Tensor names are those
+tokens drafted before the slot, so the output's distribution stays (`heads.proposers.chain_builder`). Tensor names are those
 that serving engines know. Left out: the gated and the recurrent bias.
 B batch, N rows of one depth, G drafts, D width, R rank of the bias, W draft vocabulary.
 """
@@ -20,14 +20,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from configs.schema.heads import DSparkSettings
-from heads.families.block.dflash import DFlash, DraftStep, StepwiseDrafter
-from heads.modules.block_training import Anchors
+from heads.families.block.dflash import Anchors, DraftStep, StepwiseBlock, StepwiseDrafter
 from heads.modules.interface import Batch, Depth, Family, flat
 from heads.vocabulary import DraftVocabulary
 
 
-class DSpark(DFlash):
-    """A DSpark head on a frozen target; what its output head reads is the final state and W1 of the token before, joined."""
+class DSpark(StepwiseBlock):
+    """A DSpark head on a frozen target; a depth holds the final state and W1 of the token before."""
 
     settings: DSparkSettings
 
@@ -40,9 +39,8 @@ class DSpark(DFlash):
         """Return the input of logits and confidence, `[..., D + R]`, from final states and the tokens before them."""
         return torch.cat([states, self.markov_head.markov_w1(before).to(states.dtype)], -1)
 
-    def logits(self, joined: Tensor) -> Tensor:
-        width = self.fc.out_features
-        return self.lm_head.logits(joined[..., :width]) + self.markov_head.markov_w2(joined[..., width:])
+    def correct(self, base: Tensor, joined: Tensor) -> Tensor:
+        return base + self.markov_head.markov_w2(joined[..., self.fc.out_features :])
 
     def depth(self, batch: Batch, anchors: Anchors, number: int, states_BAD: Tensor) -> Depth:
         depth = super().depth(batch, anchors, number, states_BAD)
@@ -52,6 +50,10 @@ class DSpark(DFlash):
             confidence_N=self.confidence_head(joined_ND),
             confidence_weight=self.settings.confidence_weight,
         )
+
+    def step(self, base_BW: Tensor, state_BD: Tensor, before_B: Tensor, carried: Tensor | None) -> DraftStep:
+        joined_BD = self.joined(state_BD, before_B)
+        return DraftStep(self.correct(base_BW, joined_BD), self.confidence_head(joined_BD).float().sigmoid())
 
 
 class MarkovBias(nn.Module):
@@ -76,16 +78,4 @@ class Confidence(nn.Module):
         return cast(Tensor, self.proj(joined).squeeze(-1))
 
 
-class MarkovDrafter(StepwiseDrafter):
-    """A DSpark head as a proposer, whose estimates are its confidence head's."""
-
-    module: DSpark
-
-    def step(self, logits_BW: Tensor, state_BD: Tensor, before_B: Tensor, carried: Tensor | None) -> DraftStep:
-        """Add the bias of the draft before."""
-        joined_BD = self.module.joined(state_BD, before_B)
-        bias_BW = self.module.markov_head.markov_w2(joined_BD[:, state_BD.shape[-1] :])
-        return DraftStep(logits_BW + bias_BW, self.module.confidence_head(joined_BD).float().sigmoid())
-
-
-FAMILY = Family(settings=DSparkSettings, build=DSpark, propose=MarkovDrafter, in_one_forward=True)
+FAMILY = Family(settings=DSparkSettings, build=DSpark, propose=StepwiseDrafter, in_one_forward=True)

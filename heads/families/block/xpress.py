@@ -22,18 +22,17 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from configs.schema.heads import XPressSettings
-from heads.families.block.dflash import BlockDrafter, DFlash
-from heads.modules.block_training import Anchors
+from heads.device import TokenRows, Upload
+from heads.families.block.dflash import Anchors, BlockDrafter, CorrectedBlock
 from heads.modules.interface import Auxiliary, Batch, Depth, Family
 from heads.proposers.chain_builder import ChainBuilder
-from heads.uploads import TokenRows, Upload
 from heads.vocabulary import DraftVocabulary, target_ids
 
 CHUNK = 512  # slots whose logits live at one time, where only the likeliest tokens are wanted
 
 
-class XPress(DFlash):
-    """An XPress head on a frozen target; what its output head reads is the final state and the refiner's, joined."""
+class XPress(CorrectedBlock):
+    """An XPress head on a frozen target; a depth holds the final state and the refiner's."""
 
     settings: XPressSettings
 
@@ -41,9 +40,8 @@ class XPress(DFlash):
         super().__init__(settings, target, vocabulary)
         self.refiner_head = Refiner(self.lm_head.vocab_size, self.lm_head.num_tokens, self.fc.out_features, settings)
 
-    def logits(self, joined: Tensor) -> Tensor:
-        width = self.fc.out_features
-        return self.lm_head.logits(joined[..., :width]) + self.refiner_head.readout(joined[..., width:])
+    def correct(self, base: Tensor, joined: Tensor) -> Tensor:
+        return base + self.refiner_head.readout(joined[..., self.fc.out_features :])
 
     def depths(self, batch: Batch, anchors: Anchors, states_BASD: Tensor) -> list[Depth]:
         first, num_slots = self.settings.first_slot, self.settings.block_size
@@ -52,7 +50,7 @@ class XPress(DFlash):
         refined = [self.refiner_head(features, text_BAS)]
         if self.training and self.settings.consistency_weight > 0:
             for number in range(self.settings.consistency_passes):
-                drafted_BAS = self._likeliest(states_BASD, refined[-1] if number else None)
+                drafted_BAS = self._likeliest(torch.cat([states_BASD, refined[-1]], -1) if number else states_BASD)
                 before_BAS = torch.cat([text_BAS[..., : first + 1], drafted_BAS[..., first:-1]], -1)
                 refined.append(self.refiner_head(features, before_BAS))
         return super().depths(batch, anchors, torch.cat([states_BASD, *refined], -1))
@@ -71,14 +69,11 @@ class XPress(DFlash):
         return replace(depth, auxiliaries=(*passes, *depth.auxiliaries))
 
     @torch.no_grad()
-    def _likeliest(self, states: Tensor, refined: Tensor | None = None) -> Tensor:
-        """Return the likeliest tokens of slots, the target's ids `[...]`; without the refiner's states, those before it."""
-        joined = states if refined is None else torch.cat([states, refined], -1)
-        logits_of = self.lm_head.logits if refined is None else self.logits
-        rows = joined.flatten(0, -2).split(CHUNK)
-        return torch.cat([target_ids(self.lm_head.vocabulary, logits_of(each).argmax(-1)) for each in rows]).view(
-            joined.shape[:-1]
-        )
+    def _likeliest(self, joined: Tensor) -> Tensor:
+        """Return the likeliest tokens of slots, the target's ids `[...]`; of final states alone, those before the refiner."""
+        logits_of = self.lm_head.logits if joined.shape[-1] == self.fc.out_features else self.logits
+        ids = [logits_of(rows).argmax(-1) for rows in joined.flatten(0, -2).split(CHUNK)]
+        return target_ids(self.lm_head.vocabulary, torch.cat(ids)).view(joined.shape[:-1])
 
 
 class Refiner(nn.Module):
@@ -105,12 +100,7 @@ class Refiner(nn.Module):
         return torch.cat([own, mean.expand_as(own)], -1)
 
     def forward(self, features: Tensor, before: Tensor) -> Tensor:
-        """Return the refiner's states `[..., S, R]` of the first S slots.
-
-        Args:
-            features: theirs.
-            before: the token before each slot's, `[..., S]`.
-        """
+        """Return the refiner's states `[..., S, R]` of the first S slots, from theirs and the token before each, `[..., S]`."""
         num_slots = before.shape[-1]
         read = self.in_proj(torch.cat([features, self.token_embed(before).to(features.dtype)], -1))
         mix_RSS = self.mix_l[:, :num_slots, :num_slots].tril().to(read.dtype)
@@ -129,7 +119,6 @@ class RefinedDrafter(BlockDrafter):
         super().draft(text, chain, num_tokens)
 
     def choose(self, states_BSD: Tensor, slots: slice, pending_B: Tensor, chain: ChainBuilder) -> None:
-        """Choose the drafts of all slots in passes."""
         refiner, num_drafts = self.module.refiner_head, slots.stop - slots.start
         features = refiner.features(states_BSD)[:, : slots.stop]
         known_BK = torch.cat([self._before.tensor, pending_B.unsqueeze(1)], 1)[:, 1 - slots.start :]

@@ -24,8 +24,7 @@ from heads.formats.exporting.serving import (
 from heads.formats.exporting.source import EMBEDDING, HEAD, Source
 from heads.formats.layout import ExportLayout
 from heads.frozen.checkpoint_files import SINGLE_FILE, Weights
-from heads.hub import METADATA_FILE
-from heads.metadata import PROMPTS_FILE, VOCABULARY_FILE
+from heads.metadata import METADATA_FILE, PROMPTS_FILE, VOCABULARY_FILE
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 BIAS = "lm_head.bias"

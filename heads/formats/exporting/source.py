@@ -24,9 +24,8 @@ from heads.formats.layout import check_names
 from heads.frozen.checkpoint_files import UNREADABLE, LazyTensor, Weights, constant, read_weights
 from heads.frozen.model_config import auto_class
 from heads.frozen.weights import check_counts, no_larger_than, read_float_weights
-from heads.hub import METADATA_FILE
-from heads.metadata import VOCABULARY_FILE, Metadata, read_metadata
-from heads.modules.layer_shape import LayerShape, layer_shape, shape_like
+from heads.metadata import METADATA_FILE, VOCABULARY_FILE, Metadata, read_metadata
+from heads.modules.layers import LayerShape, layer_shape, shape_like
 from heads.vocabulary import DraftVocabulary, read_draft_vocabulary
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

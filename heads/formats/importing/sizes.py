@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from configs.runtime.errors import InputError, first_line
 from configs.schema.heads import LayerSettings
-from heads.modules.layer_shape import LayerShape, layer_shape, shape_like
+from heads.modules.layers import LayerShape, layer_shape, shape_like
 
 IGNORED = ("architectures", "dtype", "torch_dtype", "model_type")
 

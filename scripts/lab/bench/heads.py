@@ -42,7 +42,7 @@ from eval.stats.bootstrap import Interval
 from heads.artifact import Draft, load_draft
 from heads.frozen.loading import Target, load_target
 from heads.metadata import WEIGHTS_FILE
-from heads.proposers.prompt_lookup import PromptLookup
+from heads.proposers.lookup import PromptLookup
 from heads.proposers.protocol import Proposer
 from scripts.advice.measuring import SEED, check_finite
 from scripts.advice.trained_runs import TrainingRun

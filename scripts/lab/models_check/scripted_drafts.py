@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from configs.schema.decoding import SamplingConfig
+from heads.device import Uploads
 from heads.frozen.hidden_states import TargetStates
 from heads.proposers.protocol import Proposal, Tokens, deterministic_proposal
 from heads.sampling.counter_rng import CounterRNG
@@ -45,7 +46,7 @@ class ScriptedDrafts:
         for number, row in enumerate(tokens):
             right, num_right = self._next(row, num_tokens), (self.round + number) % (num_tokens + 1)
             chains.append([self._wrong(token, 0) if place >= num_right else token for place, token in enumerate(right)])
-        return deterministic_proposal(chains, rng.requests_B.device)
+        return deterministic_proposal(chains, Uploads(rng.requests_B.device))
 
     def propose_tree(
         self, tokens: Tokens, tree: Tree | DynamicTreeSpec, drawn_by: SamplingConfig | None, rng: CounterRNG

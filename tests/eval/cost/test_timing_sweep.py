@@ -11,7 +11,7 @@ from eval.cost.operation_counter import WorkCounter
 from eval.cost.timing_sweep import sweep_rounds
 from eval.decoder.records import Clock
 from heads.proposers.draft_lm import DraftLM
-from heads.proposers.prompt_lookup import PromptLookup
+from heads.proposers.lookup import PromptLookup
 
 SWEEP = CostConfig(num_speculative_tokens=3, batch_sizes=[1, 3], context_tokens=[24, 64], repeats=2)
 TEXT = list(range(5, 60))

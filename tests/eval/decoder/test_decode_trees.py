@@ -8,7 +8,7 @@ from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import DynamicTree, StaticTree
 from eval.decoder.decode import decode, generate
 from heads.proposers.draft_lm import DraftLM
-from heads.proposers.prompt_lookup import PromptLookup
+from heads.proposers.lookup import PromptLookup
 from tests.support import family_checks as checks
 from tests.support.decoding import PROMPTS, head_proposer, requests_for
 

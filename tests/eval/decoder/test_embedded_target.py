@@ -9,7 +9,7 @@ from distill.student.kept_blocks import keep_layers
 from eval.decoder.decode import generate
 from heads.frozen.loading import load_target
 from heads.proposers.draft_lm import DraftLM
-from heads.proposers.prompt_lookup import PromptLookup
+from heads.proposers.lookup import PromptLookup
 
 QUESTIONS = ["List three fruits and their colours.", "Repeat this twice: a rose is a rose is a rose."]
 NUM_TOKENS = 16

@@ -16,11 +16,10 @@ from configs.schema.drafting import ConfidenceStopping, DynamicTree, StaticTree
 from eval.decoder.decode import Request, decode
 from heads.families.registry import FAMILIES
 from heads.proposers.draft_lm import DraftLM
+from heads.proposers.lookup import PromptLookup, SuffixLookup
 from heads.proposers.merged import LookupFirst, MergedDrafts
-from heads.proposers.prompt_lookup import PromptLookup
 from heads.proposers.protocol import TreeProposer
 from heads.proposers.self_speculation import early_exit
-from heads.proposers.suffix_lookup import SuffixLookup
 from tests.support import family_checks as checks
 from tests.support.corrected import Corrected, CorrectedTrees
 from tests.support.decoding import HEADS

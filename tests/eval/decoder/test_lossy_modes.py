@@ -18,7 +18,7 @@ from eval.lossless.verdict import judge_lossless
 from eval.measure.interleaved import measure
 from eval.release.checks import judge
 from heads.proposers.draft_lm import DraftLM
-from heads.proposers.prompt_lookup import PromptLookup
+from heads.proposers.lookup import PromptLookup
 from heads.sampling.probabilities import token_probabilities
 from tests.support import distribution_checks as checks
 from tests.support.decoding import held_against, requests_for

@@ -10,8 +10,7 @@ from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import ConfidenceStopping, CostStopping, EntropyStopping
 from eval.decoder.chain_rules import verify_block, verify_tokens
 from eval.decoder.decode import decode, generate
-from heads.proposers.chain_builder import ChainBuilder
-from heads.proposers.draft_length import rule_for
+from heads.proposers.chain_builder import ChainBuilder, rule_for
 from heads.proposers.draft_lm import DraftLM
 from heads.sampling.counter_rng import CounterRNG
 from tests.support import family_checks

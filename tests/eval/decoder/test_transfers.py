@@ -13,8 +13,8 @@ from configs.schema.drafting import ConfidenceStopping, DynamicTree, StaticTree
 from eval.decoder.batch import BatchRun
 from eval.decoder.decode import Request
 from heads.proposers.draft_lm import DraftLM
+from heads.proposers.lookup import PromptLookup
 from heads.proposers.merged import LookupFirst, MergedDrafts
-from heads.proposers.prompt_lookup import PromptLookup
 from tests.support import family_checks as checks
 from tests.support.decoding import HEADS, head_proposer
 

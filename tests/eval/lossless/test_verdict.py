@@ -18,7 +18,7 @@ from eval.lossless.teacher_forcing import check_tokens
 from eval.lossless.verdict import judge_lossless
 from heads.inference.causal_lm import head_logits
 from heads.inference.kv_cache import RowLayer
-from heads.proposers.prompt_lookup import PromptLookup
+from heads.proposers.lookup import PromptLookup
 from tests.support.decoding import PROMPTS, loaded_draft, requests_for
 
 PROMPT = (7, 12, 3)

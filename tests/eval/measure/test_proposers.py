@@ -18,7 +18,6 @@ from eval.release.checks import judge, read_artifact
 from heads.artifact import save_draft_lm
 from heads.frozen.loading import load_target
 from heads.metadata import read_metadata
-from heads.proposers.cross_device import CrossDeviceProposer
 from tests.support.evaluations import report_in, tiny_evaluation
 
 CHAINS = StaticTree(kind="static", branching=[1, 1])
@@ -75,7 +74,7 @@ def test_a_part_made_for_another_target_shows_in_the_section_and_fails_the_gate(
 def test_drafts_may_be_merged_on_a_device_of_their_own(config):
     config = config.model_copy(update={"draft_device": "cpu"})
     away = load_evaluated(config, load_target(config.target))
-    assert [type(draft) for draft in away.proposer.drafts] == [CrossDeviceProposer, CrossDeviceProposer]
+    assert [draft.home for draft in away.proposer.drafts] == [torch.device("cpu")] * 2
     assert evaluate(config) == 0
 
 

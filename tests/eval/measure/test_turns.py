@@ -13,7 +13,7 @@ from eval.evaluation import evaluate
 from eval.measure.interleaved import measure
 from eval.measure.turns import Turns
 from heads.proposers.draft_lm import DraftLM
-from heads.proposers.prompt_lookup import PromptLookup
+from heads.proposers.lookup import PromptLookup
 from tests.support.evaluations import report_in, tiny_evaluation, write_suite
 
 MODES = [AUTOREGRESSIVE, SPECULATIVE, "prompt_lookup"]

@@ -7,14 +7,12 @@ from transformers import AutoModelForCausalLM
 
 from configs.runtime.errors import InputError
 from configs.schema.heads import Eagle3Settings
-from heads.families.eagle3 import Eagle3, UnrolledKeys, default_taps
+from heads.families.eagle3 import Eagle3, UnrolledKeys, copy_block, default_taps
 from heads.families.registry import serve
 from heads.frozen.hidden_states import blocks, final_norm
 from heads.modules.attention import causal_ranges
-from heads.modules.initialization import copy_block
 from heads.modules.interface import labelled_origins
-from heads.modules.layer_shape import LayerShape
-from heads.modules.layers import DraftAttention, Rotary
+from heads.modules.layers import DraftAttention, LayerShape, Rotary
 from heads.modules.target_block import causal_mask
 from tests.support import family_checks as checks
 from tests.support.naive_layers import NaiveBody

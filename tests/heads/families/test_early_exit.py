@@ -14,8 +14,8 @@ from heads.artifact import load_draft
 from heads.families.registry import FAMILIES, serve
 from heads.frozen.hidden_states import blocks, final_norm
 from heads.proposers.draft_lm import DraftLM
+from heads.proposers.lookup import PromptLookup
 from heads.proposers.merged import LookupFirst
-from heads.proposers.prompt_lookup import PromptLookup
 from heads.proposers.self_speculation import early_exit
 from tests.support import family_checks as checks
 from tests.support.artifacts import save_artifact

@@ -7,10 +7,10 @@ from configs.runtime.errors import InputError
 from configs.schema.decoding import SamplingConfig
 from configs.schema.learning import LossConfig
 from distill.loss.head_objective import HeadObjective
+from heads.families.eagle3 import mask_token
 from heads.families.peagle import kept_depths
 from heads.families.registry import FAMILIES
 from heads.frozen.hidden_states import read_states
-from heads.modules.initialization import mask_token
 from heads.modules.interface import labelled_origins
 from heads.modules.layers import DraftAttention
 from heads.sampling.counter_rng import CounterRNG

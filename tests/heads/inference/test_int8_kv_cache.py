@@ -13,7 +13,7 @@ from heads.inference.causal_lm import forward_rows, head_logits, new_cache
 from heads.inference.kv_cache import Int8Layer, RowLayer, dequantise, quantise
 from heads.inference.lean_forward import make_lean
 from heads.proposers.draft_lm import DraftLM
-from heads.proposers.prompt_lookup import PromptLookup
+from heads.proposers.lookup import PromptLookup
 from tests.heads.inference.test_lean_forward import IDS_BT, model_of
 from tests.support.decoding import PROMPTS
 

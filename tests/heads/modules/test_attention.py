@@ -7,12 +7,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from heads.families.block.dflash import mix_blocks
 from heads.families.eagle3 import UnrolledKeys
 from heads.families.peagle import ParallelKeys, make_chains
 from heads.modules.attention import Ranges, causal_ranges, read_ranges
-from heads.modules.block_training import mix_blocks
-from heads.modules.layer_shape import LayerShape
-from heads.modules.layers import DraftAttention, Rotary, RowKeys
+from heads.modules.layers import DraftAttention, LayerShape, Rotary, RowKeys
 
 
 def positions(*rows):

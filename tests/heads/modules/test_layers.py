@@ -7,8 +7,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from configs.runtime.errors import InputError
 from configs.schema.heads import LayerSettings
-from heads.modules.layer_shape import layer_shape, shape_like
-from heads.modules.layers import Rotary
+from heads.modules.layers import Rotary, layer_shape, shape_like
 from tests.support import family_checks as checks
 from tests.support.family_checks import LLAMA3, YARN
 

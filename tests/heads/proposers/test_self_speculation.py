@@ -4,11 +4,7 @@ import pytest
 import torch
 
 from configs.runtime.errors import InputError
-from configs.schema.decoding import DecodeConfig
-from eval.decoder.decode import generate
 from heads.frozen.hidden_states import blocks, final_norm, read_states
-from heads.inference.causal_lm import new_cache
-from heads.proposers.draft_lm import DraftLM
 from heads.proposers.self_speculation import SharedBlocks, early_exit
 from tests.support.family_checks import CONFIGS, PROMPTS, tiny_target
 from tests.support.family_configs import tiny_model
@@ -37,23 +33,10 @@ def test_the_blocks_of_any_family_are_found(name):
     torch.testing.assert_close(read_states(early_exit(model, 2), ids_BT, []).final_BTE, exit_BTE)
 
 
-def test_greedy_output_is_plain_greedy_output(as_target):
-    target = as_target(tiny_target("gemma3"))
-    plain = generate(target, PROMPTS, DecodeConfig(num_speculative_tokens=0, max_new_tokens=16))
-    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=16, batch_size=3)
-    assert generate(target, PROMPTS, config, DraftLM(early_exit(target.model, 2), 64)) == plain
-
-
 @pytest.mark.parametrize("num_layers", [0, 4, 9])
 def test_a_number_of_blocks_that_leaves_none_to_draft_or_none_to_verify_is_refused(num_layers):
     with pytest.raises(InputError, match=f"needs 1 to 3 of the target's 4 blocks, got {num_layers}"):
         early_exit(tiny_target("llama"), num_layers)
-
-
-def test_shared_blocks_give_no_other_states_than_those_after_them():
-    shared = SharedBlocks(tiny_target("llama"), 2)
-    with pytest.raises(ValueError, match="reads chains and no taps"):
-        shared.forward_states(new_cache(tiny_target("llama"), 8), torch.tensor([[1, 2]]), [0], (1,))
 
 
 def test_blocks_that_are_not_the_model_in_two_parts_do_not_share_work(tiny_llama):

@@ -3,13 +3,12 @@
 import pytest
 import torch
 
-from configs.runtime.errors import InputError
 from configs.schema.decoding import SamplingConfig
 from heads.families.registry import FAMILIES
 from heads.frozen.hidden_states import forward_states
 from heads.inference.causal_lm import new_cache
 from heads.proposers.draft_lm import DraftLM
-from heads.proposers.tree_builder import DynamicTreeBuilder, StaticTreeBuilder
+from heads.proposers.tree_builder import DynamicTreeBuilder
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.probabilities import token_probabilities
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, check_parents
@@ -147,12 +146,6 @@ def test_a_grown_tree_holds_the_most_confident_ways(draft):
         for text, drafted, parents in zip(tokens, proposal.tokens_BG.tolist(), proposal.parents_BN.tolist(), strict=True):
             check_parents(parents)
             assert sorted(ways(parents, drafted)[1:]) == naive_grown(draft, text, GROWN)
-
-
-def test_a_tree_wider_than_the_drafts_vocabulary_is_refused():
-    builder = StaticTreeBuilder(Tree((0, 0, 0)), 1, None)
-    with pytest.raises(InputError, match="3 children, and the draft knows 2 tokens"):
-        builder.add(torch.zeros(1, 1, 2))
 
 
 def test_a_grown_tree_keeps_parents_of_what_it_keeps_where_confidences_tie_or_are_no_numbers():

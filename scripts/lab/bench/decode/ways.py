@@ -20,11 +20,10 @@ from heads.artifact import Draft
 from heads.families.registry import drafts_in_one_forward
 from heads.frozen.hidden_states import num_blocks
 from heads.proposers.draft_lm import DraftLM
+from heads.proposers.lookup import PromptLookup, SuffixLookup
 from heads.proposers.merged import MergedDrafts
-from heads.proposers.prompt_lookup import PromptLookup
 from heads.proposers.protocol import Proposer, TreeProposer
 from heads.proposers.self_speculation import early_exit
-from heads.proposers.suffix_lookup import SuffixLookup
 from scripts.advice.comparison import tree_settings
 from scripts.lab.bench.decode.setup import DRAFT_LM, DecodeSetup
 
@@ -145,7 +144,7 @@ def merged_ways(setup: DecodeSetup, settings: DecodeConfig) -> list[Way]:
 
 
 def _suffix_lookup(setup: DecodeSetup) -> Proposer:
-    lookup = SuffixLookup(setup.target.device, learns_own_answers=False)
+    lookup = SuffixLookup(setup.target.device)
     for answer in setup.past_answers:
         lookup.learn(answer)
     return lookup

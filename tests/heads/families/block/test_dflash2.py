@@ -85,7 +85,7 @@ def test_greedy_drafts_are_the_candidates_of_the_highest_score():
     states_ND, before_N = 4 * torch.randn(200, 32, dtype=model.dtype), torch.randint(0, 64, (200,))
     context_NR = head.candidate_selector.context(states_ND, before_N)
     unary_NW = head.lm_head.logits(states_ND)
-    best_N = head.selected(unary_NW, context_NR).argmax(-1)
+    best_N = head.correct(unary_NW, torch.cat([states_ND, context_NR], -1)).argmax(-1)
     for unary_W, context_R, best in zip(unary_NW, context_NR, best_N.tolist(), strict=True):
         candidates = unary_W.topk(DFLASH2.selector_top_k).indices.tolist()
         scores = {

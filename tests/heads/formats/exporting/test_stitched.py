@@ -12,7 +12,7 @@ from heads.formats.exporting.exporter import SERVE_FILE, export
 from heads.formats.importing.importer import fit
 from heads.formats.importing.reading import read_external
 from heads.frozen.identity import hash_weights
-from heads.hub import METADATA_FILE
+from heads.metadata import METADATA_FILE
 from tests.support import mtp_checkpoints as native
 from tests.support.quantized_checkpoints import Scheme, fp8_blocks, quantise
 

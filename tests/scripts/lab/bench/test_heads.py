@@ -19,8 +19,8 @@ from distill.dataset.conversations import read_conversations
 from eval.cost.tree_choice import ChosenTree
 from eval.decoder.decode import Request, decode
 from heads.artifact import load_draft
+from heads.proposers.lookup import PromptLookup
 from heads.proposers.merged import LookupFirst, MergedDrafts
-from heads.proposers.prompt_lookup import PromptLookup
 from scripts.advice import trained_runs
 from scripts.lab.bench import head_recipes, heads
 from scripts.lab.bench.head_recipes import make_cache, make_data, read_cache_seconds, with_cache

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+from heads.families.block.dflash import choose_anchors, mix_blocks
 from heads.modules.attention import Ranges
-from heads.modules.block_training import choose_anchors, mix_blocks
 from heads.modules.interface import NO_DOCUMENT, Batch
 
 B, T, A, S, H = 2, 7, 3, 4, 8
