@@ -60,11 +60,7 @@ def main(config: GateConfig, args: argparse.Namespace) -> int:
 
 
 def _clear_output(name: str | None, report: Path, baseline: Path | None) -> Path:
-    """Return where the verdict goes, and remove an earlier one, which bad input would otherwise leave to be read as this one.
-
-    Raises:
-        InputError: the name does not end in `.json`, or is that of a report that is to be read.
-    """
+    """Return where the verdict goes, and remove an earlier one, which bad input would otherwise leave behind."""
     output = Path(name) if name else report.with_name("gate.json")
     if output.suffix != ".json":
         raise InputError(f"--output must end in .json, got {output}; the .md and .xml are written beside it")

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
-MAX_STEPS = {"From a conversation to a gradient (EAGLE-3)": 16, "From a prompt to `report.json`": 30}
+MAX_STEPS = {"From a conversation to a gradient (EAGLE-3)": 16, "From a prompt to `report.json`": 28}
 
 
 def steps_of(title):

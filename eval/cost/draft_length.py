@@ -1,8 +1,7 @@
 """Settings of the cost-optimal draft length (`configs.schema.drafting.CostStopping`), fitted to what a draft showed.
 
 The rule needs a calibration, how often drafts of some confidence are accepted where all before them were, and the times of
-draft and target steps. `stopping_from_report` takes both from a report of chains of a fixed length; `choose_stopping` measures
-them.
+draft and target steps. `stopping_from_report` takes both from a report; `choose_stopping` measures them. C classes.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from eval.decoder.decode import Request, decode
 from eval.decoder.records import SPECULATIVE
 from eval.metrics.acceptance import summarise_acceptance
 from eval.report.schema import Report
-from eval.report.sections import AcceptanceSection, WholeSpeedSection
+from eval.report.sections import AcceptanceSection
 from heads.artifact import Draft
 from heads.families.registry import drafts_in_one_forward
 from heads.frozen.loading import Target
@@ -39,32 +38,18 @@ def fit_stopping(
 ) -> CostStopping:
     """Return the cost rule's settings for a draft on a machine.
 
-    Args:
-        kind: of the draft.
-        acceptance: of rounds drafted to their full length.
-        drafting_milliseconds: of drafting in a round.
-        row_milliseconds: of a target step on 1, 2, ... rows.
-        other_milliseconds: of what a round does besides.
-        by: what the rule reads; None: the draft's own estimate of its acceptance, if it makes one, else its distribution.
-
-    Raises:
-        InputError: the rule is to read an estimate that the draft does not make, or nothing was drafted from a distribution.
+    Times are those of drafting a round, of a target step on 1, 2, ... rows, and of what a round does besides. By None the rule
+    reads the draft's own estimate of its acceptance, if it makes one, else its distribution.
     """
     if by is None:
         by = "estimate" if acceptance.estimate_reliability else "distribution"
     elif by == "estimate" and not acceptance.estimate_reliability:
         raise InputError(f"the draft ({kind}) makes no estimate of its acceptance: fit by distribution")
     classes = acceptance.estimate_reliability if by == "estimate" else acceptance.stopping_reliability
-    drafts_C, confidence_C, accepted_C = (
-        np.array([(each.num_drafts, each.confidence, each.accepted) for each in classes if each.num_drafts], dtype=np.float64)
-        .reshape(-1, 3)
-        .T
-    )
-    if not drafts_C.size:
-        raise InputError(
-            "no stopping_reliability: the draft has no distribution (a lookup), drafted nothing, or an earlier draftsmith "
-            "wrote the report; run eval/run.py again"
-        )
+    known = [(each.num_drafts, each.confidence, each.accepted) for each in classes if each.num_drafts]
+    if not known:
+        raise InputError("no stopping_reliability: the draft has no distribution (a lookup), or drafted nothing")
+    drafts_C, confidence_C, accepted_C = np.array(known, dtype=np.float64).T
     rising_C = isotonic_regression(accepted_C, weights=drafts_C).x.clip(0, 1)
     drafts = sum(length * count for length, count in enumerate(acceptance.drafted_histogram)) / acceptance.num_rounds
     in_one = drafts_in_one_forward(kind)
@@ -83,15 +68,27 @@ def fit_stopping(
 
 
 def stopping_from_report(report: Report, by: ConfidenceBy | None = None) -> CostStopping:
-    """Return the cost rule's settings for the draft, target and machine of a report; see `fit_stopping`.
+    """Return the cost rule's settings for the draft, target and machine of a report of chains of a fixed length.
 
     Target steps between one row (plain decoding) and as many as were verified are taken to lie on a straight line.
-
-    Raises:
-        InputError: the report's rounds or times do not suffice; the message says why.
     """
-    speed, gamma = _check(report), report.decode.num_speculative_tokens
-    phases, rounds = speed.phases, report.acceptance.num_rounds * speed.repeats
+    decode, speed = report.decode, report.speed
+    if speed is None or not speed.decode_tokens_autoregressive:
+        raise InputError("the report has no times: a cost rule weighs tokens against time")
+    others = [name for name in ("tree", "stopping") if getattr(decode, name) is not None]
+    likeliest = decode.verification in ("match", "typical")
+    reasons = {
+        "has failed requests, so that its rounds and its times are not of the same prompts": report.prompts.failed,
+        f"has rounds drafted by {' and '.join(report.draft.lookups)}: fit to one of the artifact alone": report.draft.lookups,
+        f"is of batches of {decode.batch_size}: measure with decode.batch_size 1": decode.batch_size != 1,
+        f"is of likeliest drafts at temperature {decode.temperature:g}, and stopping uses distributions at temperature 1: "
+        "measure with decode.temperature 0 or 1": likeliest and decode.temperature not in (0, 1),
+        f"has decode.{' and '.join(others)}: a cost rule is fitted to chains drafted to their full length": others,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise InputError(f"the report {reason}")
+    gamma, phases, rounds = decode.num_speculative_tokens, speed.phases, report.acceptance.num_rounds * speed.repeats
     one_row = 1000 * speed.phases_autoregressive.verify_seconds / speed.decode_tokens_autoregressive
     all_rows = 1000 * phases.verify_seconds / rounds
     return fit_stopping(
@@ -105,13 +102,7 @@ def stopping_from_report(report: Report, by: ConfidenceBy | None = None) -> Cost
 
 
 def choose_stopping(target: Target, draft: Draft, requests: Sequence[Request], settings: DecodeConfig) -> CostStopping:
-    """Return the cost rule's settings for a draft on this machine, by what it shows on prompts that are not judged.
-
-    Args:
-        target, draft: what decodes.
-        requests: to decode, one at a time.
-        settings: chains without a stopping rule, as long as the rule may draft.
-    """
+    """Return the cost rule's settings for a draft on this machine, by what it shows on prompts that are not judged."""
     decoded = [
         decode(target, [request], settings, draft.proposer, mode=SPECULATIVE, measure_overlap=True) for request in requests
     ]
@@ -124,32 +115,3 @@ def choose_stopping(target: Target, draft: Draft, requests: Sequence[Request], s
         drafting_milliseconds=1000 * sum(timing.draft_seconds for timing in timings) / num_rounds,
         row_milliseconds=[1000 * each for each in row_seconds(target, requests[0], settings.num_speculative_tokens + 1)],
     )
-
-
-def _check(report: Report) -> WholeSpeedSection:
-    """Return the report's times if settings can be fitted to it."""
-    decode, speed = report.decode, report.speed
-    if report.simulated:
-        raise InputError("the report is simulated: its acceptance and times were not measured")
-    if report.prompts.failed:
-        raise InputError("the report has failed requests, so that its rounds and its times are not of the same prompts")
-    if report.draft.lookups:
-        raise InputError(
-            f"some of the report's rounds were drafted by {report.draft.lookups[0]}, so its times are not the draft's own: fit "
-            "to a report of the artifact alone"
-        )
-    if speed is None or not speed.decode_tokens_autoregressive:
-        raise InputError("the report has no times: a cost rule weighs tokens against time")
-    if decode.batch_size != 1:
-        raise InputError(f"the report is of batches of {decode.batch_size}: measure with decode.batch_size 1")
-    if decode.temperature not in (0, 1) and decode.verification in ("match", "typical"):
-        raise InputError(
-            f"the report is of likeliest drafts at temperature {decode.temperature:g}: stopping then uses "
-            "distributions at temperature 1, which the report does not hold; measure with decode.temperature 0 or 1"
-        )
-    for setting in ("tree", "stopping"):
-        if getattr(decode, setting) is not None:
-            raise InputError(
-                f"the report's decode.{setting} is set: a cost rule is fitted to chains drafted to their full length"
-            )
-    return speed

@@ -1,41 +1,113 @@
 """The cost model: what speculation gains by number of drafts, batch and context, on this machine or on another one.
 
-Expected seconds are expected rounds (`eval.cost.expected_rounds`) times what a round takes. On this machine that comes from the
-timing sweep; for another one the sweep's bytes and operations are divided by its bandwidth and speed, whichever takes longer
-(the roofline of Williams et al., CACM 2009), without kernel launches, so that small models look too fast. A batch is taken to
-stay full; the row that kept most decides what the draft reads next. R measurements, F terms of a fit.
+Expected seconds are expected rounds times what a round takes. Rounds follow from the measured chance at each position that a
+draft is accepted where those before it were, never from powers of one rate. A round's seconds come from the timing sweep; for
+another machine the sweep's bytes and operations are divided by its bandwidth and speed, whichever takes longer (the roofline of
+Williams et al., CACM 2009), without kernel launches, so that small models look too fast. A batch is taken to stay full; the row
+that kept most decides what the draft reads next. G drafts, A accepted, R measurements, F terms of a fit.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from eval.cost.expected_rounds import AcceptanceProfile, Floats, expected_rounds
+from eval.decoder.records import ENDED, Generation
 from eval.report.sections import AnswerLength, TimedRound
 
+Floats = NDArray[np.float64]
 Sizes = tuple[int, int, int]  # drafts, batch, context
 Terms = Callable[[int, float, float], Sequence[float]]
 
 KNEES = (8, 32, 128)  # tokens in a forward from which each further one may cost more
-BATCHES_SHOWN = (1, 2, 4, 8, 16, 32, 64)
 LARGEST_BATCH = 1024  # tried for the break-even batch
 
 
-class CostModel:
-    """Predicts decode speedups.
+# --- rounds -------------------------------------------------------------------------------------------------------
 
-    Args:
-        costs: of a round.
-        profile: the acceptance.
-        answers: how long the answers are.
-        longest: the most drafts of a round that the costs know.
+
+class AcceptanceProfile:
+    """How many of a round's drafts are accepted, by the shares accepted of the drafts judged at each position.
+
+    A position that was not measured takes the last one's share. With `by_text_alone` a guess does not depend on where its round
+    began, as that of a draft LM; a head's is better nearer to the target's last state.
     """
+
+    def __init__(self, conditional: Sequence[float | None], *, by_text_alone: bool) -> None:
+        self.conditional = [share for share in conditional if share is not None]
+        self.by_text_alone = by_text_alone
+        if not self.conditional:
+            raise ValueError("no draft was judged, so that there is no acceptance to predict from")
+
+    def accepted(self, num_drafts: int) -> Floats:
+        """Return the chances `[G + 1]` that 0, 1, ... of as many drafts are accepted, over all rounds that draft so many."""
+        if self.by_text_alone and num_drafts < len(self.conditional):
+            return self._split(num_drafts)
+        missing = num_drafts - len(self.conditional)
+        chances_G = np.array([*self.conditional, *[self.conditional[-1]] * missing][:num_drafts])
+        reached_A = np.concatenate([[1.0], np.cumprod(chances_G)])  # the chance to keep at least so many
+        return reached_A * np.append(1 - chances_G, 1.0)
+
+    def tokens_per_round(self, num_drafts: int) -> float:
+        """Return the tokens to be expected of a round: 1 and the survival at each position."""
+        return float(1 + self.accepted(num_drafts) @ np.arange(num_drafts + 1))
+
+    def _split(self, num_drafts: int) -> Floats:
+        """Cover the stretches of text of the measured rounds by shorter rounds, of which easy stretches then fill more.
+
+        A measured round that kept A drafts covers A places where the draft is right and one where it is wrong: shorter rounds
+        never reach across the latter. The place behind a round that kept all is unknown; it is taken for right with the
+        last position's chance, and a shorter round that reaches over it for as much of a whole one as lies before.
+        """
+        size, longest = num_drafts + 1, len(self.conditional)
+        rounds_A = np.zeros(size)
+        for accepted, share in enumerate(self.accepted(longest)):
+            whole, rest = divmod(accepted + 1, size)
+            rounds_A[num_drafts] += share * whole
+            if rest:
+                right = self.conditional[-1] if accepted == longest else 0.0
+                rounds_A[rest - 1] += share * (1 - right)
+                rounds_A[num_drafts] += share * right * rest / size
+        split_A: Floats = rounds_A / rounds_A.sum()
+        return split_A
+
+
+def answer_lengths(generations: Iterable[Generation], max_new_tokens: int) -> list[AnswerLength]:
+    """Count answers by their length; those without rounds are left out, as they are of every speed."""
+    counts = Counter(
+        (len(each.tokens) - 1, max_new_tokens - len(each.tokens) if each.stop_reason in ENDED else 0)
+        for each in generations
+        if len(each.tokens) > 1
+    )
+    return [AnswerLength(num_tokens=n, room_behind=behind, num_answers=count) for (n, behind), count in sorted(counts.items())]
+
+
+def expected_rounds(profile: AcceptanceProfile, num_drafts: int, answers: Iterable[AnswerLength]) -> Floats:
+    """Return how many rounds with 0, 1, ..., `num_drafts` drafts the answers are expected to take, `[G + 1]`.
+
+    Rounds are assumed independent of each other. The last ones of an answer have less room: drafts behind its end are wasted.
+    """
+    accepted = [profile.accepted(drafts) for drafts in range(num_drafts + 1)]
+    rounds_G = np.zeros(num_drafts + 1)
+    for answer in answers:
+        begins = np.zeros(answer.num_tokens + 1)  # the chance that a round begins with so many tokens still to come
+        begins[-1] = 1.0
+        for left in range(answer.num_tokens, 0, -1):
+            drafts = min(num_drafts, left - 1 + answer.room_behind)
+            rounds_G[drafts] += answer.num_answers * begins[left]
+            useful = min(drafts + 1, left - 1)  # outcomes after which something is left
+            begins[left - useful : left] += begins[left] * accepted[drafts][:useful][::-1]
+    return rounds_G
+
+
+class CostModel:
+    """Predicts decode speedups for up to `longest` drafts, by the costs of rounds, the acceptance and the answers' lengths."""
 
     def __init__(self, costs: RoundCosts, profile: AcceptanceProfile, answers: Iterable[AnswerLength], longest: int) -> None:
         self.costs, self.profile, self.longest = costs, profile, longest
@@ -48,9 +120,8 @@ class CostModel:
         plain = self.num_tokens * self.costs.round_seconds(0, batch, context, 0.0)
         # The few shorter rounds at an answer's end follow whole ones.
         after_full = 1 - (1 - float(self.profile.accepted(drafts)[-1])) ** batch
-        rounds_G = self._rounds(drafts)
         seconds_G = [self.costs.round_seconds(own, batch, context, after_full) for own in range(drafts + 1)]
-        return float(plain / np.dot(rounds_G, seconds_G))
+        return float(plain / np.dot(self._rounds(drafts), seconds_G))
 
     def tau(self, drafts: int) -> float:
         """Return the tokens per target step, shorter rounds at the answers' ends included."""
@@ -63,63 +134,29 @@ class CostModel:
         return drafts, speedups[drafts]
 
     def break_even_batch(self, context: float, largest: int = LARGEST_BATCH) -> int | None:
-        """Return the largest batch at which some number of drafts pays: 0 if none does, None if all up to `largest` do.
+        """Return the largest batch at which some number of drafts pays: 0 if none does, None if all up to `largest` do."""
 
-        Looked for among powers of two, then between the two where it ceases to pay for good.
-        """
+        def pays(batch: int) -> bool:
+            return self.best(batch, context)[1] > 1
+
         sizes = sorted({largest, *(2**power for power in range(largest.bit_length()))})
-        paying = [place for place, batch in enumerate(sizes) if self._pays(batch, context)]
+        paying = [place for place, batch in enumerate(sizes) if pays(batch)]
         if not paying:
             return 0
         if paying[-1] == len(sizes) - 1:
             return None
-        pays, fails = sizes[paying[-1]], sizes[paying[-1] + 1]
-        while fails - pays > 1:
-            middle = (pays + fails) // 2
-            pays, fails = (middle, fails) if self._pays(middle, context) else (pays, middle)
-        return pays
-
-    def _pays(self, batch: int, context: float) -> bool:
-        return self.best(batch, context)[1] > 1
+        low, high = sizes[paying[-1]], sizes[paying[-1] + 1]  # it ceases to pay between these powers of two
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if pays(middle) else (low, middle)
+        return low
 
 
-def summarise_model(
-    model: CostModel, drafts: int, batch: int, context: int, other_contexts: Iterable[int], largest: int = LARGEST_BATCH
-) -> dict[str, Any]:
-    """Return the numbers of the report's `speed.predicted`, for a run that was measured and for settings beside it.
-
-    `largest` is the largest batch that was timed, beyond which nothing is claimed of where drafting ceases to pay.
-    """
-    fastest, speedup = model.best(batch, context)
-    settings = [
-        {
-            "num_speculative_tokens": each,
-            "batch_size": size,
-            "context_tokens": length,
-            "decode_speedup": model.speedup(each, size, length),
-        }
-        for length in sorted({context, *other_contexts})
-        for size in sorted({batch, *BATCHES_SHOWN})
-        for each in range(1, model.longest + 1)
-    ]
-    return {
-        "context_tokens": context,
-        "settings": settings,
-        "decode_speedup": model.speedup(drafts, batch, context) if drafts <= model.longest else None,
-        "best_num_speculative_tokens": fastest if speedup > 1 else None,
-        "break_even_batch_size": model.break_even_batch(context, largest),
-    }
-
-
-class RoundCosts(Protocol):
-    """What a round costs."""
-
-    def round_seconds(self, drafts: int, batch: int, context: float, after_full: float) -> float:
-        """Return the seconds of a whole round, `after_full` being the chance that the round before kept all drafts."""
+# --- what a round costs -------------------------------------------------------------------------------------------
 
 
 class MeasuredCosts:
-    """This machine's, from the timing sweep."""
+    """The seconds of a round on this machine, from the timing sweep."""
 
     def __init__(self, sweep: Sequence[TimedRound]) -> None:
         self.verify = _surface(sweep, "verify_seconds", forward_terms)
@@ -128,6 +165,7 @@ class MeasuredCosts:
         self.draft_after_full = _surface(sweep, "draft_seconds_after_full", drafting_terms)
 
     def round_seconds(self, drafts: int, batch: int, context: float, after_full: float) -> float:
+        """Return the seconds of a whole round, `after_full` being the chance that the round before kept all drafts."""
         sizes = drafts, batch, context
         seconds = self.verify(*sizes) + self.other(*sizes)
         if drafts:
@@ -136,13 +174,7 @@ class MeasuredCosts:
 
 
 class RooflineCosts:
-    """Another machine's, from the work.
-
-    Args:
-        sweep: whose work counts, not its seconds.
-        bytes_per_second: at which it reads memory.
-        flops_per_second: of its matrix products in the dtype that was swept.
-    """
+    """The seconds of a round on another machine, from the sweep's work; FLOP/s are those of matrix products in its dtype."""
 
     def __init__(self, sweep: Sequence[TimedRound], bytes_per_second: float, flops_per_second: float) -> None:
         self.bytes_per_second, self.flops_per_second = bytes_per_second, flops_per_second
@@ -152,6 +184,7 @@ class RooflineCosts:
         self.draft_flops = _surface(sweep, "draft_flops", drafting_terms)
 
     def round_seconds(self, drafts: int, batch: int, context: float, after_full: float) -> float:
+        """Return the seconds of a whole round; see `MeasuredCosts`."""
         sizes = drafts, batch, context
         seconds = self._longer(self.verify_bytes(*sizes), self.verify_flops(*sizes))
         return seconds + self._longer(self.draft_bytes(*sizes), self.draft_flops(*sizes)) if drafts else seconds
@@ -160,22 +193,24 @@ class RooflineCosts:
         return max(num_bytes / self.bytes_per_second, num_flops / self.flops_per_second)
 
 
+RoundCosts = MeasuredCosts | RooflineCosts
+
+
 class Surface:
     """A cost by number of drafts, batch and context: measured where it was measured, fitted beyond.
 
     The fit is a sum of terms that only grow, multiplied by what was measured over what it says, on straight lines between the
-    measured sizes and level beyond: on a CPU a forward does not grow smoothly with its tokens.
-
-    Args:
-        measured: costs by sizes, none negative. All batches were measured in the first context, all contexts in the first
-            batch, for every number of drafts.
-        terms: of the fit.
+    measured sizes and level beyond: on a CPU a forward does not grow smoothly with its tokens. All batches were measured in the
+    first context, all contexts in the first batch, for every number of drafts.
     """
 
     def __init__(self, measured: Mapping[Sizes, float], terms: Terms) -> None:
         self.terms = terms
         self.factors_F = fit_factors([terms(*sizes) for sizes in measured], list(measured.values()))
-        self._ratios = {sizes: self._ratio(sizes, cost) for sizes, cost in measured.items()}
+        fitted = {sizes: self.fit(*sizes) for sizes in measured}
+        self._ratios = {
+            sizes: cost / fitted[sizes] if fitted[sizes] > 0 and cost > 0 else 1.0 for sizes, cost in measured.items()
+        }
         self._first_batch = min(batch for _, batch, _ in measured)
         self._first_context = min(context for _, _, context in measured)
 
@@ -184,11 +219,7 @@ class Surface:
         return float(np.dot(self.factors_F, self.terms(drafts, batch, context)))
 
     def __call__(self, drafts: int, batch: float, context: float) -> float:
-        """Return the cost; `drafts` is one of those measured.
-
-        Raises:
-            ValueError: it is not.
-        """
+        """Return the cost; `drafts` is one of those measured."""
         own = {sizes: ratio for sizes, ratio in self._ratios.items() if sizes[0] == drafts}
         if not own:
             raise ValueError(f"rounds of {drafts} drafts were not measured")
@@ -197,10 +228,6 @@ class Surface:
         corner = own[drafts, self._first_batch, self._first_context]
         along = _between(batches, math.log(batch)) * _between(contexts, context) / corner
         return self.fit(drafts, batch, context) * along
-
-    def _ratio(self, sizes: Sizes, cost: float) -> float:
-        fitted = self.fit(*sizes)
-        return cost / fitted if fitted > 0 and cost > 0 else 1.0
 
 
 def fit_factors(terms_RF: Sequence[Sequence[float]], costs_R: Sequence[float]) -> Floats:

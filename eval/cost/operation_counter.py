@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eval.decoder.records import Clock
@@ -37,6 +36,13 @@ def _attention_backward(args: Sequence[Any]) -> int:
     return 2 * _attention(args[1:])
 
 
+ATTENTION = (
+    "aten::scaled_dot_product_attention",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+)
 # Operation -> (its floating-point operations, the places of its operands)
 PRODUCTS: Mapping[str, tuple[Callable[[Sequence[Any]], int], tuple[int, ...]]] = {
     "aten::mm": (_product, (0, 1)),
@@ -47,15 +53,8 @@ PRODUCTS: Mapping[str, tuple[Callable[[Sequence[Any]], int], tuple[int, ...]]] =
     "aten::_grouped_mm": (_product, (0,)),  # experts, of which a token's reads only some
     "aten::linear": (_linear, (0, 1)),
     "mkldnn::_linear_pointwise": (_linear, (0, 1)),
-    "aten::scaled_dot_product_attention": (_attention, (0, 1, 2)),
-    "aten::_scaled_dot_product_flash_attention": (_attention, (0, 1, 2)),
-    "aten::_scaled_dot_product_flash_attention_for_cpu": (_attention, (0, 1, 2)),
-    "aten::_scaled_dot_product_efficient_attention": (_attention, (0, 1, 2)),
-    "aten::_scaled_dot_product_cudnn_attention": (_attention, (0, 1, 2)),
-    "aten::_scaled_dot_product_flash_attention_backward": (_attention_backward, (0, 1, 2, 3)),
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (_attention_backward, (0, 1, 2, 3)),
-    "aten::_scaled_dot_product_efficient_attention_backward": (_attention_backward, (0, 1, 2, 3)),
-    "aten::_scaled_dot_product_cudnn_attention_backward": (_attention_backward, (0, 1, 2, 3)),
+    **dict.fromkeys(ATTENTION, (_attention, (0, 1, 2))),
+    **dict.fromkeys((f"{name}_backward" for name in ATTENTION), (_attention_backward, (0, 1, 2, 3))),
 }
 
 
@@ -72,7 +71,7 @@ class WorkCounter(TorchDispatchMode):
         if (product := PRODUCTS.get(func._schema.name)) is not None:
             count, operands = product
             self.flops += count(args)
-            self.bytes += sum(_num_bytes(args[place]) for place in operands)
+            self.bytes += sum(args[place].numel() * args[place].element_size() for place in operands)
         return func(*args, **(kwargs or {}))
 
 
@@ -99,7 +98,3 @@ class WorkClock(Clock):
             for name, counter in self.counters.items()
             for what, value in (("bytes", counter.bytes), ("flops", counter.flops))
         }
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import CostConfig
-from eval.cost.expected_rounds import AcceptanceProfile, answer_lengths
-from eval.cost.model import CostModel, MeasuredCosts, RooflineCosts, RoundCosts, summarise_model
+from eval.cost.model import AcceptanceProfile, CostModel, MeasuredCosts, RooflineCosts, RoundCosts, answer_lengths
 from eval.cost.timing_sweep import sweep_rounds
 from eval.decoder.records import Generation
 from eval.report.schema import Report
-from eval.report.sections import PredictedSection, TimedRound
+from eval.report.sections import AnswerLength, PredictedSection, PredictedSpeedup, TimedRound
 from heads.frozen.loading import Target
 from heads.proposers.protocol import Proposer
 
@@ -26,20 +24,15 @@ log = logging.getLogger("draftsmith")
 # Kinds of draft whose guess at a place is the same wherever the round began: they see the text alone, or with early_exit what
 # the target's first blocks make of it, and none of the states that the whole target has only of what it has verified.
 BY_TEXT_ALONE = frozenset(("draft_lm", "early_exit"))
+BATCHES_SHOWN = (1, 2, 4, 8, 16, 32, 64)
 
 
 def predict_speed(
     target: Target, proposer: Proposer, plain: Sequence[Generation], report: Report, decode: DecodeConfig, config: CostConfig
-) -> dict[str, Any] | None:
-    """Run the timing sweep and return the report's `speed.predicted`; None, and a warning, where nothing was timed or judged.
-
-    `plain` are the plain answers to the prompts, `report` is what was measured so far.
-
-    Raises:
-        InputError: a context to be timed does not fit the target's.
-    """
+) -> PredictedSection | None:
+    """Run the timing sweep and return the report's `speed.predicted`; None, and a warning, where no draft was accepted."""
     answers = answer_lengths(plain, decode.max_new_tokens)
-    if report.speed is None or not answers or not any(report.acceptance.position_conditional):
+    if not answers or not any(report.acceptance.position_conditional):
         log.warning("no draft was accepted in a run that was timed, so that no cost model can be made of it")
         return None
     placeholder = target.runner.placeholder  # forwards are timed on text: later rounds read neither images nor sounds
@@ -48,21 +41,38 @@ def predict_speed(
     if not sweep:
         log.warning("the draft proposed nothing in the timing sweep, so that no cost model can be made of it")
         return None
-    model = CostModel(MeasuredCosts(sweep), _profile(report), answers, _longest(sweep))
-    others, timed = {each.context_tokens for each in sweep}, max(each.batch_size for each in sweep)
-    return {
-        **summarise_model(model, decode.num_speculative_tokens, decode.batch_size, mean_context(plain), others, timed),
-        "sweep": [each.model_dump() for each in sweep],
-        "answers": [each.model_dump() for each in answers],
-    }
+    model = _model(MeasuredCosts(sweep), report, sweep, answers)
+    return predictions(model, sweep, answers, decode.num_speculative_tokens, decode.batch_size, mean_context(plain))
+
+
+def predictions(
+    model: CostModel, sweep: list[TimedRound], answers: list[AnswerLength], drafts: int, batch: int, context: int
+) -> PredictedSection:
+    """Return what a model says of the setting that was measured, and of others."""
+    fastest, speedup = model.best(batch, context)
+    return PredictedSection(
+        context_tokens=context,
+        settings=[
+            PredictedSpeedup(
+                num_speculative_tokens=each,
+                batch_size=size,
+                context_tokens=length,
+                decode_speedup=model.speedup(each, size, length),
+            )
+            for length in sorted({context, *(each.context_tokens for each in sweep)})
+            for size in sorted({batch, *BATCHES_SHOWN})
+            for each in range(1, model.longest + 1)
+        ],
+        decode_speedup=model.speedup(drafts, batch, context) if drafts <= model.longest else None,
+        best_num_speculative_tokens=fastest if speedup > 1 else None,
+        break_even_batch_size=model.break_even_batch(context, max(each.batch_size for each in sweep)),
+        sweep=sweep,
+        answers=answers,
+    )
 
 
 def prediction_in(report: Report, where: str) -> PredictedSection:
-    """Return a report's prediction.
-
-    Raises:
-        InputError: the report holds no timing sweep; `where` names it.
-    """
+    """Return a report's prediction; `where` names it in the error that says it has none."""
     predicted = None if report.speed is None else report.speed.predicted
     if predicted is None or not predicted.sweep:
         raise InputError(f"{where} holds no timing sweep; run eval/run.py with `cost` set in its config")
@@ -72,27 +82,19 @@ def prediction_in(report: Report, where: str) -> PredictedSection:
 def prediction_of(
     report: Report, where: str, *, bytes_per_second: float | None = None, flops_per_second: float | None = None
 ) -> CostModel:
-    """Return the cost model of a report, for its own machine, or for one with this bandwidth and speed.
-
-    Raises:
-        InputError: the report holds no timing sweep, or one of the two numbers is missing; `where` names it.
-    """
+    """Return the cost model of a report, for its own machine, or for one with this bandwidth and speed."""
     predicted = prediction_in(report, where)
     if (bytes_per_second is None) != (flops_per_second is None):
         raise InputError("another machine is described by --bandwidth and --flops together; give both, or none for this one")
-    sweep = predicted.sweep
-    costs: RoundCosts = MeasuredCosts(sweep)
+    costs: RoundCosts = MeasuredCosts(predicted.sweep)
     if bytes_per_second is not None and flops_per_second is not None:
-        costs = RooflineCosts(sweep, bytes_per_second, flops_per_second)
-    return CostModel(costs, _profile(report), predicted.answers, _longest(sweep))
+        costs = RooflineCosts(predicted.sweep, bytes_per_second, flops_per_second)
+    return _model(costs, report, predicted.sweep, predicted.answers)
 
 
-def _profile(report: Report) -> AcceptanceProfile:
-    return AcceptanceProfile(report.acceptance.position_conditional, by_text_alone=report.draft.kind in BY_TEXT_ALONE)
-
-
-def _longest(sweep: Sequence[TimedRound]) -> int:
-    return max(each.num_speculative_tokens for each in sweep)
+def _model(costs: RoundCosts, report: Report, sweep: Sequence[TimedRound], answers: Sequence[AnswerLength]) -> CostModel:
+    profile = AcceptanceProfile(report.acceptance.position_conditional, by_text_alone=report.draft.kind in BY_TEXT_ALONE)
+    return CostModel(costs, profile, answers, max(each.num_speculative_tokens for each in sweep))
 
 
 def mean_context(plain: Sequence[Generation]) -> int:

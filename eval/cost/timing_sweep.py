@@ -8,8 +8,9 @@ long. Trees and rounds with a stopping rule are left out, as their sizes depend 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from statistics import median
 
 import torch
@@ -30,17 +31,7 @@ from heads.proposers.protocol import Proposal, Proposer
 
 SHORTEST = 4  # tokens of the text that a sweep begins with
 
-
-@dataclass
-class _Samples:
-    """What was measured of one kind of round."""
-
-    draft: list[float] = field(default_factory=list)
-    draft_after_full: list[float] = field(default_factory=list)
-    verify: list[float] = field(default_factory=list)
-    other: list[float] = field(default_factory=list)
-    work: dict[str, float] = field(default_factory=dict)
-    context: int = 0
+Samples = defaultdict[str, list[float]]  # what was measured of one kind of round, by the name in `TimedRound`
 
 
 class ScriptedVerifier(Verifier):
@@ -63,11 +54,7 @@ class ScriptedVerifier(Verifier):
 
 
 def check_sweep(target: Target, config: CostConfig) -> None:
-    """Refuse a sweep that could only fail later.
-
-    Raises:
-        InputError: a context does not fit the target's.
-    """
+    """Refuse a sweep with a context that does not fit the target's."""
     longest = config.num_speculative_tokens
     start, grows_by = _span(config.context_tokens[-1], longest)
     if (needed := start + grows_by + longest + 2) > target.max_positions:
@@ -81,16 +68,9 @@ def check_sweep(target: Target, config: CostConfig) -> None:
 def sweep_rounds(
     target: Target, proposer: Proposer, text: Sequence[int], decode: DecodeConfig, config: CostConfig
 ) -> list[TimedRound]:
-    """Time rounds of every number of drafts at the batches and contexts asked for.
+    """Time rounds of every number of drafts, up to as many as the draft can, at the batches and contexts asked for.
 
-    The prompts are taken from anywhere in `text`, token ids that are repeated where they end.
-
-    Returns:
-        Rounds of 0 drafts up to as many as were asked for, or as the draft can; none where it drafts nothing.
-
-    Raises:
-        InputError: see `check_sweep`.
-        RunFailed: target or draft computed NaN or infinity.
+    The prompts are taken from anywhere in `text`, token ids that are repeated where they end. None where nothing is drafted.
     """
     check_sweep(target, config)
     target = replace(target, eos_token_ids=())  # no round may end the text
@@ -99,7 +79,9 @@ def sweep_rounds(
     longest, may_rise = _drafts_of(target, proposer, text, decode, config)
     if longest == 0:
         return []
-    samples = {(drafts, *place): _Samples() for place in places for drafts in range(longest + 1)}
+    samples: dict[tuple[int, int, int], Samples] = {
+        (drafts, *place): defaultdict(list) for place in places for drafts in range(longest + 1)
+    }
     with progress("timing", len(places) * (config.repeats + 1), "passes") as advance:
         for repeat in range(-1, config.repeats):  # the first pass warms up and counts the work
             for place in places:
@@ -108,7 +90,16 @@ def sweep_rounds(
                 measure = runs.count_work if repeat < 0 else runs.time
                 measure(own, downwards=not may_rise or repeat in range(1, config.repeats, 2))
                 advance(1)
-    return [_summarise(drafts, batch, own) for (drafts, batch, _), own in samples.items()]
+    undrafted = {"draft_seconds": 0.0, "draft_seconds_after_full": 0.0}  # of plain rounds
+    return [
+        TimedRound(
+            num_speculative_tokens=drafts,
+            batch_size=batch,
+            context_tokens=_middle(context, longest),
+            **undrafted | {name: median(values) for name, values in own.items()},
+        )
+        for (drafts, batch, context), own in samples.items()
+    ]
 
 
 class _Runs:
@@ -134,53 +125,49 @@ class _Runs:
                 "stop": None,  # no round may end the text
             }
         )
-        self.context = start + grows_by // 2  # halfway through the rounds; the plain ones, of a token each, all stand near it
-        self.plain, _ = _start(target, text, batch, self.context, settings, None)
+        # The plain rounds, of a token each, all stand near the middle.
+        self.plain, _ = _start(target, text, batch, _middle(context, longest), settings, None)
         self.drafting, self.verifier = _start(target, text, batch, start, settings, proposer)
 
-    def time(self, samples: dict[int, _Samples], *, downwards: bool) -> None:
+    def time(self, samples: dict[int, Samples], *, downwards: bool) -> None:
         """Time four rounds of each number of drafts, and four plain ones before each of those numbers.
 
         Which rounds keep all decides what the next one's draft has to read: of two that keep the same the second is timed.
         """
         for drafts in sorted(range(1, self.longest + 1), reverse=downwards):
             for _ in range(4):  # as many as with drafts: what other rounds left in the processor's caches slows the first
-                self._time_round(self.plain, 0, samples[0])
+                _time_round(self.plain, 0, samples[0])
             for keeps_all in (False, True):
                 self.verifier.keeps_all = keeps_all
-                self._time_round(self.drafting, drafts, samples[drafts])
-                draft_seconds = self._time_round(self.drafting, drafts, samples[drafts])
-                (samples[drafts].draft_after_full if keeps_all else samples[drafts].draft).append(draft_seconds)
+                _time_round(self.drafting, drafts, samples[drafts])
+                draft_seconds = _time_round(self.drafting, drafts, samples[drafts])
+                samples[drafts]["draft_seconds_after_full" if keeps_all else "draft_seconds"].append(draft_seconds)
 
-    def count_work(self, samples: dict[int, _Samples], *, downwards: bool) -> None:
+    def count_work(self, samples: dict[int, Samples], *, downwards: bool) -> None:
         """Count the work of a round of each number of drafts."""
         for drafts, own in sorted(samples.items(), reverse=downwards):
             run = self.drafting if drafts else self.plain
-            for clock in (run.clock, WorkClock(run.target.device)):  # the first round reads what the last one left unread
-                usual, run.clock = run.clock, clock
-                run_round(run, drafts)
-                run.clock = usual
-                if isinstance(clock, WorkClock):
-                    own.work = clock.summary()
-
-    def _time_round(self, run: BatchRun, drafts: int, samples: _Samples) -> float:
-        """Run a round, keep what it took, and return the seconds of drafting."""
-        samples.context = self.context
-        before = dict(run.clock.seconds)
-        with run.clock.phase("decode"):
+            run_round(run, drafts)  # which reads what the last one left unread
+            usual, run.clock = run.clock, WorkClock(run.target.device)
             run_round(run, drafts)
-        took = {phase: seconds - before[phase] for phase, seconds in run.clock.seconds.items()}
-        samples.verify.append(took["verify"])
-        samples.other.append(took["decode"] - took["draft"] - took["verify"])
-        return took["draft"]
+            for name, value in run.clock.summary().items():
+                own[name].append(value)
+            run.clock = usual
+
+
+def _time_round(run: BatchRun, drafts: int, samples: Samples) -> float:
+    """Run a round, keep what it took, and return the seconds of drafting."""
+    before = dict(run.clock.seconds)
+    with run.clock.phase("decode"):
+        run_round(run, drafts)
+    took = {phase: seconds - before[phase] for phase, seconds in run.clock.seconds.items()}
+    samples["verify_seconds"].append(took["verify"])
+    samples["other_seconds"].append(took["decode"] - took["draft"] - took["verify"])
+    return took["draft"]
 
 
 def run_round(run: BatchRun, drafts: int) -> None:
-    """Run a round of so many drafts.
-
-    Raises:
-        RunFailed: target or draft computed NaN or infinity.
-    """
+    """Run a round of so many drafts."""
     run.config = run.config.model_copy(update={"num_speculative_tokens": drafts})
     run.round()
     if len(run.active) < len(run.rows):
@@ -211,6 +198,11 @@ def _span(context: int, longest: int) -> tuple[int, int]:
     return max(SHORTEST, context - grows_by // 2), grows_by
 
 
+def _middle(context: int, longest: int) -> int:
+    start, grows_by = _span(context, longest)
+    return start + grows_by // 2
+
+
 def _start(
     target: Target, text: Sequence[int], batch: int, context: int, settings: DecodeConfig, proposer: Proposer | None
 ) -> tuple[BatchRun, ScriptedVerifier]:
@@ -224,16 +216,3 @@ def _start(
     run.verifier = verifier = ScriptedVerifier(run.verifier)
     run.prefill()
     return run, verifier
-
-
-def _summarise(drafts: int, batch: int, samples: _Samples) -> TimedRound:
-    return TimedRound(
-        num_speculative_tokens=drafts,
-        batch_size=batch,
-        context_tokens=samples.context,
-        draft_seconds=median(samples.draft) if drafts else 0.0,
-        draft_seconds_after_full=median(samples.draft_after_full) if drafts else 0.0,
-        verify_seconds=median(samples.verify),
-        other_seconds=median(samples.other),
-        **samples.work,
-    )

@@ -4,7 +4,7 @@ Decoding with a wide tree gives the acceptance profile `[D, R]`: entry (d, r) is
 to depth d, continues with the child of rank r. It is taken to be the same on every branch of a depth; the expected accepted
 drafts of a tree are then the sum over its tokens of the products of entries on their paths (Cai et al. 2024, Medusa,
 2401.10774). A round's seconds are those of drafting, a depth at a time or in one forward, and of the target's forward over its
-rows. Trees are paths of ranks, as in `configs.schema.drafting.StaticTree`. D depths, R ranks, N tokens of a tree.
+rows. Trees are paths of ranks, as in `configs.schema.drafting.StaticTree`. D depths, R ranks.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,11 +31,10 @@ from configs.schema.drafting import Path as TreePath
 from configs.schema.evaluation import EvalConfig
 from distill.generation.prompts import fit_prompts
 from eval.decoder.decode import Request, decode
-from eval.decoder.records import SPECULATIVE, Generation, Round
+from eval.decoder.records import SPECULATIVE, Generation
 from eval.measure.proposers import EvaluatedDraft
 from eval.measure.record_files import choose_once
-from eval.measure.suite import Suite
-from eval.measure.turns import Turns
+from eval.measure.suite import Suite, Turns
 from heads.families.registry import drafts_in_one_forward
 from heads.frozen.hidden_states import forward_states
 from heads.frozen.loading import Target
@@ -42,35 +43,32 @@ from heads.proposers.protocol import Proposer
 
 log = logging.getLogger("draftsmith")
 
-KEY = "tree"
 TIMED_FORWARDS = 9  # by number of rows
 
 Profile = NDArray[np.float64]
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChosenTree:
+    """A tree and what is expected of it."""
+
+    paths: list[TreePath]
+    tokens_per_round: float  # the target's own counted
+    seconds_per_round: float  # by the costs it was chosen with
+
+
 def find_tree(
     config: EvalConfig, suite: Suite, target: Target, draft: EvaluatedDraft, state: PartialState, job: str
 ) -> tuple[DecodeConfig, str | None]:
-    """Return the settings of decoding with the tree that `decode.tree: fastest` asks for, and a sentence on how it was found.
+    """Return the decoding settings with the tree that `decode.tree: fastest` asks for, and a sentence on how it was found.
 
     Other settings are returned as they are, with None. All processes must call this; the main one's tree is everyone's. A run
     that is resumed keeps its tree.
-
-    Args:
-        config: of the evaluation.
-        suite: its first suite.
-        target, draft: what decodes; a single draft.
-        state: of the processes.
-        job: fingerprint of the evaluation.
-
-    Raises:
-        InputError: the suite has no prompts that are left to choose by, or the draft drafts no trees.
     """
     decode_by, asked = config.decode, config.decode.tree
     if not isinstance(asked, FastestTree) or decode_by.num_speculative_tokens == 0:
         return decode_by, None
-    left = suite.left_out[: asked.num_prompts]
-    prompts, _ = fit_prompts(target, left, "skip", decode_by.max_new_tokens)
+    prompts, _ = fit_prompts(target, suite.left_out[: asked.num_prompts], "skip", decode_by.max_new_tokens)
     if not prompts:
         raise InputError(
             f"decode.tree fastest: no prompt of suite {suite.source} is left to choose the tree by, as all are measured; set "
@@ -82,7 +80,7 @@ def find_tree(
         chosen = choose_tree(target, draft.proposer, kind, requests, decode_by, asked)
         return {"paths": chosen.paths, "expected": chosen.tokens_per_round}
 
-    known = choose_once(Path(config.output), KEY, job, state, choose)
+    known = choose_once(Path(config.output), "tree", job, state, choose)
     tree = StaticTree(kind="static", paths=[list(path) for path in known["paths"]], candidates=asked.candidates)
     log.info("decode.tree: the fastest is %s", tree.paths)
     return decode_by.model_copy(update={"tree": tree}), (
@@ -94,18 +92,7 @@ def find_tree(
 def choose_tree(
     target: Target, draft: Proposer, kind: str, requests: Sequence[Request], settings: DecodeConfig, asked: FastestTree
 ) -> ChosenTree:
-    """Return the tree with the most tokens a second.
-
-    Args:
-        target, draft: what decodes.
-        kind: of the draft's artifact.
-        requests: to decode, one at a time.
-        settings: how; the tree is at most `num_speculative_tokens` deep.
-        asked: the size of the tree, and the wider one that acceptance is measured with.
-
-    Raises:
-        InputError: the draft drafts no trees.
-    """
+    """Return the tree of at most `num_speculative_tokens` depths with the most tokens a second, a request at a time."""
     wide = asked.measured(settings.num_speculative_tokens)
     settings = settings.model_copy(update={"tree": wide})
     decoded = [decode(target, [request], settings, draft, mode=SPECULATIVE) for request in requests]
@@ -137,23 +124,10 @@ def row_seconds(target: Target, request: Request, max_rows: int) -> list[float]:
     return [median(each) for each in seconds]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChosenTree:
-    """A tree and what is expected of it."""
-
-    paths: list[TreePath]
-    tokens_per_round: float  # the target's own counted
-    seconds_per_round: float  # by the costs it was chosen with
-
-
 def measure_profile(generations: Sequence[Generation], paths: Sequence[TreePath]) -> Profile:
-    """Return the acceptance profile of decoding with one static tree.
+    """Return the acceptance profile of decoding with one static tree; what was never tried is 0.
 
-    A child counts as tried where its parent was accepted, the round drafted that deep and the text had not ended. The wider the
-    tree, the more ranks are seen; what was never tried is 0.
-
-    Raises:
-        ValueError: a round was no tree's, or accepted what the tree does not hold.
+    A child counts as tried where its parent was accepted, the round drafted that deep and the text had not ended.
     """
     known = set(paths)
     shape = max(map(len, known)), 1 + max(path[-1] for path in known)
@@ -161,9 +135,9 @@ def measure_profile(generations: Sequence[Generation], paths: Sequence[TreePath]
     for round_ in (round_ for generation in generations for round_ in generation.rounds if round_.drafted):
         if round_.ranks is None or (round_.ranks and round_.ranks not in known):
             raise ValueError(f"a round accepted the path {round_.ranks}, which the tree does not hold")
-        for depth in range(_num_judged(round_)):
-            way = round_.ranks[:depth]
-            tried[depth] += [(*way, rank) in known for rank in range(shape[1])]
+        for depth in range(min(len(round_.drafted), round_.num_accepted + (not round_.was_cut))):
+            parent = round_.ranks[:depth]
+            tried[depth] += [(*parent, rank) in known for rank in range(shape[1])]
             if depth < len(round_.ranks):
                 accepted[depth, round_.ranks[depth]] += 1
     return np.divide(accepted, tried, out=np.zeros(shape), where=tried > 0)
@@ -172,70 +146,33 @@ def measure_profile(generations: Sequence[Generation], paths: Sequence[TreePath]
 def fastest_tree(profile: Profile, target_seconds: Sequence[float], draft_step_seconds: float) -> ChosenTree:
     """Return the tree with the most expected tokens a second.
 
-    Args:
-        profile: `[D, R]`.
-        target_seconds: what a target forward takes over 1, 2, ... rows, two at least; the last one bounds the tree.
-        draft_step_seconds: what drafting one depth takes, whatever its width.
+    `target_seconds` are those of the target's forward over 1, 2, ... rows, of which the last bounds the tree, and
+    `draft_step_seconds` those of drafting one depth, whatever its width. Where a rank showed more than the one before it, which
+    only chance explains, the two change places.
     """
-    by_depth = [_Forests(profile[:depth], len(target_seconds) - 1) for depth in range(1, len(profile) + 1)]
-    trees = [
-        (forests, size, 1.0 + forests.value(size), target_seconds[size] + depth * draft_step_seconds)
-        for depth, forests in enumerate(by_depth, 1)
-        for size in range(1, len(target_seconds))
-    ]
-    forests, size, tokens, seconds = max(trees, key=lambda tree: tree[2] / tree[3])
-    return ChosenTree(paths=forests.paths(size), tokens_per_round=tokens, seconds_per_round=seconds)
+    falling = -np.sort(-profile, axis=1)
+    best = ChosenTree(paths=[], tokens_per_round=1.0, seconds_per_round=float("inf"))
+    for depth in range(1, len(falling) + 1):
+        tokens = _likeliest(falling[:depth], len(target_seconds) - 1)
+        for size, accepted in enumerate(accumulate(chance for _, chance in tokens), 1):
+            seconds = target_seconds[size] + depth * draft_step_seconds
+            if (1.0 + accepted) / seconds > best.tokens_per_round / best.seconds_per_round:
+                paths = sorted((path for path, _ in tokens[:size]), key=lambda path: (len(path), path))
+                best = ChosenTree(paths=paths, tokens_per_round=1.0 + accepted, seconds_per_round=seconds)
+    return best
 
 
-class _Forests:
-    """The best forests of up to N tokens below a token of each depth.
-
-    Sequoia's dynamic programme (Chen et al. 2024, 2402.12374), here for a profile that also goes by depth: siblings are taken
-    in the order of their ranks, each with the best tree of some size below it.
-
-    `best[d][r, n]` is the most that n tokens are worth in the trees of the children from rank r on, in accepted drafts given
-    that their parent at depth d was accepted, -inf where n do not fit; `first[d][r, n]` is how many of them child r takes.
-    """
-
-    def __init__(self, profile: Profile, num_nodes: int) -> None:
-        D, R = profile.shape
-        empty = np.where(np.arange(num_nodes + 1) == 0, 0.0, -np.inf)
-        below = empty
-        self.best: list[NDArray[np.float64]] = []
-        self.first: list[NDArray[np.int64]] = []
-        for depth in reversed(range(D)):
-            best, first = np.tile(empty, (R + 1, 1)), np.zeros((R + 1, num_nodes + 1), dtype=np.int64)
-            for rank in reversed(range(R)):
-                for n in range(1, num_nodes + 1):
-                    worth = np.full(n, -np.inf)  # of taking 1, 2, ... n tokens
-                    fits = np.isfinite(below[:n])
-                    worth[fits] = profile[depth, rank] * (1.0 + below[:n][fits])
-                    worth += best[rank + 1, n - 1 :: -1]
-                    first[rank, n] = 1 + int(worth.argmax())
-                    best[rank, n] = worth.max()
-            self.best.insert(0, best)
-            self.first.insert(0, first)
-            below = best[0]
-
-    def value(self, num_nodes: int) -> float:
-        """Return what the best tree of exactly so many tokens is worth, -inf where they do not fit."""
-        return float(self.best[0][0, num_nodes])
-
-    def paths(self, num_nodes: int) -> list[TreePath]:
-        """Return the best tree of exactly so many tokens."""
-        return sorted(self._below((), num_nodes), key=lambda path: (len(path), path))
-
-    def _below(self, parent: TreePath, num_nodes: int) -> list[TreePath]:
-        paths: list[TreePath] = []
-        rank = 0
-        while num_nodes:
-            taken = int(self.first[len(parent)][rank, num_nodes])
-            child = (*parent, rank)
-            paths += [child, *self._below(child, taken - 1)]
-            num_nodes, rank = num_nodes - taken, rank + 1
-        return paths
-
-
-def _num_judged(round_: Round) -> int:
-    """Return at how many depths of a round's tree the target chose."""
-    return min(len(round_.drafted), round_.num_accepted + (not round_.was_cut))
+def _likeliest(falling: Profile, num_nodes: int) -> list[tuple[TreePath, float]]:
+    """Return the tokens that are accepted most often, with their chances: the best tree of each size is the first of them."""
+    found: list[tuple[TreePath, float]] = []
+    # The chance, negative, the path, and the parent's chance.
+    waiting: list[tuple[float, TreePath, float]] = [(-float(falling[0, 0]), (0,), 1.0)]
+    while waiting and len(found) < num_nodes:
+        negative, path, parent = heappop(waiting)
+        found.append((path, -negative))
+        depth, rank = len(path), path[-1] + 1
+        if rank < falling.shape[1]:
+            heappush(waiting, (-parent * float(falling[depth - 1, rank]), (*path[:-1], rank), parent))
+        if depth < len(falling):
+            heappush(waiting, (negative * float(falling[depth, 0]), (*path, 0), -negative))
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,18 +14,16 @@ from eval.decoder.decode import Request, decode
 from heads.device import synchronize
 from heads.frozen.loading import Target
 
-log = logging.getLogger("draftsmith")
-
 
 def time_generate(target: Target, requests: Sequence[Request], config: EvalConfig) -> dict[str, Any] | None:
-    """Return the report's `speed.generate`: seconds a token of both, in turns; None where `generate` does not do the same.
+    """Return seconds a token of both, greedily and in turns; None where `generate` does not do the same work.
 
-    Prompts are decoded one at a time, greedily, the prompt's forward included; the first pair warms up and is not counted.
+    Prompts are decoded one at a time, the prompt's forward included; the first pair warms up and is not counted.
     """
     chosen = [each for each in requests if each.media_prompt is None][: config.generate_prompts]
-    if not chosen or (why := _why_not(target, config)):
-        if chosen:
-            log.info("transformers' generate is not timed: %s", why)
+    is_split = target.group is not None or target.spread_by is not None or target.states_from is not None
+    has_own_cache = config.target.guidance is not None or config.decode.kv_cache is not None
+    if not chosen or config.decode.temperature > 0 or is_split or has_own_cache:
         return None
     settings = config.decode.model_copy(
         update={"num_speculative_tokens": 0, "tree": None, "stopping": None, "lossy": None, "batch_size": 1}
@@ -64,14 +61,3 @@ def _generate(target: Target, request: Request, max_new_tokens: int) -> int:
     with torch.inference_mode():  # as our decoder does
         output_1T = model.generate(ids_1T, attention_mask=torch.ones_like(ids_1T), generation_config=settings)
     return int(output_1T.shape[1] - ids_1T.shape[1])
-
-
-def _why_not(target: Target, config: EvalConfig) -> str:
-    """Return why `generate` cannot be timed on the same work, or nothing."""
-    if config.decode.temperature > 0:
-        return "answers are sampled"
-    if target.group is not None or target.spread_by is not None or target.states_from is not None:
-        return "the target is spread over devices, processes or servers"
-    if config.target.guidance is not None or config.decode.kv_cache is not None:
-        return "guidance and other kinds of cache are not its own"
-    return ""

@@ -4,6 +4,9 @@ All modes use the same decoder on the same text and count the same token ids. Th
 ...) so that a drift of the machine's speed affects all of them alike. What is timed is not measured otherwise: the draft's
 distributions, and energy, are looked at in a pass of their own, which must give the same tokens. A batch that raises in one
 mode has failed in that mode and is timed in none.
+
+The processes of `accelerate launch` share the batches (`measure_share`). These are cut from the prompts of each suite before
+they are shared out, so that the same rows are decoded together however many processes there are.
 """
 
 from __future__ import annotations
@@ -11,34 +14,86 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+
+from configs.runtime.errors import RunFailed
 from configs.runtime.terminal import progress
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import LOOKUPS, EvalConfig
 from eval.decoder.decode import Request, decode
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP, Generation, Timing
-from eval.measure.turns import undecoded
+from eval.measure.record_files import BatchFiles, Records
+from eval.measure.suite import Turns, undecoded
 from eval.metrics.energy import Meter, MeteredClock
+from eval.metrics.tally import Tally
 from heads.frozen.loading import Target
+from heads.frozen.processes import share_of
 from heads.proposers.protocol import LearningProposer, Proposer
 
 log = logging.getLogger("draftsmith")
 
+# Takes the plain answers to a turn and returns the requests of the next, and the lost turns (`Turns.follow`).
 Follow = Callable[[Iterable[Generation]], tuple[list[Request], list[Generation]]]
 
 
-@dataclass
-class Records:
-    """The generations and timings of a measurement."""
+def measure_share(
+    target: Target,
+    turns: Turns,
+    config: EvalConfig,
+    proposers: Mapping[str, Proposer],
+    state: PartialState,
+    meter: Meter | None = None,
+    *,
+    job: str,
+) -> dict[str, Tally] | None:
+    """Decode this process's share of the prompts; return what all processes measured, by suite, in the main one.
 
-    generations: list[Generation] = field(default_factory=list)  # of the first repeat
-    timings: list[Timing] = field(default_factory=list)
-
-    def of(self, mode: str) -> list[Generation]:
-        """Return one mode's generations in the order of the prompts."""
-        return [generation for generation in self.generations if generation.mode == mode]
+    The others have None, but where processes share the target, all have it. Writes `records.jsonl` into `config.output`, and
+    leaves there what a run with the same `job` resumes from (`eval.measure.record_files.drop_batches`).
+    """
+    by_suite = [list(requests) for _, requests in itertools.groupby(turns.first, key=lambda request: request.suite)]
+    batches = [batch for requests in by_suite for batch in in_batches(requests, config.decode.batch_size)]
+    share = share_of(target.group, state)
+    mine = range(share.number, len(batches), share.count)
+    measurement = Measurement(target, config, proposers, turns.follow, meter)
+    lengths: dict[str, int] = dict.fromkeys(LOOKUPS, config.lookup_length)
+    tallies = {requests[0].suite: Tally(config.decode.num_speculative_tokens, lengths) for requests in by_suite}
+    (job,) = broadcast_object_list([job])  # the machines of several processes may differ
+    files = BatchFiles(Path(config.output), job)
+    measurement.warm_up([batches[number] for number in mine])
+    finished = share.in_all(number for number in mine if files.finished(number) is not None)
+    sizes = {number: len(batches[number]) for number in mine}
+    with progress("decoding", sum(sizes.values()), "prompts", done=sum(sizes[number] for number in finished)) as advance:
+        for number in mine:
+            tally = tallies[batches[number][0].suite]
+            records = files.finished(number) if number in finished else None
+            if records is None:
+                records = measurement.measure_batch(batches[number])
+                if share.writes:
+                    files.write(number, records)
+                advance(sizes[number])
+            else:
+                measurement.teach(records)
+                tally.num_resumed += sizes[number]
+            tally.add(records.generations, records.timings)
+    shares = share.gather([tallies])
+    if state.is_main_process:
+        files.join(len(batches))
+    elif target.group is None:
+        return None
+    whole, *others = shares
+    for suite, tally in whole.items():
+        for other in others:
+            tally.merge(other[suite])
+        tally.sort([request.prompt_id for request in turns.first])
+    if turns.first and not any(tally.timings for tally in whole.values()):
+        raise RunFailed("not one batch could be decoded in every mode; what went wrong is in the log above")
+    return whole
 
 
 def measure(
@@ -58,9 +113,7 @@ def measure(
     measurement.warm_up(batches)
     with progress("decoding", len(requests), "prompts") as advance:
         for batch in batches:
-            measured = measurement.measure_batch(batch)
-            records.generations += measured.generations
-            records.timings += measured.timings
+            records.extend(measurement.measure_batch(batch))
             advance(len(batch))
     return records
 
@@ -71,16 +124,7 @@ def in_batches(requests: Sequence[Request], size: int) -> list[Sequence[Request]
 
 
 class Measurement:
-    """Decodes batches in every mode.
-
-    Args:
-        target: the target.
-        config: `decode`, `repeats` and `warmup_prompts` are read.
-        proposers: by mode; plain decoding comes before them.
-        follow: takes the plain answers to a turn and returns the requests of the next, and the lost turns
-            (`eval.measure.turns`); None where prompts have one turn.
-        meter: measures the energy of what is timed (`eval.metrics.energy`); None: it is not measured.
-    """
+    """Decodes batches in every mode, plain decoding first; the energy of what is timed is measured where there is a meter."""
 
     def __init__(
         self,
@@ -101,11 +145,7 @@ class Measurement:
         }
 
     def warm_up(self, batches: Sequence[Sequence[Request]]) -> None:
-        """Decode the first `config.warmup_prompts` prompts in every mode: whole batches, whose shapes are those timed.
-
-        Raises:
-            RuntimeError: decoding raised, for instance for want of memory.
-        """
+        """Decode the first `config.warmup_prompts` prompts in every mode: whole batches, whose shapes are those timed."""
         count = math.ceil(self.config.warmup_prompts / self.config.decode.batch_size)
         for batch, (mode, proposer) in itertools.product(batches[:count], self.modes.items()):
             decode(self.target, batch, self.settings[mode], proposer)
@@ -115,27 +155,23 @@ class Measurement:
         records = Records()
         while batch:
             turn = self._measure_turn(batch)
-            records.generations += turn.generations
-            records.timings += turn.timings
+            records.extend(turn)
             if self.follow is None:
                 break
             batch, lost = self.follow(turn.of(AUTOREGRESSIVE))
             records.generations += [replace(each, mode=mode) for mode in self.modes for each in lost]
         return records
 
-    def take_over(self, records: Iterable[Generation | Timing]) -> Records:
-        """Return the records of a batch that an earlier run measured; drafts with a memory learn from them as they did then."""
-        taken = Records()
-        for each in records:
-            if isinstance(each, Generation):
-                taken.generations.append(each)
-            else:
-                taken.timings.append(each)
-        self._teach(taken)
-        return taken
+    def teach(self, records: Records) -> None:
+        """Give drafts with a memory the answers they drafted for, after the last repeat, so that none can copy them."""
+        for mode, proposer in self.modes.items():
+            if isinstance(proposer, LearningProposer):
+                for generation in records.of(mode):
+                    proposer.learn(generation.tokens)
 
     def _measure_turn(self, batch: Sequence[Request]) -> Records:
-        records, gave_up = Records(), set()
+        records = Records()
+        failed: set[str] = set()
         for repeat, mode in itertools.product(range(self.config.repeats), self.modes):
             try:
                 generations, timing = self._decode(batch, mode, repeat)
@@ -143,14 +179,18 @@ class Measurement:
                 if self.target.group is not None:
                     raise  # the others that share the target are in the middle of that forward
                 log.exception("%s decoding of the batch of prompt %s failed", mode, batch[0].prompt_id)
-                gave_up.add(mode)
+                failed.add(mode)
                 continue
             records.timings.append(timing)
             records.generations += generations if repeat == 0 else []
-        if not gave_up:
+        if not failed:
             self._look_closer(batch, records)
-        self._teach(records)
-        return _without(records, gave_up, batch) if gave_up else records
+        self.teach(records)
+        if not failed:
+            return records
+        # The modes are compared batch by batch: what failed in one is timed in none.
+        decoded = [generation for generation in records.generations if generation.mode not in failed]
+        return Records([*decoded, *(undecoded(request, mode, "error") for mode in sorted(failed) for request in batch)])
 
     def _look_closer(self, batch: Sequence[Request], records: Records) -> None:
         """Decode once more, untimed: the draft, whose distributions are compared with the target's, or metered in all modes."""
@@ -182,16 +222,3 @@ class Measurement:
             clock=clock,
         )
         return generations, timing if clock is None else replace(timing, decode_joules=clock.decode_joules)
-
-    def _teach(self, records: Records) -> None:
-        """Give drafts with a memory the answers they drafted for, after the last repeat, so that none can copy them."""
-        for mode, proposer in self.modes.items():
-            if isinstance(proposer, LearningProposer):
-                for generation in records.of(mode):
-                    proposer.learn(generation.tokens)
-
-
-def _without(records: Records, modes: Collection[str], batch: Sequence[Request]) -> Records:
-    """Mark a batch as failed in some modes and drop its timings, since the modes are compared batch by batch."""
-    decoded = [generation for generation in records.generations if generation.mode not in modes]
-    return Records([*decoded, *(undecoded(request, mode, "error") for mode in sorted(modes) for request in batch)])

@@ -1,10 +1,8 @@
 """The proposers of an evaluation: the draft under evaluation (`load_evaluated`), and the baselines (`make_baselines`).
 
 The draft is one artifact, or several whose candidates are merged into one tree, or one after a lookup
-(`heads.proposers.merged`). Baselines need no training; adding one is a line in `MAKERS` and its name in
-`configs.schema.evaluation.FreeDraft`. Suffix lookup remembers the answers to the prompts that this process measured before; it
-learns a prompt's answer after the last repeat, and none while warming up, so that every repeat is drafted for with the same
-memory (`eval.measure.interleaved`).
+(`heads.proposers.merged`). Baselines need no training; suffix lookup remembers the answers to the prompts that this process
+measured before (`Measurement.teach`).
 """
 
 from __future__ import annotations
@@ -32,8 +30,6 @@ from heads.proposers.self_speculation import early_exit
 
 log = logging.getLogger("draftsmith")
 
-MERGED = "merged"
-LOOKUP = "lookup"
 LOOKUP_LENGTHS = (2, 4, 8)  # beside the draft's own number
 LOOKUP_PROMPTS = 4
 LONGEST_MATCH = 8  # tokens by which prompt lookup beside a draft tells one place of a text from another
@@ -56,12 +52,21 @@ class EvaluatedDraft:
     @property
     def section(self) -> dict[str, Any]:
         """The report's draft section. Several parts are listed under `parts`; their hash is that of all hashes in order."""
-        each = [_section(path, part) for path, part in zip(self.paths, self.parts, strict=True)]
+        each = [
+            {
+                "kind": part.metadata.kind,
+                "path": path,
+                "sha256": part.sha256,
+                "num_parameters": part.num_parameters,
+                "target_sha256": part.metadata.target["weights_sha256"],
+            }
+            for path, part in zip(self.paths, self.parts, strict=True)
+        ]
         lookups = {"lookups": list(self.lookups)} if self.lookups else {}
         if len(each) == 1:
             return each[0] | lookups
         return lookups | {
-            "kind": MERGED,
+            "kind": "merged",
             "path": " + ".join(self.paths),
             "sha256": hash_together([part["sha256"] for part in each]),
             "num_parameters": sum(part["num_parameters"] for part in each),
@@ -71,11 +76,7 @@ class EvaluatedDraft:
 
 
 def load_evaluated(config: EvalConfig, target: Target) -> EvaluatedDraft:
-    """Load the artifacts that `config.draft` names, for a target.
-
-    Raises:
-        InputError: see `heads.artifact.load_draft`.
-    """
+    """Load the artifacts that `config.draft` names, for a target."""
     allowed, device = config.allow_target_mismatch, config.draft_device
     parts = tuple(
         load_draft(path, target.identity, target.model, allow_target_mismatch=allowed, device=device) for path in config.drafts
@@ -103,34 +104,18 @@ def _as_one(drafts: Sequence[Proposer], names: Sequence[FreeDraft], config: Eval
 
 
 def make_baselines(config: EvalConfig, target: Target) -> dict[str, Proposer]:
-    """Return the proposers that `baselines` names, in its order.
+    """Return the proposers that `baselines` names, in its order."""
 
-    Raises:
-        InputError: the target cannot draft for itself with `self_speculation_layers` of its blocks.
-    """
-    return {name: MAKERS[name](config, target) for name in config.baselines}
+    def self_speculation() -> Proposer:
+        num_layers = config.self_speculation_layers or max(1, num_blocks(target.model) // 4)
+        return DraftLM(early_exit(target.model, num_layers), target.vocab_size)
 
-
-def _self_speculation(config: EvalConfig, target: Target) -> Proposer:
-    num_layers = config.self_speculation_layers or max(1, num_blocks(target.model) // 4)
-    return DraftLM(early_exit(target.model, num_layers), target.vocab_size)
-
-
-MAKERS: dict[FreeDraft, Callable[[EvalConfig, Target], Proposer]] = {
-    "prompt_lookup": lambda _, target: PromptLookup(target.device),
-    "suffix_lookup": lambda _, target: SuffixLookup(target.device),
-    "self_speculation": _self_speculation,
-}
-
-
-def _section(path: str, draft: Draft) -> dict[str, Any]:
-    return {
-        "kind": draft.metadata.kind,
-        "path": path,
-        "sha256": draft.sha256,
-        "num_parameters": draft.num_parameters,
-        "target_sha256": draft.metadata.target["weights_sha256"],
+    makers: dict[FreeDraft, Callable[[], Proposer]] = {
+        "prompt_lookup": lambda: PromptLookup(target.device),
+        "suffix_lookup": lambda: SuffixLookup(target.device),
+        "self_speculation": self_speculation,
     }
+    return {name: makers[name]() for name in config.baselines}
 
 
 # --- how many tokens a lookup drafts --------------------------------------------------------------------------------
@@ -139,18 +124,11 @@ def _section(path: str, draft: Draft) -> dict[str, Any]:
 def find_lookup_length(
     config: EvalConfig, requests: Sequence[Request], target: Target, state: PartialState, job: str
 ) -> EvalConfig:
-    """Return the config with `lookup_num_speculative_tokens`, chosen where it is None and a baseline looks up.
-
-    All processes must call this; the main one's number is everyone's. A run that was cut off goes on with the one it had.
-
-    Args:
-        requests: of the suite.
-        job: fingerprint of the evaluation.
-    """
+    """Return the config with `lookup_num_speculative_tokens`, chosen where it is None and a baseline looks up."""
     own = config.decode.num_speculative_tokens
     if config.lookup_num_speculative_tokens is not None or not own or not set(config.baselines) & set(LOOKUPS):
         return config
-    known = choose_once(Path(config.output), LOOKUP, job, state, lambda: fastest_length(config, requests, target))
+    known = choose_once(Path(config.output), "lookup", job, state, lambda: fastest_length(config, requests, target))
     log.info("prompt lookup drafts %d tokens a round, the fastest of %s on %d prompts", *known)
     return config.model_copy(update={"lookup_num_speculative_tokens": known[0]})
 

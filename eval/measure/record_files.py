@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -27,44 +27,65 @@ from heads.frozen.media import MediaPrompt
 RECORDS = "records.jsonl"
 BATCHES = ".batches-"  # then the job: a folder of one file for each finished batch
 CHOICE = ".choice-{key}.jsonl"
+# The columns of rounds, each with the value that is left out where all rounds have it.
+USUAL: dict[str, Any] = {
+    "drafted": (),
+    "accepted": 0,
+    "overlap": None,
+    "laws": None,
+    "ranks": None,
+    "num_nodes": None,
+    "by_lookup": False,
+}
+
+
+@dataclass
+class Records:
+    """The generations and timings of a measurement."""
+
+    generations: list[Generation] = field(default_factory=list)  # of the first repeat
+    timings: list[Timing] = field(default_factory=list)
+
+    def of(self, mode: str) -> list[Generation]:
+        """Return one mode's generations in the order of the prompts."""
+        return [generation for generation in self.generations if generation.mode == mode]
+
+    def extend(self, other: Records) -> None:
+        """Add the records of another batch."""
+        self.generations += other.generations
+        self.timings += other.timings
 
 
 class BatchFiles:
     """The finished batches of a run, by number, which all of its processes write and read.
 
-    Args:
-        output: the run's folder, which exists.
-        job: fingerprint of what decides the records.
+    `job` is a fingerprint of what decides the records.
     """
 
     def __init__(self, output: Path, job: str) -> None:
         self.output, self.folder = output, output / f"{BATCHES}{job[:16]}"
         self.folder.mkdir(exist_ok=True)
 
-    def write(self, batch: int, generations: Iterable[Generation], timings: Iterable[Timing]) -> None:
-        """Write the records of a batch.
-
-        Raises:
-            InputError: the file cannot be written.
-        """
-        lines = [json.dumps({"generation": to_values(generation)}) for generation in generations]
-        lines += [json.dumps({"timing": asdict(timing)}) for timing in timings]
+    def write(self, batch: int, records: Records) -> None:
+        """Write the records of a batch."""
+        lines = [json.dumps({"generation": to_values(generation)}) for generation in records.generations]
+        lines += [json.dumps({"timing": asdict(timing)}) for timing in records.timings]
         write_bytes(self._path(batch), "".join(line + "\n" for line in lines).encode())
 
-    def finished(self, batch: int) -> list[Generation | Timing] | None:
+    def finished(self, batch: int) -> Records | None:
         """Return the records of a batch; None where it was not written yet, or could not be decoded: it is tried again."""
         if not self._path(batch).exists():
             return None
-        records = list(read_records(self._path(batch)))
-        broken = any(isinstance(each, Generation) and each.stop_reason == "error" for each in records)
-        return None if broken else records
+        records = Records()
+        for each in read_records(self._path(batch)):
+            if isinstance(each, Generation):
+                records.generations.append(each)
+            else:
+                records.timings.append(each)
+        return None if any(each.stop_reason == "error" for each in records.generations) else records
 
     def join(self, num_batches: int) -> Path:
-        """Join the batches in order into `records.jsonl` and return the file's path.
-
-        Raises:
-            FileNotFoundError: a batch is missing.
-        """
+        """Join the batches in order into `records.jsonl` and return the file's path."""
         whole = self.output / f"{RECORDS}.partial"
         with whole.open("wb") as out:
             for batch in range(num_batches):
@@ -79,10 +100,8 @@ def drop_batches(output: Path) -> None:
     """Remove what an interrupted run would go on from."""
     for folder in output.glob(f"{BATCHES}*"):
         shutil.rmtree(folder)
-    earlier = (".records.part-*", ".records.journal-*")  # of an earlier release
-    for pattern in (CHOICE.format(key="*"), *earlier):
-        for path in output.glob(pattern):
-            path.unlink()
+    for path in output.glob(CHOICE.format(key="*")):
+        path.unlink()
 
 
 def choose_once(output: Path, key: str, job: str, state: PartialState, choose: Callable[[], Any]) -> Any:
@@ -97,11 +116,7 @@ def choose_once(output: Path, key: str, job: str, state: PartialState, choose: C
 
 
 def read_records(path: Path) -> Iterator[Generation | Timing]:
-    """Yield the generations and timings of a record file.
-
-    Raises:
-        InputError: it cannot be read, or a line (named) is no record.
-    """
+    """Yield the generations and timings of a record file."""
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
@@ -122,21 +137,22 @@ def _parse(line: str, where: str) -> Generation | Timing:
 
 def to_values(generation: Generation) -> dict[str, Any]:
     """Return a generation as JSON values."""
-    rounds = generation.rounds
-    columns: dict[str, list[Any]] = {"committed": [len(round_.committed) for round_ in rounds]}
-    if any(round_.drafted for round_ in rounds):
-        columns["drafted"] = [round_.drafted for round_ in rounds]
-        columns["accepted"] = [round_.num_accepted for round_ in rounds]
-    if any(round_.num_nodes is not None for round_ in rounds):
-        columns["ranks"] = [round_.ranks for round_ in rounds]
-        columns["num_nodes"] = [round_.num_nodes for round_ in rounds]
-    if any(round_.by_lookup for round_ in rounds):
-        columns["by_lookup"] = [round_.by_lookup for round_ in rounds]
-    if any(round_.overlap is not None for round_ in rounds):
-        columns["overlap"] = [round_.overlap for round_ in rounds]
-        columns["laws"] = [
-            None if round_.distributions is None else list(vars(round_.distributions).values()) for round_ in rounds
-        ]
+    rows = [
+        {
+            "drafted": round_.drafted,
+            "accepted": round_.num_accepted,
+            "overlap": round_.overlap,
+            "laws": None if round_.distributions is None else list(vars(round_.distributions).values()),
+            "ranks": round_.ranks,
+            "num_nodes": round_.num_nodes,
+            "by_lookup": round_.by_lookup,
+        }
+        for round_ in generation.rounds
+    ]
+    columns: dict[str, list[Any]] = {"committed": [len(round_.committed) for round_ in generation.rounds]}
+    for name, usual in USUAL.items():
+        if any(row[name] != usual for row in rows):
+            columns[name] = [row[name] for row in rows]
     values = {name: value for name, value in vars(generation).items() if name not in ("rounds", "media_prompt")}
     pictured = {} if generation.media_prompt is None else {"media_prompt": vars(generation.media_prompt)}
     return values | pictured | {"rounds": columns}
@@ -147,30 +163,21 @@ def from_values(values: dict[str, Any]) -> Generation:
     tokens, columns = tuple(values["tokens"]), values["rounds"]
     count = len(columns["committed"])
     ends = accumulate(columns["committed"], initial=1)  # the first token is the prefill's
-    nothing: list[Any] = [None] * count
-    rows = zip(
-        pairwise(ends),
-        columns.get("drafted", [()] * count),
-        columns.get("accepted", [0] * count),
-        columns.get("overlap", nothing),
-        columns.get("laws", nothing),
-        columns.get("ranks", nothing),
-        columns.get("num_nodes", nothing),
-        columns.get("by_lookup", [False] * count),
-        strict=True,
-    )
+    others = (columns.get(name, [usual] * count) for name, usual in USUAL.items())
     rounds = tuple(
         Round(
             drafted=tuple(drafted),
             num_accepted=accepted,
             committed=tokens[start:end],
             overlap=None if overlap is None else tuple(overlap),
-            distributions=None if distributions is None else DistributionComparison(*map(tuple, distributions)),
+            distributions=None if laws is None else DistributionComparison(*map(tuple, laws)),
             ranks=None if ranks is None else tuple(ranks),
             num_nodes=num_nodes,
             by_lookup=by_lookup,
         )
-        for (start, end), drafted, accepted, overlap, distributions, ranks, num_nodes, by_lookup in rows
+        for (start, end), drafted, accepted, overlap, laws, ranks, num_nodes, by_lookup in zip(
+            pairwise(ends), *others, strict=True
+        )
     )
     given: dict[str, Any] = {"prompt_tokens": tuple(values["prompt_tokens"]), "tokens": tokens, "rounds": rounds}
     if (pictured := values.get("media_prompt")) is not None:

@@ -1,5 +1,6 @@
-"""The suite: prompts to evaluate on, read from a file, a folder or a `datasets` data set, in one of the formats of
-`distill.generation.row_formats`. `load_suite` is the entry.
+"""The suite: prompts to evaluate on, from a file, a folder or a `datasets` data set, and their turns as requests.
+
+The formats of the rows are those of `distill.generation.row_formats`.
 """
 
 from __future__ import annotations
@@ -9,21 +10,21 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, zip_longest
-from pathlib import Path
 from typing import Any
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import find_shipped, sha256_of
 from configs.schema.evaluation import SuiteConfig
-from distill.dataset.conversations import text_hash
-from distill.generation.prompts import TOO_LONG, TRUNCATED, UNCATEGORISED, Prompt, fit_prompts
+from distill.dataset.conversations import Message, text_hash
+from distill.generation.prompts import TOO_LONG, TRUNCATED, UNCATEGORISED, Prompt, encode_prompt, fit_prompts
 from distill.generation.row_formats import detect_format, read_row
 from distill.generation.source_files import SUFFIXES, load_rows, read_source
+from eval.decoder.records import FAILED, Generation, StopReason
+from eval.decoder.request import Request
 from heads.artifact import read_training_prompts
 from heads.frozen.loading import Target
 
 OPTIONAL = ("tools", "media")  # of a prompt
-SuiteRow = tuple[str, Mapping[str, Any]]  # its name in error messages, its keys and values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +37,11 @@ class Suite:
     format: str
     # Of the whole file, or of all prompts of a data set as JSON, also where only some of its prompts are taken
     sha256: str
-    num_turns_left_out: int  # of the prompts chosen, behind `max_turns`
+    num_turns_left_out: int = 0  # of the prompts chosen, behind `max_turns`
     num_skipped: int = 0  # prompts that fill the target's context, and are left out
     num_truncated: int = 0  # or lost the middle of their first turn
     left_out: tuple[Prompt, ...] = ()  # prompts of the file that `num_prompts` leaves out, spread over the categories
+    trained_on: tuple[str, ...] | None = None  # ids of the prompts that the draft was trained on; None: unknown
 
     @property
     def ids(self) -> list[str]:
@@ -47,9 +49,9 @@ class Suite:
         return [prompt.prompt_id for prompt in self.prompts]
 
     @property
-    def categories(self) -> list[str]:
-        """The categories that occur, in the order of their first prompts."""
-        return list(dict.fromkeys(prompt.category for prompt in self.prompts))
+    def places(self) -> list[tuple[str, int]]:
+        """Every (prompt id, turn), in order."""
+        return [(prompt.prompt_id, turn) for prompt in self.prompts for turn in range(len(prompt.turns))]
 
 
 def load_suite(config: SuiteConfig) -> Suite:
@@ -57,10 +59,6 @@ def load_suite(config: SuiteConfig) -> Suite:
 
     A suite that came with draftsmith is found from any folder; a folder, or a name of the form owner/name that is neither, is a
     data set.
-
-    Raises:
-        InputError: the file or data set is missing or malformed, names two prompts alike, or holds fewer prompts than asked
-            for.
     """
     path = find_shipped(config.path)
     is_data_set = path.is_dir() or (not path.exists() and path.suffix not in SUFFIXES and config.path.count("/") == 1)
@@ -69,14 +67,33 @@ def load_suite(config: SuiteConfig) -> Suite:
     if format == "auto":
         where, row = rows[0]
         format = "column" if config.column is not None else detect_format(row, where, "suite.column")
-    prompts = [
-        to_prompt(row, number, format=format, column=config.column, where=where) for number, (where, row) in enumerate(rows)
-    ]
-    _check_ids(prompts, rows, path)
-    chosen = _choose(prompts, config.num_prompts, path)
+    category = format if format in ("humaneval", "gsm8k") else UNCATEGORISED
+    prompts: list[Prompt] = []
+    seen: dict[str, str] = {}
+    for number, (where, row) in enumerate(rows):
+        prompt = _with_reference(
+            read_row(
+                row,
+                format,
+                where,
+                column=config.column,
+                default_category=category,
+                default_id=f"row-{number}",
+                setting="suite.column",
+            ),
+            row.get("reference"),
+        )
+        if (first := seen.setdefault(prompt.prompt_id, where)) != where:
+            raise InputError(f"{where}: the id {prompt.prompt_id!r} was used before ({first})")
+        prompts.append(prompt)
+    if config.num_prompts is not None and config.num_prompts > len(prompts):
+        raise InputError(f"suite.num_prompts: {config.num_prompts} asked for, but {path} holds {len(prompts)}")
+    chosen, others = prompts, list[Prompt]()
+    if config.num_prompts is not None and config.num_prompts < len(prompts):
+        chosen = spread_over_categories(prompts, config.num_prompts)
+        ids = {prompt.prompt_id for prompt in chosen}
+        others = [prompt for prompt in prompts if prompt.prompt_id not in ids]
     cut = [replace(prompt, turns=prompt.turns[: config.max_turns]) for prompt in chosen]
-    ids = {prompt.prompt_id for prompt in chosen}
-    others = [prompt for prompt in prompts if prompt.prompt_id not in ids]
     return Suite(
         name=config.label,
         prompts=tuple(cut),
@@ -91,28 +108,24 @@ def load_suite(config: SuiteConfig) -> Suite:
 def load_suites(configs: Sequence[SuiteConfig]) -> list[Suite]:
     """Read several suites of different names; ids of prompts are `name/id` in all but the first, so that none are the same."""
     first, *others = map(load_suite, configs)
-    return [first, *(replace(suite, prompts=tuple(_renamed(each, suite.name) for each in suite.prompts)) for suite in others)]
+    renamed = (
+        replace(suite, prompts=tuple(replace(each, prompt_id=f"{suite.name}/{each.prompt_id}") for each in suite.prompts))
+        for suite in others
+    )
+    return [first, *renamed]
 
 
-def trained_on(prompts: Sequence[Prompt], artifacts: Sequence[str]) -> list[str] | None:
-    """Return the ids of the prompts of which an artifact was trained on a turn; None where an artifact does not say.
-
-    Raises:
-        InputError: an artifact cannot be read.
-    """
+def trained_on(prompts: Sequence[Prompt], artifacts: Sequence[str]) -> tuple[str, ...] | None:
+    """Return the ids of the prompts of which an artifact was trained on a turn; None where an artifact does not say."""
     known = [read_training_prompts(artifact) for artifact in artifacts]
     if any(hashes is None for hashes in known):
         return None
     hashes = {int(each) for part in known if part is not None for each in part}
-    return [prompt.prompt_id for prompt in prompts if not hashes.isdisjoint(map(text_hash, prompt.user_texts))]
+    return tuple(prompt.prompt_id for prompt in prompts if not hashes.isdisjoint(map(text_hash, prompt.user_texts)))
 
 
 def fit_suite(suite: Suite, target: Target, on_too_long: str, max_new_tokens: int) -> Suite:
-    """Leave out or shorten the prompts that fill the target's context, as `distill.generation.prompts.fit_prompts` does.
-
-    Raises:
-        InputError: no prompt is left.
-    """
+    """Leave out or shorten the prompts that fill the target's context, as `distill.generation.prompts.fit_prompts` does."""
     prompts, changed = fit_prompts(target, suite.prompts, on_too_long, max_new_tokens)
     if not prompts:
         raise InputError(
@@ -132,51 +145,11 @@ def spread_over_categories(prompts: Sequence[Prompt], num_prompts: int) -> list[
     return [prompt for prompt in rounds if prompt is not None][:num_prompts]
 
 
-def to_prompt(row: Mapping[str, Any], number: int, *, format: str, column: str | None, where: str) -> Prompt:
-    """Return the prompt of a row.
-
-    Args:
-        row: its keys and values.
-        number: its place among the rows, from 0; its id where the row has none (`row-7`), except for `turns` and `messages`
-            without one, which are named by their content.
-        format: one of `distill.generation.row_formats`.
-        column: the key that holds the prompt; with format `column`.
-        where: names the row in error messages.
-
-    Raises:
-        InputError: the row does not have this format.
-    """
-    category, default_id = format if format in ("humaneval", "gsm8k") else UNCATEGORISED, f"row-{number}"
-    prompt = read_row(
-        row, format, where, column=column, default_category=category, default_id=default_id, setting="suite.column"
-    )
-    return _with_reference(prompt, row.get("reference"))
-
-
-def _data_set_rows(path: str, config: SuiteConfig) -> list[SuiteRow]:
+def _data_set_rows(path: str, config: SuiteConfig) -> list[tuple[str, Mapping[str, Any]]]:
     loaded = load_rows(path, config.subset, config.split, section="suite")
     if not len(loaded):
         raise InputError(f"suite: data set {path}, split {config.split!r}, is empty")
     return [(f"suite {path}, row {number}", row) for number, row in enumerate(loaded)]
-
-
-def _check_ids(prompts: Sequence[Prompt], rows: Sequence[SuiteRow], path: Path) -> None:
-    """Refuse prompts that have the same id, or are the same."""
-    seen: dict[str, tuple[str, Prompt]] = {}
-    for prompt, (where, _) in zip(prompts, rows, strict=True):
-        first_where, first = seen.setdefault(prompt.prompt_id, (where, prompt))
-        if first != prompt:
-            raise InputError(f"{where}: the id {prompt.prompt_id!r} was used by another prompt ({first_where})")
-    if len(seen) < len(prompts):
-        raise InputError(f"suite {path} holds the same prompt twice")
-
-
-def _choose(prompts: Sequence[Prompt], num_prompts: int | None, path: Path) -> Sequence[Prompt]:
-    if num_prompts is None or num_prompts == len(prompts):
-        return prompts
-    if num_prompts > len(prompts):
-        raise InputError(f"suite.num_prompts: {num_prompts} asked for, but {path} holds {len(prompts)}")
-    return spread_over_categories(prompts, num_prompts)
 
 
 def _hash_prompts(prompts: Iterable[Prompt]) -> str:
@@ -189,13 +162,85 @@ def _hash_prompts(prompts: Iterable[Prompt]) -> str:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def _renamed(prompt: Prompt, suite: str) -> Prompt:
-    return replace(prompt, prompt_id=f"{suite}/{prompt.prompt_id}")
-
-
 def _with_reference(prompt: Prompt, reference: Any) -> Prompt:
     """Keep the reference answer of a prompt with one turn; MT-bench gives a list of them, one a turn."""
     if isinstance(reference, list) and len(reference) == 1:
         (reference,) = reference
     known = isinstance(reference, str) and len(prompt.turns) == 1
     return replace(prompt, answer=reference) if known else prompt
+
+
+# --- turns --------------------------------------------------------------------------------------------------------
+
+
+class Turns:
+    """Suites' prompts as requests, one turn at a time. Later turns follow the plain answers in every mode.
+
+    If each mode went on from its own answers, one difference in the first turn would make the second turns different prompts.
+    """
+
+    def __init__(self, target: Target, prompts: Sequence[Prompt], suite_of: Mapping[str, str] | None = None) -> None:
+        self.target = target
+        self._suite_of = suite_of or {}  # the name of each prompt's suite, by its id
+        self._prompts = {prompt.prompt_id: prompt for prompt in prompts}
+        self._messages: dict[str, list[Message]] = {prompt.prompt_id: prompt.messages for prompt in prompts}
+        self.first = [self._request(prompt, encode_prompt(target, prompt), 0) for prompt in prompts]
+
+    def follow(self, answers: Iterable[Generation]) -> tuple[list[Request], list[Generation]]:
+        """Take the plain answers to a turn of different prompts; return the next turn's requests, and the turns that are lost.
+
+        An empty generation stands for each turn that is lost: all those left after a failed answer, or after one that leaves no
+        room in the context.
+        """
+        requests: list[Request] = []
+        lost: list[Generation] = []
+        for answer in answers:
+            prompt, turn = self._prompts[answer.prompt_id], answer.turn + 1
+            if turn >= len(prompt.turns):
+                del self._messages[answer.prompt_id]
+                continue
+            if answer.stop_reason in FAILED:
+                lost += self._lose(answer, prompt, turn, "after_a_failed_turn")
+                continue
+            text = str(self.target.tokenizer.decode(list(answer.tokens), skip_special_tokens=True))
+            messages = self._messages[answer.prompt_id]
+            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": prompt.turns[turn]}]
+            tokens = tuple(self.target.encode_chat(messages, tools=prompt.tools, media=prompt.media))
+            if len(tokens) < self.target.max_positions:
+                requests.append(self._request(prompt, tokens, turn))
+            else:
+                lost += self._lose(answer, prompt, turn, "no_room_in_context")
+        return requests, lost
+
+    def _request(self, prompt: Prompt, tokens: tuple[int, ...], turn: int) -> Request:
+        return Request(
+            prompt_id=prompt.prompt_id,
+            category=prompt.category,
+            tokens=tokens,
+            turn=turn,
+            suite=self._suite_of.get(prompt.prompt_id, ""),
+            media_prompt=self.target.media_prompt(self._messages[prompt.prompt_id], prompt.media, tools=prompt.tools),
+        )
+
+    def _lose(self, answer: Generation, prompt: Prompt, turn: int, reason: StopReason) -> list[Generation]:
+        """Return records of a turn that is lost for `reason`, and of the turns after it."""
+        lost = []
+        for number in range(turn, len(prompt.turns)):
+            own_reason: StopReason = reason if number == turn else "after_a_failed_turn"
+            lost.append(undecoded(self._request(prompt, (), number), answer.mode, own_reason))
+        return lost
+
+
+def undecoded(request: Request, mode: str, stop_reason: StopReason) -> Generation:
+    """Return the record of a request that was not decoded."""
+    return Generation(
+        prompt_id=request.prompt_id,
+        category=request.category,
+        mode=mode,
+        prompt_tokens=request.tokens,
+        tokens=(),
+        rounds=(),
+        stop_reason=stop_reason,
+        turn=request.turn,
+        suite=request.suite,
+    )

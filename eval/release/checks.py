@@ -1,9 +1,8 @@
 """Judging a report by a gate: pass, fail, or inconclusive where the interval contains the threshold.
 
-Some checks no rule can switch off: a simulated report never passes, a run must have answered every prompt it was asked, the
-losslessness verdict must be one that the gate allows, and the draft must be the one that is to be released, made for the
-target it was measured with. A baseline report that cannot be compared with is refused. The rules themselves are
-`eval.release.rules`'. Torch-free and pure; `eval.gate` is the command.
+Some checks no rule can switch off: a run must have answered every prompt it was asked, the losslessness verdict must be one
+that the gate allows, and the draft must be the one that is to be released, made for the target it was measured with. A baseline
+report that cannot be compared with is refused. Torch-free and pure; `eval.gate` is the command.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from configs.runtime.errors import InputError
 from configs.schema.evaluation import GateConfig
 from eval.release.rules import is_of_a_machine, judge_against_free, judge_rule
 from eval.release.verdict import Finding, GateVerdict
-from eval.report.differences import IDENTITY, Difference, differences, prompt_differences
+from eval.report.change import IDENTITY, Difference, differences, prompt_differences
 from eval.report.schema import PromptsSection, Report
 from eval.report.text import describe_checks, exactness, short
 
@@ -28,18 +27,11 @@ class Artifact:
     """What the artifact that is to be released says of itself."""
 
     sha256: str
-    target: Mapping[str, str | None]  # the hashes of what it was made for, keyed as in `eval.report.differences.IDENTITY`
+    target: Mapping[str, str | None]  # the hashes of what it was made for, keyed as in `eval.report.change.IDENTITY`
 
 
 def read_artifact(folders: Sequence[str | Path]) -> Artifact:
-    """Return what an artifact says of itself, or several that draft together.
-
-    Each is a folder or a name on the Hub (`heads.metadata`). Where several were made for different targets, what they differ in
-    equals no target's.
-
-    Raises:
-        InputError: one is no artifact, or a file of it is missing.
-    """
+    """Return what an artifact says of itself, or several that draft together."""
     # These import transformers, which a gate without an artifact need not wait for.
     from heads.frozen.identity import TargetIdentity
     from heads.metadata import agreed, hash_artifact, hash_together, locate_artifact, read_metadata
@@ -53,26 +45,19 @@ def read_artifact(folders: Sequence[str | Path]) -> Artifact:
 
 
 def judge(report: Report, config: GateConfig, baseline: Report | None = None, artifact: Artifact | None = None) -> GateVerdict:
-    """Apply the checks that always hold, then every rule.
-
-    Args:
-        report, config: what is judged, and by which gate.
-        baseline: an earlier report, for rules with `relative_to_baseline`.
-        artifact: the draft that is to be released; without it, the report's own account of its draft is judged.
-
-    Raises:
-        InputError: a rule names an unknown metric, asks for an interval that its metric has not, or needs a baseline report;
-            or the baseline report cannot be compared with.
-    """
+    """Apply the checks that always hold, then every rule."""
     allowed = [] if baseline is None else _check_baseline(report, baseline, config)
     findings = [
-        _judge_measured(report),
         _judge_lossless(report, config),
         _judge_prompts(report, config),
         *(_judge_suite(name, section.prompts) for name, section in report.suites.items()),
         _judge_provenance(report, config, artifact),
-        *_judge_intervals(report),
     ]
+    if (samples := report.statistics.bootstrap_samples) < MIN_RESAMPLES:
+        reason = "so few resamples make intervals of chance: evaluate with bootstrap_samples as it is by default"
+        required = f"at least {MIN_RESAMPLES} resamples"
+        rough = Finding(check="intervals", outcome="inconclusive", value=float(samples), required=required, reason=reason)
+        findings.append(rough)
     for rule in config.rules:
         findings += judge_rule(report, rule, baseline)
     for name in config.must_beat:
@@ -82,13 +67,7 @@ def judge(report: Report, config: GateConfig, baseline: Report | None = None, ar
 
 
 def _check_baseline(report: Report, baseline: Report, config: GateConfig) -> list[Difference]:
-    """Return the differences to the baseline report that the gate allows and that touch its rules.
-
-    Raises:
-        InputError: it is simulated, incomplete, or was made with something else that the gate does not allow.
-    """
-    if baseline.simulated:
-        raise InputError("the baseline report is simulated; compare with a measured one")
+    """Return the differences to the baseline report that the gate allows and that touch its rules."""
     relative = [rule for rule in config.rules if rule.relative_to_baseline]
     named = dict.fromkeys(rule.suite for rule in relative)  # a suite that one of the two lacks is refused with its rule
     pairs = [(report.prompts, baseline.prompts)]
@@ -122,63 +101,47 @@ def _finding(check: str, value: float | str, required: str, reason: str) -> Find
     return Finding(check=check, outcome="fail" if reason else "pass", value=value, required=required, reason=reason)
 
 
-def _judge_measured(report: Report) -> Finding:
-    value, reason = ("simulated", "acceptance was drawn, not measured") if report.simulated else ("measured", "")
-    return _finding("simulated", value, "measured", reason)
-
-
 def _judge_lossless(report: Report, config: GateConfig) -> Finding:
     section = report.lossless
     required = " or ".join(config.lossless) or "nothing (the gate allows no verdict)"
-    if section.verdict != "inconclusive":
-        return _finding("lossless", section.verdict, required, _why_not_lossless(report, config))
-    checks = describe_checks(section, section.inconclusive_checks)
-    reason = "the losslessness check needs more answers or samples than it got" + (f": {checks}" if checks else "")
-    return Finding(check="lossless", outcome="inconclusive", value=section.verdict, required=required, reason=reason)
-
-
-def _why_not_lossless(report: Report, config: GateConfig) -> str:
-    """Return why the answers fail the gate, or nothing."""
-    section = report.lossless
+    reason = ""
+    if section.verdict == "inconclusive":
+        checks = describe_checks(section, section.inconclusive_checks)
+        reason = "the losslessness check needs more answers or samples than it got" + (f": {checks}" if checks else "")
+        return Finding(check="lossless", outcome="inconclusive", value=section.verdict, required=required, reason=reason)
     if section.verdict not in config.lossless:
-        return f"{exactness(report)}; the gate does not allow this verdict"
-    if section.verdict == "lossy_by_design":  # what is allowed to differ is not checked
-        unjudged = "the rule changes answers, and nothing says what they are worth: evaluate with `quality` in the config"
-        return unjudged if report.quality is None else ""
-    return "no answer was checked against plain decoding" if section.checked_prompts == 0 else ""
+        reason = f"{exactness(report)}; the gate does not allow this verdict"
+    elif section.verdict != "lossy_by_design" and section.checked_prompts == 0:
+        reason = "no answer was checked against plain decoding"
+    elif section.verdict == "lossy_by_design" and report.quality is None:
+        reason = "the rule changes answers, and nothing says what they are worth: evaluate with `quality` in the config"
+    return _finding("lossless", section.verdict, required, reason)
 
 
 def _judge_prompts(report: Report, config: GateConfig) -> Finding:
-    prompts = report.prompts
-    measured, wanted = prompts.num_prompts, config.suite_sha256
-    reason = _unanswered(prompts)
-    if not reason and measured < config.min_prompts:
+    prompts, wanted = report.prompts, config.suite_sha256
+    reason = _unfit(prompts)
+    if not reason and prompts.num_prompts < config.min_prompts:
         reason = f"the gate asks for at least {config.min_prompts} prompts (min_prompts)"
     if not reason and wanted is not None and prompts.sha256 != wanted:
         reason = f"the prompts, of {prompts.source}, hash to {short(prompts.sha256)}, not to the gate's suite_sha256"
-    if not reason and prompts.num_trained_on:
-        reason = f"the draft was trained on {prompts.num_trained_on} of them: evaluate on prompts it has not seen"
     required = f"all {prompts.num_asked} asked for, at least {config.min_prompts}"
     required += "" if wanted is None else f", of suite {short(wanted)}"
-    return _finding("prompts", float(measured), required, reason)
+    return _finding("prompts", float(prompts.num_prompts), required, reason)
 
 
 def _judge_suite(name: str, prompts: PromptsSection) -> Finding:
-    """Check that a further suite was answered as a whole, and was not trained on; its numbers are for rules that name it."""
-    reason = _unanswered(prompts)
-    if not reason and prompts.num_trained_on:
-        reason = f"the draft was trained on {prompts.num_trained_on} of them: evaluate on prompts it has not seen"
-    return _finding(f"prompts of {name}", float(prompts.num_prompts), f"all {prompts.num_asked} asked for", reason)
+    """Check the prompts of a further suite; its numbers are for rules that name it."""
+    return _finding(f"prompts of {name}", float(prompts.num_prompts), f"all {prompts.num_asked} asked for", _unfit(prompts))
 
 
-def _judge_intervals(report: Report) -> list[Finding]:
-    """Return a finding where the report's intervals are too roughly drawn to be judged by, else none."""
-    samples = report.statistics.bootstrap_samples
-    if samples >= MIN_RESAMPLES:
-        return []
-    reason = "so few resamples make intervals of chance: evaluate with bootstrap_samples as it is by default"
-    required = f"at least {MIN_RESAMPLES} resamples"
-    return [Finding(check="intervals", outcome="inconclusive", value=float(samples), required=required, reason=reason)]
+def _unfit(prompts: PromptsSection) -> str:
+    """Return why a draft cannot be judged by these prompts, or nothing."""
+    if reason := _unanswered(prompts):
+        return reason
+    if prompts.num_trained_on:
+        return f"the draft was trained on {prompts.num_trained_on} of them: evaluate on prompts it has not seen"
+    return ""
 
 
 def _unanswered(prompts: PromptsSection) -> str:

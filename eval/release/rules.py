@@ -2,7 +2,7 @@
 
 The interval is judged, not the point: it must clear the threshold as a whole, and where it holds the threshold the finding
 is inconclusive. Each rule is judged at the report's own level; a gate of twenty rules is not corrected for their number,
-because all of them have to pass. Torch-free and pure; `eval.release.checks` puts the findings together.
+because all of them have to pass. Torch-free and pure.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from configs.runtime.errors import InputError
 from configs.schema.evaluation import GateRule
 from eval.release.verdict import Finding, GateOutcome
 from eval.report.change import speed_change, tau_change
-from eval.report.schema import BaselineSection, Report, SuiteSection
-from eval.report.sections import ClosedSection
+from eval.report.schema import Report, SuiteSection
 from eval.stats.bootstrap import Interval
 
 PAIRED = {"acceptance.tokens_per_target_step": tau_change, "speed.decode_speedup": speed_change}
@@ -29,51 +28,36 @@ MORE_THAN_ONE = math.nextafter(1.0, math.inf)  # a draft that only equals what i
 
 
 def judge_rule(report: Report, rule: GateRule, baseline: Report | None) -> list[Finding]:
-    """Return what the rule finds: one finding, or one for each category; `baseline` can be compared with the report.
-
-    Raises:
-        InputError: no such number or suite, no interval to it, or no baseline report to be relative to.
-    """
+    """Return what the rule finds: one finding, or one for each category; `baseline` can be compared with the report."""
+    section: SuiteSection = report
+    place = ""
+    if rule.suite is not None and rule.suite != report.prompts.suite:
+        if rule.suite not in report.suites:
+            known = ", ".join([report.prompts.suite or report.prompts.source, *report.suites])
+            raise InputError(f"rules: the report has no suite {rule.suite!r} (it has: {known}); name it in eval's `suites`")
+        section, place = report.suites[rule.suite], f"suites.{rule.suite}."
     metrics, own = [rule.metric], rule.metric.removeprefix(EVERY_CATEGORY)
-    section, place = _suite_of(report, rule)
     if own != rule.metric:
         metrics = [f"by_category.{category}.{own}" for category in section.by_category]
     return [_judge_metric(report, f"{place}{metric}", rule, baseline) for metric in metrics]
 
 
 def judge_against_free(report: Report, name: str) -> list[Finding]:
-    """Compare the draft with a way of decoding that needs no training: in tokens per target step, and in speed.
-
-    Raises:
-        InputError: the report does not hold that way of decoding.
-    """
+    """Compare the draft with a way of decoding that needs no training: in tokens per target step, and in speed."""
     if name not in report.baselines:
         known = ", ".join(report.baselines) or "none"
         raise InputError(f"must_beat: the report has no baseline {name!r} (it has: {known}); name it in eval's `baselines`")
     free = report.baselines[name]
-    pairs: tuple[tuple[str, ClosedSection | None, str], ...] = (
-        ("tokens_per_target_step", report.acceptance, "tokens_per_target_step_ratio"),
-        ("decode_speedup", report.speed, "decode_speed_ratio"),
-    )
+    ratios = {"tokens_per_target_step": "tokens_per_target_step_ratio", "decode_speedup": "decode_speed_ratio"}
     return [
-        _finding(f"{metric} against {name}", _over_free(own, free, metric, paired), "more than 1 times", MORE_THAN_ONE)
-        for metric, own, paired in pairs
+        _finding(f"{metric} against {name}", Interval(point, *(bounds or ())), "more than 1 times", MORE_THAN_ONE)
+        for metric, (point, bounds) in ((metric, free.interval_of(ratio)) for metric, ratio in ratios.items())
     ]
 
 
 def is_of_a_machine(rule: GateRule) -> bool:
     """Say whether the rule's number means something on one machine only, as all seconds do."""
     return any(word in rule.metric for word in OF_A_MACHINE)
-
-
-def _suite_of(report: Report, rule: GateRule) -> tuple[Report | SuiteSection, str]:
-    """Return what was measured on the rule's suite, and the beginning of the paths of its numbers."""
-    if rule.suite is None or rule.suite == report.prompts.suite:
-        return report, ""
-    if rule.suite not in report.suites:
-        known = ", ".join([report.prompts.suite or report.prompts.source, *report.suites])
-        raise InputError(f"rules: the report has no suite {rule.suite!r} (it has: {known}); name it in eval's `suites`")
-    return report.suites[rule.suite], f"suites.{rule.suite}."
 
 
 def _judge_metric(report: Report, metric: str, rule: GateRule, baseline: Report | None) -> Finding:
@@ -118,11 +102,7 @@ def _finding(
 
 
 def _look_up(report: Report, metric: str, rule: GateRule, where: str) -> Interval:
-    """Return a metric with the interval that stands beside it as `..._ci`; both may be unmeasured (`None`).
-
-    Raises:
-        InputError: no such metric, or it comes without an interval although the rule asks for its bounds.
-    """
+    """Return a metric with the interval that stands beside it as `..._ci`; both may be unmeasured (`None`)."""
     try:
         point = _value_at(report, metric)
     except KeyError as error:
@@ -135,15 +115,11 @@ def _look_up(report: Report, metric: str, rule: GateRule, where: str) -> Interva
         if rule.bound == "confidence":
             raise InputError(f"rules: {metric} comes without an interval; give its rule `bound: point`") from error
         bounds = None
-    return Interval(point, *(bounds or (None, None)))
+    return Interval(point, *(bounds or ()))
 
 
 def _value_at(section: Any, path: str, before: str = "") -> Any:
-    """Return what stands at a dotted path, `None` under a section that is null; names in the path may hold dots.
-
-    Raises:
-        KeyError: nothing does; its argument names the nearest path that there is.
-    """
+    """Return what stands at a dotted path, `None` under a section that is null; names in the path may hold dots."""
     if section is None or not path:
         return section
     items = enumerate(section) if isinstance(section, list) else section.items() if isinstance(section, Mapping) else ()
@@ -160,11 +136,7 @@ def _value_at(section: Any, path: str, before: str = "") -> Any:
 
 
 def _relative(report: Report, baseline: Report, metric: str, rule: GateRule, ours: Interval) -> Interval:
-    """Return ours / theirs: paired by prompt where the reports allow it, else from bounds that assume the worst.
-
-    Raises:
-        InputError: the baseline's number is missing, or nothing to divide by.
-    """
+    """Return ours / theirs: paired by prompt where the reports allow it, else from bounds that assume the worst."""
     theirs = _look_up(baseline, metric, rule, "baseline report")
     divisor = theirs.low if rule.bound == "confidence" and theirs.low is not None else theirs.point
     if theirs.point is None or divisor is None or divisor <= 0:
@@ -174,20 +146,7 @@ def _relative(report: Report, baseline: Report, metric: str, rule: GateRule, our
     compared = PAIRED.get(rule.metric)
     # The prompts were found to be the same; where our own run left some unanswered, that fails by itself.
     change = None if compared is None else compared(report, baseline, rule.suite if metric != rule.metric else None)
-    return _worst_ratio(ours, theirs) if change is None else Interval(change.ratio, *(change.ratio_ci or (None, None)))
-
-
-def _over_free(own: ClosedSection | None, free: BaselineSection, metric: str, paired: str) -> Interval:
-    """Return the draft's number over a free way's: as the run paired them, else from bounds that assume the worst."""
-    if (ratio := _with_bounds(free, paired)).point is not None:
-        return ratio
-    ours, theirs = _with_bounds(own, metric), _with_bounds(free, metric)
-    return Interval(None) if ours.point is None or not theirs.point else _worst_ratio(ours, theirs)
-
-
-def _with_bounds(section: ClosedSection | None, metric: str) -> Interval:
-    point, bounds = (None, None) if section is None else section.interval_of(metric)
-    return Interval(point, *(bounds or (None, None)))
+    return _worst_ratio(ours, theirs) if change is None else Interval(change.ratio, *(change.ratio_ci or ()))
 
 
 def _worst_ratio(ours: Interval, theirs: Interval) -> Interval:

@@ -96,33 +96,24 @@ def measured(finding: Finding) -> str:
 
 
 def as_junit(verdict: GateVerdict) -> str:
-    """Return the verdict as JUnit XML; text from outside is escaped, and characters that XML cannot hold are replaced."""
+    """Return the verdict as JUnit XML, a case a check, named with what it asks: two rules may be on the same number."""
     outcomes = [finding.outcome for finding in verdict.findings]
-    counts = {
-        "tests": str(len(outcomes)),
-        "failures": str(outcomes.count("fail")),
-        "errors": str(outcomes.count("inconclusive")),
-    }
-    root = ElementTree.Element("testsuites", {"name": "draftsmith gate", **counts})
-    suite = ElementTree.SubElement(root, "testsuite", {"name": "draftsmith gate", **counts, "skipped": "0", "time": "0"})
-    for finding in verdict.findings:
-        _add_case(suite, finding)
+    counts = {"tests": len(outcomes), "failures": outcomes.count("fail"), "errors": outcomes.count("inconclusive")}
+    attributes = {"name": "draftsmith gate"} | {name: str(count) for name, count in counts.items()}
+    root = ElementTree.Element("testsuites", attributes)
+    suite = ElementTree.SubElement(root, "testsuite", attributes | {"skipped": "0", "time": "0"})
+    for each in verdict.findings:
+        name, found = _legal(f"{each.check}: {each.required}"), f"{each.check} is {measured(each)}, asked: {each.required}"
+        case = ElementTree.SubElement(suite, "testcase", {"classname": "draftsmith.gate", "name": name, "time": "0"})
+        if each.outcome == "pass":
+            ElementTree.SubElement(case, "system-out").text = _legal(found)
+        else:
+            why = {"type": each.outcome, "message": _legal(each.reason)}
+            ElementTree.SubElement(case, ELEMENTS[each.outcome], why).text = _legal(f"{found}\n{each.reason}")
     if verdict.notes:
         ElementTree.SubElement(suite, "system-out").text = _legal("\n".join(verdict.notes))
     ElementTree.indent(root)
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
-
-
-def _add_case(suite: ElementTree.Element, finding: Finding) -> None:
-    """Add one check, named with what it asks: two rules may be on the same number."""
-    name = _legal(f"{finding.check}: {finding.required}")
-    case = ElementTree.SubElement(suite, "testcase", {"classname": "draftsmith.gate", "name": name, "time": "0"})
-    found = f"{finding.check} is {measured(finding)}, asked: {finding.required}"
-    if finding.outcome == "pass":
-        ElementTree.SubElement(case, "system-out").text = _legal(found)
-        return
-    attributes = {"type": finding.outcome, "message": _legal(finding.reason)}
-    ElementTree.SubElement(case, ELEMENTS[finding.outcome], attributes).text = _legal(f"{found}\n{finding.reason}")
 
 
 def _legal(text: str) -> str:

@@ -7,11 +7,12 @@ form, `eval.report.markdown` and `eval.report.page` render it, `eval.release.che
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
 from typing import Any, TypedDict
 
 from eval.decoder.records import SPECULATIVE, WITH_LOOKUP, Generation
 from eval.lossless.teacher_forcing import Divergence
+from eval.measure.suite import Suite
 from eval.metrics.speed import compare_speed, summarise_advantage, summarise_speed, timings_within
 from eval.metrics.tally import SAMPLES_A_SIDE, Tally
 from eval.report.schema import SCHEMA_VERSION, Report, parse_report
@@ -31,131 +32,63 @@ class Bootstrap(TypedDict):
     seed: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class PromptSet:
-    """The prompts of a run."""
-
-    source: str
-    sha256: str
-    texts: Mapping[str, str]  # prompt id -> text of the first turn, for all prompts of the run
-    suite: str | None = None  # its name
-    later_turns: Mapping[str, Sequence[str]] = field(default_factory=dict)  # prompt id -> texts of the turns after the first
-    format: str | None = None  # of the suite's rows (`eval.measure.suite`)
-    trained_on: Sequence[str] | None = None  # ids of those that the draft was trained on; None: unknown
-
-    @property
-    def places(self) -> list[tuple[str, int]]:
-        """Every (prompt id, turn) of the run, in order."""
-        return [(prompt_id, turn) for prompt_id in self.texts for turn in range(1 + len(self.later_turns.get(prompt_id, ())))]
-
-    def text_of(self, prompt_id: str, turn: int) -> str:
-        """Return what the user said in a turn."""
-        return self.later_turns[prompt_id][turn - 1] if turn else self.texts[prompt_id]
-
-
 def build_report(
     *,
-    target: Mapping[str, Any],
-    draft: Mapping[str, Any],
-    decode: Mapping[str, Any],
-    prompts: PromptSet,
-    records: Tally,
+    suites: Sequence[tuple[Suite, Tally]],
     lossless: Mapping[str, Any],
     decode_tokens: Decode,
-    hardware: Mapping[str, Any],
-    versions: Mapping[str, Any],
-    git: Mapping[str, Any] | None = None,
+    bootstrap_samples: int,
+    seed: int,
     command: Sequence[str] | None = None,
     warnings: Sequence[str] = (),
-    bootstrap_samples: int = 2000,
-    seed: int = 0,
-    suites: Mapping[str, tuple[PromptSet, Tally]] | None = None,
+    **sections: Any,
 ) -> Report:
-    """Compute the report, without the sections that `complete_report` adds.
+    """Compute the report of one or several suites and what was decoded of each, the first being the one that it leads with.
 
-    Args:
-        target, draft, decode, hardware, versions, git, command: descriptions, kept as they are.
-        prompts: the prompts of the run; answers may be missing, and the report says so.
-        records: what was decoded, with at most one generation a mode, prompt and turn, and what was timed.
-        lossless: `verdict`, `checked_prompts`, `divergences` (`Divergence` or dict), and whatever else the check found.
-        decode_tokens: turns token ids into text, special tokens included.
-        warnings: sentences the reader must see, such as an allowed mismatch of the target.
-        bootstrap_samples, seed: of all intervals.
-        suites: prompts and records of further suites, by name.
-
-    Raises:
-        ValueError: something was decoded that is not among the prompts.
-        InputError: a description lacks a field that `eval.report.schema` requires.
+    Answers may be missing, and the report says so. The other sections (target, draft, decode, hardware, versions, git; quality,
+    energy, rendered) are kept as they are given.
     """
     bootstrap: Bootstrap = {"samples": bootstrap_samples, "seed": seed}
+    (first, records), *others = suites
+    texts = {(prompt.prompt_id, turn): text for prompt in first.prompts for turn, text in enumerate(prompt.turns)}
+    divergences = [asdict(each) if isinstance(each, Divergence) else each for each in lossless["divergences"]]
     values = {
         "schema_version": SCHEMA_VERSION,
         "simulated": False,
         "warnings": list(warnings),
         "command": None if command is None else list(command),
-        "target": dict(target),
-        "draft": dict(draft),
-        "decode": dict(decode),
-        "hardware": dict(hardware),
-        "versions": dict(versions),
-        "git": None if git is None else dict(git),
         "statistics": {"bootstrap_samples": bootstrap_samples, "seed": seed, "level": LEVEL},
-        **_suite(prompts, records, bootstrap),
-        "suites": {name: _suite(*of_suite, bootstrap) for name, of_suite in (suites or {}).items()},
-        "lossless": _lossless(lossless),
-        "quality": None,
-        "energy": None,
-        "samples": _samples(records, prompts, decode_tokens),
+        **_suite(first, records, bootstrap),
+        "suites": {suite.name: _suite(suite, own, bootstrap) for suite, own in others},
+        "lossless": {**lossless, "divergences": divergences},
+        "samples": pick_samples(records.samples, texts, decode_tokens),
     }
-    return parse_report(values, "the report just built")
+    return parse_report({"git": None, "quality": None, "energy": None} | sections | values, "the report just built")
 
 
-def complete_report(report: Report, *, speed: Mapping[str, Any] | None = None, **sections: Any) -> Report:
-    """Return a report with other sections in place of its own, and with more fields of the speed section."""
-    values = report.to_dict() | sections
-    values["lossless"] = _lossless(values["lossless"])
-    if speed:
-        values["speed"] |= speed
-    return parse_report(values, "the report just completed")
-
-
-def _lossless(section: Mapping[str, Any]) -> dict[str, Any]:
-    divergences = [asdict(each) if isinstance(each, Divergence) else each for each in section["divergences"]]
-    return {**section, "divergences": divergences}
-
-
-def _suite(prompts: PromptSet, records: Tally, bootstrap: Bootstrap) -> dict[str, Any]:
-    """Describe one suite and what was measured on it."""
-    if unknown := records.places - set(prompts.places):
+def _suite(suite: Suite, records: Tally, bootstrap: Bootstrap) -> dict[str, Any]:
+    """Describe one suite, and compute what was measured on it: over all prompts, by category, and of the baselines."""
+    if unknown := records.places - set(suite.places):
         raise ValueError("prompt {}, turn {} was decoded but is not among the prompts asked for".format(*min(unknown)))
-    return {"prompts": _prompts(prompts, records), **_measurements(records, bootstrap)}
-
-
-def _prompts(prompts: PromptSet, records: Tally) -> dict[str, Any]:
-    """Describe the prompts and which were answered; a prompt counts when all its turns were answered in every mode."""
-    return {
-        "suite": prompts.suite,
-        "source": prompts.source,
-        "format": prompts.format,
-        "sha256": prompts.sha256,
-        "ids": list(prompts.texts),
-        "num_asked": len(prompts.texts),
-        "num_turns": len(prompts.places),
-        "num_prompts": len(records.answered(prompts.places)),
-        "num_trained_on": None if prompts.trained_on is None else len(prompts.trained_on),
-        "categories": records.categories,
-        "failed": [
-            {name: getattr(each, name) for name in ("prompt_id", "turn", "mode", "stop_reason")} for each in records.failed
-        ],
-    }
-
-
-def _measurements(records: Tally, bootstrap: Bootstrap) -> dict[str, Any]:
-    """Compute the sections that are numbers: over all prompts, by category, and of the baselines."""
     speculative = records.of_mode(SPECULATIVE)
     per_prompt = speculative.per_prompt
     committed, rounds = ([counts[column] for counts in per_prompt.values()] for column in (0, 1))
     return {
+        "prompts": {
+            "suite": suite.name,
+            "source": suite.source,
+            "format": suite.format,
+            "sha256": suite.sha256,
+            "ids": suite.ids,
+            "num_asked": len(suite.prompts),
+            "num_turns": len(suite.places),
+            "num_prompts": len(records.answered(suite.places)),  # all their turns, in every mode
+            "num_trained_on": None if suite.trained_on is None else len(suite.trained_on),
+            "categories": records.categories,
+            "failed": [
+                {name: getattr(each, name) for name in ("prompt_id", "turn", "mode", "stop_reason")} for each in records.failed
+            ],
+        },
         "acceptance": {
             **speculative.summarise(**bootstrap),
             **speculative.by_length(**bootstrap),
@@ -183,7 +116,6 @@ def _category(records: Tally, category: str, bootstrap: Bootstrap) -> dict[str, 
 
 
 def _other_way(records: Tally, mode: str, bootstrap: Bootstrap) -> dict[str, Any]:
-    """Describe another way of decoding than the draft's."""
     acceptance, timed = records.of_mode(mode).summarise(**bootstrap), any(each.mode == mode for each in records.timings)
     speed = compare_speed(records.timings if timed else [], mode, **bootstrap)
     return {name: acceptance[name] for name in KEPT} | speed
@@ -215,42 +147,27 @@ def _with_lookup(records: Tally, draft: Mapping[str, Sequence[int]], bootstrap: 
 # --- sample answers -----------------------------------------------------------------------------------------------
 
 
-def _samples(records: Tally, prompts: PromptSet, decode_tokens: Decode) -> dict[str, Any]:
-    """Show the answers at both ends; those to later turns are named by the prompt's id and the turn, counted from 1."""
-    texts, shown = {}, []
-    for each in records.samples:
-        name = f"{each.prompt_id}, turn {each.turn + 1}" if each.turn else each.prompt_id
-        texts[name] = prompts.text_of(each.prompt_id, each.turn)
-        shown.append(replace(each, prompt_id=name))
-    return pick_samples(shown, texts, decode_tokens, SAMPLES_A_SIDE)
-
-
 def pick_samples(
-    generations: Sequence[Generation], texts: Mapping[str, str], decode_tokens: Decode, count: int = 3
+    generations: Sequence[Generation], texts: Mapping[tuple[str, int], str], decode_tokens: Decode
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return the answers with the fewest and the most tokens per target step, token by token.
+    """Return the answers with the fewest and the most tokens per target step, token by token; the outermost come first.
 
-    Args:
-        generations: speculative ones; those without a single round have nothing to show.
-        texts: the prompt's text by prompt id.
-        decode_tokens: turns token ids into text.
-        count: at most as many of each, and none in both; the outermost come first.
+    `texts` are what the user said, by prompt id and turn; later turns, counted from 1, are named with the prompt's id.
     """
     ranked = sorted((generation for generation in generations if generation.rounds), key=_tau)
-    count = min(count, len(ranked) // 2)
-    chosen = {"worst": ranked[:count], "best": ranked[::-1][:count]}
+    count = min(SAMPLES_A_SIDE, len(ranked) // 2)
     return {
-        name: [
+        side: [
             {
-                "prompt_id": each.prompt_id,
+                "prompt_id": f"{each.prompt_id}, turn {each.turn + 1}" if each.turn else each.prompt_id,
                 "category": each.category,
-                "prompt": texts[each.prompt_id],
+                "prompt": texts[each.prompt_id, each.turn],
                 "tokens_per_target_step": _tau(each),
                 "pieces": spell_pieces(each, decode_tokens),
             }
-            for each in generations
+            for each in chosen
         ]
-        for name, generations in chosen.items()
+        for side, chosen in (("worst", ranked[:count]), ("best", ranked[::-1][:count]))
     }
 
 

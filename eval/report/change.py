@@ -1,28 +1,112 @@
-"""How tau and the decode speedup changed from one report to another on the same prompts. Torch-free.
+"""What two reports differ in, and how tau and the decode speedup changed from one to the other on the same prompts. Torch-free.
 
-tau is compared by the counts of each prompt. Speed is compared by the decode speedup over plain decoding in the same run, from
-the seconds of each batch, because two runs at different times share no other clock. Whether target and settings are the same is
-for `eval.report.differences` to say.
+A token count means something for one target, one set of prompts and one way of decoding; seconds also for one machine, one
+version of torch and transformers, and one dtype. tau is compared by the counts of each prompt, speed by the speedup over plain
+decoding in the same run, from the seconds of each batch: two runs at different times share no other clock.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
 from configs.runtime.errors import InputError
-from eval.report.schema import Report, SuiteSection
+from eval.report.schema import DecodeSection, PromptsSection, Report, SuiteSection, TargetSection
 from eval.report.sections import BatchSection
 from eval.report.text import short
 from eval.stats.change import Change, Side, compare_sides
 
+Aspect = Literal["target", "suite", "num_speculative_tokens", "decode", "machine"]
+IDENTITY = {"weights_sha256": "target weights", "tokenizer_sha256": "tokenizer", "chat_template_sha256": "chat template"}
+MACHINE = ("cpu", "cores", "device", "threads", "processes")
+SOFTWARE = ("torch", "transformers")  # whose versions decide the seconds too
+SAME_DISTRIBUTION = ("seed", "warmup_prompts", "num_speculative_tokens")  # the last is an aspect of its own
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that two reports differ in."""
+
+    aspect: Aspect
+    what: str
+    ours: Any
+    theirs: Any
+
+    def __str__(self) -> str:
+        return f"{self.what} ({self.ours} here, {self.theirs} there)"
+
+
+def differences(report: Report, other: Report) -> list[Difference]:
+    """Return what `report` (ours, here) and `other` (theirs, there) differ in, the most important first."""
+    lookups = (", ".join(each.draft.lookups) or "none" for each in (report, other))
+    found = [
+        *_target(report.target, other.target),
+        *prompt_differences(report.prompts, other.prompts),
+        *_settings(report.decode, other.decode),
+        Difference("decode", "lookups with the draft", *lookups),  # whose tokens are counted with the draft's own
+        *_machine(report, other),
+    ]
+    return [each for each in found if each.ours != each.theirs]
+
+
+def _target(ours: TargetSection, theirs: TargetSection) -> Iterator[Difference]:
+    for key, what in IDENTITY.items():
+        digests = [getattr(target, key) for target in (ours, theirs)]
+        names = [f"{each.name}, {short(digest)}" for each, digest in zip((ours, theirs), digests, strict=True) if digest]
+        if digests[0] != digests[1]:
+            yield Difference("target", what, *(names if len(names) == 2 else digests))
+
+
+def prompt_differences(ours: PromptsSection, theirs: PromptsSection) -> list[Difference]:
+    """Compare the prompts of a suite: the same file by its hash, and the same ones of it, in any order."""
+    if ours.sha256 != theirs.sha256:
+        files = (f"{prompts.source}, {short(prompts.sha256)}" for prompts in (ours, theirs))
+        return [Difference("suite", "prompts", *files)]
+    for what, one, other in (
+        ("format of the suite", ours.format, theirs.format),
+        ("turns asked", ours.num_turns, theirs.num_turns),
+    ):
+        if None not in (one, other) and one != other:  # reports of an earlier version hold neither
+            return [Difference("suite", what, one, other)]
+    only_ours, only_theirs = set(ours.ids) - set(theirs.ids), set(theirs.ids) - set(ours.ids)
+    if not only_ours and not only_theirs:
+        return []
+    counts = (
+        f"{len(prompts.ids)} of {prompts.source}, {len(only)} of them only"
+        for prompts, only in ((ours, only_ours), (theirs, only_theirs))
+    )
+    return [Difference("suite", "prompts", *counts)]
+
+
+def _settings(ours: DecodeSection, theirs: DecodeSection) -> Iterator[Difference]:
+    """Compare the decoding settings; one that a report does not name counts as off."""
+    gamma: Aspect = "num_speculative_tokens"
+    yield Difference(gamma, gamma, ours.num_speculative_tokens, theirs.num_speculative_tokens)
+    greedy = ours.temperature == theirs.temperature == 0  # every rule is the same one then
+    ignored = (*SAME_DISTRIBUTION, "verification") if greedy else SAME_DISTRIBUTION
+    one, other = (decode.model_dump(exclude_unset=True) for decode in (ours, theirs))
+    for key in dict.fromkeys([*one, *other]):
+        if key not in ignored:
+            yield Difference("decode", f"decode.{key}", one.get(key), other.get(key))
+
+
+def _machine(ours: Report, theirs: Report) -> Iterator[Difference]:
+    for key in MACHINE:
+        yield Difference("machine", f"hardware {key}", ours.hardware.get(key), theirs.hardware.get(key))
+    gpus = ([gpu.get("name") for gpu in report.hardware.get("gpus") or []] for report in (ours, theirs))
+    yield Difference("machine", "hardware gpus", *gpus)
+    for name in SOFTWARE:
+        yield Difference("machine", f"version of {name}", ours.versions.get(name), theirs.versions.get(name))
+
+
+# --- change -------------------------------------------------------------------------------------------------------
+
 
 def tau_change(report: Report, other: Report, suite: str | None = None) -> Change | None:
-    """Return how tokens per target step changed from `other` to `report`, on the prompts that both answered.
+    """Return how tokens per target step changed from `other` to `report`, on the prompts of a suite that both answered.
 
-    Args:
-        report, other: ours and theirs; ours has the settings of the bootstrap.
-        suite: a further suite of both; None: the first.
-
-    Raises:
-        InputError: the prompts come from different files, none was answered in both, or a report lacks the suite.
+    `report` has the settings of the bootstrap. The suite is a further one of both, or the first.
     """
     ours, theirs = _sections(report, other, suite)
     common = [prompt_id for prompt_id in ours.acceptance.per_prompt if prompt_id in theirs.acceptance.per_prompt]
@@ -49,8 +133,8 @@ def speed_change(report: Report, other: Report, suite: str | None = None) -> Cha
     return compare_sides(*sides, samples=report.statistics.bootstrap_samples, seed=report.statistics.seed)
 
 
-def _sections(report: Report, other: Report, suite: str | None) -> list[Report | SuiteSection]:
-    found: list[Report | SuiteSection] = []
+def _sections(report: Report, other: Report, suite: str | None) -> list[SuiteSection]:
+    found: list[SuiteSection] = []
     for each in (report, other):
         if suite is not None and suite not in each.suites:
             raise InputError(f"one of the reports has no suite {suite!r}; evaluate both on the same suites")
@@ -61,6 +145,6 @@ def _sections(report: Report, other: Report, suite: str | None) -> list[Report |
     return found
 
 
-def _batches(section: Report | SuiteSection) -> dict[tuple[str, ...], BatchSection]:
+def _batches(section: SuiteSection) -> dict[tuple[str, ...], BatchSection]:
     found = (section.speed.per_batch if section.speed else None) or []
     return {tuple(batch.prompt_ids): batch for batch in found}

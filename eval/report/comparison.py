@@ -9,13 +9,11 @@ from string import ascii_uppercase
 from markupsafe import Markup
 
 from configs.runtime.errors import InputError
-from eval.report.change import speed_change, tau_change
-from eval.report.differences import Aspect, Difference, differences
-from eval.report.page import render_page
-from eval.report.plots import draw_rows
-from eval.report.schema import Report
+from eval.report.change import Aspect, Difference, differences, speed_change, tau_change
+from eval.report.page import draw_rows, render_page
+from eval.report.schema import Report, SuiteSection
 from eval.report.tables import PROVENANCE, Row, Table, flat_facts
-from eval.report.text import VERDICTS, interval, number, ranged, significant, speedup, tau, warnings
+from eval.report.text import VERDICTS, cell, interval, number, significant, speedup, tau, warnings
 from eval.stats.change import Change
 
 MAX_REPORTS = 8
@@ -36,15 +34,7 @@ class ComparedReport:
 
 
 def compare(reports: Sequence[tuple[str, Report]], may_differ_in: Sequence[str] = ()) -> list[ComparedReport]:
-    """Compare each report with the first.
-
-    Args:
-        reports: (path, report) each, from 2 to `MAX_REPORTS`.
-        may_differ_in: `target` and `suite` may not differ unless they are named here.
-
-    Raises:
-        InputError: too few or too many reports, or some of different targets or prompts.
-    """
+    """Compare each report, by its path, with the first; target and suite may not differ unless they are named."""
     if not 2 <= len(reports) <= MAX_REPORTS:
         raise InputError(f"from 2 to {MAX_REPORTS} reports can be compared, got {len(reports)}")
     (first_path, first), *others = reports
@@ -56,40 +46,33 @@ def compare(reports: Sequence[tuple[str, Report]], may_differ_in: Sequence[str] 
 
 def _entry(letter: str, path: str, report: Report, first: Report, may_differ_in: Sequence[str]) -> ComparedReport:
     found = tuple(differences(report, first))
-    refused = [each for each in found if each.aspect in FIXED and each.aspect not in may_differ_in]
-    if refused:
-        allow = ", ".join(dict.fromkeys(each.aspect for each in refused))
+    aspects = dict.fromkeys(each.aspect for each in found)
+    if refused := [aspect for aspect in aspects if aspect in FIXED and aspect not in may_differ_in]:
+        named = "; ".join(str(each) for each in found if each.aspect in refused)
         raise InputError(
-            f"{path} is not about the same as the first report: {'; '.join(map(str, refused))}. "
-            f"To compare them nevertheless: --set may_differ_in=[{allow}]"
+            f"{path} is not about the same as the first report: {named}. To compare them nevertheless: "
+            f"--set may_differ_in=[{', '.join(refused)}]"
         )
-    aspects = {each.aspect for each in found}
-    answered = [each.acceptance.per_prompt.keys() for each in (report, first)]
-    if answered[0] != answered[1] or aspects & set(FIXED):
-        return ComparedReport(letter=letter, path=path, report=report, differences=found)
+    entry = ComparedReport(letter=letter, path=path, report=report, differences=found)
+    if not _same_answers(report, first) or not aspects.keys().isdisjoint(FIXED):
+        return entry
     other_clock = "machine" in aspects or any(each.what == "decode.dtype" for each in found)
-    return ComparedReport(
-        letter=letter,
-        path=path,
-        report=report,
+    by_suite = {
+        name: tau_change(report, first, suite=name)
+        for name, section in report.suites.items()
+        if name in first.suites and _same_answers(section, first.suites[name])
+    }
+    return replace(
+        entry,
         tau=tau_change(report, first),
         speed=None if other_clock else speed_change(report, first),
-        differences=found,
-        tau_by_suite=_by_suite(report, first),
+        tau_by_suite={name: change for name, change in by_suite.items() if change is not None},
     )
 
 
-def _by_suite(report: Report, first: Report) -> dict[str, Change]:
-    """Return how tau changed on the further suites of which both answered the same prompts."""
-    same = [
-        name
-        for name, section in report.suites.items()
-        if name in first.suites
-        and section.prompts.sha256 == first.suites[name].prompts.sha256
-        and section.acceptance.per_prompt.keys() == first.suites[name].acceptance.per_prompt.keys()
-    ]
-    changes = {name: tau_change(report, first, suite=name) for name in same}
-    return {name: change for name, change in changes.items() if change is not None}
+def _same_answers(ours: SuiteSection, theirs: SuiteSection) -> bool:
+    same_prompts = ours.prompts.sha256 == theirs.prompts.sha256
+    return same_prompts and ours.acceptance.per_prompt.keys() == theirs.acceptance.per_prompt.keys()
 
 
 def describe_change(change: Change | None) -> str:
@@ -118,7 +101,7 @@ def overview(entries: Sequence[ComparedReport]) -> Table:
             speedup(entry.report.speed),
             describe_change(entry.speed),
             number(entry.report.acceptance.overlap_alpha),
-            VERDICTS[entry.report.lossless.verdict] + (", SIMULATED" if entry.report.simulated else ""),
+            VERDICTS[entry.report.lossless.verdict],
         )
         for entry in entries
     ]
@@ -139,22 +122,12 @@ def notes(entries: Sequence[ComparedReport]) -> list[str]:
 def comparison_tables(entries: Sequence[ComparedReport]) -> list[Table]:
     """Return the tables of a comparison, those after the overview with a column a report."""
     letters, reports = [entry.letter for entry in entries], [entry.report for entry in entries]
-    categories = dict.fromkeys(name for report in reports for name in report.by_category)
-    ways = dict.fromkeys(name for report in reports for name in report.baselines)
-    by_category = [
-        (name, *(tau(report.by_category[name].acceptance if name in report.by_category else None) for report in reports))
-        for name in categories
-    ]
-    by_way = [(name, *(speedup(report.baselines.get(name)) for report in reports)) for name in ways]
-    changes = [f"{letter}'s change" for letter in letters]
     tables = [
         Table(
             title="Quality of the answers",
-            header=("quality", "plain", *(each for pair in zip(letters, changes, strict=True) for each in pair)),
+            header=("quality", "plain", *(each for letter in letters for each in (letter, f"{letter}'s change"))),
             rows=list(_qualities(reports)),
         ),
-        Table(title="τ by category", header=("category", *letters), rows=by_category),
-        Table(title="Decode speedup of other ways", header=("way of decoding", *letters), rows=by_way),
         Table(title="What differs", header=("", *letters), rows=_differing(reports)),
     ]
     return [overview(entries), *(table for table in tables if table.rows)]
@@ -194,7 +167,7 @@ def _qualities(reports: Sequence[Report]) -> Iterator[Row]:
     for name, first in judged[0].scores.items():
         scores = [each.scores[name] for each in judged if name in each.scores]
         if len(scores) == len(judged):
-            pairs = ((number(one.speculative, 3), ranged(number(one.difference, 3), one.difference_ci, 3)) for one in scores)
+            pairs = ((number(one.speculative, 3), cell(one, "difference", digits=3)) for one in scores)
             yield name, number(first.autoregressive, 3), *(each for pair in pairs for each in pair)
     distances = [each.feature_distance for each in judged if each.feature_distance is not None]
     if len(distances) == len(judged) and all(each.autoregressive is not None for each in distances):

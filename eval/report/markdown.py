@@ -44,10 +44,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: bool
 
 
 def escape(text: str) -> str:
-    """Return a text from outside as Markdown that reads as this text on one line, in a paragraph or a cell of a table.
-
-    It holds no markup, HTML or link; not even an address, which readers of Markdown turn into a link by themselves.
-    """
+    """Return a text from outside as Markdown that reads as this text on one line, in a paragraph or a cell of a table."""
     return ADDRESS.sub(lambda found: f"&#{ord(found[0][0])};{found[0][1:]}", one_line(text).translate(MARKUP))
 
 

@@ -1,26 +1,79 @@
 """A report as one HTML page that needs no network: text, tables, plots and styles in one file.
 
 The layout is `templates/page.html.j2`. Everything from outside, such as a model's answer, is escaped by the template engine and
-freed of control characters; the only markup let through is that of the plots.
+freed of control characters; the only markup let through is that of the plots. Plots are SVG elements, drawn in placeholder
+colours that `as_svg` replaces by the page's CSS variables, so that the same file reads well in light and in dark. Text stays
+text, in the page's own font. Equal numbers give equal bytes.
 """
 
 from __future__ import annotations
 
+import io
+import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from configs.runtime.terminal import printable
-from eval.report import plots, text
-from eval.report.schema import Report, definitions
+from configs.runtime.terminal import one_line, printable
+from eval.report import text
+from eval.report.schema import CategorySection, Report, SuiteSection, definitions
+from eval.report.sections import ClosedSection
 from eval.report.tables import PROVENANCE, TERMS, flat_facts, report_tables
 
 TEMPLATES = Path(__file__).with_name("templates")
 SHOWN_OF_LOSSLESS = {"verdict", "checked_prompts", "divergences"}  # in the page's own words; the rest follows as a table
 GOOD = {"lossless": "good", "lossless_up_to_ties": "good", "not_lossless": "bad"}
+# Name, section, field and form of the numbers that the page leads with.
+LEADING = (
+    ("Decode speedup", "speed", "decode_speedup", text.times),
+    ("Tokens per target step (τ)", "acceptance", "tokens_per_target_step", text.number),
+    ("Acceptance rate (α)", "acceptance", "overlap_alpha", text.number),
+)
+INK, FAINT, LINE = "#010101", "#020202", "#030303"
+FIRST, SECOND, THIRD = "#040404", "#050505", "#060606"
+VARIABLES = {
+    INK: "var(--ink)",
+    FAINT: "var(--ink-soft)",
+    LINE: "var(--line)",
+    FIRST: "var(--series-1)",
+    SECOND: "var(--series-2)",
+    THIRD: "var(--series-3)",
+}
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "draftsmith",
+    "font.size": 9.5,
+    "text.color": INK,
+    "axes.edgecolor": LINE,
+    "axes.labelcolor": FAINT,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.color": LINE,
+    "grid.linewidth": 0.6,
+    "xtick.color": LINE,
+    "ytick.color": LINE,
+    "xtick.labelcolor": FAINT,
+    "ytick.labelcolor": FAINT,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "legend.frameon": False,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 5,
+}
+WIDTH = 5.0  # inches; narrow enough for the text to be readable when a phone scales the plot down
+REFERENCE: dict[str, Any] = {"color": FAINT, "linewidth": 0.9, "linestyle": (0, (2, 2))}  # the line of plain decoding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +97,8 @@ def render_html(report: Report) -> str:
         cards=_cards(report),
         tables=report_tables(report),
         figures={
-            "By draft position": Markup(plots.draw_positions(report)),
-            "By category": Markup(plots.draw_rows(report.by_category, "categories")),
+            "By draft position": Markup(draw_positions(report)),
+            "By category": Markup(draw_rows(report.by_category, "categories")),
         },
         answers=[(each.prompt, [each.autoregressive, each.speculative]) for each in report.rendered],
         answer_columns=["plain", "speculative"],
@@ -57,16 +110,13 @@ def render_html(report: Report) -> str:
 
 def _cards(report: Report) -> list[Card]:
     cards = []
-    if (speed := report.speed) is not None:
-        bounds = speed.decode_speedup_ci
-        tone = "" if bounds is None or bounds[0] <= 1 <= bounds[1] else "good" if bounds[0] > 1 else "bad"
-        value = text.times(speed.decode_speedup)
-        cards.append(
-            Card(path="speed.decode_speedup", name="Decode speedup", value=value, below=text.interval(bounds), tone=tone)
-        )
-    for name, field in (("Tokens per target step (τ)", "tokens_per_target_step"), ("Acceptance rate (α)", "overlap_alpha")):
-        point, bounds = report.acceptance.interval_of(field)
-        cards.append(Card(path=f"acceptance.{field}", name=name, value=text.number(point), below=text.interval(bounds)))
+    for name, section, field, form in LEADING:
+        point, bounds = getattr(report, section).interval_of(field) if getattr(report, section) else (None, None)
+        tone = ""
+        if section == "speed" and bounds is not None and not bounds[0] <= 1 <= bounds[1]:
+            tone = "good" if bounds[0] > 1 else "bad"
+        if point is not None or section != "speed":
+            cards.append(Card(path=f"{section}.{field}", name=name, value=form(point), below=text.interval(bounds), tone=tone))
     verdict, detail = report.lossless.verdict, text.lossless_detail(report)
     shown = text.VERDICTS[verdict]
     return [*cards, Card(path="lossless.verdict", name="Output", value=shown, below=detail, tone=GOOD.get(verdict, ""))]
@@ -93,3 +143,70 @@ def render_page(**values: Any) -> str:
         lstrip_blocks=True,
     )
     return environment.get_template("page.html.j2").render(definitions=definitions(), terms=TERMS, number=text.number, **values)
+
+
+# --- plots --------------------------------------------------------------------------------------------------------
+
+
+def draw_positions(report: Report) -> str:
+    """Draw acceptance by draft position: given all before, survival, and the overlap of the two distributions."""
+    acceptance = report.acceptance
+    series = (
+        ("given all before", acceptance.position_conditional, FIRST, "-o"),
+        ("survival", acceptance.position_survival, SECOND, "-s"),
+        ("overlap α", acceptance.overlap_alpha_by_position, THIRD, "--D"),
+    )
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 2.9), layout="constrained")
+        axes = figure.subplots()
+        for label, values, colour, line in series:
+            shown = [math.nan if value is None else value for value in values]  # a line is interrupted at NaN
+            axes.plot(range(1, len(shown) + 1), shown, line, color=colour, label=label)
+        axes.set(ylim=(0, 1.03), xlabel="draft position")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        figure.legend(loc="outside upper left", ncols=4, columnspacing=1.4, handlelength=1.3, borderaxespad=0)
+        return as_svg(figure, "positions")
+
+
+def draw_rows(sections: Mapping[str, CategorySection | SuiteSection], name: str) -> str:
+    """Draw tokens per target step and decode speedup of categories or reports by label, a row each; 1 is plain decoding."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(2 * WIDTH, 0.9 + 0.27 * len(sections)), layout="constrained")
+        taus, speedups = figure.subplots(1, 2, sharey=True)
+        for axes, label in ((taus, "tokens per target step"), (speedups, "decode speedup")):
+            axes.grid(False)
+            axes.axvline(1.0, **REFERENCE)
+            labels = [one_line(each).replace("$", r"\$") for each in sections]  # matplotlib reads `$` as the start of a formula
+            axes.set(xlabel=label, yticks=range(len(sections)), yticklabels=labels)
+            axes.spines["left"].set_visible(False)
+        for row, section in enumerate(sections.values()):
+            _draw_interval(taus, row, section.acceptance, "tokens_per_target_step")
+            _draw_interval(speedups, row, section.speed, "decode_speedup")
+        taus.set_ylim(len(sections) - 0.4, -0.6)
+        return as_svg(figure, name)
+
+
+def _draw_interval(axes: Axes, row: int, section: ClosedSection | None, metric: str) -> None:
+    """Draw a point with its interval on one row; what was not measured stays empty."""
+    value, bounds = (None, None) if section is None else section.interval_of(metric)
+    if value is None:
+        return
+    if bounds is not None:
+        axes.plot(bounds, [row, row], color=FIRST, linewidth=2.2, alpha=0.45, solid_capstyle="round")
+    axes.plot([value], [row], "o", color=FIRST)
+
+
+def as_svg(figure: Figure, name: str) -> str:
+    """Return the figure as an SVG element: no prologue, no metadata, ids prefixed by `name`, colours as CSS variables."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)
+    svg = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{name}-", svg)
+    svg = re.sub(r'^<svg([^>]*?) width="[^"]*" height="[^"]*"', r'<svg\1 aria-hidden="true"', svg)
+    for colour, variable in VARIABLES.items():
+        svg = svg.replace(colour, variable)
+    return svg

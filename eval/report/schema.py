@@ -8,20 +8,20 @@ number is not available in this run. `SCHEMA_VERSION` rises when a field changes
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import check_readable, read_json, write_json
 from configs.schema.drafting import StaticTree
-from eval.report.answer_sections import EnergySection, QualitySection, RenderedAnswer
 from eval.report.sections import (
     AcceptanceSection,
     Bounds,
     ClosedSection,
     Count,
     Number,
+    QualitySection,
     SpeedSection,
     SpeedupSection,
     WholeAcceptanceSection,
@@ -29,6 +29,9 @@ from eval.report.sections import (
 )
 
 SCHEMA_VERSION = 1
+# Shown by the page as it is, so nothing but a picture or sound gets in. (A picture in SVG runs no scripts as an image.)
+DATA_URL = r"^data:(image/(png|jpeg|webp|svg\+xml)|audio/(wav|mpeg|ogg));base64,[A-Za-z0-9+/=]+$"
+DataUrl = Annotated[str, Field(pattern=DATA_URL)]
 
 LosslessVerdict = Literal["lossless", "lossless_up_to_ties", "not_lossless", "lossy_by_design", "inconclusive"]
 
@@ -49,8 +52,6 @@ class TargetSection(OpenSection):
 
 
 class DraftSection(OpenSection):
-    """The artifact that was decoded with."""
-
     kind: str
     path: str
     sha256: str
@@ -81,16 +82,12 @@ class DecodeSection(OpenSection):
 
 
 class StatisticsSection(ClosedSection):
-    """How the intervals were made."""
-
     bootstrap_samples: Count
     seed: Count
     level: float
 
 
 class FailedRequest(ClosedSection):
-    """A request whose decoding was broken off by an error."""
-
     prompt_id: str
     turn: Count = 0
     mode: str
@@ -190,50 +187,8 @@ class WithLookupSection(OtherWaySection):
 
 
 class SuiteSection(ClosedSection):
-    """What was measured on a further suite, as the report's own sections say it of the first."""
+    """What was measured on one suite; a report is that of its first."""
 
-    prompts: PromptsSection
-    acceptance: WholeAcceptanceSection
-    speed: WholeSpeedSection | None
-    by_category: dict[str, CategorySection]
-    baselines: dict[str, BaselineSection]
-    with_lookup: WithLookupSection | None = None
-
-
-class AnswerSpan(ClosedSection):
-    """Some text of an answer and where its tokens came from."""
-
-    kind: Literal["prefill", "accepted", "rejected", "target"]
-    text: str
-
-
-class AnswerSample(ClosedSection):
-    """One answer, for reading."""
-
-    prompt_id: str
-    category: str
-    prompt: str
-    tokens_per_target_step: float
-    pieces: list[AnswerSpan]
-
-
-class Report(ClosedSection):
-    """The whole of `report.json`."""
-
-    schema_version: Literal[1]
-    simulated: bool  # in reports of an earlier version: acceptance was drawn, not measured; no gate passes such a report
-    warnings: list[str]
-    command: list[str] | None
-    target: TargetSection
-    draft: DraftSection
-    decode: DecodeSection
-    hardware: dict[str, Any]
-    versions: dict[str, Any]
-    git: dict[str, Any] | None
-    statistics: StatisticsSection = Field(
-        description="Brackets hold an interval: a percentile bootstrap that draws whole prompts (for seconds, whole batches) "
-        "with replacement and divides sums, with both sides of a ratio from the same draw, and tails widened for few prompts."
-    )
     prompts: PromptsSection
     acceptance: WholeAcceptanceSection
     speed: WholeSpeedSection | None
@@ -247,6 +202,58 @@ class Report(ClosedSection):
         None,
         description="The same draft after prompt lookup: a round copies from the text so far where its last tokens have "
         "occurred before, and asks the draft elsewhere. A ratio is its number over the draft's alone.",
+    )
+
+
+class AnswerSpan(ClosedSection):
+    kind: Literal["prefill", "accepted", "rejected", "target"]
+    text: str
+
+
+class AnswerSample(ClosedSection):
+    prompt_id: str
+    category: str
+    prompt: str
+    tokens_per_target_step: float
+    pieces: list[AnswerSpan]
+
+
+class EnergySection(ClosedSection):
+    """Energy of the decode phases; without `source` there are no numbers, and `reason` says why."""
+
+    source: str | None
+    reason: str | None
+    decode_joules_autoregressive: Number
+    decode_joules_speculative: Number
+    joules_per_token_autoregressive: Number
+    joules_per_token_autoregressive_ci: Bounds
+    joules_per_token_speculative: Number
+    joules_per_token_speculative_ci: Bounds
+    joules_per_token_ratio: Number  # speculative over plain; below 1 saves energy
+    joules_per_token_ratio_ci: Bounds
+
+
+class RenderedAnswer(ClosedSection):
+    prompt_id: str
+    prompt: str
+    autoregressive: DataUrl
+    speculative: DataUrl
+
+
+class Report(SuiteSection):
+    schema_version: Literal[1]
+    simulated: Literal[False]  # an earlier version could also draw the acceptance
+    warnings: list[str]
+    command: list[str] | None
+    target: TargetSection
+    draft: DraftSection
+    decode: DecodeSection
+    hardware: dict[str, Any]
+    versions: dict[str, Any]
+    git: dict[str, Any] | None
+    statistics: StatisticsSection = Field(
+        description="Brackets hold an interval: a percentile bootstrap that draws whole prompts (for seconds, whole batches) "
+        "with replacement and divides sums, with both sides of a ratio from the same draw, and tails widened for few prompts."
     )
     suites: dict[str, SuiteSection] = Field(
         {},
@@ -265,15 +272,11 @@ class Report(ClosedSection):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values: the fields that were given, and no defaults of those that were not."""
-        return self.model_dump(exclude_unset=True)
+        return {"schema_version": self.schema_version} | self.model_dump(exclude_unset=True)
 
 
 def parse_report(value: Any, where: str) -> Report:
-    """Return a report from JSON values; `where` names it in error messages.
-
-    Raises:
-        InputError: it is no report of this schema version; the message names the first field that is wrong.
-    """
+    """Return a report from JSON values; `where` names it in error messages."""
     if not isinstance(value, dict) or "schema_version" not in value:
         raise InputError(f"{where} is no report: it has no schema_version")
     if (found := value["schema_version"]) != SCHEMA_VERSION:
@@ -286,11 +289,7 @@ def parse_report(value: Any, where: str) -> Report:
 
 
 def load_report(path: Path, what: str = "report") -> Report:
-    """Read a report file; `what` names its role in the error message.
-
-    Raises:
-        InputError: the file is missing, not JSON, or no report of this schema version.
-    """
+    """Read a report file; `what` names its role in the error message."""
     return parse_report(read_json(path, what), f"{what} {path}")
 
 
@@ -304,11 +303,7 @@ def report_file(path: str | Path) -> Path:
 
 
 def write_report(path: Path, report: Report) -> None:
-    """Write a report file.
-
-    Raises:
-        InputError: the file cannot be written.
-    """
+    """Write a report file."""
     write_json(path, report.to_dict())
 
 

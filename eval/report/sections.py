@@ -1,4 +1,4 @@
-"""The measured sections of a report, as pydantic models: acceptance and speed; `eval.report.answer_sections` has the others.
+"""The measured sections of a report, as pydantic models: acceptance, speed, and what only some runs ask for.
 
 A field's `description` says what its number means; the page shows it (`eval.report.schema.definitions`).
 A field with a default is missing from reports of an earlier version, or of runs that did not ask for it. Torch-free.
@@ -48,8 +48,6 @@ class StoppingClass(ClosedSection):
 
 
 class ReliabilityClass(StoppingClass):
-    """Drafts of one class of confidence: mean probability by draft and by target, and the share accepted."""
-
     target_probability: Number
 
 
@@ -146,8 +144,6 @@ class AcceptanceSection(ClosedSection):
 
 
 class LengthClass(ClosedSection):
-    """Rounds with so many tokens before them."""
-
     from_tokens: Count
     to_tokens: Count  # not among them
     num_prompts: Count
@@ -157,8 +153,6 @@ class LengthClass(ClosedSection):
 
 
 class WholeAcceptanceSection(AcceptanceSection):
-    """Acceptance over all prompts, with the counts that a later report is compared by."""
-
     detectable_change_percent: Number = Field(
         None,
         description="The smallest change of τ against a fixed number, in percent, that so many prompts would show in four of "
@@ -179,8 +173,6 @@ class WholeAcceptanceSection(AcceptanceSection):
 
 
 class PhasesSection(ClosedSection):
-    """Decode seconds by phase."""
-
     draft_seconds: float
     verify_seconds: float
     sample_seconds: float
@@ -189,8 +181,6 @@ class PhasesSection(ClosedSection):
 
 
 class SpeedupSection(ClosedSection):
-    """One way of decoding against plain decoding."""
-
     decode_speedup: Number = Field(
         description="Plain decoding's seconds per token divided by speculative decoding's, prefill excluded: totals over the "
         "same prompts, decoded in turns in one run by the same loop."
@@ -207,7 +197,7 @@ class SpeedupSection(ClosedSection):
 
 
 class SpeedSection(SpeedupSection):
-    """Speculative decoding against plain decoding; seconds and tokens are sums over all repeats."""
+    """Seconds and tokens are sums over all repeats."""
 
     decode_seconds_autoregressive: float
     decode_seconds_speculative: float
@@ -237,8 +227,6 @@ class BatchSection(ClosedSection):
 
 
 class PredictedSpeedup(ClosedSection):
-    """The cost model's prediction for one setting."""
-
     num_speculative_tokens: Count
     batch_size: Count
     context_tokens: Count
@@ -246,10 +234,7 @@ class PredictedSpeedup(ClosedSection):
 
 
 class TimedRound(ClosedSection):
-    """What a round of the timing sweep takes: seconds on this machine, and the work, which is the same on any machine.
-
-    Bytes and operations are those of the matrix products (`eval.cost.operation_counter`).
-    """
+    """What a round of the timing sweep takes: seconds on this machine, and the work, which is the same on any machine."""
 
     num_speculative_tokens: Count  # 0 is a plain round
     batch_size: Count
@@ -265,8 +250,6 @@ class TimedRound(ClosedSection):
 
 
 class AnswerLength(ClosedSection):
-    """Answers of one length."""
-
     num_tokens: Count  # committed by rounds; the prefill's token is not among them
     room_behind: Count  # tokens that the limit would have left room for: 0 for an answer that it ended
     num_answers: Count
@@ -294,8 +277,6 @@ class GenerateSection(ClosedSection):
 
 
 class WholeSpeedSection(SpeedSection):
-    """Speed over all prompts, with the seconds that a later report is compared by."""
-
     generate: GenerateSection | None = Field(
         None,
         description="What a token takes in transformers' `generate` and in plain decoding here, prefill included.",
@@ -307,3 +288,55 @@ class WholeSpeedSection(SpeedSection):
         "acceptance; batches beyond the sweep's largest follow the fit.",
     )
     per_batch: list[BatchSection] | None = None
+
+
+# --- what only some runs ask for -----------------------------------------------------------------------------------
+
+
+class PerplexitySection(ClosedSection):
+    """The target's perplexity on its own answers; `ratio` is speculative over plain, 1 where the answers are as likely."""
+
+    autoregressive: Number
+    autoregressive_ci: Bounds
+    speculative: Number
+    speculative_ci: Bounds
+    ratio: Number
+    ratio_ci: Bounds
+
+
+class ScoreSection(ClosedSection):
+    """One scorer's mean over all answers of both modes; `difference` is speculative - plain."""
+
+    autoregressive: float
+    autoregressive_ci: Bounds
+    speculative: float
+    speculative_ci: Bounds
+    difference: float
+    difference_ci: Bounds
+    num_changed: Count  # answers whose score differs between the modes
+
+
+class FeatureDistanceSection(ClosedSection):
+    autoregressive: Number
+    speculative: Number
+    between: Number
+
+
+class QualitySection(ClosedSection):
+    num_answers: Count
+    num_identical: Count  # token for token
+    num_failed: Count  # requests that failed in one of the modes, and have no score
+    num_cut: Count  # answers that reached the limit of their length in one of the modes
+    perplexity: PerplexitySection | None = Field(
+        description="exp of the mean negative log-probability that the target gives the tokens of all answers, at temperature "
+        "1 and without top-k or top-p. The change is speculative over plain."
+    )
+    scores: dict[str, ScoreSection] = Field(
+        description="The mean of a scorer over all answers. The change is speculative minus plain, prompt by prompt. Where no "
+        "score changed, its interval is that of a share of which none was seen."
+    )
+    feature_distance: FeatureDistanceSection | None = Field(
+        None,
+        description="The Fréchet distance of two sets of answers in the space of the run's features: of either mode's answers "
+        "from the suite's references, and between the modes. It has no interval, and compares sets of the same size only.",
+    )

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.runtime.terminal import one_line
-from eval.report.answer_sections import EnergySection, QualitySection
-from eval.report.schema import Report
-from eval.report.sections import PredictedSection, StoppingClass
+from eval.report.schema import EnergySection, Report
+from eval.report.sections import PredictedSection, QualitySection, StoppingClass
 from eval.report.text import (
     by_suite,
+    cell,
     failed_requests,
     fastest_free,
     interval,
@@ -19,11 +19,9 @@ from eval.report.text import (
     milliseconds_per_token,
     number,
     percent,
-    ranged,
     speedup,
     tau,
     times,
-    weakest_category,
 )
 
 Row = tuple[str, ...]
@@ -78,19 +76,13 @@ TERMS = {label: f"{section}.{field}" for label, section, field, _ in NUMBERS} | 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Cells of text; the first column names the row.
+    """Cells of text; the first column names the row."""
 
-    title: heading on the page.
-    header, rows: as many cells each.
-    note: what to read before the table.
-    in_summary: whether the Markdown summary has it, too.
-    """
-
-    title: str
+    title: str  # heading on the page
     header: Row
     rows: Sequence[Row]
-    note: str = ""
-    in_summary: bool = True
+    note: str = ""  # what to read before the table
+    in_summary: bool = True  # whether the Markdown summary has it, too
 
 
 def report_tables(report: Report) -> list[Table]:
@@ -177,12 +169,13 @@ def _lengths(report: Report) -> Iterator[Table]:
 def _confidences(report: Report) -> Iterator[Table]:
     """Yield what the draft's confidence is worth: by its own probability, and by what its stopping rule reads."""
     acceptance, stopping = report.acceptance, report.decode.stopping
-    classes: list[tuple[str, Sequence[StoppingClass]]] = [("draft's confidence", acceptance.reliability)]
-    if acceptance.estimate_reliability:
-        classes.append(("draft's estimate", acceptance.estimate_reliability))
-    if stopping is not None and stopping.get("by") != "estimate":
-        classes.append(("confidence that stopping reads", acceptance.stopping_reliability))
-    for label, of_label in classes:
+    by_distribution = stopping is not None and stopping.get("by") != "estimate"
+    classes: dict[str, Sequence[StoppingClass]] = {
+        "draft's confidence": acceptance.reliability,
+        "draft's estimate": acceptance.estimate_reliability,
+        "confidence that stopping reads": acceptance.stopping_reliability if by_distribution else [],
+    }
+    for label, of_label in classes.items():
         rows = [
             (
                 f"{percent(each.confidence_from)} to {percent(each.confidence_to)}",
@@ -210,14 +203,16 @@ def _phases(report: Report) -> Table:
 
 
 def _predicted(predicted: PredictedSection) -> Table:
-    shown = [each for each in predicted.settings if each.context_tokens == predicted.context_tokens]
-    batches = sorted({each.batch_size for each in shown})
-    by_setting = {(each.batch_size, each.num_speculative_tokens): each.decode_speedup for each in shown}
-    drafts = sorted({each.num_speculative_tokens for each in shown})
+    speedups = {
+        (each.batch_size, each.num_speculative_tokens): times(each.decode_speedup)
+        for each in predicted.settings
+        if each.context_tokens == predicted.context_tokens
+    }
+    batches, drafts = (sorted({sizes[place] for sizes in speedups}) for place in (0, 1))
     header = ("batch size", *(f"{each} draft{'s' * (each > 1)}" for each in drafts))
-    rows = [(str(batch), *(times(by_setting.get((batch, each))) for each in drafts)) for batch in batches]
+    rows = [(str(batch), *(speedups[batch, each] for each in drafts)) for batch in batches]
     best, largest = predicted.best_num_speculative_tokens, predicted.break_even_batch_size
-    timed = sorted({each.batch_size for each in predicted.sweep})
+    timed = ", ".join(map(str, sorted({each.batch_size for each in predicted.sweep})))
     up_to = "every timed batch" if largest is None else f"a batch of {largest}"
     sentences = [
         f"The cost model predicts {times(predicted.decode_speedup)} for this run.",
@@ -225,36 +220,25 @@ def _predicted(predicted: PredictedSection) -> Table:
         if best is None
         else f"At this batch size {best} draft{'s' * (best > 1)} per round would be fastest.",
         *([f"Drafting pays up to {up_to}."] if largest != 0 else []),
-        *([f"Batches of {', '.join(map(str, timed))} were timed; others are extrapolated."] if timed else []),
+        *([f"Batches of {timed} were timed; others are extrapolated."] if timed else []),
     ]
     return Table(title="Predicted decode speedup", header=header, rows=rows, note=" ".join(sentences))
 
 
 def _categories(report: Report) -> Table:
     rows = [
-        (
-            name,
-            str(section.num_prompts),
-            tau(section.acceptance),
-            ranged(number(section.acceptance.overlap_alpha), section.acceptance.overlap_alpha_ci),
-            speedup(section.speed),
-        )
-        for name, section in report.by_category.items()
+        (name, str(each.num_prompts), tau(each.acceptance), cell(each.acceptance, "overlap_alpha"), speedup(each.speed))
+        for name, each in report.by_category.items()
     ]
-    header = ("category", "prompts", "τ", "α", "decode speedup")
-    return Table(title="By category", header=header, rows=rows, note=weakest_category(report))
+    return Table(title="By category", header=("category", "prompts", "τ", "α", "decode speedup"), rows=rows)
 
 
 def _ways(report: Report) -> Table:
-    """Show the ways of decoding that were measured in the same run; a ratio is the draft's number over theirs."""
     rows: list[Row] = [("this draft", tau(report.acceptance), speedup(report.speed), "", "")]
     if (both := report.with_lookup) is not None:
         rows.append((f"{both.lookup}, then this draft", tau(both), speedup(both), "", ""))
     for name, each in report.baselines.items():
-        ratios = (
-            ranged(times(each.tokens_per_target_step_ratio), each.tokens_per_target_step_ratio_ci),
-            ranged(times(each.decode_speed_ratio), each.decode_speed_ratio_ci),
-        )
+        ratios = (cell(each, ratio, times) for ratio in ("tokens_per_target_step_ratio", "decode_speed_ratio"))
         rows.append((name, tau(each), speedup(each), *ratios))
     header = ("way of decoding", "τ", "decode speedup", "this draft's τ over it", "this draft's speed over it")
     return Table(title="Other ways of decoding", header=header, rows=rows, note=lookup_gain(report))
@@ -263,11 +247,10 @@ def _ways(report: Report) -> Table:
 def _quality(quality: QualitySection) -> Table:
     rows: list[Row] = []
     if (one := quality.perplexity) is not None:
-        own = (ranged(number(one.autoregressive), one.autoregressive_ci), ranged(number(one.speculative), one.speculative_ci))
-        rows.append(("perplexity", *own, ranged(times(one.ratio, 3), one.ratio_ci, 3)))
+        rows.append(("perplexity", cell(one, "autoregressive"), cell(one, "speculative"), cell(one, "ratio", times, 3)))
     for name, score in quality.scores.items():
-        changes = ("autoregressive", "speculative", "difference")
-        rows.append((name, *(ranged(number(getattr(score, each), 3), getattr(score, f"{each}_ci"), 3) for each in changes)))
+        columns = ("autoregressive", "speculative", "difference")
+        rows.append((name, *(cell(score, each, digits=3) for each in columns)))
     if (distance := quality.feature_distance) is not None:
         rows.append(("Fréchet distance from the references", number(distance.autoregressive), number(distance.speculative), ""))
         rows.append(("Fréchet distance from plain answers", "", number(distance.between), ""))
@@ -280,15 +263,10 @@ def _quality(quality: QualitySection) -> Table:
 def _energy(energy: EnergySection) -> Table:
     if energy.source is None:
         return Table(title="Energy", header=("",), rows=[], note=f"Not available: {energy.reason}.")
-    row = (
-        "joules per token",
-        ranged(number(energy.joules_per_token_autoregressive), energy.joules_per_token_autoregressive_ci),
-        ranged(number(energy.joules_per_token_speculative), energy.joules_per_token_speculative_ci),
-        ranged(times(energy.joules_per_token_ratio), energy.joules_per_token_ratio_ci),
-    )
-    return Table(
-        title="Energy", header=("energy", "plain", "speculative", "ratio"), rows=[row], note=f"Read by {energy.source}."
-    )
+    plain, drafted = (cell(energy, f"joules_per_token_{mode}") for mode in ("autoregressive", "speculative"))
+    row = ("joules per token", plain, drafted, cell(energy, "joules_per_token_ratio", times))
+    header = ("energy", "plain", "speculative", "ratio")
+    return Table(title="Energy", header=header, rows=[row], note=f"Read by {energy.source}.")
 
 
 def _divergences(report: Report) -> Table:

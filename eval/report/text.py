@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from eval.report.schema import BaselineSection, FailedRequest, LosslessSection, LosslessVerdict, Report, SuiteSection
 from eval.report.sections import ClosedSection
@@ -14,7 +14,6 @@ FORWARDS = {  # of target and draft alike, by the name in the report's decode se
     "lean": " by the lean forward",
     "compiled": " by the compiled forward",
 }
-MIN_PROMPTS = 4  # of a category that is called the weakest
 VERDICTS: dict[LosslessVerdict, str] = {
     "lossless": "Lossless",
     "lossless_up_to_ties": "Lossless up to ties",
@@ -52,21 +51,20 @@ def interval(bounds: Sequence[float] | None, digits: int = 2) -> str:
     return "" if bounds is None else f"[{bounds[0]:.{digits}f}, {bounds[1]:.{digits}f}]"
 
 
-def ranged(value: str, bounds: Sequence[float] | None, digits: int = 2) -> str:
-    """Return a number with its interval, where it has one."""
-    return f"{value} {interval(bounds, digits)}".rstrip()
+def cell(section: ClosedSection | None, name: str, form: Callable[[float | None, int], str] = number, digits: int = 2) -> str:
+    """Return one of a section's numbers with the interval; a dash where there is none."""
+    value, bounds = (None, None) if section is None else section.interval_of(name)
+    return f"{form(value, digits)} {interval(bounds, digits)}".rstrip()
 
 
 def tau(section: ClosedSection | None) -> str:
-    """Return a section's tokens per target step with the interval; a dash where there are none."""
-    value, bounds = (None, None) if section is None else section.interval_of("tokens_per_target_step")
-    return ranged(number(value), bounds)
+    """Return a section's tokens per target step."""
+    return cell(section, "tokens_per_target_step")
 
 
 def speedup(section: ClosedSection | None) -> str:
-    """Return a section's decode speedup with the interval; a dash where nothing was timed."""
-    value, bounds = (None, None) if section is None else section.interval_of("decode_speedup")
-    return ranged(times(value), bounds)
+    """Return a section's decode speedup."""
+    return cell(section, "decode_speedup", times)
 
 
 def short(digest: str) -> str:
@@ -88,16 +86,12 @@ def settings(report: Report) -> str:
 def warnings(report: Report) -> list[str]:
     """Return what a reader must know before any number, worst first."""
     failed = len(failed_requests(report))
-    found = ["Acceptance was simulated, not measured."] if report.simulated else []
-    if failed:
-        found.append(f"{failed} request{'s' * (failed > 1)} failed.")
-    return [*found, *report.warnings]
+    return [*([f"{failed} request{'s' * (failed > 1)} failed."] if failed else []), *report.warnings]
 
 
 def failed_requests(report: Report) -> list[FailedRequest]:
     """Return the requests of all suites whose decoding broke off."""
-    sections: list[Report | SuiteSection] = [report, *report.suites.values()]
-    return [each for section in sections for each in section.prompts.failed]
+    return [each for section in (report, *report.suites.values()) for each in section.prompts.failed]
 
 
 def headline(report: Report) -> str:
@@ -108,39 +102,20 @@ def headline(report: Report) -> str:
     return f"{_speed_in_words(report)}{_untrained_rival(report)}; {exactness(report)}{elsewhere}."
 
 
-def by_suite(report: Report) -> dict[str, Report | SuiteSection]:
+def by_suite(report: Report) -> dict[str, SuiteSection]:
     """Return what was measured on each suite by its name, the report itself for the first; nothing where there is one."""
     return {report.prompts.suite or report.prompts.source: report, **report.suites} if report.suites else {}
 
 
-def speedup_of(section: Report | SuiteSection, name: str = "decode_speedup") -> tuple[float | None, list[float] | None]:
+def speedup_of(section: SuiteSection, name: str = "decode_speedup") -> tuple[float | None, list[float] | None]:
     """Return a speedup and its interval; both None where nothing was timed."""
     return (None, None) if section.speed is None else section.speed.interval_of(name)
 
 
-def fastest_free(section: Report | SuiteSection) -> tuple[str, BaselineSection] | None:
+def fastest_free(section: SuiteSection) -> tuple[str, BaselineSection] | None:
     """Return the fastest way of decoding that needs no training, and its name."""
     ways = {name: each for name, each in section.baselines.items() if name != "autoregressive" and each.decode_speedup}
     return max(ways.items(), key=lambda way: way[1].decode_speedup or 0, default=None)
-
-
-def weakest_category(report: Report) -> str:
-    """Name the category of all suites with the fewest tokens per target step; nothing where the next one may be as weak."""
-    sections = by_suite(report) or {"": report}
-    found = {
-        f"{name} ({suite})" if suite else name: section
-        for suite, each in sections.items()
-        for name, section in each.by_category.items()
-        if section.num_prompts >= MIN_PROMPTS and section.acceptance.tokens_per_target_step is not None
-    }
-    ranked = sorted(found, key=lambda name: found[name].acceptance.tokens_per_target_step or 0)
-    if len(ranked) < 2:
-        return ""
-    acceptance, following = found[ranked[0]].acceptance, found[ranked[1]].acceptance.tokens_per_target_step
-    bounds = acceptance.tokens_per_target_step_ci
-    if bounds is None or following is None or bounds[1] >= following:
-        return ""
-    return f"Weakest category: {ranked[0]}, {tau(acceptance)} tokens per target step on {found[ranked[0]].num_prompts} prompts."
 
 
 def milliseconds_per_token(report: Report) -> str:
@@ -164,14 +139,10 @@ def lookup_gain(report: Report) -> str:
     found = report.with_lookup
     if found is None:
         return ""
-    bounds = found.decode_speed_ratio_ci
-    effect = "makes no significant difference"
-    if bounds is not None and not bounds[0] <= 1 <= bounds[1]:
-        effect = "makes the draft faster" if bounds[0] > 1 else "makes the draft slower"
     return (
-        f"{found.lookup.replace('_', ' ').capitalize()} before the draft {effect}: "
-        f"{ranged(times(found.decode_speed_ratio), bounds)} the draft's speed and "
-        f"{times(found.tokens_per_target_step_ratio)} its tokens per target step. The lookup drafts in "
+        f"With {found.lookup.replace('_', ' ')} before it the draft has "
+        f"{cell(found, 'decode_speed_ratio', times)} its speed alone and "
+        f"{times(found.tokens_per_target_step_ratio)} its tokens per target step; the lookup drafts in "
         f"{percent(found.lookup_rounds_share)} of the rounds and yields {percent(found.lookup_tokens_share)} of the accepted "
         "drafts."
     )
@@ -180,8 +151,6 @@ def lookup_gain(report: Report) -> str:
 def exactness(report: Report) -> str:
     """Say what was found of the output: of greedy answers their tokens, of samples their distribution."""
     section = report.lossless
-    if report.simulated:
-        return "the answers mean nothing, as acceptance was simulated"
     if section.verdict == "lossy_by_design":
         return "the rule changes the target's distribution by design"
     if section.verdict == "inconclusive":
@@ -191,11 +160,11 @@ def exactness(report: Report) -> str:
 
 def _greedy_exactness(section: LosslessSection) -> str:
     greedy, found = section.checks.get("greedy", {}), []
-    if section.checked_tokens is not None:  # reports of an earlier version say nothing of the tokens
-        found.append(f"every one of {section.checked_tokens:,} tokens is the target's choice within rounding")
     if section.verdict == "not_lossless":
         counts = {"tokens are not the target's choice": "wrong_tokens", "answers end in the wrong place": "wrong_ends"}
         found = [f"{greedy[name]:,} {what}" for what, name in counts.items() if greedy.get(name)]
+    elif section.checked_tokens is not None:  # reports of an earlier version say nothing of the tokens
+        found = [f"every one of {section.checked_tokens:,} tokens is the target's choice within rounding"]
     differing = len(section.divergences)
     ties = ", first where two tokens nearly tie" if section.verdict == "lossless_up_to_ties" else ""
     found.append(
@@ -207,12 +176,12 @@ def _greedy_exactness(section: LosslessSection) -> str:
 def _sampled_exactness(section: LosslessSection) -> str:
     if section.verdict == "not_lossless":
         return f"samples do not follow the target's distribution: {describe_checks(section, section.failed_checks)}"
-    first, likelihood = (section.checks.get(name) for name in ("first_tokens", "likelihood"))
-    grounds = []
-    if first is not None:
-        grounds.append(f"first tokens of {first['num_samples']:,} samples, p = {first['adjusted_p_value']:.2g}")
-    if likelihood is not None:
-        grounds.append(f"likelihood of {likelihood['num_answers']:,} answers, p = {likelihood['adjusted_p_value']:.2g}")
+    counts = {"first_tokens": ("num_samples", "samples"), "likelihood": ("num_answers", "answers")}
+    grounds = [
+        f"{name.replace('_', ' ')} of {check[key]:,} {what}, p = {check['adjusted_p_value']:.2g}"
+        for name, (key, what) in counts.items()
+        if (check := section.checks.get(name)) is not None
+    ]
     if not grounds:
         return "the rule keeps the target's distribution; no samples were tested"
     return f"no difference from the target's distribution found ({'; '.join(grounds)})"
@@ -241,7 +210,7 @@ def describe_checks(section: LosslessSection, names: Sequence[str]) -> str:
     return ", ".join(described)
 
 
-def _untrained_rival(section: Report | SuiteSection) -> str:
+def _untrained_rival(section: SuiteSection) -> str:
     """Name the fastest way of decoding in the same run that needs no training, unless the draft is significantly faster."""
     free = fastest_free(section)
     if free is None or free[1].decode_speed_ratio is None:
@@ -252,17 +221,16 @@ def _untrained_rival(section: Report | SuiteSection) -> str:
         return ""
     if bounds is not None and bounds[1] < 1:
         return f", slower than {name}, which needs no training, at {times(rival.decode_speedup)}"
-    ratio = ranged(times(rival.decode_speed_ratio), bounds)
+    ratio = cell(rival, "decode_speed_ratio", times)
     return f", not significantly faster than {name}, which needs no training, at {times(rival.decode_speedup)} (ratio {ratio})"
 
 
 def _speed_in_words(report: Report) -> str:
-    simulated = "Acceptance simulated, not measured: " if report.simulated else ""
     if report.speed is None or report.speed.decode_speedup is None:
-        return f"{simulated}{number(report.acceptance.tokens_per_target_step)} tokens per target step, speed not measured"
+        return f"{number(report.acceptance.tokens_per_target_step)} tokens per target step, speed not measured"
     bounds = report.speed.decode_speedup_ci
     how = FORWARDS.get(getattr(report.decode, "forward", None) or "", "")
-    said = f"{simulated}{speedup(report.speed)} the speed of plain decoding{how}"
+    said = f"{speedup(report.speed)} the speed of plain decoding{how}"
     if bounds is None:
         return f"{said}, from one batch and so without an interval"
     if bounds[0] <= 1 <= bounds[1]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from configs.schema.commands.advising import AdviceConfig
-from eval.report.text import number, ranged
+from eval.report.text import interval, number
 from eval.stats.bootstrap import Interval
 from heads.formats.exporting.table import engines_of
 from scripts.advice.candidates import Candidate
@@ -156,7 +156,7 @@ def name_engines(best: Candidate, rungs: Sequence[Rung[Candidate]]) -> str:
 
 def bounded(value: Interval) -> str:
     """Return a number with its interval."""
-    return ranged(number(value.point), value.bounds)
+    return f"{number(value.point)} {interval(value.bounds)}".rstrip()
 
 
 def _verdict(way: ComparedWay, advice: str) -> str:

@@ -18,8 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from configs.schema.commands.advising import AdviceConfig
 from configs.schema.decoding import DecodeConfig
 from distill.dataset.conversations import Conversation
-from eval.cost.expected_rounds import AcceptanceProfile, answer_lengths
-from eval.cost.model import CostModel, MeasuredCosts, RooflineCosts, RoundCosts
+from eval.cost.model import AcceptanceProfile, CostModel, MeasuredCosts, RooflineCosts, RoundCosts, answer_lengths
 from eval.cost.predict import BY_TEXT_ALONE, mean_context
 from eval.cost.timing_sweep import sweep_rounds
 from eval.decoder.decode import Request, decode

@@ -51,7 +51,7 @@ def read_release(
         baseline: a report for that gate's rules that are relative to one.
 
     Raises:
-        InputError: a link leads out of the folder; the report is another draft's, was simulated, or is of decoding that changes
+        InputError: a link leads out of the folder; the report is another draft's, or is of decoding that changes
             answers; there is no verdict, or it is another report's. A gate that failed raises nothing: see `Release.verdict`.
     """
     metadata = read_metadata(folder)
@@ -97,8 +97,6 @@ def refuse_links_out(folder: Path) -> None:
 
 
 def _check_report(report: Report, path: Path, sha256: str, folder: Path, config: PushConfig) -> None:
-    if report.simulated:
-        raise InputError(f"{path}: its acceptance was drawn, not measured; a card is made from measurements")
     measured = report.draft.sha256
     if measured != sha256:
         raise InputError(

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from distill.generation.prompts import Prompt
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, DistributionComparison, Generation, Round, Timing
-from eval.report.build import PromptSet
+from eval.measure.suite import Suite
 from eval.report.schema import Report
 from heads.sampling.probabilities import token_probabilities
 from tests.support.reports import report_of
@@ -128,10 +129,15 @@ def shared_inputs(random_generations, random_timings, make_round, make_generatio
         },
         "draft": {"kind": "draft_lm", "path": "runs/distill/artifact", "sha256": "b" * 64, "target_sha256": "a" * 64},
         "decode": {"num_speculative_tokens": 3, "temperature": 0.0, "verification": "token", "batch_size": 1, "seed": 0},
-        "prompts": PromptSet(
+        "prompts": Suite(
+            name="house64",
             source="eval/suites/house64.jsonl",
+            format="turns",
             sha256="c" * 64,
-            texts={generation.prompt_id: f"Question {generation.prompt_id}: why?" for generation in random_generations},
+            prompts=tuple(
+                Prompt(prompt_id=each.prompt_id, category=each.category, turns=(f"Question {each.prompt_id}: why?",))
+                for each in random_generations
+            ),
         ),
         "generations": [*plain, *random_generations, *lookup],
         "timings": random_timings,
@@ -146,6 +152,7 @@ def shared_inputs(random_generations, random_timings, make_round, make_generatio
         "git": {"commit": "0123abc", "dirty": False},
         "command": ["eval/run.py", "--config", "configs/eval/demo.yaml"],
         "bootstrap_samples": 300,
+        "seed": 0,
     }
 
 

@@ -14,11 +14,11 @@ REMOVED = object()  # as a changed value: the field is not there
 
 
 def report_of(inputs: Mapping[str, Any]) -> Report:
-    """Build a report from what `build_report` takes, or with `generations` and `timings` in place of `records`."""
+    """Build a report of one suite from what `build_report` takes, `prompts`, `generations` and `timings` being its suite's."""
     others = dict(inputs)
     records = Tally(inputs["decode"]["num_speculative_tokens"])
     records.add(others.pop("generations"), others.pop("timings"))
-    return build_report(**{"records": records, **others})
+    return build_report(suites=[(others.pop("prompts"), others.pop("records", records))], **others)
 
 
 def changed(report: Report, changes: Mapping[str, Any]) -> Report:

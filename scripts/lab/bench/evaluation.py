@@ -26,8 +26,7 @@ from eval.decoder.decode import Request, decode
 from eval.decoder.records import AUTOREGRESSIVE, Laps, Timing
 from eval.evaluation import evaluate
 from eval.measure.record_files import RECORDS, read_records
-from eval.measure.suite import load_suite
-from eval.measure.turns import Turns
+from eval.measure.suite import Turns, load_suite
 from eval.report.schema import Report, load_report
 from eval.stats.bootstrap import Interval, ratio_interval
 from heads.artifact import load_draft

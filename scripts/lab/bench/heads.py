@@ -32,10 +32,10 @@ from eval.cost.tree_choice import choose_tree
 from eval.decoder.decode import Request, check_decodable
 from eval.decoder.records import AUTOREGRESSIVE, WITH_LOOKUP
 from eval.lossless.verdict import NOT_LOSSLESS, judge_lossless
-from eval.measure.interleaved import Records, measure
+from eval.measure.interleaved import measure
 from eval.measure.proposers import add_lookup
-from eval.measure.suite import fit_suite, load_suite
-from eval.measure.turns import Turns
+from eval.measure.record_files import Records
+from eval.measure.suite import Turns, fit_suite, load_suite
 from eval.metrics.acceptance import count_per_prompt, summarise_acceptance
 from eval.metrics.speed import Sums, decode_speed_ratio, sums_ratio
 from eval.stats.bootstrap import Interval

@@ -16,8 +16,7 @@ from configs.schema.evaluation import SuiteConfig
 from distill.dataset.conversations import check_written_for, describe_data, is_written_by_target, read_conversations
 from distill.generation import make_dataset as making
 from distill.generation.make_dataset import make_dataset
-from eval.measure.suite import load_suite
-from eval.measure.turns import Turns
+from eval.measure.suite import Turns, load_suite
 from heads.frozen import processes
 from heads.frozen.loading import load_target
 

@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import pytest
-from pydantic import ValidationError
 
 from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
@@ -13,7 +12,7 @@ from eval.decoder.decode import Request
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE
 from eval.measure import interleaved, proposers
 from eval.measure.interleaved import Measurement, measure
-from eval.measure.proposers import MAKERS, fastest_length, make_baselines
+from eval.measure.proposers import fastest_length, make_baselines
 from heads.frozen.hidden_states import num_blocks
 from heads.proposers.draft_lm import DraftLM
 
@@ -96,9 +95,3 @@ def test_self_speculation_drafts_with_a_quarter_of_the_blocks_or_as_many_as_are_
     assert num_blocks(make_baselines(more, target)["self_speculation"].model) == 4
     with pytest.raises(InputError, match="needs 1 to 4 of the target's 5 blocks, got 5"):
         make_baselines(config.model_copy(update={"self_speculation_layers": 5}), target)
-
-
-def test_the_schemas_names_are_the_makers(config):
-    assert list(MAKERS) == NAMES
-    with pytest.raises(ValidationError, match="must name each way once"):
-        EvalConfig(baselines=["prompt_lookup", "prompt_lookup"])

@@ -1,18 +1,17 @@
 """Records on disk: the same after reading as before writing, in the order of the batches, and complete up to a broken end."""
 
-import json
 from dataclasses import replace
 
 import pytest
 
 from configs.runtime.errors import InputError
-from eval.decoder.records import AUTOREGRESSIVE, Generation
-from eval.measure.record_files import RECORDS, BatchFiles, drop_batches, read_records
+from eval.decoder.records import AUTOREGRESSIVE
+from eval.measure.record_files import RECORDS, BatchFiles, Records, drop_batches, read_records
 
 
 def written(folder, generations, timings=()):
     files = BatchFiles(folder, "job")
-    files.write(0, generations, timings)
+    files.write(0, Records(list(generations), list(timings)))
     path = files.join(1)
     drop_batches(folder)
     return path
@@ -35,17 +34,17 @@ def test_batches_are_joined_in_order_and_none_may_be_missing(make_round, make_ge
     generations = [make_generation([make_round(3, n % 3)] * (n + 1), prompt_id=f"q{n}") for n in range(12)]
     files = BatchFiles(tmp_path, "job")
     for batch in reversed(range(1, 12)):
-        files.write(batch, [generations[batch]], [])
+        files.write(batch, Records([generations[batch]]))
     with pytest.raises(FileNotFoundError):
         files.join(12)
-    files.write(0, [generations[0]], [])
+    files.write(0, Records([generations[0]]))
     assert list(read_records(files.join(12))) == generations
 
 
 def test_another_job_begins_anew(random_generations, tmp_path):
     files = BatchFiles(tmp_path, "job")
-    files.write(0, random_generations[:2], [])
-    assert (BatchFiles(tmp_path, "job").finished(0), files.finished(1)) == (random_generations[:2], None)
+    files.write(0, Records(random_generations[:2]))
+    assert (BatchFiles(tmp_path, "job").finished(0), files.finished(1)) == (Records(random_generations[:2]), None)
     assert BatchFiles(tmp_path, "other").finished(0) is None
 
 
@@ -58,10 +57,3 @@ def test_a_line_that_is_no_record_is_named(random_generations, tmp_path, line):
         list(read_records(path))
     with pytest.raises(InputError, match=r"cannot read records .*nosuch"):
         list(read_records(tmp_path / "nosuch"))
-
-
-def test_each_line_is_one_json_object_of_plain_values(random_generations, tmp_path):
-    lines = written(tmp_path, random_generations).read_text().split("\n")[:-1]
-    values = [json.loads(line)["generation"] for line in lines]
-    assert all(isinstance(Generation(**each), Generation) for each in values)
-    assert values[0]["rounds"]["accepted"] == [round_.num_accepted for round_ in random_generations[0].rounds]

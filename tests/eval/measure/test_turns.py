@@ -11,7 +11,7 @@ from eval.decoder.decode import decode
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP, Generation
 from eval.evaluation import evaluate
 from eval.measure.interleaved import measure
-from eval.measure.turns import Turns
+from eval.measure.suite import Turns
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.lookup import PromptLookup
 from tests.support.evaluations import report_in, tiny_evaluation, write_suite

@@ -14,7 +14,7 @@ from eval.decoder.decode import Request
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE
 from eval.measure.interleaved import Measurement
 from eval.metrics.energy import Metering, find_meter, summarise_energy
-from eval.report.answer_sections import EnergySection
+from eval.report.schema import EnergySection
 from heads.proposers.draft_lm import DraftLM
 
 CPU = torch.device("cpu")

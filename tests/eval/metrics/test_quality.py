@@ -17,9 +17,9 @@ from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Generation
 from eval.evaluation import evaluate
 from eval.metrics.quality import Quality, featurised, frechet_distance, sums_by_prompt, unseen_change
 from eval.metrics.tally import Tally
-from eval.report.answer_sections import QualitySection
 from eval.report.comparison import compare, render_comparison
 from eval.report.page import render_html
+from eval.report.sections import QualitySection
 from tests.support.evaluations import report_in, tiny_evaluation, write_suite
 
 PIXEL = "data:image/png;base64," + base64.b64encode(b"a picture").decode()

@@ -38,7 +38,7 @@ def test_any_number_of_processes_reports_what_one_does(report_inputs, count):
     for other in others:
         together.merge(other)
     for tally in (alone, together):
-        tally.sort(list(report_inputs["prompts"].texts))
+        tally.sort(report_inputs["prompts"].ids)
 
     reports = [report_of({**report_inputs, "records": tally}) for tally in (alone, together)]
     reports = [report.to_dict() for report in reports]
@@ -78,7 +78,7 @@ def test_a_prompt_counts_when_every_turn_was_answered_in_every_mode(make_round, 
 
 
 def test_the_samples_are_those_that_all_answers_would_give(random_generations):
-    texts = {each.prompt_id: "" for each in random_generations}
+    texts = {(each.prompt_id, 0): "" for each in random_generations}
     expected = pick_samples(random_generations, texts, str)
     for order in (random_generations, random_generations[::-1]):
         tally = Tally(3)

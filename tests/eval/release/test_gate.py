@@ -1,7 +1,6 @@
 """The gate: bounds and not points, paired with the previous draft, strict about what was measured, honest exit codes."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from configs.runtime.loading import load_config
 from configs.schema.evaluation import GateConfig, GateRule
 from eval.gate import add_arguments, main
 from eval.release.checks import Artifact, judge, read_artifact
-from eval.report.schema import report_file, write_report
+from eval.report.schema import write_report
 from tests.support.reports import REMOVED, changed
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -40,30 +39,19 @@ def check_of(report, check, artifact=None, **gate):
     return next(finding for finding in verdict.findings if finding.check == check)
 
 
-def test_a_folder_whose_report_is_a_pipe_is_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "report.json")
-    with pytest.raises(InputError, match="expected a file, got a pipe"):
-        report_file(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("changes", "metric", "rule", "expected"),
     [
         (TAU_OF_2, TAU, {"min": 1.8}, "pass"),
         (TAU_OF_2, TAU, {"min": 1.9}, "inconclusive"),
-        (TAU_OF_2, TAU, {"min": 2.2}, "inconclusive"),
         (TAU_OF_2, TAU, {"min": 2.21}, "fail"),
         (TAU_OF_2, TAU, {"max": 2.2}, "pass"),
-        (TAU_OF_2, TAU, {"max": 1.9}, "inconclusive"),
         (TAU_OF_2, TAU, {"max": 1.79}, "fail"),
-        (TAU_OF_2, TAU, {"min": 1.9, "bound": "point"}, "pass"),
         (TAU_OF_2, TAU, {"min": 2.1, "bound": "point"}, "fail"),
         ({}, "acceptance.position_conditional.2", {"min": 0.1, "bound": "point"}, "pass"),
         ({}, f"by_category.coding.{TAU}", {"min": 1.1}, "pass"),
         ({}, "quality.perplexity.ratio", {"max": 1.06}, "pass"),
-        ({}, "quality.perplexity.ratio", {"max": 1.02}, "inconclusive"),
         ({}, "quality.scores.gsm8k.difference", {"min": -0.1}, "pass"),
-        ({}, "quality.scores.gsm8k.difference", {"min": -0.02}, "inconclusive"),
     ],
 )
 def test_the_interval_and_not_the_point_must_clear_the_threshold(report, quality_section, changes, metric, rule, expected):
@@ -75,7 +63,6 @@ def test_the_interval_and_not_the_point_must_clear_the_threshold(report, quality
     [
         ({f"{TAU}_ci": None}, TAU, "inconclusive", "fewer than two prompts"),
         ({"speed": None}, SPEEDUP, "fail", NOT_MEASURED),
-        ({"speed": None}, "speed.phases.shares.draft", "fail", NOT_MEASURED),
         ({}, "energy.joules_per_token_ratio", "fail", NOT_MEASURED),
     ],
 )
@@ -88,7 +75,7 @@ def test_what_was_not_measured_cannot_pass(report, changes, metric, expected, re
 @pytest.mark.parametrize(
     ("metric", "rule", "sentence"),
     [
-        *((metric, {"bound": "point"}, "is no number") for metric in ("acceptance", "prompts.source", "simulated")),
+        *((metric, {"bound": "point"}, "is no number") for metric in ("acceptance", "prompts.source")),
         ("acceptance.tokens_per_step", {}, "no number 'acceptance.tokens_per_step'; the nearest is 'acceptance.tokens_per_tar"),
         ("acceptance.position_survival.0", {}, "`bound: point`"),
         (TAU, {"relative_to_baseline": True}, "--baseline"),
@@ -115,13 +102,6 @@ def test_a_regression_of_3_percent_is_found_by_pairing_prompts_and_a_report_equa
     assert (same.outcome, same.value) == ("pass", 1.0)
 
 
-def test_speeds_are_paired_batch_by_batch_where_both_reports_keep_them(report):
-    batches = report.to_dict()["speed"]["per_batch"]
-    slower = [each | {"speculative": [1.05 * each["speculative"][0], each["speculative"][1]]} for each in batches]
-    paired = relative(changed(report, {"speed.per_batch": slower}), report, SPEEDUP)
-    assert (paired.outcome, paired.low, paired.high) == ("fail", pytest.approx(1 / 1.05), pytest.approx(1 / 1.05))
-
-
 def test_without_pairing_the_bounds_assume_the_worst(report):
     speed = {"decode_speedup": 1.0, "decode_speedup_ci": [0.8, 1.25], "per_batch": None}
     better = changed(report, {"speed": speed | {"decode_speedup": 1.5, "decode_speedup_ci": [1.25, 1.6]}})
@@ -132,7 +112,6 @@ def test_without_pairing_the_bounds_assume_the_worst(report):
 @pytest.mark.parametrize(
     ("name", "value", "interval", "bound"),
     [
-        ("draft_token_yield", None, None, "point"),
         ("draft_token_yield", 0.0, None, "point"),
         ("overlap_alpha", 0.1, [0.0, 0.2], "confidence"),
     ],
@@ -154,7 +133,6 @@ def judged_against(report, path, value, **gate):
 @pytest.mark.parametrize(
     ("path", "value", "sentence"),
     [
-        ("simulated", True, "is simulated"),
         ("prompts.num_prompts", 31, "1 of the 32 prompts asked for were not answered"),
         ("target.weights_sha256", F, r"differs in target weights \(embedded:smollm2-135m-instruct, aaaaaaaaaaaa here, .*ffff"),
     ],
@@ -197,12 +175,6 @@ def test_another_way_of_decoding_may_be_allowed_and_is_then_noted(report, path, 
     assert (verdict.outcome, what in note) == ("pass", True)
 
 
-@pytest.mark.parametrize("aspect", ["target", "suite"])
-def test_target_and_prompts_can_not_be_allowed_to_differ(aspect):
-    with pytest.raises(ValueError, match="baseline_may_differ_in"):
-        GateConfig(baseline_may_differ_in=[aspect])
-
-
 def test_another_machine_is_a_reason_for_speeds_and_none_for_counts(report):
     elsewhere = {"cpu": "another machine", "cores": 64}
     speed = [GateRule(metric=SPEEDUP, min=0.5, relative_to_baseline=True)]
@@ -225,36 +197,21 @@ def test_a_star_holds_every_category_to_the_threshold(report):
 
 
 @pytest.mark.parametrize(
-    ("tau", "tau_ci", "speedup_ci", "expected"),
+    ("tau_ci", "speed_ci", "expected"),
     [
-        (2.0, [1.7, 2.3], [1.61, 2.0], ["pass", "pass"]),
-        (2.0, [1.7, 2.3], [1.5, 2.0], ["pass", "inconclusive"]),
-        (2.0, [1.7, 2.3], [1.6, 2.0], ["pass", "inconclusive"]),  # equal is not better
-        (1.1, [1.0, 1.2], [1.0, 1.3], ["fail", "fail"]),
-        (2.0, None, [1.7, 2.0], ["inconclusive", "pass"]),
+        ([1.1, 1.3], [1.01, 1.2], ["pass", "pass"]),
+        ([1.1, 1.3], [0.9, 1.2], ["pass", "inconclusive"]),
+        ([1.1, 1.3], [1.0, 1.2], ["pass", "inconclusive"]),  # equal is not better
+        ([0.7, 0.9], [0.5, 0.99], ["fail", "fail"]),
+        (None, [1.1, 1.2], ["inconclusive", "pass"]),
     ],
 )
-def test_a_draft_must_beat_what_is_free_in_tokens_and_in_speed(report, tau, tau_ci, speedup_ci, expected):
-    lookup = {"tokens_per_target_step": 1.5, "decode_speedup": 1.5}
-    lookup |= {f"{name}_ci": [1.4, 1.6] for name in list(lookup)}
-    for name in ("tokens_per_target_step_ratio", "decode_speed_ratio"):  # as in a report that does not pair the two
-        lookup |= {name: None, f"{name}_ci": None}
-    changes = {
-        "baselines.prompt_lookup": lookup,
-        "acceptance": {"tokens_per_target_step": tau, "tokens_per_target_step_ci": tau_ci},
-        "speed": {"decode_speedup": sum(speedup_ci) / 2, "decode_speedup_ci": speedup_ci},
-    }
-    found = judge(changed(report, changes), GateConfig(must_beat=["prompt_lookup"])).findings[-2:]
-    assert [finding.outcome for finding in found] == expected
-
-
-def test_what_was_not_timed_or_not_measured_beats_nothing(report):
+def test_a_draft_must_beat_what_is_free_in_tokens_and_in_speed(report, tau_ci, speed_ci, expected):
+    ratios = {"tokens_per_target_step_ratio": tau_ci, "decode_speed_ratio": speed_ci}
+    lookup = {f"{name}_ci": bounds for name, bounds in ratios.items()} | dict.fromkeys(ratios, 1.1)
     gate = GateConfig(must_beat=["prompt_lookup"])
-    lookup = {"decode_speed_ratio": None, "decode_speed_ratio_ci": None}
-    finding = judge(changed(report, {"speed": None, "baselines.prompt_lookup": lookup}), gate).findings[-1]
-    assert (finding.outcome, finding.reason) == ("fail", NOT_MEASURED)
-    with pytest.raises(InputError, match=r"no baseline 'prompt_lookup' \(it has: autoregressive\)"):
-        judge(changed(report, {"baselines.prompt_lookup": REMOVED}), gate)
+    found = judge(changed(report, {"baselines.prompt_lookup": lookup}), gate).findings[-2:]
+    assert [finding.outcome for finding in found] == expected
 
 
 # --- checks without a rule ----------------------------------------------------------------------------------------
@@ -263,7 +220,6 @@ def test_what_was_not_timed_or_not_measured_beats_nothing(report):
 @pytest.mark.parametrize(
     ("path", "value", "check", "expected"),
     [
-        ("simulated", True, "simulated", "fail"),
         ("lossless.verdict", "not_lossless", "lossless", "fail"),
         ("lossless.verdict", "lossy_by_design", "lossless", "fail"),
         ("lossless.verdict", "inconclusive", "lossless", "inconclusive"),
@@ -285,7 +241,6 @@ def test_a_gate_without_rules_still_stops_an_unsound_report(report, path, value,
     [
         ({}, None, {}, ""),
         ({"weights_sha256": F}, None, {}, "was made for other"),
-        ({"tokenizer_sha256": F}, None, {}, "was made for other"),
         ({"chat_template_sha256": F}, None, {}, "was made for other"),
         ({}, F, {"allow_target_mismatch": True}, "hashes to ffffffffffff, the draft measured to bbbbbbbbbbbb"),
     ],
@@ -310,13 +265,6 @@ def test_an_artifact_without_its_weights_is_called_damaged(tiny_run, tmp_path):
     (tmp_path / "artifact/model.safetensors").unlink()
     with pytest.raises(InputError, match=r"is damaged: cannot read .*model.safetensors"):
         read_artifact([tmp_path / "artifact"])
-
-
-def test_a_verdict_is_not_explained_by_differences_that_were_not_found(report):
-    lossy = changed(report, {"lossless": {"verdict": "lossy_by_design", "divergences": []}})
-    assert check_of(lossy, "lossless").reason.startswith("the rule changes the target's distribution by design; ")
-    wrong = changed(report, {"lossless": {"verdict": "not_lossless"}, "lossless.divergences": lambda found: 2 * found})
-    assert "2 of 32 answers differ from plain decoding's" in check_of(wrong, "lossless").reason
 
 
 @pytest.mark.parametrize(
@@ -410,15 +358,6 @@ def test_the_command_compares_the_report_with_the_artifact(gate, tiny_run):
     assert (code, "FAIL  provenance" in out) == (1, True)
     assert json.loads(Path("out/verdict.json").read_text())["artifact"] == str(tiny_run / "artifact")
     assert {path.name for path in Path("out").iterdir()} == {"verdict.json", "verdict.md", "verdict.xml"}
-
-
-def test_the_release_gate_needs_its_baseline_and_judges_against_it(report):
-    config = load_config(GateConfig, str(ROOT / "configs/gates/release.yaml"), ["min_prompts=32"])
-    verdict = judge(report, config, report)
-    assert [finding.check for finding in verdict.findings if finding.required.endswith("baseline")] == [TAU]
-    assert verdict.outcome == "pass"
-    with pytest.raises(InputError, match="--baseline"):
-        judge(report, config)
 
 
 @pytest.mark.parametrize("name", ["demo", "first_release", "release"])

@@ -16,7 +16,6 @@ from configs.schema.evaluation import GateConfig, GateRule, LosslessConfig
 from eval.decoder.chain_rules import ChainVerification
 from eval.evaluation import evaluate
 from eval.gate import main
-from eval.report.schema import load_report
 from tests.support.evaluations import report_in, tiny_evaluation
 
 TAU = "acceptance.tokens_per_target_step"
@@ -83,23 +82,3 @@ def test_a_draft_of_another_target_is_caught_by_provenance(config, tmp_path):
     code, found = gate(config, artifact=config.draft)
     assert (code, list(found)) == (GATE_FAILED, ["provenance"])
     assert "other target weights" in found["provenance"]
-
-
-def test_an_artifact_changed_after_it_was_measured_is_caught(config, tmp_path):
-    evaluate(config)
-    changed = Path(shutil.copytree(config.draft, tmp_path / "changed"))
-    weights = changed / "model.safetensors"
-    content = weights.read_bytes()
-    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    code, found = gate(config, artifact=str(changed))
-    assert (code, list(found)) == (GATE_FAILED, ["provenance"])
-
-
-@pytest.mark.parametrize("judges", ["eval.evaluation.judge_lossless", "eval.metrics.quality.Quality.judge"])
-def test_what_was_decoded_is_reported_even_where_judging_its_worth_breaks_off(config, monkeypatch, judges):
-    monkeypatch.setattr(judges, lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        evaluate(config)
-    report = load_report(Path(config.output) / "report.partial.json")
-    assert report.acceptance.num_rounds > 0
-    assert not (Path(config.output) / "report.json").exists()

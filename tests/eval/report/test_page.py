@@ -1,13 +1,13 @@
 """The page: one file without the network, deaf to hostile text, the same bytes for the same report."""
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 
 from configs.runtime.terminal import UNSEEN, printable
-from eval.report.page import render_html
-from eval.report.plots import VARIABLES, draw_positions, draw_rows
+from eval.report.page import VARIABLES, draw_positions, draw_rows, render_html
 from eval.report.schema import definitions
 from tests.support.reports import changed, report_of
 
@@ -71,8 +71,8 @@ def test_nothing_is_fetched_from_anywhere(page):
 
 def test_hostile_text_stays_text_wherever_it_enters(report_inputs):
     attack = '<script>alert("x")</script><img src=x onerror=alert(1)>"\'{{ 7 * 7 }}\x1b[2J\u202e'
-    first = next(iter(report_inputs["prompts"].texts))
-    report_inputs["prompts"].texts[first] = attack
+    suite = report_inputs["prompts"]
+    report_inputs["prompts"] = replace(suite, prompts=tuple(replace(each, turns=(attack,)) for each in suite.prompts))
     report_inputs["decode_tokens"] = lambda tokens: attack * len(tokens)
     report_inputs["target"]["name"] = report_inputs["draft"]["path"] = attack
     report_inputs["warnings"] = [attack]
@@ -117,18 +117,6 @@ def test_pictures_take_every_colour_from_the_page_and_keep_their_text(draw, repo
     assert set(re.findall(r"var\([^)]*\)", svg)) <= set(VARIABLES.values())
 
 
-def test_every_colour_of_a_picture_is_defined_for_light_and_for_dark(page):
-    light, dark = page.split("@media (prefers-color-scheme: dark)")[:2]
-    for variable in VARIABLES.values():
-        name = variable.removeprefix("var(").removesuffix(")")
-        assert f"{name}:" in light
-        assert f"{name}:" in dark.split("}")[0]
-
-
-def test_category_names_are_never_read_as_formulas(report):
-    assert "costs $5 or $x_1" in draw_rows({"costs $5 or $x_1": report.by_category["coding"]}, "categories")
-
-
 def test_a_report_without_speed_intervals_or_samples_still_makes_a_page(report_inputs):
     one = report_inputs["generations"][32]
     kept = [generation for generation in report_inputs["generations"] if generation.prompt_id == one.prompt_id]
@@ -151,16 +139,6 @@ def test_a_report_without_speed_intervals_or_samples_still_makes_a_page(report_i
 def test_failures_gaps_without_bound_and_the_detectable_change_are_shown(report, changes, words):
     text = text_of(render_html(changed(report, changes)))
     assert all(word in text for word in words)
-
-
-def test_failures_on_a_further_suite_are_shown_too(report):
-    broken = {"prompt_id": "house/coding-1", "mode": "speculative", "stop_reason": "non_finite"}
-    values = report.to_dict()
-    suite = {field: values[field] for field in ("acceptance", "speed", "by_category", "baselines")}
-    suite["prompts"] = values["prompts"] | {"failed": [broken]}
-    text = text_of(render_html(changed(report, {"suites": {"house": suite}})))
-    assert "1 request failed." in text
-    assert "non_finite" in text
 
 
 def test_what_the_draft_s_confidence_is_worth_is_shown_where_it_was_measured(report):

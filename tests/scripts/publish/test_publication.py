@@ -274,13 +274,6 @@ def test_a_report_of_another_artifact_is_refused(dry, release):
     assert "report.json is not of" in err
 
 
-def test_a_simulated_report_is_refused_whatever_is_allowed(dry, release):
-    change(release / "evaluation" / "report.json", lambda report: report.update(simulated=True))
-    code, _, err = dry("--set", "allow_failed_gate=true", "--set", "allow_lossy=true")
-    assert code == BAD_INPUT
-    assert "drawn, not measured" in err
-
-
 def test_a_lossy_report_is_published_only_by_name_and_says_so(dry, release):
     change(release / "evaluation" / "report.json", lambda report: report["lossless"].update(verdict="not_lossless"))
     judge(release)
