@@ -11,9 +11,11 @@ from configs.schema.drafting import StaticTree
 from configs.schema.evaluation import EvalConfig, GateConfig
 from eval.decoder.records import WITH_LOOKUP, Generation
 from eval.evaluation import evaluate
+from eval.measure.proposers import load_evaluated
 from eval.measure.record_files import read_records
 from eval.release.checks import judge, read_artifact
 from heads.artifact import save_draft_lm
+from heads.frozen.loading import load_target
 from heads.metadata import read_metadata
 from tests.support.evaluations import report_in, tiny_evaluation
 
