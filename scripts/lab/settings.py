@@ -13,7 +13,6 @@ from configs.schema.base import NonNegativeInt, PositiveFloat, PositiveInt, Sett
 from configs.schema.commands.recipe_changes import Setting, check_names, dotted
 from configs.schema.evaluation import CostConfig, LosslessConfig, SuiteConfig
 from configs.schema.target import EngineStatesConfig, TargetConfig
-from configs.schema.training import HeadsConfig
 
 
 class BenchLossConfig(Settings):
@@ -213,13 +212,11 @@ class BenchScaleConfig(Settings):
     recipe: str = "configs/heads/eagle3.yaml"  # of `train/heads.py`
     cache: str | None = "runs/heads/cache"  # of its data; None: the target runs on every batch
     num_processes: PositiveInt = 2  # beside one; with batches of the recipe's size each, and sharing one
-    steps: PositiveInt = 24  # timed optimiser steps a run
-    warmup_steps: NonNegativeInt = 3  # before them
+    steps: PositiveInt = 24  # timed optimiser steps a run, after as many to warm up
     repeats: PositiveInt = 5  # runs of each side, in turns
     # Steps between two checkpoints that docs/scaling.md advises, and that checkpoint_share is reckoned for: at 0.6 s a step the
     # work of two minutes
     checkpoint_every_steps: PositiveInt = 200
-    checkpoints: PositiveInt = 3  # timed a run
     engines: bool = (
         True  # add the rows of `scripts/lab/benchmark.py engines`, and what a process holds of a target that several share
     )
@@ -235,22 +232,10 @@ class BenchStatesConfig(Settings):
     cache: str = "runs/heads/cache"  # of the recipe's data
     # Conversations whose states are compared with the local target's, best in float32 on both sides; 0: none
     num_compared: NonNegativeInt = 8
-    steps: PositiveInt = 24  # timed optimiser steps a run
-    warmup_steps: NonNegativeInt = 8  # before them, in which the servers' prefetched states come in
+    steps: PositiveInt = 24  # timed optimiser steps a run, after as many in which the servers' prefetched states come in
     repeats: NonNegativeInt = 5  # runs of each side, in turns; 0: states alone are compared
     bootstrap_samples: PositiveInt = 2000
     output: str = "docs/results/scale.json"  # a file of `scripts/lab/benchmark.py scale`, which the ratios are added to
-
-
-class ScaleStepsConfig(Settings):
-    """`scripts/lab/bench/scale_steps.py`: optimiser steps of a recipe, timed in one of several processes."""
-
-    recipe: HeadsConfig = HeadsConfig()
-    steps: PositiveInt = 24
-    warmup_steps: NonNegativeInt = 3
-    checkpoints: NonNegativeInt = 0  # written and timed after the steps
-    watch_memory: bool = False  # sampled while the steps run, which slows them a little
-    result: str = "steps.json"  # written by the first process
 
 
 # Engines that are run here, and those whose folders are only written and checked.

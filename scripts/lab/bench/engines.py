@@ -34,7 +34,7 @@ from configs.schema.target import TargetConfig
 from configs.schema.training import HeadsConfig
 from heads.frozen.loading import Target, load_target
 from heads.frozen.processes import join_processes
-from scripts.lab.bench.scale_steps import own_bytes
+from scripts.lab.bench.harness import read_kibibytes
 from scripts.lab.fault_injection.children import Child
 from scripts.lab.fault_injection.setup import TinyProject
 from scripts.lab.settings import EngineComparisonSettings
@@ -143,7 +143,7 @@ def _bytes_in_use() -> int:
     """Return this process's own memory without what was freed: glibc keeps several times what is in use of gathered blocks."""
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
-    return own_bytes()
+    return 1024 * read_kibibytes("/proc/self/status", "RssAnon")
 
 
 def largest_difference(losses: Sequence[float], expected: Sequence[float]) -> float:

@@ -28,8 +28,7 @@ from heads.frozen.hidden_states import read_states
 from heads.frozen.loading import load_target
 from heads.inference.model_checks import relative_error
 from scripts.lab.bench.harness import add_ratios
-from scripts.lab.bench.scale import run_steps, tokens_a_second
-from scripts.lab.bench.scale_steps import Steps
+from scripts.lab.bench.scale import measure, tokens_a_second
 from scripts.lab.bench.turns import take_turns
 from scripts.lab.settings import BenchScaleConfig, BenchStatesConfig
 
@@ -74,15 +73,9 @@ def relative_difference(config: BenchStatesConfig, recipe: HeadsConfig) -> float
 
 def speed_vs_cache(config: BenchStatesConfig, sides: dict[str, HeadsConfig]) -> Interval:
     """Return the tokens a second of training from servers over those of training from the cache."""
-    timing = BenchScaleConfig(steps=config.steps, warmup_steps=config.warmup_steps, checkpoints=1)
+    timing = BenchScaleConfig(steps=config.steps)
     with TemporaryDirectory(prefix="bench-states-") as scratch:
-
-        def side(name: str, number: int, repeat: int) -> Steps:
-            run = run_steps(sides[name], timing, 1, Path(scratch) / f"{name}-{number}")
-            log.info("repeat %d, %s: %.0f tokens/s", number + 1, name, run.tokens / run.seconds)
-            return run
-
-        called = {name: partial(side, name) for name in sides}
+        called = {name: partial(measure, timing, recipe, 1, Path(scratch) / name) for name, recipe in sides.items()}
         turns = take_turns(called, range(config.repeats), 1, description="training runs", unit="repeats", warm_up=False)
     served, cached = ([turn.result for (turn,) in turns[name]] for name in ("served", "cached"))
     return tokens_a_second(served, cached, config.bootstrap_samples)
