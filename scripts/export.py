@@ -49,30 +49,8 @@ def main(config: ExportConfig, args: argparse.Namespace) -> None:
         num_speculative_tokens=config.num_speculative_tokens,
         dtype=None if config.dtype is None else getattr(torch, config.dtype),
     )
-    if config.report is not None:
-        source = source.with_tree(measured_tree(config.report, artifact))
     export(source, args.to, out, allow_target_mismatch=config.allow_target_mismatch)
     say((out / SERVE_FILE).read_text(encoding="utf-8").rstrip())
-
-
-def measured_tree(path: str, artifact: Path) -> list[list[int]]:
-    """Return the static tree that a report of an artifact was measured with.
-
-    Raises:
-        InputError: it is the report of another draft, or was not measured with a static tree.
-    """
-    from configs.runtime.errors import InputError
-    from eval.report.schema import load_report, report_file
-    from heads.metadata import hash_artifact, read_metadata
-
-    report = load_report(report_file(path))
-    if report.draft.sha256 != hash_artifact(artifact, read_metadata(artifact)):
-        raise InputError(f"report: {path} is of another draft, {report.draft.path}; name one of {artifact}")
-    if (tree := report.decode.static_tree) is None:
-        raise InputError(
-            f"report: {path} was not measured with a static tree; evaluate with decode.tree=fastest, or leave it out"
-        )
-    return tree
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

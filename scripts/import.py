@@ -1,6 +1,6 @@
 """Turn another program's draft into an artifact: `python scripts/import.py DRAFT --out DIR --set target.name=NAME`.
 
-Reads the forms of speculators, SGLang and SpecForge (EAGLE-3), Medusa, Hydra, z-lab and transformers (DFlash), and the MTP
+Reads the forms of speculators, SGLang and SpecForge (EAGLE-3), Medusa, z-lab and transformers (DFlash), and the MTP
 modules of a checkpoint. A few prompts are decoded with it before anything is written: a draft that the target never accepts is
 refused, and so is one whose acceptance is higher when its config is read as other hidden states.
 """

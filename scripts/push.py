@@ -2,7 +2,7 @@
 
 Makes a repository, private by default, with the artifact, its exports, the report and a model card made from it. `--dry-run
 DIR` writes the same files into a folder without any network access. docs/releasing.md lists what is refused. Ends with 1 or 3
-where the gate failed or was inconclusive, unless `allow_failed_gate` is set.
+where the gate (`eval/gate.py`) failed the report or was inconclusive, unless `allow_failed_gate` is set.
 """
 
 from __future__ import annotations
@@ -34,10 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("artifact", metavar="ARTIFACT", help="folder written by train/distill.py, train/heads.py or import.py")
     parser.add_argument("--report", metavar="FILE", required=True, help="report.json of this artifact, written by eval/run.py")
     parser.add_argument("--repo-id", metavar="OWNER/NAME", required=True, help="the repository; without OWNER, your own")
-    parser.add_argument(
-        "--gate", metavar="FILE", help="a gate to pass; by default what eval/gate.py left beside the report counts"
-    )
-    parser.add_argument("--baseline", metavar="FILE", help="an earlier report.json, for a gate's rules relative to one")
     parser.add_argument(
         "--target", metavar="NAME", help="folder or Hub id of the target, for exports; default: as the artifact says"
     )

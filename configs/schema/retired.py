@@ -33,6 +33,7 @@ RETIRED = {
     "AnswerServerConfig.on_other_tokens": Retired("it was for answers as text", off=None),
     "EvalConfig.previous_report": Retired("eval/compare.py shows two reports side by side, and the gate takes --baseline"),
     "EvalConfig.simulate_acceptance": Retired("acceptance is measured, and no longer simulated"),
+    "ExportConfig.report": Retired("it was for TensorRT-LLM, the one engine that drafted a given tree"),
     "HeadsConfig.policy": Retired(
         "a head trained on its own drafts was no better", off=(None, {"on_policy": 0.0, "from_share": 0.0, "temperature": 0.0})
     ),
@@ -44,6 +45,9 @@ RETIRED = {
     ),
     "PolicyConfig.top_p": Retired("answers are drawn from the draft's whole distribution"),
     "PolicyConfig.num_draft_tokens": Retired("the draft writes whole answers", off=None),
+    "PushConfig.allow_target_files": Retired(
+        "an export that holds the whole target is written by scripts/export.py and not published", off=(False,)
+    ),
     "PushConfig.attempts": Retired("rerun a push that broke off: it resumes", off=None),
     "ParallelConfig.pipeline": Retired("give target.parallel.shard, which any family takes", off=(1,)),
     "StudentConfig.layer_choice": Retired("name the kept blocks by student.layers"),

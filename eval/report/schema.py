@@ -14,7 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import check_readable, read_json, write_json
-from configs.schema.drafting import StaticTree
 from eval.report.sections import (
     AcceptanceSection,
     Bounds,
@@ -72,13 +71,6 @@ class DecodeSection(OpenSection):
     lossy: dict[str, Any] | None = None
     stopping: dict[str, Any] | None = None
     tree: dict[str, Any] | None = None
-
-    @property
-    def static_tree(self) -> list[list[int]] | None:
-        """The static tree that was drafted, by its paths; None for chains and for trees grown anew each round."""
-        if self.tree is None or self.tree.get("kind") != "static":
-            return None
-        return [list(path) for path in StaticTree.model_validate(self.tree).all_paths()]
 
 
 class StatisticsSection(ClosedSection):

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import nn
+
 from configs.runtime.errors import InputError
 from heads.frozen.checkpoint_files import SINGLE_FILE, Weights
 from heads.modules.layers import LayerShape
@@ -32,18 +34,14 @@ DOMINO_KEYS = ("gru_hidden_dim", "emb_dim")
 
 @dataclass(frozen=True, kw_only=True)
 class ExportLayout:
-    """A folder to be written.
+    """A folder to be written: `config.json`, the tensors under the engine's names, other files.
 
-    Args:
-        config: content of `config.json`.
-        weights: the tensors, under the engine's names.
-        serve: returns the command or lines that serve it, given the folder's path, quoted for what reads them.
-        notes: what a person who serves it must know.
-        weights_file: where the tensors go.
-        files, json_files: by name, files that are taken over as they are, and further JSON files.
-        convert: called with the written and checked folder, and this layout; turns its files into others.
-        holds_target: the folder holds all of the target's weights beside the draft's.
-        make: fills the empty folder itself, with `weights` among its tensors; nothing else is written then.
+    serve: returns the command or lines that serve it, given the folder's path, quoted for what reads them.
+    notes: what a person who serves it must know.
+    files, json_files: by name, files that are taken over as they are, and further JSON files.
+    convert: called with the written and checked folder, and this layout; turns its files into others.
+    holds_target: the folder holds all of the target's weights beside the draft's.
+    make: fills the empty folder itself, with `weights` among its tensors; nothing else is written then.
     """
 
     config: Mapping[str, Any]
@@ -58,12 +56,9 @@ class ExportLayout:
     make: Callable[[Path], None] | None = None
 
 
-def check_names(weights: Weights, expected: Shapes) -> None:
-    """Refuse tensors that are not exactly those expected.
-
-    Raises:
-        InputError: some are missing, unknown, or of another shape; all of them are named.
-    """
+def check_names(weights: Weights, head: nn.Module) -> None:
+    """Refuse tensors that are not exactly a head's; the InputError names all that are missing, unknown or of another shape."""
+    expected = {name: tuple(value.shape) for name, value in head.state_dict().items()}
     wrong = []
     missing, unknown = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
     if missing:

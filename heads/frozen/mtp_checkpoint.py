@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
@@ -123,7 +123,7 @@ class NativeMtp:
                 values[name][piece.index] = part
         return values
 
-    def stitch_into(self, folder: Path, tensors: Mapping[str, Tensor], places: Mapping[str, list[TensorPart]]) -> None:
+    def stitch_into(self, folder: Path, load: Callable[[str], Tensor], places: Mapping[str, list[TensorPart]]) -> None:
         """Fill an empty folder with a copy of this one in which exactly the MTP tensors are replaced, one after another.
 
         A tensor that is the checkpoint's own, rounded to another dtype, leaves the checkpoint's as it was. Files in which
@@ -131,12 +131,12 @@ class NativeMtp:
 
         Args:
             folder: to fill.
-            tensors: ours, as for `read`.
+            load: gives one of ours by its name.
             places: where they go (`places`).
         """
         shutil.copytree(self.folder, folder, dirs_exist_ok=True, copy_function=link_or_copy)
         for name, pieces in places.items():
-            whole = tensors[name]
+            whole = load(name)
             for piece in pieces:
                 self._put(folder, piece, whole[piece.index])
 

@@ -29,13 +29,7 @@ MIN_GAIN = 0.005  # ... and drafts a position, so that many positions do not mak
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """A way to take a draft's config.
-
-    Args:
-        name: what it takes otherwise, in words.
-        shift: added to every tap.
-        other_norm: the last state before the final norm in place of the one after it, or the other way round.
-    """
+    """A way to take a draft's config: every tap shifted, or the last state on the other side of the final norm."""
 
     name: str
     shift: int = 0
@@ -44,12 +38,9 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True)
 class TapComparison:
-    """Drafts that stay with another reading, against those with the config's own.
+    """How many drafts stay with another reading (`expected`), and how many more than with the config's own.
 
-    Args:
-        expected: drafts that stay with it, mean over the origins.
-        gain: the mean difference.
-        gain_error: its standard error, with texts as what was drawn independently; infinite with one text.
+    gain_error is the standard error of that difference, with texts as what was drawn independently; infinite with one text.
     """
 
     reading: Reading
@@ -64,12 +55,7 @@ class TapComparison:
 
 
 def other_readings(taps: Sequence[int], target: PreTrainedModel, reads: str | None) -> list[Reading]:
-    """Return the readings that a draft's config may have meant instead.
-
-    Args:
-        taps: the states it reads besides the final one, as its config was taken.
-        reads: of an MTP head, which last state it reads; None: it is none.
-    """
+    """Return the readings that a draft's config may have meant instead; `reads` is an MTP head's last state."""
     if reads is not None:
         return [Reading(name="reads pre_norm" if reads == "post_norm" else "reads post_norm", other_norm=True)]
     if not taps:
@@ -82,14 +68,8 @@ def other_readings(taps: Sequence[int], target: PreTrainedModel, reads: str | No
 @torch.no_grad()
 def compare_readings(
     head: HeadModule, target: PreTrainedModel, texts: Sequence[tuple[Sequence[int], int]], readings: Sequence[Reading]
-) -> tuple[float, list[TapComparison]]:
-    """Return how many drafts stay an origin as the config was taken, and each other reading beside it.
-
-    Args:
-        head: the draft, in evaluation mode and the target's dtype.
-        texts: ids of prompt and answer that the target wrote, and where the answer begins.
-        readings: the others (`other_readings`).
-    """
+) -> list[TapComparison]:
+    """Return each other reading beside the config's own, on texts that the target wrote: ids, and where the answer begins."""
     own = [expected_lengths(head, target, text, start, Reading(name="own")) for text, start in texts]
     compared = []
     for reading in readings:
@@ -103,7 +83,7 @@ def compare_readings(
                 gain_error=clustered_error(gains),
             )
         )
-    return torch.cat(own).mean().item(), compared
+    return compared
 
 
 def clustered_error(values: Sequence[Tensor]) -> float:

@@ -14,7 +14,6 @@ from heads.families.registry import FAMILIES, serve
 from heads.formats.importing.importer import Fitted
 from heads.frozen.loading import Target
 from heads.modules.output_head import HeadModule
-from heads.proposers.protocol import Proposer
 from scripts.exchange.tap_convention import TapComparison, compare_readings, other_readings
 
 
@@ -31,10 +30,6 @@ def try_out(
 ) -> Trial | None:
     """Decode with a draft, and see whether its config may have meant other states; None where the config leaves the trial out.
 
-    Args:
-        config: has the prompts, and the limit below which the draft is refused.
-        layer_ids: what ids in the draft's config were taken to mean; None: it has none.
-
     Raises:
         InputError: fewer than the config's limit are accepted; or with another reading of the draft's config clearly
             more stay, and the config does not say which one to take.
@@ -48,7 +43,11 @@ def try_out(
     head = serve(head, target.model)
     prompts = [target.encode_chat([{"role": "user", "content": prompt}]) for prompt in config.prompts]
     settings = DecodeConfig(num_speculative_tokens=num_speculative_tokens, max_new_tokens=config.max_new_tokens)
-    accepted_per_round, answers = _decode(target, family.propose(head, target.device), prompts, settings)
+    requests = [Request(prompt_id=str(number), category="", tokens=tuple(tokens)) for number, tokens in enumerate(prompts)]
+    generations, _ = decode(target, requests, settings, family.propose(head, target.device))
+    answers = [generation.tokens for generation in generations]
+    accepted = [each.num_accepted for generation in generations for each in generation.rounds]
+    accepted_per_round = sum(accepted) / len(accepted) if accepted else 0.0
     better = _better_reading(cast(HeadModule, head), target, prompts, answers)
     hint = "" if better is None else _hint(better, layer_ids, fitted)
     if accepted_per_round < config.min_accepted_per_round:
@@ -65,16 +64,6 @@ def try_out(
     return Trial(accepted_per_round=accepted_per_round, warnings=[f"taken as told, but {hint}"])
 
 
-def _decode(
-    target: Target, proposer: Proposer, prompts: Sequence[Sequence[int]], settings: DecodeConfig
-) -> tuple[float, list[tuple[int, ...]]]:
-    """Return how many drafts the target accepts a round, pooled, and its answers to the prompts."""
-    requests = [Request(prompt_id=str(number), category="", tokens=tuple(tokens)) for number, tokens in enumerate(prompts)]
-    generations, _ = decode(target, requests, settings, proposer)
-    accepted = [each.num_accepted for generation in generations for each in generation.rounds]
-    return sum(accepted) / len(accepted) if accepted else 0.0, [generation.tokens for generation in generations]
-
-
 def _better_reading(
     head: HeadModule, target: Target, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
 ) -> TapComparison | None:
@@ -83,7 +72,7 @@ def _better_reading(
     readings = other_readings(head.taps, target.model, getattr(head.settings, "reads", None))
     if not texts or not readings:
         return None
-    clear = [each for each in compare_readings(head, target.model, texts, readings)[1] if each.is_clear]
+    clear = [each for each in compare_readings(head, target.model, texts, readings) if each.is_clear]
     return max(clear, key=lambda each: each.expected, default=None)
 
 

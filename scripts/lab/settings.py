@@ -240,7 +240,7 @@ class BenchStatesConfig(Settings):
 
 # Engines that are run here, and those whose folders are only written and checked.
 RunEngine = Literal["vllm", "transformers", "llama_cpp", "openvino"]
-CheckedEngine = Literal["sglang", "tensorrt_llm"]
+CheckedEngine = Literal["sglang"]
 
 
 class ServeCase(Settings):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from httpx2 import HTTPError
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, hf_hub_download, try_to_load_from_cache
@@ -60,13 +59,7 @@ def card_data(
 
 
 def read_card(name: str, revision: str | None, *, online: bool) -> ModelCardData:
-    """Return the metadata of a model's own card; empty where there is none, or none that can be read.
-
-    Args:
-        name: a folder, a file or a Hub id.
-        revision: of the Hub id; None: its main branch.
-        online: whether the Hub may be asked.
-    """
+    """Return the metadata of the own card of a folder, file or Hub id; empty where there is none that can be read."""
     try:
         path = _find_card(name, revision, online)
         data = ModelCardData() if path is None else ModelCard.load(path, ignore_metadata_errors=True).data
@@ -84,12 +77,6 @@ def agreed_licence(cards: Iterable[ModelCardData]) -> ModelCardData | None:
     first, *others = cards
     known = (first.license, first.license_name)
     return first if first.license and all((each.license, each.license_name) == known for each in others) else None
-
-
-def initial_model(training: Mapping[str, Any]) -> str | None:
-    """Return the model that a draft LM began as, by its training config; None: the target's own blocks, or random weights."""
-    student = training.get("student")
-    return str(student["path"]) if isinstance(student, Mapping) and student.get("init") == "model" else None
 
 
 def _find_card(name: str, revision: str | None, online: bool) -> Path | None:

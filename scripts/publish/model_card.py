@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +26,6 @@ from scripts.publish.publication import NAMELESS, Cleaned
 TEMPLATE = Path(__file__).with_name("templates") / "model_card.md.j2"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServeText:
-    """How one program serves the draft: what to do before, then the command or code."""
-
-    intro: str
-    lines: str
-    language: str = "sh"
-
-
 def make_card(
     repo_id: str,
     cleaned: Cleaned,
@@ -47,15 +37,15 @@ def make_card(
     """Return `README.md`.
 
     Args:
-        repo_id: `owner/name`.
+        repo_id, endpoint: of the repository, `owner/name`, and of the Hub, for links.
         cleaned: what is published.
         config: may say licence and base model.
         origins: what the models that it was made from say in their own cards, by public name; the target first.
         exports: by engine, the `serve.txt` of its folder in the repository.
-        endpoint: address of the Hub, for links.
     """
-    metadata, report = cleaned.metadata, cleaned.report
-    serve = dict(_serve(repo_id, metadata, exports))
+    metadata, report, hardware = cleaned.metadata, cleaned.report, cleaned.report.hardware
+    gpus = ", ".join(str(gpu.get("name")) for gpu in hardware.get("gpus") or ())
+    serve = list(_serve(repo_id, metadata, exports))
     card = ModelCard.from_template(
         card_data(repo_id, cleaned, config, origins, endpoint),
         template_path=str(TEMPLATE),
@@ -67,56 +57,35 @@ def make_card(
         code_block=code_block,
         short=short,
         outcome=cleaned.gate["outcome"],
-        findings=_findings(cleaned.gate),
+        findings=as_markdown_table(findings_table(Finding(**each) for each in cleaned.gate["findings"]), numbers=False),
         summary=render_markdown(report),
         serve=serve,
-        nameless=NAMELESS if any(NAMELESS in text.lines for text in serve.values()) else None,
+        nameless=NAMELESS if any(NAMELESS in lines for *_, lines in serve) else None,
         recipe=_recipe(metadata),
         training=yaml.safe_dump(metadata["training"], sort_keys=False, allow_unicode=True).rstrip(),
         provenance=_provenance(cleaned),
         stated_licence=config.license,
         agreed_licence=agreed_licence(origins.values()),
         origins=origins,
-        machine=_machine(report.hardware),
+        machine=gpus or f"{hardware.get('cpu')}, {hardware.get('cores')} cores",
         self_seeded=report.prompts.categories.get(SELF_SEEDED),
     )
     return str(card).rstrip() + "\n"
 
 
-def _findings(gate: Mapping[str, Any]) -> str:
-    """Return a row for each finding of the gate."""
-    return as_markdown_table(findings_table(Finding(**finding) for finding in gate["findings"]), numbers=False)
-
-
-def _machine(hardware: Mapping[str, Any]) -> str:
-    gpus = ", ".join(str(gpu.get("name")) for gpu in hardware.get("gpus") or ())
-    return gpus or f"{hardware.get('cpu')}, {hardware.get('cores')} cores"
-
-
-def _serve(repo_id: str, metadata: Mapping[str, Any], exports: Mapping[str, str]) -> Iterator[tuple[str, ServeText]]:
-    name = repo_id.split("/")[-1]
+def _serve(repo_id: str, metadata: Mapping[str, Any], exports: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """Yield a program, what to do before, and the command or code by which it serves the draft."""
+    name, target = repo_id.split("/")[-1], str(metadata["target"]["name"])
     for engine, text in exports.items():
         intro = f"`hf download {repo_id} --include '{engine}/*' --local-dir {name}` fetches the folder, then"
-        yield engine, ServeText(intro=intro, lines=text.partition("\n")[2].strip(), language="text")
+        yield engine, intro, text.partition("\n")[2].strip()
     others = [engine for engine in engines_of(metadata["kind"]) if engine not in exports]
     if others:
         lines = "\n".join(f"python scripts/export.py {repo_id} --to {engine} --out {name}-{engine}" for engine in others)
-        yield (
-            "other engines" if exports else "engines",
-            ServeText(intro="a checkout of draftsmith writes their forms.", lines=lines),
-        )
-    yield (
-        "draftsmith",
-        ServeText(
-            intro="measures it against plain decoding on your prompts.",
-            lines=f"python eval/run.py --set draft={repo_id} --set target.name={_target_for_draftsmith(metadata)}",
-        ),
-    )
-
-
-def _target_for_draftsmith(metadata: Mapping[str, Any]) -> str:
-    name = str(metadata["target"]["name"])
-    return shlex.quote(name) if HUB_ID.fullmatch(name) or name.startswith("embedded:") else NAMELESS
+        yield "other engines" if exports else "engines", "a checkout of draftsmith writes their forms.", lines
+    named = shlex.quote(target) if HUB_ID.fullmatch(target) or target.startswith("embedded:") else NAMELESS
+    line = f"python eval/run.py --set draft={repo_id} --set target.name={named}"
+    yield "draftsmith", "measures it against plain decoding on your prompts.", line
 
 
 def _recipe(metadata: Mapping[str, Any]) -> str:

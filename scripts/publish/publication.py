@@ -50,21 +50,13 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Publication:
-    """What is to be pushed.
-
-    files: content by path in the repository.
-    left_out: files of the artifact that are not published, and of exports as `engine/name`.
-    """
+    """What is to be pushed: content by path in the repository; `left_out` are files of artifact and exports that are not."""
 
     files: Mapping[str, Content]
     left_out: tuple[str, ...]
 
     def write(self, folder: Path) -> None:
-        """Write the files into a new folder.
-
-        Raises:
-            InputError: it exists, or cannot be written.
-        """
+        """Write the files into a new folder."""
         if folder.exists():
             raise InputError(f"{folder} exists already; give a new folder")
         with new_folder(folder) as scratch:
@@ -139,18 +131,7 @@ def name_for_engines(cleaned: Cleaned, config: PushConfig) -> str:
 def gather(
     release: Release, cleaned: Cleaned, exports: Mapping[str, Path], card: str, config: PushConfig, scrubber: Scrubber
 ) -> Publication:
-    """List everything that is to be published.
-
-    Args:
-        release, cleaned: the release, before and after cleaning.
-        exports: the folder made for each engine.
-        card: the model card.
-        config: kept in the manifest.
-        scrubber: frees the descriptions.
-
-    Raises:
-        InputError: a secret stands in a file that is not to be changed.
-    """
+    """List everything that is to be published; an InputError where a secret stands in a file that is not to be changed."""
     files, left_out = _artifact_files(release, scrubber)
     files[METADATA_FILE] = cleaned.metadata_file
     for engine, folder in exports.items():
@@ -171,14 +152,17 @@ def gather(
         "config": scrubber.value(config.model_dump(mode="json")),
         "versions": describe_versions(),
         "git": describe_git(),
-        "files": {name: _sha256(content) for name, content in sorted(files.items())},
+        "files": {
+            name: hashlib.sha256(content).hexdigest() if isinstance(content, bytes) else sha256_of(content)
+            for name, content in sorted(files.items())
+        },
     }
     files[MANIFEST] = as_json(manifest)
-    _refuse_secrets(files, scrubber)
-    return Publication(
-        files=dict(sorted(files.items())),
-        left_out=tuple(sorted(left_out)),
-    )
+    for name, content in files.items():
+        found = scrubber.finds_token_in(content) if isinstance(content, Path) else scrubber.finds_token(content.decode())
+        if found:
+            raise InputError(f"{name} holds what looks like an access token or a private key; nothing was published: remove it")
+    return Publication(files=dict(sorted(files.items())), left_out=tuple(sorted(left_out)))
 
 
 def as_json(value: Any) -> bytes:
@@ -232,14 +216,3 @@ def _without_paths(value: Any, scrubber: Scrubber) -> Any:
         key: scrubber.text(inner) if isinstance(inner, str) and key.endswith(PATH_KEYS) else _without_paths(inner, scrubber)
         for key, inner in value.items()
     }
-
-
-def _sha256(content: Content) -> str:
-    return hashlib.sha256(content).hexdigest() if isinstance(content, bytes) else sha256_of(content)
-
-
-def _refuse_secrets(files: Mapping[str, Content], scrubber: Scrubber) -> None:
-    for name, content in files.items():
-        found = scrubber.finds_token_in(content) if isinstance(content, Path) else scrubber.finds_token(content.decode())
-        if found:
-            raise InputError(f"{name} holds what looks like an access token or a private key; nothing was published: remove it")

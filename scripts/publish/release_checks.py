@@ -1,7 +1,6 @@
 """What must hold before a draft is published: the report is this artifact's, it was measured, and a gate passed it.
 
-The gate is judged here and now, by a config and where that asks for one a baseline report; or its verdict is the `gate.json`
-that `eval/gate.py` left beside the report, if it is of this very report. Nothing here touches the network.
+The verdict is the `gate.json` that `eval/gate.py` left beside the report. Nothing here touches the network.
 """
 
 from __future__ import annotations
@@ -13,10 +12,8 @@ from typing import Any
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_json, sha256_of
-from configs.runtime.loading import load_config
 from configs.schema.commands.release import PushConfig
-from configs.schema.evaluation import GateConfig
-from eval.release.checks import judge, read_artifact
+from eval.release.checks import read_artifact
 from eval.release.verdict import Finding, GateVerdict
 from eval.report.schema import Report, load_report
 from eval.report.text import short
@@ -38,36 +35,19 @@ class Release:
     gate: Mapping[str, Any]
 
 
-def read_release(
-    folder: Path, report_path: Path, config: PushConfig, *, gate: str | None = None, baseline: str | None = None
-) -> Release:
-    """Read an artifact and its report, and judge them.
-
-    Args:
-        folder: of the artifact.
-        report_path: `report.json` of its evaluation.
-        config: may let a lossy report pass.
-        gate: a gate's config; None: the verdict beside the report counts.
-        baseline: a report for that gate's rules that are relative to one.
+def read_release(folder: Path, report_path: Path, config: PushConfig) -> Release:
+    """Read an artifact, the report of its evaluation, and what the gate says of that.
 
     Raises:
         InputError: a link leads out of the folder; the report is another draft's, or is of decoding that changes
             answers; there is no verdict, or it is another report's. A gate that failed raises nothing: see `Release.verdict`.
     """
     metadata = read_metadata(folder)
-    refuse_links_out(folder)
+    _refuse_links_out(folder)
     report = load_report(report_path)
     shipped = read_artifact([folder])
     _check_report(report, report_path, shipped.sha256, folder, config)
-    if gate is not None:
-        judged = load_config(GateConfig, gate)
-        earlier = None if baseline is None else load_report(Path(baseline), "baseline report")
-        verdict = judge(report, judged, earlier, shipped)
-        rules: Mapping[str, Any] = judged.model_dump(mode="json")
-    elif baseline is not None:
-        raise InputError("--baseline is for the rules of a --gate, and none is given")
-    else:
-        verdict, rules = _stored_verdict(report_path)
+    verdict, rules = _stored_verdict(report_path)
     return Release(
         folder=folder,
         metadata=metadata,
@@ -79,13 +59,10 @@ def read_release(
     )
 
 
-def refuse_links_out(folder: Path) -> None:
+def _refuse_links_out(folder: Path) -> None:
     """Refuse a folder with a link to a file elsewhere, which would be published under the link's name.
 
     A snapshot in the Hub's cache consists of links into the `blobs` of its repository; those are let pass.
-
-    Raises:
-        InputError: names the first such link, and what it leads to.
     """
     root = folder.resolve()
     homes = (root, root.parent.parent / "blobs") if root.parent.name == "snapshots" else (root,)
@@ -121,8 +98,7 @@ def _stored_verdict(report_path: Path) -> tuple[GateVerdict, Mapping[str, Any]]:
     path = report_path.with_name(STORED_VERDICT)
     if not path.is_file():
         raise InputError(
-            f"no gate has judged {report_path}: run eval/gate.py on it, or give one, such as "
-            "--gate configs/gates/first_release.yaml"
+            f"no gate has judged {report_path}: run eval/gate.py on it, by a config such as configs/gates/first_release.yaml"
         )
     record = read_json(path, "the gate's verdict")
     try:

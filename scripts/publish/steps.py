@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from huggingface_hub import HfApi, get_token
@@ -20,24 +21,18 @@ from configs.schema.target import TargetConfig
 from eval.release.verdict import as_table
 from heads.formats.exporting.exporter import SERVE_FILE, export
 from heads.formats.exporting.source import TargetFolder, read_source
-from heads.formats.exporting.table import TREES
 from heads.frozen.identity import fetch, locate
-from scripts.publish.card_metadata import agreed_licence, initial_model, read_card
+from scripts.publish.card_metadata import agreed_licence, read_card
 from scripts.publish.model_card import make_card
 from scripts.publish.publication import Publication, clean, gather, name_for_engines, public_name
-from scripts.publish.release_checks import Release, read_release, refuse_links_out
+from scripts.publish.release_checks import Release, read_release
 from scripts.publish.upload import full_name, push
 
-RECORD = "pushed.json"  # beside the report: which commit of which repository came from here
 REFUSED = {"fail": GATE_FAILED, "inconclusive": INCONCLUSIVE}
 
 
 def publish(config: PushConfig, args: argparse.Namespace) -> int:
-    """Publish an artifact, or write what would be published; return the exit code.
-
-    Args:
-        config: what to publish, and what to let pass.
-        args: of `scripts/push.py`.
+    """Publish an artifact, or write what would be published, by the arguments of `scripts/push.py`; return the exit code.
 
     Raises:
         InputError: something is refused; see `scripts.publish.release_checks`, `scripts.publish.publication` and
@@ -47,28 +42,22 @@ def publish(config: PushConfig, args: argparse.Namespace) -> int:
         validate_repo_id(args.repo_id)
     except HFValidationError as error:
         raise InputError(f"--repo-id {args.repo_id}: {first_line(error)}") from error
-    report_path = Path(args.report)
-    release = read_release(Path(args.artifact), report_path, config, gate=args.gate, baseline=args.baseline)
+    release = read_release(Path(args.artifact), Path(args.report), config)
     outcome = release.verdict.outcome
     if outcome != "pass" and not config.allow_failed_gate:
         say(as_table(release.verdict))
-        say(
-            f"nothing was published: the gate says {outcome} (--set allow_failed_gate=true publishes it anyway)",
-            sys.stderr,
-        )
+        say(f"nothing was published: the gate says {outcome} (--set allow_failed_gate=true publishes it anyway)", sys.stderr)
         return REFUSED[outcome]
     api = HfApi()
     online = args.dry_run is None
     repo_id = full_name(api, args.repo_id) if online else args.repo_id
     with tempfile.TemporaryDirectory() as scratch:
         publication = _make(release, config, api, repo_id, args.target, online, Path(scratch))
-        if not online:
+        if online:
+            done = push(api, repo_id, publication, config)
+        else:
             publication.write(Path(args.dry_run))
             done = f"{args.dry_run}: {len(publication.files)} files, as they would be pushed to {repo_id}"
-        else:
-            pushed = push(api, repo_id, publication, config, report_path.with_name(RECORD))
-            seen, new = "private" if pushed.private else "public", "" if pushed.new else ", which held all of it already"
-            done = f"{pushed.url} ({seen}): commit {pushed.commit}{new}"
     if publication.left_out:
         say(one_line(f"not published: {', '.join(publication.left_out)}"))
     say(done)
@@ -84,40 +73,30 @@ def _make(
     scrubber = Scrubber([get_token()])
     cleaned = clean(release, config, scrubber)
     origins = {cleaned.metadata["target"]["name"]: read_card(name, revision, online=online)}
-    if (initial := initial_model(release.metadata.training)) is not None:
+    student = release.metadata.training.get("student")
+    if isinstance(student, Mapping) and student.get("init") == "model":  # a draft LM that began as another model
+        initial = str(student["path"])
         origins[public_name(initial, scrubber)] = read_card(initial, None, online=online)
     if config.license is None and agreed_licence(origins.values()) is None:
         say(one_line(f"license: other, as the cards of {', '.join(origins)} do not name one; --set license=... states it"))
-    exports: dict[str, Path] = {}
-    if config.exports:
+    exports: dict[str, Path] = {engine: scratch / engine for engine in config.exports}
+    if exports:
         folder = _locate_target(name, revision, online)
         source = read_source(release.folder, TargetFolder(folder, name_for_engines(cleaned, config)))
-        tree = release.report.decode.static_tree
-        in_tree = source if tree is None else source.with_tree(tree)
-        for engine in config.exports:
-            exports[engine] = scratch / engine
-            served_from = f"{repo_id.split('/')[-1]}/{engine}"
-            takes_tree = source.metadata.kind in TREES.get(engine, ())
-            layout = export(in_tree if takes_tree else source, engine, exports[engine], served_from=served_from)
-            if layout.holds_target and not config.allow_target_files:
-                raise InputError(
-                    f"exports: the one for {engine} holds all weights of the target {name} beside the draft's, and "
-                    "would publish them under the draft's card; leave it out (scripts/export.py makes it where the target is), "
-                    "or, if the target's licence lets you, --set allow_target_files=true publishes both"
-                )
+        for engine, out in exports.items():
+            layout = export(source, engine, out, served_from=f"{repo_id.split('/')[-1]}/{engine}")
             if layout.holds_target:
-                refuse_links_out(folder)
-    serve = {engine: (folder / SERVE_FILE).read_text(encoding="utf-8") for engine, folder in exports.items()}
+                raise InputError(
+                    f"exports: the one for {engine} holds all weights of the target {name} beside the draft's; leave it out, "
+                    "scripts/export.py makes it where the target is"
+                )
+    serve = {engine: (out / SERVE_FILE).read_text(encoding="utf-8") for engine, out in exports.items()}
     card = make_card(repo_id, cleaned, config, origins, serve, api.endpoint)
     return gather(release, cleaned, exports, card, config, scrubber)
 
 
 def _locate_target(name: str, revision: str | None, online: bool) -> Path:
-    """Return the folder of the target, fetched where that is allowed.
-
-    Raises:
-        InputError: it is not here, or a single file.
-    """
+    """Return the folder of the target, fetched where that is allowed."""
     if not online and not Path(name).exists() and HUB_ID.fullmatch(name):
         try:
             return fetch(name, revision, local_files_only=True)

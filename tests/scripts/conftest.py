@@ -116,7 +116,6 @@ def hub(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", hub_server.TOKEN)
     state.address = address
     yield state
-    state.silence.set()
     close_session()
     server.shutdown()
     server.server_close()

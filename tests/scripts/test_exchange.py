@@ -1,7 +1,6 @@
 """`scripts/export.py` and `scripts/import.py` as a person runs them: there, back, and the trial that refuses a draft."""
 
 import importlib
-import shutil
 
 import pytest
 import torch
@@ -12,14 +11,12 @@ from configs.runtime.errors import InputError
 from configs.schema.commands.release import ENGINES, ExportConfig, ImportConfig
 from configs.schema.heads import MedusaSettings
 from configs.schema.target import TargetConfig
-from eval.evaluation import evaluate
 from eval.release.checks import read_artifact
 from heads.families.registry import FAMILIES
 from heads.formats.exporting.table import FORMS
 from heads.frozen.loading import load_target
 from heads.metadata import read_metadata
 from tests.support.artifacts import save_artifact
-from tests.support.evaluations import tiny_evaluation, write_suite
 
 importing = importlib.import_module("scripts.import")
 exporting = importlib.import_module("scripts.export")
@@ -89,23 +86,6 @@ def test_a_draft_that_is_never_accepted_is_refused(folder, capsys):
     assert "below min_accepted_per_round 0.05" in capsys.readouterr().err
     assert not (folder / "back").exists()
     assert import_(folder, "--set", "min_accepted_per_round=0") == DONE
-
-
-def test_the_tree_that_an_evaluation_found_is_served(folder, monkeypatch, capsys):
-    monkeypatch.setattr("eval.cost.tree_choice.row_seconds", lambda target, request, most: [1000.0] * most)
-    write_suite(folder / "suite.jsonl", [{"question_id": f"q{number}", "turns": [f"w{number} w3"]} for number in range(3)])
-    decode = {"num_speculative_tokens": 3, "tree": "fastest"}
-    assert evaluate(tiny_evaluation(folder, folder / "eval", num_prompts=2, decode=decode, baselines=[])) == DONE
-    capsys.readouterr()
-    report = ("--set", f"report={folder / 'eval'}")
-    assert export(folder, "tensorrt_llm", *report) == DONE
-    assert "--medusa_choices '[[0], [0, 0], [0, 0, 0]]'" in capsys.readouterr().out  # the likeliest drafts are all accepted
-
-    shutil.rmtree(folder / "out")
-    path = folder / "artifact" / "draftsmith.json"
-    path.write_text(path.read_text().replace('"training": {', '"training": {"changed": true', 1))
-    assert export(folder, "tensorrt_llm", *report) == BAD_INPUT
-    assert "is of another draft" in capsys.readouterr().err
 
 
 def test_the_engines_of_the_command_are_those_of_the_table(folder, capsys):

@@ -25,16 +25,16 @@ TOKEN, READER = "hf_" + "W" * 30, "hf_" + "R" * 30  # who may write, and who may
 SMALL = 2048  # bytes; larger files, and all safetensors, go through LFS
 CUT = "cut"  # the connection is closed in the middle of a request's body
 LOST = "lost"  # the request is served, and the connection closed in place of an answer
-SILENT = "silent"  # nothing is answered for seconds
 PAGE = "page"  # 502 with a page of HTML, as from a proxy
 
 
 @dataclass
 class Repository:
-    """Commits from the first to the head, each with its files by path."""
+    """Commits from the first to the head, each with its files by path, and their titles."""
 
     private: bool
     commits: list[tuple[str, dict[str, bytes]]] = field(default_factory=list)
+    titles: list[str] = field(default_factory=list)
 
     @property
     def head(self):
@@ -44,7 +44,8 @@ class Repository:
     def files(self):
         return self.commits[-1][1]
 
-    def commit(self, files):
+    def commit(self, files, title="by hand"):
+        self.titles.append(title)
         self.commits.append((hashlib.sha1(f"{len(self.commits)}{sorted(files)}".encode()).hexdigest(), files))
 
     def at(self, revision):
@@ -64,7 +65,6 @@ class Hub:
         self.sent = Counter()  # blob -> how often its whole content arrived
         self.requests: list[tuple[str, str]] = []
         self.cards: list[str] = []  # that were validated
-        self.silence = threading.Event()  # set when the test ends
         self.faults: list[list] = []  # [method, part of the path, [fault, ...]]
 
     def fail(self, method, part, *faults):
@@ -115,10 +115,6 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return None
         body = self.read_chunks() if self.headers.get("Transfer-Encoding") == "chunked" else self.rfile.read(length)
-        if fault == SILENT:
-            self.hub.silence.wait(20)
-            self.close_connection = True
-            return None
         if fault == PAGE:
             return self.answer(502, b"<html>Bad gateway</html>", "text/html")
         if isinstance(fault, int):
@@ -205,7 +201,8 @@ class Handler(BaseHTTPRequestHandler):
         asked = json.loads(body)
         name = f"{asked['organization'] or 'ann'}/{asked['name']}"
         if name in self.hub.repositories:
-            return self.refuse(409, "You already created this model repo")
+            url = f"http://{self.headers['Host']}/{name}"
+            return self.say({"error": "You already created this model repo", "url": url}, 409)
         self.hub.make(name, {}, private=asked.get("visibility") == "private")
         return self.say({"url": f"http://{self.headers['Host']}/{name}", "name": name})
 
@@ -276,8 +273,15 @@ class Handler(BaseHTTPRequestHandler):
                 return self.refuse(400, f"{value['path']} was never uploaded")
             else:
                 files[value["path"]] = self.hub.blobs[value["oid"]]
-        repository.commit(files)
+        repository.commit(files, header["value"]["summary"])
         return self.say({"commitUrl": f"http://{self.headers['Host']}/{repo}", "commitOid": repository.head})
+
+    def history(self, body, repo, revision):
+        if (repository := self.repository(repo)) is None:
+            return None
+        rest = {"authors": [], "date": "2026-01-01T00:00:00.000Z", "message": ""}
+        commits = zip(repository.commits, repository.titles, strict=True)
+        return self.say([{"id": oid, "title": title, **rest} for (oid, _), title in reversed(list(commits))])
 
     def resolve(self, body, repo, revision, path):
         if (repository := self.repository(repo)) is None:
@@ -300,6 +304,7 @@ ROUTES = [
         ("GET", f"/api/models/{REPO}", Handler.info),
         ("GET", f"/api/models/{REPO}/revision/(?P<revision>[^/]+)", Handler.info),
         ("GET", f"/api/models/{REPO}/tree/(?P<revision>[^/]+)", Handler.tree),
+        ("GET", f"/api/models/{REPO}/commits/(?P<revision>[^/]+)", Handler.history),
         ("POST", f"/api/models/{REPO}/preupload/(?P<revision>[^/]+)", Handler.preupload),
         ("POST", f"/api/models/{REPO}/commit/(?P<revision>[^/]+)", Handler.commit),
         ("POST", rf"/{REPO}\.git/info/lfs/objects/batch", Handler.batch),

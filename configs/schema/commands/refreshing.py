@@ -22,11 +22,9 @@ TRAFFIC, OLD = "traffic", "old"  # names of the suites in reports and rules
 
 
 class LogConfig(Settings):
-    """Served conversations: JSON lines and the other files that prompts are read from, or the log that vLLM prints."""
+    """Served conversations: JSON lines and the other files that prompts are read from."""
 
-    # A file, or a folder of them. One that ends in .log, .log.gz, or as rotation names them (.log.1) is what vLLM prints at
-    # VLLM_LOGGING_LEVEL=DEBUG with --enable-log-requests
-    path: str = "logs"
+    path: str = "logs"  # a file, or a folder of them
     format: RowFormat = "auto"  # of the rows, see distill/generation/row_formats.py; auto: by their keys
     field: str = "prompt"  # format column: the one with the prompt
     # When a row was served: seconds or milliseconds since 1970, or ISO 8601. None: time, timestamp, created, created_at or ts,

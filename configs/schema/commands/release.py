@@ -15,8 +15,8 @@ from configs.schema.target import TargetConfig
 LayerIds = Literal["block_output", "h"]
 TAP_OF_ID: dict[LayerIds, int] = {"block_output": 1, "h": 0}  # added to an id, gives the artifact's
 # Weights that some programs keep pickled; read with `weights_only`. A Hub's repository is asked for them for an import only.
-TORCH_FILES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
-PublishedEngine = Literal["vllm", "transformers", "speculators", "sglang", "tensorrt_llm"]
+TORCH_FILES = ("pytorch_model.bin", "medusa_lm_head.pt")
+PublishedEngine = Literal["vllm", "transformers", "speculators", "sglang"]
 # The others' files are written by another program, and `serve.txt` beside them names folders of the machine.
 Engine = Literal[PublishedEngine, "gguf", "openvino"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)
@@ -39,16 +39,7 @@ class ExportConfig(Settings):
 
     dtype: Dtype | None = None  # of the weights; None: as they are in the artifact
     num_speculative_tokens: PositiveInt | None = None  # drafts a round; None: what the artifact says, of DFlash a whole block
-    # A report of this draft with a static tree (decode.tree): that tree is what the engine is to draft, where it takes one
-    # (tensorrt_llm: eagle3, medusa). None: a chain
-    report: str | None = None
     allow_target_mismatch: bool = False  # the target's weights may be others than those of the target trained for
-
-    @model_validator(mode="after")
-    def _a_tree_has_its_depth(self) -> Self:
-        if self.report is not None and self.num_speculative_tokens is not None:
-            raise ValueError("the report's tree says how deep drafts go: set num_speculative_tokens or report to null")
-        return self
 
 
 class ImportConfig(Settings):
@@ -80,8 +71,6 @@ class PushConfig(Settings):
     # What is refused unless named here
     allow_failed_gate: bool = False  # the card then says that the gate failed, and why
     allow_lossy: bool = False  # the report is of decoding that changes answers; the card says so
-    # Exports that hold the whole target are published with it: MTP for transformers; for vLLM, in a target with MTP weights
-    allow_target_files: bool = False
     replace_commit: str | None = None  # full hash of the commit that this push may replace, whatever it holds
 
     @field_validator("exports", mode="before")

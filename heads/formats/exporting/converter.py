@@ -12,16 +12,9 @@ from configs.runtime.files import downloads_folder
 
 
 def find_converter(file: str, variable: str, usual: str, how: str) -> Path:
-    """Return the path of a converter.
+    """Return a converter's path: `file` in the folder that an environment variable names, else in the usual download.
 
-    Args:
-        file: its path in the folder that the environment variable names.
-        variable: of the environment.
-        usual: that folder below the downloads, where the variable is not set.
-        how: what makes it, for the error.
-
-    Raises:
-        InputError: it is not there.
+    `how` tells the error what makes it.
     """
     named = os.environ.get(variable)
     converter = (Path(named) if named else downloads_folder() / "venvs" / usual).absolute() / file
@@ -33,17 +26,7 @@ def find_converter(file: str, variable: str, usual: str, how: str) -> Path:
 
 
 def run_converter(name: str, command: Sequence[str], made: Path, environment: Mapping[str, str]) -> None:
-    """Run a converter.
-
-    Args:
-        name: what messages call it.
-        command: of the process.
-        made: the file that it is to leave.
-        environment: variables beside those of this process.
-
-    Raises:
-        InputError: it fails, or the file is not there; with the last line that it writes to stderr.
-    """
+    """Run a converter that is to leave the file `made`; an InputError has the last line that it writes to stderr."""
     done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
     if done.returncode != 0 or not made.is_file():
         words = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]

@@ -1,4 +1,4 @@
-"""A draft LM as an ordinary model folder, for every engine that takes one: transformers' assistant, vLLM, SGLang, TensorRT-LLM.
+"""A draft LM as an ordinary model folder, for every engine that takes one: transformers' assistant, vLLM, SGLang.
 
 The artifact is such a folder already. What is added are the settings by which transformers drafts a fixed number of tokens:
 by itself it starts at 20 and stops where the draft is unsure, and it reads both from the draft's own generation config only.
@@ -8,16 +8,14 @@ never the likeliest: with the rows it was not trained for, the demo's draft brou
 
 from __future__ import annotations
 
-from typing import Any
+from torch import Tensor
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_object
 from heads.formats.exporting.serving import (
-    TENSORRT_NOTE,
     UNTRIED,
     Serve,
     sglang_command,
-    tensorrt_command,
     transformers_lines,
     vllm_command,
 )
@@ -50,12 +48,6 @@ def sglang(source: Source) -> ExportLayout:
     return _folder(source, sglang_command(source, "STANDALONE", source.num_speculative_tokens), (UNTRIED,))
 
 
-def tensorrt(source: Source) -> ExportLayout:
-    """Return the folder for TensorRT-LLM's PyTorch backend."""
-    note = f"{TENSORRT_NOTE} Those call this decoding_type DraftTarget."
-    return _folder(source, tensorrt_command(source, {"decoding_type": "Draft_Target"}), (UNTRIED, note))
-
-
 def vocabulary_note(source: Source) -> tuple[str, ...]:
     """Return a note on a reduced draft vocabulary, if there is one."""
     if source.vocabulary is None:
@@ -70,36 +62,32 @@ def _folder(source: Source, serve: Serve, notes: tuple[str, ...]) -> ExportLayou
         raise InputError(f"its vocabulary has {size} rows, the target's {source.target.vocab_size}; engines ask for the same")
     weights, notes = source.weights, (*notes, *vocabulary_note(source))
     if source.vocabulary is not None:
-        weights = weights | _head_that_keeps_to_its_vocabulary(source)
+        weights = weights | _head_that_keeps_to_its_vocabulary(source, source.vocabulary.token_ids_W)
         config |= {"tie_word_embeddings": False}
+    path = source.folder / GENERATION
+    generation = read_object(path, "generation config of the draft") if path.is_file() else {}
+    drafting = {
+        "num_assistant_tokens": source.num_speculative_tokens,
+        "num_assistant_tokens_schedule": "constant",
+        "assistant_confidence_threshold": 0.0,
+    }
     return ExportLayout(
         config=config | {"dtype": source.dtype_name},
         weights=weights,
         serve=serve,
         notes=notes,
         files={path.name: path for path in source.folder.iterdir() if path.is_file() and path.name not in WRITTEN},
-        json_files={GENERATION: _generation(source)},
+        json_files={GENERATION: generation | drafting},
     )
 
 
-def _head_that_keeps_to_its_vocabulary(source: Source) -> Weights:
+def _head_that_keeps_to_its_vocabulary(source: Source, ids_W: Tensor) -> Weights:
     """Return the draft's whole output head, and its bias if it has one, without the tokens it was not trained for."""
     head = source.weights.get(HEAD) or source.weights.get(EMBEDDING)
-    if head is None or source.vocabulary is None:
+    if head is None:
         raise InputError(f"it holds neither {HEAD} nor {EMBEDDING}, of which the rows of other tokens are to be replaced")
-    ids_W = source.vocabulary.token_ids_W
     whole = {HEAD: source.whole_head(head.rows(ids_W))}
     if (bias := source.weights.get(BIAS)) is not None:
         column = source.whole_head(bias.rows(ids_W).reshaped((len(ids_W), 1)))
         whole[BIAS] = column.reshaped((source.target.vocab_size,))
     return whole
-
-
-def _generation(source: Source) -> dict[str, Any]:
-    path = source.folder / GENERATION
-    known = read_object(path, "generation config of the draft") if path.is_file() else {}
-    return known | {
-        "num_assistant_tokens": source.num_speculative_tokens,
-        "num_assistant_tokens_schedule": "constant",
-        "assistant_confidence_threshold": 0.0,
-    }

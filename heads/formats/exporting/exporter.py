@@ -9,9 +9,9 @@ import torch
 from configs.runtime.errors import InputError
 from configs.runtime.files import new_folder, write_json, write_text
 from heads.formats.exporting.source import Source
-from heads.formats.exporting.table import check_path, check_tree, form_of
+from heads.formats.exporting.table import check_path, form_of
 from heads.formats.layout import ExportLayout
-from heads.frozen.checkpoint_files import SINGLE_FILE, Weights, link_or_copy, read_weights, write_weights
+from heads.frozen.checkpoint_files import SINGLE_FILE, link_or_copy, read_weights, write_weights
 from heads.frozen.identity import hash_weights
 
 SERVE_FILE = "serve.txt"
@@ -21,7 +21,7 @@ PROGRAMS = {"gguf": "llama.cpp", "openvino": "OpenVINO GenAI"}  # where the form
 def export(
     source: Source, engine: str, out: Path, *, allow_target_mismatch: bool = False, served_from: str | None = None
 ) -> ExportLayout:
-    """Write an artifact as a folder that an engine loads, with the line that serves it.
+    """Write an artifact as a folder that an engine loads, with the line that serves it; an InputError where it cannot be.
 
     Args:
         source: the artifact.
@@ -29,10 +29,6 @@ def export(
         out: the folder to make.
         allow_target_mismatch: the target's weights may be others than those trained for.
         served_from: the path at which engines will find the folder; None: `out`.
-
-    Raises:
-        InputError: `out` exists, the target is another one, the engine cannot hold the draft, or the artifact's tensors are
-            not those that its settings call for.
     """
     if out.exists():
         raise InputError(f"{out} exists already; give a new folder")
@@ -40,8 +36,6 @@ def export(
         raise InputError(f"{out} lies in the target's folder, which an export may copy; give a folder outside it")
     place = str(out.resolve()) if served_from is None else served_from
     check_path(engine, source.metadata.kind, place)
-    if source.tree is not None:
-        check_tree(engine, source.metadata.kind)
     known = source.metadata.target
     if not allow_target_mismatch and hash_weights(source.target.folder) != known.get("weights_sha256"):
         raise InputError(
@@ -59,7 +53,9 @@ def export(
         _check_written(layout, scratch, source)
         if layout.convert is not None:
             layout.convert(scratch, layout)
-        write_text(scratch / SERVE_FILE, _serve_text(layout, engine, place))
+        notes = [f"- {note}" for note in layout.notes]
+        lines = [f"Serve with {PROGRAMS.get(engine, engine)}:", "", layout.serve(place), "", *notes]
+        write_text(scratch / SERVE_FILE, "\n".join(lines).rstrip() + "\n")
     return layout
 
 
@@ -76,11 +72,7 @@ def _write(layout: ExportLayout, folder: Path) -> None:
 
 
 def _check_written(layout: ExportLayout, folder: Path, source: Source) -> None:
-    """Read the folder back: every tensor is there as planned, and the offsets lead to the draft's tokens.
-
-    Raises:
-        RuntimeError: what was written is not what was to be.
-    """
+    """Read the folder back: every tensor is there as planned, and the offsets lead to the draft's tokens."""
     there = read_weights(folder, packed=True)  # of a quantised target's, in its own files
     for name, stored in layout.weights.items():
         if name not in there or (there[name].shape, there[name].dtype) != (stored.shape, stored.dtype):
@@ -88,16 +80,7 @@ def _check_written(layout: ExportLayout, folder: Path, source: Source) -> None:
     if layout.make is None and layout.weights_file == SINGLE_FILE and there.keys() != layout.weights.keys():
         raise RuntimeError(f"{folder} was written with tensors that were not planned")
     if source.vocabulary is not None and "d2t" in there:
-        _check_offsets(there, source.vocabulary.token_ids_W)
-
-
-def _check_offsets(there: Weights, token_ids_W: torch.Tensor) -> None:
-    d2t_W, t2d_V = there["d2t"].load(), there["t2d"].load()
-    named_W = d2t_W + torch.arange(len(d2t_W))
-    if not torch.equal(named_W, token_ids_W) or not torch.equal(t2d_V.nonzero().squeeze(1), named_W):
-        raise RuntimeError("d2t and t2d as written do not name the tokens of the draft vocabulary")
-
-
-def _serve_text(layout: ExportLayout, engine: str, out: str) -> str:
-    lines = [f"Serve with {PROGRAMS.get(engine, engine)}:", "", layout.serve(out), ""]
-    return "\n".join([*lines, *(f"- {note}" for note in layout.notes)]).rstrip() + "\n"
+        named_W = there["d2t"].load() + torch.arange(len(source.vocabulary))
+        marked_W = there["t2d"].load().nonzero().squeeze(1)
+        if not torch.equal(named_W, source.vocabulary.token_ids_W) or not torch.equal(marked_W, named_W):
+            raise RuntimeError("d2t and t2d as written do not name the tokens of the draft vocabulary")

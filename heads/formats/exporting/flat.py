@@ -1,4 +1,4 @@
-"""Flat forms: EAGLE-3 as SGLang, SpecForge and TensorRT-LLM read it, DFlash as z-lab and as transformers have it.
+"""Flat forms: EAGLE-3 as SGLang and SpecForge read it, DFlash as z-lab and as transformers have it.
 
 Flat means that the draft's own sizes stand at the config's top level. Ids of hidden states count blocks from 0 and mean the
 output of that block, so each is ours less one: h_0, the embedding, has no id there.
@@ -12,21 +12,13 @@ from typing import Any
 import torch
 
 from configs.runtime.errors import InputError
-from heads.formats.exporting.serving import (
-    TENSORRT_NOTE,
-    UNTRIED,
-    Serve,
-    sglang_command,
-    tensorrt_command,
-    transformers_lines,
-)
+from heads.formats.exporting.serving import UNTRIED, sglang_command, transformers_lines
 from heads.formats.exporting.source import Source
 from heads.formats.layout import DOMINO_KEYS, TRANSFORMERS_DFLASH, ExportLayout, layer_config, renamed
-from heads.frozen.checkpoint_files import Weights, constant
+from heads.frozen.checkpoint_files import constant
 from heads.frozen.hidden_states import num_blocks
 
 MIDLAYER = (("layers.0.", "midlayer."),)
-TREE_NOTE = "TensorRT-LLM 1.3 drafts static trees with the draft as a model of its own only, and says that 1.4 will not."
 
 
 def block_ids(source: Source) -> list[int]:
@@ -39,21 +31,6 @@ def block_ids(source: Source) -> list[int]:
 
 def sglang_eagle(source: Source) -> ExportLayout:
     """Return EAGLE-3 for SGLang."""
-    return _flat_eagle(source, sglang_command(source, "EAGLE3", source.num_speculative_tokens))
-
-
-def tensorrt_eagle(source: Source) -> ExportLayout:
-    """Return EAGLE-3 for TensorRT-LLM's PyTorch backend, which reads the same folder."""
-    method: dict[str, Any] = {"decoding_type": "Eagle3", "eagle3_layers_to_capture": block_ids(source)}
-    notes = [TENSORRT_NOTE]
-    if source.tree is not None:
-        method |= {"eagle_choices": source.tree, "eagle3_one_model": False}
-        notes.append(TREE_NOTE)
-    layout = _flat_eagle(source, tensorrt_command(source, method))
-    return replace(layout, notes=(*layout.notes, *notes))
-
-
-def _flat_eagle(source: Source, serve: Serve) -> ExportLayout:
     source.target.check_plain()
     settings = source.settings
     if settings.norm_before_residual:
@@ -80,22 +57,19 @@ def _flat_eagle(source: Source, serve: Serve) -> ExportLayout:
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": block_ids(source), "use_aux_hidden_state": True},
     }
     head = {} if source.own_head() else {"lm_head.weight": source.target.head().cast(source.dtype)}
+    offsets = source.offsets() or {
+        "d2t": constant(torch.zeros(vocab_size, dtype=torch.int64)),
+        "t2d": constant(torch.ones(vocab_size, dtype=torch.bool)),
+    }
     return ExportLayout(
         config=config,
-        weights=renamed(source.weights | head | _offsets(source), MIDLAYER),
-        serve=serve,
+        weights=renamed(source.weights | head | offsets, MIDLAYER),
+        serve=sglang_command(source, "EAGLE3", source.num_speculative_tokens),
         notes=(
             UNTRIED,
             "Not for vLLM: it takes the ids of hidden states as they stand, one further than meant here; export for vllm.",
         ),
     )
-
-
-def _offsets(source: Source) -> Weights:
-    if source.vocabulary is not None:
-        return source.offsets()
-    vocab_size = source.target.vocab_size
-    return {"d2t": constant(torch.zeros(vocab_size, dtype=torch.int64)), "t2d": constant(torch.ones(vocab_size).bool())}
 
 
 def sglang_dflash(source: Source) -> ExportLayout:

@@ -8,12 +8,10 @@ any are links. vLLM finds its model class by the target's config.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_json
@@ -106,24 +104,8 @@ def stitched(source: Source) -> ExportLayout:
             *source.whole_vocabulary_note("vLLM"),
         ),
         holds_target=True,
-        make=partial(native.stitch_into, tensors=_LoadedAtUse(modules), places=places),
+        make=partial(native.stitch_into, load=lambda name: modules[name].load(), places=places),
     )
-
-
-class _LoadedAtUse(Mapping[str, Tensor]):
-    """Stored tensors as a mapping to their values, each read on access and not kept."""
-
-    def __init__(self, weights: Weights) -> None:
-        self._weights = weights
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._weights[name].load()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)
 
 
 def transformers(source: Source) -> ExportLayout:

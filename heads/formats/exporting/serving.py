@@ -11,16 +11,12 @@ from heads.formats.exporting.source import Source
 
 Serve = Callable[[str], str]
 UNTRIED = "Format-checked only: names, shapes and ids were compared with what the engine reads; it was not run."
-TENSORRT_NOTE = "Older releases of TensorRT-LLM call the key speculative_model_dir."
 
 
 def vllm_command(source: Source, method: str, *options: str, stitched: bool = False, **more: Any) -> Serve:
-    """Return how vLLM serves a target with a draft.
+    """Return how vLLM serves a target with a draft, or, stitched, a target that has the draft in it.
 
-    Args:
-        source: names the target.
-        method: vLLM's name for the draft; `more` joins it in the config, `options` go into the command.
-        stitched: the folder is the target, with the draft in it.
+    `options` go into the command, `more` joins the method in its config.
     """
 
     def line(out: str) -> str:
@@ -40,19 +36,6 @@ def sglang_command(source: Source, algorithm: str, tokens: int | None) -> Serve:
         chain = ["--speculative-num-steps", str(tokens), "--speculative-eagle-topk", "1"]
         chain += ["--speculative-num-draft-tokens", str(tokens + 1)]
     return lambda out: shlex.join([*words, "--speculative-draft-model-path", out, *chain])
-
-
-def tensorrt_command(source: Source, method: dict[str, Any]) -> Serve:
-    """Return how TensorRT-LLM's PyTorch backend serves a target with a draft: a command, and its options file."""
-    serve = shlex.join(["trtllm-serve", source.target.name, "--extra_llm_api_options", "options.yaml"])
-
-    def lines(out: str) -> str:
-        keys = method | {"max_draft_len": source.num_speculative_tokens, "speculative_model": out}
-        # YAML reads what JSON spells.
-        options = [f"  {key}: {json.dumps(value, ensure_ascii=False)}" for key, value in keys.items()]
-        return "\n".join([serve, "", "# options.yaml", "speculative_config:", *options])
-
-    return lines
 
 
 def transformers_lines(source: Source, draft_class: str, options: str) -> Serve:

@@ -7,7 +7,7 @@ W draft vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -73,19 +73,19 @@ class TargetFolder:
         return read_float_weights(self.folder)
 
     def head(self) -> LazyTensor:
-        """Return the weights of its output head; an InputError where the folder keeps them under no known name."""
+        """Return the weights of its output head."""
         tied = self.config.tie_word_embeddings or self.model.config.tie_word_embeddings
-        for name in (*HEADS, *EMBEDDINGS) if tied else HEADS:
-            if name in self.weights:
-                return self.weights[name]
-        raise InputError(f"{self.folder} holds neither {HEAD} nor, with tied embeddings, {EMBEDDING}")
+        return self._first_of((*HEADS, *EMBEDDINGS) if tied else HEADS)
 
     def embedding(self) -> LazyTensor:
-        """Return its embedding; an InputError where the folder keeps it under no known name."""
-        for name in EMBEDDINGS:
+        """Return its embedding."""
+        return self._first_of(EMBEDDINGS)
+
+    def _first_of(self, names: tuple[str, ...]) -> LazyTensor:
+        for name in names:
             if name in self.weights:
                 return self.weights[name]
-        raise InputError(f"{self.folder} holds no {EMBEDDING}")
+        raise InputError(f"{self.folder} holds none of {', '.join(names)}")
 
     def check_plain(self) -> None:
         """Refuse a target with a scaled embedding, or a head with a bias: engines give drafts the weights only."""
@@ -102,15 +102,10 @@ class TargetFolder:
 class Source:
     """An artifact to be exported.
 
-    Args:
-        folder, metadata: of the artifact.
-        settings: of the head's family (`configs.schema.heads`); None for a draft LM.
-        weights: its tensors, in the dtype to be written.
-        vocabulary: the tokens it can propose; None: all of the target's.
-        target: what it was trained for.
-        num_speculative_tokens: how many tokens an engine is to draft a round; of DFlash a whole block, as it was trained; of
-            a tree its depth.
-        tree: the static tree to draft, by its paths (`configs.schema.drafting.StaticTree`); None: a chain.
+    settings: of the head's family (`configs.schema.heads`); None for a draft LM.
+    weights: its tensors, in the dtype to be written.
+    vocabulary: the tokens it can propose; None: all of the target's.
+    num_speculative_tokens: how many tokens an engine is to draft a round; of DFlash a whole block, as it was trained.
     """
 
     folder: Path
@@ -120,11 +115,6 @@ class Source:
     vocabulary: DraftVocabulary | None
     target: TargetFolder
     num_speculative_tokens: int
-    tree: list[list[int]] | None = None
-
-    def with_tree(self, tree: list[list[int]]) -> Source:
-        """Return the same artifact with a static tree to draft."""
-        return replace(self, tree=tree, num_speculative_tokens=max(map(len, tree)))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -163,17 +153,13 @@ class Source:
         }
 
     def check_complete(self) -> None:
-        """Refuse a head whose tensors are not exactly those that its settings call for on its target.
-
-        Raises:
-            InputError: some are missing, unknown, or of another shape; all of them are named.
-        """
+        """Refuse a head whose tensors are not exactly those that its settings call for on its target."""
         if self.settings is None:
             return
         model, shapes = self.target.model, {name: stored.shape for name, stored in self.weights.items()}
         with torch.device("meta"), no_larger_than(shapes, self.folder / METADATA_FILE):
             head = FAMILIES[self.metadata.kind].build(self.settings, model, self.vocabulary)
-        check_names(self.weights, {name: tuple(value.shape) for name, value in head.state_dict().items()})
+        check_names(self.weights, head)
 
     def whole_head(self, head: LazyTensor) -> LazyTensor:
         """Return an output head of the draft vocabulary as one of the target's whole, in which the other tokens never win."""
@@ -211,45 +197,36 @@ class Source:
 def read_source(
     folder: Path, target: TargetFolder, *, num_speculative_tokens: int | None = None, dtype: torch.dtype | None = None
 ) -> Source:
-    """Read an artifact's metadata, and where its weights are.
+    """Read an artifact's metadata, and where its weights are; an InputError where it is damaged or drafts another number.
 
     Args:
         folder, target: of the artifact, and what it was trained for.
         num_speculative_tokens: drafts a round; None: the artifact's number, of DFlash a whole block.
         dtype: to write; None: as they are.
-
-    Raises:
-        InputError: it is no artifact or is damaged, or drafts fewer tokens than asked for, or, of DFlash, more.
     """
     metadata = read_metadata(folder)
     weights = {name: stored.cast(dtype) for name, stored in read_weights(folder).items()}
     reduced = metadata.draft_vocabulary == "reduced"
-    vocabulary = read_draft_vocabulary(folder / VOCABULARY_FILE) if reduced else None
     settings = None if metadata.kind == "draft_lm" else head_settings(folder, metadata)
     if settings is not None:
         check_counts(settings.model_dump(), {name: stored.shape for name, stored in weights.items()}, folder / METADATA_FILE)
-    wanted = metadata.num_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
+    wanted = num_speculative_tokens or metadata.num_speculative_tokens
     longest = getattr(settings, "longest_draft", None)
     if longest is not None and wanted > longest:
         raise InputError(f"num_speculative_tokens {wanted}: {folder} drafts at most {longest} tokens a round")
-    if isinstance(settings, DFlashSettings):
-        wanted = _whole_block(folder, settings.longest_draft, num_speculative_tokens)
+    if isinstance(settings, DFlashSettings):  # engines fill the block, and another number changes what each slot predicts
+        wanted = settings.longest_draft
+        if num_speculative_tokens not in (None, wanted):
+            raise InputError(
+                f"num_speculative_tokens {num_speculative_tokens}: {folder} fills blocks of {wanted} drafts, and engines draft "
+                f"whole blocks; ask for {wanted}, or leave it out"
+            )
     return Source(
         folder=folder,
         metadata=metadata,
         settings=settings,
         weights=weights,
-        vocabulary=vocabulary,
+        vocabulary=read_draft_vocabulary(folder / VOCABULARY_FILE) if reduced else None,
         target=target,
         num_speculative_tokens=wanted,
     )
-
-
-def _whole_block(folder: Path, drafts: int, asked: int | None) -> int:
-    """Return the drafts of a DFlash block: engines fill it whole, and another number changes what each slot predicts."""
-    if asked not in (None, drafts):
-        raise InputError(
-            f"num_speculative_tokens {asked}: {folder} fills blocks of {drafts} drafts, and engines draft whole blocks; "
-            f"ask for {drafts}, or leave it out"
-        )
-    return drafts

@@ -15,7 +15,7 @@ FORMS: dict[str, dict[str, Form]] = {
     "transformers": {"draft_lm": draft_lm.transformers, "dflash": flat.transformers_dflash, "mtp": mtp.transformers},
     "vllm": {
         "draft_lm": draft_lm.vllm,
-        "medusa": medusa.vllm_medusa,
+        "medusa": medusa.vllm,
         "eagle3": speculators.eagle,
         "peagle": speculators.eagle,
         "dflash": speculators.vllm_dflash,
@@ -38,22 +38,9 @@ FORMS: dict[str, dict[str, Form]] = {
         "dflash": flat.sglang_dflash,
         "domino": flat.sglang_domino,
     },
-    "tensorrt_llm": {
-        "draft_lm": draft_lm.tensorrt,
-        "medusa": medusa.tensorrt_medusa,
-        "eagle3": flat.tensorrt_eagle,
-    },
     "gguf": {"draft_lm": gguf.draft_lm, "eagle3": gguf.eagle3, "dflash": gguf.dflash},
     "openvino": {"draft_lm": openvino.draft_lm, "eagle3": openvino.eagle3},
 }
-# Why an engine has no form for a kind, where there is more to say than that.
-REASONS = {
-    ("transformers", "eagle3"): "transformers 5.23 decodes no EAGLE heads",
-    ("transformers", "peagle"): "transformers 5.23 decodes no EAGLE heads",
-    ("transformers", "medusa"): "transformers 5.23 decodes no Medusa heads",
-}
-# The kinds of which an engine drafts a given static tree; all others are drafted in chains, or in trees of the engine's own.
-TREES = {"tensorrt_llm": ("eagle3", "medusa")}
 # Words in the path of a draft's folder that vLLM 0.32 takes for the method, whatever the config says.
 PATH_WORDS = ("eagle-", "eagle3", "dflash", "dspark")
 
@@ -68,17 +55,8 @@ def form_of(engine: str, kind: str) -> Form:
     forms = FORMS[engine]
     if kind in forms:
         return forms[kind]
-    reason = REASONS.get((engine, kind), f"{engine} has no form for {kind}")
-    raise InputError(
-        f"{reason}; {kind} goes to {', '.join(engines_of(kind)) or 'no engine yet'}, {engine} takes {', '.join(forms)}"
-    )
-
-
-def check_tree(engine: str, kind: str) -> None:
-    """Refuse an engine that drafts no given tree."""
-    if kind not in TREES.get(engine, ()):
-        taken = "; ".join(f"{name} takes one of {' and '.join(kinds)}" for name, kinds in TREES.items())
-        raise InputError(f"{engine} drafts no static tree of {kind}: export without the report ({taken})")
+    engines = ", ".join(engines_of(kind)) or "no engine yet"
+    raise InputError(f"{engine} has no form for {kind}; {kind} goes to {engines}, {engine} takes {', '.join(forms)}")
 
 
 def check_path(engine: str, kind: str, path: str) -> None:

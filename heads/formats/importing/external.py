@@ -1,13 +1,10 @@
-"""A draft that another program wrote, with the settings and tensor names of our families.
-
-`heads.formats.importing.reading` makes one from a folder, `heads.formats.importing.importer` turns it into an artifact.
-"""
+"""A draft that another program wrote, with the settings and tensor names of our families."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -22,22 +19,19 @@ from heads.frozen.checkpoint_files import Weights
 class ExternalDraft:
     """A draft as another program wrote it.
 
-    Args:
-        form: the name of the format.
-        kind: which of our families it is.
-        settings: of that family, checked later.
-        layer: the config of its layers; "target": that of the target's blocks; None: it has none of their own sizes.
-        weights: its tensors under our names, and `embed_tokens.weight`, `d2t`, `t2d` where they are in the file.
-        num_speculative_tokens: what its config says; None: nothing.
-        optional: what to add where the file leaves it out.
-        layer_ids: what the ids of hidden states in its config were taken to mean; None: it has none.
-        placed: gives further tensors by the shapes of ours, where their names alone do not identify them.
+    settings: of our family `kind`, checked later.
+    layer: the config of its layers; None: they have no sizes of their own.
+    weights: its tensors under our names, and `embed_tokens.weight`, `d2t`, `t2d` where they are in the file.
+    num_speculative_tokens: what its config says; None: nothing.
+    optional: what to add where the file leaves it out.
+    layer_ids: what the ids of hidden states in its config were taken to mean; None: it has none.
+    placed: gives further tensors by the shapes of ours, where their names alone do not identify them.
     """
 
     form: str
     kind: str
     settings: Mapping[str, Any]
-    layer: Mapping[str, Any] | Literal["target"] | None
+    layer: Mapping[str, Any] | None
     weights: Weights
     num_speculative_tokens: int | None = None
     optional: Weights = field(default_factory=dict)

@@ -1,38 +1,44 @@
 """Turning another program's draft into an artifact: it must fit the target, to the last tensor, or it is refused.
 
-Sizes of its layers may be its own (`heads.formats.importing.sizes`), and so may the embedding of an EAGLE head; whatever else
-has no place in our heads is refused, with the reason. Tensors are streamed from file to file.
+Sizes of its layers may be its own, and so may the embedding of an EAGLE head; whatever else has no place in our heads is
+refused, with the reason. The width is the target's: a layer's input is the target's state and embedding. Tensors are streamed
+from file to file.
 B batch, W draft vocabulary, V target vocabulary, D width.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
-from configs.runtime.errors import InputError
+from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import new_folder
+from configs.schema.heads import LayerSettings
 from heads.artifact import write_rest
 from heads.families.registry import FAMILIES
 from heads.formats.importing.external import ExternalDraft
-from heads.formats.importing.sizes import own_layer
 from heads.formats.layout import check_names
 from heads.frozen.checkpoint_files import LazyTensor, Weights, write_weights
 from heads.frozen.identity import TargetIdentity
 from heads.frozen.weights import check_counts, no_larger_than
 from heads.inference.causal_lm import head_rows
 from heads.metadata import WEIGHTS_FILE, head_metadata
+from heads.modules.layers import LayerShape, layer_shape, shape_like
 from heads.modules.output_head import HeadModule
 from heads.vocabulary import DraftVocabulary
 
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+NO_SIZES = ("architectures", "dtype", "torch_dtype", "model_type")  # keys of a layer's config
 DEFAULT_TOKENS = 3
 
 
@@ -40,11 +46,10 @@ DEFAULT_TOKENS = 3
 class Fitted:
     """An external draft that fits a target.
 
-    Args:
-        settings: of its family, nothing left open.
-        taps: of the target's states, those it reads.
-        weights: exactly the tensors of our head.
-        vocabulary: the tokens it can propose; None: all of the target's.
+    settings: of its family, nothing left open.
+    taps: of the target's states, those it reads.
+    weights: exactly the tensors of our head.
+    vocabulary: the tokens it can propose; None: all of the target's.
     """
 
     settings: Any
@@ -60,8 +65,7 @@ def fit(external: ExternalDraft, target: PreTrainedModel) -> Fitted:
         InputError: it has layers or an embedding that our heads cannot have, wrong offsets, or tensors that are missing,
             unknown (all of them are named) or of another shape.
     """
-    config = target.config.get_text_config().to_dict() if external.layer == "target" else external.layer
-    layer = {} if config is None else own_layer(config, external.kind, target)
+    layer = {} if external.layer is None else _own_layer(external.layer, external.kind, target)
     weights = external.optional | external.weights
     vocabulary = _take_vocabulary(weights, target)
     embedding = _settle_embedding(external, weights, target)
@@ -78,7 +82,7 @@ def fit(external: ExternalDraft, target: PreTrainedModel) -> Fitted:
         weights |= external.placed(own)
     if "mask_hidden" in weights and math.prod(weights["mask_hidden"].shape) == math.prod(own.get("mask_hidden", (0,))):
         weights["mask_hidden"] = weights["mask_hidden"].reshaped(own["mask_hidden"])
-    check_names(weights, own)
+    check_names(weights, head)
     if integers := sorted(name for name, stored in weights.items() if not stored.dtype.is_floating_point):
         raise InputError(
             f"expected floating numbers, and {', '.join(integers)} hold others (quantised weights have no place here)"
@@ -97,8 +101,6 @@ def write_artifact(
     provenance: dict[str, Any],
 ) -> None:
     """Write a fitted draft as an artifact, in a folder that must not exist; `vocab_size` is V."""
-    if out.exists():
-        raise InputError(f"{out} exists already; give a new folder")
     metadata = head_metadata(
         fitted.settings,
         fitted.taps,
@@ -112,6 +114,58 @@ def write_artifact(
     with new_folder(out) as scratch:
         write_weights(scratch / WEIGHTS_FILE, fitted.weights)
         write_rest(scratch, metadata, fitted.vocabulary)
+
+
+def _own_layer(layer: Mapping[str, Any], kind: str, target: PreTrainedModel) -> dict[str, Any]:
+    """Return a head's settings of its layers' sizes, `{}` where they are those of the target's blocks."""
+    try:
+        config = AutoConfig.for_model(
+            layer["model_type"], **{key: value for key, value in layer.items() if key not in NO_SIZES}
+        )
+    except (KeyError, ValueError, TypeError, StrictDataclassError) as error:
+        raise InputError(f"the config of its layers cannot be read: {first_line(error)}") from error
+    shape, own = _shape_of(config), asdict(shape_like(target))
+    differences = {
+        name: value
+        for name, value in asdict(shape).items()
+        if value != own[name] and (name != "max_positions" or shape.rope_scaling is not None)
+    }
+    if kind == "mtp":
+        family = target.config.get_text_config().model_type
+        if config.model_type != family:
+            raise InputError(f"its block is of the {config.model_type} family, the target's are of {family}")
+        if others := differences.keys() - {"max_positions", "rope_scaling"}:
+            listed = "; ".join(f"{name} {differences[name]}, the target's {own[name]}" for name in sorted(others))
+            raise InputError(f"its block has other sizes than the target's, of which ours is a copy: {listed}")
+        return {}
+    _check_kind(config)
+    if shape.width != own["width"]:
+        raise InputError(
+            f"its layers are {shape.width} wide and the target's states {own['width']}; heads are as wide as those"
+        )
+    if not differences:
+        return {}
+    layer_shape(target, LayerSettings.model_validate(differences))
+    return {"layer": differences}
+
+
+def _shape_of(config: Any) -> LayerShape:
+    shape = shape_like(cast(PreTrainedModel, SimpleNamespace(config=config)))  # it reads nothing else of a model
+    rope = getattr(config, "rope_parameters", None) or {}
+    scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "type") and value is not None}
+    plain = scaling.get("rope_type", "default") == "default"
+    return shape if plain else LayerShape(**(asdict(shape) | {"rope_scaling": scaling}))
+
+
+def _check_kind(config: Any) -> None:
+    """Refuse differences other than sizes: sliding attention, another activation, partial rotary embeddings."""
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        raise InputError("it has sliding layers, draftsmith's heads full attention")
+    if (activation := getattr(config, "hidden_act", "silu")) not in ("silu", "swish"):
+        raise InputError(f"its MLP has the activation {activation}, draftsmith's heads have silu")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if (share := rope.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise InputError(f"it turns {share:g} of each head (partial_rotary_factor), draftsmith's heads turn all of it")
 
 
 def _take_vocabulary(weights: Weights, target: PreTrainedModel) -> DraftVocabulary | None:

@@ -1,9 +1,10 @@
 """Read drafts that other programs wrote: settings, tensors under our names, draft vocabulary.
 
-Known are EAGLE-3, P-EAGLE, DFlash and MTP of the speculators library, flat EAGLE-3 (SGLang, SpecForge), Medusa (vLLM's names
-and the published ones), published Hydra heads, DFlash of z-lab and of transformers, and MTP modules inside checkpoints. A
-feature that our families lack is refused here; whether the tensors fit the target is checked in
-`heads.formats.importing.importer`. W draft vocabulary, V target vocabulary.
+`KNOWN` lists the forms. A feature that our families lack is refused here; whether the tensors fit the target is checked in
+`heads.formats.importing.importer`.
+
+The MTP modules of a checkpoint are those of the target's own, or of one in MiMo's layout that lies beside a target, as the
+export for vLLM is. Names, the order of the projection and experts kept one by one are known to `heads.frozen.mtp_checkpoint`.
 """
 
 from __future__ import annotations
@@ -11,51 +12,51 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from configs.runtime.errors import InputError
-from configs.runtime.files import read_json
+from configs.runtime.files import read_object
 from configs.schema.commands.release import TAP_OF_ID, LayerIds
 from heads.formats.importing.external import ExternalDraft
-from heads.formats.importing.hydra import read_hydra
-from heads.formats.importing.mtp import read_native
 from heads.formats.layout import (
     DFLASH2_KEYS,
     DOMINO_KEYS,
     MTP_PARTS,
     TRANSFORMERS_DFLASH,
     XPRESS_KEYS,
+    Shapes,
     has_mtp_modules,
     renamed,
 )
-from heads.frozen.checkpoint_files import Weights, read_weights, zeros
+from heads.frozen.checkpoint_files import LazyTensor, Weights, read_weights, zeros
+from heads.frozen.mtp_checkpoint import NativeMtp, TensorPart
 from heads.frozen.weights import check_counts
 
 KNOWN = (
     "speculators eagle3, peagle, dflash, dspark, dflash2, xpress and mtp; flat EAGLE-3 (architecture ...Eagle3); "
-    "Medusa (medusa_num_heads); Hydra (hydra_num_heads); DFlash (architecture DFlashDraftModel or "
-    "MuseGlimmerAssistantModel); Domino (architecture DominoDraftModel); a checkpoint with MTP modules"
+    "Medusa (medusa_num_heads); DFlash (architecture DFlashDraftModel or MuseGlimmerAssistantModel); "
+    "Domino (architecture DominoDraftModel); a checkpoint with MTP modules"
 )
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
+BACKBONE = "model.layers.0."  # of a checkpoint's first block
 OLD_MEDUSA = re.compile(r"^(?:medusa_heads?\.)?(\d+)\.(\d+)\.(?:(linear)\.)?(weight|bias)$")
 
 
 def read_external(folder: Path, *, layer_ids: LayerIds | None = None, reads: str | None = None) -> ExternalDraft:
-    """Read a draft's config, and where its tensors are.
+    """Read a draft's config, and where its tensors are; an InputError where our families do not do what it does.
 
     Args:
         folder: with `config.json` and weights.
         layer_ids: what ids of hidden states in its config mean (`configs.schema.commands.release.ImportConfig`);
             None: what they mean to those who write the form.
         reads: which state an MTP head was trained on; None: what is usual where it comes from.
-
-    Raises:
-        InputError: the format is none of those known, or the draft does something that our families do not.
     """
-    config = read_json(folder / "config.json", "config of the draft")
-    if not isinstance(config, dict):
-        raise InputError(f"{folder / 'config.json'} holds no object")
+    config = read_object(folder / "config.json", "config of the draft")
     weights = read_weights(folder)
     check_counts(config, {name: stored.shape for name, stored in weights.items()}, folder / "config.json")
     architectures = " ".join(config.get("architectures") or ())
@@ -64,8 +65,6 @@ def read_external(folder: Path, *, layer_ids: LayerIds | None = None, reads: str
             return _speculators(config, weights, layer_ids or "h", reads or "post_norm")
         if config.get("model_type") == "medusa" or "medusa_num_heads" in config:
             return _medusa(config, weights)
-        if "hydra_num_heads" in config:
-            return read_hydra(config, weights)
         if "MuseGlimmerAssistant" in architectures:
             weights = renamed(weights, [(new, old) for old, new in TRANSFORMERS_DFLASH])
             return _dflash(config, config, weights, layer_ids or "block_output", "transformers DFlash")
@@ -81,7 +80,7 @@ def read_external(folder: Path, *, layer_ids: LayerIds | None = None, reads: str
     except InputError as error:
         raise InputError(f"{folder} cannot be imported: {error}") from error
     if has_mtp_modules(weights):
-        return read_native(folder, weights, reads)
+        return _modules_of_a_checkpoint(folder, weights, reads)
     raise InputError(f"{folder} is in no form that draftsmith reads ({KNOWN}); its architectures: {architectures or 'none'}")
 
 
@@ -216,9 +215,12 @@ def _medusa(config: dict[str, Any], weights: Weights) -> ExternalDraft:
     num_heads, num_layers = config["medusa_num_heads"], config["medusa_num_layers"]
     weights = {_medusa_name(name, num_layers): stored for name, stored in weights.items()}
     own = any(name.startswith("lm_heads.") for name in weights)
-    blocks = {name: stored for name, stored in weights.items() if name.startswith("blocks.") and name.endswith(".weight")}
     # A block without bias is one with a bias of 0.
-    added = {f"{name.removesuffix('weight')}bias": zeros(stored.shape[:1], stored.dtype) for name, stored in blocks.items()}
+    added = {
+        f"{name.removesuffix('weight')}bias": zeros(stored.shape[:1], stored.dtype)
+        for name, stored in weights.items()
+        if name.startswith("blocks.") and name.endswith(".weight")
+    }
     settings = {"num_depths": num_heads, "num_layers": num_layers, "own_output_heads": own, "train_head": own}
     return ExternalDraft(
         form="Medusa",
@@ -245,3 +247,43 @@ def _medusa_name(name: str, num_layers: int) -> str:
 def _taps(ids: list[int] | None, layer_ids: LayerIds) -> list[int] | None:
     """Return ids as engines take them, sorted and each once, counted as in artifacts; None stays open."""
     return None if ids is None else sorted({number + TAP_OF_ID[layer_ids] for number in ids})
+
+
+def _modules_of_a_checkpoint(folder: Path, weights: Weights, reads: str | None) -> ExternalDraft:
+    """Return a checkpoint's MTP modules under our names; the block is the target's kind, and so are its tensors."""
+    native = NativeMtp(folder)
+    several = native.num_layers > 1
+    if reads is None:
+        # Modules that stand alone are written by `heads.formats.exporting.mtp.mimo`, whatever their naming.
+        reads = native.naming.reads if any(name.startswith(BACKBONE) for name in weights) else "post_norm"
+    settings = {"shared_depths": not several, "reads": reads} | ({"num_depths": native.num_layers} if several else {})
+    return ExternalDraft(
+        form=f"MTP of a checkpoint, named as in {native.naming.families}",
+        kind="mtp",
+        settings=settings,
+        layer=None,
+        weights={},
+        num_speculative_tokens=native.num_layers if several else None,
+        placed=partial(_placed, native, weights),
+    )
+
+
+def _placed(native: NativeMtp, weights: Weights, own: Shapes) -> Weights:
+    """Return the tensors by our names and shapes; MiMo's layout has biases of zeros where a Llama block has none."""
+    like = {name: torch.empty(shape, device="meta") for name, shape in own.items() if name.startswith("layers.")}
+    biases = [name for name in weights if "mtp" in name and name.endswith("_proj.bias")]
+    zero_biases = {name for name in biases if not weights[name].load().any()}
+    places = native.places(like, hidden_first=False, without=zero_biases)
+    return {name: _joined(pieces, weights, own[name]) for name, pieces in places.items()}
+
+
+def _joined(pieces: list[TensorPart], weights: Weights, shape: tuple[int, ...]) -> LazyTensor:
+    dtype = weights[pieces[0].key].dtype
+
+    def load() -> Tensor:
+        whole = torch.empty(shape, dtype=dtype)
+        for piece in pieces:
+            whole[piece.index] = piece.turned(weights[piece.key].load())
+        return whole
+
+    return LazyTensor(shape=shape, dtype=dtype, load=load)

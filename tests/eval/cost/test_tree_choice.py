@@ -9,7 +9,7 @@ import pytest
 from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.loading import load_config
 from configs.schema.decoding import DecodeConfig
-from configs.schema.drafting import FastestTree, check_paths
+from configs.schema.drafting import FastestTree, StaticTree, check_paths
 from configs.schema.evaluation import EvalConfig
 from configs.schema.training import DistillConfig
 from eval import evaluation
@@ -61,7 +61,7 @@ def test_an_evaluation_drafts_the_fastest_tree_by_prompts_that_it_does_not_measu
     trees = [each for size in (1, 2, 3) for each in combinations(WIDE, size) if is_tree(each)]
     most = max(expected_tokens(each, profile) for each in trees)
     report = report_in(config)
-    paths = [tuple(path) for path in report.decode.static_tree]
+    paths = StaticTree.model_validate(report.decode.tree).all_paths()
     assert len(paths) <= 3
     assert expected_tokens(paths, profile) == pytest.approx(most, abs=1e-9)
     assert most > 1.5

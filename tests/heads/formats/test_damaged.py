@@ -130,7 +130,7 @@ def test_an_index_whose_paths_leave_the_folder(exported, file):
 @pytest.mark.parametrize("content", ["", "[]", "{", '"text"'])
 def test_a_config_that_is_none(exported, content):
     (exported.out / "config.json").write_text(content)
-    refused(exported, "is not JSON|holds no object")
+    refused(exported, "is not JSON|expected an object")
 
 
 def test_an_unknown_form(exported):

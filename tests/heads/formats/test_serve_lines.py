@@ -6,9 +6,7 @@ import shlex
 from dataclasses import replace
 
 import pytest
-import yaml
 
-from configs.runtime.errors import InputError
 from configs.schema.heads import (
     DFlash2Settings,
     DFlashSettings,
@@ -38,21 +36,19 @@ SETTINGS = {
 VLLM_METHODS = {"draft_lm": "draft_model", "peagle": "eagle3", "dflash2": "dflash"}  # the others bear the family's name
 SGLANG_ALGORITHMS = {"draft_lm": "STANDALONE", "eagle3": "EAGLE3", "dflash": "DFLASH", "domino": "DFLASH"}
 TARGET = "a target's name"
-TENSORRT_TYPES = {"draft_lm": "Draft_Target", "eagle3": "Eagle3"}
 
 
 @pytest.fixture
 def serve_lines(write, tiny_run, tmp_path):
     """A function that exports a draft of a kind; gives the lines that serve it, and its folder."""
 
-    def make(engine, kind, tree=None):
+    def make(engine, kind):
         out = tmp_path / 'it\'s {served} "well" $HOME'  # to be quoted
         if kind == "draft_lm":
             source = read_source(tiny_run / "artifact", TargetFolder(tiny_run / "target", TARGET))
         else:
             written = write(SETTINGS[kind], "qwen3" if (engine, kind) == ("speculators", "mtp") else "llama")
             source = replace(written.source(), target=TargetFolder(written.target_folder, TARGET))
-        source = source if tree is None else source.with_tree(tree)
         export(source, engine, out)
         title, _, rest = (out / SERVE_FILE).read_text().partition("\n\n")
         assert title == f"Serve with {engine}:"
@@ -99,48 +95,6 @@ def test_sglang(serve_lines, kind):
         "--speculative-algorithm": SGLANG_ALGORITHMS[kind],
         "--speculative-draft-model-path": str(out),
     } | ({} if kind in ("dflash", "domino") else chain)  # a block has its own length
-
-
-@pytest.mark.parametrize("kind", FORMS["tensorrt_llm"])
-def test_tensorrt_llm(serve_lines, kind):
-    lines, out, source = serve_lines("tensorrt_llm", kind)
-    if kind == "medusa":
-        (_, convert), (command, build) = (parsed(line) for line in lines.splitlines())
-        assert convert["--medusa_model_dir"] == str(out)
-        assert convert["--model_dir"] == TARGET
-        assert convert.keys() == {"--model_dir", "--medusa_model_dir", "--output_dir", "--dtype", "--num_medusa_heads"}
-        assert command == ["trtllm-build"]
-        assert build.keys() == {"--checkpoint_dir", "--output_dir", "--speculative_decoding_mode"}
-        return
-    line, _, options = lines.partition("\n")
-    command, flags = parsed(line)
-    assert (command, flags.keys()) == (["trtllm-serve", TARGET], {"--extra_llm_api_options"})
-    assert yaml.safe_load(options)["speculative_config"] == {
-        "decoding_type": TENSORRT_TYPES[kind],
-        "speculative_model": str(out),
-        "max_draft_len": source.num_speculative_tokens,
-    } | ({"eagle3_layers_to_capture": [0, 1, 2]} if kind == "eagle3" else {})
-
-
-def test_a_static_tree_goes_to_the_engines_that_draft_it(serve_lines, tmp_path):
-    tree = [[0], [1], [0, 0]]
-    lines, _, source = serve_lines("tensorrt_llm", "medusa", tree)
-    command, flags = parsed(lines.splitlines()[-1])
-    assert command == ["python", "run.py"]
-    assert json.loads(flags["--medusa_choices"]) == tree
-    with pytest.raises(InputError, match=r"vllm drafts no static tree of medusa.*tensorrt_llm takes one of eagle3 and medusa"):
-        export(source, "vllm", tmp_path / "other")
-
-
-def test_a_static_tree_of_eagle3_is_read_with_the_draft_as_a_model_of_its_own(serve_lines):
-    tree = [[0], [1], [0, 0]]
-    lines, _, _ = serve_lines("tensorrt_llm", "eagle3", tree)
-    options = yaml.safe_load(lines.partition("\n")[2])["speculative_config"]
-    assert {key: options[key] for key in ("eagle_choices", "eagle3_one_model", "max_draft_len")} == {
-        "eagle_choices": tree,
-        "eagle3_one_model": False,
-        "max_draft_len": 2,
-    }
 
 
 @pytest.mark.parametrize("kind", FORMS["transformers"])

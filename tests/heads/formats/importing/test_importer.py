@@ -63,7 +63,6 @@ TRIPS = [
     (DOMINO, {"sample_from_anchor": True}, "llama", "sglang"),
     (MEDUSA, {}, "llama", "vllm"),
     (MEDUSA, checks.OWN_HEADS, "llama", "vllm"),
-    (MEDUSA, checks.OWN_HEADS, "llama", "tensorrt_llm"),
     (MTP, {}, "qwen3", "speculators"),
     (MTP, HIDDEN_FIRST, "qwen3", "speculators"),
     (MTP, {}, "llama", "vllm"),

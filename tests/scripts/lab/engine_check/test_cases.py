@@ -264,13 +264,13 @@ def test_engines_that_are_not_run_are_checked_by_the_export(settings, tiny_run):
     [
         ("llama_cpp", "bin/llama-server is missing"),
         ("vllm", r"nowhere/bin/python is missing; `make serve-check` installs it"),
-        ("tensorrt_llm", "has no form for draft_lm"),
+        ("sglang", "has no form for draft_lm"),
         ("none", "cases is empty"),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_anything_runs(fake, settings, monkeypatch, engine, words):
     fake(before="sys.exit('it was run')")
-    monkeypatch.setitem(FORMS, "tensorrt_llm", {})
+    monkeypatch.setitem(FORMS, "sglang", {})
     monkeypatch.setitem(
         serve_engines.ENGINES, "vllm", EngineDriver(driver=Path("x"), form="transformers", environment="nowhere")
     )
