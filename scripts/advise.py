@@ -39,7 +39,7 @@ def main(config: AdviceConfig, args: argparse.Namespace) -> int:
         update["budget_minutes"] = minutes(args.budget)
     # torch and transformers take seconds to import: a mistyped key is reported before that.
     from scripts.advice.run import advise
-    from scripts.demo import stop
+    from scripts.steps import stop
 
     signal.signal(signal.SIGTERM, stop)
     with folder_lock(Path(config.output)):

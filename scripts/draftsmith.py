@@ -1,8 +1,7 @@
 """`draftsmith COMMAND ...`: the commands under one name, for those who installed the wheel; `draftsmith --help` lists them.
 
 Each runs the module that the checkout has a file for, in this process: to train in several, give that file to
-`accelerate launch`. `eval "$(draftsmith completion bash)"` completes commands and config keys in bash, and in zsh after
-`autoload -U bashcompinit && bashcompinit`.
+`accelerate launch`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ if not __package__:  # run as a script: the checkout's root takes the place of t
 from pydantic import BaseModel
 
 from configs.runtime.command import BAD_INPUT, DONE, exit_code
-from configs.runtime.key_list import list_keys
 from configs.schema.commands.advising import AdviceConfig
 from configs.schema.commands.planning import PlanHeadsConfig
 from configs.schema.commands.refreshing import RefreshConfig
@@ -47,13 +45,6 @@ COMMANDS: dict[str, tuple[str, type[BaseModel] | None]] = {
     "import": ("scripts.import", ImportConfig),
     "push": ("scripts.push", PushConfig),
 }
-OPTIONS = ("--config", "--set", "--keys", "--print-config", "--help")
-COMPLETION = """_draftsmith() {
-  local words="$(draftsmith complete "${COMP_WORDS[@]:1:COMP_CWORD}")"
-  COMPREPLY=($(compgen -W "$words" -- "${COMP_WORDS[COMP_CWORD]}"))
-  [[ "${COMPREPLY[0]}" == *= ]] && compopt -o nospace
-}
-complete -o default -F _draftsmith draftsmith"""
 
 
 def main() -> int:
@@ -62,14 +53,8 @@ def main() -> int:
     if name in ("-h", "--help"):
         print(_help())
         return DONE
-    if name == "completion" and rest == ["bash"]:
-        print(COMPLETION)
-        return DONE
-    if name == "complete":
-        print("\n".join(complete(rest)))
-        return DONE
     if name not in COMMANDS:
-        print(f"error: no command {name!r}; there are {', '.join(COMMANDS)} and completion bash", file=sys.stderr)
+        print(f"error: no command {name!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
         return BAD_INPUT
     sys.argv = [f"draftsmith {name}", *rest]
 
@@ -80,16 +65,6 @@ def main() -> int:
         return exit_code(run)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else DONE
-
-
-def complete(words: list[str]) -> list[str]:
-    """Return what may stand in the place of the last of `words`, the arguments so far."""
-    if len(words) < 2:
-        return list(COMMANDS)
-    _, schema = COMMANDS.get(words[0], ("", None))
-    if schema is None or "--set" not in words[:-1] or words[-1].startswith("-"):
-        return list(OPTIONS) if words[-1].startswith("-") else []
-    return [f"{key.path}=" for key in list_keys(schema)]
 
 
 def _help() -> str:

@@ -5,10 +5,9 @@
 
 Reads a recipe of `train/heads.py` or `train/distill.py` as it stands, and of the target nothing but its config. Prints memory
 by part, which of configs/accelerate fits and why the simpler ones do not, FLOPs, disk, hours, and the line that starts the run.
-The sections `hardware` and `workload` (configs/schema/commands/planning.py) come on top, by --set or in the file;
-`--hardware FILE` takes the first from a file of its own. A recipe with a section `head` is one of heads, any other of
-distillation. Where `data.train` does not exist yet, `workload` says how much there will be. How far plans were from measured
-runs is in docs/scaling.md. Writes nothing but the data file's index, beside it.
+The sections `hardware` and `workload` (configs/schema/commands/planning.py) come on top, by --set or in the file. A recipe with
+a section `head` is one of heads, any other of distillation. Where `data.train` does not exist yet, `workload` says how much
+there will be. How far plans were from measured runs is in docs/scaling.md. Writes nothing but the data file's index, beside it.
 """
 
 from __future__ import annotations
@@ -25,26 +24,17 @@ if not __package__:  # run as a script: the checkout's root takes the place of t
     guard_imports()
 
 from configs.runtime.command import run_command
-from configs.runtime.errors import ConfigError, InputError
-from configs.runtime.loading import load_config, read_values
-from configs.schema.commands.planning import HardwareConfig, PlanConfig, PlanDistillConfig, PlanHeadsConfig
+from configs.runtime.errors import InputError
+from configs.runtime.loading import read_values
+from configs.schema.commands.planning import PlanConfig, PlanDistillConfig, PlanHeadsConfig
 
 PLANNED = {"hardware", "workload"}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what a plan takes beside a config."""
-    parser.add_argument("--hardware", metavar="FILE", help="YAML file with the settings of the section hardware")
 
 
 def main(config: PlanConfig, arguments: argparse.Namespace) -> None:
     """Print the plan."""
     from train.plan.page import plan_page
 
-    if arguments.hardware is not None:
-        if config.hardware != HardwareConfig():
-            raise ConfigError("hardware: give it once, by --hardware or by the recipe and --set, not by both")
-        config = config.model_copy(update={"hardware": load_config(HardwareConfig, arguments.hardware)})
     print(plan_page(config, training_options(arguments)))
 
 
@@ -76,8 +66,5 @@ def schema_of(argv: list[str]) -> type[PlanHeadsConfig] | type[PlanDistillConfig
 
 
 if __name__ == "__main__":
-    sys.exit(
-        run_command(
-            schema_of(sys.argv[1:]), main, description="Plan a training recipe's memory and time.", add_arguments=add_arguments
-        )
-    )
+    description = "Plan a training recipe's memory and time."
+    sys.exit(run_command(schema_of(sys.argv[1:]), main, description=description, add_arguments=lambda parser: None))

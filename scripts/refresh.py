@@ -12,7 +12,6 @@ import argparse
 import signal
 import sys
 from pathlib import Path
-from types import FrameType
 
 if not __package__:  # run as a script: the checkout's root takes the place of this folder, which Python put first
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -21,7 +20,6 @@ if not __package__:  # run as a script: the checkout's root takes the place of t
     guard_imports()
 
 from configs.runtime.command import run_command
-from configs.runtime.errors import Stopped
 from configs.runtime.files import folder_lock
 from configs.schema.commands.refreshing import RefreshConfig
 
@@ -30,14 +28,11 @@ def main(config: RefreshConfig, args: argparse.Namespace) -> int:
     """Refresh the draft, or measure the drift; return the exit code."""
     # torch and transformers take seconds to import: a mistyped key is reported before that.
     from scripts.refresh_steps.run import drift, refresh
+    from scripts.steps import stop
 
-    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGTERM, stop)
     with folder_lock(Path(config.output)):
         return drift(config) if args.drift else refresh(config)
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise Stopped("stopped by SIGTERM; run it again to go on")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -70,5 +70,5 @@ def test_the_demo_finds_what_came_along_and_writes_to_the_present_folder(unpacke
     )
     said = run(unpacked, tmp_path, "-c", code)
     assert "kind: hydra" in said
-    assert (tmp_path / "runs" / "demo" / "finished.json").is_file()
+    assert (tmp_path / "runs" / "demo" / "steps.json").is_file()
     assert not (unpacked / "runs").exists()

@@ -29,10 +29,6 @@ def serve_lines(config: PlanConfig, *, cpu: bool = False, options: Sequence[str]
 
     Servers whose urls name this machine listen here alone. Others must be reached from elsewhere, and so ask for the key that
     `target.states.api_key_variable` names a variable of, which is to be set where they are started.
-
-    Raises:
-        ConfigError: the recipe names no servers, or servers on other machines and no key.
-        InputError: the target's config is not to be had.
     """
     states = config.target.states
     if states is None:

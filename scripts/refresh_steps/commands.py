@@ -16,7 +16,7 @@ from configs.schema.data import DataConfig, PromptsConfig
 from configs.schema.evaluation import EvalConfig, SuiteConfig
 from configs.schema.training import DistillConfig, HeadsConfig
 from heads.metadata import Metadata
-from scripts import demo
+from scripts import demo, steps
 
 Config = DataConfig | DistillConfig | HeadsConfig | EvalConfig
 ENTRIES: dict[type[BaseModel], str] = {
@@ -31,7 +31,7 @@ FROM_ARTIFACT = {"init": "model", "layers": None, "overrides": None}
 def call(entry: str, *arguments: str, launcher: str | None = None) -> int:
     """Run a command in a process of its own, from this folder; return its exit code."""
     launch = [] if launcher is None else [*demo.LAUNCH[:-1], launcher]
-    return demo.run_step([*launch, entry, *arguments])
+    return steps.run_step([*launch, entry, *arguments])
 
 
 def call_with(config: Config, name: str, output: Path, launcher: str | None = None) -> int:
@@ -60,14 +60,7 @@ def data_config(config: RefreshConfig, prompts: Path, output: Path) -> DataConfi
 def training_recipe(config: RefreshConfig, served: Path, metadata: Metadata, folder: Path) -> DistillConfig | HeadsConfig:
     """Return the recipe that the served draft is trained on by, before it is given data, start and output.
 
-    Args:
-        served: the artifact.
-        metadata: of it.
-        folder: where the artifact's own recipe is written, in order to be read with its defaults.
-
-    Raises:
-        ConfigError: the recipe or a change to it is wrong.
-        InputError: the artifact has no recipe, and none is named.
+    The artifact's own is written into `folder`, in order to be read with its defaults.
     """
     path = config.recipe
     if path is None:
@@ -137,8 +130,8 @@ def export(config: RefreshConfig, artifact: Path, folder: Path) -> int:
     """Export the new draft for each engine named; return the first code that is not 0."""
     name = config.target.name
     target = [] if name.startswith("embedded:") else ["--target", name]
-    codes = (
-        call("scripts/export.py", str(artifact), "--to", engine, "--out", str(folder / engine), *target)
-        for engine in config.exports
-    )
-    return next((code for code in codes if code != DONE), DONE)
+    for engine in config.exports:
+        code = call("scripts/export.py", str(artifact), "--to", engine, "--out", str(folder / engine), *target)
+        if code != DONE:
+            return code
+    return DONE

@@ -26,11 +26,7 @@ log = logging.getLogger("draftsmith")
 
 
 def measure_drift(config: RefreshConfig, served: Path) -> int:
-    """Write `drift.json` and `drift.md`: tau of the served draft by week; return the exit code.
-
-    Raises:
-        InputError: the log cannot be read, no row says when it was served, or no week has enough prompts.
-    """
+    """Write `drift.json` and `drift.md`: tau of the served draft by week; return the exit code."""
     output, folder = Path(config.output), Path(config.output) / "drift"
     traffic = read_traffic(config)
     too_few = write_weeks(config, served, traffic, folder / "weeks")
@@ -44,7 +40,12 @@ def measure_drift(config: RefreshConfig, served: Path) -> int:
 
 def write_weeks(config: RefreshConfig, served: Path, traffic: Traffic, folder: Path) -> dict[str, int]:
     """Write a suite for each of the newest weeks with enough prompts; return how many those have that have too few."""
-    _check_times(config, traffic)
+    if traffic.first_without_time is not None:
+        words = f"{traffic.num_without_time} of {len(traffic.rows)} rows do not say when they were served"
+        message = f"log.time_field: {words}, {traffic.first_without_time} for one"
+        if traffic.num_without_time == len(traffic.rows):
+            raise InputError(f"{message}; drift is counted by week: name the key that has the time, in seconds or ISO 8601")
+        log.warning("%s; they are in no week", message)
     suites, too_few = _weeks(config, served, traffic)
     if not suites:
         found = ", ".join(f"{week} {count}" for week, count in too_few.items())
@@ -56,16 +57,6 @@ def write_weeks(config: RefreshConfig, served: Path, traffic: Traffic, folder: P
         for week, rows in suites.items():
             write_text(scratch / f"{week}.jsonl", "".join(row.to_line() for row in rows))
     return too_few
-
-
-def _check_times(config: RefreshConfig, traffic: Traffic) -> None:
-    if traffic.first_without_time is None:
-        return
-    words = f"{traffic.num_without_time} of {len(traffic.rows)} rows do not say when they were served"
-    message = f"log.time_field: {words}, {traffic.first_without_time} for one"
-    if traffic.num_without_time == len(traffic.rows):
-        raise InputError(f"{message}; drift is counted by week: name the key that has the time, in seconds or ISO 8601")
-    log.warning("%s; they are in no week", message)
 
 
 def _weeks(config: RefreshConfig, served: Path, traffic: Traffic) -> tuple[dict[str, list[ServedPrompt]], dict[str, int]]:

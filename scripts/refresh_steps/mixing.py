@@ -46,15 +46,12 @@ def mix(config: RefreshConfig, served: Path, data: Path, replay: Path | None, fo
         data: the folder of the traffic's data.
         replay: a train.jsonl; None: nothing is replayed.
         folder: to write.
-
-    Raises:
-        InputError: the replayed data cannot be read or is of another tokenizer, or one held-out prompt is all there is.
     """
     known = known_prompts(served)
     manifest = read_object(data / MANIFEST, "data manifest")
     own, all_held_out = open_conversations(data / "train.jsonl"), open_conversations(data / "held_out.jsonl")
     held_out = [row for row in all_held_out if text_hash(row.user_text) not in known]
-    choosing, measured = deal(held_out, config.max_suite_prompts)
+    choosing, measured = _share_out(held_out, config.max_suite_prompts)
     asked = {text_hash(text) for prompt in load_suite(config.old_suite).prompts for text in prompt.user_texts}
     fresh = [row for row in own if text_hash(row.user_text) not in asked]
     if not fresh:
@@ -94,12 +91,8 @@ def _draw(
     return [old[place] for place in sorted(random.Random(config.seed).sample(places, min(wanted, len(places))))]
 
 
-def deal(held_out: Sequence[Conversation], max_measured: int) -> tuple[list[Conversation], list[Conversation]]:
-    """Return the conversations of prompts that choose a checkpoint, and the first turns of those that are measured.
-
-    Raises:
-        InputError: there are fewer than two prompts.
-    """
+def _share_out(held_out: Sequence[Conversation], max_measured: int) -> tuple[list[Conversation], list[Conversation]]:
+    """Return the conversations of prompts that choose a checkpoint, and the first turns of those that are measured."""
     prompts = list(dict.fromkeys(row.prompt_id for row in held_out))
     if len(prompts) < 2:
         raise InputError(

@@ -3,35 +3,44 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from configs.runtime.command import DONE, GATE_FAILED, INCONCLUSIVE
+from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED
 from configs.runtime.errors import ConfigError, InputError
-from configs.runtime.files import find_shipped
-from configs.schema.commands.refreshing import RefreshConfig
+from configs.runtime.files import find_shipped, read_object, write_json, write_text
+from configs.runtime.resumable import files_fingerprint
+from configs.runtime.terminal import say
+from configs.schema.commands.refreshing import OLD, TRAFFIC, RefreshConfig
+from eval.report.change import tau_change
+from eval.report.markdown import table
+from eval.report.schema import load_report
+from eval.report.text import interval, number
 from heads.frozen.identity import hash_weights, locate
 from heads.metadata import Metadata, hash_artifact, locate_artifact, read_metadata
 from scripts.refresh_steps import commands
 from scripts.refresh_steps.drift import measure_drift
 from scripts.refresh_steps.mixing import mix
-from scripts.refresh_steps.results import PAGE, RESULTS, write_refresh
-from scripts.refresh_steps.steps import Step, end, run_steps
 from scripts.refresh_steps.traffic import MANIFEST, PROMPTS, write_traffic
+from scripts.steps import SEVERITY, Step, run_steps
 
-EXPORTS = "export"
+RESULTS, PAGE, EXPORTS = "refresh.json", "refresh.md", "export"
+VERDICTS = {DONE: "pass", GATE_FAILED: "fail"}
+LABELS = {TRAFFIC: "held-out traffic", OLD: "old suite (forgetting)"}
+INPUTS = "inputs.json"  # while a run is not ended: the log and data as it read them
 
 
 def drift(config: RefreshConfig) -> int:
     """Measure the served draft by week of the log; return the exit code."""
-    served, _ = find_served(config)
-    return measure_drift(config, served)
+    return measure_drift(config, find_served(config)[0])
 
 
 def refresh(config: RefreshConfig) -> int:
     """Run what is not finished of a refresh; return the gate's exit code, or that of the step that failed.
 
-    Raises:
-        InputError: a file or folder of the config cannot be used.
+    A run that was cut off keeps what it has read of the log, also where the log has grown since; the next run after one that
+    came to a verdict, or ended for bad input, reads the log again.
     """
     output = Path(config.output)
     served, metadata = find_served(config)
@@ -74,18 +83,71 @@ def refresh(config: RefreshConfig) -> int:
     ]
     _remove_verdict(output)
     inputs = [Path(config.log.path), find_shipped(config.old_suite.path), *([] if replay is None else [replay])]
-    code = run_steps(output, steps, inputs)
+    try:
+        code = run_steps(output, steps, _read_inputs(output / INPUTS, inputs))
+    except InputError:
+        (output / INPUTS).unlink()
+        raise
+    if code == BAD_INPUT:
+        (output / INPUTS).unlink()
     if code != DONE:
         return code
     new, old = measured / "report.json", measured_served / "report.json"
     verdict = commands.judge(config, artifact, new, old, output)
-    if verdict not in (DONE, GATE_FAILED, INCONCLUSIVE):
+    if verdict not in SEVERITY:
         return verdict
-    write_refresh(output, new, old, traffic / MANIFEST, mixed / MANIFEST, verdict)
+    _write_results(output, new, old, traffic / MANIFEST, mixed / MANIFEST, verdict)
     if verdict == DONE and (code := commands.export(config, artifact, output / EXPORTS)) != DONE:
         return code
-    end(output)
+    (output / INPUTS).unlink()
     return verdict
+
+
+def _read_inputs(path: Path, inputs: list[Path]) -> str:
+    """Return a fingerprint of what a run reads: as it was when a run that is not ended read it, else as it is now."""
+    if not path.is_file():
+        write_json(path, {"fingerprint": files_fingerprint(inputs)})
+    return str(read_object(path, "record of what was read")["fingerprint"])
+
+
+def _write_results(output: Path, new: Path, served: Path, traffic: Path, mixed: Path, code: int) -> None:
+    """Write `refresh.json` and `refresh.md`: tau of both drafts on both suites, compared prompt by prompt."""
+    ours, theirs = load_report(new), load_report(served)
+    changes: dict[str, dict[str, Any]] = {}
+    for name, suite in ((TRAFFIC, None), (OLD, OLD)):
+        change = tau_change(ours, theirs, suite)
+        changes[name] = {"num_prompts": 0} if change is None else {"num_prompts": change.num_clusters, **asdict(change)}
+    verdict = VERDICTS.get(code, "inconclusive")
+    trained_on = read_object(mixed, "manifest")["counts"]["train"]["by_source"]
+    write_json(
+        output / RESULTS,
+        {
+            "format_version": 1,
+            "verdict": verdict,
+            "exit_code": code,
+            "tokens_per_target_step": changes,
+            "traffic": read_object(traffic, "manifest"),
+            "trained_on": trained_on,
+        },
+    )
+    rows = [
+        (
+            label,
+            str(changes[name]["num_prompts"]),
+            number(changes[name].get("theirs")),
+            number(changes[name].get("ours")),
+            f"{number(changes[name].get('ratio'), 3)} {interval(changes[name].get('ratio_ci'), 3)}",
+        )
+        for name, label in LABELS.items()
+    ]
+    page = (
+        f"# Refresh: {verdict}\n\nTokens per target step, both drafts on the same prompts. Trained on {trained_on['traffic']} "
+        f"conversations of the traffic and {trained_on['replay']} of the old data.\n\n"
+        + table(("prompts", "number", "served", "refreshed", "ratio [95 % interval]"), rows)
+        + "\n"
+    )
+    write_text(output / PAGE, page)
+    say(page)
 
 
 def _remove_verdict(output: Path) -> None:
@@ -96,11 +158,7 @@ def _remove_verdict(output: Path) -> None:
 
 
 def find_served(config: RefreshConfig) -> tuple[Path, Metadata]:
-    """Return the folder of the served artifact and what it says of itself.
-
-    Raises:
-        InputError: it is none, lies where the output goes, or was made for a target of other weights.
-    """
+    """Return the folder of the served artifact and what it says of itself."""
     served = locate_artifact(config.served)
     metadata = read_metadata(served)
     _check_outside(config, "served", served)
@@ -114,11 +172,7 @@ def find_served(config: RefreshConfig) -> tuple[Path, Metadata]:
 
 
 def find_replay(config: RefreshConfig, recipe_data: str) -> Path | None:
-    """Return the conversations to be replayed; None where the config wants none.
-
-    Raises:
-        InputError: they are not there, or lie where the output goes.
-    """
+    """Return the conversations to be replayed; None where the config wants none."""
     if config.replay_share == 0:
         return None
     replay = Path(config.replay or recipe_data)

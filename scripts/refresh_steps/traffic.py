@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,22 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import new_folder, write_json, write_text
-from configs.runtime.redaction import PRIVATE_KEY, mask_counting
+from configs.runtime.redaction import PRIVATE_KEY, mask_counting, redact
 from configs.schema.commands.refreshing import LogConfig, RefreshConfig
+from configs.schema.target import TargetConfig
 from distill.generation.prompts import Prompt, everything_said
 from distill.generation.row_formats import ID_KEYS, detect_format, read_row
+from distill.generation.source_files import read_source
 from distill.generation.split import NearDuplicates
-from scripts.refresh_steps.log_rows import chat_tokenizer, log_rows, served_at
+from heads.frozen.checkpoint_files import UNREADABLE
+from heads.frozen.identity import locate
+from heads.frozen.tokenizer import load_tokenizer, no_chat_template
 
 log = logging.getLogger("draftsmith")
 PROMPTS, MANIFEST = "prompts.jsonl", "manifest.json"
+TIME_KEYS = ("time", "timestamp", "created", "created_at", "ts")
+AROUND = ("request", "body", "response")  # sections of a row that may hold its time
+MILLISECONDS_FROM = 1e11  # in seconds a time in the sixth millennium
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +79,7 @@ class Traffic:
 
 
 def write_traffic(config: RefreshConfig, folder: Path) -> None:
-    """Write the newest conversations of the log as prompts, and what was counted.
-
-    Raises:
-        InputError: the log cannot be read, or nothing of it is left.
-    """
+    """Write the newest conversations of the log as prompts, and what was counted."""
     traffic = read_traffic(config)
     rows = newest(traffic, traffic.rows, config.log, config.log.num_conversations)
     times = [row.time for row in rows if row.time is not None]
@@ -91,14 +94,10 @@ def write_traffic(config: RefreshConfig, folder: Path) -> None:
 
 
 def read_traffic(config: RefreshConfig) -> Traffic:
-    """Read the log and remove secrets.
-
-    Raises:
-        InputError: it cannot be read, or no conversation of it.
-    """
+    """Read the log and remove secrets; an InputError where no conversation of it can be read."""
     traffic, complaint = Traffic(), ""
-    tokenizer = chat_tokenizer(config.target)
-    for where, row in log_rows(config.log, tokenizer):
+    tokenizer = _chat_tokenizer(config.target)
+    for where, row in read_source(Path(config.log.path), "log", still_written=True):
         traffic.num_rows += 1
         try:
             prompt = _prompt(row, config.log, where)
@@ -110,7 +109,7 @@ def read_traffic(config: RefreshConfig) -> Traffic:
         if PRIVATE_KEY.search(json.dumps([prompt.turns, prompt.history, prompt.tools], ensure_ascii=False)):
             traffic.dropped["private_key"] += 1
             continue
-        time = served_at(row, config.log.time_field)
+        time = _served_at(row, config.log.time_field)
         if time is None:
             traffic.num_without_time += 1
             traffic.first_without_time = traffic.first_without_time or where
@@ -144,9 +143,40 @@ def newest(traffic: Traffic, rows: Sequence[ServedPrompt], settings: LogConfig, 
     return kept[::-1]
 
 
+def _served_at(row: Mapping[str, Any], field: str | None) -> datetime | None:
+    """Return when a row was served, None where it does not say."""
+    sections = [row, *(row[key] for key in AROUND if isinstance(row.get(key), Mapping))]
+    keys = TIME_KEYS if field is None else (field,)
+    values = (section[key] for section in sections for key in keys if section.get(key) is not None)
+    return next((time for value in values if (time := _time(value)) is not None), None)
+
+
+def _time(value: Any) -> datetime | None:
+    try:
+        seconds = float(value) if not isinstance(value, bool) else None
+    except (TypeError, ValueError):
+        seconds = None
+    try:
+        if seconds is not None:
+            return datetime.fromtimestamp(seconds / 1000 if seconds >= MILLISECONDS_FROM else seconds, UTC)
+        time = datetime.fromisoformat(str(value))
+    except (ValueError, OverflowError, OSError):
+        return None
+    return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
+
+
+def _chat_tokenizer(target: TargetConfig) -> PreTrainedTokenizerBase:
+    """Return the target's tokenizer; an InputError where it cannot be read or has no chat template."""
+    try:
+        tokenizer = load_tokenizer(locate(target), target)
+    except UNREADABLE as error:
+        raise InputError(f"target.name: {target.name} has no tokenizer that can be read: {first_line(error)}") from error
+    if tokenizer.chat_template is None:
+        raise InputError(no_chat_template(redact(target.name)))
+    return tokenizer
+
+
 def _prompt(row: dict[str, Any], settings: LogConfig, where: str) -> Prompt:
-    if "prompt_text" in row:
-        raise InputError(f"{where}: the prompt is no conversation in the target's chat template (cut off, or of another model)")
     format: str = settings.format
     if format == "auto":
         format = detect_format(row, where, "log.field")

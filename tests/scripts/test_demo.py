@@ -11,6 +11,7 @@ import pytest
 from configs.runtime.command import BAD_INPUT, DONE, FAILED, GATE_FAILED, INTERRUPTED, TERMINATED
 from configs.runtime.errors import Stopped
 from scripts import demo
+from scripts import steps as shared
 
 ENTRY = Path(__file__).resolve().parents[2] / "scripts" / "demo.py"
 WRITE = "import os, sys; os.makedirs('runs/demo', exist_ok=True); open(sys.argv[1], 'a').write('ran ')"
@@ -48,7 +49,7 @@ def test_finished_steps_are_run_again_only_when_asked_or_when_something_before_t
     assert demo.main([]) == DONE
     assert demo.main([]) == DONE
     assert ran(tmp_path) == [1, 1]
-    assert "== one: already finished; --fresh runs it again" in capsys.readouterr().out
+    assert "== one: already finished" in capsys.readouterr().out
     steps["two"] = [*steps["two"], "more"]
     assert demo.main([]) == DONE
     assert ran(tmp_path) == [1, 2]
@@ -91,8 +92,8 @@ def test_stopping_it_stops_what_it_started(tmp_path, stop, code):
     script = (
         # A shell starts what runs in its background with Ctrl-C ignored, and these tests may run there.
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        f"import sys; sys.path[0] = {str(ENTRY.parents[1])!r}; from scripts import demo; "
-        f"demo.STEPS = {{'train': ['-c', {LAUNCH!r}]}}; demo.GRACE_SECONDS = 2; "
+        f"import sys; sys.path[0] = {str(ENTRY.parents[1])!r}; from scripts import demo, steps; "
+        f"demo.STEPS = {{'train': ['-c', {LAUNCH!r}]}}; steps.GRACE_SECONDS = 2; "
         "sys.exit(demo.main([]))"
     )
     running = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path)
@@ -117,10 +118,10 @@ def test_a_stop_while_a_step_is_started_ends_that_step(monkeypatch):
         signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(subprocess.Popen, "_execute_child", stopped)
-    before = signal.signal(signal.SIGTERM, demo.stop)
+    before = signal.signal(signal.SIGTERM, shared.stop)
     try:
         with pytest.raises(Stopped):
-            demo.run_step(["-c", "import time; time.sleep(60)"])
+            shared.run_step(["-c", "import time; time.sleep(60)"])
         assert not living(started[0])
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -2,9 +2,7 @@
 
 import sys
 
-import pytest
-
-from scripts.draftsmith import COMMANDS, complete, main
+from scripts.draftsmith import COMMANDS, main
 
 
 def run(monkeypatch, *argv):
@@ -30,17 +28,3 @@ def test_every_command_is_listed_with_a_sentence(monkeypatch, capsys):
 def test_an_unknown_command_is_refused(monkeypatch, capsys):
     assert run(monkeypatch, "trane") == 2
     assert "no command 'trane'; there are demo, plan" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "found"),
-    [
-        ([""], "heads"),
-        (["heads", "--"], "--config"),
-        (["heads", "--config", "a.yaml", "--set", "opt"], "optimizer.learning_rate="),
-        (["eval", "--set", "decode.seed=1", "dec"], "decode.temperature="),
-    ],
-)
-def test_commands_options_and_keys_are_completed(words, found):
-    assert found in complete(words)
-    assert complete(["heads", "--config", "a"]) == []  # the shell completes file names

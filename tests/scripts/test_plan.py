@@ -7,7 +7,7 @@ import pytest
 
 from configs.runtime.command import BAD_INPUT, DONE, run_command
 from configs.schema.commands.planning import HardwareConfig, PlanDistillConfig, PlanHeadsConfig
-from scripts.plan import add_arguments, main, schema_of
+from scripts.plan import main, schema_of
 from train.plan.memory import SPREADING, Sharing
 from train.plan.page import launch_line
 
@@ -20,7 +20,7 @@ def at_home(monkeypatch):
 
 
 def run(*argv):
-    return run_command(schema_of(list(argv)), main, description="", argv=list(argv), add_arguments=add_arguments)
+    return run_command(schema_of(list(argv)), main, description="", argv=list(argv), add_arguments=lambda parser: None)
 
 
 @pytest.mark.parametrize(
@@ -48,17 +48,6 @@ def test_the_page_says_what_fits_and_what_does_not(capsys):
     assert "| one_gpu --gpu_ids all with target.device_map |" in page
     assert "recipe: take ddp_gpus with target.parallel.tensor=4" in page
     assert "PROCESSES_PER_NODE=8 scripts/cluster/node.sh train/heads.py --config mine.yaml --set target.parallel" in page
-
-
-def test_hardware_comes_from_a_file_of_its_own_or_from_the_recipe_but_not_from_both(tmp_path, capsys):
-    file = tmp_path / "machine.yaml"
-    file.write_text("preset: a100_80gb\nnum_accelerators: 4\nmemory_gib: 40\n")
-    work = ["workload.num_conversations=1000", "workload.mean_tokens=100.0", "workload.label_share=0.5"]
-    recipe = ["--set", "target.name=configs/plan/llama_8b", *(each for one in work for each in ("--set", one))]
-    assert run(*recipe, "--hardware", str(file)) == DONE
-    assert "4 x a100_80gb" in capsys.readouterr().out
-    assert run(*recipe, "--hardware", str(file), "--set", "hardware.num_accelerators=2") == BAD_INPUT
-    assert "give it once" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

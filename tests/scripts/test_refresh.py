@@ -1,21 +1,22 @@
 """`scripts/refresh.py` on the tiny target: from a log to a verdict, resumed, without secrets; drift by week."""
 
-import gzip
 import importlib
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
-from configs.runtime.command import BAD_INPUT, DONE, run_command
+from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED, run_command
 from configs.runtime.errors import InputError
 from configs.schema.commands.refreshing import RefreshConfig
 from configs.schema.commands.release import ExportConfig
 from configs.schema.data import DataConfig
 from configs.schema.evaluation import EvalConfig, GateConfig
 from configs.schema.training import DistillConfig, HeadsConfig
-from scripts import demo, refresh
+from scripts import refresh, steps
 from scripts.refresh_steps.drift import write_weeks
+from scripts.refresh_steps.mixing import mix
 from scripts.refresh_steps.traffic import read_traffic
 from train.launch import run_heads
 
@@ -81,7 +82,7 @@ def run(tiny_run, tiny_data, head, tmp_path, monkeypatch):
         more = {"add_arguments": entry.add_arguments} if name in ("eval.gate", "scripts.export") else {}
         return run_command(SCHEMAS[name], entry.main, description="", argv=arguments[1:], **more)
 
-    monkeypatch.setattr(demo, "run_step", call)
+    monkeypatch.setattr(steps, "run_step", call)
 
     def start(*arguments, **settings):
         values = {
@@ -107,10 +108,10 @@ def run(tiny_run, tiny_data, head, tmp_path, monkeypatch):
     return start
 
 
-def test_a_log_becomes_a_judged_draft_without_its_secrets_and_a_second_run_repeats_nothing(run, head):
+def test_a_log_becomes_a_judged_draft_without_its_secrets_and_a_second_run_repeats_nothing(run, head, monkeypatch):
     Path("log.jsonl").write_text(log_lines())
-    assert run() == DONE
-    assert run.ran == STEPS
+    assert run(exports=["vllm"]) == DONE
+    assert run.ran == [*STEPS, "scripts.export"]
     manifest = json.loads(Path("out/traffic/manifest.json").read_text())
     assert manifest["dropped"] == {"duplicate": 1, "private_key": 1, "unreadable": 1}
     assert manifest["masked"] == {"email": 1, "token": 1}
@@ -133,65 +134,48 @@ def test_a_log_becomes_a_judged_draft_without_its_secrets_and_a_second_run_repea
     assert all(texts)
     assert texts[0].isdisjoint(texts[1] | texts[2])
     assert texts[1].isdisjoint(texts[2])  # what chooses the checkpoint is not measured
-    assert run() == DONE
-    assert run.ran == [*STEPS, "eval.gate"]
-
-
-def test_what_the_served_draft_was_trained_on_is_not_measured(run, tiny_run):
-    rows = [json.dumps({"messages": [user(json.loads(line)["turns"][0])]}) for line in lines_of(tiny_run / "suite.jsonl")]
-    Path("log.jsonl").write_text(log_lines() + "\n".join(rows))
-    assert run(held_out_share=0.7) == DONE  # the gate fails a report on such prompts; 0.4 of them were held out before
-    counts = json.loads(Path("out/training_data/manifest.json").read_text())["counts"]["held_out"]
-    assert counts["left_out_trained_on"] > 0
-
-
-def test_a_run_killed_between_its_steps_goes_on_with_the_log_it_had_read_and_the_next_takes_the_new_one(run, monkeypatch):
-    Path("log.jsonl").write_text(log_lines())
-    whole = demo.run_step
-
-    def killed(arguments):
-        if arguments[0].endswith("heads.py"):
-            raise KeyboardInterrupt
-        return whole(arguments)
-
-    monkeypatch.setattr(demo, "run_step", killed)
-    assert run() != DONE
-    before = Path("out/traffic/prompts.jsonl").read_text()
-    Path("log.jsonl").write_text(log_lines(31))
-    monkeypatch.setattr(demo, "run_step", whole)
-    assert run() == DONE
-    assert run.ran == STEPS
-    assert Path("out/traffic/prompts.jsonl").read_text() == before
-    assert run() == DONE
-    assert run.ran == [*STEPS, *STEPS]
-    assert Path("out/traffic/prompts.jsonl").read_text() != before
-
-
-def test_a_run_exports_over_the_one_before_and_leaves_nothing_of_its_verdict_when_it_is_cut_off(run, monkeypatch):
-    Path("log.jsonl").write_text(log_lines())
-    assert run(exports=["vllm"]) == DONE
     assert run(exports=["vllm"]) == DONE
     assert run.ran == [*STEPS, "scripts.export", "eval.gate", "scripts.export"]
-    found = [Path("out") / name for name in ("refresh.json", "refresh.md", "export")]
-    assert all(path.exists() for path in found)
+    verdict = [Path("out") / name for name in ("refresh.json", "refresh.md", "export")]
+    assert all(path.exists() for path in verdict)
     Path("log.jsonl").write_text(log_lines(31))
-    monkeypatch.setattr(demo, "run_step", lambda arguments: 143)
+    monkeypatch.setattr(steps, "run_step", lambda arguments: 143)
     assert run(exports=["vllm"]) == 143
-    assert not any(path.exists() for path in found)
+    assert not any(path.exists() for path in verdict)  # a run that is cut off leaves no verdict of the one before
 
 
-def test_a_gate_that_fails_is_the_commands_code_and_nothing_is_exported(run):
-    Path("log.jsonl").write_text(log_lines())
-    rule = {"metric": "acceptance.tokens_per_target_step", "suite": "old", "min": 9, "relative_to_baseline": True}
-    assert run(gate={"rules": [rule]}, exports=["vllm"]) == 1
-    assert json.loads(Path("out/refresh.json").read_text())["verdict"] == "fail"
-    assert "scripts.export" not in run.ran
+def test_what_the_served_draft_was_trained_on_is_not_measured(tiny_data, head, tmp_path):
+    data, made = tmp_path / "data", Path(tiny_data.output)
+    shutil.copytree(made, data)
+    held_out = lines_of(made / "held_out.jsonl")
+    (data / "held_out.jsonl").write_text("\n".join([*held_out, lines_of(made / "train.jsonl")[0]]) + "\n")
+    suite = {"path": f"{made}/held_out.jsonl", "num_prompts": 1}
+    config = RefreshConfig.model_validate({"old_suite": suite})
+    mix(config, head, data, None, tmp_path / "mixed")
+    counts = json.loads((tmp_path / "mixed" / "manifest.json").read_text())["counts"]["held_out"]
+    assert counts["left_out_trained_on"] == 1
 
 
-def test_a_draft_lm_is_trained_on_from_its_own_weights(run, recipe, tiny_run):
+def test_a_run_that_was_cut_off_resumes_with_the_log_it_had_read_and_the_next_takes_the_new_one(run, monkeypatch):
+    def prompts_after(code, num):
+        Path("log.jsonl").write_text(log_lines(num))
+        monkeypatch.setattr(steps, "run_step", lambda arguments: code)
+        assert run() == code
+        return Path("out/traffic/prompts.jsonl").read_text()
+
+    first = prompts_after(143, 30)
+    assert prompts_after(BAD_INPUT, 31) == first
+    assert prompts_after(143, 31) != first
+
+
+def test_a_draft_lm_is_trained_on_from_its_own_weights_and_a_gate_that_fails_exports_nothing(run, recipe, tiny_run):
     Path("log.jsonl").write_text(log_lines())
     Path("recipe.json").write_text(json.dumps(recipe | {"output": "unused", "student": {"layers": [0]}}))
-    assert run(served=str(tiny_run / "artifact"), recipe="recipe.json", training={"optimizer.learning_rate": 1e-9}) == DONE
+    rule = {"metric": "acceptance.tokens_per_target_step", "suite": "old", "min": 9, "relative_to_baseline": True}
+    served = {"served": str(tiny_run / "artifact"), "recipe": "recipe.json", "training": {"optimizer.learning_rate": 1e-9}}
+    assert run(**served, gate={"rules": [rule]}, exports=["vllm"]) == GATE_FAILED
+    assert json.loads(Path("out/refresh.json").read_text())["verdict"] == "fail"
+    assert "scripts.export" not in run.ran
     found = json.loads(Path("out/refresh.json").read_text())["tokens_per_target_step"]["old"]
     assert found["ours"] == pytest.approx(found["theirs"])
     assert found["theirs"] > 1.2  # so it is not a new draft that is as bad
@@ -213,14 +197,9 @@ def test_drift_is_tau_by_week_and_trains_nothing(run):
     ("text", "settings", "said"),
     [
         ("", {}, "log log.jsonl is empty"),
-        (
-            '{"what": 1}\n',
-            {},
-            "log.path: log.jsonl has 1 rows, of which none can be taken; the first that is not: log log.jsonl",
-        ),
+        ('{"what": 1}\n', {}, "log.jsonl has 1 rows, of which none can be taken; the first that is not: log log.jsonl"),
         (json.dumps({"messages": [user("w1")]}), {}, "1 of 1 rows do not say when they were served, log log.jsonl, line 1"),
         (None, {"path": "nowhere"}, "log not found: nowhere"),
-        ("INFO: started\n", {"path": "server.log"}, "log server.log holds no request with its prompt, as vLLM prints it"),
     ],
 )
 def test_a_log_that_cannot_be_used_is_one_sentence(run, capsys, text, settings, said):
@@ -297,40 +276,3 @@ def test_a_line_that_is_still_written_is_left_for_the_next_run_and_one_in_the_mi
     log.write_bytes(whole[:-6] + b"\n" + whole)
     with pytest.raises(InputError, match="cannot read log"):
         read(log, tiny_run)
-
-
-def test_a_log_of_vllm_may_hold_bytes_of_any_kind_and_one_that_cannot_be_unpacked_is_one_sentence(
-    tiny_run, tiny_tokenizer, tmp_path
-):
-    text = tiny_tokenizer.apply_chat_template([user("w1 w2")], add_generation_prompt=True, tokenize=False)
-    line = f"INFO 11-01 10:00:00 [logger.py:43] Received request cmpl-1: prompt: {text!r}, params: None\n".encode()
-    log = tmp_path / "server.log.1"
-    log.write_bytes(b"\xff cut off\n" + line)
-    assert [row.prompt.turns for row in read(log, tiny_run).rows] == [("w1 w2",)]
-    packed = gzip.compress(line)
-    (tmp_path / "server.log.2.gz").write_bytes(packed[:20] + b"\xff" * 20 + packed[40:])
-    with pytest.raises(InputError, match="cannot read log"):
-        read(tmp_path / "server.log.2.gz", tiny_run)
-
-
-def test_what_vllm_prints_becomes_the_conversations_that_were_served(run, tiny_tokenizer):
-    chats = [[user(asked(number))] for number in range(12)]
-    chats += [[{"role": "system", "content": "w3 w4"}, user("w1 w30 w31"), {"role": "assistant", "content": "w2"}, user("w7")]]
-    texts = [tiny_tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
-    lines = [
-        f"INFO 11-0{number + 1} 10:00:00 [logger.py:43] Received request cmpl-{number}: prompt: {text!r}, params: Sampling()"
-        for number, text in enumerate(texts[:6])
-    ]
-    lines += [
-        f"(APIServer pid=9) DEBUG 11-09 10:00:00 [logger.py:49] Request chat-{number} details: prompt: None, "
-        f"prompt_token_ids: {tiny_tokenizer(text)['input_ids']}, prompt_embeds shape: None."
-        for number, text in enumerate(texts[6:])
-    ]
-    lines.append(
-        "INFO 11-09 10:00:00 [logger.py:43] Received request cmpl-x: prompt: '<user> w1 w2', params: SamplingParams(n=1)"
-    )
-    Path("server.log").write_text("\n".join(["INFO: started", *lines]))
-    assert run(log={"path": "server.log", "near_duplicates": "keep"}) == DONE
-    rows = [json.loads(line)["messages"] for line in lines_of("out/traffic/prompts.jsonl")]
-    assert sorted(map(str, rows)) == sorted(map(str, chats))
-    assert json.loads(Path("out/traffic/manifest.json").read_text())["dropped"] == {"unreadable": 1}

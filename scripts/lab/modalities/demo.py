@@ -24,7 +24,8 @@ from configs.runtime.command import EPILOG, Parser, exit_code
 from configs.runtime.errors import InputError
 from configs.runtime.files import folder_lock
 from configs.runtime.resumable import files_fingerprint
-from scripts.demo import GATE_ENTRY, LAUNCH, run_steps, stop
+from scripts.demo import LAUNCH, run_steps
+from scripts.steps import GATE_ENTRY, stop
 
 RUNS = {"images": Path("runs/demo_images"), "speech": Path("runs/demo_speech")}
 RECIPES = {"images": "digits", "speech": "speech"}  # the configs' name

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,22 @@ from typing import Any
 from configs.runtime.errors import InputError
 from configs.runtime.loading import load_config
 from configs.runtime.resumable import files_fingerprint
+from configs.schema.commands.planning import PlanConfig, PlanDistillConfig, PlanHeadsConfig
 from configs.schema.data import DataConfig
 
 HELD_OUT = 32  # prompts that are evaluated on, besides those of configs/eval/demo.yaml's further suite
 MAX_LENGTH = 1024  # tokens of a conversation that are trained on; people's prompts are longer than the target's own
+ANSWER_TOKENS = 128  # about as many as an answer has
 DRAFT_VOCABULARY = 4096  # as in the demo's recipes, for targets with more
 DEPTH_SHARE = 10  # the draft LM has a block for so many of the target's
 CPU_LAUNCH = "configs/accelerate/one_process_cpu.yaml"
 GPU_LAUNCH = "configs/accelerate/one_gpu.yaml"
 DEMO_RUN = "runs/demo/"
+TRAININGS: dict[str, type[PlanConfig]] = {
+    "configs/distill/demo.yaml": PlanDistillConfig,
+    "configs/heads/demo.yaml": PlanHeadsConfig,
+}
+GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,34 +40,30 @@ class OwnLoop:
     """The demo on somebody's target.
 
     run: the folder that everything is written to.
-    on_gpu: whether the steps run on one.
-    num_prompts: that are answered, or whose answers `data` holds.
-    prompt_tokens: an estimate of a prompt's length.
+    given: files and folders that it reads.
+    has_data: the answers are among them.
+    num_prompts: that are answered, or whose answers are there.
     settings: by config file, what is set besides it.
+    workload: what a plan is told of data that is not made yet.
     """
 
     target: str
     run: Path
     on_gpu: bool
-    prompts: str | None
-    data: Path | None
+    given: tuple[Path, ...]
+    has_data: bool
     num_prompts: int
-    prompt_tokens: float
     settings: Mapping[str, list[str]]
+    workload: list[str]
 
     def made_of(self) -> str:
         """Return a fingerprint of the files given, by size and time, for steps to be run again after they changed."""
-        given = (Path(each) for each in (self.target, self.prompts, self.data) if each is not None)
-        return files_fingerprint(given)
+        return files_fingerprint(self.given)
 
     def check_removable(self, folder: Path) -> None:
-        """Refuse to remove a folder that holds what was given.
-
-        Raises:
-            InputError: names it.
-        """
-        for given in (self.target, self.prompts, self.data):
-            if given is not None and Path(given).exists() and Path(given).resolve().is_relative_to(folder.resolve()):
+        """Refuse to remove a folder that holds what was given."""
+        for given in self.given:
+            if given.exists() and given.resolve().is_relative_to(folder.resolve()):
                 raise InputError(f"--fresh removes {folder}, which holds {given}: put that elsewhere first")
 
     def steps(self, demo: Mapping[str, list[str]]) -> dict[str, list[str]]:
@@ -68,7 +71,7 @@ class OwnLoop:
         return {
             name: self._arguments(arguments)
             for name, arguments in demo.items()
-            if not name.startswith("target:") and not (name.startswith("data:") and self.data is not None)
+            if not name.startswith("target:") and not (name.startswith("data:") and self.has_data)
         }
 
     def _arguments(self, arguments: list[str]) -> list[str]:
@@ -76,6 +79,19 @@ class OwnLoop:
         own = [GPU_LAUNCH if self.on_gpu and each == CPU_LAUNCH else each for each in own]
         changes = [change for each in arguments for change in self.settings.get(each, [])]
         return [*own, "--set", *changes] if changes else own
+
+    def plan_text(self, steps: Iterable[str]) -> str:
+        """Return the steps by name and what the planner says of training, as text."""
+        from train.plan.plan import make_plan
+
+        lines = [f"the demo on {self.target}: {self.num_prompts:,} prompts; output in {self.run}", ""]
+        lines += [f"   {name}" for name in steps]
+        for recipe, schema in TRAININGS.items():
+            plan = make_plan(load_config(schema, recipe, [*self.settings[recipe], *self.workload]))
+            memory = sum(vars(plan.memory).values()) / GIB + 1
+            spent = "" if self.on_gpu else f" and about {max(1, round(60 * plan.hours))} minutes"  # no GPU was measured
+            lines += ["", f"training by {recipe}: about {memory:.1f} GiB{spent}"]
+        return "\n".join([*lines, "", "Answers and evaluation come on top; each step shows the time left."])
 
 
 def add_own_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,24 +117,12 @@ def add_own_arguments(parser: argparse.ArgumentParser) -> None:
 
 def is_own(arguments: argparse.Namespace) -> bool:
     """Return whether the arguments ask for another loop than the demo's."""
-    return any(
-        (
-            arguments.target,
-            arguments.prompts,
-            arguments.data,
-            arguments.num_prompts is not None,
-            arguments.device,
-            arguments.set,
-        )
-    )
+    own = (arguments.target, arguments.prompts, arguments.data, arguments.num_prompts, arguments.device)
+    return bool(arguments.set) or any(each is not None for each in own)
 
 
 def own_loop(arguments: argparse.Namespace) -> OwnLoop:
-    """Return the loop that the arguments ask for; of the target, its config is read or fetched, but no weights.
-
-    Raises:
-        InputError: target, prompts or data are not there or cannot be read, or a setting is not one of the target's.
-    """
+    """Return the loop that the arguments ask for; of the target, its config is read or fetched, but no weights."""
     from heads.device import CPU, default_device
     from train.plan.models import read_model_config
 
@@ -137,7 +141,11 @@ def own_loop(arguments: argparse.Namespace) -> OwnLoop:
     model = read_model_config(name, known.revision, trust_remote_code=known.trust_remote_code).get_text_config()
     run = Path("runs") / f"demo-{re.sub(r'[^A-Za-z0-9_.-]+', '-', Path(name).name.removesuffix('.gguf'))}"
     data = Path(_absolute(arguments.data)) if arguments.data else None
-    prompts, num_prompts, prompt_tokens = _made_before(data) if data else _prompts(arguments)
+    if data is not None:
+        _check_made(data)
+        prompts, num_prompts, workload = list[str](), _lines(data), list[str]()
+    else:
+        prompts, num_prompts, workload = _prompts(arguments)
     train = run / "data" / "train.jsonl" if data is None else data
     held_out = train.with_name("held_out.jsonl")
     context = getattr(model, "max_position_embeddings", None) or MAX_LENGTH
@@ -149,6 +157,7 @@ def own_loop(arguments: argparse.Namespace) -> OwnLoop:
     judged = None if data is None else min(HELD_OUT, _lines(held_out))
     evaluation = [*target, _set("suite.path", held_out), _set("suite.num_prompts", judged)]
     evaluation.append(_set("cost.context_tokens", [min(128, context // 4), min(512, context // 2)]))
+    given = (name, arguments.prompts and _absolute(arguments.prompts), data)
     settings = {
         "configs/data/demo.yaml": [*target, *prompts, _set("output", run / "data")],
         "configs/distill/demo.yaml": [*training, *draft_lm, _set("output", run / "distill")],
@@ -164,22 +173,22 @@ def own_loop(arguments: argparse.Namespace) -> OwnLoop:
         target=name,
         run=run,
         on_gpu=on_gpu,
-        prompts=arguments.prompts and _absolute(arguments.prompts),
-        data=data,
+        given=tuple(Path(each) for each in given if each is not None),
+        has_data=data is not None,
         num_prompts=num_prompts,
-        prompt_tokens=prompt_tokens,
         settings=settings,
+        workload=workload,
     )
 
 
-def _prompts(arguments: argparse.Namespace) -> tuple[list[str], int, float]:
-    """Return the settings of the prompts, how many there are, and about how many tokens one has."""
+def _prompts(arguments: argparse.Namespace) -> tuple[list[str], int, list[str]]:
+    """Return the settings of the prompts, how many there are, and what a plan is told of the answers to them."""
     given = load_config(DataConfig, "configs/data/demo.yaml").prompts
     number = arguments.num_prompts or given.num_prompts
     changes = [_set("prompts.num_prompts", number)]
     if arguments.prompts is None:
         changes += [*_section("prompts", arguments), _set("held_out_share", min(0.5, HELD_OUT / number))]
-        return changes, number, given.max_prompt_tokens / 2
+        return changes, number, _workload(number, given.max_prompt_tokens / 2)
     from distill.generation.sources import read_prompts
     from distill.generation.split import split_positions
 
@@ -194,15 +203,22 @@ def _prompts(arguments: argparse.Namespace) -> tuple[list[str], int, float]:
         )
     held_out = min(HELD_OUT, max(2, len(positions) // 5))
     share = (positions[held_out - 1] + positions[held_out]) / 2  # the split is by this hash
-    return [*changes, _set("held_out_share", share)], len(read), sum(len(each.user_text) for each in read) / 4 / len(read)
+    prompt_tokens = sum(len(each.user_text) for each in read) / 4 / len(read)
+    return [*changes, _set("held_out_share", share)], len(read), _workload(len(read), prompt_tokens)
 
 
-def _made_before(data: Path) -> tuple[list[str], int, float]:
+def _workload(num_prompts: int, prompt_tokens: float) -> list[str]:
+    tokens = prompt_tokens + ANSWER_TOKENS
+    train = max(1, num_prompts - HELD_OUT)
+    workload = {"num_conversations": train, "mean_tokens": tokens, "label_share": ANSWER_TOKENS / tokens}
+    return [f"workload.{key}={value}" for key, value in workload.items()]
+
+
+def _check_made(data: Path) -> None:
     if missing := [each for each in (data, data.with_name("held_out.jsonl")) if not each.is_file()]:
         raise InputError(
             f"--data: {missing[0]} is not there; train.jsonl and held_out.jsonl are written by scripts/make_data.py"
         )
-    return [], _lines(data), 0.0
 
 
 def _section(name: str, arguments: argparse.Namespace) -> list[str]:
