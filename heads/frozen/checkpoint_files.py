@@ -1,8 +1,6 @@
 """The files of a checkpoint: their tensors, read and written one at a time, and files linked rather than copied.
 
-A `LazyTensor` knows its shape and dtype and is read when it is written, so that an export
-needs memory for one tensor at most, whatever the model's size. Files are safetensors, alone or several with an index; a `.bin`
-or `.pt` file of torch's is read memory-mapped. safetensors' own `save_file` wants all tensors in memory at once.
+An export needs memory for one tensor at most, whatever the model's size; safetensors' own `save_file` wants all in memory.
 A link shares its bytes with the file it was made from: `break_links` before changing one.
 """
 
@@ -18,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -64,11 +62,7 @@ PACKED_NAMES = {  # of numbers that mean nothing without the scales beside them
 
 @dataclass(frozen=True, kw_only=True)
 class LazyTensor:
-    """A tensor that is read when it is needed.
-
-    Args:
-        dtype: of the values that `load` returns.
-    """
+    """A tensor that is read when it is needed; `load` returns values of this shape and dtype."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -97,8 +91,7 @@ class LazyTensor:
     def full_vocabulary_head(self, ids_W: Tensor, num_rows: int) -> LazyTensor:
         """Return an output head of W tokens, `[W, D]`, as one of all tokens with the same argmax, `[num_rows, D]`.
 
-        Every other token gets the mean of these rows. Its logit is then the mean of theirs, and so never above the largest,
-        whatever the state is. (Rows of zeros would win where all logits are negative.)
+        Every other token gets the mean of these rows, whose logit is never above the largest, as that of zeros could be.
         """
 
         def load() -> Tensor:
@@ -123,14 +116,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> LazyTensor:
 
 
 def read_weights(folder: Path, *, packed: bool = False) -> Weights:
-    """Return all tensors of a checkpoint's folder by name.
-
-    Args:
-        packed: read tensors of `PACKED_NAMES` too, for a caller that looks for their scales (`heads.frozen.weights`).
-
-    Raises:
-        InputError: the folder holds no weights in a known format, or they cannot be read.
-    """
+    """Return all tensors of a checkpoint's folder by name; with `packed` those of `PACKED_NAMES` too."""
     if (folder / SINGLE_FILE).is_file() or (folder / INDEX_FILE).is_file():
         paths = sorted({folder / file for file in files_by_key(folder).values()})
         return {name: stored for path in paths for name, stored in _safetensors(path, packed=packed).items()}
@@ -141,11 +127,7 @@ def read_weights(folder: Path, *, packed: bool = False) -> Weights:
 
 
 def write_weights(path: Path, weights: Mapping[str, LazyTensor]) -> None:
-    """Write a safetensors file, reading one tensor after another.
-
-    Raises:
-        RuntimeError: a tensor that was read differs in shape or dtype from what it was declared as.
-    """
+    """Write a safetensors file, reading one tensor after another."""
     spelled = {dtype: name for name, dtype in NAMES.items()}
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -161,15 +143,16 @@ def write_weights(path: Path, weights: Mapping[str, LazyTensor]) -> None:
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
-            _write_tensor(file, name, weights[name])
+            stored, value = weights[name], weights[name].load()
+            if value.dtype != stored.dtype or tuple(value.shape) != stored.shape:
+                raise RuntimeError(
+                    f"{name} was declared as {stored.dtype} {stored.shape}, got {value.dtype} {tuple(value.shape)}"
+                )
+            file.write(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def files_by_key(folder: Path) -> dict[str, str]:
-    """Return the file of every tensor of a safetensors checkpoint.
-
-    Raises:
-        InputError: there is no such checkpoint in the folder, or it is damaged.
-    """
+    """Return the file of every tensor of a safetensors checkpoint."""
     if (folder / INDEX_FILE).is_file():
         files = indexed_files(folder)
         absent = {file for file in files.values() if Path(file).name != file or not (folder / file).is_file()}
@@ -186,11 +169,7 @@ def files_by_key(folder: Path) -> dict[str, str]:
 
 
 def indexed_files(folder: Path) -> dict[str, str]:
-    """Return the file of every tensor that a checkpoint's index names, there or not.
-
-    Raises:
-        InputError: the index cannot be read.
-    """
+    """Return the file of every tensor that a checkpoint's index names, there or not."""
     index = read_json(folder / INDEX_FILE, "index of the checkpoint")
     if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
         raise InputError(f"{folder / INDEX_FILE} has no weight_map")
@@ -221,13 +200,6 @@ def break_links(path: Path) -> None:
     path.chmod(path.stat().st_mode | stat.S_IWUSR)
 
 
-def _write_tensor(file: BinaryIO, name: str, stored: LazyTensor) -> None:
-    value = stored.load()
-    if value.dtype != stored.dtype or tuple(value.shape) != stored.shape:
-        raise RuntimeError(f"{name} was declared as {stored.dtype} {stored.shape}, got {value.dtype} {tuple(value.shape)}")
-    file.write(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-
-
 def _safetensors(path: Path, *, packed: bool = False) -> Weights:
     names = NAMES | PACKED_NAMES if packed else NAMES
     try:
@@ -240,11 +212,7 @@ def _safetensors(path: Path, *, packed: bool = False) -> Weights:
     if unknown:
         raise InputError(f"{path} holds numbers of type {', '.join(unknown)}; known are {', '.join(names)}")
     return {
-        name: LazyTensor(
-            shape=shape,
-            dtype=names[dtype],
-            load=partial(_read, path, name),
-        )
+        name: LazyTensor(shape=shape, dtype=names[dtype], load=partial(_read, path, name))
         for name, (dtype, shape) in described.items()
     }
 

@@ -1,8 +1,7 @@
 """What a head reads from the target: its final hidden state, and the residual stream after chosen blocks ("taps").
 
 Convention, as written into every artifact: `h_0` is the embedding output, `h_i` the residual stream after block i, before the
-final norm; `final` is the state that the target's own head reads, after the final norm. Only tapped blocks have hooks, so that
-nothing else of a forward is kept.
+final norm; `final` is the state that the target's own head reads, after the final norm.
 B batch, T positions, E width of the target, A taps.
 """
 
@@ -60,9 +59,6 @@ def block_list(model: PreTrainedModel) -> tuple[nn.Module, str]:
     """Return the module that holds the target's blocks, and the name under which it does.
 
     It is found by its structure, a module list with as many entries as the target has blocks, whatever its family calls it.
-
-    Raises:
-        InputError: its backbone has no such list.
     """
     root = backbone(model)
     lists = {name: module for name, module in root.named_modules() if isinstance(module, nn.ModuleList)}
@@ -85,12 +81,7 @@ def blocks(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def check_taps(model: PreTrainedModel, taps: Sequence[int]) -> None:
-    """Refuse taps that the target does not have, or whose states do not lead to its logits.
-
-    Raises:
-        InputError: a tap is out of range; or the last block's state, after final norm and head, does not give the model's
-            logits on a probe, so that the states are not those of the convention.
-    """
+    """Refuse taps that the target does not have, or blocks whose states do not lead to its logits on a probe."""
     last = num_blocks(model)
     for tap in taps:
         if not 0 <= tap <= last:
@@ -118,10 +109,7 @@ def _tap_error(model: PreTrainedModel, taps: Sequence[int]) -> float:
 
 
 def final_norm(model: PreTrainedModel) -> nn.Module:
-    """Return the norm between the last block and the head: `norm`, or the last one that stands beside the list of blocks.
-
-    Where none does, it is the identity (GPT-1).
-    """
+    """Return the norm between the last block and the head: the last one beside the list of blocks, or the identity (GPT-1)."""
     holder, _ = block_list(model)
     norms = {name: module for name, module in holder.named_children() if "norm" in type(module).__name__.lower()}
     return norms.get("norm", list(norms.values())[-1]) if norms else nn.Identity()
@@ -129,13 +117,10 @@ def final_norm(model: PreTrainedModel) -> nn.Module:
 
 @torch.no_grad()
 def final_norm_scale(model: PreTrainedModel) -> Tensor:
-    """Return by how much the final norm scales each feature, `[E]`, however its family stores that.
-
-    Measured with an input of 1 and -1 in turns, whose mean is 0 and whose mean square is 1; a bias is taken off.
-    """
+    """Return by how much the final norm scales each feature, `[E]`, however its family stores that; a bias is taken off."""
     norm, width = final_norm(model), model.config.get_text_config().hidden_size
     signs_E = torch.ones(width, device=model.device, dtype=model.dtype)
-    signs_E[1::2] = -1
+    signs_E[1::2] = -1  # mean 0, mean square 1
     scaled_E: Tensor = norm(signs_E) - norm(torch.zeros_like(signs_E))
     return scaled_E * signs_E
 
@@ -146,11 +131,19 @@ def tapped(model: PreTrainedModel, taps: Sequence[int]) -> Iterator[dict[int, Te
     seen: dict[int, Tensor] = {}
     layers, home = blocks(model) if taps else nn.ModuleList(), model.device
     handles = []
+
+    def keep_input(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen[0] = cast(Tensor, args[0] if args else kwargs["hidden_states"])
+
+    def keep_output(tap: int, block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        state_BTE: Tensor = output[0] if isinstance(output, tuple | list) else output
+        seen[tap] = state_BTE.to(home)  # the blocks of a spread target have devices of their own
+
     for tap in taps:
         if tap == 0:
-            handles.append(layers[0].register_forward_pre_hook(partial(_keep_input, seen), with_kwargs=True))
+            handles.append(layers[0].register_forward_pre_hook(keep_input, with_kwargs=True))
         else:
-            handles.append(layers[tap - 1].register_forward_hook(partial(_keep_output, seen, tap, home)))
+            handles.append(layers[tap - 1].register_forward_hook(partial(keep_output, tap)))
     forward = runner_of(model).current
     forward.watch(taps, seen)
     try:
@@ -191,14 +184,3 @@ def read_states(
     with torch.autocast(model.device.type, enabled=False), tapped(model, taps) as seen:
         final_BTE = read_documents(model, ids_BT, packed_positions_BT, media)
     return TargetStates(final_BTE=final_BTE, taps_ABTE=tuple(seen[tap][: len(ids_BT)] for tap in taps))
-
-
-def _keep_input(seen: dict[int, Tensor], block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    seen[0] = cast(Tensor, args[0] if args else kwargs["hidden_states"])
-
-
-def _keep_output(
-    seen: dict[int, Tensor], tap: int, home: torch.device, block: nn.Module, args: tuple[Any, ...], output: Any
-) -> None:
-    state_BTE: Tensor = output[0] if isinstance(output, tuple | list) else output
-    seen[tap] = state_BTE.to(home)  # the blocks of a spread target have devices of their own

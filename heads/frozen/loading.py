@@ -44,19 +44,15 @@ UNLIMITED = 2**31 - 1  # positions
 
 
 class StateSource(Protocol):
-    """Who computes a target's states in place of its blocks here; raises `InputError` where they are not to be had."""
+    """Who computes a target's states in place of its blocks here (`distill.server.engine.EngineStates`)."""
 
-    def ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield batches, each after the states of the next ones were requested."""
+    def ahead(self, batches: Iterator[Any]) -> Iterator[Any]: ...
 
-    def states(self, batch: Any, taps: Sequence[int] = ()) -> TargetStates:
-        """Return the states over a `heads.modules.interface.Batch`, on its device."""
+    def states(self, batch: Any, taps: Sequence[int] = ()) -> TargetStates: ...
 
-    def serve(self, taps: Sequence[int]) -> None:
-        """Check that it has these states."""
+    def serve(self, taps: Sequence[int]) -> None: ...
 
-    def close(self) -> None:
-        """End all requests."""
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +94,7 @@ class Target:
 
     @property
     def max_positions(self) -> int:
-        """The longest context, prompt and answer together, in tokens; `UNLIMITED` where the model names none (ALiBi).
-
-        Where the model changes its rotary embedding for longer texts, the longest before that.
-        """
+        """The longest prompt and answer together, in tokens; `UNLIMITED` where the model names none (ALiBi)."""
         config = self.model.config.get_text_config()
         limits = [getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len")]  # the latter: MPT
         return min((limit for limit in (*limits, rope_limit(config)) if limit is not None and limit > 0), default=UNLIMITED)
@@ -114,11 +107,10 @@ class Target:
         answer_follows: bool = True,
         media: Sequence[str] = (),
     ) -> list[int]:
-        """Return the token ids of a conversation in the chat template.
+        """Return the token ids of a conversation in the chat template (`heads.frozen.tokenizer.in_template`).
 
         Args:
-            messages, tools, answer_follows: as for `heads.frozen.tokenizer.in_template`.
-            media: references to the images or sounds in its user's texts, in order (`heads.frozen.media`).
+            media: references to the images or sounds in its user's texts, in order.
 
         Raises:
             InputError: as for `in_template`; or a text has no tokens, or an image or a sound cannot be read.
@@ -192,7 +184,8 @@ def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: 
     is_split = config.parallel is not None and config.parallel.kind is not None
     group = join_group(model, config, device) if is_split else None
     check_split(model)
-    _warn_of_rope_limit(model)
+    if (limit := rope_limit(model.config.get_text_config())) is not None:
+        log.warning("texts end at %d tokens, where %s changes its rotary embedding (longrope)", limit, type(model).__name__)
     _set_runner(model, config)
     return Target(
         model=model,
@@ -206,7 +199,7 @@ def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: 
 
 
 def load_with(attention: str, load: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
-    """Return the model that `load` makes with this implementation of attention, or with eager where its family has no sdpa."""
+    """Return the model that `load` makes with this attention, or with eager where its family has no sdpa."""
     try:
         return load(attention)
     except ValueError as error:
@@ -218,10 +211,7 @@ def load_with(attention: str, load: Callable[[str], PreTrainedModel]) -> PreTrai
 
 
 def move(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """Move a model to a device, in place. No dtype changes: see `recast`.
-
-    (transformers wraps `to` in a way that type checkers cannot follow.)
-    """
+    """Move a model to a device, in place; transformers wraps `to` in a way that type checkers cannot follow."""
     torch.nn.Module.to(model, device=device)
     return model
 
@@ -230,8 +220,7 @@ def recast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """Return a model of the same weights as `from_pretrained(dtype=...)` gives it, on the CPU.
 
     `Module.to(dtype)` would also round what transformers keeps in float32 beside 16-bit weights: the frequencies of rotary
-    embeddings, routing biases of experts. The angle of a rounded frequency grows with the position. Tensors that already have
-    the dtype may be shared with `model`.
+    embeddings, routing biases of experts. Tensors that already have the dtype may be shared with `model`.
     """
     load: Any = type(model).from_pretrained
     with patch_environment(ACCELERATE_USE_FSDP="false"):  # as in `_read`
@@ -249,7 +238,6 @@ def recast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 def _read(
     path: Path, config: TargetConfig, device: torch.device, *, for_chats: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return the model and the tokenizer at a path; arguments and errors are those of `load_target`."""
     if path.is_dir():
         check_readable(path)
     try:
@@ -268,7 +256,6 @@ def _read(
 
 
 def _set_runner(model: PreTrainedModel, config: TargetConfig) -> None:
-    """Give the model the forward and the guidance of its settings."""
     if config.forward == "lean":
         make_lean(model)
     elif config.forward == "compiled":
@@ -292,16 +279,6 @@ def _identify(path: Path, config: TargetConfig, tokenizer: PreTrainedTokenizerBa
         tokenizer_sha256=hash_tokenizer(tokenizer),
         chat_template_sha256=hash_chat_template(tokenizer),
     )
-
-
-def _warn_of_rope_limit(model: PreTrainedModel) -> None:
-    if (limit := rope_limit(model.config.get_text_config())) is not None:
-        log.warning(
-            "%s changes its rotary embedding (longrope) for texts of more than %d tokens; prompt and answer end there. For "
-            "longer ones, set short_factor to the values of long_factor in its config.json",
-            type(model).__name__,
-            limit,
-        )
 
 
 def _load_model(path: Path, config: TargetConfig, device: torch.device) -> PreTrainedModel:
@@ -336,10 +313,9 @@ def rounded_parts(model: PreTrainedModel, made: str) -> list[str]:
     """Return a warning for what was `made` from a target that an earlier release had rounded; nothing where none was."""
     tensors = chain(model.named_parameters(), model.named_buffers())
     size = model.dtype.itemsize
-    wider = next((name for name, each in tensors if each.is_floating_point() and each.dtype.itemsize > size), None)
-    if wider is None:
-        return []
+    wider = [name for name, each in tensors if each.is_floating_point() and each.dtype.itemsize > size]
     return [
         f"{made} was made by a draftsmith that rounded all of the target to {str(model.dtype).removeprefix('torch.')}; "
-        f"transformers, and this draftsmith, keep {wider} wider: make it again if texts are long"
+        f"transformers, and this draftsmith, keep {name} wider: make it again if texts are long"
+        for name in wider[:1]
     ]

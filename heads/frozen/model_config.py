@@ -1,11 +1,8 @@
 """What a target's config says: the class of transformers that runs it, and the configs of drafts that have its blocks.
 
-Causal LMs have a class of their own, and so have models that also take images or sound, of which only the text part is used
-(`heads.inference.runner.backbone`). A draft with blocks of a text part is a causal LM where transformers has one with the same
-blocks, so that any program that serves causal LMs serves it.
-A config describes its blocks in several ways: lists with an entry a block, lists of block numbers, and numbers at which dense
-blocks end and blocks of experts begin. All are rewritten for the kept blocks; whether that describes them is for the caller to
-check.
+A draft with blocks of the text part of a model that also takes images or sound is a causal LM where transformers has one with
+the same blocks, so that any program that serves causal LMs serves it. A config describes its blocks in several ways, which are
+rewritten for the kept ones; whether that describes them is for the caller to check.
 """
 
 from __future__ import annotations
@@ -42,11 +39,7 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 def causal_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the config of a causal LM with the blocks of this text config: itself, or of text parts that of `ON_TEXT`.
-
-    Raises:
-        InputError: it is of the text part of a model, and transformers has no causal LM with its blocks.
-    """
+    """Return the config of a causal LM with the blocks of this text config: itself, or of text parts that of `ON_TEXT`."""
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "auto_map", None) is not None:
         return config
     if config.model_type not in ON_TEXT:
@@ -76,10 +69,7 @@ def attentions_per_block(config: PreTrainedConfig) -> int:
 
 
 def overridden(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> PreTrainedConfig:
-    """Return a copy of a text config with some values replaced; what it says of each block goes with another number of them.
-
-    Raises whatever the config's class does for values that it does not take.
-    """
+    """Return a copy of a text config with some values replaced; what it says of each block goes with another number of them."""
     values = config.to_dict()
     if "num_hidden_layers" in overrides:
         dropped = {*per_layer_keys(config), "per_layer_config"}
@@ -88,11 +78,7 @@ def overridden(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> PreTra
 
 
 def config_of_blocks(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrainedConfig:
-    """Return a copy of a text config for a model of these blocks only, in this order.
-
-    Raises:
-        InputError: the family's config cannot describe them.
-    """
+    """Return a copy of a text config for a model of these blocks only, in this order."""
     kept, values = copy.deepcopy(config), config.to_dict()
     changed: dict[str, Any] = {name: [values[name][layer] for layer in layers] for name in per_layer_keys(config)}
     changed |= _mixers(config, layers) | _experts(config, layers)
@@ -135,7 +121,7 @@ def _experts(config: PreTrainedConfig, layers: Sequence[int]) -> dict[str, Any]:
 
 def _mixers(config: PreTrainedConfig, layers: Sequence[int]) -> dict[str, Any]:
     """Return the keys by which blocks of attention and others have their places, where no list says it, for the kept blocks."""
-    changed: dict[str, Any] = {"num_blocks": len(layers)} if hasattr(config, "num_blocks") else {}  # xLSTM: the count again
+    changed: dict[str, Any] = {}
     for name in ("attn_layer_indices", "full_attn_idxs", "hybrid_layer_ids"):  # Bamba, LFM2, Zamba 2
         if (numbers := getattr(config, name, None)) is not None:
             changed[name] = [new for new, layer in enumerate(layers) if layer in numbers]
@@ -143,8 +129,6 @@ def _mixers(config: PreTrainedConfig, layers: Sequence[int]) -> dict[str, Any]:
         changed["num_kv_shared_layers"] = sum(layer >= config.num_hidden_layers - shared for layer in layers)
     if (scale := getattr(config, "scale_depth", None)) is not None:  # MiniCPM 3 divides it by the root of the count
         changed["scale_depth"] = scale * (len(layers) / config.num_hidden_layers) ** 0.5
-    if isinstance(kinds := getattr(config, "block_types", None), list):  # RecurrentGemma: repeated over the blocks
-        changed["block_types"] = [kinds[layer % len(kinds)] for layer in layers]
     if (kinds := getattr(config, "attention_layers", None)) is not None:  # GPT-Neo
         changed["attention_types"] = [[[kinds[layer] for layer in layers], 1]]
     for kind in ("attn_layer", "expert_layer"):  # Jamba

@@ -1,9 +1,7 @@
 """The MTP weights that some checkpoints hold and transformers drops on loading: how they are named, read and replaced.
 
 "Stitching" writes another folder: files without MTP tensors are linked to the target's, and new values are written over the old
-ones in copies of the others, so that whatever is not an MTP tensor keeps every bit, dtype and shard. Quantised checkpoints, and
-checkpoints without MTP modules, are not stitched.
-k number of a module from 0, n the same counted on from the target's blocks, D width.
+ones in copies of the others, so that whatever is not an MTP tensor keeps every bit, dtype and shard.
 """
 
 from __future__ import annotations
@@ -103,17 +101,17 @@ class NativeMtp:
         self.naming, self.num_layers = max(counted, key=lambda each: each[1])
         if self.num_layers == 0:
             known = "; ".join(f"{each.families}: {each.pattern('eh_proj')}.weight" for each in NAMINGS)
-            raise InputError(f"{folder} holds no MTP weights that draftsmith knows ({known}); {self._found()}")
+            signs = ("mtp", "nextn", "eh_proj", f".layers.{self._num_blocks}.")
+            keys = {key for key in self._files if any(sign in key for sign in signs)}
+            none = f"none of its {len(self._files)} tensors looks like one of an MTP module"
+            found = f"found: {listed(keys)}" if keys else none
+            raise InputError(f"{folder} holds no MTP weights that draftsmith knows ({known}); {found}")
 
     def read(self, like: Mapping[str, Tensor], *, hidden_first: bool) -> dict[str, Tensor]:
         """Return the checkpoint's values of our tensors, in the checkpoint's dtype.
 
-        Args:
-            like: our tensors by name, `layers.{k}.{part}...` as in `heads.families.mtp.Mtp`; their shapes are what counts.
-            hidden_first: the order in which our projection reads.
-
-        Raises:
-            InputError: a tensor is missing, of another shape, or there is one that ours have no place for.
+        `like` are ours by name, `layers.{k}.{part}...` as in `heads.families.mtp.Mtp`, of which only shapes are looked at;
+        `hidden_first` is the order in which our projection reads.
         """
         values = {}
         for name, pieces in self.places(like, hidden_first=hidden_first).items():
@@ -126,35 +124,20 @@ class NativeMtp:
     def stitch_into(self, folder: Path, load: Callable[[str], Tensor], places: Mapping[str, list[TensorPart]]) -> None:
         """Fill an empty folder with a copy of this one in which exactly the MTP tensors are replaced, one after another.
 
-        A tensor that is the checkpoint's own, rounded to another dtype, leaves the checkpoint's as it was. Files in which
-        nothing changes are linked.
-
-        Args:
-            folder: to fill.
-            load: gives one of ours by its name.
-            places: where they go (`places`).
+        A tensor that is the checkpoint's own, rounded to another dtype, leaves the checkpoint's as it was.
         """
         shutil.copytree(self.folder, folder, dirs_exist_ok=True, copy_function=link_or_copy)
         for name, pieces in places.items():
             whole = load(name)
             for piece in pieces:
-                self._put(folder, piece, whole[piece.index])
-
-    def _put(self, folder: Path, piece: TensorPart, value: Tensor) -> None:
-        """Write one of our values into a copy of the checkpoint where it is another one."""
-        new, old = piece.turned(value), self._value(piece.key)
-        if not torch.equal(old.to(new.dtype), new):
-            _overwrite(folder / self._files[piece.key], piece.key, new.to(old.dtype))
+                new, old = piece.turned(whole[piece.index]), self._value(piece.key)
+                if not torch.equal(old.to(new.dtype), new):
+                    _overwrite(folder / self._files[piece.key], piece.key, new.to(old.dtype))
 
     def places(
         self, ours: Mapping[str, Tensor], *, hidden_first: bool, without: Collection[str] = ()
     ) -> dict[str, list[TensorPart]]:
-        """Return where each of our tensors lies, after checking that all of them and nothing else is in the checkpoint.
-
-        Args:
-            ours, hidden_first: as for `read`; only shapes are looked at.
-            without: tensors of the checkpoint that need no place.
-        """
+        """Return where each of our tensors lies, after checking that all and, but for `without`, nothing else is there."""
         swapped = hidden_first != self.naming.hidden_first
         places = {name: self._pieces(name, tuple(value.shape), swapped=swapped) for name, value in ours.items()}
         wanted = {piece.key for pieces in places.values() for piece in pieces}
@@ -172,7 +155,9 @@ class NativeMtp:
                 )
         for name, pieces in places.items():
             for piece in pieces:
-                own, theirs = list(ours[name][piece.index].shape), self._shape(piece.key)
+                with safe_open(self.folder / self._files[piece.key], "pt") as file:
+                    theirs = list(file.get_slice(piece.key).get_shape())
+                own = list(ours[name][piece.index].shape)
                 if own != theirs:
                     raise InputError(f"{self.folder}: {piece.key} has shape {theirs}, the head's {name} asks for {own}")
         return places
@@ -206,19 +191,9 @@ class NativeMtp:
     def _spelled(self, pattern: str, number: int) -> str:
         return pattern.format(k=number, n=self._num_blocks + number)
 
-    def _found(self) -> str:
-        """Say which tensors look as if they were an MTP module's."""
-        signs = ("mtp", "nextn", "eh_proj", f".layers.{self._num_blocks}.")
-        keys = {key for key in self._files if any(sign in key for sign in signs)}
-        return f"found: {listed(keys)}" if keys else f"none of its {len(self._files)} tensors looks like one of an MTP module"
-
     def _value(self, key: str) -> Tensor:
         with safe_open(self.folder / self._files[key], "pt") as file:
             return cast(Tensor, file.get_tensor(key))
-
-    def _shape(self, key: str) -> list[int]:
-        with safe_open(self.folder / self._files[key], "pt") as file:
-            return list(file.get_slice(key).get_shape())
 
 
 def _num_blocks(folder: Path) -> int:

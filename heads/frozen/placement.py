@@ -1,11 +1,9 @@
 """Where the blocks of a target larger than one device lie, and how to read weights that lie in memory or on disk.
 
-Embedding, final norm and output head stay on the one device that computes, and hidden states come back to it; only blocks are
-spread, and run one after another. accelerate's hooks move the states and load offloaded weights while a block runs. (Its
-`infer_auto_device_map` places all parts in the model's order, and its balanced shares offload blocks that devices of unequal
-sizes could hold.) Between two runs an offloaded module's weights are on torch's meta device, so code that starts from a block
-reads them by `real_weight` or copies it by `own_copy`. The same two read the blocks of a target that is split over processes
-(`heads.frozen.processes`).
+Only blocks are spread: what else there is stays on the one device that computes. accelerate's hooks move states and load
+offloaded weights while a block runs (its own maps place all parts in order, and offload blocks that devices of unequal sizes
+could hold). Between two runs an offloaded module's weights are on torch's meta device, so code that starts from a block of a
+spread or split target reads them by `real_weight` or copies it by `own_copy`.
 """
 
 from __future__ import annotations
@@ -40,32 +38,33 @@ UNSPLIT, COPIED = "_unsplit", "_copied"
 
 
 def place_parts(path: Path, config: TargetConfig, device: torch.device) -> dict[str, DeviceName]:
-    """Return the device map of the target in a folder: a device by module name, which covers every weight.
-
-    Args:
-        path: the folder; only its config is read.
-        config: with a `device_map`.
-        device: of the parts that are not blocks.
+    """Return the device map of the target in a folder, by module name; `device` is that of what is no block.
 
     Raises:
-        InputError: the target's blocks are not known (`heads.frozen.hidden_states.blocks`), or do not fit.
-        ConfigError: the map names no part of it, part of a block, or another device for what is no block; or several
-            processes would choose the same devices.
+        InputError: the target's blocks are not known, or do not fit.
+        ConfigError: the map names no block; or several processes would choose the same devices.
     """
     skeleton, home = make_skeleton(path, config), _name_of(device)
     layers, prefix = blocks(skeleton), blocks_name(skeleton)
     outside = parts_outside(skeleton, layers)
     given = config.device_map
     if isinstance(given, dict):
-        places = _by_hand(given, prefix, len(layers), outside, home)
+        places = _by_hand(given, prefix, len(layers), home)
     else:
-        _check_alone(given)
+        if (num_processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+            raise ConfigError(
+                f"target.device_map: each of {num_processes} processes would spread a target of its own by {given!r} over the "
+                "same devices; start one process, which uses all of them, or give a map of module names"
+            )
         sizes = [_bytes_of(block) for block in layers]
         rest = _bytes_of(skeleton) - sum(sizes)
         places = spread_blocks(sizes, rest, _room(config, home), home, even=given != "sequential")
-    named = {f"{prefix}.{number}": place for number, place in enumerate(places)}
-    _check_devices(set(named.values()))
-    return dict.fromkeys(outside, home) | named
+    for place in {*places} - {DISK}:
+        try:
+            torch.empty(0, device=place)
+        except (RuntimeError, AssertionError) as error:
+            raise InputError(f"target.device_map: device {place!r} cannot be used: {first_line(error)}") from error
+    return dict.fromkeys(outside, home) | {f"{prefix}.{number}": place for number, place in enumerate(places)}
 
 
 def spread_blocks(
@@ -76,14 +75,8 @@ def spread_blocks(
     Where blocks are offloaded, room for one more is kept on `home`, on which they run.
 
     Args:
-        sizes: of the blocks, bytes.
-        outside: bytes of everything else, which lies on `home`.
-        room: bytes on each device and in memory.
-        home: the device that computes.
+        sizes, outside, room: bytes of the blocks, of all else, which lies on `home`, and on each device and in memory.
         even: no device takes more than its share of all weights and a block, as long as nothing is offloaded for that.
-
-    Raises:
-        InputError: `home` has no room for what is no block.
     """
     free = room.get(home, 0) - outside
     if free < 0:
@@ -105,14 +98,8 @@ def spread_blocks(
 def real_weight(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
     """Return a tensor of a module's state dict with its values, read from memory or disk where they are offloaded.
 
-    Of a target that is split over processes all of a group must call this.
-
-    Args:
-        name: the tensor's in its state dict.
-        tensor: as the state dict has it.
-
-    Raises:
-        InputError: it is of a block that was not loaded (`heads.frozen.served`), and cannot be read alone.
+    Of a target that is split over processes all of a group must call this. A block that was not loaded
+    (`heads.frozen.served`) may be kept in a form in which it cannot be read alone, and then this raises an InputError.
     """
     if isinstance(tensor, DTensor):
         whole: Tensor = tensor.full_tensor()
@@ -161,7 +148,6 @@ def own_copy(module: nn.Module) -> nn.Module:
 
 
 def _joined_block(block: nn.Module, unsplit: nn.Module) -> nn.Module:
-    """Return a block in the CPU's memory with the weights of all parts of one that is split."""
     whole = copy.deepcopy(unsplit)
     whole.load_state_dict({name: weight.to(MEMORY, copy=True) for name, weight in real_weights(block).items()}, assign=True)
     for name, buffer in block.named_buffers():
@@ -183,46 +169,20 @@ def _fill(sizes: Sequence[int], limits: Mapping[DeviceName, int]) -> list[Device
     return places
 
 
-def _by_hand(
-    given: Mapping[str, DeviceName], prefix: str, num_blocks: int, outside: Sequence[str], home: DeviceName
-) -> list[DeviceName]:
+def _by_hand(given: Mapping[str, DeviceName], prefix: str, num_blocks: int, home: DeviceName) -> list[DeviceName]:
     """Return the device of each block by the longest prefix of its name in the map; `home` where there is none."""
     names = [f"{prefix}.{number}" for number in range(num_blocks)]
     above = ["", *(prefix.rsplit(".", cut)[0] for cut in range(prefix.count("."), 0, -1)), prefix]
-    for module, place in given.items():
-        if module in outside and _name_of(place) != home:
-            raise ConfigError(
-                f"target.device_map: {module} is to lie on {place}, and only blocks are spread; what is no block lies on "
-                f"target.device, here {home}: leave it out"
-            )
-        if module not in (*outside, *above, *names):
-            raise ConfigError(
-                f"target.device_map: {module!r} is no part of this target that can be placed; its blocks are {names[0]} to "
-                f"{names[-1]}"
-            )
+    if unknown := given.keys() - {*above, *names}:
+        raise ConfigError(
+            f"target.device_map: {min(unknown)!r} is no block of this target; its blocks are {names[0]} to {names[-1]}, and "
+            f"what is no block lies on target.device, here {home}: leave it out"
+        )
     places = []
     for name in names:
         found = next((each for each in (name, *reversed(above)) if each in given), None)
         places.append(home if found is None else _name_of(given[found]))
     return places
-
-
-def _check_alone(given: str | None) -> None:
-    """Refuse an automatic map where several processes would each make one of the same devices."""
-    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if num_processes > 1:
-        raise ConfigError(
-            f"target.device_map: each of {num_processes} processes would spread a target of its own by {given!r} over the same "
-            "devices; start one process, which uses all of them, or give a map of module names"
-        )
-
-
-def _check_devices(places: set[DeviceName]) -> None:
-    for place in places - {DISK}:
-        try:
-            torch.empty(0, device=place)
-        except (RuntimeError, AssertionError) as error:
-            raise InputError(f"target.device_map: device {place!r} cannot be used: {first_line(error)}") from error
 
 
 def _room(config: TargetConfig, home: DeviceName) -> dict[DeviceName, int]:
@@ -274,19 +234,16 @@ def parts_outside(skeleton: PreTrainedModel, layers: nn.ModuleList) -> list[str]
     while pending:
         name, module = pending.pop()
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        found += [_joined(name, own) for own, _ in tensors]
+        found += [f"{name}.{own}".removeprefix(".") for own, _ in tensors]
         for own, child in module.named_children():
             if child is layers:
                 continue
+            joined = f"{name}.{own}".removeprefix(".")
             if layers in child.modules():
-                pending.append((_joined(name, own), child))
+                pending.append((joined, child))
             else:
-                found.append(_joined(name, own))
+                found.append(joined)
     return found
-
-
-def _joined(name: str, own: str) -> str:
-    return f"{name}.{own}" if name else own
 
 
 def _bytes_of(module: nn.Module) -> int:

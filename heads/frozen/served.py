@@ -1,10 +1,7 @@
 """A target that servers run: the parts of it that are loaded here, and its forward over texts.
 
-`load_ends` loads embedding, final norm, output head and whatever else is no block; a draft needs no more for its training. The
-blocks keep their shapes and have no weights (torch's meta device), so that sizes and taps are known; a forward through them
-fails, and a draft that is made from one reads it from the checkpoint (`heads.frozen.placement.real_weight`).
-`ServedForward` is the target's `DecodingForward`: at every step it asks for the states of each row's whole text. Servers with a
-prefix cache compute only what is new.
+The blocks keep their shapes and have no weights (torch's meta device), so that sizes and taps are known; a draft that is made
+from one reads it from the checkpoint (`heads.frozen.placement.real_weight`).
 B batch, T new tokens, S cache length, D width.
 """
 
@@ -25,7 +22,7 @@ from configs.schema.target import TargetConfig
 from heads.frozen.checkpoint_files import Weights
 from heads.frozen.hidden_states import TargetStates, blocks
 from heads.frozen.model_config import config_of_blocks
-from heads.frozen.placement import READ, make_skeleton, parts_outside
+from heads.frozen.placement import READ, blocks_name, make_skeleton, parts_outside
 from heads.frozen.weights import read_float_weights
 from heads.inference.kv_cache import RowCache
 from heads.inference.masks import Masks
@@ -35,13 +32,10 @@ StatesOfTexts = Callable[[Sequence[Sequence[int]], int, Sequence[int]], TargetSt
 
 
 class ServedForward(DecodingForward):
-    """The two halves of a target whose blocks servers run and whose head is here.
+    """The two halves of a target whose blocks servers run and whose head is here; each forward asks for whole texts.
 
     The cache holds the rows' token ids in place of keys and values, so that rows end and tokens are rejected as in any other.
-
-    Args:
-        model: made by `load_ends`.
-        states_of: asks for the states of texts, given the number of last tokens that are wanted of each, and the taps.
+    `states_of` gets texts, the number of last tokens that are wanted of each, and the taps.
     """
 
     def __init__(self, model: PreTrainedModel, states_of: StatesOfTexts) -> None:
@@ -70,17 +64,13 @@ class ServedForward(DecodingForward):
 
 
 def load_ends(path: Path, config: TargetConfig, device: torch.device) -> PreTrainedModel:
-    """Return the model in a folder with weights outside its blocks only.
-
-    Raises:
-        InputError: its family keeps blocks in an unknown way, or has no model of one block; or a weight is not in the folder.
-    """
+    """Return the model in a folder with weights outside its blocks only, which are read as those of a model of one block."""
     model = make_skeleton(path, config)
     layers = blocks(model)
-    prefix = next(name for name, module in model.named_modules() if module is layers)
+    prefix = blocks_name(model)
     whole = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code, local_files_only=True)
     stored = read_float_weights(path)
-    kept = {name: each for name, each in stored.items() if not _is_of_later_block(name, prefix)}
+    kept = {name: each for name, each in stored.items() if not name.startswith(f"{prefix}.") or name.startswith(f"{prefix}.0.")}
     load: Any = type(model).from_pretrained
     first, report = load(
         None, config=_of_first_block(whole), state_dict=kept, dtype=getattr(torch, config.dtype), output_loading_info=True
@@ -116,19 +106,12 @@ def _of_first_block(whole: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _read(stored: Weights, block: str, name: str) -> torch.Tensor:
-    """Return a weight of a block from the checkpoint."""
     if block + name not in stored:
         raise InputError(
             f"target.states: {block}{name} is kept otherwise than it runs, so no draft can be made from this block alone; make "
             "it from none, or place the blocks by target.device_map ({model.layers: disk}) and target.offload_folder"
         )
     return stored[block + name][...]
-
-
-def _is_of_later_block(name: str, prefix: str) -> bool:
-    """Return whether a checkpoint's tensor is of the second block or a later one; of unknown names none is."""
-    number = name.removeprefix(f"{prefix}.").partition(".")[0]
-    return name.startswith(f"{prefix}.") and number != "0"
 
 
 def _take_over(model: PreTrainedModel, first: PreTrainedModel, name: str) -> None:

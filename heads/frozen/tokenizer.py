@@ -1,8 +1,7 @@
 """The target's tokenizer, and conversations in its chat template.
 
-`target.chat_template` may name another template than the tokenizer's own. With `target.tokens: ids` the tokens are no text
-(codes of images, codec tokens of speech, class ids) and have no tokenizer: a prompt is then a text of numbers such as
-`1034 17 2`, of which whatever follows a `#` in a line is left out (`1034 #17` is the prompt `1034` once more).
+With `target.tokens: ids` the tokens are no text (codes of images, codec tokens of speech, class ids) and a prompt is a text of
+numbers such as `1034 17 2`, of which whatever follows a `#` in a line is left out (`1034 #17` is the prompt `1034` once more).
 """
 
 from __future__ import annotations
@@ -62,16 +61,9 @@ def _id_tokenizer(vocab_size: int) -> PreTrainedTokenizerBase:
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Give a tokenizer a chat template, which becomes part of the target's identity and is saved with a draft LM.
+    """Give a tokenizer a chat template, one of `NAMED` or a Jinja file; it is part of the target's identity.
 
     Where the tokenizer begins every text with a token of its own (its `bos_token`), so does `plain`.
-
-    Args:
-        tokenizer: changed in place.
-        name: one of `NAMED`, or a Jinja file.
-
-    Raises:
-        InputError: it is neither, or the file is no template.
     """
     if name not in NAMED and not Path(name).is_file():
         raise InputError(f"target.chat_template: {name} is neither a file here nor one of {', '.join(NAMED)}")
@@ -101,16 +93,14 @@ def in_template(
 
     Args:
         name: of the target, in messages.
-        messages: role and content, and what else the template reads.
-        tools: that the assistant may call, as OpenAI describes them, for templates that show them.
+        tools: that the assistant may call, as OpenAI describes them.
         answer_follows: open the assistant's turn.
         in_parts: try lists of parts where the template leaves out a text.
         media: references to images and sounds; each has an `OBJECT` in a user's text.
         template: in place of the tokenizer's.
 
     Raises:
-        InputError: the tokenizer has no chat template, or the template refuses the conversation: some know no system
-            message, some ask that user and assistant take turns; or there are not as many places for media.
+        InputError: there is no chat template, it refuses the conversation, or there are not as many places for media.
     """
     if tokenizer.chat_template is None:
         raise InputError(no_chat_template(name))
@@ -157,14 +147,11 @@ def _with_media(conversation: Sequence[dict[str, Any]], media: Sequence[str]) ->
         pieces = content.split(OBJECT) if message["role"] == "user" else [content]
         parts: list[dict[str, str]] = []
         for number, piece in enumerate(pieces):
-            parts += ([_media_part(next(left))] if number else []) + [_text_part(piece)] * bool(piece)
+            if number:  # some templates look for the key `audio`
+                parts.append({"type": "audio", "audio": ""} if next(left).startswith(SOUND) else {"type": "image"})
+            parts += [_text_part(piece)] * bool(piece)
         messages.append(message | {"content": parts})
     return messages
-
-
-def _media_part(reference: str) -> dict[str, str]:
-    """Return what templates know a place by: some of those for sounds look for the key `audio`."""
-    return {"type": "audio", "audio": ""} if reference.startswith(SOUND) else {"type": "image"}
 
 
 def _text_part(text: str) -> dict[str, str]:

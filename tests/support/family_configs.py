@@ -39,6 +39,6 @@ STATELESS = (
 )
 HYBRIDS = (
     *("qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "granitemoehybrid", "bamba", "falcon_h1", "nemotron_h"),
-    *("jamba", "lfm2", "lfm2_moe", "mamba", "mamba2", "xlstm"),
+    *("jamba", "lfm2", "lfm2_moe", "mamba", "mamba2"),
 )
 tiny_model = cache(architectures.tiny_model)  # only for reading

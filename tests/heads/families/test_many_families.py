@@ -19,7 +19,7 @@ OTHERS = ("medusa", "hydra", "peagle", "dflash", "dspark", "dflash2", "xpress", 
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        *(("eagle3", name) for name in (*STATELESS, *HYBRIDS) if name != "xlstm"),
+        *(("eagle3", name) for name in (*STATELESS, *HYBRIDS)),
         *((kind, name) for kind in OTHERS for name in ("gpt2", "jamba", "mamba2")),
         ("hydra", "gemma4_text"),
         *(

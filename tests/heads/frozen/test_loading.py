@@ -96,7 +96,7 @@ def test_a_model_that_changes_its_rotary_embedding_has_the_context_before_that(t
     assert load(tmp_path / "stays").max_positions == 256
     assert "longrope" not in caplog.text
     assert load(tmp_path / "changes").max_positions == 32
-    assert "LlamaForCausalLM changes its rotary embedding (longrope) for texts of more than 32 tokens" in caplog.text
+    assert "texts end at 32 tokens, where LlamaForCausalLM changes its rotary embedding (longrope)" in caplog.text
 
 
 def test_a_file_that_is_no_gguf_is_named(tmp_path):

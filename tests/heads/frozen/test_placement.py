@@ -148,9 +148,8 @@ def test_settings_that_cannot_be_followed_are_refused(settings_given, complaint)
 @pytest.mark.parametrize(
     ("device_map", "complaint"),
     [
-        ({"lm_head": "disk"}, "lm_head is to lie on disk, and only blocks are spread"),
-        ({"model.layers.4": "disk"}, r"'model\.layers\.4' is no part .* model\.layers\.0 to model\.layers\.3"),
-        ({"model.layers.1.mlp": "disk"}, "no part of this target that can be placed"),
+        ({"lm_head": "disk"}, r"'lm_head' is no block .* lies on target\.device, here cpu"),
+        ({"model.layers.4": "disk"}, r"'model\.layers\.4' is no block .* model\.layers\.0 to model\.layers\.3"),
         ({"model.layers": "abacus:1"}, "device 'abacus:1' cannot be used"),
     ],
 )

@@ -52,7 +52,7 @@ def trained(module):
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
-@pytest.mark.parametrize("name", [name for name in (*STATELESS, *HYBRIDS) if name != "xlstm"])  # not decoded
+@pytest.mark.parametrize("name", [*STATELESS, *HYBRIDS])
 def test_a_draft_trains_and_is_loaded_as_a_plain_causal_lm(name, as_target, tmp_path):
     task = started(name, as_target, tmp_path, train_embeddings=True)
     optimizer = torch.optim.AdamW(trained(task.module).values(), lr=1e-3)
