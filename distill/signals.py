@@ -1,6 +1,8 @@
 """The target's side of the loss of a batch: computed here, by servers of hidden states, or read from a cache.
 
-`signal_source` chooses; the training loop asks the source once a batch, and hands what it gets to the task's loss.
+`signal_source` chooses; the training loop asks the source once a batch, and hands what it gets to the task's loss. Where
+signals come from a disk or a server, a thread may read the next batch's during a step (`reads_ahead`). `num_parameters` of the
+target run here on every batch. `ahead` yields batches, each after signals of the next ones were requested.
 B batch, T positions.
 """
 
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,64 +24,18 @@ from heads.modules.interface import Batch, Normalisers
 
 
 class TargetSignals(NamedTuple):
-    """What a loss takes of the target over a batch, on the batch's device; it never carries gradients.
+    """What a loss takes of the target over a batch, on the batch's device; it never carries gradients."""
 
-    states: hidden states at every position, from a cache for a draft LM at those before labels alone; or a sparse target of the
-        positions before labels, from a top-k cache.
-    normalisers: of the logits at every position, where a cache keeps them.
-    """
-
+    # Hidden states at every position, from a cache for a draft LM at those before labels alone; or a sparse target of the
+    # positions before labels, from a top-k cache.
     states: TargetStates | SparseTarget
-    normalisers: Normalisers | None = None
+    normalisers: Normalisers | None = None  # of the logits at every position, where a cache keeps them
 
     @property
     def dense(self) -> TargetStates:
         """The hidden states, which all sources but a top-k cache give."""
         assert isinstance(self.states, TargetStates)
         return self.states
-
-
-class SignalSource(Protocol):
-    """Where signals come from; `read` raises `InputError` where they are not to be had."""
-
-    @property
-    def reads_ahead(self) -> bool:
-        """Whether signals come from a disk or a server, so that a thread may read the next batch's during a step."""
-
-    @property
-    def num_parameters(self) -> int:
-        """Parameters of the target that run here on every batch."""
-
-    def ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield the batches as they come, each after signals of the next ones were requested."""
-
-    def read(self, batch: Batch) -> TargetSignals:
-        """Return the signals of a batch."""
-
-
-def signal_source(
-    target: Target,
-    taps: Sequence[int] = (),
-    cache: TargetCache | None = None,
-    *,
-    own_batches: bool = False,
-    known_ahead: bool = True,
-    normalised: bool = False,
-) -> SignalSource:
-    """Return the source of a run's signals.
-
-    Args:
-        taps: states that are read beside the final ones.
-        cache: of the target's outputs on the conversations of the batches; None: the target runs, or its servers do.
-        own_batches: processes that share the target each bring a batch of their own, not all the same.
-        known_ahead: batches are read as they were loaded, and not changed by the draft before.
-        normalised: the loss takes the normalisers that a cache keeps at every position.
-    """
-    if cache is not None:
-        return CachedSignals(cache, tuple(taps), normalised)
-    if target.states_from is not None:
-        return ServedSignals(target.states_from, tuple(taps), reads_ahead=known_ahead)
-    return ComputedSignals(target, tuple(taps), own_batches=own_batches)
 
 
 @dataclass(frozen=True)
@@ -142,3 +98,31 @@ class CachedSignals:
             return TargetSignals(self.cache.states(batch, self.taps), normalisers)
         signal = self.cache.signal(batch)
         return TargetSignals(signal if isinstance(signal, SparseTarget) else TargetStates(final_BTE=signal))
+
+
+SignalSource = ComputedSignals | ServedSignals | CachedSignals
+
+
+def signal_source(
+    target: Target,
+    taps: Sequence[int] = (),
+    cache: TargetCache | None = None,
+    *,
+    own_batches: bool = False,
+    known_ahead: bool = True,
+    normalised: bool = False,
+) -> SignalSource:
+    """Return the source of a run's signals.
+
+    Args:
+        taps: states that are read beside the final ones.
+        cache: of the target's outputs on the conversations of the batches; None: the target runs, or its servers do.
+        own_batches: processes that share the target each bring a batch of their own, not all the same (`heads.frozen.split`).
+        known_ahead: batches are read as they were loaded, and not changed by the draft before.
+        normalised: the loss takes the normalisers that a cache keeps at every position.
+    """
+    if cache is not None:
+        return CachedSignals(cache, tuple(taps), normalised)
+    if target.states_from is not None:
+        return ServedSignals(target.states_from, tuple(taps), reads_ahead=known_ahead)
+    return ComputedSignals(target, tuple(taps), own_batches=own_batches)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from configs.runtime.errors import InputError
-from distill.dataset.conversations import Conversation, row_lengths
+from distill.dataset.conversations import Conversation, index_of
 from heads.frozen.media import MediaPrompt
 from heads.modules.interface import NO_DOCUMENT, Batch, BatchMedia
 
@@ -37,38 +36,16 @@ class Example(NamedTuple):
     media_prompt: MediaPrompt | None = None  # of a prompt with images or sounds
 
 
-@dataclass(frozen=True, kw_only=True)
-class Lengths:
-    """The positions of one epoch."""
-
-    num_batches: int
-    num_tokens: int
-    num_padding: int
-
-    @property
-    def padding_share(self) -> float:
-        """Padding positions among all positions."""
-        return self.num_padding / (self.num_tokens + self.num_padding)
-
-    @property
-    def packing_efficiency(self) -> float:
-        """Tokens among all positions."""
-        return 1 - self.padding_share
-
-
 class ConversationDataset(Dataset[Example]):
     """Conversations cut at `max_length` tokens; those without an answer token before the cut are dropped and counted.
 
     Only indices and lengths are in memory; the tokens of a `ConversationFile` are read on access.
-
-    Raises:
-        InputError: no conversation is left.
     """
 
     def __init__(self, conversations: Sequence[Conversation], max_length: int) -> None:
         self.conversations, self.max_length = conversations, max_length
-        prompts_N, answers_N = row_lengths(conversations)
-        cut_N = np.minimum(prompts_N + answers_N, max_length)
+        index = index_of(conversations)
+        prompts_N, cut_N = index.prompt_lengths, np.minimum(index.prompt_lengths + index.answer_lengths, max_length)
         self.numbers = np.flatnonzero(prompts_N < cut_N)  # places in the data file
         self.lengths, self.answer_starts = cut_N[self.numbers], prompts_N[self.numbers]
         self.num_dropped = len(conversations) - len(self.numbers)
@@ -118,10 +95,9 @@ class EpochSampler(Sampler[list[Item]]):
 class BucketedBatchSampler(EpochSampler[int]):
     """Batches of indices: shuffled, sorted by length within windows of `window` batches, and shuffled as batches.
 
-    Args:
-        rows: of a batch; with several batches a step, on average.
-        num_batches: of an optimiser step, over all processes. Where the last step of an epoch has fewer conversations, it takes
-            more of those that began it, or it would be another step with another number of processes.
+    A batch has `rows` of them; `num_batches` are those of an optimiser step over all processes, and then have as many on
+    average. Where the last step of an epoch has fewer conversations, it takes more of those that began it, or it would be
+    another step with another number of processes.
     """
 
     def __init__(
@@ -138,13 +114,10 @@ class BucketedBatchSampler(EpochSampler[int]):
         return math.ceil(len(self.lengths_N) / (self.num_batches * self.rows)) * self.num_batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        if self.num_batches == 1:
-            return self._buckets()
-        return self._balanced()
-
-    def _balanced(self) -> Iterator[list[int]]:
-        """Yield the batches of each step, of the conversations that are in as many buckets."""
         buckets, first = self._buckets(), list[int]()
+        if self.num_batches == 1:
+            yield from buckets
+            return
         while step := [index for bucket in islice(buckets, self.num_batches) for index in bucket]:
             first = first or step
             step += list(islice(cycle(first), max(0, self.num_batches - len(step))))
@@ -161,13 +134,6 @@ class BucketedBatchSampler(EpochSampler[int]):
             yield full_N[number * self.rows : (number + 1) * self.rows].tolist()
         if len(rest_N):
             yield rest_N.tolist()
-
-    def measure(self) -> Lengths:
-        """Return the size of the current epoch."""
-        of_batches = [self.lengths_N[batch] for batch in self]
-        positions = sum(int(each.max()) * len(each) for each in of_batches)
-        tokens = sum(int(each.sum()) for each in of_batches)
-        return Lengths(num_batches=len(of_batches), num_tokens=tokens, num_padding=positions - tokens)
 
 
 def balanced(rows: Sequence[int], lengths: Sequence[int], num_batches: int) -> list[list[int]]:
@@ -195,10 +161,7 @@ def balanced(rows: Sequence[int], lengths: Sequence[int], num_batches: int) -> l
 
 
 def make_loader(dataset: ConversationDataset, batch_size: int, *, seed: int, num_batches: int = 1) -> DataLoader[Batch]:
-    """Return a loader that accelerate can prepare; call `set_epoch` on its `batch_sampler` (or on the prepared loader).
-
-    `num_batches` are those of an optimiser step, over all processes.
-    """
+    """Return a loader that accelerate can prepare; call `set_epoch` on its `batch_sampler` (or on the prepared loader)."""
     return loader_of(dataset, BucketedBatchSampler(dataset.lengths, batch_size, seed=seed, num_batches=num_batches), collate)
 
 

@@ -2,8 +2,8 @@
 
 Training reads the token ids, never the text, which encoded again may come back as other tokens than the target chose. A file
 need not fit into memory: its index holds offset and lengths of each row, is made in one pass that checks every row, and is kept
-beside the file with the file's SHA-256. One process of a machine makes it, and the others wait for it. (Arrow files through
-`datasets` would hold the data twice, and coerce wrong values instead of refusing them with their line.) N rows.
+beside the file with the file's SHA-256. (Arrow files through `datasets` would hold the data twice, and coerce wrong values
+instead of refusing them with their line.) N rows.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, overload
+from typing import Annotated, Any, Literal, NamedTuple, overload
 
 import numpy as np
 from filelock import FileLock
@@ -36,8 +36,7 @@ log = logging.getLogger("draftsmith")
 WHAT = "conversations file"
 INDEX_SUFFIX = ".index.safetensors"
 INDEX_VERSION = 3
-DTYPES = {"offsets": np.int64, "prompt_lengths": np.int32, "answer_lengths": np.int32, "user_texts": np.int64}
-ANSWER_COUNTS = "answer_counts"
+COLUMNS = {"offsets": np.int64, "prompt_lengths": np.int32, "answer_lengths": np.int32, "user_texts": np.int64}
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 WRITTEN_BY = "answers_written_by"  # key of the manifest
@@ -88,11 +87,7 @@ class Conversation:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str) -> Conversation:
-        """Read back one row; `where` names the file and line in errors.
-
-        Raises:
-            InputError: a field is missing or of the wrong type, or there are no prompt or answer tokens.
-        """
+        """Read back one row; `where` names the file and line in errors."""
         try:
             return _ROW.validate_python(values)
         except ValidationError as error:
@@ -111,31 +106,21 @@ _ROW = TypeAdapter(Conversation)
 
 
 def read_conversations(path: Path) -> list[Conversation]:
-    """Return the rows of a `train.jsonl` or `held_out.jsonl` in file order.
-
-    Raises:
-        InputError: the file is missing or empty, or a line (named) is not a conversation.
-    """
+    """Return the rows of a `train.jsonl` or `held_out.jsonl` in file order."""
     rows = [row for _, row in _read_rows(path)]
     if not rows:
         raise InputError(f"{WHAT} {path} is empty")
     return rows
 
 
-@dataclass(frozen=True, kw_only=True)
-class Index:
-    """What is known of a file without reading its rows.
+class Index(NamedTuple):
+    """What is known of conversations without reading their rows."""
 
-    offsets, user_texts: int64 `[N]`, the first byte of each row, and `text_hash` of its user text.
-    prompt_lengths, answer_lengths: int32 `[N]`, in tokens.
-    answer_counts: int64, how often each token id, up to the largest, stands in an answer.
-    """
-
-    offsets: np.ndarray
-    prompt_lengths: np.ndarray
-    answer_lengths: np.ndarray
-    user_texts: np.ndarray
-    answer_counts: np.ndarray
+    offsets: np.ndarray  # int64 [N], the first byte of each row
+    prompt_lengths: np.ndarray  # int32 [N], in tokens
+    answer_lengths: np.ndarray  # int32 [N], in tokens
+    user_texts: np.ndarray  # int64 [N], `text_hash` of what the user says
+    answer_counts: np.ndarray  # int64, how often each token id, up to the largest, stands in an answer
 
 
 class ConversationFile(Sequence[Conversation]):
@@ -155,74 +140,45 @@ class ConversationFile(Sequence[Conversation]):
     @overload
     def __getitem__(self, place: slice) -> list[Conversation]: ...
     def __getitem__(self, place: int | slice) -> Conversation | list[Conversation]:
-        """Read a row, or several.
-
-        Raises:
-            InputError: the file cannot be read, or is no longer the one that was opened.
-        """
+        """Read a row, or several; the file must be the one that was opened."""
         if isinstance(place, slice):
             return [self[number] for number in range(*place.indices(len(self)))]
         offset = int(self.places.offsets[place])
+        where = f"{WHAT} {self.path}, byte {offset}"
         try:
             with self.path.open("rb") as file:
                 file.seek(offset)
-                line = file.readline()
+                row = Conversation.from_dict(json_object(file.readline(), where), where)
         except OSError as error:
             raise InputError(f"cannot read {WHAT} {self.path}: {error.strerror or error}") from error
-        lengths = (int(self.places.prompt_lengths[place]), int(self.places.answer_lengths[place]))
-        return self._parsed(line, offset, lengths)
-
-    def _parsed(self, line: bytes, offset: int, lengths: tuple[int, int]) -> Conversation:
-        where = f"{WHAT} {self.path}, byte {offset}"
-        try:
-            row = Conversation.from_dict(json_object(line, where), where)
         except InputError as error:
             raise InputError(f"{error}; the file was changed since it was opened: start again") from error
-        if (len(row.prompt_ids), len(row.answer_ids)) != lengths:
+        if (len(row.prompt_ids), len(row.answer_ids)) != (self.places.prompt_lengths[place], self.places.answer_lengths[place]):
             raise InputError(f"{where}: another conversation than when the file was opened; it was changed: start again")
         return row
 
 
 def open_conversations(path: Path) -> ConversationFile:
-    """Open a conversations file by its index, which is made where there is none of this file.
-
-    Raises:
-        InputError: the file is missing or empty, or a line (named) is not a conversation.
-    """
+    """Open a conversations file by its index, which one process of a machine makes where there is none of this file."""
     if not path.is_file():
         raise InputError(f"{WHAT} not found: {path}")
-    sha256 = remembered_sha256(path)
-    kept = path.with_name(path.name + INDEX_SUFFIX)
+    kept, sha256 = path.with_name(path.name + INDEX_SUFFIX), remembered_sha256(path)
     index = _read_index(kept, sha256)
     if index is None:
-        with _alone(path):
-            index = _read_index(kept, sha256)  # which another process has made meanwhile
-            if index is None:
-                index = _make_index(path)
-                _keep(kept, index, sha256)
+        lock = FileLock(downloads_folder() / "hashes" / f"{fingerprint('index', str(path.resolve()))}.lock")
+        with suppress(OSError):  # where no lock can be had, every process makes it
+            Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+        try:
+            index = _read_index(kept, sha256) or _make_index(path, kept, sha256)
+        finally:
+            lock.release()
     return ConversationFile(path, index)
 
 
-def row_lengths(conversations: Sequence[Conversation]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the lengths of prompts and answers in tokens, int32 `[N]`; without reading the rows of a `ConversationFile`."""
-    if isinstance(conversations, ConversationFile):
-        return conversations.places.prompt_lengths, conversations.places.answer_lengths
-    prompts = np.fromiter((len(row.prompt_ids) for row in conversations), np.int32, len(conversations))
-    return prompts, np.fromiter((len(row.answer_ids) for row in conversations), np.int32, len(conversations))
-
-
-def user_text_hashes(conversations: Sequence[Conversation]) -> np.ndarray:
-    """Return `text_hash` of each row's user text, int64 `[N]`; without reading the rows of a `ConversationFile`."""
-    if isinstance(conversations, ConversationFile):
-        return conversations.places.user_texts
-    return np.fromiter((text_hash(row.user_text) for row in conversations), np.int64, len(conversations))
-
-
-def count_answer_ids(conversations: Sequence[Conversation]) -> np.ndarray:
-    """Return how often each token id, up to the largest, stands in an answer, int64; see `row_lengths`."""
-    if isinstance(conversations, ConversationFile):
-        return conversations.places.answer_counts
-    return _counted(Counter(token for row in conversations for token in row.answer_ids))
+def index_of(conversations: Sequence[Conversation]) -> Index:
+    """Return the index of conversations, which a `ConversationFile` has; the offsets of others mean nothing."""
+    return conversations.places if isinstance(conversations, ConversationFile) else _index((0, row) for row in conversations)
 
 
 def media_names(media: Sequence[str]) -> list[str]:
@@ -232,12 +188,8 @@ def media_names(media: Sequence[str]) -> list[str]:
 
 
 def check_held_out(train: Sequence[Conversation], held_out: Sequence[Conversation]) -> None:
-    """Compare the prompts trained on with those held out.
-
-    Raises:
-        InputError: they share some.
-    """
-    shared = np.isin(user_text_hashes(held_out), user_text_hashes(train))
+    """Refuse held-out conversations that ask what others of training ask."""
+    shared = np.isin(index_of(held_out).user_texts, index_of(train).user_texts)
     if shared.any():
         first = held_out[int(shared.argmax())].prompt_id
         raise InputError(
@@ -269,11 +221,8 @@ class DataManifest(BaseModel):
 def check_written_for(path: Path, identity: TargetIdentity) -> list[str]:
     """Compare the target that wrote a conversations file, named in the manifest beside it, with the one at hand.
 
-    Returns:
-        What differs and is still usable: answers of other weights are only worse training data.
-
-    Raises:
-        InputError: there is no manifest, or the token ids mean something else to this target.
+    Return what differs and is still usable: answers of other weights are only worse training data, and those of another
+    tokenizer are refused.
     """
     writer = TargetIdentity.from_dict(_read_manifest(path).target or {}, str(path.parent / MANIFEST))
     differences = writer.differences(identity)
@@ -306,41 +255,35 @@ def _read_index(path: Path, sha256: str) -> Index | None:
         with safe_open(path, framework="numpy") as file:
             if file.metadata() != _metadata(sha256):
                 return None
-            return Index(**{name: file.get_tensor(name) for name in (*DTYPES, ANSWER_COUNTS)})
+            return Index(**{name: file.get_tensor(name) for name in Index._fields})
     except (SafetensorError, OSError) as error:
         log.info("index %s cannot be read (%s) and is made again", path, error)
         return None
 
 
-def _make_index(path: Path) -> Index:
+def _make_index(path: Path, kept: Path, sha256: str) -> Index:
+    index = _index(_read_rows(path))
+    if not len(index.offsets):
+        raise InputError(f"{WHAT} {path} is empty")
+    try:
+        write_bytes(kept, save(index._asdict(), metadata=_metadata(sha256)))
+    except InputError as error:
+        log.info("%s: every run will make the index of its conversations again", error)
+    return index
+
+
+def _index(rows: Iterable[tuple[int, Conversation]]) -> Index:
     counts: Counter[int] = Counter()
 
     def places() -> Iterator[tuple[int, int, int, int]]:
-        for offset, row in _read_rows(path):
+        for offset, row in rows:
             counts.update(row.answer_ids)
             yield offset, len(row.prompt_ids), len(row.answer_ids), text_hash(row.user_text)
 
-    columns = np.fromiter(places(), np.dtype(list(DTYPES.items())))
-    if not len(columns):
-        raise InputError(f"{WHAT} {path} is empty")
-    return Index(**{name: np.ascontiguousarray(columns[name]) for name in DTYPES}, answer_counts=_counted(counts))
-
-
-def _counted(counts: Counter[int]) -> np.ndarray:
+    columns = np.fromiter(places(), np.dtype(list(COLUMNS.items())))
     counted = np.zeros(max(counts, default=-1) + 1, np.int64)
     counted[list(counts)] = list(counts.values())
-    return counted
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Let one process of this machine at a time make a file's index; all at once where no lock can be had."""
-    lock = downloads_folder() / "hashes" / f"{fingerprint('index', str(path.resolve()))}.lock"
-    with ExitStack() as stack:
-        with suppress(OSError):
-            lock.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(FileLock(lock))
-        yield
+    return Index(**{name: np.ascontiguousarray(columns[name]) for name in COLUMNS}, answer_counts=counted)
 
 
 def _read_rows(path: Path) -> Iterator[tuple[int, Conversation]]:
@@ -357,14 +300,6 @@ def _read_rows(path: Path) -> Iterator[tuple[int, Conversation]]:
         raise InputError(f"{WHAT} not found: {path}") from error
     except OSError as error:
         raise InputError(f"cannot read {WHAT} {path}: {error.strerror or error}") from error
-
-
-def _keep(path: Path, index: Index, sha256: str) -> None:
-    columns: dict[str, Any] = {name: getattr(index, name) for name in (*DTYPES, ANSWER_COUNTS)}
-    try:
-        write_bytes(path, save(columns, metadata=_metadata(sha256)))
-    except InputError as error:
-        log.info("%s: every run will make the index of its conversations again", error)
 
 
 def _metadata(sha256: str) -> dict[str, str]:

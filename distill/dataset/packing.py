@@ -2,7 +2,7 @@
 
 Rows are filled once, by first-fit decreasing within windows of shuffled conversations, none of which is ever cut in two. Their
 contents depend on the seed alone, the order of the rows on (seed, epoch). Models must keep the documents of a row apart
-(`heads.inference.model_checks`); the loss is then that of the conversations in a row each.
+(`heads.inference.model_checks`).
 B rows of a batch, T positions, C documents of a row at most, N conversations, R rows.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from configs.runtime.errors import InputError
-from distill.dataset.batches import ConversationDataset, EpochSampler, Example, Lengths, loader_of
+from distill.dataset.batches import ConversationDataset, EpochSampler, Example, loader_of
 from heads.modules.interface import NO_DOCUMENT, Batch
 
 # Least number of conversations that are packed together, where there are so many. A larger window packs no better: 4,096
@@ -26,21 +26,17 @@ Row = tuple[int, ...]  # indices of the conversations in it
 
 
 class PackedBatchSampler(EpochSampler[Row]):
-    """Batches of rows, each the indices of the conversations in it; `window` conversations are packed together.
-
-    `lengths` are tokens by conversation, none more than `pack_length` (`ValueError`). The seed chooses the rows and, together
-    with the epoch, their order.
-    """
+    """Batches of rows, each the indices of the conversations in it; `window` conversations are packed together."""
 
     def __init__(
         self, lengths: Sequence[int] | np.ndarray, batch_size: int, *, pack_length: int, seed: int, window: int = WINDOW
     ) -> None:
         super().__init__(seed)
-        self.lengths_N = np.asarray(lengths, dtype=np.int32)
-        if self.lengths_N.max() > pack_length:
-            raise ValueError(f"a conversation of {self.lengths_N.max()} tokens does not fit into a row of {pack_length}")
+        lengths_N = np.asarray(lengths, dtype=np.int32)
+        if lengths_N.max() > pack_length:
+            raise ValueError(f"a conversation of {lengths_N.max()} tokens does not fit into a row of {pack_length}")
         self.batch_size = batch_size
-        self._order_N, self._starts_R = _pack(self.lengths_N, pack_length, seed, window)
+        self._order_N, self._starts_R = _pack(lengths_N, pack_length, seed, window)
 
     @property
     def num_rows(self) -> int:
@@ -54,14 +50,6 @@ class PackedBatchSampler(EpochSampler[Row]):
         order_R = torch.randperm(self.num_rows, generator=self.random_numbers()).numpy()
         for start in range(0, self.num_rows, self.batch_size):
             yield [self._row(number) for number in order_R[start : start + self.batch_size]]
-
-    def measure(self) -> Lengths:
-        """Return the size of the current epoch."""
-        positions = 0
-        for batch in self:
-            positions += len(batch) * max(int(self.lengths_N[list(row)].sum()) for row in batch)
-        tokens = int(self.lengths_N.sum())
-        return Lengths(num_batches=len(self), num_tokens=tokens, num_padding=positions - tokens)
 
     def _row(self, number: int) -> Row:
         return tuple(self._order_N[self._starts_R[number] : self._starts_R[number + 1]].tolist())
@@ -86,8 +74,7 @@ def make_packed_loader(dataset: ConversationDataset, batch_size: int, *, pack_le
 def collate_packed(rows: Sequence[Sequence[Example]]) -> Batch:
     """Put the examples of each row one after the other, and pad on the right.
 
-    Raises:
-        ValueError: an example begins with a label, which would be predicted from the end of another.
+    None may begin with a label, which would be predicted from the end of another.
     """
     B, T, C = len(rows), max(sum(len(each.input_ids) for each in row) for row in rows), max(map(len, rows))
     batch = Batch(

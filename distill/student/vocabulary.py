@@ -17,7 +17,7 @@ from torch import Tensor
 
 from configs.runtime.errors import ConfigError
 from distill.dataset.batches import ConversationDataset, collate
-from distill.dataset.conversations import Conversation, count_answer_ids
+from distill.dataset.conversations import Conversation, index_of
 from heads.frozen.hidden_states import num_blocks
 from heads.frozen.loading import Target
 from heads.inference.causal_lm import head_logits
@@ -50,7 +50,7 @@ class MassChoice:
 def most_frequent_answer_tokens(conversations: Sequence[Conversation], size: int, target: Target) -> DraftVocabulary:
     """Return the `size` most frequent answer tokens, ties by the lower id; those that end an answer are always among them."""
     _check_size(size, target)
-    counts = count_answer_ids(conversations)
+    counts = index_of(conversations).answer_counts
     counts_V = torch.zeros(target.vocab_size, dtype=torch.int64)
     counts_V[: len(counts)] = torch.from_numpy(counts)
     ids_W = _in_order(counts_V, target)[:size].sort().values

@@ -19,9 +19,9 @@ from distill.dataset.conversations import (
     MANIFEST,
     Conversation,
     check_written_for,
+    index_of,
     open_conversations,
     text_hash,
-    user_text_hashes,
 )
 from eval.measure.suite import load_suite
 from heads.artifact import read_training_prompts
@@ -58,7 +58,7 @@ def mix(config: RefreshConfig, served: Path, data: Path, replay: Path | None, fo
         raise InputError(
             f"old_suite: {config.old_suite.path} holds every prompt that could be trained on; name another, or more traffic"
         )
-    not_again = asked | set(user_text_hashes(all_held_out).tolist())
+    not_again = asked | set(index_of(all_held_out).user_texts.tolist())
     identity = TargetIdentity.from_dict(manifest["target"], str(data / MANIFEST))
     replayed = [] if replay is None else _draw(config, replay, identity, not_again, len(fresh))
     counts: dict[str, Any] = {
@@ -84,7 +84,7 @@ def _draw(
     for difference in check_written_for(replay, identity):
         log.warning("%s, which is replayed, was written by a target with other %s", replay, difference)
     old = open_conversations(replay)
-    places = [place for place, text in enumerate(user_text_hashes(old).tolist()) if text not in not_again]
+    places = [place for place, text in enumerate(index_of(old).user_texts.tolist()) if text not in not_again]
     wanted = round(num_fresh * config.replay_share / (1 - config.replay_share))
     if wanted > len(places):
         log.warning("%s has %d conversations to replay, of the %d wanted", replay, len(places), wanted)

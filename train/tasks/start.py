@@ -26,7 +26,7 @@ from configs.runtime.resumable import Journal, fingerprint, fingerprint_of
 from configs.schema.training import DistillConfig, HeadsConfig
 from distill.cache.reader import TargetCache
 from distill.dataset.batches import ConversationDataset
-from distill.dataset.conversations import Conversation, user_text_hashes
+from distill.dataset.conversations import Conversation, index_of
 from distill.signals import SignalSource, signal_source
 from distill.student.vocabulary import MassChoice, choose_by_mass, log_choice, most_frequent_answer_tokens, target_mass
 from heads.artifact import read_training_prompts
@@ -180,6 +180,6 @@ def read_initial_head(name: str, target: Target) -> InitialHead:
 
 def training_prompts(train: Sequence[Conversation], start: str | None) -> np.ndarray:
     """Return hashes of the prompts trained on, int64 `[N]`, with those of the artifact's folder that the run started from."""
-    hashes = user_text_hashes(train)
+    hashes = index_of(train).user_texts
     earlier = None if start is None or not Path(start).is_dir() else read_training_prompts(start)
     return hashes if earlier is None else np.concatenate([hashes, earlier])

@@ -11,11 +11,13 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+import numpy as np
 
 from configs.runtime.command import BAD_INPUT, DONE
 from configs.runtime.errors import ConfigError, InputError
@@ -142,9 +144,15 @@ def tokens_among_positions(recipe: HeadsConfig) -> dict[str, float]:
     rows = PackedBatchSampler(dataset.lengths, batch_size, pack_length=packed.row_length or packed.max_length, seed=seed)
     buckets = BucketedBatchSampler(dataset.lengths, batch_size, seed=seed)
     return {
-        "packing_efficiency": rows.measure().packing_efficiency,
-        "bucketing_efficiency": buckets.measure().packing_efficiency,
+        "packing_efficiency": efficiency(rows, dataset.lengths),
+        "bucketing_efficiency": efficiency(buckets, dataset.lengths),
     }
+
+
+def efficiency(batches: Iterable[Sequence[int | tuple[int, ...]]], lengths: np.ndarray) -> float:
+    """Return the tokens among all positions of batches, whose rows are conversations or several of them."""
+    sizes = [[int(lengths[np.atleast_1d(row)].sum()) for row in batch] for batch in batches]
+    return sum(map(sum, sizes)) / sum(len(batch) * max(batch) for batch in sizes)
 
 
 def tokens_a_second(runs: Sequence[Measured], others: Sequence[Measured], samples: int) -> Interval:

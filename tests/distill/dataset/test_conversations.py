@@ -22,10 +22,10 @@ from distill.dataset.conversations import (
     ConversationFile,
     check_held_out,
     check_written_for,
+    index_of,
     is_written_by_target,
     open_conversations,
     read_conversations,
-    row_lengths,
 )
 from distill.dataset.packing import PackedBatchSampler
 from distill.generation.make_dataset import check_output
@@ -62,7 +62,7 @@ def path(tmp_path):
     return path
 
 
-def index_of(path):
+def index_file(path):
     return path.with_name(path.name + INDEX_SUFFIX)
 
 
@@ -73,12 +73,12 @@ def test_rows_come_back_as_they_were_and_the_index_is_kept(path, monkeypatch):
         assert (rows[3:6], rows[-1], len(rows)) == (ROWS[3:6], ROWS[-1], 20)
         with pytest.raises(IndexError):
             rows[20]
-        for ours, theirs in zip(row_lengths(rows), row_lengths(ROWS), strict=True):
+        for ours, theirs in zip(index_of(rows)[1:], index_of(ROWS)[1:], strict=True):
             assert ours.tolist() == theirs.tolist()
         assert list(ConversationDataset(rows, 13)) == list(ConversationDataset(ROWS, 13))
-        monkeypatch.setattr("distill.dataset.conversations._make_index", lambda path: pytest.fail("the index was made again"))
+        monkeypatch.setattr("distill.dataset.conversations._make_index", lambda *_: pytest.fail("the index was made again"))
     check_output(path.parent)  # data may be made again beside an index
-    assert stat.S_IMODE(index_of(path).stat().st_mode) & 0o044 == stat.S_IMODE(path.stat().st_mode) & 0o044
+    assert stat.S_IMODE(index_file(path).stat().st_mode) & 0o044 == stat.S_IMODE(path.stat().st_mode) & 0o044
 
 
 def spoil_bytes(index):
@@ -95,10 +95,10 @@ def spoil_header(index):
 )
 def test_an_index_that_is_damaged_or_of_another_file_is_made_again(path, spoil):
     open_conversations(path)
-    whole = index_of(path).read_bytes()
-    spoil(index_of(path))
+    whole = index_file(path).read_bytes()
+    spoil(index_file(path))
     assert list(open_conversations(path)) == ROWS
-    assert index_of(path).read_bytes() == whole
+    assert index_file(path).read_bytes() == whole
 
 
 def test_a_changed_file_gets_a_new_index(path):
@@ -115,7 +115,7 @@ def test_a_folder_that_cannot_be_written_is_read_all_the_same(path, monkeypatch,
     with caplog.at_level("INFO", logger="draftsmith"):
         assert list(open_conversations(path)) == ROWS
     assert "every run will make the index of its conversations again" in caplog.text
-    assert not index_of(path).exists()
+    assert not index_file(path).exists()
 
 
 def with_field(**field):
@@ -144,7 +144,7 @@ def test_a_bad_line_is_named_before_anything_is_kept(path, content, complaint):
     path.write_text(content, encoding="latin-1")
     with pytest.raises(InputError, match=complaint):
         open_conversations(path)
-    assert not index_of(path).exists()
+    assert not index_file(path).exists()
     path.unlink()
     with pytest.raises(InputError, match="conversations file not found"):
         open_conversations(path)
@@ -171,7 +171,7 @@ def test_a_file_is_read_whole_once_for_all_processes_starts_and_the_counted_voca
     monkeypatch.setattr(identity, "REMEMBERED_BYTES", 0)
     hashed, indexed, plain = [], [], conversations._make_index
     monkeypatch.setattr(identity, "sha256_of", lambda path: hashed.append(path) or sha256_of(path))
-    monkeypatch.setattr(conversations, "_make_index", lambda path: indexed.append(path) or time.sleep(0.2) or plain(path))
+    monkeypatch.setattr(conversations, "_make_index", lambda *of: indexed.append(of) or time.sleep(0.2) or plain(*of))
     with ThreadPoolExecutor(4) as processes:
         opened = list(processes.map(open_conversations, [path] * 4))
     assert [list(rows) for rows in opened] == [ROWS] * 4

@@ -12,6 +12,7 @@ from distill.dataset.batches import BucketedBatchSampler, ConversationDataset, E
 from distill.dataset.packing import PackedBatchSampler, collate_packed, first_fit, make_packed_loader
 from heads.frozen.hidden_states import read_states
 from heads.modules.interface import NO_DOCUMENT
+from scripts.lab.bench.scale import efficiency
 from tests.support.caches import cache_job, conversation, random_conversations, run, write_rows
 from tests.support.losses import target_hidden
 
@@ -113,21 +114,11 @@ def test_a_conversation_longer_than_a_row_is_refused():
         sampler_of([3, 97])
 
 
-def test_what_is_measured_is_what_the_batches_hold_and_rows_are_nearly_full(dataset):
-    loader = make_packed_loader(dataset, 4, pack_length=PACK_LENGTH, seed=0)
-    positions = sum(batch.document_ids_BT.numel() for batch in loader)
-    padding = sum(int((batch.document_ids_BT == NO_DOCUMENT).sum()) for batch in loader)
-    measured = loader.batch_sampler.measure()
-    assert (measured.num_tokens, measured.num_padding) == (positions - padding, padding)
-    assert measured.packing_efficiency == (positions - padding) / positions
-
-
 def test_chats_of_all_lengths_fill_more_than_97_parts_in_100():
     lengths = np.clip(np.random.default_rng(0).lognormal(5.3, 0.8, 6000), 10, 1024).astype(int)
-    packed = sampler_of(lengths, 8, pack_length=2048).measure()
-    assert packed.packing_efficiency > 0.97
-    assert packed.num_tokens == lengths.sum()
-    assert packed.padding_share < BucketedBatchSampler(lengths, 8, seed=0).measure().padding_share
+    packed = efficiency(sampler_of(lengths, 8, pack_length=2048), lengths)
+    assert packed > 0.97
+    assert packed > efficiency(BucketedBatchSampler(lengths, 8, seed=0), lengths)
 
 
 # --- what a cache says --------------------------------------------------------------------------------------------
@@ -194,12 +185,4 @@ def test_likeliest_tokens_of_packed_rows_stand_in_the_order_of_the_mask(cached, 
 def test_settings_that_contradict_packing_are_refused(config, complaint):
     with pytest.raises(ValidationError, match=complaint):
         DistillConfig.model_validate(config)
-
-
-def test_a_row_has_room_for_four_of_the_longest_conversations_unless_told_otherwise():
-    def row_length(**data):
-        return DistillConfig.model_validate({"data": data}).data.row_length
-
-    assert row_length() is None
-    assert row_length(packing=True, max_length=300) == 1200
-    assert row_length(packing=True, max_length=300, pack_length=700) == 700
+    assert DistillConfig.model_validate({"data": {"packing": True, "max_length": 300}}).data.row_length == 1200
