@@ -161,12 +161,6 @@ def nvml_uuid(device: torch.device) -> str:
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
-def profiler_activity(device: torch.device) -> str | None:
-    """Return torch.profiler's name of the device's kernels; None where it records only what the host does."""
-    known = {activity.name.lower() for activity in torch.profiler.supported_activities()}
-    return device.type if device.type != "cpu" and device.type in known else None
-
-
 class Uploads:
     """Integers on their way to a device, all in one copy: it is put off until one of them is read there."""
 

@@ -7,11 +7,16 @@ import pytest
 
 from configs.runtime.files import CHECKOUT
 
-PART = "eagle3- or draft_lm- or eagle3] or draft_lm] or full"  # by the tests' names
+TESTS = [
+    "test_decoding.py::test_the_tokens_are_the_cpus_and_a_round_copies_once_each_way[eagle3-chain block]",
+    "test_decoding.py::test_the_tokens_are_the_cpus_and_a_round_copies_once_each_way[draft_lm-static greedy]",
+    "test_training.py::test_the_losses_are_the_cpus_and_the_artifact_loads[eagle3]",
+    "test_training.py::test_a_step_waits_once_for_losses_and_stop_requests[draft_lm-online]",
+]
 
 
 @pytest.mark.timeout(900)  # it is compiled first where that was not done
 def test_a_draft_model_and_a_head_decode_and_train_on_a_device_that_is_not_the_cpu():
-    command = [sys.executable, "-m", "pytest", "-m", "device", "tests/device", "-k", PART, "--timeout", "600"]
+    command = [sys.executable, "-m", "pytest", "-m", "device", *(f"tests/device/{each}" for each in TESTS), "--timeout", "600"]
     done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:]

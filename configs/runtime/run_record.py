@@ -32,7 +32,7 @@ PROBE_SECONDS = 20  # git status of a large checkout on a network disk can be sl
 CHANGES_NO_WEIGHT = {
     # where and how often things are written, and how long is waited
     *("output", "schedule.log_every_steps", "schedule.eval_every_steps", "schedule.checkpoint_every_steps"),
-    *("schedule.keep_checkpoints", "schedule.trackers", "schedule.profile", "schedule.peak_tflops"),
+    *("schedule.keep_checkpoints", "schedule.trackers", "schedule.peak_tflops"),
     *("schedule.process_timeout_seconds", "schedule.evaluation_timeout_seconds"),
     *("schedule.resume", "schedule.resume_anyway"),
     # their content is compared by its hash

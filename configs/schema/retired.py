@@ -62,6 +62,7 @@ RETIRED = {
     "TappedSettings.tap_noise": Retired(
         "noise on the taps lowered the acceptance length, and heads train without it", off=None, resumes=False
     ),
+    "ScheduleConfig.profile": Retired("the shares of a step's time are in metrics.jsonl"),
     "ScheduleConfig.loader_workers": Retired("the training process makes its batches, which takes 0.1 ms a row", off=None),
     "HardwareConfig.interconnect_gb_per_second": NO_COMMUNICATION,
     "HardwareConfig.network_gb_per_second": NO_COMMUNICATION,

@@ -45,13 +45,6 @@ class TrainingDataConfig(Settings):
         return (self.pack_length or 4 * self.max_length) if self.packing else None
 
 
-class ProfileConfig(Settings):
-    """Steps recorded by torch's profiler, into OUTPUT/profile."""
-
-    start_step: PositiveInt = 5  # from 1; the first steps are unlike the others
-    num_steps: PositiveInt = 3  # recorded
-
-
 class ScheduleConfig(Settings):
     """Batches, length and intervals of a training run; intervals are in optimiser steps."""
 
@@ -77,7 +70,6 @@ class ScheduleConfig(Settings):
     resume_anyway: bool = False  # ... also where settings or data have changed that decide the weights
     # Where metrics are shown, beside metrics.jsonl.
     trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = ["tensorboard"]
-    profile: ProfileConfig | None = None
     # Peak of a process's device in this precision, in 10^12 operations a second; model_flop_utilization is a share of it.
     # None: the data sheet's for some GPUs; for other devices no utilisation is reported
     peak_tflops: PositiveFloat | None = None

@@ -13,7 +13,7 @@ from tests.support.training_runs import read_metrics
 from train.launch import run_distillation
 from train.loop.checkpoints import list_checkpoints, read_manifest
 from train.tasks.draft import DraftTask
-from train.tasks.held_out import HeldOutDecoding
+from train.tasks.held_out import HeldOut
 from train.telemetry.records import METRICS_FILE
 from train.telemetry.step_metrics import SHARE
 
@@ -44,7 +44,7 @@ def test_the_other_process_ends_with_the_reason(tmp_path, start_two, fault):
 
 
 def test_an_evaluation_may_take_longer_than_other_waits(start_two):
-    late = at_call(HeldOutDecoding, "score", 1, lambda: time.sleep(8))
+    late = at_call(HeldOut, "score", 1, lambda: time.sleep(8))
     children = start_two(before=late, process_timeout_seconds=5, max_steps=2)
     assert [child.end(60) for child in children] == [DONE, DONE], [child.said for child in children]
 

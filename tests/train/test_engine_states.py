@@ -20,8 +20,6 @@ from distill.dataset.batches import ConversationDataset, collate
 from distill.dataset.conversations import FORMAT_VERSION, MANIFEST
 from distill.dataset.packing import make_packed_loader
 from distill.server.engine import EngineStates, texts
-from distill.server.states import _Job
-from heads.families.registry import FAMILIES
 from heads.frozen.hidden_states import blocks, final_norm, read_states
 from heads.frozen.loading import load_target
 from heads.frozen.placement import own_copy
@@ -125,18 +123,6 @@ def test_a_head_trained_from_servers_is_the_one_trained_from_the_local_target(tm
     assert max(server.most_files for server in servers) <= 3
 
 
-@pytest.mark.parametrize(("kind", "head"), [("mtp", {"num_depths": 3}), ("eagle3", {"taps": TAPS, "init_block": 1})])
-def test_a_head_made_from_a_block_reads_that_block_alone(opened, whole, kind, head):
-    target, family = opened(), FAMILIES[kind]
-    made = []
-    for each in (target, whole):
-        torch.manual_seed(0)
-        settings = family.settings.model_validate({"kind": kind} | head)
-        made.append(family.build(settings, each.model, None).state_dict())
-    torch.testing.assert_close(*made, rtol=0, atol=0)
-    assert all(each.is_meta for each in blocks(target.model).parameters())
-
-
 def test_the_target_is_not_run_here(tmp_path, settings, data, monkeypatch):
     monkeypatch.setattr("distill.signals.read_states", lambda *_: pytest.fail("the target was run"))
     decode = {"num_speculative_tokens": 2, "max_new_tokens": 6}
@@ -210,17 +196,6 @@ def test_a_server_that_dies_is_left_out_and_its_work_done_elsewhere(
         target.states_from.states(batches[0], TAPS)
     target.states_from.close()
     assert list(disk.iterdir()) == []
-
-
-def test_work_that_a_server_left_out_takes_as_the_last_one_goes_is_told(opened):
-    states = opened().states_from
-    states.close()
-    servers, job = states.servers, _Job((1, 2))
-    servers.servers[0].left_out = True
-    servers._jobs.put(job)
-    servers._work(servers.servers[0])
-    with pytest.raises(InputError, match="the servers of hidden states were closed"):
-        job.future.result(0)
 
 
 def test_batches_that_were_requested_and_not_trained_on_are_let_go(opened, greedy_rows, disk):

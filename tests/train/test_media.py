@@ -15,21 +15,17 @@ from torch.nn import functional
 from configs.runtime.errors import InputError
 from configs.schema.data import CacheConfig, DataConfig
 from configs.schema.evaluation import EvalConfig
-from configs.schema.learning import LossConfig, StudentConfig
 from configs.schema.target import TargetConfig
 from configs.schema.training import HeadsConfig
 from distill.cache.writer import make_cache
 from distill.dataset.batches import ConversationDataset, collate
 from distill.dataset.conversations import read_conversations
 from distill.generation.make_dataset import make_dataset
-from distill.loss.draft_objective import DraftObjective
-from distill.student.init import initial_draft
 from eval.evaluation import evaluate
 from heads.frozen.hidden_states import read_states
 from heads.frozen.loading import load_target
 from scripts.lab.models_check.architectures import tiny_model
 from scripts.lab.models_check.media_models import PLACEHOLDER, picture, save_processor, sound
-from tests.support.losses import target_hidden
 from train.launch import run_heads
 
 pytest.importorskip("PIL")
@@ -152,21 +148,6 @@ def test_a_head_trained_from_a_cache_is_the_one_trained_online(run: Run) -> None
     run_heads(run.heads_config("cached", cache=given["output"]))
     online, cached = (load_file(run.folder / name / "artifact/model.safetensors") for name in ("head", "cached"))
     torch.testing.assert_close(cached, online, rtol=1e-3, atol=1e-4)
-
-
-def test_a_draft_lm_is_distilled_from_what_the_target_sees(run: Run) -> None:
-    target = load_target(TargetConfig.model_validate(run.target))
-    rows = read_conversations(run.folder / "data/train.jsonl")
-    batch = collate([ConversationDataset(rows, 64)[number] for number in range(3)])
-    objective = DraftObjective(initial_draft(StudentConfig(layers=[0, 3]), target), target, LossConfig())
-    signal_BTE = target_hidden(target, batch)
-    read = read_states(target.model, batch.input_ids_BT, (), None, batch.media_inputs(target)).final_BTE
-    torch.testing.assert_close(signal_BTE, read)
-    loss = objective(batch, signal_BTE, batch.loss_mask_BT.sum(), 1).loss
-    loss.backward()
-    gradients = [each.grad for each in objective.draft.parameters() if each.grad is not None]
-    assert loss.isfinite()
-    assert any(bool(gradient.any()) for gradient in gradients)
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,20 @@
-"""What a training lets one see of itself: lines in a file, trackers, a profile; and that looking changes nothing."""
+"""What a training lets one see of itself: lines in a file, and trackers."""
 
 import json
-import logging
 import os
 import signal
 import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
 from accelerate import tracking
 from accelerate.utils import LoggerType
 
 from configs.runtime.errors import ConfigError, InputError, Stopped
-from configs.runtime.run_record import training_fingerprint
 from tests.support.training_runs import distil, distill_config, read_evaluations, read_metrics
 from train.launch import make_accelerator
 from train.tasks.draft import DraftTask
-from train.telemetry.records import METRICS_FILE, MetricsFile, flat_config
+from train.telemetry.records import METRICS_FILE, MetricsFile, explain_gap, flat_config
 from train.telemetry.step_clock import STEP_PARTS
 from train.telemetry.step_metrics import SHARE
 
@@ -87,52 +84,27 @@ def test_a_file_that_is_none_of_ours_is_named(tmp_path):
         MetricsFile(tmp_path, done_steps=3, evaluated_steps=3)
 
 
-def test_a_file_that_cannot_be_written_is_a_sentence(tmp_path):
-    metrics = MetricsFile(tmp_path, done_steps=0, evaluated_steps=0)
-    metrics.path.unlink()
-    metrics.path.mkdir()
-    with pytest.raises(InputError, match=r"cannot write .*metrics\.jsonl: Is a directory"):
-        metrics.add(1, 1.0, {})
+def test_every_evaluation_is_a_line_and_a_resumed_run_writes_none_twice(tmp_path, greedy_target, greedy_rows, monkeypatch):
+    taus = iter((1.1, 1.2, 1.3, 1.4))
+    monkeypatch.setattr(DraftTask, "evaluate", lambda *_: {"tokens_per_target_step": next(taus)})
+    config = distill_config(tmp_path, max_steps=6, eval_every_steps=2, checkpoint_every_steps=3)
+    with pytest.raises(KeyboardInterrupt):
+        distil(config, greedy_target, greedy_rows, stop_after=5)
+    before = read_evaluations(tmp_path / METRICS_FILE)
+    assert [(row["step"], row["tokens_per_target_step"]) for row in before] == [(2, 1.1), (4, 1.2)]
+    distil(config, greedy_target, greedy_rows)  # from step 3 on: step 4 is evaluated anew
+    after = read_evaluations(tmp_path / METRICS_FILE)
+    assert [(row["step"], row["tokens_per_target_step"]) for row in after] == [(2, 1.1), (4, 1.3), (6, 1.4)]
+    assert after[0] == before[0]
+    assert before[0]["seconds"] < after[1]["seconds"] < after[2]["seconds"]
 
 
-# --- the profile --------------------------------------------------------------------------------------------------
-
-
-def test_profiled_steps_are_a_trace_with_the_parts_and_leave_the_weights_alone(tmp_path, greedy_target, greedy_rows, caplog):
-    plain = distil(distill_config(tmp_path / "plain", **PLAIN), greedy_target, greedy_rows)
-    with caplog.at_level(logging.INFO, "draftsmith"):
-        seen = distil(
-            distill_config(tmp_path / "seen", **PLAIN, profile={"start_step": 2, "num_steps": 3}), greedy_target, greedy_rows
-        )
-    assert all(torch.equal(seen[name], tensor) for name, tensor in plain.items())
-    events = json.loads((tmp_path / "seen" / "profile" / "profile_0.json").read_text())["traceEvents"]
-    names = [event.get("name") for event in events if event.get("cat") == "user_annotation"]
-    assert names.count("optimizer") == names.count("target") == names.count("draft") == 3
-    assert any(event.get("name") == "aten::mm" for event in events)
-    (table,) = [record.getMessage() for record in caplog.records if "operations that took most" in record.getMessage()]
-    assert len(table.splitlines()) == 11
-    assert "aten::" in table
-    assert not (tmp_path / "plain" / "profile").exists()
-
-
-def test_a_profile_of_steps_that_the_run_cuts_short_is_written_all_the_same(tmp_path, greedy_target, greedy_rows):
-    distil(distill_config(tmp_path, **PLAIN, profile={"start_step": 6, "num_steps": 3}), greedy_target, greedy_rows)
-    events = json.loads((tmp_path / "profile" / "profile_0.json").read_text())["traceEvents"]
-    assert sum(event.get("name") == "optimizer" for event in events) == 1
-    assert not any(event.get("name") == "evaluation" for event in events)
-
-
-def test_a_profile_of_steps_that_the_run_does_not_have_is_missed_aloud(tmp_path, greedy_target, greedy_rows, caplog):
-    distil(distill_config(tmp_path, **PLAIN, profile={"start_step": 7}), greedy_target, greedy_rows)
-    assert "schedule.profile: step 7 was not among those of this run; no profile" in caplog.messages
-    assert not (tmp_path / "profile").exists()
-
-
-def test_looking_belongs_to_no_fingerprint(tmp_path):
-    plain, sampling_for_stopping = (
-        distill_config(tmp_path, **more).model_dump(mode="json") for more in ({}, {"profile": {}, "peak_tflops": 3.0})
-    )
-    assert training_fingerprint(plain, {}) == training_fingerprint(sampling_for_stopping, {})
+@pytest.mark.parametrize(
+    ("decoded", "predicted", "is_gap"), [(1.81, 2.0, False), (1.79, 2.0, True), (1.0, 1.0, False), (1.2, None, False)]
+)
+def test_a_gap_is_less_than_four_fifths_of_the_promised_gain(decoded, predicted, is_gap):
+    metrics = {"tokens_per_target_step": decoded} | ({} if predicted is None else {"predicted_tau": predicted})
+    assert (explain_gap(metrics) is not None) == is_gap
 
 
 # --- trackers -----------------------------------------------------------------------------------------------------

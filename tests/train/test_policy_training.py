@@ -1,20 +1,13 @@
 """Training on rows that the draft writes: it resumes bit for bit, and teaches what was drawn."""
 
 import dataclasses
-import json
 
 import pytest
 import torch
-from accelerate import PartialState
-from accelerate.state import AcceleratorState
 
-from configs.schema.data import DataConfig
-from configs.schema.training import DistillConfig
 from distill.dataset.batches import ConversationDataset, collate
-from distill.generation.make_dataset import make_dataset
 from distill.student.on_policy import examples_of
 from tests.support.training_runs import distil, distill_config, draft_task
-from train.launch import run_distillation
 
 LORA = {"lora": {"rank": 4, "dropout": 0.1}, "draft_vocab_size": 20}
 POLICY = {"on_policy": 0.6}
@@ -105,22 +98,3 @@ def test_the_gradient_is_that_of_the_divergence_at_fixed_tokens(config_for, targ
     assert measured
     for name, gradient in measured.items():
         torch.testing.assert_close(task.module.draft.get_parameter(name).grad, gradient, rtol=1e-3, atol=1e-5, msg=name)
-
-
-def test_training_on_the_data_sets_answers_warns(tmp_path, config_for, tiny_run, caplog):
-    AcceleratorState._reset_state(reset_partial_state=True)
-    chats = [
-        {"messages": [{"role": "user", "content": f"w{n} w{n + 1}"}, {"role": "assistant", "content": f"w{n} w{n + 2} w3"}]}
-        for n in range(20)
-    ]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    model = {"name": str(tiny_run / "target"), "dtype": "float32", "device": "cpu"}
-    prompts = {"source": "file", "path": str(tmp_path / "chats.jsonl")}
-    data = {"target": model, "prompts": prompts, "held_out_share": 0.3, "output": str(tmp_path / "data")}
-    make_dataset(DataConfig.model_validate(data | {"answers": {"written_by": "dataset"}}))
-    PartialState._reset_state()
-    files = {name: str(tmp_path / "data" / f"{name}.jsonl") for name in ("train", "held_out")}
-    config = config_for("out", POLICY, {"layers": [0]}, max_steps=2).model_dump() | {"target": model, "data": files}
-    assert run_distillation(DistillConfig.model_validate(config)) == 0
-    assert "answers were written by the data set, not by the target: expect lower acceptance" in caplog.text
-    AcceleratorState._reset_state(reset_partial_state=True)

@@ -10,7 +10,6 @@ from configs.runtime.errors import ConfigError, InputError
 from distill.dataset.batches import ConversationDataset, Example
 from heads.families.eagle3 import Eagle3
 from heads.families.registry import FAMILIES
-from tests.support.family_configs import tiny_model
 from tests.support.tiny_heads import HEADS, misled, other_order, place_early, token_before
 from tests.support.training_runs import train_task
 from train import preflight
@@ -76,11 +75,6 @@ def test_a_head_that_does_not_learn_is_told_apart(head_task, greedy_rows):
         InputError, match=r"after 3 steps .* does not learn a single conversation.* raise sanity\.overfit_steps"
     ):
         check(task, greedy_rows)
-
-
-def test_a_loss_that_is_not_finite_is_named(head_task, greedy_rows):
-    with pytest.raises(InputError, match=r"the loss is nan at step [2-9].*lower sanity\.learning_rate"):
-        check(head_task(sanity={"learning_rate": 1e30}), greedy_rows)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +163,3 @@ def test_training_is_the_same_to_the_bit_with_and_without_the_gates(head_task, g
         weights.append(train_task(task, greedy_rows)[0])
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
-
-
-def test_a_head_of_a_hybrid_target_passes(head_task, as_target, greedy_rows):
-    check(head_task(target=as_target(tiny_model("lfm2"))), greedy_rows)

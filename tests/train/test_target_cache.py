@@ -8,8 +8,6 @@ import torch
 
 from configs.runtime.errors import ConfigError, InputError
 from distill.dataset.batches import ConversationDataset, collate
-from distill.loss import head_objective
-from distill.loss import pairs as normalised_rows
 from distill.signals import ComputedSignals
 from heads.inference.runner import backbone
 from tests.support.caches import conversation
@@ -96,17 +94,6 @@ def test_a_draft_is_trained_without_running_the_target(make_task, greedy_target,
     monkeypatch.setattr(backbone(greedy_target.model), "forward", lambda *_, **__: pytest.fail("the target was run"))
     _, losses = train_task(task, greedy_rows)
     assert len(losses) == 6
-
-
-def test_a_heads_loss_runs_neither_the_target_nor_its_whole_head(
-    make_task, greedy_target, greedy_rows, make_cache, monkeypatch
-):
-    task = make_task("eagle3", greedy_rows, make_cache(greedy_rows, **ALL_STATES), SOME_TOKENS)
-    batch = collate(list(ConversationDataset(greedy_rows, 64))[:3])
-    monkeypatch.setattr(backbone(greedy_target.model), "forward", lambda *_, **__: pytest.fail("the target was run"))
-    for module in (head_objective, normalised_rows):
-        monkeypatch.setattr(module, "normalise", lambda *_, **__: pytest.fail("the whole head was run"))
-    assert torch.isfinite(task.loss(task.module, batch, task.source.read(batch), batch.loss_mask_BT.sum(), 1).loss)
 
 
 def test_other_conversations_than_the_caches_are_read_online(make_task, greedy_target, greedy_rows, make_cache):

@@ -35,8 +35,8 @@ from train.loop.lineage import Lineage
 from train.loop.read_ahead import Signals, Window, windows
 from train.loop.task import Task
 from train.telemetry.records import HELD_OUT, MetricsFile, explain_gap, start_trackers
-from train.telemetry.step_clock import STEP_PARTS, StepProfiler
-from train.telemetry.step_metrics import SHARE, StepMetrics, find_peak, flops_per_token
+from train.telemetry.step_clock import STEP_PARTS
+from train.telemetry.step_metrics import SHARE, StepMetrics, find_peak
 
 log = logging.getLogger("draftsmith")
 
@@ -123,8 +123,9 @@ class _Training:
             resume_anyway=schedule.resume_anyway,
         )
         self.clock = task.clock
-        self.profiler = StepProfiler(schedule.profile, output, accelerator, self.clock)
-        flops = flops_per_token(self.trained_parameters, task.source.num_parameters)
+        # As peers count model FLOP utilisation (PaLM, 2204.02311, appendix B, without attention): padding, recomputation,
+        # masked pairs, and the depths and blocks that a head adds to a position do not count.
+        flops = 6.0 * self.trained_parameters + 2.0 * task.source.num_parameters
         self.metrics = StepMetrics(accelerator, self.clock, flops, find_peak(accelerator.device, schedule))
         if isinstance(self.module, DistributedDataParallel):
             self.clock.follow_gradients(task.module)
@@ -191,7 +192,6 @@ class _Training:
         read = source.read if source.reads_ahead else lambda batch: None
         remaining = windows(source.ahead(batches), accumulate, read, self.accelerator.device)
         while True:
-            self.profiler.before_step(self.progress.step + 1)
             with self.clock("data"):
                 found = next(remaining, None)
             if found is None:
@@ -206,9 +206,8 @@ class _Training:
         """
         drafts = self.task.drafts_while_training
         with self.clock("rewriting"), self.engine.unsharded(self.module) if drafts else nullcontext(self.module) as drafting:
-            prepared = self.task.prepare(drafting, window, self.progress.step)
-        window = prepared.batches
-        self.metrics.add(prepared.sums)
+            window, sums = self.task.prepare(drafting, window, self.progress.step)
+        self.metrics.add(sums)
         own_labels = sum(batch.num_labels for batch in window)
         # A stop request to one process stops all: they learn of it with the labels, at no cost, and end after this step.
         table = to_device([own_labels, bool(self.stops)], self.accelerator.device)
@@ -264,7 +263,6 @@ class _Training:
     def _after_step(self) -> None:
         """Log, evaluate and write a checkpoint, each where it is due; or stop where that was requested."""
         step, last = self.progress.step, self.progress.step == self.num_steps
-        self.profiler.after_step(step, is_last=last or self.stopping)
         self.checkpoints.check()
         logged = last or step % self.schedule.log_every_steps == 0
         if logged:

@@ -23,12 +23,8 @@ class BatchLoss:
     counts: Mapping[str, Tensor] = field(default_factory=dict)  # to divide by in place of the labels
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """The micro-batches of an optimiser step as they are trained on, and sums over their labels for the metrics."""
-
-    batches: list[Batch]
-    sums: Mapping[str, Tensor] = field(default_factory=dict)
+# The micro-batches of an optimiser step as they are trained on, and sums over their labels for the metrics
+Prepared = tuple[list[Batch], Mapping[str, Tensor]]
 
 
 class Task(Protocol):

@@ -12,17 +12,6 @@ from train.plan.models import count, frozen_copies
 from train.plan.plan import Plan, make_plan
 
 NODE = "scripts/cluster/node.sh"
-MEMORY_WORDS = {
-    "target_weights": "target weights",
-    "draft_weights": "draft weights that are trained, float32",
-    "frozen_draft": "frozen part of the draft",
-    "gradients": "gradients",
-    "optimizer_states": "optimizer states (AdamW)",
-    "draft_activations": "activations of the draft, longest rows",
-    "target_activations": "states and activations of the target",
-    "loss_logits": "logits of the chunked loss",
-    "held_out_kv": "target's keys, values and states in held-out decoding",
-}
 
 
 def plan_page(config: PlanConfig, options: str) -> str:
@@ -36,7 +25,7 @@ def plan_page(config: PlanConfig, options: str) -> str:
     """
     plan = make_plan(config)
     parts = asdict(plan.memory)
-    memory = [(MEMORY_WORDS[name], _bytes(value)) for name, value in parts.items()]
+    memory = [(name.replace("_", " "), _bytes(value)) for name, value in parts.items()]
     memory.append(("sum, nothing split", _bytes(sum(parts.values()))))
     flops = [(name.replace("_", " "), f"{value / 1e6:,.1f} MFLOP") for name, value in asdict(plan.flops).items()]
     flops.append(("all", f"{plan.flops.total / 1e6:,.1f} MFLOP"))

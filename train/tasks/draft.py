@@ -33,7 +33,7 @@ from heads.proposers.draft_lm import DraftLM
 from heads.vocabulary import keep_head_rows
 from train.loop.checkpoints import Progress
 from train.loop.task import BatchLoss, Prepared
-from train.tasks.held_out import HeldOutDecoding, training_provenance
+from train.tasks.held_out import HeldOut, training_provenance
 from train.tasks.start import choose_vocabulary, training_prompts
 from train.telemetry.step_clock import StepClock
 
@@ -69,7 +69,7 @@ class DraftTask:
         self.drafts_while_training = self.rewriter is not None
         self.source = signal_source(target, cache=cache, own_batches=True, known_ahead=self.rewriter is None)
         self.training_prompts = training_prompts(train, config.student.path)
-        self.held_out = HeldOutDecoding(config, target, held_out, accelerator)
+        self.held_out = HeldOut(config, target, held_out, accelerator)
 
     def copy_of_module(self) -> nn.Module:
         return copy.deepcopy(self.module, {id(self.target): self.target})
@@ -91,7 +91,7 @@ class DraftTask:
     def prepare(self, module: nn.Module, window: list[Batch], step: int) -> Prepared:
         """Let the draft answer a share of the rows where the policy asks for it."""
         if self.rewriter is None:
-            return Prepared(batches=window)
+            return window, {}
         selections = [
             self.rewriter.choose(len(batch.input_ids_BT), step=step, micro_batch=number) for number, batch in enumerate(window)
         ]
@@ -100,7 +100,7 @@ class DraftTask:
             draft = self._proposer(module)
             pairs = [self.rewriter.rewrite(*pair, draft) for pair in zip(window, selections, strict=True)]
             batches, written = [batch for batch, _ in pairs], [count for _, count in pairs]
-        return Prepared(batches=batches, sums={"rewritten_share": torch.tensor(sum(written), device=self.accelerator.device)})
+        return batches, {"rewritten_share": torch.tensor(sum(written), device=self.accelerator.device)}
 
     def loss(self, module: nn.Module, batch: Batch, signals: TargetSignals, num_labels: Tensor, world_size: int) -> BatchLoss:
         states = signals.states

@@ -30,7 +30,7 @@ from heads.modules.output_head import HeadModule
 from heads.proposers.protocol import Proposer
 from train.loop.checkpoints import Progress
 from train.loop.task import BatchLoss, Prepared
-from train.tasks.held_out import HeldOutDecoding, HeldOutPrediction, training_provenance
+from train.tasks.held_out import HeldOut, training_provenance
 from train.tasks.start import choose_vocabulary, read_initial_head, training_prompts
 from train.telemetry.step_clock import StepClock
 
@@ -83,8 +83,7 @@ class HeadTask:
         self.config = config
         self.module: nn.Module = HeadObjective(head, target, config.loss, self.clock)
         self.training_prompts = training_prompts(train, config.init)
-        self.held_out = HeldOutDecoding(config, target, held_out, accelerator)
-        self.prediction = HeldOutPrediction(config.held_out, target, held_out, accelerator)
+        self.held_out = HeldOut(config, target, held_out, accelerator)
         if config.held_out.decode.tree is not None:
             check_drafts(self.proposer(self.module), config.held_out.decode)  # now, not at the first held-out decoding
 
@@ -105,7 +104,7 @@ class HeadTask:
         return None  # that depends on the family
 
     def prepare(self, module: nn.Module, window: list[Batch], step: int) -> Prepared:
-        return Prepared(batches=window)
+        return window, {}
 
     def loss(self, module: nn.Module, batch: Batch, signals: TargetSignals, num_labels: Tensor, world_size: int) -> BatchLoss:
         result: HeadLoss = module(batch, signals.dense, num_labels, world_size, signals.normalisers)
@@ -119,7 +118,7 @@ class HeadTask:
     def evaluate(self, module: nn.Module) -> dict[str, float]:
         """Decode held-out prompts with the head, and predict the result from its agreement with the answers."""
         assert isinstance(module, HeadObjective)
-        return self.held_out.score(self.proposer(module)) | self.prediction.score(module, self.states) | self.choice.metrics
+        return self.held_out.score(self.proposer(module)) | self.held_out.predict(module, self.states) | self.choice.metrics
 
     def proposer(self, module: nn.Module) -> Proposer:
         return self.family.propose(serve(self.copy_of(module), self.target.model), self.target.device)

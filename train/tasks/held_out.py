@@ -1,6 +1,6 @@
 """Evaluation on held-out prompts during training: what is decoded, and what the training forward predicts for it.
 
-`HeldOutDecoding` decodes the prompts. `HeldOutPrediction` takes the held-out answers as given, computes at every position how
+`HeldOut.score` decodes the prompts. `HeldOut.predict` takes the held-out answers as given, computes at every position how
 many drafts in a row would be right, and walks through each answer by these numbers, a round at a time. Where the answers are
 the target's greedy ones, that is exactly the number of tokens per target step that greedy decoding must yield, so a difference
 is a fault in training or in drafting. The mean joint agreement plus one would not do: decoding passes easy positions in large
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from configs.runtime.redaction import mask_arguments
 from configs.runtime.run_record import describe_git, describe_versions
-from configs.schema.training import DistillConfig, HeadsConfig, HeldOutDecodingConfig
+from configs.schema.training import DistillConfig, HeadsConfig
 from distill.dataset.batches import Example, collate
 from distill.dataset.conversations import Conversation, describe_data
 from distill.loss.head_objective import HeadLoss, HeadObjective
@@ -35,8 +35,8 @@ from heads.proposers.protocol import Proposer
 from train.loop.checkpoints import Progress
 
 
-class HeldOutDecoding:
-    """Decodes the prompts of the first `held_out.num_prompts` held-out conversations, which must be possible."""
+class HeldOut:
+    """The first `held_out.num_prompts` held-out conversations, whose prompts it must be possible to decode."""
 
     def __init__(
         self,
@@ -48,6 +48,7 @@ class HeldOutDecoding:
         self.decode, self.target, self.accelerator = config.held_out.decode, target, accelerator
         self.timeout_seconds = config.schedule.evaluation_timeout_seconds
         self.share = share_of(target.group, accelerator.state)
+        rows = conversations[: config.held_out.num_prompts]
         self.requests = [
             Request(
                 prompt_id=f"{row.prompt_id}/{row.turn}",
@@ -55,7 +56,12 @@ class HeldOutDecoding:
                 tokens=row.prompt_ids,
                 media_prompt=row.media_prompt,
             )
-            for row in conversations[: config.held_out.num_prompts]
+            for row in rows
+        ]
+        length = self.decode.max_new_tokens
+        self.examples = [
+            Example(row.prompt_ids + row.answer_ids[:length], len(row.prompt_ids), media_prompt=row.media_prompt)
+            for row in rows
         ]
         check_decodable(target, self.requests, self.decode)  # now, not at the end of the training
 
@@ -75,30 +81,8 @@ class HeldOutDecoding:
         committed, num_rounds, accepted, drafted = self.accelerator.reduce(counts * self.share.writes, "sum").tolist()
         return {"tokens_per_target_step": committed / max(num_rounds, 1), "draft_token_yield": accepted / max(drafted, 1)}
 
-
-class HeldOutPrediction:
-    """Predicts what decoding yields on the conversations of `HeldOutDecoding`, each as far as it is decoded."""
-
-    def __init__(
-        self,
-        config: HeldOutDecodingConfig,
-        target: Target,
-        conversations: Sequence[Conversation],
-        accelerator: Accelerator,
-    ) -> None:
-        self.decode, self.accelerator = config.decode, accelerator
-        self.share = share_of(target.group, accelerator.state)
-        self.examples = [
-            Example(
-                row.prompt_ids + row.answer_ids[: self.decode.max_new_tokens],
-                len(row.prompt_ids),
-                media_prompt=row.media_prompt,
-            )
-            for row in conversations[: config.num_prompts]
-        ]
-
     @torch.no_grad()
-    def score(self, objective: HeadObjective, states_of: Callable[[Batch], TargetStates]) -> dict[str, float]:
+    def predict(self, objective: HeadObjective, states_of: Callable[[Batch], TargetStates]) -> dict[str, float]:
         """Return the predicted metrics by the unwrapped head under training, which keeps its mode.
 
         `conditional_k` and `joint_k` for each draft k of a round, over all positions: the share where the likeliest tokens

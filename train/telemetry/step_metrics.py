@@ -1,7 +1,7 @@
 """Metrics of the steps between two reports: sums and counts, added over processes before any division.
 
 Beside the task's metrics stands the cost of the steps: tokens a second over all processes, the share of the steps' time that
-each part took (`train.telemetry.step_clock`), the utilisation of the device (`flops_per_token`) and the peak of its
+each part took (`train.telemetry.step_clock`), the utilisation of the device and the peak of its
 memory.
 """
 
@@ -111,12 +111,3 @@ def find_peak(device: torch.device, schedule: ScheduleConfig) -> float | None:
     if name is None or schedule.mixed_precision == "no":
         return None
     return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items() if part in name), None)
-
-
-def flops_per_token(trained_parameters: int, frozen_parameters: int) -> float:
-    """Return the operations of training for one token, the forward of the frozen target included.
-
-    Counted as peers count model FLOP utilisation (PaLM, 2204.02311, appendix B, without its term for attention): padding,
-    recomputation, masked pairs, and the depths and blocks that a head adds to a position do not count.
-    """
-    return 6.0 * trained_parameters + 2.0 * frozen_parameters

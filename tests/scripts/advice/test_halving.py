@@ -21,19 +21,6 @@ def test_the_halving_keeps_the_better_at_every_size_whatever_order_they_come_in(
     assert ran[6:] == [(6, 20), (5, 20), (4, 20), (6, 40), (5, 40)]
 
 
-def test_a_trial_that_only_shines_at_first_loses_to_the_one_that_learns():
-    scores = {("early", 10): 2.0, ("late", 10): 1.9, ("bad", 10): 1.0, ("early", 20): 2.1, ("late", 20): 2.5}
-    rungs = successive_halving(
-        ["bad", "early", "late"],
-        [10, 20],
-        lambda *_: True,
-        lambda *at: scores[at],
-        keep_share=0.6,
-        may_begin=lambda *_: True,
-    )
-    assert rungs[-1].ranked[0][0] == "late"
-
-
 def test_what_fails_or_finds_no_time_is_named_and_does_not_go_on():
     rungs = successive_halving(
         "abcd",

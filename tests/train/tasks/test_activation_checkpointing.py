@@ -7,7 +7,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from configs.runtime.errors import ConfigError
 from distill.dataset.batches import Example, collate
 from heads.modules.layers import checkpoint_activations
-from heads.modules.output_head import HeadModule
 from tests.support.tiny_heads import HEADS
 from tests.support.training_runs import distill_config, draft_task, train_task
 
@@ -53,18 +52,6 @@ def test_the_losses_are_the_same_and_less_is_kept(kind, make_task, greedy_rows):
     (weights, losses), (other_weights, other_losses) = (seeded(train_task, each, greedy_rows) for each in (plain, checkpointed))
     assert other_losses == pytest.approx(losses, rel=1e-6)
     torch.testing.assert_close(other_weights, weights, atol=1e-5, rtol=1e-4)
-
-
-def test_the_layers_of_a_head_run_twice(make_task, greedy_rows, monkeypatch):
-    task, calls, embed = make_task("eagle3", CHECKPOINTED, "run"), [], HeadModule.embed
-    plain = type(task.module.head.layers[0].self_attn).output
-    monkeypatch.setattr(HeadModule, "embed", lambda *args: calls.append("depth") or embed(*args))
-    monkeypatch.setattr(
-        type(task.module.head.layers[0].self_attn), "output", lambda *args: calls.append("layer") or plain(*args)
-    )
-    batch = collate([Example(row.prompt_ids + row.answer_ids, len(row.prompt_ids)) for row in greedy_rows])
-    task.loss(task.module, batch, task.source.read(batch), torch.tensor(10), 1).loss.backward()
-    assert (calls.count("depth"), calls.count("layer")) == (3, 6)
 
 
 def test_a_draft_lm_that_cannot_is_refused(greedy_target, monkeypatch):

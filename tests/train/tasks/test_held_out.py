@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from configs.runtime.errors import InputError
-from configs.schema.training import HeadsConfig, HeldOutDecodingConfig
+from configs.schema.training import HeadsConfig
 from distill.dataset.batches import Example, collate
 from heads.modules.autoregressive import PendingFeatures
 from tests.support.tiny_heads import HEADS
 from train.tasks.head import HeadTask
-from train.tasks.held_out import HeldOutPrediction, walk
+from train.tasks.held_out import walk
 
 
 def train_some(task, rows, steps, learning_rate=1e-2):
@@ -67,7 +67,7 @@ def test_a_tree_that_the_head_cannot_draft_is_refused_before_the_training(kind, 
 def test_the_shares_by_depth_are_those_counted_place_by_place(head_task, greedy_rows):
     task = head_task("medusa")
     train_some(task, greedy_rows, steps=30)
-    metrics = task.prediction.score(task.module, task.states)
+    metrics = task.held_out.predict(task.module, task.states)
     reached, agreed, origins = [0] * 3, [0] * 3, [0] * 3
     for row in greedy_rows[:5]:
         answer = row.answer_ids[:12]
@@ -88,23 +88,6 @@ def test_the_shares_by_depth_are_those_counted_place_by_place(head_task, greedy_
     assert metrics["conditional_1"] != metrics["joint_2"]
 
 
-def test_the_batch_size_and_the_mode_change_nothing(head_task, greedy_rows):
-    task = head_task("dflash")
-    train_some(task, greedy_rows, steps=10)
-    task.module.train()
-    state = torch.get_rng_state()
-    metrics = task.prediction.score(task.module, task.states)
-    assert task.module.training
-    assert torch.equal(torch.get_rng_state(), state)
-    settings = task.config.held_out.model_dump()
-    settings["decode"]["batch_size"] = 5
-    whole = HeldOutPrediction(
-        HeldOutDecodingConfig.model_validate(settings), task.target, greedy_rows, task.held_out.accelerator
-    )
-    assert whole.score(task.module.eval(), task.states) == pytest.approx(metrics, abs=1e-6)
-    assert not task.module.training
-
-
 def test_an_evaluation_leaves_the_random_numbers_of_training_as_they_were(head_task, greedy_rows):
     task = head_task("dflash", held_out=greedy_rows[4:9])  # whose training draws anchors
     before = torch.get_rng_state()
@@ -115,9 +98,10 @@ def test_an_evaluation_leaves_the_random_numbers_of_training_as_they_were(head_t
 
 def test_sampled_decoding_has_no_prediction(head_task, greedy_rows):
     decode = {"num_speculative_tokens": 2, "max_new_tokens": 8, "temperature": 1.0}
-    task = head_task("medusa")
-    settings = HeldOutDecodingConfig.model_validate({"num_prompts": 3, "decode": decode})
-    metrics = HeldOutPrediction(settings, task.target, greedy_rows, task.held_out.accelerator).score(task.module, task.states)
+    task = head_task("medusa", held_out=greedy_rows[:3])
+    settings = HeadsConfig.model_validate(task.config.model_dump() | {"held_out": {"num_prompts": 3, "decode": decode}})
+    drawn = HeadTask(settings, task.target, greedy_rows, greedy_rows, task.held_out.accelerator)
+    metrics = drawn.held_out.predict(task.module, task.states)
     assert "predicted_tau" not in metrics
     assert "joint_2" in metrics
     assert "joint_3" not in metrics

@@ -6,14 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from configs.runtime.errors import InputError
 from distill.dataset.batches import Example, collate
 from distill.dataset.conversations import Conversation
 from heads.artifact import load_draft
 from heads.inference.causal_lm import head_logits, read_documents
-from heads.inference.model_checks import check_keeps_apart
 from tests.support.family_configs import HYBRIDS, STATELESS, VOCAB_SIZE, tiny_model
-from tests.support.losses import target_hidden
 from tests.support.training_runs import distill_config, draft_task
 from train.loop.checkpoints import Progress
 
@@ -110,16 +107,3 @@ def test_a_draft_of_few_tokens_has_the_bias_of_their_rows_whether_tied_or_not(na
     whole_BTV = task.module.draft.eval()(input_ids=BATCH.input_ids_BT, use_cache=False).logits
     found_BTW = head_logits(loaded.model, read_documents(loaded.model, BATCH.input_ids_BT, None))
     torch.testing.assert_close(found_BTW, whole_BTV[..., task.vocabulary.token_ids_W])
-
-
-@pytest.mark.parametrize("name", HYBRIDS)
-@torch.no_grad()
-def test_padding_does_not_reach_a_rows_states_and_packing_is_refused(name, as_target):
-    target = as_target(tiny_model(name))
-    together_BTE = target_hidden(target, BATCH)
-    for row, states_TE in zip(ROWS, together_BTE, strict=True):
-        ids_T = row.prompt_ids + row.answer_ids
-        alone_1TE = target_hidden(target, collate([Example(ids_T, len(row.prompt_ids))]))
-        torch.testing.assert_close(states_TE[: len(ids_T)], alone_1TE[0], atol=1e-4, rtol=1e-4)
-    with pytest.raises(InputError, match=r"data.packing: .* has (layers of type|a recurrent state).* set data.packing to null"):
-        check_keeps_apart(target.model)

@@ -114,16 +114,6 @@ def test_on_a_gpu_the_time_is_that_of_its_queue_and_nobody_waits_for_it_on_the_w
     assert sum(clock.seconds().values()) == pytest.approx(time.gpu_busy_until - 100)
 
 
-def test_many_borders_are_counted_as_they_come(clock, time, monkeypatch):
-    monkeypatch.setattr(step_clock, "MOST_MARKS", 3)
-    clock.start()
-    for _ in range(10):
-        with clock("data"):
-            time.wait(1)
-        assert len(clock._marks) < 3
-    assert counted(clock) == {"data": 10}
-
-
 def test_all_gradients_of_a_backward_share_one_event_which_marks_the_last(time):
     clock = StepClock(torch.device("cuda"))
     clock.start()

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from configs.schema.training import ScheduleConfig
 from distill.dataset.batches import Example, collate
 from train.telemetry import step_metrics
 from train.telemetry.step_clock import STEP_PARTS, StepClock
-from train.telemetry.step_metrics import SHARE, StepMetrics, memory_peak
+from train.telemetry.step_metrics import SHARE, StepMetrics, find_peak, memory_peak
 
 
 class Clock(StepClock):
@@ -93,17 +94,6 @@ def test_what_two_processes_did_is_added_up_before_it_is_divided(monkeypatch):
     assert sum(shares.values()) == pytest.approx(1)
 
 
-def test_each_report_begins_anew(monkeypatch):
-    clock = Clock()
-    own = StepMetrics(TwoProcesses(), clock, 3e7, None)
-    step(own, clock, (10,), 6.0, 1.0, loss=2.0)
-    own.report()
-    step(own, clock, (5,), 3.0, 3.0, backward=1.0)
-    report = own.report()
-    assert (report["loss"], report["gradient_norm"]) == (1.0, 3.0)
-    assert (report["tokens_per_second"], report[f"{SHARE}backward"], report[f"{SHARE}loss"]) == (5.0, 1.0, 0.0)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_peak_of_memory_is_at_least_what_is_held_now_and_no_more_than_there_is():
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -114,3 +104,26 @@ def test_the_peak_of_memory_is_at_least_what_is_held_now_and_no_more_than_there_
 def test_on_a_gpu_the_peak_is_that_of_its_memory(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: {"cuda:1": 77}[str(device)])
     assert memory_peak(torch.device("cuda:1")) == 77.0
+
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", {}, 989e12),
+        ("NVIDIA H100 PCIe", {}, 756e12),
+        ("NVIDIA L40S", {}, 362e12),
+        ("NVIDIA H100 80GB HBM3", {"mixed_precision": "no"}, None),
+        ("NVIDIA H100 80GB HBM3", {"mixed_precision": "no", "peak_tflops": 67.0}, 67e12),
+        ("Another GPU", {}, None),
+    ],
+)
+def test_the_peak_is_the_configs_or_the_data_sheets_in_16_bits(monkeypatch, name, settings, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert find_peak(GPU, ScheduleConfig(**settings)) == peak
+
+
+def test_a_cpu_has_no_known_peak():
+    assert find_peak(torch.device("cpu"), ScheduleConfig()) is None
