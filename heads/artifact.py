@@ -27,7 +27,7 @@ from heads.families.registry import FAMILIES, serve
 from heads.frozen.checkpoint_files import UNREADABLE
 from heads.frozen.hidden_states import check_taps
 from heads.frozen.identity import TargetIdentity, hash_weights
-from heads.frozen.loading import load_with, move, rounded_parts
+from heads.frozen.loading import load_with, move
 from heads.frozen.weights import check_causal_lm, check_counts, loader_of, no_larger_than
 from heads.inference.compiled_forward import run_alike
 from heads.inference.model_checks import check_rolls_back, check_split
@@ -135,15 +135,13 @@ def load_draft(
         device: where a draft LM is to run; None: where the target is.
 
     Raises:
-        InputError: it is neither, is damaged, or was made for another target, tokenizer or chat template; or a device is
-            given that this machine lacks, or for a head.
+        InputError: it is neither, is damaged, or was made for another target, tokenizer or chat template; or there is no such
+            device, or it is given for a head.
     """
     name, folder = folder, locate_artifact(folder)
     if is_artifact := (folder / METADATA_FILE).is_file() or not (folder / "config.json").is_file():
         metadata = read_metadata(folder)
         warnings = check_made_for(metadata, identity, folder, allow_target_mismatch)
-        if metadata.training and not metadata.exact_target:
-            warnings += rounded_parts(target, f"the draft {name}")
     else:
         metadata = untrained_metadata(folder, identity)
         warnings = [f"the draft {name} is a model as it was found, not trained by draftsmith for {identity.name}"]

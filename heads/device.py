@@ -39,7 +39,7 @@ def default_device() -> torch.device:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the work queued on `device` is done."""
+    """Wait until the work queued on a device is done."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -151,14 +151,10 @@ def has_graphs(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def has_nvml(device: torch.device) -> bool:
-    """Return whether NVIDIA's management library knows the device."""
-    return device.type == "cuda" and torch.version.cuda is not None
-
-
-def nvml_uuid(device: torch.device) -> str:
-    """Return NVIDIA's name of a device that `has_nvml`."""
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+def nvml_uuid(device: torch.device) -> str | None:
+    """Return the device's name in NVIDIA's management library; None for one that it does not know."""
+    is_nvidia = device.type == "cuda" and torch.version.cuda is not None
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if is_nvidia else None
 
 
 class Uploads:

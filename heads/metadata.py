@@ -62,8 +62,7 @@ class Metadata(BaseModel):
     num_speculative_tokens: int = Field(ge=1)
     training: dict[str, Any]  # the resolved config it was trained with
     provenance: dict[str, Any]  # command, versions, git state, step and held-out score
-    # Whether the target kept in float32 what transformers keeps there; artifacts that do not say so are older
-    exact_target: bool = False
+    exact_target: bool = False  # whether the target kept in float32 what transformers keeps there, as it does today
 
 
 def head_metadata(

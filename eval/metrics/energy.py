@@ -22,7 +22,7 @@ from configs.schema.evaluation import EvalConfig
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Clock, Timing
 from eval.metrics.speed import sums_by_batch
 from eval.stats.bootstrap import paired_ratio_interval, ratio_interval
-from heads.device import has_nvml, nvml_uuid
+from heads.device import nvml_uuid
 
 POWERCAP = Path("/sys/class/powercap")
 MAX_WATTS = 1000.0  # of one package; a counter that could have gone round more than once at this power says nothing
@@ -69,8 +69,8 @@ class MeteredClock(Clock):
 
 def find_meter(device: torch.device, num_processes: int = 1, powercap: Path = POWERCAP) -> Metering:
     """Return what can tell the energy of work on a device; processes that share a CPU cannot be told apart."""
-    if has_nvml(device):
-        return _nvml(device)
+    if (uuid := nvml_uuid(device)) is not None:
+        return _nvml(uuid)
     if device.type != "cpu":
         return Metering(
             reason=f"no energy counter is known for device {device.type}; there is one for cpu and for NVIDIA's cuda"
@@ -137,13 +137,13 @@ class NvmlMeter:
 Meter = RaplMeter | NvmlMeter  # `joules_between` two reads, at most `longest_seconds` apart
 
 
-def _nvml(device: torch.device) -> Metering:
+def _nvml(uuid: str) -> Metering:
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
         return Metering(reason="reading a GPU's energy counter needs pynvml: pip install nvidia-ml-py")
     try:
-        meter = NvmlMeter(nvml, nvml_uuid(device))
+        meter = NvmlMeter(nvml, uuid)
         meter.read()
     except nvml.NVMLError as error:
         return Metering(reason=f"the GPU's energy counter cannot be read: {first_line(error)}")

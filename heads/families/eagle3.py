@@ -84,7 +84,6 @@ class EagleBody(HeadModule):
         return self.fc(torch.cat(taps, -1))
 
     def embed(self, ids_BT: Tensor) -> Tensor:
-        """Return the embeddings `[B, T, D]`, the target's or the head's own, in the dtype of the head."""
         return super().embed(ids_BT) if self.embed_tokens is None else self.embed_tokens(ids_BT).to(self.dtype)
 
     def run_cached(self, features_BTF: Tensor, ids_BT: Tensor, positions_BT: Tensor, cache: RowCache) -> Tensor:

@@ -58,11 +58,7 @@ log = logging.getLogger("draftsmith")
 
 
 class EarlyExit(HeadModule):
-    """An adapter after the target's first blocks (`heads.modules.output_head.HeadModule`).
-
-    Raises:
-        InputError: `taps` is no state with blocks both before and after it.
-    """
+    """An adapter after the target's first blocks (`heads.modules.output_head.HeadModule`)."""
 
     settings: EarlyExitSettings
     num_caches = 1
@@ -83,11 +79,6 @@ class EarlyExit(HeadModule):
         self.lm_head = DraftHead(target, vocabulary, trainable=settings.train_head)
         self.rotary = Rotary(shape)
 
-    @property
-    def target(self) -> PreTrainedModel:
-        """The frozen target."""
-        return self._target[0]
-
     def forward(self, batch: Batch, states: TargetStates) -> list[Depth]:
         """Run the adapter over every position. In training the first depth alone is returned: it has all others' rows."""
         states_BTD = self.features(states)
@@ -101,7 +92,6 @@ class EarlyExit(HeadModule):
         return depths
 
     def features(self, states: TargetStates) -> Tensor:
-        """Return the states after the first blocks `[B, T, E]` in the head's dtype."""
         return states.taps_ABTE[0].to(self.dtype)
 
 
@@ -122,18 +112,22 @@ class ExitLayer(HeadLayer):
 class EarlyExitChain(FeatureProposer):
     """An early exit as a proposer of chains (`heads.proposers.protocol.TargetReader`).
 
-    The features that are pending are states of committed tokens, of which the adapter has not kept keys; the pending token's
-    state is made in the round.
+    Pending features are states of committed tokens, of which the adapter has not kept keys; the pending token's state is made
+    in the round.
     """
 
     module: EarlyExit
 
     def __init__(self, module: EarlyExit, device: torch.device) -> None:
         super().__init__(module, device, beyond=1)
-        model, (num_layers,) = module.target, module.taps
-        whole = reads_whole(model)
-        self._reader = model if whole else early_exit(model, num_layers)
-        self._shared = None if whole else shared_blocks(model, num_layers)
+        (model,), (num_layers,) = module._target, module.taps
+        self._reader, self._shared = model, None
+        if not reads_whole(model):
+            self._reader = early_exit(model, num_layers)
+            try:
+                self._shared = SharedBlocks(model, num_layers)
+            except InputError as error:
+                log.info("the first %d blocks draft with a cache of their own: %s", num_layers, error)
         self._lent = False  # the target's cache, for the batch that `start` will begin
         self._own: RowCache | None = None  # of the first blocks, where the target's is not lent
 
@@ -146,9 +140,8 @@ class EarlyExitChain(FeatureProposer):
         attention: TreeAttention | None = None,
         media: MediaInputs | None = None,
     ) -> TargetStates:
-        """See `heads.proposers.protocol.TargetReader`."""
         if self._shared is None:
-            return forward_states(self.module.target, cache, ids_BT, starts, taps, attention, media)
+            return forward_states(self.module._target[0], cache, ids_BT, starts, taps, attention, media)
         self._lent = max(starts) == 0  # prompts, of the batch that begins
         return self._shared.forward_states(cache, ids_BT, starts, taps, attention, media)
 
@@ -187,9 +180,9 @@ class EarlyExitChain(FeatureProposer):
     def _read_pending(self, text: TokenRows, window: Window) -> Tensor:
         """Return the state after the first blocks of each row's pending token, `[B, 1, E]`."""
         if self._own is None:
-            if self._shared is not None:
-                self._shared.keep_states_from(window.ends)
-            return self._read(text.pending_B1, window.ends)
+            assert self._shared is not None, "without shared blocks there is a cache of one's own"
+            self._shared.keep_states_from(window.ends)
+            return self._shared.read(text.pending_B1, window.ends)
         self._own.keep_states_from(text.lengths)
         exits_BTE = self._read_alone(self._own, window.next_BT, shifted(window.first, 1))
         return window.last(exits_BTE).unsqueeze(1)
@@ -214,9 +207,7 @@ def reads_whole(model: PreTrainedModel) -> bool:
 def check_exit(head: EarlyExit, model: PreTrainedModel) -> None:
     """Refuse to train on a target whose first blocks, run without the others, give other states than in the target.
 
-    Raises:
-        InputError: they do, or do not run (some of Gemma 4, whose last block has to be one of full attention), or transformers
-            has no causal LM of them (Qwen2.5-VL).
+    Some of Gemma 4 do not run, as their last block has to be one of full attention; of Qwen2.5-VL's there is no causal LM.
     """
     if model.device.type == "meta" or reads_whole(model):  # a plan builds heads without any values to compare
         return
@@ -234,15 +225,6 @@ def _exit_error(model: PreTrainedModel, num_layers: int) -> float:
     ids_1T = probe_ids(model)
     alone, whole = (read_states(each, ids_1T, [num_layers]) for each in (early_exit(model, num_layers), model))
     return relative_error(alone.taps_ABTE[0], whole.taps_ABTE[0])
-
-
-def shared_blocks(model: PreTrainedModel, num_layers: int) -> SharedBlocks | None:
-    """Return the target in two parts on its own cache; None where its blocks do not run in two parts."""
-    try:
-        return SharedBlocks(model, num_layers)
-    except InputError as error:
-        log.info("the first %d blocks draft with a cache of their own: %s", num_layers, error)
-        return None
 
 
 FAMILY = Family(settings=EarlyExitSettings, build=EarlyExit, propose=EarlyExitChain, start=check_exit)

@@ -33,10 +33,7 @@ from heads.vocabulary import DraftVocabulary
 
 
 class Hydra(HeadsByDepth, ChainHead):
-    """Hydra heads on a frozen target (`heads.modules.output_head.HeadModule`, `heads.modules.autoregressive.ChainHead`).
-
-    The chain's state is what a head reads: each drafted token makes it longer by its embedding.
-    """
+    """Hydra heads on a frozen target; the chain's state is what a head reads, longer by an embedding for each drafted token."""
 
     def __init__(self, settings: HydraSettings, target: PreTrainedModel, vocabulary: DraftVocabulary | None) -> None:
         super().__init__(target)
@@ -70,14 +67,13 @@ class Hydra(HeadsByDepth, ChainHead):
         return depths
 
     def read(self, features_BTF: Tensor, ids_BT: Tensor, positions_BT: Tensor, cache: RowCache, depth: int) -> Tensor:
-        """See `heads.modules.autoregressive.ChainHead.read`; the states are what the head of this depth reads."""
+        """See `ChainHead.read`; the states are what the head of this depth reads."""
         if depth == 0 and self.prefix_layer is not None:
             keys = CachedKeys(cache, 0, cache.visible(positions_BT).unsqueeze(1))
             features_BTF = self.prefix_norm(self.prefix_layer(features_BTF, self.rotary(features_BTF, positions_BT), keys))
         return torch.cat([features_BTF, self.embed(ids_BT)], -1)
 
     def to_head(self, states_BD: Tensor, depth: int) -> Tensor:
-        """Return the last states of a depth's blocks, which the output head reads."""
         return cast(Tensor, self.blocks[depth](states_BD))
 
 

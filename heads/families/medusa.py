@@ -68,14 +68,11 @@ class Medusa(HeadsByDepth):
         return depths
 
     def draft_logits(self, final_BE: Tensor, num_depths: int) -> Sequence[Tensor]:
-        """Return the logits `[B, W]` of the first depths, from the target's final state at the origin.
-
-        A shared output head reads all depths in one product, so that its weights are fetched once a round.
-        """
+        """Return the logits `[B, W]` of the first depths, from the target's final state at the origin."""
         states = [blocks(final_BE) for blocks in self.blocks[:num_depths]]
         if self.settings.own_output_heads:
             return [self.output_head(depth).logits(state_BE) for depth, state_BE in enumerate(states)]
-        return self.lm_head.logits(torch.stack(states, 1)).unbind(1)
+        return self.lm_head.logits(torch.stack(states, 1)).unbind(1)  # in one product: weights are fetched once a round
 
 
 class ResidualBlocks(HeadLayer):

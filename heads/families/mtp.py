@@ -28,7 +28,7 @@ from heads.frozen.placement import own_copy
 from heads.inference.kv_cache import RowCache
 from heads.modules.autoregressive import ChainHead, FeatureChain, FeatureProposer
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins, shifted_left
-from heads.modules.layers import HeadLayer, LayerShape, shape_like
+from heads.modules.layers import HeadLayer, shape_like
 from heads.modules.output_head import DraftHead
 from heads.modules.target_block import (
     BlockContext,
@@ -46,12 +46,7 @@ from heads.vocabulary import DraftVocabulary
 
 
 class Mtp(ChainHead):
-    """MTP modules on a frozen target (`heads.modules.output_head.HeadModule`, `heads.modules.autoregressive.ChainHead`).
-
-    Raises:
-        InputError: the target's blocks cannot be run apart from it (`heads.modules.target_block`), or `init_block` names none
-            of them.
-    """
+    """MTP modules on a frozen target (`heads.modules.output_head.HeadModule`, `heads.modules.autoregressive.ChainHead`)."""
 
     settings: MtpSettings
 
@@ -96,7 +91,7 @@ class Mtp(ChainHead):
         return last_BTE.to(self.dtype)
 
     def read(self, features_BTF: Tensor, ids_BT: Tensor, positions_BT: Tensor, cache: RowCache, depth: int) -> Tensor:
-        """See `heads.modules.autoregressive.ChainHead.read`; with a module a depth, features are the last one's states."""
+        """See `ChainHead.read`; with a module a depth, features are the last one's states."""
         number = 0 if self.settings.shared_depths else depth
         visible_B1TS = cache.visible(positions_BT, self._context.window).unsqueeze(1)
         layer, keys = self._layer(depth), CacheLayer(cache, number)
@@ -113,7 +108,11 @@ class MtpLayer(HeadLayer):
         super().__init__()
         self.hidden_first = hidden_first
         shape, last = shape_like(target), final_norm(target)
-        self.enorm, self.hnorm = (fresh_norm(last, shape) for _ in range(2))
+        kind: Any = type(last)
+        if list(last.parameters()):
+            self.enorm, self.hnorm = (kind(shape.width, eps=shape.norm_epsilon) for _ in range(2))
+        else:  # a norm without weights (OLMo)
+            self.enorm, self.hnorm = own_copy(last), own_copy(last)
         self.eh_proj = nn.Linear(2 * shape.width, shape.width, bias=False)
         self.mtp_block = copy_block(target, number)
         self.post_norm = own_copy(last).requires_grad_(True)
@@ -125,21 +124,12 @@ class MtpLayer(HeadLayer):
         context: BlockContext,
         positions_BT: Tensor,
         visible_B1TS: Tensor,
-        keys: Keys | None,
+        keys: Keys,
     ) -> Tensor:
-        """Return the normed states `[B, T, D]`; for the arguments see `heads.modules.target_block.BlockContext.run`."""
+        """Return the normed states `[B, T, D]`; see `heads.modules.target_block.BlockContext.run`."""
         pair = (self.enorm(embedded_BTD), self.hnorm(states_BTD))
         joined_BTD = self.eh_proj(torch.cat(pair[::-1] if self.hidden_first else pair, -1))
         return self.post_norm(context.run(self.mtp_block, joined_BTD, positions_BT, visible_B1TS, keys))
-
-
-def fresh_norm(like: nn.Module, shape: LayerShape) -> nn.Module:
-    """Return an untrained norm of the target's kind, which may have no weights (OLMo)."""
-    if not list(like.parameters()):
-        return own_copy(like)
-    kind: Any = type(like)
-    fresh: nn.Module = kind(shape.width, eps=shape.norm_epsilon)
-    return fresh
 
 
 class DepthChain(FeatureProposer):
@@ -154,33 +144,27 @@ class DepthChain(FeatureProposer):
     """
 
     module: Mtp
-    _num_depths: int
-
-    @property
-    def _read_again(self) -> int:
-        """The last indices, which may rest on rejected drafts."""
-        return self._num_depths - 1
 
     def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
         super().start(tokens, capacity, states)
-        self._num_depths = self.module.num_caches
+        self._read_again = self.module.num_caches - 1  # the last indices, which may rest on rejected drafts
 
     def draft(self, text: TokenRows, chain: ChainBuilder, num_tokens: int) -> None:
-        self._num_depths = min(self._num_depths, num_tokens)
+        num_depths = min(self._read_again + 1, num_tokens)
+        self._read_again = num_depths - 1
         window = self._pending.read(text)
         states_BTD, known_BT = window.features_BTF, window.next_BT
         B, T = known_BT.shape
         # Row b's window of depth k starts at column k; its k drafts follow its last known token.
-        ids_BX = torch.cat([known_BT, known_BT.new_zeros(B, self._num_depths)], 1)
+        ids_BX = torch.cat([known_BT, known_BT.new_zeros(B, num_depths)], 1)
         rows_B, last_B = torch.arange(B, device=self.device), window.last_B
         positions_BT = self._place(window.first, T)
-        for depth in range(self._num_depths):
+        for depth in range(num_depths):
             states_BTD = self.module.read(states_BTD, ids_BX[:, depth : depth + T], positions_BT, self._cache, depth)
             ids_BX[rows_B, last_B + 1 + depth] = chain.add(self.module.draft_logits(window.last(states_BTD), depth))
 
 
 def make_proposer(module: Mtp, device: torch.device) -> Proposer:
-    """Return the decoding side."""
     return FeatureChain(module, device) if module.settings.shared_depths else DepthChain(module, device)
 
 

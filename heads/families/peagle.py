@@ -47,20 +47,23 @@ class PEagle(EagleBody):
 
     def forward(self, batch: Batch, states: TargetStates) -> list[Depth]:
         """Run the head over all depths of the origins that are kept; in evaluation mode that is all of them."""
-        num_depths = self.settings.num_depths
-        depths_BT, row_weights_BK = kept_depths(batch, self._shares() if self.training else [1.0] * num_depths)
+        settings, num_depths = self.settings, self.settings.num_depths
+        shares = [max(settings.keep_share**depth, settings.min_keep_share) for depth in range(num_depths)]
+        depths_BT, row_weights_BK = kept_depths(batch, shares if self.training else [1.0] * num_depths)
         chains = make_chains(depths_BT, num_depths)  # on the host, as the places below
         states_BUD = self._states(batch, states, chains.on(batch.input_ids_BT.device))
         T = batch.input_ids_BT.shape[1]
         places_BM = torch.arange(len(depths_BT)).unsqueeze(1) * T + chains.origins_BM
         origins_N = (depths_BT > 0).flatten().nonzero().squeeze(1)
-        depths = [self._depth(flat(states_BUD[:, :T], origins_N), origins_N, row_weights_BK[:, 0], 0, T)]
-        parts = states_BUD[:, T:].split(chains.widths, 1)
-        for depth, part_BMD in enumerate(parts, start=1):
-            kept_BM = chains.kept(depth)
-            origins_N, order_N = places_BM[:, : kept_BM.shape[1]][kept_BM].sort()
-            elements_N = kept_BM.flatten().nonzero().squeeze(1)[order_N]
-            depths.append(self._depth(flat(part_BMD, elements_N), origins_N, row_weights_BK[:, depth], depth, T))
+        found = [(flat(states_BUD[:, :T], origins_N), origins_N)]
+        for depth, part_BMD in enumerate(states_BUD[:, T:].split(chains.widths, 1), start=1):
+            kept_BM = chains.depths_BM[:, : part_BMD.shape[1]] > depth  # trained, and no filling
+            origins_N, order_N = places_BM[:, : part_BMD.shape[1]][kept_BM].sort()
+            found.append((flat(part_BMD, kept_BM.flatten().nonzero().squeeze(1)[order_N]), origins_N))
+        depths = []
+        for depth, (states_ND, origins_N) in enumerate(found):
+            row_weights_N = upload(row_weights_BK[origins_N // T, depth], states_ND.device)
+            depths.append(self.at_depth(depth, self.norm(states_ND), origins_N, row_weights_N=row_weights_N))
         return depths
 
     def _states(self, batch: Batch, states: TargetStates, chains: Chains) -> Tensor:
@@ -77,14 +80,6 @@ class PEagle(EagleBody):
             states_BUD = layer(embedded_BUD, states_BUD, rotation, keys)
         return states_BUD
 
-    def _depth(self, states_ND: Tensor, origins_N: Tensor, row_weights_B: Tensor, depth: int, T: int) -> Depth:
-        row_weights_N = upload(row_weights_B[origins_N // T], states_ND.device)
-        return self.at_depth(depth, self.norm(states_ND), origins_N, row_weights_N=row_weights_N)
-
-    def _shares(self) -> list[float]:
-        settings = self.settings
-        return [max(settings.keep_share**depth, settings.min_keep_share) for depth in range(settings.num_depths)]
-
 
 class ParallelDrafts(FeatureProposer):
     """P-EAGLE as a proposer (`heads.proposers.protocol.Proposer`): one forward, at most as many drafts as depths trained.
@@ -100,45 +95,38 @@ class ParallelDrafts(FeatureProposer):
         super().__init__(module, device, beyond=module.settings.num_depths)
 
     def draft(self, text: TokenRows, chain: ChainBuilder, num_tokens: int) -> None:
-        states_BGD = self._read(text, num_tokens)
-        for logits_BW in self.module.lm_head.logits(self.module.norm(states_BGD)).unbind(1):
-            chain.add(logits_BW)
-
-    def _read(self, text: TokenRows, num_drafts: int) -> Tensor:
-        """Return the states `[B, G, D]` of each row's last position that was read and of the further depths there."""
         module, pending = self.module, self._pending.read(text)
-        ids_BT = functional.pad(pending.next_BT, (0, num_drafts - 1))
-        features_BTF = functional.pad(pending.features_BTF, (0, 0, 0, num_drafts - 1))
+        ids_BT = functional.pad(pending.next_BT, (0, num_tokens - 1))
+        features_BTF = functional.pad(pending.features_BTF, (0, 0, 0, num_tokens - 1))
         columns_T = torch.arange(ids_BT.shape[1], device=self.device)
         is_mask_BT = columns_T > pending.last_B.unsqueeze(1)
         features_BTF = torch.where(is_mask_BT.unsqueeze(-1), module.fuse(module.mask_hidden), features_BTF)
         ids_BT = ids_BT.masked_fill(is_mask_BT, module.mask_token_id)
         positions_BT = self._place(pending.first, len(columns_T))
         states_BTD = module.run_cached(features_BTF, ids_BT, positions_BT, self._cache)
-        drafted_BG = pending.last_B.unsqueeze(1) + torch.arange(num_drafts, device=self.device)
-        return states_BTD[torch.arange(len(text), device=self.device).unsqueeze(1), drafted_BG]
+        drafted_BG = pending.last_B.unsqueeze(1) + torch.arange(num_tokens, device=self.device)
+        states_BGD = states_BTD[torch.arange(len(text), device=self.device).unsqueeze(1), drafted_BG]
+        for logits_BW in module.lm_head.logits(module.norm(states_BGD)).unbind(1):
+            chain.add(logits_BW)
 
 
 def kept_depths(batch: Batch, shares: Sequence[float]) -> tuple[Tensor, Tensor]:
     """Draw for how many depths each origin is trained.
 
-    Depth d is trained at random ones of the origins whose labels up to that depth are the target's own: `shares[d]` of all
-    that have a label at depth 0, rounded up, less those whose text has ended. Draws use torch's global generator, and none is
-    made where all shares are 1.
+    Depth d is trained at random ones of the origins whose labels up to that depth are the target's own: `shares[d]`, falling
+    from 1, of all that have a label at depth 0, rounded up, less those whose text has ended. Draws are by torch's generator;
+    none is made where all shares are 1.
 
-    Args:
-        batch: the batch.
-        shares: falling, in (0, 1], one a depth; the first is 1.
-
-    Returns:
-        Number of depths by origin, int64 `[B, T]`, 0 where there is no label at all; and one over the chance that an origin
-        was kept, float `[B, K]`, by row and depth. Both in host memory.
+    Returns the number of depths by origin, int64 `[B, T]`, 0 where there is no label at all; and one over the chance that an
+    origin was kept, float `[B, K]`, by row and depth. Both lie in host memory.
     """
     batch = batch.on_host
     labelled_BT = _labelled(batch, 0)
     num_B1 = labelled_BT.sum(1, keepdim=True)
     kept_BK = (num_B1.double() * torch.tensor(shares, dtype=torch.float64) - 1e-6).ceil()
-    rank_BT = _ranks(labelled_BT) if min(shares) < 1 else torch.zeros_like(batch.input_ids_BT)
+    rank_BT = torch.zeros_like(batch.input_ids_BT)
+    if min(shares) < 1:  # places in a random order of each row's labelled origins; the others come after them
+        rank_BT = (torch.rand(labelled_BT.shape) + ~labelled_BT).argsort(1).argsort(1)
     depths_BT = torch.zeros_like(batch.input_ids_BT)
     for depth in range(len(shares)):
         labelled_BT = labelled_BT & _labelled(batch, depth) & (rank_BT < kept_BK[:, depth, None])
@@ -153,28 +141,17 @@ def _labelled(batch: Batch, depth: int) -> Tensor:
     return labelled_P.view_as(batch.loss_mask_BT)
 
 
-def _ranks(labelled_BT: Tensor) -> Tensor:
-    """Return the places of labelled origins in a random order of each row's, int64 `[B, T]`; the others come after them."""
-    noise_BT = torch.rand(labelled_BT.shape)
-    return (noise_BT + ~labelled_BT).argsort(1).argsort(1)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Chains:
     """The further elements of a batch.
 
     Origins stand in falling order of how many depths they are kept for. So those of a depth are the first ones of the depth
     before, and rows of the batch that have fewer are filled up at their ends.
-
-    Args:
-        origins_BM: their positions in their rows, int64.
-        depths_BM: for how many depths each is kept, depth 0 counted, int64.
-        widths: how many of the M have an element at depth 1, 2, ...: as many as in the row that has most.
     """
 
-    origins_BM: Tensor
-    depths_BM: Tensor
-    widths: tuple[int, ...]
+    origins_BM: Tensor  # their positions in their rows, int64
+    depths_BM: Tensor  # for how many depths each is kept, depth 0 counted, int64
+    widths: tuple[int, ...]  # how many of the M have an element at depth 1, 2, ...: as many as in the row that has most
 
     @property
     def origins_BS(self) -> Tensor:
@@ -188,13 +165,8 @@ class Chains:
         return upload(torch.arange(1, len(self.widths) + 1).repeat_interleave(widths), self.origins_BM.device)
 
     def on(self, device: torch.device) -> Chains:
-        """Return the same chains with their tensors on a device."""
         origins_BM, depths_BM = (upload(each_BM, device) for each_BM in (self.origins_BM, self.depths_BM))
         return Chains(origins_BM=origins_BM, depths_BM=depths_BM, widths=self.widths)
-
-    def kept(self, depth: int) -> Tensor:
-        """Return which of the elements of a depth (from 1) are trained and no filling, bool `[B, widths[depth - 1]]`."""
-        return self.depths_BM[:, : self.widths[depth - 1]] > depth
 
     def by_chain(self, values_BNSX: Tensor) -> Tensor:
         """Return values of elements as `[B, N, M, R, X]`, 0 where a chain has ended."""
@@ -216,16 +188,13 @@ def make_chains(depths_BT: Tensor, num_depths: int) -> Chains:
 
 
 class ParallelKeys(LayerKeys):
-    """The attention of one layer over the depth-0 elements of T positions, which see their `ranges` of each other, and the
-    further ones after them.
-    """
+    """The attention of one layer over the depth-0 elements of T positions and the further ones after them."""
 
     def __init__(self, ranges: Ranges, chains: Chains) -> None:
         self.ranges, self.chains = ranges, chains
         self.further = ranges.of(chains.origins_BS)
 
     def attend(self, attention: DraftAttention, states_BUX: Tensor, rotation: Rotation) -> Tensor:
-        """Return the attention output `[B, T + S, D]` of all elements."""
         T = self.ranges.first_BX.shape[1]
         k_BGUH, v_BGUH = attention.keys_values(states_BUX, rotation)
         q_BNUH = attention.queries(states_BUX, rotation)

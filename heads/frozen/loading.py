@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -307,15 +306,3 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
     return tuple(sorted(ids))
-
-
-def rounded_parts(model: PreTrainedModel, made: str) -> list[str]:
-    """Return a warning for what was `made` from a target that an earlier release had rounded; nothing where none was."""
-    tensors = chain(model.named_parameters(), model.named_buffers())
-    size = model.dtype.itemsize
-    wider = [name for name, each in tensors if each.is_floating_point() and each.dtype.itemsize > size]
-    return [
-        f"{made} was made by a draftsmith that rounded all of the target to {str(model.dtype).removeprefix('torch.')}; "
-        f"transformers, and this draftsmith, keep {name} wider: make it again if texts are long"
-        for name in wider[:1]
-    ]

@@ -52,18 +52,11 @@ def causal_ranges(position_ids_BT: Tensor) -> Ranges:
 def read_ranges(
     q_BNXH: Tensor, k_BMTH: Tensor, v_BMTH: Tensor, ranges: Ranges, *, at_once: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the values that queries mix over their ranges, and the logarithms of the sums that their softmax divides by.
+    """Return the values `[B, N, X, H]` that queries mix over their ranges, and the logarithms `[B, N, X]` of softmax sums.
 
     Products are of the values' dtype, which is autocast's where that is on; the softmax is in float32, or float64 for such
-    values. A query with an empty range gets any values, and the lowest number as its logarithm.
-
-    Args:
-        q_BNXH, k_BMTH, v_BMTH: rotated queries and keys, and values.
-        ranges: of the queries.
-        at_once: scores at one time; None: as many as suit the device.
-
-    Returns:
-        Mixed values `[B, N, X, H]` in the values' dtype; logarithms `[B, N, X]`, scale and maximum included.
+    values. A query with an empty range gets any values, and the lowest number as its logarithm. `at_once` are the scores at one
+    time; None: as many as suit the device.
     """
     if at_once is None:
         at_once = AT_ONCE_IN_CACHE if keeps_small_tensors_near(q_BNXH.device) else AT_ONCE

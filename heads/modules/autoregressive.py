@@ -29,12 +29,7 @@ from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention
 
 
 class PendingFeatures:
-    """Features that the head has not read yet, because the token after the last of them is known in the next round only.
-
-    Args:
-        features_BTF: right-padded.
-        counts: how many of each row are valid.
-    """
+    """Features, right-padded, that the head has not read yet: the token after the last is known in the next round only."""
 
     def __init__(self, features_BTF: Tensor, counts: Sequence[int]) -> None:
         self._first = [0] * len(counts)
@@ -43,7 +38,6 @@ class PendingFeatures:
 
     @property
     def counts(self) -> list[int]:
-        """How many there are, by row."""
         return [len(row) for row in self._columns]
 
     def move_on(self, features_BTF: Tensor, counts: Sequence[int], kept: Sequence[int]) -> None:
@@ -81,20 +75,13 @@ class PendingFeatures:
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """Pending features, right-padded, as a forward reads them.
-
-    Args:
-        features_BTF: the features.
-        next_BT: the token after each one's position; 0 on padding.
-        first, ends: the position of each row's first one, and that after its last.
-        last_B: the column of each row's last one.
-    """
+    """Pending features, right-padded, as a forward reads them."""
 
     features_BTF: Tensor
-    next_BT: Tensor
-    first: RowNumbers
-    ends: RowNumbers
-    last_B: Tensor
+    next_BT: Tensor  # the token after each one's position; 0 on padding
+    first: RowNumbers  # the position of each row's first one
+    ends: RowNumbers  # and that after its last
+    last_B: Tensor  # the column of each row's last one
 
     def last(self, values_BTX: Tensor) -> Tensor:
         """Return each row's value at its last feature, `[B, X]`."""
@@ -104,12 +91,7 @@ class Window:
 class FeatureProposer(ABC):
     """A head at work: it keeps keys and values in a cache, and the features of the target's states that it has not read.
 
-    A family says in `draft` how it makes a chain of them.
-
-    Args:
-        module: the head.
-        device: where it is.
-        beyond: how many positions a round may reach beyond the last token.
+    A family says in `draft` how it makes a chain of them, and in `beyond` how far a round may reach beyond the last token.
     """
 
     module: HeadModule
@@ -117,14 +99,10 @@ class FeatureProposer(ABC):
     def __init__(self, module: HeadModule, device: torch.device, beyond: int = 0) -> None:
         self.module, self.device, self.taps = module, device, module.taps
         self._beyond = beyond
+        self._read_again = 0  # features of the last proposal that the next one has to read once more
         self._cache: RowCache
         self._pending: PendingFeatures
         self._has_read = False  # the pending features, by a proposal
-
-    @property
-    def _read_again(self) -> int:
-        """How many features of the last proposal the next one has to read once more."""
-        return 0
 
     def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
         self._cache = RowCache(self.module.num_caches, capacity + self._beyond)

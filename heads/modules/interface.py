@@ -30,7 +30,7 @@ NO_DOCUMENT = -1
 
 
 class Batch(NamedTuple):
-    """Right-padded rows, of one conversation each or of several. A tuple, which accelerate and DDP handle as any.
+    """Right-padded rows, of one conversation each or of several; a tuple, for accelerate and DDP.
 
     The loss mask marks the **label**: position t is True where token t was written by the target (end-of-text included), and
     the logits at t - 1 predict it. The first position of a document is never a label.
@@ -51,7 +51,6 @@ class Batch(NamedTuple):
 
     @property
     def num_labels(self) -> int:
-        """How many labels there are, counted in host memory."""
         return int(self.on_host.loss_mask_BT[:, 1:].sum())
 
     @property
@@ -62,7 +61,7 @@ class Batch(NamedTuple):
         return self._made_of([tensor.cpu() for tensor in self[:5]])
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        """Return the batch on a device; the signature is the one that accelerate calls. The host does not wait for the copy."""
+        """Return the batch on a device, as accelerate asks for it; the host does not wait for the copy."""
         device = torch.device(device)
         if device.type == "cpu":
             return self.on_host
@@ -101,82 +100,49 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class Normalisers:
-    """Log-normalisers of the target's logits at flat places b * T + t of a batch; 0 where they were not computed.
+    """Log-normalisers of the target's logits at flat places b * T + t of a batch; 0 where they were not computed."""
 
-    Args:
-        log_sum_P: float32 (float64 where it was computed in that), log of the sum of exp(logits) over all V.
-        top1_P: int64, the likeliest token.
-    """
-
-    log_sum_P: Tensor
-    top1_P: Tensor
+    log_sum_P: Tensor  # float32 or float64, log of the sum of exp(logits) over all V
+    top1_P: Tensor  # int64, the likeliest token
 
 
 @dataclass(frozen=True, kw_only=True)
 class Auxiliary:
-    """A further prediction of a depth's tokens, which counts in the loss alone: logits of an earlier stage of the head.
-
-    Args:
-        hidden_ND, logits_of, parameters: as those of a `Depth`, at the same rows.
-        weight: of its divergence, relative to that of the depth's own prediction.
-    """
+    """A further prediction of a `Depth`'s rows, which counts in the loss alone: logits of an earlier stage of the head."""
 
     hidden_ND: Tensor
     logits_of: Callable[[Tensor], Tensor]
     parameters: tuple[Tensor, ...]
-    weight: float
+    weight: float  # of its divergence, relative to that of the depth's own prediction
 
 
 @dataclass(frozen=True, kw_only=True)
 class Depth:
-    """A head's prediction of one future token, at N of the batch's origins.
+    """A head's prediction of one future token, at N of the batch's origins."""
 
-    Args:
-        hidden_ND: what `logits_of` turns into logits over the draft vocabulary.
-        origins_N: int64 in host memory, flat places b * T + j of the origins.
-        target_places_N: int64 in host memory, flat places of the positions whose target distribution each row is compared with.
-        logits_of: the head, `[C, D]` to `[C, W]`, any rows at a time; `parameters` are all tensors it depends on.
-        weight: of this depth in the loss, relative to the others.
-        row_weights_N: relative weight of single rows; None: all alike.
-        confidence_N: logits of the head's own estimate of its acceptance sum_v min(p, q) at each row; None: it makes none.
-        confidence_weight: of the estimate's cross-entropy, relative to the divergence.
-        auxiliaries: further predictions in this depth's loss.
-    """
-
-    hidden_ND: Tensor
-    origins_N: Tensor
-    target_places_N: Tensor
-    logits_of: Callable[[Tensor], Tensor]
-    parameters: tuple[Tensor, ...]
-    weight: float = 1.0
-    row_weights_N: Tensor | None = None
-    confidence_N: Tensor | None = None
-    confidence_weight: float = 0.0
-    auxiliaries: tuple[Auxiliary, ...] = ()
-
-
-def _leave_as_built(head: nn.Module, target: PreTrainedModel) -> None:
-    """Keep the weights that a new head was built with."""
+    hidden_ND: Tensor  # what `logits_of` turns into logits over the draft vocabulary
+    origins_N: Tensor  # int64 in host memory, flat places b * T + j
+    target_places_N: Tensor  # int64 in host memory, flat places whose target distribution each row is compared with
+    logits_of: Callable[[Tensor], Tensor]  # the head, `[C, D]` to `[C, W]`, any rows at a time
+    parameters: tuple[Tensor, ...]  # all tensors that `logits_of` depends on
+    weight: float = 1.0  # of this depth in the loss, relative to the others
+    row_weights_N: Tensor | None = None  # relative; None: all alike
+    confidence_N: Tensor | None = None  # logits of the head's own estimate of its acceptance sum_v min(p, q); None: it has none
+    confidence_weight: float = 0.0  # of the estimate's cross-entropy, relative to the divergence
+    auxiliaries: tuple[Auxiliary, ...] = ()  # further predictions in this depth's loss
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One way of building heads; every file of `heads.families` that defines one ends with it.
-
-    Args:
-        settings: its class in `configs.schema.heads`.
-        build: makes the module, with new weights, from settings, target and draft vocabulary (None: all tokens).
-        propose: makes the proposer of a module that `heads.families.registry.serve` returned, on a device.
-        in_one_forward: whether one forward gives all drafts of a round, so that one more costs the draft no time.
-        start: for a module that is about to be trained, not a loaded one: gives it further initial weights, or refuses a
-            target that it could not learn from; module, target.
-    """
+    """One way of building heads; every file of `heads.families` that defines one ends with it."""
 
     settings: type[HeadSettings]
+    # Makes the module, with new weights, from settings, target and draft vocabulary (None: all tokens).
     build: Callable[[Any, PreTrainedModel, DraftVocabulary | None], nn.Module]
-    propose: Callable[[Any, torch.device], Proposer]
-    in_one_forward: bool = False
-    start: Callable[[Any, PreTrainedModel], None] = _leave_as_built
+    propose: Callable[[Any, torch.device], Proposer]  # of a module that `heads.families.registry.serve` returned, on a device
+    in_one_forward: bool = False  # whether one forward gives all drafts of a round, so that one more costs no time
+    # For a module that is about to be trained, and its target: gives it further weights, or refuses the target.
+    start: Callable[[Any, PreTrainedModel], None] = lambda head, target: None
 
 
 def labelled_origins(batch: Batch, depth: int) -> Tensor:
@@ -195,11 +161,8 @@ def labelled_origins(batch: Batch, depth: int) -> Tensor:
 def origins_of_any_depth(batch: Batch, num_depths: int) -> tuple[Tensor, Tensor]:
     """Return which origins of each row have a label at one of the first depths, and where each of them is found again.
 
-    Both lie in host memory.
-
-    Returns:
-        Places `[B, X]` in the row, in order; X, at least 1, is the largest number of a row. Rows of fewer end in position 0.
-        For each flat place b * T + j of such an origin its flat place b * X + x in there, `[B * T]`; 0 for others.
+    Both lie in host memory: places `[B, X]` in the row, in order, X being at least 1 and rows of fewer ending in position 0;
+    and for each flat place b * T + j of such an origin its flat place b * X + x in there, `[B * T]`, 0 for others.
     """
     num_rows, T = batch.on_host.input_ids_BT.shape
     is_origin_P = torch.zeros(num_rows * T, dtype=torch.bool)

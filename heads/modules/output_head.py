@@ -25,16 +25,12 @@ from heads.vocabulary import DraftVocabulary
 
 
 class DraftHead(nn.Module):
-    """A linear head, soft-capped or scaled as the target's.
+    """A linear head, soft-capped or scaled as the target's, which it starts from.
 
     Args:
-        target: whose head it starts from.
         vocabulary: the tokens it can propose; None: all of the target's. Kept as the buffer `token_ids` (d2t).
         trainable: learn it, apart from the target's.
         with_bias: a trainable head has a bias even where the target's has none; it starts at 0.
-
-    Raises:
-        InputError: the target's head is no plain linear layer (`heads.inference.causal_lm.head_rows`).
     """
 
     weight: nn.Parameter | Tensor | None
@@ -98,20 +94,6 @@ class DraftHead(nn.Module):
         """Return the logits `[..., W]` of final states `[..., D]`."""
         return head_logits(self, hidden)
 
-    def at_depth(
-        self, depth: int, hidden_ND: Tensor, origins_N: Tensor, *, weight: float, row_weights_N: Tensor | None = None
-    ) -> Depth:
-        """Return the `Depth` of the tokens at a depth, counted from 0, from final states at these origins."""
-        return Depth(
-            hidden_ND=hidden_ND,
-            origins_N=origins_N,
-            target_places_N=origins_N + depth + 1,
-            logits_of=self.logits,
-            parameters=self.parameters_used,
-            weight=weight,
-            row_weights_N=row_weights_N,
-        )
-
     @property
     def num_tokens(self) -> int:
         """The size of the draft vocabulary, W."""
@@ -162,10 +144,22 @@ class HeadModule(nn.Module):
         """Return the output head for the tokens of a depth, counted from 0; all have the same vocabulary."""
         return self.lm_head
 
+    def depth_weight(self, depth: int) -> float:
+        """Return the weight in the loss of a depth, counted from 0."""
+        return self.settings.depth_decay**depth
+
     def at_depth(self, depth: int, hidden_ND: Tensor, origins_N: Tensor, *, row_weights_N: Tensor | None = None) -> Depth:
-        """Return the `Depth` of the tokens at a depth, weighted by the settings' `depth_decay`; see `DraftHead.at_depth`."""
-        weight = self.settings.depth_decay**depth
-        return self.output_head(depth).at_depth(depth, hidden_ND, origins_N, weight=weight, row_weights_N=row_weights_N)
+        """Return the `Depth` of the tokens at a depth, counted from 0, from final states at these origins."""
+        head = self.output_head(depth)
+        return Depth(
+            hidden_ND=hidden_ND,
+            origins_N=origins_N,
+            target_places_N=origins_N + depth + 1,
+            logits_of=head.logits,
+            parameters=head.parameters_used,
+            weight=self.depth_weight(depth),
+            row_weights_N=row_weights_N,
+        )
 
     @property
     def dtype(self) -> torch.dtype:

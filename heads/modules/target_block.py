@@ -2,8 +2,7 @@
 
 An MTP module is built around a copy of such a block, so that it has the target's norm order, head norms, attention scale and
 experts without this project knowing any of them. A probe proves it: the target's own block, run this way, gives what the target
-got from it. While a module is unrolled over its own states in training, depths lie side by side as keys, each depth a square of
-its mask.
+got from it. While a module is unrolled in training, depths lie side by side as keys, each a square of its mask.
 B batch, T positions, S keys, D width, M key-value heads, H head width.
 """
 
@@ -13,7 +12,7 @@ import inspect
 from collections.abc import Iterator
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,15 +28,8 @@ from heads.inference.runner import backbone
 CHOOSING = ("e_score_correction_bias", "expert_bias", ".indexer.")  # parameters that choose experts or keys, without gradients
 
 
-class Keys(Protocol):
-    """What stands in the place of a transformers cache while one block runs."""
-
-    def update(self, keys_BMTH: Tensor, values_BMTH: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        """Add the new keys and values; return all that attention is to see, `[B, M, S, H]` each."""
-
-
 class ChainKeys:
-    """Keys and values of a depth after those of the depths before, side by side, with their gradients."""
+    """In place of a transformers cache: keys and values of a depth after those of the depths before, with their gradients."""
 
     def __init__(self, *earlier: ChainKeys) -> None:
         self.earlier = earlier
@@ -58,7 +50,7 @@ class ChainKeys:
 
 
 class CacheLayer:
-    """One layer of a cache, whatever number the block has in the target."""
+    """In place of a transformers cache: one layer of ours, whatever number the block has in the target."""
 
     def __init__(self, cache: RowCache, number: int) -> None:
         self.cache, self.number = cache, number
@@ -70,13 +62,14 @@ class CacheLayer:
         return self.cache.update_indexer(index_keys_BTH, self.number)
 
 
+Keys = ChainKeys | CacheLayer | None
+
+
 class BlockContext:
     """What one of the target's blocks needs to run apart: its rotary embedding, its kind of attention and its window.
 
-    The block's number, from 0, decides the kind of attention where there are several.
-
-    Raises:
-        InputError: there is no such block, or it gives something else when run apart from the target.
+    The block's number, from 0, decides the kind of attention where there are several. A block that gives something else when
+    run apart is refused.
     """
 
     def __init__(self, target: PreTrainedModel, number: int) -> None:
@@ -112,22 +105,20 @@ class BlockContext:
                 name=f"block {number} runs apart",
             )
 
-    def run(
-        self, block: nn.Module, states_BTD: Tensor, positions_BT: Tensor, visible_B1TS: Tensor, keys: Keys | None
-    ) -> Tensor:
-        """Return the states `[B, T, D]` after a block.
+    def run(self, block: nn.Module, states_BTD: Tensor, positions_BT: Tensor, visible_B1TS: Tensor, keys: Keys) -> Tensor:
+        """Return the states `[B, T, D]` after a block, the target's or a copy.
 
-        Args:
-            block: the target's or a copy.
-            states_BTD, positions_BT: what it reads, and where.
-            visible_B1TS: bool, which keys each position sees, in the order in which `keys` gives them.
-            keys: where keys and values go and come from; None: they are those of `states_BTD`.
+        `visible_B1TS` says which keys each position sees, in the order in which `keys` gives them; without `keys` these are
+        those of the states.
         """
         (rotary,) = self._rotary
         given: dict[str, Any] = {self._cache_argument: keys, **self._without}
         if rotary is not None:
             given["position_embeddings"] = rotary(states_BTD, positions_BT, **self._rotary_arguments)
-        mask = self._mask(visible_B1TS, states_BTD.dtype)
+        mask = visible_B1TS
+        if self._additive_masks:
+            lowest = torch.finfo(states_BTD.dtype).min
+            mask = torch.zeros_like(mask, dtype=states_BTD.dtype).masked_fill(~mask, lowest)
         output: Any = block(states_BTD, attention_mask=mask, position_ids=positions_BT, **given)
         return cast(Tensor, output[0] if isinstance(output, tuple) else output)
 
@@ -144,11 +135,6 @@ class BlockContext:
         positions_1T = torch.arange(T, device=target.device).unsqueeze(0)
         apart_1TD = self.run(blocks(target)[number], seen[number], positions_1T, visible_11TT, ChainKeys())
         return relative_error(apart_1TD.to(target.device), seen[number + 1])
-
-    def _mask(self, visible_B1TS: Tensor, dtype: torch.dtype) -> Tensor:
-        if not self._additive_masks:
-            return visible_B1TS
-        return torch.zeros_like(visible_B1TS, dtype=dtype).masked_fill(~visible_B1TS, torch.finfo(dtype).min)
 
 
 def last_attention_block(target: PreTrainedModel) -> int:
@@ -193,10 +179,8 @@ def causal_mask(document_ids_BT: Tensor) -> Tensor:
 def unrolled_mask(visible_B1TT: Tensor, depth: int, window: int | None) -> Tensor:
     """Return which keys the chains see at a depth, bool `[B, 1, T, (depth + 1) * T]`: one square for each depth so far.
 
-    Args:
-        visible_B1TT: which depth-0 keys each origin sees at depth 0 (`causal_mask`).
-        depth: from 0. The query of origin j stands at position j + depth, the keys of depth d of origin i at i + d.
-        window: how many positions a query sees, its own counted; None: all.
+    `visible_B1TT` says which depth-0 keys each origin sees at depth 0. The query of origin j stands at position j + depth, the
+    keys of depth d of origin i at i + d; a window counts the query's own position.
     """
     T = visible_B1TT.shape[-1]
     places_T = torch.arange(T, device=visible_B1TT.device)

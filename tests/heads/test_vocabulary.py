@@ -7,7 +7,7 @@ from torch import nn
 
 from configs.runtime.errors import InputError
 from heads.inference.causal_lm import HeadRows, head_logits, head_rows
-from heads.vocabulary import DraftVocabulary, keep_head_rows, over_target, read_draft_vocabulary
+from heads.vocabulary import DraftVocabulary, keep_head_rows, read_draft_vocabulary
 
 IDS = [0, 3, 7, 40, 63]
 
@@ -23,14 +23,6 @@ def vocabulary_of(ids, size=64):
 def test_ids_that_name_no_tokens_of_the_target_are_refused(ids, words):
     with pytest.raises(ValueError, match=words):
         vocabulary_of(ids)
-
-
-def test_values_are_spread_to_the_places_of_their_tokens():
-    values = torch.arange(10.0).view(2, 5)
-    scatter = over_target(vocabulary_of(IDS), values, -1.0)
-    assert scatter.shape == (2, 64)
-    assert torch.equal(scatter[:, IDS], values)
-    assert (scatter == -1).sum() == 2 * 59
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -94,9 +94,11 @@ class DFlash(HeadModule):
         rows_N, columns_N = anchors.labelled(batch, number + 1).nonzero(as_tuple=True)
         origins_N = rows_N * batch.input_ids_BT.shape[1] + anchors.places_BA[rows_N, columns_N] - 1
         hidden_ND = flat(states_BAD, rows_N * anchors.places_BA.shape[1] + columns_N)
-        weight, row_weights_N = math.exp(-number / self.settings.position_decay), anchors.weights_BA[rows_N, columns_N]
-        row_weights_N = upload(row_weights_N, hidden_ND.device)
-        return self.lm_head.at_depth(number, hidden_ND, origins_N, weight=weight, row_weights_N=row_weights_N)
+        row_weights_N = upload(anchors.weights_BA[rows_N, columns_N], hidden_ND.device)
+        return self.at_depth(number, hidden_ND, origins_N, row_weights_N=row_weights_N)
+
+    def depth_weight(self, depth: int) -> float:
+        return math.exp(-depth / self.settings.position_decay)
 
     def features(self, states: TargetStates) -> Tensor:
         """Return what every layer makes keys and values of, `[B, T, D]`."""

@@ -2,10 +2,8 @@
 
 import pytest
 import torch
-from pydantic import ValidationError
 from torch.nn.functional import silu
 
-from configs.schema.heads import MedusaSettings
 from heads.families.registry import FAMILIES
 from heads.inference.causal_lm import head_logits
 from tests.support import family_checks as checks
@@ -73,17 +71,3 @@ def test_an_untrained_head_repeats_the_targets_distribution_of_the_next_token(se
     for depth in head(batch, states):
         logits_NV = depth.logits_of(depth.hidden_ND)  # output heads of their own are float32 copies
         torch.testing.assert_close(logits_NV, logits_PV[depth.origins_N], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize(("settings", "num_parameters"), [(OWN, 3 * (3 * 2 + 1)), (HYDRA, 3 * (4 + 3 * 2))])
-def test_no_two_blocks_and_no_two_output_heads_share_weights(settings, num_parameters):
-    model = checks.tiny_target("llama")
-    head = FAMILIES[settings.kind].build(settings.model_copy(update={"num_layers": 3}), model, None)
-    places = {parameter.data_ptr() for parameter in head.parameters()}
-    assert len(list(head.parameters())) == len(places) == num_parameters
-    assert model.get_output_embeddings().weight.data_ptr() not in places
-
-
-def test_own_output_heads_that_nobody_trains_are_refused():
-    with pytest.raises(ValidationError, match="own_output_heads without train_head"):
-        MedusaSettings(kind="medusa", own_output_heads=True)

@@ -4,9 +4,7 @@ from copy import deepcopy
 
 import pytest
 import torch
-from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
-from transformers.modeling_layers import MtpModel
 
 from configs.runtime.errors import InputError
 from configs.schema.decoding import SamplingConfig
@@ -120,26 +118,6 @@ def test_order_and_place_of_what_is_read_are_as_set(values, told):
     assert_states_are_naive(checks.build(changed(SHARED, **values), model), model, number=3, **told)
 
 
-@torch.no_grad()
-def test_modules_of_their_own_are_transformers_mtp_layers():
-    model = deepcopy(checks.tiny_target("llama"))
-    model.config.num_mtp_layers = 3
-    head = checks.build(OWN, model)
-    peer = MtpModel(model, 3).to(model.dtype).eval()
-    own = {name: value for name, value in head.state_dict().items() if name.startswith("layers.")}
-    missing = peer.load_state_dict(own, strict=False)
-    assert missing.unexpected_keys == []
-    assert not [name for name in missing.missing_keys if name.startswith("layers.")]
-    ids_BT = torch.tensor([checks.PROMPTS[1]])
-    batch, states = checks.inputs_of(model, checks.PROMPTS[1:2], head.taps)
-    depths, states_BTD = head(batch, states), states.final_BTE
-    for depth in range(3):
-        T = ids_BT.shape[1] - 1 - depth
-        positions_BT = torch.arange(T).unsqueeze(0) + 1 + depth
-        states_BTD = peer.forward_layer(depth, states_BTD[:, :T], positions_BT, None, input_ids=ids_BT[:, 1 + depth :])
-        torch.testing.assert_close(depths[depth].hidden_ND, states_BTD[0, : T - 1], atol=1e-5, rtol=1e-5)
-
-
 # --- what every family has to show --------------------------------------------------------------------------------
 
 
@@ -182,11 +160,6 @@ def test_the_block_starts_as_one_of_the_targets_and_the_last_norm_as_its_final_o
 def test_a_block_that_the_target_does_not_have_is_refused(target):
     with pytest.raises(InputError, match=r"head\.init_block 4: the target's blocks are 0 to 3"):
         Mtp(changed(SHARED, init_block=4), target.model, None)
-
-
-def test_two_ways_to_start_are_refused():
-    with pytest.raises(ValidationError, match="init_block 1 would be overwritten"):
-        MtpSettings(kind="mtp", init="checkpoint", init_block=1)
 
 
 @torch.no_grad()

@@ -4,16 +4,11 @@ import pytest
 import torch
 
 from configs.runtime.errors import InputError
-from configs.schema.decoding import SamplingConfig
 from configs.schema.learning import LossConfig
 from distill.loss.head_objective import HeadObjective
 from heads.families.eagle3 import mask_token
 from heads.families.peagle import kept_depths
-from heads.families.registry import FAMILIES
-from heads.frozen.hidden_states import read_states
 from heads.modules.interface import labelled_origins
-from heads.modules.layers import DraftAttention
-from heads.sampling.counter_rng import CounterRNG
 from tests.support import family_checks as checks
 from tests.support.naive_layers import NaiveBody
 
@@ -115,24 +110,6 @@ def test_texts_shorter_than_the_depths_can_be_trained_on(target, rows):
     loss.loss.backward()
     assert loss.labels_K[0] == sum(len(row) - 2 for row in rows)
     assert head.mask_hidden.grad is not None  # of 0 perhaps: processes that train together expect one from each
-
-
-def test_one_depth_alone_has_no_further_elements(target):
-    batch, states = checks.inputs_of(target.model, checks.PROMPTS, PEAGLE.taps)
-    (alone,) = checks.build(PEAGLE.model_copy(update={"num_depths": 1}), target.model)(batch, states)
-    first, *_ = checks.build(PEAGLE, target.model)(batch, states)
-    torch.testing.assert_close(alone.hidden_ND, first.hidden_ND, atol=1e-5, rtol=1e-5)
-
-
-def test_a_round_is_one_forward(target, monkeypatch):
-    head = checks.build(PEAGLE, target.model)
-    plain, calls = DraftAttention.attend, []
-    monkeypatch.setattr(DraftAttention, "attend", lambda self, *args: calls.append(1) or plain(self, *args))
-    proposer = FAMILIES["peagle"].propose(head, target.device)
-    tokens, ids_BT = [[*checks.PROMPTS[0], 1]], torch.tensor([checks.PROMPTS[0]])
-    proposer.start(tokens, 32, read_states(target.model, ids_BT, head.taps))
-    proposer.propose(tokens, 3, SamplingConfig(), CounterRNG(0, [0], target.device), keep_logits=False)
-    assert len(calls) == PEAGLE.num_layers
 
 
 def test_the_mask_token_is_the_padding_or_the_first_end_of_text(tiny_llama):

@@ -60,12 +60,6 @@ def test_a_head_of_some_tokens_drafts_as_trained(name):
     checks.assert_drafts_as_trained(head, model, tolerance=tolerance_of(settings))
 
 
-@pytest.mark.parametrize(("model", "name"), ON_ONE_TARGET)
-def test_greedy_output_is_that_of_plain_decoding(model, name, as_target):
-    model = checks.tiny_target(model)
-    checks.assert_greedy_output_is_plain(checks.build(SETTINGS[name], model), as_target(model))
-
-
 @BUILT
 def test_documents_of_a_row_are_apart(settings):
     model = checks.tiny_target("llama")

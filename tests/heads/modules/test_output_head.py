@@ -1,7 +1,5 @@
 """The output head of a draft is the target's: borrowed, or a copy of some of its rows, in which case it can be trained."""
 
-import copy
-
 import pytest
 import torch
 from torch.nn import functional
@@ -12,7 +10,6 @@ from heads.inference.causal_lm import head_logits
 from heads.modules.output_head import DraftHead
 from heads.vocabulary import DraftVocabulary
 from tests.support import family_checks as checks
-from tests.support.family_configs import tiny_model
 
 IDS_W = torch.tensor([2, 5, 6, 40, 63])
 SOME_TOKENS = DraftVocabulary(token_ids_W=IDS_W, target_vocab_size=checks.VOCAB_SIZE)
@@ -33,18 +30,6 @@ def test_its_logits_start_as_the_targets(name, vocabulary, trainable):
         assert (head.vocabulary, head.token_ids) == (None, None)
     else:
         assert head.vocabulary.token_ids_W.tolist() == IDS_W.tolist()
-
-
-@pytest.mark.parametrize("name", ["phi", "gptj"])
-@WAY
-def test_the_bias_of_a_targets_head_is_kept(name, vocabulary, trainable):
-    model = copy.deepcopy(tiny_model(name))
-    torch.nn.init.normal_(model.get_output_embeddings().bias)
-    states_BD = torch.randn(3, 64)
-    expected_BV = model.get_output_embeddings()(states_BD)
-    some = None if vocabulary is None else DraftVocabulary(token_ids_W=IDS_W, target_vocab_size=256)
-    logits_BW = DraftHead(model, some, trainable=trainable).logits(states_BD)
-    torch.testing.assert_close(logits_BW, expected_BV if some is None else expected_BV[:, IDS_W])
 
 
 @WAY

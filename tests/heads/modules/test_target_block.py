@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, Glm4MoeConfig
 from configs.runtime.errors import InputError
 from heads.modules.target_block import BlockContext, unrolled_mask
 from tests.support import family_checks as checks
-from tests.support.family_configs import tiny_model
 
 MOE = {"moe_intermediate_size": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
@@ -61,7 +60,3 @@ def test_a_block_that_gets_something_else_in_the_target_is_refused():
     model.config.sliding_window = 3  # which Llama does not heed
     with pytest.raises(InputError, match="block 1 of LlamaForCausalLM needs more around it"):
         BlockContext(model, 1)
-
-
-def test_a_block_runs_alone_where_positions_are_in_the_embedding():
-    BlockContext(tiny_model("gpt2"), 2)

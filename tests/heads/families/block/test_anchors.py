@@ -64,13 +64,6 @@ def test_all_anchors_are_the_places_that_a_block_would_be_drafted_from(batch):
     assert anchors.weights_BA.tolist() == anchors.valid_BA.float().tolist()
 
 
-def test_a_batch_without_anchors_is_padded_to_one(batch):
-    anchors = choose_anchors(batch._replace(loss_mask_BT=torch.zeros_like(batch.loss_mask_BT)), 4)
-    assert anchors.places_BA.tolist() == [[0]] * 3
-    assert not anchors.valid_BA.any()
-    assert not anchors.weights_BA.any()
-
-
 def test_so_many_of_each_conversation_are_drawn_and_weigh_as_all_of_them(batch):
     anchors = choose_anchors(batch, 3)
     first, none, last = (row[valid].tolist() for row, valid in zip(anchors.places_BA, anchors.valid_BA, strict=True))
@@ -93,18 +86,6 @@ def test_every_anchor_is_drawn_as_often_as_every_other():
     assert drawn_T[[3, 4, 5]].tolist() == pytest.approx([2 / 3] * 3, abs=0.06)
     assert drawn_T[[8, 12, 13, 14]].tolist() == pytest.approx([1 / 2] * 4, abs=0.06)
     assert drawn_T.sum() == pytest.approx(4)
-
-
-def test_draws_follow_torchs_generator_which_checkpoints_keep(batch):
-    torch.manual_seed(3)
-    before = torch.get_rng_state()
-    first, second = choose_anchors(batch, 2), choose_anchors(batch, 2)
-    assert not torch.equal(first.places_BA, second.places_BA)
-    torch.set_rng_state(before)
-    assert torch.equal(choose_anchors(batch, 2).places_BA, first.places_BA)
-    before = torch.get_rng_state()
-    choose_anchors(batch, None)
-    assert torch.equal(torch.get_rng_state(), before)  # outside training nothing is drawn
 
 
 def test_a_slot_is_labelled_where_its_token_is_an_answers_in_the_same_document(batch):
