@@ -31,7 +31,7 @@ PINNED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9][A-Za-z0-9._+!-]*")
 
 
 class ServerConfig(Settings):
-    """An OpenAI-compatible API that returns the target's log-probabilities, by token id."""
+    """An OpenAI-compatible API that runs the target."""
 
     url: str  # of the API, such as http://host:8000/v1
     model: str  # what the server calls the target
@@ -58,8 +58,6 @@ class AnswerServerConfig(ServerConfig):
     """An OpenAI-compatible API that writes the target's answers."""
 
     concurrency: PositiveInt = 64  # requests in flight, a process; a server that has no room lets them wait
-
-    failures_in_a_row: PositiveInt = 5  # consecutive prompts given up, each after all its retries, that end the run
 
 
 RowFormat = Literal[
@@ -284,21 +282,8 @@ class CacheConfig(Settings):
     shared: bool = False
     claim_seconds: PositiveFloat = 900.0  # a file that was begun and not finished for so long is begun anew by another process
     process_timeout_seconds: PositiveInt = 7200  # how long processes of one start wait for each other before the first file
-    server: ServerConfig | None = None  # top_k: runs the target in place of the local one, which then only checks the server
     # Folder, or a URL that fsspec knows (s3://bucket/cache): manifest.json, shard-00000.safetensors, ...
     output: str = "runs/cache"
-
-    @model_validator(mode="after")
-    def _servers_give_log_probabilities_only(self) -> Self:
-        if self.server is not None and self.kind != "top_k":
-            raise ValueError(f"kind must be top_k with a server, which returns no hidden states, got {self.kind}")
-        return self
-
-    @model_validator(mode="after")
-    def _one_kind_of_server(self) -> Self:
-        if self.server is not None and self.target.states is not None:
-            raise ValueError("server gives log-probabilities and target.states hidden states: leave one of the two out")
-        return self
 
     @model_validator(mode="after")
     def _taps_are_hidden_states(self) -> Self:

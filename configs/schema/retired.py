@@ -31,6 +31,10 @@ RETIRED = {
         "give one address in front of several servers, by vLLM's --data-parallel-size or a router", off=([],)
     ),
     "AnswerServerConfig.on_other_tokens": Retired("it was for answers as text", off=None),
+    "AnswerServerConfig.failures_in_a_row": Retired(
+        "the first prompt without an answer after all retries ends the run, and the same command resumes it", off=None
+    ),
+    "CacheConfig.server": Retired("servers of the target's hidden states make caches of either kind: target.states"),
     "EvalConfig.previous_report": Retired("eval/compare.py shows two reports side by side, and the gate takes --baseline"),
     "EvalConfig.simulate_acceptance": Retired("acceptance is measured, and no longer simulated"),
     "ExportConfig.report": Retired("it was for TensorRT-LLM, the one engine that drafted a given tree"),

@@ -8,11 +8,12 @@ that lets both claim) cost time and nothing else.
 from __future__ import annotations
 
 import json
+import logging
 import platform
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import psutil
@@ -20,23 +21,19 @@ import psutil
 from distill.cache.format import CLAIM, SHARD
 from distill.cache.storage import Folder
 
+logger = logging.getLogger("draftsmith")
+
 POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claims:
-    """The shards of a job that this process makes: those that it was first to claim.
-
-    Args:
-        start: the first one it asks for; those after it follow, then those before.
-        warn: called with a sentence on a claim that was taken over.
-    """
+    """The shards of a job that this process makes: those that it was first to claim."""
 
     folder: Folder
     num_shards: int
     claim_seconds: float
-    start: int
-    warn: Callable[[str], None]
+    start: int  # the first one it asks for; those after it follow, then those before
 
     def missing(self) -> list[int]:
         """Return the shards that are not made."""
@@ -53,13 +50,12 @@ class Claims:
                 number = missing.popleft()
                 if not self._claim(number):
                     missing.rotate(-random.randrange(max(1, len(missing))))  # away from those who ask in the same order
-                    continue
-                if not self.folder.has(SHARD.format(number=number)):  # else it was finished since the folder was listed
+                elif self.folder.has(SHARD.format(number=number)):  # it was finished since the folder was listed
+                    self.release(number)
+                else:
                     yielded.add(number)
                     yield number
                     all_claimed = False
-                else:
-                    self.release(number)
             if all_claimed:
                 time.sleep(POLL_SECONDS)
 
@@ -77,7 +73,9 @@ class Claims:
             return True
         if (content := self.folder.read(file)) is None or self.is_alive(content):
             return False
-        self.warn(f"shard {number} of {self.folder} was begun by a process that has ended or is too slow; it is started again")
+        logger.warning(
+            "shard %d of %s was begun by a process that has ended or is too slow; it is started again", number, self.folder
+        )
         self.folder.delete([file])
         return self.folder.create(file, claim)
 
@@ -85,21 +83,11 @@ class Claims:
         """Return whether the process that wrote a claim may still be at work."""
         try:
             claim = json.loads(content)
-            host, process, begun = str(claim["host"]), int(claim["process"]), float(claim["time"])
-            started = None if claim.get("started") is None else float(claim["started"])
-        except (ValueError, KeyError, TypeError, OverflowError):
+            if time.time() - claim["time"] >= self.claim_seconds:
+                return False
+            # A container that is started again has the name and the process numbers that it had before.
+            return claim["host"] != platform.node() or psutil.Process(claim["process"]).create_time() == claim["started"]
+        except psutil.NoSuchProcess:
+            return False
+        except (ValueError, KeyError, TypeError):
             return True  # being written; a claim that stays so is removed when the command is rerun
-        return time.time() - begun < self.claim_seconds and (host != platform.node() or _runs(process, started))
-
-
-def _runs(process: int, started: float | None) -> bool:
-    """Return whether a process of this machine runs that began at this time, if it is known.
-
-    A container that is started again has the name and the process numbers that it had before.
-    """
-    try:
-        return started in (None, psutil.Process(process).create_time())
-    except (psutil.NoSuchProcess, ValueError, OverflowError):
-        return False
-    except psutil.AccessDenied:
-        return True

@@ -16,7 +16,7 @@ Taps in 8 bits have `h_2_scale [N]`, float32, by which a row is multiplied; `hid
 A shard also has `offsets [C]`, the first row of each of its conversations, and `checksums [C, tensors]`, CRC-32 of that
 conversation's bytes in each tensor, in the order of `RowLayout.tensors`; its metadata say which `job` made it, so that no shard
 of a cache that was remade passes. The index has a conversation's `shard`, `offset` and
-`length`, in the order of the data file, in pieces of `INDEX_PIECE` conversations.
+`length`, in the order of the data file.
 N rows, E width, K kept tokens, V tokens, C conversations.
 """
 
@@ -25,15 +25,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import shutil
-from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple
 
+import numpy as np
 import torch
-from pydantic import Field, ValidationError, model_validator
-from safetensors import SafetensorError
-from safetensors.torch import load, save
+from pydantic import Field, ValidationError
+from safetensors.torch import load
 from torch import Tensor
 
 from configs.runtime.errors import InputError
@@ -46,30 +46,20 @@ from heads.metadata import HiddenStates
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 SHARD = "shard-{number:05d}.safetensors"
-INDEX = "index-{number:05d}.safetensors"
+INDEX = "index-00000.safetensors"
 CLAIM = "claim-{number:05d}"  # of the process that is making a shard
 JOB = "job.json"  # what the shards beside it are made of
-INDEX_PIECE = 2**20
+INDEX_COLUMNS = ("shard", "offset", "length")
 OFFSETS, CHECKSUMS = "offsets", "checksums"
 JOB_OF_SHARD = "job"  # metadata of a shard: what it is made of, as in the manifest
 FP8 = "float8_e4m3fn"
 REMAKE = "make the cache again with scripts/make_cache.py"
 CONVENTION = str(HiddenStates.model_fields["convention"].default)  # what a tap's number means, here and in artifacts
 
-# File patterns that a run may leave behind (scratch files of a killed one among them) and may delete.
-DISPOSABLE = (
-    MANIFEST,
-    JOB,
-    "shard-[0-9]*.safetensors",
-    "index-[0-9]*.safetensors",
-    "claim-[0-9]*",
-    ".shard-[0-9]*",
-    ".index-[0-9]*",
-    f".{MANIFEST}.*",
-    f".{JOB}.*",
-    ".run.json.*",
+# Files that a run may leave behind (scratch files of a killed one among them) and may delete.
+DISPOSABLE = re.compile(
+    r"manifest\.json|job\.json|(shard|index)-\d+\.safetensors|claim-\d+|\.(shard|index)-\d.*|\.(manifest|job|run)\.json\..*"
 )
-OURS = (*DISPOSABLE, "run.json", LOCK_FILE)
 
 # Plain file names only, so that no manifest can name a file outside its folder.
 IndexName = Annotated[str, Field(pattern=r"^index-[0-9]+\.safetensors$")]
@@ -87,26 +77,14 @@ class RowLayout(Settings):
     convention: str | None = None  # what the numbers in `taps` mean
     target_dtype: str | None = None  # of the target whose logits were normalised
 
-    @model_validator(mode="after")
-    def _keeps_no_more_than_there_is(self) -> Self:
-        if self.kind == "top_k" and self.width > self.vocab_size:
-            raise ValueError(f"{self.width} tokens cannot be kept of a vocabulary of {self.vocab_size}")
-        if self.kind == "top_k" and self.taps is not None:
-            raise ValueError("a top_k cache keeps no hidden states, so it has no taps")
-        if self.dtype == FP8 and self.taps is None:
-            raise ValueError(f"only taps can be kept in {FP8}, and this cache has none")
-        if len({value is None for value in (self.taps, self.convention, self.target_dtype)}) > 1:
-            raise ValueError("taps, their convention and the target's dtype go together")
-        return self
-
     @property
     def every_position(self) -> bool:
         """Whether every position of a conversation has a row, and not only those before labels."""
         return self.taps is not None
 
-    def num_rows(self, length: int, answer_start: int) -> int:
-        """Return how many rows a conversation of `length` tokens has: one a label, or one a token."""
-        return length - (0 if self.every_position else answer_start)
+    def num_rows(self, lengths_C: Any, answer_starts_C: Any) -> Any:
+        """Return how many rows conversations of so many tokens have: one a label, or one a token."""
+        return lengths_C if self.every_position else lengths_C - answer_starts_C
 
     @property
     def scaled(self) -> bool:
@@ -149,25 +127,6 @@ def scale_name(tap: int) -> str:
     return f"h_{tap}_scale"
 
 
-class Server(Settings):
-    """A server that wrote a cache in the target's place."""
-
-    url: str
-    model: str
-
-
-class CacheOrigin(Settings):
-    """The content of a cache, and the data and target that it was made of."""
-
-    layout: RowLayout
-    target: dict[str, str | None]  # heads.frozen.identity.TargetIdentity
-    server: Server | None = None  # None: the target itself wrote it
-    data_file: str
-    data_sha256: Sha256
-    max_length: PositiveInt  # tokens that conversations were cut at
-    exact_target: Literal[True] = True  # written by a release whose forward of the target rounds nothing
-
-
 class IndexPiece(Settings):
     """A file of the index."""
 
@@ -175,13 +134,20 @@ class IndexPiece(Settings):
     sha256: Sha256
 
 
-class CacheManifest(CacheOrigin):
+class CacheManifest(Settings):
     """The content of `manifest.json`."""
 
     format_version: Literal[2] = 2
+    layout: RowLayout
+    target: dict[str, str | None]  # heads.frozen.identity.TargetIdentity
+    server: dict[str, str] | None = None  # of a release in which a server of log-probabilities may have written it
+    data_file: str
+    data_sha256: Sha256
+    max_length: PositiveInt  # tokens that conversations were cut at
+    exact_target: Literal[True] = True  # written by a release whose forward of the target rounds nothing
     job: Sha256  # a hash of all that decides the shards' bytes
     num_shards: NonNegativeInt
-    index: list[IndexPiece]
+    index: list[IndexPiece]  # one; a release before cut it in pieces
 
 
 class Places(NamedTuple):
@@ -193,11 +159,7 @@ class Places(NamedTuple):
 
 
 def read_manifest(folder: Folder | Path) -> CacheManifest:
-    """Return a cache's manifest.
-
-    Raises:
-        InputError: there is none, it is of another format version, or it cannot be right.
-    """
+    """Return a cache's manifest."""
     folder = Folder(folder) if isinstance(folder, Path) else folder
     where, content = f"target cache {folder.place(MANIFEST)}", folder.read(MANIFEST)
     if content is None:
@@ -215,36 +177,28 @@ def read_manifest(folder: Folder | Path) -> CacheManifest:
 
 
 def read_places(folder: Folder, manifest: CacheManifest) -> Places:
-    """Return where the rows of all conversations lie.
-
-    Raises:
-        InputError: a piece of the index is missing, damaged, or names a shard that is not there.
-    """
+    """Return where the rows of all conversations lie."""
     pieces: list[dict[str, Tensor]] = []
     for piece in manifest.index:
         content = folder.read(piece.file)
         if content is None or hashlib.sha256(content).hexdigest() != piece.sha256:
             state = "missing" if content is None else "damaged"
             raise InputError(f"target cache {folder.place(piece.file)} is {state}; {REMAKE}")
-        try:
-            pieces.append(load(content))
-        except SafetensorError as error:
-            raise InputError(f"target cache {folder.place(piece.file)} cannot be read: {error}; {REMAKE}") from error
-    empty = {name: torch.empty(0, dtype=torch.int32) for name in ("shard", "offset", "length")}
-    places = Places(*(torch.cat([piece[name] for piece in pieces] or [empty[name]]) for name in empty))
-    if len(places.shard_C) and not 0 <= int(places.shard_C.min()) <= int(places.shard_C.max()) < max(1, manifest.num_shards):
-        raise InputError(f"target cache {folder.place(MANIFEST)}: the index names shards that are not there; {REMAKE}")
-    return places
+        pieces.append(load(content))
+    return Places(*(torch.cat([piece[name] for piece in pieces]) for name in INDEX_COLUMNS))
 
 
-def index_pieces(places: Places) -> dict[str, bytes]:
-    """Return the files of an index, by name."""
-    columns = zip(*(column.split(INDEX_PIECE) for column in places), strict=True)
-    names = ("shard", "offset", "length")
-    return {
-        INDEX.format(number=number): save({name: part.contiguous() for name, part in zip(names, parts, strict=True)})
-        for number, parts in enumerate(columns)
-    }
+def pack_ids(token_ids_NK: Tensor, bits: int) -> Tensor:
+    """Return token ids as bytes `[N, ceil(K bits / 8)]`, uint8, lowest bit first; each id must be below 2^bits."""
+    ids = token_ids_NK.cpu().numpy()
+    single = (ids[..., None] >> np.arange(bits)) & 1
+    return torch.from_numpy(np.packbits(single.reshape(len(ids), -1).astype(np.uint8), axis=-1, bitorder="little"))
+
+
+def unpack_ids(packed: Tensor, num_ids: int, bits: int) -> Tensor:
+    """Return the token ids `[N, K]`, int64, of packed bytes `[N, ceil(K bits / 8)]`."""
+    single = np.unpackbits(packed.numpy(), axis=-1, count=num_ids * bits, bitorder="little")
+    return torch.from_numpy(single.reshape(len(packed), num_ids, bits).astype(np.int64) @ (1 << np.arange(bits)))
 
 
 def as_json(value: Any) -> bytes:
@@ -252,17 +206,11 @@ def as_json(value: Any) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
-def ours(names: set[str], patterns: tuple[str, ...] = OURS) -> set[str]:
-    """Return those of a folder's names that a cache may have."""
-    return {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
-
-
 def check_folder(folder: Folder) -> None:
     """Raise `InputError` for a file, or a folder that holds anything but a cache: what lies there may be overwritten."""
     if folder.path is not None and folder.path.exists() and not folder.path.is_dir():
         raise InputError(f"output: {folder} is a file; name a folder that is new or holds a target cache")
-    names = folder.names()
-    others = sorted(names - ours(names))
+    others = sorted({name for name in folder.names() if not DISPOSABLE.fullmatch(name)} - {"run.json", LOCK_FILE})
     if others:
         raise InputError(f"output: {folder} holds {others[0]}, which is no part of a target cache; name a folder of its own")
 

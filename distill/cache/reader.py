@@ -17,7 +17,6 @@ from torch import Tensor
 from configs.runtime.errors import ConfigError, InputError
 from configs.schema.training import DistillConfig, HeadsConfig
 from distill.cache.format import (
-    CONVENTION,
     MANIFEST,
     REMAKE,
     CacheManifest,
@@ -26,8 +25,8 @@ from distill.cache.format import (
     read_places,
     scale_name,
     tap_name,
+    unpack_ids,
 )
-from distill.cache.rows import unpack_ids
 from distill.cache.shards import Shards, Wanted
 from distill.cache.storage import Folder
 from distill.dataset.batches import ConversationDataset
@@ -67,9 +66,7 @@ class TargetCache:
     def states(self, batch: Batch, taps: Sequence[int] = ()) -> TargetStates:
         """Return the target's states at every position, on the batch's device and in the target's dtype; 0 on padding.
 
-        Args:
-            batch: conversations of the cache's data file.
-            taps: some of the cache's (`check_keeps`), in the order in which they are wanted.
+        `taps` are some of the cache's (`check_keeps`), in the order in which they are wanted.
         """
         inside_BT = batch.on_host.document_ids_BT != NO_DOCUMENT
         names = ["hidden", *map(tap_name, taps)]
@@ -88,22 +85,12 @@ class TargetCache:
         return Normalisers(log_sum_P=log_sum_BT.flatten(), top1_P=top1_BT.flatten().long())
 
     def check_keeps(self, taps: Sequence[int]) -> None:
-        """Refuse a head whose states are not in the cache; fewer taps than the cache has are served.
-
-        Raises:
-            InputError: the cache is one for distillation, names its taps by another convention, lacks one, or its normalisers
-                are those of a target in another dtype.
-        """
+        """Raise `InputError` where the cache does not keep the states that a head reads, or was made in another dtype."""
         layout = self.manifest.layout
         if layout.taps is None:
             raise InputError(
                 f"target cache {self.folder} (kind {layout.kind}, without taps) knows positions before answer tokens only, and "
                 f"a head reads all of them; make one with kind: last_hidden and taps: {list(taps)}, or set data.cache to null"
-            )
-        if layout.convention != CONVENTION:
-            raise InputError(
-                f"target cache {self.folder} keeps taps under another convention: there, {layout.convention}; here, "
-                f"{CONVENTION}; {REMAKE}"
             )
         if missing := [tap for tap in taps if tap not in layout.taps]:
             raise InputError(
@@ -127,11 +114,14 @@ class TargetCache:
             names: tensors wanted; None: all.
             pinned: give them in page-locked memory.
         """
-        layout = self.manifest.layout
-        wanted = [self._wanted(number, length) for number, length in zip(numbers, lengths, strict=True)]
-        kept = self._shards.rows(
-            [each for each in wanted if each.length], list(layout.tensors(0)) if names is None else names, pinned=pinned
-        )
+        layout, wanted = self.manifest.layout, list[Wanted]()
+        for number, length in zip(numbers, lengths, strict=True):
+            shard, offset, kept_rows = (int(column[number]) for column in self.places)
+            if length > kept_rows:
+                raise ValueError(f"conversation {number} has {kept_rows} cached rows, asked for {length}")
+            if length:
+                wanted.append(Wanted(shard=shard, offset=offset, kept=kept_rows, length=length))
+        kept = self._shards.rows(wanted, list(layout.tensors(0)) if names is None else names, pinned=pinned)
         if "token_ids" in kept:
             kept["token_ids"] = unpack_ids(kept["token_ids"], layout.width, layout.bits)
         return kept
@@ -145,12 +135,6 @@ class TargetCache:
         numbers, counts = batch.conversations_BC[there_BC].tolist(), counts_BC[there_BC].tolist()
         kept = self.rows(numbers, counts, names, pinned=can_pin(device))
         return {name: upload(values, device) for name, values in kept.items()}
-
-    def _wanted(self, number: int, length: int) -> Wanted:
-        shard, offset, kept = (int(column[number]) for column in self.places)
-        if length > kept:
-            raise ValueError(f"conversation {number} has {kept} cached rows, asked for {length}")
-        return Wanted(shard=shard, offset=offset, kept=kept, length=length)
 
 
 def open_cache(name: str | Path, data_file: Path, target: Target) -> TargetCache:
@@ -170,20 +154,13 @@ def open_cache(name: str | Path, data_file: Path, target: Target) -> TargetCache
         )
     if remembered_sha256(data_file) != manifest.data_sha256:
         raise InputError(f"target cache {folder} was made of {manifest.data_file}, and {data_file} is not that file; {REMAKE}")
-    width = target.model.config.get_text_config().hidden_size
-    if manifest.layout.kind == "last_hidden" and manifest.layout.width != width:
-        raise InputError(f"target cache {folder} keeps hidden states of width {manifest.layout.width}, not {width}; {REMAKE}")
     return TargetCache(folder, manifest, read_places(folder, manifest), target.model.dtype)
 
 
 def check_fits(cache: TargetCache, dataset: ConversationDataset, config: DistillConfig | HeadsConfig) -> None:
-    """Refuse a dataset or config that the cache cannot serve; for the taps of a head see `TargetCache.check_keeps`.
-
-    Raises:
-        ConfigError: conversations are longer than those of the cache, or a top-k cache is asked for what it cannot answer.
-    """
+    """Refuse a dataset or config that the cache cannot serve; for the taps of a head see `TargetCache.check_keeps`."""
     manifest = cache.manifest
-    needed_N = dataset.lengths - (0 if manifest.layout.every_position else dataset.answer_starts)
+    needed_N = manifest.layout.num_rows(dataset.lengths, dataset.answer_starts)
     if bool((needed_N > cache.places.length_C.numpy()[dataset.numbers]).any()):
         raise ConfigError(
             f"data.max_length: expected at most {manifest.max_length}, which target cache {cache.folder} was made with, "
@@ -191,17 +168,11 @@ def check_fits(cache: TargetCache, dataset: ConversationDataset, config: Distill
         )
     if manifest.layout.kind == "last_hidden" or isinstance(config, HeadsConfig):
         return
+    serves = f"with top_k cache {cache.folder}; a last_hidden cache serves any"
     if config.loss.temperature != 1:
-        raise ConfigError(
-            f"loss.temperature: expected 1, at which top_k cache {cache.folder} was recorded, got {config.loss.temperature}; "
-            "a last_hidden cache serves any"
-        )
+        raise ConfigError(f"loss.temperature: expected 1, got {config.loss.temperature}, {serves}")
     if config.student.draft_vocab_size is not None or config.student.draft_vocab_by is not None:
-        raise ConfigError(
-            f"student.draft_vocab_size: expected null with top_k cache {cache.folder}, whose tail cannot be split, got "
-            f"{config.student.draft_vocab_size} (draft_vocab_by: {config.student.draft_vocab_by or 'null'}); a last_hidden "
-            "cache serves any"
-        )
+        raise ConfigError(f"student.draft_vocab_size and draft_vocab_by: expected null {serves}")
 
 
 def _placed(values_N: Tensor, where_BT: Tensor) -> Tensor:

@@ -80,11 +80,7 @@ class Folder:
             raise InputError(f"cannot read {self.place(file)}: {error.strerror or error}") from error
 
     def spans(self, spans: Sequence[Span]) -> list[bytes]:
-        """Return the bytes of each span; a store is asked for all of them at once.
-
-        Raises:
-            FileNotFoundError: a file is not there.
-        """
+        """Return the bytes of each span; a store is asked for all of them at once."""
         if self.path is None:
             with self._reporting("be read", FileNotFoundError):
                 paths = [f"{self._root}/{span.file}" for span in spans]

@@ -36,6 +36,8 @@ from distill.cache.format import (
     CONVENTION,
     DISPOSABLE,
     FORMAT_VERSION,
+    INDEX,
+    INDEX_COLUMNS,
     JOB,
     JOB_OF_SHARD,
     MANIFEST,
@@ -45,20 +47,15 @@ from distill.cache.format import (
     IndexPiece,
     Places,
     RowLayout,
-    Server,
     as_json,
     check_folder,
     check_room,
-    index_pieces,
-    ours,
 )
-from distill.cache.rows import local_rows
-from distill.cache.server_rows import check_serves, engine_rows, server_rows
+from distill.cache.rows import engine_rows, local_rows
 from distill.cache.storage import Folder
 from distill.dataset.batches import ConversationDataset, Example
 from distill.dataset.conversations import Conversation, check_written_for, open_conversations
 from distill.server.engine import EngineStates
-from distill.server.logprobs import TargetServer
 from heads.frozen.hidden_states import check_taps, num_blocks
 from heads.frozen.identity import remembered_sha256
 from heads.frozen.loading import Target, load_target
@@ -73,14 +70,11 @@ def make_cache(config: CacheConfig) -> None:
     """Make the cache that `config` describes; an interrupted run of the same settings resumes.
 
     Raises:
-        InputError: the data, the target or the server cannot be had or do not go together, or the output folder cannot be
-            written, holds something else, or lies on a disk without room.
+        InputError: the data or the target cannot be had or do not go together, or the output folder cannot be written, holds
+            something else, or lies on a disk without room.
     """
     folder, data_file = Folder(config.output), Path(config.data)
     with ExitStack() as stack:
-        server = None if config.server is None else stack.enter_context(TargetServer(config.server))
-        if server is not None:
-            server.check_model()  # before a large target is loaded
         check_folder(folder)
         conversations = open_conversations(data_file)
         state = join_processes(config.target, timeout_seconds=config.process_timeout_seconds)
@@ -94,8 +88,8 @@ def make_cache(config: CacheConfig) -> None:
                 target = replace(target, states_from=engine)
             for difference in check_written_for(data_file, target.identity):
                 logger.warning("%s was written by a target with other %s", data_file, difference)
-            data_sha256 = remembered_sha256(data_file)
-            job = CacheJob(target=target, conversations=conversations, config=config, data_sha256=data_sha256, server=server)
+            sha256 = remembered_sha256(data_file)
+            job = CacheJob(target=target, conversations=conversations, config=config, data_sha256=sha256)
             share = share_of(target.group, state)
             if state.is_main_process:
                 job.prepare()
@@ -109,13 +103,12 @@ def make_cache(config: CacheConfig) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheJob:
-    """A cache to be made by one or several processes; without a `server` the local target computes it."""
+    """A cache to be made by one or several processes."""
 
     target: Target
     conversations: Sequence[Conversation]
     config: CacheConfig
     data_sha256: str
-    server: TargetServer | None = None
 
     def prepare(self) -> None:
         """Delete files of another job and check that there is room for the rest. Called by one process of each start.
@@ -123,33 +116,29 @@ class CacheJob:
         Raises:
             ConfigError: `k` is larger than the vocabulary, or a tap lies behind the last block.
             InputError: the folder cannot be written, the disk has too little room, the target's taps do not lead to its
-                logits, the server does not serve the target, or others are making another cache there.
+                logits, or others are making another cache there.
         """
         check_taps(self.target.model, self.layout.taps or ())
-        names = self._folder.names()
+        names = sorted(filter(DISPOSABLE.fullmatch, self._folder.names()))
         resumed, finished = self._is_resumed(), self.finished()
-        claims = sorted(ours(names, ("claim-[0-9]*",)))
         if self._shared and not resumed:
-            held = (self._folder.read(claim) for claim in claims)
+            held = (self._folder.read(name) for name in names if name.startswith("claim-"))
             if any(content is not None and self._claims(0).is_alive(content) for content in held):
                 raise InputError(
                     f"output: other processes are making a cache of other settings in {self._folder}; wait until they have "
                     "ended, or name another output"
                 )
-        sizes = [self.layout.bytes_per_row * self._num_rows(number) for number in range(len(self._plan))]
-        logger.info("target cache: %d bytes a token, %.1f MB in all", self.layout.bytes_per_row, sum(sizes) / 1e6)
+        row, num_rows = self.layout.bytes_per_row, sum(self._lengths)
+        logger.info("target cache: %d bytes a token, %.1f MB in all", row, row * num_rows / 1e6)
         if finished:
             logger.info("%d of %d shards were finished by an earlier run", len(finished), len(self._plan))
         if self._folder.path is not None:
-            check_room(self._folder.path, sum(size for number, size in enumerate(sizes) if number not in finished))
-        if self.server is not None:
-            check_serves(self.server, self.target, self.layout, self._dataset[0])
+            check_room(self._folder.path, row * (num_rows - self._num_rows(finished)))
         if not resumed:
-            self._folder.delete(ours(names, DISPOSABLE))
+            self._folder.delete(names)
             self._folder.write(JOB, as_json({"job": self.digest}))
         elif not self._shared:  # else others may be at work, and writing these
-            left = (name for name in ours(names, DISPOSABLE) if name.startswith("."))
-            self._folder.delete([*claims, *left])
+            self._folder.delete(name for name in names if name.startswith((".", "claim-")))
         with tempfile.TemporaryDirectory() as scratch:
             self._folder.write("run.json", write_run_record(Path(scratch), self.config).read_bytes())
 
@@ -163,18 +152,17 @@ class CacheJob:
         """
         own, write = self._claims(rank * len(self._plan) // num_processes), BackgroundWrite()
         shown, shared, listed = self.finished(), num_processes > 1 or self._shared, time.monotonic()
-        with progress("target cache", sum(self._lengths), "tokens", done=self._num_rows_of(shown)) as advance:
+        with progress("target cache", sum(self._lengths), "tokens", done=self._num_rows(shown)) as advance:
 
             def show(there: Iterable[int]) -> None:
-                advance(self._num_rows_of(new := set(there) - shown))
+                advance(self._num_rows(new := set(there) - shown))
                 shown.update(new)
 
             try:
                 for number in from_first(self.target.group, own.shards()):
-                    examples = [self._dataset[index] for index in self._plan[number]]
-                    tensors = self._shard_tensors(examples)
+                    tensors = self._shard_tensors(number)
                     if writes:
-                        write.start(partial(self._write_shard, own, number, examples, tensors))  # once the one before is there
+                        write.start(partial(self._write_shard, own, number, tensors))  # once the one before is there
                         show([number])
                     if shared and rank == 0 and time.monotonic() - listed > LIST_SECONDS:
                         show(self.finished())  # by the others
@@ -189,33 +177,26 @@ class CacheJob:
         return set(range(len(self._plan))).difference(self._claims(0).missing()) if self._is_resumed() else set()
 
     def finish(self) -> CacheManifest:
-        """Write index and manifest, which complete the cache.
-
-        Raises:
-            RuntimeError: a shard is missing.
-        """
+        """Write index and manifest, which complete the cache; `RuntimeError` where a shard is missing."""
         if missing := self._claims(0).missing():
             raise RuntimeError(f"{len(missing)} shards are missing in {self._folder}, the first is {missing[0]}")
-        pieces = index_pieces(self._places())
-        for name, content in pieces.items():
-            self._folder.write(name, content)
+        index = save(dict(zip(INDEX_COLUMNS, self._places(), strict=True)))
+        self._folder.write(INDEX, index)
         manifest = CacheManifest(
             layout=self.layout,
             target=self.target.identity.to_dict(),
-            server=None if self.server is None else Server(url=self.server.config.url, model=self.server.config.model),
             data_file=self.config.data,
             data_sha256=self.data_sha256,
             max_length=self.config.max_length,
             job=self.digest,
             num_shards=len(self._plan),
-            index=[IndexPiece(file=name, sha256=hashlib.sha256(content).hexdigest()) for name, content in pieces.items()],
+            index=[IndexPiece(file=INDEX, sha256=hashlib.sha256(index).hexdigest())],
         )
         self._folder.write(MANIFEST, as_json(manifest.model_dump(mode="json")))
         return manifest
 
     @cached_property
     def layout(self) -> RowLayout:
-        """What is kept of each row; for errors see `layout_of`."""
         # Rows of the head beyond the tokenizer are padding: no token has those ids, and a draft's head may lack them.
         return layout_of(self.config, self.target.model, min(self.target.vocab_size, len(self.target.tokenizer)))
 
@@ -223,9 +204,7 @@ class CacheJob:
     def digest(self) -> str:
         """A hash of all that decides the bytes of the shards."""
         config, settings = self.config, self.config.target
-        # A server counts by its model, not its address: one that moved is checked again, and the job goes on.
         # target.forward does not count: only decoding runs another than transformers' (`heads.inference.causal_lm`).
-        writer = [] if self.server is None else [["server", self.server.config.model]]
         return fingerprint(
             FORMAT_VERSION,
             self.layout.model_dump(),
@@ -233,7 +212,6 @@ class CacheJob:
             ["exact target", settings.dtype, settings.attention],
             self.data_sha256,
             [config.max_length, config.batch_size, config.chunk_size, config.shard_megabytes],
-            *writer,
         )
 
     @cached_property
@@ -243,9 +221,7 @@ class CacheJob:
     @cached_property
     def _lengths(self) -> list[int]:
         """How many rows each example has."""
-        dataset = self._dataset
-        pairs = zip(dataset.lengths.tolist(), dataset.answer_starts.tolist(), strict=True)
-        return [self.layout.num_rows(length, start) for length, start in pairs]
+        return self.layout.num_rows(self._dataset.lengths, self._dataset.answer_starts).tolist()
 
     @cached_property
     def _plan(self) -> list[range]:
@@ -263,58 +239,47 @@ class CacheJob:
         return self.config.shared or self._folder.path is None
 
     def _claims(self, start: int) -> Claims:
-        return Claims(
-            folder=self._folder,
-            num_shards=len(self._plan),
-            claim_seconds=self.config.claim_seconds,
-            start=start,
-            warn=logger.warning,
-        )
+        seconds = self.config.claim_seconds
+        return Claims(folder=self._folder, num_shards=len(self._plan), claim_seconds=seconds, start=start)
 
-    def _num_rows(self, number: int) -> int:
-        """Return how many rows a shard has."""
-        return sum(self._lengths[index] for index in self._plan[number])
+    def _num_rows(self, shards: Iterable[int]) -> int:
+        return sum(self._lengths[index] for number in shards for index in self._plan[number])
 
-    def _num_rows_of(self, shards: Iterable[int]) -> int:
-        return sum(map(self._num_rows, shards))
+    def _lengths_in(self, number: int) -> Tensor:
+        """Return the rows of each of a shard's conversations, int64 `[C]`."""
+        return torch.tensor([self._lengths[index] for index in self._plan[number]])
 
     def _is_resumed(self) -> bool:
         """Return whether the shards in the folder are this job's."""
         return self._folder.read(JOB) == as_json({"job": self.digest})
 
-    def _write_shard(self, claims: Claims, number: int, examples: Sequence[Example], tensors: dict[str, Tensor]) -> None:
+    def _write_shard(self, claims: Claims, number: int, tensors: dict[str, Tensor]) -> None:
         """Write a shard and release its claim, while the next one is computed."""
-        lengths = [self.layout.num_rows(len(each.input_ids), each.answer_start) for each in examples]
-        parts = {name: values.split(lengths) for name, values in tensors.items()}
-        sums = [[_crc32(parts[name][place]) for name in self.layout.tensors(0)] for place in range(len(lengths))]
-        offsets_C = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
-        columns = {OFFSETS: offsets_C, CHECKSUMS: torch.tensor(sums)}
+        lengths = self._lengths_in(number)
+        parts = [tensors[name].contiguous().split(lengths.tolist()) for name in self.layout.tensors(0)]
+        sums = [[zlib.crc32(part.flatten().view(torch.uint8).numpy().data) for part in row] for row in zip(*parts, strict=True)]
+        columns = {OFFSETS: lengths.cumsum(0) - lengths, CHECKSUMS: torch.tensor(sums)}
         self._folder.write(SHARD.format(number=number), save(tensors | columns, metadata={JOB_OF_SHARD: self.digest}))
         claims.release(number)
 
-    def _shard_tensors(self, examples: Sequence[Example]) -> dict[str, Tensor]:
+    def _shard_tensors(self, number: int) -> dict[str, Tensor]:
         """Return the rows of a shard's conversations, one conversation after the other."""
-        lengths = torch.tensor([self.layout.num_rows(len(each.input_ids), each.answer_start) for each in examples])
-        starts = lengths.cumsum(0) - lengths
-        tensors = {
-            name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in self.layout.tensors(int(lengths.sum())).items()
-        }
-        for group, kept in self._rows(examples):
+        lengths = self._lengths_in(number)
+        starts, layout = lengths.cumsum(0) - lengths, self.layout.tensors(int(lengths.sum()))
+        tensors = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in layout.items()}
+        for group, kept in self._rows([self._dataset[index] for index in self._plan[number]]):
             rows_N = torch.cat([torch.arange(int(starts[index]), int(starts[index] + lengths[index])) for index in group])
             for name, values in kept.items():
                 tensors[name][rows_N] = values
         return tensors
 
     def _rows(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
-        """Yield indices of examples, and their rows, from a server or the local target."""
-        if self.server is not None:
-            rows = server_rows(self.server, self.layout, examples)
-            return (([index], kept) for index, kept in enumerate(rows))
+        """Yield indices of examples, and their rows, from servers or the local target."""
         config = self.config
-        if self.target.states_from is not None:
-            kept = engine_rows(self.target, self.layout, examples, chunk_size=config.chunk_size)
-            return (([index], rows) for index, rows in enumerate(kept))
-        return local_rows(self.target, self.layout, examples, batch_size=config.batch_size, chunk_size=config.chunk_size)
+        if self.target.states_from is None:
+            return local_rows(self.target, self.layout, examples, batch_size=config.batch_size, chunk_size=config.chunk_size)
+        served = engine_rows(self.target, self.layout, examples, chunk_size=config.chunk_size)
+        return (([index], kept) for index, kept in enumerate(served))
 
     def _places(self) -> Places:
         """Return where each conversation of the data file lies."""
@@ -328,19 +293,11 @@ class CacheJob:
         return places
 
 
-def _crc32(values: Tensor) -> int:
-    return zlib.crc32(values.contiguous().flatten().view(torch.uint8).numpy().data)
-
-
 def layout_of(config: CacheConfig, target: PreTrainedModel, vocab_size: int) -> RowLayout:
-    """Return what a cache keeps of each row of a target whose distribution is over `vocab_size` tokens.
-
-    Raises:
-        ConfigError: `k` is larger than the vocabulary, or a tap lies behind the last block.
-    """
-    if config.kind == "top_k" and config.k > vocab_size:
-        raise ConfigError(f"k: expected at most {vocab_size}, the size of the target's vocabulary, got {config.k}")
+    """Return what a cache keeps of each row of a target whose distribution is over `vocab_size` tokens."""
     if config.kind == "top_k":
+        if config.k > vocab_size:
+            raise ConfigError(f"k: expected at most {vocab_size}, the size of the target's vocabulary, got {config.k}")
         return RowLayout(kind="top_k", dtype=config.dtype or "float16", width=config.k, vocab_size=vocab_size)
     taps, last = config.taps, num_blocks(target)
     if taps and taps[-1] > last:

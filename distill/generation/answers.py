@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,23 +33,13 @@ NOT_A_CONTINUATION = "answer_does_not_continue_its_prompt"  # the chat template 
 
 TEMPLATE_TOKENS = 64  # about what a chat template puts around two messages
 ANSWER_JOURNALS = ".answers.partial-{rank}.jsonl"
-# Keys that a job's fingerprint had in an earlier release, so that its unfinished runs resume.
-RETIRED_ANSWERS = {"draft": None, "num_speculative_tokens": 3}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answered:
-    """What was answered.
+class Answered(NamedTuple):
+    """What was answered."""
 
-    Args:
-        rows_of: reads a prompt's conversations, in the order of its turns; to be asked once for each prompt.
-        dropped: dropped turns by reason, complete once all prompts were asked for.
-        servers: that answered, each of them once, as the manifest describes it.
-    """
-
-    rows_of: Callable[[Prompt], Sequence[Conversation]]
-    dropped: Mapping[str, int]
-    servers: tuple[dict[str, Any], ...] = ()
+    rows_of: Callable[[Prompt], Sequence[Conversation]]  # reads a prompt's conversations; to be asked once for each prompt
+    dropped: Mapping[str, int]  # turns by reason, complete once all prompts were asked for
 
 
 @dataclass(kw_only=True)
@@ -67,17 +58,13 @@ class Dialogue:
         self.said = list(self.prompt.history)
 
     @property
-    def turn(self) -> int:
-        return len(self.rows)
-
-    @property
     def is_over(self) -> bool:
-        return bool(self.dropped) or self.turn == len(self.prompt.turns)
+        return bool(self.dropped) or len(self.rows) == len(self.prompt.turns)
 
     @property
     def request(self) -> int:
         """The number of the turn's random numbers."""
-        return request_number(f"{self.prompt.prompt_id}/{self.turn}")
+        return request_number(f"{self.prompt.prompt_id}/{len(self.rows)}")
 
     @property
     def piece(self) -> dict[str, Any]:
@@ -88,7 +75,7 @@ class Dialogue:
         """Encode the next turn; return whether there is one that fits the target's context."""
         if self.is_over:
             return False
-        self.said = [*self.said, {"role": "user", "content": self.prompt.turns[self.turn]}]
+        self.said = [*self.said, {"role": "user", "content": self.prompt.turns[len(self.rows)]}]
         self.encoded = tuple(target.encode_chat(self.said, tools=self.prompt.tools, media=self.prompt.media))
         if len(self.encoded) >= target.max_positions:
             self._drop(NO_ROOM)
@@ -102,7 +89,7 @@ class Dialogue:
         self.num_written += len(answer)
         text = str(target.tokenizer.decode(answer, skip_special_tokens=True))
         said = (*self.said, {"role": "assistant", "content": text})
-        outcome = _conversation(target, self.prompt, self.turn, said, self.encoded, answer)
+        outcome = _conversation(target, self.prompt, len(self.rows), said, self.encoded, answer)
         if isinstance(outcome, str):
             self._drop(outcome)
         else:
@@ -110,18 +97,14 @@ class Dialogue:
             self.rows.append(outcome)
 
     def _drop(self, reason: str) -> None:
-        self.dropped.update({reason: 1})
-        if num_left := len(self.prompt.turns) - self.turn - 1:
-            self.dropped.update({UNREACHED: num_left})
+        self.dropped[reason] += 1
+        if num_left := len(self.prompt.turns) - len(self.rows) - 1:
+            self.dropped[UNREACHED] += num_left
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerJob:
-    """Prompts to be answered by one or several processes, each of which keeps what is finished in `folder`.
-
-    Args:
-        lengths: tokens of each prompt; without them its characters are taken.
-    """
+    """Prompts to be answered by one or several processes, each of which keeps what is finished in `folder`."""
 
     target: Target
     prompts: Sequence[Prompt]
@@ -129,7 +112,7 @@ class AnswerJob:
     seed: int
     folder: Path
     fingerprint: str
-    lengths: Sequence[int] = ()
+    lengths: Sequence[int] = ()  # tokens of each prompt; without them its characters are taken
 
     def work(self, *, rank: int, num_processes: int, writes: bool = True) -> None:
         """Answer this process's share of the prompts, except those that are answered; without `writes` only compute them."""
@@ -139,23 +122,17 @@ class AnswerJob:
         missing = [number for number in own if not finished[number]]
         journal = Journal(self.folder / ANSWER_JOURNALS.format(rank=rank), self.fingerprint)
         tokens = Tokens()
-        for number in missing:
-            tokens.expect(self._longest(number))
+        tokens.expect(sum(map(self._longest, missing)))
+        dialogues = (Dialogue(number=number, prompt=self.prompts[number]) for number in missing)
+        capacity = min(self.target.max_positions, needs[missing[0]]) if missing else 0
+        over = refilled(self.target, dialogues, self.config, seed=self.seed, capacity=capacity, on_step=tokens.write)
         with progress("answers", len(own), "prompts", done=len(own) - len(missing), tokens=tokens) as advance:
-            dialogues = (Dialogue(number=number, prompt=self.prompts[number]) for number in missing)
-            capacity = min(self.target.max_positions, needs[missing[0]]) if missing else 0
-            group: list[Dialogue] = []
-            for dialogue in refilled(
-                self.target, dialogues, self.config, seed=self.seed, capacity=capacity, on_step=tokens.write
-            ):
-                tokens.end(self._longest(dialogue.number), dialogue.num_written)
-                advance(1)
-                group.append(dialogue)
-                if writes and len(group) == self.config.batch_size:  # a write to the disk waits for it: several at a time
-                    journal.extend({str(each.number): each.piece for each in group})
-                    group.clear()
-            if writes and group:
-                journal.extend({str(each.number): each.piece for each in group})
+            while group := list(islice(over, self.config.batch_size)):  # a write to the disk waits for it: several at a time
+                for dialogue in group:
+                    tokens.end(self._longest(dialogue.number), dialogue.num_written)
+                advance(len(group))
+                if writes:
+                    journal.extend({str(dialogue.number): dialogue.piece for dialogue in group})
 
     def finished(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Return which prompts were answered, by any process."""
@@ -168,13 +145,12 @@ class AnswerJob:
         """Return what all processes wrote; `RuntimeError` where one has not finished."""
         journals: list[Journal] = []
         places = np.full((len(self.prompts), 3), -1)  # of the journal, and in it
-        dropped, servers = Counter[str](), dict[str, dict[str, Any]]()
+        dropped = Counter[str]()
         for journal, key, place, piece in self._pieces():
             if journal not in journals:
                 journals.append(journal)
             places[int(key)] = (journals.index(journal), *place)
             dropped.update(piece["dropped"])
-            servers.update({str(server): server for server in piece.get("servers", ())})
         missing = np.flatnonzero(places[:, 0] < 0)
         if len(missing):
             raise RuntimeError(f"answers to {len(missing)} prompts are missing in {self.folder}, the first is {missing[0]}")
@@ -184,7 +160,7 @@ class AnswerJob:
             which, *place = places[numbers[prompt.prompt_id]].tolist()
             return [Conversation.from_dict(row, "a finished piece") for row in journals[which].piece(Place(*place))["rows"]]
 
-        return Answered(rows_of=rows_of, dropped=dropped, servers=tuple(servers[each] for each in sorted(servers)))
+        return Answered(rows_of, dropped)
 
     def _room(self, number: int) -> int:
         """Return about how many positions a prompt's turns take, their answers at their longest."""
@@ -210,7 +186,7 @@ def refilled(
     config: AnswersConfig,
     *,
     seed: int,
-    capacity: int | None = None,
+    capacity: int = 0,
     on_step: Callable[[int], None] = lambda count: None,
 ) -> Iterator[Dialogue]:
     """Let the target answer dialogues, `config.batch_size` rows at a time, and yield each as it is over.
@@ -218,14 +194,20 @@ def refilled(
     `capacity` is that of `TargetSource`, `on_step` that of `continue_rows`.
     """
     waiting = _Waiting(target, dialogues, config.max_new_tokens)
-    source = TargetSource(target, config, capacity=capacity)
-    size = config.batch_size
-    for row in continue_rows(source, waiting, seed=seed, has_ended=waiting.has_ended, batch_size=size, on_step=on_step):
+    for row in continue_rows(
+        TargetSource(target, config, capacity=capacity),
+        waiting,
+        seed=seed,
+        has_ended=lambda row: row.tokens[-1] in target.eos_token_ids,
+        batch_size=config.batch_size,
+        on_step=on_step,
+    ):
         dialogue = waiting.under_way.pop(row.key)
         dialogue.settle(target, row.written)
-        waiting.put_back(dialogue)
-        yield from waiting.take_over()
-    yield from waiting.take_over()
+        (waiting.over if dialogue.is_over else waiting.answered).append(dialogue)
+        while waiting.over:
+            yield waiting.over.popleft()
+    yield from waiting.over
 
 
 class _Waiting(Iterator[TokenRow]):
@@ -234,11 +216,11 @@ class _Waiting(Iterator[TokenRow]):
     def __init__(self, target: Target, dialogues: Iterator[Dialogue], max_new_tokens: int) -> None:
         self.target, self.dialogues, self.max_new_tokens = target, dialogues, max_new_tokens
         self.under_way: dict[int, Dialogue] = {}  # by number
-        self._back = deque[Dialogue]()
-        self._over = deque[Dialogue]()
+        self.answered = deque[Dialogue]()  # with a turn to come
+        self.over = deque[Dialogue]()
 
     def __next__(self) -> TokenRow:
-        while (dialogue := self._back.popleft() if self._back else next(self.dialogues, None)) is not None:
+        while (dialogue := self.answered.popleft() if self.answered else next(self.dialogues, None)) is not None:
             if dialogue.ask(self.target):
                 self.under_way[dialogue.number], prompt = dialogue, dialogue.prompt
                 limit = len(dialogue.encoded) + (prompt.max_new_tokens or self.max_new_tokens)
@@ -249,20 +231,8 @@ class _Waiting(Iterator[TokenRow]):
                     request=dialogue.request,
                     media_prompt=self.target.media_prompt(dialogue.said, prompt.media, tools=prompt.tools),
                 )
-            self._over.append(dialogue)
+            self.over.append(dialogue)
         raise StopIteration
-
-    def has_ended(self, row: TokenRow) -> bool:
-        return row.tokens[-1] in self.target.eos_token_ids
-
-    def put_back(self, dialogue: Dialogue) -> None:
-        """Take a dialogue whose turn was answered."""
-        (self._over if dialogue.is_over else self._back).append(dialogue)
-
-    def take_over(self) -> Iterator[Dialogue]:
-        """Yield the dialogues that are over, each once."""
-        while self._over:
-            yield self._over.popleft()
 
 
 def existing_answers(target: Target, max_new_tokens: int) -> Answered:
@@ -274,25 +244,20 @@ def existing_answers(target: Target, max_new_tokens: int) -> Answered:
     dropped = Counter[str]()
 
     def rows_of(prompt: Prompt) -> list[Conversation]:
-        outcome = _encode_existing(target, prompt, max_new_tokens)
+        prompt_ids = encode_prompt(target, prompt)
+        messages = (*prompt.messages, {"role": "assistant", "content": str(prompt.answer)})
+        whole = target.encode_chat(messages, tools=prompt.tools, answer_follows=False, media=prompt.media)
+        outcome: Conversation | str = NOT_A_CONTINUATION
+        if tuple(whole[: len(prompt_ids)]) == prompt_ids:
+            longest = min(prompt.max_new_tokens or max_new_tokens, target.max_positions - len(prompt_ids))
+            answer_ids = up_to_end(whole[len(prompt_ids) :], target.eos_token_ids)[:longest]
+            outcome = _conversation(target, prompt, 0, messages, prompt_ids, answer_ids)
         if isinstance(outcome, str):
-            dropped.update([outcome])
+            dropped[outcome] += 1
             return []
         return [outcome]
 
-    return Answered(rows_of=rows_of, dropped=dropped)
-
-
-def _encode_existing(target: Target, prompt: Prompt, max_new_tokens: int) -> Conversation | str:
-    """Return a prompt's conversation, or the reason why there is none."""
-    prompt_ids = encode_prompt(target, prompt)
-    messages = (*prompt.messages, {"role": "assistant", "content": str(prompt.answer)})
-    whole = target.encode_chat(messages, tools=prompt.tools, answer_follows=False, media=prompt.media)
-    if tuple(whole[: len(prompt_ids)]) != prompt_ids:
-        return NOT_A_CONTINUATION
-    longest = min(prompt.max_new_tokens or max_new_tokens, target.max_positions - len(prompt_ids))
-    answer_ids = up_to_end(whole[len(prompt_ids) :], target.eos_token_ids)[:longest]
-    return _conversation(target, prompt, 0, messages, prompt_ids, answer_ids)
+    return Answered(rows_of, dropped)
 
 
 def _conversation(

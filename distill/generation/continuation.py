@@ -30,20 +30,12 @@ from heads.sampling.probabilities import draw, token_probabilities
 
 @dataclass(kw_only=True)
 class TokenRow:
-    """A sequence of token ids to be continued.
+    """A sequence of token ids to be continued."""
 
-    Args:
-        key: the caller's number for it.
-        prompt_ids: its first tokens, at least one.
-        limit: its greatest number of tokens, those of the prompt included; more than the prompt has.
-        request: names its random numbers (`heads.sampling.counter_rng`), which depend on nothing else but the seed.
-        media_prompt: of a prompt with media; None: it has none.
-    """
-
-    key: int
-    prompt_ids: Sequence[int]
-    limit: int
-    request: int
+    key: int  # the caller's number for it
+    prompt_ids: Sequence[int]  # its first tokens, at least one
+    limit: int  # its greatest number of tokens, those of the prompt included; more than the prompt has
+    request: int  # names its random numbers (`heads.sampling.counter_rng`), which depend on nothing else but the seed
     media_prompt: MediaPrompt | None = None
     tokens: list[int] = field(init=False)
 
@@ -92,9 +84,7 @@ def continue_rows(
     """Continue rows, and yield each as it ends.
 
     Args:
-        source: draws the tokens.
-        rows: what to continue; asked for another one only after a row that has ended was yielded.
-        seed: of the random numbers.
+        rows: asked for another one only after a row that has ended was yielded.
         has_ended: called after each token; a row also ends at its limit.
         batch_size: rows at a time; another takes the place of one that has ended, where the source has room for it, and a new
             batch is begun where it has none. None: all rows at once.
@@ -146,15 +136,11 @@ def _step(
 
 
 class TargetSource(TokenSource):
-    """Draws tokens from the target.
+    """Draws tokens from the target; its cache has `capacity` positions a row, and as many as the first rows may take."""
 
-    Args:
-        capacity: positions a row that the cache is to have at least; None: as many as the first rows may take.
-    """
-
-    def __init__(self, target: Target, sampling: SamplingConfig, *, capacity: int | None = None) -> None:
+    def __init__(self, target: Target, sampling: SamplingConfig, *, capacity: int = 0) -> None:
         check_rolls_back(target.model)
-        self.target, self.sampling, self.capacity = target, sampling, capacity or 0
+        self.target, self.sampling, self.capacity = target, sampling, capacity
         self.device = target.device
         self._cache: RowCache
         self._prompts: list[Sequence[int] | None] = []  # whose keys and values each place holds; None: of one with media
@@ -168,18 +154,15 @@ class TargetSource(TokenSource):
         self._hidden_BD = hidden_BTD[torch.arange(len(rows), device=self.device), lengths_B - 1]
 
     def draw(self, rows: Sequence[TokenRow], rng: CounterRNG) -> list[list[int]]:
-        """Return each row's next token: the greedy choice, or a draw by the row's own random number for that position.
-
-        Raises:
-            RunFailed: the logits are not finite.
-        """
+        """Return each row's next token: the greedy choice, or a draw by the row's own random number for that position."""
         hidden_BD, self._hidden_BD = self._hidden_BD, None
         if hidden_BD is None:
             ids_B1 = torch.tensor([row.tokens[-1:] for row in rows], device=self.device)
             hidden_BD = forward_rows(self.target.model, self._cache, ids_B1, [len(row.tokens) - 1 for row in rows])[:, 0]
         logits_BV = head_logits(self.target.model, hidden_BD)
         if not bool(torch.isfinite(logits_BV.amax())):
-            raise not_finite(self.target)
+            dtype = self.target.model.dtype
+            raise RunFailed(f"the target's logits are not finite in {dtype}; try another target.dtype")
         if self.sampling.temperature == 0:
             return logits_BV.argmax(-1, keepdim=True).tolist()
         positions_B1 = torch.tensor([[len(row.tokens)] for row in rows], device=self.device)
@@ -219,11 +202,6 @@ class TargetSource(TokenSource):
 def _text_of(row: TokenRow) -> Sequence[int] | None:
     """Return a row's prompt; None for one with media, which its token ids do not tell."""
     return None if row.media_prompt is not None else row.prompt_ids
-
-
-def not_finite(target: Target) -> RunFailed:
-    """Return the error of a target whose logits are not finite."""
-    return RunFailed(f"the target's logits are not finite in {target.model.dtype}; try another target.dtype")
 
 
 def up_to_end(ids: Sequence[int], end_ids: Collection[int]) -> list[int]:

@@ -8,7 +8,6 @@ answers are not.
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -24,33 +23,25 @@ from configs.runtime.files import drop_leftovers, folder_lock, new_folder, sha25
 from configs.runtime.redaction import mask_secrets
 from configs.runtime.resumable import Journal, fingerprint, fingerprint_of
 from configs.runtime.run_record import write_run_record
-from configs.schema.data import DataConfig, PromptsConfig, SourceConfig
+from configs.schema.data import DataConfig, PromptsConfig
 from distill.dataset.conversations import FORMAT_VERSION, INDEX_SUFFIX, MANIFEST, WRITTEN_BY
-from distill.generation.answers import ANSWER_JOURNALS, RETIRED_ANSWERS, Answered, AnswerJob, existing_answers
+from distill.generation.answers import ANSWER_JOURNALS, Answered, AnswerJob, existing_answers
 from distill.generation.prompts import TRUNCATED, Prompt, encode_prompt, everything_said, fit_prompts
 from distill.generation.self_seeding import self_seed
-from distill.generation.server_answers import ServerWriter, check_server, server_answer_job, server_writer
+from distill.generation.server_answers import check_server, server_answer_job
 from distill.generation.sources import Admission, check_given, check_readable, list_source
 from distill.generation.split import Split, split_prompts
 from distill.generation.steering import SEEDS
-from distill.server.logprobs import TargetServer
+from distill.server.connection import Connection
 from heads.frozen.loading import Target, load_target
 from heads.frozen.processes import join_processes, naming_lost_processes, share_of
 
 logger = logging.getLogger("draftsmith")
 
 PROMPT_JOURNAL = ".prompts.partial.jsonl"
-# Of unfinished runs; the last of an earlier release, whose self-seeded turns are written again.
-JOURNALS = (ANSWER_JOURNALS.format(rank="*"), ".turns.partial-*.jsonl")
-SEEDED_KEYS = ("prompt_id", "category", "where", "source", "max_new_tokens")  # of self-seeded prompts, apart from their turns
 FEW_HELD_OUT = 8  # prompts, below which an interval over prompts says little
 SPLIT_FILES = ("train.jsonl", "held_out.jsonl")
-OUTPUTS = (
-    *SPLIT_FILES,
-    *(name + INDEX_SUFFIX for name in SPLIT_FILES),
-    MANIFEST,
-    "run.json",
-)  # training leaves indices beside the data
+OUTPUTS = (*SPLIT_FILES, *(name + INDEX_SUFFIX for name in SPLIT_FILES), MANIFEST, "run.json")  # indices: of training
 
 
 def make_dataset(config: DataConfig) -> None:
@@ -64,9 +55,7 @@ def make_dataset(config: DataConfig) -> None:
     check_output(output)
     # Before the target is loaded: a mistake in a file shows at once.
     listed = [list_source(settings, whole=config.prompts.sources is not None) for _, settings in config.prompts.parts]
-    if config.answers.written_by == "dataset" and config.prompts.sources is None:
-        check_given([*(listed[0] or ())])
-    with nullcontext() if config.server is None else TargetServer(config.server) as server:
+    with nullcontext() if config.server is None else Connection(config.server) as server:
         if server is not None:
             server.check_model()  # before a large target is loaded
         state = join_processes(config.target, timeout_seconds=config.process_timeout_seconds)
@@ -84,10 +73,7 @@ class _Gathered:
 
 
 def _make_locked(
-    config: DataConfig,
-    listed: Sequence[Iterable[Prompt] | None],
-    state: PartialState,
-    server: TargetServer | None,
+    config: DataConfig, listed: Sequence[Iterable[Prompt] | None], state: PartialState, server: Connection | None
 ) -> None:
     """Do this process's part of the run that holds the folder's lock."""
     output = Path(config.output)
@@ -95,21 +81,23 @@ def _make_locked(
         drop_leftovers(output)
     state.wait_for_everyone()
     target = load_target(config.target, for_chats=True)
-    writer = None if server is None else _checked_writer(config, target, server, state)
+    if server is not None and state.is_main_process:
+        check_server(server, target)
+    state.wait_for_everyone()
     gathered = _gather(config, target, listed, state)
-    check_readable(target, gathered.prompts, written_here=writer is None)
+    check_readable(target, gathered.prompts, written_here=server is None)
     split = split_prompts(gathered.prompts, config.held_out_share)
     if config.answers.written_by == "dataset":
         check_given(gathered.prompts)
-        answers: Callable[[], Answered] = partial(existing_answers, target, config.answers.max_new_tokens)
+        collect: Callable[[], Answered] = partial(existing_answers, target, config.answers.max_new_tokens)
     else:
-        job = answer_job(config, target, split, output, writer)
+        job = answer_job(config, target, split, output, server)
         share = share_of(target.group, state)
         job.work(rank=share.number, num_processes=share.count, writes=share.writes)
         state.wait_for_everyone()
-        answers = job.collect
+        collect = job.collect
     if state.is_main_process:
-        write_dataset(config, target, split, answers(), gathered)
+        write_dataset(config, target, split, collect(), gathered)
     state.wait_for_everyone()
 
 
@@ -119,7 +107,7 @@ def _gather(config: DataConfig, target: Target, listed: Sequence[Iterable[Prompt
     for (source, settings), given in zip(config.prompts.parts, listed, strict=True):
         several = Admission(target=target, source=source, taken=taken) if source.name else None
         if given is None:
-            prompts, dropped = _self_seed_once(config, source, settings, target, state, several)
+            prompts, dropped = _self_seed_once(config, source.name, settings, target, state, several)
         elif several is None:
             prompts, dropped = fit_prompts(target, [*given], settings.on_too_long, config.answers.max_new_tokens)
         else:
@@ -134,42 +122,17 @@ def _gather(config: DataConfig, target: Target, listed: Sequence[Iterable[Prompt
     return gathered
 
 
-def _checked_writer(config: DataConfig, target: Target, server: TargetServer, state: PartialState) -> ServerWriter:
-    """Return the writer for the server, once the main process has checked that it serves the target."""
-    writer = server_writer(config, target, server)
-    if state.is_main_process:
-        check_server(writer)
-    state.wait_for_everyone()
-    return writer
-
-
 def check_output(output: Path) -> None:
-    """Refuse a folder that could not be replaced as a whole after the work.
-
-    Raises:
-        InputError: it holds anything but an earlier run's data, is not a folder, or the folder above cannot be written.
-    """
+    """Raise `InputError` where this is no folder, or holds anything but an earlier run's data: it is replaced as a whole."""
     if output.exists() and not output.is_dir():
         raise InputError(f"output: {output} is a file; name a folder that is new or holds data made before")
-    journals = {PROMPT_JOURNAL, *(path.name for each in JOURNALS for path in output.glob(each))}
+    journals = {PROMPT_JOURNAL, *(path.name for path in output.glob(ANSWER_JOURNALS.format(rank="*")))}
     others = sorted({path.name for path in output.glob("*")} - journals - set(OUTPUTS))
     if others:
         raise InputError(f"output: {output} holds {others[0]}, which is not data made before; name a folder of its own")
-    above = next(folder for folder in output.absolute().parents if folder.exists())
-    try:
-        with tempfile.TemporaryFile(dir=above):
-            pass
-    except OSError as error:
-        raise InputError(f"output: {above} cannot be written: {error.strerror or error}") from error
 
 
-def answer_job(
-    config: DataConfig,
-    target: Target,
-    split: Split,
-    folder: Path,
-    writer: ServerWriter | None = None,
-) -> AnswerJob:
+def answer_job(config: DataConfig, target: Target, split: Split, folder: Path, server: Connection | None = None) -> AnswerJob:
     """Return the job of answering both sides of a split, by a server or by the target here, once each prompt is known to fit.
 
     Its fingerprint names everything that decides the answers, and nothing else: a new `held_out_share` reuses them where
@@ -182,29 +145,24 @@ def answer_job(
         for prompt in prompts:
             ids = encode_prompt(target, prompt)
             lengths.append(len(ids))
-            limit = [prompt.max_new_tokens] if prompt.max_new_tokens else []
-            yield [prompt.prompt_id, prompt.category, *prompt.turns, *ids, *limit, *prompt.media]
+            yield [prompt.prompt_id, prompt.category, *prompt.turns, *ids, prompt.max_new_tokens, *prompt.media]
 
     content = fingerprint_of(rows())
-    if writer is not None:
-        return server_answer_job(config, prompts, content, folder, writer)
+    if server is not None:
+        return server_answer_job(config, target, prompts, content, folder, server)
     return AnswerJob(
         target=target,
         prompts=prompts,
         config=config.answers,
         seed=config.seed,
         folder=folder,
-        fingerprint=fingerprint(*_writer(config, target), config.answers.model_dump() | RETIRED_ANSWERS, content, "by prompt"),
+        fingerprint=fingerprint(*_writer(config, target), config.answers.model_dump(), content),
         lengths=lengths,
     )
 
 
 def write_dataset(config: DataConfig, target: Target, split: Split, answered: Answered, gathered: _Gathered) -> None:
-    """Put the finished folder in place, all of it or nothing; one prompt's conversations are in memory at a time.
-
-    Raises:
-        InputError: no answer is left on one of the sides, or the folder cannot be written.
-    """
+    """Put the finished folder in place, all of it or nothing; one prompt's conversations are in memory at a time."""
     sides = {"train": split.train, "held_out": split.held_out}
     counts: dict[str, dict[str, Any]] = {}
     dropped = gathered.dropped + Counter(split.dropped)
@@ -219,7 +177,7 @@ def write_dataset(config: DataConfig, target: Target, split: Split, answered: An
             "format_version": FORMAT_VERSION,
             "target": target.identity.to_dict(),
             WRITTEN_BY: config.answers.written_by,
-            **({} if config.server is None else {"server": {"model": config.server.model, "found": list(answered.servers)}}),
+            **({} if config.server is None else {"server": {"model": config.server.model}}),
             "config": mask_secrets(config.model_dump(mode="json")),
             "counts": {
                 "prompts": len(gathered.prompts),
@@ -240,24 +198,16 @@ def write_dataset(config: DataConfig, target: Target, split: Split, answered: An
 
 
 def _self_seed_once(
-    config: DataConfig,
-    source: SourceConfig,
-    settings: PromptsConfig,
-    target: Target,
-    state: PartialState,
-    admission: Admission | None,
+    config: DataConfig, name: str, settings: PromptsConfig, target: Target, state: PartialState, admission: Admission | None
 ) -> tuple[list[Prompt], dict[str, int]]:
     """Let the target write a source's prompts, or take those that an interrupted run of the same settings left."""
-    name = source.name
     # Of all sources: they share the journal.
-    seeds = [sha256_of(SEEDS)] if any(each.kinds is not None for _, each in config.prompts.parts) else []
-    job = fingerprint(*_writer(config, target), config.prompts.model_dump(), config.answers.batch_size, *seeds)
+    job = fingerprint(*_writer(config, target), config.prompts.model_dump(), sha256_of(SEEDS))
     journal = Journal(Path(config.output) / PROMPT_JOURNAL, job)
-    kept = journal.read().get(f"prompts {name}".strip())
-    if kept is not None:
+    if (kept := journal.read().get(name)) is not None:
         prompts = [
-            Prompt(turns=tuple(values["turns"]), **{key: values[key] for key in SEEDED_KEYS if key in values})
-            for values in kept["prompts"]
+            Prompt(prompt_id=each["prompt_id"], category=each["category"], turns=tuple(each["turns"]))
+            for each in kept["prompts"]
         ]
         if admission is not None:
             admission.taken.update(map(everything_said, prompts))
@@ -275,7 +225,7 @@ def _self_seed_once(
         admission=admission,
     )
     if state.is_main_process:
-        journal.append(f"prompts {name}".strip(), {"prompts": [asdict(prompt) for prompt in written], "dropped": dropped})
+        journal.append(name, {"prompts": [asdict(prompt) for prompt in written], "dropped": dropped})
     return written, dropped
 
 

@@ -53,22 +53,20 @@ class Prompt:
     @property
     def opening(self) -> str:
         """What the user says first, and the media, one a line: the same for all requests of one growing chat."""
-        said = [message["content"] for message in self.history if message["role"] == "user"]
-        return "\n".join([*said, *self.turns][:1] + media_names(self.media))
+        return "\n".join([*self._said, *self.turns][:1] + media_names(self.media))
 
     @property
     def user_texts(self) -> list[str]:
         """What the user has said at each turn, one message a line: `Conversation.user_text` of the rows made of it."""
-        said = [message["content"] for message in self.history if message["role"] == "user"]
-        media = media_names(self.media)
+        said, media = self._said, media_names(self.media)
         return ["\n".join([*said, *self.turns[: number + 1], *media]) for number in range(len(self.turns))]
 
-    def encoded(self, target: Target) -> list[int]:
-        """Return the token ids of its first turn in the target's chat template, the assistant's turn opened.
+    @property
+    def _said(self) -> list[str]:
+        return [message["content"] for message in self.history if message["role"] == "user"]
 
-        Raises:
-            InputError: names the prompt; see `Target.encode_chat`.
-        """
+    def encoded(self, target: Target) -> list[int]:
+        """Return the token ids of its first turn in the target's chat template, the assistant's turn opened."""
         try:
             return target.encode_chat(self.messages, tools=self.tools, media=self.media)
         except InputError as error:
@@ -76,11 +74,7 @@ class Prompt:
 
 
 def encode_prompt(target: Target, prompt: Prompt) -> tuple[int, ...]:
-    """Return the token ids of a prompt's first turn in the target's chat template, the assistant's turn opened.
-
-    Raises:
-        InputError: they leave no room for an answer in the target's context.
-    """
+    """Return the token ids of a prompt's first turn in the target's chat template, the assistant's turn opened."""
     ids = prompt.encoded(target)
     if len(ids) >= target.max_positions:
         raise InputError(
@@ -93,18 +87,13 @@ def encode_prompt(target: Target, prompt: Prompt) -> tuple[int, ...]:
 def fit_prompts(
     target: Target, prompts: Sequence[Prompt], on_too_long: str, max_new_tokens: int
 ) -> tuple[list[Prompt], dict[str, int]]:
-    """Leave out or shorten the prompts that fill the target's context, as `on_too_long` says.
+    """Leave out or shorten the prompts that fill the target's context; return the prompts, and how many were changed, by way.
 
     A shortened prompt loses the middle of its last user message: what is to be done with a long text stands before or after it.
 
     Args:
-        target: what they are encoded for.
-        prompts: of any length.
         on_too_long: refuse, which leaves them to `encode_prompt`; skip; or truncate, or skip where that is not enough.
         max_new_tokens: room that is left for the answer to a shortened one, but not more than half of the context.
-
-    Returns:
-        The prompts, and how many were skipped and shortened.
     """
     if on_too_long == "refuse":
         return list(prompts), {}

@@ -15,8 +15,8 @@
 
 Parts are texts and, in what the user says, images and sounds: {type: image_url, image_url: {url}} and {type: input_audio,
 input_audio: {data, format}} as of OpenAI, {type: audio_url, audio_url: {url}}, or {type: image} and {type: audio} with url,
-path, or a key of the type's name. The content then has an `OBJECT` in each one's place, and the message as `media` their
-references (`heads.frozen.media.MediaPrompt`).
+path, or a key of the type's name. The text then has an `OBJECT` in each one's place, and the prompt their references as `media`
+(`heads.frozen.media.MediaPrompt`).
 
 A conversation that ends with the assistant brings the answer to its last user message. A row may also have
 `category` and an id; other keys are ignored.
@@ -51,22 +51,14 @@ KEYS = {
 IMAGE_PARTS, SOUND_PARTS = ("image", "image_url"), ("audio", "audio_url", "input_audio")
 # The keys by which parts name an image or a sound, tried in this order.
 IMAGE_KEYS, SOUND_KEYS = ("image_url", "url", "path", "image"), ("input_audio", "audio_url", "url", "path", "audio")
+CHATS = ("messages", "request", "batch", "sharegpt")
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")  # what a chat template may read
 ID_KEYS = ("question_id", "id", "prompt_id", "task_id", "custom_id")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
 
 
 def detect_format(row: Mapping[str, Any], where: str, setting: str) -> str:
-    """Return the format whose keys a row has.
-
-    Args:
-        row: its keys and values.
-        where: names the row in the error.
-        setting: the config key by which a user names a column, for the error.
-
-    Raises:
-        InputError: it has the keys of none.
-    """
+    """Return the format whose keys a row has."""
     for name, keys in KEYS.items():
         if all(key in row for key in keys):
             return name
@@ -75,21 +67,6 @@ def detect_format(row: Mapping[str, Any], where: str, setting: str) -> str:
         f"{where}: the keys {', '.join(row) or '(none)'} are those of no known format ({known}); name the one that holds the "
         f"prompts with {setting}"
     )
-
-
-def fill_template(template: str, row: Mapping[str, Any], where: str, setting: str) -> str:
-    """Return the text that `str.format` makes of a template and a row's columns.
-
-    Raises:
-        InputError: the row (`where`) lacks what the template (`setting`) names, or this is no template.
-    """
-    try:
-        return template.format_map(row)
-    except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
-        problem = f"{type(error).__name__} {error}"
-        raise InputError(
-            f"{where}: {setting} {template!r} does not fit ({problem}); the row has {', '.join(row) or 'no key'}"
-        ) from error
 
 
 def read_row(
@@ -106,11 +83,8 @@ def read_row(
     """Return the prompt of a row.
 
     Args:
-        row: its keys and values.
-        format: one of `KEYS`, or `column`.
+        format: one of `KEYS`, or `column`: `column` is then the key of the prompt, and `answer_column` of an answer to it.
         where: names the row in errors.
-        column: the key of the prompt; with format `column`.
-        answer_column: the key of the answer to it, if there is one; with format `column`.
         default_category: of a row that names none.
         default_id: of a row that brings none; None, and with `turns` and `messages`: it is named by its content.
         setting: the config key that names the column, for the error.
@@ -132,11 +106,10 @@ def read_row(
         raise InputError(f"{where}: question_id must be a text or a whole number, got {given_id!r}")
     if not isinstance(category, str):
         raise InputError(f"{where}: category must be a text, got {category!r}")
-    chat = row[KEYS[format][0]] if format in ("request", "batch") else row if format in ("messages", "sharegpt") else {}
-    tools = _parse_tools(chat["tools"], where) if isinstance(chat, Mapping) and chat.get("tools") else ()
-    content = _content(row, format, str(column), answer_column, where)
-    history, turns, answer = _parse_content(content, where)
-    media = tuple(each for message in content.get("messages", ()) for each in message.get("media", ()))
+    asked, given = _asked(row, format, str(column), answer_column, where)
+    history, turns, answer, media = _parse(asked, given, where, is_chat=format in CHATS)
+    chat = row[KEYS[format][0]] if format in ("request", "batch") else row
+    tools = _parse_tools(chat["tools"], where) if format in CHATS and chat.get("tools") else []
     return Prompt(
         prompt_id=_content_id(history, turns, [*tools, *media]) if given_id is None else str(given_id),
         category=category,
@@ -149,45 +122,96 @@ def read_row(
     )
 
 
-def _content(row: Mapping[str, Any], format: str, column: str, answer_column: str | None, where: str) -> dict[str, Any]:
+def _asked(row: Mapping[str, Any], format: str, column: str, answer_column: str | None, where: str) -> tuple[Any, Any]:
+    """Return what a row asks, a text, turns or messages, and the answer that it brings beside them, if any."""
     match format:
-        case "turns":
-            return {"turns": row["turns"]}
-        case "messages":
-            return {"messages": _plain_messages(row["messages"], where)}
         case "request" | "batch":
-            asked = row[KEYS[format][0]]
-            if not isinstance(asked, Mapping) or "messages" not in asked:
-                raise InputError(f"{where}: {KEYS[format][0]} must hold the messages of a chat, got {str(asked)[:60]!r}")
-            return {"messages": _plain_messages(asked["messages"], where)}
+            chat = row[KEYS[format][0]]
+            if not isinstance(chat, Mapping) or "messages" not in chat:
+                raise InputError(f"{where}: {KEYS[format][0]} must hold the messages of a chat, got {str(chat)[:60]!r}")
+            return chat["messages"], None
         case "sharegpt":
-            return {"messages": _from_sharegpt(row["conversations"], where)}
+            said = row["conversations"]
+            if not isinstance(said, list) or not all(
+                isinstance(each, dict) and isinstance(each.get("from"), str) and "value" in each for each in said
+            ):
+                raise InputError(f"{where}: conversations must be a list of {{from, value}}, got {str(said)[:60]!r}")
+            return [{"role": SHAREGPT_ROLES.get(each["from"], each["from"]), "content": each["value"]} for each in said], None
         case "humaneval":
-            return {"turns": [row["prompt"]]}
+            return row["prompt"], None
         case "gsm8k":
-            return _exchange(row["question"], row["answer"])
+            return row["question"], row["answer"]
         case "alpaca":
             instruction, given = row["instruction"], row.get("input")
             if given and not (isinstance(instruction, str) and isinstance(given, str)):
                 raise InputError(f"{where}: instruction and input must be texts, got {str([instruction, given])[:60]}")
-            return _exchange(f"{instruction}\n\n{given}" if given else instruction, row.get("output"))
+            return f"{instruction}\n\n{given}" if given else instruction, row.get("output")
         case "prompt_completion":
-            prompt, answer = row["prompt"], row.get("completion", row.get("response"))
-        case "text":
-            prompt, answer = row["text"], None
+            return row["prompt"], row.get("completion", row.get("response"))
         case "ids":
             sample = f" #{row['sample']}" if "sample" in row else ""
             answer_ids = row.get("answer_ids")
-            prompt = _spelled(row["prompt_ids"], "prompt_ids", where) + sample
             answer = None if answer_ids is None else _spelled(answer_ids, "answer_ids", where)
-        case _:
-            prompt, answer = row[column], None if answer_column is None else row[answer_column]
-    if isinstance(prompt, str):
-        return _exchange(prompt, answer)
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
-        followed = answer if isinstance(answer, list) else [] if answer is None else [{"role": "assistant", "content": answer}]
-        return {"messages": _plain_messages([*prompt, *followed], where)}
-    return {"turns": prompt}
+            return _spelled(row["prompt_ids"], "prompt_ids", where) + sample, answer
+        case "column":
+            return row[column], None if answer_column is None else row[answer_column]
+    return row[format], None  # turns, messages, text
+
+
+def _parse(
+    asked: Any, given: Any, where: str, *, is_chat: bool
+) -> tuple[tuple[Message, ...], tuple[str, ...], str | None, tuple[str, ...]]:
+    """Return what goes before the first turn to be answered, the turns, the answer where there is one, and all media."""
+    if isinstance(asked, str) and not is_chat:
+        asked = [{"role": "user", "content": asked}]
+    if not isinstance(asked, list) or not asked:
+        what = "messages must be a list of at least one message" if is_chat else "turns must be a list of at least one text"
+        raise InputError(f"{where}: {what}, got {str(asked)[:60]!r}")
+    if not is_chat and not isinstance(asked[0], dict):
+        if blank := [turn for turn in asked if not isinstance(turn, str) or not turn.strip()]:
+            raise InputError(f"{where}: a turn must be a text that is not blank, got {str(blank[0])[:60]!r}")
+        return (), tuple(asked), None, ()
+    followed = given if isinstance(given, list) else [] if given in (None, "") else [{"role": "assistant", "content": given}]
+    messages, media = [], []
+    for each in [*asked, *followed]:
+        message, found = _plain_message(each, where) if isinstance(each, dict) else ({}, [])
+        if not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise InputError(f"{where}: a message must have a role and a content, both texts, got {str(each)[:60]!r}")
+        messages.append(message)
+        media += found
+    answer = messages.pop()["content"] if messages[-1]["role"] == "assistant" else None
+    if not messages or messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
+        raise InputError(f"{where}: messages must end with a user message that is not blank (one assistant message may follow)")
+    return tuple(messages[:-1]), (messages[-1]["content"],), answer, tuple(media)
+
+
+def _plain_message(given: dict[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
+    """Return a message with its text parts joined and its calls of tools parsed, and references to its images and sounds."""
+    if given.get("tool_calls"):
+        content = given.get("content")
+        given = given | {"tool_calls": _parse_arguments(given["tool_calls"]), "content": "" if content is None else content}
+    message = {key: given[key] for key in MESSAGE_KEYS if key in given}
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message, []
+    texts, media = [], []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind == "text":
+            if not isinstance(part.get("text"), str):
+                raise InputError(f"{where}: a part of type text must hold a text, got {str(part)[:60]!r}")
+            texts.append(part["text"])
+        elif kind in IMAGE_PARTS + SOUND_PARTS and message.get("role") == "user":
+            texts.append(OBJECT)
+            media.append(_reference(part, where, is_image=kind in IMAGE_PARTS))
+        else:
+            raise InputError(
+                f"{where}: a message of {message.get('role')} has a part of type {kind}; texts are accepted, and images and "
+                "sounds of the user"
+            )
+    if media and any(OBJECT in text for text in texts if text != OBJECT):
+        raise InputError(f"{where}: a text next to images or sounds holds U+FFFC, which marks the place of one: leave it out")
+    return message | {"content": "".join(texts)}, media
 
 
 def _parse_tools(value: Any, where: str) -> list[Any]:
@@ -206,57 +230,6 @@ def _spelled(ids: Any, key: str, where: str) -> str:
     if not isinstance(ids, list) or not ids or not all(type(token) is int and token >= 0 for token in ids):
         raise InputError(f"{where}: {key} must be a list of token ids, at least one, got {str(ids)[:60]!r}")
     return " ".join(map(str, ids))
-
-
-def _exchange(prompt: Any, answer: Any) -> dict[str, Any]:
-    """Return one user message, with the answer to it where there is one."""
-    if answer is None or answer == "":
-        return {"turns": [prompt]}
-    return {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]}
-
-
-def _from_sharegpt(value: Any, where: str) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not all(
-        isinstance(each, dict) and isinstance(each.get("from"), str) and "value" in each for each in value
-    ):
-        raise InputError(f"{where}: conversations must be a list of {{from, value}}, got {str(value)[:60]!r}")
-    return [{"role": SHAREGPT_ROLES.get(each["from"], each["from"]), "content": each["value"]} for each in value]
-
-
-def _plain_messages(value: Any, where: str) -> Any:
-    """Return messages with lists of text parts joined, and calls of tools parsed; one that only calls has an empty content."""
-    if not isinstance(value, list):
-        return value
-    return [_plain_message(each, where) if isinstance(each, dict) else each for each in value]
-
-
-def _plain_message(message: dict[str, Any], where: str) -> dict[str, Any]:
-    message = {key: value for key, value in message.items() if key != "media"}  # of a row's own key nothing is known
-    if message.get("tool_calls"):
-        message["tool_calls"] = _parse_arguments(message["tool_calls"])
-    content = message.get("content")
-    if content is None and message.get("tool_calls"):
-        return {**message, "content": ""}
-    if not isinstance(content, list):
-        return message
-    texts, media = [], []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind == "text":
-            if not isinstance(part.get("text"), str):
-                raise InputError(f"{where}: a part of type text must hold a text, got {str(part)[:60]!r}")
-            texts.append(part["text"])
-        elif kind in IMAGE_PARTS + SOUND_PARTS and message.get("role") == "user":
-            texts.append(OBJECT)
-            media.append(_reference(part, where, is_image=kind in IMAGE_PARTS))
-        else:
-            raise InputError(
-                f"{where}: a message of {message.get('role')} has a part of type {kind}; texts are accepted, and images and "
-                "sounds of the user"
-            )
-    if media and any(OBJECT in text for text in texts if text != OBJECT):
-        raise InputError(f"{where}: a text next to images or sounds holds U+FFFC, which marks the place of one: leave it out")
-    return {**message, "content": "".join(texts)} | ({"media": media} if media else {})
 
 
 def _parse_arguments(calls: Any) -> Any:
@@ -289,41 +262,7 @@ def _reference(part: Mapping[str, Any], where: str, *, is_image: bool) -> str:
     return reference if is_image else SOUND + reference
 
 
-def _parse_content(content: Mapping[str, Any], where: str) -> tuple[tuple[Message, ...], tuple[str, ...], str | None]:
-    """Return what goes before the first turn to be answered, the turns, and the answer where there is one."""
-    if "turns" in content:
-        return (), _parse_turns(content["turns"], where), None
-    return _parse_messages(content["messages"], where)
-
-
-def _parse_turns(value: Any, where: str) -> tuple[str, ...]:
-    if not isinstance(value, list) or not value:
-        raise InputError(f"{where}: turns must be a list of at least one text, got {_short(value)}")
-    for turn in value:
-        if not isinstance(turn, str) or not turn.strip():
-            raise InputError(f"{where}: a turn must be a text that is not blank, got {_short(turn)}")
-    return tuple(value)
-
-
-def _parse_messages(value: Any, where: str) -> tuple[tuple[Message, ...], tuple[str, ...], str | None]:
-    if not isinstance(value, list) or not value:
-        raise InputError(f"{where}: messages must be a list of at least one message, got {_short(value)}")
-    for message in value:
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise InputError(f"{where}: a message must have a role and a content, both texts, got {_short(message)}")
-    messages = [{key: message[key] for key in MESSAGE_KEYS if key in message} for message in value]
-    answer = messages.pop()["content"] if messages[-1]["role"] == "assistant" else None
-    if not messages or messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
-        raise InputError(f"{where}: messages must end with a user message that is not blank (one assistant message may follow)")
-    return tuple(messages[:-1]), (messages[-1]["content"],), answer
-
-
 def _content_id(history: Sequence[Message], turns: Sequence[str], tools: Sequence[Any]) -> str:
     """Name a prompt that brings no id by its content."""
     content = json.dumps([list(history), list(turns), *tools], ensure_ascii=False)
     return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

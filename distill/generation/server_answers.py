@@ -9,28 +9,28 @@ generation config, and with a seed made from the run's seed and the request's nu
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+import torch
 
 from configs.runtime.errors import InputError
 from configs.runtime.resumable import Journal, fingerprint
 from configs.runtime.terminal import progress
-from configs.schema.data import AnswerServerConfig, DataConfig
-from configs.schema.decoding import SamplingConfig
-from distill.cache.format import RowLayout
-from distill.cache.server_rows import check_serves
-from distill.dataset.batches import Example
+from configs.schema.data import DataConfig
 from distill.dataset.conversations import FORMAT_VERSION
-from distill.generation.answers import ANSWER_JOURNALS, NO_ROOM, RETIRED_ANSWERS, AnswerJob, Dialogue
+from distill.generation.answers import ANSWER_JOURNALS, NO_ROOM, AnswerJob, Dialogue
 from distill.generation.continuation import request_number, up_to_end
 from distill.generation.prompts import Prompt
-from distill.server.concurrency import ask_all, naming
-from distill.server.connection import GaveUp, Refused
-from distill.server.logprobs import TargetServer
-from distill.server.responses import Completion, check_read, read_completion
+from distill.server.connection import Completion, Connection, GaveUp
+from heads.frozen.hidden_states import read_states
 from heads.frozen.loading import Target
+from heads.inference.causal_lm import head_logits
 
 logger = logging.getLogger("draftsmith")
 
@@ -39,64 +39,129 @@ NUM_SEEDS = 2**31  # what every server's seeds can hold
 PROBE = "Write one sentence about the sea."  # the conversation by which a server is compared with the target
 
 
-class Written(NamedTuple):
-    """One answer of a server."""
+@torch.no_grad()
+def check_server(server: Connection, target: Target) -> None:
+    """Refuse a server whose log-probabilities of its most likely tokens, at each position of a question, are not the target's.
 
-    answer: list[int] | str  # token ids, or the reason why there are none
-    system_fingerprint: str | None  # what the server calls its own state
+    The manifest of the data names the target's tokenizer, chat template and weights, of which a server reveals none.
+    """
+    ids = target.encode_chat([{"role": "user", "content": PROBE}])
+    body = {"model": server.config.model, "prompt": ids, "temperature": 0, "max_tokens": 1, "return_token_ids": True}
+    completion = server.complete(body | {"prompt_logprobs": 1})  # vLLM's; the token generated is not used
+    completion.check_read(ids, server.where)
+    # Entry j is the distribution of token j given those before it, by token id; the token that follows is there in addition.
+    entries = (completion.choices[0].prompt_logprobs or [None])[1:]
+    if not entries or not all(entries):
+        raise InputError(
+            f"{server.where} answers without log-probabilities of the prompt (prompt_logprobs), which identify its model: use "
+            "a server that gives them, such as vLLM"
+        )
+    states = read_states(target.model, torch.tensor([ids], device=target.device), ())
+    log_p_TV = head_logits(target.model, states.final_BTE[0]).float().log_softmax(-1).cpu()
+    gaps = []
+    for entry, log_p_V in zip(entries, log_p_TV, strict=False):
+        token, found = max((entry or {}).items(), key=lambda each: each[1].logprob)
+        gaps.append(abs(found.logprob - float(log_p_V[token])) if 0 <= token < len(log_p_V) else math.inf)
+    difference, tolerance = sum(gaps) / len(gaps), server.config.probe_tolerance
+    if not difference <= tolerance:  # also where it is no number
+        raise InputError(
+            f"{server.where} does not serve target {target.identity.name}: the log-probabilities of its most likely tokens "
+            f"differ by {difference:.3g} nats on average, and server.probe_tolerance allows {tolerance:g}"
+        )
+    logger.info("server %s serves the target: off by %.3g nats on average", server.config.url, difference)
+
+
+def server_answer_job(
+    config: DataConfig, target: Target, prompts: Sequence[Prompt], content: str, folder: Path, server: Connection
+) -> ServerAnswerJob:
+    """Return the job of asking a server for all answers; `content` is a hash of the prompts.
+
+    Each prompt fits the target's context; those that do not fit the server's are dropped and counted. The job knows the server
+    by its name for the target, not by its address, so it resumes where the server has moved.
+    """
+    longest = target.max_positions
+    max_positions = min(longest, server.check_model().max_model_len or longest)
+    if max_positions < longest:
+        logger.info("the server's context of %d tokens is shorter than the target's, and counts", max_positions)
+    asked = [FORMAT_VERSION, "server", server.config.model, target.identity.to_dict(), config.seed, max_positions]
+    return ServerAnswerJob(
+        target=target,
+        prompts=prompts,
+        config=config.answers,
+        seed=config.seed,
+        folder=folder,
+        fingerprint=fingerprint(asked, config.answers.model_dump(exclude={"batch_size"}), content),
+        server=server,
+        max_positions=max_positions,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerWriter:
-    """Continues token ids as the local target would, by asking a server; for several threads at once.
+class ServerAnswerJob(AnswerJob):
+    """Prompts to be answered by a server, for one or several processes."""
 
-    `max_positions` is the longest context, the target's or the server's, whichever is shorter.
-    """
+    server: Connection
+    max_positions: int  # the longest context, the target's or the server's, whichever is shorter
 
-    server: TargetServer
-    config: AnswerServerConfig
-    target: Target
-    sampling: SamplingConfig
-    seed: int
-    max_positions: int
-
-    def write(self, prompt_ids: Sequence[int], request: int, max_new_tokens: int) -> Written:
-        """Return one continuation of at least one token id, by at most `max_new_tokens`.
+    def work(self, *, rank: int, num_processes: int, writes: bool = True) -> None:
+        """Ask for this process's share of the prompts that are not answered, as many at a time as the server's `concurrency`
+        allows.
 
         Raises:
-            GaveUp: no whole answer came after all attempts.
-            InputError: the server refuses, or answers what cannot be right.
+            InputError: a prompt was given up, or an answer cannot be right. Requests under way are finished, and their answers
+                kept.
         """
+        if not writes:
+            return
+        mine, finished = range(rank, len(self.prompts), num_processes), self.finished()
+        missing = [number for number in mine if not finished[number]]
+        journal = Journal(self.folder / ANSWER_JOURNALS.format(rank=rank), self.fingerprint)
+        concurrency, waiting, asked = self.server.config.concurrency, iter(missing), dict[Future[dict[str, Any]], int]()
+        pool = ThreadPoolExecutor(max_workers=concurrency)
+        with progress("answers", len(mine), "prompts", done=len(mine) - len(missing)) as advance:
+
+            def keep(future: Future[dict[str, Any]]) -> None:
+                number = asked.pop(future)
+                journal.append(str(number), future.result())
+                advance(1)
+
+            try:
+                while True:
+                    some = islice(waiting, 2 * concurrency - len(asked))  # not all, so that their answers don't pile up
+                    asked.update({pool.submit(self._answer, self.prompts[number]): number for number in some})
+                    if not asked:
+                        break
+                    for future in wait(asked, return_when=FIRST_COMPLETED).done:
+                        keep(future)
+            except BaseException:
+                self.server.stop()
+                raise
+            finally:
+                pool.shutdown(cancel_futures=True)
+                for future in list(asked):
+                    if not future.cancelled() and future.exception() is None:
+                        keep(future)
+
+    def _answer(self, prompt: Prompt) -> dict[str, Any]:
+        dialogue = Dialogue(number=0, prompt=prompt)
+        try:
+            while dialogue.ask(self.target):
+                limit = prompt.max_new_tokens or self.config.max_new_tokens
+                dialogue.settle(self.target, self.write(dialogue.encoded, dialogue.request, limit))
+        except GaveUp as error:
+            raise InputError(
+                f"prompt {prompt.prompt_id}: {error}; the answers so far are kept; rerun the same command to resume"
+            ) from error
+        return dialogue.piece
+
+    def write(self, prompt_ids: Sequence[int], request: int, max_new_tokens: int) -> list[int] | str:
+        """Return one continuation of at least one token id, by at most `max_new_tokens`, or the reason why there is none."""
         max_tokens = min(max_new_tokens, self.max_positions - len(prompt_ids))
         if max_tokens < 1:
-            return Written(NO_ROOM, None)
-        where, end_ids = self.where, self.target.eos_token_ids
-        try:
-            content = self.server.connection.send("POST", "completions", self._body(prompt_ids, request, max_tokens))
-        except Refused as refused:
-            raise InputError(
-                f"{where} refuses to continue {len(prompt_ids)} tokens by at most {max_tokens} (status {refused.status}): "
-                f"{refused.complaint}"
-            ) from refused
-        completion = read_completion(content, where)
-        check_read(completion, prompt_ids, where)
-        finish = completion.choices[0].finish_reason
-        if finish in UNFINISHED:
-            raise GaveUp(f"{where} broke an answer off (finish_reason {finish!r})")
-        if finish not in ("stop", "length"):
-            raise InputError(f"{where} ended an answer for another reason than its end or its length: finish_reason {finish!r}")
-        ids = read_ids(completion, max_tokens, end_ids, self.target.vocab_size, where)
-        return Written(ids, completion.system_fingerprint)
-
-    @property
-    def where(self) -> str:
-        """What begins each complaint about the server."""
-        return f"server.url: {self.config.url}"
-
-    def _body(self, prompt_ids: Sequence[int], request: int, max_tokens: int) -> dict[str, Any]:
-        sampling = self.sampling
-        return {
-            "model": self.config.model,
+            return NO_ROOM
+        sampling, where, end_ids = self.config, self.server.where, self.target.eos_token_ids
+        body = {
+            "model": self.server.config.model,
             "prompt": list(prompt_ids),
             "max_tokens": max_tokens,
             "temperature": sampling.temperature,
@@ -107,105 +172,24 @@ class ServerWriter:
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "seed": request_number(f"{self.seed}/{request}") % NUM_SEEDS,
-            "stop_token_ids": list(self.target.eos_token_ids),
+            "stop_token_ids": list(end_ids),
             "skip_special_tokens": False,  # they are tokens of the answer like others
             "return_token_ids": True,
         }
-
-
-def server_writer(config: DataConfig, target: Target, server: TargetServer) -> ServerWriter:
-    """Return the writer for the server of a config; `InputError` where it cannot be reached or has no such model."""
-    if config.server is None:
-        raise ValueError("expected a config with a server")
-    served = server.check_model().max_model_len or target.max_positions
-    if served < target.max_positions:
-        logger.info("the server's context of %d tokens is shorter than the target's, and counts", served)
-    return ServerWriter(
-        server=server,
-        config=config.server,
-        target=target,
-        sampling=config.answers,
-        seed=config.seed,
-        max_positions=min(served, target.max_positions),
-    )
-
-
-def check_server(writer: ServerWriter) -> None:
-    """Raise `InputError` where a server's log-probabilities are not the target's, or it fails."""
-    target = writer.target
-    vocab_size = min(target.vocab_size, len(target.tokenizer))
-    layout = RowLayout(kind="top_k", dtype="float32", width=1, vocab_size=vocab_size)
-    probe = target.encode_chat([{"role": "user", "content": PROBE}])
-    check_serves(writer.server, target, layout, Example(tuple(probe), 1))
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerAnswerJob(AnswerJob):
-    """Prompts to be answered by a server, for one or several processes; a batch is one prompt with all its turns."""
-
-    writer: ServerWriter
-    version: str | None  # of the server, where it reports one
-
-    def work(self, *, rank: int, num_processes: int, writes: bool = True) -> None:
-        """Ask for this process's share of the prompts that are not answered; see `distill.server.concurrency.ask_all`."""
-        if not writes:
-            return
-        mine, finished = range(rank, len(self.prompts), num_processes), self.finished()
-        missing = {str(number): self.prompts[number] for number in mine if not finished[number]}
-        journal = Journal(self.folder / ANSWER_JOURNALS.format(rank=rank), self.fingerprint)
-        with progress("answers", len(mine), "prompts", done=len(mine) - len(missing)) as advance:
-
-            def keep(key: str, answer: dict[str, Any]) -> None:
-                journal.append(key, answer)
-                advance(1)
-
-            limit = self.writer.config.failures_in_a_row
-            ask_all(self.writer.server.connection, missing, self._answer, keep, failures_in_a_row=limit)
-
-    def _answer(self, prompt: Prompt) -> dict[str, Any]:
-        states = set[str | None]()
-        dialogue = Dialogue(number=0, prompt=prompt)
-        with naming(f"prompt {prompt.prompt_id}"):
-            while dialogue.ask(self.target):
-                limit = prompt.max_new_tokens or self.config.max_new_tokens
-                answer, state = self.writer.write(dialogue.encoded, dialogue.request, limit)
-                states.add(state)
-                dialogue.settle(self.target, answer)
-        servers = [{"version": self.version, "system_fingerprint": state} for state in sorted(states, key=str)]
-        return dialogue.piece | {"servers": servers}
-
-
-def server_answer_job(
-    config: DataConfig, prompts: Sequence[Prompt], content: str, folder: Path, writer: ServerWriter
-) -> ServerAnswerJob:
-    """Return the job of asking a server for all answers; `content` is a hash of the prompts.
-
-    Each prompt fits the target's context; those that do not fit the server's are dropped and counted. The job knows the server
-    by its name for the target, not by its address, so it resumes where the server has moved.
-    """
-    target = writer.target
-    ways = [writer.config.model, "token_ids", "drop"]  # the last two of an earlier release, whose unfinished runs resume
-    server = [FORMAT_VERSION, "server", ways, target.identity.to_dict(), config.seed, writer.max_positions]
-    return ServerAnswerJob(
-        target=target,
-        prompts=prompts,
-        config=config.answers,
-        seed=config.seed,
-        folder=folder,
-        fingerprint=fingerprint(server, config.answers.model_dump(exclude={"batch_size"}) | RETIRED_ANSWERS, content),
-        writer=writer,
-        version=writer.server.connection.version(),
-    )
+        completion = self.server.complete(body)
+        completion.check_read(prompt_ids, where)
+        return read_ids(completion, max_tokens, end_ids, self.target.vocab_size, where)
 
 
 def read_ids(completion: Completion, max_tokens: int, end_ids: Sequence[int], vocab_size: int, where: str) -> list[int]:
-    """Return the token ids that a server says it wrote, up to the first that ends an answer.
-
-    Raises:
-        InputError: it gives none, too many or too few, ids outside the vocabulary, or ended at a token that ends no answer;
-            `where` begins the complaint.
-    """
+    """Return the token ids that a server says it wrote, up to the first that ends an answer."""
     choice = completion.choices[0]
+    if choice.finish_reason in UNFINISHED:
+        raise GaveUp(f"{where} broke an answer off (finish_reason {choice.finish_reason!r})")
+    if choice.finish_reason not in ("stop", "length"):
+        raise InputError(
+            f"{where} ended an answer for another reason than its end or its length: finish_reason {choice.finish_reason!r}"
+        )
     if choice.token_ids is None:
         raise InputError(
             f"{where} answers without token ids: it does not know return_token_ids; use a server that does, such as vLLM"

@@ -29,20 +29,26 @@ SourceRow = tuple[str, dict[str, Any]]  # where it stands, for error messages; i
 
 
 def read_source(path: Path, what: str, *, still_written: bool = False) -> Iterator[SourceRow]:
-    """Yield the rows of a file, or of all files below a folder in the order of their names.
+    """Yield the rows of a file, `.gz` or not, or of all files of a folder that have one of `SUFFIXES`, in order of their names.
 
     A byte order mark is skipped. Rows of a `.txt` file are its lines that are not blank, as `text`. A file with another suffix
     is read as JSON lines.
 
     Args:
-        path: a file, `.gz` or not, or a folder of files with one of `SUFFIXES`.
-        what: its role in error messages, such as `prompt file`.
+        what: the role of the path in error messages, such as `prompt file`.
         still_written: another program may be adding to files of JSON lines: a last line without its end is left out.
 
     Raises:
         InputError: it is missing, cannot be read, holds no rows, or a row (named) is no object.
     """
-    rows = chain.from_iterable(_read_file(file, what, still_written) for file in _files_of(path, what))
+    if not path.exists():
+        raise InputError(f"{what} not found: {path}")
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if _suffix(file) in SUFFIXES and file.is_file())
+        if not files:
+            raise InputError(f"{what} {path}: the folder holds no file of {', '.join(SUFFIXES)}")
+    rows = chain.from_iterable(_read_file(file, what, still_written) for file in files)
     first = next(rows, None)
     if first is None:
         raise InputError(f"{what} {path} is empty")
@@ -50,11 +56,7 @@ def read_source(path: Path, what: str, *, still_written: bool = False) -> Iterat
 
 
 def load_rows(path: str, subset: str | None, split: str, *, revision: str | None = None, section: str) -> datasets.Dataset:
-    """Open a data set saved by `save_to_disk`, a folder of data files, or one of the Hub, there at a `revision`.
-
-    Raises:
-        InputError: it cannot be had, or has no such split; `section` names the config's section in the complaint.
-    """
+    """Open a data set saved by `save_to_disk`, a folder of data files, or one of the Hub, there at a `revision`."""
     try:
         if any((Path(path) / name).is_file() for name in ("state.json", "dataset_dict.json")):
             loaded = datasets.load_from_disk(path)
@@ -64,17 +66,6 @@ def load_rows(path: str, subset: str | None, split: str, *, revision: str | None
         raise InputError(f"{section}.split: data set {path} has no split {split!r}; it has {', '.join(loaded)}") from error
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise InputError(f"{section}.path: data set {path} could not be loaded: {first_line(error)}") from error
-
-
-def _files_of(path: Path, what: str) -> list[Path]:
-    if not path.exists():
-        raise InputError(f"{what} not found: {path}")
-    if not path.is_dir():
-        return [path]
-    files = sorted(file for file in path.rglob("*") if _suffix(file) in SUFFIXES and file.is_file())
-    if not files:
-        raise InputError(f"{what} {path}: the folder holds no file of {', '.join(SUFFIXES)}")
-    return files
 
 
 def _suffix(path: Path) -> str:
@@ -87,7 +78,9 @@ def _read_file(path: Path, what: str, still_written: bool) -> Iterator[SourceRow
         with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
             match suffix:
                 case ".parquet":
-                    yield from _parquet_rows(file, where)
+                    batches = pyarrow.parquet.ParquetFile(file).iter_batches()
+                    for number, row in enumerate(row for batch in batches for row in batch.to_pylist()):
+                        yield f"{where}, row {number}", row
                 case ".csv" | ".tsv":
                     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
                     yield from _csv_rows(text, "\t" if suffix == ".tsv" else ",", where)
@@ -97,7 +90,7 @@ def _read_file(path: Path, what: str, still_written: bool) -> Iterator[SourceRow
                     yield from _json_rows(file.read(), where)
                 case _:
                     yield from _line_rows(file, where, still_written)
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, pyarrow.ArrowException) as error:
         raise InputError(f"cannot read {where}: {first_line(error)}") from error
 
 
@@ -140,9 +133,6 @@ def _csv_rows(text: TextIO, delimiter: str, where: str) -> Iterator[SourceRow]:
     csv.field_size_limit(MAX_CSV_FIELD)
     reader = csv.DictReader(text, delimiter=delimiter, strict=True)
     try:
-        names = [name for name in reader.fieldnames or () if name]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise InputError(f"{where}: line 1 names the column {twice!r} twice")
         for row in reader:
             if None in row or None in row.values():
                 raise InputError(
@@ -151,12 +141,3 @@ def _csv_rows(text: TextIO, delimiter: str, where: str) -> Iterator[SourceRow]:
             yield f"{where}, line {reader.line_num}", dict(row)
     except csv.Error as error:
         raise InputError(f"{where}, line {reader.line_num + 1}: not CSV: {error}") from error
-
-
-def _parquet_rows(file: Any, where: str) -> Iterator[SourceRow]:
-    try:
-        batches = pyarrow.parquet.ParquetFile(file).iter_batches()
-        for number, row in enumerate(row for batch in batches for row in batch.to_pylist()):
-            yield f"{where}, row {number}", row
-    except (pyarrow.ArrowException, OSError) as error:
-        raise InputError(f"{where} is not Parquet: {first_line(error)}") from error

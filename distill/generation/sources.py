@@ -17,7 +17,7 @@ from configs.runtime.errors import InputError
 from configs.runtime.files import wheel_file
 from configs.schema.data import PromptsConfig, SourceConfig
 from distill.generation.prompts import DUPLICATE, UNCATEGORISED, Prompt, everything_said, fit_prompts
-from distill.generation.row_formats import detect_format, fill_template, read_row
+from distill.generation.row_formats import detect_format, read_row
 from distill.generation.source_files import load_rows, read_source
 from heads.frozen.loading import Target
 
@@ -27,9 +27,8 @@ logger = logging.getLogger("draftsmith")
 
 
 def list_source(settings: PromptsConfig, *, whole: bool) -> Iterable[Prompt] | None:
-    """Return the first `num_prompts` prompts of a source, or the whole; None where the target is to write them.
-
-    The rest of a data set is read only when asked for.
+    """Return the first `num_prompts` prompts of a source, or the `whole`, where the rest of a data set is read when asked for;
+    None where the target is to write them.
     """
     if settings.source == "self_seeded":
         return None
@@ -37,21 +36,15 @@ def list_source(settings: PromptsConfig, *, whole: bool) -> Iterable[Prompt] | N
         rows = dataset_prompts(settings)
         first = list(islice(rows, settings.num_prompts))
         return chain(first, rows) if whole else first
-    prompts = read_prompts(_at_hand(settings))
-    if whole:
-        return prompts
-    if len(prompts) != settings.num_prompts:
-        found = "fewer than" if len(prompts) < settings.num_prompts else "of which the first are taken:"
-        logger.info("%s holds %d prompts, %s num_prompts = %d", settings.path, len(prompts), found, settings.num_prompts)
-    return prompts[: settings.num_prompts]
+    if settings.source == "package":
+        path = wheel_file(str(settings.package), str(settings.sha256), str(settings.path), "prompts")
+        settings = settings.model_copy(update={"path": str(path)})
+    prompts = read_prompts(settings)
+    return prompts if whole else prompts[: settings.num_prompts]
 
 
 def read_prompts(config: PromptsConfig) -> list[Prompt]:
-    """Return the prompts of `config.path`, a file or a folder of files (`distill.generation.source_files`), in order.
-
-    Raises:
-        InputError: there is none, a row (named) holds no prompt, different prompts share an id, or no row has the column named.
-    """
+    """Return the prompts of `config.path`, a file or a folder of files (`distill.generation.source_files`), in order."""
     prompts: list[Prompt] = []
     seen: dict[str, Prompt] = {}
     formats = Counter[str]()
@@ -72,11 +65,7 @@ def read_prompts(config: PromptsConfig) -> list[Prompt]:
 
 
 def dataset_prompts(config: PromptsConfig) -> Iterator[Prompt]:
-    """Yield the rows of a data set, whose prompts stand in the column `config.field`, if it has one.
-
-    Raises:
-        InputError: the data set, its split or the column cannot be had, or a row (named) holds no prompt.
-    """
+    """Yield the rows of a data set, whose prompts stand in the column `config.field`, if it has one."""
     path = str(config.path)
     rows = load_rows(path, config.subset, config.split, revision=config.revision, section="prompts")
     if config.template is None and config.format == "auto" and config.field in rows.column_names:
@@ -95,7 +84,13 @@ def _read_row(row: Mapping[str, Any], config: PromptsConfig, where: str) -> tupl
     setting = "prompts.field"
     format: str = config.format
     if config.template is not None:
-        row, format = {**row, config.field: fill_template(config.template, row, where, "prompts.template")}, "column"
+        try:
+            row, format = {**row, config.field: config.template.format_map(row)}, "column"
+        except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
+            problem, there = f"{type(error).__name__} {error}", ", ".join(row) or "no key"
+            raise InputError(
+                f"{where}: prompts.template {config.template!r} does not fit ({problem}); the row has {there}"
+            ) from error
     elif format == "auto":  # a column that is named goes before what the other keys say
         named = _names_a_column(config) and config.field in row
         format = "column" if named else detect_format(row, where, setting)
@@ -112,17 +107,11 @@ def _names_a_column(config: PromptsConfig) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Admission:
-    """Which prompts of one of several sources are taken: those within its limits that no source had before.
-
-    Args:
-        target: in whose chat template they are measured.
-        source: has the limits.
-        taken: the prompts of all sources so far, by everything said; admitted ones are added.
-    """
+    """Which prompts of one of several sources are taken: those within its limits that no source had before."""
 
     target: Target
     source: SourceConfig
-    taken: set[str]
+    taken: set[str]  # the prompts of all sources so far, by everything said; admitted ones are added
 
     def objection(self, prompt: Prompt) -> str | None:
         """Admit a prompt, or return why it is left out."""
@@ -159,20 +148,8 @@ class Admission:
         return replace(prompt, prompt_id=f"{name}/{prompt.prompt_id}", source=name, max_new_tokens=self.source.max_new_tokens)
 
 
-def _at_hand(settings: PromptsConfig) -> PromptsConfig:
-    """Return the settings with the path of the file itself, where it lies in a package's wheel."""
-    if settings.source != "package":
-        return settings
-    path = wheel_file(str(settings.package), str(settings.sha256), str(settings.path), "prompts")
-    return settings.model_copy(update={"path": str(path)})
-
-
 def check_readable(target: Target, prompts: Sequence[Prompt], *, written_here: bool) -> None:
-    """Refuse media where a server writes the answers; warn of tools that nothing reads.
-
-    Raises:
-        InputError: a prompt, which is named, brings images or sounds.
-    """
+    """Refuse prompts with images or sounds where a server writes the answers; warn of tools that nothing reads."""
     with_media = next((prompt for prompt in prompts if prompt.media), None)
     if with_media is not None and not written_here:
         raise InputError(

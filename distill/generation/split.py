@@ -81,8 +81,8 @@ def _guarded(prompt: Prompt) -> list[tuple[str, ...]]:
     """
     if prompt.media:
         return [(name,) for name in media_names(prompt.media)]
-    whole = tuple(_words(prompt.user_text))
-    return list(word_grams(prompt.user_text)) if len(whole) >= GUARD_WORDS else [whole] * bool(whole)
+    words = WORD.findall(prompt.user_text.casefold())
+    return list(word_grams(prompt.user_text)) if len(words) >= GUARD_WORDS else [tuple(words)] * bool(words)
 
 
 def hash_position(text: str) -> float:
@@ -95,12 +95,8 @@ def word_grams(text: str, num_words: int = GUARD_WORDS) -> Iterator[tuple[str, .
 
     Chinese and Japanese put no spaces between words: each of their characters counts as one.
     """
-    words = _words(text)
+    words = WORD.findall(text.casefold())
     return zip(*(words[start:] for start in range(num_words)), strict=False)
-
-
-def _words(text: str) -> list[str]:
-    return WORD.findall(text.casefold())
 
 
 class NearDuplicates:

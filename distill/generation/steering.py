@@ -1,7 +1,9 @@
-"""Steered self-seeding: each prompt is led to a kind of task, drawn by weight, by words that its user's turn begins with.
+"""Self-seeded prompts: the target continues its own chat template where a user would begin to write.
 
-What prompt number n is led to (`Plan`) is drawn from (seed, n), out of `seeds.yaml`. The target then writes, each step for all
-prompts together and with random numbers named by the prompt's number:
+An instruction-tuned model has seen many user turns and writes plausible ones (the idea of Magpie, 2406.08464). Where
+`prompts.kinds` names kinds of task, each prompt is led to one by words that its user's turn begins with. What prompt number n
+is led to (`Plan`) is drawn from (seed, n), out of `seeds.yaml`. The target then writes, each step for all prompts together and
+with random numbers named by the prompt's number:
 
     1. for kinds with a text to work on, that text, as its answer to a request such as "Write a travel guide about tides."
     2. the rest of the user's turn; nothing where instruction and text are all of it
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,7 +24,7 @@ from typing import Any
 
 from configs.runtime.loading import parse_yaml
 from configs.runtime.terminal import Tokens
-from configs.schema.data import PromptKind, PromptsConfig
+from configs.schema.data import SELF_SEEDED, PromptsConfig
 from configs.schema.decoding import SamplingConfig
 from distill.dataset.conversations import Message
 from distill.generation.continuation import TargetSource, TokenRow, continue_rows, request_number
@@ -33,7 +35,6 @@ SEEDS = Path(__file__).with_name("seeds.yaml")
 REGISTER_SHARE = 0.3
 MIN_TEXT = 80  # characters
 ANSWER_TOKENS = 96  # of the answers that a dialogue's next turn follows
-WRITTEN_TOGETHER = 4  # batches: more fill each step better, fewer are heard of sooner
 TEMPLATE_ROOM = 32  # tokens of the context left for the template around a further turn
 
 Turn = tuple[int, list[str] | None]  # a prompt's number and its turns; None where it is unusable
@@ -41,36 +42,22 @@ Turn = tuple[int, list[str] | None]  # a prompt's number and its turns; None whe
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a prompt is led to.
+    """What a prompt is led to."""
 
-    Args:
-        kind: its category.
-        opening: what the user's turn begins with, or the instruction about a text.
-        text_request: asks the target for the text; None for kinds without one.
-        text_share: of the longest text allowed.
-        text_first: the text stands before the instruction.
-        goes_on: the target continues the turn.
-        follow_ups: what each further turn begins with.
-    """
-
-    kind: str
-    opening: str
-    text_request: str | None = None
-    text_share: float = 1.0
-    text_first: bool = False
-    goes_on: bool = True
-    follow_ups: tuple[str, ...] = ()
+    kind: str  # its category
+    opening: str = ""  # what the user's turn begins with, or the instruction about a text
+    text_request: str | None = None  # asks the target for the text; None for kinds without one
+    text_share: float = 1.0  # of the longest text allowed
+    text_first: bool = False  # the text stands before the instruction
+    goes_on: bool = True  # the target continues the turn
+    follow_ups: tuple[str, ...] = ()  # what each further turn begins with
 
 
-def plan_prompt(weights: Mapping[PromptKind, float], seed: int, name: str, number: int) -> Plan:
-    """Draw what a prompt is led to.
-
-    Args:
-        weights: of the kinds.
-        seed: of the run.
-        name: of the source.
-        number: of the prompt.
-    """
+def plan_prompt(config: PromptsConfig, seed: int, name: str, number: int) -> Plan:
+    """Draw what a prompt of the source `name` is led to."""
+    if config.kinds is None:
+        return Plan(kind=config.category or SELF_SEEDED)
+    weights = config.kinds
     draws, seeds = random.Random(f"{seed}/{name}/{number}"), _seeds()
     kinds = sorted(weights)
     kind = draws.choices(kinds, [weights[each] for each in kinds])[0]
@@ -91,69 +78,51 @@ def plan_prompt(weights: Mapping[PromptKind, float], seed: int, name: str, numbe
     return Plan(kind=kind, opening=opening, follow_ups=tuple(draws.choice(seeds["follow_ups"]) for _ in range(num_further)))
 
 
-def write_steered(
-    target: Target,
-    frame: UserFrame,
-    numbers: Sequence[int],
-    tokens: Tokens,
-    config: PromptsConfig,
-    *,
-    batch_size: int,
-    seed: int,
-    name: str = "",
-) -> Iterator[Turn]:
-    """Let the target write the prompts of these numbers, `WRITTEN_TOGETHER` batches at a time; yield each with its turns, None
-    where it is unusable.
-    """
-    writer = _Writer(target, frame, tokens, config, batch_size, seed, name)
-    tokens.expect(writer.limit(numbers))
-    for start in range(0, len(numbers), WRITTEN_TOGETHER * batch_size):
-        yield from writer.write(numbers[start : start + WRITTEN_TOGETHER * batch_size])
+class Writer:
+    """Lets the target write prompts by number; `name` is the source's, where there are several."""
 
+    def __init__(
+        self, target: Target, config: PromptsConfig, tokens: Tokens, *, batch_size: int, seed: int, name: str = ""
+    ) -> None:
+        self.target, self.config, self.tokens = target, config, tokens
+        self.batch_size, self.seed, self.name = batch_size, seed, name
+        self.frame = find_user_frame(target, config.max_prompt_tokens)
+        self._open: dict[int, int] = {}  # by prompt, the most tokens that are still expected of it
 
-@dataclass(frozen=True)
-class _Writer:
-    target: Target
-    frame: UserFrame
-    tokens: Tokens
-    config: PromptsConfig
-    batch_size: int
-    seed: int
-    name: str
-
-    def plan(self, number: int) -> Plan:
-        return plan_prompt(self.config.kinds or {}, self.seed, self.name, number)
-
-    def limit(self, numbers: Sequence[int]) -> int:
-        """Return how many tokens the texts of these prompts have at most."""
-        found = 0
-        for plan in map(self.plan, numbers):
-            found += 0 if plan.text_request is None else self.text_limit(plan)
-            found += self.config.max_prompt_tokens * (plan.goes_on + len(plan.follow_ups))
-            found += ANSWER_TOKENS * len(plan.follow_ups)
-        return found
-
-    def text_limit(self, plan: Plan) -> int:
-        return max(1, int(plan.text_share * self.config.max_text_tokens))
-
-    def write(self, numbers: Sequence[int]) -> Iterator[Turn]:
-        before = self.tokens.ended_limit
-        plans = {number: self.plan(number) for number in numbers}
+    def write(self, numbers: Sequence[int]) -> list[Turn]:
+        """Return each prompt's turns, None where it is unusable."""
+        plans = {number: plan_prompt(self.config, self.seed, self.name, number) for number in numbers}
+        self._open = {number: self._limit(plan) for number, plan in plans.items()}
+        self.tokens.expect(sum(self._open.values()))
         openings = {number: plan.opening for number, plan in plans.items() if plan.text_request is None}
         texts = self._texts({number: plan for number, plan in plans.items() if plan.text_request is not None})
         openings |= {number: _around(plans[number], text) for number, text in texts.items()}
+        self._give_up(plans.keys() - openings.keys())
         turns = {number: [text] for number, text in openings.items() if not plans[number].goes_on and self._fits(text)}
         goes_on = {number: (self.frame, text) for number, text in openings.items() if plans[number].goes_on}
         for number, text in self._user_turns(goes_on, "turn-0").items():
             about_a_text = plans[number].text_request is not None
             turns[number] = [_first_line(openings[number], text) if about_a_text else text]
+        self._give_up(plans.keys() - turns.keys())
         history: dict[int, list[Message]] = {number: [] for number in turns}
         for further in range(max((len(plan.follow_ups) for plan in plans.values()), default=0)):
             self._go_on(turns, history, plans, further)
-        self.tokens.end(self.limit(numbers) - (self.tokens.ended_limit - before), 0)  # of prompts that broke off before
-        for number in numbers:
-            said = turns.get(number)
-            yield number, said if said is None or len(said) > bool(plans[number].follow_ups) else None
+            self._give_up({number for number, said in turns.items() if len(said) < further + 2})
+        whole = {number: said for number, said in turns.items() if len(said) > bool(plans[number].follow_ups)}
+        return [(number, whole.get(number)) for number in numbers]
+
+    def _limit(self, plan: Plan) -> int:
+        """Return how many tokens a prompt's texts have at most."""
+        turn = self.config.max_prompt_tokens
+        text = 0 if plan.text_request is None else self._text_limit(plan)
+        return text + turn * plan.goes_on + len(plan.follow_ups) * (ANSWER_TOKENS + turn)
+
+    def _give_up(self, numbers: Set[int]) -> None:
+        """Expect no more tokens of these prompts."""
+        self.tokens.end(sum(self._open.pop(number, 0) for number in numbers), 0)
+
+    def _text_limit(self, plan: Plan) -> int:
+        return max(1, int(plan.text_share * self.config.max_text_tokens))
 
     def _go_on(
         self, turns: dict[int, list[str]], history: dict[int, list[Message]], plans: Mapping[int, Plan], further: int
@@ -165,7 +134,7 @@ class _Writer:
         asked = {number: self.target.encode_chat(history[number]) for number in due}
         room = self.target.max_positions - self.config.max_prompt_tokens - TEMPLATE_ROOM
         frames: dict[int, tuple[UserFrame, str]] = {}
-        for number, ids in self._continue(asked, ANSWER_TOKENS, f"answer-{further}").items():
+        for number, ids in self._continue(asked, dict.fromkeys(asked, ANSWER_TOKENS), f"answer-{further}").items():
             history[number].append({"role": "assistant", "content": self._plain(ids)})
             if len(asked[number]) + len(ids) < room:
                 frame = find_user_frame(self.target, self.config.max_prompt_tokens, history[number])
@@ -176,7 +145,7 @@ class _Writer:
     def _texts(self, plans: Mapping[int, Plan]) -> dict[int, str]:
         """Return the texts that prompts work on, up to their last whole sentence."""
         asked = {number: self.target.encode_chat([_said(plan.text_request or "")]) for number, plan in plans.items()}
-        limits = {number: self.text_limit(plan) for number, plan in plans.items()}
+        limits = {number: self._text_limit(plan) for number, plan in plans.items()}
         texts = {}
         for number, ids in self._continue(asked, limits, "text").items():
             text = self._plain(ids)
@@ -195,34 +164,41 @@ class _Writer:
         }
         prefixes = {number: [*frame.prefix_ids, *begun[number]] for number, (frame, _) in openings.items()}
         texts = {}
-        for number, ids in self._continue(prefixes, self.config.max_prompt_tokens, stage, user=True).items():
+        for number, ids in self._continue(
+            prefixes, dict.fromkeys(prefixes, self.config.max_prompt_tokens), stage, user=True
+        ).items():
             text = read_turn(self.target, self.frame, [*begun[number], *ids])
             if text is not None and len(text) > len(openings[number][1].strip()):
                 texts[number] = text
         return texts
 
     def _continue(
-        self, prompts: Mapping[int, Sequence[int]], limits: int | Mapping[int, int], stage: str, *, user: bool = False
+        self, prompts: Mapping[int, Sequence[int]], limits: Mapping[int, int], stage: str, *, user: bool = False
     ) -> dict[int, list[int]]:
-        """Continue prompts that leave room in the context, in batches of similar length, up to the end of a turn."""
-        source = TargetSource(self.target, SamplingConfig(temperature=self.config.temperature, top_p=self.config.top_p))
-        longest = self.target.max_positions
+        """Continue prompts that leave room in the context, those of similar length together, up to the end of a turn."""
+        longest, steered = self.target.max_positions, self.config.kinds is not None
         fitting = sorted((number for number, ids in prompts.items() if len(ids) < longest), key=lambda each: len(prompts[each]))
+        rows = [
+            TokenRow(
+                key=number,
+                prompt_ids=prompts[number],
+                limit=min(longest, len(prompts[number]) + limits[number]),
+                request=request_number(
+                    f"{self.name}/{number}/{stage}" if steered else f"{self.name}/self-{number}".lstrip("/")
+                ),
+            )
+            for number in fitting
+        ]
+        sampling = SamplingConfig(temperature=self.config.temperature, top_p=self.config.top_p)
+        source = TargetSource(self.target, sampling, capacity=max((row.limit for row in rows), default=0))
         ended = turn_ended(self.target, self.frame) if user else lambda row: row.tokens[-1] in self.target.eos_token_ids
         written: dict[int, list[int]] = {}
-        for start in range(0, len(fitting), self.batch_size):
-            rows = [
-                TokenRow(
-                    key=number,
-                    prompt_ids=prompts[number],
-                    limit=min(longest, len(prompts[number]) + (limits if isinstance(limits, int) else limits[number])),
-                    request=request_number(f"{self.name}/{number}/{stage}"),
-                )
-                for number in fitting[start : start + self.batch_size]
-            ]
-            for row in continue_rows(source, rows, seed=self.seed, has_ended=ended, on_step=self.tokens.write):
-                written[row.key] = row.written
-                self.tokens.end(limits if isinstance(limits, int) else limits[row.key], len(row.written))
+        for row in continue_rows(
+            source, rows, seed=self.seed, has_ended=ended, batch_size=self.batch_size, on_step=self.tokens.write
+        ):
+            written[row.key] = row.written
+            self._open[row.key] -= limits[row.key]
+            self.tokens.end(limits[row.key], len(row.written))
         return written
 
     def _fits(self, text: str) -> bool:

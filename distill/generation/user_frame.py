@@ -16,7 +16,7 @@ SENTINEL = "SELF-SEEDED-TURN-GOES-HERE"
 
 @dataclass(frozen=True, kw_only=True)
 class UserFrame:
-    """What the chat template puts around a user's text: ids before it, and how the end is recognised."""
+    """What the chat template puts around a user's text."""
 
     prefix_ids: tuple[int, ...]
     end_ids: frozenset[int]  # the token that ends the turn; empty where the template ends it with plain text
@@ -24,17 +24,8 @@ class UserFrame:
 
 
 def find_user_frame(target: Target, max_prompt_tokens: int, before: Sequence[Message] = ()) -> UserFrame:
-    """Take the chat template apart at a user's text, which follows the messages `before`.
-
-    Raises:
-        InputError: there is no template, it refuses the messages, or does not show a user's text once and unchanged with
-            something before and after it, or the frame and the longest turn do not fit the target's context.
-    """
+    """Take the chat template apart at a user's text, which follows the messages `before`."""
     name, tokenizer = target.identity.name, target.tokenizer
-    if tokenizer.chat_template is None:
-        raise InputError(
-            f"target {name} has no chat template; self-seeded prompts need one: give prompts.source file or dataset"
-        )
     takes_parts = target.model.config.get_text_config() is not target.model.config
     messages = [*before, {"role": "user", "content": SENTINEL}]
     rendered = in_template(tokenizer, name, messages, answer_follows=False, in_parts=takes_parts)

@@ -15,7 +15,7 @@ all processes together, and processes may have different numbers of chunks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from distill.loss.divergences import Divergence, acceptance, closed_form
-from distill.loss.pairs import TargetChunk, TargetRows, at_least_float32
+from distill.loss.pairs import DenseChunk, TargetChunk, TargetRows, at_least_float32
 from heads.device import keeps_small_tensors_near
 from heads.inference.causal_lm import head_logits
 from heads.modules.output_head import autocast_dtype
@@ -88,9 +88,6 @@ class LossPart:
         draft_token_ids_W: int64, the target's id of each draft token (d2t); None where the vocabularies are one.
         labels_N: int64, **target** ids of token t+1, negative for none; for `cross_entropy`. A label that the draft
             vocabulary leaves out counts as none.
-
-    Raises:
-        ValueError: the row counts differ.
     """
 
     target: TargetRows
@@ -99,12 +96,6 @@ class LossPart:
     weights_N: Tensor
     draft_token_ids_W: Tensor | None = None
     labels_N: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        rows = {len(self.draft_hidden_ND), len(self.target), len(self.weights_N)}
-        rows |= set() if self.labels_N is None else {len(self.labels_N)}
-        if len(rows) > 1:
-            raise ValueError(f"hidden states, weights and labels must have equally many rows, got {sorted(rows)}")
 
 
 def chunked_losses(
@@ -124,11 +115,8 @@ def chunked_losses(
         temperature: divides both sides' logits in the divergence.
 
     Raises:
-        ValueError: chunk_size is below 1, or the two sides cannot be paired.
+        ValueError: the two sides cannot be paired.
     """
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
-
     parameters = list({id(each): each for part in parts for each in part.draft_head.parameters}.values())
     inputs = [*(part.draft_hidden_ND for part in parts), *parameters]
     if not torch.is_grad_enabled():  # checked here: inside the function's forward gradients are always off
@@ -155,7 +143,10 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden = inputs[: len(parts)]
         wide = torch.promote_types(hidden[0].dtype, torch.float32)
         weights = [part.weights_N.detach().to(wide) for part in parts]
-        unit = _largest(torch.cat(weights))
+        # Gradients are kept in units of the largest weight. A weight is one over the count of labels, and under float16 the
+        # gradient of a logit times that would underflow before the loss scale, which only arrives in the backward.
+        largest = torch.cat([*weights, weights[0].new_zeros(1)]).abs().max()
+        unit = torch.where(largest > 0, largest, 1)
         grad_hidden = [torch.zeros_like(each) if wants else None for each, wants in zip(hidden, wanted, strict=False)]
         grad_of = {  # of each trained parameter, by its id
             id(each): torch.zeros_like(each, dtype=wide)
@@ -196,9 +187,7 @@ def _compare_part(
     """Return the statistics of a part's rows, and add the gradients of their weighted sum, where these are wanted."""
     trained = [each for each in part.draft_head.parameters if id(each) in grad_of]
     labels_N = _draft_ids(part.labels_N, part.draft_token_ids_W)
-    statistics = RowStatistics(
-        torch.zeros_like(weights_N), torch.zeros_like(weights_N), torch.zeros_like(weights_N, dtype=torch.bool)
-    )
+    statistics = RowStatistics(*(torch.zeros_like(weights_N, dtype=dtype) for dtype in (None, None, torch.bool)))
     for start in range(0, max(1, len(hidden_ND)), chunk_size):  # a chunk of no rows, too, leaves gradients of 0
         rows = slice(start, start + chunk_size)
         hidden_CD = hidden_ND[rows].detach().requires_grad_(grad_hidden_ND is not None)
@@ -239,13 +228,11 @@ def compare(
 ) -> tuple[RowStatistics, Tensor | None]:
     """Compare target and draft at the rows of a chunk, a tile of rows at a time.
 
-    On a CPU a pass over the vocabulary costs ten times as much once its tensors no longer fit into the cache. Values of sparse
-    targets, cross-entropy and functions of one's own go through autograd, others through a closed form.
+    On a CPU a pass over the vocabulary costs ten times as much once its tensors no longer fit into the cache; on a GPU small
+    tensors would only add launches, and all rows are one tile. Values of sparse targets, cross-entropy and functions of one's
+    own go through autograd, others through a closed form.
 
     Args:
-        divergence, temperature: see `chunked_losses`.
-        draft_token_ids_W: see `LossPart`.
-        target: its distribution at these rows.
         draft_logits_CW: any float type, without a graph.
         weights_C: what each row's value is multiplied with in the sum that the gradient is of; None: no gradient.
         labels_C: **draft** ids, negative for none.
@@ -253,68 +240,37 @@ def compare(
     Returns:
         The statistics, and the gradient `[C, W]` with respect to the draft's logits, in their dtype, or None.
     """
+    form = closed_form(divergence) if isinstance(target, DenseChunk) else None
+    by_autograd = weights_C is not None and form is None
+
+    def compare_tile(rows: slice) -> tuple[RowStatistics, Tensor]:
+        tile, draft_RW = target.at(rows), at_least_float32(draft_logits_CW[rows])
+        leaf_RW = draft_RW.detach().requires_grad_(by_autograd)
+        with torch.set_grad_enabled(by_autograd):
+            labels_R = None if labels_C is None else labels_C[rows]
+            pair = tile.pair(leaf_RW, temperature=temperature, draft_token_ids_W=draft_token_ids_W, labels=labels_R)
+            values_R, gradient_RW = (divergence(pair), leaf_RW) if form is None else form(pair)
+            if by_autograd:
+                (gradient_RW,) = torch.autograd.grad(values_R.sum(), leaf_RW)
+        with torch.no_grad():
+            at_one = pair if temperature == 1 else tile.pair(draft_RW, draft_token_ids_W=draft_token_ids_W)
+            acceptance_R = acceptance(at_one)
+        draft_top_R = draft_RW.argmax(-1)
+        top1_agrees_R = tile.top1_C == (draft_top_R if draft_token_ids_W is None else draft_token_ids_W[draft_top_R])
+        return RowStatistics(values_R.detach(), acceptance_R, top1_agrees_R), gradient_RW
+
+    num_rows, num_columns = draft_logits_CW.shape
+    near = keeps_small_tensors_near(draft_logits_CW.device)
+    size = max(1, TILE_BYTES // (4 * max(num_columns, target.num_columns)) if near else num_rows)
     gradient_CW = None if weights_C is None else torch.empty_like(draft_logits_CW)
     tiles = []
-    for rows in _tiles(draft_logits_CW, target):
-        statistics_R, gradient_RW = _compare_tile(
-            divergence,
-            target.part(rows),
-            at_least_float32(draft_logits_CW[rows]),
-            None if labels_C is None else labels_C[rows],
-            temperature,
-            draft_token_ids_W,
-            wants_gradient=weights_C is not None,
-        )
+    for start in range(0, max(1, num_rows), size):  # a chunk of no rows is a tile, too
+        rows = slice(start, start + size)
+        statistics_R, gradient_RW = compare_tile(rows)
         tiles.append(statistics_R)
         if weights_C is not None and gradient_CW is not None:
             torch.mul(gradient_RW, weights_C[rows].unsqueeze(-1), out=gradient_CW[rows])
     return RowStatistics(*map(torch.cat, zip(*tiles, strict=True))), gradient_CW
-
-
-def _compare_tile(
-    divergence: Divergence,
-    target: TargetChunk,
-    draft_RW: Tensor,
-    labels_R: Tensor | None,
-    temperature: float,
-    ids_W: Tensor | None,
-    *,
-    wants_gradient: bool,
-) -> tuple[RowStatistics, Tensor]:
-    """Return the statistics of a tile, and the gradient `[R, W]` of its values; that is empty where not wanted."""
-    form = closed_form(divergence) if target.is_dense else None
-    by_autograd = wants_gradient and form is None
-    leaf_RW = draft_RW.detach().requires_grad_(by_autograd)
-    with torch.set_grad_enabled(by_autograd):
-        pair = target.pair(leaf_RW, temperature=temperature, draft_token_ids_W=ids_W, labels=labels_R)
-        values_R, gradient_RW = (divergence(pair), leaf_RW.new_empty(0)) if form is None else form(pair)
-        if by_autograd:
-            (gradient_RW,) = torch.autograd.grad(values_R.sum(), leaf_RW)
-    with torch.no_grad():
-        at_one = pair if temperature == 1 else target.pair(draft_RW, temperature=1.0, draft_token_ids_W=ids_W)
-        acceptance_R = acceptance(at_one)
-    draft_top_R = draft_RW.argmax(-1)
-    top1_agrees_R = target.top1_C == (draft_top_R if ids_W is None else ids_W[draft_top_R])
-    return RowStatistics(values_R.detach(), acceptance_R, top1_agrees_R), gradient_RW
-
-
-def _tiles(draft_logits_CW: Tensor, target: TargetChunk) -> Iterator[slice]:
-    """Yield the rows of each tile; on a GPU all of them at once, since small tensors would only add launches."""
-    num_rows, num_columns = draft_logits_CW.shape
-    bytes_per_row = 4 * max(num_columns, target.num_columns)
-    size = max(1, TILE_BYTES // bytes_per_row if keeps_small_tensors_near(draft_logits_CW.device) else num_rows)
-    for start in range(0, max(1, num_rows), size):  # a chunk of no rows is a tile, too
-        yield slice(start, start + size)
-
-
-def _largest(weights_N: Tensor) -> Tensor:
-    """Return the largest absolute weight, or 1 where all are 0: gradients are kept in units of it.
-
-    A weight is one over the count of labels, and under float16 the gradient of a logit times that would underflow before the
-    loss scale, which only arrives in the backward, could lift it.
-    """
-    largest = torch.cat([weights_N.abs(), weights_N.new_zeros(1)]).max()
-    return torch.where(largest > 0, largest, 1)
 
 
 def _draft_ids(labels_N: Tensor | None, draft_token_ids_W: Tensor | None) -> Tensor | None:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,12 +57,7 @@ def jsd(pair: Pair, *, beta: float = 0.5) -> Tensor:
     JSD = beta KL(p || m) + (1 - beta) KL(q || m), where m = beta p + (1 - beta) q. Departs from GKD (2306.13649, eq. 1) by
     the divisor: without it the value shrinks to nothing towards both ends, and a sweep over beta is a sweep over learning
     rates. With it the ends are the forward (beta 0) and the reverse KL (beta 1), and beta 1/2 is four times the textbook's.
-
-    Raises:
-        ValueError: beta is outside 0..1.
     """
-    if not 0 <= beta <= 1:
-        raise ValueError(f"beta must lie in 0..1, got {beta}")
     if beta == 0:
         return forward_kl(pair)
     if beta == 1:
@@ -139,8 +135,7 @@ class Mix:
 def configured_divergence(config: LossConfig) -> Mix:
     """Return the weighted sum of the divergences that a config names; weights are used as given, not normalised."""
     settings = config.settings.model_dump()
-    parts = ((partial(DIVERGENCES[name], **settings.get(name, {})), weight) for name, weight in config.weights.items())
-    return Mix(tuple(parts))
+    return Mix([(partial(DIVERGENCES[name], **settings.get(name, {})), weight) for name, weight in config.weights.items()])
 
 
 # --- closed forms -------------------------------------------------------------------------------------------------
@@ -149,7 +144,8 @@ def configured_divergence(config: LossConfig) -> Mix:
 def closed_form(divergence: Divergence) -> ClosedForm | None:
     """Return the function that gives value and gradient of a divergence (a `partial` or `Mix` of some, too), or None."""
     if isinstance(divergence, Mix):
-        return _mixed(divergence)
+        forms = [closed_form(part) for part, _ in divergence.parts]
+        return None if None in forms else partial(_mixed, forms, [weight for _, weight in divergence.parts])
     if isinstance(divergence, partial):
         form = CLOSED_FORMS.get(divergence.func)
         return None if form is None else partial(form, *divergence.args, **divergence.keywords)
@@ -220,21 +216,12 @@ CLOSED_FORMS: dict[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]]] 
 }
 
 
-def _mixed(mix: Mix) -> ClosedForm | None:
-    """Return the closed form of a mix, None unless every part has one."""
-    parts = [(form, weight) for divergence, weight in mix.parts if (form := closed_form(divergence)) is not None]
-    if len(parts) < len(mix.parts):
-        return None
-
-    def mixed(pair: Pair) -> tuple[Tensor, Tensor]:
-        values, gradients = zip(*(form(pair) for form, _ in parts), strict=True)
-        weights = [weight for _, weight in parts]
-        total, gradient = weights[0] * values[0], _times(gradients[0], weights[0])
-        for weight, value, other in zip(weights[1:], values[1:], gradients[1:], strict=True):
-            total, gradient = total + weight * value, gradient.add_(other, alpha=weight)
-        return total, gradient
-
-    return mixed
+def _mixed(forms: Sequence[Any], weights: Sequence[float], pair: Pair) -> tuple[Tensor, Tensor]:
+    values, gradients = zip(*(form(pair) for form in forms), strict=True)
+    total, gradient = weights[0] * values[0], _times(gradients[0], weights[0])
+    for weight, value, other in zip(weights[1:], values[1:], gradients[1:], strict=True):
+        total, gradient = total + weight * value, gradient.add_(other, alpha=weight)
+    return total, gradient
 
 
 def _times(gradient: Tensor, factor: float) -> Tensor:

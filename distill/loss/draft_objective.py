@@ -48,10 +48,8 @@ class DraftObjective(nn.Module):
         timed: Timer = nullcontext,
     ) -> None:
         super().__init__()
-        self.draft = draft
-        self._timed = timed
+        self.draft, self._timed, self._config = draft, timed, config
         self._divergence = configured_divergence(config)
-        self._config = config
         self._shared_vocab_size = min(target.vocab_size, draft.config.get_text_config().vocab_size)
         if vocabulary is not None:  # refuse a head that cannot be reduced now, not in the first step
             head_rows(draft, vocabulary.token_ids_W.to(draft.device))
@@ -60,13 +58,7 @@ class DraftObjective(nn.Module):
         # In a tuple, so that the target does not become a submodule and is neither trained nor saved.
         self._target = (target,)
 
-    def forward(
-        self,
-        batch: Batch,
-        signal: Tensor | SparseTarget,
-        num_labels: Tensor,
-        world_size: int,
-    ) -> ChunkedLoss:
+    def forward(self, batch: Batch, signal: Tensor | SparseTarget, num_labels: Tensor, world_size: int) -> ChunkedLoss:
         """Return the loss over all positions whose next token is a label.
 
         Args:
@@ -82,8 +74,15 @@ class DraftObjective(nn.Module):
         draft_ND = flat(hidden_BTD, places_N)
         labels_N = flat(batch.input_ids_BT, places_N + 1) if "cross_entropy" in self._config.weights else None
         weights_N = torch.full((len(draft_ND),), float(world_size), device=draft_ND.device) / num_labels
+        target_rows: TargetRows
+        if isinstance(signal, SparseTarget):
+            target_rows = signal
+        else:
+            (target,) = self._target
+            logits_of = self._trimmed(model_head(target.model)).logits_of
+            target_rows = HiddenRows(hidden_NE=flat(signal, places_N), logits_of=logits_of)
         part = LossPart(
-            target=self._target_rows(signal, places_N),
+            target=target_rows,
             draft_hidden_ND=draft_ND,
             draft_head=self._draft_head(),
             weights_N=weights_N,
@@ -92,14 +91,6 @@ class DraftObjective(nn.Module):
         )
         config = self._config
         return chunked_losses([part], self._divergence, chunk_size=config.chunk_size, temperature=config.temperature)[0]
-
-    def _target_rows(self, signal: Tensor | SparseTarget, places_N: Tensor) -> TargetRows:
-        """Return the target's side of the loss at the rows that have a label."""
-        if isinstance(signal, SparseTarget):
-            return signal
-        (target,) = self._target
-        head = self._trimmed(model_head(target.model))
-        return HiddenRows(hidden_NE=flat(signal, places_N), logits_of=head.logits_of)
 
     def _draft_head(self) -> LogitHead:
         """Return the draft's head: whole, or the rows of a reduced vocabulary, gathered once for all chunks of a batch."""

@@ -20,7 +20,7 @@ from configs.schema.learning import LossConfig
 from distill.loss.chunked import ChunkedLoss, LogitHead, LossPart, chunked_losses, model_head
 from distill.loss.divergences import configured_divergence
 from distill.loss.draft_objective import Timer
-from distill.loss.pairs import HiddenRows, TargetRows, normalise
+from distill.loss.pairs import HiddenRows, TargetRows, normalise, normalisers_at
 from heads.device import upload
 from heads.frozen.hidden_states import TargetStates
 from heads.frozen.loading import Target
@@ -40,10 +40,10 @@ class HeadLoss:
         acceptance_K: sum_v min(p, q), each depth by itself.
         agrees_K: rows where the most likely tokens agree.
         origins_K: origins that drafting would start from (the pending token is an answer's) with a row at every depth up
-            to this one.
-        joint_K: among them, the sum of the product of acceptances up to this depth.
-        joint_agrees_K: among them, those where every depth up to this one agrees.
-        reached_K: among them, those where every depth before this one agrees.
+            to this one; among them
+        joint_K: the sum of the product of acceptances up to this depth,
+        joint_agrees_K: those where every depth up to this one agrees,
+        reached_K: those where every depth before this one agrees.
         accepted_P: int64, how many depths in a row agree, at the flat place b * T + j of each of those origins; 0 elsewhere.
     """
 
@@ -65,18 +65,10 @@ class HeadObjective(nn.Module):
     `head` is an `nn.Module` that follows `heads.modules.output_head.HeadModule`; for `timed` see `DraftObjective`.
     """
 
-    def __init__(
-        self,
-        head: nn.Module,
-        target: Target,
-        config: LossConfig,
-        timed: Timer = nullcontext,
-    ) -> None:
+    def __init__(self, head: nn.Module, target: Target, config: LossConfig, timed: Timer = nullcontext) -> None:
         super().__init__()
-        self.head = head
-        self._timed = timed
+        self.head, self._timed, self._config = head, timed, config
         self._divergence = configured_divergence(config)
-        self._config = config
         # In a tuple, so that the target does not become a submodule and is neither trained nor saved.
         self._target = (target,)
 
@@ -99,41 +91,30 @@ class HeadObjective(nn.Module):
         """
         with self._timed("draft"):
             depths = cast(HeadModule, self.head)(batch, states)
-        if not self._reads_normalisers:
-            normalisers = None
-        elif normalisers is None:
-            normalisers = self._normalised(states, depths)
-        device = states.final_BTE.device
-        depths = _on_device(depths, device)
-        target_rows = self._target_rows(states, depths, normalisers)
+        known = self._normalisers(states, depths, normalisers)
+        depths = _on_device(depths, states.final_BTE.device)
+        target_rows = self._target_rows(states, depths, known)
         total_weight = sum(depth.weight for depth in depths)
         parts: list[LossPart] = []
         for depth, rows in zip(depths, target_rows, strict=True):
             weights_N = (world_size * depth.weight / (total_weight * num_labels)).expand(len(depth.origins_N))
             parts.append(self._part(batch, depth, depth, rows, weights_N))
-        num_depths = len(parts)
         for number, depth in enumerate(depths):
             for each in depth.auxiliaries:
                 weights_N = parts[number].weights_N * each.weight
                 parts.append(self._part(batch, depth, each, target_rows[number], weights_N))
         config = self._config
         results = chunked_losses(parts, self._divergence, chunk_size=config.chunk_size, temperature=config.temperature)
-        estimates = [
-            _confidence_loss(depth, depth.confidence_N, result.acceptance_N, part.weights_N)
-            for depth, result, part in zip(depths, results, parts, strict=False)
-            if depth.confidence_N is not None
-        ]
-        loss = torch.stack([results[0].loss, *estimates]).sum()
-        return _sums(batch, depths, loss, results[:num_depths])
+        losses = [results[0].loss]
+        for depth, result, part in zip(depths, results, parts, strict=False):
+            if depth.confidence_N is not None:  # a head's estimates of its acceptance, which itself carries no graph
+                estimates_N = depth.confidence_N.to(result.acceptance_N.dtype)
+                entropies_N = binary_cross_entropy_with_logits(estimates_N, result.acceptance_N, reduction="none")
+                losses.append(depth.confidence_weight * (part.weights_N * entropies_N).sum())
+        loss = torch.stack(losses).sum()
+        return _sums(batch, depths, loss, results[: len(depths)])
 
-    def _part(
-        self,
-        batch: Batch,
-        depth: Depth,
-        prediction: Depth | Auxiliary,
-        rows: TargetRows,
-        weights_N: Tensor,
-    ) -> LossPart:
+    def _part(self, batch: Batch, depth: Depth, prediction: Depth | Auxiliary, rows: TargetRows, weights_N: Tensor) -> LossPart:
         """Return the loss's rows of a depth, or of a further prediction at it."""
         if depth.row_weights_N is not None and prediction is depth:
             weights_N = weights_N * depth.row_weights_N
@@ -147,32 +128,32 @@ class HeadObjective(nn.Module):
             labels_N=flat(batch.input_ids_BT, depth.target_places_N + 1) if reads_labels else None,
         )
 
-    @property
-    def _reads_normalisers(self) -> bool:
-        return cast(HeadModule, self.head).token_ids_W is not None and self._config.temperature == 1
+    def _normalisers(self, states: TargetStates, depths: list[Depth], given: Normalisers | None) -> Normalisers | None:
+        """Return those of the positions where depths of a reduced vocabulary are compared, computed once for all depths."""
+        if cast(HeadModule, self.head).token_ids_W is None or self._config.temperature != 1:
+            return None
+        if given is not None:
+            return given
+        (target,) = self._target
+        places_N = torch.cat([depth.target_places_N for depth in depths]).unique()
+        return normalise(target.model, states.final_BTE, places_N, chunk_size=self._config.chunk_size)
 
     def _target_rows(self, states: TargetStates, depths: list[Depth], known: Normalisers | None) -> list[TargetRows]:
         """Return the target's side for each depth, of the draft's tokens alone where the normalisers are known."""
         (target,) = self._target
-        hidden_BTE, token_ids_W = states.final_BTE, cast(HeadModule, self.head).token_ids_W
+        token_ids_W = cast(HeadModule, self.head).token_ids_W
         if token_ids_W is None or known is None:
             logits_of = model_head(target.model).logits_of
-            return [HiddenRows(hidden_NE=flat(hidden_BTE, depth.target_places_N), logits_of=logits_of) for depth in depths]
-        head = HeadRows.of(target.model, token_ids_W)
+        else:
+            logits_of = HeadRows.of(target.model, token_ids_W).logits
         return [
             HiddenRows(
-                hidden_NE=flat(hidden_BTE, depth.target_places_N),
-                logits_of=head.logits,
-                known=Normalisers(log_sum_P=known.log_sum_P[depth.target_places_N], top1_P=known.top1_P[depth.target_places_N]),
+                hidden_NE=flat(states.final_BTE, depth.target_places_N),
+                logits_of=logits_of,
+                known=normalisers_at(known, depth.target_places_N),
             )
             for depth in depths
         ]
-
-    def _normalised(self, states: TargetStates, depths: list[Depth]) -> Normalisers:
-        """Compute the normalisers of every position where a depth is compared, once for all depths."""
-        (target,) = self._target
-        places_N = torch.cat([depth.target_places_N for depth in depths]).unique()
-        return normalise(target.model, states.final_BTE, places_N, chunk_size=self._config.chunk_size)
 
 
 def _on_device(depths: list[Depth], device: torch.device) -> list[Depth]:
@@ -180,13 +161,6 @@ def _on_device(depths: list[Depth], device: torch.device) -> list[Depth]:
     places = [places_N for depth in depths for places_N in (depth.origins_N, depth.target_places_N)]
     moved = iter(upload(torch.cat(places), device).split([len(each) for each in places]))
     return [replace(depth, origins_N=next(moved), target_places_N=next(moved)) for depth in depths]
-
-
-def _confidence_loss(depth: Depth, confidence_N: Tensor, acceptance_N: Tensor, weights_N: Tensor) -> Tensor:
-    """Return the weighted cross-entropy of a head's estimates of its acceptance, which itself carries no graph."""
-    estimates_N = confidence_N.to(acceptance_N.dtype)
-    entropies_N = binary_cross_entropy_with_logits(estimates_N, acceptance_N, reduction="none")
-    return depth.confidence_weight * (weights_N * entropies_N).sum()
 
 
 def _sums(batch: Batch, depths: list[Depth], loss: Tensor, results: list[ChunkedLoss]) -> HeadLoss:

@@ -1,6 +1,6 @@
 """Target and draft at the same N rows, paired a chunk of rows at a time: what every divergence is a function of.
 
-The chunked loss takes a `TargetRows`, the target's next-token distributions, and asks it for the rows of each chunk, which pair
+The chunked loss takes `TargetRows`, the target's next-token distributions, and asks them for the rows of each chunk, which pair
 themselves with the draft's logits: `HiddenRows` have hidden states and a head, `SparseTarget` the top-k tokens of a cache.
 Neither carries gradients.
 B batch, T positions, E width of the target, N rows, C rows of a chunk, V target vocabulary, W draft vocabulary, K kept tokens,
@@ -10,9 +10,8 @@ X buckets (V, W or K + 1); `...` any leading dims.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -65,44 +64,6 @@ class Pair:
         return self.p if self.log_reach is None else self.log_p_within.exp()
 
 
-class TargetRows(Protocol):
-    """The target's distribution at N rows."""
-
-    def __len__(self) -> int: ...
-
-    def at(self, rows: slice) -> TargetChunk:
-        """Return these rows."""
-
-
-class TargetChunk(Protocol):
-    """The target's distribution at the rows of one chunk."""
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether the buckets of `pair` are the draft's tokens, all of them and in their order."""
-
-    @property
-    def num_columns(self) -> int:
-        """Values held for each row."""
-
-    @property
-    def top1_C(self) -> Tensor:
-        """The most likely token of each row, int64."""
-
-    def part(self, rows: slice) -> TargetChunk:
-        """Return some of the rows, logits in float32 at least."""
-
-    def pair(
-        self,
-        draft_logits_CW: Tensor,
-        *,
-        temperature: float,
-        draft_token_ids_W: Tensor | None = None,
-        labels: Tensor | None = None,
-    ) -> Pair:
-        """Pair the rows with the draft's logits; see `dense_pair`."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class HiddenRows:
     """Final hidden states `[N, E]`, and `logits_of`, which maps `[C, E]` to `[C, V]`; to `[C, W]` where `known` is given.
@@ -116,21 +77,17 @@ class HiddenRows:
     logits_of: Callable[[Tensor], Tensor]
     known: Normalisers | None = None  # of the N rows
 
-    def __len__(self) -> int:
-        return len(self.hidden_NE)
-
     def at(self, rows: slice) -> DenseChunk:
         """Compute the logits of these rows."""
-        return DenseChunk(logits_CX=self.logits_of(self.hidden_NE[rows]), known=_part(self.known, rows))
+        return DenseChunk(logits_CX=self.logits_of(self.hidden_NE[rows]), known=normalisers_at(self.known, rows))
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseChunk:
-    """Logits over the whole vocabulary, or of the W draft tokens alone with the normalisers over all V tokens `known`."""
+    """Logits `[C, V]`, any float type, or `[C, W]` of the draft tokens alone with the normalisers over all V tokens `known`."""
 
     logits_CX: Tensor
     known: Normalisers | None = None
-    is_dense: ClassVar[bool] = True
 
     @property
     def num_columns(self) -> int:
@@ -140,29 +97,108 @@ class DenseChunk:
     def top1_C(self) -> Tensor:
         return self.logits_CX.argmax(-1) if self.known is None else self.known.top1_P
 
-    def part(self, rows: slice) -> DenseChunk:
-        return replace(self, logits_CX=at_least_float32(self.logits_CX[rows]), known=_part(self.known, rows))
+    def at(self, rows: slice) -> DenseChunk:
+        return DenseChunk(logits_CX=at_least_float32(self.logits_CX[rows]), known=normalisers_at(self.known, rows))
 
     def pair(
         self,
         draft_logits_CW: Tensor,
         *,
-        temperature: float,
+        temperature: float = 1.0,
         draft_token_ids_W: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> Pair:
-        return dense_pair(
-            self.logits_CX,
-            draft_logits_CW,
+        """Pair the rows with the draft's logits.
+
+        Args:
+            draft_logits_CW: `[..., V]`, or `[..., W]` with `draft_token_ids_W`.
+            temperature: positive, 1 where normalisers are known; divides the logits of both sides.
+            draft_token_ids_W: int64, the target's id of each draft token (d2t). With `arange(W)` it drops padded rows.
+            labels: `[...]`, int64, **draft** ids of the next token, negative for none. Only `cross_entropy` reads them.
+
+        Raises:
+            ValueError: the two sides have no common vocabulary.
+        """
+        num_shared = self.num_columns if draft_token_ids_W is None else len(draft_token_ids_W)
+        if draft_logits_CW.shape[-1] != num_shared:
+            raise ValueError(f"the draft has {draft_logits_CW.shape[-1]} logits a position where {num_shared} are expected")
+        target = _scaled(self.logits_CX.detach(), temperature)
+        if self.known is not None:
+            log_p = target - self.known.log_sum_P.unsqueeze(-1)
+        elif draft_token_ids_W is not None:
+            log_p = target.log_softmax(-1).index_select(-1, draft_token_ids_W)
+        else:
+            log_p = target.log_softmax(-1)
+        is_reduced = self.known is not None or draft_token_ids_W is not None
+        log_reach = log_p.logsumexp(-1).clamp(min=LOG_ZERO) if is_reduced else None
+        return Pair(
+            log_p=log_p.clamp_(min=LOG_ZERO),
+            log_q=_scaled(draft_logits_CW, temperature).log_softmax(-1).clamp(min=LOG_ZERO),
+            log_reach=log_reach,
+            label_log_q=_label_log_q(draft_logits_CW, labels),
             temperature=temperature,
-            draft_token_ids_W=draft_token_ids_W,
-            labels=labels,
-            log_sum=None if self.known is None else self.known.log_sum_P,
         )
 
 
-def _part(known: Normalisers | None, rows: slice) -> Normalisers | None:
-    return None if known is None else Normalisers(log_sum_P=known.log_sum_P[rows], top1_P=known.top1_P[rows])
+@dataclass(frozen=True, kw_only=True)
+class SparseTarget:
+    """The target's K most likely tokens at each of N rows, most likely first, and the mass of all others; rows and chunk.
+
+    log_probs: `[N, K]` at temperature 1, any float type; token_ids: `[N, K]`, int64; log_tail: `[N]`, log of the other mass.
+    """
+
+    log_probs: Tensor
+    token_ids: Tensor
+    log_tail: Tensor
+
+    @property
+    def num_columns(self) -> int:
+        return self.log_probs.shape[-1]
+
+    @property
+    def top1_C(self) -> Tensor:
+        return self.token_ids[:, 0]
+
+    def at(self, rows: slice) -> SparseTarget:
+        return SparseTarget(log_probs=self.log_probs[rows], token_ids=self.token_ids[rows], log_tail=self.log_tail[rows])
+
+    def pair(
+        self,
+        draft_logits_CW: Tensor,
+        *,
+        temperature: float = 1.0,
+        draft_token_ids_W: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> Pair:
+        """Pair the rows with full rows of draft logits `[C, V]`.
+
+        The tail is one more bucket, for both sides: X is K + 1. Merging tokens never adds to a divergence, so KL, JSD and total
+        variation are lower bounds of the dense ones, and `acceptance` is an upper bound.
+
+        Raises:
+            ValueError: another temperature than the recorded one, or a reduced draft vocabulary, for which the tail cannot be
+                split.
+        """
+        if temperature != 1 or draft_token_ids_W is not None:
+            raise ValueError("a sparse target is for temperature 1, at which it was recorded, and the whole vocabulary")
+        log_q = at_least_float32(draft_logits_CW).log_softmax(-1).clamp(min=LOG_ZERO)
+        log_q_tail = log_q.scatter(-1, self.token_ids, LOG_ZERO).logsumexp(-1, keepdim=True)
+        log_p = torch.cat([self.log_probs, self.log_tail.unsqueeze(-1)], dim=-1).detach()
+        return Pair(
+            # Stored in half precision the masses no longer add up to 1, and a KL of equal sides would not be 0.
+            log_p=log_p.to(log_q.dtype).log_softmax(-1).clamp_(min=LOG_ZERO),
+            log_q=torch.cat([log_q.gather(-1, self.token_ids), log_q_tail], dim=-1),
+            label_log_q=_label_log_q(draft_logits_CW, labels),
+        )
+
+
+TargetRows = HiddenRows | SparseTarget
+TargetChunk = DenseChunk | SparseTarget
+
+
+def normalisers_at(known: Normalisers | None, places: slice | Tensor) -> Normalisers | None:
+    """Return normalisers at some places, None where there are none."""
+    return None if known is None else Normalisers(log_sum_P=known.log_sum_P[places], top1_P=known.top1_P[places])
 
 
 @torch.no_grad()
@@ -181,124 +217,14 @@ def normalise(model: PreTrainedModel, hidden_BTE: Tensor, places_N: Tensor, *, c
     return Normalisers(log_sum_P=log_sum_P, top1_P=top1_P)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SparseTarget:
-    """The target's K most likely tokens at each of N rows, most likely first, and the mass of all others; rows and chunk.
-
-    log_probs: `[N, K]` at temperature 1, any float type; token_ids: `[N, K]`, int64; log_tail: `[N]`, log of the other mass.
-    """
-
-    log_probs: Tensor
-    token_ids: Tensor
-    log_tail: Tensor
-    is_dense: ClassVar[bool] = False
-
-    def __len__(self) -> int:
-        return len(self.log_probs)
-
-    @property
-    def num_columns(self) -> int:
-        return self.log_probs.shape[-1]
-
-    @property
-    def top1_C(self) -> Tensor:
-        return self.token_ids[:, 0]
-
-    def at(self, rows: slice) -> SparseTarget:
-        return SparseTarget(log_probs=self.log_probs[rows], token_ids=self.token_ids[rows], log_tail=self.log_tail[rows])
-
-    def part(self, rows: slice) -> SparseTarget:
-        return self.at(rows)
-
-    def pair(
-        self,
-        draft_logits_CW: Tensor,
-        *,
-        temperature: float,
-        draft_token_ids_W: Tensor | None = None,
-        labels: Tensor | None = None,
-    ) -> Pair:
-        """Pair the rows with full rows of draft logits `[C, V]`.
-
-        The tail is one more bucket, for both sides: X is K + 1. Merging tokens never adds to a divergence, so KL, JSD and total
-        variation are lower bounds of the dense ones, and `acceptance` is an upper bound.
-
-        Raises:
-            ValueError: another temperature than the recorded one, or a reduced draft vocabulary, for which the tail cannot be
-                split.
-        """
-        if temperature != 1:
-            raise ValueError(f"the target was recorded at temperature 1, asked for {temperature}")
-        if draft_token_ids_W is not None:
-            raise ValueError("a sparse target cannot be paired with a reduced draft vocabulary")
-        log_q = at_least_float32(draft_logits_CW).log_softmax(-1).clamp(min=LOG_ZERO)
-        log_q_tail = log_q.scatter(-1, self.token_ids, LOG_ZERO).logsumexp(-1, keepdim=True)
-        log_p = torch.cat([self.log_probs, self.log_tail.unsqueeze(-1)], dim=-1).detach()
-        return Pair(
-            # Stored in half precision the masses no longer add up to 1, and a KL of equal sides would not be 0.
-            log_p=log_p.to(log_q.dtype).log_softmax(-1).clamp_(min=LOG_ZERO),
-            log_q=torch.cat([log_q.gather(-1, self.token_ids), log_q_tail], dim=-1),
-            label_log_q=_label_log_q(draft_logits_CW, labels),
-        )
-
-
-def dense_pair(
-    target_logits: Tensor,
-    draft_logits: Tensor,
-    *,
-    temperature: float = 1.0,
-    draft_token_ids_W: Tensor | None = None,
-    labels: Tensor | None = None,
-    log_sum: Tensor | None = None,
-) -> Pair:
-    """Pair full rows of logits.
-
-    Args:
-        target_logits: `[..., V]`, any float type, or `[..., W]` with `log_sum`. No gradient flows into it.
-        draft_logits: `[..., V]`, or `[..., W]` with `draft_token_ids_W`.
-        temperature: positive; divides the logits of both sides.
-        draft_token_ids_W: int64, the target's id of each of the draft's tokens (d2t). With `arange(W)` it drops padded rows.
-        labels: `[...]`, int64, **draft** ids of the next token, negative for none. Only `cross_entropy` reads them.
-        log_sum: `[...]`, log of the sum of exp(logits) over all V tokens, where the target's logits are of the draft's tokens
-            alone; at temperature 1.
-
-    Raises:
-        ValueError: the temperature is not positive, or not 1 with `log_sum`; or the two sides have no common vocabulary.
-    """
-    if not temperature > 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
-    if log_sum is not None and temperature != 1:
-        raise ValueError("normalised rows are for temperature 1")
-    num_shared = target_logits.shape[-1] if draft_token_ids_W is None else len(draft_token_ids_W)
-    if draft_logits.shape[-1] != num_shared:
-        raise ValueError(f"the draft has {draft_logits.shape[-1]} logits a position where {num_shared} are expected")
-    target = _scaled(target_logits.detach(), temperature)
-    draft = _scaled(draft_logits, temperature)
-    if log_sum is not None:
-        log_p = target - log_sum.unsqueeze(-1)
-    elif draft_token_ids_W is not None:
-        log_p = target.log_softmax(-1).index_select(-1, draft_token_ids_W)
-    else:
-        log_p = target.log_softmax(-1)
-    reduced = log_sum is not None or draft_token_ids_W is not None
-    log_reach = log_p.logsumexp(-1).clamp(min=LOG_ZERO) if reduced else None
-    return Pair(
-        log_p=log_p.clamp_(min=LOG_ZERO),
-        log_q=draft.log_softmax(-1).clamp(min=LOG_ZERO),
-        log_reach=log_reach,
-        label_log_q=_label_log_q(draft_logits, labels),
-        temperature=temperature,
-    )
+def at_least_float32(values: Tensor) -> Tensor:
+    """Return values in float32, or as they are in float64: what a divergence is computed in."""
+    return values if values.dtype == torch.float64 else values.float()
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
     wide = at_least_float32(logits)
     return wide if temperature == 1 else wide / temperature
-
-
-def at_least_float32(values: Tensor) -> Tensor:
-    """Return values in float32, or as they are in float64: what a divergence is computed in."""
-    return values if values.dtype == torch.float64 else values.float()
 
 
 def _label_log_q(draft_logits: Tensor, labels: Tensor | None) -> Tensor | None:

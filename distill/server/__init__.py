@@ -1,1 +1,1 @@
-"""The target behind an OpenAI-compatible API. Start with `logprobs.TargetServer`."""
+"""The target behind an OpenAI-compatible API. Start with `connection.Connection`."""

@@ -1,4 +1,4 @@
-"""One request to a server: its JSON answer, with further attempts where the failure may be temporary.
+"""One request to a server: its answer, with further attempts where the failure may be temporary.
 
 Waits grow and are randomised, so that requests that failed together are not repeated together; the seconds that a server asks
 for (Retry-After) are kept. The key is read from the environment, and masked where a server repeats it.
@@ -10,10 +10,14 @@ import itertools
 import logging
 import os
 import random
+import re
+from collections.abc import Mapping, Sequence
 from threading import Event
-from typing import Any
+from types import TracebackType
+from typing import Annotated, Any, Self
 
 import httpx2
+from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import from_json
 
 from configs.runtime.errors import InputError, first_line
@@ -27,6 +31,82 @@ LONGEST_ASKED_WAIT_SECONDS = 600.0  # a longer Retry-After counts as this
 JITTER = 0.5  # a wait is drawn from its mean, this share less or more
 PASSING = (httpx2.codes.REQUEST_TIMEOUT, httpx2.codes.TOO_MANY_REQUESTS)  # and every 5xx
 MAX_QUOTED = 300  # characters of a server's error message
+TOKEN_ID = re.compile(r"token_id:(\d+)")
+
+Distribution = Mapping[int, float]  # log-probabilities by token id, of the tokens that the server returned
+
+
+class Model(BaseModel):
+    """A model that a server has."""
+
+    id: str
+    max_model_len: int | None = None  # tokens, prompt and answer together; only vLLM gives it
+
+
+class _ModelList(BaseModel):
+    data: list[Model]
+
+
+class PromptLogprob(BaseModel):
+    """One token of one position, as `prompt_logprobs` gives it."""
+
+    logprob: float
+
+
+class _NextLogprobs(BaseModel):
+    top_logprobs: list[dict[str, float]] | None = None  # by position of the answer
+
+
+class CompletionChoice(BaseModel):
+    """One of a server's completions; only one is requested."""
+
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
+    logprobs: _NextLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None  # of the answer, the token that ended it included
+    finish_reason: str | None = None  # stop, length, or why there is no whole answer
+
+
+class _Usage(BaseModel):
+    prompt_tokens: int | None = None
+
+
+class _Transfer(BaseModel):
+    hidden_states_path: str
+
+
+class Completion(BaseModel):
+    """The answer to `POST completions`."""
+
+    choices: Annotated[list[CompletionChoice], Field(min_length=1)]
+    usage: _Usage | None = None
+    kv_transfer_params: _Transfer | None = None  # where a server of hidden states leaves them
+
+    def next_token(self, where: str) -> Distribution:
+        """Return the distribution of the answer's first token; empty where there is none.
+
+        Raises:
+            InputError: tokens are named by their text, of which several can share one.
+        """
+        logprobs = self.choices[0].logprobs
+        first = (logprobs.top_logprobs if logprobs is not None else None) or [{}]
+        found = {name: TOKEN_ID.fullmatch(name) for name in first[0]}
+        if named := next((name for name, match in found.items() if match is None), None):
+            raise InputError(f"{where} names tokens by text ({named[:20]!r}), not by id: it ignores return_tokens_as_token_ids")
+        return {int(match[1]): first[0][name] for name, match in found.items() if match is not None}
+
+    def check_read(self, sent: Sequence[int], where: str) -> None:
+        """Raise `InputError` where it names other token counts or token ids than those sent."""
+        choice = self.choices[0]
+        logprobs = None if choice.prompt_logprobs is None else len(choice.prompt_logprobs)
+        for number in (logprobs, None if self.usage is None else self.usage.prompt_tokens):
+            if number not in (None, len(sent)):
+                raise InputError(
+                    f"{where} answers for {number} tokens where {len(sent)} were sent: it cuts prompts off (raise its longest "
+                    "context, or send less) or adds tokens of its own"
+                )
+        if choice.prompt_token_ids is not None and choice.prompt_token_ids != list(sent):
+            raise InputError(f"{where} read other token ids than were sent; the target's ids mean something else to it")
 
 
 class GaveUp(InputError):
@@ -35,10 +115,6 @@ class GaveUp(InputError):
 
 class Refused(InputError):
     """The server refuses a request; another attempt would not help."""
-
-    def __init__(self, key: str, url: str, status: int, complaint: str) -> None:
-        super().__init__(f"{key}: {url} refuses a request (status {status}): {complaint}")
-        self.status, self.complaint = status, complaint
 
 
 class _MayPass(Exception):
@@ -52,12 +128,19 @@ class _MayPass(Exception):
 class Connection:
     """The HTTP client of one server, for several threads at once; `InputError` where the key's variable is not set.
 
-    `named_in` is the setting that names the server, for errors; they look for the other settings in its section.
+    To be used in a `with` statement, or closed. `named_in` is the setting that names the server, for errors; they look for the
+    other settings in its section.
     """
 
     def __init__(self, config: ServerConfig, named_in: str = "server.url") -> None:
-        self.config, self.named_in = config, named_in
-        key = self._read_key(config.api_key_variable)
+        self.config, self.section = config, named_in.rpartition(".")[0]
+        self.where = f"{named_in}: {config.url}"  # what begins each complaint about the server
+        variable = config.api_key_variable
+        key = None if variable is None else os.environ.get(variable)
+        if variable is not None and not key:
+            raise InputError(f"{self.section}.api_key_variable: the environment variable {variable} is not set")
+        if key is not None:
+            hide(key)
         self._stopping = Event()
         self._client = httpx2.Client(
             base_url=config.url,
@@ -66,6 +149,12 @@ class Connection:
             limits=httpx2.Limits(max_connections=config.concurrency),
         )
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
     def stop(self) -> None:
         """Make no further attempts: requests under way end with their current one."""
         self._stopping.set()
@@ -73,6 +162,27 @@ class Connection:
     def close(self) -> None:
         """Close all connections."""
         self._client.close()
+
+    def check_model(self) -> Model:
+        """Return the server's description of the model that the config names; `InputError` where it has none of that name."""
+        served = {model.id: model for model in self.models()}
+        if self.config.model not in served:
+            names = ", ".join(served) or "no model"
+            raise InputError(f"{self.section}.model: {self.config.url} serves {names}, got {self.config.model}")
+        return served[self.config.model]
+
+    def models(self) -> list[Model]:
+        """Return the models of the server; `InputError` where it cannot be reached, or is no OpenAI-compatible API."""
+        try:
+            return _ModelList.model_validate(self.send("GET", "models")).data
+        except (Refused, ValidationError) as error:
+            raise InputError(
+                f"{self.where} has no list of models: give the address of an API, such as http://host:8000/v1"
+            ) from error
+
+    def complete(self, body: dict[str, Any]) -> Completion:
+        """Return the answer to `POST completions`; for errors see `send` and `read_completion`."""
+        return read_completion(self.send("POST", "completions", body), self.where)
 
     def send(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         """Return the JSON of a successful answer, after further attempts where the failure may be temporary.
@@ -93,9 +203,8 @@ class Connection:
             wait = max(mean * random.uniform(1 - JITTER, 1 + JITTER), failure.asked_wait)
             logger.warning("server %s %s; trying again in %.1f s", self.config.url, failure, wait)
             pause(self._stopping, wait)
-        section = self.named_in.rpartition(".")[0]
-        tried = f"{attempt} attempts ({section}.retries, {section}.timeout_seconds)"
-        raise GaveUp(f"{self.named_in}: {self.config.url} {failure}; gave up after {tried}")
+        tried = f"{attempt} attempts ({self.section}.retries, {self.section}.timeout_seconds)"
+        raise GaveUp(f"{self.where} {failure}; gave up after {tried}")
 
     def _attempt(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
         try:
@@ -112,40 +221,14 @@ class Connection:
         except ValueError as error:  # a body without a length that was cut off ends like a whole one
             raise _MayPass("answers with JSON that is cut off or damaged") from error
 
-    def version(self) -> str | None:
-        """Return the version that the server names as vLLM does, next to its API; None where it names none."""
-        root = self.config.url.rstrip("/").removesuffix("/v1")
-        try:
-            response = self._client.get(f"{root}/version")
-            content = from_json(response.content) if response.is_success else None
-        except (httpx2.RequestError, ValueError):
-            return None
-        version = content.get("version") if isinstance(content, dict) else None
-        return version[:MAX_QUOTED] if isinstance(version, str) else None
-
-    @property
-    def _key_setting(self) -> str:
-        return f"{self.named_in.rpartition('.')[0]}.api_key_variable"
-
-    def _read_key(self, variable: str | None) -> str | None:
-        if variable is None:
-            return None
-        key = os.environ.get(variable)
-        if not key:
-            raise InputError(f"{self._key_setting}: the environment variable {variable} is not set")
-        hide(key)
-        return key
-
     def _refusal(self, response: httpx2.Response) -> InputError:
         """Return the error for a status that another attempt would not change."""
         status = response.status_code
         if status not in (httpx2.codes.UNAUTHORIZED, httpx2.codes.FORBIDDEN):
-            return Refused(self.named_in, self.config.url, status, self._complaint(response))
+            return Refused(f"{self.where} refuses a request (status {status}): {self._complaint(response)}")
         key = self.config.api_key_variable
-        sent = f"the key in {key}" if key else "requests without a key"
-        if not key:
-            sent += f"; name its variable in {self._key_setting}"
-        return InputError(f"{self.named_in}: {self.config.url} refuses {sent} (status {status})")
+        without = f"requests without a key; name its variable in {self.section}.api_key_variable"
+        return InputError(f"{self.where} refuses {f'the key in {key}' if key else without} (status {status})")
 
     def _complaint(self, response: httpx2.Response) -> str:
         """Return the server's error message on one line, shortened, without the key."""
@@ -168,3 +251,13 @@ def _asked_wait(response: httpx2.Response) -> float:
     """Return the seconds that the server asks to wait; 0 if it names none."""
     seconds = response.headers.get("retry-after", "")
     return min(float(seconds), LONGEST_ASKED_WAIT_SECONDS) if seconds.isdecimal() else 0.0
+
+
+def read_completion(content: Any, where: str) -> Completion:
+    """Return an answer to `POST completions`; `InputError`, which begins with `where`, if it has another form."""
+    try:
+        return Completion.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        finding = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise InputError(f"{where} answers in a form that is not known here: {finding}") from error

@@ -34,15 +34,12 @@ Ids = tuple[int, ...]
 
 
 class EngineStates:
-    """The states of one target by its servers. To be closed.
-
-    Raises:
-        InputError: see `StateServers`; or a server runs another target.
-    """
+    """The states of one target by its servers. To be closed."""
 
     def __init__(self, config: EngineStatesConfig, target: Target) -> None:
         self.config, self.target = config, target
         self.last, self.norm = num_blocks(target.model), final_norm(target.model)
+        self._width = int(target.model.config.get_text_config().hidden_size)
         self._lock = Lock()
         self._asked: dict[Ids, list[Future[ServedStates]]] = {}
         self.servers = StateServers(config)
@@ -62,11 +59,7 @@ class EngineStates:
         self.servers.close()
 
     def serve(self, taps: Sequence[int]) -> None:
-        """Check that the servers give these taps and the last block's state, from which the final one is made.
-
-        Raises:
-            InputError: one is missing.
-        """
+        """Check that the servers give these taps and the last block's state, from which the final one is made."""
         needed = sorted({*taps, self.last})
         if missing := [tap for tap in needed if tap not in self.servers.taps]:
             raise InputError(
@@ -80,7 +73,9 @@ class EngineStates:
         try:
             for batch in batches:
                 for ids in texts(batch):
-                    self._ask(ids)
+                    answer = self.servers.ask(ids)
+                    with self._lock:
+                        self._asked.setdefault(ids, []).append(answer)
                 waiting.append(batch)
                 if len(waiting) > self.config.prefetch:
                     yield waiting.popleft()
@@ -96,7 +91,7 @@ class EngineStates:
         Raises:
             InputError: no server is left, or one refuses.
         """
-        parts = _parts(batch)
+        parts = list(_parts(batch))
         answers = [self._take(ids) for *_, ids in parts]
         tapped_ABTE: list[Tensor] = []
         for column in self._columns(taps):
@@ -116,16 +111,6 @@ class EngineStates:
         answers = [self.servers.ask(row) for row in rows]
         return self._placed([answer.result().states_TAE[-num_last:] for answer in answers], taps)
 
-    @property
-    def _width(self) -> int:
-        """The width of the target's states."""
-        return int(self.target.model.config.get_text_config().hidden_size)
-
-    def _ask(self, ids: Ids) -> None:
-        answer = self.servers.ask(ids)
-        with self._lock:
-            self._asked.setdefault(ids, []).append(answer)
-
     def _take(self, ids: Ids) -> Future[ServedStates]:
         """Return what was asked before, once, or is asked now."""
         with self._lock:
@@ -139,8 +124,8 @@ class EngineStates:
         """Return where these taps, and the last block's state after them, stand in an answer."""
         return [self.servers.taps.index(tap) for tap in (*taps, self.last)]
 
-    def _placed(self, rows_BTAE: Sequence[Tensor], taps: Sequence[int]) -> TargetStates:
-        states_BTAE = upload(torch.stack(list(rows_BTAE)).to(self.target.model.dtype), self.target.device)
+    def _placed(self, rows_BTAE: list[Tensor], taps: Sequence[int]) -> TargetStates:
+        states_BTAE = upload(torch.stack(rows_BTAE).to(self.target.model.dtype), self.target.device)
         return self._finished([states_BTAE[:, :, column] for column in self._columns(taps)])
 
     @torch.no_grad()
@@ -177,15 +162,12 @@ class EngineStates:
         if self.target.spread_by is not None:
             own = read_states(model, ids_1T, self.servers.taps)
             errors = [relative_error(*pair) for pair in zip(found.taps_ABTE, own.taps_ABTE, strict=True)]
-            if not max(errors) <= self._rounding(answer.states_TAE.dtype):
+            # By how much the states of one target may differ in two programs, in a share of their size.
+            if not max(errors) <= max(rounding(model), 16 * torch.finfo(answer.states_TAE.dtype).eps):
                 raise InputError(f"{where}: its states of a probe differ by {max(errors):.3g} of their size from those here")
             compared += f", states within {max(errors):.2g} of their size"
         dtype = str(answer.states_TAE.dtype).removeprefix("torch.")
         logger.info("server %s gives the states of taps %s in %s: on a probe %s", server.url, server.taps, dtype, compared)
-
-    def _rounding(self, served: torch.dtype) -> float:
-        """Return by how much the states of one target may differ in two programs, in a share of their size."""
-        return max(rounding(self.target.model), 16 * torch.finfo(served).eps)
 
 
 def texts(batch: Batch) -> Iterator[Ids]:
@@ -193,14 +175,12 @@ def texts(batch: Batch) -> Iterator[Ids]:
     return (ids for *_, ids in _parts(batch))
 
 
-def _parts(batch: Batch) -> list[tuple[int, int, Ids]]:
-    """Return row, first position and token ids of each document in a batch."""
+def _parts(batch: Batch) -> Iterator[tuple[int, int, Ids]]:
+    """Yield row, first position and token ids of each document in a batch."""
     host = batch.on_host
-    parts = []
     for row, (ids_T, documents_T) in enumerate(zip(host.input_ids_BT, host.document_ids_BT, strict=True)):
         _, counts = documents_T[documents_T != NO_DOCUMENT].unique_consecutive(return_counts=True)
         start = 0
         for length in counts.tolist():
-            parts.append((row, start, tuple(ids_T[start : start + length].tolist())))
+            yield row, start, tuple(ids_T[start : start + length].tolist())
             start += length
-    return parts

@@ -1,33 +1,36 @@
 """Hidden states of texts from several servers that run the target: each gets work whenever it has time.
 
-A server that fails a request at every attempt is left out from then on and named in the log, and what it had is asked of the
-others. An answer is read and its file deleted as soon as it is written, so on disk there are at most as many as requests in
-flight.
+A server leaves the states of a text in a file of a shared folder, as vLLM's connector does. It answers before the file is
+written, and until then holds a lock on the empty file `NAME.lock` beside it. Where a file system does not carry locks from node
+to node, a file that is not whole yet is tried again until the time is up. A file is deleted once it is read, so there are at
+most as many as requests in flight. A server that fails a request at every attempt is left out from then on and named in the
+log, and what it had is asked of the others.
 T positions, A taps, E width of the target.
 """
 
 from __future__ import annotations
 
-import atexit
+import fcntl
 import logging
 import re
+import shutil
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from queue import SimpleQueue
-from threading import Event, Lock, Thread
+from threading import Event, Lock, Timer
 
-from pydantic import BaseModel, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import Tensor
 
 from configs.runtime.errors import InputError
+from configs.runtime.files import inside
 from configs.schema.data import ServerConfig
 from configs.schema.target import EngineStatesConfig
-from distill.server.connection import Connection, GaveUp, Refused
-from distill.server.responses import Completion, Distribution, ModelList
-from distill.server.state_files import NotWritten, check_folder, take_states
+from distill.server.connection import Connection, Distribution, GaveUp
 
 logger = logging.getLogger("draftsmith")
 
@@ -36,7 +39,14 @@ START = "start it with the line that scripts/serve_states.py prints for this rec
 SERVED_AS = "states-{taps}"  # the name under which a server gives the states of these taps, as states-2-15-27-30
 SERVED = re.compile(r"states-(\d+(?:-\d+)*)")
 NUM_LOGPROBS = 5  # of a checked answer
+FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.001, 0.05
+UNWRITTEN_SECONDS = 5.0  # how long a file may be missing while its lock is free: network disks show it late
+LEAST_FREE_BYTES = 2**20
 CLOSING_SECONDS = 5.0
+
+
+class NotWritten(InputError):
+    """A server answered, and its file did not come."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,35 +57,11 @@ class ServedStates:
     next_token: Distribution
 
 
-class _Transfer(BaseModel):
-    """Where a server leaves the states."""
-
-    hidden_states_path: str
-
-
-class _Answer(Completion):
-    """A completion whose states are on disk."""
-
-    kv_transfer_params: _Transfer | None = None
-
-
-@dataclass
-class _Job:
-    ids: tuple[int, ...]
-    future: Future[ServedStates] = field(default_factory=Future)
-    started: bool = False
-
-    def start(self) -> bool:
-        """Return whether somebody still waits for it; from then on its future can no longer be cancelled."""
-        self.started = self.started or self.future.set_running_or_notify_cancel()
-        return self.started
-
-
 class StateServer:
     """One server; `InputError` where it cannot be reached, or is not one that gives states."""
 
     def __init__(self, config: EngineStatesConfig, url: str, concurrency: int) -> None:
-        self.url, self.concurrency, self.folder = url, concurrency, Path(config.path)
+        self.url, self.folder, self.left_out = url, Path(config.path), False
         settings = ServerConfig(
             url=url,
             model="",
@@ -84,25 +70,15 @@ class StateServer:
             timeout_seconds=config.timeout_seconds,
             retries=config.retries,
         )
-        self.connection, self.left_out = Connection(settings, KEY), False
-        self.stopping = Event()
-        self.model, self.taps = self._model()
-
-    def _model(self) -> tuple[str, list[int]]:
-        """Return under which name it gives states, and of which taps."""
-        try:
-            served = [model.id for model in ModelList.model_validate(self.connection.send("GET", "models")).data]
-        except (Refused, ValidationError) as error:
+        self.connection, self.stopping = Connection(settings, KEY), Event()
+        served = [model.id for model in self.connection.models()]
+        self.model = next(filter(SERVED.fullmatch, served), "")
+        if not self.model:
             raise InputError(
-                f"{KEY}: {self.url} has no list of models: give an API's address, as http://host:8000/v1"
-            ) from error
-        for name in served:
-            if (found := SERVED.fullmatch(name)) is not None:
-                return name, sorted(map(int, found[1].split("-")))
-        raise InputError(
-            f"{KEY}: {self.url} serves {', '.join(served) or 'no model'}, and no name says which states it gives, as "
-            f"states-2-15-27-30 does; {START}"
-        )
+                f"{KEY}: {url} serves {', '.join(served) or 'no model'}, and no name says which states it gives, as "
+                f"states-2-15-27-30 does; {START}"
+            )
+        self.taps = sorted(map(int, self.model.split("-")[1:]))
 
     def fetch(self, ids: Sequence[int], *, with_next: bool = False) -> ServedStates:
         """Return the states of a text.
@@ -114,18 +90,8 @@ class StateServer:
         body = {"model": self.model, "prompt": list(ids), "max_tokens": 1, "temperature": 0}
         if with_next:
             body |= {"logprobs": NUM_LOGPROBS, "return_tokens_as_token_ids": True}
-        where = f"{KEY}: {self.url}"
-        try:
-            content = self.connection.send("POST", "completions", body)
-        except Refused as refused:
-            raise InputError(
-                f"{where} refuses a text of {len(ids)} tokens, and room for one more (status {refused.status}): "
-                f"{refused.complaint}"
-            ) from refused
-        try:
-            answer = _Answer.model_validate(content)
-        except ValidationError as error:
-            raise InputError(f"{where} gives an answer of another form than vLLM's") from error
+        where = self.connection.where
+        answer = self.connection.complete(body)
         if answer.kv_transfer_params is None:
             raise InputError(f"{where} answers without hidden states; {START}")
         name = PurePosixPath(answer.kv_transfer_params.hidden_states_path).name
@@ -139,11 +105,7 @@ class StateServer:
 
 
 class StateServers:
-    """Several servers as one queue of work. To be closed.
-
-    Raises:
-        InputError: the shared folder or a server cannot be used, or servers give states of different taps.
-    """
+    """Several servers, asked by a thread for each request that they take at a time. To be closed."""
 
     def __init__(self, config: EngineStatesConfig) -> None:
         check_folder(Path(config.path))
@@ -153,82 +115,129 @@ class StateServers:
             if server.taps != self.taps:
                 first = self.servers[0]
                 raise InputError(f"{KEY}: {first.url} gives {first.model} and {server.url} {server.model}; start all alike")
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._lock, self._gone = Lock(), ""
-        threads = [(server, number) for server in self.servers for number in range(server.concurrency)]
-        self._threads = [Thread(target=self._work, args=(server,), daemon=True) for server, _ in threads]
-        for thread in self._threads:
-            thread.start()
-        atexit.register(self.close)  # a thread at work while Python ends would abort the process
+        self._lock, self._gone = Lock(), "the servers of hidden states were closed"
+        self._free: SimpleQueue[StateServer | None] = (
+            SimpleQueue()
+        )  # each as often as it takes one more; None: no server is left
+        for server, limit in zip(self.servers, config.limits, strict=True):
+            for _ in range(limit):
+                self._free.put(server)
+        self._pool = ThreadPoolExecutor(max_workers=sum(config.limits))
 
     def ask(self, ids: Sequence[int]) -> Future[ServedStates]:
         """Return the states of a text, once a server has given them; its error is an `InputError`."""
-        job = _Job(tuple(ids))
-        with self._lock:
-            if self._gone:
-                job.future.set_exception(InputError(self._gone))
-            else:
-                self._jobs.put(job)
-        return job.future
+        try:
+            return self._pool.submit(self._fetch, tuple(ids))
+        except RuntimeError as error:  # the pool was shut down
+            raise InputError(self._gone) from error
 
     def close(self) -> None:
-        """End the work: what is under way is finished where it takes seconds, and the rest is dropped."""
-        atexit.unregister(self.close)
-        self._end("the servers of hidden states were closed")
+        """Drop what waits, and end the rest: what is under way is finished where it takes seconds, so that no file is left."""
         for server in self.servers:
             server.connection.stop()
-        deadline = time.monotonic() + CLOSING_SECONDS
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        timer = Timer(CLOSING_SECONDS, self._end)
+        timer.start()
+        self._pool.shutdown(cancel_futures=True)
+        timer.cancel()
+        self._end()
+
+    def _end(self) -> None:
+        self._free.put(None)
         for server in self.servers:
             server.stopping.set()
             server.connection.close()
 
-    def _work(self, server: StateServer) -> None:
-        """Do one piece of work after the other, until the end or until the server is left out."""
-        while (job := self._jobs.get()) is not None:
+    def _fetch(self, ids: tuple[int, ...]) -> ServedStates:
+        while (server := self._free.get()) is not None:
             if server.left_out:
-                self._again(job)
-                return
-            if not job.start():
                 continue
             try:
-                job.future.set_result(server.fetch(job.ids))
+                states = server.fetch(ids)
             except (GaveUp, NotWritten) as error:
                 self._leave_out(server, error)
-                self._again(job)
-                return
-            except BaseException as error:  # whoever waits for the answer is told
-                job.future.set_exception(error)
+                continue
+            except BaseException:
+                self._free.put(server)
+                raise
+            self._free.put(server)
+            return states
+        self._free.put(None)  # for the other threads
+        raise InputError(self._gone)
 
     def _leave_out(self, server: StateServer, error: InputError) -> None:
         with self._lock:
-            if server.left_out or self._gone:
+            if server.left_out:
                 return
             server.left_out = True
             left = sum(not each.left_out for each in self.servers)
-        logger.warning("server %s is left out from now on: %s; %d of %d are left", server.url, error, left, len(self.servers))
-        if not left:
-            self._end(
-                f"{KEY}: no server is left, the last to fail was {server.url}: {error}; start one again, and run the same "
-                "command again"
+            logger.warning(
+                "server %s is left out from now on: %s; %d of %d are left", server.url, error, left, len(self.servers)
             )
+            if not left:
+                self._gone = (
+                    f"{KEY}: no server is left, the last to fail was {server.url}: {error}; start one again, and run the same "
+                    "command again"
+                )
+                self._free.put(None)
 
-    def _again(self, job: _Job) -> None:
-        """Put work that a server did not do back into the queue; where no server is left for it, whoever waits is told."""
-        with self._lock:
-            if not self._gone:
-                self._jobs.put(job)
-            elif job.start():
-                job.future.set_exception(InputError(self._gone))
 
-    def _end(self, reason: str) -> None:
-        """Take no more work, and drop what waits."""
-        with self._lock:
-            self._gone = self._gone or reason
-            while not self._jobs.empty():
-                waiting = self._jobs.get()
-                if waiting is not None and waiting.start():
-                    waiting.future.set_exception(InputError(self._gone))
-            for _ in self._threads:
-                self._jobs.put(None)
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that is not there or cannot be written to; files are deleted once read."""
+    if not folder.is_dir():
+        raise InputError(f"target.states.path: {folder} is no folder here; give the one that servers and training share")
+    probe = folder / ".draftsmith-probe"
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise InputError(
+            f"target.states.path: {folder} cannot be written to ({error.strerror}), and files are deleted there once read"
+        ) from error
+
+
+def take_states(folder: Path, name: str, timeout_seconds: float, stopping: Event) -> tuple[Tensor, list[int]]:
+    """Return what a server wrote into a file, states `[T, A, E]` and the token ids that it read, and delete its files."""
+    path = inside(folder, name, "target.states: a server's answer")
+    lock = path.with_name(f"{path.name}.lock")
+    deadline, wait = time.monotonic() + timeout_seconds, FIRST_WAIT_SECONDS
+    missing_since: float | None = None
+    try:
+        while True:
+            now, problem, held = time.monotonic(), "is not written", _is_held(lock)
+            if not held:
+                try:
+                    tensors = load(path.read_bytes())
+                    return tensors["hidden_states"], tensors["token_ids"].tolist()
+                except FileNotFoundError:
+                    problem = "is not there"
+                    missing_since = (missing_since or now) if held is not None else None
+                except (SafetensorError, KeyError):
+                    problem = "is not whole"
+            over = now > deadline or (missing_since is not None and now - missing_since > UNWRITTEN_SECONDS)
+            if over or stopping.is_set():
+                break
+            stopping.wait(wait)
+            wait = min(2 * wait, LONGEST_WAIT_SECONDS)
+    except OSError as error:
+        raise InputError(f"target.states.path: {path} cannot be read ({error.strerror})") from error
+    finally:
+        for each in (path, lock):
+            each.unlink(missing_ok=True)
+    if (free := shutil.disk_usage(folder).free) < LEAST_FREE_BYTES:
+        raise InputError(f"target.states.path: the disk of {folder} is full ({free} bytes are free); free space there")
+    raise NotWritten(
+        f"its file {path.name} {problem} in target.states.path {folder}: is that the folder it was started with, and has its "
+        "disk room?"
+    )
+
+
+def _is_held(lock: Path) -> bool | None:
+    """Return whether a server holds the lock; None where there is none, yet or at all."""
+    try:
+        with lock.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return None
+    except BlockingIOError:
+        return True
+    return False

@@ -16,11 +16,10 @@ from configs.schema.data import CacheConfig, DataConfig, PromptsConfig
 from configs.schema.evaluation import EvalConfig
 from configs.schema.training import DistillConfig, HeadsConfig
 from distill.cache.format import read_manifest as read_cache_manifest
-from distill.dataset.batches import Example
 from distill.dataset.conversations import check_written_for, is_written_by_target, read_conversations
 from distill.generation.server_answers import read_ids
 from distill.generation.sources import read_prompts
-from distill.server.responses import check_read, read_completion, read_top_k
+from distill.server.connection import read_completion
 from heads.frozen.identity import TargetIdentity
 from heads.metadata import read_metadata
 from train.loop.checkpoints import read_manifest as read_checkpoint_manifest
@@ -162,10 +161,9 @@ SERVED = {
 def read_served(content):
     """Read a server's answer in every way there is; each may refuse it, in a sentence of its own."""
     ways = (
-        lambda completion: check_read(completion, [1, 2], "here"),
+        lambda completion: completion.check_read([1, 2], "here"),
         lambda completion: read_ids(completion, 3, [9], 20, "here"),
         lambda completion: completion.next_token("here"),
-        lambda completion: read_top_k(completion, Example((1, 2), 1), k=1, vocab_size=9, where="here"),
     )
     with suppress(InputError):
         completion = read_completion(content, "here")
@@ -178,7 +176,7 @@ def read_served(content):
 @FUZZ
 def test_whatever_a_server_answers_is_an_answer_or_a_sentence(data):
     completion = read_completion(SERVED, "here")
-    check_read(completion, [1, 2], "here")
+    completion.check_read([1, 2], "here")
     assert read_ids(completion, 3, [9], 20, "here") == [3, 4, 9]
     read_served(spoil(SERVED, data))
     read_served(data.draw(VALUES))

@@ -16,7 +16,7 @@ from configs.schema.target import TargetConfig
 from distill.generation.make_dataset import make_dataset
 from distill.generation.server_answers import ServerAnswerJob
 from distill.server import connection as server_connection
-from distill.server.logprobs import TargetServer
+from distill.server.connection import Connection
 from heads.frozen.loading import load_target
 from tests.faults.conftest import kill_at_call, start_pair
 from tests.faults.test_making import made
@@ -55,10 +55,10 @@ def serve(monkeypatch):
 
 
 def test_an_answer_cut_off_is_asked_for_again_and_one_that_always_is_is_reported(serve):
-    with TargetServer(ServerConfig(url=serve(2), model="tiny", retries=2)) as connection:
+    with Connection(ServerConfig(url=serve(2), model="tiny", retries=2)) as connection:
         connection.check_model()
     with (
-        TargetServer(ServerConfig(url=serve(3), model="tiny", retries=1)) as connection,
+        Connection(ServerConfig(url=serve(3), model="tiny", retries=1)) as connection,
         pytest.raises(InputError, match=r"cannot be reached \(RemoteProtocolError: .*gave up after 2 attempts"),
     ):
         connection.check_model()
@@ -79,7 +79,7 @@ def served_data(project, tmp_path, api):
 
     def make(name, **settings):
         plain = project.data(tmp_path / name).model_dump()
-        server = {"url": api.url, "model": "tiny", "concurrency": 4, "retries": 0, "failures_in_a_row": 2, **settings}
+        server = {"url": api.url, "model": "tiny", "concurrency": 4, "retries": 0, **settings}
         parts = {"answers": plain["answers"] | {"written_by": "server"}, "prompts": plain["prompts"] | {"num_prompts": 16}}
         return DataConfig.model_validate(plain | parts | {"server": server})
 
@@ -114,7 +114,7 @@ def test_a_server_that_goes_away_ends_the_command_with_one_sentence_and_code_2(s
     gone = start(make_dataset, served_data("data"))
     assert gone.end() == BAD_INPUT, gone.said
     (line,) = [line for line in gone.said.splitlines() if line.startswith("error: ")]
-    assert "2 requests in a row (server.failures_in_a_row) were given up" in line
+    assert "gave up after 1 attempts" in line
     assert "rerun the same command to resume" in line
     assert "Traceback" not in gone.said
     asked = answers_asked(api)

@@ -45,11 +45,10 @@ def batch_of(conversations, numbers, max_length=512):
     return collate([dataset[number] for number in numbers])
 
 
-def cache_job(target, data_file, conversations, output, server=None, **settings):
+def cache_job(target, data_file, conversations, output, **settings):
     """Return the job of making a cache in the folder `output`."""
     config = CacheConfig(data=str(data_file), output=str(output), **settings)
-    sha256 = sha256_of(data_file)
-    return CacheJob(target=target, conversations=conversations, config=config, data_sha256=sha256, server=server)
+    return CacheJob(target=target, conversations=conversations, config=config, data_sha256=sha256_of(data_file))
 
 
 def run(job):

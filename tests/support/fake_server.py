@@ -43,8 +43,6 @@ class Api:
             return *trouble, {"error": {"message": "overloaded"}}
         if self.key is not None and headers.get("Authorization") != f"Bearer {self.key}":
             return 401, {}, {"error": "Unauthorized"}
-        if path == "/version":
-            return 200, {}, {"version": "1.2.3"}
         if path == "/v1/models":
             return 200, {}, {"object": "list", "data": [{"id": self.name, "object": "model"}]}
         if path != "/v1/completions":

@@ -4,7 +4,7 @@ import torch
 from torch.nn import functional
 
 from distill.loss.chunked import LogitHead, LossPart, chunked_losses
-from distill.loss.pairs import HiddenRows, SparseTarget
+from distill.loss.pairs import DenseChunk, HiddenRows, SparseTarget
 from distill.signals import signal_source
 
 
@@ -17,6 +17,11 @@ def linear_head(weight_VD, bias_V=None):
 def random_logits(seed, columns=11):
     """Return seven rows of random logits in float64, always the same."""
     return 2 * torch.randn(7, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def dense_pair(target_logits, draft_logits, **options):
+    """Pair whole rows of logits."""
+    return DenseChunk(logits_CX=target_logits).pair(draft_logits, **options)
 
 
 def chunked_loss(target, draft_hidden_ND, draft_head, divergence, weights_N, *, chunk_size, temperature=1.0, **more):

@@ -175,7 +175,7 @@ def test_a_cache_made_by_servers_holds_what_the_local_target_would_write(tmp_pat
 def test_a_server_that_dies_is_left_out_and_its_work_done_elsewhere(
     opened, servers, whole, greedy_rows, disk, caplog, monkeypatch
 ):
-    monkeypatch.setattr("distill.server.state_files.UNWRITTEN_SECONDS", 0.2)
+    monkeypatch.setattr("distill.server.states.UNWRITTEN_SECONDS", 0.2)
     target = opened()
     batches = [collate(list(ConversationDataset(greedy_rows, 64))[start : start + 4]) for start in (0, 4, 8, 12)]
     dead, alive = servers
@@ -268,7 +268,7 @@ def test_a_full_disk_is_named(opened, servers, greedy_rows, monkeypatch):
     for server in servers:
         server.file_troubles = ["lost"] * 9
     usage = type("Usage", (), {"free": 10})
-    monkeypatch.setattr("distill.server.state_files.shutil.disk_usage", lambda _: usage)
-    monkeypatch.setattr("distill.server.state_files.UNWRITTEN_SECONDS", 0.05)
+    monkeypatch.setattr("distill.server.states.shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr("distill.server.states.UNWRITTEN_SECONDS", 0.05)
     with pytest.raises(InputError, match=r"the disk of .* is full"):
         target.states_from.states(collate(list(ConversationDataset(greedy_rows, 64))[:2]))

@@ -220,5 +220,4 @@ def _cache_rows(config: PlanConfig, layout: RowLayout, work: Workload, dataset: 
     if dataset is None or config.workload != type(config.workload)():
         tokens = work.num_conversations * work.mean_tokens
         return round(tokens * (1.0 if layout.every_position else work.label_share))
-    pairs = zip(dataset.lengths.tolist(), dataset.answer_starts.tolist(), strict=True)
-    return sum(layout.num_rows(*pair) for pair in pairs)
+    return int(layout.num_rows(dataset.lengths, dataset.answer_starts).sum())

@@ -1,18 +1,14 @@
 """A cache with taps says at every position what the target says online, and is refused by heads that want something else."""
 
 import json
-import logging
-import shutil
 
 import pytest
 import torch
-from safetensors import safe_open
 
 from configs.runtime.errors import ConfigError, InputError
 from configs.schema.data import CacheConfig
 from configs.schema.training import DistillConfig
 from distill.cache import writer as cache_making
-from distill.cache.format import read_manifest
 from distill.cache.reader import check_fits, open_cache
 from distill.dataset.batches import ConversationDataset
 from distill.loss.pairs import normalise
@@ -24,7 +20,6 @@ from tests.support.losses import target_hidden
 
 TAPS = [0, 2, 4]
 WIDTH = 32
-FAMILIES = pytest.mark.parametrize("name", sorted(checks.CONFIGS))
 
 
 @pytest.fixture(scope="module")
@@ -54,25 +49,16 @@ def job(tmp_path, data_file, conversations, target):
     return make
 
 
-@pytest.fixture(scope="module")
-def made_once(tmp_path_factory, conversations, target):
-    folder = tmp_path_factory.mktemp("made_once")
-    data_file = write_rows(folder / "train.jsonl", conversations)
-    settings = {"taps": TAPS, "dtype": "float32", "batch_size": 3, "shard_megabytes": 0.02}
-    run(cache_job(target, data_file, conversations, folder / "cache", **settings))
-    return folder / "cache"
-
-
 @pytest.fixture
-def cache(made_once, tmp_path, data_file, target):
-    return open_cache(shutil.copytree(made_once, tmp_path / "cache"), data_file, target)
+def cache(job, tmp_path, data_file, target):
+    run(job())
+    return open_cache(tmp_path / "cache", data_file, target)
 
 
 # --- what it says -------------------------------------------------------------------------------------------------
 
 
-@FAMILIES
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("name", "dtype"), [*((name, "float32") for name in sorted(checks.CONFIGS)), ("llama", "bfloat16")])
 def test_states_are_those_read_online_to_the_bit(name, dtype, job, tmp_path, data_file, conversations, as_target):
     target = as_target(checks.tiny_target(name))
     run(job(target=target, dtype=dtype, batch_size=1))  # one by one: the shape of a forward decides the last bits
@@ -141,32 +127,22 @@ def test_without_taps_the_final_state_alone_is_kept_at_every_position(job, tmp_p
     ("settings", "row"),
     [
         ({"taps": None}, WIDTH * 4),
-        ({"taps": []}, WIDTH * 4 + 8),
         ({"taps": TAPS}, 4 * WIDTH * 4 + 8),
         ({"taps": None, "kind": "top_k", "k": 7}, 7 * 4 + 4 + 6),  # of 64 tokens, so 6 bits an id
     ],
 )
-def test_the_size_told_and_checked_before_is_that_on_disk(job, tmp_path, conversations, caplog, monkeypatch, settings, row):
+def test_the_size_told_and_checked_before_is_that_on_disk(job, tmp_path, conversations, monkeypatch, settings, row):
     checked = []
     monkeypatch.setattr(cache_making, "check_room", lambda folder, num_bytes: checked.append(num_bytes))
-    with caplog.at_level(logging.INFO, logger=cache_making.logger.name):
-        manifest = run(job(**settings))
+    manifest = run(job(**settings))
     tokens = sum(len(row.answer_ids) + (0 if settings["taps"] is None else len(row.prompt_ids)) for row in conversations)
-    assert f"target cache: {row} bytes a token, {tokens * row / 1e6:.1f} MB in all" in caplog.text
     assert checked == [tokens * row]
     on_disk = 0
     for number in range(manifest.num_shards):
         content = (tmp_path / "cache" / f"shard-{number:05d}.safetensors").read_bytes()
-        header = 8 + int.from_bytes(content[:8], "little")
-        assert header < 800
-        on_disk += len(content) - header
+        on_disk += len(content) - 8 - int.from_bytes(content[:8], "little")
     num_tensors = len(manifest.layout.tensors(0))
     assert on_disk == tokens * row + len(conversations) * 8 * (1 + num_tensors)  # offsets and checksums
-
-
-def test_a_shard_holds_each_state_under_its_name(cache):
-    with safe_open(cache.folder.path / "shard-00000.safetensors", framework="pt") as file:
-        assert set(file.keys()) == {"hidden", "h_0", "h_2", "h_4", "log_sum", "top1", "offsets", "checksums"}
 
 
 def test_taps_in_8_bits_are_right_to_a_sixteenth_and_the_target_s_distribution_is_untouched(
@@ -203,13 +179,6 @@ def test_a_head_of_taps_that_are_not_kept_is_refused_and_one_of_fewer_is_not(cac
         cache.check_keeps([1, 2, 3])
 
 
-def test_taps_of_another_convention_are_refused_with_both_named(cache, data_file, target):
-    change_layout(cache.folder.path, convention="h_i is what block i reads")
-    other = open_cache(cache.folder.path, data_file, target)
-    with pytest.raises(InputError, match=r"there, h_i is what block i reads; here, h_0 is the embedding output"):
-        other.check_keeps(TAPS)
-
-
 def test_normalisers_of_a_target_in_another_dtype_are_refused_with_both_named(cache, data_file, target):
     change_layout(cache.folder.path, target_dtype="bfloat16")
     with pytest.raises(InputError, match=r"made with target\.dtype bfloat16, and the target is in float64 here"):
@@ -222,13 +191,6 @@ def test_a_cache_for_distillation_is_refused_by_heads(job, tmp_path, data_file, 
     cache = open_cache(tmp_path / "cache", data_file, target)
     with pytest.raises(InputError, match=rf"kind {settings['kind']}, without taps.* taps: \[2\], or set data\.cache to null"):
         cache.check_keeps([2])
-
-
-@pytest.mark.parametrize("changes", [{"convention": None}, {"taps": None}, {"target_dtype": None}, {"kind": "top_k"}])
-def test_a_manifest_that_names_half_of_it_is_refused(cache, changes):
-    change_layout(cache.folder.path, **changes)
-    with pytest.raises(InputError, match="layout"):
-        read_manifest(cache.folder.path)
 
 
 def test_taps_behind_the_last_block_are_refused_before_anything_is_written(job, tmp_path):

@@ -6,19 +6,18 @@ import logging
 import math
 import shutil
 import threading
-from collections import Counter, namedtuple
+from collections import namedtuple
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from configs.runtime.errors import ConfigError, InputError
-from configs.runtime.files import BackgroundWrite
 from configs.schema.learning import LossConfig
 from configs.schema.training import DistillConfig, HeadsConfig
-from distill.cache.format import SHARD, RowLayout, check_folder, read_places
+from distill.cache.format import SHARD, RowLayout, check_folder, pack_ids, read_places, unpack_ids
 from distill.cache.reader import check_fits, open_cache
-from distill.cache.rows import encode, pack_ids, unpack_ids
+from distill.cache.rows import encode
 from distill.cache.storage import Folder
 from distill.cache.writer import CacheJob, plan_shards
 from distill.dataset.batches import ConversationDataset
@@ -59,18 +58,11 @@ def job(tmp_path, data_file, conversations, byte_target):
     return make
 
 
-@pytest.fixture(scope="module")
-def made_once(tmp_path_factory, conversations, byte_target):
-    folder = tmp_path_factory.mktemp("made_once")
-    data_file = write_rows(folder / "train.jsonl", conversations)
-    run(cache_job(byte_target, data_file, conversations, folder / "cache", dtype="float32", shard_megabytes=0.008))
-    return folder / "cache"
-
-
 @pytest.fixture
-def cache(made_once, tmp_path, data_file, byte_target):
+def cache(job, tmp_path, data_file, byte_target):
     """A cache of hidden states in float32, several shards."""
-    return open_cache(shutil.copytree(made_once, tmp_path / "cache"), data_file, byte_target)
+    run(job(dtype="float32", shard_megabytes=0.008))
+    return open_cache(tmp_path / "cache", data_file, byte_target)
 
 
 @pytest.fixture
@@ -98,11 +90,6 @@ def assert_same_learning(objective, batch, found, expected, tolerance):
 # --- what a row takes ---------------------------------------------------------------------------------------------
 
 
-def test_more_tokens_than_the_vocabulary_has_are_refused(job):
-    with pytest.raises(ConfigError, match=r"k: expected at most 25\d, the size of the target's vocabulary, got 300"):
-        job(kind="top_k", k=300).prepare()
-
-
 @pytest.mark.parametrize(("bits", "num_ids"), [(1, 3), (7, 1), (8, 2), (9, 5), (16, 3), (18, 32), (31, 2)])
 def test_packed_ids_are_one_long_number_of_lowest_bits_first_and_come_back(bits, num_ids):
     ids = torch.randint(2**bits, (4, num_ids), generator=torch.Generator().manual_seed(bits))
@@ -114,35 +101,21 @@ def test_packed_ids_are_one_long_number_of_lowest_bits_first_and_come_back(bits,
     assert torch.equal(unpack_ids(packed, num_ids, bits), ids)
 
 
-@pytest.mark.parametrize(("vocab_size", "bits"), [(2, 1), (3, 2), (4, 2), (5, 3), (65_536, 16), (65_537, 17)])
-def test_an_id_takes_as_many_bits_as_the_largest_one_needs(vocab_size, bits):
-    assert RowLayout(kind="top_k", dtype="float16", width=1, vocab_size=vocab_size).bits == bits
-
-
 # --- what a row says ----------------------------------------------------------------------------------------------
 
 
-def test_learning_from_hidden_states_is_learning_online(cache, conversations, byte_target, objective):
-    batch = batch_of(conversations, [7, 0, 10, 3])
+@pytest.mark.parametrize("max_length", [512, 6])  # at 6 half of the conversations have no answer and are dropped
+def test_learning_from_hidden_states_is_learning_online(cache, conversations, byte_target, objective, max_length):
+    batch = batch_of(conversations, [5, 0, 4, 3], max_length)
     assert_same_learning(objective(), batch, cache.signal(batch), target_hidden(byte_target, batch), 1e-6)
 
 
-@pytest.mark.parametrize("max_length", [14, 6])  # at 6 half of the conversations have no answer and are dropped
-def test_shorter_conversations_than_the_caches_are_served_too(cache, conversations, byte_target, objective, max_length):
-    batch = batch_of(conversations, [5, 2, 4], max_length)
-    assert batch.input_ids_BT.shape[1] == max_length
-    assert_same_learning(objective(), batch, cache.signal(batch), target_hidden(byte_target, batch), 1e-6)
-
-
-@pytest.mark.parametrize("divergence", ["forward_kl", "total_variation"])
-def test_learning_from_the_whole_vocabulary_is_learning_online(
-    job, tmp_path, data_file, conversations, byte_target, objective, divergence
-):
+def test_learning_from_the_whole_vocabulary_is_learning_online(job, tmp_path, data_file, conversations, byte_target, objective):
     run(job(kind="top_k", k=len(byte_target.tokenizer), dtype="float32"))
     cache = open_cache(tmp_path / "cache", data_file, byte_target)
     batch = batch_of(conversations, [4, 11, 1])
     expected = target_hidden(byte_target, batch)
-    assert_same_learning(objective(divergence=divergence), batch, cache.signal(batch), expected, 2e-6)
+    assert_same_learning(objective(), batch, cache.signal(batch), expected, 2e-6)
 
 
 def test_in_half_precision_the_most_likely_tokens_and_the_tail_are_right_to_three_digits(
@@ -201,7 +174,6 @@ def test_a_cut_off_run_goes_on_to_the_same_bytes(job, tmp_path, monkeypatch, set
     [
         ({"kind": "top_k", "k": 3}, {"kind": "last_hidden"}),
         ({"kind": "top_k", "k": 3}, {"max_length": 30}),
-        ({"kind": "top_k", "k": 3}, {"shard_megabytes": 0.001}),
         ({"taps": [0, 2]}, {"taps": [1, 2]}),
     ],
 )
@@ -212,88 +184,40 @@ def test_shards_of_another_job_are_not_taken_for_ones_own(job, tmp_path, wanted,
     assert shard_files(tmp_path / "cache") == shard_files(tmp_path / "fresh")
 
 
-def test_two_processes_write_what_one_writes_and_show_what_both_have_done(job, tmp_path, monkeypatch, caplog):
+def test_two_processes_write_what_one_writes_and_show_what_both_have_done(job, tmp_path, caplog):
     run(job("one", shard_megabytes=0.003))
     shared = job("two", shard_megabytes=0.003)
     shared.prepare()
     with pytest.raises(RuntimeError, match="the first is 0"):
         shared.finish()
-    made, write_shard = {0: [], 1: []}, CacheJob._write_shard
-
-    def write(job, claims, number, *shard):
-        made[int(threading.current_thread().name)].append(number)
-        write_shard(job, claims, number, *shard)
-
-    monkeypatch.setattr(CacheJob, "_write_shard", write)
-    monkeypatch.setattr(BackgroundWrite, "start", lambda self, write: write())
     caplog.set_level(logging.INFO)
-    caplog.clear()
-    workers = [threading.Thread(target=shared.work, kwargs={"rank": rank, "num_processes": 2}, name=str(rank)) for rank in made]
+    workers = [threading.Thread(target=shared.work, kwargs={"rank": rank, "num_processes": 2}) for rank in (0, 1)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
-    assert sorted(made[0] + made[1]) == list(range(shared.finish().num_shards))
-    assert made[0][0] == 0
-    assert made[1][0] > 0
-    shown = [message.partition(" in ")[0] for message in caplog.messages if " tokens in " in message]
-    assert f"target cache: {sum(shared._lengths)} tokens" in shown
+    shared.finish()
+    assert f"target cache: {sum(shared._lengths)} tokens" in [message.partition(" in ")[0] for message in caplog.messages]
     assert shard_files(tmp_path / "two") == shard_files(tmp_path / "one")
 
 
-def test_a_shard_costs_the_same_calls_however_many_there_are(byte_target, tmp_path, monkeypatch):
-    def calls(count):
-        rows = random_conversations([(2, 2)] * count, 258, seed=5)
-        job = cache_job(
-            byte_target, write_rows(tmp_path / f"{count}.jsonl", rows), rows, tmp_path / str(count), shard_megabytes=1e-6
-        )
-        job.prepare()
-        assert len(job._plan) == count
-        found = Counter()
-        with monkeypatch.context() as patch:
-            for name in ("names", "has", "read", "write", "create", "delete"):
-                plain = getattr(Folder, name)
-                patch.setattr(Folder, name, lambda *args, name=name, plain=plain: found.update([name]) or plain(*args))
-            job.work(rank=0, num_processes=1)
-        return found
+def test_a_write_that_fails_ends_the_run_which_resumes(job, monkeypatch, tmp_path):
+    write_shard = CacheJob._write_shard
 
-    few, many = calls(20), calls(60)
-    assert many["names"] == few["names"] < 6
-    assert {name: many[name] - few[name] for name in ("has", "write", "create", "delete")} == dict.fromkeys(
-        ("has", "write", "create", "delete"), 40
-    )
-
-
-def test_the_next_shard_is_computed_while_one_is_written_and_a_write_that_fails_ends_the_run(job, monkeypatch, tmp_path):
-    made, computed, write_shard, compute = [], [], CacheJob._write_shard, CacheJob._shard_tensors
-    second = threading.Event()
-
-    def tensors(self, examples):
-        computed.append(len(made))
-        if len(computed) == 2:
-            second.set()
-        return compute(self, examples)
-
-    def write(self, claims, number, *shard):
-        if not made:
-            assert second.wait(30)  # which comes while this one is under way
-        if len(made) == 2:
+    def write(self, claims, number, tensors):
+        if number == 2:
             raise InputError("the disk is full")
-        write_shard(self, claims, number, *shard)
-        made.append(number)
+        write_shard(self, claims, number, tensors)
 
-    monkeypatch.setattr(CacheJob, "_shard_tensors", tensors)
-    monkeypatch.setattr(CacheJob, "_write_shard", write)
-    own = job("overlap", shard_megabytes=0.003)
-    own.prepare()
-    with pytest.raises(InputError, match="the disk is full"):
-        own.work(rank=0, num_processes=1)
-    assert computed[:2] == [0, 0]
-    assert own.finished() == set(made) == {0, 1}
-    monkeypatch.undo()
+    own = job("own", shard_megabytes=0.003)
+    with monkeypatch.context() as patch:
+        patch.setattr(CacheJob, "_write_shard", write)
+        with pytest.raises(InputError, match="the disk is full"):
+            run(own)
+    assert own.finished() == {0, 1}
     run(own)
     run(job("alone", shard_megabytes=0.003))
-    assert shard_files(tmp_path / "overlap") == shard_files(tmp_path / "alone")
+    assert shard_files(tmp_path / "own") == shard_files(tmp_path / "alone")
 
 
 def test_a_shard_of_a_cache_that_was_made_of_other_settings_is_not_read(job, data_file, byte_target, conversations, tmp_path):
@@ -323,21 +247,16 @@ def test_hidden_states_too_large_for_their_type_are_refused(byte_target):
         encode(byte_target, layout, torch.full((1, 32), 1e5), 1)
 
 
-def test_a_folder_that_holds_something_else_is_left_alone(tmp_path):
-    (tmp_path / "thesis.tex").write_text("\\dots")
-    with pytest.raises(InputError, match=r"holds thesis\.tex, which is no part of a target cache"):
-        check_folder(Folder(tmp_path))
-    with pytest.raises(InputError, match="is a file"):
-        check_folder(Folder(tmp_path / "thesis.tex"))
-
-
-def test_what_a_killed_run_leaves_behind_is_no_obstacle(job, tmp_path):
+def test_what_a_killed_run_leaves_behind_is_no_obstacle_and_anything_else_is(job, tmp_path):
     run(job())
     for name in (".manifest.json.0badf00d", ".run.json.0badf00d", ".shard-00000.json.0badf00d"):
         (tmp_path / "cache" / name).write_text("{")
     check_folder(Folder(tmp_path / "cache"))
     run(job())
     assert [path.name for path in (tmp_path / "cache").glob(".*")] == []
+    (tmp_path / "cache" / "thesis.tex").touch()
+    with pytest.raises(InputError, match=r"holds thesis\.tex, which is no part of a target cache"):
+        check_folder(Folder(tmp_path / "cache"))
 
 
 # --- damage and refusals ------------------------------------------------------------------------------------------
@@ -345,30 +264,16 @@ def test_what_a_killed_run_leaves_behind_is_no_obstacle(job, tmp_path):
 
 @pytest.mark.parametrize(
     ("damage", "complaint"),
-    [(flip_a_bit, "is damaged"), (lambda path: path.unlink(), "is missing")],
+    [(flip_a_bit, "is damaged, .* its rows .* delete it and run scripts/make_"), (lambda path: path.unlink(), "is missing")],
     ids=["bit flipped", "missing"],
 )
 def test_a_damaged_shard_is_found_when_it_is_needed_and_named(cache, conversations, damage, complaint):
-    damage(cache.folder.path / "shard-00001.safetensors")
     last = int((cache.places.shard_C == 1).nonzero().max())
+    cache.signal(batch_of(conversations, [last]))
+    damage(cache.folder.path / "shard-00001.safetensors")
     cache.signal(batch_of(conversations, [0]))
     with pytest.raises(InputError, match=rf"shard-00001\.safetensors {complaint}"):
         cache.signal(batch_of(conversations, [0, last]))
-
-
-def test_a_shard_that_changes_under_a_run_is_found_however_often_it_was_read(cache, conversations):
-    last = int((cache.places.shard_C == 1).nonzero().max())
-    cache.signal(batch_of(conversations, [last]))
-    flip_a_bit(cache.folder.path / "shard-00001.safetensors")
-    with pytest.raises(InputError, match=r"was changed since the cache was made: its rows .* delete it and run scripts/make_"):
-        cache.signal(batch_of(conversations, [last]))
-
-
-def test_a_shard_of_other_tensors_than_the_manifest_says_is_refused(cache, conversations, data_file, byte_target):
-    change_manifest(cache.folder.path, lambda content: content["layout"].update(dtype="float16"))
-    reopened = open_cache(cache.folder.path, data_file, byte_target)
-    with pytest.raises(InputError, match=r"shard-00000\.safetensors: hidden is not torch\.float16"):
-        reopened.signal(batch_of(conversations, [0]))
 
 
 def change_manifest(folder, change):
@@ -378,18 +283,10 @@ def change_manifest(folder, change):
     path.write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize(
-    ("field", "words"),
-    [
-        ("weights_sha256", "target weights"),
-        ("tokenizer_sha256", "tokenizer"),
-        ("chat_template_sha256", "chat template"),
-    ],
-)
-def test_a_cache_of_another_target_is_refused_with_what_differs(cache, data_file, byte_target, field, words):
-    other = dataclasses.replace(byte_target, identity=dataclasses.replace(byte_target.identity, **{field: "f" * 64}))
-    with pytest.raises(InputError, match=f"differs from target .* in {words};"):
-        open_cache(cache.folder.path, data_file, other)
+def test_a_cache_of_another_target_is_refused_with_what_differs(cache, data_file, byte_target):
+    other = dataclasses.replace(byte_target.identity, weights_sha256="f" * 64, tokenizer_sha256="f" * 64)
+    with pytest.raises(InputError, match=r"differs from target .* in target weights and tokenizer;"):
+        open_cache(cache.folder.path, data_file, dataclasses.replace(byte_target, identity=other))
 
 
 def test_a_cache_of_other_data_is_refused(cache, data_file, byte_target):
@@ -403,13 +300,9 @@ def test_a_cache_of_other_data_is_refused(cache, data_file, byte_target):
     [
         (lambda content: content.update(format_version=1), "format_version must be 2, got 1"),
         (lambda content: content["index"][0].update(file="../index-00000.safetensors"), r"index\.0\.file"),
-        (lambda content: content["index"][0].update(file="/etc/passwd"), r"index\.0\.file"),
         (lambda content: content["index"][0].update(file="index-00001.safetensors"), "index-00001.safetensors is missing"),
         (lambda content: content["index"][0].update(sha256="0" * 64), "index-00000.safetensors is damaged"),
-        (lambda content: content.update(num_shards=1), "the index names shards that are not there"),
-        (lambda content: content["layout"].update(kind="logits"), r"layout\.kind"),
         (lambda content: content.pop("data_sha256"), "data_sha256"),
-        (lambda content: content["layout"].update(width=33), "hidden states of width 33, not 32"),
     ],
 )
 def test_a_manifest_that_cannot_be_right_is_refused(cache, data_file, byte_target, change, complaint):
@@ -418,12 +311,10 @@ def test_a_manifest_that_cannot_be_right_is_refused(cache, data_file, byte_targe
         open_cache(cache.folder.path, data_file, byte_target)
 
 
-def test_an_unfinished_cache_is_none(cache, data_file, byte_target, tmp_path):
+def test_an_unfinished_cache_is_none(cache, data_file, byte_target):
     (cache.folder.path / "manifest.json").unlink()
     with pytest.raises(InputError, match="making it was cut off"):
         open_cache(cache.folder.path, data_file, byte_target)
-    with pytest.raises(InputError, match="not found"):
-        open_cache(tmp_path / "nowhere", data_file, byte_target)
 
 
 @pytest.mark.parametrize(("taps", "recipe"), [(None, DistillConfig), ([0], HeadsConfig)])
@@ -439,7 +330,7 @@ def test_conversations_longer_than_the_caches_are_refused(job, tmp_path, data_fi
     ("settings", "complaint"),
     [
         ({"loss": {"temperature": 2.0}}, r"loss\.temperature: expected 1"),
-        ({"student": {"draft_vocab_size": 100}}, r"student\.draft_vocab_size: expected null"),
+        ({"student": {"draft_vocab_size": 100}}, r"student\.draft_vocab_size and draft_vocab_by: expected null"),
     ],
 )
 def test_a_top_k_cache_is_refused_where_it_cannot_answer_and_hidden_states_are_not(

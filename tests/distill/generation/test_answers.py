@@ -52,11 +52,6 @@ def rows_in(job):
     return [row for prompt in job.prompts for row in answered.rows_of(prompt)]
 
 
-def test_the_time_left_is_right_although_the_longest_come_first(job, writing, check_estimates):
-    whole = job(count=400, config=SAMPLED.model_copy(update={"max_new_tokens": 80}))
-    check_estimates(*writing(lambda: whole.work(rank=0, num_processes=1, writes=False)))
-
-
 def naive_greedy(target, ids, max_new_tokens):
     """Continue one prompt without a cache."""
     ids = list(ids)
@@ -118,32 +113,25 @@ def test_memory_does_not_grow_with_the_answers(byte_target, make_prompts, tmp_pa
     def answered(target, dialogues, config, **_):
         for dialogue in dialogues:
             while dialogue.ask(target):
-                dialogue.settle(target, [65] * 2000)
+                dialogue.settle(target, [65] * 4000)
             yield dialogue
 
     monkeypatch.setattr(answers, "refilled", answered)
 
     def peak(count):
-        job = AnswerJob(
-            target=byte_target,
-            prompts=make_prompts(count),
-            config=SAMPLED,
-            seed=5,
-            folder=tmp_path / str(count),
-            fingerprint="job",
-        )
+        settings = {"config": SAMPLED, "seed": 5, "folder": tmp_path / str(count), "fingerprint": "job"}
+        job = AnswerJob(target=byte_target, prompts=make_prompts(count), **settings)
         tracemalloc.start()
         job.work(rank=0, num_processes=1)
-        job.work(rank=0, num_processes=1)  # finds all of them answered
         counts = making._write_side(tmp_path / f"{count}.jsonl", job.prompts, job.collect())
-        assert counts["answer_tokens"] == count * 2000
+        assert counts["answer_tokens"] == count * 4000
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         return most
 
-    peak(8)
-    few, many = peak(25), peak(250)
-    assert many - few < 225 * 1000  # of answers that take 8 bytes a token alone
+    peak(4)
+    few, many = peak(8), peak(30)
+    assert many - few < 22 * 4000  # of answers that take 8 bytes a token alone
 
 
 def test_later_turns_follow_the_targets_own_answers(byte_target):
@@ -268,11 +256,3 @@ def test_the_data_hold_the_answers_that_came_and_say_who_wrote_them(config, byte
     assert json.loads((folder / "manifest.json").read_text())["answers_written_by"] == "dataset"
     assert not is_written_by_target(folder / "train.jsonl")
     assert check_written_for(folder / "train.jsonl", byte_target.identity) == []
-
-
-def test_a_file_without_answers_is_refused_before_the_target_is_loaded(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(making, "load_target", lambda config: pytest.fail("loaded"))
-    (tmp_path / "chats.jsonl").write_text('{"question_id": "q1", "turns": ["hi"]}\n')
-    with pytest.raises(InputError, match="1 of 1 prompts bring no answer, the first is q1"):
-        make_dataset(config)
-    assert not Path(config.output).exists()

@@ -67,10 +67,6 @@ def test_a_row_that_the_batch_has_no_room_for_begins_the_next_one_and_none_is_lo
     assert source.put == []
 
 
-def test_without_rows_nothing_is_started():
-    assert list(continue_rows(Counting(1), [], seed=0, has_ended=ends_with_3)) == []
-
-
 def test_sampled_tokens_follow_the_distribution(byte_target):
     prompt = byte_target.encode_chat([{"role": "user", "content": "hi"}])
     sampling = SamplingConfig(temperature=0.5, top_k=4)
@@ -79,12 +75,6 @@ def test_sampled_tokens_follow_the_distribution(byte_target):
     counted_V = torch.bincount(torch.tensor(draws).flatten(), minlength=probs_V.numel()) / 2000
     assert set(counted_V.nonzero().flatten().tolist()) <= set(probs_V.nonzero().flatten().tolist())
     assert (counted_V - probs_V).abs().sum() / 2 < 0.05
-
-
-def test_answers_end_where_the_context_does(byte_target):
-    prompt = byte_target.encode_chat([{"role": "user", "content": "y" * 100}])
-    [ids] = continue_tokens(byte_target, [prompt], SamplingConfig(), max_new_tokens=99, seed=0, requests=[0])
-    assert len(prompt) + len(ids) == byte_target.max_positions or ids[-1] in byte_target.eos_token_ids
 
 
 def test_logits_that_are_not_finite_are_reported(byte_target, monkeypatch):

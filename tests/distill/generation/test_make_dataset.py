@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,13 +69,6 @@ def test_few_held_out_prompts_are_said_with_what_to_do(config, share, said, capl
     assert (sentence in caplog.text) == said == (count < 8)
 
 
-def test_a_target_without_a_chat_template_is_refused_before_its_weights_are_read(config, byte_target_folder, tmp_path):
-    folder = shutil.copytree(byte_target_folder, tmp_path / "base", ignore=shutil.ignore_patterns("*.jinja", "*.safetensors"))
-    target = config.target.model_copy(update={"name": str(folder)})
-    with pytest.raises(InputError, match=r"target .*base has no chat template; .* for a base model to plain"):
-        made(config, target=target)
-
-
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
 CALL = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
 SHOWING_TOOLS = (
@@ -118,22 +110,6 @@ def test_tools_are_shown_to_the_target_and_kept_for_the_evaluation(config, tmp_p
     assert [request.tokens for request in Turns(loaded, suite.prompts).first] == [row.prompt_ids for row in kept[1]]
 
 
-def test_tools_that_a_template_does_not_read_are_counted_in_the_log(config, tmp_path, caplog):
-    path = tmp_path / "prompts.jsonl"
-    rows = [{"messages": [{"role": "user", "content": f"hi {n}"}], "tools": json.dumps(TOOLS)} for n in range(20)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    made(config)
-    assert "20 prompts bring tools, which the chat template of the target does not read" in caplog.text
-
-
-def test_answers_by_another_forward_are_another_jobs(config, byte_target):
-    jobs = set()
-    for forward in ("transformers", "lean"):
-        changed = config.model_copy(update={"target": config.target.model_copy(update={"forward": forward})})
-        jobs.add(making.fingerprint(*making._writer(changed, byte_target)))
-    assert len(jobs) == 2
-
-
 def test_an_interrupted_run_goes_on_and_ends_like_an_undisturbed_one(config, tmp_path, monkeypatch):
     undisturbed = made(config, output=str(tmp_path / "undisturbed"))
     extend, kept = Journal.extend, []
@@ -156,23 +132,6 @@ def test_an_interrupted_run_goes_on_and_ends_like_an_undisturbed_one(config, tmp
         undisturbed["train.jsonl"],
         undisturbed["held_out.jsonl"],
     ]
-
-
-def test_self_seeded_prompts_survive_an_interruption(config, monkeypatch):
-    prompts = {"source": "self_seeded", "path": None, "num_prompts": 12, "max_prompt_tokens": 90, "top_p": 1.0}
-    config = config.model_copy(update={"prompts": config.prompts.model_copy(update=prompts)})
-    monkeypatch.setattr(making.AnswerJob, "work", lambda *args, **kwargs: pytest.fail("stopped"))
-    with pytest.raises(pytest.fail.Exception):
-        make_dataset(config)
-    monkeypatch.undo()
-    journal = Path(config.output) / making.PROMPT_JOURNAL
-    kept = journal.read_text()
-    assert '"media": []' in kept
-    journal.write_text(kept.replace('"media": []', '"images": []'))  # as earlier releases wrote it
-    monkeypatch.setattr(making, "self_seed", lambda *args, **kwargs: pytest.fail("written twice"))
-    manifest = json.loads(made(config)["manifest.json"])
-    assert manifest["counts"]["prompts"] == 12
-    assert manifest["counts"]["dropped"]["self_seeded_turn_unusable"] > 0
 
 
 def test_the_prompts_of_all_sources_survive_an_interruption(config, tmp_path, monkeypatch):
@@ -223,25 +182,6 @@ def test_sources_give_their_shares_and_a_prompt_in_two_is_taken_once(config, tmp
     assert {name: sum(each["by_source"].get(name, 0) for each in counts) for name in given} == {"first": 16, "log": 8}
     assert sum(each["by_kind"].get("served", 0) for each in counts) == 8
     assert describe_data(folder / "train.jsonl")["by_source"] == manifest["counts"]["train"]["by_source"]
-
-
-def test_a_source_may_be_the_target_itself_led_to_kinds(config, tmp_path):
-    seeded = {
-        "name": "own",
-        "source": "self_seeded",
-        "path": None,
-        "max_prompt_tokens": 90,
-        "top_p": 1.0,
-        "kinds": {"free": 1.0},
-    }
-    config = mixture(config, tmp_path, {"name": "first"}, seeded, num_prompts=10)
-    files = made(config)
-    manifest = json.loads(files["manifest.json"])
-    counts = [manifest["counts"][side] for side in ("train", "held_out")]
-    assert sum(each["by_source"].get("own", 0) for each in counts) == 5
-    assert sum(each["by_kind"].get("free", 0) for each in counts) == 5
-    again = made(config.model_copy(update={"answers": config.answers.model_copy(update={"batch_size": 3})}))
-    assert again["train.jsonl"] == files["train.jsonl"]
 
 
 @pytest.mark.parametrize(

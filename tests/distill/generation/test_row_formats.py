@@ -125,7 +125,7 @@ def test_a_format_that_is_asked_for_goes_before_what_the_keys_say():
         ({"asked": "Hi"}, None, r"row 0: the keys asked are those of no known format .* with suite\.column"),
         ({}, None, r"row 0: the keys \(none\)"),
         ({"question": "How?"}, "gsm8k", "row 0: format gsm8k needs answer; the row has the keys question"),
-        ({"task_id": "t", "prompt": " "}, None, "row 0: a turn must be a text that is not blank"),
+        ({"task_id": "t", "prompt": " "}, None, "row 0: messages must end with a user message that is not blank"),
         ({"conversations": [{"from": "human"}]}, None, r"row 0: conversations must be a list of \{from, value\}"),
         ({"conversations": [{"from": ["human"], "value": "Hi"}]}, None, "row 0: conversations must be a list of"),
         ({"instruction": None, "input": "2, 2"}, None, r"row 0: instruction and input must be texts, got \[None, '2, 2'\]"),

@@ -7,9 +7,10 @@ import pytest
 from tokenizers import AddedToken
 
 from configs.runtime.errors import InputError
-from configs.runtime.terminal import Tokens, progress
+from configs.runtime.terminal import Tokens
 from configs.schema.data import PromptsConfig
-from distill.generation.self_seeding import TOO_SHORT, UNUSABLE, self_seed, write_turns
+from distill.generation.self_seeding import TOO_SHORT, UNUSABLE, self_seed
+from distill.generation.steering import Writer
 from distill.generation.user_frame import find_user_frame, read_turn
 
 LLAMA_2 = (
@@ -59,12 +60,6 @@ def test_a_template_that_does_not_frame_the_text_is_refused(with_template, templ
         find_user_frame(with_template(template), 10)
 
 
-def test_a_template_that_refuses_a_user_alone_is_the_users_mistake(with_template):
-    template = "{{ raise_exception('a system message is needed') }}"
-    with pytest.raises(InputError, match="refuses a conversation of user: a system message is needed"):
-        find_user_frame(with_template(template), 10)
-
-
 def test_a_turn_may_end_by_a_token_that_the_tokenizers_config_does_not_name_as_special(with_template):
     target = with_template(
         "{% for m in messages %}{{ '<|user|>' + m['content'] + '<|end|>\n' }}{% endfor %}"
@@ -78,11 +73,6 @@ def test_a_turn_may_end_by_a_token_that_the_tokenizers_config_does_not_name_as_s
     hello = target.tokenizer("Hello", add_special_tokens=False)["input_ids"]
     assert read_turn(target, frame, [*hello, end]) == "Hello"
     assert read_turn(target, frame, [*hello, user, end]) is None
-
-
-def test_a_target_without_a_template_is_refused(with_template):
-    with pytest.raises(InputError, match="has no chat template"):
-        find_user_frame(with_template(None), 10)
 
 
 def test_turns_longer_than_the_context_are_refused(byte_target):
@@ -107,11 +97,10 @@ def test_the_prompts_do_not_depend_on_the_batch_size_and_differ_by_seed(byte_tar
 
 
 def test_two_processes_write_what_one_writes(byte_target, seeded):
-    frame = find_user_frame(byte_target, CONFIG.max_prompt_tokens)
+    other = Writer(byte_target, CONFIG, Tokens(), batch_size=8, seed=0)
 
     def with_the_other_rank(turns):
-        others = [number + 1 for number, _ in turns]
-        return [*turns, *write_turns(byte_target, frame, sorted(others), Tokens(), CONFIG, batch_size=8, seed=0)]
+        return [*turns, *other.write([number + 1 for number, _ in turns])]
 
     shared = self_seed(byte_target, CONFIG, batch_size=8, seed=0, rank=0, num_processes=2, exchange=with_the_other_rank)
     assert shared == seeded
@@ -133,14 +122,3 @@ def test_hardly_any_usable_turn_is_reported(byte_target, monkeypatch):
     monkeypatch.setattr("distill.generation.continuation.TargetSource.draw", lambda self, rows, rng: [[0]] * len(rows))
     with pytest.raises(InputError, match="only 0 of 256 self-seeded turns are usable"):
         self_seed(byte_target, CONFIG.model_copy(update={"max_prompt_tokens": 3}), batch_size=64, seed=0)
-
-
-def test_the_time_left_is_right_while_turns_are_written(byte_target, writing, check_estimates):
-    tokens = Tokens()
-
-    def work():
-        with progress("prompts", 300, tokens=tokens):
-            frame = find_user_frame(byte_target, CONFIG.max_prompt_tokens)
-            list(write_turns(byte_target, frame, range(300), tokens, CONFIG, batch_size=8, seed=0))
-
-    check_estimates(*writing(work))

@@ -1,6 +1,8 @@
 """Answers by a server: what it is asked, what its answer comes to, and a data set that is the local target's own or nothing."""
 
 import json
+import math
+import threading
 from pathlib import Path
 
 import pytest
@@ -8,33 +10,29 @@ import torch
 
 from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.loading import load_config
-from configs.schema.data import AnswerServerConfig, DataConfig
-from configs.schema.decoding import SamplingConfig
+from configs.schema.data import AnswersConfig, AnswerServerConfig, DataConfig
 from distill.dataset.conversations import is_written_by_target, read_conversations
 from distill.generation import make_dataset as making
 from distill.generation.answers import NO_ROOM, UNREACHED
 from distill.generation.make_dataset import answer_job, make_dataset
-from distill.generation.server_answers import ServerWriter, read_ids, server_writer
+from distill.generation.server_answers import ServerAnswerJob, read_ids
 from distill.generation.sources import list_source
 from distill.generation.split import split_prompts
-from distill.server.connection import GaveUp
-from distill.server.logprobs import TargetServer
-from distill.server.responses import read_completion
+from distill.server.connection import Connection, GaveUp, read_completion
 
 ENDS = (9, 7)
-GREEDY = SamplingConfig()
+GREEDY = AnswersConfig()
 
 
 @pytest.fixture
-def writer(api, byte_target, stack):
-    """A function that gives a writer over the fake server; settings go to its config."""
+def writer(api, byte_target, stack, tmp_path):
+    """A function that gives a job over the fake server; settings go to its config."""
 
-    def make(sampling=GREEDY, seed=3, max_positions=160, **settings):
+    def make(sampling=GREEDY, seed=3, max_positions=160, prompts=(), **settings):
         config = AnswerServerConfig(**{"url": api.url, "model": "tiny", "retries": 0, "timeout_seconds": 10.0, **settings})
-        server = stack.enter_context(TargetServer(config))
-        return ServerWriter(
-            server=server, config=config, target=byte_target, sampling=sampling, seed=seed, max_positions=max_positions
-        )
+        job = {"prompts": prompts, "config": sampling, "seed": seed, "folder": tmp_path, "fingerprint": "job"}
+        server = stack.enter_context(Connection(config))
+        return ServerAnswerJob(server=server, target=byte_target, max_positions=max_positions, **job)
 
     return make
 
@@ -49,7 +47,7 @@ def completion(**choice):
 
 
 def test_every_setting_of_the_sampling_is_sent(writer, api, prompt):
-    writer(SamplingConfig(temperature=0.7, top_k=40, top_p=0.9)).write(prompt, 5, 20)
+    writer(AnswersConfig(temperature=0.7, top_k=40, top_p=0.9)).write(prompt, 5, 20)
     writer().write(prompt, 5, 20)
     sampled, greedy = api.asked
     assert sampled["prompt"] == prompt
@@ -72,7 +70,7 @@ def test_a_requests_seed_is_its_own_and_the_same_in_every_run(writer, api, promp
 def test_no_more_is_asked_for_than_the_context_holds(writer, api, prompt):
     writer(max_positions=len(prompt) + 6).write(prompt, 5, 20)
     assert [body["max_tokens"] for body in api.asked] == [6]
-    assert writer(max_positions=len(prompt)).write(prompt, 5, 20).answer == NO_ROOM
+    assert writer(max_positions=len(prompt)).write(prompt, 5, 20) == NO_ROOM
     assert len(api.asked) == 1
 
 
@@ -82,7 +80,6 @@ def test_no_more_is_asked_for_than_the_context_holds(writer, api, prompt):
         ({"finish_reason": "content_filter"}, "for another reason than its end or its length: finish_reason 'content_filter'"),
         ({"prompt_token_ids": [1, 2]}, "read other token ids than were sent"),
         ({"token_ids": None}, "answers without token ids: it does not know return_token_ids"),
-        ({"token_ids": [258]}, "token id 258 lies outside the target's vocabulary of 258"),
         ({"token_ids": "abc"}, r"in a form that is not known here: choices\.0\.token_ids"),
     ],
 )
@@ -107,10 +104,20 @@ def test_an_answer_that_the_server_broke_off_may_be_asked_for_again(writer, api,
         writer().write(prompt, 5, 20)
 
 
-def test_a_refused_request_is_named_by_its_size(writer, api, prompt):
-    api.troubles = [(400, {})]
-    with pytest.raises(InputError, match=rf"refuses to continue {len(prompt)} tokens by at most 20 \(status 400\): overloaded"):
-        writer().write(prompt, 5, 20)
+def test_as_many_are_under_way_as_allowed_and_what_came_is_kept_when_one_is_given_up(writer, api, make_prompts, monkeypatch):
+    together, prompts = threading.Barrier(4), make_prompts(12)
+
+    def answer(job, prompt):
+        together.wait(5)
+        if prompt is prompts[9]:
+            raise InputError("given up")
+        return {"rows": [], "dropped": {prompt.prompt_id: 1}}
+
+    monkeypatch.setattr(ServerAnswerJob, "_answer", answer)
+    job = writer(prompts=prompts, concurrency=4)
+    with pytest.raises(InputError, match="given up"):
+        job.work(rank=0, num_processes=1)
+    assert job.finished().tolist() == [number != 9 for number in range(12)]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +141,6 @@ def test_ids_go_up_to_the_end_of_the_answer(token_ids, finish, expected):
         ([1, 2], "stop", r"its last token id \(2\) ends no answer of the target \(9, 7\)"),
         ([], "stop", r"its last token id \(none\) ends no answer"),
         ([1, 2], "length", "cut an answer off after 2 tokens where 4 were asked for"),
-        ([1, 2, 3, 4, 5], "length", "wrote 5 tokens where at most 4 were asked for"),
         ([1, 2, 3, 4, 9], "stop", "wrote 5 tokens where at most 4 were asked for"),
         ([-1, 9], "stop", "token id -1 lies outside"),
     ],
@@ -192,7 +198,7 @@ def test_greedy_answers_by_a_server_are_the_local_targets_byte_for_byte_and_the_
     assert sides(served) == sides(local)
     manifest = json.loads(served["manifest.json"])
     assert manifest["answers_written_by"] == "server"
-    assert manifest["server"] == {"model": "tiny", "found": [{"version": "1.2.3", "system_fingerprint": "fp-1"}]}
+    assert manifest["server"] == {"model": "tiny"}
     assert is_written_by_target(Path(config().output) / "train.jsonl")
     assert "server" not in json.loads(local["manifest.json"])
 
@@ -215,24 +221,23 @@ def test_a_server_that_dies_ends_the_run_and_the_next_one_asks_for_the_rest_alon
 
     api.respond = die_after_five
     with pytest.raises(
-        InputError, match=r"3 requests in a row .* status 503: going down; gave up after 3 attempts .* rerun the same command"
+        InputError, match=r"prompt \d+: .* status 503: going down; gave up after 3 attempts .* rerun the same command"
     ):
-        make_dataset(config(failures_in_a_row=3))
+        make_dataset(config())
     [pieces] = Path(config().output).glob(".answers.partial-*")
     kept = [json.loads(line)["piece"]["rows"] for line in pieces.read_text().splitlines()[1:]]
     assert kept
     api.respond = plain
     api.asked.clear()
-    assert sides(made(config(failures_in_a_row=3))) == sides(undisturbed)
+    assert sides(made(config())) == sides(undisturbed)
     assert len([body for body in api.asked if "seed" in body]) == NUM_TURNS - sum(map(len, kept))
 
 
 def test_two_processes_share_the_prompts_and_a_third_run_finds_nothing_to_do(config, api, byte_target, tmp_path):
     settings = config()
     prompts = list_source(settings.prompts, whole=False)
-    with TargetServer(settings.server) as server:
-        writer = server_writer(settings, byte_target, server)
-        job = answer_job(settings, byte_target, split_prompts(prompts, 0.3), tmp_path / "pieces", writer)
+    with Connection(settings.server) as server:
+        job = answer_job(settings, byte_target, split_prompts(prompts, 0.3), tmp_path / "pieces", server)
         for rank in (1, 0):
             job.work(rank=rank, num_processes=2)
         asked = len(api.asked)
@@ -243,6 +248,28 @@ def test_two_processes_share_the_prompts_and_a_third_run_finds_nothing_to_do(con
     assert [row.prompt_id for row in rows] == sorted(row.prompt_id for row in rows)
     local = made(config("local", written_by="target"))
     assert {row.to_line() for row in rows} == {line + "\n" for side in sides(local) for line in side.decode().splitlines()}
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda entry: entry.update(logprob=entry["logprob"] - 0.25), r"differ by 0\.25 nats .* allows 0\.2$"),
+        (lambda entry: entry.update(logprob=math.nan), "differ by nan nats"),
+        (None, "answers without log-probabilities of the prompt"),
+    ],
+)
+def test_the_probe_measures_the_mean_difference_at_the_servers_likeliest_tokens(config, api, change, complaint):
+    def spoil(answer, asked):
+        entries = answer["choices"][0]["prompt_logprobs"]
+        for entry in [each for one in (entries or [None])[1:] for each in one.values()] if change else ():
+            change(entry)
+        if change is None:
+            answer["choices"][0]["prompt_logprobs"] = None
+        return answer
+
+    api.spoil = spoil
+    with pytest.raises(InputError, match=complaint):
+        make_dataset(config(probe_tolerance=0.2))
 
 
 def test_a_server_with_another_model_is_refused_before_anything_is_asked_for(config, api, tiny_llama):
@@ -262,10 +289,9 @@ def test_answers_of_another_model_or_seed_are_not_gone_on_with(config, api, byte
     prints = []
     api.respond = lambda *_: (200, {}, {"data": [{"id": name} for name in ("tiny", "other")]})
     for settings in (config(), config(answers={"top_k": 3}), config(model="other"), config(concurrency=1)):
-        with TargetServer(settings.server) as server:
+        with Connection(settings.server) as server:
             split = split_prompts(list_source(settings.prompts, whole=False), 0.3)
-            writer = server_writer(settings, byte_target, server)
-            prints.append(answer_job(settings, byte_target, split, tmp_path, writer).fingerprint)
+            prints.append(answer_job(settings, byte_target, split, tmp_path, server).fingerprint)
     assert len(set(prints)) == 3
     assert prints[0] == prints[3]
 

@@ -8,14 +8,13 @@ from typing import get_args
 import pytest
 
 from configs.runtime.loading import parse_yaml
-from configs.runtime.terminal import Tokens, progress
+from configs.runtime.terminal import Tokens
 from configs.schema.data import PromptKind, PromptsConfig
 from configs.schema.target import TargetConfig
 from distill.generation import self_seeding
 from distill.generation.prompts import DUPLICATE
 from distill.generation.self_seeding import NEAR_DUPLICATE, UNUSABLE, self_seed
-from distill.generation.steering import SEEDS, plan_prompt, write_steered
-from distill.generation.user_frame import find_user_frame
+from distill.generation.steering import SEEDS, Writer, plan_prompt
 from heads.frozen.loading import load_target
 
 KINDS = {"free": 1, "question": 2, "code": 1, "summarise": 1, "answer_from": 1, "dialogue": 2}
@@ -34,18 +33,19 @@ def long_target(tmp_path_factory, tiny_llama, byte_tokenizer):
 
 @pytest.fixture(scope="module")
 def written(long_target):
-    frame = find_user_frame(long_target, CONFIG.max_prompt_tokens)
-    return dict(write_steered(long_target, frame, NUMBERS, Tokens(), CONFIG, batch_size=8, seed=0))
+    return dict(Writer(long_target, CONFIG, Tokens(), batch_size=8, seed=0).write(NUMBERS))
 
 
 def test_kinds_are_drawn_by_weight_and_from_seed_and_number_alone():
-    plans = [plan_prompt(KINDS, 0, "", number) for number in range(2000)]
+    plans = [plan_prompt(CONFIG, 0, "", number) for number in range(2000)]
     counts = Counter(plan.kind for plan in plans)
     assert set(counts) == set(KINDS)
     assert all(abs(counts[kind] / 2000 - weight / 8) < 0.04 for kind, weight in KINDS.items())
-    assert plans == [plan_prompt(dict(reversed(KINDS.items())), 0, "", number) for number in range(2000)]
-    assert plans != [plan_prompt(KINDS, 1, "", number) for number in range(2000)]
-    assert plans != [plan_prompt(KINDS, 0, "other", number) for number in range(2000)]
+    assert plans == [
+        plan_prompt(CONFIG.model_copy(update={"kinds": dict(reversed(KINDS.items()))}), 0, "", number) for number in range(2000)
+    ]
+    assert plans != [plan_prompt(CONFIG, 1, "", number) for number in range(2000)]
+    assert plans != [plan_prompt(CONFIG, 0, "other", number) for number in range(2000)]
 
 
 def test_every_kind_has_seeds_and_every_slot_words():
@@ -54,13 +54,13 @@ def test_every_kind_has_seeds_and_every_slot_words():
     lists = [*seeds["openings"].values(), *seeds["instructions"].values(), seeds["texts"]]
     assert {slot for each in lists for text in each for slot in re.findall(r"{(\w+)}", text)} == {*seeds["slots"], "number"}
     for kind in get_args(PromptKind):
-        assert all("{" not in plan_prompt({kind: 1.0}, 0, "", number).opening for number in range(200))
+        assert all("{" not in plan_prompt(PromptsConfig(kinds={kind: 1.0}), 0, "", number).opening for number in range(200))
 
 
 def test_turns_begin_with_their_opening_and_hold_the_text_they_are_about(long_target, written):
     found = Counter()
     for number, turns in written.items():
-        plan = plan_prompt(KINDS, 0, "", number)
+        plan = plan_prompt(CONFIG, 0, "", number)
         if turns is None:
             continue
         found[plan.kind] += 1
@@ -82,9 +82,8 @@ def test_turns_begin_with_their_opening_and_hold_the_text_they_are_about(long_ta
 
 @pytest.mark.parametrize("parts", [[NUMBERS], [NUMBERS[1::2], NUMBERS[::2]]], ids=["one process", "two processes"])
 def test_neither_the_batch_size_nor_the_processes_change_what_is_written(long_target, written, parts):
-    frame = find_user_frame(long_target, CONFIG.max_prompt_tokens)
-    again = [write_steered(long_target, frame, part, Tokens(), CONFIG, batch_size=5, seed=0) for part in parts]
-    assert {number: turns for part in again for number, turns in part} == written
+    writer = Writer(long_target, CONFIG, Tokens(), batch_size=5, seed=0)
+    assert dict(turn for part in parts for turn in writer.write(part)) == written
 
 
 def test_prompts_carry_their_kind_and_near_duplicates_are_dropped(long_target, monkeypatch):
@@ -99,7 +98,7 @@ def test_prompts_carry_their_kind_and_near_duplicates_are_dropped(long_target, m
         (7, ["too few words"]),
     ]
     config = CONFIG.model_copy(update={"num_prompts": 4})
-    monkeypatch.setattr(self_seeding, "write_steered", lambda *_, **__: iter(turns))
+    monkeypatch.setattr(Writer, "write", lambda *_: turns)
     monkeypatch.setattr(self_seeding, "plan_prompt", lambda *of: SimpleNamespace(kind=f"kind {of[-1]}"))
     prompts, dropped = self_seed(long_target, config, batch_size=8, seed=0)
     assert [(each.prompt_id, each.category, len(each.turns)) for each in prompts] == [
@@ -109,14 +108,3 @@ def test_prompts_carry_their_kind_and_near_duplicates_are_dropped(long_target, m
         ("self-6", "kind 6", 1),
     ]
     assert dropped == {NEAR_DUPLICATE: 1, UNUSABLE: 1, DUPLICATE: 1}
-
-
-def test_steering_shows_steadily_how_far_it_is(long_target, writing, check_estimates):
-    frame, tokens = find_user_frame(long_target, CONFIG.max_prompt_tokens), Tokens()
-
-    def work():
-        with progress("prompts", 300, tokens=tokens):
-            list(write_steered(long_target, frame, range(300), tokens, CONFIG, batch_size=8, seed=0))
-
-    check_estimates(*writing(work))
-    assert tokens.left == 0

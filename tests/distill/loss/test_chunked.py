@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -15,9 +15,9 @@ from configs.schema.learning import LossConfig
 from distill.loss import chunked
 from distill.loss.chunked import LogitHead, compare, model_head
 from distill.loss.divergences import DIVERGENCES, configured_divergence, cross_entropy, forward_kl, jsd
-from distill.loss.pairs import DenseChunk, dense_pair
+from distill.loss.pairs import DenseChunk
 from heads.inference.causal_lm import head_logits
-from tests.support.losses import dense_loss, linear_head, random_logits
+from tests.support.losses import dense_loss, dense_pair, linear_head, random_logits
 
 ROWS, DRAFT_WIDTH, TARGET_WIDTH, VOCABULARY = 7, 6, 10, 23
 IDS_W = torch.tensor([11, 0, 22, 3, 5, 17, 8])
@@ -150,42 +150,6 @@ def test_a_soft_capped_head_is_trained_through_its_cap(tiny_llama):
     torch.testing.assert_close(torch.autograd.grad(found.loss, (hidden_ND, weight_VD)), expected, rtol=1e-12, atol=1e-14)
 
 
-class Backbone(nn.Module):
-    """A draft whose head is called from the loss, outside of the forward that DDP wraps."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(2)
-        self.trunk = nn.Linear(3, DRAFT_WIDTH, dtype=torch.float64)
-        self.lm_head = nn.Linear(DRAFT_WIDTH, VOCABULARY, dtype=torch.float64)
-
-    def forward(self, features_NF):
-        return self.trunk(features_NF)
-
-
-def test_ddp_reduces_a_head_that_only_the_loss_uses(tmp_path):
-    inputs, model = Inputs(), Backbone()
-    features_NF = torch.ones(ROWS, 3, dtype=torch.float64)
-
-    def backward(trunk):
-        model.zero_grad()
-        inputs.draft_hidden_ND = trunk(features_NF)
-        inputs.draft_weight_WD, inputs.draft_bias_W = model.lm_head.weight, model.lm_head.bias
-        inputs.chunked(forward_kl, 2).loss.backward()
-        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-
-    expected = backward(model)
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        wrapped = nn.parallel.DistributedDataParallel(model)
-        for _ in range(2):  # the second round fails if the reducer is still waiting for a gradient of the first
-            torch.testing.assert_close(backward(wrapped), expected)
-        del wrapped  # its reducer, if it outlived the group, would wait for the group's thread while it holds the interpreter
-    finally:
-        distributed.destroy_process_group()
-    assert len(expected) == 4
-
-
 # --- precision ----------------------------------------------------------------------------------------------------
 
 
@@ -249,14 +213,6 @@ def test_autocast_casts_a_head_once_and_not_for_every_chunk(tiny_llama, trained)
         torch.testing.assert_close(result.loss, forward_kl(pair).sum(), rtol=1e-6, atol=0)
 
 
-def test_target_hidden_states_from_inference_mode_are_accepted():
-    inputs = Inputs()
-    expected = gradients(inputs.chunked(forward_kl, 2).loss, inputs.trained)
-    with torch.inference_mode():
-        inputs.target_hidden_NE = inputs.target_hidden_NE.clone()
-    torch.testing.assert_close(gradients(inputs.chunked(forward_kl, 2).loss, inputs.trained), expected)
-
-
 # --- what counts for nothing --------------------------------------------------------------------------------------
 
 
@@ -311,7 +267,7 @@ class Watched(DenseChunk):
     graphs: list = field(default_factory=list)
     sizes: list = field(default_factory=list)
 
-    def part(self, rows):
+    def at(self, rows):
         return Watched(logits_CX=self.logits_CX[rows], graphs=self.graphs, sizes=self.sizes)
 
     def pair(self, draft_logits_CW, **options):
@@ -321,32 +277,25 @@ class Watched(DenseChunk):
         return pair
 
 
-@pytest.mark.parametrize("bytes_of_a_tile", [1, 3 * 4 * 11, 2**21])
-@pytest.mark.parametrize("divergence", [forward_kl, cross_entropy])
-def test_the_size_of_the_tiles_changes_nothing(monkeypatch, divergence, bytes_of_a_tile):
-    monkeypatch.setattr(chunked, "TILE_BYTES", bytes_of_a_tile)
-    target, draft, labels = random_logits(1), random_logits(2), torch.tensor([0, 3, 5, -1, 7, 10, 2])
-    weights = torch.rand(ROWS, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    found, gradient_CW = compare(divergence, DenseChunk(logits_CX=target), draft, weights, labels_C=labels)
-    leaf = draft.clone().requires_grad_()
-    values = divergence(dense_pair(target, leaf, labels=labels))
-    (gradient,) = torch.autograd.grad((weights * values).sum(), leaf)
-    torch.testing.assert_close(found.values_C, values.detach(), rtol=1e-12, atol=0)
-    torch.testing.assert_close(gradient_CW, gradient, rtol=1e-12, atol=1e-15)
-    torch.testing.assert_close(found.acceptance_C, torch.minimum(target.softmax(-1), draft.softmax(-1)).sum(-1))
-    assert torch.equal(found.top1_agrees_C, target.argmax(-1) == draft.argmax(-1))
-
-
 @pytest.mark.parametrize(
     ("num_bytes", "num_drafted", "sizes"),
     [(1, 11, [1] * 7), (3 * 4 * 11, 11, [3, 3, 1]), (2**21, 11, [7]), (2 * 4 * 11, 3, [2, 2, 2, 1])],
     ids=["never none", "some", "all", "the wider side decides"],
 )
-def test_a_tile_is_as_many_rows_as_its_bytes_hold(monkeypatch, num_bytes, num_drafted, sizes):
+@pytest.mark.parametrize("divergence", [forward_kl, cross_entropy])
+def test_a_tile_is_as_many_rows_as_its_bytes_hold_which_changes_nothing(monkeypatch, divergence, num_bytes, num_drafted, sizes):
     monkeypatch.setattr(chunked, "TILE_BYTES", num_bytes)
-    target, ids_W = Watched(logits_CX=random_logits(1)), torch.arange(num_drafted)
-    compare(forward_kl, target, random_logits(2, num_drafted), torch.ones(ROWS), draft_token_ids_W=ids_W)
-    assert target.sizes == sizes
+    target, draft, ids_W = random_logits(1), random_logits(2, num_drafted), torch.arange(num_drafted)
+    labels = torch.tensor([0, 2, 1, -1, 2, 0, 2])
+    weights = torch.rand(ROWS, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    watched = Watched(logits_CX=target)
+    found, gradient_CW = compare(divergence, watched, draft, weights, draft_token_ids_W=ids_W, labels_C=labels)
+    assert watched.sizes == sizes
+    leaf = draft.clone().requires_grad_()
+    values = divergence(dense_pair(target, leaf, draft_token_ids_W=ids_W, labels=labels))
+    (gradient,) = torch.autograd.grad((weights * values).sum(), leaf)
+    torch.testing.assert_close(found.values_C, values.detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(gradient_CW, gradient, rtol=1e-12, atol=1e-15)
 
 
 def squared_hellinger(pair):
@@ -393,12 +342,3 @@ def test_a_chunk_costs_three_matrix_products_and_one_more_where_the_head_is_trai
     assert sorted(set(products) - set(of_the_weight)) == [(2, 5), (2, 9)]
     assert len(products) - len(of_the_weight) == 2 * 3
     assert len(of_the_weight) == 2 * trained
-
-
-def test_row_counts_that_differ_and_chunks_of_no_rows_are_refused():
-    inputs = Inputs()
-    with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):
-        inputs.chunked(forward_kl, 0)
-    inputs.weights_N = torch.ones(ROWS + 1)
-    with pytest.raises(ValueError, match=r"equally many rows, got \[7, 8\]"):
-        inputs.chunked(forward_kl, 2)

@@ -22,8 +22,8 @@ from distill.loss.divergences import (
     reverse_kl,
     total_variation,
 )
-from distill.loss.pairs import SparseTarget, dense_pair
-from tests.support.losses import keep_top, random_logits
+from distill.loss.pairs import SparseTarget
+from tests.support.losses import dense_pair, keep_top, random_logits
 
 ROWS, VOCABULARY = 7, 11
 MIX = LossConfig(mix={"forward_kl": 0.3, "jsd": 2.0, "total_variation": 0.5}, settings={"jsd": {"beta": 0.9}})
@@ -185,8 +185,6 @@ def test_rescaled_jsd_runs_into_both_kls():
     for beta, kl in ((0, forward_kl), (1, reverse_kl)):
         assert torch.equal(jsd(pair, beta=beta), kl(pair))
         torch.testing.assert_close(jsd(pair, beta=abs(beta - 1e-6)), kl(pair), rtol=1e-4, atol=0)
-    with pytest.raises(ValueError, match=r"beta must lie in 0..1, got 1.5"):
-        jsd(pair, beta=1.5)
 
 
 def test_acceptance_is_one_minus_total_variation_and_what_rejection_sampling_keeps():
@@ -226,14 +224,6 @@ def test_log_acceptance_still_has_a_gradient_where_acceptance_underflows():
     assert gradient[0, 0] < -0.4
 
 
-@pytest.mark.parametrize("name", PLAIN)
-def test_a_column_masked_on_both_sides_changes_nothing(name):
-    target, draft = random_logits(1), random_logits(2)
-    hole = torch.full((ROWS, 1), -math.inf, dtype=torch.float64)
-    masked = dense_pair(torch.cat([target, hole], -1), torch.cat([draft, hole], -1))
-    torch.testing.assert_close(PLAIN[name](masked), PLAIN[name](dense_pair(target, draft)))
-
-
 def test_over_a_reduced_vocabulary_kl_takes_the_target_renormalised_and_acceptance_as_it_is():
     target, draft, ids = random_logits(1), random_logits(3, 6), torch.tensor([7, 0, 3, 8, 2, 5])
     pair, p, q = dense_pair(target, draft, draft_token_ids_W=ids), target.softmax(-1)[:, ids], draft.softmax(-1)
@@ -247,8 +237,6 @@ def test_over_a_reduced_vocabulary_kl_takes_the_target_renormalised_and_acceptan
 def test_sides_that_cannot_be_paired_are_refused():
     with pytest.raises(ValueError, match="the draft has 6 logits a position where 11 are expected"):
         dense_pair(random_logits(1), random_logits(3, 6))
-    with pytest.raises(ValueError, match="temperature must be positive, got 0"):
-        dense_pair(random_logits(1), random_logits(2), temperature=0)
 
 
 # --- sparse targets and labels ------------------------------------------------------------------------------------

@@ -2,12 +2,12 @@
 
 import logging
 import time
-from contextlib import closing
 
 import pytest
 
-from configs.runtime.errors import InputError
-from configs.schema.data import ServerConfig
+from configs.runtime.errors import ConfigError, InputError
+from configs.runtime.loading import load_config
+from configs.schema.data import DataConfig, ServerConfig
 from distill.server.connection import Connection, GaveUp, Refused
 
 
@@ -15,7 +15,7 @@ from distill.server.connection import Connection, GaveUp, Refused
 def connect(api, stack):
     def make(**settings):
         given = {"url": api.url, "model": "tiny", "retries": 5, "timeout_seconds": 10.0} | settings
-        return stack.enter_context(closing(Connection(ServerConfig(**given))))
+        return stack.enter_context(Connection(ServerConfig(**given)))
 
     return make
 
@@ -66,18 +66,9 @@ def test_a_wait_that_the_server_asks_for_is_kept(api, connect, waits, asked, lea
 @pytest.mark.parametrize("status", [301, 400, 404, 422])
 def test_a_refusal_is_not_asked_about_again(api, connect, waits, status):
     api.troubles = [(status, {})]
-    with pytest.raises(Refused, match=rf"refuses a request \(status {status}\): overloaded") as caught:
+    with pytest.raises(Refused, match=rf"refuses a request \(status {status}\): overloaded"):
         connect().send("GET", "models")
-    assert (caught.value.status, caught.value.complaint, waits) == (status, "overloaded", [])
-
-
-@pytest.mark.parametrize("named_in", ["server.url", "target.states.urls"])
-def test_only_a_setting_that_there_is_is_named_for_a_key(api, stack, named_in):
-    api.troubles = [(401, {})]
-    connection = stack.enter_context(closing(Connection(ServerConfig(url=api.url, model="tiny"), named_in)))
-    with pytest.raises(InputError, match=rf"{named_in}: .* refuses requests without a key") as caught:
-        connection.send("GET", "models")
-    assert ("server.api_key_variable" in str(caught.value)) == (named_in == "server.url")
+    assert waits == []
 
 
 def test_nothing_is_sent_again_once_stopped(api, connect):
@@ -90,16 +81,6 @@ def test_nothing_is_sent_again_once_stopped(api, connect):
     assert time.monotonic() - started < 0.4
 
 
-def test_the_version_is_what_the_server_says_beside_its_api_or_none(api, connect):
-    assert connect().version() == "1.2.3"
-    api.respond = lambda *_: (404, {}, {})
-    assert connect().version() is None
-    api.respond = lambda *_: "garbage"
-    assert connect().version() is None
-    api.respond = lambda *_: (200, {}, ["1"])
-    assert connect().version() is None
-
-
 def test_a_key_that_a_server_repeats_is_masked_in_errors_and_in_the_log(api, connect, waits, monkeypatch, caplog):
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv("SERVER_KEY", "planted-key-7")
@@ -110,3 +91,44 @@ def test_a_key_that_a_server_repeats_is_masked_in_errors_and_in_the_log(api, con
         assert "planted-key-7" not in str(caught.value)
     assert "trying again" in caplog.text
     assert "planted-key-7" not in caplog.text
+
+
+def test_a_model_that_is_not_served_is_refused_with_those_that_are(connect):
+    assert connect().check_model().id == "tiny"
+    with pytest.raises(InputError, match=r"server\.model: .* serves tiny, got large"):
+        connect(model="large").check_model()
+
+
+def test_an_address_that_is_no_api_is_refused(api, connect):
+    with pytest.raises(InputError, match="has no list of models: give the address of an API"):
+        connect(url=api.url.removesuffix("/v1")).models()
+    api.name = None
+    with pytest.raises(InputError, match="has no list of models"):
+        connect().models()
+
+
+def test_a_key_is_sent_and_a_wrong_or_missing_one_is_told_apart(api, connect, monkeypatch):
+    api.key = "right"
+    with pytest.raises(InputError, match=r"refuses requests without a key; name its variable in server\.api_key_variable"):
+        connect().models()
+    monkeypatch.delenv("SERVER_KEY", raising=False)
+    with pytest.raises(InputError, match="the environment variable SERVER_KEY is not set"):
+        connect(api_key_variable="SERVER_KEY")
+    monkeypatch.setenv("SERVER_KEY", "wrong")
+    with pytest.raises(InputError, match=r"refuses the key in SERVER_KEY \(status 401\)"):
+        connect(api_key_variable="SERVER_KEY").models()
+    monkeypatch.setenv("SERVER_KEY", "right")
+    connect(api_key_variable="SERVER_KEY").models()
+
+
+@pytest.mark.parametrize(
+    ("url", "complaint"),
+    [
+        *((url, "must be that of an API") for url in ("host:8000/v1", "ftp://host/v1", "http://", "http://host:0/v1")),
+        *((f"http://{secret}", "api_key_variable") for secret in ("me:hunter2@host", "hunter2@host", "host/v1?key=hunter2")),
+    ],
+)
+def test_an_address_must_be_one_without_secrets_which_are_not_repeated(url, complaint):
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        load_config(DataConfig, None, ["answers.written_by=server", f"server={{url: '{url}', model: m}}"])
+    assert "hunter2" not in str(caught.value)
