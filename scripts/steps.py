@@ -35,14 +35,14 @@ class Step:
 
     folder: that it alone writes, below the output; None: it writes none there.
     decided_by: JSON values that decide what it writes, besides the steps before it.
-    run: does it and returns an exit code.
+    run: does it and returns an exit code; None is done.
     judges: its code is a gate's verdict, which stops nothing.
     """
 
     name: str
     folder: Path | None
     decided_by: Any
-    run: Callable[[], int]
+    run: Callable[[], int | None]
     judges: bool = False
 
 
@@ -70,7 +70,7 @@ def run_steps(output: Path, steps: Sequence[Step], inputs: str, discard: Callabl
         finished[step.name] = {"job": known, "done": False}
         write_json(record, finished)
         started = time.monotonic()
-        code = step.run()
+        code = step.run() or DONE
         print(f"   {time.monotonic() - started:.1f} s", flush=True)
         if code == DONE:
             finished[step.name]["done"] = True

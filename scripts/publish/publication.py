@@ -1,4 +1,4 @@
-"""The files of a publication: artifact, exports, report, page, `README.md` and `publication.json`, which lists their hashes.
+"""The folder that is published: artifact, exports, report, page, `README.md` and `publication.json`, which lists their hashes.
 
 Only files that loading needs are taken; descriptions are freed of machine paths and secrets (`configs.runtime.redaction`). The
 artifact's hash covers its `draftsmith.json`, so cleaning that changes the hash: the published report names the new one and
@@ -7,10 +7,8 @@ keeps the measured one as `measured_sha256`; the pair passes `eval/gate.py repor
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from typing import Any
 from huggingface_hub.constants import REPOCARD_NAME
 
 from configs.runtime.errors import InputError
-from configs.runtime.files import new_folder, read_json, read_text, sha256_of
+from configs.runtime.files import read_json, read_text, sha256_of, write_json, write_text
 from configs.runtime.redaction import Scrubber
 from configs.runtime.run_record import describe_git, describe_versions
 from configs.schema.commands.release import HUB_ID, PushConfig
@@ -26,10 +24,9 @@ from eval.release.verdict import as_values
 from eval.report.page import render_html
 from eval.report.schema import Report, parse_report
 from heads.formats.exporting.exporter import SERVE_FILE
-from heads.metadata import METADATA_FILE, VOCABULARY_FILE, WEIGHTS_FILE
+from heads.metadata import METADATA_FILE, VOCABULARY_FILE, WEIGHTS_FILE, hash_artifact
 from scripts.publish.release_checks import Release
 
-Content = Path | bytes
 NAMELESS = "TARGET"  # stands in commands for a target that has no name on the Hub
 MANIFEST = "publication.json"
 REPORT, PAGE = "report.json", "report.html"
@@ -49,44 +46,24 @@ TOKENIZER_FILES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Publication:
-    """What is to be pushed: content by path in the repository; `left_out` are files of artifact and exports that are not."""
-
-    files: Mapping[str, Content]
-    left_out: tuple[str, ...]
-
-    def write(self, folder: Path) -> None:
-        """Write the files into a new folder."""
-        if folder.exists():
-            raise InputError(f"{folder} exists already; give a new folder")
-        with new_folder(folder) as scratch:
-            for name, content in self.files.items():
-                path = scratch / name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                if isinstance(content, bytes):
-                    path.write_bytes(content)
-                else:
-                    shutil.copyfile(content, path)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Cleaned:
-    """A release without machine paths and secrets.
-
-    metadata, metadata_file: of the artifact, and its bytes: those of the file itself where nothing had to be changed.
-    report: with `sha256`, the hash of the artifact as it is published.
-    gate: the verdict's values and the rules.
-    """
+    """A release without machine paths and secrets; `sha256` is the artifact's hash as it is published."""
 
     metadata: Mapping[str, Any]
-    metadata_file: bytes
     report: Report
     gate: Mapping[str, Any]
     sha256: str
 
 
-def clean(release: Release, config: PushConfig, scrubber: Scrubber) -> Cleaned:
-    """Remove machine paths and secrets from a release's descriptions; `base_model`, if given, names a target from a folder."""
+def put_artifact(folder: Path, release: Release, config: PushConfig, scrubber: Scrubber) -> tuple[Cleaned, list[str]]:
+    """Put what loading needs of an artifact into a folder, without machine paths and secrets; return the names left out too.
+
+    `base_model`, if given, names a target that was trained from a folder.
+    """
+    needed = [WEIGHTS_FILE, *([VOCABULARY_FILE] if release.metadata.draft_vocabulary == "reduced" else [])]
+    if release.metadata.kind == "draft_lm":
+        needed += [*DESCRIPTIONS, *TOKENIZER_FILES]
+    left_out = put_model(folder, release.folder, scrubber, needed)
     path = release.folder / METADATA_FILE
     known = read_json(path, "artifact metadata")
     metadata = scrubber.value(known)
@@ -95,8 +72,11 @@ def clean(release: Release, config: PushConfig, scrubber: Scrubber) -> Cleaned:
     if name != own_name:  # a folder's
         name = config.base_model or name
     metadata["target"]["name"] = name
-    metadata_file = path.read_bytes() if metadata == known else as_json(metadata)
-    sha256 = _artifact_hash(release, metadata_file)
+    if metadata == known:
+        shutil.copyfile(path, folder / METADATA_FILE)
+    else:
+        write_json(folder / METADATA_FILE, metadata)
+    sha256 = hash_artifact(folder, release.metadata)
     report = release.report.to_dict()
     samples = report.pop("samples")
     report = scrubber.value(report)
@@ -107,12 +87,26 @@ def clean(release: Release, config: PushConfig, scrubber: Scrubber) -> Cleaned:
         report["draft"]["measured_sha256"] = release.sha256
     gate = scrubber.value({**as_values(release.verdict), "config": release.gate})
     return Cleaned(
-        metadata=metadata,
-        metadata_file=metadata_file,
-        report=parse_report(report, "the report to be published"),
-        gate=gate,
-        sha256=sha256,
-    )
+        metadata=metadata, report=parse_report(report, "the report to be published"), gate=gate, sha256=sha256
+    ), left_out
+
+
+def put_model(folder: Path, source: Path, scrubber: Scrubber, needed: Sequence[str] | None = None) -> list[str]:
+    """Put the files of a model folder that may be published, descriptions cleaned, into another; return the others' names."""
+    left_out = []
+    for path in sorted(source.iterdir()):
+        name, out = path.name, folder / path.name
+        if needed is not None and name not in needed:
+            left_out.append(name)
+        elif name in DESCRIPTIONS:
+            write_json(out, _without_paths(read_json(path, "description"), scrubber))
+        elif name == SERVE_FILE:
+            write_text(out, scrubber.secrets(read_text(path, "instructions")))
+        elif name in TOKENIZER_FILES or name.endswith((WEIGHTS, f"{WEIGHTS}.index.json")):
+            shutil.copyfile(path, out)
+        else:
+            left_out.append(name)
+    return [name for name in left_out if name != METADATA_FILE]
 
 
 def public_name(name: str, scrubber: Scrubber) -> str:
@@ -128,21 +122,12 @@ def name_for_engines(cleaned: Cleaned, config: PushConfig) -> str:
     return config.base_model or (name if HUB_ID.fullmatch(name) else NAMELESS)
 
 
-def gather(
-    release: Release, cleaned: Cleaned, exports: Mapping[str, Path], card: str, config: PushConfig, scrubber: Scrubber
-) -> Publication:
-    """List everything that is to be published; an InputError where a secret stands in a file that is not to be changed."""
-    files, left_out = _artifact_files(release, scrubber)
-    files[METADATA_FILE] = cleaned.metadata_file
-    for engine, folder in exports.items():
-        exported, others = _model_files(folder, scrubber)
-        files |= {f"{engine}/{name}": content for name, content in exported.items()}
-        left_out += [f"{engine}/{name}" for name in others]
-    files |= {
-        REPORT: as_json(cleaned.report.to_dict()),
-        PAGE: render_html(cleaned.report).encode(),
-        REPOCARD_NAME: card.encode(),
-    }
+def complete(folder: Path, release: Release, cleaned: Cleaned, card: str, config: PushConfig, scrubber: Scrubber) -> None:
+    """Write report, page, card and manifest beside artifact and exports; an InputError where a secret stands in a file."""
+    write_json(folder / REPORT, cleaned.report.to_dict())
+    write_text(folder / PAGE, render_html(cleaned.report))
+    write_text(folder / REPOCARD_NAME, card)
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     manifest = {
         "format_version": 1,
         "artifact_sha256": cleaned.sha256,
@@ -152,58 +137,12 @@ def gather(
         "config": scrubber.value(config.model_dump(mode="json")),
         "versions": describe_versions(),
         "git": describe_git(),
-        "files": {
-            name: hashlib.sha256(content).hexdigest() if isinstance(content, bytes) else sha256_of(content)
-            for name, content in sorted(files.items())
-        },
+        "files": {name: sha256_of(path) for name, path in files.items()},
     }
-    files[MANIFEST] = as_json(manifest)
-    for name, content in files.items():
-        found = scrubber.finds_token_in(content) if isinstance(content, Path) else scrubber.finds_token(content.decode())
-        if found:
+    write_json(folder / MANIFEST, manifest)
+    for name, path in {**files, MANIFEST: folder / MANIFEST}.items():
+        if scrubber.finds_token_in(path):
             raise InputError(f"{name} holds what looks like an access token or a private key; nothing was published: remove it")
-    return Publication(files=dict(sorted(files.items())), left_out=tuple(sorted(left_out)))
-
-
-def as_json(value: Any) -> bytes:
-    """Return a value as the files here are written."""
-    return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
-
-
-def _artifact_hash(release: Release, metadata_file: bytes) -> str:
-    """Return the hash that `heads.artifact.hash_artifact` will find of the artifact with this metadata."""
-    digests = {METADATA_FILE: hashlib.sha256(metadata_file).digest()}
-    names = [WEIGHTS_FILE] if release.metadata.draft_vocabulary == "target" else [WEIGHTS_FILE, VOCABULARY_FILE]
-    digests |= {name: bytes.fromhex(sha256_of(release.folder / name)) for name in names}
-    return hashlib.sha256(b"".join(digests[name] for name in sorted(digests))).hexdigest()
-
-
-def _artifact_files(release: Release, scrubber: Scrubber) -> tuple[dict[str, Content], list[str]]:
-    files, left_out = _model_files(release.folder, scrubber)
-    reduced = release.metadata.draft_vocabulary == "reduced"
-    needed = [WEIGHTS_FILE, *([VOCABULARY_FILE] if reduced else [])]
-    if release.metadata.kind == "draft_lm":
-        needed += [*DESCRIPTIONS, *TOKENIZER_FILES]
-    kept = {name: content for name, content in files.items() if name in needed}
-    return kept, [*left_out, *(files.keys() - kept.keys() - {METADATA_FILE})]
-
-
-def _model_files(folder: Path, scrubber: Scrubber) -> tuple[dict[str, Content], list[str]]:
-    """Return the files of a model folder that may be published, descriptions cleaned, and the names of the others."""
-    contents = {path.name: _content(path, scrubber) for path in sorted(folder.iterdir()) if path.name != METADATA_FILE}
-    files = {name: content for name, content in contents.items() if content is not None}
-    return files, sorted(contents.keys() - files.keys())
-
-
-def _content(path: Path, scrubber: Scrubber) -> Content | None:
-    """Return what is published of a file of a model folder; None: nothing."""
-    if path.name in DESCRIPTIONS:
-        return as_json(_without_paths(read_json(path, "description"), scrubber))
-    if path.name == SERVE_FILE:
-        return scrubber.secrets(read_text(path, "instructions")).encode()
-    if path.name in TOKENIZER_FILES or path.name.endswith((WEIGHTS, f"{WEIGHTS}.index.json")):
-        return path.resolve()
-    return None
 
 
 def _without_paths(value: Any, scrubber: Scrubber) -> Any:

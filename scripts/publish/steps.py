@@ -14,6 +14,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from configs.runtime.command import DONE, GATE_FAILED, INCONCLUSIVE
 from configs.runtime.errors import InputError, first_line
+from configs.runtime.files import new_folder
 from configs.runtime.redaction import Scrubber
 from configs.runtime.terminal import one_line, say
 from configs.schema.commands.release import HUB_ID, PushConfig
@@ -22,9 +23,8 @@ from eval.release.verdict import as_table
 from heads.formats.exporting.exporter import SERVE_FILE, export
 from heads.formats.exporting.source import TargetFolder, read_source
 from heads.frozen.identity import fetch, locate
-from scripts.publish.card_metadata import agreed_licence, read_card
-from scripts.publish.model_card import make_card
-from scripts.publish.publication import Publication, clean, gather, name_for_engines, public_name
+from scripts.publish.model_card import agreed_licence, make_card, read_card
+from scripts.publish.publication import complete, name_for_engines, public_name, put_artifact, put_model
 from scripts.publish.release_checks import Release, read_release
 from scripts.publish.upload import full_name, push
 
@@ -50,28 +50,30 @@ def publish(config: PushConfig, args: argparse.Namespace) -> int:
         return REFUSED[outcome]
     api = HfApi()
     online = args.dry_run is None
+    if not online and Path(args.dry_run).exists():
+        raise InputError(f"{args.dry_run} exists already; give a new folder")
     repo_id = full_name(api, args.repo_id) if online else args.repo_id
-    with tempfile.TemporaryDirectory() as scratch:
-        publication = _make(release, config, api, repo_id, args.target, online, Path(scratch))
+    with tempfile.TemporaryDirectory() if online else new_folder(Path(args.dry_run)) as made:
+        folder = Path(made)
+        left_out = _fill(folder, release, config, api, repo_id, args.target, online)
         if online:
-            done = push(api, repo_id, publication, config)
+            done = push(api, repo_id, folder, config)
         else:
-            publication.write(Path(args.dry_run))
-            done = f"{args.dry_run}: {len(publication.files)} files, as they would be pushed to {repo_id}"
-    if publication.left_out:
-        say(one_line(f"not published: {', '.join(publication.left_out)}"))
+            done = f"{args.dry_run}: the files, as they would be pushed to {repo_id}"
+    if left_out:
+        say(one_line(f"not published: {', '.join(left_out)}"))
     say(done)
     return DONE
 
 
-def _make(
-    release: Release, config: PushConfig, api: HfApi, repo_id: str, target: str | None, online: bool, scratch: Path
-) -> Publication:
-    """Make everything that is to be published; exports go into `scratch`, which must live until they are pushed."""
+def _fill(
+    folder: Path, release: Release, config: PushConfig, api: HfApi, repo_id: str, target: str | None, online: bool
+) -> list[str]:
+    """Put everything that is to be published into an empty folder; return the names of files that are left out."""
     known = release.metadata.target
     name, revision = (target, None) if target is not None else (str(known["name"]), known.get("revision"))
     scrubber = Scrubber([get_token()])
-    cleaned = clean(release, config, scrubber)
+    cleaned, left_out = put_artifact(folder, release, config, scrubber)
     origins = {cleaned.metadata["target"]["name"]: read_card(name, revision, online=online)}
     student = release.metadata.training.get("student")
     if isinstance(student, Mapping) and student.get("init") == "model":  # a draft LM that began as another model
@@ -79,20 +81,23 @@ def _make(
         origins[public_name(initial, scrubber)] = read_card(initial, None, online=online)
     if config.license is None and agreed_licence(origins.values()) is None:
         say(one_line(f"license: other, as the cards of {', '.join(origins)} do not name one; --set license=... states it"))
-    exports: dict[str, Path] = {engine: scratch / engine for engine in config.exports}
-    if exports:
-        folder = _locate_target(name, revision, online)
-        source = read_source(release.folder, TargetFolder(folder, name_for_engines(cleaned, config)))
-        for engine, out in exports.items():
-            layout = export(source, engine, out, served_from=f"{repo_id.split('/')[-1]}/{engine}")
+    if config.exports:
+        target_folder = TargetFolder(_locate_target(name, revision, online), name_for_engines(cleaned, config))
+        source = read_source(release.folder, target_folder)
+    for engine in config.exports:
+        with tempfile.TemporaryDirectory() as scratch:
+            exported = Path(scratch) / engine
+            layout = export(source, engine, exported, served_from=f"{repo_id.split('/')[-1]}/{engine}")
             if layout.holds_target:
                 raise InputError(
                     f"exports: the one for {engine} holds all weights of the target {name} beside the draft's; leave it out, "
                     "scripts/export.py makes it where the target is"
                 )
-    serve = {engine: (out / SERVE_FILE).read_text(encoding="utf-8") for engine, out in exports.items()}
-    card = make_card(repo_id, cleaned, config, origins, serve, api.endpoint)
-    return gather(release, cleaned, exports, card, config, scrubber)
+            (folder / engine).mkdir()
+            left_out += [f"{engine}/{each}" for each in put_model(folder / engine, exported, scrubber)]
+    serve: dict[str, str] = {engine: (folder / engine / SERVE_FILE).read_text(encoding="utf-8") for engine in config.exports}
+    complete(folder, release, cleaned, make_card(repo_id, cleaned, config, origins, serve, api.endpoint), config, scrubber)
+    return left_out
 
 
 def _locate_target(name: str, revision: str | None, online: bool) -> Path:

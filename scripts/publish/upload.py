@@ -1,4 +1,4 @@
-"""Push a publication onto the Hub, by huggingface_hub: large files are sent first, then one commit holds everything.
+"""Push a publication's folder onto the Hub, by huggingface_hub: large files are sent first, then one commit holds everything.
 
 The commit names its parent, and the Hub refuses it if somebody else came first. A push that breaks off is resumed by the same
 command: huggingface_hub sends no file that has arrived a second time, and makes no commit in which nothing changes.
@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from httpx2 import HTTPError
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo
+from huggingface_hub import HfApi, ModelInfo
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import read_json
 from configs.schema.commands.release import PushConfig
-from scripts.publish.publication import MANIFEST, Publication
+from scripts.publish.publication import MANIFEST
 
 OF_THE_HUB = {".gitattributes"}  # in every new repository
 TITLE = "Publish a draft with its report"  # of our commits, by which a later push knows that it may follow them
@@ -31,8 +31,8 @@ def full_name(api: HfApi, repo_id: str) -> str:
     return repo_id if "/" in repo_id else f"{user}/{repo_id}"
 
 
-def push(api: HfApi, repo_id: str, publication: Publication, config: PushConfig) -> str:
-    """Push a publication into a repository, which is made where it is missing; return where it lies now, in words.
+def push(api: HfApi, repo_id: str, folder: Path, config: PushConfig) -> str:
+    """Push a folder into a repository, which is made where it is missing; return where it lies now, in words.
 
     Raises:
         InputError: nobody is logged in or may write; the repository holds something else; the network or the Hub failed.
@@ -42,15 +42,9 @@ def push(api: HfApi, repo_id: str, publication: Publication, config: PushConfig)
         info = api.model_info(repo_id)
         there = {each.rfilename for each in info.siblings or ()}
         _check_writable(api, repo_id, info, there, config)
-        stale = (_pushed_before(api, repo_id, info) & there) - publication.files.keys() if MANIFEST in there else set()
-        commit = api.create_commit(
-            repo_id,
-            [
-                *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=each) for name, each in publication.files.items()),
-                *(CommitOperationDelete(path_in_repo=name) for name in sorted(stale)),
-            ],
-            commit_message=TITLE,
-            parent_commit=info.sha,
+        stale = _pushed_before(api, repo_id, info) if MANIFEST in there else []
+        commit = api.upload_folder(
+            repo_id=repo_id, folder_path=folder, delete_patterns=stale, commit_message=TITLE, parent_commit=info.sha
         )
     seen, old = "private" if info.private else "public", ", which held all of it already" if commit.oid == info.sha else ""
     return f"{api.endpoint}/{repo_id} ({seen}): commit {commit.oid}{old}"
@@ -73,11 +67,11 @@ def _check_writable(api: HfApi, repo_id: str, info: ModelInfo, there: set[str], 
     )
 
 
-def _pushed_before(api: HfApi, repo_id: str, info: ModelInfo) -> set[str]:
+def _pushed_before(api: HfApi, repo_id: str, info: ModelInfo) -> list[str]:
     """Return the files that the push before listed in its manifest; files of other origin stay."""
     content = read_json(Path(api.hf_hub_download(repo_id, MANIFEST, revision=info.sha)), f"{MANIFEST} of {repo_id}")
     listed = content.get("files") if isinstance(content, dict) else None
-    return set(listed) if isinstance(listed, dict) else set()
+    return list(listed) if isinstance(listed, dict) else []
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from configs.runtime.command import DONE
-from configs.runtime.errors import ConfigError, InputError
+from configs.runtime.errors import InputError
 from configs.runtime.files import write_json
 from configs.runtime.loading import load_config
 from configs.schema.commands.refreshing import OLD, TRAFFIC, RefreshConfig
@@ -69,12 +69,9 @@ def training_recipe(config: RefreshConfig, served: Path, metadata: Metadata, fol
         path = str(folder / "configs" / "recipe.json")
         write_json(Path(path), metadata.training)
     changes = [f"{key}={json.dumps(value)}" for key, value in config.training.items()]
-    try:
-        if metadata.kind == "draft_lm":
-            return load_config(DistillConfig, path, changes)
-        return load_config(HeadsConfig, path, changes)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("--set ", "training.", 1)) from error
+    if metadata.kind == "draft_lm":
+        return load_config(DistillConfig, path, changes)
+    return load_config(HeadsConfig, path, changes)
 
 
 def training_config(

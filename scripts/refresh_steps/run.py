@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
-from dataclasses import asdict
+from collections import defaultdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED
 from configs.runtime.errors import ConfigError, InputError
-from configs.runtime.files import find_shipped, read_object, write_json, write_text
+from configs.runtime.files import find_shipped, new_folder, read_object, write_json, write_text
 from configs.runtime.resumable import files_fingerprint
 from configs.runtime.terminal import say
 from configs.schema.commands.refreshing import OLD, TRAFFIC, RefreshConfig
+from configs.schema.evaluation import SuiteConfig
+from distill.dataset.conversations import text_hash
 from eval.report.change import tau_change
 from eval.report.markdown import table
 from eval.report.schema import load_report
@@ -20,11 +24,11 @@ from eval.report.text import interval, number
 from heads.frozen.identity import hash_weights, locate
 from heads.metadata import Metadata, hash_artifact, locate_artifact, read_metadata
 from scripts.refresh_steps import commands
-from scripts.refresh_steps.drift import measure_drift
-from scripts.refresh_steps.mixing import mix
-from scripts.refresh_steps.traffic import MANIFEST, PROMPTS, write_traffic
+from scripts.refresh_steps.mixing import known_prompts, mix
+from scripts.refresh_steps.traffic import MANIFEST, PROMPTS, ServedPrompt, Traffic, newest, read_traffic, write_traffic
 from scripts.steps import SEVERITY, Step, run_steps
 
+log = logging.getLogger("draftsmith")
 RESULTS, PAGE, EXPORTS = "refresh.json", "refresh.md", "export"
 VERDICTS = {DONE: "pass", GATE_FAILED: "fail"}
 LABELS = {TRAFFIC: "held-out traffic", OLD: "old suite (forgetting)"}
@@ -32,8 +36,14 @@ INPUTS = "inputs.json"  # while a run is not ended: the log and data as it read 
 
 
 def drift(config: RefreshConfig) -> int:
-    """Measure the served draft by week of the log; return the exit code."""
-    return measure_drift(config, find_served(config)[0])
+    """Measure the served draft by week of the log, a suite of one report each; return the exit code."""
+    served, _ = find_served(config)
+    folder = Path(config.output) / "drift"
+    write_weeks(config, served, read_traffic(config), folder / "weeks")
+    weeks = sorted((folder / "weeks").glob("*.jsonl"))
+    suites = [SuiteConfig(name=path.stem, path=str(path), on_too_long="skip") for path in weeks]
+    evaluation = commands.plain_eval(config, served, suites, folder / "eval")
+    return commands.call_with(evaluation, "drift", Path(config.output))
 
 
 def refresh(config: RefreshConfig) -> int:
@@ -55,27 +65,19 @@ def refresh(config: RefreshConfig) -> int:
     evaluate_served = commands.eval_config(config, served, mixed / "suite.jsonl", measured_served)
     evaluate = commands.eval_config(config, artifact, mixed / "suite.jsonl", measured)
 
-    def clean() -> int:
-        write_traffic(config, traffic)
-        return DONE
-
-    def mix_data() -> int:
-        mix(config, served, data, replay, mixed)
-        return DONE
-
     steps = [
         Step(
             name="clean the log",
             folder=traffic,
             decided_by=[config.log.model_dump(), hash_artifact(served, metadata)],
-            run=clean,
+            run=lambda: write_traffic(config, traffic),
         ),
         _command("let the target answer", make_data, "data", output),
         Step(
             name="mix with the old data",
             folder=mixed,
             decided_by=[str(replay), config.old_suite.model_dump(), config.replay_share, config.max_suite_prompts, config.seed],
-            run=mix_data,
+            run=lambda: mix(config, served, data, replay, mixed),
         ),
         _command("measure the served draft", evaluate_served, "eval_served", output),
         _command("train on", train, "train", output, launcher=config.accelerate),
@@ -195,3 +197,47 @@ def _command(name: str, config: commands.Config, file: str, output: Path, launch
 def _check_outside(config: RefreshConfig, key: str, path: Path) -> None:
     if path.resolve().is_relative_to(Path(config.output).resolve()):
         raise ConfigError(f"{key}: {path} lies in output, which a refresh replaces; copy it elsewhere and name the copy")
+
+
+def write_weeks(config: RefreshConfig, served: Path, traffic: Traffic, folder: Path) -> None:
+    """Write a suite for each of the newest weeks with enough prompts."""
+    if traffic.first_without_time is not None:
+        words = f"{traffic.num_without_time} of {len(traffic.rows)} rows do not say when they were served"
+        message = f"log.time_field: {words}, {traffic.first_without_time} for one"
+        if traffic.num_without_time == len(traffic.rows):
+            raise InputError(f"{message}; drift is counted by week: name the key that has the time, in seconds or ISO 8601")
+        log.warning("%s; they are in no week", message)
+    suites, too_few = _weeks(config, served, traffic)
+    found = ", ".join(f"{week} {count}" for week, count in too_few.items())
+    if not suites:
+        raise InputError(
+            f"drift.min_prompts: no week of the log has {config.drift.min_prompts} prompts that the draft was not trained on "
+            f"({found}); ask for fewer"
+        )
+    if too_few:
+        log.warning("not measured, for fewer than %d prompts: %s", config.drift.min_prompts, found)
+    with new_folder(folder) as scratch:
+        for week, rows in suites.items():
+            write_text(scratch / f"{week}.jsonl", "".join(row.to_line() for row in rows))
+
+
+def _weeks(config: RefreshConfig, served: Path, traffic: Traffic) -> tuple[dict[str, list[ServedPrompt]], dict[str, int]]:
+    """Return the prompts to measure by week, and how many the weeks have that have too few."""
+    known = known_prompts(served)
+    by_week: dict[str, list[ServedPrompt]] = defaultdict(list)
+    for row in traffic.rows:
+        if row.time is not None:
+            by_week["{}-W{:02d}".format(*row.time.isocalendar())].append(row)
+    suites: dict[str, list[ServedPrompt]] = {}
+    too_few: dict[str, int] = {}
+    for week in sorted(by_week)[-config.drift.num_weeks :]:
+        # The first turns, because conversations that begin alike are one prompt then.
+        firsts = [replace(row, prompt=replace(row.prompt, turns=row.prompt.turns[:1])) for row in by_week[week]]
+        rows = newest(traffic, firsts, config.log, len(firsts))
+        unknown = [row for row in rows if known.isdisjoint(map(text_hash, row.prompt.user_texts))]
+        if len(unknown) < config.drift.min_prompts:
+            too_few[week] = len(unknown)
+            continue
+        step = max(1.0, len(unknown) / config.drift.prompts_per_week)
+        suites[week] = [unknown[int(place * step)] for place in range(min(len(unknown), config.drift.prompts_per_week))]
+    return suites, too_few

@@ -67,16 +67,6 @@ class Traffic:
     first_without_time: str | None = None
     num_without_time: int = 0
 
-    def counts(self) -> dict[str, Any]:
-        """Return the counts as JSON values."""
-        return {
-            "rows": self.num_rows,
-            "dropped": {name: count for name, count in sorted(self.dropped.items()) if count},
-            "masked": {name: count for name, count in sorted(self.masked.items()) if count},
-            "conversations_with_masks": self.num_masked_rows,
-            "without_time": self.num_without_time,
-        }
-
 
 def write_traffic(config: RefreshConfig, folder: Path) -> None:
     """Write the newest conversations of the log as prompts, and what was counted."""
@@ -86,9 +76,17 @@ def write_traffic(config: RefreshConfig, folder: Path) -> None:
     span = {"from": min(times).isoformat(), "to": max(times).isoformat()} if times else {}
     with new_folder(folder) as scratch:
         write_text(scratch / PROMPTS, "".join(row.to_line() for row in rows))
-        write_json(
-            scratch / MANIFEST, {"format_version": 1, "log": config.log.path, "kept": len(rows), **traffic.counts(), **span}
-        )
+        manifest = {
+            "format_version": 1,
+            "log": config.log.path,
+            "rows": traffic.num_rows,
+            "kept": len(rows),
+            "dropped": dict(sorted((+traffic.dropped).items())),
+            "masked": dict(sorted((+traffic.masked).items())),  # + leaves out what is 0
+            "conversations_with_masks": traffic.num_masked_rows,
+            "without_time": traffic.num_without_time,
+        }
+        write_json(scratch / MANIFEST, manifest | span)
     removed = ", ".join(f"{count} {name}" for name, count in [*traffic.dropped.items(), *traffic.masked.items()] if count)
     log.info("log %s: %d conversations of %d (%s)", config.log.path, len(rows), traffic.num_rows, removed or "nothing removed")
 

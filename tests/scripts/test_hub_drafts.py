@@ -23,10 +23,10 @@ from eval.measure.proposers import load_evaluated
 from heads.artifact import load_draft
 from heads.families.registry import FAMILIES
 from heads.frozen.checkpoint_files import read_weights
-from heads.frozen.identity import hash_weights, locate
+from heads.frozen.identity import locate
 from heads.frozen.loading import load_target
 from heads.metadata import locate_artifact, locate_external, read_metadata
-from scripts.publish.card_metadata import read_card
+from scripts.publish.model_card import read_card
 from tests.support.artifacts import save_artifact
 from tests.support.hub_server import READER
 
@@ -76,13 +76,6 @@ def test_what_was_pushed_is_loaded_gated_evaluated_and_exported_by_its_name(push
     out = ["--to", "transformers", "--out", str(tmp_path / "out"), "--target", str(release / "target")]
     assert run(ExportConfig, exporting, NAME, *out) == DONE
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.num_assistant_tokens == 3
-
-
-def test_a_model_of_the_hub_that_is_no_artifact_is_loaded_as_a_draft_lm(hub, release, target):
-    upload(hub, NAME, release / "target")
-    draft = load_draft(NAME, target.identity, target.model)
-    assert (draft.metadata.kind, draft.sha256) == ("draft_lm", hash_weights(release / "target"))
-    assert draft.warnings[0].startswith(f"the draft {NAME} is a model as it was found")
 
 
 def test_a_revision_is_loaded_as_it_was_and_by_those_who_may(push, hub, monkeypatch):

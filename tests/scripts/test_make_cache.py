@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.runtime.command import BAD_INPUT, DONE, run_command
-from configs.runtime.files import LOCK_FILE
+from configs.runtime.command import DONE, run_command
 from configs.schema.data import CacheConfig
 from configs.schema.target import TargetConfig
 from distill.cache.reader import open_cache
@@ -36,9 +35,3 @@ def test_data_become_a_cache_that_opens_for_them_and_their_target(tmp_path, tiny
     rows = read_conversations(data / "train.jsonl")
     assert int(cache.places.length_C.sum()) == sum(len(row.answer_ids) for row in rows)
     assert json.loads((tmp_path / "made" / "run.json").read_text())["config"]["k"] == 4
-
-
-def test_more_tokens_than_the_vocabulary_are_one_sentence_and_nothing_is_written(tmp_path, tiny_run, data, capsys):
-    assert run(tiny_run, data, output=tmp_path / "made", kind="top_k", k=65) == BAD_INPUT
-    assert "error: k: expected at most 64, the size of the target's vocabulary, got 65" in capsys.readouterr().err
-    assert [path.name for path in (tmp_path / "made").iterdir()] == [LOCK_FILE]  # the claim of the folder, and nothing else

@@ -127,31 +127,12 @@ def test_changed_prompts_are_answered_anew_and_what_was_made_before_is_kept(loop
     assert "distill is of other settings; it is kept as runs/demo-target/distill.before-1" in capsys.readouterr().out
 
 
-def test_a_step_that_was_cut_off_goes_on_with_what_it_has_and_is_begun_anew_for_changed_prompts(
-    loop, prompts, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(demo, "run_step", lambda arguments: BAD_INPUT if "train/distill.py" in arguments else DONE)
-    assert loop().code == BAD_INPUT
-    checkpoint = tmp_path / "runs" / "demo-target" / "distill" / "checkpoints"
-    checkpoint.mkdir(parents=True)
-    assert loop().code == BAD_INPUT
-    assert checkpoint.exists()
-    prompts.write_text(prompts.read_text().replace("w7", "w8"))
-    assert loop().code == BAD_INPUT
-    assert not checkpoint.exists()
-
-
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
         (["--data", "no.jsonl", "--prompts", "p.csv"], "not allowed with argument"),
         (["--data", "no.jsonl"], "--data: no.jsonl is not there"),
         (["--set", "schedule.epochs=1"], "the demo takes settings of target and prompts only"),
-        (["--set", "target.dtpe=float32"], "unknown key 'target.dtpe'"),
-        (
-            ["--set", "prompts.format=column", "prompts.field=question"],
-            "no column 'question' (prompts.field); there are prompt",
-        ),
         (["--num-prompts", "3"], "--num-prompts must be at least 4, got 3"),
     ],
 )

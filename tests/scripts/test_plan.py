@@ -29,10 +29,8 @@ def run(*argv):
         ([], PlanHeadsConfig),
         (["--config", "configs/heads/medusa.yaml"], PlanHeadsConfig),
         (["--config", "configs/distill/demo.yaml"], PlanDistillConfig),
-        (["--config=configs/distill/demo.yaml", "--set", "hardware.num_accelerators=2"], PlanDistillConfig),
         (["--config", "configs/distill/demo.yaml", "--set", "output=a", "head.kind=medusa"], PlanHeadsConfig),
         (["--config", "nosuch.yaml"], PlanHeadsConfig),
-        (["--config"], PlanHeadsConfig),
     ],
 )
 def test_the_recipe_says_what_it_is_one_of(argv, schema):

@@ -14,9 +14,10 @@ from configs.schema.commands.release import ExportConfig
 from configs.schema.data import DataConfig
 from configs.schema.evaluation import EvalConfig, GateConfig
 from configs.schema.training import DistillConfig, HeadsConfig
+from eval.report.schema import load_report
 from scripts import refresh, steps
-from scripts.refresh_steps.drift import write_weeks
 from scripts.refresh_steps.mixing import mix
+from scripts.refresh_steps.run import write_weeks
 from scripts.refresh_steps.traffic import read_traffic
 from train.launch import run_heads
 
@@ -185,12 +186,9 @@ def test_drift_is_tau_by_week_and_trains_nothing(run):
     Path("log.jsonl").write_text(log_lines() + json.dumps({"messages": [user("w40 w41 w42")]}) + "\n")
     assert run("--drift") == DONE
     assert run.ran == ["eval.run"]
-    found = json.loads(Path("out/drift.json").read_text())
-    assert [each["week"] for each in found["weeks"]] == ["2026-W39", "2026-W40", "2026-W41"]
-    assert all(each["tau_ci"][0] <= each["tau"] <= each["tau_ci"][1] for each in found["weeks"])
-    assert all(each["num_prompts"] == 3 for each in found["weeks"])
-    assert found["traffic"]["without_time"] == 1
-    assert "| 2026-W40 | 3 |" in Path("out/drift.md").read_text()
+    found = load_report(Path("out/drift/eval/report.json"))
+    assert [found.prompts.suite, *found.suites] == ["2026-W39", "2026-W40", "2026-W41"]
+    assert [each.prompts.num_prompts for each in (found, *found.suites.values())] == [3, 3, 3]
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ class RefreshConfig(Settings):
     exports: list[Engine] = []
     drift: DriftConfig = DriftConfig()
     seed: NonNegativeInt = 0  # of answers that are drawn, and of the choice of replayed conversations
-    output: str = "runs/refresh"  # folder: refresh.json, refresh.md, train/artifact, export/; drift.json, drift.md
+    output: str = "runs/refresh"  # folder: refresh.json, refresh.md, train/artifact, export/; drift/eval
 
     @field_validator("training", mode="before")
     @classmethod

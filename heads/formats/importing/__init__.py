@@ -1,4 +1,1 @@
-"""Another program's draft, made into an artifact.
-
-`reading` recognises the format, `importer` fits the tensors to the target and writes the artifact.
-"""
+"""Another program's draft, made into an artifact: `reading` recognises the format, `importer` fits and writes."""

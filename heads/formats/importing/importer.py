@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from pydantic import ValidationError
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
@@ -26,7 +27,7 @@ from configs.runtime.files import new_folder
 from configs.schema.heads import LayerSettings
 from heads.artifact import write_rest
 from heads.families.registry import FAMILIES
-from heads.formats.importing.external import ExternalDraft
+from heads.formats.importing.reading import ExternalDraft
 from heads.formats.layout import check_names
 from heads.frozen.checkpoint_files import LazyTensor, Weights, write_weights
 from heads.frozen.identity import TargetIdentity
@@ -71,7 +72,12 @@ def fit(external: ExternalDraft, target: PreTrainedModel) -> Fitted:
     embedding = _settle_embedding(external, weights, target)
     trained_head = _settle_head(external, weights, vocabulary, target)
     size = None if vocabulary is None else len(vocabulary)
-    settings = external.checked_settings(draft_vocab_size=size, **trained_head, **layer, **embedding)
+    fitted = {"kind": external.kind, "draft_vocab_size": size, **trained_head, **layer, **embedding}
+    try:
+        settings: Any = FAMILIES[external.kind].settings.model_validate(dict(external.settings) | fitted)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InputError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r}") from error
     shapes = {name: stored.shape for name, stored in weights.items()}
     check_counts(settings.model_dump(), shapes, external.form)
     # Native MTP tensors are found by the shapes of ours; there are as many depths as modules in the file.

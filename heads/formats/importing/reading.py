@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from torch import Tensor
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_object
 from configs.schema.commands.release import TAP_OF_ID, LayerIds
-from heads.formats.importing.external import ExternalDraft
 from heads.formats.layout import (
     DFLASH2_KEYS,
     DOMINO_KEYS,
@@ -42,9 +41,34 @@ KNOWN = (
     "Medusa (medusa_num_heads); DFlash (architecture DFlashDraftModel or MuseGlimmerAssistantModel); "
     "Domino (architecture DominoDraftModel); a checkpoint with MTP modules"
 )
+BLOCK_KEYS = {"dflash": (), "dspark": (), "dflash2": DFLASH2_KEYS, "xpress": XPRESS_KEYS}  # settings of each kind of block
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 BACKBONE = "model.layers.0."  # of a checkpoint's first block
 OLD_MEDUSA = re.compile(r"^(?:medusa_heads?\.)?(\d+)\.(\d+)\.(?:(linear)\.)?(weight|bias)$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExternalDraft:
+    """A draft as another program wrote it.
+
+    settings: of our family `kind`, checked later.
+    layer: the config of its layers; None: they have no sizes of their own.
+    weights: its tensors under our names, and `embed_tokens.weight`, `d2t`, `t2d` where they are in the file.
+    num_speculative_tokens: what its config says; None: nothing.
+    optional: what to add where the file leaves it out.
+    layer_ids: what the ids of hidden states in its config were taken to mean; None: it has none.
+    placed: gives further tensors by the shapes of ours, where their names alone do not identify them.
+    """
+
+    form: str
+    kind: str
+    settings: Mapping[str, Any]
+    layer: Mapping[str, Any] | None
+    weights: Weights
+    num_speculative_tokens: int | None = None
+    optional: Weights = field(default_factory=dict)
+    layer_ids: LayerIds | None = None
+    placed: Callable[[Shapes], Weights] | None = None
 
 
 def read_external(folder: Path, *, layer_ids: LayerIds | None = None, reads: str | None = None) -> ExternalDraft:
@@ -89,33 +113,25 @@ def _speculators(config: dict[str, Any], weights: Weights, layer_ids: LayerIds, 
     if not isinstance(layer, dict):
         raise InputError(f"expected transformer_layer_config to be a section, got {layer!r}")
 
-    def block_taps() -> list[int] | None:
-        return _taps(config["aux_hidden_state_layer_ids"], layer_ids)
-
-    readers: dict[str, Callable[[], dict[str, Any]]] = {
-        "eagle3": lambda: (
-            _eagle_settings(config, layer, layer_ids, normed_by_default=True)
-            | {"norm_feedback": config.get("norm_output", False)}
-        ),
-        "peagle": lambda: (
-            _eagle_settings(config, layer, layer_ids, normed_by_default=False) | {"mask_token_id": config["mask_token_id"]}
-        ),
-        "dflash": lambda: _dflash_settings(config, layer, block_taps()),
-        "dspark": lambda: _dflash_settings(config, layer, block_taps()) | _markov_settings(config),
-        "dflash2": lambda: _dflash_settings(config, layer, block_taps()) | _known(config, DFLASH2_KEYS),
-        "xpress": lambda: _dflash_settings(config, layer, block_taps()) | _known(config, XPRESS_KEYS),
-        "mtp": lambda: {"shared_depths": True, "reads": reads},
-    }
-    if kind not in readers:
-        raise InputError(f"speculators_model_type {kind!r} is none of {', '.join(readers)}")
+    if kind == "mtp":
+        settings: dict[str, Any] = {"shared_depths": True, "reads": reads}
+        weights = renamed(weights, [(theirs, ours) for ours, theirs in MTP_PARTS])
+    elif kind == "eagle3":
+        settings = _eagle_settings(config, layer, layer_ids, normed_by_default=True)
+        settings["norm_feedback"] = config.get("norm_output", False)
+    elif kind == "peagle":
+        settings = _eagle_settings(config, layer, layer_ids, normed_by_default=False)
+        settings["mask_token_id"] = config["mask_token_id"]
+    elif kind in BLOCK_KEYS:
+        settings = _dflash_settings(config, layer, _taps(config["aux_hidden_state_layer_ids"], layer_ids))
+        settings |= _markov_settings(config) if kind == "dspark" else _known(config, BLOCK_KEYS[kind])
+    else:
+        raise InputError(f"speculators_model_type {kind!r} is none of eagle3, peagle, {', '.join(BLOCK_KEYS)}, mtp")
     tokens = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
     if type(tokens) is not int or tokens < 1:
         raise InputError(f"expected speculative_tokens to be a number of at least 1, got {tokens!r}")
-    settings = readers[kind]()
     if kind in ("eagle3", "peagle", "mtp"):
         settings["num_depths"] = tokens
-    if kind == "mtp":
-        weights = renamed(weights, [(theirs, ours) for ours, theirs in MTP_PARTS])
     return ExternalDraft(
         form=f"speculators {kind}",
         kind=kind,
@@ -186,9 +202,6 @@ def _markov_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     kind = config.get("markov_head_type", "vanilla")
     if kind != "vanilla":
         raise InputError(f"its bias is of the kind {kind} (markov_head_type), draftsmith's DSpark has the vanilla one")
-    for key in ("enable_confidence_head", "confidence_head_with_markov"):
-        if not config.get(key, True):
-            raise InputError(f"{key} is false: draftsmith's DSpark has a confidence head, which reads the token before too")
     from_anchor = config.get("sample_from_anchor", True)  # where it is missing, what speculators takes
     return {"markov_rank": config.get("markov_rank", 256), "sample_from_anchor": from_anchor}
 

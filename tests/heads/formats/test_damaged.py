@@ -29,13 +29,11 @@ TOLD = r"lacks norm.weight; holds unknown one.weight, two.weight; holds fc.weigh
         ({"fc.weight": torch.ones(32, 96).bool()}, "expected floating numbers, and fc.weight hold others"),
         ({"fc.weight": torch.ones(32, 96).to(torch.float8_e4m3fn)}, "holds numbers of type F8_E4M3; known are"),
         ({"embed_tokens.weight": torch.ones(64, 31)}, r"embed_tokens.weight of shape \[64, 31\] where \[64, 32\] is expected"),
-        ({"embed_tokens.weight": torch.ones(64, 32, dtype=torch.int64)}, "expected floating numbers, and embed_tokens.weight"),
         ({"lm_head.weight": torch.ones(32, 32, dtype=torch.int32)}, "expected floating numbers, and lm_head.weight"),
         ({"d2t": torch.arange(1, 64, 2)}, "outside the target's vocabulary"),
         ({"d2t": torch.arange(32)}, "t2d marks other tokens"),
         ({"d2t": torch.zeros(32, dtype=torch.int64) - torch.arange(32)}, "must rise"),
         ({"d2t": torch.zeros(32)}, "d2t: expected a list of whole numbers"),
-        ({"d2t": torch.zeros(32).bool()}, "d2t: expected a list of whole numbers"),
         ({"d2t": torch.zeros(4, 8, dtype=torch.int64)}, "d2t: expected a list of whole numbers"),
     ],
     ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
@@ -46,75 +44,58 @@ def test_wrong_tensors_are_named_all_together(exported, tensors, words):
     refused(exported, words)
 
 
+SLIDING = {"layer_types": ["sliding_attention"], "sliding_window": 8, "model_type": "qwen3"}
+DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
+
+
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "layer", "words"),
     [
-        ({"norm_before_fc": True}, "lacks input_norm.weight"),
-        ({"speculators_model_type": "mlp"}, "'mlp' is none of eagle3, peagle, dflash, dspark, dflash2, xpress, mtp"),
-        ({"transformer_layer_config": [1]}, "expected transformer_layer_config to be a section"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, r"fc.weight of shape \[32, 96\] where \[32, 64\] is expected"),
-        ({"speculators_config": {"proposal_methods": []}}, "lacks or garbles a key of its format: IndexError"),
+        ({"norm_before_fc": True}, {}, "lacks input_norm.weight"),
+        ({"speculators_model_type": "mlp"}, {}, "'mlp' is none of eagle3, peagle, dflash, dspark, dflash2, xpress, mtp"),
+        ({"transformer_layer_config": [1]}, {}, "expected transformer_layer_config to be a section"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, {}, r"fc.weight of shape \[32, 96\] where \[32, 64\] is expected"),
+        ({"speculators_config": {"proposal_methods": []}}, {}, "lacks or garbles a key of its format: IndexError"),
         (
             {"speculators_config": {"proposal_methods": [{"speculative_tokens": "3"}]}},
+            {},
             "expected speculative_tokens to be a number of at least 1, got '3'",
         ),
-        ({"speculators_config": None}, r"lacks or garbles a key of its format: KeyError\('speculators_config'\)"),
-        ({"transformer_layer_config": None}, r"lacks or garbles a key of its format: KeyError\('transformer_layer_config'\)"),
+        ({"architectures": ["Something"], "speculators_model_type": None}, {}, "in no form that draftsmith reads"),
+        ({}, {"intermediate_size": 96}, r"mlp.down_proj.weight of shape \[32, 48\] where \[32, 96\] is expected"),
+        ({}, {"num_key_value_heads": 3}, "4 heads and 3 key-value heads"),
+        ({}, {"hidden_size": 16}, "are 16 wide and the target's states 32"),
+        ({}, {"hidden_act": "gelu"}, "the activation gelu"),
+        ({}, SLIDING, "has sliding layers"),
+        ({}, DYNAMIC, "rotary embeddings of type dynamic"),
     ],
 )
-def test_wrong_configs_are_refused(exported, changes, words):
-    path = exported.out / "config.json"
-    config = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
-    refused(exported, words)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"intermediate_size": 96}, r"mlp.down_proj.weight of shape \[32, 48\] where \[32, 96\] is expected"),
-        ({"num_key_value_heads": 3}, "4 heads and 3 key-value heads"),
-        ({"hidden_size": 16}, "are 16 wide and the target's states 32"),
-        ({"hidden_act": "gelu"}, "the activation gelu"),
-        ({"layer_types": ["sliding_attention"], "sliding_window": 8, "model_type": "qwen3"}, "has sliding layers"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rotary embeddings of type dynamic"),
-    ],
-)
-def test_other_layers_than_ours_are_refused(exported, changes, words):
+def test_wrong_configs_and_other_layers_than_ours_are_refused(exported, changes, layer, words):
     path = exported.out / "config.json"
     config = json.loads(path.read_text())
-    config["transformer_layer_config"] |= changes
-    path.write_text(json.dumps(config))
+    config["transformer_layer_config"] |= layer
+    path.write_text(json.dumps({key: value for key, value in (config | changes).items() if value is not None}))
     refused(exported, words)
 
 
-@pytest.mark.parametrize("left", [0, 4, 100, -1])
-def test_a_file_that_ends_early(exported, left):
+def test_a_file_that_ends_early(exported):
     path = exported.out / WEIGHTS_FILE
-    path.write_bytes(path.read_bytes()[:left])
+    path.write_bytes(path.read_bytes()[:-1])
     refused(exported, "cannot be read")
 
 
-def test_a_pickle_that_would_run_something(exported, tmp_path):
+@pytest.mark.parametrize(
+    ("inside", "words"), [("trap", "is no file of torch's with tensors only"), ("nested", "holds something else than tensors")]
+)
+def test_a_pickle_of_something_else_than_tensors(exported, tmp_path, inside, words):
     class Trap:
         def __reduce__(self):
             return (open, (str(tmp_path / "sprung"), "w"))
 
     (exported.out / WEIGHTS_FILE).unlink()
-    torch.save({"fc.weight": Trap()}, exported.out / "pytorch_model.bin")
-    refused(exported, "pytorch_model.bin is no file of torch's with tensors only")
+    torch.save({"fc.weight": Trap() if inside == "trap" else {"fc.weight": torch.ones(2)}}, exported.out / "pytorch_model.bin")
+    refused(exported, words)
     assert not (tmp_path / "sprung").exists()
-
-
-def test_a_pickle_of_something_else_than_tensors(exported):
-    (exported.out / WEIGHTS_FILE).unlink()
-    torch.save({"state_dict": {"fc.weight": torch.ones(2)}}, exported.out / "pytorch_model.bin")
-    refused(exported, "holds something else than tensors by name")
-
-
-def test_a_pickle_of_no_known_name(exported):
-    (exported.out / WEIGHTS_FILE).rename(exported.out / "training_state.pt")
-    refused(exported, "holds none of model.safetensors")
 
 
 @pytest.mark.parametrize("file", ["../other.safetensors", "/etc/passwd", "sub/model.safetensors", "absent.safetensors", ".."])
@@ -127,12 +108,7 @@ def test_an_index_whose_paths_leave_the_folder(exported, file):
     refused(exported, "names files that are not in the folder")
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", '"text"'])
+@pytest.mark.parametrize("content", ["{", '"text"'])
 def test_a_config_that_is_none(exported, content):
     (exported.out / "config.json").write_text(content)
     refused(exported, "is not JSON|expected an object")
-
-
-def test_an_unknown_form(exported):
-    (exported.out / "config.json").write_text('{"architectures": ["Something"]}')
-    refused(exported, "in no form that draftsmith reads")

@@ -33,9 +33,7 @@ BLOCK = {"taps": [1, 2, 3], "block_size": 4, "mask_token_id": 5}
 BLOCKS = {
     "dflash": DFlashSettings(kind="dflash", **BLOCK),
     "dspark": DSparkSettings(kind="dspark", **BLOCK, markov_rank=6),
-    "xpress": XPressSettings(kind="xpress", **BLOCK, xpress_rank=6),
     "xpress, from the anchor": XPressSettings(kind="xpress", **BLOCK, xpress_rank=6, sample_from_anchor=True),
-    "dspark, from the anchor": DSparkSettings(kind="dspark", **BLOCK, markov_rank=6, sample_from_anchor=True),
 }
 TOLERANCE = {"atol": 2e-4, "rtol": 2e-4}
 
@@ -78,13 +76,11 @@ def own_depths(written, ids_BT):
     "options",
     [
         {},
-        {"norm_before_residual": True},
-        {"norm_joined_taps": True, "own_embedding": True},
+        {"norm_before_residual": True, "norm_joined_taps": True, "own_embedding": True},
         {"layer": LayerSettings(mlp_width=80, num_heads=8, num_key_value_heads=2, head_width=6, rope_scaling=checks.YARN)},
         {"layer": LayerSettings(norm_epsilon=1e-2, rope_theta=500.0, rope_scaling=checks.LLAMA3)},
         {"norm_taps": True, "norm_feedback": True},
-        {"num_layers": 2, "taps": [0, 2]},
-        {"train_head": True},
+        {"num_layers": 2, "taps": [0, 2], "train_head": True},
     ],
     ids=lambda options: ",".join(options) or "plain",
 )

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from configs.schema.heads import DFlashSettings, Eagle3Settings, MedusaSettings, MtpSettings
-from scripts.exchange.tap_convention import (
+from scripts.exchange.trial import (
     Reading,
-    TapComparison,
     clustered_error,
     compare_readings,
     expected_lengths,
@@ -92,10 +91,3 @@ def test_the_error_of_a_gain_is_that_of_texts_and_not_of_origins():
     residuals = (30 - 30 * 40 / 60, 0 - 10 * 40 / 60, 10 - 20 * 40 / 60)
     assert clustered_error(uneven) == pytest.approx((sum(each**2 for each in residuals) * 3 / 2) ** 0.5 / 60)
     assert clustered_error([torch.ones(50, dtype=torch.float64)]) == float("inf")
-
-
-@pytest.mark.parametrize(
-    ("gain", "error", "clear"), [(0.1, 0.02, True), (0.1, 0.05, False), (-0.1, 0.01, False), (0.002, 0.0001, False)]
-)
-def test_what_counts_as_clear(gain, error, clear):
-    assert TapComparison(reading=OWN, expected=0.5, gain=gain, gain_error=error).is_clear is clear

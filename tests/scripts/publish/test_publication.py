@@ -73,8 +73,10 @@ def test_no_secret_and_no_path_of_the_machine_is_published(dry, release, tmp_pat
     )
     change(release / "artifact" / "tokenizer_config.json", lambda config: config.update(name_or_path=str(release / "target")))
     judge(release)
+    save_file({"user_texts": torch.zeros(1, dtype=torch.int64)}, release / "artifact" / PROMPTS_FILE)
     folder = dry("--set", "exports=[transformers]", "--target", str(release / "target"))
     assert (folder / "transformers" / "serve.txt").is_file()
+    assert list(folder.rglob(PROMPTS_FILE)) == []
     hidden = [PLANTED, own, "alice", "deals 2026", str(tmp_path), str(release), str(tmp_path.parent)]
     found = [
         (path.name, text)
@@ -94,13 +96,6 @@ def test_prompts_and_answers_stay_at_home_unless_asked_for(dry, push, release, t
     assert kept == load_report(release / "evaluation" / "report.json").samples
 
 
-def test_hashes_of_the_prompts_trained_on_stay_at_home_in_exports_too(dry, release):
-    save_file({"user_texts": torch.zeros(1, dtype=torch.int64)}, release / "artifact" / PROMPTS_FILE)
-    folder = dry("--set", "exports=[transformers]", "--target", str(release / "target"))
-    assert (folder / "transformers" / "model.safetensors").is_file()
-    assert list(folder.rglob(PROMPTS_FILE)) == []
-
-
 # --- the card -----------------------------------------------------------------------------------------------------
 
 
@@ -112,8 +107,6 @@ def test_the_cards_metadata_holds_the_reports_numbers_unrounded(dry):
     assert tau.metric_value == report.acceptance.tokens_per_target_step
     assert [tau.metric_args["low"], tau.metric_args["high"]] == report.acceptance.tokens_per_target_step_ci
     assert found[None, "decode_speedup"].metric_value == report.speed.decode_speedup
-    for category, section in report.by_category.items():
-        assert found[category, "overlap_alpha"].metric_value == section.acceptance.overlap_alpha
     assert card.data.base_model == "owner/target"
     assert card.data.base_model_relation == "finetune"
     assert card.data.library_name == "transformers"
@@ -189,11 +182,6 @@ def test_an_export_that_holds_the_target_is_not_published(dry, mtp_release, tmp_
     assert code == BAD_INPUT
     assert "exports: the one for transformers holds all weights of the target" in err
     assert not (tmp_path / "dry").exists()
-
-
-def test_an_export_beside_the_target_needs_no_leave(dry, mtp_release):
-    folder = dry("--set", "exports=[vllm]", "--target", str(mtp_release / "target"))
-    assert all(name.startswith("model.mtp_layers.") for name in load_file(folder / "vllm" / "model.safetensors"))
 
 
 def test_self_seeded_prompts_are_named_as_such(dry, release):

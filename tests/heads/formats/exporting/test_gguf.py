@@ -90,7 +90,6 @@ def test_dflash_names_the_blocks_and_drafts_whole_ones_and_no_other_number(write
     ("change", "words"),
     [
         ({"num_layers": 2}, "has 2 layers"),
-        ({"norm_taps": True}, "norm_taps, norm_feedback"),
         ({"norm_feedback": True}, "norm_taps, norm_feedback"),
         ({"taps": [1, 3]}, "reads 2 of the target's states"),
     ],

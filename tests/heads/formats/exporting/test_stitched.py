@@ -109,9 +109,3 @@ def test_a_hybrid_target_is_served_without_prefix_caching(write_beside_modules, 
     source = written.source()
     monkeypatch.setattr(source.target.config, "model_type", "qwen3_next")
     assert "--no-enable-prefix-caching" in export(source, "vllm", written.out).serve("there")
-
-
-def test_the_target_without_places_gets_the_modules_beside_it(write):
-    written = write(ONE)
-    export(written.source(), "vllm", written.out)
-    assert all(name.startswith("model.mtp_layers.0.") for name in load_file(written.out / "model.safetensors"))
