@@ -1,7 +1,7 @@
 """Settings of the cost-optimal draft length (`configs.schema.drafting.CostStopping`), fitted to what a draft showed.
 
 The rule needs a calibration, how often drafts of some confidence are accepted where all before them were, and the times of
-draft and target steps. `stopping_from_report` takes both from a report; `choose_stopping` measures them. C classes.
+draft and target steps. C classes.
 """
 
 from __future__ import annotations
@@ -12,17 +12,10 @@ import numpy as np
 from scipy.optimize import isotonic_regression
 
 from configs.runtime.errors import InputError
-from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import CalibrationPoint, ConfidenceBy, CostStopping
-from eval.cost.tree_choice import row_seconds
-from eval.decoder.decode import Request, decode
-from eval.decoder.records import SPECULATIVE
-from eval.metrics.acceptance import summarise_acceptance
 from eval.report.schema import Report
 from eval.report.sections import AcceptanceSection
-from heads.artifact import Draft
 from heads.families.registry import drafts_in_one_forward
-from heads.frozen.loading import Target
 
 MAX_ACCEPTANCE = 0.999
 
@@ -98,20 +91,4 @@ def stopping_from_report(report: Report, by: ConfidenceBy | None = None) -> Cost
         row_milliseconds=[one_row + (all_rows - one_row) * rows / gamma for rows in range(gamma + 1)],
         other_milliseconds=1000 * (phases.sample_seconds + phases.overhead_seconds) / rounds,
         by=by,
-    )
-
-
-def choose_stopping(target: Target, draft: Draft, requests: Sequence[Request], settings: DecodeConfig) -> CostStopping:
-    """Return the cost rule's settings for a draft on this machine, by what it shows on prompts that are not judged."""
-    decoded = [
-        decode(target, [request], settings, draft.proposer, mode=SPECULATIVE, measure_overlap=True) for request in requests
-    ]
-    generations, timings = [each for own, _ in decoded for each in own], [timing for _, timing in decoded]
-    summary = summarise_acceptance(generations, settings.num_speculative_tokens, samples=1, seed=0)
-    num_rounds = max(1, sum(timing.num_rounds for timing in timings))
-    return fit_stopping(
-        draft.metadata.kind,
-        AcceptanceSection.model_validate(summary),
-        drafting_milliseconds=1000 * sum(timing.draft_seconds for timing in timings) / num_rounds,
-        row_milliseconds=[1000 * each for each in row_seconds(target, requests[0], settings.num_speculative_tokens + 1)],
     )

@@ -38,7 +38,7 @@ LosslessVerdict = Literal["lossless", "lossless_up_to_ties", "not_lossless", "lo
 class OpenSection(BaseModel):
     """A section that describes what was measured; it may hold more than the fields named."""
 
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class TargetSection(OpenSection):
@@ -99,10 +99,9 @@ class PromptsSection(ClosedSection):
     num_prompts: Count
     num_trained_on: Count | None = None  # of all prompts, by the draft; None: the artifact does not say
     categories: dict[str, Count]
-    failed: list[FailedRequest] = Field(
-        description="Prompts whose decoding failed in any mode. What was decoded of them is counted, their batches are timed "
-        "in no mode, and no gate passes the report."
-    )
+    failed: list[FailedRequest]
+    """Prompts whose decoding failed in any mode. What was decoded of them is counted, their batches are timed in no mode, and
+    no gate passes the report."""
 
 
 class DivergenceSection(ClosedSection):
@@ -120,20 +119,17 @@ class DivergenceSection(ClosedSection):
 class LosslessSection(OpenSection):
     """Whether speculative decoding changed the answers; see `eval.lossless.verdict`."""
 
-    verdict: LosslessVerdict = Field(
-        description="Whether speculation changed the output. A copy of the target in a wider dtype reads every greedy answer "
-        "once more: no token's logit may lie further below the largest than rounding explains. Up to ties: some answers also "
-        "differ from plain decoding's, at near ties. Sampled answers: two statistical tests against the target's distribution "
-        "must not fail, and must be able to show a difference that matters. Lossy by design: the rule changes the distribution."
-    )
+    verdict: LosslessVerdict
+    """Whether speculation changed the output. A copy of the target in a wider dtype reads every greedy answer once more: no
+    token's logit may lie further below the largest than rounding explains. Up to ties: some answers also differ from plain
+    decoding's, at near ties. Sampled answers: two statistical tests against the target's distribution must not fail, and must
+    be able to show a difference that matters. Lossy by design: the rule changes the distribution."""
     checked_prompts: Count
     checked_tokens: Count | None = None  # of greedy answers; None in reports of an earlier version
     differing_answers: Count | None = None  # greedy ones that are not plain decoding's
-    tolerance: Number = Field(
-        None,
-        description="How far a token's logit may lie below the largest, at the median token: `tie_noise` times the difference "
-        "between the target's logits in the decoding dtype and in the wider one.",
-    )
+    tolerance: Number = None
+    """How far a token's logit may lie below the largest, at the median token: `tie_noise` times the difference between the
+    target's logits in the decoding dtype and in the wider one."""
     largest_gap: Number = None  # of all checked tokens, in logits
     divergences: list[DivergenceSection]  # the first of each differing answer
     checks: dict[str, dict[str, Any]] = {}
@@ -184,17 +180,15 @@ class SuiteSection(ClosedSection):
     prompts: PromptsSection
     acceptance: WholeAcceptanceSection
     speed: WholeSpeedSection | None
-    by_category: dict[str, CategorySection] = Field(description="The same numbers over the prompts of one category alone.")
-    baselines: dict[str, BaselineSection] = Field(
-        description="Other ways to decode, measured in the same run on the same prompts. Prompt lookup copies drafts from the "
-        "text so far. Suffix lookup also copies from the answers to earlier prompts of the same process. Self-speculation "
-        "drafts with the target's own first blocks. A ratio is this draft's number over theirs, on the same prompts."
-    )
-    with_lookup: WithLookupSection | None = Field(
-        None,
-        description="The same draft after prompt lookup: a round copies from the text so far where its last tokens have "
-        "occurred before, and asks the draft elsewhere. A ratio is its number over the draft's alone.",
-    )
+    by_category: dict[str, CategorySection]
+    """The same numbers over the prompts of one category alone."""
+    baselines: dict[str, BaselineSection]
+    """Other ways to decode, measured in the same run on the same prompts. Prompt lookup copies drafts from the text so far.
+    Suffix lookup also copies from the answers to earlier prompts of the same process. Self-speculation drafts with the target's
+    own first blocks. A ratio is this draft's number over theirs, on the same prompts."""
+    with_lookup: WithLookupSection | None = None
+    """The same draft after prompt lookup: a round copies from the text so far where its last tokens have occurred before, and
+    asks the draft elsewhere. A ratio is its number over the draft's alone."""
 
 
 class AnswerSpan(ClosedSection):
@@ -243,22 +237,17 @@ class Report(SuiteSection):
     hardware: dict[str, Any]
     versions: dict[str, Any]
     git: dict[str, Any] | None
-    statistics: StatisticsSection = Field(
-        description="Brackets hold an interval: a percentile bootstrap that draws whole prompts (for seconds, whole batches) "
-        "with replacement and divides sums, with both sides of a ratio from the same draw, and tails widened for few prompts."
-    )
-    suites: dict[str, SuiteSection] = Field(
-        {},
-        description="Further suites, measured in the same run; every other section is of the first suite, but for the "
-        "losslessness, which was checked on all.",
-    )
+    statistics: StatisticsSection
+    """Brackets hold an interval: a percentile bootstrap that draws whole prompts (for seconds, whole batches) with replacement
+    and divides sums, with both sides of a ratio from the same draw, and tails widened for few prompts."""
+    suites: dict[str, SuiteSection] = {}
+    """Further suites, measured in the same run; every other section is of the first suite, but for the losslessness, which was
+    checked on all."""
     lossless: LosslessSection
     quality: QualitySection | None = None  # None: not asked for
-    energy: EnergySection | None = Field(
-        None,
-        description="Joules of decoding per token, by the counters of the GPU's board (NVML) or of all processor packages "
-        "(RAPL). Idle power and other work on the machine are included, prefill is not. The ratio is speculative over plain.",
-    )
+    energy: EnergySection | None = None
+    """Joules of decoding per token, by the counters of the GPU's board (NVML) or of all processor packages (RAPL). Idle power
+    and other work on the machine are included, prefill is not. The ratio is speculative over plain."""
     samples: dict[Literal["worst", "best"], list[AnswerSample]]
     rendered: list[RenderedAnswer] = []  # the first prompts' answers, where the run names a function that renders them
 
@@ -305,7 +294,7 @@ def definitions(section: type[BaseModel] = Report, path: str = "") -> dict[str, 
     for name, field in section.model_fields.items():
         own = f"{path}{name}"
         if field.description is not None:
-            found[own] = field.description
+            found[own] = " ".join(field.description.split())
         options = get_args(field.annotation)
         for kind in options if type(None) in options else (field.annotation,):
             if isinstance(kind, type) and issubclass(kind, BaseModel):

@@ -1,6 +1,6 @@
 """The measured sections of a report, as pydantic models: acceptance, speed, and what only some runs ask for.
 
-A field's `description` says what its number means; the page shows it (`eval.report.schema.definitions`).
+The text below a field says what its number means; the page shows it (`eval.report.schema.definitions`).
 A field with a default is missing from reports of an earlier version, or of runs that did not ask for it. Torch-free.
 """
 
@@ -20,7 +20,7 @@ NumberPair = Annotated[list[float], Field(min_length=2, max_length=2)]
 class ClosedSection(BaseModel):
     """A section of numbers: strict types, no unknown fields, every interval as `[low, high]`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     @model_validator(mode="after")
     def _check_intervals(self) -> Self:
@@ -54,86 +54,60 @@ class ReliabilityClass(StoppingClass):
 class AcceptanceSection(ClosedSection):
     """How many drafted tokens the target accepted. Lists go by draft position or by length, from 0."""
 
-    tokens_per_target_step: Number = Field(
-        description="Committed tokens divided by the target's decode forwards, pooled over all prompts. It includes the "
-        "target's own token of each round, and neither the prefill's token nor anything behind the end of a text. Plain "
-        "decoding is exactly 1. Written τ; also called acceptance length or block efficiency."
-    )
+    tokens_per_target_step: Number
+    """Committed tokens divided by the target's decode forwards, pooled over all prompts. It includes the target's own token of
+    each round, and neither the prefill's token nor anything behind the end of a text. Plain decoding is exactly 1. Written τ;
+    also called acceptance length or block efficiency."""
     tokens_per_target_step_ci: Bounds
-    tokens_per_target_step_macro: Number = Field(
-        description="The mean over prompts of each prompt's own tokens per target step."
-    )
+    tokens_per_target_step_macro: Number
+    """The mean over prompts of each prompt's own tokens per target step."""
     tokens_per_target_step_macro_ci: Bounds
     num_tokens: Count
     num_rounds: Count
-    accepted_per_round: Number = Field(
-        description="The mean number of drafted tokens accepted in a round, without the target's own token."
-    )
-    draft_token_yield: Number = Field(
-        description="Accepted tokens divided by drafted tokens. It falls as rounds draft more, so it is no acceptance rate."
-    )
-    overlap_alpha: Number = Field(
-        description="The acceptance rate α: the sum over the vocabulary of min(p, q), from the target's and the draft's "
-        "probabilities at the temperature in use, averaged over drafted positions up to the first rejected one. In greedy "
-        "decoding it is the share of positions at which both find the same token likeliest."
-    )
+    accepted_per_round: Number
+    """The mean number of drafted tokens accepted in a round, without the target's own token."""
+    draft_token_yield: Number
+    """Accepted tokens divided by drafted tokens. It falls as rounds draft more, so it is no acceptance rate."""
+    overlap_alpha: Number
+    """The acceptance rate α: the sum over the vocabulary of min(p, q), from the target's and the draft's probabilities at the
+    temperature in use, averaged over drafted positions up to the first rejected one. In greedy decoding it is the share of
+    positions at which both find the same token likeliest."""
     overlap_alpha_ci: Bounds
-    overlap_alpha_by_position: list[Number] = Field(
-        description="The same acceptance rate, averaged at each draft position by itself."
-    )
-    top1_agreement: Number = Field(
-        None,
-        description="The share of compared positions at which draft and target find the same token likeliest.",
-    )
-    kl_divergence: Number = Field(
-        None,
-        description="The Kullback-Leibler divergence KL(p ‖ q) of the target's distribution p from the draft's q, in nats, "
-        "averaged over compared positions; over the draft's vocabulary, with p normalised there.",
-    )
-    uncovered_mass: Number = Field(
-        None,
-        description="The target's probability of tokens outside the draft's vocabulary, averaged over compared positions.",
-    )
-    calibration_error: Number = Field(
-        None,
-        description="The difference between the draft's and the target's mean probability of drafted tokens, by class of "
-        "confidence, averaged over all drafts. 0 for a draft equal to the target.",
-    )
-    reliability: list[ReliabilityClass] = Field(
-        [],
-        description="Drafted tokens in ten classes by the draft's own probability for them: the mean of it, the target's mean "
-        "probability for the same tokens, and the share that was accepted.",
-    )
-    stopping_reliability: list[StoppingClass] = Field(
-        [],
-        description="Drafts in ten classes by the largest probability of the draft's distribution, which stopping rules read, "
-        "and the share accepted where all before them were.",
-    )
-    stopping_calibration_error: Number = Field(
-        None,
-        description="How far that confidence lies from the share accepted, by class, averaged over all drafts.",
-    )
-    estimate_reliability: list[StoppingClass] = Field(
-        [],
-        description="The same by the draft's own estimate of its acceptance, of drafts that make one.",
-    )
-    estimate_calibration_error: Number = Field(
-        None,
-        description="How far that estimate lies from the share accepted, by class, averaged over all drafts.",
-    )
-    estimate_auroc: Number = Field(
-        None,
-        description="The chance that of an accepted and a refused draft the accepted one has the higher estimate.",
-    )
-    position_conditional: list[Number] = Field(
-        description="The share accepted at this position of the rounds in which every draft before it was accepted. A draft "
-        "behind an accepted end of text is not counted."
-    )
-    position_survival: list[Number] = Field(
-        description="The share of the rounds that drafted this far which also accepted this far."
-    )
-    accepted_histogram: list[Count] = Field(description="How many rounds accepted 0, 1, 2, ... drafted tokens.")
-    drafted_histogram: list[Count] = Field(description="How many rounds drafted 0, 1, 2, ... tokens.")
+    overlap_alpha_by_position: list[Number]
+    """The same acceptance rate, averaged at each draft position by itself."""
+    top1_agreement: Number = None
+    """The share of compared positions at which draft and target find the same token likeliest."""
+    kl_divergence: Number = None
+    """The Kullback-Leibler divergence KL(p ‖ q) of the target's distribution p from the draft's q, in nats, averaged over
+    compared positions; over the draft's vocabulary, with p normalised there."""
+    uncovered_mass: Number = None
+    """The target's probability of tokens outside the draft's vocabulary, averaged over compared positions."""
+    calibration_error: Number = None
+    """The difference between the draft's and the target's mean probability of drafted tokens, by class of confidence, averaged
+    over all drafts. 0 for a draft equal to the target."""
+    reliability: list[ReliabilityClass] = []
+    """Drafted tokens in ten classes by the draft's own probability for them: the mean of it, the target's mean probability for
+    the same tokens, and the share that was accepted."""
+    stopping_reliability: list[StoppingClass] = []
+    """Drafts in ten classes by the largest probability of the draft's distribution, which stopping rules read, and the share
+    accepted where all before them were."""
+    stopping_calibration_error: Number = None
+    """How far that confidence lies from the share accepted, by class, averaged over all drafts."""
+    estimate_reliability: list[StoppingClass] = []
+    """The same by the draft's own estimate of its acceptance, of drafts that make one."""
+    estimate_calibration_error: Number = None
+    """How far that estimate lies from the share accepted, by class, averaged over all drafts."""
+    estimate_auroc: Number = None
+    """The chance that of an accepted and a refused draft the accepted one has the higher estimate."""
+    position_conditional: list[Number]
+    """The share accepted at this position of the rounds in which every draft before it was accepted. A draft behind an accepted
+    end of text is not counted."""
+    position_survival: list[Number]
+    """The share of the rounds that drafted this far which also accepted this far."""
+    accepted_histogram: list[Count]
+    """How many rounds accepted 0, 1, 2, ... drafted tokens."""
+    drafted_histogram: list[Count]
+    """How many rounds drafted 0, 1, 2, ... tokens."""
     accepted_per_round_ci: Bounds = None
     draft_token_yield_ci: Bounds = None
     top1_agreement_ci: Bounds = None
@@ -153,19 +127,14 @@ class LengthClass(ClosedSection):
 
 
 class WholeAcceptanceSection(AcceptanceSection):
-    detectable_change_percent: Number = Field(
-        None,
-        description="The smallest change of τ against a fixed number, in percent, that so many prompts would show in four of "
-        "five runs. A comparison prompt by prompt with another draft detects smaller ones.",
-    )
-    by_context_tokens: list[LengthClass] = Field(
-        [],
-        description="Tokens per target step by how many tokens of prompt and answer came before the round. A draft trained on "
-        "short texts falls off on longer ones.",
-    )
-    by_answer_tokens: list[LengthClass] = Field(
-        [], description="The same by how many tokens of the answer stood before the round."
-    )
+    detectable_change_percent: Number = None
+    """The smallest change of τ against a fixed number, in percent, that so many prompts would show in four of five runs. A
+    comparison prompt by prompt with another draft detects smaller ones."""
+    by_context_tokens: list[LengthClass] = []
+    """Tokens per target step by how many tokens of prompt and answer came before the round. A draft trained on short texts
+    falls off on longer ones."""
+    by_answer_tokens: list[LengthClass] = []
+    """The same by how many tokens of the answer stood before the round."""
     per_prompt: dict[str, CountPair]  # prompt id -> [committed tokens, rounds]
 
 
@@ -181,18 +150,15 @@ class PhasesSection(ClosedSection):
 
 
 class SpeedupSection(ClosedSection):
-    decode_speedup: Number = Field(
-        description="Plain decoding's seconds per token divided by speculative decoding's, prefill excluded: totals over the "
-        "same prompts, decoded in turns in one run by the same loop."
-    )
+    decode_speedup: Number
+    """Plain decoding's seconds per token divided by speculative decoding's, prefill excluded: totals over the same prompts,
+    decoded in turns in one run by the same loop."""
     decode_speedup_ci: Bounds
-    decode_speedup_median: Number = Field(
-        description="The median over batches of each batch's own decode speedup; less moved by one long answer."
-    )
+    decode_speedup_median: Number
+    """The median over batches of each batch's own decode speedup; less moved by one long answer."""
     decode_speedup_median_ci: Bounds
-    end_to_end_speedup: Number = Field(
-        description="As the decode speedup, with the time and the token of the prefill included on both sides."
-    )
+    end_to_end_speedup: Number
+    """As the decode speedup, with the time and the token of the prefill included on both sides."""
     end_to_end_speedup_ci: Bounds
 
 
@@ -207,14 +173,14 @@ class SpeedSection(SpeedupSection):
     decode_tokens_speculative: Count
     milliseconds_per_token_autoregressive: Number = None  # prefill excluded; None in reports of an earlier version
     milliseconds_per_token_speculative: Number = None
-    repeats: Count = Field(description="How often each batch was decoded in each mode; modes take turns within a repeat.")
+    repeats: Count
+    """How often each batch was decoded in each mode; modes take turns within a repeat."""
     num_batches: Count
     interleaving: list[str]  # the modes, in the order in which they took turns
     measure_seconds: float  # spent on measuring while decoding speculatively; in no speed
-    phases: PhasesSection = Field(
-        description="Decode seconds by what they were spent on: the draft's forwards, the target's forwards, acceptance and "
-        "sampling, and everything else. Time spent on measuring is in none of them."
-    )
+    phases: PhasesSection
+    """Decode seconds by what they were spent on: the draft's forwards, the target's forwards, acceptance and sampling, and
+    everything else. Time spent on measuring is in none of them."""
     phases_autoregressive: PhasesSection
 
 
@@ -277,16 +243,12 @@ class GenerateSection(ClosedSection):
 
 
 class WholeSpeedSection(SpeedSection):
-    generate: GenerateSection | None = Field(
-        None,
-        description="What a token takes in transformers' `generate` and in plain decoding here, prefill included.",
-    )
-    predicted: PredictedSection | None = Field(
-        None,
-        description="Decode speedup at other batch sizes and numbers of drafts, by a cost model fitted to a timing sweep on "
-        "this machine and to the measured acceptance by position. Positions beyond those measured take the last one's "
-        "acceptance; batches beyond the sweep's largest follow the fit.",
-    )
+    generate: GenerateSection | None = None
+    """What a token takes in transformers' `generate` and in plain decoding here, prefill included."""
+    predicted: PredictedSection | None = None
+    """Decode speedup at other batch sizes and numbers of drafts, by a cost model fitted to a timing sweep on this machine and
+    to the measured acceptance by position. Positions beyond those measured take the last one's acceptance; batches beyond the
+    sweep's largest follow the fit."""
     per_batch: list[BatchSection] | None = None
 
 
@@ -327,16 +289,12 @@ class QualitySection(ClosedSection):
     num_identical: Count  # token for token
     num_failed: Count  # requests that failed in one of the modes, and have no score
     num_cut: Count  # answers that reached the limit of their length in one of the modes
-    perplexity: PerplexitySection | None = Field(
-        description="exp of the mean negative log-probability that the target gives the tokens of all answers, at temperature "
-        "1 and without top-k or top-p. The change is speculative over plain."
-    )
-    scores: dict[str, ScoreSection] = Field(
-        description="The mean of a scorer over all answers. The change is speculative minus plain, prompt by prompt. Where no "
-        "score changed, its interval is that of a share of which none was seen."
-    )
-    feature_distance: FeatureDistanceSection | None = Field(
-        None,
-        description="The Fréchet distance of two sets of answers in the space of the run's features: of either mode's answers "
-        "from the suite's references, and between the modes. It has no interval, and compares sets of the same size only.",
-    )
+    perplexity: PerplexitySection | None
+    """exp of the mean negative log-probability that the target gives the tokens of all answers, at temperature 1 and without
+    top-k or top-p. The change is speculative over plain."""
+    scores: dict[str, ScoreSection]
+    """The mean of a scorer over all answers. The change is speculative minus plain, prompt by prompt. Where no score changed,
+    its interval is that of a share of which none was seen."""
+    feature_distance: FeatureDistanceSection | None = None
+    """The Fréchet distance of two sets of answers in the space of the run's features: of either mode's answers from the suite's
+    references, and between the modes. It has no interval, and compares sets of the same size only."""

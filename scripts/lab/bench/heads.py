@@ -27,7 +27,6 @@ from configs.schema.drafting import FastestTree, StaticTree
 from configs.schema.evaluation import EvalConfig
 from distill.dataset.batches import ConversationDataset
 from distill.dataset.conversations import read_conversations
-from eval.cost.draft_length import choose_stopping
 from eval.cost.tree_choice import choose_tree
 from eval.decoder.decode import Request, check_decodable
 from eval.decoder.records import AUTOREGRESSIVE, WITH_LOOKUP
@@ -49,6 +48,7 @@ from scripts.advice.trained_runs import TrainingRun
 from scripts.lab.bench.harness import flat, write_results
 from scripts.lab.bench.head_recipes import read_cache_seconds, train_recipes
 from scripts.lab.bench.provenance import describe_origin, read_git, read_outcome
+from scripts.lab.bench.stopping import choose_stopping
 from scripts.lab.bench.tables import NOT_AVAILABLE
 from scripts.lab.bench.turns import first_requests, measured_rows, speedup
 from scripts.lab.settings import BenchHeadsConfig

@@ -2,7 +2,6 @@
 
 import itertools
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -10,16 +9,11 @@ from configs.runtime.command import DONE, run_command
 from configs.runtime.errors import InputError
 from configs.runtime.loading import load_config
 from configs.schema.base import Settings
-from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import EvalConfig
-from eval.cost.draft_length import choose_stopping, stopping_from_report
-from eval.decoder.decode import decode
+from eval.cost.draft_length import stopping_from_report
 from eval.evaluation import evaluate
 from eval.fit_stopping import add_arguments, main
 from eval.report.schema import write_report
-from heads.proposers.draft_lm import DraftLM
-from tests.support import family_checks
-from tests.support.decoding import PROMPTS, head_proposer, requests_for
 from tests.support.evaluations import report_in, tiny_evaluation
 from tests.support.reports import REMOVED, changed
 
@@ -112,19 +106,3 @@ def test_the_command_writes_a_config(report, tmp_path, monkeypatch, capsys):
     assert run_command(Settings, main, description="", argv=argv, add_arguments=add_arguments) == DONE
     assert capsys.readouterr().out == Path("stopping.yaml").read_text()
     assert load_config(EvalConfig, "stopping.yaml").decode.stopping == stopping_from_report(report)
-
-
-@pytest.mark.parametrize(("kind", "by"), [("draft_lm", "distribution"), ("dspark", "estimate")])
-def test_a_rule_is_chosen_by_rounds_and_rows_measured_here(kind, by, tiny_llama, as_target, monkeypatch):
-    target = as_target(family_checks.tiny_target("llama"))
-    draft = DraftLM(tiny_llama(seed=2), 64) if kind == "draft_lm" else head_proposer(kind, target.model)
-    loaded = SimpleNamespace(proposer=draft, metadata=SimpleNamespace(kind=kind))
-    monkeypatch.setattr(
-        "eval.cost.draft_length.row_seconds", lambda target, request, most: [0.001 * row for row in range(1, most + 1)]
-    )
-    config, requests = DecodeConfig(num_speculative_tokens=3, max_new_tokens=12), requests_for(PROMPTS)
-    chosen = choose_stopping(target, loaded, requests, config)
-    assert (chosen.by, chosen.target_step_milliseconds) == (by, pytest.approx([1, 2, 3, 4]))
-    assert (chosen.draft_step_milliseconds > 0, chosen.round_milliseconds > 0) == (kind == "draft_lm", kind == "dspark")
-    generations, _ = decode(target, requests, config.model_copy(update={"stopping": chosen}), draft)
-    assert [each.tokens for each in generations] == [each.tokens for each in decode(target, requests, config, draft)[0]]

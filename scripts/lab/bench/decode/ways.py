@@ -14,7 +14,6 @@ from typing import Any
 
 from configs.schema.decoding import DecodeConfig, ParticleSampling, TypicalAcceptance, Verification
 from configs.schema.drafting import WIDE, Candidates, FastestTree, Path, StaticTree
-from eval.cost.draft_length import choose_stopping
 from eval.cost.tree_choice import choose_tree
 from heads.artifact import Draft
 from heads.families.registry import drafts_in_one_forward
@@ -26,6 +25,7 @@ from heads.proposers.protocol import Proposer, TreeProposer
 from heads.proposers.self_speculation import early_exit
 from scripts.advice.comparison import tree_settings
 from scripts.lab.bench.decode.setup import DRAFT_LM, DecodeSetup
+from scripts.lab.bench.stopping import choose_stopping
 
 log = logging.getLogger("draftsmith")
 
