@@ -322,7 +322,7 @@ class GateRule(Settings):
     min: float | None = None  # the lowest value that passes; None: no limit
     max: float | None = None  # the highest value that passes; None: no limit
     bound: Literal["point", "confidence"] = "confidence"  # confidence: the interval must clear the threshold
-    relative_to_baseline: bool = False  # the threshold is a ratio to the same metric in the baseline report
+    relative_to_baseline: bool = False  # of tau and decode speedup: the threshold is a ratio to the baseline report's
 
     @model_validator(mode="after")
     def _has_a_threshold(self) -> Self:

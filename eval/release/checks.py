@@ -13,7 +13,7 @@ from pathlib import Path
 
 from configs.runtime.errors import InputError
 from configs.schema.evaluation import GateConfig
-from eval.release.rules import is_of_a_machine, judge_against_free, judge_rule
+from eval.release.rules import judge_against_free, judge_rule
 from eval.release.verdict import Finding, GateVerdict
 from eval.report.change import IDENTITY, Difference, differences, prompt_differences
 from eval.report.schema import PromptsSection, Report
@@ -81,8 +81,8 @@ def _check_baseline(report: Report, baseline: Report, config: GateConfig) -> lis
             raise InputError(
                 f"the baseline report is incomplete: {reason} ({prompts.source}); compare with one that answered every prompt"
             )
-    touched = any(map(is_of_a_machine, relative))
-    found = [each for each in differences(report, baseline) if each.aspect != "machine" or touched]
+    of_a_machine = any(rule.metric.startswith("speed.") for rule in relative)
+    found = [each for each in differences(report, baseline) if each.aspect != "machine" or of_a_machine]
     found += [each for ours, theirs in pairs[1:] for each in prompt_differences(ours, theirs)]
     refused = [each for each in found if each.aspect not in config.baseline_may_differ_in]
     if refused:

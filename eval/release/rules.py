@@ -23,7 +23,6 @@ from eval.stats.bootstrap import Interval
 
 PAIRED = {"acceptance.tokens_per_target_step": tau_change, "speed.decode_speedup": speed_change}
 EVERY_CATEGORY = "by_category.*."
-OF_A_MACHINE = ("speed", "seconds", "joules")  # in a metric's name: it means something on one machine only
 MORE_THAN_ONE = math.nextafter(1.0, math.inf)  # a draft that only equals what is free is not worth its training
 
 
@@ -55,21 +54,26 @@ def judge_against_free(report: Report, name: str) -> list[Finding]:
     ]
 
 
-def is_of_a_machine(rule: GateRule) -> bool:
-    """Say whether the rule's number means something on one machine only, as all seconds do."""
-    return any(word in rule.metric for word in OF_A_MACHINE)
-
-
 def _judge_metric(report: Report, metric: str, rule: GateRule, baseline: Report | None) -> Finding:
     """Compare one metric, or its ratio to the baseline's, with the rule's threshold."""
-    interval = _look_up(report, metric, rule, "report")
+    interval = _look_up(report, metric, rule)
     required = f"at least {rule.min:g}" if rule.min is not None else f"at most {rule.max:g}"
     if rule.relative_to_baseline:
-        if baseline is None:
-            raise InputError(f"rule on {metric} is relative to a baseline report; give one with --baseline previous.json")
-        interval = _relative(report, baseline, metric, rule, interval)
         required += " times the baseline"
+        interval = _relative(report, baseline, rule, metric) if interval.point is not None else interval
     return _finding(metric, interval, required, rule.min, rule.max, by_point=rule.bound == "point")
+
+
+def _relative(report: Report, baseline: Report | None, rule: GateRule, metric: str) -> Interval:
+    """Return the metric's ratio to the baseline's, paired by prompt or by batch."""
+    if baseline is None:
+        raise InputError(f"rule on {metric} is relative to a baseline report; give one with --baseline previous.json")
+    if rule.metric not in PAIRED:
+        raise InputError(f"rules: {rule.metric} cannot be relative to a baseline; {' and '.join(PAIRED)} can")
+    change = PAIRED[rule.metric](report, baseline, rule.suite if metric != rule.metric else None)
+    if change is None:
+        raise InputError(f"rules: {metric} cannot be relative to the baseline report, which did not time the same batches")
+    return Interval(change.ratio, *(change.ratio_ci or ()))
 
 
 def _finding(
@@ -101,14 +105,14 @@ def _finding(
 # --- looking up ---------------------------------------------------------------------------------------------------
 
 
-def _look_up(report: Report, metric: str, rule: GateRule, where: str) -> Interval:
+def _look_up(report: Report, metric: str, rule: GateRule) -> Interval:
     """Return a metric with the interval that stands beside it as `..._ci`; both may be unmeasured (`None`)."""
     try:
         point = _value_at(report, metric)
     except KeyError as error:
-        raise InputError(f"rules: the {where} has no number {metric!r}{error.args[0]}") from error
+        raise InputError(f"rules: the report has no number {metric!r}{error.args[0]}") from error
     if not isinstance(point, int | float | None) or isinstance(point, bool):
-        raise InputError(f"rules: {metric!r} of the {where} is no number")
+        raise InputError(f"rules: {metric!r} of the report is no number")
     try:
         bounds = _value_at(report, f"{metric}_ci")
     except KeyError as error:
@@ -130,30 +134,3 @@ def _value_at(section: Any, path: str, before: str = "") -> Any:
         raise KeyError(f"; the nearest is {before + nearest[0]!r}" if nearest else "")
     name = max(fitting, key=len)
     return _value_at(children[name], path[len(name) + 1 :], f"{before}{name}.")
-
-
-# --- ratios -------------------------------------------------------------------------------------------------------
-
-
-def _relative(report: Report, baseline: Report, metric: str, rule: GateRule, ours: Interval) -> Interval:
-    """Return ours / theirs: paired by prompt where the reports allow it, else from bounds that assume the worst."""
-    theirs = _look_up(baseline, metric, rule, "baseline report")
-    divisor = theirs.low if rule.bound == "confidence" and theirs.low is not None else theirs.point
-    if theirs.point is None or divisor is None or divisor <= 0:
-        raise InputError(f"rules: {metric} is {divisor} in the baseline report; a ratio needs a number above 0")
-    if ours.point is None:
-        return ours
-    compared = PAIRED.get(rule.metric)
-    # The prompts were found to be the same; where our own run left some unanswered, that fails by itself.
-    change = None if compared is None else compared(report, baseline, rule.suite if metric != rule.metric else None)
-    return _worst_ratio(ours, theirs) if change is None else Interval(change.ratio, *(change.ratio_ci or ()))
-
-
-def _worst_ratio(ours: Interval, theirs: Interval) -> Interval:
-    """Return ours / theirs with bounds that hold whatever the two have in common; both are measured, theirs not 0."""
-    assert ours.point is not None
-    assert theirs.point
-    point = ours.point / theirs.point
-    if ours.low is None or ours.high is None or not theirs.low or theirs.high is None:
-        return Interval(point)
-    return Interval(point, ours.low / theirs.high, ours.high / theirs.low)

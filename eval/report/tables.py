@@ -8,7 +8,7 @@ from typing import Any
 
 from configs.runtime.terminal import one_line
 from eval.report.schema import EnergySection, Report
-from eval.report.sections import PredictedSection, QualitySection, StoppingClass
+from eval.report.sections import PredictedSection, QualitySection
 from eval.report.text import (
     by_suite,
     cell,
@@ -58,9 +58,6 @@ TERMS = {label: f"{section}.{field}" for label, section, field, _ in NUMBERS} | 
     "suite": "suites",
     "with lookup": "with_lookup",
     "way of decoding": "baselines",
-    "draft's confidence": "acceptance.reliability",
-    "confidence that stopping reads": "acceptance.stopping_reliability",
-    "draft's estimate": "acceptance.estimate_reliability",
     "context": "acceptance.by_context_tokens",
     "answer": "acceptance.by_answer_tokens",
     "phase": "speed.phases",
@@ -93,7 +90,6 @@ def report_tables(report: Report) -> list[Table]:
         _suites(report),
         _positions(report),
         *_lengths(report),
-        *_confidences(report),
         _phases(report),
         *([] if predicted is None else [_predicted(predicted)]),
         _categories(report),
@@ -164,30 +160,6 @@ def _lengths(report: Report) -> Iterator[Table]:
     for where, classes in (("context", acceptance.by_context_tokens), ("answer", acceptance.by_answer_tokens)):
         rows = [(f"{each.from_tokens} to {each.to_tokens - 1}", str(each.num_rounds), tau(each)) for each in classes]
         yield Table(title=f"By tokens of the {where} before a round", header=(where, "rounds", "τ"), rows=rows)
-
-
-def _confidences(report: Report) -> Iterator[Table]:
-    """Yield what the draft's confidence is worth: by its own probability, and by what its stopping rule reads."""
-    acceptance, stopping = report.acceptance, report.decode.stopping
-    by_distribution = stopping is not None and stopping.get("by") != "estimate"
-    classes: dict[str, Sequence[StoppingClass]] = {
-        "draft's confidence": acceptance.reliability,
-        "draft's estimate": acceptance.estimate_reliability,
-        "confidence that stopping reads": acceptance.stopping_reliability if by_distribution else [],
-    }
-    for label, of_label in classes.items():
-        rows = [
-            (
-                f"{percent(each.confidence_from)} to {percent(each.confidence_to)}",
-                str(each.num_drafts),
-                percent(getattr(each, "target_probability", None)),
-                percent(each.accepted),
-            )
-            for each in of_label
-            if each.num_drafts
-        ]
-        header = (label, "drafts", "target's probability", "accepted")
-        yield Table(title=f"By the {label}", header=header, rows=rows, in_summary=False)
 
 
 def _phases(report: Report) -> Table:

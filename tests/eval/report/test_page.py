@@ -141,17 +141,6 @@ def test_failures_gaps_without_bound_and_the_detectable_change_are_shown(report,
     assert all(word in text for word in words)
 
 
-def test_what_the_draft_s_confidence_is_worth_is_shown_where_it_was_measured(report):
-    measured = ("confidence", "target_probability", "accepted")
-    classes = [
-        {"confidence_from": share, "confidence_to": share + 0.5, "num_drafts": drafts, **dict.fromkeys(measured, mean)}
-        for share, drafts, mean in ((0.0, 0, None), (0.5, 45, 0.7))
-    ]
-    numbers = {"calibration_error": 0.07, "top1_agreement": 0.81, "kl_divergence": 0.31, "reliability": classes}
-    text = text_of(render_html(changed(report, {"acceptance": numbers})))
-    assert all(shown in text for shown in ("top-1 agreement", "81 %", "50 % to 100 %", "45", "70 %"))
-
-
 def test_the_predicted_speed_is_shown_by_batch_size_and_number_of_drafts(report):
     predicted = {
         "context_tokens": 256,
