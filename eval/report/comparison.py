@@ -12,7 +12,7 @@ from configs.runtime.errors import InputError
 from eval.report.change import Aspect, Difference, differences, speed_change, tau_change
 from eval.report.page import draw_rows, render_page
 from eval.report.schema import Report, SuiteSection
-from eval.report.tables import PROVENANCE, Row, Table, flat_facts
+from eval.report.tables import Row, Table
 from eval.report.text import VERDICTS, cell, interval, number, significant, speedup, tau, warnings
 from eval.stats.change import Change
 
@@ -119,26 +119,14 @@ def notes(entries: Sequence[ComparedReport]) -> list[str]:
     return on_suites + [f"{entry.letter} differs from A in {each}" for entry in entries for each in entry.differences]
 
 
-def comparison_tables(entries: Sequence[ComparedReport]) -> list[Table]:
-    """Return the tables of a comparison, those after the overview with a column a report."""
-    letters, reports = [entry.letter for entry in entries], [entry.report for entry in entries]
-    tables = [
-        Table(
-            title="Quality of the answers",
-            header=("quality", "plain", *(each for letter in letters for each in (letter, f"{letter}'s change"))),
-            rows=list(_qualities(reports)),
-        ),
-        Table(title="What differs", header=("", *letters), rows=_differing(reports)),
-    ]
-    return [overview(entries), *(table for table in tables if table.rows)]
-
-
 def render_comparison(entries: Sequence[ComparedReport]) -> str:
     """Return the page of the reports compared by `compare`; equal reports give equal pages."""
     reports = {entry.letter: entry.report for entry in entries}
     by_prompt = [{each.prompt_id: each for each in report.rendered} for report in reports.values()]
     shared = [prompt_id for prompt_id in by_prompt[0] if all(prompt_id in each for each in by_prompt)]
-    first, *others = comparison_tables(entries)
+    first = replace(overview(entries), note=" ".join(f"{each}." for each in notes(entries)))
+    quality = ("quality", "plain", *(each for letter in reports for each in (letter, f"{letter}'s change")))
+    rows = list(_qualities(list(reports.values())))
     return render_page(
         eyebrow="draftsmith comparison",
         title=f"{len(entries)} reports side by side",
@@ -146,7 +134,7 @@ def render_comparison(entries: Sequence[ComparedReport]) -> str:
         "whole interval of the ratio lies on one side of 1.",
         warnings=[f"{letter}: {sentence}" for letter, report in reports.items() for sentence in warnings(report)],
         cards=[],
-        tables=[replace(first, note=" ".join(f"{each}." for each in notes(entries))), *others],
+        tables=[first, *([Table(title="Quality of the answers", header=quality, rows=rows)] if rows else [])],
         figures={first.title: Markup(draw_rows(reports, "rows"))},
         answers=[
             (by_prompt[0][name].prompt, [by_prompt[0][name].autoregressive, *(each[name].speculative for each in by_prompt)])
@@ -173,15 +161,3 @@ def _qualities(reports: Sequence[Report]) -> Iterator[Row]:
     if len(distances) == len(judged) and all(each.autoregressive is not None for each in distances):
         columns = (each for distance in distances for each in (number(distance.speculative), ""))
         yield "Fréchet distance from the references", number(distances[0].autoregressive), *columns
-
-
-def _differing(reports: Sequence[Report]) -> list[Row]:
-    """Return the descriptions in which not all reports agree, each report's own in their order."""
-    described = []
-    for report in reports:
-        prompts = report.prompts.model_dump(include={"source", "sha256", "num_asked", "num_prompts"})
-        values = report.model_dump(include=set(PROVENANCE), exclude_unset=True)
-        described.append(dict(flat_facts({"prompts": prompts, **values})))
-    names = dict.fromkeys(name for facts in described for name in facts)
-    rows = [(name, *(facts.get(name, "–") for facts in described)) for name in names]
-    return [row for row in rows if len(set(row[1:])) > 1]

@@ -4,14 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BloomConfig, MptConfig
 
 from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import DynamicTree, StaticTree
 from eval.decoder.decode import check_decodable, decode
 from heads.artifact import load_draft, save_draft_lm
-from heads.frozen.loading import UNLIMITED
 from heads.metadata import read_metadata
 from heads.proposers.draft_lm import DraftLM
 from tests.support.decoding import requests_for
@@ -55,13 +53,6 @@ def test_more_drafts_than_the_context_holds_are_refused(tiny_llama, as_target):
     with pytest.raises(InputError, match=r"num_speculative_tokens is 16, and the target's context.* is 16 tokens"):
         decode(target, requests, DecodeConfig(num_speculative_tokens=16))
     check_decodable(target, requests, DecodeConfig(num_speculative_tokens=15))
-
-
-def test_a_model_that_names_no_longest_context_has_none(as_target):
-    bloom = AutoModelForCausalLM.from_config(BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4))
-    assert as_target(bloom).max_positions == UNLIMITED
-    mpt = AutoModelForCausalLM.from_config(MptConfig(vocab_size=64, d_model=32, n_layers=1, n_heads=4, max_seq_len=48))
-    assert as_target(mpt).max_positions == 48
 
 
 def test_a_draft_that_lacks_tokens_it_claims_to_say_is_refused(tiny_run, tiny_llama, tiny_tokenizer, tmp_path, as_target):

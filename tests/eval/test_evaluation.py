@@ -18,17 +18,16 @@ from transformers import Lfm2Config, Lfm2ForCausalLM, LlamaForCausalLM
 from configs.runtime.command import BAD_INPUT, run_command
 from configs.runtime.errors import InputError
 from configs.schema.decoding import ParticleSampling, TypicalAcceptance
-from configs.schema.drafting import StaticTree
 from configs.schema.evaluation import EvalConfig, GateConfig, LosslessConfig
 from distill.dataset.conversations import text_hash
+from eval.decoder.chain_rules import ChainVerification
 from eval.decoder.decode import Request, decode
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP
 from eval.evaluation import evaluate
 from eval.measure.interleaved import measure
-from eval.release.checks import judge
+from eval.release.checks import judge, read_artifact
 from eval.run import main
 from heads.metadata import METADATA_FILE, PROMPTS_FILE
-from heads.proposers.draft_lm import DraftLM
 from heads.proposers.lookup import PromptLookup
 from tests.support.evaluations import report_in, tiny_evaluation, write_suite
 
@@ -88,24 +87,6 @@ def test_every_file_is_written_and_the_report_says_what_the_records_say(tiny_run
     ]
 
 
-def test_generations_are_kept_once_and_overlaps_measured_in_the_first_repeat_only(config, requests, tiny_llama, as_target):
-    target = as_target(tiny_llama(seed=1))
-    proposers = {SPECULATIVE: DraftLM(tiny_llama(seed=2), 64), "prompt_lookup": PromptLookup(target.device)}
-    records = measure(target, requests, config.model_copy(update={"repeats": 2}), proposers)
-    assert [each.prompt_id for each in records.of(SPECULATIVE)] == ["q0", "q1", "q2"]
-    assert all(round_.overlap is not None for each in records.of(SPECULATIVE) for round_ in each.rounds if round_.drafted)
-    assert {each.repeat for each in records.timings if each.measure_seconds > 0} == {0}
-
-
-def test_a_report_of_samples_names_the_rule_in_use(config):
-    tree = StaticTree(kind="static", branching=[2], candidates="k_seq")
-    sampled = config.decode.model_copy(update={"temperature": 1.0, "tree": tree})
-    evaluate(config.model_copy(update={"decode": sampled, "baselines": []}))
-    report = report_in(config)
-    assert (report.decode.verification, report.decode.lossy) == ("k_seq", None)
-    assert report.baselines.keys() == {"autoregressive"}  # plain decoding is always measured
-
-
 @pytest.mark.parametrize("lossy", [TypicalAcceptance(kind="typical"), ParticleSampling(kind="smc", num_particles=3)])
 def test_a_lossy_report_says_so_and_its_baselines_do_not_take_part(config, lossy):
     sampled = config.decode.model_copy(update={"temperature": 1.0, "lossy": lossy})
@@ -118,6 +99,19 @@ def test_a_lossy_report_says_so_and_its_baselines_do_not_take_part(config, lossy
     no_acceptance = [report.acceptance.tokens_per_target_step, report.acceptance.accepted_per_round]
     assert (no_acceptance == [None, None]) == (lossy.kind == "smc")
     assert judge(report, GateConfig()).outcome == "fail"
+
+
+def accept_everything(target_tokens_BK, tokens_BG, num_drafted_B):
+    return ChainVerification(num_drafted_B, target_tokens_BK.gather(1, num_drafted_B.unsqueeze(1)).squeeze(1))
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_a_sound_draft_passes_the_gate_and_a_rule_that_accepts_everything_does_not(config, planted, monkeypatch):
+    if planted:
+        monkeypatch.setattr("eval.decoder.verifier.verify_greedy", accept_everything)
+    evaluate(config.model_copy(update={"baselines": [], "bootstrap_samples": 200}))
+    verdict = judge(report_in(config), GateConfig(), artifact=read_artifact([config.draft]))
+    assert [each.check for each in verdict.findings if each.outcome != "pass"] == ["lossless"] * planted
 
 
 def test_a_model_that_is_no_artifact_is_measured_and_the_report_says_so(config, tiny_run, tmp_path):
@@ -189,17 +183,7 @@ def test_prompts_that_fill_the_context_are_left_out_or_shortened_as_asked(config
             evaluate_on("w1 " * 300)
 
 
-def test_what_goes_before_the_question_is_part_of_the_prompt(config, tiny_tokenizer, tmp_path):
-    roles = ("system", "user", "assistant", "user")
-    messages = [{"role": role, "content": f"w{n}"} for n, role in enumerate(roles, 1)]
-    suite = write_suite(tmp_path / "suite.jsonl", [{"question_id": "q0", "messages": messages}])
-    evaluate(config.model_copy(update={"suite": suite, "baselines": []}))
-    generations, _ = records_of(Path(config.output))
-    expected = "<system> w1 <end> <user> w2 <end> <assistant> w3 <end> <user> w4 <end> <assistant>"
-    assert tiny_tokenizer.decode(generations[0]["prompt_tokens"]) == expected
-
-
-@pytest.mark.parametrize(("warmup_prompts", "sizes"), [(0, []), (2, [2]), (3, [2, 1]), (99, [2, 1])])
+@pytest.mark.parametrize(("warmup_prompts", "sizes"), [(0, []), (3, [2, 1])])
 def test_warm_up_decodes_whole_batches_in_every_mode(
     config, requests, tiny_llama, as_target, warmup_prompts, sizes, monkeypatch
 ):
@@ -267,12 +251,7 @@ def refusal(command, capsys):
     return run
 
 
-def test_the_command_evaluates_from_any_folder(command):
-    assert command() == 0
-    assert sorted(path.name for path in Path("evaluation").iterdir()) == FILES
-
-
-@pytest.mark.parametrize("writes", [0, 3, 6])
+@pytest.mark.parametrize("writes", [0, 6])
 def test_a_full_disk_is_one_sentence_and_leaves_no_report_cut_short(command, writes, monkeypatch, capsys):
     sync, calls, synced = os.fsync, itertools.count(), dict[int, int]()
 
@@ -294,16 +273,6 @@ def test_a_full_disk_is_one_sentence_and_leaves_no_report_cut_short(command, wri
     monkeypatch.setattr(os, "fsync", sync)
     assert command() == 0
     assert sorted(path.name for path in Path("evaluation").iterdir()) == FILES
-
-
-def test_a_draft_of_another_tokenizer_is_refused_whatever_is_allowed(refusal, tiny_run, tmp_path):
-    other = Path(shutil.copytree(tiny_run / "artifact", tmp_path / "artifact"))
-    metadata = json.loads((other / METADATA_FILE).read_text())
-    metadata["target"]["tokenizer_sha256"] = "1" * 64
-    (other / METADATA_FILE).write_text(json.dumps(metadata))
-    complaint = refusal(draft=other, allow_target_mismatch="true")
-    assert complaint.startswith(f"error: {other} was trained for ")
-    assert complaint.endswith(": tokenizer")
 
 
 def test_a_prompt_longer_than_the_context_and_damaged_weights_are_refused_in_one_sentence(refusal, tiny_run, tmp_path):

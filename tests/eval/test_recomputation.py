@@ -79,16 +79,6 @@ def test_a_round_of_a_chain_reads_each_token_once(target, draft_model, right):
 
 
 @torch.no_grad()
-def test_rows_of_a_batch_cost_no_more_forwards_than_one(target, draft_model):
-    config = DecodeConfig(num_speculative_tokens=GAMMA, max_new_tokens=20)
-    generations, by_target, by_draft = decode_counted(target, draft_model, config, DraftLM(draft_model, 64), PROMPTS)
-    num_rounds = max(len(generation.rounds) for generation in generations)
-    assert len(by_target) == num_rounds
-    assert len(by_draft) <= GAMMA * num_rounds
-    assert max(by_draft) <= 2
-
-
-@torch.no_grad()
 def test_a_tree_is_read_in_one_forward_of_the_target_and_one_a_depth_of_the_draft(target, draft_model):
     tree = StaticTree(kind="static", branching=[2, 2, 1])
     config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=20, tree=tree)

@@ -76,13 +76,6 @@ def test_the_rounds_of_an_answer_are_those_of_plain_recursion(drafts, tokens, be
     assert expected_rounds(profile, drafts, answers) == pytest.approx(3 * np.array(rounds(tokens)))
 
 
-def test_a_long_answer_takes_its_tokens_over_those_of_a_round():
-    profile = AcceptanceProfile([0.7, 0.5, 0.4], by_text_alone=False)
-    rounds = expected_rounds(profile, 3, [AnswerLength(num_tokens=20_000, room_behind=0, num_answers=1)])
-    assert rounds.sum() == pytest.approx(20_000 / profile.tokens_per_round(3), rel=1e-3)
-    assert expected_rounds(profile, 0, [AnswerLength(num_tokens=11, room_behind=4, num_answers=2)]) == pytest.approx([22])
-
-
 def test_answers_are_counted_without_their_first_token_and_with_the_room_behind_an_early_end(make_round, make_generation):
     plain = [make_round(0, 0)] * 5
     ended = make_generation(plain, stop_reason="eos")

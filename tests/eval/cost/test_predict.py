@@ -3,12 +3,10 @@
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
 from configs.runtime.command import BAD_INPUT, DONE, run_command
 from configs.schema.decoding import DecodeConfig
-from configs.schema.drafting import ConfidenceStopping
-from configs.schema.evaluation import CostConfig, EvalConfig, PredictConfig
+from configs.schema.evaluation import CostConfig, PredictConfig
 from eval.cost.predict import BY_TEXT_ALONE, prediction_of
 from eval.decoder.decode import decode
 from eval.evaluation import evaluate
@@ -126,11 +124,3 @@ def test_half_a_machine_and_a_report_without_a_sweep_are_refused(evaluated, repo
     write_report(tmp_path / "report.json", report)
     assert ask(tmp_path / "report.json") == BAD_INPUT
     assert "holds no timing sweep; run eval/run.py with `cost` set" in capsys.readouterr().err
-
-
-def test_rounds_of_no_fixed_length_are_refused_with_a_sweep():
-    decode = DecodeConfig(stopping=ConfidenceStopping(rule="confidence"))
-    with pytest.raises(ValidationError, match=r"set it to null, or decode\.stopping to null"):
-        EvalConfig(decode=decode, cost=SWEEP)
-    with pytest.raises(ValidationError, match=r"batch_sizes must rise and name each size once, got \[4, 1\]"):
-        CostConfig(batch_sizes=[4, 1])

@@ -49,11 +49,6 @@ def test_a_few_prompts_are_spread_evenly_over_the_categories():
     assert load_suite(SuiteConfig(num_prompts=8)).ids == [f"{name}-1" for name in CATEGORIES]
 
 
-def test_a_category_that_runs_out_leaves_its_place_to_the_others(suite_file):
-    suite = load_suite(SuiteConfig(path=str(suite_file), num_prompts=5))
-    assert suite.ids == ["a-0", "b-4", "c-5", "a-1", "a-2"]
-
-
 @pytest.mark.parametrize(("max_turns", "left_out"), [(None, 0), (1, 6), (2, 0)])
 def test_later_turns_can_be_left_out_and_are_counted(suite_file, max_turns, left_out):
     suite = load_suite(SuiteConfig(path=str(suite_file), max_turns=max_turns))

@@ -1,14 +1,11 @@
 """Later turns: asked after the plain answers in every mode, listed as failed where they cannot be asked."""
 
-from dataclasses import replace
-
 import pytest
 
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import EvalConfig
 from distill.generation.prompts import Prompt
-from eval.decoder.decode import decode
-from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP, Generation
+from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Generation
 from eval.evaluation import evaluate
 from eval.measure.interleaved import measure
 from eval.measure.suite import Turns
@@ -96,13 +93,6 @@ def test_every_mode_reads_the_same_text_in_every_turn(target, tiny_llama, temper
     assert [timing.prompt_ids for timing in records.timings] == [("a", "b")] * 18 + [("c",)] * 18
 
 
-def test_turns_of_one_prompt_draw_different_random_numbers(target):
-    config = DecodeConfig(num_speculative_tokens=0, max_new_tokens=12, temperature=1.0)
-    (first,) = Turns(target, [prompt("w1")]).first
-    answers = [decode(target, [replace(first, turn=turn)], config)[0][0].tokens for turn in (0, 0, 1)]
-    assert answers[0] == answers[1] != answers[2]
-
-
 # --- in a whole evaluation ----------------------------------------------------------------------------------------
 
 
@@ -126,14 +116,3 @@ def test_a_report_counts_all_turns_of_a_prompt_as_one_prompt(config):
     assert report.speed.num_batches == 2
     shown = [sample for side in report.samples.values() for sample in side]
     assert any(sample.prompt_id.endswith(", turn 2") for sample in shown)
-
-
-def test_a_turn_for_which_the_context_has_no_room_is_listed_and_its_prompt_does_not_count(config, tmp_path):
-    rows = [{"question_id": "q0", "turns": ["w1", "w2 " * 250]}, {"question_id": "q1", "turns": ["w1"]}]
-    suite = write_suite(tmp_path / "suite.jsonl", rows)
-    assert evaluate(config.model_copy(update={"suite": suite})) == 0
-    prompts = report_in(config).prompts
-    assert (prompts.num_asked, prompts.num_turns, prompts.num_prompts) == (2, 3, 1)
-    assert [each.model_dump() for each in prompts.failed] == [
-        {"prompt_id": "q0", "turn": 1, "mode": mode, "stop_reason": "no_room_in_context"} for mode in [*MODES, WITH_LOOKUP]
-    ]

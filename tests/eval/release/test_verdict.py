@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from eval.release.verdict import Finding, GateVerdict, as_junit, as_markdown, as_table
+from eval.release.verdict import Finding, GateVerdict, as_junit, as_markdown
 from tests.support.markdown import tokens_of
 from tests.support.reports import changed
 
@@ -29,17 +29,6 @@ def test_the_worst_finding_decides(report, outcomes, worst):
     verdict = GateVerdict(findings=tuple(finding(outcome) for outcome in outcomes))
     assert verdict.outcome == worst
     assert worst in as_markdown(verdict, report).splitlines()[0]
-
-
-def test_the_table_gives_the_reason_and_the_notes():
-    text = as_table(GateVerdict(findings=(finding("fail"),), notes=("another machine",)))
-    assert text.splitlines() == [
-        "      check  measured            required      why not",
-        "FAIL  tau    1.7 [1.400, 2.000]  at least 1.5  why",
-        "note: another machine",
-        "",
-        "gate: fail",
-    ]
 
 
 def test_the_summary_for_a_pull_request_names_the_draft_and_has_a_row_a_check(report):

@@ -7,7 +7,6 @@ import pytest
 
 from configs.runtime.errors import InputError
 from eval.decoder.records import SPECULATIVE
-from eval.lossless.teacher_forcing import Divergence
 from eval.report.schema import load_report, parse_report, write_report
 from tests.support.reports import REMOVED, changed, changed_values, numbers_of, report_of
 
@@ -62,14 +61,6 @@ def test_a_failed_request_is_counted_listed_and_kept_in_the_numbers(report, repo
     ]
     assert (with_failure.prompts.num_prompts, with_failure.prompts.num_asked) == (31, 32)
     assert with_failure.acceptance.num_rounds == report.acceptance.num_rounds
-
-
-def test_divergence_records_become_plain_values(report_inputs):
-    divergence = Divergence(
-        prompt_id="coding-1", position=4, plain_token=1, speculative_token=2, logit_gap=0.5, tie_tolerance=0.25
-    )
-    report = report_of({**report_inputs, "lossless": {**report_inputs["lossless"], "divergences": [divergence]}})
-    assert report.to_dict()["lossless"]["divergences"] == [dataclasses.asdict(divergence)]
 
 
 def test_two_answers_to_one_prompt_and_answers_to_no_prompt_are_mistakes_of_the_caller(report_inputs):

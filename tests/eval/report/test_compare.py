@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,12 +89,6 @@ def test_another_machine_version_or_dtype_leaves_only_the_counts_comparable(repo
     assert (entry.tau is None, entry.speed) == (False, None)
 
 
-@pytest.mark.parametrize(("percent", "words"), [(3.14, "3.1 %"), (12345.0, "12000 %")])
-def test_a_large_percentage_is_no_power_of_ten(report, percent, words):
-    (_, other) = compare([("a", report), ("b", report)])
-    assert f"({words} would show)" in describe_change(replace(other.tau, outcome="inconclusive", detectable_percent=percent))
-
-
 def test_the_table_has_a_line_a_report_and_says_what_differs(report):
     other = changed(report, {"decode.num_speculative_tokens": 5})
     entries = compare([("one.json", report), ("two.json", other)])
@@ -113,10 +106,9 @@ def test_the_page_holds_every_report_with_hostile_text_as_text_and_fetches_nothi
     category = {ATTACK: report.to_dict()["by_category"]["coding"]}
     other = changed(with_tau_times(report, 1.04), {"draft.path": ATTACK, "by_category": category, "warnings": [ATTACK]})
     page = render_comparison(compare([("one.json", report), (ATTACK, other)]))
-    held = ("runs/distill/artifact", "×1.04 [1.04, 1.04] better", "<td>draft path</td>", "&lt;script&gt;")
+    held = ("×1.04 [1.04, 1.04] better", "&lt;script&gt;")
     assert all(text in page for text in held)
-    # The kind of draft is the same in both.
-    assert not any(text in page for text in ("<td>draft kind</td>", "<script", "<img", "url(http"))
+    assert not any(text in page for text in ("<script", "<img", "url(http"))
     links = set(re.findall(r'(?:href|src)="([^"]*)"', page))
     assert {link for link in links if not link.startswith("#rows-")} <= {f"#def-{path}" for path in definitions()}
 

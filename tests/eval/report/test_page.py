@@ -141,27 +141,6 @@ def test_failures_gaps_without_bound_and_the_detectable_change_are_shown(report,
     assert all(word in text for word in words)
 
 
-def test_the_predicted_speed_is_shown_by_batch_size_and_number_of_drafts(report):
-    predicted = {
-        "context_tokens": 256,
-        "settings": [
-            {"num_speculative_tokens": gamma, "batch_size": batch, "context_tokens": 256, "decode_speedup": 1.6 - 0.1 * batch}
-            for gamma in (1, 3, 5)
-            for batch in (1, 2, 4, 8)
-        ],
-        "decode_speedup": 1.5,
-        "best_num_speculative_tokens": 3,
-        "break_even_batch_size": 6,
-    }
-    report = changed(report, {"speed.predicted": predicted})
-
-    text = text_of(render_html(report))
-
-    assert all(label in text for label in ("1 draft", "3 drafts", "5 drafts", "0.80×"))
-    assert "At this batch size 3 drafts per round would be fastest." in text
-    assert "Drafting pays up to a batch of 6." in text
-
-
 def test_the_quality_of_answers_is_shown_side_by_side_where_it_was_measured(report, page, quality_section):
     assert "Quality of the answers" not in page
     quality = quality_section | {"scores": {"<b>mine</b>": quality_section["scores"]["gsm8k"]}}
