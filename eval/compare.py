@@ -27,7 +27,6 @@ from eval.report.tables import as_text
 
 
 def main(config: CompareConfig, args: argparse.Namespace) -> int:
-    """Read, compare, write, print."""
     paths = [report_file(path) for path in args.reports]
     output = Path(config.output)
     if output.resolve() in [path.resolve() for path in paths]:
@@ -39,7 +38,6 @@ def main(config: CompareConfig, args: argparse.Namespace) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the reports."""
     parser.add_argument("reports", metavar="REPORT", nargs="+", help="report.json, or the folder that eval/run.py wrote it to")
 
 

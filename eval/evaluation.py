@@ -129,7 +129,6 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
 
 
 def _load(config: EvalConfig, suites: Sequence[Suite]) -> Loaded:
-    """Load target and draft, fit the prompts to the target's context, and write what is run, once for all processes."""
     state = join_processes(config.target)
     target = load_target(config.target, for_chats=True)
     draft = load_evaluated(config, target)
@@ -152,7 +151,6 @@ def _load(config: EvalConfig, suites: Sequence[Suite]) -> Loaded:
 
 
 def _write(output: Path, report: Report) -> None:
-    """Write the report and its pages, and print the summary."""
     write_report(output / "report.json", report)
     summary = render_markdown(report)
     write_text(output / "report.md", summary)
@@ -187,7 +185,6 @@ def _time_others(config: EvalConfig, loaded: Loaded, records: Tally, report: Rep
 
 
 def _describe(config: EvalConfig, loaded: Loaded) -> dict[str, Any]:
-    """Return what the report says of where its numbers come from."""
     target = loaded.target
     return {
         "target": target.identity.to_dict()
@@ -212,7 +209,6 @@ def _describe(config: EvalConfig, loaded: Loaded) -> dict[str, Any]:
 
 
 def _warnings(config: EvalConfig, loaded: Loaded, tallies: Mapping[str, Tally]) -> Iterator[str]:
-    """Yield what a reader must know of the prompts and the target."""
     suites, target = loaded.suites, loaded.target
     for suite, settings in zip(suites, config.all_suites, strict=True):
         for warning in _suite_warnings(suite, settings, target, tallies[suite.name].num_resumed):

@@ -39,7 +39,6 @@ def main(config: Settings, args: argparse.Namespace) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's own arguments."""
     parser.add_argument("report", metavar="REPORT", help="report.json of a chain drafted to a fixed length, batch size 1")
     parser.add_argument(
         "--by", choices=get_args(ConfidenceBy), help="what the rule reads; by default the draft's own estimate if it makes one"

@@ -75,7 +75,6 @@ def _clear_output(name: str | None, report: Path, baseline: Path | None) -> Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the gate's own arguments."""
     parser.add_argument("report", metavar="REPORT", help="report.json, or the folder that eval/run.py wrote it to")
     parser.add_argument(
         "--baseline", metavar="FILE", help="an earlier report.json or its folder, for rules with relative_to_baseline"

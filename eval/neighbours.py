@@ -16,7 +16,6 @@ from configs.schema.decoding import NeighboursConfig
 
 
 def main(config: NeighboursConfig) -> None:
-    """Make the table that `config` describes."""
     from eval.decoder.relaxed import write_table
 
     write_table(config)

@@ -52,7 +52,6 @@ def _scaled(name: str, value: float | None, unit: float) -> float | None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the report and the machine."""
     parser.add_argument("report", metavar="REPORT", help="report.json, or its folder, of an evaluation with `cost` set")
     parser.add_argument("--bandwidth", metavar="GB/s", type=float, help="memory bandwidth of another machine")
     parser.add_argument("--flops", metavar="TFLOP/s", type=float, help="its matrix products in the report's dtype")

@@ -46,7 +46,6 @@ class EvaluatedDraft:
 
     @property
     def warnings(self) -> list[str]:
-        """The warnings of all parts, for the report."""
         return [warning for part in self.parts for warning in part.warnings]
 
     @property

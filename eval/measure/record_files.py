@@ -51,7 +51,6 @@ class Records:
         return [generation for generation in self.generations if generation.mode == mode]
 
     def extend(self, other: Records) -> None:
-        """Add the records of another batch."""
         self.generations += other.generations
         self.timings += other.timings
 
@@ -67,7 +66,6 @@ class BatchFiles:
         self.folder.mkdir(exist_ok=True)
 
     def write(self, batch: int, records: Records) -> None:
-        """Write the records of a batch."""
         lines = [json.dumps({"generation": to_values(generation)}) for generation in records.generations]
         lines += [json.dumps({"timing": asdict(timing)}) for timing in records.timings]
         write_bytes(self._path(batch), "".join(line + "\n" for line in lines).encode())
@@ -136,7 +134,6 @@ def _parse(line: str, where: str) -> Generation | Timing:
 
 
 def to_values(generation: Generation) -> dict[str, Any]:
-    """Return a generation as JSON values."""
     rows = [
         {
             "drafted": round_.drafted,
@@ -159,7 +156,6 @@ def to_values(generation: Generation) -> dict[str, Any]:
 
 
 def from_values(values: dict[str, Any]) -> Generation:
-    """Return the generation that `to_values` described."""
     tokens, columns = tuple(values["tokens"]), values["rounds"]
     count = len(columns["committed"])
     ends = accumulate(columns["committed"], initial=1)  # the first token is the prefill's

@@ -45,7 +45,6 @@ class Suite:
 
     @property
     def ids(self) -> list[str]:
-        """The prompts' ids, in order."""
         return [prompt.prompt_id for prompt in self.prompts]
 
     @property

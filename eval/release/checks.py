@@ -97,7 +97,6 @@ def _check_baseline(report: Report, baseline: Report, config: GateConfig) -> lis
 
 
 def _finding(check: str, value: float | str, required: str, reason: str) -> Finding:
-    """Return a finding that fails where there is a reason to."""
     return Finding(check=check, outcome="fail" if reason else "pass", value=value, required=required, reason=reason)
 
 
@@ -131,7 +130,6 @@ def _judge_prompts(report: Report, config: GateConfig) -> Finding:
 
 
 def _judge_suite(name: str, prompts: PromptsSection) -> Finding:
-    """Check the prompts of a further suite; its numbers are for rules that name it."""
     return _finding(f"prompts of {name}", float(prompts.num_prompts), f"all {prompts.num_asked} asked for", _unfit(prompts))
 
 
@@ -145,7 +143,6 @@ def _unfit(prompts: PromptsSection) -> str:
 
 
 def _unanswered(prompts: PromptsSection) -> str:
-    """Return what is missing of the answers that were asked for, or nothing."""
     measured, asked, num_failed = prompts.num_prompts, prompts.num_asked, len(prompts.failed)
     if num_failed:
         return f"{num_failed} requests failed, the first on prompt {prompts.failed[0].prompt_id}"

@@ -55,7 +55,6 @@ def judge_against_free(report: Report, name: str) -> list[Finding]:
 
 
 def _judge_metric(report: Report, metric: str, rule: GateRule, baseline: Report | None) -> Finding:
-    """Compare one metric, or its ratio to the baseline's, with the rule's threshold."""
     interval = _look_up(report, metric, rule)
     required = f"at least {rule.min:g}" if rule.min is not None else f"at most {rule.max:g}"
     if rule.relative_to_baseline:

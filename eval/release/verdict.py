@@ -54,7 +54,6 @@ class GateVerdict:
 
 
 def as_values(verdict: GateVerdict) -> dict[str, Any]:
-    """Return the verdict as plain JSON values: `outcome`, `findings`, `notes`."""
     return {
         "outcome": verdict.outcome,
         "findings": [asdict(finding) for finding in verdict.findings],
@@ -63,7 +62,6 @@ def as_values(verdict: GateVerdict) -> dict[str, Any]:
 
 
 def findings_table(findings: Iterable[Finding]) -> Table:
-    """Return a row a check."""
     rows = [(each.outcome.upper(), each.check, measured(each), each.required, each.reason) for each in findings]
     return Table(title="Findings", header=("", "check", "measured", "required", "why not"), rows=rows)
 

@@ -134,7 +134,6 @@ def _baseline(records: Tally, mode: str, draft: Mapping[str, Sequence[int]], boo
 
 
 def _with_lookup(records: Tally, draft: Mapping[str, Sequence[int]], bootstrap: Bootstrap) -> dict[str, Any]:
-    """Describe the draft after prompt lookup, and its ratios to the draft alone."""
     own = records.of_mode(WITH_LOOKUP)
     return {
         **_other_way(records, WITH_LOOKUP, bootstrap),

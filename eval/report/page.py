@@ -40,37 +40,13 @@ LEADING = (
 )
 INK, FAINT, LINE = "#010101", "#020202", "#030303"
 FIRST, SECOND, THIRD = "#040404", "#050505", "#060606"
-VARIABLES = {
+VARIABLES = {  # of the page's style, by the colours of the plots' own (templates/plots.mplstyle)
     INK: "var(--ink)",
     FAINT: "var(--ink-soft)",
     LINE: "var(--line)",
     FIRST: "var(--series-1)",
     SECOND: "var(--series-2)",
     THIRD: "var(--series-3)",
-}
-STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "draftsmith",
-    "font.size": 9.5,
-    "text.color": INK,
-    "axes.edgecolor": LINE,
-    "axes.labelcolor": FAINT,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "grid.color": LINE,
-    "grid.linewidth": 0.6,
-    "xtick.color": LINE,
-    "ytick.color": LINE,
-    "xtick.labelcolor": FAINT,
-    "ytick.labelcolor": FAINT,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "legend.frameon": False,
-    "lines.linewidth": 1.8,
-    "lines.markersize": 5,
 }
 WIDTH = 5.0  # inches; narrow enough for the text to be readable when a phone scales the plot down
 REFERENCE: dict[str, Any] = {"color": FAINT, "linewidth": 0.9, "linestyle": (0, (2, 2))}  # the line of plain decoding
@@ -123,7 +99,6 @@ def _cards(report: Report) -> list[Card]:
 
 
 def _descriptions(report: Report) -> dict[str, Any]:
-    """Return what says how the report came about, by name."""
     values = report.to_dict()
     lossless = {key: value for key, value in values["lossless"].items() if key not in SHOWN_OF_LOSSLESS}
     prompts = {key: values["prompts"].get(key) for key in ("source", "sha256", "format", "num_asked", "num_trained_on")}
@@ -156,7 +131,7 @@ def draw_positions(report: Report) -> str:
         ("survival", acceptance.position_survival, SECOND, "-s"),
         ("overlap α", acceptance.overlap_alpha_by_position, THIRD, "--D"),
     )
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(fname=TEMPLATES / "plots.mplstyle"):
         figure = Figure(figsize=(WIDTH, 2.9), layout="constrained")
         axes = figure.subplots()
         for label, values, colour, line in series:
@@ -171,7 +146,7 @@ def draw_positions(report: Report) -> str:
 
 def draw_rows(sections: Mapping[str, CategorySection | SuiteSection], name: str) -> str:
     """Draw tokens per target step and decode speedup of categories or reports by label, a row each; 1 is plain decoding."""
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(fname=TEMPLATES / "plots.mplstyle"):
         figure = Figure(figsize=(2 * WIDTH, 0.9 + 0.27 * len(sections)), layout="constrained")
         taus, speedups = figure.subplots(1, 2, sharey=True)
         for axes, label in ((taus, "tokens per target step"), (speedups, "decode speedup")):
@@ -188,7 +163,6 @@ def draw_rows(sections: Mapping[str, CategorySection | SuiteSection], name: str)
 
 
 def _draw_interval(axes: Axes, row: int, section: ClosedSection | None, metric: str) -> None:
-    """Draw a point with its interval on one row; what was not measured stays empty."""
     value, bounds = (None, None) if section is None else section.interval_of(metric)
     if value is None:
         return

@@ -58,17 +58,14 @@ def cell(section: ClosedSection | None, name: str, form: Callable[[float | None,
 
 
 def tau(section: ClosedSection | None) -> str:
-    """Return a section's tokens per target step."""
     return cell(section, "tokens_per_target_step")
 
 
 def speedup(section: ClosedSection | None) -> str:
-    """Return a section's decode speedup."""
     return cell(section, "decode_speedup", times)
 
 
 def short(digest: str) -> str:
-    """Return the first twelve characters of a hash."""
     return digest[:12]
 
 

@@ -142,7 +142,6 @@ def test_a_further_suite_of_other_prompts_is_refused_for_rules_relative_to_it_on
     [
         ("decode.num_speculative_tokens", 5, "num_speculative_tokens", "speculative_tokens"),
         ("decode.batch_size", 8, "decode", "decode.batch_size"),
-        ("draft.lookups", ["prompt_lookup"], "decode", "lookups with the draft (none here, prompt_lookup there)"),
     ],
 )
 def test_another_way_of_decoding_may_be_allowed_and_is_then_noted(report, path, value, aspect, what):

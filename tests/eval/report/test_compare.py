@@ -1,20 +1,19 @@
 """Several reports side by side: compared with the first prompt by prompt, refused where they are about different things."""
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from configs.runtime.command import run_command
 from configs.runtime.errors import InputError
+from configs.schema.evaluation import CompareConfig
+from eval.compare import add_arguments, main
 from eval.report.change import differences
 from eval.report.comparison import compare, describe_change, notes, overview, render_comparison
 from eval.report.schema import definitions, write_report
 from eval.report.tables import as_text
 from tests.support.reports import changed
 
-ROOT = Path(__file__).resolve().parents[3]
 ATTACK = "<script>alert(1)</script><img src=x onerror=alert(1)>"
 
 
@@ -116,19 +115,17 @@ def test_the_page_holds_every_report_with_hostile_text_as_text_and_fetches_nothi
 # --- the command --------------------------------------------------------------------------------------------------
 
 
-def run_compare(folder, *arguments):
-    command = [sys.executable, str(ROOT / "eval/compare.py"), *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
-
-
-def test_the_command_takes_files_and_folders_and_writes_the_page_but_never_over_a_report(report, tmp_path):
+def test_the_command_takes_files_and_folders_and_writes_the_page_but_never_over_a_report(report, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     write_report(tmp_path / "one/report.json", report)
     write_report(tmp_path / "two.json", with_tau_times(report, 0.9))
-    done = run_compare(tmp_path, "one", "two.json", "--set", "output=page.html")
-    assert done.returncode == 0, done.stderr
-    assert "A  one/report.json" in done.stdout
-    assert "worse" in done.stdout
+
+    def run(output):
+        argv = ["one", "two.json", "--set", f"output={output}"]
+        return run_command(CompareConfig, main, description="", argv=argv, add_arguments=add_arguments), *capsys.readouterr()
+
+    code, out, _ = run("page.html")
+    assert (code, "A  one/report.json" in out, "worse" in out) == (0, True, True)
     assert "2 reports side by side" in (tmp_path / "page.html").read_text()
-    refused = run_compare(tmp_path, "one", "two.json", "--set", "output=./two.json")
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert "would overwrite the report" in refused.stderr
+    code, out, err = run("./two.json")
+    assert (code, out, "would overwrite the report" in err) == (2, "", True)
