@@ -2,24 +2,34 @@
 
 Some checks no rule can switch off: a run must have answered every prompt it was asked, the losslessness verdict must be one
 that the gate allows, and the draft must be the one that is to be released, made for the target it was measured with. A baseline
-report that cannot be compared with is refused. Torch-free and pure; `eval.gate` is the command.
+report that cannot be compared with is refused. Rules judge an interval, not its point, each at the report's own level: a gate
+of twenty rules is not corrected for their number, because all of them have to pass. Torch-free and pure; `eval.gate` is the
+command.
 """
 
 from __future__ import annotations
 
+import difflib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
 
 from configs.runtime.errors import InputError
-from configs.schema.evaluation import GateConfig
-from eval.release.rules import judge_against_free, judge_rule
-from eval.release.verdict import Finding, GateVerdict
-from eval.report.change import IDENTITY, Difference, differences, prompt_differences
-from eval.report.schema import PromptsSection, Report
+from configs.schema.evaluation import GateConfig, GateRule
+from eval.release.verdict import Finding, GateOutcome, GateVerdict
+from eval.report.change import IDENTITY, Difference, differences, prompt_differences, speed_change, tau_change
+from eval.report.schema import PromptsSection, Report, SuiteSection
 from eval.report.text import describe_checks, exactness, short
+from eval.stats.bootstrap import Interval
 
 MIN_RESAMPLES = 200  # of the bootstrap behind a report's intervals
+PAIRED = {"acceptance.tokens_per_target_step": tau_change, "speed.decode_speedup": speed_change}
+EVERY_CATEGORY = "by_category.*."
+MORE_THAN_ONE = math.nextafter(1.0, math.inf)  # a draft that only equals what is free is not worth its training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,21 +57,20 @@ def read_artifact(folders: Sequence[str | Path]) -> Artifact:
 def judge(report: Report, config: GateConfig, baseline: Report | None = None, artifact: Artifact | None = None) -> GateVerdict:
     """Apply the checks that always hold, then every rule."""
     allowed = [] if baseline is None else _check_baseline(report, baseline, config)
-    findings = [
-        _judge_lossless(report, config),
-        _judge_prompts(report, config),
-        *(_judge_suite(name, section.prompts) for name, section in report.suites.items()),
-        _judge_provenance(report, config, artifact),
-    ]
+    findings = [_judge_lossless(report, config), _judge_prompts(report, config)]
+    for name, suite in report.suites.items():
+        asked = f"all {suite.prompts.num_asked} asked for"
+        findings.append(_finding(f"prompts of {name}", float(suite.prompts.num_prompts), asked, _unfit(suite.prompts)))
+    findings.append(_judge_provenance(report, config, artifact))
     if (samples := report.statistics.bootstrap_samples) < MIN_RESAMPLES:
         reason = "so few resamples make intervals of chance: evaluate with bootstrap_samples as it is by default"
         required = f"at least {MIN_RESAMPLES} resamples"
         rough = Finding(check="intervals", outcome="inconclusive", value=float(samples), required=required, reason=reason)
         findings.append(rough)
     for rule in config.rules:
-        findings += judge_rule(report, rule, baseline)
+        findings += _judge_rule(report, rule, baseline)
     for name in config.must_beat:
-        findings += judge_against_free(report, name)
+        findings += _judge_against_free(report, name)
     notes = [f"the baseline report differs in {difference}, which the gate allows" for difference in allowed]
     return GateVerdict(findings=tuple(findings), notes=tuple(notes))
 
@@ -129,10 +138,6 @@ def _judge_prompts(report: Report, config: GateConfig) -> Finding:
     return _finding("prompts", float(prompts.num_prompts), required, reason)
 
 
-def _judge_suite(name: str, prompts: PromptsSection) -> Finding:
-    return _finding(f"prompts of {name}", float(prompts.num_prompts), f"all {prompts.num_asked} asked for", _unfit(prompts))
-
-
 def _unfit(prompts: PromptsSection) -> str:
     """Return why a draft cannot be judged by these prompts, or nothing."""
     if reason := _unanswered(prompts):
@@ -163,3 +168,112 @@ def _judge_provenance(report: Report, config: GateConfig, artifact: Artifact | N
         reason = f"the draft was made for other {', '.join(others)} than it was measured with"
     required = "a draft made for this target" if artifact is None else "the artifact's hash, made for this target"
     return _finding("provenance", short(draft.sha256), required, reason)
+
+
+# --- rules --------------------------------------------------------------------------------------------------------
+
+
+def _judge_rule(report: Report, rule: GateRule, baseline: Report | None) -> list[Finding]:
+    """Return what the rule finds: one finding, or one for each category; `baseline` can be compared with the report."""
+    section: SuiteSection = report
+    place = ""
+    if rule.suite is not None and rule.suite != report.prompts.suite:
+        if rule.suite not in report.suites:
+            known = ", ".join([report.prompts.suite or report.prompts.source, *report.suites])
+            raise InputError(f"rules: the report has no suite {rule.suite!r} (it has: {known}); name it in eval's `suites`")
+        section, place = report.suites[rule.suite], f"suites.{rule.suite}."
+    metrics, own = [rule.metric], rule.metric.removeprefix(EVERY_CATEGORY)
+    if own != rule.metric:
+        metrics = [f"by_category.{category}.{own}" for category in section.by_category]
+    return [_judge_metric(report, f"{place}{metric}", rule, baseline) for metric in metrics]
+
+
+def _judge_against_free(report: Report, name: str) -> list[Finding]:
+    """Compare the draft with a way of decoding that needs no training: in tokens per target step, and in speed."""
+    if name not in report.baselines:
+        known = ", ".join(report.baselines) or "none"
+        raise InputError(f"must_beat: the report has no baseline {name!r} (it has: {known}); name it in eval's `baselines`")
+    free = report.baselines[name]
+    ratios = {"tokens_per_target_step": "tokens_per_target_step_ratio", "decode_speedup": "decode_speed_ratio"}
+    return [
+        _held(f"{metric} against {name}", Interval(point, *(bounds or ())), "more than 1 times", MORE_THAN_ONE)
+        for metric, (point, bounds) in ((metric, free.interval_of(ratio)) for metric, ratio in ratios.items())
+    ]
+
+
+def _judge_metric(report: Report, metric: str, rule: GateRule, baseline: Report | None) -> Finding:
+    interval = _look_up(report, metric, rule)
+    required = f"at least {rule.min:g}" if rule.min is not None else f"at most {rule.max:g}"
+    if rule.relative_to_baseline:
+        required += " times the baseline"
+        interval = _relative(report, baseline, rule, metric) if interval.point is not None else interval
+    return _held(metric, interval, required, rule.min, rule.max, by_point=rule.bound == "point")
+
+
+def _relative(report: Report, baseline: Report | None, rule: GateRule, metric: str) -> Interval:
+    """Return the metric's ratio to the baseline's, paired by prompt or by batch."""
+    if baseline is None:
+        raise InputError(f"rule on {metric} is relative to a baseline report; give one with --baseline previous.json")
+    if rule.metric not in PAIRED:
+        raise InputError(f"rules: {rule.metric} cannot be relative to a baseline; {' and '.join(PAIRED)} can")
+    change = PAIRED[rule.metric](report, baseline, rule.suite if metric != rule.metric else None)
+    if change is None:
+        raise InputError(f"rules: {metric} cannot be relative to the baseline report, which did not time the same batches")
+    return Interval(change.ratio, *(change.ratio_ci or ()))
+
+
+def _held(
+    check: str,
+    found: Interval,
+    required: str,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    *,
+    by_point: bool = False,
+) -> Finding:
+    """Judge an interval, or its point alone, by a minimum or a maximum."""
+    low, high = (found.point, found.point) if by_point else (found.low, found.high)
+    outcome: GateOutcome
+    if found.point is None:
+        outcome, reason = "fail", "not measured in this report"
+    elif low is None or high is None:
+        outcome, reason = "inconclusive", "no interval: fewer than two prompts (or batches, for speed) were measured"
+    elif (minimum is not None and low >= minimum) or (maximum is not None and high <= maximum):
+        outcome, reason = "pass", ""
+    elif (minimum is not None and high < minimum) or (maximum is not None and low > maximum):
+        outcome, reason = "fail", "below the threshold" if minimum is not None else "above the threshold"
+    else:
+        outcome, reason = "inconclusive", "the interval holds the threshold: measure more prompts, or ask for less"
+    shown = {} if by_point else {"low": low, "high": high}
+    return Finding(check=check, outcome=outcome, value=found.point, required=required, reason=reason, **shown)
+
+
+def _look_up(report: Report, metric: str, rule: GateRule) -> Interval:
+    """Return a metric with the interval that stands beside it as `..._ci`; both may be unmeasured (`None`)."""
+    try:
+        point = _value_at(report, metric)
+    except KeyError as error:
+        raise InputError(f"rules: the report has no number {metric!r}{error.args[0]}") from error
+    if not isinstance(point, int | float | None) or isinstance(point, bool):
+        raise InputError(f"rules: {metric!r} of the report is no number")
+    try:
+        bounds = _value_at(report, f"{metric}_ci")
+    except KeyError as error:
+        if rule.bound == "confidence":
+            raise InputError(f"rules: {metric} comes without an interval; give its rule `bound: point`") from error
+        bounds = None
+    return Interval(point, *(bounds or ()))
+
+
+def _value_at(section: Any, path: str, before: str = "") -> Any:
+    """Return what stands at a dotted path, `None` under a section that is null; names in the path may hold dots."""
+    if section is None or not path:
+        return section
+    items = enumerate(section) if isinstance(section, list) else section.items() if isinstance(section, Mapping) else ()
+    children = {str(name): child for name, child in (section if isinstance(section, BaseModel) else items)}
+    fitting = [name for name in children if f"{path}.".startswith(f"{name}.")]
+    if not fitting:
+        nearest = difflib.get_close_matches(path, children, n=1, cutoff=0.0)
+        raise KeyError(f"; the nearest is {before + nearest[0]!r}" if nearest else "")
+    name = max(fitting, key=len)
+    return _value_at(children[name], path[len(name) + 1 :], f"{before}{name}.")
