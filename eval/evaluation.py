@@ -23,7 +23,7 @@ from configs.runtime.redaction import mask_arguments, mask_secrets
 from configs.runtime.resumable import fingerprint
 from configs.runtime.run_record import describe_git, describe_hardware, describe_versions, write_run_record
 from configs.runtime.terminal import say
-from configs.schema.evaluation import EvalConfig, SuiteConfig
+from configs.schema.evaluation import EvalConfig
 from eval.cost.predict import predict_speed
 from eval.cost.timing_sweep import check_sweep
 from eval.cost.tree_choice import find_tree
@@ -209,41 +209,26 @@ def _describe(config: EvalConfig, loaded: Loaded) -> dict[str, Any]:
 
 
 def _warnings(config: EvalConfig, loaded: Loaded, tallies: Mapping[str, Tally]) -> Iterator[str]:
-    suites, target = loaded.suites, loaded.target
-    for suite, settings in zip(suites, config.all_suites, strict=True):
-        for warning in _suite_warnings(suite, settings, target, tallies[suite.name].num_resumed):
-            yield f"{suite.name}: {warning}" if len(suites) > 1 else warning
+    for suite in loaded.suites:
+        warnings, num_prompts = list(suite.warnings), len(suite.prompts)
+        if resumed := tallies[suite.name].num_resumed:
+            warnings.append(
+                f"{resumed} of {num_prompts} prompts were measured in an earlier session on this machine that was cut off; its "
+                "speed may differ between the sessions, for all modes alike"
+            )
+        if seen := suite.trained_on:
+            warnings.append(
+                f"the draft was trained on {len(seen)} of the suite's {num_prompts} prompts, {', '.join(seen[:3])} among them; "
+                "on these it recalls what it was trained on"
+            )
+        yield from (f"{suite.name}: {warning}" if len(loaded.suites) > 1 else warning for warning in warnings)
     if config.decode.kv_cache is not None:
         yield (
             "the target kept its keys and values in int8, in plain and in speculative decoding: both follow a distribution "
             "that is a little different from the target's own, and are compared with each other"
         )
-    if target.runner.mixers:
+    if loaded.target.runner.mixers:
         yield (
             "the target has recurrent layers, which here read drafts one at a time, and shorter prompts of a batch twice: the "
             "measured speed is a lower bound of an engine's, which keeps a state a token; tau carries over"
-        )
-
-
-def _suite_warnings(suite: Suite, settings: SuiteConfig, target: Target, num_resumed: int) -> Iterator[str]:
-    if suite.num_turns_left_out:
-        yield (
-            f"{suite.num_turns_left_out} later turns of the suite's conversations were not asked: suite.max_turns is "
-            f"{settings.max_turns}"
-        )
-    for count, outcome in ((suite.num_skipped, "were left out"), (suite.num_truncated, "lost the middle of their first turn")):
-        if count:
-            yield (
-                f"{count} of the suite's prompts {outcome}, because they fill the target's context of {target.max_positions} "
-                f"tokens: suite.on_too_long is {settings.on_too_long}"
-            )
-    if num_resumed:
-        yield (
-            f"{num_resumed} of {len(suite.prompts)} prompts were measured in an earlier session on this machine that "
-            "was cut off; its speed may differ between the sessions, for all modes alike"
-        )
-    if seen := suite.trained_on:
-        yield (
-            f"the draft was trained on {len(seen)} of the suite's {len(suite.prompts)} prompts, {', '.join(seen[:3])} among "
-            "them; on these it recalls what it was trained on"
         )

@@ -37,9 +37,7 @@ class Suite:
     format: str
     # Of the whole file, or of all prompts of a data set as JSON, also where only some of its prompts are taken
     sha256: str
-    num_turns_left_out: int = 0  # of the prompts chosen, behind `max_turns`
-    num_skipped: int = 0  # prompts that fill the target's context, and are left out
-    num_truncated: int = 0  # or lost the middle of their first turn
+    warnings: tuple[str, ...] = ()  # what a reader must know of what was left out of prompts
     left_out: tuple[Prompt, ...] = ()  # prompts of the file that `num_prompts` leaves out, spread over the categories
     trained_on: tuple[str, ...] | None = None  # ids of the prompts that the draft was trained on; None: unknown
 
@@ -93,13 +91,15 @@ def load_suite(config: SuiteConfig) -> Suite:
         ids = {prompt.prompt_id for prompt in chosen}
         others = [prompt for prompt in prompts if prompt.prompt_id not in ids]
     cut = [replace(prompt, turns=prompt.turns[: config.max_turns]) for prompt in chosen]
+    unasked = sum(len(prompt.turns) for prompt in chosen) - sum(len(prompt.turns) for prompt in cut)
+    warning = f"{unasked} later turns of the suite's conversations were not asked: suite.max_turns is {config.max_turns}"
     return Suite(
         name=config.label,
         prompts=tuple(cut),
         source=config.path,
         format=format,
         sha256=_hash_prompts(prompts) if is_data_set else sha256_of(path),
-        num_turns_left_out=sum(len(prompt.turns) for prompt in chosen) - sum(len(prompt.turns) for prompt in cut),
+        warnings=(warning,) if unasked else (),
         left_out=tuple(spread_over_categories(others, len(others))),
     )
 
@@ -131,8 +131,13 @@ def fit_suite(suite: Suite, target: Target, on_too_long: str, max_new_tokens: in
             f"suite {suite.source}: each of the {len(suite.prompts)} prompts fills the target's context of "
             f"{target.max_positions} tokens; set suite.on_too_long to truncate, or take shorter ones"
         )
-    num_skipped, num_truncated = changed.get(TOO_LONG, 0), changed.get(TRUNCATED, 0)
-    return replace(suite, prompts=tuple(prompts), num_skipped=num_skipped, num_truncated=num_truncated)
+    warnings = [
+        f"{count} of the suite's prompts {outcome}, because they fill the target's context of {target.max_positions} tokens: "
+        f"suite.on_too_long is {on_too_long}"
+        for key, outcome in ((TOO_LONG, "were left out"), (TRUNCATED, "lost the middle of their first turn"))
+        if (count := changed.get(key))
+    ]
+    return replace(suite, prompts=tuple(prompts), warnings=(*suite.warnings, *warnings))
 
 
 def spread_over_categories(prompts: Sequence[Prompt], num_prompts: int) -> list[Prompt]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import Lfm2Config, Lfm2ForCausalLM, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from configs.runtime.command import BAD_INPUT, run_command
 from configs.runtime.errors import InputError
@@ -122,20 +122,6 @@ def test_a_model_that_is_no_artifact_is_measured_and_the_report_says_so(config, 
     assert (report.draft.kind, report.draft.path) == ("draft_lm", str(model))
     assert report.acceptance.tokens_per_target_step > 1
     assert "not trained by draftsmith" in report.warnings[0]
-
-
-def test_recurrent_layers_are_lossless_and_the_report_says_what_they_do_to_the_speed(config, tiny_run, tmp_path):
-    model = Path(shutil.copytree(tiny_run / "target", tmp_path / "recurrent"))
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    layers = {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"], "max_position_embeddings": 256}
-    torch.manual_seed(0)
-    Lfm2ForCausalLM(Lfm2Config(**sizes, **ends, **layers)).save_pretrained(model)
-    target = config.target.model_copy(update={"name": str(model)})
-    evaluate(config.model_copy(update={"target": target, "draft": str(model)}))
-    report = report_in(config)
-    assert report.lossless.verdict == "lossless"
-    assert any("lower bound of an engine's" in warning for warning in report.warnings)
 
 
 def test_a_draft_that_was_trained_on_a_prompt_of_the_suite_is_warned_of_and_fails_the_gate(config, tiny_run, tmp_path):

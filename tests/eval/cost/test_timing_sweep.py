@@ -82,15 +82,6 @@ def test_the_second_of_two_rounds_that_keep_the_same_is_the_one_whose_drafting_c
     assert {each.draft_seconds_after_full for each in sweep if each.num_speculative_tokens} == {200.0}
 
 
-def test_a_draft_that_cannot_draft_as_many_is_timed_as_far_as_it_goes(target):
-    class TwoAtMost(DraftLM):
-        def propose(self, tokens, num_tokens, *args, **kwargs):
-            return super().propose(tokens, min(num_tokens, 2), *args, **kwargs)
-
-    sweep = sweep_rounds(target, TwoAtMost(target.model, 64), TEXT, DecodeConfig(), SWEEP)
-    assert {each.num_speculative_tokens for each in sweep} == {0, 1, 2}
-
-
 def test_a_context_that_does_not_fit_is_refused_by_name(target, proposer):
     settings = SWEEP.model_copy(update={"context_tokens": [24, 250]})
     with pytest.raises(

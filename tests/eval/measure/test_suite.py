@@ -37,7 +37,7 @@ def test_the_suite_that_ships_has_eight_prompts_of_each_of_eight_categories_and_
     assert list(dict.fromkeys(prompt.category for prompt in suite.prompts)) == CATEGORIES
     assert len(set(suite.ids)) == 64
     assert len({prompt.user_text for prompt in suite.prompts}) == 64
-    assert suite.num_turns_left_out == 0
+    assert suite.warnings == ()
     assert suite.format == "turns"
 
 
@@ -53,7 +53,7 @@ def test_a_few_prompts_are_spread_evenly_over_the_categories():
 def test_later_turns_can_be_left_out_and_are_counted(suite_file, max_turns, left_out):
     suite = load_suite(SuiteConfig(path=str(suite_file), max_turns=max_turns))
     assert {len(prompt.turns) for prompt in suite.prompts} == {max_turns or 2}
-    assert suite.num_turns_left_out == left_out
+    assert [warning.split()[0] for warning in suite.warnings] == [str(left_out)] * (left_out > 0)
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,7 @@ def finding(outcome, **changes):
 @pytest.mark.parametrize(
     ("outcomes", "worst"),
     [
-        ((), "pass"),
         (("pass", "pass"), "pass"),
-        (("pass", "inconclusive"), "inconclusive"),
         (("inconclusive", "fail", "pass"), "fail"),
     ],
 )
