@@ -27,17 +27,12 @@ from configs.runtime.terminal import one_line, printable
 from eval.report import text
 from eval.report.schema import CategorySection, Report, SuiteSection, definitions
 from eval.report.sections import ClosedSection
-from eval.report.tables import PROVENANCE, TERMS, flat_facts, report_tables
+from eval.report.tables import NUMBERS, PROVENANCE, TERMS, flat_facts, report_tables
 
 TEMPLATES = Path(__file__).with_name("templates")
 SHOWN_OF_LOSSLESS = {"verdict", "checked_prompts", "divergences"}  # in the page's own words; the rest follows as a table
 GOOD = {"lossless": "good", "lossless_up_to_ties": "good", "not_lossless": "bad"}
-# Name, section, field and form of the numbers that the page leads with.
-LEADING = (
-    ("Decode speedup", "speed", "decode_speedup", text.times),
-    ("Tokens per target step (τ)", "acceptance", "tokens_per_target_step", text.number),
-    ("Acceptance rate (α)", "acceptance", "overlap_alpha", text.number),
-)
+LEADING = ("decode_speedup", "tokens_per_target_step", "overlap_alpha")  # of the report's numbers
 INK, FAINT, LINE = "#010101", "#020202", "#030303"
 FIRST, SECOND, THIRD = "#040404", "#050505", "#060606"
 VARIABLES = {  # of the page's style, by the colours of the plots' own (templates/plots.mplstyle)
@@ -86,16 +81,19 @@ def render_html(report: Report) -> str:
 
 def _cards(report: Report) -> list[Card]:
     cards = []
-    for name, section, field, form in LEADING:
-        point, bounds = getattr(report, section).interval_of(field) if getattr(report, section) else (None, None)
-        tone = ""
-        if section == "speed" and bounds is not None and not bounds[0] <= 1 <= bounds[1]:
-            tone = "good" if bounds[0] > 1 else "bad"
-        if point is not None or section != "speed":
-            cards.append(Card(path=f"{section}.{field}", name=name, value=form(point), below=text.interval(bounds), tone=tone))
+    for label, section, field, form in NUMBERS:
+        if field in LEADING and (numbers := getattr(report, section)) is not None:
+            point, bounds = numbers.interval_of(field)
+            tone = ""
+            if section == "speed" and bounds is not None and not bounds[0] <= 1 <= bounds[1]:
+                tone = "good" if bounds[0] > 1 else "bad"
+            below, path = text.interval(bounds), f"{section}.{field}"
+            cards.append(Card(path=path, name=label.capitalize(), value=form(point), below=below, tone=tone))
     verdict, detail = report.lossless.verdict, text.lossless_detail(report)
-    shown = text.VERDICTS[verdict]
-    return [*cards, Card(path="lossless.verdict", name="Output", value=shown, below=detail, tone=GOOD.get(verdict, ""))]
+    output = Card(
+        path="lossless.verdict", name="Output", value=text.VERDICTS[verdict], below=detail, tone=GOOD.get(verdict, "")
+    )
+    return [*cards, output]
 
 
 def _descriptions(report: Report) -> dict[str, Any]:
