@@ -7,7 +7,7 @@ import pytest
 from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.loading import load_config
 from configs.schema.decoding import DecodeConfig
-from configs.schema.drafting import FastestTree
+from configs.schema.drafting import FastestTree, StaticTree
 from configs.schema.evaluation import EvalConfig
 from configs.schema.training import DistillConfig
 from eval import evaluation
@@ -48,7 +48,7 @@ def test_an_evaluation_drafts_the_fastest_tree_by_prompts_that_it_does_not_measu
 
     chosen = fastest_tree(measure_profile(shown, WIDE), [1000.0] * 4, 0.0)
     report = report_in(config)
-    paths = [tuple(path) for path in report.decode.static_tree]
+    paths = StaticTree.model_validate(report.decode.tree).all_paths()
     assert paths == chosen.paths
     assert 1 <= len(paths) <= 3
     assert report.lossless.verdict in ("lossless", "lossless_up_to_ties")
