@@ -185,10 +185,7 @@ def remembered_sha256(path: Path) -> str:
 
 
 def hash_weights(path: Path) -> str:
-    """Return the hash of the files that transformers loads of a model folder's weights, or of a model that is one file.
-
-    A second copy of the weights beside them, such as Mistral's `consolidated.safetensors`, does not count.
-    """
+    """Return the hash of the weights that transformers loads: of a file, or of a folder without second copies of them."""
     for single in (path, path / SINGLE_FILE):
         if single.is_file():
             return hash_files([single])

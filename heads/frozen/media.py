@@ -73,23 +73,14 @@ class MediaReader:
     template: str | None = None
 
     def ids(self, prompt: MediaPrompt) -> list[int]:
-        """Return a prompt's token ids, a placeholder for each state of an image or a sound.
-
-        Raises:
-            InputError: an image or a sound cannot be read, or the processor refuses the prompt.
-        """
+        """Return a prompt's token ids, a placeholder for each state of an image or a sound."""
         ids: list[int] = self._processed(prompt)["input_ids"][0].tolist()
         return ids
 
     def inputs(self, prompts: Sequence[MediaPrompt | None], ids: Sequence[Sequence[int]]) -> MediaInputs | None:
         """Return what the model reads beside the token ids of some rows; None where no row has images or sounds.
 
-        Args:
-            prompts: of the rows; None: text alone.
-            ids: of the rows, which begin with those of their prompts, or a prompt's without its end.
-
-        Raises:
-            InputError: as for `ids`; or an image or a sound is not the one that it was when the row was made.
+        The ids begin with those of the prompts, or a prompt's without its end; they say whether an image was changed since.
         """
         of_media: dict[str, list[Tensor]] = {}
         of_tokens: dict[str, dict[int, Tensor]] = {}
@@ -151,11 +142,7 @@ class MediaReader:
 def load_reader(
     path: Path, config: TargetConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> MediaReader | None:
-    """Return what reads the images or sounds of a target's prompts; None where the config says that it reads none.
-
-    Raises:
-        InputError: Pillow is missing, or the target has no processor of images, or of sounds.
-    """
+    """Return what reads the images or sounds of a target's prompts; None where the config says that it reads none."""
     settings = config.images or config.audio
     if settings is None:
         return None
@@ -199,11 +186,7 @@ def _without_videos() -> Iterator[None]:
 
 
 def read_image(reference: str, config: ImagesConfig) -> Any:
-    """Return an image, a `PIL.Image.Image` in RGB, upright; of several frames the first.
-
-    Raises:
-        InputError: it cannot be had, is none of `FORMATS`, is damaged, or exceeds a limit of the config.
-    """
+    """Return an image, a `PIL.Image.Image` in RGB, upright; of several frames the first."""
     from PIL import Image, ImageOps  # here: text needs none
 
     content = _content(reference, config)
@@ -221,11 +204,7 @@ def read_image(reference: str, config: ImagesConfig) -> Any:
 
 
 def read_sound(reference: str, config: AudioConfig, rate: int) -> np.ndarray:
-    """Return the samples of a sound, float32 from -1 to 1, its channels averaged, at `rate` a second.
-
-    Raises:
-        InputError: it cannot be had, is no WAV file, is damaged, too short, or exceeds a limit of the config.
-    """
+    """Return the samples of a sound, float32 from -1 to 1, its channels averaged, at `rate` a second."""
     content = _content(reference.removeprefix(SOUND), config)
     longer = wav_samples(content, f"{config.what} {shown(reference)}", rate, config.max_seconds + 1 / rate)
     if len(longer) > config.max_seconds * rate:
@@ -236,11 +215,7 @@ def read_sound(reference: str, config: AudioConfig, rate: int) -> np.ndarray:
 
 
 def wav_samples(content: bytes, named: str, rate: int, seconds: float) -> np.ndarray:
-    """Return the first `seconds` of a WAV file's samples, from -1 to 1, its channels averaged, at `rate` a second.
-
-    Raises:
-        InputError: it is cut off, or no such file; `named` is what the message calls it.
-    """
+    """Return the first `seconds` of a WAV file's samples, as `read_sound`; `named` is what messages call it."""
     from scipy.signal import resample_poly  # here: text needs none
 
     try:

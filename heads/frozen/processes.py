@@ -224,12 +224,7 @@ ALL_PARALLEL_STYLES.register(SHARED, cast(Any, _SharedBlock()))
 
 
 def split_arguments(path: Path, config: TargetConfig, device: torch.device) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` by which this process reads its part of the target in a folder.
-
-    Raises:
-        ConfigError: the groups do not divide the number of processes, or their size not what they split.
-        InputError: transformers has no plan by which the family could be split so.
-    """
+    """Return the arguments of `from_pretrained` by which this process reads its part of the target in a folder."""
     parallel, count = _parallel(config), _count_groups(config)
     skeleton = make_skeleton(path, config)
     prefix = blocks_name(skeleton)

@@ -56,11 +56,7 @@ def quantization_of(folder: Path) -> dict[str, Any] | None:
 
 
 def read_float_weights(folder: Path) -> Weights:
-    """Return a checkpoint's tensors by the names of the unquantised model; packed ones are unpacked when they are read.
-
-    Raises:
-        InputError: it is quantised in another way than FP8 or MXFP4, or its scales do not fit.
-    """
+    """Return a checkpoint's tensors by the names of the unquantised model; packed ones are unpacked when they are read."""
     settings, rest = quantization_of(folder), read_weights(folder, packed=True)
     matrices: Weights = {}
     for name, scale, matrix in () if settings is None else list(_packed_matrices(rest, settings, folder)):
@@ -81,11 +77,7 @@ def read_float_weights(folder: Path) -> Weights:
 
 
 def loader_of(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Callable[..., PreTrainedModel]:
-    """Return what loads the model in a folder, by its own class, given further arguments of `from_pretrained`.
-
-    Raises:
-        InputError: it is quantised, and its weights cannot be had; before anything is loaded.
-    """
+    """Return what loads the model in a folder, by its own class, given further arguments of `from_pretrained`."""
     if (settings := quantization_of(folder)) is None:
         return partial(_load_as_stored, folder, dtype=dtype, trust_remote_code=trust_remote_code)
     weights = read_float_weights(folder)

@@ -123,9 +123,7 @@ def read_documents(
 ) -> Tensor:
     """Return the final, normed hidden states `[B, T, D]` of whole rows; padding stands right, where causality alone masks it.
 
-    Args:
-        packed_positions_BT: positions from 0 in each document; None: each row is a single one.
-        media: of the rows, which are then not packed; None: they bring none.
+    `packed_positions_BT` are positions from 0 in each document; None: each row is a single one, and may have `media`.
     """
     if media is not None:
         return _read_with_media(model, ids_BT, media)[0]
@@ -142,11 +140,7 @@ def read_documents(
 
 @contextmanager
 def knowing_packing(*, packed: bool) -> Iterator[None]:
-    """Tell transformers whether the rows of a forward hold several documents each.
-
-    To make its masks it would look that up in the positions (`masking_utils.find_packed_sequence_indices`), and the host would
-    wait for the device in every forward.
-    """
+    """Tell transformers whether rows hold several documents: the host would wait for the device to look in the positions."""
     masking_utils.find_packed_sequence_indices = _find  # stays, and does outside of this block what transformers' own does
     token = _PACKED.set(packed)
     try:
@@ -165,11 +159,7 @@ def _find(position_ids: Tensor) -> Tensor | None:
 
 
 def head_rows(model: PreTrainedModel, token_ids_W: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the rows `[W, D]` of a causal LM's head for these tokens, and their bias `[W]` if it has one; differentiable.
-
-    Raises:
-        InputError: the head is no plain linear layer, or has no such rows.
-    """
+    """Return the rows `[W, D]` of a causal LM's head for these tokens, and their bias `[W]` if it has one; differentiable."""
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise InputError(f"{type(model).__name__} has a head of type {type(head).__name__}; only a linear one can be reduced")
@@ -182,12 +172,7 @@ def head_rows(model: PreTrainedModel, token_ids_W: Tensor) -> tuple[Tensor, Tens
 
 
 class HeadRows:
-    """Some rows of a causal LM's head (`HasOutputHead`); their logits are scaled or capped as the model does.
-
-    Args:
-        config: the model's.
-        weight_WD, bias_W: the rows, gathered differentiably: the gradient of `parameters` flows on into the whole head.
-    """
+    """Some rows of a causal LM's head (`HasOutputHead`), gathered differentiably; logits are scaled as the model's."""
 
     def __init__(self, config: object, weight_WD: Tensor, bias_W: Tensor | None) -> None:
         self.config, self.weight_WD, self.bias_W = config, weight_WD, bias_W
@@ -213,14 +198,12 @@ class HeadRows:
 
 
 class HasOutputHead(Protocol):
-    """The part of a causal LM's interface that `head_logits` needs."""
+    """What `head_logits` needs of a causal LM: whether logits are scaled or capped, and its linear map to raw ones."""
 
     @property
-    def config(self) -> Any:
-        """Says whether logits are scaled or capped."""
+    def config(self) -> Any: ...
 
-    def get_output_embeddings(self) -> Any:
-        """Return the map from hidden states `[..., D]` to raw logits `[..., V]`."""
+    def get_output_embeddings(self) -> Any: ...
 
 
 def _check_text(model: PreTrainedModel, ids_BT: Tensor) -> None:
@@ -263,6 +246,5 @@ def _check_length(model: PreTrainedModel, starts: Sequence[int], T: int) -> None
     if limit is not None and max(starts) == 0 and limit < T:  # later, only padding and drafts without room stand behind it
         raise InputError(
             f"{type(model).__name__} changes its rotary embedding (longrope) for texts of more than {limit} tokens, and this "
-            f"one has {T}; keep prompt and answer within {limit}, or, for one embedding at every length, set short_factor to "
-            "the values of long_factor in its config.json"
+            f"one has {T}; for one embedding at every length set short_factor to the values of long_factor in its config.json"
         )

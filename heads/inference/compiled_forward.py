@@ -1,12 +1,9 @@
 """A forward compiled by `torch.compile` for a few fixed shapes, with CUDA graphs where the device has them.
 
 The tokens of a forward are padded to one of `WIDTHS` by repeating the last, the cache has one of a few sizes and is read whole
-behind a mask, and what fits no width (a prompt) runs uncompiled. The lean forward (`heads.inference.lean_forward`) is compiled
-where the family has one, transformers' own elsewhere. Each width, batch size, cache size and set of taps is a graph of its own,
-so this is for long runs at one batch size (`docs/decoding.md`). The weights are inputs of the graphs, so that all share one
-packed copy. While a forward by transformers is tapped it runs uncompiled. The path by CUDA graphs (`mode="reduce-overhead"`)
-was written without a GPU to run it on. A graph is recorded for the addresses of one cache: each batch has a cache of its own
-and records anew what it uses, so that on CUDA short batches may lose more than they gain.
+behind a mask, and what fits no width (a prompt) runs uncompiled. Each width, batch size, cache size and set of taps is a graph
+of its own, so this is for long runs at one batch size. A CUDA graph is recorded for the addresses of one cache: each batch has
+its own, so that on CUDA short batches may lose more than they gain.
 B batch, T new tokens, W tokens of a graph, S cache length, D width.
 """
 
@@ -36,22 +33,19 @@ MAX_GRAPHS = 16  # of one model; further shapes run uncompiled
 
 
 def make_compiled(model: PreTrainedModel, backend: str = "inductor") -> None:
-    """Let decoding run `model` by a compiled forward from now on; its weights must not change afterwards.
+    """Let decoding run `model` by a compiled forward from now on, the lean one where its family has that.
 
-    Graphs are compiled, by this backend of `torch.compile`, when a shape is first met, so the first answers are slow.
+    Its weights must not change afterwards. Graphs are compiled when a shape is first met, so the first answers are slow.
 
     Raises:
-        InputError: its layers have states, which are read token by token, or its masks are not made before a forward
-                (`heads.inference.masks`).
+        InputError: its layers have states, or its masks are made inside of its blocks.
     """
     runner = runner_of(model)
-    if runner.mixers:
+    if runner.mixers or counts_columns(model.config.get_text_config()):
         raise InputError(
-            f"{type(model).__name__} has recurrent layers, which read one token after another, and the compiled forward reads "
-            "all at once; set target.forward to transformers"
+            f"{type(model).__name__} has recurrent layers, or biases by column of the cache, which cannot be compiled; set "
+            "target.forward to transformers"
         )
-    if counts_columns(model.config.get_text_config()):
-        raise InputError(f"the forward of {type(model).__name__} cannot be compiled; set target.forward to transformers")
     try:
         make_lean(model)
     except InputError as error:
@@ -60,11 +54,7 @@ def make_compiled(model: PreTrainedModel, backend: str = "inductor") -> None:
 
 
 def run_alike(model: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Give `model` the kind of forward that `target` has.
-
-    Raises:
-        InputError: that is a lean one, and `model` cannot have one.
-    """
+    """Give `model` the kind of forward that `target` has; raises as `make_lean` does."""
     forward = runner_of(target).forward
     if isinstance(forward, CompiledForward):
         make_compiled(model)
@@ -103,7 +93,11 @@ class CompiledForward:
         run, W = graph
         slots = cache.end
         cache.widen(W)
-        masks = _over_slots(masks, slots, cache.capacity, like_BW=(ids_BW := _padded(ids_BT, W)))
+        ids_BW = _padded(ids_BT, W)
+        if isinstance(masks, dict):
+            masks = {kind: _over_slots(mask, slots, cache.capacity, ids_BW) for kind, mask in masks.items()}
+        else:
+            masks = _over_slots(masks, slots, cache.capacity, ids_BW)
         if self._has_graphs:
             cache.mark_static()
         hidden_BWD = run(ids_BW, _padded(positions_BT, W), masks, cache)
@@ -127,16 +121,11 @@ class CompiledForward:
             log.info("compiling the forward of %d x %d tokens, cache %d", B, W, cache.capacity)
             if len(self._graphs) == MAX_GRAPHS - 1:
                 log.warning("%d graphs are compiled, the most there may be: further shapes run uncompiled", MAX_GRAPHS)
-            self._graphs[key] = self._compiled()
+            mode = "reduce-overhead" if self._has_graphs else None
+            options: dict[str, Any] = {"dynamic": False, "fullgraph": True, "mode": mode, "backend": self.backend}
+            options |= {"isolate_recompiles": True, "recompile_limit": 4}  # missing in the type stubs
+            self._graphs[key] = torch.compile(self.inner.hidden, **options)  # at its first call, with guards of its own
         return self._graphs[key], W
-
-    def _compiled(self) -> Callable[..., Tensor]:
-        """Return the inner forward, to be compiled at its first call, with guards of its own."""
-        mode = "reduce-overhead" if self._has_graphs else None
-        options: dict[str, Any] = {"dynamic": False, "fullgraph": True, "mode": mode, "backend": self.backend}
-        options |= {"isolate_recompiles": True, "recompile_limit": 4}  # missing in the type stubs
-        run: Callable[..., Tensor] = torch.compile(self.inner.hidden, **options)
-        return run
 
     def _own(self, state: Tensor) -> Tensor:
         """Return a state that the next run of a CUDA graph does not overwrite."""
@@ -149,14 +138,8 @@ def _padded(values_BT: Tensor, W: int) -> Tensor:
     return values_BT.contiguous() if T == W else torch.cat([values_BT, values_BT[:, -1:].expand(-1, W - T)], 1)
 
 
-def _over_slots(masks: Masks, slots: int, capacity: int, like_BW: Tensor) -> Masks:
-    """Return masks `[B, 1, W, S]` over all slots of the cache; padding sees what the last token sees."""
-    if isinstance(masks, dict):
-        return {kind: _over(mask, slots, capacity, like_BW) for kind, mask in masks.items()}
-    return _over(masks, slots, capacity, like_BW)
-
-
-def _over(mask: Tensor | None, slots: int, capacity: int, like_BW: Tensor) -> Tensor:
+def _over_slots(mask: Tensor | None, slots: int, capacity: int, like_BW: Tensor) -> Tensor:
+    """Return a mask `[B, 1, W, S]` over all slots of the cache; padding sees what the last token sees."""
     B, W = like_BW.shape
     if mask is None:  # one token that sees every slot
         return (torch.arange(capacity, device=like_BW.device) < slots).expand(B, 1, W, capacity).contiguous()

@@ -1,9 +1,9 @@
 """A preallocated key-value cache in which every row of the batch has its own length.
 
-Each forward (`heads.inference.causal_lm.forward_rows`) says at which position each row's new tokens start, keys and values are
-written there, and a mask hides everything beyond. Rolling back is starting again at an earlier position: nothing is copied.
-Tokens of a tree take consecutive slots whatever their depth (`heads.sampling.token_tree.TreeAttention`); those of the accepted
-path are then moved to where a chain would have put them. Sliding-window layers keep the full length and are masked.
+Each forward says at which position each row's new tokens start, keys and values are written there, and a mask hides everything
+beyond. Rolling back is starting again at an earlier position: nothing is copied. Tokens of a tree take consecutive slots
+whatever their depth; those of the accepted path are then moved to where a chain would have put them. Sliding-window layers keep
+the full length and are masked.
 B batch, T new tokens, S cache length, N key-value heads, H head width, A accepted drafts.
 """
 
@@ -147,10 +147,7 @@ class Int8Layer(RowLayer):
 
 
 def quantise(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise vectors `[..., H]` to int8, with scales `[..., 1]` in float32.
-
-    A vector with a NaN or infinity has a scale that is not finite, and reads as NaN; one of zeros stays so.
-    """
+    """Return vectors `[..., H]` in int8, and scales `[..., 1]` in float32, not finite where a vector is not."""
     wide = values.float()
     scales = wide.abs().amax(-1, keepdim=True) / STEPS
     steps = torch.where(torch.isfinite(scales) & (scales > 0), wide / scales, 0.0)
@@ -190,9 +187,6 @@ class RowCache(Cache):
         """Set where the next forward writes: `length` tokens a row, row b from position `starts[b]` on.
 
         With `attention` they are tokens of a tree, and `starts` their first slots; None: each follows the one before it.
-
-        Raises:
-            ValueError: that would run past the capacity.
         """
         if max(starts) + length > self.capacity:
             raise ValueError(f"positions up to {max(starts) + length} do not fit a cache of {self.capacity}")
@@ -204,7 +198,7 @@ class RowCache(Cache):
             layer.slots = self._slots
 
     def reading(self) -> AbstractContextManager[None]:
-        """Return what to enter while a forward reads into the cache."""
+        """Return what a forward enters while it reads into the cache."""
         return nullcontext()
 
     def keep_states_from(self, starts: Sequence[int]) -> None:
@@ -251,14 +245,10 @@ class RowCache(Cache):
         return keys_S.unsqueeze(0) if self._slots.attention is None else self._slots.attention.over(keys_S)[1]
 
     def visible(self, positions_BT: Tensor, window: int | None = None, chunk: int | None = None) -> Tensor:
-        """Return which slots the tokens of the current forward see, bool `[B, T, S]`.
+        """Return which slots the tokens of the current forward, at these positions in the text, see, bool `[B, T, S]`.
 
-        In a text each sees the positions up to its own, in a tree the committed ones, its ancestors and itself.
-
-        Args:
-            positions_BT: the tokens' positions in the text.
-            window: how many positions they see, their own counted; None: all.
-            chunk: they see only positions of their own chunk of so many; None: all.
+        In a text each sees the positions up to its own, in a tree the committed ones, its ancestors and itself; of these only
+        the last `window`, its own counted, or those in its own `chunk` of so many.
         """
         keys_S = torch.arange(self._slots.end, device=positions_BT.device)
         key_positions = keys_S
@@ -276,8 +266,8 @@ class RowCache(Cache):
 
         Args:
             starts: the first slot of the tree, by row.
-            columns: by row, the slots to keep, counted from `starts` and rising. Row b keeps as many; rows may differ.
-            columns_BA: the same on the device, shorter rows continued by their own places: 0, 1, 2, ...; None: copied there.
+            columns: by row, the slots to keep, counted from `starts` and rising; rows may differ in number.
+            columns_BA: the same on the device, shorter rows continued by their own places; None: copied there.
         """
         A = max(map(len, columns))
         # A row that keeps fewer copies the other slots onto themselves.
@@ -327,7 +317,7 @@ class RowCache(Cache):
 
 
 def _index(starts: Sequence[int], columns: Tensor) -> tuple[Tensor, slice, Tensor]:
-    """Return the index of slots `starts[b] + columns` of each row, all heads; `columns` is `[T]` or `[B, T]`."""
+    """Return the index of slots `starts[b] + columns` of each row; `columns` is `[T]` or `[B, T]`."""
     starts_B1 = on_device(starts, columns.device).unsqueeze(1)
     return torch.arange(len(starts), device=columns.device).unsqueeze(1), slice(None), starts_B1 + columns
 

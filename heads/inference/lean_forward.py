@@ -1,9 +1,8 @@
 """A forward for Llama-like models with little overhead, for decoding with `heads.inference.kv_cache.RowCache`.
 
-It packs the weights (`PackedLinear`), joins projections that share their input, and treats the query heads of
-a group as further rows of their key head, so that attention on a CPU reads keys and values once for the group. Every rounding
-is done where transformers does it, in the same order. Families other than Llama, Mistral, Qwen2 and Qwen3 are refused, and so
-is a model whose logits on a probe are not transformers'. Left out on purpose: gradients, and scalings of further families.
+It packs the weights, joins projections that share their input, and treats the query heads of a group as further rows of their
+key head, so that attention on a CPU reads keys and values once for the group. Every rounding is done where transformers does
+it, in the same order.
 B batch, T new tokens, S cache length, D width, H head width, N key-value heads, G query heads of each, M query and key heads.
 """
 
@@ -39,11 +38,7 @@ PROBE_TOKENS = 12
 
 
 def make_lean(model: PreTrainedModel) -> None:
-    """Let decoding run `model` by a lean forward from now on.
-
-    Its weights must not change afterwards: on a CPU the forward keeps a packed copy of them, which takes as much memory again;
-    elsewhere those of joined layers become views of the joined ones.
-    The model's own stay: outside of decoding transformers' forward still runs, and heads and wider copies are made of them.
+    """Let decoding run `model` by a lean forward from now on; its weights must not change afterwards.
 
     Raises:
         InputError: the lean forward does not know the family, or the two forwards disagree on a probe.
@@ -76,17 +71,15 @@ class _Block:
 
 
 class LeanForward(DecodingForward):
-    """The two halves of a Llama-like model as functions without gradients.
-
-    Args:
-        model: of one of `FAMILIES`, with plain linear layers.
-
-    Raises:
-        InputError: it is of another family or has other layers.
-    """
+    """The two halves of a Llama-like model as functions without gradients."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        _check_family(model)
+        if not isinstance(model, FAMILIES) or model.config._attn_implementation != "sdpa":
+            known = ", ".join(family.__name__.removesuffix("ForCausalLM") for family in FAMILIES)
+            raise InputError(
+                f"the lean forward knows {known} with target.attention sdpa, not {type(model).__name__} with "
+                f"{model.config._attn_implementation}; set target.forward to transformers"
+            )
         config: Any = model.config
         parts: dict[str, Any] = dict(backbone(model).named_children())
         attention = parts["layers"][0].self_attn
@@ -115,12 +108,14 @@ class LeanForward(DecodingForward):
         rotation = self._rotation(hidden_BTD, positions_BT)
         masks_by_type = self._for_groups(masks)
         for number, block in enumerate(self._blocks):
-            self._note(number, hidden_BTD)
+            if number in self._taps:
+                self._watched[number] = hidden_BTD
             attended_BTD = self._attention(block, number, hidden_BTD, rotation, masks_by_type[block.layer_type], cache)
             hidden_BTD = hidden_BTD + attended_BTD
             gate_BTI, up_BTI = block.gate_up(self._normed(hidden_BTD, block.mlp_norm_D)).chunk(2, -1)
             hidden_BTD = hidden_BTD + block.down(block.activation(gate_BTI) * up_BTI)
-        self._note(len(self._blocks), hidden_BTD)
+        if len(self._blocks) in self._taps:
+            self._watched[len(self._blocks)] = hidden_BTD
         return self._normed(hidden_BTD, self._norm_D)
 
     def _attention(
@@ -169,35 +164,14 @@ class LeanForward(DecodingForward):
         by_type = masks if isinstance(masks, dict) else dict.fromkeys(kinds, masks)
         return {kind: None if mask is None else mask.repeat(1, 1, self._group, 1) for kind, mask in by_type.items()}
 
-    def _note(self, tap: int, hidden_BTD: Tensor) -> None:
-        if tap in self._taps:
-            self._watched[tap] = hidden_BTD
-
-
-def _check_family(model: PreTrainedModel) -> None:
-    name, known = type(model).__name__, ", ".join(family.__name__.removesuffix("ForCausalLM") for family in FAMILIES)
-    if not isinstance(model, FAMILIES):
-        raise InputError(f"the lean forward knows {known}, not {name}; set target.forward to transformers")
-    if model.config._attn_implementation != "sdpa":
-        raise InputError(
-            f"the lean forward has an attention of its own, and target.attention asks for "
-            f"{model.config._attn_implementation}; set that to sdpa, or target.forward to transformers"
-        )
-    for path, module in backbone(model).named_modules():
-        if path.endswith("_proj") and type(module) is not nn.Linear:
-            raise InputError(
-                f"the lean forward packs plain linear layers, and {path} of {name} is a {type(module).__name__}; set "
-                "target.forward to transformers"
-            )
-
 
 def _block(layer: Any, layer_type: str, num_kv: int, group: int) -> _Block:
     attention, mlp = layer.self_attn, layer.mlp
     norms = dict(attention.named_children())
     qk_norm_MH = None
     if "q_norm" in norms:
-        weights = [norms["q_norm"].weight.detach()] * (num_kv * group) + [norms["k_norm"].weight.detach()] * num_kv
-        qk_norm_MH = torch.stack(weights)
+        query_H, key_H = (norms[name].weight.detach() for name in ("q_norm", "k_norm"))
+        qk_norm_MH = torch.stack([query_H] * (num_kv * group) + [key_H] * num_kv)
     return _Block(
         input_norm_D=layer.input_layernorm.weight.detach(),
         qkv=PackedLinear([attention.q_proj, attention.k_proj, attention.v_proj]),
@@ -229,19 +203,21 @@ def _logits_error(model: PreTrainedModel) -> float:
 class PackedLinear:
     """Some linear layers with the same input as one function; their outputs are concatenated, `[..., O]`.
 
-    Decoding reads every weight once for a handful of rows, so its time is that of reading them, and oneDNN's blocked form is
-    read at nearly twice the speed of plain rows (SmolLM2's blocks in bfloat16, one thread: 8.5 ms against 16.8). It is a second
-    copy. Where oneDNN has none (another device or dtype) the layers are joined in plain rows, of which their own weights are
-    views from then on. No weight is rounded.
+    Decoding reads every weight once for a handful of rows, and oneDNN's blocked form, a second copy, is read at nearly twice
+    the speed of plain rows (SmolLM2's blocks in bfloat16, one thread: 8.5 ms against 16.8). Elsewhere layers are joined in
+    plain rows, of which their own weights are views from then on.
     """
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         weights = [layer.weight.detach() for layer in layers]
-        biases = [layer.bias for layer in layers]
         self.weight_OI = weights[0] if len(weights) == 1 else torch.cat(weights)
-        self.bias_O = _joined(biases, [len(weight) for weight in weights], weights[0])
+        self.bias_O = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
         self.num_outputs = len(self.weight_OI)
-        self.is_packed = can_pack(self.weight_OI)
+        is_known = self.weight_OI.device.type == "cpu" and torch.backends.mkldnn.is_available()
+        supports_bfloat16 = is_known and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        self.is_packed = is_known and (
+            self.weight_OI.dtype == torch.float32 or (self.weight_OI.dtype == torch.bfloat16 and supports_bfloat16)
+        )
         if self.is_packed:
             self.weight_OI = torch.ops.mkldnn._reorder_linear_weight(self.weight_OI.contiguous(), ROWS)
         elif len(weights) > 1:
@@ -257,15 +233,6 @@ class PackedLinear:
         return nn.functional.linear(input_, self.weight_OI, self.bias_O)
 
 
-def can_pack(weight: Tensor) -> bool:
-    """Say whether oneDNN has a blocked form for weights on this device and of this dtype."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    if weight.dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype == torch.float32
-
-
 def _multiply(input_: Tensor, weight_OI: Tensor, bias_O: Tensor | None, outputs: int) -> Tensor:
     output: Tensor = torch.ops.mkldnn._linear_pointwise(input_, weight_OI, bias_O, "none", [], "")
     return output
@@ -278,11 +245,3 @@ def _shape_only(input_: Tensor, weight_OI: Tensor, bias_O: Tensor | None, output
 _LIBRARY.impl("packed_linear", _multiply, "CPU")
 _LIBRARY.impl("packed_linear", _multiply, "MkldnnCPU")
 torch.library.register_fake("draftsmith::packed_linear", _shape_only, lib=_LIBRARY)
-
-
-def _joined(biases: Sequence[Tensor | None], sizes: Sequence[int], like: Tensor) -> Tensor | None:
-    """Return the biases concatenated, 0 for layers without; None where no layer has one."""
-    if all(bias is None for bias in biases):
-        return None
-    parts = [like.new_zeros(size) if bias is None else bias.detach() for bias, size in zip(biases, sizes, strict=True)]
-    return torch.cat(parts)

@@ -59,9 +59,7 @@ def _for_attention(visible_BTS: Tensor | None, config: PreTrainedConfig, dtype: 
     if visible_BTS is None:
         return None
     visible_B1TS = visible_BTS.unsqueeze(1)
-    if config._attn_implementation != "eager":
-        return visible_B1TS
-    return _additive(visible_B1TS, dtype)
+    return _additive(visible_B1TS, dtype) if config._attn_implementation == "eager" else visible_B1TS
 
 
 def counts_columns(config: PreTrainedConfig) -> bool:
@@ -76,18 +74,12 @@ def by_axis(config: PreTrainedConfig, positions_BT: Tensor) -> Tensor:
 
 
 def first_of_equals(config: PreTrainedConfig) -> AbstractContextManager[object]:
-    """Return what to enter while a model of this text config runs, so that the first of keys of equal scores are seen.
-
-    The slots of a text, and of a path of a tree, are in the order of its positions, and -inf hides all others: the choice is
-    that of an uncached forward over the text in which the first of equals are taken too.
-    """
+    """Return what to enter while a model of this text config runs, so that the first of keys of equal scores are seen."""
     indexed = hasattr(config, "keep_window_size") or not INDEXED.isdisjoint(getattr(config, "layer_types", None) or ())
     return _FirstOfEquals() if indexed else nullcontext()
 
 
 class _FirstOfEquals(TorchFunctionMode):
-    """Lets `topk` return the first of equal numbers."""
-
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -102,13 +94,7 @@ def _sorted_topk(input: Tensor, k: int, dim: int = -1, largest: bool = True, sor
 
 @contextmanager
 def by_position(root: nn.Module, positions_BT: Tensor, cache: RowCache) -> Iterator[None]:
-    """Let the blocks of a backbone see what `RowCache.visible` says, with biases by position, while a forward runs.
-
-    Args:
-        root: the backbone; it is called without a mask.
-        positions_BT: of the tokens that are read.
-        cache: placed for them.
-    """
+    """Let the blocks of a backbone, called without a mask, see what `RowCache.visible` says, with biases by position."""
     model: Any = root
     config, windows = model.config, {}
     handles: list[RemovableHandle] = []
@@ -154,10 +140,7 @@ def _replaced(given: dict[str, Tensor], block: nn.Module, args: Any, kwargs: dic
 
 
 def rope_limit(config: PreTrainedConfig) -> int | None:
-    """Return after how many positions a model changes the rotary embedding of the whole text; None: it does not.
-
-    transformers chooses the factors of "longrope" by a forward's highest position; cached keys keep those that they had.
-    """
+    """Return after how many positions a model changes the rotary embedding of the whole text ("longrope"); None: never."""
     parameters = getattr(config, "rope_parameters", None) or {}
     by_type = [each for each in parameters.values() if isinstance(each, dict)] or [parameters]
     limits = [
@@ -170,10 +153,7 @@ def rope_limit(config: PreTrainedConfig) -> int | None:
 
 
 def within_context(config: PreTrainedConfig, positions_BT: Tensor, end: int) -> Tensor:
-    """Return positions before `end` with those beyond the context moved to its last position.
-
-    Only a row's padding stands there while a neighbour in the batch has room, but a learned position table has no such row.
-    """
+    """Return positions before `end` with those of padding beyond the context moved to its last position."""
     limits = (rope_limit(config), getattr(config, "max_position_embeddings", None))
     context = min((limit for limit in limits if limit is not None), default=None)
     return positions_BT if context is None or end <= context else positions_BT.clamp(max=context - 1)

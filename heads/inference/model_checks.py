@@ -1,16 +1,12 @@
 """Checks of a causal LM on a few made-up tokens (a probe), before anything is decoded or trained with it.
 
-transformers says nowhere whether a family's forward has the properties that this project builds on, so each is tried once:
-`check_split` (head and backbone apart), `check_rolls_back` (rejected tokens), `check_keeps_apart` (several documents in a row).
-Other modules try theirs by `check_on_probe` too: `heads.inference.lean_forward`, `heads.frozen.hidden_states`,
-`heads.proposers.self_speculation` and `heads.modules.target_block`.
+transformers says nowhere whether a family's forward has the properties that this project builds on, so each is tried once.
 B rows, T positions, D width, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,17 +21,14 @@ from heads.inference.recurrent_cache import cache_argument
 from heads.inference.runner import WRONG_STATES, backbone, runner_of
 from heads.sampling.token_tree import tree_attention
 
-KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention", "indexed_attention"}
+# Types of layers that carry no past but keys and values by position.
+STATELESS = {"full_attention", "sliding_attention", "indexed_attention", "chunked_attention", "moe", "mlp"}
 OWN_WINDOWS = ("window_size", "keep_window_size")  # GPT-Neo, Doge
 DOCUMENTS = ((5, 4), (2, 7))  # lengths of the documents in each row of the probe
 
 
 def check_split(model: PreTrainedModel) -> None:
-    """Refuse a model whose logits are not finite, or are not `head_logits` of its backbone's last hidden state.
-
-    Raises:
-        InputError: one of the two, or a failure, on a probe.
-    """
+    """Refuse a model whose logits are not finite, or are not `head_logits` of its backbone's last hidden state."""
     check_on_probe(
         model,
         _split_error,
@@ -50,16 +43,11 @@ def check_rolls_back(model: PreTrainedModel) -> None:
 
     Where only rows of unequal lengths, or only trees, go wrong on the probe, these are refused from now on
     (`heads.inference.runner.Runner.refused`), and chains of one text are not.
-
-    Raises:
-        InputError: it has recurrent or otherwise unknown layers whose states are not in transformers' cache; or on a probe
-            with a rejected draft its states are not those of one forward over the text (some families derive positions from
-            a plain padding mask).
     """
     name, runner = type(model).__name__, runner_of(model)
     if runner.runs_elsewhere or "rolls back" in runner.passed:
         return
-    what = carried_state(model, KNOWN_LAYER_TYPES | {"chunked_attention", "minimax_m3_sparse", "moe", "mlp"})
+    what = _carried_state(model, STATELESS | {"minimax_m3_sparse"})
     if what is not None and not runner.mixers:
         raise InputError(
             f"{name} has {what} that transformers' cache does not hold: rejected tokens cannot be rolled back, so it cannot be "
@@ -92,16 +80,11 @@ def _rolls_back(model: PreTrainedModel, num_rows: int = 1, tree: bool = False) -
 def check_keeps_apart(model: PreTrainedModel) -> None:
     """Refuse a model in which the documents of a packed row would attend to each other.
 
-    transformers (`masking_utils`, from 5.0) takes a row whose positions do not rise by one for several documents, masks each
-    from the others and counts a window's positions within one. It does so in training only: without a cache and without a
-    mask, under sdpa and eager attention, and under flash attention for batches of a single row.
-
-    Raises:
-        InputError: it has recurrent, linear-attention or otherwise unknown layers; or on a probe the states of documents in
-            one row are not those of each alone (some families derive positions from a padding mask and know no others).
+    transformers takes a row whose positions do not rise by one for several documents, and masks each from the others; some
+    families derive positions from a padding mask and know no others.
     """
     name, remedy = type(model).__name__, "set data.packing to null"
-    what = carried_state(model, KNOWN_LAYER_TYPES | {"chunked_attention", "moe", "mlp"})
+    what = _carried_state(model, STATELESS)
     if what is not None and not runner_of(model).runs_elsewhere:
         raise InputError(
             f"data.packing: {name} has {what}, which would run on from one conversation of a row into the next; {remedy}"
@@ -116,10 +99,10 @@ def check_keeps_apart(model: PreTrainedModel) -> None:
     )
 
 
-def carried_state(model: PreTrainedModel, known: Set[str] = KNOWN_LAYER_TYPES) -> str | None:
-    """Return what carries a model's past other than keys and values by position, or may do so; None: nothing.
+def _carried_state(model: PreTrainedModel, known: set[str]) -> str | None:
+    """Return what carries a model's past, or may do so, other than keys and values by position; None: nothing.
 
-    Layers of the types `known` do not. A family is marked as stateful even where a model of it has no recurrent layer.
+    A family is marked as stateful even where a model of it has no recurrent layer.
     """
     layer_types = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     if unknown := layer_types - known:
@@ -139,26 +122,25 @@ def check_on_probe(
     """Refuse a model whose values on a probe are wrong by more than rounding, or that cannot run it.
 
     Args:
-        model: run in evaluation mode and without gradients, by transformers' own forward unless `error_of` chooses another.
-        error_of: runs the probe; returns the error (`relative_error`).
+        error_of: runs the probe, in evaluation mode and without gradients; returns the error (`relative_error`).
         differs: the message where the values are wrong; `{}` is the error.
         fails: the message where the probe raises; `{}` is the first line of what it raised. None: let that pass through.
         name: of the check, which a model passes once; None: it runs at every call.
-        allow_nan: accept an error that is NaN.
-
-    Raises:
-        InputError: with one of these two messages.
     """
     runner = runner_of(model)
     if runner.runs_elsewhere or name in runner.passed:
         return
+    was_training = model.training
+    model.eval()
     try:
-        with _evaluating(model):
+        with torch.inference_mode(False), torch.no_grad():  # in inference mode a registered forward would run
             error = error_of(model)
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as failure:
         if fails is None or isinstance(failure, InputError):
             raise
         raise InputError(fails.format(first_line(failure))) from failure
+    finally:
+        model.train(was_training)
     if error > rounding(model) or (error != error and not allow_nan):
         raise InputError(differs.format(error))
     if name is not None:
@@ -186,18 +168,6 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return error / float(expected.float().norm()) if error else 0.0  # zeros for zeros are right
 
 
-@contextmanager
-def _evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Switch dropout and gradients off; the model's mode is restored in the end."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.inference_mode(False), torch.no_grad():  # in inference mode a registered forward would run
-            yield
-    finally:
-        model.train(was_training)
-
-
 def _split_error(model: PreTrainedModel) -> float:
     ids_1T = probe_ids(model)
     logits_1TV = model(input_ids=ids_1T, use_cache=False).logits
@@ -208,13 +178,9 @@ def _split_error(model: PreTrainedModel) -> float:
 
 
 def _rollback_error(model: PreTrainedModel, num_rows: int = 1, tree: bool = False) -> float:
-    """Compare states of a probe read in pieces, some of them taken back, with those read at once.
+    """Compare states of a probe read in pieces, a rejected chain or a path of a tree taken back, with those read at once.
 
     Of a model with mixers either may be right: those read at once, or those of `generate`, which runs them token by token.
-
-    Args:
-        num_rows: each row is one token shorter than the one before.
-        tree: read a tree with a rejected draft and keep the path of the others, in place of a chain that is rejected.
     """
     config = model.config.get_text_config()
     # A family with a window that is no `sliding_window` has masks of its own: the probe is longer than that.
@@ -226,7 +192,7 @@ def _rollback_error(model: PreTrainedModel, num_rows: int = 1, tree: bool = Fals
         whole_BTD = read_documents(model, ids_BT, None)
     cache = new_cache(model, P + 8)
     forward_rows(model, cache, ids_BT[:, :P], [0] * num_rows)
-    starts = [P - 1 - row for row in range(num_rows)]
+    starts = [P - 1 - row for row in range(num_rows)]  # each row is one token shorter than the one before
     again_B5, expected_B5D = _slices(ids_BT, starts, 5), _slices(whole_BTD, starts, 5)
     if not tree:
         read_BT = torch.cat([again_B5[:, :1], ids_BT[:, :3]], 1)  # a pending token and drafts, which are rejected
@@ -247,10 +213,7 @@ def _rollback_error(model: PreTrainedModel, num_rows: int = 1, tree: bool = Fals
 
 
 def _in_steps(model: PreTrainedModel, ids_BT: Tensor, starts: Sequence[int]) -> Tensor:
-    """Return the states of five tokens from `starts` on as transformers' `generate` reads them: its cache, token by token.
-
-    Those of Nemotron-H and Zamba 2 are not those of one forward over the text, where alone they bound the time step from below.
-    """
+    """Return the states of five tokens from `starts` on as `generate` reads them (Nemotron-H and Zamba 2 bound steps apart)."""
     run, argument = backbone(model), cache_argument(type(backbone(model)))
     rows = []
     for ids_T, start in zip(ids_BT, starts, strict=True):

@@ -1,15 +1,11 @@
 """The cache of models whose layers carry the past in a state: recurrent, linear-attention and convolutional layers.
 
-Keys and values stay by position (`heads.inference.kv_cache`). A state has no positions: what a rejected draft did to it cannot
-be taken back, so the state after each token is kept until the next forward says from which tokens its rows go on. For that the
-modules that have a state (mixers) are run one token at a time, each token from the state of the one before it, in a tree from
-its parent's; the rest of the model reads all tokens at once. Rows need no padding, and a tree costs no more than its tokens.
-
-A prompt is read at once. Where its rows are of unequal lengths, the mixers alone read the shorter ones again, from their kept
-inputs, when the next forward tells the lengths.
-
-transformers' step of one token is what its `generate` decodes by. Its forward of several tokens after a state is not used:
-that of Mamba, Jamba and Zamba starts from an empty recurrent state.
+A state has no positions: what a rejected draft did to it cannot be taken back, so the state after each token is kept until the
+next forward says from which tokens its rows go on. For that the modules that have a state (mixers) are run one token at a time,
+each from the state of the one before it, in a tree from its parent's; the rest of the model reads all tokens at once. A prompt
+is read at once; where its rows are of unequal lengths, the mixers alone read the shorter ones again, from their kept inputs,
+when the next forward tells the lengths. transformers' forward of several tokens after a state is not used: that of Mamba, Jamba
+and Zamba starts from an empty recurrent state.
 B rows, T new tokens, X slots of a tree, D width.
 """
 
@@ -50,12 +46,6 @@ class _History:
     prompt: tuple[Mixer, Tensor] | None = None  # read at once, with `states[0]` its end: how to read its beginning again
     after_prompt: tuple[list[int], State] | None = None  # where the rows went on, and the states there
 
-    def drop_before(self, positions: Sequence[int]) -> None:
-        count = min(position - base for position, base in zip(positions, self.base, strict=True))
-        if count > 0:
-            self.states = self.states[count:]
-            self.base = [base + count for base in self.base]
-
     def keep_rows(self, rows: Sequence[int]) -> None:
         self.base = [self.base[row] for row in rows]
         self.states = [_rows(state, rows) for state in self.states]
@@ -67,7 +57,7 @@ class _History:
 
 
 class RecurrentCache(RowCache):
-    """A `RowCache` that also keeps the states of mixers; see the module's docstring.
+    """A `RowCache` that also keeps the states of mixers.
 
     A row may go back to the start of the last forward or to what `keep_states_from` names, to any later position, and to the
     end of its prompt.
@@ -174,11 +164,7 @@ class RecurrentCache(RowCache):
         return output, tuple(parts)
 
     def _go_on(self, history: _History, starts: Sequence[int], slot: MixerSlot) -> None:
-        """Let the history end at `starts`, the positions from which the rows go on.
-
-        Raises:
-            ValueError: the state there is not kept.
-        """
+        """Let the history end at `starts`, the positions from which the rows go on."""
         if history.prompt is not None:
             history.states = [self._within_prompt(history, starts, slot)]
             history.base, history.prompt = list(starts), None
@@ -187,7 +173,9 @@ class RecurrentCache(RowCache):
         entries = [start - base for start, base in zip(starts, history.base, strict=True)]
         if min(entries) == max(entries) == len(history.states) - 1:
             kept = starts if self._kept_from is None else list(map(min, starts, self._kept_from))
-            history.drop_before(kept)
+            if (count := min(position - base for position, base in zip(kept, history.base, strict=True))) > 0:
+                history.states = history.states[count:]
+                history.base = [base + count for base in history.base]
             return
         rows = []
         for row, (start, entry) in enumerate(zip(starts, entries, strict=True)):
@@ -216,7 +204,7 @@ class RecurrentCache(RowCache):
 
 
 def cache_argument(kind: type[nn.Module]) -> str:
-    """Return under which name backbones of a class take their cache; Mamba ignores the usual one in silence."""
+    """Return under which name backbones of a class take their cache; Mamba ignores the usual one."""
     return "cache_params" if "cache_params" in inspect.signature(kind.forward).parameters else "past_key_values"
 
 
@@ -259,12 +247,7 @@ class _Finder(RecurrentCache):
 
 
 def _parents(visible_BTX: Tensor, t: int, before: Sequence[int]) -> list[int]:
-    """Return which entry of the history is the state before token t of a tree, by row.
-
-    Args:
-        visible_BTX: which slots of the tree each new token sees; the new tokens take the last T.
-        before: the entry that was the last before the new tokens.
-    """
+    """Return which entry of the history is the state before token t of a tree, by row; `before` was the last before the new."""
     T, X = visible_BTX.shape[1:]
     own = X - T + t
     above_BX = visible_BTX[:, t, :own] * torch.arange(1, own + 1, device=visible_BTX.device)

@@ -1,6 +1,5 @@
 """How a causal LM is run: by which forward, with which guidance, and which checks it has passed.
 
-`runner_of` returns the one `Runner` of a model; a copy of the model has another. The target's is `Target.runner`.
 B batch, T new tokens, S cache length, D width, V vocabulary.
 """
 
@@ -109,11 +108,7 @@ class Guidance:
 
     @classmethod
     def of(cls, model: PreTrainedModel, config: GuidanceConfig) -> Guidance:
-        """Return the guidance of a model (`heads.inference.runner.Runner.guidance`).
-
-        Raises:
-            InputError: the model caps its logits, which are then no linear function of its states; or lacks one of the tokens.
-        """
+        """Return the guidance of a model; refuse one that caps its logits, which are then not linear in its states."""
         text, highest = model.config.get_text_config(), max(config.null, *config.condition)
         if highest >= text.vocab_size:
             raise InputError(f"target.guidance: token {highest} is not among the target's {text.vocab_size}, counted from 0")
@@ -140,25 +135,16 @@ def twice(rows: Tensor | dict[str, Tensor | None] | None, num_rows: int) -> Tens
 
 
 class Runner:
-    """How one model is run.
-
-    Attributes:
-        forward: decodes the model in inference mode, without gradients; None: transformers' own modules do.
-        guidance: mixes each forward with one without the condition; None: nothing is mixed.
-        placeholder: the token that stands for a state of an image or a sound; None: the model reads text only.
-        refused: kinds of forwards (`WRONG_STATES`) for which a check found wrong states.
-        passed: names of the checks that the model has passed (`heads.inference.model_checks`).
-        runs_elsewhere: the blocks have no weights here, since servers run them; no check applies.
-    """
+    """How one model is run."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = ref(model)  # `_RUNNERS` must not keep it alive
-        self.forward: DecodingForward | None = None
+        self.forward: DecodingForward | None = None  # in inference mode; None: transformers' own modules
         self.guidance: Guidance | None = None
-        self.placeholder: int | None = None
-        self.refused: frozenset[str] = frozenset()
-        self.passed: set[str] = set()
-        self.runs_elsewhere = False
+        self.placeholder: int | None = None  # the token that stands for a state of an image or a sound; None: text only
+        self.refused: frozenset[str] = frozenset()  # kinds of forwards for which a check found wrong states
+        self.passed: set[str] = set()  # names of checks
+        self.runs_elsewhere = False  # the blocks have no weights here, since servers run them; no check applies
 
     @property
     def model(self) -> PreTrainedModel:
@@ -177,11 +163,7 @@ class Runner:
 
     @cached_property
     def mixers(self) -> dict[nn.Module, MixerSlot]:
-        """The modules that carry the past in a state (`heads.inference.recurrent_cache`).
-
-        Raises:
-            InputError: it may have some, and does not run on a cache of transformers' form.
-        """
+        """The modules that carry the past in a state (`heads.inference.recurrent_cache`)."""
         model, config = self.model, self.model.config.get_text_config()
         is_candidate = model._is_stateful or not STATE_LAYERS.isdisjoint(getattr(config, "layer_types", None) or ())
         if not is_candidate or self.runs_elsewhere:
@@ -204,11 +186,7 @@ class Runner:
             self.guidance = guidance
 
     def check_forwards(self, *, batches: bool, trees: bool) -> None:
-        """Refuse batches or trees where a check has found that the model computes wrong states for them.
-
-        Raises:
-            InputError: one of the two is asked for and refused.
-        """
+        """Refuse batches or trees where a check has found that the model computes wrong states for them."""
         for kind in self.refused:
             if trees if kind == "trees" else batches:
                 raise InputError(f"{type(self.model).__name__} computes other states {WRONG_STATES[kind]}")

@@ -22,9 +22,10 @@ from configs.runtime.errors import InputError
 from heads.frozen.hidden_states import blocks, num_blocks, tapped
 from heads.frozen.placement import own_copy
 from heads.inference.kv_cache import RowCache
-from heads.inference.model_checks import KNOWN_LAYER_TYPES, check_on_probe, probe_ids, relative_error
+from heads.inference.model_checks import check_on_probe, probe_ids, relative_error
 from heads.inference.runner import backbone
 
+KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention", "indexed_attention"}
 CHOOSING = ("e_score_correction_bias", "expert_bias", ".indexer.")  # parameters that choose experts or keys, without gradients
 
 

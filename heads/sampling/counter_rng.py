@@ -41,25 +41,16 @@ ROLES_OF_A_ROUND = {Role.DRAFT, Role.ACCEPT}
 
 
 class CounterRNG:
-    """The random numbers of one decoding run.
-
-    Args:
-        requests: the request's number for each batch row, the same wherever it is decoded.
-    """
+    """The random numbers of one decoding run; `requests` are the request's number for each batch row."""
 
     def __init__(self, seed: int, requests: Sequence[int], device: torch.device) -> None:
         self.seed = seed
         self.requests_B = torch.tensor(requests, dtype=torch.int64, device=device)
 
     def uniform(self, role: Role, positions_BT: Tensor, round_B1: Tensor | None = None) -> Tensor:
-        """Return numbers in [0, 1), in float64 where the device has it, shaped like `positions_BT`.
+        """Return numbers in [0, 1), in float64 where the device has it, by position of the token being decided, int64.
 
-        Args:
-            positions_BT: positions of the tokens being decided, int64.
-            round_B1: the round, as the position of its first draft, int64; required for drafting and accepting.
-
-        Raises:
-            ValueError: the role is one of a round, and no round is given.
+        `round_B1` is the round, as the position of its first draft, int64; required for drafting and accepting.
         """
         state_B1 = _mix(_mix(self.requests_B + _signed(self.seed * _GAMMA)) + _signed(role * _GAMMA)).unsqueeze(1)
         if round_B1 is not None:

@@ -73,14 +73,9 @@ def draw_with_replacement(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def draw_without_replacement(probs_BV: Tensor, uniform_BC: Tensor) -> Tensor:
-    """Return up to C distinct draws `[B, C]` a row, in order: each from the distribution without the tokens drawn before it.
+    """Return up to C distinct draws `[B, C]` a row, in order: each from the weights without the tokens drawn before it.
 
-    Where a distribution has fewer than C tokens, the columns beyond hold arbitrary ids in range, which
-    `eval.decoder.tree_rules.without_replacement` skips.
-
-    Args:
-        probs_BV: weights, not necessarily normalised.
-        uniform_BC: independent uniforms in [0, 1).
+    Where there are fewer than C tokens, the columns beyond hold arbitrary ids in range, which the rule skips.
     """
     left_BV = probs_BV
     drawn = []

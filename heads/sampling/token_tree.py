@@ -26,20 +26,16 @@ class Tree:
 
     Args:
         parents: by draft; breadth first, siblings side by side in the order of their ranks.
-        candidates: how siblings come from the draft's distribution where they are drawn, which names their rule too
-            (`heads.sampling.probabilities`, `eval.decoder.tree_rules`).
-
-    Raises:
-        ValueError: a draft continues no earlier row, or they are in another order.
+        candidates: how siblings come from the draft's distribution where they are drawn, which names their rule too.
     """
 
     parents: tuple[int, ...]
     candidates: Candidates = "without_replacement"
 
     def __post_init__(self) -> None:
-        check_parents(self.parents)
-        if list(self.parents) != sorted(self.parents):
-            raise ValueError(f"a tree's drafts go breadth first, siblings side by side; got parents {list(self.parents)}")
+        comes_before = all(0 <= parent <= draft for draft, parent in enumerate(self.parents))
+        if not comes_before or list(self.parents) != sorted(self.parents):
+            raise ValueError(f"a tree's drafts go breadth first, each after its parent; got parents {list(self.parents)}")
 
     @classmethod
     def of(cls, paths: Sequence[Path], candidates: Candidates = "without_replacement") -> Tree:
@@ -61,7 +57,10 @@ class Tree:
     @cached_property
     def depths(self) -> tuple[int, ...]:
         """The depth of each row; the pending token's is 0."""
-        return tuple(depths_of(self.parents))
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent] + 1)
+        return tuple(depths)
 
     @property
     def depth(self) -> int:
@@ -96,7 +95,6 @@ class DynamicTreeSpec:
 
     @property
     def num_slots(self) -> int:
-        """How many slots of a cache it takes at most, while drafted or verified, besides the pending token's."""
         return max(self.num_nodes, self.width * (self.depth - 1), self.depth)  # a draft without trees proposes a chain
 
     def cut(self, depth: int) -> DynamicTreeSpec:
@@ -104,35 +102,12 @@ class DynamicTreeSpec:
 
 
 def tree_from(settings: StaticTree | DynamicTree | FastestTree, depth: int) -> Tree | DynamicTreeSpec:
-    """Return the tree of these settings, no deeper than `depth`.
-
-    Raises:
-        ConfigError: which tree is the fastest has not been found.
-    """
+    """Return the tree of these settings, no deeper than `depth`."""
     if settings.kind == "fastest":
         raise ConfigError("tree: fastest is found by eval/run.py; give the paths in its report, in a tree of kind static")
     if settings.kind == "static":
         return Tree.of(settings.all_paths(), settings.drawn_candidates).cut(depth)
     return DynamicTreeSpec(num_nodes=settings.num_nodes, width=settings.width, depth=depth)
-
-
-def check_parents(parents: Sequence[int]) -> None:
-    """Refuse parents that do not form a tree.
-
-    Raises:
-        ValueError: a draft continues itself, a later one, or nothing.
-    """
-    for draft, parent in enumerate(parents):
-        if not 0 <= parent <= draft:
-            raise ValueError(f"parents is no tree: draft {draft} continues row {parent}, only rows 0 to {draft} come before it")
-
-
-def depths_of(parents: Sequence[int]) -> list[int]:
-    """Return the depth of each row, from the pending token's 0."""
-    depths = [0]
-    for parent in parents:
-        depths.append(depths[parent] + 1)
-    return depths
 
 
 def ancestor_mask(parents_BN: Tensor) -> Tensor:
@@ -148,9 +123,7 @@ def ancestor_mask(parents_BN: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class TreeAttention:
-    """Tokens of a tree that a forward reads, and how they hang on those read before.
-
-    The tree's slots of a row's cache begin at `roots[b]`; the new tokens take the last T of X.
+    """Tokens of a tree that a forward reads: the last T of X slots of a row's cache, which begin at `roots[b]`.
 
     Args:
         roots: by row, the position of a token of depth 0. All earlier ones are committed and seen by the whole tree.
@@ -189,7 +162,7 @@ class TreeAttention:
 
 
 def distinct_positions(positions_BX: Tensor) -> Tensor:
-    """Return positions made different for tokens of the same position, for `heads.sampling.counter_rng.CounterRNG.uniform`."""
+    """Return positions made different for tokens of the same position, for `CounterRNG.uniform`."""
     return positions_BX + (torch.arange(positions_BX.shape[1], device=positions_BX.device) << 32)
 
 

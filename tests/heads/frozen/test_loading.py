@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, Gemma2Config
 from configs.runtime.errors import InputError
 from configs.schema.target import TargetConfig
 from heads.device import choose_device
-from heads.frozen import identity
 from heads.frozen.loading import load_target, recast
 from scripts.lab.models_check import architectures
 
@@ -97,23 +96,6 @@ def test_a_model_that_changes_its_rotary_embedding_has_the_context_before_that(t
     assert "longrope" not in caplog.text
     assert load(tmp_path / "changes").max_positions == 32
     assert "texts end at 32 tokens, where LlamaForCausalLM changes its rotary embedding (longrope)" in caplog.text
-
-
-def test_a_file_that_is_no_gguf_is_named(tmp_path):
-    (tmp_path / "model.gguf").write_bytes(b"not a model")
-    with pytest.raises(InputError, match=r"model\.gguf does not hold a causal LM"):
-        load(tmp_path / "model.gguf")
-
-
-def test_any_of_several_processes_may_be_the_one_that_writes_the_embedded_target(
-    tmp_path, monkeypatch, tiny_llama, tiny_tokenizer
-):
-    monkeypatch.setattr("transformers.distributed.mixin._is_torch_distributed_initialized", lambda: True)
-    monkeypatch.setattr("transformers.distributed.mixin._get_torch_distributed_rank", lambda: 1)
-    monkeypatch.setattr(identity, "load_gguf", lambda gguf, dtype: tiny_llama())
-    monkeypatch.setattr(identity.AutoTokenizer, "from_pretrained", lambda folder, gguf_file: tiny_tokenizer)
-    identity.save_dequantised(tmp_path / "model.gguf", tmp_path / "made")
-    assert {"config.json", "model.safetensors"} <= {file.name for file in (tmp_path / "made").iterdir()}
 
 
 @pytest.mark.parametrize("name", ["nowhere", "./nowhere", "embedded:other", "nowhere.gguf"])

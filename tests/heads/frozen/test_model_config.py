@@ -21,8 +21,6 @@ from heads.inference.model_checks import check_keeps_apart
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.self_speculation import early_exit
 from tests.support import family_checks as checks
-from tests.support.caches import conversation
-from tests.support.training_runs import distil, distill_config
 
 TEXT = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8} | {
     "num_attention_heads": 4,
@@ -118,15 +116,6 @@ def test_a_head_learns_from_it_and_conversations_in_a_row_stay_apart(case):
     head = checks.build(checks.SETTINGS["eagle3"], target.model)
     checks.assert_gradients_reach_everything(head, target)
     checks.assert_greedy_output_is_plain(head, target)
-
-
-def test_a_draft_is_distilled_from_it(case, tmp_path):
-    rows = [conversation(prompt, answer, f"p{n}") for n, (prompt, answer) in enumerate(zip(PROMPTS, case.plain, strict=True))]
-    config = distill_config(tmp_path, {"layers": [0, 2]}, max_steps=2, batch_size=2, log_every_steps=1, eval_every_steps=None)
-    weights = distil(config, case.target, rows + rows)
-    first = keep_layers(case.target.model, [0, 2]).state_dict()
-    assert weights.keys() == {f"draft.{name}" for name in first}
-    assert not all(torch.equal(weights[f"draft.{name}"], first[name]) for name in first)
 
 
 def test_it_drafts_for_itself_where_a_causal_lm_has_the_very_blocks(case):

@@ -165,17 +165,6 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, naming, name, value, words)
         NativeMtp(tmp_path / "target").read(ours, hidden_first=False)
 
 
-def test_another_number_of_modules_is_refused(checkpoint):
-    target, _ = checkpoint("deepseek", modules=2)
-    with pytest.raises(InputError, match=r"holds 2 MTP modules, the head 1"):
-        started(ONE, target)
-
-
-def test_a_target_from_no_folder_is_refused():
-    with pytest.raises(InputError, match="was not loaded from a folder"):
-        started(ONE, checks.tiny_target("llama"))
-
-
 def test_an_index_that_names_an_absent_file_is_refused(tmp_path):
     write_modules(tmp_path / "target", checks.tiny_target("llama"), "mimo", shards=2)
     last = max((tmp_path / "target").glob("*.safetensors"))

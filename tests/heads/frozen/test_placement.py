@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from configs.runtime.errors import ConfigError, InputError
 from configs.schema.decoding import DecodeConfig
@@ -13,8 +12,6 @@ from heads.frozen.hidden_states import blocks, read_states
 from heads.frozen.loading import load_target
 from heads.frozen.placement import make_skeleton, place_parts, spread_blocks
 from heads.modules.target_block import copy_block
-from heads.proposers.draft_lm import DraftLM
-from heads.proposers.self_speculation import early_exit
 from tests.support.family_configs import tiny_model
 
 CPU = torch.device("cpu")
@@ -62,11 +59,6 @@ def test_blocks_go_to_devices_then_to_memory_then_to_disk(room, home, even, plac
     assert spread_blocks(SIZES, 10, room, home, even=even) == places
 
 
-def test_a_device_without_room_for_what_is_no_block_is_named():
-    with pytest.raises(InputError, match=r"take 0\.00 GiB, and 0 has 0\.00; raise target\.max_memory there"):
-        spread_blocks(SIZES, 10, {0: 9, 1: 100}, 0, even=True)
-
-
 def test_max_memory_sends_the_last_blocks_to_disk(settings, whole):
     block, outside = (sum(each.numel() for each in part.parameters()) for part in (blocks(whole.model)[0], whole.model))
     outside -= 4 * block
@@ -96,14 +88,6 @@ def test_decoding_gives_the_same_tokens(whole, spread, cache):
     assert generate(spread, prompts, config) == generate(whole, prompts, config)
 
 
-def test_self_speculation_runs_on_the_spread_blocks(whole, spread):
-    prompts = [[5, 6, 7], [8, 9, 10, 11, 12]]
-    config = DecodeConfig(num_speculative_tokens=2, max_new_tokens=10, batch_size=2)
-    draft = DraftLM(early_exit(spread.model, 2), spread.vocab_size)
-    plain = config.model_copy(update={"num_speculative_tokens": 0})
-    assert generate(spread, prompts, config, draft) == generate(whole, prompts, plain)
-
-
 def test_a_copied_block_runs_by_itself_and_can_be_trained(whole, spread):
     copied = copy_block(spread.model, 1)
     torch.testing.assert_close(copied.state_dict(), blocks(whole.model)[1].state_dict(), rtol=0, atol=0)
@@ -123,26 +107,6 @@ def test_a_spread_target_is_widened_by_loading_it_anew(whole, spread):
     assert wide.model.dtype == torch.float64
     assert on_meta(wide) == [False, True, True, False]
     assert torch.equal(wide.model(ids_BT).logits, widened(whole).model(ids_BT).logits)
-
-
-@pytest.mark.parametrize(
-    ("settings_given", "complaint"),
-    [
-        ({"forward": "lean", "device_map": "auto"}, "forward lean packs all weights on one device"),
-        ({"name": "x.gguf", "device_map": "auto"}, "x.gguf is unpacked whole"),
-        ({"max_memory": {0: "1GiB"}}, "device_map is null"),
-        ({"offload_folder": "there"}, "device_map is null"),
-        ({"device_map": {"": "disk"}, "max_memory": {0: 1}}, "nothing to choose"),
-        ({"device_map": {}}, "the map is empty"),
-        ({"device_map": {"": -1}}, "'' is to lie on -1"),
-        ({"device_map": {"": "gpu"}}, "'' is to lie on 'gpu'"),
-        ({"device_map": "auto", "max_memory": {"gpu": 1}}, "'gpu' is no GPU's number"),
-        ({"device_map": "auto", "max_memory": {"cpu": "much"}}, "'cpu' has 'much'"),
-    ],
-)
-def test_settings_that_cannot_be_followed_are_refused(settings_given, complaint):
-    with pytest.raises(ValidationError, match=complaint):
-        TargetConfig.model_validate(settings_given)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
 from configs.runtime.errors import InputError
@@ -16,7 +15,6 @@ from distill.student.init import initial_draft
 from heads.artifact import load_draft, save_draft_lm
 from heads.frozen.identity import hash_weights
 from heads.frozen.loading import load_target
-from heads.frozen.weights import read_float_weights
 from tests.support.decoding import metadata_of_draft_lm
 from tests.support.quantized_checkpoints import Scheme, fp8_blocks, fp8_whole, mxfp4, quantise
 
@@ -86,17 +84,6 @@ def test_the_experts_of_an_fp8_model_are_found_one_by_one_and_stacked(tmp_path, 
         meant[f"{stem}.gate_up_proj"] = torch.cat([torch.stack(halves[0]), torch.stack(halves[1])], 1)
         meant[f"{stem}.down_proj"] = torch.stack(halves[2])
     assert_runs_with(load(tmp_path), meant)
-
-
-def test_experts_stacked_in_one_fp8_tensor_have_blocks_of_their_own(folder):
-    weight = torch.randn(3, 40, 50)
-    tensors, meant = fp8_blocks("_scale_inv", 24)(weight)
-    stored = load_file(folder / "model.safetensors") | {f"experts.down_proj{end}": part for end, part in tensors.items()}
-    save_file(stored, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    settings = SCHEMES["fp8, blocks cut off"].settings
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
-    assert torch.equal(read_float_weights(folder)["experts.down_proj"].load(), meant.float())
 
 
 def test_the_experts_of_gpt_oss_are_mxfp4(tmp_path, tiny_tokenizer):
@@ -181,11 +168,3 @@ def test_a_draft_is_for_the_quantised_files_and_starts_from_ordinary_blocks(fold
     with pytest.raises(InputError, match=r"what differs from .* at hand: target weights"):
         load_draft(tmp_path / "artifact", twin.identity, twin.model)
     assert load_draft(tmp_path / "artifact", twin.identity, twin.model, allow_target_mismatch=True).warnings
-
-
-def test_a_quantised_model_is_a_draft_as_it_was_found(folder, tiny_run):
-    meant = quantise(folder, SCHEMES["compressed-tensors, rows"])
-    target = load(tiny_run / "target")
-    draft = load_draft(folder, target.identity, target.model)
-    name = "model.layers.1.mlp.down_proj.weight"
-    assert torch.equal(draft.proposer.model.get_parameter(name), meant[name].float())

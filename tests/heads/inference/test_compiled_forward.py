@@ -73,15 +73,6 @@ def test_logits_at_any_place_and_width_are_those_of_the_forward_inside(name, cap
     assert captured() == 2  # one token and four, three of which may be the real ones
 
 
-def test_a_shape_is_compiled_once_however_far_the_text_has_come(captured):
-    model = deepcopy(model_of("llama"))
-    make_compiled(model)
-    pieces = [(4, [0, 0])] + [(length, [place, place - 1]) for place in range(4, 20) for length in (1, 3, 4)]
-    for _ in range(2):  # a second text has a cache of its own
-        logits_of(model, pieces)
-    assert captured() == 2
-
-
 def test_tokens_of_a_tree_see_their_own_path(captured):
     visible_BKK = ancestor_mask(torch.tensor([[0, 0, 1, 2], [0, 1, 1, 3]]))
     attention = TreeAttention(roots=[6, 5], depths_BX=visible_BKK.sum(-1) - 1, visible_BTX=visible_BKK)

@@ -17,10 +17,8 @@ from heads.frozen.hidden_states import final_norm
 from heads.frozen.loading import Target
 from heads.inference.causal_lm import forward_rows, new_cache, read_documents
 from heads.inference.masks import first_of_equals
-from heads.inference.model_checks import check_rolls_back, check_split
-from heads.inference.runner import WRONG_STATES, runner_of
+from heads.inference.model_checks import check_split
 from heads.proposers.draft_lm import DraftLM
-from heads.sampling.token_tree import tree_attention
 from scripts.lab.models_check.architectures import tiny_config
 from tests.support.family_configs import tiny_model
 
@@ -121,20 +119,6 @@ def test_of_keys_of_equal_scores_the_first_are_seen_where_transformers_takes_oth
     uncached = model(input_ids=text_1T, use_cache=False).logits[0, ids_1T.shape[1] - 1 : -1].argmax(-1)
     assert uncached.tolist() != text_1T[0, ids_1T.shape[1] :].tolist()
     assert uncached.tolist() != plain("deepseek_v32, ties", 0)
-
-
-def test_what_a_check_found_wrong_is_refused_wherever_it_is_run():
-    model, cache_ = copy.deepcopy(built("mpt")), new_cache(built("mpt"), 8)
-    check_rolls_back(model)
-    ids_BT = torch.tensor([[1, 2], [3, 4]])
-    forward_rows(model, cache_, ids_BT, [0, 0])
-    attention = tree_attention(torch.tensor([[0, 0]] * 2), [2, 2])
-    with pytest.raises(InputError, match="drafts of a tree"):
-        forward_rows(model, cache_, torch.tensor([[1, 2, 3]] * 2), [2, 2], attention)
-    forward_rows(model, cache_, ids_BT, [2, 1])
-    runner_of(model).refused = frozenset(WRONG_STATES)
-    with pytest.raises(InputError, match="rows of unequal lengths"):
-        forward_rows(model, cache_, ids_BT, [2, 1])
 
 
 def test_a_text_beyond_the_short_rotary_factors_is_refused_with_the_remedy():

@@ -1,24 +1,19 @@
 """Classifier-free guidance: plain and speculative decoding follow the mixed logits of two forwards, and nothing else does."""
 
-import itertools
-
 import pytest
 import torch
 
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import StaticTree
 from configs.schema.target import GuidanceConfig
-from eval.decoder.chain_rules import verify_block
 from eval.decoder.decode import generate
 from eval.decoder.request import Request
-from eval.metrics.likelihood import answer_logits
 from heads.frozen.hidden_states import read_states
 from heads.inference.runner import Guidance, runner_of
 from heads.proposers.draft_lm import DraftLM
 from heads.sampling.counter_rng import CounterRNG, Role
 from heads.sampling.probabilities import draw, token_probabilities
 from tests.support.decoding import head_proposer
-from tests.support.enumeration import Toy, enumerate_rule
 
 GUIDANCE = GuidanceConfig(scale=2.5, condition=[8, 10], null=11)
 END = 4  # rows end at different rounds
@@ -83,29 +78,6 @@ def test_samples_are_drawn_from_the_mixed_logits_and_matched_ones_are_the_same(g
         expected.append(naively(guided.model, prompt, choose))
     assert generate(guided, PROMPTS, sampled) == expected
     assert generate(guided, PROMPTS, sampled, draft) == expected
-
-
-@pytest.mark.parametrize("mistaken", [False, True])
-def test_the_block_rule_gives_the_guided_distribution_exactly(guided, draft, mistaken):
-    prompt, sizes = [9], range(3)
-    prefixes = [prefix for size in sizes for prefix in itertools.product(range(12), repeat=size)]
-    p, wrong, q = {}, {}, {}
-    for size in sizes:
-        same = [prefix for prefix in prefixes if len(prefix) == size]
-        ids = [prompt + list(prefix) for prefix in same]
-        p |= dict(zip(same, naive_logits(guided.model, ids)[:, -1].softmax(-1).tolist(), strict=True))
-        with torch.no_grad():
-            q |= dict(zip(same, draft.model(torch.tensor(ids)).logits[:, -1].softmax(-1).tolist(), strict=True))
-        own = torch.stack([answer_logits(guided, prompt, [*prefix, 0])[-1] for prefix in same[:12]]).softmax(-1)
-        wrong |= dict(zip(same[:12], own.tolist(), strict=True))
-    for prefix, own in wrong.items():
-        assert own == pytest.approx(p[prefix], abs=1e-9)
-
-    def rule(p_BKV, *others):
-        return verify_block(p_BKV.roll(1, 0) if mistaken else p_BKV, *others)
-
-    distance = enumerate_rule(rule, Toy(12, 2, p, q)).total_variation
-    assert distance > 1e-3 if mistaken else distance < 1e-9
 
 
 def test_taps_are_those_of_the_text_with_its_condition_and_final_states_are_mixed(guided):

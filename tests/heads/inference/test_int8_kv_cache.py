@@ -84,13 +84,6 @@ def test_scales_move_and_leave_with_their_vectors(model):
         assert torch.equal(now[0, :, 2:5], old[1][:, [2, 3, 5]])
 
 
-def test_it_takes_a_byte_a_value_and_a_scale_a_head(model):
-    store, _ = hidden(model, [(IDS_BT[:, :4], [0, 0])])
-    H = store.rows[0].keys.shape[-1]
-    held = sum(getattr(store.rows[0], name).nbytes for name in Int8Layer.stored)
-    assert held == 2 * 2 * store.rows[0].keys.shape[1] * 24 * (H + 4)
-
-
 @pytest.mark.parametrize(("forward", "batch_size"), [("transformers", 4), ("lean", 1)])
 def test_speculative_answers_are_the_plain_ones_of_the_same_cache(tiny_llama, as_target, forward, batch_size):
     target = as_target(tiny_llama(seed=1, dtype=torch.float32))
