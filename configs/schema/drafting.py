@@ -7,11 +7,11 @@ drafts are drawn from, at temperature 1 where decoding is greedy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise, product
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from configs.schema.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings, Share
 
@@ -33,15 +33,13 @@ class StaticTree(Settings):
     # top_k where `verification` is match or typical acceptance takes the likeliest.
     candidates: Candidates | None = None
 
-    @model_validator(mode="after")
-    def _is_a_tree(self) -> Self:
+    def objections(self) -> Iterator[str]:
         if (self.paths is None) == (self.branching is None):
-            raise ValueError("give exactly one of paths and branching")
+            yield "give exactly one of paths and branching"
         if self.paths is not None:
-            check_paths(self.paths)
+            yield from unless_a_tree(self.paths)
         elif not self.branching:
-            raise ValueError("branching must name at least one depth, such as [2, 1]")
-        return self
+            yield "branching must name at least one depth, such as [2, 1]"
 
     def all_paths(self) -> list[Path]:
         """Return every token's path, parents before children and siblings in their order."""
@@ -66,6 +64,7 @@ class DynamicTree(Settings):
     """A tree grown anew in each round, where the draft is sure (EAGLE-2). Its depth is `num_speculative_tokens`."""
 
     kind: Literal["dynamic"]
+    candidates: ClassVar[None] = None  # none to choose
     num_nodes: PositiveInt = 16  # drafted tokens that the target judges in a round
     width: PositiveInt = 4  # tokens of a depth that are continued, and candidates for what follows each of them
 
@@ -106,23 +105,19 @@ class FastestTree(Settings):
 TreeConfig = Annotated[StaticTree | DynamicTree | FastestTree | None, Field(discriminator="kind")]
 
 
-def check_paths(paths: Sequence[Sequence[int]]) -> None:
-    """Refuse a list of paths that is no tree.
-
-    Raises:
-        ValueError: it is empty, names a token twice, or leaves out a parent or an earlier sibling of one.
-    """
+def unless_a_tree(paths: Sequence[Sequence[int]]) -> Iterator[str]:
+    """Object to a list of paths that is empty, names a token twice, or leaves out a parent or an earlier sibling of one."""
     known = {tuple(path) for path in paths}
     if not known or () in known:
-        raise ValueError("paths must name at least one token, and none by an empty path, which would be the pending token")
+        yield "paths must name at least one token, and none by an empty path, which would be the pending token"
     if len(known) < len(paths):
-        raise ValueError("paths must name each token once")
-    for path in sorted(known):
+        yield "paths must name each token once"
+    for path in sorted(known - {()}):
         if path[:-1] and path[:-1] not in known:
-            raise ValueError(f"paths is no tree: {list(path)} is there, its parent {list(path[:-1])} is not")
+            yield f"paths is no tree: {list(path)} is there, its parent {list(path[:-1])} is not"
         if path[-1] > 0 and (*path[:-1], path[-1] - 1) not in known:
             before = [*path[:-1], path[-1] - 1]
-            raise ValueError(f"paths must take siblings in their order: {list(path)} is there, {before} is not")
+            yield f"paths must take siblings in their order: {list(path)} is there, {before} is not"
 
 
 # What a rule takes for a draft's confidence: the largest probability of its distribution, or a head's own estimate of its
@@ -167,17 +162,15 @@ class CostStopping(Settings):
     by: ConfidenceBy = "distribution"  # what is calibrated; estimate: the draft's own estimate of its acceptance (dspark)
     tokens_per_second: PositiveFloat | None = None  # what time is worth; None: the best fixed length's, at that acceptance
 
-    @model_validator(mode="after")
-    def _calibration_rises(self) -> Self:
+    def objections(self) -> Iterator[str]:
         if not self.calibration:
-            raise ValueError("calibration needs at least one point")
+            yield "calibration needs at least one point"
         for one, other in pairwise(self.calibration):
             if other.confidence <= one.confidence or other.acceptance < one.acceptance:
-                raise ValueError(
+                yield (
                     "calibration must rise in confidence and not fall in acceptance, got "
                     f"{other.confidence:g}: {other.acceptance:g} after {one.confidence:g}: {one.acceptance:g}"
                 )
-        return self
 
 
 StoppingConfig = Annotated[ConfidenceStopping | EntropyStopping | CostStopping | None, Field(discriminator="rule")]

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from configs.schema.base import NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Settings, check_rising
+from configs.schema.base import NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Settings, unless_once, unless_rising
 from configs.schema.data import RowFormat
 from configs.schema.decoding import DecodeConfig
 from configs.schema.target import TargetConfig
 
 
-def dotted(path: str, what: str) -> str:
-    """Return the path of a function of the user's, which has the form package.module.function."""
-    if "." not in path or not all(part.isidentifier() for part in path.split(".")):
-        raise ValueError(f"{what} is named as package.module.function, got {path!r}")
-    return path
+def unless_dotted(path: str | None, what: str) -> Iterator[str]:
+    """Object to what cannot be the path of a function of the user's."""
+    if path is not None and ("." not in path or not all(part.isidentifier() for part in path.split("."))):
+        yield f"{what} is named as package.module.function, got {path!r}"
 
 
 class QualityConfig(Settings):
@@ -33,29 +33,13 @@ class QualityConfig(Settings):
     # their space, and of both from the references, where every prompt of the suite has one. Not for answers with several turns
     features: str | None = None
 
-    @field_validator("features")
-    @classmethod
-    def _features_are_dotted(cls, path: str | None) -> str | None:
-        return None if path is None else dotted(path, "a function")
-
-    @field_validator("scorers")
-    @classmethod
-    def _are_dotted_and_different(cls, paths: list[str]) -> list[str]:
-        for path in paths:
-            dotted(path, "a scorer")
-        if len(set(paths)) < len(paths):
-            raise ValueError(
-                f"scorers are listed twice: {', '.join(sorted({each for each in paths if paths.count(each) > 1}))}"
-            )
-        return paths
-
-    @model_validator(mode="after")
-    def _judges_something(self) -> Self:
+    def objections(self) -> Iterator[str]:
+        yield from unless_dotted(self.features, "a function")
+        for path in self.scorers:
+            yield from unless_dotted(path, "a scorer")
+        yield from unless_once("scorers", self.scorers, "function")
         if not self.perplexity and self.exact_match is None and not self.scorers and self.features is None:
-            raise ValueError(
-                "quality judges nothing: turn perplexity on, or give exact_match, scorers or features; null turns it off"
-            )
-        return self
+            yield "quality judges nothing: turn perplexity on, or give exact_match, scorers or features; null turns it off"
 
 
 class CostConfig(Settings):
@@ -71,11 +55,9 @@ class CostConfig(Settings):
     context_tokens: list[Annotated[int, Field(ge=8)]] = Field(default=[128, 512], min_length=1)  # at which forwards are timed
     repeats: PositiveInt = 3  # of each timing
 
-    @model_validator(mode="after")
-    def _sizes_rise(self) -> Self:
-        for name in ("batch_sizes", "context_tokens"):
-            check_rising(name, getattr(self, name), "size")
-        return self
+    def objections(self) -> Iterator[str]:
+        yield from unless_rising("batch_sizes", self.batch_sizes, "size")
+        yield from unless_rising("context_tokens", self.context_tokens, "size")
 
 
 class PredictConfig(Settings):
@@ -104,13 +86,11 @@ class SuiteConfig(Settings):
         """Its name, or that of the file or data set."""
         return self.name or Path(self.path).stem
 
-    @model_validator(mode="after")
-    def _column_goes_with_its_format(self) -> Self:
+    def objections(self) -> Iterator[str]:
         if self.column is not None and self.format not in ("auto", "column"):
-            raise ValueError(f"column is for format 'column' only, got format {self.format!r}: leave one of the two out")
+            yield f"column is for format 'column' only, got format {self.format!r}: leave one of the two out"
         if self.column is None and self.format == "column":
-            raise ValueError("column is needed with format 'column': name the one that holds the prompts")
-        return self
+            yield "column is needed with format 'column': name the one that holds the prompts"
 
 
 class LosslessConfig(Settings):
@@ -185,22 +165,6 @@ class EvalConfig(Settings):
             return {**values, "suite": first, "suites": others}
         return values
 
-    @model_validator(mode="after")
-    def _suites_are_told_apart(self) -> Self:
-        names = [suite.label for suite in self.all_suites]
-        if len(set(names)) < len(names):
-            raise ValueError(f"suites must have different names, got {names}: give each its `name`")
-        return self
-
-    @model_validator(mode="after")
-    def _lossy_answers_are_judged(self) -> Self:
-        if self.decode.lossy is not None and self.quality is None:
-            raise ValueError(
-                f"decode.lossy {self.decode.lossy.kind} changes answers, and nothing judges them: set quality "
-                "(quality.perplexity=true or more), or decode.lossy to null"
-            )
-        return self
-
     @property
     def drafts(self) -> list[str]:
         """The artifact folders that `draft` names."""
@@ -235,73 +199,63 @@ class EvalConfig(Settings):
             raise ValueError(f"expected an artifact folder or a list of them, got {value!r}")
         return value
 
-    @model_validator(mode="after")
-    def _several_drafts_can_be_merged(self) -> Self:
+    def objections(self) -> Iterator[str]:
+        yield from self._objections_to_drafts()
+        names = [suite.label for suite in self.all_suites]
+        if len(set(names)) < len(names):
+            yield f"suites must have different names, got {names}: give each its `name`"
+        yield from unless_once("baselines", self.baselines, "way")
+        yield from unless_dotted(self.render, "a function")
+        decode = self.decode
+        if decode.lossy is not None and self.quality is None:
+            yield (
+                f"decode.lossy {decode.lossy.kind} changes answers, and nothing judges them: set quality "
+                "(quality.perplexity=true or more), or decode.lossy to null"
+            )
+        if self.energy and self.draft_device is not None:
+            yield "energy is read of the target's device only: set draft_device to null, or energy to false"
+        if self.target.guidance is not None and "self_speculation" in self.baselines:
+            yield "self_speculation has no guidance: leave it out of baselines, or set target.guidance to null"
+        is_split = self.target.parallel is not None and self.target.parallel.kind is not None
+        if is_split and decode.tree is not None and decode.tree.kind == "fastest":
+            yield "decode.tree fastest times a target that is whole in its process: give a static tree"
+        if self.cost is None:
+            return
+        for name in ("tree", "stopping"):
+            if getattr(decode, name) is not None:
+                yield f"cost predicts chains of a fixed length only: set it to null, or decode.{name} to null"
+        if is_split:
+            yield "cost times a target that is whole in its process: set it to null, or target.parallel to null"
+        if decode.rule == "smc":
+            yield "cost predicts rounds of verification, which lossy smc has none of: set one of the two to null"
+
+    def _objections_to_drafts(self) -> Iterator[str]:
+        decode, lookups = self.decode, self.lookups
         if not self.drafts:
-            raise ValueError("draft names no artifact folder: give one, or a list of several; a lookup alone is a baseline")
+            yield "draft names no artifact folder: give one, or a list of several; a lookup alone is a baseline"
         if len(set(self._named)) < len(self._named):
-            raise ValueError(f"draft names the same folder twice, got {self._named}; a draft adds nothing to itself")
-        if self.lookups and self.decode.lossy is not None:
-            raise ValueError(
-                f"decode.lossy is for a trained draft alone: set it to null, or leave {self.lookups[0]} out of draft"
-            )
-        if self.lookups and self.cost is not None:
-            raise ValueError(
+            yield f"draft names the same folder twice, got {self._named}; a draft adds nothing to itself"
+        if lookups and decode.lossy is not None:
+            yield f"decode.lossy is for a trained draft alone: set it to null, or leave {lookups[0]} out of draft"
+        if lookups and self.cost is not None:
+            yield (
                 f"cost predicts one draft's rounds, and those of a lookup are of another kind: set cost to null, or leave "
-                f"{self.lookups[0]} out of draft"
+                f"{lookups[0]} out of draft"
             )
-        if len(self._named) == 1 or (self.decode.tree is None and len(self.drafts) == len(self.lookups) == 1):
-            return self
-        if self.decode.tree is None or self.decode.num_speculative_tokens == 0:
-            raise ValueError(
+        if len(self._named) == 1 or (decode.tree is None and len(self.drafts) == len(lookups) == 1):
+            return
+        if decode.tree is None or decode.num_speculative_tokens == 0:
+            yield (
                 "several drafts are merged into a tree: set decode.tree, for instance to a static one with branching "
                 "[1, 1, 1], and decode.num_speculative_tokens to at least its depth"
             )
-        if self.decode.tree.kind == "fastest":
-            raise ValueError("decode.tree fastest is found for one draft: give a static tree, into which several are merged")
-        if self.decode.draws:
-            raise ValueError(
-                f"tokens of several drafts cannot be drawn from one distribution, as rule {self.decode.rule} asks for: set "
+        elif decode.tree.kind == "fastest":
+            yield "decode.tree fastest is found for one draft: give a static tree, into which several are merged"
+        if decode.draws:
+            yield (
+                f"tokens of several drafts cannot be drawn from one distribution, as rule {decode.rule} asks for: set "
                 "decode.verification to match, or decode.temperature to 0"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _all_energy_is_counted(self) -> Self:
-        if self.energy and self.draft_device is not None:
-            raise ValueError("energy is read of the target's device only: set draft_device to null, or energy to false")
-        return self
-
-    @model_validator(mode="after")
-    def _baselines_are_named_once(self) -> Self:
-        if len(set(self.baselines)) < len(self.baselines):
-            raise ValueError(f"baselines must name each way once, got {self.baselines}")
-        return self
-
-    @field_validator("render")
-    @classmethod
-    def _render_is_dotted(cls, path: str | None) -> str | None:
-        return None if path is None else dotted(path, "a function")
-
-    @model_validator(mode="after")
-    def _guided_targets_draft_not_for_themselves(self) -> Self:
-        if self.target.guidance is not None and "self_speculation" in self.baselines:
-            raise ValueError("self_speculation has no guidance: leave it out of baselines, or set target.guidance to null")
-        return self
-
-    @model_validator(mode="after")
-    def _costs_are_those_of_whole_chains(self) -> Self:
-        if self.cost is not None and (self.decode.tree is not None or self.decode.stopping is not None):
-            name = "tree" if self.decode.tree is not None else "stopping"
-            raise ValueError(f"cost predicts chains of a fixed length only: set it to null, or decode.{name} to null")
-        is_split = self.target.parallel is not None and self.target.parallel.kind is not None
-        if self.cost is not None and is_split:
-            raise ValueError("cost times a target that is whole in its process: set it to null, or target.parallel to null")
-        if is_split and self.decode.tree is not None and self.decode.tree.kind == "fastest":
-            raise ValueError("decode.tree fastest times a target that is whole in its process: give a static tree")
-        if self.cost is not None and self.decode.rule == "smc":
-            raise ValueError("cost predicts rounds of verification, which lossy smc has none of: set one of the two to null")
-        return self
 
 
 class CompareConfig(Settings):
@@ -324,11 +278,9 @@ class GateRule(Settings):
     bound: Literal["point", "confidence"] = "confidence"  # confidence: the interval must clear the threshold
     relative_to_baseline: bool = False  # of tau and decode speedup: the threshold is a ratio to the baseline report's
 
-    @model_validator(mode="after")
-    def _has_a_threshold(self) -> Self:
+    def objections(self) -> Iterator[str]:
         if (self.min is None) == (self.max is None):
-            raise ValueError("give exactly one of min and max")
-        return self
+            yield "give exactly one of min and max"
 
 
 class GateConfig(Settings):

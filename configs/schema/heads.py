@@ -1,14 +1,14 @@
 """The head families: one settings class each, beside one file in `heads/families`. Imports no torch.
 
-Fields that several families share mean the same in each. Depths count future tokens from 1; the loss weighs depth k with
-`depth_decay ** (k - 1)`.
+Depths count future tokens from 1; the loss weighs depth k with `depth_decay ** (k - 1)`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from configs.schema.base import (
     NonNegativeFloat,
@@ -17,7 +17,7 @@ from configs.schema.base import (
     PositiveInt,
     PositiveShare,
     Settings,
-    check_rising,
+    unless_rising,
 )
 
 
@@ -66,12 +66,10 @@ class TappedSettings(HeadSettings):
     taps: list[NonNegativeInt] | None = None  # h_0 is the embedding output, h_i the state after block i; None: low, mid, high
     layer: LayerSettings | None = None  # sizes of the head's layers; None: those of the target's blocks
 
-    @model_validator(mode="after")
-    def _taps_rise(self) -> Self:
+    def objections(self) -> Iterator[str]:
         if self.taps == []:
-            raise ValueError("taps must name at least one state, got []")
-        check_rising("taps", self.taps, "state")
-        return self
+            yield "taps must name at least one state, got []"
+        yield from unless_rising("taps", self.taps, "state")
 
 
 class MedusaSettings(HeadSettings):
@@ -87,14 +85,9 @@ class MedusaSettings(HeadSettings):
         """One token a head."""
         return self.num_depths
 
-    @model_validator(mode="after")
-    def _own_output_heads_are_trained(self) -> Self:
+    def objections(self) -> Iterator[str]:
         if self.own_output_heads and not self.train_head:
-            raise ValueError(
-                "own_output_heads without train_head would be so many copies of the target's head: set train_head to true, or "
-                "own_output_heads to false"
-            )
-        return self
+            yield "own_output_heads needs train_head true: else they would be so many copies of the target's head"
 
 
 class HydraSettings(HeadSettings):
@@ -113,18 +106,12 @@ class HydraSettings(HeadSettings):
         """One token a head."""
         return self.num_depths
 
-    @model_validator(mode="after")
-    def _options_belong_together(self) -> Self:
-        if self.own_output_heads and (
-            not self.train_head or self.draft_vocab_size is not None or self.draft_vocab_by is not None
-        ):
-            raise ValueError(
-                "own_output_heads needs train_head true, draft_vocab_size and draft_vocab_by null: such heads have rows for "
-                "every token"
-            )
+    def objections(self) -> Iterator[str]:
+        reduced = self.draft_vocab_size is not None or self.draft_vocab_by is not None
+        if self.own_output_heads and (reduced or not self.train_head):
+            yield "own_output_heads have a row for every token: they need train_head true, and the whole draft vocabulary"
         if self.prefix_norm and not self.prefix_attention:
-            raise ValueError("prefix_norm norms what the prefix layer puts out: set prefix_attention to true, or leave it out")
-        return self
+            yield "prefix_norm norms what the prefix layer puts out: set prefix_attention to true, or leave it out"
 
 
 class EagleSettings(TappedSettings):
@@ -138,11 +125,10 @@ class EagleSettings(TappedSettings):
     norm_before_residual: bool = False  # the residual starts from the normed feature
     init_block: NonNegativeInt | None = None  # start attention output and MLP from this block of the target, counted from 0
 
-    @model_validator(mode="after")
-    def _one_norm_of_taps(self) -> Self:
+    def objections(self) -> Iterator[str]:
+        yield from super().objections()
         if self.norm_taps and self.norm_joined_taps:
-            raise ValueError("norm_taps and norm_joined_taps exclude each other: taps are normed each or as one vector")
-        return self
+            yield "norm_taps and norm_joined_taps exclude each other: taps are normed each or as one vector"
 
 
 class Eagle3Settings(EagleSettings):
@@ -170,11 +156,9 @@ class MtpSettings(HeadSettings):
         """A token a module; any number where one module is applied repeatedly."""
         return None if self.shared_depths else self.num_depths
 
-    @model_validator(mode="after")
-    def _one_start(self) -> Self:
+    def objections(self) -> Iterator[str]:
         if self.init == "checkpoint" and self.init_block is not None:
-            raise ValueError(f"init_block {self.init_block} would be overwritten by init checkpoint: leave one of the two out")
-        return self
+            yield f"init_block {self.init_block} would be overwritten by init checkpoint: leave one of the two out"
 
 
 class PEagleSettings(EagleSettings):
@@ -235,11 +219,10 @@ class DFlash2Settings(DFlashSettings):
     selector_top_k: PositiveInt = 16  # candidates: the likeliest tokens before the selector
     unary_weight: NonNegativeFloat = 1.0  # of the loss of the logits before the selector, beside that of those after it
 
-    @model_validator(mode="after")
-    def _kernel_fits_the_block(self) -> Self:
+    def objections(self) -> Iterator[str]:
+        yield from super().objections()
         if self.conv_kernel_size > self.block_size:
-            raise ValueError(f"conv_kernel_size must be at most block_size {self.block_size}, got {self.conv_kernel_size}")
-        return self
+            yield f"conv_kernel_size must be at most block_size {self.block_size}, got {self.conv_kernel_size}"
 
 
 class XPressSettings(DFlashSettings):

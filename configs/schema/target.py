@@ -7,11 +7,20 @@ servers in `distill.server.states`.
 from __future__ import annotations
 
 import re
-from typing import Annotated, ClassVar, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from configs.schema.base import Dtype, NonNegativeInt, PositiveFloat, PositiveInt, Settings, check_key_variable, check_plain_url
+from configs.schema.base import (
+    Dtype,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Settings,
+    unless_a_variable,
+    unless_plain_url,
+)
 
 DeviceMap = Literal["auto", "balanced", "sequential"] | dict[str, int | str] | None
 MaxMemory = dict[int | str, int | str] | None
@@ -31,14 +40,10 @@ class GuidanceConfig(Settings):
     condition: Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
     null: NonNegativeInt  # the token that stands in the place of each of them in the text without condition
 
-    @model_validator(mode="after")
-    def _is_a_range(self) -> Self:
-        if self.condition[0] > self.condition[1] or self.condition[0] <= self.null <= self.condition[1]:
-            raise ValueError(
-                f"condition must be the first and the last of some token ids, null none of them; got {self.condition} and "
-                f"{self.null}"
-            )
-        return self
+    def objections(self) -> Iterator[str]:
+        first, last = self.condition
+        if first > last or first <= self.null <= last:
+            yield f"condition must be the first and last of token ids, without null, got {self.condition} and null {self.null}"
 
 
 class MediaConfig(Settings):
@@ -83,18 +88,14 @@ class EngineStatesConfig(Settings):
     # Nats: how far a server's log-probabilities after a probe may lie from those that norm and head here make of its last state
     probe_tolerance: PositiveFloat = 0.1
 
-    @model_validator(mode="after")
-    def _servers_are_named_once(self) -> Self:
+    def objections(self) -> Iterator[str]:
         for url in self.urls:
-            check_plain_url(url, "urls")
-        check_key_variable(self.api_key_variable)
+            yield from unless_plain_url(url, "urls")
+        yield from unless_a_variable(self.api_key_variable)
         if not self.urls or len({url.rstrip("/") for url in self.urls}) < len(self.urls):
-            raise ValueError(f"urls must name at least one server, and each once, got {self.urls}")
+            yield f"urls must name at least one server, and each once, got {self.urls}"
         if isinstance(self.concurrency, list) and len(self.concurrency) != len(self.urls):
-            raise ValueError(
-                f"concurrency has {len(self.concurrency)} numbers for {len(self.urls)} urls: give one for each, or one"
-            )
-        return self
+            yield f"concurrency has {len(self.concurrency)} numbers for {len(self.urls)} urls: give one for each, or one"
 
     @property
     def limits(self) -> list[int]:
@@ -124,12 +125,10 @@ class ParallelConfig(Settings):
         """How many processes share one target."""
         return max(self.sizes.values(), default=1)
 
-    @model_validator(mode="after")
-    def _one_kind(self) -> Self:
+    def objections(self) -> Iterator[str]:
         if len(self.sizes) > 1:
             found = " and ".join(f"{name} {size}" for name, size in self.sizes.items())
-            raise ValueError(f"{found} cannot be combined; give one of them, and leave the others at 1")
-        return self
+            yield f"{found} cannot be combined; give one of them, and leave the others at 1"
 
 
 class TargetConfig(Settings):
@@ -167,107 +166,55 @@ class TargetConfig(Settings):
     # training the draft on batches of its own. Embedding, final norm and head are whole in every process.
     parallel: ParallelConfig | None = None
 
-    @model_validator(mode="after")
-    def _parallel_goes_with_the_rest(self) -> Self:
-        if self.parallel is None or self.parallel.kind is None:
-            return self
-        others = {"device_map": "spreads it over the devices of one", "states": "has it run by servers"}
-        for name, what in others.items():
-            if getattr(self, name) is not None:
-                raise ValueError(f"parallel: processes split the target, and {name} {what}; set one of the two to null")
-        if self.forward != "transformers":
-            raise ValueError(
-                f"parallel: forward {self.forward} packs all weights on one device; set forward to transformers, or parallel "
-                "to null"
-            )
-        if self.name.endswith(".gguf"):
-            raise ValueError(f"parallel: {self.name} is unpacked whole; give a folder of safetensors, or set parallel to null")
-        return self
+    def objections(self) -> Iterator[str]:
+        is_split, is_gguf = self.parallel is not None and self.parallel.kind is not None, self.name.endswith(".gguf")
+        for name, is_on in (("parallel", is_split), ("device_map", self.device_map is not None)):
+            if is_on and self.forward != "transformers":
+                yield f"{name}: forward {self.forward} packs all weights on one device; give transformers, or {name} null"
+            if is_on and is_gguf:
+                yield f"{name}: {self.name} is unpacked whole; give a folder of safetensors, or set {name} to null"
+        for name, what in (("device_map", "spreads it over the devices of one"), ("states", "has it run by servers")):
+            if is_split and getattr(self, name) is not None:
+                yield f"parallel: processes split the target, and {name} {what}; set one of the two to null"
+        if self.tokens == "ids" and (self.chat_template is not None or is_gguf):
+            yield "tokens ids takes a folder or Hub id, and prompts as they are: set chat_template to null, or tokens to text"
+        if self.guidance is not None and self.forward == "compiled":
+            yield "guidance reads each row twice, which no compiled forward does: set forward to transformers or lean"
+        if self.states is not None and self.guidance is not None:
+            yield "states are of each text alone, and guidance reads two: set one of the two to null"
+        if self.states is not None and (self.forward != "transformers" or is_gguf):
+            yield f"states of servers are those of forward transformers and of safetensors, got {self.forward} and {self.name}"
+        yield from self._objections_to_media()
+        yield from self._objections_to_places()
 
-    @model_validator(mode="after")
-    def _media_are_read_by_plain_targets(self) -> Self:
+    def _objections_to_media(self) -> Iterator[str]:
         given = "images" if self.images is not None else "audio"
         if getattr(self, given) is None:
-            return self
+            return
         others = ("guidance", "device_map", "states", "parallel", *(["audio"] if given == "images" else []))
         found = [f"{name} null" for name in others if getattr(self, name) is not None]
         if (self.forward, self.tokens) != ("transformers", "text"):
             found.append("forward transformers and tokens text")
         if found:
-            raise ValueError(
+            yield (
                 f"{given}: prompts with them are read by a whole target of this process, one kind at a time: set "
                 f"{', '.join(found)}, or {given} to null"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _ids_have_no_template(self) -> Self:
-        if self.tokens == "ids" and (self.chat_template is not None or self.name.endswith(".gguf")):
-            raise ValueError(
-                "tokens ids takes a folder or Hub id, and prompts as they are: set chat_template to null, or tokens to text"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _guidance_is_not_compiled(self) -> Self:
-        if self.guidance is not None and self.forward == "compiled":
-            raise ValueError(
-                "guidance reads each row twice, which no compiled forward does: set forward to transformers or lean"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _servers_run_plain_targets(self) -> Self:
-        if self.states is not None and self.guidance is not None:
-            raise ValueError("states are of each text alone, and guidance reads two: set one of the two to null")
-        if self.states is not None and (self.forward != "transformers" or self.name.endswith(".gguf")):
-            raise ValueError(
-                "states: servers run the target, so forward must be transformers, and name one of safetensors, got "
-                f"{self.forward} and {self.name}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _device_map_goes_with_the_rest(self) -> Self:
-        if self.device_map is None:
-            for name in ("max_memory", "offload_folder"):
-                if getattr(self, name) is not None:
-                    raise ValueError(
-                        f"{name} says how a target is spread, and device_map is null: give auto there, or drop {name}"
-                    )
-            return self
-        if self.forward != "transformers":
-            raise ValueError(
-                f"device_map: forward {self.forward} packs all weights on one device; set forward to transformers, or "
-                "device_map to null"
-            )
-        if self.name.endswith(".gguf"):
-            raise ValueError(
-                f"device_map: {self.name} is unpacked whole; give a folder of safetensors, or set device_map to null"
-            )
+    def _objections_to_places(self) -> Iterator[str]:
+        for name in ("max_memory", "offload_folder"):
+            if self.device_map is None and getattr(self, name) is not None:
+                yield f"{name} says how a target is spread, and device_map is null: give auto there, or drop {name}"
         if isinstance(self.device_map, dict):
             if self.max_memory is not None:
-                raise ValueError(
-                    "max_memory: device_map says where each block lies, so there is nothing to choose; set it to null"
-                )
-            _check_places(self.device_map)
-        _check_memory(self.max_memory or {})
-        return self
-
-
-def _check_places(device_map: dict[str, int | str]) -> None:
-    if not device_map:
-        raise ValueError("device_map: the map is empty; name blocks (model.layers.0: 0), or give auto, or null")
-    for module, place in device_map.items():
-        if place < 0 if isinstance(place, int) else PLACE.fullmatch(place) is None:
-            raise ValueError(
-                f"device_map: {module!r} is to lie on {place!r}; a GPU's number, 'cpu', 'disk' or 'cuda:1' is accepted"
-            )
-
-
-def _check_memory(max_memory: dict[int | str, int | str]) -> None:
-    for place, size in max_memory.items():
-        if place != "cpu" and not str(place).isdigit():
-            raise ValueError(f"max_memory: {place!r} is no GPU's number and not 'cpu'")
-        if size < 0 if isinstance(size, int) else BYTES.fullmatch(size) is None:
-            raise ValueError(f"max_memory: {place!r} has {size!r}; bytes, or a string as '70GiB', are accepted")
+                yield "max_memory: device_map says where each block lies, so there is nothing to choose; set it to null"
+            if not self.device_map:
+                yield "device_map: the map is empty; name blocks (model.layers.0: 0), or give auto, or null"
+            for module, place in self.device_map.items():
+                if place < 0 if isinstance(place, int) else PLACE.fullmatch(place) is None:
+                    yield f"device_map: {module!r} is to lie on {place!r}; give a GPU's number, 'cpu', 'disk' or 'cuda:1'"
+        for where, size in (self.max_memory or {}).items():
+            if where != "cpu" and not str(where).isdigit():
+                yield f"max_memory: {where!r} is no GPU's number and not 'cpu'"
+            if size < 0 if isinstance(size, int) else BYTES.fullmatch(size) is None:
+                yield f"max_memory: {where!r} has {size!r}; bytes, or a string as '70GiB', are accepted"

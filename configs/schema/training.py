@@ -1,19 +1,153 @@
-"""The configs of the two trainings, `train/distill.py` and `train/heads.py`, and the sections that both have.
+"""The configs of the two trainings, `train/distill.py` and `train/heads.py`: data, draft, divergence, optimiser, schedule.
 
-How a draft learns is in `configs.schema.learning`, what a head is made of in `configs.schema.heads`. Imports no torch.
+What a head is made of is in `configs.schema.heads`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+import difflib
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from configs.schema.base import PositiveFloat, PositiveInt, Settings
+from configs.schema.base import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
+    Settings,
+    Share,
+    Temperature,
+    unless_rising,
+)
 from configs.schema.decoding import DecodeConfig
 from configs.schema.heads import Eagle3Settings, HeadConfig
-from configs.schema.learning import LossConfig, OptimizerConfig, PolicyConfig, StudentConfig
 from configs.schema.target import TargetConfig
+
+
+class LoraSettings(Settings):
+    """Low-rank adapters on the initial draft, trained in place of its weights and merged into them in the artifact."""
+
+    rank: PositiveInt = 16  # of the adapters
+    alpha: PositiveInt = 32  # the adapters' output is scaled by alpha / rank
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # on the input of the adapters
+
+
+def _default_layers(student: dict[str, Any]) -> list[int] | None:
+    """Keep the first four blocks by default; on SmolLM2 they draft better than the first and last two."""
+    return [0, 1, 2, 3] if student.get("init") == "target_layers" else None
+
+
+class StudentConfig(Settings):
+    """The draft before training: some of the target's layers, any smaller model, or a new one."""
+
+    init: Literal["target_layers", "model", "fresh"] = "target_layers"  # what the draft starts from
+    # target_layers: the target's blocks to keep, from 0, in order; by default the first four
+    layers: list[NonNegativeInt] | None = Field(default_factory=_default_layers)
+    path: str | None = None  # model: folder or Hub id
+    # fresh: what differs from the target's own config, e.g. {num_hidden_layers: 4, hidden_size: 256}
+    overrides: dict[str, bool | int | float | str] | None = None
+    # A tied embedding is the largest part of a small draft: frozen by default, unless random (fresh).
+    train_embeddings: bool = False
+    # tokens the draft can propose, the most frequent in answers; None: all, or with draft_vocab_by mass as many as are
+    # expected to decode fastest
+    draft_vocab_size: PositiveInt | None = None
+    # mass: the tokens of most probability by the target over a sample of the answers, in place of the most frequent ones
+    draft_vocab_by: Literal["mass"] | None = None
+    lora: LoraSettings | None = None  # None: train the weights themselves
+
+    def objections(self) -> Iterator[str]:
+        for name, init in (("layers", "target_layers"), ("path", "model"), ("overrides", "fresh")):
+            if (self.init == init) != (getattr(self, name) is not None):
+                yield f"{name} is needed for init {init!r}, and only there"
+        if self.lora is not None and self.init == "fresh":
+            yield "lora adapts trained weights; init 'fresh' makes random ones"
+        if self.layers == []:
+            yield "layers must keep at least one block"
+        yield from unless_rising("layers", self.layers, "block")
+
+
+DivergenceName = Literal[
+    "forward_kl",
+    "reverse_kl",
+    "jsd",
+    "total_variation",
+    "negative_log_acceptance",
+    "kl_tv_blend",
+    "cross_entropy",
+]
+
+
+class JsdSettings(Settings):
+    """The Jensen-Shannon divergence, rescaled so that its ends are the two KLs."""
+
+    beta: Share = 0.5  # 0 is the forward KL, 1 the reverse KL
+
+
+class BlendSettings(Settings):
+    """KL that gives way to total variation as a position's acceptance grows: the KL's weight is exp(-eta acceptance)."""
+
+    eta: NonNegativeFloat = 3.0  # 0 is the forward KL
+
+
+class DivergenceSettings(Settings):
+    """Settings of single divergences, read where the divergence is used."""
+
+    jsd: JsdSettings = JsdSettings()
+    kl_tv_blend: BlendSettings = BlendSettings()
+
+
+def _default_divergence(loss: dict[str, Any]) -> DivergenceName | None:
+    return None if loss.get("mix") is not None else "forward_kl"
+
+
+class LossConfig(Settings):
+    """The divergence between the target's and the draft's distribution of the next token: a single one, or a mix."""
+
+    mix: dict[str, NonNegativeFloat] | None = None  # weight by name, used as given, e.g. {forward_kl: 1.0, cross_entropy: 0.1}
+    # between the target's and the draft's distribution; null with mix
+    divergence: DivergenceName | None = Field(default_factory=_default_divergence)
+    settings: DivergenceSettings = DivergenceSettings()
+    temperature: PositiveFloat = 1.0  # divides both sides' logits; cross-entropy stays at 1
+    chunk_size: PositiveInt = 128  # positions whose logits live at one time
+
+    def objections(self) -> Iterator[str]:
+        known = get_args(DivergenceName)
+        for name in (self.mix or {}).keys() - known:
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            yield f"mix has the unknown divergence {name!r}; the nearest known one is {nearest!r}"
+        if self.mix is not None and not any(self.mix.values()):
+            yield f"at least one weight of mix must be above 0, got {self.mix}"
+        if (self.divergence is None) == (self.mix is None):
+            yield "give divergence or mix, and null for the other one"
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each divergence in use."""
+        single = {} if self.divergence is None else {str(self.divergence): 1.0}
+        return single if self.mix is None else {name: weight for name, weight in self.mix.items() if weight}
+
+
+class OptimizerConfig(Settings):
+    """AdamW with linear warm-up and a cosine to `final_share` of the learning rate."""
+
+    learning_rate: PositiveFloat = 1e-3  # at its highest
+    weight_decay: NonNegativeFloat = 0.0  # of AdamW, on matrices
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9  # of AdamW
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95  # of AdamW
+    max_grad_norm: PositiveFloat = 1.0  # larger gradients are scaled down to this norm
+    warmup_share: Share = 0.05  # of the steps, in which the learning rate rises
+    final_share: Share = 0.1  # of the learning rate, where the cosine ends: after the last step
+
+
+class PolicyConfig(Settings):
+    """On-policy rows: answers that the draft writes during training, and that the target supervises (GKD)."""
+
+    on_policy: PositiveShare | None = None  # of each batch: the draft writes the answer anew; None: of no row
+    temperature: Temperature = 1.0  # of the draft's draws; 0 is greedy
+    max_new_tokens: PositiveInt | None = None  # longest answer; None: as long as the one in the data
 
 
 class TrainingDataConfig(Settings):
@@ -28,16 +162,11 @@ class TrainingDataConfig(Settings):
     # packing: tokens a row. None: four times max_length. Longer rows pad less, and cost more attention where it is dense
     pack_length: PositiveInt | None = None
 
-    @model_validator(mode="after")
-    def _rows_hold_any_conversation(self) -> Self:
+    def objections(self) -> Iterator[str]:
         if self.pack_length is not None and self.packing is None:
-            raise ValueError("pack_length is for packed rows: set packing to true, or pack_length to null")
+            yield "pack_length is for packed rows: set packing to true, or pack_length to null"
         if self.pack_length is not None and self.pack_length < self.max_length:
-            raise ValueError(
-                f"pack_length must be at least max_length, or a conversation would not fit into a row, got {self.pack_length} "
-                f"and {self.max_length}"
-            )
-        return self
+            yield f"pack_length must be at least max_length, for any conversation, got {self.pack_length} and {self.max_length}"
 
     @property
     def row_length(self) -> int | None:
@@ -75,14 +204,12 @@ class ScheduleConfig(Settings):
     peak_tflops: PositiveFloat | None = None
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # numpy, which is seeded as well, takes no larger one
 
-    @model_validator(mode="after")
-    def _micro_batches_are_counted_once(self) -> Self:
+    def objections(self) -> Iterator[str]:
         if self.micro_batches_per_step is not None and self.gradient_accumulation_steps != 1:
-            raise ValueError(
+            yield (
                 f"micro_batches_per_step {self.micro_batches_per_step} and gradient_accumulation_steps "
                 f"{self.gradient_accumulation_steps} both say how many micro-batches a step has: give one of them"
             )
-        return self
 
 
 class HeldOutDecodingConfig(Settings):
@@ -91,21 +218,17 @@ class HeldOutDecodingConfig(Settings):
     num_prompts: PositiveInt = 8  # of the held-out conversations
     decode: DecodeConfig = DecodeConfig(max_new_tokens=48)
 
-    @model_validator(mode="after")
-    def _acceptance_is_that_of_a_lossless_rule(self) -> Self:
+    def objections(self) -> Iterator[str]:
         if self.decode.lossy is not None:
-            raise ValueError("decode.lossy must be null: a lossy rule keeps drafts that the target would not have written")
+            yield "decode.lossy must be null: a lossy rule keeps drafts that the target would not have written"
         if self.decode.tree is not None and self.decode.tree.kind == "fastest":
-            raise ValueError("decode.tree fastest is found by eval/run.py: give its paths in a tree of kind static, or null")
-        return self
+            yield "decode.tree fastest is found by eval/run.py: give its paths in a tree of kind static, or null"
 
 
-def check_served(target: TargetConfig, held_out: HeldOutDecodingConfig) -> None:
-    """Refuse what cannot be had of a target that servers run."""
+def unless_read(target: TargetConfig, held_out: HeldOutDecodingConfig) -> Iterator[str]:
+    """Object to what cannot be had of a target that servers run."""
     if target.states is not None and held_out.decode.tree is not None:
-        raise ValueError(
-            "held_out.decode.tree: target.states gives the states of texts, and drafts of a tree are none; set it to null"
-        )
+        yield "held_out.decode.tree: target.states gives the states of texts, and drafts of a tree are none; set it to null"
 
 
 class DistillConfig(Settings):
@@ -122,15 +245,8 @@ class DistillConfig(Settings):
     num_speculative_tokens: PositiveInt = 3  # written into the artifact as its default
     output: str = "runs/distill"  # folder of artifact, checkpoints and metrics
 
-    @model_validator(mode="after")
-    def _servers_read_what_is_decoded(self) -> Self:
-        check_served(self.target, self.held_out)
-        return self
-
-    @model_validator(mode="after")
-    def _loss_and_cache_can_follow_the_policy(self) -> Self:
-        if not self.policy.on_policy:
-            return self
+    def objections(self) -> Iterator[str]:
+        yield from unless_read(self.target, self.held_out)
         wrong = {
             "loss: cross_entropy would take the draft's own tokens for labels; give another divergence": (
                 "cross_entropy" in self.loss.weights
@@ -139,9 +255,8 @@ class DistillConfig(Settings):
             "data.cache must be null: no cache holds what the draft writes": self.data.cache is not None,
         }
         for objection, applies in wrong.items():
-            if applies:
-                raise ValueError(f"{objection}, or set policy.on_policy to null")
-        return self
+            if self.policy.on_policy and applies:
+                yield f"{objection}, or set policy.on_policy to null"
 
 
 class SanityConfig(Settings):
@@ -169,21 +284,12 @@ class HeadsConfig(Settings):
     num_speculative_tokens: PositiveInt = 3  # written into the artifact as its default
     output: str = "runs/heads"  # folder of artifact, checkpoints and metrics
 
-    @model_validator(mode="after")
-    def _servers_read_what_is_decoded(self) -> Self:
-        check_served(self.target, self.held_out)
-        return self
-
-    @model_validator(mode="after")
-    def _the_head_can_draft_that_many(self) -> Self:
+    def objections(self) -> Iterator[str]:
+        yield from unless_read(self.target, self.held_out)
         longest = self.head.longest_draft
-        for where, wanted in (
-            ("num_speculative_tokens", self.num_speculative_tokens),
-            ("held_out.decode.num_speculative_tokens", self.held_out.decode.num_speculative_tokens),
-        ):
-            if longest is not None and wanted > longest:
-                raise ValueError(
-                    f"{where} must be at most {longest}, what a {self.head.kind} head of this size can draft, got {wanted}; "
-                    "ask for fewer, or change head"
+        for where, section in (("", self), ("held_out.decode.", self.held_out.decode)):
+            if longest is not None and section.num_speculative_tokens > longest:
+                yield (
+                    f"{where}num_speculative_tokens must be at most {longest}, what a {self.head.kind} head of this size can "
+                    f"draft, got {section.num_speculative_tokens}; ask for fewer, or change head"
                 )
-        return self

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from configs.schema.learning import LossConfig
+from configs.schema.training import LossConfig
 from distill.loss.pairs import LOG_ZERO, Pair
 
 Divergence = Callable[[Pair], Tensor]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from configs.schema.learning import LossConfig
+from configs.schema.training import LossConfig
 from distill.loss.chunked import ChunkedLoss, LogitHead, LossPart, chunked_losses, model_head
 from distill.loss.divergences import configured_divergence
 from distill.loss.pairs import HiddenRows, SparseTarget, TargetRows

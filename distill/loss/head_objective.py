@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from configs.schema.learning import LossConfig
+from configs.schema.training import LossConfig
 from distill.loss.chunked import ChunkedLoss, LogitHead, LossPart, chunked_losses, model_head
 from distill.loss.divergences import configured_divergence
 from distill.loss.draft_objective import Timer

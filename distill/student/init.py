@@ -17,8 +17,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from configs.runtime.errors import ConfigError, InputError, first_line
-from configs.schema.learning import LoraSettings, StudentConfig
 from configs.schema.target import TargetConfig
+from configs.schema.training import LoraSettings, StudentConfig
 from distill.student.kept_blocks import keep_layers
 from heads.frozen.checkpoint_files import UNREADABLE
 from heads.frozen.identity import hash_tokenizer, locate

@@ -9,8 +9,8 @@ from itertools import product
 from pathlib import Path
 
 from configs.runtime.loading import read_values
+from configs.schema.base import Value
 from configs.schema.commands.advising import AdviceConfig, FamilyTrials
-from configs.schema.commands.recipe_changes import Value
 from configs.schema.training import DistillConfig, HeadsConfig
 from scripts.advice.trained_runs import Recipe, TrainingRun, in_own_folder, load_changed
 

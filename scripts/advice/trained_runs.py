@@ -20,7 +20,7 @@ from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.files import CHECKOUT, sha256_of, write_json
 from configs.runtime.loading import load_config
 from configs.runtime.run_record import training_fingerprint
-from configs.schema.commands.recipe_changes import Value
+from configs.schema.base import Value
 from configs.schema.training import DistillConfig, HeadsConfig
 
 ENTRIES = {DistillConfig: CHECKOUT / "train" / "distill.py", HeadsConfig: CHECKOUT / "train" / "heads.py"}

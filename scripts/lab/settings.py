@@ -5,12 +5,12 @@ The defaults are the runs whose results are in `docs/results/`. Imports no torch
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from configs.schema.base import NonNegativeInt, PositiveFloat, PositiveInt, Settings, Share
-from configs.schema.commands.recipe_changes import Setting, check_names, dotted
+from configs.schema.base import NonNegativeInt, PositiveFloat, PositiveInt, Setting, Settings, Share, dotted, unless_names
 from configs.schema.evaluation import CostConfig, LosslessConfig, SuiteConfig
 from configs.schema.target import EngineStatesConfig, TargetConfig
 
@@ -98,20 +98,14 @@ class BenchHeadsConfig(Settings):
             return value
         return {name: dict(dotted(changes)) if isinstance(changes, dict) else changes for name, changes in value.items()}
 
-    @model_validator(mode="after")
-    def _variants_have_a_recipe_and_names(self) -> Self:
+    def objections(self) -> Iterator[str]:
         if self.variants and not self.recipes:
-            raise ValueError("variants are changes to the first of `recipes`, and there is none: name one")
-        check_names("variants", self.variants)
-        return self
-
-    @model_validator(mode="after")
-    def _suites_are_told_apart(self) -> Self:
+            yield "variants are changes to the first of `recipes`, and there is none: name one"
+        yield from unless_names("variants", self.variants)
         names = [suite.label for suite in self.suites]
         if len({*self.held_out, *names}) < len(self.held_out) + len(names):
             held_out = " or ".join(map(repr, self.held_out))
-            raise ValueError(f"suites must have different names, and none may be {held_out}, got {names}: give each a `name`")
-        return self
+            yield f"suites must have different names, and none may be {held_out}, got {names}: give each a `name`"
 
 
 class BenchDecodeConfig(Settings):

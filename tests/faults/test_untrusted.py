@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from configs.runtime.errors import InputError
 from configs.schema.heads import MedusaSettings
-from configs.schema.learning import StudentConfig
 from configs.schema.target import TargetConfig
+from configs.schema.training import StudentConfig
 from distill.cache.format import read_manifest, read_places
 from distill.cache.reader import TargetCache
 from distill.cache.storage import Folder

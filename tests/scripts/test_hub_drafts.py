@@ -15,8 +15,8 @@ from configs.runtime.errors import InputError
 from configs.schema.commands.release import TORCH_FILES, ExportConfig, ImportConfig
 from configs.schema.evaluation import EvalConfig, GateConfig
 from configs.schema.heads import MedusaSettings
-from configs.schema.learning import StudentConfig
 from configs.schema.target import TargetConfig
+from configs.schema.training import StudentConfig
 from distill.student.init import initial_draft
 from eval import gate
 from eval.measure.proposers import load_evaluated

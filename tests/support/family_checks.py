@@ -24,7 +24,7 @@ from configs.schema.heads import (
     PEagleSettings,
     XPressSettings,
 )
-from configs.schema.learning import LossConfig
+from configs.schema.training import LossConfig
 from distill.loss.head_objective import HeadObjective
 from eval.decoder.decode import generate
 from heads.artifact import load_draft

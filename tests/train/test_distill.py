@@ -13,8 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoModelForCausalLM
 
 from configs.runtime.errors import ConfigError, InputError
-from configs.schema.learning import OptimizerConfig, StudentConfig
-from configs.schema.training import ScheduleConfig
+from configs.schema.training import OptimizerConfig, ScheduleConfig, StudentConfig
 from distill.dataset.batches import ConversationDataset, collate
 from distill.student.init import initial_draft
 from heads.artifact import load_draft

@@ -29,8 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 from configs.runtime.errors import ConfigError
-from configs.schema.learning import OptimizerConfig
-from configs.schema.training import ScheduleConfig
+from configs.schema.training import OptimizerConfig, ScheduleConfig
 from train.loop.lineage import FSDP2, REPLICATED, engine_name, fsdp_is_requested
 from train.loop.task import Task
 

@@ -25,8 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from configs.runtime.errors import InputError, RunFailed, Stopped
-from configs.schema.learning import OptimizerConfig
-from configs.schema.training import ScheduleConfig
+from configs.schema.training import OptimizerConfig, ScheduleConfig
 from heads.device import to_device
 from heads.modules.interface import Batch
 from train.loop.checkpoints import START_AGAIN, Checkpoints, Progress, writing

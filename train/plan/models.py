@@ -16,8 +16,8 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from configs.runtime.errors import InputError, first_line
 from configs.schema.commands.planning import PlanConfig, PlanHeadsConfig
-from configs.schema.learning import StudentConfig
 from configs.schema.target import TargetConfig
+from configs.schema.training import StudentConfig
 from distill.student.init import add_adapters, overridden_config
 from distill.student.kept_blocks import keep_layers
 from heads.families.registry import FAMILIES

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from collections.abc import Iterator
+from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from configs.schema.base import NonNegativeInt, PositiveFloat, PositiveInt, Settings, check_rising
+from configs.schema.base import NonNegativeInt, PositiveFloat, PositiveInt, Settings, Value, unless_names, unless_rising
 from configs.schema.commands.planning import HardwareConfig
-from configs.schema.commands.recipe_changes import Value, check_names
 from configs.schema.commands.release import Engine
 from configs.schema.data import AnswersConfig, PromptsConfig
 from configs.schema.evaluation import CostConfig
@@ -67,19 +67,13 @@ class AdviceConfig(Settings):
     seed: NonNegativeInt = 0  # of answers that are drawn
     output: str = "runs/advice"  # folder: advice.md, advice.json, recipe.yaml, data/, trials/
 
-    @model_validator(mode="after")
-    def _there_is_something_to_try(self) -> Self:
+    def objections(self) -> Iterator[str]:
         if not self.families:
-            raise ValueError("families is empty, so that there is nothing to try; give at least one by name")
-        check_names("families", self.families)
-        check_rising("batches_shown", self.batches_shown, "batch")
-        return self
-
-    @model_validator(mode="after")
-    def _shares_leave_time_for_trials(self) -> Self:
+            yield "families is empty, so that there is nothing to try; give at least one by name"
+        yield from unless_names("families", self.families)
+        yield from unless_rising("batches_shown", self.batches_shown, "batch")
         if self.answer_share + self.comparison_share >= 1:
-            raise ValueError(
+            yield (
                 f"answer_share and comparison_share leave no time for trials: got {self.answer_share:g} and "
                 f"{self.comparison_share:g}, whose sum must be below 1"
             )
-        return self

@@ -31,26 +31,12 @@ class Preset(Settings):
 PRESETS: dict[PresetName, Preset] = {
     # Measured on two cores of a shared machine: a product of 2048-wide bfloat16 matrices, memory as in large matrix-vector
     # products.
-    "laptop_cpu": Preset(
-        memory_gib=16.0,
-        tflops=0.47,
-        memory_gb_per_second=18.0,
-        disk_gb_per_second=0.5,
-        host_memory_gib=16.0,
-    ),
+    "laptop_cpu": Preset(memory_gib=16.0, tflops=0.47, memory_gb_per_second=18.0, disk_gb_per_second=0.5, host_memory_gib=16.0),
     "a100_80gb": Preset(
-        memory_gib=79.0,
-        tflops=312.0,
-        memory_gb_per_second=2039.0,
-        disk_gb_per_second=2.0,
-        host_memory_gib=128.0,
+        memory_gib=79.0, tflops=312.0, memory_gb_per_second=2039.0, disk_gb_per_second=2.0, host_memory_gib=128.0
     ),
     "h100_80gb": Preset(
-        memory_gib=79.0,
-        tflops=989.0,
-        memory_gb_per_second=3350.0,
-        disk_gb_per_second=2.0,
-        host_memory_gib=256.0,
+        memory_gib=79.0, tflops=989.0, memory_gb_per_second=3350.0, disk_gb_per_second=2.0, host_memory_gib=256.0
     ),
 }
 PRESETS["h200_141gb"] = PRESETS["h100_80gb"].model_copy(update={"memory_gib": 139.0, "memory_gb_per_second": 4800.0})

@@ -5,14 +5,14 @@ Imports no torch.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from configs.schema.base import NonNegativeInt, PositiveInt, Settings
-from configs.schema.commands.recipe_changes import Setting, dotted
+from configs.schema.base import NonNegativeInt, PositiveInt, Setting, Settings, dotted
 from configs.schema.commands.release import Engine
-from configs.schema.data import AnswersConfig, AnswerServerConfig, RowFormat
+from configs.schema.data import AnswersConfig, AnswerServerConfig, RowFormat, unless_served
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import GateConfig, GateRule, LosslessConfig, SuiteConfig
 from configs.schema.target import TargetConfig
@@ -83,13 +83,10 @@ class RefreshConfig(Settings):
     def _sections_become_dotted_keys(cls, value: Any) -> Any:
         return dict(dotted(value)) if isinstance(value, dict) else value
 
-    @model_validator(mode="after")
-    def _the_target_answers(self) -> Self:
+    def objections(self) -> Iterator[str]:
         if self.answers.written_by == "dataset":
-            raise ValueError(
+            yield (
                 "answers.written_by must be target or server, got dataset: a log's answers are texts, and a draft learns from "
                 "the tokens that the target writes"
             )
-        if (self.answers.written_by == "server") != (self.server is not None):
-            raise ValueError("answers.written_by 'server' and a section server (url, model) go together")
-        return self
+        yield from unless_served(self.answers.written_by, self.server)

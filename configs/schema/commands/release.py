@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self, get_args
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from configs.schema.base import Dtype, NonNegativeFloat, PositiveInt, Settings
+from configs.schema.base import Dtype, NonNegativeFloat, PositiveInt, Settings, unless_once
 from configs.schema.target import TargetConfig
 
 # What an id of a hidden state in a draft's config means: a block's output (SGLang, SpecForge, z-lab, transformers), or h_i as
@@ -84,22 +85,9 @@ class PushConfig(Settings):
             )
         return value
 
-    @model_validator(mode="after")
-    def _exports_are_named_once(self) -> Self:
-        if len(set(self.exports)) < len(self.exports):
-            raise ValueError(f"exports must name each engine once, got {self.exports}")
-        return self
-
-    @field_validator("base_model")
-    @classmethod
-    def _is_a_hub_id(cls, value: str | None) -> str | None:
-        if value is not None and not HUB_ID.fullmatch(value):
-            raise ValueError(f"expected a Hub id (owner/name), got {value!r}")
-        return value
-
-    @field_validator("replace_commit")
-    @classmethod
-    def _is_a_commit(cls, value: str | None) -> str | None:
-        if value is not None and not COMMIT.fullmatch(value):
-            raise ValueError(f"expected the 40 characters of a commit's hash, got {value!r}")
-        return value
+    def objections(self) -> Iterator[str]:
+        yield from unless_once("exports", self.exports, "engine")
+        if self.base_model is not None and not HUB_ID.fullmatch(self.base_model):
+            yield f"base_model: expected a Hub id (owner/name), got {self.base_model!r}"
+        if self.replace_commit is not None and not COMMIT.fullmatch(self.replace_commit):
+            yield f"replace_commit: expected the 40 characters of a commit's hash, got {self.replace_commit!r}"

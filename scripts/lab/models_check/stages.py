@@ -23,8 +23,8 @@ from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import StaticTree
 from configs.schema.heads import Eagle3Settings, MtpSettings
-from configs.schema.learning import LossConfig, StudentConfig
 from configs.schema.target import TargetConfig
+from configs.schema.training import LossConfig, StudentConfig
 from distill.dataset.batches import Example, collate
 from distill.loss.draft_objective import DraftObjective
 from distill.loss.head_objective import HeadObjective

@@ -5,8 +5,7 @@ from pydantic import ValidationError
 
 from configs.schema.decoding import DecodeConfig, ParticleSampling, TypicalAcceptance
 from configs.schema.drafting import DynamicTree, EntropyStopping, StaticTree
-from configs.schema.learning import PolicyConfig
-from configs.schema.training import HeldOutDecodingConfig
+from configs.schema.training import HeldOutDecodingConfig, PolicyConfig
 
 GROWN = DynamicTree(kind="dynamic")
 TYPICAL = TypicalAcceptance(kind="typical")

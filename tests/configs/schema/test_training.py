@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from configs.schema.data import PromptsConfig
 from configs.schema.evaluation import GateRule
-from configs.schema.learning import LossConfig, StudentConfig
+from configs.schema.training import LossConfig, StudentConfig
 
 
 def test_layers_are_kept_by_default_only_where_the_student_is_made_of_the_target():

@@ -13,8 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from configs.runtime.errors import ConfigError, InputError
-from configs.schema.learning import LossConfig
-from configs.schema.training import DistillConfig, HeadsConfig
+from configs.schema.training import DistillConfig, HeadsConfig, LossConfig
 from distill.cache.format import SHARD, RowLayout, check_folder, pack_ids, read_places, unpack_ids
 from distill.cache.reader import check_fits, open_cache
 from distill.cache.rows import encode

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from configs.schema.learning import LossConfig
+from configs.schema.training import LossConfig
 from distill.loss import chunked
 from distill.loss.chunked import LogitHead, compare, model_head
 from distill.loss.divergences import DIVERGENCES, configured_divergence, cross_entropy, forward_kl, jsd

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from configs.schema.learning import LossConfig
+from configs.schema.training import LossConfig
 from distill.loss.divergences import (
     CLOSED_FORMS,
     DIVERGENCES,

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from configs.runtime.errors import InputError
-from configs.schema.learning import DivergenceName, DivergenceSettings, LossConfig, StudentConfig
+from configs.schema.training import DivergenceName, DivergenceSettings, LossConfig, StudentConfig
 from distill.dataset.batches import Example, collate
 from distill.loss.divergences import DIVERGENCES, configured_divergence
 from distill.loss.draft_objective import DraftObjective

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from configs.schema.learning import LossConfig
+from configs.schema.training import LossConfig
 from distill.loss import head_objective
 from distill.loss.head_objective import HeadObjective
 from heads.frozen.hidden_states import read_states

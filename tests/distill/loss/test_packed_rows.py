@@ -6,7 +6,7 @@ import torch
 from pydantic import TypeAdapter
 
 from configs.schema.heads import HeadConfig
-from configs.schema.learning import LossConfig
+from configs.schema.training import LossConfig
 from distill.dataset.batches import Example, collate
 from distill.dataset.packing import collate_packed
 from distill.loss.draft_objective import DraftObjective

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from configs.schema.learning import LoraSettings, StudentConfig
+from configs.schema.training import LoraSettings, StudentConfig
 from distill.student.init import add_adapters, initial_draft, merge_adapters
 
 IDS = torch.tensor([[7, 12, 3, 40]])

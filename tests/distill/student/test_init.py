@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from configs.runtime.errors import ConfigError, InputError
-from configs.schema.learning import StudentConfig
+from configs.schema.training import StudentConfig
 from distill.student.init import initial_draft
 from tests.support.family_configs import tiny_model
 

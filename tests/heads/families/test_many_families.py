@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from configs.runtime.errors import InputError
-from configs.schema.learning import LossConfig
+from configs.schema.training import LossConfig
 from distill.loss.head_objective import HeadObjective
 from heads.artifact import load_draft
 from heads.families.registry import FAMILIES, serve

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from configs.runtime.errors import InputError
-from configs.schema.learning import LossConfig
+from configs.schema.training import LossConfig
 from distill.loss.head_objective import HeadObjective
 from heads.families.eagle3 import mask_token
 from heads.families.peagle import kept_depths

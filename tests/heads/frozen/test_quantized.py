@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
 from configs.runtime.errors import InputError
-from configs.schema.learning import StudentConfig
 from configs.schema.target import TargetConfig
+from configs.schema.training import StudentConfig
 from distill.student.init import initial_draft
 from heads.artifact import load_draft, save_draft_lm
 from heads.frozen.identity import hash_weights

@@ -20,9 +20,8 @@ from safetensors.torch import load_file
 
 from configs.runtime.command import DONE
 from configs.runtime.errors import ConfigError, InputError
-from configs.schema.learning import OptimizerConfig
 from configs.schema.target import TargetConfig
-from configs.schema.training import ScheduleConfig
+from configs.schema.training import OptimizerConfig, ScheduleConfig
 from configs.startup import FAILED
 from heads.frozen.processes import join_processes
 from scripts.lab.bench.engines import largest_difference, read_losses, read_metric, split_everything

@@ -11,7 +11,7 @@ from transformers import MixtralConfig, Qwen3MoeConfig
 
 from configs.runtime.errors import InputError
 from configs.schema.commands.planning import PlanDistillConfig, PlanHeadsConfig
-from configs.schema.learning import StudentConfig
+from configs.schema.training import StudentConfig
 from distill.dataset.batches import ConversationDataset, collate
 from distill.loss.draft_objective import DraftObjective
 from distill.student.init import initial_draft

@@ -10,7 +10,7 @@ from torch.nn import functional
 from configs.runtime.errors import InputError
 from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import DFlashSettings
-from configs.schema.learning import LossConfig
+from configs.schema.training import LossConfig
 from distill.loss.head_objective import HeadObjective
 from heads.families.registry import FAMILIES
 from heads.frozen.hidden_states import read_states
