@@ -66,7 +66,12 @@ class EagleBody(HeadModule):
         self.norm = norm(shape)
         self.norm.load_state_dict({"weight": final_norm_scale(target)})
         self.lm_head = DraftHead(target, vocabulary, trainable=settings.train_head)
-        self.embed_tokens = own_embedding(target) if settings.own_embedding else None
+        self.embed_tokens: nn.Embedding | None = None
+        if settings.own_embedding:  # in float32, scaled as the target's may be
+            ids_V = torch.arange(target.config.get_text_config().vocab_size, device=target.device)
+            with torch.no_grad():
+                embedded_VD = target.get_input_embeddings()(ids_V).float()
+            self.embed_tokens = nn.Embedding.from_pretrained(embedded_VD, freeze=False)
         self.rotary = Rotary(shape)
         if settings.init_block is not None:
             for layer in self.layers:
@@ -98,7 +103,7 @@ class EagleBody(HeadModule):
 
 
 class Eagle3(EagleBody, ChainHead):
-    """An EAGLE-3 head on a frozen target (`heads.modules.output_head.HeadModule`, `heads.modules.autoregressive.ChainHead`)."""
+    """An EAGLE-3 head on a frozen target (`heads.modules.autoregressive.ChainHead`)."""
 
     settings: Eagle3Settings
 
@@ -156,7 +161,6 @@ class Eagle3Layer(HeadLayer):
         self.mlp = mlp(shape)
 
     def forward(self, embedded_BTD: Tensor, states_BTD: Tensor, rotation: Rotation, keys: LayerKeys) -> Tensor:
-        """Return the states after this layer."""
         if self.first:
             normed_BTD = self.hidden_norm(states_BTD)
             read_BTX = torch.cat([self.input_layernorm(embedded_BTD), normed_BTD], -1)
@@ -211,14 +215,6 @@ def _with_diagonals(q_BNTH: Tensor, mixed_BNTH: Tensor, log_sum_BNT: Tensor, lat
     for weight, (_, values) in zip(own_weights, later, strict=True):
         mixed = mixed + weight * values.unsqueeze(2)
     return mixed.flatten(1, 2)
-
-
-@torch.no_grad()
-def own_embedding(target: PreTrainedModel) -> nn.Embedding:
-    """Return a trainable embedding in float32 that gives what the target's gives, scaled as that may be."""
-    embedding = target.get_input_embeddings()
-    ids_V = torch.arange(target.config.get_text_config().vocab_size, device=target.device)
-    return nn.Embedding.from_pretrained(embedding(ids_V).float(), freeze=False)
 
 
 def default_taps(target: PreTrainedModel) -> tuple[int, int, int]:

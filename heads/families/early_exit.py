@@ -6,9 +6,8 @@ compares one depth alone. Its second exit, to stop drafting where the draft is u
 
 Blocks 1 to k draft into the target's cache and verification runs the other blocks only (`heads.proposers.self_speculation`).
 Where another draft stands between (a lookup, merged drafts), or the target's blocks do not run in two parts, the first blocks
-have a cache of their own and verification runs the whole target.
-Departures: the attention's output projection starts at 0 and the norm as the target's final one, so that an untrained exit
-gives what the blocks give with the target's own norm and head.
+have a cache of their own and verification runs the whole target. Departures: the attention's output projection starts at 0 and
+the norm as the target's final one, so that an untrained exit gives what the blocks give with the target's own norm and head.
 B batch, T positions, E = D width, N rows of a depth.
 """
 
@@ -16,7 +15,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +31,7 @@ from heads.inference.kv_cache import RowCache
 from heads.inference.model_checks import check_on_probe, probe_ids, relative_error
 from heads.inference.runner import runner_of
 from heads.modules.attention import causal_ranges
-from heads.modules.autoregressive import FeatureProposer, Window
+from heads.modules.autoregressive import FeatureProposer
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins
 from heads.modules.layers import (
     CachedKeys,
@@ -105,7 +103,6 @@ class ExitLayer(HeadLayer):
         nn.init.zeros_(self.self_attn.o_proj.weight)
 
     def forward(self, states_BTD: Tensor, rotation: Rotation, keys: LayerKeys) -> Tensor:
-        """Return the states after this layer."""
         return states_BTD + keys.attend(self.self_attn, self.input_layernorm(states_BTD), rotation)
 
 
@@ -151,12 +148,17 @@ class EarlyExitChain(FeatureProposer):
         if self._shared is None or not (lent and self._shared.has_cache):  # a batch may end with its prompts
             self._own = new_cache(self._reader, capacity + self._beyond)
             first = token_rows(tokens, self.device).uploads.rows([row[:1] for row in tokens])
-            self._read_alone(self._own, first.tensor, [0] * len(tokens))  # the others are tokens after a pending feature
+            self._read(first.tensor, [0] * len(tokens))  # the others are tokens after a pending feature
 
     def draft(self, text: TokenRows, chain: ChainBuilder, num_tokens: int) -> None:
         head, window = self.module.lm_head, self._pending.read(text)
         self._adapt(window.features_BTF, window.first)
-        exits_B1E = self._read_pending(text, window)
+        if self._own is not None:
+            self._own.keep_states_from(text.lengths)
+            exits_B1E = window.last(self._read(window.next_BT, shifted(window.first, 1))).unsqueeze(1)
+        else:
+            self._blocks.keep_states_from(window.ends)
+            exits_B1E = self._read(text.pending_B1, window.ends)
         for depth in range(num_tokens):
             states_B1D = self._adapt(exits_B1E, shifted(window.ends, depth))
             drafted_B = chain.add(head.logits(self.module.norm(states_B1D[:, 0])))
@@ -177,25 +179,16 @@ class EarlyExitChain(FeatureProposer):
         states_BTD: Tensor = self.module.layer(exits_BTE, self.module.rotary(exits_BTE, positions_BT), keys)
         return states_BTD
 
-    def _read_pending(self, text: TokenRows, window: Window) -> Tensor:
-        """Return the state after the first blocks of each row's pending token, `[B, 1, E]`."""
-        if self._own is None:
-            assert self._shared is not None, "without shared blocks there is a cache of one's own"
-            self._shared.keep_states_from(window.ends)
-            return self._shared.read(text.pending_B1, window.ends)
-        self._own.keep_states_from(text.lengths)
-        exits_BTE = self._read_alone(self._own, window.next_BT, shifted(window.first, 1))
-        return window.last(exits_BTE).unsqueeze(1)
-
-    def _read(self, ids_B1: Tensor, starts: Sequence[int]) -> Tensor:
-        """Return the states `[B, 1, E]` after the first blocks of tokens that are read now."""
+    def _read(self, ids_BT: Tensor, starts: Sequence[int]) -> Tensor:
+        """Return the states `[B, T, E]` after the first blocks of tokens that are read now."""
         if self._own is not None:
-            return self._read_alone(self._own, ids_B1, starts)
-        assert self._shared is not None, "without shared blocks there is a cache of one's own"
-        return self._shared.read(ids_B1, starts)
+            return forward_states(self._reader, self._own, ids_BT, starts, self.module.taps).taps_ABTE[0]
+        return self._blocks.read(ids_BT, starts)
 
-    def _read_alone(self, cache: RowCache, ids_BT: Tensor, starts: Sequence[int]) -> Tensor:
-        return forward_states(self._reader, cache, ids_BT, starts, self.module.taps).taps_ABTE[0]
+    @property
+    def _blocks(self) -> SharedBlocks:
+        assert self._shared is not None, "without shared blocks there is a cache of one's own"
+        return self._shared
 
 
 def reads_whole(model: PreTrainedModel) -> bool:
@@ -213,18 +206,18 @@ def check_exit(head: EarlyExit, model: PreTrainedModel) -> None:
         return
     first = f"the first {head.taps[0]} blocks of {type(model).__name__}"
     remedy = "take another one of head.taps, or another head.kind"
+
+    def error(model: PreTrainedModel) -> float:
+        ids_1T = probe_ids(model)
+        alone, whole = (read_states(each, ids_1T, head.taps) for each in (early_exit(model, head.taps[0]), model))
+        return relative_error(alone.taps_ABTE[0], whole.taps_ABTE[0])
+
     check_on_probe(
         model,
-        partial(_exit_error, num_layers=head.taps[0]),
+        error,
         fails=f"{first} do not run without the others ({{}}); {remedy}",
         differs=f"{first}, run without the others, give states that differ by {{:.2g}} of them; {remedy}",
     )
-
-
-def _exit_error(model: PreTrainedModel, num_layers: int) -> float:
-    ids_1T = probe_ids(model)
-    alone, whole = (read_states(each, ids_1T, [num_layers]) for each in (early_exit(model, num_layers), model))
-    return relative_error(alone.taps_ABTE[0], whole.taps_ABTE[0])
 
 
 FAMILY = Family(settings=EarlyExitSettings, build=EarlyExit, propose=EarlyExitChain, start=check_exit)

@@ -26,6 +26,7 @@ from heads.frozen.hidden_states import TargetStates, final_norm, num_blocks
 from heads.frozen.mtp_checkpoint import NativeMtp
 from heads.frozen.placement import own_copy
 from heads.inference.kv_cache import RowCache
+from heads.inference.model_checks import KNOWN_LAYER_TYPES
 from heads.modules.autoregressive import ChainHead, FeatureChain, FeatureProposer
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins, shifted_left
 from heads.modules.layers import HeadLayer, shape_like
@@ -35,9 +36,7 @@ from heads.modules.target_block import (
     CacheLayer,
     ChainKeys,
     Keys,
-    causal_mask,
     copy_block,
-    last_attention_block,
     unrolled_mask,
 )
 from heads.proposers.chain_builder import ChainBuilder
@@ -57,7 +56,9 @@ class Mtp(ChainHead):
         self.taps: tuple[int, ...] = (last,) if settings.reads == "pre_norm" else ()
         self.num_caches = 1 if settings.shared_depths else settings.num_depths
         self.unrolls_layers = settings.shared_depths
-        number = last_attention_block(target) if settings.init_block is None else settings.init_block
+        kinds = getattr(target.config.get_text_config(), "layer_types", None) or ()
+        known = [number for number, kind in enumerate(kinds) if kind in KNOWN_LAYER_TYPES]  # else the target is refused
+        number = (known[-1] if known else last - 1) if settings.init_block is None else settings.init_block
         self._context = BlockContext(target, number)
         self.layers = nn.ModuleList(
             MtpLayer(target, number, hidden_first=settings.concat_order == "hidden_first") for _ in range(self.num_caches)
@@ -66,7 +67,9 @@ class Mtp(ChainHead):
 
     def forward(self, batch: Batch, states: TargetStates) -> list[Depth]:
         """Predict `num_depths` tokens from every origin at once."""
-        visible_B1TT = causal_mask(batch.document_ids_BT)
+        documents_BT, T = batch.document_ids_BT, batch.document_ids_BT.shape[1]
+        causal_TT = torch.ones(T, T, dtype=torch.bool, device=documents_BT.device).tril()
+        visible_B1TT = (causal_TT & (documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1))).unsqueeze(1)
         chain = ChainKeys() if self.settings.shared_depths else None
         states_BTD = self.features(states)
         depths = []
@@ -169,7 +172,7 @@ def make_proposer(module: Mtp, device: torch.device) -> Proposer:
 
 
 def start_from_checkpoint(head: Mtp, target: PreTrainedModel) -> None:
-    """Give a new head the weights that the settings ask for: with `init: checkpoint` those in the target's own folder."""
+    """Give a new head the weights in the target's own folder, with `init: checkpoint`."""
     if head.settings.init == "scratch":
         return
     if not target.name_or_path:

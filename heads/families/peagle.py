@@ -50,14 +50,27 @@ class PEagle(EagleBody):
         settings, num_depths = self.settings, self.settings.num_depths
         shares = [max(settings.keep_share**depth, settings.min_keep_share) for depth in range(num_depths)]
         depths_BT, row_weights_BK = kept_depths(batch, shares if self.training else [1.0] * num_depths)
-        chains = make_chains(depths_BT, num_depths)  # on the host, as the places below
-        states_BUD = self._states(batch, states, chains.on(batch.input_ids_BT.device))
+        widths = (depths_BT.unsqueeze(-1) > torch.arange(1, num_depths)).sum(1).amax(0).tolist()
+        origins_BM = depths_BT.argsort(dim=1, descending=True, stable=True)[:, : max(widths, default=0)]
+        depths_BM = depths_BT.gather(1, origins_BM)  # on the host, as all places here
+        chains = Chains(upload(origins_BM, batch.input_ids_BT.device), tuple(widths))
+        origins_BS = chains.origins_BS
+        mask_ids_BS = torch.full_like(origins_BS, self.mask_token_id)
+        embedded_BUD = self.embed(torch.cat([shifted_left(batch.input_ids_BT, 1), mask_ids_BS], 1))
+        mask_BSD = self.fuse(self.mask_hidden).expand(*origins_BS.shape, -1)
+        states_BUD = torch.cat([self.features(states), mask_BSD], 1)
+        depth_S = torch.arange(1, num_depths).repeat_interleave(torch.tensor(widths, dtype=torch.int64))
+        ahead_BS = batch.position_ids_BT.gather(1, origins_BS) + upload(depth_S, origins_BS.device)
+        rotation = self.rotary(embedded_BUD, torch.cat([batch.position_ids_BT, ahead_BS], 1))
+        keys = ParallelKeys(causal_ranges(batch.position_ids_BT), chains)
+        for layer in self.layers:
+            states_BUD = layer(embedded_BUD, states_BUD, rotation, keys)
         T = batch.input_ids_BT.shape[1]
-        places_BM = torch.arange(len(depths_BT)).unsqueeze(1) * T + chains.origins_BM
+        places_BM = torch.arange(len(depths_BT)).unsqueeze(1) * T + origins_BM
         origins_N = (depths_BT > 0).flatten().nonzero().squeeze(1)
         found = [(flat(states_BUD[:, :T], origins_N), origins_N)]
         for depth, part_BMD in enumerate(states_BUD[:, T:].split(chains.widths, 1), start=1):
-            kept_BM = chains.depths_BM[:, : part_BMD.shape[1]] > depth  # trained, and no filling
+            kept_BM = depths_BM[:, : part_BMD.shape[1]] > depth  # trained, and no filling
             origins_N, order_N = places_BM[:, : part_BMD.shape[1]][kept_BM].sort()
             found.append((flat(part_BMD, kept_BM.flatten().nonzero().squeeze(1)[order_N]), origins_N))
         depths = []
@@ -65,20 +78,6 @@ class PEagle(EagleBody):
             row_weights_N = upload(row_weights_BK[origins_N // T, depth], states_ND.device)
             depths.append(self.at_depth(depth, self.norm(states_ND), origins_N, row_weights_N=row_weights_N))
         return depths
-
-    def _states(self, batch: Batch, states: TargetStates, chains: Chains) -> Tensor:
-        """Return the states `[B, T + S, D]` of all elements after the last layer."""
-        origins_BS = chains.origins_BS
-        mask_ids_BS = torch.full_like(origins_BS, self.mask_token_id)
-        embedded_BUD = self.embed(torch.cat([shifted_left(batch.input_ids_BT, 1), mask_ids_BS], 1))
-        mask_BSD = self.fuse(self.mask_hidden).expand(*origins_BS.shape, -1)
-        states_BUD = torch.cat([self.features(states), mask_BSD], 1)
-        ahead_BS = batch.position_ids_BT.gather(1, origins_BS) + chains.depth_S
-        rotation = self.rotary(embedded_BUD, torch.cat([batch.position_ids_BT, ahead_BS], 1))
-        keys = ParallelKeys(causal_ranges(batch.position_ids_BT), chains)
-        for layer in self.layers:
-            states_BUD = layer(embedded_BUD, states_BUD, rotation, keys)
-        return states_BUD
 
 
 class ParallelDrafts(FeatureProposer):
@@ -141,7 +140,7 @@ def _labelled(batch: Batch, depth: int) -> Tensor:
     return labelled_P.view_as(batch.loss_mask_BT)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Chains:
     """The further elements of a batch.
 
@@ -150,23 +149,12 @@ class Chains:
     """
 
     origins_BM: Tensor  # their positions in their rows, int64
-    depths_BM: Tensor  # for how many depths each is kept, depth 0 counted, int64
     widths: tuple[int, ...]  # how many of the M have an element at depth 1, 2, ...: as many as in the row that has most
 
     @property
     def origins_BS(self) -> Tensor:
         """The origin of each element."""
         return torch.cat([self.origins_BM[:, :0], *(self.origins_BM[:, :width] for width in self.widths)], 1)
-
-    @property
-    def depth_S(self) -> Tensor:
-        """The depth of each element, from 1."""
-        widths = torch.tensor(self.widths, dtype=torch.int64)
-        return upload(torch.arange(1, len(self.widths) + 1).repeat_interleave(widths), self.origins_BM.device)
-
-    def on(self, device: torch.device) -> Chains:
-        origins_BM, depths_BM = (upload(each_BM, device) for each_BM in (self.origins_BM, self.depths_BM))
-        return Chains(origins_BM=origins_BM, depths_BM=depths_BM, widths=self.widths)
 
     def by_chain(self, values_BNSX: Tensor) -> Tensor:
         """Return values of elements as `[B, N, M, R, X]`, 0 where a chain has ended."""
@@ -177,14 +165,6 @@ class Chains:
     def flat(self, values_BNMRX: Tensor) -> Tensor:
         """Return values by chain as `[B, N, S, X]`."""
         return torch.cat([values_BNMRX[:, :, :width, number] for number, width in enumerate(self.widths)], 2)
-
-
-def make_chains(depths_BT: Tensor, num_depths: int) -> Chains:
-    """Return the further elements of origins that are kept for so many depths."""
-    further = torch.arange(1, num_depths)
-    widths = (depths_BT.unsqueeze(-1) > further).sum(1).amax(0).tolist()
-    origins_BM = depths_BT.argsort(dim=1, descending=True, stable=True)[:, : max(widths, default=0)]
-    return Chains(origins_BM=origins_BM, depths_BM=depths_BT.gather(1, origins_BM), widths=tuple(widths))
 
 
 class ParallelKeys(LayerKeys):

@@ -37,10 +37,7 @@ def drafts_in_one_forward(kind: str) -> bool:
 
 
 def serve(head: nn.Module, target: PreTrainedModel) -> nn.Module:
-    """Put a head, in place, on the target's device and into its dtype, frozen.
-
-    What the target keeps in a wider dtype in its own blocks, such as routing biases of experts, stays so in copies of them.
-    """
+    """Put a head, in place, on the target's device and into its dtype, frozen; copies keep what the target keeps wider."""
     wide = wide_tensors(head, target)
     for tensor in chain(head.parameters(), head.buffers()):
         if tensor.is_floating_point() and id(tensor) not in wide:

@@ -67,7 +67,6 @@ class PendingFeatures:
         return Window(features_BTF=features_BTF, next_BT=ids.tensor, first=first, ends=ends, last_B=sizes.tensor_B - 1)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """Drop all rows but these, in this order."""
         self._kept_BSF = self._kept_BSF[on_device(rows, self._kept_BSF.device)]
         self._columns = [self._columns[row] for row in rows]
         self._first = [self._first[row] for row in rows]
@@ -126,7 +125,7 @@ class FeatureProposer(ABC):
     def start_tree(
         self, tokens: Tokens, tree: Tree | DynamicTreeSpec, drawn_by: SamplingConfig | None, rng: CounterRNG
     ) -> tuple[TokenRows, StaticTreeBuilder | DynamicTreeBuilder]:
-        """Return the rows' text, and the builder of a tree no deeper than the head drafts."""
+        """Return the text, and the builder of a tree no deeper than the head drafts."""
         text, longest = token_rows(tokens, self.device), self.module.settings.longest_draft
         tree = tree if longest is None else tree.cut(longest)
         self._has_read = True
@@ -167,7 +166,7 @@ class ChainHead(HeadModule):
         """
 
     def to_head(self, states_BD: Tensor, depth: int) -> Tensor:
-        """Return what the output head reads of states `[..., D]`; by default the states."""
+        """Return what the output head reads of states `[..., D]`."""
         return states_BD
 
     def draft_logits(self, states_BD: Tensor, depth: int) -> Tensor:

@@ -58,7 +58,7 @@ class Batch(NamedTuple):
         """This batch in host memory, where places of labels are looked up; one made on a device is copied, and waited for."""
         if self.origin is not None and all(mine is moved for mine, moved in zip(self, self.origin.moved, strict=False)):
             return self.origin.batch
-        return self._made_of([tensor.cpu() for tensor in self[:5]])
+        return Batch._make((*(tensor.cpu() for tensor in self[:5]), None, self.media))
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         """Return the batch on a device, as accelerate asks for it; the host does not wait for the copy."""
@@ -67,11 +67,7 @@ class Batch(NamedTuple):
             return self.on_host
         host = self.on_host
         moved = [upload(tensor, device) for tensor in host[:5]]
-        return self._made_of(moved, Origin(host, moved))
-
-    def _made_of(self, tensors: Sequence[Tensor], origin: Origin | None = None) -> Batch:
-        ids_BT, mask_BT, positions_BT, documents_BT, conversations_BC = tensors
-        return Batch(ids_BT, mask_BT, positions_BT, documents_BT, conversations_BC, origin, self.media)
+        return Batch._make((*moved, Origin(host, moved), self.media))
 
     def media_inputs(self, target: Target) -> MediaInputs | None:
         """Return what the target reads of the rows' media; None where no row has any."""

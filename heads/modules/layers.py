@@ -132,8 +132,7 @@ def number_of(config: Any, name: str) -> int | None:
 class HeadLayer(GradientCheckpointingLayer):
     """A part of a head that runs as one under activation checkpointing, and a unit of FSDP2.
 
-    Checkpointed, it keeps its inputs for the backward and runs again there. Keys that it hands on to later depths are its
-    output too, and are kept; what it notes for later (`heads.families.eagle3.UnrolledKeys`) it notes again, the same.
+    Run again in the backward, it notes again, the same, what later depths read (`heads.families.eagle3.UnrolledKeys`).
     """
 
     _gradient_checkpointing_func: Callable[..., Any]
@@ -148,7 +147,6 @@ class Rotary(nn.Module):
         self._embedding = (LlamaRotaryEmbedding(shape.llama_config()),)
 
     def forward(self, like: Tensor, position_ids_BT: Tensor) -> Rotation:
-        """Return the rotation of these positions, in the dtype of `like`."""
         (embedding,) = self._embedding
         cos_BTH, sin_BTH = embedding.to(like.device)(like, position_ids_BT)
         return cos_BTH, sin_BTH
@@ -179,15 +177,6 @@ class DraftAttention(nn.Module):
         v_BMTH = self._heads(self.v_proj(states_BTX)).transpose(1, 2)
         return apply_rotary_pos_emb(k_BMTH, k_BMTH, *rotation)[1], v_BMTH
 
-    def attend(self, q_BNTH: Tensor, k_BMSH: Tensor, v_BMSH: Tensor, visible_B1TS: Tensor) -> Tensor:
-        """Return the layer's output `[B, T, D]`."""
-        # Heads that share keys as rows: with a mask, kernels that know of such heads are those that hold all scores.
-        G, T = q_BNTH.shape[1] // k_BMSH.shape[1], q_BNTH.shape[2]
-        q_BMXH = q_BNTH.unflatten(1, (-1, G)).flatten(2, 3)
-        visible_B1XS = visible_B1TS.expand(-1, -1, T, -1).repeat(1, 1, G, 1)
-        mixed_BMXH = functional.scaled_dot_product_attention(q_BMXH, k_BMSH, v_BMSH, attn_mask=visible_B1XS)
-        return self.output(mixed_BMXH.unflatten(2, (G, T)).flatten(1, 2))
-
     def output(self, mixed_BNTH: Tensor) -> Tensor:
         """Return mixed values `[B, N, T, H]` projected to `[B, T, D]`."""
         return self.o_proj(mixed_BNTH.transpose(1, 2).flatten(2))
@@ -197,7 +186,6 @@ class DraftAttention(nn.Module):
 
 
 def mlp(shape: LayerShape) -> nn.Module:
-    """Return the gated MLP of a draft layer."""
     return LlamaMLP(shape.llama_config())
 
 
@@ -236,7 +224,13 @@ class CachedKeys(LayerKeys):
 
     def attend(self, attention: DraftAttention, states_BTX: Tensor, rotation: Rotation) -> Tensor:
         k_BMSH, v_BMSH = self.cache.update(*attention.keys_values(states_BTX, rotation), self.layer)
-        return attention.attend(attention.queries(states_BTX, rotation), k_BMSH, v_BMSH, self.visible_B1TS)
+        q_BNTH = attention.queries(states_BTX, rotation)
+        # Heads that share keys as rows: with a mask, kernels that know of such heads are those that hold all scores.
+        G, T = q_BNTH.shape[1] // k_BMSH.shape[1], q_BNTH.shape[2]
+        q_BMXH = q_BNTH.unflatten(1, (-1, G)).flatten(2, 3)
+        visible_B1XS = self.visible_B1TS.expand(-1, -1, T, -1).repeat(1, 1, G, 1)
+        mixed_BMXH = functional.scaled_dot_product_attention(q_BMXH, k_BMSH, v_BMSH, attn_mask=visible_B1XS)
+        return attention.output(mixed_BMXH.unflatten(2, (G, T)).flatten(1, 2))
 
 
 class DraftLayer(HeadLayer):
@@ -250,7 +244,6 @@ class DraftLayer(HeadLayer):
         self.mlp = mlp(shape)
 
     def forward(self, states_BTD: Tensor, rotation: Rotation, keys: LayerKeys) -> Tensor:
-        """Return the states after this layer."""
         states_BTD = states_BTD + keys.attend(self.self_attn, self.input_layernorm(states_BTD), rotation)
         return states_BTD + self.mlp(self.post_attention_layernorm(states_BTD))
 

@@ -76,11 +76,10 @@ class DraftHead(nn.Module):
 
     @property
     def config(self) -> object:
-        """The target's, for `heads.inference.causal_lm.head_logits`."""
         return self._target[0].config
 
     def get_output_embeddings(self) -> Callable[[Tensor], Tensor]:
-        """Return what makes raw logits, for `heads.inference.causal_lm.head_logits`."""
+        """Return what makes raw logits; this and `config` are for `heads.inference.causal_lm.head_logits`."""
         weight_WD, bias_W = self._weights()
         if (dtype := autocast_dtype(weight_WD)) is not None:  # cast once: a loss asks for logits some rows at a time
             made_of = weight_WD.data_ptr(), weight_WD._version, dtype

@@ -138,12 +138,6 @@ class BlockContext:
         return relative_error(apart_1TD.to(target.device), seen[number + 1])
 
 
-def last_attention_block(target: PreTrainedModel) -> int:
-    """Return the number of the last block that an MTP module can have; of a target without such blocks that of the last."""
-    kinds = getattr(target.config.get_text_config(), "layer_types", None) or ()
-    return max((number for number, kind in enumerate(kinds) if kind in KNOWN_LAYER_TYPES), default=num_blocks(target) - 1)
-
-
 def copy_block(target: PreTrainedModel, number: int) -> nn.Module:
     """Return a trainable copy of a block of the target's, on the target's device and in its dtype."""
     block = own_copy(blocks(target)[number]).to(target.device)
@@ -167,14 +161,6 @@ def wide_tensors(head: nn.Module, target: PreTrainedModel) -> set[int]:
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return chain(module.named_parameters(), module.named_buffers())
-
-
-def causal_mask(document_ids_BT: Tensor) -> Tensor:
-    """Return which keys each position sees in training, bool `[B, 1, T, T]`: those before it in its document, and itself."""
-    T = document_ids_BT.shape[1]
-    causal_TT = torch.ones(T, T, dtype=torch.bool, device=document_ids_BT.device).tril()
-    together_BTT = document_ids_BT.unsqueeze(2) == document_ids_BT.unsqueeze(1)
-    return (causal_TT & together_BTT).unsqueeze(1)
 
 
 def unrolled_mask(visible_B1TT: Tensor, depth: int, window: int | None) -> Tensor:

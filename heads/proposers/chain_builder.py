@@ -5,13 +5,10 @@ the round named by the row's length, and each row ends by the decoder's stopping
 another stops when all rows are `finished`; one that has all distributions from a single forward adds them all.
 
 A stopping rule sees each distribution before a token is drawn from it, or the draft's own estimate of its acceptance, and never
-the token. A rule that saw the token would bias the output: let p = q put 1/2 on each of a and b, and drop b when it is drawn;
-then a comes out with probability 1/2 + 1/2 * 1/2 = 3/4. Given that the drafts before position i were kept, both "draw from q_i,
-test, take the residual" and "draft nothing, take the target's own token" put p_i there. For block verification the chance that
-a prefix is kept, given its tokens, is its P_i (`eval.decoder.chain_rules`), by induction from the end where drafting went on
-and by definition where it did not. `tests/eval/decoder/test_stopping.py` enumerates both.
-
-Rows decide for themselves, so that a request gets the same tokens in any batch.
+the token, which would bias the output: let p = q put 1/2 on each of a and b, and drop b when it is drawn; then a comes out with
+probability 3/4. Given that the drafts before position i were kept, both "draw from q_i, test, take the residual" and "draft
+nothing, take the target's own token" put p_i there; `tests/eval/decoder/test_stopping.py` enumerates this, also for block
+verification. Rows decide for themselves, so that a request gets the same tokens in any batch.
 B batch, G drafts, K further drafts, W draft vocabulary, V target vocabulary.
 """
 

@@ -36,7 +36,7 @@ from heads.vocabulary import DraftVocabulary
 
 
 class DraftLM:
-    """A draft model as a proposer (`heads.proposers.protocol.TreeProposer`, `heads.proposers.protocol.CachesDrafts`).
+    """A draft model as a proposer (`heads.proposers.protocol.TreeProposer`), whose cache holds what it has drafted.
 
     Args:
         model: a causal LM that reads the target's token ids.
@@ -101,8 +101,7 @@ class DraftLM:
         while frontier := builder.add(head_logits(self.model, hidden_BMD)[..., : self.vocab_size]):
             attention = slots.place(frontier)
             hidden_BMD = forward_rows(self.model, self._cache, frontier.tokens_BM, attention.starts, attention)
-        # The accepted path is not looked up in the cache: the next round's first forward reads its tokens again, together with
-        # the pending one.
+        # The accepted path is not looked up in the cache: the next round's first forward reads it with the pending token.
         self._proposed_from = self._cached = list(lengths)
         return self._at_home(builder.proposal())
 
@@ -112,6 +111,7 @@ class DraftLM:
         self._proposed_from = list(self._cached)  # what another draft proposes next is not in the cache
 
     def discard_drafts(self, rows: Sequence[int]) -> None:
+        """Forget the last proposal in these rows, for which another's drafts were verified. Comes before `commit`."""
         for row in rows:
             self._cached[row] = min(self._cached[row], self._proposed_from[row])
 
@@ -139,9 +139,8 @@ class DraftLM:
     def _read_text(self, text: TokenRows) -> Tensor:
         """Read the tokens that the cache lacks; return the state `[B, D]` after each row's last.
 
-        A row that lacks fewer than another is padded at its end, where its drafts overwrite the padding. Tokens that were read
-        are not read again: states cannot go back so far (`heads.inference.recurrent_cache`). Padding that does not fit the
-        cache is read in several forwards.
+        A row that lacks fewer than another is padded at its end, where its drafts overwrite the padding; padding that does not
+        fit the cache is read in several forwards. Recurrent states cannot go back so far that tokens are read again.
         """
         lengths, starts = text.lengths, self._cached
         self._cache.keep_states_from(lengths)

@@ -17,8 +17,8 @@ from configs.runtime.errors import InputError
 from configs.schema.decoding import SamplingConfig
 from heads.device import RowNumbers, on_device, token_rows
 from heads.frozen.hidden_states import TargetStates
+from heads.proposers.draft_lm import DraftLM
 from heads.proposers.protocol import (
-    CachesDrafts,
     LearningProposer,
     LooksUp,
     Proposal,
@@ -72,7 +72,7 @@ class LookupFirst:
         return _chosen(found_ids.tensor, found_counts, own, by_lookup)
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
-        if self._overruled and isinstance(self.draft, CachesDrafts):
+        if self._overruled and isinstance(self.draft, DraftLM):
             self.draft.discard_drafts(self._overruled)
         for each in (self.lookup, self.draft):
             each.commit(num_accepted, states)

@@ -133,14 +133,6 @@ class LooksUp(Proposer):
 
 
 @runtime_checkable
-class CachesDrafts(Proposer, Protocol):
-    """A draft whose cache holds what it has drafted, and keeps as much as `commit` says was accepted."""
-
-    def discard_drafts(self, rows: Sequence[int]) -> None:
-        """Forget the last proposal in these rows, for which another's drafts were verified. Comes before `commit`."""
-
-
-@runtime_checkable
 class TargetReader(Proposer, Protocol):
     """A draft made of the target's own blocks, which runs the target for the decoder to reuse what drafting has computed."""
 

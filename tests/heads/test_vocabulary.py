@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from configs.runtime.errors import InputError
-from heads.inference.causal_lm import HeadRows, head_logits, head_rows
+from heads.inference.causal_lm import HeadRows, head_logits
 from heads.vocabulary import DraftVocabulary, keep_head_rows, read_draft_vocabulary
 
 IDS = [0, 3, 7, 40, 63]
@@ -46,15 +46,6 @@ def test_a_cut_head_keeps_its_bias_and_the_soft_cap_of_its_architecture(tiny_lla
     torch.testing.assert_close(HeadRows.of(model, torch.tensor(IDS)).logits(hidden), whole[..., IDS], rtol=0, atol=1e-12)
     keep_head_rows(model, vocabulary_of(IDS))
     torch.testing.assert_close(head_logits(model, hidden), whole[..., IDS], rtol=0, atol=1e-12)
-
-
-def test_the_gradient_of_gathered_rows_reaches_these_rows_of_the_head_and_no_others(tiny_llama):
-    model = tiny_llama()
-    rows, bias = head_rows(model, torch.tensor(IDS))
-    rows.sum().backward()
-    touched = model.get_output_embeddings().weight.grad.abs().sum(-1).nonzero().flatten()
-    assert bias is None
-    assert touched.tolist() == IDS
 
 
 def test_a_head_without_such_rows_or_that_is_not_linear_is_refused(tiny_llama):

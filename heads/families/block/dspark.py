@@ -32,50 +32,35 @@ class DSpark(StepwiseBlock):
 
     def __init__(self, settings: DSparkSettings, target: PreTrainedModel, vocabulary: DraftVocabulary | None) -> None:
         super().__init__(settings, target, vocabulary)
-        self.markov_head = MarkovBias(self.lm_head.vocab_size, settings.markov_rank, self.lm_head.num_tokens)
-        self.confidence_head = Confidence(self.fc.out_features + settings.markov_rank)
+        rank = settings.markov_rank
+        by_token, bias = nn.Embedding(self.lm_head.vocab_size, rank), nn.Linear(rank, self.lm_head.num_tokens, bias=False)
+        nn.init.zeros_(bias.weight)  # an untrained bias is 0
+        self.markov_head = nn.ModuleDict({"markov_w1": by_token, "markov_w2": bias})
+        self.confidence_head = nn.ModuleDict({"proj": nn.Linear(self.fc.out_features + rank, 1)})
 
     def joined(self, states: Tensor, before: Tensor) -> Tensor:
         """Return the input of logits and confidence, `[..., D + R]`, from final states and the tokens before them."""
-        return torch.cat([states, self.markov_head.markov_w1(before).to(states.dtype)], -1)
+        return torch.cat([states, self.markov_head["markov_w1"](before).to(states.dtype)], -1)
+
+    def confidence(self, joined: Tensor) -> Tensor:
+        """Return the logit `[...]` of the probability that a draft is accepted."""
+        return cast(Tensor, self.confidence_head["proj"](joined).squeeze(-1))
 
     def correct(self, base: Tensor, joined: Tensor) -> Tensor:
-        return base + self.markov_head.markov_w2(joined[..., self.fc.out_features :])
+        return base + cast(Tensor, self.markov_head["markov_w2"](joined[..., self.fc.out_features :]))
 
     def depth(self, batch: Batch, anchors: Anchors, number: int, states_BAD: Tensor) -> Depth:
         depth = super().depth(batch, anchors, number, states_BAD)
         joined_ND = self.joined(depth.hidden_ND, flat(batch.input_ids_BT, depth.origins_N + number + 1))
         return replace(
-            self.corrected(depth, joined_ND, [self.markov_head.markov_w2.weight]),
-            confidence_N=self.confidence_head(joined_ND),
+            self.corrected(depth, joined_ND, self.markov_head["markov_w2"].parameters()),
+            confidence_N=self.confidence(joined_ND),
             confidence_weight=self.settings.confidence_weight,
         )
 
     def step(self, base_BW: Tensor, state_BD: Tensor, before_B: Tensor, carried: Tensor | None) -> DraftStep:
         joined_BD = self.joined(state_BD, before_B)
-        return DraftStep(self.correct(base_BW, joined_BD), self.confidence_head(joined_BD).float().sigmoid())
-
-
-class MarkovBias(nn.Module):
-    """W1 by token of the target, and W2 by token of the draft, which starts at 0: an untrained bias is 0."""
-
-    def __init__(self, vocab_size: int, rank: int, draft_vocab_size: int) -> None:
-        super().__init__()
-        self.markov_w1 = nn.Embedding(vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
-        nn.init.zeros_(self.markov_w2.weight)
-
-
-class Confidence(nn.Module):
-    """The logit of the probability that a draft is accepted."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.proj = nn.Linear(width, 1)
-
-    def forward(self, joined: Tensor) -> Tensor:
-        """Return a logit `[...]` for each of the states `[..., D + R]`."""
-        return cast(Tensor, self.proj(joined).squeeze(-1))
+        return DraftStep(self.correct(base_BW, joined_BD), self.confidence(joined_BD).float().sigmoid())
 
 
 FAMILY = Family(settings=DSparkSettings, build=DSpark, propose=StepwiseDrafter, in_one_forward=True)

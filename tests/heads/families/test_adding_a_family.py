@@ -13,11 +13,11 @@ from configs.schema import heads as schema
 from configs.schema.decoding import DecodeConfig
 from configs.schema.training import HeadsConfig
 from distill.dataset.batches import ConversationDataset, make_loader
-from distill.dataset.conversations import Conversation
 from eval.decoder.decode import generate
 from heads.artifact import load_draft
 from heads.families.registry import FAMILIES
 from tests.support import family_checks as checks
+from tests.support.caches import conversation
 from train.launch import make_accelerator
 from train.loop.loop import train
 from train.tasks.head import HeadTask
@@ -52,7 +52,9 @@ def test_it_trains_and_its_artifact_decodes_as_the_target_alone(settings_class, 
     short = ["schedule.epochs=6", "schedule.batch_size=4", "schedule.trackers=[]", "schedule.mixed_precision=no"]
     short.append("optimizer.learning_rate=0.01")
     config = load_config(config_class, tmp_path / "recipe.yaml", [f"output={tmp_path / 'run'}", *short])
-    rows = conversations(target.model)
+    prompts = [[7 + number, 12, 3, 40 + number] for number in range(8)]
+    answers = generate(target, prompts, DecodeConfig(num_speculative_tokens=0, max_new_tokens=12))
+    rows = [conversation(*each, f"p{number}") for number, each in enumerate(zip(prompts, answers, strict=True))]
     accelerator = make_accelerator(config.schedule, tmp_path / "run")
     task = HeadTask(config, target, rows, rows[:2], accelerator)
     plain_loss, losses = task.loss, []
@@ -71,26 +73,6 @@ def test_it_trains_and_its_artifact_decodes_as_the_target_alone(settings_class, 
     settings = DecodeConfig(num_speculative_tokens=3, max_new_tokens=16, batch_size=2)
     plain = generate(target, checks.PROMPTS, settings.model_copy(update={"num_speculative_tokens": 0}))
     assert generate(target, checks.PROMPTS, settings, loaded.proposer) == plain
-
-
-def conversations(model):
-    """Return eight conversations whose answers are the target's greedy ones."""
-    rows = []
-    for number in range(8):
-        ids_1T = torch.tensor([[7 + number, 12, 3, 40 + number]])
-        answer = model.generate(ids_1T, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, 4:].tolist()
-        rows.append(
-            Conversation(
-                prompt_id=f"p{number}",
-                category="c",
-                turn=0,
-                messages=(),
-                prompt_ids=tuple(ids_1T[0].tolist()),
-                answer_ids=tuple(answer),
-                ended=False,
-            )
-        )
-    return rows
 
 
 def test_it_passes_what_every_family_has_to_show(settings_class, as_target):

@@ -3,13 +3,11 @@
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from configs.runtime.errors import InputError
 from configs.schema.heads import Eagle3Settings
 from heads.families.eagle3 import Eagle3, UnrolledKeys, copy_block, default_taps
 from heads.families.registry import serve
-from heads.frozen.hidden_states import final_norm
 from heads.modules.attention import causal_ranges
 from heads.modules.interface import labelled_origins
 from tests.support import family_checks as checks
@@ -79,18 +77,6 @@ def test_states_are_made_where_a_label_follows_alone_and_are_the_same_there(name
         kept_N = torch.isin(whole.origins_N, some.origins_N)
         torch.testing.assert_close(some.hidden_ND, whole.hidden_ND[kept_N], atol=1e-6, rtol=1e-6)
     assert all(width < mask_BT.shape[1] - 2 for width in widths[: head.settings.num_depths])
-
-
-@pytest.mark.parametrize("name", TARGETS)
-@torch.no_grad()
-def test_the_last_norm_starts_with_the_scale_of_the_targets(name):
-    scaled = AutoModelForCausalLM.from_config(checks.CONFIGS[name], dtype=torch.float64)
-    scaled.load_state_dict(checks.tiny_target(name).state_dict())
-    final_norm(scaled).weight.add_(torch.randn(32))
-    states_ND = torch.randn(5, 32)
-    states_ND -= states_ND.mean(-1, keepdim=True)  # a layer norm takes the mean off, the head's norm does not
-    head = Eagle3(EAGLE, scaled, None).double()
-    torch.testing.assert_close(head.norm(states_ND), final_norm(scaled)(states_ND.double()), atol=1e-4, rtol=1e-4)
 
 
 def test_taps_are_those_of_the_engines_where_none_are_given(tiny_llama, model):

@@ -6,10 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from configs.runtime.errors import InputError
 from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import MtpSettings
-from heads.families.mtp import Mtp
 from heads.families.registry import FAMILIES
 from heads.frozen.hidden_states import final_norm, read_states
 from heads.inference.runner import backbone
@@ -17,8 +15,6 @@ from heads.sampling.counter_rng import CounterRNG
 from tests.support import family_checks as checks
 
 SHARED, OWN = checks.SETTINGS["mtp"], checks.SETTINGS["mtp, a module a depth"]
-KINDS = pytest.mark.parametrize("settings", [SHARED, OWN], ids=["shared", "own"])
-FAMILY_NAMES = pytest.mark.parametrize("name", checks.CONFIGS)
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +24,6 @@ def target(as_target):
 
 def changed(settings, **values):
     return MtpSettings.model_validate(settings.model_dump() | values)
-
-
-# --- the training forward against models of transformers that know nothing of heads -------------------------------
 
 
 def one_block_model(model, block, norm, number):
@@ -47,102 +40,60 @@ def one_block_model(model, block, norm, number):
     return lambda embedded_TD: backbone(whole)(inputs_embeds=embedded_TD.unsqueeze(0), use_cache=False).last_hidden_state[0]
 
 
-def fused(layer, model, token, state_D, *, hidden_first):
-    """Return what the module's block reads of one token and one state."""
-    parts = [layer.enorm(model.get_input_embeddings()(torch.tensor(token))), layer.hnorm(state_D)]
-    return layer.eh_proj(torch.cat(parts[::-1] if hidden_first else parts))
+def naive_states(head, model, ids, states_TD, origin, num_depths, number):
+    """Return the states at an origin by depth: the whole text up to there run again, in its chain or by module after module."""
+    settings, states, sequence = head.settings, [], []
 
+    def fused(layer, token, state_D):
+        parts = [layer.enorm(model.get_input_embeddings()(torch.tensor(token))), layer.hnorm(state_D)]
+        return layer.eh_proj(torch.cat(parts[::-1] if settings.concat_order == "hidden_first" else parts))
 
-def naive_shared(head, model, ids, states_TD, origin, num_depths, number, hidden_first):
-    """Return the states of one origin's chain: the whole sequence run again from its start for every depth."""
-    (layer,) = head.layers
-    run = one_block_model(model, layer.mtp_block, layer.post_norm, number)
-    sequence = [fused(layer, model, ids[t + 1], states_TD[t], hidden_first=hidden_first) for t in range(origin + 1)]
-    states = [run(torch.stack(sequence))[-1]]
-    for depth in range(1, num_depths):
-        sequence.append(fused(layer, model, ids[origin + 1 + depth], states[-1], hidden_first=hidden_first))
-        states.append(run(torch.stack(sequence))[-1])
-    return states
-
-
-def naive_own(head, model, ids, states_TD, origin, num_depths, number, hidden_first):
-    """Return the states at one origin of one module after the other, each run over the whole text up to there."""
-    states = []
-    for depth, layer in enumerate(head.layers[:num_depths]):
+    for depth in range(num_depths):
+        layer = head.layers[0 if settings.shared_depths else depth]
         run = one_block_model(model, layer.mtp_block, layer.post_norm, number)
-        sequence = [fused(layer, model, ids[t + 1 + depth], states_TD[t], hidden_first=hidden_first) for t in range(origin + 1)]
+        if depth == 0 or not settings.shared_depths:
+            sequence = [fused(layer, ids[t + 1 + depth], states_TD[t]) for t in range(origin + 1)]
+        else:
+            sequence.append(fused(layer, ids[origin + 1 + depth], states[-1]))
         states_TD = run(torch.stack(sequence))
         states.append(states_TD[-1])
     return states
 
 
-def assert_states_are_naive(head, model, number, tolerance=1e-5, *, hidden_first=False, pre_norm=False):
-    ids = checks.PROMPTS[1]
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("settings", "name", "values"),
+    [
+        *((settings, name, {}) for settings in (SHARED, OWN) for name in checks.CONFIGS),
+        # Block 2 slides over 5 positions, fewer than the text has.
+        *((settings, "gemma3", {"init_block": 2}) for settings in (SHARED, OWN)),
+        (SHARED, "gemma3", {"concat_order": "hidden_first"}),
+        (SHARED, "gemma3", {"reads": "pre_norm"}),
+    ],
+)
+def test_states_are_those_of_the_targets_own_model_run_origin_by_origin(settings, name, values):
+    model, ids, seen = checks.tiny_target(name), checks.PROMPTS[1], 0
+    head = checks.build(changed(settings, **values), model)
     batch, states = checks.inputs_of(model, [ids], head.taps)
     depths = head(batch, states)
-    states_TD = (states.taps_ABTE[0] if pre_norm else states.final_BTE)[0]
-    naive, seen = naive_shared if head.settings.shared_depths else naive_own, 0
+    states_TD = (states.taps_ABTE[0] if "reads" in values else states.final_BTE)[0]
     for origin in range(len(ids) - 2):
         num_depths = min(3, len(ids) - 2 - origin)
-        expected = naive(head, model, ids, states_TD, origin, num_depths, number, hidden_first)
+        expected = naive_states(head, model, ids, states_TD, origin, num_depths, values.get("init_block", 3))
         for depth, state_D in enumerate(expected):
-            torch.testing.assert_close(
-                checks.hidden_at(depths, depth, origin)[0], state_D, atol=tolerance, rtol=tolerance, msg=f"{origin} {depth}"
-            )
+            torch.testing.assert_close(checks.hidden_at(depths, depth, origin)[0], state_D, atol=1e-5, rtol=1e-5)
             seen += 1
     assert seen == sum(len(depth.origins_N) for depth in depths)
 
 
-@torch.no_grad()
-@KINDS
-@FAMILY_NAMES
-def test_states_are_those_of_the_targets_own_model_run_origin_by_origin(name, settings):
-    model = checks.tiny_target(name)
-    assert_states_are_naive(checks.build(settings, model), model, number=3)
-
-
-@torch.no_grad()
-@KINDS
-def test_a_sliding_block_sees_its_window_and_no_more(settings):
-    model = checks.tiny_target("gemma3")  # block 2 slides over 5 positions, fewer than the text has
-    assert_states_are_naive(checks.build(changed(settings, init_block=2), model), model, number=2)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("values", "told"),
-    [({"concat_order": "hidden_first"}, {"hidden_first": True}), ({"reads": "pre_norm"}, {"pre_norm": True})],
-)
-def test_order_and_place_of_what_is_read_are_as_set(values, told):
-    model = checks.tiny_target("gemma3")
-    assert_states_are_naive(checks.build(changed(SHARED, **values), model), model, number=3, **told)
-
-
-# --- what every family has to show --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "values", [{"init_block": 2}, {"shared_depths": False, "init_block": 2}, {"num_depths": 5, "shared_depths": False}]
-)
-def test_it_drafts_as_it_was_trained_in_a_window_and_with_depths_to_spare(values):
-    model = checks.tiny_target("gemma3")
-    checks.assert_drafts_as_trained(checks.build(changed(SHARED, **values), model), model, tolerance=1e-4)
-
-
-@KINDS
-def test_it_drafts_as_it_was_trained_under_eager_attention(settings):
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("values", [{"init_block": 2}, {"shared_depths": False, "init_block": 2, "num_depths": 5}])
+def test_it_drafts_as_it_was_trained_in_a_window_and_with_depths_to_spare(values, attention):
     model = deepcopy(checks.tiny_target("gemma3"))
-    model.set_attn_implementation("eager")
-    checks.assert_drafts_as_trained(checks.build(changed(settings, init_block=2), model), model, tolerance=1e-4)
-
-
-@KINDS
-def test_two_conversations_in_one_row_are_two_conversations_in_a_window(settings):
-    model = checks.tiny_target("gemma3")
-    checks.assert_documents_are_apart(checks.build(changed(settings, init_block=2), model), model)
-
-
-# --- how it starts, and what is refused ---------------------------------------------------------------------------
+    model.set_attn_implementation(attention)
+    head = checks.build(changed(SHARED, **values), model)
+    checks.assert_drafts_as_trained(head, model, tolerance=1e-4)
+    checks.assert_documents_are_apart(head, model)
 
 
 @pytest.mark.parametrize(("init_block", "number"), [(None, 3), (1, 1)])
@@ -155,11 +106,6 @@ def test_the_block_starts_as_one_of_the_targets_and_the_last_norm_as_its_final_o
             assert copied.data_ptr() != value.data_ptr()
         assert torch.equal(layer.post_norm.weight, target.model.model.norm.weight)
     assert len({parameter.data_ptr() for parameter in head.parameters()}) == len(list(head.parameters()))
-
-
-def test_a_block_that_the_target_does_not_have_is_refused(target):
-    with pytest.raises(InputError, match=r"head\.init_block 4: the target's blocks are 0 to 3"):
-        Mtp(changed(SHARED, init_block=4), target.model, None)
 
 
 @torch.no_grad()

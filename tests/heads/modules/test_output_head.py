@@ -5,7 +5,6 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from configs.runtime.errors import InputError
 from heads.inference.causal_lm import head_logits
 from heads.modules.output_head import DraftHead
 from heads.vocabulary import DraftVocabulary
@@ -86,11 +85,3 @@ class CountedCasts(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.of_weights += func is torch.ops.aten._to_copy.default and len(args[0]) == len(IDS_W)
         return func(*args, **(kwargs or {}))
-
-
-@WAY
-def test_a_head_that_is_no_linear_layer_is_refused(tiny_llama, vocabulary, trainable):
-    model = tiny_llama()
-    model.lm_head = torch.nn.Sequential(model.lm_head)
-    with pytest.raises(InputError, match="has a head of type Sequential"):
-        DraftHead(model, vocabulary, trainable=trainable)

@@ -4,14 +4,10 @@ from copy import deepcopy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DeepseekV3Config, Glm4MoeConfig
 
 from configs.runtime.errors import InputError
 from heads.modules.target_block import BlockContext, unrolled_mask
 from tests.support import family_checks as checks
-
-MOE = {"moe_intermediate_size": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 
 
 def sees(documents, origin, depth, key_origin, key_depth, window):
@@ -38,20 +34,6 @@ def test_every_block_of_the_four_families_runs_apart(name, attention):
     model = deepcopy(checks.tiny_target(name))
     model.set_attn_implementation(attention)
     for number in range(4):
-        BlockContext(model, number)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        Glm4MoeConfig(**checks.GROUPED, **MOE, head_dim=8, first_k_dense_replace=1, pad_token_id=None),
-        DeepseekV3Config(**checks.SMALL, **MOE, **LATENT, n_group=1, topk_group=1, first_k_dense_replace=1, pad_token_id=None),
-    ],
-    ids=["experts", "latent_attention"],
-)
-def test_blocks_with_experts_and_with_latent_attention_run_apart(config):
-    model = AutoModelForCausalLM.from_config(config).eval()
-    for number in (0, 3):
         BlockContext(model, number)
 
 

@@ -142,7 +142,7 @@ def test_nothing_is_left_open_in_the_settings_of_a_built_head_and_what_does_not_
 
 
 def dspark_bias(head, states_SD, prompt, anchor, slot, number):
-    w1_VR, w2_WR = head.markov_head.markov_w1.weight, head.markov_head.markov_w2.weight
+    w1_VR, w2_WR = (head.markov_head[name].weight for name in ("markov_w1", "markov_w2"))
     return torch.stack([w2_R @ w1_VR[prompt[anchor + number]] for w2_R in w2_WR])
 
 
@@ -298,7 +298,7 @@ def test_an_estimate_costs_its_cross_entropy_with_the_acceptance_and_no_gradient
         q_NV = depth.logits_of(depth.hidden_ND).detach().softmax(-1)
         for row in range(len(depth.origins_N)):
             stays = 1 - 0.5 * (p_NV[row] - q_NV[row]).abs().sum()
-            chance = silent.confidence_head.proj(depth.hidden_ND[row])[0].sigmoid()
+            chance = silent.confidence_head["proj"](depth.hidden_ND[row])[0].sigmoid()
             expected = expected - depth.weight * (stays * chance.log() + (1 - stays) * (1 - chance).log())
     expected = expected / sum(depth.weight for depth in depths) * 0.7 * 2 / num_labels
     torch.testing.assert_close(loss - without, expected, check_dtype=False)
