@@ -26,12 +26,12 @@ from heads.frozen.hidden_states import TargetStates, final_norm, num_blocks
 from heads.frozen.mtp_checkpoint import NativeMtp
 from heads.frozen.placement import own_copy
 from heads.inference.kv_cache import RowCache
-from heads.inference.model_checks import KNOWN_LAYER_TYPES
 from heads.modules.autoregressive import ChainHead, FeatureChain, FeatureProposer
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins, shifted_left
 from heads.modules.layers import HeadLayer, shape_like
 from heads.modules.output_head import DraftHead
 from heads.modules.target_block import (
+    KNOWN_LAYER_TYPES,
     BlockContext,
     CacheLayer,
     ChainKeys,
