@@ -28,7 +28,7 @@ class StaticTree(Settings):
     paths: list[list[NonNegativeInt]] | None = None  # every drafted token by the ranks that lead to it
     branching: list[PositiveInt] | None = None  # [3, 2]: three tokens at depth 1, two below each of them
     # At a temperature above 0, how siblings come from the draft's distribution, and with that the rule that judges them
-    # (`eval.decoder.tree_rules`): drawn one after the other, each from what is left; drawn independently, with recursive
+    # (`eval.decoder.rules`): drawn one after the other, each from what is left; drawn independently, with recursive
     # rejection or SpecTr's k-SEQ; or the likeliest, held against draws of the target's own. None: without_replacement, but
     # top_k where `verification` is match or typical acceptance takes the likeliest.
     candidates: Candidates | None = None

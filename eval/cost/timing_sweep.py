@@ -22,8 +22,8 @@ from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import CostConfig
 from eval.cost.operation_counter import WorkClock
 from eval.decoder.batch import BatchRun
-from eval.decoder.chain_rules import ChainVerification
 from eval.decoder.request import Request
+from eval.decoder.rules import ChainVerification
 from eval.decoder.verifier import Verifier
 from eval.report.sections import TimedRound
 from heads.frozen.loading import Target

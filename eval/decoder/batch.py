@@ -1,15 +1,14 @@
 """A batch under way: the prompts are read once, then each round drafts, verifies and commits.
 
-The target's cache and the rows are kept here; what stays of a proposal is decided in `eval.decoder.verifier`. A round costs
-one transfer to the host and one to the device (`heads.device`); rules for stopping, merged drafts, comparing
-distributions and rows that end cost more.
+What stays of a proposal is decided in `eval.decoder.verifier`. A round costs one transfer to the host and one to the device
+(`heads.device`); rules for stopping, merged drafts, comparing distributions and rows that end cost more.
 B batch, G drafted tokens, N drafts of a tree, K = G + 1 or N + 1 target rows, D depth of a tree, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -17,15 +16,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from configs.schema.decoding import DecodeConfig
-from eval.decoder.chain_rules import ChainVerification
-from eval.decoder.distribution_comparison import compare_distributions
 from eval.decoder.logits_processor import Processor, processed
+from eval.decoder.lossy import RelaxedVerifier, TypicalVerifier
 from eval.decoder.records import Clock, DistributionComparison, Round
-from eval.decoder.relaxed import RelaxedVerifier
 from eval.decoder.request import BatchRow, Request
-from eval.decoder.tree_rules import TreeVerification
-from eval.decoder.typical import TypicalVerifier
-from eval.decoder.verifier import Verifier, finite_rows
+from eval.decoder.rules import ChainVerification, TreeVerification
+from eval.decoder.verifier import Verifier, compare_distributions, finite_rows
 from heads.device import RowNumbers, TokenRows, Uploads, on_device, shifted, smaller
 from heads.frozen.hidden_states import TargetStates, forward_states
 from heads.frozen.loading import Target
@@ -51,7 +47,6 @@ class BatchRun:
         requests: Sequence[Request],
         config: DecodeConfig,
         proposer: Proposer | None = None,
-        *,
         measure_overlap: bool = False,
         logits_processor: Processor | None = None,
         clock: Clock | None = None,
@@ -85,8 +80,7 @@ class BatchRun:
             states = states.map(lambda state_BTE: state_BTE[places.tensor_B])
         lengths_B1 = text.lengths.tensor_B.unsqueeze(1)
         last_B1D = states.final_BTE[torch.arange(len(text), device=self.target.device).unsqueeze(1), lengths_B1 - 1]
-        logits_B1V = head_logits(self.target.model, last_B1D)
-        logits_B1V = self._processed(logits_B1V, None)
+        logits_B1V = self._processed(head_logits(self.target.model, last_B1D), None)
         tokens_B1 = self.verifier.target_tokens(logits_B1V, lengths_B1)
         finite_B1 = torch.isfinite(logits_B1V.amax(2))
         for row, (token, finite) in zip(self.active, torch.cat([tokens_B1, finite_B1.long()], 1).tolist(), strict=True):
@@ -114,26 +108,28 @@ class BatchRun:
             logits_BKV = head_logits(self.target.model, states.final_BTE)
         with self.clock.phase("sample"):
             logits_BKV = self._processed(logits_BKV, proposal)
-            updates, decided = self._verify(logits_BKV, proposal, attention, tree, text, room)
-        compared = self._compare(logits_BKV, proposal, updates) if self.measure_overlap else None
+            rounds, paths, decided = self._verify(logits_BKV, proposal, attention, tree, text, room)
+        compared = self._compare(logits_BKV, proposal, rounds) if self.measure_overlap else None
         if attention is not None:
-            states = self._keep_paths(starts, updates, cast(TreeVerification, decided).path_BD, states)
+            states = self._keep_paths(starts, paths, cast(TreeVerification, decided).path_BD, states)
         if self.proposer is not None and max(room) > 0:
             with self.clock.phase("draft"):
-                accepted = [update.num_accepted for update in updates]
+                accepted = [round_.num_accepted for round_ in rounds]
                 self.proposer.commit(RowNumbers(accepted, self.target.device, lambda: decided.num_accepted_B), states)
-        by_lookup = proposal.by_lookup or [False] * len(updates)
-        for number, (row, update) in enumerate(zip(self.active, updates, strict=True)):
-            own = None if compared is None or by_lookup[number] else compared[number]
-            update.apply(row, own, by_lookup=bool(by_lookup[number]))
+        for number, (row, round_) in enumerate(zip(self.active, rounds, strict=True)):
+            if proposal.by_lookup is not None and proposal.by_lookup[number]:
+                _record(row, replace(round_, by_lookup=bool(round_.drafted)), None)
+            else:
+                _record(row, round_, None if compared is None else compared[number])
         self._drop_ended()
 
     def _processed(self, logits_BKV: Tensor, proposal: Proposal | None) -> Tensor:
         """Return the logits as the processor leaves them; it gets the numbers that rows have among all requests."""
+        if self.logits_processor is None:
+            return logits_BKV
         number_of = {id(row): number for number, row in enumerate(self.rows)}
-        numbers = [number_of[id(row)] for row in self.active]
-        tokens, ends = [row.tokens for row in self.active], self.target.eos_token_ids
-        return processed(self.logits_processor, logits_BKV, tokens, proposal, numbers, ends)
+        numbers, tokens = [number_of[id(row)] for row in self.active], [row.tokens for row in self.active]
+        return processed(self.logits_processor, logits_BKV, tokens, proposal, numbers, self.target.eos_token_ids)
 
     def _read(
         self,
@@ -167,42 +163,46 @@ class BatchRun:
         tree: Tree | DynamicTreeSpec | None,
         text: TokenRows,
         room: RowNumbers,
-    ) -> tuple[list[RowUpdate], ChainVerification | TreeVerification]:
-        """Return what the round brings each row, in one transfer from the device, and the same there."""
+    ) -> tuple[list[Round], list[list[int]], ChainVerification | TreeVerification]:
+        """Return each row's round and, of trees, its path of target rows, in one transfer from the device; and the same there.
+
+        Nothing is committed in the round of a row whose numbers are not finite.
+        """
         finite_B = finite_rows(logits_BKV, proposal).long()
         if attention is None or tree is None or proposal.parents_BN is None:
             num_drafted = smaller(proposal.num_drafted, room)
             chain = self.verifier.chain(logits_BKV, proposal, num_drafted, text.lengths)
             table = torch.cat([torch.stack([*chain, finite_B], 1), proposal.tokens_BG], 1).tolist()
-            return [chain_update(row, drafted) for row, drafted in zip(table, num_drafted, strict=True)], chain
+            return [_chain_round(*row, num_drafted=count) for row, count in zip(table, num_drafted, strict=True)], [], chain
         # Drafts that a row has no room for do not count, so that it is verified as it would be alone.
         too_deep_BN = attention.depths_BX[:, 1:] > room.tensor_B.unsqueeze(1)
         proposal = replace(proposal, parents_BN=proposal.parents_BN.masked_fill(too_deep_BN, -1))
         walked = self.verifier.tree(logits_BKV, proposal, attention.depths_BX, text.lengths, tree)
         summary_B3 = torch.stack([walked.num_accepted_B, walked.next_token_B, finite_B], 1)
         table = torch.cat([summary_B3, walked.path_BD, proposal.tokens_BG, cast(Tensor, proposal.parents_BN)], 1).tolist()
-        return [tree_update(row, tree.depth) for row in table], walked
+        return [_tree_round(row, tree.depth) for row in table], [row[3 : 3 + row[0]] for row in table], walked
 
-    def _compare(self, logits_BKV: Tensor, proposal: Proposal, updates: Sequence[RowUpdate]) -> list[list[list[float]]] | None:
-        """Return the numbers of `PositionComparison` by row and draft, after them the draft's estimate if it makes one; None
+    def _compare(self, logits_BKV: Tensor, proposal: Proposal, rounds: Sequence[Round]) -> list[list[list[float]]] | None:
+        """Return the numbers of `compare_distributions` by row and draft, after them the draft's estimate if it makes one; None
         for trees and for drafts without logits.
         """
-        if proposal.logits_BGV is None or not any(update.drafted for update in updates):
+        if proposal.logits_BGV is None or not any(round_.drafted for round_ in rounds):
             return None
         with self.clock.phase("measure"):
             # Drafts behind the first rejected one were verified in no row.
-            J = min(proposal.tokens_BG.shape[1], 1 + max(update.num_accepted for update in updates))
-            compared = compare_distributions(
+            J = min(proposal.tokens_BG.shape[1], 1 + max(round_.num_accepted for round_ in rounds))
+            columns_BJF = compare_distributions(
                 logits_BKV[:, :J], proposal.logits_BGV[:, :J], proposal.tokens_BG[:, :J], self.config
             )
-            estimates = [] if proposal.estimates_BG is None else [proposal.estimates_BG[:, :J].float()]
-            return torch.stack([*compared, *estimates], -1).tolist()
+            if proposal.estimates_BG is not None:
+                columns_BJF = torch.cat([columns_BJF, proposal.estimates_BG[:, :J, None].float()], -1)
+            return cast(list[list[list[float]]], columns_BJF.tolist())
 
     def _keep_paths(
-        self, starts: Sequence[int], updates: Sequence[RowUpdate], path_BD: Tensor, states: TargetStates
+        self, starts: Sequence[int], paths: Sequence[Sequence[int]], path_BD: Tensor, states: TargetStates
     ) -> TargetStates:
         """Move the cache entries along each row's path together; return the states along it."""
-        columns = [[0, *update.path] for update in updates]
+        columns = [[0, *path] for path in paths]
         columns_BA = functional.pad(path_BD, (1, 0))[:, : max(map(len, columns))]  # the pending token's row first
         own_A = torch.arange(columns_BA.shape[1], device=columns_BA.device)
         columns_BA = torch.where(columns_BA < 0, own_A, columns_BA)
@@ -231,79 +231,53 @@ class BatchRun:
 # --- on the host --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowUpdate:
-    """The drafts that stay and the token after them."""
-
-    drafted: list[int]  # those that count; of a tree the path that stays, then the first child at each depth below it
-    num_accepted: int
-    next_token: int  # the target's own, after the accepted ones
-    finite: bool  # otherwise nothing is committed
-    path: tuple[int, ...] = ()  # of a tree, the target rows of the drafts that stay
-    ranks: tuple[int, ...] | None = None  # of a tree, which child of its parent each draft that stays is, from 0
-    num_nodes: int | None = None  # of a tree, its drafts
-
-    def apply(self, row: BatchRow, compared: Sequence[Sequence[float]] | None, *, by_lookup: bool = False) -> None:
-        """Commit the update to its row and record the round; `compared` has a `PositionComparison` by draft, where measured."""
-        committed = row.commit([*self.drafted[: self.num_accepted], self.next_token], finite=self.finite)
-        overlap, distributions = None, None
-        if compared is not None and self.drafted:
-            # A verified draft left one token, itself or the one in its place; what follows an end of text was not verified.
-            overlap, distributions = _comparison(compared[: min(len(committed), len(self.drafted))])
-        row.rounds.append(
-            Round(
-                drafted=tuple(self.drafted),
-                num_accepted=min(self.num_accepted, len(committed)),
-                committed=tuple(committed),
-                overlap=overlap,
-                distributions=distributions,
-                ranks=None if self.ranks is None else self.ranks[: len(committed)],
-                num_nodes=self.num_nodes,
-                by_lookup=by_lookup and bool(self.drafted),
-            )
-        )
+def _chain_round(num_accepted: int, next_token: int, finite: int, *drafts: int, num_drafted: int) -> Round:
+    drafted = drafts[:num_drafted]
+    committed = (*drafted[:num_accepted], next_token) if finite else ()
+    return Round(drafted=drafted, num_accepted=num_accepted, committed=committed)
 
 
-def chain_update(numbers: Sequence[int], num_drafted: int) -> RowUpdate:
-    """Read `[accepted, next token, finite, drafts...]`, of which the first `num_drafted` drafts count."""
-    accepted, next_token, finite, *drafts = numbers
-    return RowUpdate(drafted=drafts[:num_drafted], num_accepted=accepted, next_token=next_token, finite=bool(finite))
-
-
-def tree_update(numbers: Sequence[int], depth: int) -> RowUpdate:
+def _tree_round(numbers: Sequence[int], depth: int) -> Round:
     """Read `[accepted, next token, finite, path..., drafts..., parents...]`.
 
-    The path names target rows and has the `depth` of the tree asked for; the parent of a draft that does not count is -1.
+    The path names target rows and has the `depth` of the tree asked for; the parent of a draft that does not count is -1. Of
+    the drafts, those on the path are recorded, then the first child at each depth below it, which is the likeliest.
     """
     accepted, next_token, finite, *rest = numbers
     path, nodes = rest[:accepted], rest[depth:]
-    num_nodes = len(nodes) // 2
-    drafts, parents = nodes[:num_nodes], nodes[num_nodes:]
+    drafts, parents = nodes[: len(nodes) // 2], nodes[len(nodes) // 2 :]
     if max(parents, default=-1) < 0:  # recorded as where nothing was proposed: records do not depend on the batch
-        return RowUpdate(drafted=[], num_accepted=0, next_token=next_token, finite=bool(finite))
-    walked = [*path, *_first_descendants(parents, path[-1] if path else 0)]
-    return RowUpdate(
-        drafted=[drafts[row - 1] for row in walked],
-        num_accepted=len(path),
-        next_token=next_token,
-        finite=bool(finite),
-        path=tuple(path),
+        return Round(drafted=(), num_accepted=0, committed=(next_token,) if finite else ())
+    walked = [*path]
+    while (row := walked[-1] if walked else 0) in parents:
+        walked.append(parents.index(row) + 1)
+    drafted = tuple(drafts[row - 1] for row in walked)
+    return Round(
+        drafted=drafted,
+        num_accepted=accepted,
+        committed=(*drafted[:accepted], next_token) if finite else (),
         ranks=tuple(parents[: row - 1].count(parents[row - 1]) for row in path),
         num_nodes=sum(parent >= 0 for parent in parents),
     )
 
 
-def _first_descendants(parents: Sequence[int], row: int) -> list[int]:
-    """Return the rows from a row's first child down to a leaf, at each depth the first child, which is the likeliest."""
-    rows = []
-    while row in parents:
-        row = parents.index(row) + 1
-        rows.append(row)
-    return rows
-
-
-def _comparison(verified: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], DistributionComparison]:
-    """Return the overlaps of a round's verified drafts, and the rest of their comparison."""
-    columns = (tuple(column) for column in zip(*verified, strict=True)) if verified else [()] * 7
-    overlap, kl, uncovered, agrees, *rest = columns
-    return overlap, DistributionComparison(kl, uncovered, tuple(map(bool, agrees)), *rest)
+def _record(row: BatchRow, round_: Round, compared: Sequence[Sequence[float]] | None) -> None:
+    """Commit a round to its row, up to the end of the text; `compared` has the numbers of each draft, where measured."""
+    committed = row.commit(list(round_.committed), finite=bool(round_.committed))
+    overlap, distributions = None, None
+    if compared is not None and round_.drafted:
+        # A verified draft left one token, itself or the one in its place; what follows an end of text was not verified.
+        verified = compared[: min(len(committed), len(round_.drafted))]
+        columns = (tuple(column) for column in zip(*verified, strict=True)) if verified else [()] * 7
+        overlap, kl, uncovered, agrees, *rest = columns
+        distributions = DistributionComparison(kl, uncovered, tuple(map(bool, agrees)), *rest)
+    row.rounds.append(
+        replace(
+            round_,
+            num_accepted=min(round_.num_accepted, len(committed)),
+            committed=tuple(committed),
+            ranks=None if round_.ranks is None else round_.ranks[: len(committed)],
+            overlap=overlap,
+            distributions=distributions,
+        )
+    )

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import operator
 import reprlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -82,7 +81,7 @@ def decode(
         proposer: the draft; None, or `num_speculative_tokens` 0, is plain decoding.
         mode, repeat: labels for the records.
         measure_overlap: also compare the two distributions at each verified draft of a chain
-            (`eval.decoder.distribution_comparison`); the time for it is counted apart.
+            (`eval.decoder.verifier.compare_distributions`); the time for it is counted apart.
         logits_processor: changes the target's logits at every position (`eval.decoder.logits_processor`).
         clock: counts the time by phase; a new one for each call. None: a `Clock`.
 
@@ -90,8 +89,8 @@ def decode(
         The generations in the order of the requests, and the batch's timing.
 
     Raises:
-        InputError: see `check_decodable`; or the proposer cannot draft the tree asked for,
-            a processor is none or remembers earlier calls, or overlap is to be measured with a processor.
+        InputError: see `check_decodable`; or the proposer cannot draft the tree asked for, or a processor remembers earlier
+            calls, or does not go with particles or with measuring overlap.
     """
     check_decodable(target, requests, config)
     proposer = proposer if config.num_speculative_tokens else None
@@ -101,13 +100,13 @@ def decode(
     if processor is not None and measure_overlap:
         raise InputError("logits_processor: the overlap of distributions is measured on raw logits; leave one of the two out")
     clock = Clock(target.device) if clock is None else clock
-    run = start_run(target, requests, config, proposer, measure_overlap, logits_processor=processor, clock=clock)
+    run = start_run(target, requests, config, proposer, measure_overlap, processor, clock)
     with clock.phase("prefill"):
         run.prefill()
     with clock.phase("decode"):
         while run.active:
             run.round()
-    return [row.to_generation(mode) for row in run.rows], _timing(run.rows, clock, mode, repeat)
+    return [row.to_generation(mode) for row in run.rows], _timing(run.rows, clock.seconds, mode, repeat)
 
 
 def start_run(
@@ -116,20 +115,21 @@ def start_run(
     config: DecodeConfig,
     proposer: Proposer | None,
     measure_overlap: bool = False,
-    **settings: Any,
-) -> BatchRun | ParticleRun:
+    logits_processor: Processor | None = None,
+    clock: Clock | None = None,
+) -> BatchRun:
     """Start a batch by the rule of `config`; for the arguments see `decode`. Particles compare no distributions."""
-    if config.rule == "smc" and proposer is not None:
-        return ParticleRun(target, requests, config, proposer, **settings)
-    return BatchRun(target, requests, config, proposer, measure_overlap=measure_overlap, **settings)
+    if config.rule != "smc" or proposer is None:
+        return BatchRun(target, requests, config, proposer, measure_overlap, logits_processor, clock)
+    if logits_processor is not None:
+        raise InputError(
+            "logits_processor: particles weigh drafts by raw logits; set lossy to null, or leave the processor out"
+        )
+    return ParticleRun(target, requests, config, proposer, clock)
 
 
 def check_drafts(proposer: Proposer, config: DecodeConfig) -> None:
-    """Refuse a draft that cannot draft the tree asked for.
-
-    Raises:
-        InputError: it drafts chains only.
-    """
+    """Refuse, by an InputError, a draft that cannot draft the tree asked for."""
     if config.tree is not None and not isinstance(proposer, TreeProposer):
         raise InputError(f"tree: {type(proposer).__name__} drafts chains only; set tree to null, or take another draft")
 
@@ -138,19 +138,18 @@ def check_decodable(target: Target, requests: Sequence[Request], config: DecodeC
     """Refuse what could only fail later, in the middle of a run.
 
     Raises:
-        InputError: the target's cache cannot roll back, or not with these batches or trees, more drafts are asked for than its
-            context holds, a prompt is empty or holds a token that the target does not have, or prompt and answer do not fit the
-            context.
+        InputError: the target's cache cannot roll back, or not with these batches or trees; more drafts are asked for than its
+            context holds; a prompt is empty, does not fit, or holds a token that the target does not have.
     """
     check_rolls_back(target.model)
     if config is not None:
-        trees = config.tree is not None and config.num_speculative_tokens > 0
-        target.runner.check_forwards(batches=config.batch_size > 1, trees=trees)
-    if config is not None and config.num_speculative_tokens >= target.max_positions:
-        raise InputError(
-            f"decode.num_speculative_tokens is {config.num_speculative_tokens}, and the target's context, prompt and answer "
-            f"together, is {target.max_positions} tokens; ask for fewer"
-        )
+        num_drafts = config.num_speculative_tokens
+        target.runner.check_forwards(batches=config.batch_size > 1, trees=config.tree is not None and num_drafts > 0)
+        if num_drafts >= target.max_positions:
+            raise InputError(
+                f"decode.num_speculative_tokens is {num_drafts}, and the target's context, prompt and answer together, is "
+                f"{target.max_positions} tokens; ask for fewer"
+            )
     for request in requests:
         if not request.tokens:
             raise InputError(f"prompt {request.prompt_id} is empty")
@@ -176,8 +175,7 @@ def _token_rows(prompts: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
         ) from None
 
 
-def _timing(rows: Sequence[BatchRow], clock: Clock, mode: str, repeat: int) -> Timing:
-    seconds = clock.seconds
+def _timing(rows: Sequence[BatchRow], seconds: Mapping[str, float], mode: str, repeat: int) -> Timing:
     return Timing(
         mode=mode,
         repeat=repeat,

@@ -3,13 +3,13 @@
 Each position of a round is processed with its own text: what is committed and the drafts before it. The draft is not processed.
 A processor must be a function of (ids, scores): it is called with one text at a time, also with texts that are then dropped,
 and twice with the same text. The `batch_id` of `PrefixConstrainedLogitsProcessor` is the request's place among all.
-B batch, K target rows (the pending token and the drafts), G drafts, V vocabulary.
+B batch, K target rows (the pending token and the drafts), V vocabulary.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -25,37 +25,24 @@ Processor = Callable[[Tensor, Tensor], Tensor]
 STATEFUL = {"UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor"}
 
 
-def prepared(given: Any) -> Processor:
-    """Return a processor, or a (nested) list of them, as one; refuse what would not be exact.
+def prepared(given: Any) -> Any:
+    """Return a processor, or a (nested) list of them, as one.
 
     Raises:
-        InputError: one cannot be called, or remembers earlier calls.
+        InputError: one remembers earlier calls.
     """
-    processors = list(_flat(given))
-    for each in processors:
-        _check(each)
-    joined: Any = processors[0] if len(processors) == 1 else LogitsProcessorList(processors)
-    processor: Processor = joined
-    return processor
-
-
-def _flat(given: Any) -> Iterator[Any]:
     if isinstance(given, list | tuple):
+        joined = LogitsProcessorList()
         for each in given:
-            yield from _flat(each)
-    else:
-        yield given
-
-
-def _check(processor: Any) -> None:
-    name = type(processor).__name__
-    if not callable(processor):
-        raise InputError(f"logits_processor: expected a function of ids and scores or a list of such, got {name}")
-    if not STATEFUL.isdisjoint(kind.__name__ for kind in type(processor).__mro__):
+            own = prepared(each)
+            joined += own if isinstance(own, list) else [own]
+        return joined
+    if not STATEFUL.isdisjoint(kind.__name__ for kind in type(given).__mro__):
         raise InputError(
-            f"logits_processor: {name} remembers earlier calls, and verification calls it with texts that are then dropped; "
-            "give processors that are functions of ids and scores"
+            f"logits_processor: {type(given).__name__} remembers earlier calls, and verification calls it with texts that are "
+            "then dropped; give processors that are functions of ids and scores"
         )
+    return given
 
 
 def renumbered(processor: Any, number_of: Callable[[int], int]) -> Any:
@@ -70,14 +57,14 @@ def renumbered(processor: Any, number_of: Callable[[int], int]) -> Any:
 
 
 def processed(
-    processor: Processor | None,
+    processor: Processor,
     logits_BKV: Tensor,
     tokens: Sequence[Sequence[int]],
     proposal: Proposal | None,
     numbers: Sequence[int],
-    ends: Collection[int] = (),
+    ends: Collection[int],
 ) -> Tensor:
-    """Return the logits `[B, K, V]` (float32) as a processor leaves them; None leaves them as they are.
+    """Return the logits `[B, K, V]` (float32) as a processor leaves them.
 
     Rows behind a draft that the processor forbids (a score of -inf) or that ends the text stay as they are.
 
@@ -88,15 +75,15 @@ def processed(
         proposal: the drafts; None: there are none.
         numbers: of the request in each row, its place among those decoded together.
         ends: tokens that end a text.
-
-    Raises:
-        InputError: the processor returns scores of another shape.
     """
-    if processor is None:
-        return logits_BKV
     scores_BKV = logits_BKV.float().clone()
     for row, committed in enumerate(tokens):
         own: Processor = renumbered(processor, [numbers[row]].__getitem__)  # a call has one row, 0
+        drafts: list[int] = [] if proposal is None else proposal.tokens_BG[row].tolist()
+        if proposal is None or proposal.parents_BN is None:  # a chain: draft i follows row i
+            parents = list(range(0 if proposal is None else proposal.num_drafted[row]))
+        else:
+            parents = proposal.parents_BN[row].tolist()
         waiting = [(0, list(committed))]
         while waiting:
             place, ids = waiting.pop()
@@ -106,18 +93,7 @@ def processed(
                 found, wanted = list(changed_1V.shape), list(scores_1V.shape)
                 raise InputError(f"logits_processor: {type(processor).__name__} made scores of shape {found} of {wanted}")
             scores_BKV[row, place] = changed_1V[0].float()
-            for number, token in _drafts_after(proposal, row, place):
-                if token not in ends and not changed_1V[0, token].isneginf():
-                    waiting.append((number + 1, [*ids, token]))
+            for number, (parent, token) in enumerate(zip(parents, drafts, strict=False), start=1):
+                if parent == place and token not in ends and not changed_1V[0, token].isneginf():
+                    waiting.append((number, [*ids, token]))
     return scores_BKV
-
-
-def _drafts_after(proposal: Proposal | None, row: int, place: int) -> list[tuple[int, int]]:
-    """Return the number and the token of each draft that follows a target row."""
-    if proposal is None:
-        return []
-    if proposal.parents_BN is None:
-        numbers = [place] if place < proposal.num_drafted[row] else []
-    else:
-        numbers = [number for number, parent in enumerate(proposal.parents_BN[row].tolist()) if parent == place]
-    return [(number, int(proposal.tokens_BG[row, number])) for number in numbers]

@@ -31,17 +31,18 @@ WITH_LOOKUP = "with_prompt_lookup"  # speculative decoding by the same draft, af
 
 @dataclass(frozen=True)
 class DistributionComparison:
-    """Target's and draft's distributions compared at the positions for which a round has an overlap.
+    """The target's distribution p and the draft's q compared at the positions for which a round has an overlap.
 
-    The fields are those of `eval.decoder.distribution_comparison.PositionComparison`, and the draft's estimate.
+    `eval.decoder.verifier.compare_distributions` makes all but the last.
     """
 
-    kl: tuple[float, ...]  # nats
-    uncovered: tuple[float, ...]
-    agrees: tuple[bool, ...]
-    confidence: tuple[float, ...]
-    target_probability: tuple[float, ...]
-    distribution_confidence: tuple[float, ...] = ()  # empty in older records
+    kl: tuple[float, ...]  # KL(p || q) in nats, over the tokens of the draft's vocabulary, with p renormalised there
+    uncovered: tuple[float, ...]  # the mass of p outside the draft's vocabulary, where KL(p || q) would be infinite
+    agrees: tuple[bool, ...]  # whether both have the same likeliest token
+    confidence: tuple[float, ...]  # q of the drafted token
+    target_probability: tuple[float, ...]  # p of the drafted token
+    # The largest probability of q, which stopping rules read; empty in older records
+    distribution_confidence: tuple[float, ...] = ()
     estimate: tuple[float, ...] = ()  # the draft's own of its acceptance; empty where it makes none
 
 
@@ -57,7 +58,9 @@ class Round:
     drafted: tuple[int, ...]
     num_accepted: int
     committed: tuple[int, ...]
-    overlap: tuple[float, ...] | None = None  # sum_v min(p, q) at each drafted position up to and with the first rejected one
+    # sum_v min(p, q) = 1 - TV(p, q) at each drafted position up to and with the first rejected one: the chance that a draft is
+    # kept (2211.17192, corollary 3.6). At temperature 0 both are one-hot: 1 where the likeliest tokens agree, else 0
+    overlap: tuple[float, ...] | None = None
     distributions: DistributionComparison | None = None  # more of the same comparison
     ranks: tuple[int, ...] | None = None  # of a tree: which child of its parent each accepted draft is, 0 the likeliest
     num_nodes: int | None = None  # of a tree: all its drafts

@@ -1,7 +1,4 @@
-"""A request in the decoder: what is to be continued, what has been committed, and why it ended.
-
-`Request` is what the caller gives, `BatchRow` its state in a batch, `StopStrings` the search for what ends an answer.
-"""
+"""A request in the decoder: what is to be continued, what has been committed, and why it ended."""
 
 from __future__ import annotations
 
@@ -74,7 +71,10 @@ class BatchRow:
         committed: list[int] = []
         for token in tokens:
             committed.append(token)
-            self.stop_reason = self._ended_by(token)
+            if token in self.target.eos_token_ids:
+                self.stop_reason = "eos"
+            elif self.stops is not None and self.stops.completes(token):
+                self.stop_reason = "stop"
             if self.stop_reason is not None:
                 break
         self.tokens += committed
@@ -91,18 +91,8 @@ class BatchRow:
         other.stops = copy.deepcopy(self.stops, {id(self.target.tokenizer): self.target.tokenizer})
         return other
 
-    def _ended_by(self, token: int) -> StopReason | None:
-        """Return why the answer ends with this token, its next; None where it does not."""
-        if token in self.target.eos_token_ids:
-            return "eos"
-        return "stop" if self.stops is not None and self.stops.completes(token) else None
-
     def to_generation(self, mode: str) -> Generation:
-        """Return the record of an answer that has ended.
-
-        Raises:
-            RuntimeError: it has not ended.
-        """
+        """Return the record of an answer that has ended."""
         if self.stop_reason is None:
             raise RuntimeError(f"prompt {self.request.prompt_id} left the decoder without a reason")
         return Generation(
@@ -141,16 +131,13 @@ class StopStrings:
         if any(stop in text for stop in self.stops):
             return True
         if len(self._tail) > 2 * self._kept:
-            self._shorten()
+            # Drop the front, unless too little text would stay: tokens may decode to no text at all.
+            shorter = self._tail[-self._kept :]
+            if len(self._text(shorter)) >= self._enough:
+                self._tail = shorter
+            else:
+                self._kept = len(self._tail)
         return False
-
-    def _shorten(self) -> None:
-        """Drop the front of the tail, unless too little text would stay: tokens may decode to no text at all."""
-        shorter = self._tail[-self._kept :]
-        if len(self._text(shorter)) >= self._enough:
-            self._tail = shorter
-        else:
-            self._kept = len(self._tail)
 
     def _text(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))

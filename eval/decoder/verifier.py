@@ -1,7 +1,7 @@
 """From the target's logits and a proposal to how many drafts stay and which token comes next.
 
-`Verifier` picks the verification rule in force (`eval.decoder.chain_rules`, `eval.decoder.tree_rules`) and the random numbers
-that it decides by.
+`Verifier` picks the verification rule in force (`eval.decoder.rules`) and the random numbers that it decides by.
+`compare_distributions` says how close the two distributions were at the drafts.
 B batch, G drafts of a chain, N of a tree, K = G + 1 or N + 1 target rows, D depth of a tree, V vocabulary.
 """
 
@@ -13,13 +13,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from configs.schema.decoding import DecodeConfig
-from eval.decoder.chain_rules import ChainVerification, verify_block, verify_greedy, verify_tokens
-from eval.decoder.tree_rules import CANDIDATE_RULES, TreeVerification, match_tree, tokens_of, verify_tree, without_replacement
+from configs.schema.decoding import DecodeConfig, SamplingConfig
+from eval.decoder.rules import (
+    CANDIDATE_RULES,
+    ChainVerification,
+    TreeVerification,
+    match_tree,
+    verify_block,
+    verify_greedy,
+    verify_tokens,
+    verify_tree,
+    without_replacement,
+)
 from heads.device import on_device
+from heads.proposers.chain_builder import confidence
 from heads.proposers.protocol import Proposal
 from heads.sampling.counter_rng import CounterRNG, Role
-from heads.sampling.probabilities import draw, greedy_token, token_probabilities
+from heads.sampling.probabilities import draw, greedy_token, token_probabilities, values_at
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, distinct_positions
 
 RULES: dict[str, Callable[..., ChainVerification]] = {"token": verify_tokens, "block": verify_block}
@@ -60,27 +70,21 @@ class Verifier:
     def tree(
         self, logits_BKV: Tensor, proposal: Proposal, depths_BK: Tensor, lengths: Sequence[int], tree: Tree | DynamicTreeSpec
     ) -> TreeVerification:
-        """Apply the rule to a tree.
+        """Apply the rule to a tree; the path that stays names rows, so draft i as i + 1.
 
         Args:
             logits_BKV: row k predicts the token at position (row's length + depth of k).
             proposal, lengths: as for `chain`.
             depths_BK: of the rows, 0 for the pending token.
             tree: the one that the proposer was asked for.
-
-        Returns:
-            The path that stays, which names rows, so draft i as i + 1, and the next token.
-
-        Raises:
-            ValueError: the proposal is a chain.
         """
         tokens_BK, parents_BK = rooted(proposal)
         if self.config.temperature == 0:
-            return match_tree(tokens_of(greedy_token(logits_BKV)), tokens_BK, parents_BK, tree.depth)
+            greedy_BK = greedy_token(logits_BKV)
+            return match_tree(lambda node_B, _: values_at(greedy_BK, node_B), tokens_BK, parents_BK, tree.depth)
         rows_B = torch.arange(len(tokens_BK), device=tokens_BK.device)
         first_B1 = on_device(lengths, logits_BKV.device).unsqueeze(1)
-        rule = self.candidate_rule
-        probs_BKV = None if rule is None else proposal.probs_BKV
+        probs_BKV = None if self.candidate_rule is None else proposal.probs_BKV
         return verify_tree(
             lambda node_B: token_probabilities(logits_BKV[rows_B, node_B], self.config),
             None if probs_BKV is None else _pad_vocabulary(probs_BKV, logits_BKV),
@@ -89,7 +93,7 @@ class Verifier:
             self.rng.uniform(Role.ACCEPT, distinct_positions(first_B1 + depths_BK - 1), first_B1),
             self.rng.uniform(Role.TARGET, first_B1 + torch.arange(tree.depth + 1, device=tokens_BK.device)),
             width=tree.width,
-            rule=rule or without_replacement,
+            rule=self.candidate_rule or without_replacement,
         )
 
     def target_tokens(self, logits_BKV: Tensor, positions_BK: Tensor) -> Tensor:
@@ -109,11 +113,7 @@ def finite_rows(logits_BKV: Tensor, proposal: Proposal) -> Tensor:
 
 
 def rooted(proposal: Proposal) -> tuple[Tensor, Tensor]:
-    """Return tokens and parents `[B, N + 1]` of a proposed tree with the pending token as root in column 0.
-
-    Raises:
-        ValueError: the proposal is a chain.
-    """
+    """Return tokens and parents `[B, N + 1]` of a proposed tree with the pending token as root in column 0."""
     if proposal.parents_BN is None:
         raise ValueError("the proposal is a chain")
     return functional.pad(proposal.tokens_BG, (1, 0)), functional.pad(proposal.parents_BN, (1, 0), value=-1)
@@ -135,7 +135,53 @@ def _drawn_by(proposal: Proposal, like_BKV: Tensor) -> Tensor | None:
     return torch.where(on_device(proposal.by_lookup, q_BGV.device).bool()[:, None, None], points_BGV, q_BGV)
 
 
-def _pad_vocabulary(q_BGV: Tensor, like_BKV: Tensor) -> Tensor:
-    """Pad distributions over a reduced vocabulary with zeros to the target's."""
+def _pad_vocabulary(q_BGV: Tensor, like_BKV: Tensor, value: float = 0.0) -> Tensor:
+    """Pad what a draft says of its reduced vocabulary to the target's."""
     missing = like_BKV.shape[-1] - q_BGV.shape[-1]
-    return functional.pad(q_BGV, (0, missing)) if missing else q_BGV
+    return functional.pad(q_BGV, (0, missing), value=value) if missing else q_BGV
+
+
+def compare_distributions(p_logits_BGV: Tensor, q_logits_BGV: Tensor, tokens_BG: Tensor, sampling: SamplingConfig) -> Tensor:
+    """Compare the target's distributions (p) and the draft's (q) at each draft, exact from their logits.
+
+    Confidences, probabilities of tokens and KL of temperature 0 are those at temperature 1. KL is taken before top-k and top-p,
+    which would make it infinite; everything else after. Where a draft's logits are not finite, overlap and mass are 0.
+
+    Args:
+        p_logits_BGV: the target's logits; row i predicts draft i.
+        q_logits_BGV: the draft's, for the same or fewer tokens; `-inf` outside its vocabulary.
+        tokens_BG: the drafts, ids of the target.
+        sampling: the distribution in use.
+
+    Returns:
+        float32 `[B, G, 7]`: the overlap, then the first six numbers of `eval.decoder.records.DistributionComparison`.
+    """
+    q_logits_BGV = _pad_vocabulary(q_logits_BGV.float(), p_logits_BGV, float("-inf"))
+    is_greedy = sampling.temperature == 0
+    if is_greedy:
+        sampling = sampling.model_copy(update={"temperature": 1.0})
+    p_BGV = token_probabilities(p_logits_BGV, sampling)
+    q_BGV = token_probabilities(q_logits_BGV, sampling).nan_to_num(0.0)
+    agrees_BG = (p_logits_BGV.argmax(-1) == q_logits_BGV.nan_to_num(float("-inf")).argmax(-1)).float()
+    numbers = (
+        agrees_BG if is_greedy else torch.minimum(p_BGV, q_BGV).sum(-1).nan_to_num(0.0),
+        *_divergence(p_logits_BGV.float(), q_logits_BGV, sampling.temperature),
+        agrees_BG,
+        values_at(q_BGV, tokens_BG),
+        values_at(p_BGV, tokens_BG).nan_to_num(0.0),
+        confidence(q_BGV),
+    )
+    return torch.stack(numbers, -1)
+
+
+def _divergence(p_logits_BGV: Tensor, q_logits_BGV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return KL(p || q) over the tokens that q covers, and the mass of p on the others; logarithms cannot underflow."""
+    covered_BGV = torch.isfinite(q_logits_BGV)
+    log_p_BGV = (p_logits_BGV / temperature).log_softmax(-1)
+    log_q_BGV = (q_logits_BGV.masked_fill(~covered_BGV, float("-inf")) / temperature).log_softmax(-1)
+    p_BGV = log_p_BGV.exp().masked_fill(~covered_BGV, 0.0)
+    mass_BG = p_BGV.sum(-1)
+    terms_BGV = torch.where(covered_BGV, p_BGV * (log_p_BGV - log_q_BGV), 0.0)
+    # sum_S p/m (log p/m - log q) = (sum_S p (log p - log q)) / m - log m; rounding may leave a little below zero.
+    kl_BG = (terms_BGV.sum(-1) / mass_BG - mass_BG.log()).clamp(min=0.0)
+    return kl_BG.nan_to_num(0.0, posinf=0.0), (1.0 - mass_BG).clamp(min=0.0).nan_to_num(1.0)

@@ -31,6 +31,7 @@ from heads.sampling.probabilities import token_probabilities
 
 Prefix = tuple[int, ...]
 
+REST = -1  # in a prefix: any token but those that were followed
 DEPTH = 3  # tokens tested: the prefill's and two from rounds
 MIN_EXPECTED = 5.0  # samples a cell should expect; with fewer, G is not near chi-square
 CANDIDATES, MAX_START = 8, 16  # answers, and tokens of each, among which the text to continue is chosen
@@ -51,31 +52,28 @@ class Start(NamedTuple):
 class Cells:
     """A partition of all answers by their first tokens; `probabilities[i]` is the target's probability of cell i.
 
-    A prefix in `leaves` is a cell by itself. One in `others` was followed further; its continuations without a cell of their
-    own are in the cell named there.
+    `cell_of` has the cell of a prefix that is one by itself. Of a prefix that was followed further it has, behind the prefix
+    and `REST`, the cell of the continuations without one of their own.
     """
 
     probabilities: list[float] = field(default_factory=list)
-    leaves: dict[Prefix, int] = field(default_factory=dict)
-    others: dict[Prefix, int] = field(default_factory=dict)
+    cell_of: dict[Prefix, int] = field(default_factory=dict)
 
-    def add(self, probability: float) -> int:
-        """Return a new cell."""
+    def add(self, probability: float, *prefixes: Prefix) -> None:
+        """Make a new cell."""
+        self.cell_of |= dict.fromkeys(prefixes, len(self.probabilities))
         self.probabilities.append(probability)
-        return len(self.probabilities) - 1
 
     def find(self, tokens: Sequence[int]) -> int:
-        """Return the cell of an answer's first tokens.
-
-        Raises:
-            ValueError: the answer is too short to tell.
-        """
-        for length in range(1, len(tokens) + 1):
-            prefix = tuple(tokens[:length])
-            if prefix in self.leaves:
-                return self.leaves[prefix]
-            if prefix not in self.others:
-                return self.others[prefix[:-1]]
+        """Return the cell of an answer's first tokens, which must be enough to tell."""
+        before: Prefix = ()
+        for token in tokens:
+            prefix = (*before, token)
+            if prefix in self.cell_of:
+                return self.cell_of[prefix]
+            if (*prefix, REST) not in self.cell_of:
+                return self.cell_of[*before, REST]
+            before = prefix
         raise ValueError(f"{len(tokens)} tokens do not reach a cell")
 
 
@@ -157,23 +155,23 @@ def find_cells(
             kept = torch.nonzero(reached_V >= min_share).flatten().tolist()
             for token in kept:
                 if depth == DEPTH or token in target.eos_token_ids:
-                    cells.leaves[(*prefix, token)] = cells.add(float(reached_V[token]))
+                    cells.add(float(reached_V[token]), (*prefix, token))
                 else:
                     deeper[(*prefix, token)] = float(reached_V[token])
             rest = level[prefix] - float(reached_V[kept].sum())
             if rest >= min_share:
-                cells.others[prefix] = cells.add(rest)
+                cells.add(rest, (*prefix, REST))
             else:
-                small.append(prefix)
+                small.append((*prefix, REST))
         level = deeper
     if small:
         missing = max(0.0, 1.0 - sum(cells.probabilities))
         if missing >= min_share or not cells.probabilities:
-            cell = cells.add(missing)
+            cells.add(missing, *small)
         else:
-            cell = min(range(len(cells.probabilities)), key=lambda cell: cells.probabilities[cell])
-            cells.probabilities[cell] += missing
-        cells.others |= dict.fromkeys(small, cell)
+            smallest = min(range(len(cells.probabilities)), key=cells.probabilities.__getitem__)
+            cells.probabilities[smallest] += missing
+            cells.cell_of |= dict.fromkeys(small, smallest)
     return cells
 
 

@@ -50,8 +50,7 @@ class WrongToken(NamedTuple):
     tolerance: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Divergence:
+class Divergence(NamedTuple):
     """Where a speculative output first differs from the plain one.
 
     Where one output ends and the other goes on, both tokens are the longer one's, and the gap is `NO_TIE`.
@@ -107,11 +106,8 @@ def check_tokens(
 ) -> TokenCheck:
     """Judge every token of greedy answers, and find their first differences from plain decoding's.
 
-    Args:
-        target: the one that decoded; a copy of it in a wider dtype is made for the while.
-        plain, speculative: the same requests, decoded both ways.
-        tie_noise: the tolerance, in multiples of the rounding error at a position, or of the usual error where that is larger.
-        kv_cache: of the decoder; one in int8 changes the target's distribution, so the answers are read through one as well.
+    The tolerance is `tie_noise` times the rounding error at a position, or the usual error where that is larger. An int8
+    `kv_cache` of the decoder changes the target's distribution, so the answers are read through one as well.
     """
     pairs = pair_answers(plain, speculative)
     departures = [_first_difference(one.tokens, other.tokens) for one, other in pairs]
@@ -189,22 +185,18 @@ def _compare(
     return gap_P2, error_P, best_PC[:, 0].nan_to_num(0.0, 0.0)
 
 
-def _divergence(plain: Generation, other: Generation, place: int, reading: _Reading, tolerance_T: Tensor) -> Divergence:
-    if place >= min(len(plain.tokens), len(other.tokens)):
-        # One is the beginning of the other: a stop was missed or added, which rounding does not do.
-        token = max(plain.tokens, other.tokens, key=len)[place]
-        tokens, gap, tolerance = (token, token), NO_TIE, 0.0
-    else:
-        tokens = plain.tokens[place], other.tokens[place]
-        gap, tolerance = float(reading.gaps_T2[place].max()), float(tolerance_T[place])
+def _divergence(one: Generation, other: Generation, place: int, reading: _Reading, tolerance_T: Tensor) -> Divergence:
+    # One may be the beginning of the other: a stop was missed or added, which rounding does not do.
+    longer = max(one.tokens, other.tokens, key=len)
+    differ = place < min(len(one.tokens), len(other.tokens))
     return Divergence(
-        prompt_id=plain.prompt_id,
-        turn=plain.turn,
+        prompt_id=one.prompt_id,
+        turn=one.turn,
         position=place,
-        plain_token=tokens[0],
-        speculative_token=tokens[1],
-        logit_gap=gap,
-        tie_tolerance=tolerance,
+        plain_token=(one.tokens if differ else longer)[place],
+        speculative_token=(other.tokens if differ else longer)[place],
+        logit_gap=float(reading.gaps_T2[place].max()) if differ else NO_TIE,
+        tie_tolerance=float(tolerance_T[place]) if differ else 0.0,
     )
 
 

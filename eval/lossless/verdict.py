@@ -46,10 +46,9 @@ def judge_lossless(
     config: LosslessConfig,
     proposer: Proposer | None,
 ) -> dict[str, Any]:
-    """Return the report's `lossless` section; both sides answer the same requests under `decode_config`.
+    """Return the report's `lossless` section; without a proposer the first tokens of samples are not tested.
 
-    Every entry of `checks` has an `outcome`. One that fails makes the verdict `not_lossless`; else one that is inconclusive, or
-    the lack of any, makes it inconclusive. Without a proposer the first tokens of samples are not tested.
+    A check that fails makes the verdict `not_lossless`; else one that is inconclusive, or the lack of any, makes it so.
     """
     pairs = [
         pair
@@ -78,7 +77,7 @@ def judge_lossless(
         "differing_answers": None if greedy is None else len(divergences),
         "tolerance": None if greedy is None else greedy.tolerance,
         "largest_gap": None if greedy is None else greedy.largest_gap,
-        "divergences": divergences,
+        "divergences": [each._asdict() for each in divergences],
         "tie_noise": config.tie_noise,
         "failed_checks": failed,
         "inconclusive_checks": inconclusive,

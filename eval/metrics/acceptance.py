@@ -50,10 +50,9 @@ NUM_CLASSES, FINE = 10, 1000  # of confidence, equally wide; for the curve, and 
 
 
 class Acceptance(Metric):
-    """The acceptance of one mode's generations, taken in some at a time; what it holds does not grow with their length.
+    """The acceptance of one mode's generations, whose rounds draft at most `num_positions` tokens.
 
-    A round may draft at most `num_positions` tokens; every list by position is as long. Processes agree by `merge`: to wait
-    for others at `compute` would be for ever in the main one.
+    Processes agree by `merge`: to wait for others at `compute` would be for ever in the main one.
     """
 
     full_state_update = False
@@ -78,11 +77,7 @@ class Acceptance(Metric):
         self.update([])  # torchmetrics warns of one that only merged
 
     def update(self, generations: Iterable[Generation]) -> None:
-        """Count generations of prompts that were not counted before, all turns of each.
-
-        Raises:
-            ValueError: a round drafted more than `num_positions` tokens.
-        """
+        """Count generations of prompts that were not counted before, all turns of each."""
         table, size = tabulate(generations), self.num_positions + 1
         if (table.drafted_R >= size).any():
             raise ValueError(f"a round drafted {int(table.drafted_R.max())} tokens, more than {self.num_positions}")

@@ -16,11 +16,7 @@ from heads.inference.kv_cache import LAYERS
 
 
 def pair_answers(plain: Sequence[Generation], speculative: Sequence[Generation]) -> list[tuple[Generation, Generation]]:
-    """Return each plain answer with the speculative one to the same request.
-
-    Raises:
-        ValueError: they do not answer the same requests.
-    """
+    """Return each plain answer with the speculative one to the same request."""
     other = {(answer.prompt_id, answer.turn): answer for answer in speculative}
     if len(plain) != len(speculative) or any((answer.prompt_id, answer.turn) not in other for answer in plain):
         raise ValueError("plain and speculative answers must be to the same requests, one each")

@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torchmetrics.image.fid import FrechetInceptionDistance
+from torch import Tensor
 
 from configs.runtime.errors import InputError, first_line
 from configs.schema.evaluation import EvalConfig
@@ -54,11 +53,7 @@ REWRITES = (
 
 
 class Quality:
-    """What one evaluation asks of its answers: scores, and pictures or sound for the report.
-
-    Raises:
-        InputError: a function of the user's cannot be imported, or a scorer cannot be used.
-    """
+    """What one evaluation asks of its answers: scores, and pictures or sound for the report."""
 
     def __init__(self, config: EvalConfig, prompts: Sequence[Prompt]) -> None:
         self.config, self.asked = config, config.quality
@@ -176,11 +171,7 @@ class Quality:
 
 
 def import_function(path: str, key: str) -> Function:
-    """Return the user's function of this import path; `key` names the config key that holds it.
-
-    Raises:
-        InputError: it cannot be imported, or is no function.
-    """
+    """Return the user's function of this import path; `key` names the config key that holds it."""
     module, _, name = path.rpartition(".")
     try:
         function = getattr(importlib.import_module(module), name)
@@ -239,27 +230,12 @@ def unseen_change(num_prompts: int, scores: Sequence[float], level: float = LEVE
     return [-bound, bound]
 
 
-class _AsGiven(nn.Module):
-    """The network of torchmetrics' distance where the features have been computed already."""
-
-    def __init__(self, num_features: int) -> None:
-        super().__init__()
-        self.num_features = num_features
-
-    def forward(self, features_NF: Tensor) -> Tensor:
-        return features_NF
-
-
 def frechet_distance(one_NF: Tensor, other_NF: Tensor) -> float:
-    """Return the Fréchet distance (Heusel et al., 1706.08500) of two sets of at least two answers' features.
-
-    It falls with the number of answers, so that only distances of sets of the same sizes can be compared.
-    """
-    metric: Any = FrechetInceptionDistance(feature=_AsGiven(one_NF.shape[1]))
-    metric.set_dtype(torch.float64)
-    metric.update(one_NF, real=True)
-    metric.update(other_NF, real=False)
-    return max(0.0, float(metric.compute()))
+    """Return the Fréchet distance (Heusel et al., 1706.08500) of two sets of features, which falls with the sets' sizes."""
+    apart_F = one_NF.mean(0) - other_NF.mean(0)
+    one_FF, other_FF = (torch.atleast_2d(features_NF.T.cov()) for features_NF in (one_NF, other_NF))
+    root_trace = torch.linalg.eigvals(one_FF @ other_FF).sqrt().real.sum()
+    return max(0.0, float(apart_F @ apart_F + one_FF.trace() + other_FF.trace() - 2 * root_trace))
 
 
 def featurised(function: Function, answers: Sequence[str]) -> Tensor:
@@ -275,11 +251,7 @@ def featurised(function: Function, answers: Sequence[str]) -> Tensor:
 
 
 def exact_match(prompt: str, answer: str, reference: str | None) -> float:
-    """Return 1 where answer and reference end in the same number, else 0: GSM8K's exact match.
-
-    Raises:
-        ValueError: the reference holds no number.
-    """
+    """Return 1 where answer and reference end in the same number, else 0: GSM8K's exact match."""
     del prompt
     wanted = None if reference is None else final_number(reference)
     if wanted is None:

@@ -24,9 +24,6 @@ def summarise_speed(timings: Sequence[Timing], *, samples: int, seed: int, keep_
 
     With `keep_batches` there is also `per_batch`, [decode seconds, decode tokens] of both modes, with which another report is
     compared batch by batch (`eval.report.change`).
-
-    Raises:
-        ValueError: the two were timed on different batches or different numbers of repeats.
     """
     plain, speculative = ([timing for timing in timings if timing.mode == mode] for mode in (AUTOREGRESSIVE, SPECULATIVE))
     if not plain or not speculative:
@@ -57,11 +54,7 @@ def summarise_speed(timings: Sequence[Timing], *, samples: int, seed: int, keep_
 
 
 def compare_speed(timings: Sequence[Timing], mode: str, *, samples: int, seed: int) -> dict[str, Any]:
-    """Return how much faster `mode` was than plain decoding: totals with prefill and without, and the median batch.
-
-    Raises:
-        ValueError: the two were timed on different batches or different numbers of repeats.
-    """
+    """Return how much faster `mode` was than plain decoding: totals with prefill and without, and the median batch."""
     modes = (AUTOREGRESSIVE, mode)
     runs = [sorted((each.prompt_ids, each.repeat) for each in timings if each.mode == name) for name in modes]
     if runs[0] != runs[1]:

@@ -29,11 +29,7 @@ class Tally:
         self._places: dict[str, set[tuple[str, int]]] = {SPECULATIVE: set()}  # mode -> (prompt id, turn)
 
     def add(self, generations: Sequence[Generation], timings: Iterable[Timing] = ()) -> None:
-        """Count prompts that were not counted before, all turns and modes of each; of repeated runs the first repeat.
-
-        Raises:
-            ValueError: there are two answers to a turn in one mode.
-        """
+        """Count prompts that were not counted before, all turns and modes of each; of repeated runs the first repeat."""
         shares: dict[tuple[str, str], list[Generation]] = {}
         for generation in generations:
             self._note(generation.mode, {(generation.prompt_id, generation.turn)})
@@ -47,11 +43,7 @@ class Tally:
         self.timings += timings
 
     def merge(self, other: Tally) -> None:
-        """Add what another process counted.
-
-        Raises:
-            ValueError: both counted the same prompt.
-        """
+        """Add what another process counted of other prompts."""
         for mode, places in other._places.items():
             self._note(mode, places)
         for key, share in other._shares.items():

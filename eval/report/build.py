@@ -7,11 +7,9 @@ form, `eval.report.markdown` and `eval.report.page` render it, `eval.release.che
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, TypedDict
 
 from eval.decoder.records import SPECULATIVE, WITH_LOOKUP, Generation
-from eval.lossless.teacher_forcing import Divergence
 from eval.measure.suite import Suite
 from eval.metrics.speed import compare_speed, summarise_advantage, summarise_speed, timings_within
 from eval.metrics.tally import SAMPLES_A_SIDE, Tally
@@ -51,7 +49,6 @@ def build_report(
     bootstrap: Bootstrap = {"samples": bootstrap_samples, "seed": seed}
     (first, records), *others = suites
     texts = {(prompt.prompt_id, turn): text for prompt in first.prompts for turn, text in enumerate(prompt.turns)}
-    divergences = [asdict(each) if isinstance(each, Divergence) else each for each in lossless["divergences"]]
     values = {
         "schema_version": SCHEMA_VERSION,
         "simulated": False,
@@ -60,7 +57,7 @@ def build_report(
         "statistics": {"bootstrap_samples": bootstrap_samples, "seed": seed, "level": LEVEL},
         **_suite(first, records, bootstrap),
         "suites": {suite.name: _suite(suite, own, bootstrap) for suite, own in others},
-        "lossless": {**lossless, "divergences": divergences},
+        "lossless": lossless,
         "samples": pick_samples(records.samples, texts, decode_tokens),
     }
     return parse_report({"git": None, "quality": None, "energy": None} | sections | values, "the report just built")

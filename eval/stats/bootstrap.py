@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Column = Sequence[float] | Floats  # [clusters]
 LEVEL = 0.95
-MAX_CLUSTERS = 2000  # more are drawn in blocks: at this number, the bounds' own noise from it is below 2 % of their width
 DRAWS_AT_A_TIME = 1 << 20  # drawn clusters held in memory together; a constant, because the random stream is cut here
 
 
@@ -44,22 +43,12 @@ def ratio_interval(numerators: Column, denominators: Column, *, samples: int, se
 
 
 def paired_ratio_interval(a: Column, b: Column, c: Column, d: Column, *, samples: int, seed: int) -> Interval:
-    """Return (sum a / sum b) / (sum c / sum d) with its interval; every column is in the same order.
-
-    What is common to both sides, such as a prompt that is easy for either draft, cancels in each resample.
-    """
+    """Return (sum a / sum b) / (sum c / sum d) with its interval; what both sides share cancels in each resample."""
     return statistic_interval(lambda sums: (sums[0] / sums[1]) / (sums[2] / sums[3]), a, b, c, d, samples=samples, seed=seed)
 
 
 def statistic_interval(statistic: Callable[[Floats], Floats], *columns: Column, samples: int, seed: int) -> Interval:
-    """Return any statistic of column sums with its interval, such as a ratio of means of ratios.
-
-    Clusters with zeros in all columns are left out. `statistic` takes the sums [columns] of all clusters, or those of all
-    resamples [columns, resamples].
-
-    Raises:
-        ValueError: a number is not finite.
-    """
+    """Return a statistic of column sums [columns, or columns x resamples] with its interval; clusters of zeros are left out."""
     columns_FC = np.stack([np.asarray(column, dtype=np.float64) for column in columns])
     if not np.isfinite(columns_FC).all():
         raise ValueError("counts and times must be finite")
@@ -71,16 +60,11 @@ def statistic_interval(statistic: Callable[[Floats], Floats], *columns: Column, 
             return Interval(None)
         if num_clusters < 2:
             return Interval(point)
-        columns_FC = _in_blocks(columns_FC, seed)
         # One column at a time: gathering single numbers is several times faster than gathering rows of two or four.
-        sums_FS = np.concatenate(
-            [
-                np.stack([column_C[drawn_SC].sum(axis=1) for column_C in columns_FC])
-                for drawn_SC in _draws(columns_FC.shape[1], samples, seed)
-            ],
-            axis=1,
-        )
-        values_S = statistic(sums_FS)
+        sums_SF = [
+            [column_C[drawn_SC].sum(axis=1) for column_C in columns_FC] for drawn_SC in _draws(num_clusters, samples, seed)
+        ]
+        values_S = statistic(np.concatenate(sums_SF, axis=1))
     values_S = values_S[np.isfinite(values_S)]  # a resample without a single round says nothing about a ratio per round
     return Interval(point, *_percentiles(values_S, num_clusters)) if values_S.size else Interval(point)
 
@@ -92,20 +76,6 @@ def median_interval(values: Column, *, samples: int, seed: int) -> Interval:
         return Interval(float(values_C[0]) if values_C.size else None)
     medians = [np.median(values_C[drawn_SC], axis=1) for drawn_SC in _draws(values_C.size, samples, seed)]
     return Interval(float(np.median(values_C)), *_percentiles(np.concatenate(medians), values_C.size))
-
-
-def _in_blocks(columns_FC: Floats, seed: int) -> Floats:
-    """Add up very many clusters in `MAX_CLUSTERS` blocks of equal size, put together at random.
-
-    Blocks of independent clusters are independent clusters as well, and statistics see sums only, so the bounds stay what they
-    are, at a fraction of the draws.
-    """
-    num_clusters = columns_FC.shape[1]
-    if num_clusters <= MAX_CLUSTERS:
-        return columns_FC
-    order_C = np.random.default_rng([seed, num_clusters]).permutation(num_clusters)
-    block_C = np.arange(num_clusters) % MAX_CLUSTERS
-    return np.stack([np.bincount(block_C, column_C[order_C]) for column_C in columns_FC])
 
 
 def _draws(num_clusters: int, samples: int, seed: int) -> Iterator[NDArray[np.int64]]:

@@ -26,10 +26,9 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """How one number changed. Larger is better.
+    """How one number changed; better or worse where the whole interval of the ratio lies above or below 1.
 
-    `better` and `worse` say that the whole interval of the ratio lies above or below 1. Where it holds 1, a change smaller
-    than about `detectable_percent` may still be there; more prompts would show it.
+    Where it holds 1, a change smaller than about `detectable_percent` may still be there; more prompts would show it.
     """
 
     ours: float

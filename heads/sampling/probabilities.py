@@ -86,7 +86,7 @@ def draw_without_replacement(probs_BV: Tensor, uniform_BC: Tensor) -> Tensor:
     return torch.stack(drawn, 1)
 
 
-# How siblings of a sampled tree are drawn, C for one position; the rules of `eval.decoder.tree_rules` are lossless for these.
+# How siblings of a sampled tree are drawn, C for one position; the rules of `eval.decoder.rules` are lossless for these.
 DRAWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "with_replacement": draw_with_replacement,
     "without_replacement": draw_without_replacement,

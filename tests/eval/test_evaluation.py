@@ -20,9 +20,9 @@ from configs.runtime.errors import InputError
 from configs.schema.decoding import ParticleSampling, TypicalAcceptance
 from configs.schema.evaluation import EvalConfig, GateConfig, LosslessConfig
 from distill.dataset.conversations import text_hash
-from eval.decoder.chain_rules import ChainVerification
 from eval.decoder.decode import Request, decode
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP
+from eval.decoder.rules import ChainVerification
 from eval.evaluation import evaluate
 from eval.measure.interleaved import measure
 from eval.release.checks import judge, read_artifact

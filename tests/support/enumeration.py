@@ -16,8 +16,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from eval.decoder.chain_rules import ChainVerification
-from eval.decoder.tree_rules import TreeVerification, rows_of
+from eval.decoder.rules import ChainVerification, TreeVerification
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], ChainVerification]
 Prefix = tuple[int, ...]
@@ -173,7 +172,18 @@ def joint(distributions: dict[Prefix, list[float]], sequence: Prefix, after: Pre
 
 # --- trees ---------------------------------------------------------------------------------------------------------
 
-# `eval.decoder.tree_rules.verify_tree` with its rule chosen, or a planted bug.
+
+def rows_of(p_BNV: Tensor) -> Callable[[Tensor], Tensor]:
+    """Look the distribution after a node up in a tensor of all of them."""
+    return lambda node_B: p_BNV[torch.arange(len(p_BNV)), node_B]
+
+
+def tokens_of(target_tokens_BN: Tensor) -> Callable[[Tensor, int], Tensor]:
+    """Look the target's own token after a node up in a tensor of all of them."""
+    return lambda node_B, _: target_tokens_BN[torch.arange(len(target_tokens_BN)), node_B]
+
+
+# `eval.decoder.rules.verify_tree` with its rule chosen, or a planted bug.
 TreeVerifier = Callable[..., TreeVerification]
 Draws = Callable[[Tensor, Tensor], Tensor]
 SiblingDistribution = Callable[[Sequence[float], Prefix], float]

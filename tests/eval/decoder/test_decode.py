@@ -1,18 +1,26 @@
-"""The decoder where little room is left, where something is no number, where vocabularies differ and where prompts are equal.
+"""The decoder where little room is left, something is no number, vocabularies differ, prompts are equal, drafts are a tree.
 
 That what it gives is plain decoding's is tested in `test_decode_properties` by scripts, in `test_greedy_matrix` by proposer.
 """
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
-from configs.schema.drafting import DynamicTree
+from configs.schema.drafting import DynamicTree, StaticTree
 from eval.decoder.decode import decode, generate
+from eval.decoder.verifier import Verifier
 from heads.frozen.hidden_states import forward_states
 from heads.proposers.draft_lm import DraftLM
-from tests.support.decoding import PROMPTS, requests_for
+from heads.proposers.lookup import PromptLookup
+from heads.proposers.protocol import Proposal
+from heads.sampling.counter_rng import CounterRNG
+from heads.sampling.probabilities import token_probabilities
+from heads.vocabulary import DraftVocabulary, keep_head_rows
+from tests.support import family_checks as checks
+from tests.support.decoding import PROMPTS, head_proposer, requests_for, samples_against
 
 PLAIN = DecodeConfig(num_speculative_tokens=0, max_new_tokens=24)
 
@@ -33,7 +41,7 @@ def draft(tiny_llama):
     return DraftLM(tiny_llama(seed=2), 64)
 
 
-@pytest.mark.parametrize("prompts", ["w1 w2", ["w1 w2"], [7, 12], {"input_ids": [[7, 12]]}, [[7.5]]])
+@pytest.mark.parametrize("prompts", ["w1 w2", [7, 12], [[7.5]]])
 def test_prompts_that_are_no_lists_of_token_ids_are_refused_with_what_is_accepted(target, prompts):
     with pytest.raises(TypeError, match=r"expected a list of lists of token ids, got .*target\.encode_chat"):
         generate(target, prompts, PLAIN)
@@ -98,12 +106,11 @@ def test_a_request_that_fails_under_way_leaves_nothing_that_is_no_number(failing
     assert all(0 <= overlap <= 1 + 1e-6 for round_ in rounds_of([failed, healthy]) for overlap in round_.overlap or ())
 
 
-@pytest.mark.parametrize("verification", ["token", "block"])
-def test_a_draft_with_nan_logits_fails_sampled_requests_and_only_slows_greedy_ones(target, answers, tiny_llama, verification):
+def test_a_draft_with_nan_logits_fails_sampled_requests_and_only_slows_greedy_ones(target, answers, tiny_llama):
     broken = tiny_llama(seed=2)
     with torch.no_grad():
         broken.lm_head.weight.fill_(float("nan"))
-    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=12, verification=verification)
+    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=12)
     sampled = config.model_copy(update={"temperature": 1.0})
     generations, _ = decode(target, requests_for(PROMPTS), sampled, DraftLM(broken, 64))
     assert {generation.stop_reason for generation in generations} == {"non_finite"}
@@ -157,3 +164,107 @@ def test_equal_prompts_are_read_once_and_answered_each_for_itself(target, draft,
 
     assert (seen[0], told) == (3, [5])
     assert tokens_of(together) == tokens_of(alone)
+
+
+# --- reduced vocabularies -----------------------------------------------------------------------------------------
+
+
+def reduced(model, ids):
+    """A draft of this model's making that can say these tokens only."""
+    vocabulary = DraftVocabulary(token_ids_W=torch.tensor(ids), target_vocab_size=model.config.vocab_size)
+    keep_head_rows(model, vocabulary)
+    return DraftLM(model, vocabulary.target_vocab_size, vocabulary)
+
+
+def test_overlap_counts_the_mass_on_unknown_tokens_as_rejected(target, tiny_llama):
+    config = DecodeConfig(num_speculative_tokens=1, max_new_tokens=3, temperature=0.9, top_k=40)
+    draft, prompt = reduced(tiny_llama(seed=1), list(range(32))), [7, 12, 3]
+    (generation,), _ = decode(target, requests_for([prompt]), config, draft, measure_overlap=True)
+    (measured, *_) = generation.rounds[0].overlap
+    ids = torch.tensor([[*prompt, generation.tokens[0]]])
+    logits = target.model(input_ids=ids, use_cache=False).logits[0, -1].detach()
+    p = token_probabilities(logits, config)
+    assert measured == pytest.approx(float(p[:32].sum()), abs=1e-6)  # a copy of the target overlaps with all it can say
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_samples_of_a_draft_that_can_say_only_some_tokens_follow_the_targets_distribution(
+    tiny_llama, as_target, verification, exact_distribution
+):
+    model = tiny_llama(seed=4, vocab_size=5, dtype=torch.float32, spread=3.0)
+    draft = reduced(tiny_llama(seed=5, vocab_size=5, dtype=torch.float32, spread=3.0), [1, 2, 4])
+    config = DecodeConfig(num_speculative_tokens=2, max_new_tokens=3, temperature=1.2, verification=verification)
+    generations, _ = decode(as_target(model), requests_for([(1, 2)] * 2000), config, draft)
+    drafted = {token for generation in generations for round_ in generation.rounds for token in round_.drafted}
+    assert drafted == {1, 2, 4}
+    assert samples_against(exact_distribution(model, (1, 2), 3, config), generations).p_value > 1e-4
+
+
+# --- who drafted --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_rows_of_a_batch_are_judged_by_the_distribution_of_whoever_drafted_them(verification):
+    """Row by row the same as alone: a looked-up row by a point mass, whatever stands in its place of the draft's own."""
+    config = DecodeConfig(temperature=1.0, verification=verification)
+    B, G, V = 200, 2, 5
+    generator = torch.Generator().manual_seed(3)
+    logits_BKV = torch.randn(B, G + 1, V, generator=generator)
+    tokens_BG = torch.randint(V, (B, G), generator=generator)
+    q_BGV = torch.rand(B, G, V, generator=generator).softmax(-1)
+    by_lookup = [number % 2 == 0 for number in range(B)]
+
+    def chain(rows, **drawn):
+        verifier = Verifier(config, CounterRNG(0, rows, torch.device("cpu")))
+        proposal = Proposal(tokens_BG=tokens_BG[rows], num_drafted=[G] * len(rows), **drawn)
+        return torch.stack(verifier.chain(logits_BKV[rows], proposal, [G] * len(rows), [7] * len(rows)), 1)
+
+    together = chain(list(range(B)), probs_BGV=q_BGV, by_lookup=by_lookup)
+    points_BGV = torch.nn.functional.one_hot(tokens_BG, V).float()
+    for row in range(B):
+        own_BGV = (points_BGV if by_lookup[row] else q_BGV)[row : row + 1]
+        assert torch.equal(together[row : row + 1], chain([row], probs_BGV=own_BGV))
+        if by_lookup[row]:  # and where the whole batch was looked up, so that the draft was not asked
+            assert torch.equal(together[row : row + 1], chain([row], by_lookup=[True]))
+
+
+# --- trees --------------------------------------------------------------------------------------------------------
+
+
+TREES = {
+    "bushy": StaticTree(kind="static", branching=[3, 2, 1]),
+    "uneven": StaticTree(kind="static", paths=[[0], [1], [2], [0, 0], [0, 1], [2, 0], [0, 1, 0], [0, 1, 0, 0]]),
+    "grown": DynamicTree(kind="dynamic", num_nodes=9, width=3),
+}
+
+
+def with_tree(name, **others):
+    return DecodeConfig(**({"num_speculative_tokens": 4, "max_new_tokens": 20, "tree": TREES[name]} | others))
+
+
+@pytest.mark.parametrize(("head", "tree"), [("medusa", "uneven"), ("hydra", "grown"), ("eagle3", "uneven"), ("mtp", "grown")])
+def test_greedy_output_with_a_head_is_plain_in_a_target_with_a_sliding_window(as_target, head, tree):
+    target = as_target(checks.tiny_target("gemma3"))
+    plain = DecodeConfig(num_speculative_tokens=0, max_new_tokens=12, batch_size=3)
+    config = with_tree(tree, max_new_tokens=12, batch_size=3)
+    found = generate(target, checks.PROMPTS, config, head_proposer(head, target.model))
+    assert found == generate(target, checks.PROMPTS, plain)
+
+
+def test_a_perfect_draft_is_accepted_down_to_the_leaves_and_recorded_by_its_ranks(target):
+    config = with_tree("bushy", num_speculative_tokens=3, max_new_tokens=17)
+    generations, timing = decode(target, requests_for(PROMPTS), config, DraftLM(target.model, 64))
+    for generation in generations:
+        seen = [(round_.num_accepted, round_.ranks, round_.num_nodes) for round_ in generation.rounds]
+        assert seen == [(3, (0, 0, 0), 15)] * 4
+    assert timing.num_rounds == 4 * 4
+
+
+def test_settings_and_drafts_that_do_not_go_with_a_tree_are_refused(target):
+    with pytest.raises(InputError, match="PromptLookup drafts chains only"):
+        generate(target, PROMPTS, with_tree("bushy"), PromptLookup(target.device))
+    with pytest.raises(ValidationError, match="3 tokens deep, and num_speculative_tokens allows 2"):
+        with_tree("bushy", num_speculative_tokens=2)
+    with pytest.raises(ValidationError, match="stopping cuts chains only"):
+        with_tree("bushy", stopping={"rule": "confidence"})
+    assert with_tree("bushy", num_speculative_tokens=0).tree is not None

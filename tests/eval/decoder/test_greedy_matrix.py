@@ -1,10 +1,11 @@
-"""Greedy output is plain greedy output in float32, bit for bit the same tokens: every shape and proposer.
+"""Every shape and proposer: greedy output is plain greedy output in float32, and sampled output owes nothing to the batch.
 
-Drafts are made right to a depth that changes from round to round, so that everything that counts accepted drafts is at work
-whatever an untrained head says.
+Greedy drafts are made right to a depth that changes from round to round, so that everything that counts accepted drafts is at
+work whatever an untrained head says.
 """
 
 import copy
+import itertools
 from functools import cache
 
 import pytest
@@ -22,7 +23,7 @@ from heads.proposers.protocol import TreeProposer
 from heads.proposers.self_speculation import early_exit
 from tests.support import family_checks as checks
 from tests.support.corrected import Corrected, CorrectedTrees
-from tests.support.decoding import HEADS
+from tests.support.decoding import HEADS, assert_same_alone, head_proposer
 
 PROMPTS = [[7, 12, 3, 44, 9], [20, 9, 9, 31, 5, 6, 2, 50, 17], [40]]
 NUM_TOKENS = 12
@@ -84,12 +85,6 @@ def test_the_choices_are_clear_enough_for_float32():
     assert margin > 1e-3
 
 
-def test_greedy_decoding_has_one_rule():
-    for rule in ("token", "block", "match", None):
-        config = DecodeConfig(verification=rule)
-        assert (config.rule, config.draws) == ("greedy", False)
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", [*HEADS, *OTHERS])
 def test_greedy_output_is_plain_greedy_output(as_target, name, shape):
@@ -108,3 +103,29 @@ def test_greedy_output_is_plain_greedy_output(as_target, name, shape):
     assert [[*each.prompt_tokens, *each.tokens] for each in generations] == texts
     accepted = {round_.num_accepted for each in generations for round_ in each.rounds}
     assert name.endswith("lookup") or stopping or len(accepted) > 2  # or little was put to the test
+
+
+@pytest.fixture(scope="module")
+def short_target(as_target):
+    """A context of 24 tokens, in which the rows below have room for 6, 15, 22 and 1 more."""
+    model = copy.deepcopy(checks.tiny_target("llama"))
+    model.config.max_position_embeddings = 24
+    return as_target(model)
+
+
+LENGTHS = [[(7 * n + 3) % 64 for n in range(18)], PROMPTS[1], [40, 11], [(5 * n + 1) % 64 for n in range(23)]]
+SAMPLED = DecodeConfig(num_speculative_tokens=4, max_new_tokens=30, temperature=1.0)
+
+
+@pytest.mark.parametrize(("name", "rule"), list(zip(HEADS, itertools.cycle(["token", "block", "match"]))))
+def test_a_chain_of_a_head_owes_nothing_to_the_batch(short_target, name, rule):
+    """Every head with one of the rules, which know nothing of heads; rows end sooner or later."""
+    config = SAMPLED.model_copy(update={"verification": rule})
+    assert_same_alone(short_target, config, head_proposer(name, short_target.model), LENGTHS)
+
+
+@pytest.mark.parametrize("name", ["medusa", "hydra", "eagle3", "mtp"])
+def test_a_grown_tree_owes_nothing_to_the_batch(short_target, name):
+    tree = DynamicTree(kind="dynamic", num_nodes=6, width=4)
+    config = SAMPLED.model_copy(update={"tree": tree, "verification": "match"})
+    assert_same_alone(short_target, config, head_proposer(name, short_target.model), LENGTHS)

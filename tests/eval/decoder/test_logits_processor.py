@@ -7,7 +7,6 @@ from transformers import (
     LogitsProcessorList,
     MinLengthLogitsProcessor,
     NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
     PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
 )
@@ -16,9 +15,7 @@ from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import DynamicTree, StaticTree
 from eval.decoder.decode import decode, generate
-from eval.decoder.logits_processor import processed
 from heads.proposers.draft_lm import DraftLM
-from heads.proposers.protocol import Proposal
 from tests.support.decoding import PROMPTS, KnownAnswers, requests_for
 
 EOS = (60,)
@@ -27,30 +24,24 @@ SHAPES = {"chain": None, "grown tree": DynamicTree(kind="dynamic", num_nodes=9, 
 
 
 class BanSumOfLastTwo(LogitsProcessor):
-    """Forbids the token that is the sum of the last two, and likes the one after the last; counts what it was asked."""
-
-    def __init__(self, vocab_size, liking=1.0):
-        self.vocab_size, self.liking, self.asked = vocab_size, liking, 0
+    """Forbids the token that is the sum of the last two, and likes the one after the last."""
 
     def __call__(self, input_ids, scores):
-        self.asked += len(input_ids)
-        rows = torch.arange(len(input_ids))
-        scores = scores.clone()
-        scores[rows, (input_ids[:, -1] + 1) % self.vocab_size] += self.liking
-        scores[rows, input_ids[:, -2:].sum(1) % self.vocab_size] = float("-inf")
+        rows, scores = torch.arange(len(input_ids)), scores.clone()
+        scores[rows, (input_ids[:, -1] + 1) % 64] += 1.0
+        scores[rows, input_ids[:, -2:].sum(1) % 64] = float("-inf")
         return scores
 
 
 PROCESSORS = {
     "repetition penalty": RepetitionPenaltyLogitsProcessor(1.7),
-    "no repeated pairs": NoRepeatNGramLogitsProcessor(2),
     "bad words and a least length": LogitsProcessorList(
         [
             NoBadWordsLogitsProcessor([[47], [32, 24]], eos_token_id=list(EOS)),
             MinLengthLogitsProcessor(14, list(EOS), device="cpu"),
         ]
     ),
-    "of the last two": BanSumOfLastTwo(64),
+    "of the last two": BanSumOfLastTwo(),
 }
 
 
@@ -139,34 +130,13 @@ def test_drawn_output_never_has_what_the_processor_forbids_and_matched_output_is
     tree = StaticTree(kind="static", branching=[3, 2, 1]) if shape == "static tree" else None
     config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=8, temperature=2.0, tree=tree, verification=verification)
     target, draft = as_target(models[0]), DraftLM(models[1], 64)
-    requests, processor = requests_for(PROMPTS * 25), BanSumOfLastTwo(64)
+    requests, processor = requests_for(PROMPTS * 25), BanSumOfLastTwo()
     found, _ = decode(target, requests, config, draft, logits_processor=processor)
     assert forbidden_in(found) == 0
     assert forbidden_in(decode(target, requests, config, draft)[0]) > 5
     if verification == "match":
         plain, _ = decode(target, requests, config, logits_processor=processor)
         assert [each.tokens for each in found] == [each.tokens for each in plain]
-
-
-def test_a_processor_sees_the_text_of_every_position_and_no_other():
-    seen = []
-
-    def keep(ids_NT, scores_NV):
-        seen.extend(map(tuple, ids_NT.tolist()))
-        return scores_NV + ids_NT.sum(1, keepdim=True)
-
-    tokens_BG = torch.tensor([[4, 5, 6], [7, 8, 9]])
-    parents_BN = torch.tensor([[0, 1, 0], [0, -1, 2]])  # the third draft of row 1 hangs on one that does not count
-    logits_BKV = torch.zeros(2, 4, 10)
-    chain = Proposal(tokens_BG=tokens_BG, num_drafted=[3, 1])
-    found = processed(keep, logits_BKV, [[1, 2], [3]], chain, range(2))
-    assert sorted(seen) == [(1, 2), (1, 2, 4), (1, 2, 4, 5), (1, 2, 4, 5, 6), (3,), (3, 7)]
-    assert found[:, :, 0].tolist() == [[3, 7, 12, 18], [3, 10, 0, 0]]
-    seen.clear()
-    tree = Proposal(tokens_BG=tokens_BG, num_drafted=[3, 3], parents_BN=parents_BN)
-    found = processed(keep, logits_BKV, [[1, 2], [3]], tree, range(2))
-    assert sorted(seen) == [(1, 2), (1, 2, 4), (1, 2, 4, 5), (1, 2, 6), (3,), (3, 7)]
-    assert found[:, :, 0].tolist() == [[3, 7, 12, 9], [3, 10, 0, 0]]
 
 
 def test_what_would_not_be_exact_is_refused(as_target, models):
@@ -179,10 +149,10 @@ def test_what_would_not_be_exact_is_refused(as_target, models):
     target, drafter = as_target(models[0]), DraftLM(models[1], 64)
     requests = requests_for([(1, 2)])
     with pytest.raises(InputError, match="Derived remembers earlier calls"):
-        decode(target, requests, GREEDY, drafter, logits_processor=[LogitsProcessorList([Derived(64)])])
+        decode(target, requests, GREEDY, drafter, logits_processor=[LogitsProcessorList([Derived()])])
     with pytest.raises(InputError, match="remembers earlier calls"):
-        decode(target, requests, GREEDY, drafter, logits_processor=SynthIDTextWatermarkLogitsProcessor(64))
+        decode(target, requests, GREEDY, drafter, logits_processor=SynthIDTextWatermarkLogitsProcessor())
     with pytest.raises(InputError, match="the overlap of distributions"):
-        decode(target, requests, GREEDY, drafter, measure_overlap=True, logits_processor=BanSumOfLastTwo(64))
+        decode(target, requests, GREEDY, drafter, measure_overlap=True, logits_processor=BanSumOfLastTwo())
     with pytest.raises(InputError, match=r"made scores of shape \[1, 63\] of \[1, 64\]"):
         decode(target, requests, GREEDY, drafter, logits_processor=lambda _, scores: scores[:, 1:])

@@ -64,10 +64,9 @@ def test_an_answer_that_ends_early_has_a_cell(tiny_llama, as_target, target):
     first = int(answer_logits(target, PROMPT, [0])[0].argmax())
     ending = as_target(target.model, eos=[first])
     cells = find_cells(ending, PROMPT, SAMPLED, 256)
-    assert cells.find((first,)) == cells.leaves[(first,)]
-    assert len(cells.leaves) > 1
+    assert cells.find((first,)) == cells.cell_of[first,]
     with pytest.raises(ValueError, match="do not reach"):
-        cells.find(next(prefix for prefix in cells.leaves if len(prefix) > 1)[:1])
+        cells.find(next(prefix for prefix in cells.cell_of if len(prefix) == 3)[:1])
 
 
 # --- where to start -----------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import LosslessConfig
-from eval.decoder import chain_rules as verify
+from eval.decoder import rules as verify
 from eval.decoder.decode import Request, decode
 from eval.lossless import verdict
 from eval.lossless.verdict import MIN_PROMPTS, check_likelihood, judge_lossless

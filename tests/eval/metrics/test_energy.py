@@ -49,10 +49,7 @@ def set_counter(powercap, zone, microjoules):
 class CountingMeter:
     """A meter that spends one joule a read."""
 
-    source, longest_seconds = "a test meter", None
-
-    def __init__(self):
-        self.reads = 0
+    source, longest_seconds, reads = "a test meter", None, 0
 
     def read(self):
         self.reads += 1
@@ -100,47 +97,22 @@ def test_counters_that_cannot_be_read_are_not_available_with_the_reason(powercap
     assert "chmod a+r" in found.reason
 
 
-class FakeNvml:
-    """What `pynvml` offers of it."""
-
-    class NVMLError(Exception):
-        pass
-
-    def __init__(self, error=None):
-        self.millijoules, self.error, self.asked = 5000, error, None
-
-    def nvmlInit(self):
-        pass
-
-    def nvmlDeviceGetHandleByUUID(self, uuid):
-        self.asked = uuid
-        return "handle"
-
-    def nvmlDeviceGetName(self, handle):
-        return b"A GPU"
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle):
-        if self.error:
-            raise self.NVMLError(self.error)
-        return self.millijoules
-
-
-@pytest.fixture
-def one_gpu(monkeypatch):
+def test_a_gpu_is_asked_by_its_own_name_and_in_millijoules(monkeypatch):
+    counts, asked = iter([5000, 5000, 7500]), []
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=asked.append,
+        nvmlDeviceGetName=lambda handle: b"A GPU",
+        nvmlDeviceGetTotalEnergyConsumption=lambda handle: next(counts),
+        NVMLError=StopIteration,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
-    return torch.device("cuda", 0)
-
-
-def test_a_gpu_is_asked_by_its_own_name_and_in_millijoules(one_gpu, monkeypatch):
-    nvml = FakeNvml()
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    meter = find_meter(one_gpu, num_processes=2).meter
-    before = meter.read()
-    nvml.millijoules += 2500
-
-    assert meter.joules_between(before, meter.read()) == 2.5
-    assert (meter.source, nvml.asked) == ("NVML, A GPU", "GPU-1234")
+    meter = find_meter(torch.device("cuda", 0), num_processes=2).meter
+    assert meter.joules_between(meter.read(), meter.read()) == 2.5
+    assert (meter.source, asked) == ("NVML, A GPU", ["GPU-1234"])
+    assert "cannot be read" in find_meter(torch.device("cuda", 0)).reason
 
 
 # --- what is measured ---------------------------------------------------------------------------------------------

@@ -58,16 +58,3 @@ def test_the_median_and_its_interval_follow_the_middle_and_not_the_outlier():
     interval = median_interval([1.0, 1.1, 1.2, 1.3, 100.0] * 8, **FAST)
     assert interval.point == 1.2
     assert 1.0 <= interval.low <= 1.2 <= interval.high <= 1.3
-
-
-def test_very_many_clusters_are_drawn_in_blocks_with_the_same_bounds(monkeypatch):
-    generator = np.random.default_rng(0)
-    rounds = generator.integers(20, 60, 9_001).astype(float)
-    # In order of difficulty: blocks of neighbours, or one from each stretch, would be anything but alike by chance.
-    committed = rounds * np.sort(generator.normal(2.0, 0.4, 9_001))
-    found = ratio_interval(committed, rounds, samples=2000, seed=0)
-    monkeypatch.setattr(intervals, "MAX_CLUSTERS", 10_000)
-    expected = ratio_interval(committed, rounds, samples=2000, seed=0)
-    assert found.point == expected.point
-    assert found.high - found.low == pytest.approx(expected.high - expected.low, rel=0.15)
-    assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=0.1 * (expected.high - expected.low))

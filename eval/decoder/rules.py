@@ -1,13 +1,15 @@
-"""Verification rules for a tree of drafted tokens: which path stays, and which token comes after it.
+"""Verification rules: which of the drafted tokens stay, and which token comes after them.
 
-At one node a rule picks among the candidates for one position (`CandidateRule`), and `verify_tree` walks the tree with it;
-`match_tree` follows the target's own tokens instead. Pure functions of (p, q, tokens, uniforms); that their output follows the
-target's distribution is shown by exact enumeration (`tests.support.enumeration`).
+Pure functions of (p, q, tokens, uniforms); that their output follows the target's distribution is shown by exact enumeration
+(`tests.support.enumeration`). Of a chain, row i of the K = G + 1 target rows is for draft i, row G for the bonus token; rows of
+a batch may hold fewer drafts than G (`num_drafted_B`), and what lies beyond is never read.
 
-Node 0 is the pending token, the root; every other node has a parent with a smaller number. Siblings are in the order in which
-they were drawn (`heads.sampling.probabilities`). Row i of the distributions comes after node i: p is the target's, q the one
-that the node's children were drawn from. Lossless as long as no drawn node was left out for its token or its probability.
-B rows, C candidates, N nodes with the root, D depth of the deepest node, K = D + 1 levels, V vocabulary.
+In a tree a rule picks among the candidates for one position (`CandidateRule`), and `verify_tree` walks the tree with it;
+`match_tree` follows the target's own tokens instead. Node 0 is the pending token, the root; every other node has a parent with
+a smaller number. Siblings are in the order in which they were drawn (`heads.sampling.probabilities`). Row i of the
+distributions comes after node i: p is the target's, q the one that the node's children were drawn from. Lossless as long as no
+drawn node was left out for its token or its probability.
+B rows, G drafts, C candidates, N nodes with the root, D depth of the deepest node, K = D + 1 levels, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,9 +21,125 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from heads.device import widest_float
 from heads.sampling.probabilities import draw, values_at
 
 RHO_BISECTIONS = 20
+
+# --- chains -------------------------------------------------------------------------------------------------------
+
+
+class ChainVerification(NamedTuple):
+    """The result of a rule on a chain."""
+
+    num_accepted_B: Tensor  # drafts that stay, 0..num_drafted
+    next_token_B: Tensor  # the token that comes after them, from the target
+
+
+def verify_greedy(target_tokens_BK: Tensor, tokens_BG: Tensor, num_drafted_B: Tensor) -> ChainVerification:
+    """Keep drafts while they equal the target's own tokens.
+
+    With the target's greedy choices as `target_tokens_BK` this is greedy decoding. With draws from the target's distribution
+    it is sample-and-match: lossless for any deterministic proposal, and the output is equal to that of plain decoding with the
+    same stream.
+    """
+    num_accepted_B = _leading((target_tokens_BK[:, :-1] == tokens_BG) & _drafted(tokens_BG, num_drafted_B))
+    return ChainVerification(num_accepted_B, values_at(target_tokens_BK, num_accepted_B))
+
+
+def verify_tokens(
+    p_BKV: Tensor,
+    q_BGV: Tensor,
+    tokens_BG: Tensor,
+    num_drafted_B: Tensor,
+    accept_BG: Tensor,
+    residual_B: Tensor,
+    bonus_B: Tensor,
+) -> ChainVerification:
+    """Token-wise rejection sampling (Leviathan et al., 2211.17192; Chen et al., 2302.01318).
+
+    Draft i stays with probability min(1, p_i/q_i); after the first rejection the token comes from the normalised positive part
+    of p - q, after none from p. Lossless for any q the drafts were truly drawn from.
+
+    Args:
+        p_BKV: the target's distribution after each prefix, K = G + 1.
+        q_BGV: the distribution each draft was drawn from; a point mass for a deterministic draft.
+        tokens_BG: the drafts.
+        num_drafted_B: drafts that count in each row.
+        accept_BG, residual_B, bonus_B: independent uniforms in [0, 1) for acceptance, residual and bonus draws.
+    """
+    p_of_draft_BG, q_of_draft_BG = values_at(p_BKV[:, :-1], tokens_BG), values_at(q_BGV, tokens_BG)
+    stays_BG = (accept_BG * q_of_draft_BG < p_of_draft_BG) & _drafted(tokens_BG, num_drafted_B)
+    weight_B = torch.ones_like(residual_B)
+    return _finish(p_BKV, q_BGV, _leading(stays_BG), num_drafted_B, weight_B, residual_B, bonus_B)
+
+
+def verify_block(
+    p_BKV: Tensor,
+    q_BGV: Tensor,
+    tokens_BG: Tensor,
+    num_drafted_B: Tensor,
+    accept_BG: Tensor,
+    residual_B: Tensor,
+    bonus_B: Tensor,
+) -> ChainVerification:
+    """Block verification (Sun et al., 2403.10444): test the drafts together; never fewer expected tokens than token-wise.
+
+    With P_0 = 1 and P_i = min(1, P_{i-1} p_i/q_i), a prefix of i < g drafts passes its test with probability
+    R_i / (R_i + 1 - P_i), R_i = sum_v (P_i p_{i+1}(v) - q_{i+1}(v))+, the whole block with P_g; the longest prefix that
+    passes stays. The next token comes from the normalised positive part of P_a p_{a+1} - q_{a+1}, after a whole block from p.
+
+    Arguments as for `verify_tokens`; `accept_BG[:, i]` decides about the prefix that ends with draft i.
+    """
+    wide = widest_float(p_BKV.device)
+    ratio_BG = values_at(p_BKV[:, :-1], tokens_BG).to(wide) / values_at(q_BGV, tokens_BG).to(wide)
+    prefix_BK = [torch.ones_like(ratio_BG[:, 0])]
+    for ratio_B in ratio_BG.unbind(1):
+        prefix_BK.append((prefix_BK[-1] * ratio_B).clamp(max=1.0))
+    P_BK = torch.stack(prefix_BK, 1)
+    # R for prefixes 1..G-1, which are followed by another draft; the last column is not used as such.
+    R_BG = (P_BK[:, 1:-1, None] * p_BKV[:, 1:-1] - q_BGV[:, 1:]).clamp(min=0).sum(-1).to(wide)
+    open_BG = R_BG / (R_BG + 1 - P_BK[:, 1:-1]).clamp(min=torch.finfo(wide).tiny)
+    keep_BG = torch.cat([open_BG, P_BK[:, -1:]], 1)
+    length_G = torch.arange(1, tokens_BG.shape[1] + 1, device=tokens_BG.device)
+    whole_BG = length_G == num_drafted_B.unsqueeze(1)
+    keep_BG = torch.where(whole_BG, P_BK[:, 1:], keep_BG)
+    wins_BG = (accept_BG < keep_BG) & _drafted(tokens_BG, num_drafted_B)
+    num_accepted_B = (wins_BG * length_G).amax(1)
+    return _finish(p_BKV, q_BGV, num_accepted_B, num_drafted_B, values_at(P_BK, num_accepted_B), residual_B, bonus_B)
+
+
+def _finish(
+    p_BKV: Tensor,
+    q_BGV: Tensor,
+    num_accepted_B: Tensor,
+    num_drafted_B: Tensor,
+    weight_B: Tensor,
+    residual_B: Tensor,
+    bonus_B: Tensor,
+) -> ChainVerification:
+    """Draw the token after `num_accepted_B` drafts: from p where all stayed, else from (weight * p - q)+."""
+    all_stayed_B = num_accepted_B == num_drafted_B
+    rows_B = torch.arange(len(num_accepted_B), device=num_accepted_B.device)
+    p_BV = p_BKV[rows_B, num_accepted_B]
+    q_BV = q_BGV[rows_B, num_accepted_B.clamp(max=q_BGV.shape[1] - 1)]
+    rest_BV = (weight_B.unsqueeze(1) * p_BV - q_BV).clamp(min=0)
+    # p = q up to rounding leaves no residual; a rejection then has probability 0 up to rounding, and p itself is right.
+    from_p_B = all_stayed_B | (rest_BV.sum(-1) == 0)
+    weights_BV = torch.where(from_p_B.unsqueeze(1), p_BV.to(rest_BV.dtype), rest_BV)
+    return ChainVerification(num_accepted_B, draw(weights_BV, torch.where(all_stayed_B, bonus_B, residual_B)))
+
+
+def _drafted(tokens_BG: Tensor, num_drafted_B: Tensor) -> Tensor:
+    return torch.arange(tokens_BG.shape[1], device=tokens_BG.device) < num_drafted_B.unsqueeze(1)
+
+
+def _leading(flags_BG: Tensor) -> Tensor:
+    """Count the leading True values of each row."""
+    return flags_BG.long().cumprod(1).sum(1)
+
+
+# --- trees --------------------------------------------------------------------------------------------------------
 
 
 class CandidateChoice(NamedTuple):
@@ -68,11 +186,7 @@ def without_replacement(
 def reject_recursively(
     p_BV: Tensor, distributions: Iterable[Tensor], tokens_BC: Tensor, num_candidates_B: Tensor, accept_BC: Tensor
 ) -> CandidateChoice:
-    """Recursive rejection with a distribution for each candidate, for instance from several drafts.
-
-    Lossless where candidate i was drawn from `distributions[i]` `[B, V]`, normalised or all 0 where the row has no such
-    candidate, which may depend on the candidates before it and on nothing else. For the rest see `with_replacement`.
-    """
+    """Recursive rejection of candidates drawn from a distribution `[B, V]` each, which may depend on those before it."""
     rest_BV = p_BV
     accepted_B = torch.full_like(num_candidates_B, -1)
     for number, (probs_BV, token_B, accept_B) in enumerate(
@@ -115,8 +229,7 @@ def k_seq(p_BV: Tensor, q_BV: Tensor, tokens_BC: Tensor, num_candidates_B: Tenso
 def k_seq_rho(p_BV: Tensor, q_BV: Tensor, num_candidates_B: Tensor) -> Tensor:
     """Return k-SEQ's discount `[B]`, the root in [1, k] of rho b(rho) = 1 - (1 - b(rho))^k, by bisection from above.
 
-    The left side rises with rho and the right side falls. Every rho beyond the root keeps the rule lossless and only costs
-    acceptance, so the upper end is returned and few steps do.
+    Every rho beyond the root keeps the rule lossless and only costs acceptance, so the upper end is returned and few steps do.
     """
     low_B = torch.ones_like(p_BV[:, 0])
     high_B = num_candidates_B.to(p_BV.dtype).clamp(min=1)
@@ -157,16 +270,14 @@ def verify_tree(
     """Walk a tree from the root, at each node by a rule for several candidates; lossless.
 
     Args:
-        p_after: gives the target's distribution after a node of each row; called only for nodes on the walk. `rows_of` makes
-            it from a tensor.
+        p_after: gives the target's distribution after a node of each row; called only for nodes on the walk.
         q_BNV: the distribution that the children of each node were drawn from; rows of leaves may hold anything finite. None
-            for children that were not drawn: they are matched with a draw from p (`match_tree`), and neither `rule` nor
-            `accept_BN` is read.
+            for children that were not drawn: they are matched with draws from p (`match_tree`), without `rule` and
+            `accept_BN`. With plain decoding's numbers as `next_BK` the output is then that of plain decoding.
         tokens_BN: the nodes' tokens; the root's is not read.
         parents_BN: the nodes' parents, -1 for the root and for nodes a row does not have; `[N]` where all rows share one tree.
         accept_BN: independent uniforms in [0, 1), one for the test of each node.
-        next_BK: independent uniforms for the token that comes after a path of 0..D nodes. With `q_BNV` None and the numbers
-            that plain decoding draws with at these positions, the output is that of plain decoding.
+        next_BK: independent uniforms for the token that comes after a path of 0..D nodes.
         width: the largest number of children of a node.
         rule: the rule for the way in which the children were drawn.
     """
@@ -191,9 +302,7 @@ def verify_tree(
         path_BD[:, level] = torch.where(walks_B, node_B, -1)
         weights_BV = torch.where(walks_B.unsqueeze(1), p_after(node_B), weights_BV)
     num_accepted_B = (path_BD >= 0).sum(1)
-    return TreeVerification(
-        path_BD, num_accepted_B, draw(weights_BV, next_BK.gather(1, num_accepted_B.unsqueeze(1)).squeeze(1))
-    )
+    return TreeVerification(path_BD, num_accepted_B, draw(weights_BV, values_at(next_BK, num_accepted_B)))
 
 
 def match_tree(target_token: TokenAfter, tokens_BN: Tensor, parents_BN: Tensor, depth: int) -> TreeVerification:
@@ -201,7 +310,7 @@ def match_tree(target_token: TokenAfter, tokens_BN: Tensor, parents_BN: Tensor, 
 
     With the target's greedy choices this is greedy decoding, with draws from its distributions it is sample-and-match.
     Lossless for any tree that does not depend on those draws. Of equal siblings only the first is ever walked, and nothing
-    that lies deeper than `depth`. `tokens_of` makes `target_token` from a tensor.
+    that lies deeper than `depth`.
     """
     path_BD = tokens_BN.new_full((len(tokens_BN), depth), -1)
     node_B = tokens_BN.new_zeros(len(tokens_BN))
@@ -218,27 +327,11 @@ def match_tree(target_token: TokenAfter, tokens_BN: Tensor, parents_BN: Tensor, 
     return TreeVerification(path_BD, (path_BD >= 0).sum(1), next_token_B)
 
 
-def rows_of(p_BNV: Tensor) -> ProbsAfter:
-    """Look the distribution after a node up in a tensor of all of them."""
-    rows_B = torch.arange(len(p_BNV), device=p_BNV.device)
-    return lambda node_B: p_BNV[rows_B, node_B]
-
-
-def tokens_of(target_tokens_BN: Tensor) -> TokenAfter:
-    """Look the target's own token after a node up in a tensor of all of them."""
-    return lambda node_B, _: target_tokens_BN.gather(1, node_B.unsqueeze(1)).squeeze(1)
-
-
 def children_of(parents_BN: Tensor, width: int) -> Tensor:
-    """Return the children's numbers `[B, N, width]` of every node in rising order, -1 where there are fewer.
-
-    Children beyond the first `width` of a node are left out. Does not synchronise with a GPU.
-    """
+    """Return the first children's numbers `[B, N, width]` of every node, -1 where there are fewer; without a wait for a GPU."""
     num_rows, num_nodes = parents_BN.shape
-    siblings_BNN = parents_BN.unsqueeze(2) == parents_BN.unsqueeze(1)
-    rank_BN = siblings_BNN.tril(-1).sum(2)
-    # The root, and ranks beyond the width, go to a column that is cut off.
-    spare = num_nodes * width
+    rank_BN = (parents_BN.unsqueeze(2) == parents_BN.unsqueeze(1)).tril(-1).sum(2)
+    spare = num_nodes * width  # the root, and ranks beyond the width, go to a column that is cut off
     place_BN = torch.where((parents_BN >= 0) & (rank_BN < width), parents_BN * width + rank_BN, spare)
     children_BP = parents_BN.new_full((num_rows, spare + 1), -1)
     numbers_BN = torch.arange(num_nodes, device=parents_BN.device).expand_as(parents_BN)
@@ -253,6 +346,5 @@ def may_hold(flags_B: Tensor) -> bool:
 def _shrinking(q_BV: Tensor, tokens_BC: Tensor) -> Iterator[Tensor]:
     """Yield the distribution each distinct candidate was drawn from; all 0 once q has run out."""
     for token_B in tokens_BC.unbind(1):
-        mass_B1 = q_BV.sum(-1, keepdim=True)
-        yield q_BV / mass_B1.clamp(min=torch.finfo(q_BV.dtype).tiny)
+        yield q_BV / q_BV.sum(-1, keepdim=True).clamp(min=torch.finfo(q_BV.dtype).tiny)
         q_BV = q_BV.scatter(-1, token_B.unsqueeze(-1), 0.0)

@@ -1,15 +1,19 @@
-"""Relaxed acceptance: a draft may stay for a token that stands for it as well. LOSSY.
+"""Lossy verification: typical and relaxed acceptance. The output does not follow the target's distribution.
 
-Many codes of pictures and of sound are interchangeable, and a target that spreads its probability over them refuses drafts that
-are as good as its own. Before a lossless rule judges a draft, probability is moved to it, at most `delta` in all, so that the
-output follows p' in place of p with TV(p', p) <= delta.
+Typical acceptance (Medusa; Cai et al., 2401.10774) keeps the drafts that the target finds plausible. At temperature 0, where p
+is a point mass, it is greedy decoding and lossless. The token after the path that stays is the target's likeliest, which the
+paper keeps without a test; left out is drawing it.
+
+Relaxed acceptance lets a draft stay for a token that stands for it as well: many codes of pictures and of sound are
+interchangeable. Before a lossless rule judges a draft, probability is moved to it, at most `delta` in all, so that the output
+follows p' in place of p with TV(p', p) <= delta.
 
 - By neighbourhoods (LANTERN, 2410.03355) it comes from the codes nearest to the draft. `relaxed` makes p' of p and q alone. The
   paper judges each draft by a p' of its own; the output, which mixes them, may then lie further from p than delta.
 - By tolerance (VADUSA, 2410.21951) a draft stays if any of several draws of the target's would have been it, or one of the
   codes nearest to it. No token is drawn in fact: `tolerant` is the distribution that the draws come to. With the draft's
   likeliest tokens and no table this is the paper's rule, in which a draft stays with probability 1 - (1 - p)^samples.
-G drafts, K = G + 1, V vocabulary, N neighbours of a token; `...` any leading dimensions.
+B rows, G drafts, N nodes with the root, or neighbours of a token, K = G + 1, D depth, V vocabulary; `...` leading dimensions.
 """
 
 from __future__ import annotations
@@ -20,26 +24,97 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import cast
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 from torch import Tensor
 
 from configs.runtime.errors import InputError, first_line
-from configs.runtime.files import write_bytes
-from configs.runtime.terminal import say
-from configs.schema.decoding import DecodeConfig, NeighbourhoodAcceptance, NeighboursConfig, TolerantAcceptance
-from eval.decoder.chain_rules import ChainVerification
-from eval.decoder.tree_rules import CANDIDATE_RULES, CandidateChoice, CandidateRule
-from eval.decoder.verifier import RULES, Verifier
+from configs.schema.decoding import DecodeConfig, NeighbourhoodAcceptance, TolerantAcceptance, TypicalAcceptance
+from eval.decoder.rules import CANDIDATE_RULES, CandidateChoice, CandidateRule, ChainVerification, TreeVerification
+from eval.decoder.verifier import RULES, Verifier, rooted
+from heads.device import on_device, widest_float
 from heads.proposers.protocol import Proposal
 from heads.sampling.counter_rng import CounterRNG
+from heads.sampling.probabilities import token_probabilities
+from heads.sampling.token_tree import DynamicTreeSpec, Tree
 
 TENSOR = "neighbours"  # of the table's file: token ids [V, N], the nearest first; a token that has none names itself
-ChainRule = Callable[..., ChainVerification]  # as in `eval.decoder.chain_rules`
+ChainRule = Callable[..., ChainVerification]  # as in `eval.decoder.rules`
 Move = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # as `relaxed`
-AT_ONCE = 4096  # codes whose distances to all others are held at a time
+
+
+class TypicalVerifier(Verifier):
+    """Verifies chains and trees by typical acceptance."""
+
+    def __init__(self, config: DecodeConfig, rng: CounterRNG) -> None:
+        super().__init__(config, rng)
+        lossy = cast(TypicalAcceptance, config.lossy)
+        self.limits = (lossy.epsilon, lossy.delta)
+
+    def chain(
+        self, logits_BKV: Tensor, proposal: Proposal, num_drafted: Sequence[int], lengths: Sequence[int]
+    ) -> ChainVerification:
+        num_drafted_B = on_device(num_drafted, logits_BKV.device)
+        p_BKV = token_probabilities(logits_BKV, self.config)
+        return verify_typical(p_BKV, proposal.tokens_BG, num_drafted_B, *self.limits)
+
+    def tree(
+        self, logits_BKV: Tensor, proposal: Proposal, depths_BK: Tensor, lengths: Sequence[int], tree: Tree | DynamicTreeSpec
+    ) -> TreeVerification:
+        p_BKV = token_probabilities(logits_BKV, self.config)
+        return verify_typical_tree(p_BKV, *rooted(proposal), tree.depth, *self.limits)
+
+
+def typical_threshold(p: Tensor, epsilon: float, delta: float) -> Tensor:
+    """Return min(epsilon, delta exp(-H(p))) `[...]` of distributions `[..., V]`: what a plausible token's probability exceeds.
+
+    The entropy H is in nats; epsilon is below 1, at which a point mass would refuse its own token.
+    """
+    entropy = -torch.xlogy(p, p).sum(-1)
+    return (delta * (-entropy).exp()).clamp(max=epsilon)
+
+
+def verify_typical(p_BKV: Tensor, tokens_BG: Tensor, num_drafted_B: Tensor, epsilon: float, delta: float) -> ChainVerification:
+    """Keep the leading drafts that are plausible, then put the target's likeliest token; a chain is a tree of one branch."""
+    chain_N = torch.arange(-1, tokens_BG.shape[1], device=tokens_BG.device)
+    tokens_BN = torch.nn.functional.pad(tokens_BG, (1, 0))
+    parents_BN = torch.where(chain_N < num_drafted_B.unsqueeze(1), chain_N, -1)
+    verdict = verify_typical_tree(p_BKV, tokens_BN, parents_BN, tokens_BG.shape[1], epsilon, delta)
+    return ChainVerification(verdict.num_accepted_B, verdict.next_token_B)
+
+
+def verify_typical_tree(
+    p_BNV: Tensor, tokens_BN: Tensor, parents_BN: Tensor, depth: int, epsilon: float, delta: float
+) -> TreeVerification:
+    """Keep the deepest path of plausible tokens, the likeliest of equals, then put the target's likeliest token.
+
+    Arguments as for `eval.decoder.rules.match_tree` and `typical_threshold`; row i of `p_BNV` comes after node i.
+    """
+    rows_B = torch.arange(len(p_BNV), device=p_BNV.device)
+    parents_BN = parents_BN.expand_as(tokens_BN)
+    above_BN = parents_BN.clamp(min=0)
+    p_of_node_BN = p_BNV[rows_B.unsqueeze(1), above_BN, tokens_BN]
+    plausible_BN = (p_of_node_BN > typical_threshold(p_BNV, epsilon, delta).gather(1, above_BN)) & (parents_BN >= 0)
+    log_p_BN = p_of_node_BN.to(widest_float(p_of_node_BN.device)).log()
+    # By node the length and the log-probability of the path to it, -1 and 0 where a node on it is not plausible.
+    lengths_BN, scores_BN = torch.full_like(above_BN, -1), torch.zeros_like(log_p_BN)
+    lengths_BN[:, 0] = 0
+    for level in range(1, depth + 1):
+        arrives_BN = plausible_BN & (lengths_BN.gather(1, above_BN) == level - 1)
+        lengths_BN = torch.where(arrives_BN, level, lengths_BN)
+        scores_BN = torch.where(arrives_BN, scores_BN.gather(1, above_BN) + log_p_BN, scores_BN)
+    longest_B1 = lengths_BN.amax(1, keepdim=True)
+    end_B = scores_BN.masked_fill(lengths_BN < longest_B1, float("-inf")).argmax(1)
+    path_BD, node_B1 = parents_BN.new_full((len(end_B), depth), -1), end_B.unsqueeze(1)
+    for level in reversed(range(depth)):
+        on_path_B1 = longest_B1 > level
+        path_BD[:, level : level + 1] = torch.where(on_path_B1, node_B1, -1)
+        node_B1 = torch.where(on_path_B1, parents_BN.gather(1, node_B1), node_B1)
+    return TreeVerification(path_BD, longest_B1.squeeze(1), p_BNV[rows_B, end_B].argmax(-1))
+
+
+# --- relaxed acceptance -------------------------------------------------------------------------------------------
 
 
 class RelaxedVerifier(Verifier):
@@ -131,8 +206,10 @@ def step_rule(rule: ChainRule, near_VN: Tensor, delta: float, move: Move = relax
     """Return a rule for chains with `move` before it."""
 
     def verify(p_BKV: Tensor, q_BGV: Tensor, tokens_BG: Tensor, num_drafted_B: Tensor, *uniforms: Tensor) -> ChainVerification:
-        p_BKV = _where_drafted(p_BKV, move(p_BKV[:, :-1], q_BGV, near_VN, delta), num_drafted_B)
-        return rule(p_BKV, q_BGV, tokens_BG, num_drafted_B, *uniforms)
+        moved_BGV = move(p_BKV[:, :-1], q_BGV, near_VN, delta)
+        drafted_BG = torch.arange(moved_BGV.shape[1], device=p_BKV.device) < num_drafted_B.unsqueeze(1)
+        moved_BGV = torch.where(drafted_BG.unsqueeze(2), moved_BGV, p_BKV[:, :-1])
+        return rule(torch.cat([moved_BGV, p_BKV[:, -1:]], 1), q_BGV, tokens_BG, num_drafted_B, *uniforms)
 
     return verify
 
@@ -146,34 +223,6 @@ def step_candidates(rule: CandidateRule, near_VN: Tensor, delta: float, move: Mo
         return rule(p_BV, q_BV, tokens_BC, num_candidates_B, accept_BC)
 
     return choose
-
-
-def nearest_codes(codebook_CE: Tensor, num_neighbours: int, *, first_id: int, vocab_size: int) -> Tensor:
-    """Return the token ids of the codes nearest to each token's, `[V, N]`, the nearest first; tokens that are no codes name
-    themselves.
-
-    Args:
-        codebook_CE: the codes' vectors; code c is token `first_id + c`.
-        num_neighbours: N, less than there are codes.
-        first_id: token id of the first code.
-        vocab_size: V.
-    """
-    table_VN = torch.arange(vocab_size).unsqueeze(1).repeat(1, num_neighbours)
-    codebook_CE = codebook_CE.double()
-    for start in range(0, len(codebook_CE), AT_ONCE):
-        part_PE = codebook_CE[start : start + AT_ONCE]
-        distances_PC = torch.cdist(part_PE, codebook_CE)
-        own_P = torch.arange(start, start + len(part_PE))
-        distances_PC[torch.arange(len(part_PE)), own_P] = float("inf")
-        nearest_PN = distances_PC.topk(num_neighbours, largest=False).indices
-        table_VN[first_id + own_P] = first_id + nearest_PN
-    return table_VN
-
-
-def _where_drafted(p_BKV: Tensor, changed_BGV: Tensor, num_drafted_B: Tensor) -> Tensor:
-    """Return p with the rows of drafts that count replaced; the bonus token comes from p."""
-    drafted_BG1 = (torch.arange(changed_BGV.shape[1], device=p_BKV.device) < num_drafted_B.unsqueeze(1)).unsqueeze(2)
-    return torch.cat([torch.where(drafted_BG1, changed_BGV, p_BKV[:, :-1]), p_BKV[:, -1:]], 1)
 
 
 def fitting(near_VN: Tensor, p: Tensor) -> Tensor:
@@ -203,41 +252,3 @@ def read_table(path: str, k: int, device: torch.device) -> Tensor:
     if k > table_VN.shape[1]:
         raise InputError(f"decode.lossy.k is {k}, and {path} has {table_VN.shape[1]} neighbours of each token; {remedy}")
     return table_VN[:, :k].to(device)
-
-
-# --- making the table ---------------------------------------------------------------------------------------------
-
-
-def write_table(config: NeighboursConfig) -> None:
-    """Write the table that `eval/neighbours.py` was asked for.
-
-    Raises:
-        InputError: the codebook cannot be read, does not fit the vocabulary, or has too few codes.
-    """
-    codebook_CE = _read_codebook(config)
-    if config.first_id + len(codebook_CE) > config.vocab_size:
-        raise InputError(
-            f"vocab_size is {config.vocab_size}, and {len(codebook_CE)} codes from token {config.first_id} on do not fit"
-        )
-    if config.k >= len(codebook_CE):
-        raise InputError(f"k must be less than the codebook's {len(codebook_CE)} codes, got {config.k}")
-    table_VN = nearest_codes(codebook_CE, config.k, first_id=config.first_id, vocab_size=config.vocab_size)
-    write_bytes(Path(config.output), save({TENSOR: table_VN}))
-    say(f"the {config.k} nearest of {len(codebook_CE)} codes: {config.output}")
-
-
-def _read_codebook(config: NeighboursConfig) -> Tensor:
-    path = Path(config.codebook)
-    try:
-        if path.suffix == ".npy":
-            codebook = torch.from_numpy(np.load(path, allow_pickle=False))
-        else:
-            tensors = load_file(path)
-            codebook = tensors[next(iter(tensors)) if config.tensor is None and len(tensors) == 1 else str(config.tensor)]
-    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
-        raise InputError(
-            f"codebook: {path} holds no vectors as .npy or safetensors (tensor is {config.tensor}): {first_line(error)}"
-        ) from error
-    if codebook.ndim != 2 or not codebook.is_floating_point() or not torch.isfinite(codebook).all():
-        raise InputError(f"codebook: {path} must hold finite numbers [codes, width], got {tuple(codebook.shape)}")
-    return codebook

@@ -1,0 +1,314 @@
+"""Lossy rules do what their papers say, lie no further from the target than they may, are flagged, and leave the rest alone."""
+
+import itertools
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from safetensors.torch import load_file
+
+from configs.runtime.errors import InputError
+from configs.schema.decoding import (
+    DecodeConfig,
+    NeighbourhoodAcceptance,
+    NeighboursConfig,
+    ParticleSampling,
+    TolerantAcceptance,
+    TypicalAcceptance,
+)
+from configs.schema.drafting import DynamicTree, StaticTree
+from configs.schema.evaluation import EvalConfig, GateConfig, LosslessConfig, QualityConfig
+from eval import neighbours
+from eval.decoder.decode import decode
+from eval.decoder.lossy import (
+    TENSOR,
+    relaxed,
+    step_candidates,
+    step_rule,
+    tolerant,
+    typical_threshold,
+    verify_typical,
+    verify_typical_tree,
+)
+from eval.decoder.rules import CANDIDATE_RULES, match_tree, verify_block, verify_greedy, verify_tokens, verify_tree
+from eval.lossless.verdict import judge_lossless
+from eval.measure.interleaved import measure
+from eval.release.checks import judge
+from heads.proposers.draft_lm import DraftLM
+from heads.proposers.lookup import PromptLookup
+from heads.sampling.probabilities import DRAWS, token_probabilities
+from tests.support.decoding import assert_same_alone, requests_for
+from tests.support.enumeration import distribution_of_draws, enumerate_rule, enumerate_tree, random_toy, tokens_of
+from tests.support.reports import changed
+
+PROMPTS = [(7, 12, 3), (20, 9, 9, 31, 5, 6), (40,)]
+TREES = {
+    "chain": None,
+    "static": StaticTree(kind="static", branching=[3, 2, 1]),
+    "dynamic": DynamicTree(kind="dynamic", num_nodes=9, width=3),
+}
+TYPICAL = TypicalAcceptance(kind="typical")
+LIMITS = TYPICAL.epsilon, TYPICAL.delta
+NONE = torch.empty((0, 0), dtype=torch.int64)
+RING = torch.tensor([[1], [2], [0], [3]])  # of 4 tokens, each of 3 passes for the one before it, and the last for none
+MOVES = {"neighbourhood": relaxed, "tolerance": partial(tolerant, samples=3)}
+
+
+# --- typical acceptance -------------------------------------------------------------------------------------------
+
+
+def is_plausible(p_V, token):
+    entropy = -sum(p * math.log(p) for p in p_V if p > 0)
+    return p_V[token] > min(LIMITS[0], LIMITS[1] * math.exp(-entropy))
+
+
+def naive_path(p_NV, tokens, parents):
+    """Give the deepest plausible path, the likeliest of equally deep ones, by trying every node as its end."""
+    best = (0, 0.0, [])
+    for end in range(1, len(parents)):
+        path, node = [], end
+        while node > 0:
+            path.insert(0, node)
+            node = parents[node]
+        if all(is_plausible(p_NV[parents[n]], tokens[n]) for n in path):
+            score = sum(math.log(p_NV[parents[n]][tokens[n]]) for n in path)
+            best = max(best, (len(path), score, path), key=lambda each: each[:2])  # of duplicates the first
+    return best[2]
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 1000))
+def test_a_tree_keeps_the_deepest_plausible_path_and_the_likeliest_of_equals(data, seed):
+    parents = [-1] + [data.draw(st.integers(0, node)) for node in range(data.draw(st.integers(1, 7)))]
+    generator = torch.Generator().manual_seed(seed)
+    p_BNV = (2 * torch.randn(3, len(parents), 4, generator=generator, dtype=torch.float64)).softmax(-1)
+    tokens_BN = torch.randint(4, (3, len(parents)), generator=generator)
+    verdict = verify_typical_tree(p_BNV, tokens_BN, torch.tensor(parents), len(parents) - 1, *LIMITS)
+    for row in range(3):
+        path = naive_path(p_BNV[row].tolist(), tokens_BN[row].tolist(), parents)
+        assert verdict.path_BD[row].tolist() == path + [-1] * (len(parents) - 1 - len(path))
+        assert verdict.num_accepted_B[row] == len(path)
+        assert verdict.next_token_B[row] == p_BNV[row, path[-1] if path else 0].argmax()
+
+
+def test_typical_acceptance_is_greedy_at_temperature_0_and_lossy_above():
+    generator = torch.Generator().manual_seed(0)
+    target_BN, tokens_BN = torch.randint(3, (2, 50, 6), generator=generator)
+    p_BNV = torch.nn.functional.one_hot(target_BN, 3).double()
+    parents_N = torch.tensor([-1, 0, 1, 1, 3, 2])
+    tokens_BN[:, 3] = (tokens_BN[:, 2] + 1) % 3  # siblings that differ
+    tree, greedy_tree = (
+        verify_typical_tree(p_BNV, tokens_BN, parents_N, 3, *LIMITS),
+        match_tree(tokens_of(target_BN), tokens_BN, parents_N, 3),
+    )
+    count_B = torch.arange(50) % 6  # never more than were drafted
+    chain, greedy = (
+        verify_typical(p_BNV, tokens_BN[:, 1:], count_B, *LIMITS),
+        verify_greedy(target_BN, tokens_BN[:, 1:], count_B),
+    )
+    assert all(map(torch.equal, (*tree, *chain), (*greedy_tree, *greedy)))
+    outcome = enumerate_rule(lambda p, q, tokens, count, *_: verify_typical(p, tokens, count, *LIMITS), random_toy(0))
+    assert outcome.total_variation > 0.1
+
+
+# --- relaxed acceptance -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+@pytest.mark.parametrize("looked_up", [False, True])
+def test_no_step_of_a_chain_moves_the_output_further_than_delta(move, looked_up):
+    for (seed, strict), delta in itertools.product(enumerate((verify_block, verify_tokens)), (0.0, 0.3, 1.0)):
+        toy = random_toy(seed, 4, 2, looked_up=looked_up)
+        found, lossless = (enumerate_rule(rule, toy) for rule in (step_rule(strict, RING, delta, move), strict))
+        assert found.total_variation <= 1 - (1 - delta) ** 2 + 1e-12
+        assert found.tokens_per_round >= lossless.tokens_per_round - 1e-12
+    assert found.total_variation > 0.04
+    assert found.tokens_per_round > lossless.tokens_per_round + 0.04
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+@pytest.mark.parametrize("name", CANDIDATE_RULES)
+def test_the_same_holds_for_siblings_of_a_tree(name, move):
+    for seed, delta in enumerate((0.0, 0.3)):
+        verify = partial(verify_tree, rule=step_candidates(CANDIDATE_RULES[name], RING, delta, move))
+        found = enumerate_tree(verify, random_toy(seed, 4, 1), [-1, 0, 0], distribution_of_draws(DRAWS[name]))
+        assert found.total_variation <= delta + 1e-10
+
+
+def test_what_is_moved_is_what_neighbours_can_give_and_never_more_than_delta():
+    p, q = torch.tensor([0.5, 0.3, 0.1, 0.1], dtype=torch.float64), torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
+    near = torch.tensor([[1], [0], [0], [0]])  # tokens 2 and 3 share token 0; token 1 could give 0.1 and is nobody's
+    torch.testing.assert_close(relaxed(p, q, near, 1.0), torch.tensor([0.1, 0.3, 0.26, 0.34], dtype=torch.float64))
+    torch.testing.assert_close(relaxed(p, q, near, 0.2), torch.tensor([0.3, 0.3, 0.18, 0.22], dtype=torch.float64))
+    itself = torch.arange(4).unsqueeze(1)
+    assert torch.equal(relaxed(p, q, itself, 1.0), p)
+
+
+def by_draws(p, q, near, samples):
+    """The distribution of the token and the chance that the draft stays, over all that the target may draw."""
+    tokens = range(len(p))
+    residual = [max(0.0, a - b) for a, b in zip(p, q, strict=True)]
+    residual = [each / sum(residual) for each in residual]
+    output, stays = [0.0] * len(p), 0.0
+    for draft in tokens:
+        refused = max(0.0, q[draft] - p[draft])
+        saved = sum(
+            residual[first] * np.prod([p[each] for each in others])
+            for first in tokens
+            for others in itertools.product(tokens, repeat=samples - 1)
+            if {draft, *near[draft]} & {first, *others}
+        )
+        stays += q[draft] - refused * (1 - saved)
+        output[draft] += q[draft] - refused * (1 - saved)
+        for token in tokens:
+            output[token] += refused * (1 - saved) * residual[token]
+    return output, stays
+
+
+@pytest.mark.parametrize("near_VN", [NONE, RING])
+@pytest.mark.parametrize("samples", [1, 2, 3])
+@pytest.mark.parametrize("looked_up", [False, True])
+def test_tolerance_has_the_distribution_of_the_draws(samples, near_VN, looked_up):
+    near, move = near_VN.tolist() or [[]] * 4, partial(tolerant, samples=samples)
+    for seed in range(2):
+        toy = random_toy(seed, 4, 1, looked_up=looked_up)
+        p, q = toy.p[()], toy.q[()]
+        expected, stays = by_draws(p, q, near, samples)
+        got = move(*(torch.tensor(each, dtype=torch.float64) for each in (p, q)), near_VN, 1.0)
+        assert got.tolist() == pytest.approx(expected)
+        found = enumerate_rule(step_rule(verify_tokens, near_VN, 1.0, move), toy)
+        assert found.tokens_per_round == pytest.approx(1 + stays)
+        if near_VN is NONE:
+            assert not looked_up or stays == pytest.approx(1 - (1 - p[q.index(1.0)]) ** samples)
+            assert samples > 1 or found.total_variation < 1e-12  # one draw, and nothing that passes for another: no loss
+
+
+# --- in the decoder -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def target(tiny_llama, as_target):
+    return as_target(tiny_llama(seed=1))
+
+
+@pytest.fixture
+def draft(tiny_llama):
+    return DraftLM(tiny_llama(seed=1, spread=5.5), 64)
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("codes")
+    np.save(folder / "codes.npy", np.random.default_rng(0).normal(size=(64, 3)))
+    path = folder / "table.safetensors"
+    neighbours.main(NeighboursConfig(codebook=str(folder / "codes.npy"), vocab_size=64, k=16, output=str(path)))
+    return str(path)
+
+
+def sampled(lossy, **others):
+    return DecodeConfig(**{"num_speculative_tokens": 3, "max_new_tokens": 14, "temperature": 0.7, "lossy": lossy} | others)
+
+
+def near(table, delta, **others):
+    return NeighbourhoodAcceptance(kind="neighbourhood", **{"delta": delta, "table": table, "k": 16} | others)
+
+
+def tolerating(**lossy):
+    return TolerantAcceptance(kind="tolerance", **lossy)
+
+
+@pytest.mark.parametrize(("tree", "drafts"), [(tree, drafts) for tree in TREES for drafts in ("likeliest", "drawn")][:-1])
+@torch.no_grad()
+def test_every_kept_draft_is_plausible_and_the_target_adds_its_likeliest(target, draft, tree, drafts):
+    config = sampled(TypicalAcceptance(kind="typical", drafts=drafts), tree=TREES[tree])
+    generations, _ = decode(target, requests_for(PROMPTS), config, draft)
+    for generation in generations:
+        text = [*generation.prompt_tokens, generation.tokens[0]]
+        for round_ in generation.rounds:
+            for place, token in enumerate(round_.committed):
+                probs_V = token_probabilities(target.model(torch.tensor([text])).logits[0, -1], config)
+                if place < round_.num_accepted:
+                    assert probs_V[token] > typical_threshold(probs_V, *LIMITS)
+                else:
+                    assert token == probs_V.argmax()
+                text.append(token)
+    assert sum(round_.num_accepted for generation in generations for round_ in generation.rounds) > 0
+
+
+@pytest.mark.parametrize("kind", ["likeliest", "drawn", "smc", "neighbourhood"])
+def test_a_request_gets_the_same_tokens_in_any_batch(target, draft, table, kind):
+    lossy = {"smc": ParticleSampling(kind="smc", num_particles=3), "neighbourhood": near(table, 0.4)}.get(kind)
+    assert_same_alone(target, sampled(lossy or TypicalAcceptance(kind="typical", drafts=kind)), draft, PROMPTS)
+
+
+def rounds(target, draft, lossy, tree=None):
+    config = sampled(lossy, max_new_tokens=24, temperature=2.5, tree=tree)
+    return [each.rounds for each in decode(target, requests_for(PROMPTS * 2), config, draft)[0]]
+
+
+@pytest.mark.parametrize("tree", [None, StaticTree(kind="static", branching=[2, 2, 1])])
+def test_delta_0_is_lossless_to_the_bit_and_more_delta_draws_and_near_codes_keep_more(target, tiny_llama, table, tree):
+    draft = DraftLM(tiny_llama(seed=2, spread=3.0), 64)
+    strict = rounds(target, draft, None, tree)
+    for lossy in (near(table, 0), tolerating(samples=1), tolerating(samples=9, delta=0.0)):
+        assert rounds(target, draft, lossy, tree) == strict
+    assert sum(map(len, rounds(target, draft, near(table, 0.5), tree))) < sum(map(len, strict))
+    for others in [{}] if tree else [{}, {"drafts": "likeliest"}]:
+        settings = ({"samples": 1}, {"samples": 9}, {"samples": 9, "k": 16, "table": table})
+        one, many, close = (sum(map(len, rounds(target, draft, tolerating(**each, **others), tree))) for each in settings)
+        assert close < many < one
+
+
+def test_the_table_names_the_nearest_codes_and_tokens_that_are_none_name_themselves(tmp_path):
+    np.save(tmp_path / "codes.npy", np.array([[0.0], [1.0], [3.0], [3.5]]))
+    config = NeighboursConfig(codebook=str(tmp_path / "codes.npy"), first_id=2, vocab_size=7, k=2, output=str(tmp_path / "t"))
+    neighbours.main(config)
+    assert load_file(tmp_path / "t")[TENSOR].tolist() == [[0, 0], [1, 1], [3, 4], [2, 4], [5, 3], [4, 3], [6, 6]]
+    for change, said in (({"vocab_size": 5}, "do not fit"), ({"k": 4}, "less than"), ({"codebook": "x"}, "no vectors")):
+        with pytest.raises(InputError, match=said):
+            neighbours.main(config.model_copy(update=change))
+
+
+def test_settings_that_contradict_each_other_and_no_table_are_refused(target, draft, table, tmp_path):
+    with pytest.raises(InputError, match=r"holds no table of neighbours.*eval/neighbours\.py"):
+        decode(target, requests_for(PROMPTS[:1]), sampled(near(str(tmp_path / "none"), 0.1)), draft)
+    with pytest.raises(ValidationError, match="drafts that were drawn"):
+        sampled(near(table, 0.1), tree=TREES["dynamic"])
+    with pytest.raises(ValidationError, match=r"set a table by eval/neighbours\.py"):
+        tolerating(k=3)
+    with pytest.raises(ValidationError, match=r"lossy\.drafts to drawn"):
+        sampled(tolerating(drafts="likeliest"), tree=TREES["static"])
+
+
+# --- the flag -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lossy", [TYPICAL, ParticleSampling(kind="smc", num_particles=2)])
+def test_the_verdict_names_a_lossy_mode_and_plain_decoding_and_the_baselines_stay_lossless(target, draft, lossy):
+    config = EvalConfig.model_construct(decode=sampled(lossy), repeats=1, warmup_prompts=0)
+    records = measure(
+        target, requests_for(PROMPTS), config, {"speculative": draft, "prompt_lookup": PromptLookup(target.device)}
+    )
+    plain, _ = decode(target, requests_for(PROMPTS), sampled(None))
+    for mode, alike in (("autoregressive", True), ("prompt_lookup", True), ("speculative", False)):
+        assert ([each.tokens for each in records.of(mode)] == [each.tokens for each in plain]) is alike
+    section = judge_lossless(target, plain, records.of("speculative"), sampled(lossy), LosslessConfig(), None)
+    assert (section["verdict"], section["checks"]) == ("lossy_by_design", {})
+
+
+def test_an_evaluation_and_a_gate_refuse_a_lossy_mode_that_is_not_asked_for_with_its_quality(report):
+    with pytest.raises(ValidationError, match="changes answers, and nothing judges them: set quality"):
+        EvalConfig(decode=sampled(TYPICAL))
+    assert EvalConfig(decode=sampled(TYPICAL), quality=QualityConfig()).decode.rule == "typical"
+    lossy = {"kind": "typical", "epsilon": 0.09, "delta": 0.3, "drafts": "likeliest"}
+    report = changed(report, {"lossless": {"verdict": "lossy_by_design", "divergences": []}, "decode.lossy": lossy})
+    assert judge(report, GateConfig()).outcome == "fail"
+    quality = {"num_answers": 2, "num_identical": 1, "num_failed": 0, "num_cut": 0, "perplexity": None, "scores": {}}
+    report = changed(report, {"quality": quality})
+    assert judge(report, GateConfig()).outcome == "fail"
+    assert judge(report, GateConfig(lossless=["lossy_by_design"])).outcome == "pass"

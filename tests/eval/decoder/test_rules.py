@@ -1,0 +1,339 @@
+"""Every rule is lossless on chains, siblings and trees, by exact enumeration; each planted bug is caught; identities hold."""
+
+import itertools
+import math
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import eval.decoder.rules
+from eval.decoder.rules import (
+    CANDIDATE_RULES,
+    CandidateChoice,
+    ChainVerification,
+    children_of,
+    k_seq,
+    k_seq_rho,
+    match_tree,
+    reject_recursively,
+    verify_block,
+    verify_greedy,
+    verify_tokens,
+    verify_tree,
+    with_replacement,
+    without_replacement,
+)
+from heads.sampling.probabilities import DRAWS, draw
+from tests.support.enumeration import (
+    compare,
+    distinct,
+    distribution_of_draws,
+    enumerate_rule,
+    enumerate_tree,
+    independent,
+    random_toy,
+    rows_of,
+    tokens_of,
+)
+
+RULES = {"token": verify_tokens, "block": verify_block}
+SIBLINGS = {"with_replacement": independent, "without_replacement": distinct, "k_seq": independent}
+# Depth and parents: siblings, an uneven tree, one whose nodes are not numbered level by level, a chain with side branches.
+TREES = [
+    *((1, [-1] + [0] * count) for count in (1, 2, 3)),
+    *((2, [-1, 0, 0, 1, 1, 2]), (2, [-1, 0, 1, 0, 3]), (3, [-1, 0, 1, 2, 1, 0])),
+]
+chain_rules = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+candidate_rules = pytest.mark.parametrize("name", CANDIDATE_RULES)
+
+
+# --- the distribution of the output -------------------------------------------------------------------------------
+
+
+@chain_rules
+@pytest.mark.parametrize("num_drafts", [1, 2, 3])
+@pytest.mark.parametrize("looked_up", [False, True])
+def test_a_chain_follows_the_targets_distribution(rule, num_drafts, looked_up):
+    for seed in range(2):
+        outcome = enumerate_rule(rule, random_toy(seed, num_drafts=num_drafts, looked_up=looked_up))
+        assert outcome.total_variation < 1e-12
+
+
+@candidate_rules
+@pytest.mark.parametrize(("depth", "parents"), TREES)
+def test_a_tree_follows_the_targets_distribution(name, depth, parents):
+    toy = random_toy(depth + len(parents), num_drafts=depth)
+    outcome = enumerate_tree(partial(verify_tree, rule=CANDIDATE_RULES[name]), toy, parents, SIBLINGS[name])
+    assert outcome.total_variation < 1e-12
+    assert outcome.tokens_per_round > 1
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_siblings_are_drawn_as_their_rule_expects(name):
+    distribution = distribution_of_draws(DRAWS[name])
+    q = (0.0, 0.25, 0.75)
+    for siblings in torch.cartesian_prod(*[torch.arange(3)] * 3).tolist():
+        assert distribution(q, tuple(siblings)) == pytest.approx(SIBLINGS[name](q, siblings), abs=1e-15)
+
+
+def test_distinct_candidates_are_lossless_where_the_draft_has_fewer_tokens_than_asked_for():
+    toy = random_toy(0, num_drafts=1)
+    toy.q[()][:] = [0.0, 0.3, 0.7]
+    outcome = enumerate_tree(verify_tree, toy, [-1, 0, 0, 0], distinct)
+    assert outcome.total_variation < 1e-12
+    # Both tokens the draft knows were offered, and the third candidate, which nobody drew, never stays.
+    assert outcome.tokens_per_round - 1 <= toy.p[()][1] + toy.p[()][2] + 1e-12
+
+
+def test_sample_and_match_follows_the_targets_distribution_for_any_deterministic_draft():
+    toy, draft = random_toy(5), (1, 0, 2)
+    outcomes = []
+    for draws in itertools.product(range(3), repeat=4):
+        found = verify_greedy(torch.tensor([draws]), torch.tensor([draft]), torch.tensor([3]))
+        probability = math.prod(toy.p[draft[:row]][token] for row, token in enumerate(draws))
+        next_V = torch.nn.functional.one_hot(found.next_token_B[0], 3).tolist()
+        outcomes.append((probability, draft[: int(found.num_accepted_B)], next_V))
+    assert compare(toy, outcomes).total_variation < 1e-12
+
+
+# --- planted bugs -------------------------------------------------------------------------------------------------
+
+
+def no_residual(p, q, tokens, num_drafted, accept, residual, bonus):
+    num_accepted = verify_tokens(p, q, tokens, num_drafted, accept, residual, bonus).num_accepted_B
+    return ChainVerification(num_accepted, draw(p[torch.arange(len(p)), num_accepted], residual))
+
+
+def off_by_one_row(p, *others):
+    return verify_tokens(p.roll(1, dims=1), *others)
+
+
+def another_q_than_was_sampled(p, q, *others):
+    return verify_tokens(p, (q**2) / (q**2).sum(-1, keepdim=True), *others)
+
+
+def one_uniform_for_all_positions(p, q, tokens, num_drafted, accept, *others):
+    return verify_tokens(p, q, tokens, num_drafted, accept[:, :1].expand_as(accept), *others)
+
+
+def bonus_from_the_row_before(p, *others):
+    return verify_tokens(torch.cat([p[:, :-1], p[:, -2:-1]], 1), *others)
+
+
+def first_failure_ends_the_block(*arguments):
+    block, stepwise = verify_block(*arguments), verify_tokens(*arguments)
+    return ChainVerification(torch.minimum(block.num_accepted_B, stepwise.num_accepted_B), block.next_token_B)
+
+
+def accepts_a_little_too_often(p, q, tokens, num_drafted, accept, *others):
+    return verify_block(p, q, tokens, num_drafted, accept * 0.98, *others)
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        accepts_a_little_too_often,
+        no_residual,
+        off_by_one_row,
+        another_q_than_was_sampled,
+        one_uniform_for_all_positions,
+        bonus_from_the_row_before,
+        first_failure_ends_the_block,
+    ],
+)
+def test_enumeration_catches_a_planted_bug_in_a_chain(mutant):
+    assert max(enumerate_rule(mutant, random_toy(seed)).total_variation for seed in range(2)) > 1e-3
+
+
+def the_next_token_comes_from_p(p_BV, *others):
+    return CandidateChoice(without_replacement(p_BV, *others).accepted_B, p_BV)
+
+
+def the_residual_forgets_all_but_the_last_rejection(p_BV, q_BV, *others):
+    return CandidateChoice(without_replacement(p_BV, q_BV, *others).accepted_B, (p_BV - q_BV).clamp(min=0))
+
+
+def the_draft_is_not_renormalised(p_BV, q_BV, tokens_BC, *others):
+    return reject_recursively(p_BV, [q_BV, q_BV.scatter(1, tokens_BC[:, :1], 0.0)], tokens_BC, *others)
+
+
+def one_uniform_for_all_candidates(p_BV, q_BV, tokens_BC, num_candidates_B, accept_BC):
+    return without_replacement(p_BV, q_BV, tokens_BC, num_candidates_B, accept_BC[:, :1].expand_as(accept_BC))
+
+
+@pytest.mark.parametrize(
+    ("mutant", "siblings"),
+    [
+        (the_next_token_comes_from_p, distinct),
+        (the_residual_forgets_all_but_the_last_rejection, distinct),
+        (the_draft_is_not_renormalised, distinct),
+        (one_uniform_for_all_candidates, distinct),
+        (with_replacement, distinct),
+        (without_replacement, independent),
+        (k_seq, distinct),
+    ],
+)
+def test_enumeration_catches_a_planted_bug_at_one_position(mutant, siblings):
+    toys = [random_toy(seed, num_drafts=1) for seed in range(2)]
+    found = [enumerate_tree(partial(verify_tree, rule=mutant), toy, [-1, 0, 0], siblings) for toy in toys]
+    assert max(outcome.total_variation for outcome in found) > 1e-3
+
+
+def distributions_of_the_parents(p_after, q_BNV, tokens_BN, parents_BN, *others, width):
+    above = parents_BN.clamp(min=0)
+    return verify_tree(lambda node_B: p_after(above[node_B]), q_BNV, tokens_BN, parents_BN, *others, width=width)
+
+
+def the_last_node_is_not_kept(*arguments, width):
+    verdict = verify_tree(*arguments, width=width)
+    return verdict._replace(path_BD=torch.cat([verdict.path_BD[:, :-1], torch.full_like(verdict.path_BD[:, -1:], -1)], 1))
+
+
+@pytest.mark.parametrize("mutant", [distributions_of_the_parents, the_last_node_is_not_kept])
+def test_enumeration_catches_a_planted_bug_in_the_walk(mutant):
+    assert enumerate_tree(mutant, random_toy(0, num_drafts=2), [-1, 0, 0, 1], distinct).total_variation > 1e-3
+
+
+def test_enumeration_catches_children_in_another_order_than_they_were_drawn_in(monkeypatch):
+    monkeypatch.setattr(eval.decoder.rules, "children_of", lambda parents_BN, width: children_of(parents_BN, width).flip(2))
+    assert enumerate_tree(verify_tree, random_toy(0, num_drafts=1), [-1, 0, 0], distinct).total_variation > 1e-3
+
+
+# --- how much is accepted -----------------------------------------------------------------------------------------
+
+
+def test_one_draft_stays_at_one_minus_total_variation_and_a_block_commits_no_fewer_tokens():
+    toy = random_toy(7, num_drafts=1)
+    alpha = sum(map(min, toy.p[()], toy.q[()]))
+    for rule in RULES.values():
+        assert enumerate_rule(rule, toy).tokens_per_round == pytest.approx(1 + alpha, abs=1e-12)
+    rates = [[enumerate_rule(rule, random_toy(seed)).tokens_per_round for rule in RULES.values()] for seed in range(3)]
+    gains = [by_block - by_token for by_token, by_block in rates]
+    assert min(gains) >= -1e-12
+    assert max(gains) > 1e-3
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_k_seq_keeps_its_bound_and_no_independent_rule_beats_the_optimal_coupling(count):
+    # b(k) = sum min(p, k q)/k and concavity give the bound; a token nobody drew cannot be accepted, which gives the other.
+    toy = random_toy(0, vocab_size=4, num_drafts=1)
+    by_k_seq, recursively = (
+        enumerate_tree(partial(verify_tree, rule=rule), toy, [-1] + [0] * count, independent).tokens_per_round - 1
+        for rule in (k_seq, with_replacement)
+    )
+    pairs = list(zip(toy.p[()], toy.q[()], strict=True))
+    bound = (1 - (1 - 1 / count) ** count) * sum(min(p, count * q) for p, q in pairs)
+    optimum = sum(min(p, 1 - (1 - q) ** count) for p, q in pairs)
+    assert bound - 1e-6 <= by_k_seq <= optimum + 1e-12
+    assert recursively <= optimum + 1e-12
+
+
+def test_the_discount_of_k_seq_is_the_root_of_its_equation():
+    p, q = torch.rand(2, 50, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    count_B = torch.arange(50) % 4 + 1
+    rho_B = k_seq_rho(p, q, count_B)
+    b_B = torch.minimum(q, p / rho_B.unsqueeze(1)).sum(-1)
+    excess_B = rho_B * b_B - (1 - (1 - b_B) ** count_B)
+    assert excess_B.min() >= 0
+    assert excess_B.max() < 1e-5
+    assert torch.equal(rho_B[count_B == 1], torch.ones(13, dtype=torch.float64))
+
+
+# --- identities ---------------------------------------------------------------------------------------------------
+
+
+def random_round(generator, num_rows, parents, vocab_size=4):
+    """Give random distributions, tokens drawn regardless of them, and uniforms."""
+    p, q = (2 * torch.randn(2, num_rows, len(parents), vocab_size, generator=generator, dtype=torch.float64)).softmax(-1)
+    tokens = torch.randint(vocab_size, (num_rows, len(parents)), generator=generator)
+    accept, following = torch.rand(2, num_rows, len(parents), generator=generator, dtype=torch.float64)
+    return p, q, tokens, accept, following
+
+
+@candidate_rules
+def test_a_tree_of_one_branch_is_judged_as_a_chain_by_token_rejection(name):
+    p, q, tokens, accept, following = random_round(torch.Generator().manual_seed(0), 200, [-1, 0, 1, 2])
+    chain, following, rule = torch.tensor([-1, 0, 1, 2]), following[:, :1].expand(-1, 4), CANDIDATE_RULES[name]
+    tree = verify_tree(rows_of(p), q, tokens, chain, accept, following, width=1, rule=rule)
+    uniform = following[:, 0]
+    verdict = verify_tokens(p, q[:, :-1], tokens[:, 1:], torch.full((200,), 3), accept[:, 1:], uniform, uniform)
+    assert torch.equal(tree.num_accepted_B, verdict.num_accepted_B)
+    assert torch.equal(tree.next_token_B, verdict.next_token_B)
+    assert set(verdict.num_accepted_B.tolist()) == {0, 1, 2, 3}
+    tree = verify_tree(rows_of(p), p, tokens, chain, accept * 0.99, following, width=1, rule=rule)
+    assert tree.num_accepted_B.tolist() == [3] * 200  # a draft that is the target
+
+
+@chain_rules
+def test_rows_with_fewer_drafts_are_verified_as_if_they_stood_alone(rule):
+    p, q, tokens, accept, following = random_round(torch.Generator().manual_seed(0), 64, range(4))
+    q, tokens, accept, few = q[:, 1:], tokens[:, 1:], accept[:, 1:], torch.full((64,), 2)
+    short = rule(p, q, tokens, few, accept, following[:, 0], following[:, 1])
+    alone = rule(p[:, :3], q[:, :2], tokens[:, :2], few, accept[:, :2], following[:, 0], following[:, 1])
+    assert all(map(torch.equal, short, alone))
+
+
+@st.composite
+def trees(draw_value):
+    """Give the parents of a random tree of up to 9 nodes, and its depth."""
+    parents = [-1] + [draw_value(st.integers(0, node)) for node in range(draw_value(st.integers(0, 8)))]
+    depths = [0]
+    for above in parents[1:]:
+        depths.append(depths[above] + 1)
+    return parents, max(depths)
+
+
+@settings(max_examples=25, deadline=None)
+@given(tree=trees(), seed=st.integers(0, 1000))
+def test_a_tree_without_a_draft_distribution_gives_the_very_tokens_of_plain_decoding(tree, seed):
+    parents, depth = tree
+    generator = torch.Generator().manual_seed(seed)
+    p, _, tokens, accept, _ = random_round(generator, 3, parents, vocab_size=3)
+    following = torch.rand(3, depth + 1, generator=generator, dtype=torch.float64)
+    verdict = verify_tree(rows_of(p), None, tokens, torch.tensor(parents), accept, following, width=9)
+    for row in range(3):
+        node, drawn, path = 0, [], []
+        for uniform in following[row]:
+            drawn.append(int(draw(p[row, node], uniform)))
+            matching = [child for child, above in enumerate(parents) if above == node and tokens[row, child] == drawn[-1]]
+            if not matching:
+                break
+            path.append(node := matching[0])
+        kept = verdict.path_BD[row, : verdict.num_accepted_B[row]].tolist()
+        assert kept == path
+        assert [*tokens[row, kept].tolist(), int(verdict.next_token_B[row])] == drawn
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    forest=st.lists(trees(), min_size=2, max_size=2), seed=st.integers(0, 1000), name=st.sampled_from(sorted(CANDIDATE_RULES))
+)
+def test_rows_with_different_trees_are_judged_as_if_each_stood_alone(forest, seed, name):
+    size, depth = max(len(parents) for parents, _ in forest), max(depth for _, depth in forest)
+    p, q, tokens, accept, _ = random_round(torch.Generator().manual_seed(seed), 2, range(size))
+    following = torch.rand(2, depth + 1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    padded = torch.tensor([parents + [-1] * (size - len(parents)) for parents, _ in forest])
+    verify = partial(verify_tree, width=size, rule=CANDIDATE_RULES[name])
+    together = verify(rows_of(p), q, tokens, padded, accept, following)
+    for row, (parents, _) in enumerate(forest):
+        own_p, *own, own_accept = (values[row : row + 1, : len(parents)] for values in (p, q, tokens, accept))
+        alone = verify(rows_of(own_p), *own, torch.tensor(parents), own_accept, following[row : row + 1])
+        assert torch.equal(together.path_BD[row], alone.path_BD[0])
+        assert together.next_token_B[row] == alone.next_token_B[0]
+        kept = alone.path_BD[0, : alone.num_accepted_B[0]].tolist()
+        assert [parents[node] for node in kept] == [0, *kept][: len(kept)]
+
+
+def test_greedy_keeps_what_bears_the_targets_choice_and_pads_the_path():
+    parents, tokens = torch.tensor([-1, 0, 0, 2, 2]), torch.tensor([[9, 4, 5, 6, 0]] * 4)
+    target = torch.tensor([[5, 1, 0, 2, 3], [4, 7, 7, 7, 7], [8, 7, 7, 7, 7], [0, 7, 7, 7, 7]])
+    verdict = match_tree(tokens_of(target), tokens, parents, 2)
+    assert verdict.path_BD.tolist() == [[2, 4], [1, -1], [-1, -1], [-1, -1]]
+    assert verdict.num_accepted_B.tolist() == [2, 1, 0, 0]
+    assert verdict.next_token_B.tolist() == [3, 7, 8, 0]
+    target, drafts = torch.tensor([[5, 6, 7, 8], [5, 9, 7, 8], [4, 6, 7, 8]]), torch.tensor([[5, 6, 7], [5, 6, 7], [4, 6, 7]])
+    found = verify_greedy(target, drafts, torch.tensor([3, 3, 0]))
+    assert (found.num_accepted_B.tolist(), found.next_token_B.tolist()) == ([3, 1, 0], [8, 9, 4])
