@@ -1,9 +1,9 @@
 """Say which draft to train, by measurement: `python scripts/advise.py TARGET --prompts FILE --budget 30m`.
 
 The target answers prompts of the file; small trials over families, sizes and draft vocabularies are trained on the answers by
-successive halving; of each, tau by position and the cost of a draft are measured, and the cost model predicts its speed. The
-best one decodes held-out prompts in chains, trees and after prompt lookup. Writes advice.md, advice.json and recipe.yaml, the
-recipe of the whole training. Rerun the same command to resume. docs/advice.md walks it.
+successive halving; of each, tau by position and the cost of a draft are measured, and the cost model predicts its speed. Writes
+advice.md, advice.json and recipe.yaml, the recipe of the whole training. Rerun the same command to resume. docs/advice.md walks
+it.
 """
 
 from __future__ import annotations

@@ -194,12 +194,7 @@ def overfit(task: HeadTask, objective: HeadObjective, text: Example, accelerator
 
 @torch.no_grad()
 def largest_gap(task: HeadTask, module: nn.Module, text: Example, num_drafts: int) -> Gap:
-    """Decode a prompt with a copy of a head, and compare the logits of every draft with those of the training forward.
-
-    Args:
-        text: a prompt and the answer that the head was fitted to; `MORE_TOKENS` more are decoded.
-        num_drafts: in a round, no more than the head was trained for.
-    """
+    """Decode a text and some more with a copy of a head, and compare each draft's logits with those of the training forward."""
     head = serve(task.copy_of(module), task.target.model)
     proposer: Any = task.family.propose(head, task.target.device)
     propose, rounds = proposer.propose, []

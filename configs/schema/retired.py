@@ -22,6 +22,7 @@ class Retired(NamedTuple):
 NO_COMMUNICATION = Retired("a plan counts no communication", off=None)
 # By the config class, or a class that it inherits from, and the key in it.
 RETIRED = {
+    "AdviceConfig.comparison_share": Retired("eval/run.py compares ways of decoding with the trained draft", off=None),
     "AnswersConfig.draft": Retired("the target writes the answers by plain decoding, or a server does (answers.written_by)"),
     "AnswersConfig.num_speculative_tokens": Retired("it was for answers.draft", off=None),
     "AnswerServerConfig.answers_as": Retired(

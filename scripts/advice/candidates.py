@@ -1,4 +1,4 @@
-"""The trials: every combination of a family's values and of the draft vocabularies, as a recipe. Imports no torch."""
+"""The trials: every combination of a family's values and of the draft vocabularies, as a recipe."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+from configs.runtime.errors import ConfigError
 from configs.runtime.loading import read_values
 from configs.schema.base import Value
 from configs.schema.commands.advising import AdviceConfig, FamilyTrials
 from configs.schema.training import DistillConfig, HeadsConfig
+from heads.formats.exporting.table import FORMS
 from scripts.advice.trained_runs import Recipe, TrainingRun, in_own_folder, load_changed
 
 VOCABULARY = "draft_vocab_size"
@@ -42,22 +44,27 @@ class Candidate:
 
 
 def make_candidates(config: AdviceConfig, data: Path, vocab_size: int) -> list[Candidate]:
-    """Return every trial; each family's come by turns, so that a budget that is too small leaves none of them out altogether.
+    """Return every trial whose draft the engine takes that is to serve it.
 
-    Args:
-        data: folder with train.jsonl and held_out.jsonl.
-        vocab_size: the target's; larger draft vocabularies are all of it.
-
-    Raises:
-        ConfigError: a recipe cannot be read, or a value does not fit it.
+    Each family's come by turns, so that a budget that is too small leaves none of them out altogether. Draft vocabularies
+    larger than `vocab_size`, the target's, are all of it.
     """
     sizes = dict.fromkeys(size if size is not None and size < vocab_size else None for size in config.draft_vocab_sizes)
-    return [
+    candidates = [
         candidate
         for size in sizes
         for name, family in config.families.items()
         for candidate in _of_family(config, name, family, size, data)
     ]
+    if config.engine is None:
+        return candidates
+    taken = FORMS[config.engine]
+    if not (served := [each for each in candidates if each.kind in taken]):
+        kinds = ", ".join(dict.fromkeys(each.kind for each in candidates))
+        raise ConfigError(
+            f"engine: {config.engine} takes {', '.join(taken)}, and the families are of kind {kinds}; add one to families"
+        )
+    return served
 
 
 def full_recipe(candidate: Candidate, config: AdviceConfig, drafts: int, num_held_out: int) -> Recipe:

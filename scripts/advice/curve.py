@@ -47,13 +47,11 @@ class DataCurve:
 
 
 def fit_curve(counts: Mapping[int, Counts], most: int, *, sizes: Sequence[int], samples: int) -> DataCurve:
-    """Fit tau against answer tokens.
+    """Fit tau against answer tokens, and predict it at other `sizes`.
 
     Args:
         counts: by answer tokens, committed tokens and rounds of the same prompts in the same order; two sizes or more.
         most: tokens that a round yields if all drafts are kept.
-        sizes: answer tokens at which tau is predicted.
-        samples: of the bootstrap over prompts.
     """
     tokens = sorted(counts)
     interval = partial(statistic_interval, samples=samples, seed=SEED)

@@ -10,23 +10,16 @@ from eval.report.text import interval, number
 from eval.stats.bootstrap import Interval
 from heads.formats.exporting.table import engines_of
 from scripts.advice.candidates import Candidate
-from scripts.advice.comparison import BOTH, LOOKUP, ComparedWay, Comparison
 from scripts.advice.curve import DataCurve
 from scripts.advice.halving import Rung
 from scripts.advice.measuring import TrialMeasurement, TrialSpeed
 
 
 class Findings:
-    """What an advice says.
+    """What an advice says: of the best trial of the last rung, of the curve through its sizes, and of all answer tokens.
 
-    Args:
-        measured: by name of the candidate and number of conversations.
-        rungs: of the halving; the best of the last one is advised.
-        curve: through the sizes of the best one.
-        num_answer_tokens: of all conversations, which the whole training sees.
+    `measured` is by name of the candidate and number of conversations.
     """
-
-    comparison: Comparison | None = None
 
     def __init__(
         self,
@@ -73,9 +66,7 @@ class Findings:
             "Draft": self._draft(),
             "Engines": name_engines(self.best, self.rungs),
             "Drafts a round": f"fastest by the cost model: {', '.join(by_batch)}.",
-            "Tree": self._tree(),
             "Batch": self._batch(),
-            "Prompt lookup": self._lookup(),
             "More data": self._data(),
         }
 
@@ -93,18 +84,6 @@ class Findings:
             return f"{text} Whether it pays cannot be told from these prompts."
         return text
 
-    def _tree(self) -> str:
-        if self.comparison is None:
-            return "not compared: there was no time, or too few held-out prompts."
-        trees = [each for each in self.comparison.ways if each.name.endswith("tree")]
-        if not trees:
-            return "a chain: this draft makes no trees."
-        best = max(trees, key=lambda each: each.speedup.point or 0.0)
-        if (best.to_chain.low or 0.0) > 1:
-            return f"a {best.name}, which has {bounded(best.to_chain)} of the chain's speed."
-        against = f"the {best.name} has {bounded(best.to_chain)} of the chain's speed"
-        return f"a chain: {against}, no significant difference." if (best.to_chain.high or 2.0) > 1 else f"a chain: {against}."
-
     def _batch(self) -> str:
         largest, beyond = self.speed.break_even_batch(), max(self.config.cost.batch_sizes)
         if largest == 0:
@@ -113,16 +92,6 @@ class Findings:
         if largest is None:
             return f"drafting is predicted to pay at every batch that was looked at (up to 1,024){guess}."
         return f"drafting is predicted to pay up to a batch of {largest}; from {largest + 1} on do not speculate{guess}."
-
-    def _lookup(self) -> str:
-        if self.comparison is None:
-            return "not compared, see above."
-        lookup, both = self.comparison.way(LOOKUP), self.comparison.way(BOTH)
-        return (
-            f"alone it has {bounded(lookup.speedup)} of plain decoding's speed, {bounded(lookup.to_chain)} of the draft's"
-            f"{_verdict(lookup, 'serve it until a better draft is trained')}; before the draft, {bounded(both.to_chain)} of "
-            f"the draft's alone{_verdict(both, 'put it before the draft')}."
-        )
 
     def _data(self) -> str:
         if self.curve is None:
@@ -157,9 +126,3 @@ def name_engines(best: Candidate, rungs: Sequence[Rung[Candidate]]) -> str:
 def bounded(value: Interval) -> str:
     """Return a number with its interval."""
     return f"{number(value.point)} {interval(value.bounds)}".rstrip()
-
-
-def _verdict(way: ComparedWay, advice: str) -> str:
-    if (way.to_chain.low or 0.0) > 1:
-        return f": {advice}"
-    return " (slower)" if (way.to_chain.high or 2.0) < 1 else " (no significant difference)"

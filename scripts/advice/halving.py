@@ -39,15 +39,8 @@ def successive_halving(
 ) -> list[Rung[C]]:
     """Run all candidates at the first size, and of each size's the best share, at least one, at the next.
 
-    Args:
-        candidates: in the order in which they are to run where the budget does not suffice for all.
-        sizes: that rise.
-        run: runs a trial, and returns whether it came to an end that can be scored.
-        score: of a trial that did, more being better; asked for when all of its size have run.
-        may_begin: whether there is time for a trial.
-
-    Returns:
-        The sizes at which at least one trial came to a score.
+    `run` says whether a trial came to an end that can be scored, `score` is asked for when all of a size have run, and
+    `may_begin` says whether there is time for a trial.
     """
     rungs: list[Rung[C]] = []
     alive = list(candidates)
@@ -79,11 +72,7 @@ def sizes_up_to(first: int, growth: int, most: int) -> list[int]:
 
 
 class TimeBudget:
-    """Wall-clock time over all sessions of a run, as kept in a file. What was cut off before it was noted is not counted.
-
-    Args:
-        job: a fingerprint of all that decides what the run is about; what was kept of another job is not used.
-    """
+    """Wall-clock time over all sessions of a run, as kept in a file for this job alone, up to what was noted last."""
 
     def __init__(self, seconds: float, path: Path, job: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds, self.path, self.clock = seconds, path, clock
@@ -96,9 +85,9 @@ class TimeBudget:
         """Seconds since the run's beginning, without those between its sessions."""
         return self._before + self.clock()
 
-    def allows(self, seconds: float, reserve_share: float = 0.0) -> bool:
-        """Say whether so many more seconds leave the reserve, a share of the whole, untouched."""
-        return self.spent + seconds <= self.seconds * (1 - reserve_share)
+    def allows(self, seconds: float) -> bool:
+        """Say whether there is time for so many more seconds."""
+        return self.spent + seconds <= self.seconds
 
     def note(self, **values: Any) -> None:
         """Keep what was spent, and values beside it."""

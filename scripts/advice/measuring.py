@@ -103,15 +103,7 @@ def check_finite(generations: Iterable[Generation], what: str) -> None:
 def measure_draft(
     target: Target, draft: Draft, rows: Sequence[Conversation], config: AdviceConfig, sweep: list[TimedRound] | None
 ) -> dict[str, Any] | None:
-    """Return the fields of a measurement but for what was trained on; None where nothing is drafted.
-
-    Args:
-        sweep: of the same draft, trained on fewer data; None: make it.
-
-    Raises:
-        InputError: the sweep's contexts do not fit the target's.
-        RuntimeError: the logits are not finite.
-    """
+    """Return the fields of a measurement but for what was trained on; None where nothing is drafted, no sweep: make it."""
     settings = DecodeConfig(
         num_speculative_tokens=config.cost.num_speculative_tokens,
         max_new_tokens=config.answers.max_new_tokens,
@@ -141,8 +133,8 @@ def measure_draft(
 def pool_forwards(sweeps: Mapping[str, Sequence[TimedRound]]) -> dict[str, list[TimedRound]]:
     """Return the sweeps of several drafts with the target's forwards taking equally long in all, in plain rounds.
 
-    They are timed at different minutes of a machine that may be shared, which must not decide between two drafts. Of the ratios
-    to the plain round of the same sweep, batch and context the median is kept.
+    They are timed at different minutes, which must not decide between two drafts. Of the ratios to the plain round of the same
+    sweep, batch and context the median is kept.
     """
     plain = {
         (name, each.batch_size, each.context_tokens): each.verify_seconds

@@ -36,7 +36,7 @@ def write_advice(findings: Findings, spent_seconds: float, num_conversations: in
 
 def _to_json(findings: Findings) -> dict[str, Any]:
     """Return the numbers of the advice; intervals are {point, low, high}, bounds null where there are none."""
-    config, comparison, batch = findings.config, findings.comparison, findings.config.batch_size
+    config, batch = findings.config, findings.config.batch_size
     machine = None if config.hardware is None else config.hardware.machine.model_dump(mode="json")
     return {
         "format_version": 1,
@@ -55,20 +55,18 @@ def _to_json(findings: Findings) -> dict[str, Any]:
             "predicted_speedup": asdict(findings.speedups[batch]),  # of the trial's draft
             "predicted_speedup_of_whole_training": None if findings.whole_training is None else asdict(findings.whole_training),
             "break_even_batch_size": findings.speed.break_even_batch(),  # 0: no batch; None: all that were looked at
-            "way": None if comparison is None else comparison.chosen,
             "sentences": findings.sentences(),
         },
         "by_batch": {
             str(size): {"num_speculative_tokens": findings.drafts(size), "predicted_speedup": asdict(speedup)}
             for size, speedup in findings.speedups.items()
         },
-        "comparison": None if comparison is None else asdict(comparison),
         "data_curve": None if findings.curve is None else asdict(findings.curve),
     }
 
 
 def _render(findings: Findings, trials: list[dict[str, Any]], spent_seconds: float, num_conversations: int) -> str:
-    config, comparison = findings.config, findings.comparison
+    config = findings.config
     machine = "this machine" if config.hardware is None else config.hardware.preset
     parts = [
         f"# Advice for {config.target.name}",
@@ -96,10 +94,6 @@ def _render(findings: Findings, trials: list[dict[str, Any]], spent_seconds: flo
         f"Drafting is the seconds of a round's drafts over those of a plain round, and speedup the predicted one, at batch "
         f"{config.batch_size} with the number of drafts in brackets.",
     ]
-    if comparison is not None:
-        ways = [(each.name, bounded(each.tau), bounded(each.speedup), bounded(each.to_chain)) for each in comparison.ways]
-        parts += ["## Ways of decoding", table(("way", "tau", "speed to plain", "speed to the chain"), ways)]
-        parts.append(f"Measured on this machine in turns, one request at a time, {comparison.num_prompts} prompts.")
     missed = [
         f"on {rung.size} conversations {what}: {'; '.join(each.name for each in those)}"
         for rung in findings.rungs

@@ -1,4 +1,4 @@
-"""An advice from the prompts to the page: the target answers, trials are halved, the best is decoded with, and all is said."""
+"""An advice from the prompts to the page: the target answers, trials are halved, and what they say is written."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from configs.runtime.command import BAD_INPUT, DONE
-from configs.runtime.errors import ConfigError, InputError, RunFailed
+from configs.runtime.errors import InputError, RunFailed
 from configs.runtime.files import sha256_of
 from configs.runtime.resumable import fingerprint
 from configs.runtime.run_record import write_run_record
@@ -15,11 +15,8 @@ from configs.schema.commands.advising import AdviceConfig
 from configs.schema.data import DataConfig
 from distill.dataset.conversations import MANIFEST, Conversation, read_conversations
 from eval.cost.timing_sweep import check_sweep
-from heads.artifact import load_draft
-from heads.formats.exporting.table import FORMS
 from heads.frozen.loading import load_target
 from scripts.advice.candidates import Candidate, make_candidates
-from scripts.advice.comparison import compare_ways
 from scripts.advice.curve import DataCurve, fit_curve
 from scripts.advice.findings import Findings
 from scripts.advice.halving import Rung, TimeBudget, sizes_up_to, successive_halving
@@ -40,7 +37,7 @@ def advise(config: AdviceConfig) -> int:
         RunFailed: no trial came to an end.
     """
     output = Path(config.output)
-    list_candidates(config, output, sys.maxsize)  # a recipe that is wrong is refused before anything is run
+    make_candidates(config, output, sys.maxsize)  # a recipe that is wrong is refused before anything is run
     source = Path(config.prompts.path or "") if config.data is None else Path(config.data) / "train.jsonl"
     if config.prompts.source == "file" and not source.exists():
         raise InputError(f"prompts not found: {source}; name a file of prompts with --prompts, or a folder of data with data")
@@ -52,7 +49,7 @@ def advise(config: AdviceConfig) -> int:
     rows = held_out_rows(data, config)
     target = load_target(config.target, for_chats=True)
     check_sweep(target, config.cost)
-    candidates = list_candidates(config, data, target.vocab_size)
+    candidates = make_candidates(config, data, target.vocab_size)
     trials = Trials(config, budget, target, rows, data)
     sizes = sizes_up_to(config.first_conversations, config.growth, trials.num_conversations)
     rungs = successive_halving(
@@ -60,28 +57,11 @@ def advise(config: AdviceConfig) -> int:
     )
     if not rungs:
         raise RunFailed("no trial came to an end: see the warnings above; raise --budget where there was no time for the first")
-    best, size = rungs[-1].ranked[0][0], rungs[-1].size
-    findings = Findings(config, trials.measured, rungs, fit(trials, best, rungs, config), trials.num_answer_tokens)
-    drafts = findings.drafts(config.batch_size)
-    draft = load_draft(str(trials.training_of(best, size).artifact), target.identity, target.model)
-    findings.comparison = compare_ways(target, draft, rows, drafts, findings.trial.longest, config, budget.allows)
+    curve = fit(trials, rungs[-1].ranked[0][0], rungs, config)
+    findings = Findings(config, trials.measured, rungs, curve, trials.num_answer_tokens)
     budget.note()
     write_advice(findings, budget.spent, trials.num_conversations)
     return DONE
-
-
-def list_candidates(config: AdviceConfig, data: Path, vocab_size: int) -> list[Candidate]:
-    """Return the trials whose drafts the engine takes that is to serve them; see `make_candidates`."""
-    candidates = make_candidates(config, data, vocab_size)
-    if config.engine is None:
-        return candidates
-    taken = FORMS[config.engine]
-    if not (served := [each for each in candidates if each.kind in taken]):
-        kinds = ", ".join(dict.fromkeys(each.kind for each in candidates))
-        raise ConfigError(
-            f"engine: {config.engine} takes {', '.join(taken)}, and the families are of kind {kinds}; add one to families"
-        )
-    return served
 
 
 def answer_prompts(config: AdviceConfig, budget: TimeBudget, folder: Path) -> Path:
@@ -117,11 +97,7 @@ def _make_data(config: AdviceConfig, num_prompts: int, folder: Path, output: str
 
 
 def held_out_rows(data: Path, config: AdviceConfig) -> list[Conversation]:
-    """Return the first turns of held-out prompts, but for the one that every training decodes.
-
-    Raises:
-        InputError: there are fewer than two.
-    """
+    """Return the first turns of held-out prompts, but for the one that every training decodes."""
     rows = read_conversations(data / "held_out.jsonl")
     prompts = list(dict.fromkeys(row.prompt_id for row in rows))
     if len(prompts) < 3:

@@ -50,7 +50,7 @@ class Trials:
         own = {at: seconds for (name, at), seconds in self._seconds.items() if name == candidate.name}
         others = {at: seconds for (_, at), seconds in self._seconds.items()}
         expected = max((seconds * max(1.0, size / at) for at, seconds in (own or others).items()), default=0.0)
-        return self.budget.allows(expected, self.config.comparison_share)
+        return self.budget.allows(expected)
 
     def run(self, candidate: Candidate, size: int) -> bool:
         """Train and measure a trial; return False where it cannot be trained or drafts nothing, which a warning says."""

@@ -157,12 +157,6 @@ def test_the_tokens_are_the_cpus_and_a_round_copies_once_each_way(mock, as_targe
     assert_few_transfers(name, way, rounds)
 
 
-def test_plain_decoding_copies_once_each_way(mock, as_target):
-    config = DecodeConfig(num_speculative_tokens=0, max_new_tokens=6)
-    _, rounds = decode(as_target(copy.deepcopy(checks.tiny_target("llama")).to(mock)), None, config)
-    assert_few_transfers("plain", "greedy", rounds)
-
-
 @pytest.mark.parametrize("way", ["chain block", "chain stopped by cost", "static greedy", "static without_replacement"])
 def test_a_draft_on_another_device_than_the_target_drafts_what_it_drafts_at_home(mock, as_target, way):
     config = DecodeConfig.model_validate({"num_speculative_tokens": DRAFTS, "max_new_tokens": 10} | WAYS[way])

@@ -11,7 +11,6 @@ from configs.schema.evaluation import LosslessConfig
 from configs.schema.target import TargetConfig
 from eval.decoder.records import Generation
 from eval.evaluation import evaluate
-from eval.lossless import teacher_forcing
 from eval.measure.record_files import RECORDS, read_records
 from heads.artifact import load_draft
 from heads.formats.exporting.exporter import export
@@ -60,16 +59,6 @@ def test_a_report_says_of_the_device_what_it_says_of_the_cpu(mock, evaluated, wa
     assert there.acceptance.tokens_per_target_step == here.acceptance.tokens_per_target_step
     assert there.lossless.verdict == here.lossless.verdict
     assert there.lossless.failed_checks == []
-
-
-def test_where_the_device_is_full_the_wider_copy_runs_on_the_cpu(mock, evaluated, monkeypatch, caplog):
-    homes, home = [], teacher_forcing.home_of_copy
-    monkeypatch.setattr(teacher_forcing, "free_memory", lambda device: 1000)
-    monkeypatch.setattr(teacher_forcing, "home_of_copy", lambda *each: homes.append(home(*each)) or homes[-1])
-    report, _ = evaluated("auto", "greedy")
-    assert [each.type for each in homes] == ["cpu"]
-    assert report.lossless.checks["greedy"]["outcome"] == "pass"
-    assert "has 0.0 GB free: the copy runs on the CPU" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["eagle3", "dflash"])

@@ -76,13 +76,12 @@ def test_a_run_is_extended_by_more_steps(tmp_path, greedy_target, greedy_rows, c
     assert len(set(rates)) > 2
 
 
-@pytest.mark.parametrize(("steps", "evaluated"), [(5, 3), (6, None)])
-def test_a_run_of_fewer_steps_than_a_checkpoint_has_is_refused(tmp_path, greedy_target, greedy_rows, steps, evaluated):
-    epochs = {"epochs": 3, "checkpoint_every_steps": 6, "eval_every_steps": evaluated}  # of 4 steps
+def test_a_run_of_fewer_steps_than_a_checkpoint_has_is_refused(tmp_path, greedy_target, greedy_rows):
+    epochs = {"epochs": 3, "checkpoint_every_steps": 6, "eval_every_steps": 3}  # of 4 steps
     with pytest.raises(KeyboardInterrupt):
         distil(distill_config(tmp_path, max_steps=None, **epochs), greedy_target, greedy_rows, stop_after=7)
-    with pytest.raises(InputError, match=f"has 6 steps of a longer run, and this one ends after {steps}; choose another"):
-        distil(distill_config(tmp_path, max_steps=steps, **epochs), greedy_target, greedy_rows)
+    with pytest.raises(InputError, match="has 6 steps of a longer run, and this one ends after 5; choose another"):
+        distil(distill_config(tmp_path, max_steps=5, **epochs), greedy_target, greedy_rows)
 
 
 @pytest.mark.parametrize(
@@ -110,15 +109,6 @@ def test_a_held_out_prompt_that_cannot_be_decoded_is_refused_before_training(tmp
 def test_a_precision_that_accelerate_ignores_on_a_cpu_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("train.launch.Accelerator", lambda **_: SimpleNamespace(device=torch.device("cpu")))
     with pytest.raises(ConfigError, match=r"schedule\.mixed_precision: fp16 is not to be had on a CPU; give bf16 or no"):
-        make_accelerator(ScheduleConfig(mixed_precision="fp16"), tmp_path)
-
-
-def test_a_precision_that_the_machine_does_not_have_is_a_sentence(tmp_path, monkeypatch):
-    def accelerator(mixed_precision, **_):
-        raise ValueError(f"{mixed_precision} mixed precision requires a GPU")
-
-    monkeypatch.setattr("train.launch.Accelerator", accelerator)
-    with pytest.raises(ConfigError, match=r"schedule\.mixed_precision: fp16 cannot be used: fp16 mixed precision requires"):
         make_accelerator(ScheduleConfig(mixed_precision="fp16"), tmp_path)
 
 
@@ -184,9 +174,10 @@ def test_a_micro_batch_without_labels_reaches_every_parameter_with_a_gradient_of
     assert not any(bool(gradient.any()) for gradient in gradients)
 
 
-def test_the_learning_rate_warms_up_and_falls_to_its_final_share():
+def test_the_learning_rate_warms_up_and_falls_to_its_final_share_and_vectors_are_not_decayed():
     module = torch.nn.Linear(3, 3)
-    optimizer, scheduler = make_optimizer(module, OptimizerConfig(learning_rate=1.0, warmup_share=0.1, final_share=0.2), 100)
+    settings = {"learning_rate": 1.0, "warmup_share": 0.1, "final_share": 0.2, "weight_decay": 0.1}
+    optimizer, scheduler = make_optimizer(module, OptimizerConfig(**settings), 100)
     rates = []
     for _ in range(100):
         rates.append(scheduler.get_last_lr()[0])
@@ -195,12 +186,5 @@ def test_the_learning_rate_warms_up_and_falls_to_its_final_share():
     assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
     assert all(later <= earlier for earlier, later in pairwise(rates[10:]))
     assert rates[-1] == pytest.approx(0.2, abs=0.01)
-
-
-def test_vectors_are_not_decayed():
-    module = torch.nn.Linear(3, 3)
-    optimizer, _ = make_optimizer(module, OptimizerConfig(weight_decay=0.1), 10)
-    assert {group["weight_decay"]: [tuple(p.shape) for p in group["params"]] for group in optimizer.param_groups} == {
-        0.1: [(3, 3)],
-        0.0: [(3,)],
-    }
+    decayed = {group["weight_decay"]: [tuple(each.shape) for each in group["params"]] for group in optimizer.param_groups}
+    assert decayed == {0.1: [(3, 3)], 0.0: [(3,)]}

@@ -123,13 +123,6 @@ def test_a_head_trained_from_servers_is_the_one_trained_from_the_local_target(tm
     assert max(server.most_files for server in servers) <= 3
 
 
-def test_the_target_is_not_run_here(tmp_path, settings, data, monkeypatch):
-    monkeypatch.setattr("distill.signals.read_states", lambda *_: pytest.fail("the target was run"))
-    decode = {"num_speculative_tokens": 2, "max_new_tokens": 6}
-    more = {"head": {"kind": "medusa", "num_depths": 2}, "num_speculative_tokens": 2, "held_out": {"decode": decode}}
-    assert run_heads(heads_config(settings, data, tmp_path / "served", **more)) == 0
-
-
 @pytest.mark.parametrize("device_map", [None, {"model.layers": "disk"}], ids=["ends", "blocks on disk"])
 def test_states_of_a_batch_are_the_targets_whatever_the_rows_hold(opened, settings, whole, greedy_rows, device_map):
     settings["device_map"] = device_map
@@ -261,14 +254,3 @@ def test_what_cannot_be_had_is_said_in_one_sentence(
         load_target(TargetConfig.model_validate(settings))
     with pytest.raises(ValueError, match=r"held_out\.decode\.tree: target.states gives the states of texts"):
         heads_config(settings, data, tmp_path / "out", held_out={"decode": {"tree": {"kind": "static", "branching": [2, 2]}}})
-
-
-def test_a_full_disk_is_named(opened, servers, greedy_rows, monkeypatch):
-    target = opened()
-    for server in servers:
-        server.file_troubles = ["lost"] * 9
-    usage = type("Usage", (), {"free": 10})
-    monkeypatch.setattr("distill.server.states.shutil.disk_usage", lambda _: usage)
-    monkeypatch.setattr("distill.server.states.UNWRITTEN_SECONDS", 0.05)
-    with pytest.raises(InputError, match=r"the disk of .* is full"):
-        target.states_from.states(collate(list(ConversationDataset(greedy_rows, 64))[:2]))

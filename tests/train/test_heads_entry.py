@@ -13,7 +13,6 @@ from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from configs.schema.target import TargetConfig
 from configs.schema.training import HeadsConfig
-from distill.dataset.batches import ConversationDataset, collate
 from distill.dataset.conversations import FORMAT_VERSION, MANIFEST
 from eval.decoder.decode import generate
 from heads.artifact import load_draft
@@ -132,21 +131,6 @@ def test_a_resumed_run_ends_as_the_undisturbed_one(head_task, greedy_rows, tmp_p
     start = task("start").module.state_dict()
     torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
     assert any(not torch.equal(whole[name], start[name]) for name in whole)
-
-
-def test_metrics_by_depth_are_shares_of_what_they_are_counted_over(head_task, greedy_rows):
-    task = head_task(head={"num_depths": 2})
-    batch = collate(list(ConversationDataset(greedy_rows[:4], 64)))
-    outcome = task.loss(task.module, batch, task.source.read(batch), torch.tensor(20.0), 1)
-    seen = task.module(batch, task.states(batch), torch.tensor(20.0), 1)
-    assert outcome.sums["conditional_2"] == seen.joint_agrees_K[1]
-    # Chains that agree at depth 1 but end with the text before depth 2 are no failures of depth 2.
-    assert outcome.counts["conditional_2"] == seen.reached_K[1]
-    assert outcome.counts["joint_2"] == seen.origins_K[1] < outcome.counts["joint_1"] == seen.origins_K[0]
-    assert outcome.counts["acceptance_1"] == seen.labels_K[0]
-    assert float(outcome.sums["loss"]) == pytest.approx(float(seen.values_K.sum()))
-    assert outcome.counts["loss"] == seen.labels_K.sum()
-    assert set(outcome.counts) == set(outcome.sums)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional
 
-from configs.runtime.errors import InputError
 from configs.schema.data import CacheConfig, DataConfig
 from configs.schema.evaluation import EvalConfig
 from configs.schema.target import TargetConfig
@@ -148,21 +147,3 @@ def test_a_head_trained_from_a_cache_is_the_one_trained_online(run: Run) -> None
     run_heads(run.heads_config("cached", cache=given["output"]))
     online, cached = (load_file(run.folder / name / "artifact/model.safetensors") for name in ("head", "cached"))
     torch.testing.assert_close(cached, online, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("part", "says"),
-    [
-        ({"type": "video_url"}, "a message of user has a part of type video_url"),
-        ({"type": ["audio"]}, "a message of user has a part of type "),
-        ({"type": "input_audio", "input_audio": {"data": "", "format": "mp3"}}, "a sound has format 'mp3'; wav is read"),
-        ({"type": "audio"}, r"a sound must be given as input_audio \{data, format\}, or named by a path"),
-    ],
-)
-def test_a_part_that_is_neither_image_nor_sound_is_refused_by_its_line(
-    tmp_path: Path, part: dict[str, object], says: str
-) -> None:
-    (tmp_path / "odd.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": [part]}]}) + "\n")
-    settings = {"prompts": {"source": "file", "path": str(tmp_path / "odd.jsonl")}, "output": str(tmp_path / "none")}
-    with pytest.raises(InputError, match=rf"odd\.jsonl, line 1: {says}"):
-        make_dataset(DataConfig.model_validate(settings))

@@ -162,11 +162,7 @@ class Checkpoints:
                     _drop(other)
 
     def resume(self) -> Path | None:
-        """Restore the newest usable checkpoint; return it, None where there is none at all.
-
-        Raises:
-            InputError: there are some, and none is usable.
-        """
+        """Restore the newest usable checkpoint and return it: None where there is none, an InputError where none is usable."""
         found: list[Any] = [None, None]
         if self.accelerator.is_main_process:
             self._clear_up()

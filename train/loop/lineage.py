@@ -20,6 +20,7 @@ from configs.runtime.run_record import changes_no_weight, deciding_settings, tra
 from configs.schema.base import PositiveInt, Settings
 from configs.schema.retired import was_off
 from configs.schema.training import ScheduleConfig
+from train.telemetry.records import flatten
 
 LENGTH = ("schedule.max_steps", "schedule.epochs")  # a run may be resumed with more of them
 REPLICATED, FSDP2 = "whole", "FSDP2"  # names of engines in checkpoints; DeepSpeed's are ZeRO-1 to ZeRO-3
@@ -64,8 +65,8 @@ class Lineage(Settings):
 
     def changes(self, then: Lineage) -> dict[str, tuple[Any, Any]]:
         """Return the settings that differ, as dotted key -> (value then, value now); None where a key is not set."""
-        new = _flat(self.settings or {})
-        old = {key: value for key, value in _flat(then.settings or {}).items() if key in new or not was_off(key, value)}
+        new = flatten(self.settings or {})
+        old = {key: value for key, value in flatten(then.settings or {}).items() if key in new or not was_off(key, value)}
         return {key: (old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)}
 
     def objection_to_settings(self, then: Lineage) -> str | None:
@@ -111,14 +112,6 @@ def engine_name(accelerator: Accelerator) -> str:
 def fsdp_is_requested() -> bool:
     """Return whether accelerate's config or environment requests FSDP."""
     return bool(parse_flag_from_env("ACCELERATE_USE_FSDP"))
-
-
-def _flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Return nested settings by dotted key."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        flat |= _flat(value, f"{above}{name}.") if isinstance(value, dict) else {above + name: value}
-    return flat
 
 
 def _held(lineage: Lineage) -> str:

@@ -1,8 +1,7 @@
 """The batches of each optimiser step, and the target's signals that their loss takes from disk or servers, a batch ahead.
 
-A thread fetches them, so a step does not wait for a disk or a store; page-locked memory lets the thread send both to the device
-without waiting for it. Order and number of batches are those without it; an error of the thread is raised where its batch is
-asked for.
+A thread fetches them, so a step does not wait for a disk or a store, and sends both to the device. Order and number of batches
+are those without it; an error of the thread is raised where its batch is asked for.
 """
 
 from __future__ import annotations

@@ -129,11 +129,10 @@ def needed_bytes(
     """Return the bytes on one accelerator, of a spread target the one that holds the rest as well.
 
     Args:
-        target_block: bytes of the target's largest block, by which the shares of a spread target differ; of one that is shared
-            by `shard` one block is whole while it runs.
+        target_block: bytes of the target's largest block: the shares of a spread target differ by it, and one of a target that
+            is shared by `shard` is whole while it runs.
         target_outside: bytes of its embedding, final norm and head, which each process of a group holds.
-        head: ZeRO-3 keeps a head's weights everywhere, and FSDP2 gathers what is not in its layers at once, for some families
-            all of it (`train.tasks.head`), and has all of its gradients before it splits them.
+        head: whose weights ZeRO-3 and FSDP2 gather as a whole; FSDP2 has all of its gradients before it splits them.
         accumulates: FSDP2 then splits gradients after a step's last micro-batch.
     """
     n = 1 if engine.several is False or engine.spreads_target else num_accelerators

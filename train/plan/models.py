@@ -72,11 +72,7 @@ def target_columns(config: PlanConfig, models: PlannedModels) -> int:
 
 
 def plan_models(config: PlanConfig) -> PlannedModels:
-    """Build a recipe's target and draft without weights.
-
-    Raises:
-        InputError: there is no config where the target or the draft is said to be, or they make no model.
-    """
+    """Build a recipe's target and draft without weights; an InputError says where there is no config, or no model of it."""
     named = config.target
     model_config = read_model_config(named.name, named.revision, trust_remote_code=named.trust_remote_code)
     target = _empty(model_config, getattr(torch, named.dtype), trust_remote_code=named.trust_remote_code).requires_grad_(False)
@@ -93,11 +89,7 @@ def plan_models(config: PlanConfig) -> PlannedModels:
 def read_model_config(
     name: str, revision: str | None = None, *, trust_remote_code: bool = False, key: str = "target.name"
 ) -> PreTrainedConfig:
-    """Return the config of a model that a recipe names by `key`, without its weights.
-
-    Raises:
-        InputError: there is none.
-    """
+    """Return the config of a model that a recipe names by `key`, without its weights."""
     if name.startswith(PREFIX):
         name = str(locate(TargetConfig(name=name)))
     path = Path(name)

@@ -15,14 +15,7 @@ NODE = "scripts/cluster/node.sh"
 
 
 def plan_page(config: PlanConfig, options: str) -> str:
-    """Return the plan of a recipe as text and tables.
-
-    Args:
-        options: by which training is given the recipe, for the line that starts it.
-
-    Raises:
-        InputError: see `train.plan.plan.make_plan`.
-    """
+    """Return the plan of a recipe as text and tables; `options` give training the recipe, in the line that starts it."""
     plan = make_plan(config)
     parts = asdict(plan.memory)
     memory = [(name.replace("_", " "), _bytes(value)) for name, value in parts.items()]
@@ -42,11 +35,7 @@ def plan_page(config: PlanConfig, options: str) -> str:
 
 
 def launch_line(engine: Sharing, hardware: HardwareConfig, command: str) -> str:
-    """Return the line that starts a run: on one node, or as a SLURM job over several.
-
-    Args:
-        command: the entry, `train/heads.py` or `train/distill.py`, and its options.
-    """
+    """Return the line that starts a run, an entry with its options: on one node, or as a SLURM job over several."""
     n, per_node = hardware.num_accelerators, hardware.accelerators_per_node
     if engine.group > 1:
         command += f" --set target.parallel.{engine.kind}={engine.group}"

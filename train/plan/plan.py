@@ -118,11 +118,7 @@ class Plan:
 
 
 def make_plan(config: PlanConfig) -> Plan:
-    """Return the plan of a recipe.
-
-    Raises:
-        InputError: target, draft or data are not there, or do not go together.
-    """
+    """Return the plan of a recipe; an InputError says where target, draft or data are not there, or do not go together."""
     config = config.model_copy(update={"schedule": accumulating(config.schedule, config.hardware.num_accelerators)})
     models, dataset = plan_models(config), _open_dataset(config)
     work = _measure_workload(config, dataset)

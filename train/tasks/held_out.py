@@ -135,8 +135,7 @@ def walk(accepted_T: Sequence[int], start: int, end: int, num_tokens: int) -> tu
 
     Args:
         accepted_T: by origin j, the number of drafts in a row that the target would accept where x_{j+1} is pending.
-        start: position of the answer's first token, which comes from reading the prompt.
-        end: the position after the answer's last token.
+        start, end: positions of the answer's first token, which comes from reading the prompt, and after its last one.
         num_tokens: drafts a round.
     """
     pending, rounds = start, 0

@@ -52,12 +52,7 @@ def choose_vocabulary(
     accelerator: Accelerator,
     cache: TargetCache | None,
 ) -> MassChoice:
-    """Return the vocabulary that the config asks for, the same in all processes; the report of one by counts is empty.
-
-    Raises:
-        ConfigError: the size cannot be had.
-        InputError: there are no held-out answers within data.max_length, or the output cannot be written.
-    """
+    """Return the vocabulary that the config asks for, the same in all processes; the report of one by counts is empty."""
     section = config.head if isinstance(config, HeadsConfig) else config.student
     size = section.draft_vocab_size
     if section.draft_vocab_by is None:
@@ -154,9 +149,6 @@ def read_initial_head(name: str, target: Target) -> InitialHead:
     """Read a head's artifact: its folder, that of its training, or a name on the Hub.
 
     Of a target of other weights it only warns, because a head may follow one that was trained further.
-
-    Raises:
-        InputError: it is no head's artifact, is damaged, or is for another tokenizer or chat template.
     """
     folder = locate_artifact(name)
     metadata = read_metadata(folder)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +29,9 @@ TRACKERS_FOLDER = "trackers"  # below the run's folder
 
 
 class MetricsFile:
-    """The metrics file of a run; lines up to the step resumed from are kept.
+    """The metrics file of a run; of earlier lines those up to `done_steps`, the step resumed from, are kept.
 
-    Args:
-        done_steps: of the checkpoint resumed from; later steps are taken again and their lines replaced. 0 for a run from the
-            start.
-        evaluated_steps: the last of them whose evaluation need not be repeated.
-
-    Raises:
-        InputError: an earlier process's lines cannot be read, or the folder cannot be written.
+    `evaluated_steps`: the last of them whose evaluation need not be repeated.
     """
 
     def __init__(self, output: Path, *, done_steps: int, evaluated_steps: int) -> None:
@@ -125,12 +119,13 @@ def flat_config(config: Mapping[str, Any]) -> dict[str, bool | int | float | str
 
     One setting a key, because mlflow drops values of more than 500 characters.
     """
-    return dict(_flat(mask_secrets(dict(config)), ""))
+    flat = flatten(mask_secrets(dict(config))).items()
+    return {key: value if isinstance(value, bool | int | float | str) else json.dumps(value) for key, value in flat}
 
 
-def _flat(section: Mapping[str, Any], above: str) -> Iterator[tuple[str, bool | int | float | str]]:
-    for key, value in section.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value if isinstance(value, bool | int | float | str) else json.dumps(value)
+def flatten(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Return nested settings by dotted key."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= flatten(value, f"{above}{name}.") if isinstance(value, dict) and value else {above + name: value}
+    return flat

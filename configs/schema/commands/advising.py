@@ -47,7 +47,6 @@ class AdviceConfig(Settings):
     held_out_share: BelowOne = 0.15  # of the prompts, for measuring
     budget_minutes: PositiveFloat = 30.0  # of wall clock for all; --budget of the command comes before it
     answer_share: BelowOne = 0.25  # of the budget, for the target's answers
-    comparison_share: BelowOne = 0.15  # of the budget, kept for comparing ways of decoding with the best draft
     families: dict[str, FamilyTrials] = Field(default_factory=_default_families)
     engine: Engine | None = None  # that is to serve the draft: families that it does not take are left out. None: all are tried
     # Tokens a draft can propose; each is tried with every combination. As many as the target has, or more, and null are all
@@ -72,8 +71,3 @@ class AdviceConfig(Settings):
             yield "families is empty, so that there is nothing to try; give at least one by name"
         yield from unless_names("families", self.families)
         yield from unless_rising("batches_shown", self.batches_shown, "batch")
-        if self.answer_share + self.comparison_share >= 1:
-            yield (
-                f"answer_share and comparison_share leave no time for trials: got {self.answer_share:g} and "
-                f"{self.comparison_share:g}, whose sum must be below 1"
-            )

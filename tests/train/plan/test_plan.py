@@ -13,14 +13,13 @@ from configs.runtime.errors import InputError
 from configs.schema.commands.planning import PlanDistillConfig, PlanHeadsConfig
 from configs.schema.training import StudentConfig
 from distill.dataset.batches import ConversationDataset, collate
-from distill.loss.draft_objective import DraftObjective
 from distill.student.init import initial_draft
 from distill.student.kept_blocks import keep_layers
 from heads.inference.runner import backbone
 from tests.support.caches import random_conversations
 from tests.support.family_configs import HYBRIDS, tiny_model
-from tests.support.losses import target_hidden
 from tests.support.tiny_heads import HEADS
+from tests.support.training_runs import distill_config, draft_task
 from train.plan.memory import activation_bytes
 from train.plan.models import count, frozen_copies, plan_models
 from train.plan.plan import Workload, flops_of, make_plan
@@ -157,25 +156,16 @@ def counted(step):
     return counting.flops
 
 
-@pytest.mark.parametrize("kind", HEADS)
-def test_a_heads_flops_are_those_that_torch_counts(folder, head_task, batch, kind):
-    config = heads(folder, kind)
-    task = head_task(kind)
+@pytest.mark.parametrize("kind", [*HEADS, "draft_lm"])
+def test_the_flops_of_a_step_are_those_that_torch_counts(folder, head_task, greedy_target, greedy_rows, batch, kind, tmp_path):
+    if kind == "draft_lm":
+        config = distilled(folder, student={"layers": [0, 1]})
+        task = draft_task(distill_config(tmp_path, {"layers": [0, 1]}), greedy_target, greedy_rows)
+    else:
+        config, task = heads(folder, kind), head_task(kind)
 
     def step():
         task.loss(task.module, batch, task.source.read(batch), torch.tensor(128), 1).loss.backward()
-
-    planned = flops_of(config, plan_models(config), WORK).total * batch.input_ids_BT.numel()
-    assert counted(step) == pytest.approx(planned, rel=0.02)
-
-
-def test_a_draft_lms_flops_are_those_that_torch_counts(folder, greedy_target, batch):
-    config = distilled(folder, student={"layers": [0, 1]})
-    objective = DraftObjective(initial_draft(config.student, greedy_target), greedy_target, config.loss)
-
-    def step():
-        signal = target_hidden(greedy_target, batch)
-        objective(batch, signal, torch.tensor(128), 1).loss.backward()
 
     planned = flops_of(config, plan_models(config), WORK).total * batch.input_ids_BT.numel()
     assert counted(step) == pytest.approx(planned, rel=0.02)
@@ -223,15 +213,6 @@ def test_what_is_kept_of_long_rows_is_planned(kept_over_planned, kind):
     long = batch_of(2, 240, 192)
     assert 0.9 < kept_over_planned(kind, long) < 1.1
     assert 0.8 < kept_over_planned(kind, long, "bf16") < 1.25
-
-
-def test_what_a_draft_lm_keeps_for_its_backward_is_planned(folder, greedy_target, batch):
-    config = distilled(folder, student={"layers": [0, 1]})
-    objective = DraftObjective(initial_draft(config.student, greedy_target), greedy_target, config.loss)
-    signal = target_hidden(greedy_target, batch)
-    kept = kept_bytes(lambda: objective(batch, signal, torch.tensor(128), 1))
-    planned = activation_bytes(config, plan_models(config), length=40, label_share=0.8) * batch.input_ids_BT.numel()
-    assert 0.9 < kept / planned < 1.1
 
 
 @pytest.mark.parametrize("model", [MixtralConfig, Qwen3MoeConfig])

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from configs.schema.decoding import DecodeConfig, ParticleSampling, TypicalAcceptance, Verification
-from configs.schema.drafting import WIDE, Candidates, FastestTree, Path, StaticTree
+from configs.schema.drafting import WIDE, Candidates, DynamicTree, FastestTree, Path, StaticTree
 from eval.cost.tree_choice import choose_tree
 from heads.artifact import Draft
 from heads.families.registry import drafts_in_one_forward
@@ -23,7 +23,6 @@ from heads.proposers.lookup import PromptLookup, SuffixLookup
 from heads.proposers.merged import MergedDrafts
 from heads.proposers.protocol import Proposer, TreeProposer
 from heads.proposers.self_speculation import early_exit
-from scripts.advice.comparison import tree_settings
 from scripts.lab.bench.decode.setup import DRAFT_LM, DecodeSetup
 from scripts.lab.bench.stopping import choose_stopping
 
@@ -100,8 +99,19 @@ def tree_ways(name: str, draft: TreeProposer, settings: DecodeConfig, paths: Seq
     """Return greedy decoding with one draft's static tree, and with one grown anew each round, of as many tokens."""
     return [
         Way(rule="greedy", shape=shape, proposer=name, settings=each, draft=draft)
-        for shape, each in tree_settings(settings, paths).items()
+        for shape, each in _tree_settings(settings, paths).items()
     ]
+
+
+def _tree_settings(settings: DecodeConfig, paths: Sequence[Path]) -> dict[str, DecodeConfig]:
+    """Return settings for a static tree of these paths, and for one grown anew each round of as many tokens."""
+    static = StaticTree(kind="static", paths=[list(path) for path in paths])
+    grown = DynamicTree(kind="dynamic", num_nodes=len(paths), width=min(4, len(paths)))
+    depth = max(static.depth, settings.num_speculative_tokens)
+    return {
+        f"{tree.kind} tree": settings.model_copy(update={"tree": tree, "num_speculative_tokens": depth})
+        for tree in (static, grown)
+    }
 
 
 def sampled_ways(draft: Proposer, settings: DecodeConfig, paths: Sequence[Path]) -> list[Way]:
