@@ -127,5 +127,5 @@ def flatten(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     """Return nested settings by dotted key."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
-        flat |= flatten(value, f"{above}{name}.") if isinstance(value, dict) and value else {above + name: value}
+        flat |= flatten(value, f"{above}{name}.") if isinstance(value, dict) else {above + name: value}
     return flat
