@@ -56,10 +56,7 @@ def num_blocks(model: PreTrainedModel) -> int:
 
 
 def block_list(model: PreTrainedModel) -> tuple[nn.Module, str]:
-    """Return the module that holds the target's blocks, and the name under which it does.
-
-    It is found by its structure, a module list with as many entries as the target has blocks, whatever its family calls it.
-    """
+    """Return the module that holds the target's blocks, and the name: of a module list with as many entries as there are."""
     root = backbone(model)
     lists = {name: module for name, module in root.named_modules() if isinstance(module, nn.ModuleList)}
     # Not a list within a block, of experts perhaps.

@@ -140,7 +140,7 @@ class TargetIdentity:
             raise InputError(f"{where}: the target's identity is damaged: {name}: {finding['msg']}") from error
 
     def differences(self, other: TargetIdentity) -> list[str]:
-        """Name what differs from `other`, in words. Names and revisions may differ; contents may not."""
+        """Name what differs from `other`, in words; names and revisions may."""
         words = {
             "weights_sha256": "target weights",
             "tokenizer_sha256": "tokenizer",
@@ -208,7 +208,6 @@ def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def hash_chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the hash of the chat template; a tokenizer without one hashes the empty text."""
     template = tokenizer.chat_template or ""
     text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -19,16 +19,16 @@ from transformers.utils.logging import disable_progress_bar
 from configs.runtime.errors import ConfigError, InputError, first_line
 from configs.runtime.files import check_readable
 from configs.runtime.redaction import redact
-from configs.schema.target import TargetConfig
+from configs.schema.target import AudioConfig, ImagesConfig, TargetConfig
 from heads.device import choose_device
 from heads.frozen.checkpoint_files import UNREADABLE
 from heads.frozen.hidden_states import TargetStates
 from heads.frozen.identity import TargetIdentity, hash_chat_template, hash_tokenizer, hash_weights, load_gguf, locate
-from heads.frozen.media import MediaPrompt, MediaReader, kind_of, load_reader, shown
+from heads.frozen.media import MediaPrompt, MediaReader, load_reader, shown
 from heads.frozen.placement import place_parts
 from heads.frozen.processes import TargetGroup, join_group, split_arguments
 from heads.frozen.served import load_ends
-from heads.frozen.tokenizer import in_template, load_tokenizer, no_chat_template
+from heads.frozen.tokenizer import SOUND, in_template, load_tokenizer, no_chat_template
 from heads.frozen.weights import loader_of, quantization_of
 from heads.inference.causal_lm import MediaInputs
 from heads.inference.compiled_forward import make_compiled
@@ -60,10 +60,9 @@ class Target:
 
     Args:
         eos_token_ids: every id that ends an answer.
-        spread_by: the settings by which its blocks were spread over devices (`heads.frozen.placement`) or processes; None: it
-            is on one.
-        group: the processes that it is split over (`heads.frozen.processes`); None: each has a target of its own.
-        states_from: servers that run it (`distill.server.engine`); None: it is run here.
+        spread_by: the settings by which its blocks were spread over devices or processes; None: it is on one.
+        group: the processes that it is split over; None: each has a target of its own.
+        states_from: servers that run it; None: it is run here.
         media: makes its inputs of the images or sounds of prompts; None: it reads text alone.
     """
 
@@ -83,7 +82,6 @@ class Target:
 
     @property
     def runner(self) -> Runner:
-        """How the model is run."""
         return runner_of(self.model)
 
     @property
@@ -106,14 +104,7 @@ class Target:
         answer_follows: bool = True,
         media: Sequence[str] = (),
     ) -> list[int]:
-        """Return the token ids of a conversation in the chat template (`heads.frozen.tokenizer.in_template`).
-
-        Args:
-            media: references to the images or sounds in its user's texts, in order.
-
-        Raises:
-            InputError: as for `in_template`; or a text has no tokens, or an image or a sound cannot be read.
-        """
+        """Return the token ids of a conversation in the chat template (`heads.frozen.tokenizer.in_template`)."""
         prompt = self.media_prompt(messages, media, tools=tools, answer_follows=answer_follows)
         if prompt is not None:
             return self._reader(media).ids(prompt)
@@ -146,7 +137,7 @@ class Target:
 
     def _reader(self, media: Sequence[str]) -> MediaReader:
         for reference in media:
-            kind = kind_of(reference)
+            kind = AudioConfig if reference.startswith(SOUND) else ImagesConfig
             if self.media is None or not isinstance(self.media.config, kind):
                 raise InputError(
                     f"a prompt brings {kind.what} {shown(reference)}, and {kind.key} is null: give {{}} there for a target "
@@ -160,7 +151,6 @@ def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: 
     """Load, freeze and identify a target.
 
     Args:
-        config: which, and how it runs.
         for_chats: conversations will be encoded: refuse a tokenizer without a chat template, before weights are read.
         takes_states: the caller has its states from servers where the config names some (`distill.server.engine`).
 
@@ -185,7 +175,13 @@ def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: 
     check_split(model)
     if (limit := rope_limit(model.config.get_text_config())) is not None:
         log.warning("texts end at %d tokens, where %s changes its rotary embedding (longrope)", limit, type(model).__name__)
-    _set_runner(model, config)
+    runner = runner_of(model)
+    if config.forward != "transformers":
+        (make_lean if config.forward == "lean" else make_compiled)(model)
+    if config.guidance is not None:
+        if runner.mixers:
+            raise InputError(f"target.guidance: {type(model).__name__} has recurrent layers; set guidance to null")
+        runner.guidance = Guidance.of(model, config.guidance)
     return Target(
         model=model,
         tokenizer=tokenizer,
@@ -252,18 +248,6 @@ def _read(
             f"target.name: {path} does not hold a causal LM and its tokenizer: {first_line(error)} (where its tokens are no "
             "text, set target.tokens to ids)"
         ) from error
-
-
-def _set_runner(model: PreTrainedModel, config: TargetConfig) -> None:
-    if config.forward == "lean":
-        make_lean(model)
-    elif config.forward == "compiled":
-        make_compiled(model)
-    runner = runner_of(model)
-    if config.guidance is not None:
-        if runner.mixers:
-            raise InputError(f"target.guidance: {type(model).__name__} has recurrent layers; set guidance to null")
-        runner.guidance = Guidance.of(model, config.guidance)
 
 
 def _identify(path: Path, config: TargetConfig, tokenizer: PreTrainedTokenizerBase) -> TargetIdentity:

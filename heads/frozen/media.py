@@ -48,12 +48,7 @@ FAILURES = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError
 
 @dataclass(frozen=True, kw_only=True)
 class MediaPrompt:
-    """A prompt with images or sounds, from which a processor makes its token ids and the model's other inputs.
-
-    Args:
-        text: in the chat template, one placeholder where each image or sound stands.
-        media: paths or data URLs, those of sounds behind `SOUND`, in the order of the text.
-    """
+    """A prompt in the chat template, and paths or data URLs of its images or sounds (behind `SOUND`) in order."""
 
     text: str
     media: tuple[str, ...]
@@ -238,11 +233,6 @@ def wav_samples(content: bytes, named: str, rate: int, seconds: float) -> np.nda
     common = math.gcd(own_rate, rate)
     resampled: np.ndarray = resample_poly(samples, rate // common, own_rate // common)
     return resampled
-
-
-def kind_of(reference: str) -> type[ImagesConfig] | type[AudioConfig]:
-    """Return the settings by which a reference is read."""
-    return AudioConfig if reference.startswith(SOUND) else ImagesConfig
 
 
 def shown(reference: str) -> str:

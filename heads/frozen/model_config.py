@@ -99,7 +99,7 @@ def config_of_blocks(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrai
 
 
 def _experts(config: PreTrainedConfig, layers: Sequence[int]) -> dict[str, Any]:
-    """Return the keys by which dense blocks and blocks of experts have their places, for the kept blocks."""
+    """Return the keys that give dense blocks and blocks of experts their places, for the kept blocks."""
     changed: dict[str, Any] = {}
     for name in ("first_k_dense_replace", "num_dense_layers"):  # the blocks before this one are dense
         if (first_sparse := getattr(config, name, None)) is not None:

@@ -30,7 +30,6 @@ class Naming:
     """How a family of checkpoints names a module's tensors; `{k}` is its number, `{n}` the same counted on from the blocks.
 
     Args:
-        families, prefix: who uses it, and with what every tensor of a module begins.
         parts: their names of our `PARTS`, after the prefix.
         hidden_first: the projection reads [state ; embedding].
         reads: which of the target's last states these modules were trained on, and are given by engines.
@@ -46,8 +45,7 @@ class Naming:
 
     def pattern(self, part: str) -> str:
         """Return their name of one of our parts."""
-        theirs = self.parts[PARTS.index(part)]
-        return f"{self.prefix}.{theirs}" if theirs else self.prefix
+        return f"{self.prefix}.{self.parts[PARTS.index(part)]}".removesuffix(".")
 
 
 NAMINGS = (
@@ -86,7 +84,6 @@ class TensorPart:
     swapped: bool = False
 
     def turned(self, value: Tensor) -> Tensor:
-        """Return a value of theirs as ours, or one of ours as theirs."""
         return value.roll(value.shape[1] // 2, 1) if self.swapped else value
 
 
@@ -101,11 +98,7 @@ class NativeMtp:
         self.naming, self.num_layers = max(counted, key=lambda each: each[1])
         if self.num_layers == 0:
             known = "; ".join(f"{each.families}: {each.pattern('eh_proj')}.weight" for each in NAMINGS)
-            signs = ("mtp", "nextn", "eh_proj", f".layers.{self._num_blocks}.")
-            keys = {key for key in self._files if any(sign in key for sign in signs)}
-            none = f"none of its {len(self._files)} tensors looks like one of an MTP module"
-            found = f"found: {listed(keys)}" if keys else none
-            raise InputError(f"{folder} holds no MTP weights that draftsmith knows ({known}); {found}")
+            raise InputError(f"{folder} holds no MTP weights that draftsmith knows ({known})")
 
     def read(self, like: Mapping[str, Tensor], *, hidden_first: bool) -> dict[str, Tensor]:
         """Return the checkpoint's values of our tensors, in the checkpoint's dtype.
@@ -181,7 +174,6 @@ class NativeMtp:
         ]
 
     def _count(self, naming: Naming) -> int:
-        """Return how many modules there are under a naming."""
         projection, number = f"{naming.pattern('eh_proj')}.weight", 0
         most = len(self._files) if "{" in projection else 1
         while number < most and self._spelled(projection, number) in self._files:
@@ -197,7 +189,6 @@ class NativeMtp:
 
 
 def _num_blocks(folder: Path) -> int:
-    """Return how many blocks the target has, by its config."""
     config = read_json(folder / "config.json", "config of the target")
     text = config.get("text_config", config) if isinstance(config, dict) else {}
     number = text.get("num_hidden_layers")

@@ -38,12 +38,7 @@ UNSPLIT, COPIED = "_unsplit", "_copied"
 
 
 def place_parts(path: Path, config: TargetConfig, device: torch.device) -> dict[str, DeviceName]:
-    """Return the device map of the target in a folder, by module name; `device` is that of what is no block.
-
-    Raises:
-        InputError: the target's blocks are not known, or do not fit.
-        ConfigError: the map names no block; or several processes would choose the same devices.
-    """
+    """Return the device map of the target in a folder, by module name; `device` is that of what is no block."""
     skeleton, home = make_skeleton(path, config), _name_of(device)
     layers, prefix = blocks(skeleton), blocks_name(skeleton)
     outside = parts_outside(skeleton, layers)
@@ -186,7 +181,7 @@ def _by_hand(given: Mapping[str, DeviceName], prefix: str, num_blocks: int, home
 
 
 def _room(config: TargetConfig, home: DeviceName) -> dict[DeviceName, int]:
-    """Return the bytes that may be taken on each GPU and in memory; on the CPU alone memory is the device."""
+    """Return the bytes that may be taken on each GPU and in memory."""
     given = config.max_memory
     if given is not None:  # a GPU's number is a string where it was a key of JSON
         given = {int(place) if str(place).isdigit() else place: size for place, size in given.items()}
@@ -208,7 +203,6 @@ def _name_of(place: DeviceName | torch.device) -> DeviceName:
 
 
 def blocks_name(model: PreTrainedModel) -> str:
-    """Return the name of the list of a model's blocks."""
     layers = blocks(model)
     return next(name for name, module in model.named_modules() if module is layers)
 

@@ -47,12 +47,7 @@ EXPERT_WEIGHTS = "grouped_gemm"  # the style of weights whose first dimension co
 
 
 def join_processes(target: TargetConfig, *, timeout_seconds: int | None = None) -> PartialState:
-    """Return this process's place among those that share the work; `timeout_seconds` None: torch's own limit for waiting.
-
-    Raises:
-        InputError: DeepSpeed is asked for and not installed.
-        RuntimeError: the launcher started several processes and accelerate takes each for the only one.
-    """
+    """Return this process's place among those that share the work; `timeout_seconds` None: torch's own limit for waiting."""
     settings: dict[str, Any] = {} if timeout_seconds is None else {"timeout": timedelta(seconds=timeout_seconds)}
     on_cpu = choose_device(target.device).type == "cpu"
     if on_cpu:  # DeepSpeed, which accelerate imports wherever it is installed, would warn of what it cannot detect
@@ -180,10 +175,7 @@ def from_first(group: TargetGroup | None, numbers: Iterable[int]) -> Iterator[in
 def in_turns(
     group: TargetGroup | None, ids_BT: Tensor, positions_BT: Tensor | None, read: Callable[[Tensor, Tensor | None], Read]
 ) -> Read:
-    """Return what `read` makes of this process's batch, while each other process of the group gets that of its own.
-
-    Shapes may differ between processes.
-    """
+    """Return what `read` makes of this process's batch; shapes may differ between processes of the group."""
     if group is None or not group.same_inputs:
         return read(ids_BT, positions_BT)
     shape = torch.tensor([*ids_BT.shape, positions_BT is not None], device=ids_BT.device)
@@ -225,7 +217,7 @@ ALL_PARALLEL_STYLES.register(SHARED, cast(Any, _SharedBlock()))
 
 def split_arguments(path: Path, config: TargetConfig, device: torch.device) -> dict[str, Any]:
     """Return the arguments of `from_pretrained` by which this process reads its part of the target in a folder."""
-    parallel, count = _parallel(config), _count_groups(config)
+    parallel, count = _groups_of(config)
     skeleton = make_skeleton(path, config)
     prefix = blocks_name(skeleton)
     accelerator = torch.accelerator.current_accelerator()
@@ -249,7 +241,7 @@ def split_arguments(path: Path, config: TargetConfig, device: torch.device) -> d
 
 def join_group(model: PreTrainedModel, config: TargetConfig, device: torch.device) -> TargetGroup:
     """Return the group of this process, whose part of the target is `model`, and make that ready to run."""
-    parallel, count = _parallel(config), _count_groups(config)
+    parallel, count = _groups_of(config)
     mesh = init_device_mesh(device.type, (count, parallel.size), mesh_dim_names=("groups", "members"))
     for part in (model.config, model.config.get_text_config()):
         part.__dict__.pop("distributed_config", None)  # drafts are made of this config
@@ -273,19 +265,16 @@ def join_group(model: PreTrainedModel, config: TargetConfig, device: torch.devic
     )
 
 
-def _parallel(config: TargetConfig) -> ParallelConfig:
+def _groups_of(config: TargetConfig) -> tuple[ParallelConfig, int]:
+    """Return how targets are split, and over how many groups of processes."""
     assert config.parallel is not None
-    return config.parallel
-
-
-def _count_groups(config: TargetConfig) -> int:
-    size, num_processes = _parallel(config).size, int(os.environ.get("WORLD_SIZE", "1"))
+    size, num_processes = config.parallel.size, int(os.environ.get("WORLD_SIZE", "1"))
     if num_processes % size:
         raise ConfigError(
-            f"target.parallel: {_parallel(config).kind} {size} makes groups of {size} processes, which do not divide the "
+            f"target.parallel: {config.parallel.kind} {size} makes groups of {size} processes, which do not divide the "
             f"{num_processes} of this run; start a multiple of {size}, by accelerate launch or torchrun"
         )
-    return num_processes // size
+    return config.parallel, num_processes // size
 
 
 def _check_plan(skeleton: PreTrainedModel, parallel: ParallelConfig, prefix: str) -> None:

@@ -81,7 +81,8 @@ def load_ends(path: Path, config: TargetConfig, device: torch.device) -> PreTrai
     if missing:
         raise InputError(f"target.name: {path} holds no values for {missing[0]}")
     for name in outside:
-        _take_over(model, first, name)
+        holder, _, own = name.rpartition(".")
+        setattr(model.get_submodule(holder), own, getattr(first.get_submodule(holder), own))
     for number, block in enumerate(layers):
         block.__dict__[READ] = partial(_read, stored, f"{prefix}.{number}.")
     runner_of(model).runs_elsewhere = True
@@ -112,24 +113,3 @@ def _read(stored: Weights, block: str, name: str) -> torch.Tensor:
             "it from none, or place the blocks by target.device_map ({model.layers: disk}) and target.offload_folder"
         )
     return stored[block + name][...]
-
-
-def _take_over(model: PreTrainedModel, first: PreTrainedModel, name: str) -> None:
-    """Give a model the module or single tensor of this name that another one has."""
-    path, _, own = name.rpartition(".")
-    holder, source = model.get_submodule(path), first.get_submodule(path)
-    here, there = getattr(holder, own), getattr(source, own)
-    sizes = [[(key, value.shape) for key, value in _tensors(each)] for each in (here, there)]
-    if sizes[0] != sizes[1]:
-        raise InputError(
-            f"target.states: {type(model).__name__} keeps a part for each block in {name}, so its ends cannot be loaded alone; "
-            "set target.states to null"
-        )
-    if isinstance(here, torch.nn.Module | torch.nn.Parameter):
-        setattr(holder, own, there)
-    else:
-        holder._buffers[own] = there
-
-
-def _tensors(part: Any) -> list[tuple[str, torch.Tensor]]:
-    return list(part.state_dict().items()) if isinstance(part, torch.nn.Module) else [("", part)]

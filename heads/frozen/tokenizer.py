@@ -24,7 +24,7 @@ from configs.schema.target import TargetConfig
 SOUND = "sound:"  # before the reference of a sound; that of an image is the path or data URL itself
 OBJECT = "\ufffc"  # Unicode's object replacement character: where an image or a sound stands in a user's text
 
-OF_IDS = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"  # the chat template of `_id_tokenizer`
+OF_IDS = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"  # of tokens called by their numbers
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError)  # a template's own code raises Python's
 
 # chatml: as of Qwen, SmolLM2 and others. plain: the texts alone, a line each, for base models.
@@ -42,7 +42,9 @@ def load_tokenizer(path: Path, config: TargetConfig) -> PreTrainedTokenizerBase:
     tokenizer: PreTrainedTokenizerBase
     if config.tokens == "ids":
         described = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-        return _id_tokenizer(described.get_text_config().vocab_size)
+        named = Tokenizer(WordLevel({str(number): number for number in range(described.get_text_config().vocab_size)}))
+        named.normalizer, named.pre_tokenizer = Replace(Regex("#[^\n]*"), ""), WhitespaceSplit()
+        return PreTrainedTokenizerFast(tokenizer_object=named, chat_template=OF_IDS)
     if path.suffix == ".gguf":
         tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
     else:
@@ -50,14 +52,6 @@ def load_tokenizer(path: Path, config: TargetConfig) -> PreTrainedTokenizerBase:
     if config.chat_template is not None:
         set_chat_template(tokenizer, config.chat_template)
     return tokenizer
-
-
-def _id_tokenizer(vocab_size: int) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of `vocab_size` tokens that are called 0, 1, 2 and so on; it has no special ones."""
-    tokenizer = Tokenizer(WordLevel({str(number): number for number in range(vocab_size)}))
-    tokenizer.normalizer = Replace(Regex("#[^\n]*"), "")
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=OF_IDS)
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
@@ -92,15 +86,11 @@ def in_template(
     """Return the text of a conversation in the chat template.
 
     Args:
-        name: of the target, in messages.
         tools: that the assistant may call, as OpenAI describes them.
         answer_follows: open the assistant's turn.
         in_parts: try lists of parts where the template leaves out a text.
         media: references to images and sounds; each has an `OBJECT` in a user's text.
         template: in place of the tokenizer's.
-
-    Raises:
-        InputError: there is no chat template, it refuses the conversation, or there are not as many places for media.
     """
     if tokenizer.chat_template is None:
         raise InputError(no_chat_template(name))
@@ -127,7 +117,6 @@ def in_template(
 
 
 def no_chat_template(name: str) -> str:
-    """Return what is wrong with a tokenizer without one."""
     return (
         f"target {name} has no chat template; conversations cannot be encoded: set target.chat_template to a Jinja file or to "
         "chatml, or for a base model to plain, the texts alone"

@@ -91,10 +91,6 @@ def forward_rows(
 
     Returns:
         The final, normed hidden states `[B, T, D]`; position t predicts t + 1 (`head_logits`).
-
-    Raises:
-        InputError: a check found that the model computes wrong states for such tokens (`Runner.refused`), or a text
-            is read that is longer than its `rope_limit`.
     """
     T = ids_BT.shape[1]
     runner = runner_of(model)

@@ -22,7 +22,8 @@ from configs.runtime.errors import InputError
 from heads.device import has_graphs
 from heads.inference.kv_cache import RowCache
 from heads.inference.lean_forward import make_lean
-from heads.inference.masks import Masks, counts_columns
+from heads.inference.masks import Masks
+from heads.inference.model_checks import check_rolls_back
 from heads.inference.runner import DecodingForward, TransformersForward, runner_of
 
 log = logging.getLogger("draftsmith")
@@ -35,15 +36,13 @@ MAX_GRAPHS = 16  # of one model; further shapes run uncompiled
 def make_compiled(model: PreTrainedModel, backend: str = "inductor") -> None:
     """Let decoding run `model` by a compiled forward from now on, the lean one where its family has that.
 
-    Its weights must not change afterwards. Graphs are compiled when a shape is first met, so the first answers are slow.
-
-    Raises:
-        InputError: its layers have states, or its masks are made inside of its blocks.
+    Its weights must not change afterwards. Layers that have states, or count columns of the cache, are refused.
     """
     runner = runner_of(model)
-    if runner.mixers or counts_columns(model.config.get_text_config()):
+    check_rolls_back(model)
+    if runner.mixers or runner.refused:
         raise InputError(
-            f"{type(model).__name__} has recurrent layers, or biases by column of the cache, which cannot be compiled; set "
+            f"{type(model).__name__} has recurrent layers, or counts columns of the cache, which cannot be compiled; set "
             "target.forward to transformers"
         )
     try:
@@ -63,7 +62,7 @@ def run_alike(model: PreTrainedModel, target: PreTrainedModel) -> None:
 
 
 class CompiledForward:
-    """Another forward, run as graphs of fixed shapes (`heads.inference.runner.DecodingForward`)."""
+    """Another forward, run as graphs of fixed shapes."""
 
     def __init__(self, inner: DecodingForward, device: torch.device, backend: str) -> None:
         self.inner, self.backend = inner, backend
@@ -128,7 +127,7 @@ class CompiledForward:
         return self._graphs[key], W
 
     def _own(self, state: Tensor) -> Tensor:
-        """Return a state that the next run of a CUDA graph does not overwrite."""
+        """Return a state that the next CUDA graph does not overwrite."""
         return state.clone() if self._has_graphs else state
 
 

@@ -2,8 +2,7 @@
 
 Each forward says at which position each row's new tokens start, keys and values are written there, and a mask hides everything
 beyond. Rolling back is starting again at an earlier position: nothing is copied. Tokens of a tree take consecutive slots
-whatever their depth; those of the accepted path are then moved to where a chain would have put them. Sliding-window layers keep
-the full length and are masked.
+whatever their depth; those of the accepted path are then moved to where a chain would have put them.
 B batch, T new tokens, S cache length, N key-value heads, H head width, A accepted drafts.
 """
 
@@ -73,7 +72,6 @@ class RowLayer(CacheLayerMixin):
         return self._written(self.index_keys, key_states)
 
     def update_indexer(self, key_states: Tensor) -> Tensor:
-        """`update_index` for keys `[B, T, H]` (DeepSeek-V3.2)."""
         return self.update_index(key_states.unsqueeze(1)).squeeze(1)
 
     def _written(self, stored: Tensor, states: Tensor) -> Tensor:
@@ -163,10 +161,9 @@ LAYERS: Mapping[Literal["int8"] | None, Callable[[int], RowLayer]] = {None: RowL
 
 
 class RowCache(Cache):
-    """Keys and values of `num_layers` layers for up to `capacity` positions a row; see the module's docstring.
+    """Keys and values of `num_layers` layers for up to `capacity` positions a row, of which `layer` makes the storage.
 
-    `layer` makes one layer's storage of the capacity. Each row of a guided model is read in two `copies`, the second ones
-    behind all first ones (`heads.inference.runner.Guidance`); callers count the rows once.
+    Each row of a guided model is read in two `copies`, the second ones behind all first ones; callers count rows once.
     """
 
     takes_rows = True  # `put_rows` is to be had
@@ -180,7 +177,6 @@ class RowCache(Cache):
         self._slots = _Slots(starts=[0], length=0, index=None)
 
     def moved(self, positions_BT: Tensor) -> Tensor:
-        """Return the rotary positions of tokens at these places of the rows."""
         return positions_BT if self.offsets_B is None else positions_BT + self.offsets_B.unsqueeze(1)
 
     def place(self, starts: Sequence[int], length: int, device: torch.device, attention: TreeAttention | None = None) -> None:
@@ -202,7 +198,7 @@ class RowCache(Cache):
         return nullcontext()
 
     def keep_states_from(self, starts: Sequence[int]) -> None:
-        """Keep what rows need to go back as far as `starts`, until the next call; keys and values need nothing."""
+        """Keep what rows need to go back as far as `starts`; keys and values need nothing."""
 
     def widen(self, length: int) -> None:
         """Let the current forward write `length` tokens a row and read every slot: the same shapes at every place."""
@@ -216,16 +212,13 @@ class RowCache(Cache):
 
     @property
     def end(self) -> int:
-        """How many slots the current forward reads."""
         return self._slots.end
 
     @property
     def is_filled(self) -> bool:
-        """Whether a forward has written to it."""
         return self.rows[0].is_initialized
 
     def has_room(self, length: int) -> bool:
-        """Say whether the current forward could write so many tokens."""
         return max(self._slots.starts) + length <= self.capacity
 
     def mark_static(self) -> None:
@@ -236,13 +229,7 @@ class RowCache(Cache):
 
     @property
     def holds_tree(self) -> bool:
-        """Whether the tokens of the current forward are those of a tree."""
         return self._slots.attention is not None
-
-    def key_positions(self, device: torch.device) -> Tensor:
-        """Return at which positions in the text the tokens stand whose slots the current forward reads, `[B or 1, S]`."""
-        keys_S = torch.arange(self._slots.end, device=device)
-        return keys_S.unsqueeze(0) if self._slots.attention is None else self._slots.attention.over(keys_S)[1]
 
     def visible(self, positions_BT: Tensor, window: int | None = None, chunk: int | None = None) -> Tensor:
         """Return which slots the tokens of the current forward, at these positions in the text, see, bool `[B, T, S]`.
@@ -287,7 +274,6 @@ class RowCache(Cache):
             layer.move(goal, source)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """Drop all rows but these, in this order."""
         for layer, index_B in self._places(rows):
             layer.keep_rows(index_B)
         if self.offsets_B is not None:

@@ -9,7 +9,6 @@ B batch, T new tokens, S cache length, D width, H head width, N key-value heads,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,11 +37,7 @@ PROBE_TOKENS = 12
 
 
 def make_lean(model: PreTrainedModel) -> None:
-    """Let decoding run `model` by a lean forward from now on; its weights must not change afterwards.
-
-    Raises:
-        InputError: the lean forward does not know the family, or the two forwards disagree on a probe.
-    """
+    """Let decoding run `model` by a lean forward, or refuse it; its weights must not change afterwards."""
     runner = runner_of(model)
     runner.forward = LeanForward(model)
     try:
@@ -57,17 +52,21 @@ def make_lean(model: PreTrainedModel) -> None:
         raise
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Block:
-    input_norm_D: Tensor
-    qkv: PackedLinear
-    qk_norm_MH: Tensor | None  # Qwen3: the norms of queries and keys, by head
-    out: PackedLinear
-    mlp_norm_D: Tensor
-    gate_up: PackedLinear
-    activation: Any
-    down: PackedLinear
-    layer_type: str
+    def __init__(self, layer: Any, layer_type: str, num_kv: int, group: int) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.layer_type, self.activation = layer_type, mlp.act_fn
+        self.input_norm_D, self.mlp_norm_D = (
+            norm.weight.detach() for norm in (layer.input_layernorm, layer.post_attention_layernorm)
+        )
+        self.qkv = PackedLinear([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.out = PackedLinear([attention.o_proj])
+        self.gate_up, self.down = PackedLinear([mlp.gate_proj, mlp.up_proj]), PackedLinear([mlp.down_proj])
+        self.qk_norm_MH: Tensor | None = None  # Qwen3: the norms of queries and keys, by head
+        norms = dict(attention.named_children())
+        if "q_norm" in norms:
+            query_H, key_H = (norms[name].weight.detach() for name in ("q_norm", "k_norm"))
+            self.qk_norm_MH = torch.stack([query_H] * (num_kv * group) + [key_H] * num_kv)
 
 
 class LeanForward(DecodingForward):
@@ -90,7 +89,7 @@ class LeanForward(DecodingForward):
         self._embed, self._rotary, self._norm_D = parts["embed_tokens"], parts["rotary_emb"], parts["norm"].weight.detach()
         types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
         self._blocks = [
-            _block(layer, kind, self._num_kv, self._group) for layer, kind in zip(parts["layers"], types, strict=True)
+            _Block(layer, kind, self._num_kv, self._group) for layer, kind in zip(parts["layers"], types, strict=True)
         ]
         output: Any = model.get_output_embeddings()
         self._head = PackedLinear([output])
@@ -106,11 +105,14 @@ class LeanForward(DecodingForward):
     def hidden(self, ids_BT: Tensor, positions_BT: Tensor, masks: Masks, cache: RowCache) -> Tensor:
         hidden_BTD = self._embed(ids_BT)
         rotation = self._rotation(hidden_BTD, positions_BT)
-        masks_by_type = self._for_groups(masks)
+        kinds = {block.layer_type for block in self._blocks}
+        by_type = masks if isinstance(masks, dict) else dict.fromkeys(kinds, masks)
+        # A row for each query head of a group, [B or 1, 1, G * T, S].
+        by_type = {kind: None if mask is None else mask.repeat(1, 1, self._group, 1) for kind, mask in by_type.items()}
         for number, block in enumerate(self._blocks):
             if number in self._taps:
                 self._watched[number] = hidden_BTD
-            attended_BTD = self._attention(block, number, hidden_BTD, rotation, masks_by_type[block.layer_type], cache)
+            attended_BTD = self._attention(block, number, hidden_BTD, rotation, by_type[block.layer_type], cache)
             hidden_BTD = hidden_BTD + attended_BTD
             gate_BTI, up_BTI = block.gate_up(self._normed(hidden_BTD, block.mlp_norm_D)).chunk(2, -1)
             hidden_BTD = hidden_BTD + block.down(block.activation(gate_BTI) * up_BTI)
@@ -157,32 +159,6 @@ class LeanForward(DecodingForward):
         cos_BTH, sin_BTH = self._rotary(like, positions_BT)
         first_BTH, second_BTH = sin_BTH.chunk(2, -1)
         return cos_BTH.unsqueeze(2), torch.cat((-first_BTH, second_BTH), -1).unsqueeze(2)
-
-    def _for_groups(self, masks: Masks) -> dict[str, Tensor | None]:
-        """Return masks by layer type with a row for each query head of a group, `[B or 1, 1, G * T, S]`."""
-        kinds = {block.layer_type for block in self._blocks}
-        by_type = masks if isinstance(masks, dict) else dict.fromkeys(kinds, masks)
-        return {kind: None if mask is None else mask.repeat(1, 1, self._group, 1) for kind, mask in by_type.items()}
-
-
-def _block(layer: Any, layer_type: str, num_kv: int, group: int) -> _Block:
-    attention, mlp = layer.self_attn, layer.mlp
-    norms = dict(attention.named_children())
-    qk_norm_MH = None
-    if "q_norm" in norms:
-        query_H, key_H = (norms[name].weight.detach() for name in ("q_norm", "k_norm"))
-        qk_norm_MH = torch.stack([query_H] * (num_kv * group) + [key_H] * num_kv)
-    return _Block(
-        input_norm_D=layer.input_layernorm.weight.detach(),
-        qkv=PackedLinear([attention.q_proj, attention.k_proj, attention.v_proj]),
-        qk_norm_MH=qk_norm_MH,
-        out=PackedLinear([attention.o_proj]),
-        mlp_norm_D=layer.post_attention_layernorm.weight.detach(),
-        gate_up=PackedLinear([mlp.gate_proj, mlp.up_proj]),
-        activation=mlp.act_fn,
-        down=PackedLinear([mlp.down_proj]),
-        layer_type=layer_type,
-    )
 
 
 def _logits_error(model: PreTrainedModel) -> float:

@@ -1,9 +1,5 @@
 """The masks and positions of a forward that reads into a `RowCache`, by type of layer and by family.
 
-BLOOM, Falcon with ALiBi and GPT-Neo count columns of the cache where they mean positions: they make biases and windows of a
-plain padding mask, or of the number of columns. In rows of unequal lengths and in trees a column is not a position, so
-`by_position` gives each block a mask and a bias by position in place of its model's own.
-
 In DeepSeek-V3.2 and Doge each token sees the keys of the highest scores. An indexer's score is a sum of ReLUs, so several may
 be exactly 0. Which of equal ones `torch.topk` returns depends on the number of columns: `first_of_equals` makes it the first.
 B batch, T new tokens, S cache length, N heads.
@@ -11,17 +7,13 @@ B batch, T new tokens, S cache length, N heads.
 
 from __future__ import annotations
 
-import math
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig
 
 from heads.inference.kv_cache import RowCache
@@ -59,12 +51,9 @@ def _for_attention(visible_BTS: Tensor | None, config: PreTrainedConfig, dtype: 
     if visible_BTS is None:
         return None
     visible_B1TS = visible_BTS.unsqueeze(1)
-    return _additive(visible_B1TS, dtype) if config._attn_implementation == "eager" else visible_B1TS
-
-
-def counts_columns(config: PreTrainedConfig) -> bool:
-    """Say whether a model of this text config has to run within `by_position`."""
-    return config.model_type in ("bloom", "gpt_neo") or (config.model_type == "falcon" and config.alibi)
+    if config._attn_implementation != "eager":
+        return visible_B1TS
+    return torch.zeros_like(visible_B1TS, dtype=dtype).masked_fill(~visible_B1TS, torch.finfo(dtype).min)
 
 
 def by_axis(config: PreTrainedConfig, positions_BT: Tensor) -> Tensor:
@@ -90,53 +79,6 @@ class _FirstOfEquals(TorchFunctionMode):
 def _sorted_topk(input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> torch.return_types.topk:
     values, indices = input.sort(dim=dim, descending=largest, stable=True)
     return torch.return_types.topk((values.narrow(dim, 0, k), indices.narrow(dim, 0, k)))
-
-
-@contextmanager
-def by_position(root: nn.Module, positions_BT: Tensor, cache: RowCache) -> Iterator[None]:
-    """Let the blocks of a backbone, called without a mask, see what `RowCache.visible` says, with biases by position."""
-    model: Any = root
-    config, windows = model.config, {}
-    handles: list[RemovableHandle] = []
-    for block in model.h:
-        if config.model_type == "gpt_neo":
-            attention = block.attn.attention
-            window = config.window_size if attention.attention_type == "local" else None
-            given = {"attention_mask": _additive(cache.visible(positions_BT, window).unsqueeze(1), model.dtype)}
-            windows[attention] = attention.bias  # by column
-            attention.bias = attention.bias.new_ones(()).expand_as(attention.bias)
-        elif not handles:
-            given = _with_alibi(model, cache.visible(positions_BT).unsqueeze(1), cache)
-        handles.append(block.register_forward_pre_hook(partial(_replaced, given), with_kwargs=True))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for attention, bias in windows.items():
-            attention.bias = bias
-
-
-def _with_alibi(model: Any, visible_B1TS: Tensor, cache: RowCache) -> dict[str, Tensor]:
-    """Return ALiBi as the model makes it, by position, and a mask, in the forms that its family's blocks take."""
-    B, config = len(visible_B1TS), model.config
-    build_alibi = sys.modules[type(model).__module__].__dict__["build_alibi_tensor"]
-    ones_1S = torch.ones(1, cache.end, dtype=torch.long, device=visible_B1TS.device)
-    by_position_NS = build_alibi(ones_1S, config.num_attention_heads, dtype=model.dtype).squeeze(1)
-    alibi_BNS = by_position_NS[:, cache.key_positions(visible_B1TS.device)].transpose(0, 1).expand(B, -1, -1)
-    alibi = alibi_BNS.reshape(-1, 1, cache.end)
-    if config.model_type == "bloom":
-        return {"alibi": alibi, "attention_mask": _additive(visible_B1TS, model.dtype)}
-    scaled_BN1S = alibi_BNS.unsqueeze(2) / math.sqrt(config.hidden_size // config.num_attention_heads)
-    return {"alibi": alibi, "attention_mask": scaled_BN1S.masked_fill(~visible_B1TS, torch.finfo(model.dtype).min)}
-
-
-def _additive(visible_B1TS: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros_like(visible_B1TS, dtype=dtype).masked_fill(~visible_B1TS, torch.finfo(dtype).min)
-
-
-def _replaced(given: dict[str, Tensor], block: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    return args, kwargs | given
 
 
 def rope_limit(config: PreTrainedConfig) -> int | None:

@@ -78,11 +78,7 @@ def _rolls_back(model: PreTrainedModel, num_rows: int = 1, tree: bool = False) -
 
 
 def check_keeps_apart(model: PreTrainedModel) -> None:
-    """Refuse a model in which the documents of a packed row would attend to each other.
-
-    transformers takes a row whose positions do not rise by one for several documents, and masks each from the others; some
-    families derive positions from a padding mask and know no others.
-    """
+    """Refuse a model in which the documents of a packed row attend to each other, as where positions come from a mask."""
     name, remedy = type(model).__name__, "set data.packing to null"
     what = _carried_state(model, STATELESS)
     if what is not None and not runner_of(model).runs_elsewhere:
@@ -100,14 +96,11 @@ def check_keeps_apart(model: PreTrainedModel) -> None:
 
 
 def _carried_state(model: PreTrainedModel, known: set[str]) -> str | None:
-    """Return what carries a model's past, or may do so, other than keys and values by position; None: nothing.
-
-    A family is marked as stateful even where a model of it has no recurrent layer.
-    """
+    """Return what carries a model's past, or may do so, other than keys and values by position; None: nothing."""
     layer_types = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     if unknown := layer_types - known:
         return f"layers of type {', '.join(sorted(unknown))}"
-    return "a recurrent state" if model._is_stateful and not layer_types else None
+    return "a recurrent state" if model._is_stateful and not layer_types else None  # a family's mark, not a model's
 
 
 def check_on_probe(

@@ -90,7 +90,6 @@ class RecurrentCache(RowCache):
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Run the mixers token by token while a model's forward reads into the cache."""
         own = {module: vars(module).get("forward") for module in self._mixers}
         for module in own:
             module.forward = partial(self._read, module, module.forward)
@@ -124,7 +123,6 @@ class RecurrentCache(RowCache):
             history.keep_rows(rows)
 
     def _read(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a mixer in place of its forward, and keep the states after the new tokens."""
         inputs_BTD = args[0] if args else kwargs.pop("hidden_states")
         mixer: Mixer = lambda part: forward(part, *args[1:], **kwargs)  # noqa: E731
         B, T = inputs_BTD.shape[:2]
@@ -189,7 +187,6 @@ class RecurrentCache(RowCache):
         history.base, history.states = list(starts), [_stacked(rows)]
 
     def _within_prompt(self, history: _History, starts: Sequence[int], slot: MixerSlot) -> State:
-        """Return the states after the first `starts[b]` tokens of each row of the prompt."""
         assert history.prompt is not None
         mixer, inputs_BTD = history.prompt
         rows = []
@@ -256,7 +253,6 @@ def _parents(visible_BTX: Tensor, t: int, before: Sequence[int]) -> list[int]:
 
 
 def _gather(states: Sequence[State], entries: Sequence[int]) -> State:
-    """Return the state of entry `entries[b]` of each row."""
     if min(entries) == max(entries):
         return states[entries[0]]
     return _stacked([_rows(states[entry], [row]) for row, entry in enumerate(entries)])

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from configs.runtime.errors import InputError, first_line
 from configs.schema.target import GuidanceConfig
 from heads.inference.kv_cache import RowCache
-from heads.inference.masks import Masks, by_position, counts_columns, first_of_equals
+from heads.inference.masks import Masks, first_of_equals
 from heads.inference.recurrent_cache import MixerSlot, cache_argument, find_mixers
 
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
@@ -80,10 +80,8 @@ class TransformersForward(DecodingForward):
         self._cache_argument = cache_argument(type(self._backbone))
 
     def hidden(self, ids_BT: Tensor, positions_BT: Tensor, masks: Masks, cache: RowCache) -> Tensor:
-        own = counts_columns(self._config)
-        alone = by_position(self._backbone, positions_BT, cache) if own else first_of_equals(self._config)
-        stored, masks = {self._cache_argument: cache}, None if own else masks
-        with cache.reading(), alone:
+        stored = {self._cache_argument: cache}
+        with cache.reading(), first_of_equals(self._config):
             output = self._backbone(input_ids=ids_BT, position_ids=positions_BT, attention_mask=masks, use_cache=True, **stored)
         hidden_BTD: Tensor = output.last_hidden_state
         return hidden_BTD

@@ -82,7 +82,7 @@ class DynamicTreeSpec:
     """Limits of a dynamic tree, which each row builds anew in each round from its draft's confidences (EAGLE-2).
 
     Args:
-        num_nodes: drafts a round, fewer where there are not as many candidates.
+        num_nodes: drafts a round.
         width: tokens of a depth that are continued, and candidates for what follows each of them.
         depth: the length of the longest path.
         max_depths: the depth limit by row, so that each gets the tree it would get alone; None: `depth` for all.

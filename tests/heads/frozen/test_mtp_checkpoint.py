@@ -137,12 +137,9 @@ def test_experts_kept_one_by_one_are_stacked_and_put_back(tmp_path):
 # --- refusals -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("extra", "words"), [(None, r"none of its \d+ tensors looks like one"), ("nextn.0.mixer.weight", r"found: nextn\.0\.mixer")]
-)
-def test_a_checkpoint_without_a_module_of_a_known_naming_is_refused(tmp_path, extra, words):
-    write_checkpoint(tmp_path / "target", checks.tiny_target("llama"), {extra: torch.zeros(2)} if extra else {})
-    with pytest.raises(InputError, match=f"holds no MTP weights .* {words}"):
+def test_a_checkpoint_without_a_module_of_a_known_naming_is_refused(tmp_path):
+    write_checkpoint(tmp_path / "target", checks.tiny_target("llama"), {"nextn.0.mixer.weight": torch.zeros(2)})
+    with pytest.raises(InputError, match="holds no MTP weights that draftsmith knows"):
         NativeMtp(tmp_path / "target")
 
 
