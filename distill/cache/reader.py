@@ -55,8 +55,6 @@ class TargetCache:
             last_hidden: hidden states `[B, T, E]` in the target's dtype, those before a label; 0 at positions not kept.
             top_k: a sparse target of the N rows before a label, in the order of the batch's mask.
         """
-        if self.manifest.layout.every_position:
-            return self.states(batch).final_BTE
         before_label_BT = before_labels(batch.on_host)
         kept = self._rows_of(batch, before_label_BT)
         if self.manifest.layout.kind == "top_k":

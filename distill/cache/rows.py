@@ -54,10 +54,7 @@ def engine_rows(
 def encode(
     target: Target, layout: RowLayout, hidden_NE: Tensor, chunk_size: int, taps_ANE: Sequence[Tensor] = ()
 ) -> dict[str, Tensor]:
-    """Return what is kept of final states, by name, on the CPU; for arguments and errors see `local_rows`.
-
-    `taps_ANE` are the states of the layout's taps, in its order.
-    """
+    """Return what is kept of final states, and of those of the layout's taps, by name, on the CPU."""
     if layout.kind == "last_hidden":
         kept = _states(target, layout, hidden_NE, chunk_size, taps_ANE)
     else:

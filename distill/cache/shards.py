@@ -1,8 +1,8 @@
 """Reading rows out of shards: the bytes of each conversation, and no file or map kept open between two batches.
 
-A shard's header is read once and kept, of the `MAX_HEADERS` shards used last; rows are then read by their place in the file,
-from a store all those of a batch at once. Each conversation is compared with its checksum whenever it is read, by the thread
-that reads it. safetensors' own `get_slice` reads local files only, and knows no checksums.
+The headers of the `MAX_HEADERS` shards used last are kept; rows are read by their place in the file, from a store all those of
+a batch at once. Each conversation is compared with its checksum whenever it is read. safetensors' own `get_slice` reads local
+files only, and knows no checksums.
 N rows, C conversations of a shard.
 """
 

@@ -30,10 +30,7 @@ class Span(NamedTuple):
 
 
 class Folder:
-    """A folder by path or URL; `path` is None where it is not on a disk.
-
-    Every method raises `InputError` where the folder cannot be reached.
-    """
+    """A folder by path or URL, which is `InputError` where it cannot be reached; `path` is None where it is not on a disk."""
 
     def __init__(self, name: str | Path) -> None:
         protocol, path = split_protocol(str(name))
@@ -103,10 +100,7 @@ class Folder:
             self._store.pipe_file(f"{self._root}/{file}", content)
 
     def create(self, file: str, content: bytes) -> bool:
-        """Write a small file unless there is one; return whether that was done.
-
-        A store without such an operation may say so to two writers at a time.
-        """
+        """Write a small file unless there is one; return whether that was done. A store may say so to two writers at a time."""
         try:
             if self.path is not None:
                 self.path.mkdir(parents=True, exist_ok=True)

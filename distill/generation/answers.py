@@ -20,7 +20,7 @@ from configs.runtime.resumable import Journal, Place
 from configs.runtime.terminal import Tokens, progress
 from configs.schema.data import AnswersConfig
 from distill.dataset.conversations import Conversation, Message
-from distill.generation.continuation import TargetSource, TokenRow, continue_rows, request_number, up_to_end
+from distill.generation.continuation import RowQueue, TargetSource, TokenRow, continue_rows, request_number, up_to_end
 from distill.generation.prompts import Prompt, encode_prompt
 from heads.frozen.loading import Target
 
@@ -189,58 +189,43 @@ def refilled(
     capacity: int = 0,
     on_step: Callable[[int], None] = lambda count: None,
 ) -> Iterator[Dialogue]:
-    """Let the target answer dialogues, `config.batch_size` rows at a time, and yield each as it is over.
+    """Let the target answer dialogues, `config.batch_size` rows at a time, and yield each as it is over."""
+    under_way: dict[int, Dialogue] = {}  # by number
+    answered, over = deque[Dialogue](), deque[Dialogue]()  # the first with a turn to come
 
-    `capacity` is that of `TargetSource`, `on_step` that of `continue_rows`.
-    """
-    waiting = _Waiting(target, dialogues, config.max_new_tokens)
+    def next_row() -> TokenRow | None:
+        while (dialogue := answered.popleft() if answered else next(dialogues, None)) is not None:
+            if dialogue.ask(target):
+                under_way[dialogue.number], prompt = dialogue, dialogue.prompt
+                limit = len(dialogue.encoded) + (prompt.max_new_tokens or config.max_new_tokens)
+                return TokenRow(
+                    key=dialogue.number,
+                    prompt_ids=dialogue.encoded,
+                    limit=min(limit, target.max_positions),
+                    request=dialogue.request,
+                    media_prompt=target.media_prompt(dialogue.said, prompt.media, tools=prompt.tools),
+                )
+            over.append(dialogue)
+        return None
+
     for row in continue_rows(
         TargetSource(target, config, capacity=capacity),
-        waiting,
+        RowQueue(next_row),
         seed=seed,
         has_ended=lambda row: row.tokens[-1] in target.eos_token_ids,
         batch_size=config.batch_size,
         on_step=on_step,
     ):
-        dialogue = waiting.under_way.pop(row.key)
+        dialogue = under_way.pop(row.key)
         dialogue.settle(target, row.written)
-        (waiting.over if dialogue.is_over else waiting.answered).append(dialogue)
-        while waiting.over:
-            yield waiting.over.popleft()
-    yield from waiting.over
-
-
-class _Waiting(Iterator[TokenRow]):
-    """The rows that a target is to continue: later turns of dialogues under way, then the first ones of new dialogues."""
-
-    def __init__(self, target: Target, dialogues: Iterator[Dialogue], max_new_tokens: int) -> None:
-        self.target, self.dialogues, self.max_new_tokens = target, dialogues, max_new_tokens
-        self.under_way: dict[int, Dialogue] = {}  # by number
-        self.answered = deque[Dialogue]()  # with a turn to come
-        self.over = deque[Dialogue]()
-
-    def __next__(self) -> TokenRow:
-        while (dialogue := self.answered.popleft() if self.answered else next(self.dialogues, None)) is not None:
-            if dialogue.ask(self.target):
-                self.under_way[dialogue.number], prompt = dialogue, dialogue.prompt
-                limit = len(dialogue.encoded) + (prompt.max_new_tokens or self.max_new_tokens)
-                return TokenRow(
-                    key=dialogue.number,
-                    prompt_ids=dialogue.encoded,
-                    limit=min(limit, self.target.max_positions),
-                    request=dialogue.request,
-                    media_prompt=self.target.media_prompt(dialogue.said, prompt.media, tools=prompt.tools),
-                )
-            self.over.append(dialogue)
-        raise StopIteration
+        (over if dialogue.is_over else answered).append(dialogue)
+        while over:
+            yield over.popleft()
+    yield from over
 
 
 def existing_answers(target: Target, max_new_tokens: int) -> Answered:
-    """Encode prompts with the answers that they bring (`check_given`), longer ones cut off at `max_new_tokens`.
-
-    A draft learns less from them than from the target's own. Reading a prompt's rows raises `InputError` where it fills the
-    target's context, or its template refuses the conversation.
-    """
+    """Encode prompts with the answers that they bring (`check_given`), longer ones cut off at `max_new_tokens`."""
     dropped = Counter[str]()
 
     def rows_of(prompt: Prompt) -> list[Conversation]:
@@ -268,7 +253,7 @@ def _conversation(
     prompt_ids: tuple[int, ...],
     answer_ids: Sequence[int],
 ) -> Conversation | str:
-    """Return an answered turn, or `EMPTY` where the answer holds nothing but its end."""
+    """Return an answered turn, or the reason why it is dropped."""
     ended = bool(answer_ids) and answer_ids[-1] in target.eos_token_ids
     if len(answer_ids) == ended:
         return EMPTY

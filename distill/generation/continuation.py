@@ -48,6 +48,18 @@ class TokenRow:
         return self.tokens[len(self.prompt_ids) :]
 
 
+class RowQueue(Iterator[TokenRow]):
+    """The rows that a function gives, one at a time; after None it may have more."""
+
+    def __init__(self, next_row: Callable[[], TokenRow | None]) -> None:
+        self._next_row = next_row
+
+    def __next__(self) -> TokenRow:
+        if (row := self._next_row()) is None:
+            raise StopIteration
+        return row
+
+
 class TokenSource(Protocol):
     """A model that draws the next tokens of a batch of rows."""
 
@@ -81,14 +93,10 @@ def continue_rows(
     batch_size: int | None = None,
     on_step: Callable[[int], None] = lambda count: None,
 ) -> Iterator[TokenRow]:
-    """Continue rows, and yield each as it ends.
+    """Continue rows, `batch_size` at a time (None: all at once), and yield each as it ends, at its limit at the latest.
 
-    Args:
-        rows: asked for another one only after a row that has ended was yielded.
-        has_ended: called after each token; a row also ends at its limit.
-        batch_size: rows at a time; another takes the place of one that has ended, where the source has room for it, and a new
-            batch is begun where it has none. None: all rows at once.
-        on_step: called with the number of tokens that each step has added to the rows.
+    Another one, asked for only after a row that has ended was yielded, takes its place where the source has room for it; where
+    it has none, a new batch is begun. `on_step` gets the number of tokens that each step has added to the rows.
     """
     waiting = iter(rows)
     held: list[TokenRow] = []  # that the batch under way has no room for

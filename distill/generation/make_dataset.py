@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def make_dataset(config: DataConfig) -> None:
     output = Path(config.output)
     check_output(output)
     # Before the target is loaded: a mistake in a file shows at once.
-    listed = [list_source(settings, whole=config.prompts.sources is not None) for _, settings in config.prompts.parts]
+    listed = [list_source(settings) for _, settings in config.prompts.parts]
     with nullcontext() if config.server is None else Connection(config.server) as server:
         if server is not None:
             server.check_model()  # before a large target is loaded
@@ -109,7 +110,8 @@ def _gather(config: DataConfig, target: Target, listed: Sequence[Iterable[Prompt
         if given is None:
             prompts, dropped = _self_seed_once(config, source.name, settings, target, state, several)
         elif several is None:
-            prompts, dropped = fit_prompts(target, [*given], settings.on_too_long, config.answers.max_new_tokens)
+            first = list(islice(given, settings.num_prompts))
+            prompts, dropped = fit_prompts(target, first, settings.on_too_long, config.answers.max_new_tokens)
         else:
             prompts, dropped = several.first(given, settings, config.answers.max_new_tokens)
         if several is not None:
@@ -133,10 +135,9 @@ def check_output(output: Path) -> None:
 
 
 def answer_job(config: DataConfig, target: Target, split: Split, folder: Path, server: Connection | None = None) -> AnswerJob:
-    """Return the job of answering both sides of a split, by a server or by the target here, once each prompt is known to fit.
+    """Return the job of answering both sides of a split; `InputError` where a prompt does not fit.
 
-    Its fingerprint names everything that decides the answers, and nothing else: a new `held_out_share` reuses them where
-    the prompts stay the same.
+    Its fingerprint names what decides the answers alone: a new `held_out_share` reuses them where the prompts stay the same.
     """
     prompts = sorted([*split.train, *split.held_out], key=lambda prompt: prompt.prompt_id)
     lengths: list[int] = []

@@ -89,11 +89,9 @@ def fit_prompts(
 ) -> tuple[list[Prompt], dict[str, int]]:
     """Leave out or shorten the prompts that fill the target's context; return the prompts, and how many were changed, by way.
 
-    A shortened prompt loses the middle of its last user message: what is to be done with a long text stands before or after it.
-
-    Args:
-        on_too_long: refuse, which leaves them to `encode_prompt`; skip; or truncate, or skip where that is not enough.
-        max_new_tokens: room that is left for the answer to a shortened one, but not more than half of the context.
+    `on_too_long` says refuse, which leaves them to `encode_prompt`; skip; or truncate, or skip where that is not enough. A
+    shortened prompt loses the middle of its last user message, since what is to be done with a long text stands before or after
+    it, so that `max_new_tokens` of an answer fit, but not more than half of the context.
     """
     if on_too_long == "refuse":
         return list(prompts), {}

@@ -58,7 +58,7 @@ SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
 
 
 def detect_format(row: Mapping[str, Any], where: str, setting: str) -> str:
-    """Return the format whose keys a row has."""
+    """Return the format whose keys a row has; `setting` is the config key by which a user names a column, for the error."""
     for name, keys in KEYS.items():
         if all(key in row for key in keys):
             return name
@@ -80,17 +80,12 @@ def read_row(
     default_id: str | None = None,
     setting: str,
 ) -> Prompt:
-    """Return the prompt of a row.
+    """Return the prompt of a row; `InputError`, which names it by `where`, if it lacks what the format needs, or holds none.
 
     Args:
         format: one of `KEYS`, or `column`: `column` is then the key of the prompt, and `answer_column` of an answer to it.
-        where: names the row in errors.
-        default_category: of a row that names none.
         default_id: of a row that brings none; None, and with `turns` and `messages`: it is named by its content.
         setting: the config key that names the column, for the error.
-
-    Raises:
-        InputError: the row lacks what the format needs, or holds no prompt.
     """
     there = ", ".join(row) or "none"
     if format == "column":

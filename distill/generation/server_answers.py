@@ -74,10 +74,8 @@ def check_server(server: Connection, target: Target) -> None:
 def server_answer_job(
     config: DataConfig, target: Target, prompts: Sequence[Prompt], content: str, folder: Path, server: Connection
 ) -> ServerAnswerJob:
-    """Return the job of asking a server for all answers; `content` is a hash of the prompts.
-
-    Each prompt fits the target's context; those that do not fit the server's are dropped and counted. The job knows the server
-    by its name for the target, not by its address, so it resumes where the server has moved.
+    """Return the job of asking a server, known by its name for the target, so that it may move; `content` is a hash of the
+    prompts, of which those that do not fit the server's context are dropped and counted.
     """
     longest = target.max_positions
     max_positions = min(longest, server.check_model().max_model_len or longest)
@@ -104,12 +102,8 @@ class ServerAnswerJob(AnswerJob):
     max_positions: int  # the longest context, the target's or the server's, whichever is shorter
 
     def work(self, *, rank: int, num_processes: int, writes: bool = True) -> None:
-        """Ask for this process's share of the prompts that are not answered, as many at a time as the server's `concurrency`
-        allows.
-
-        Raises:
-            InputError: a prompt was given up, or an answer cannot be right. Requests under way are finished, and their answers
-                kept.
+        """Ask for this process's share of the prompts that are not answered, `concurrency` at a time; where one is given up or
+        refused, those under way are finished and kept before `InputError`.
         """
         if not writes:
             return

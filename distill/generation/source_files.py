@@ -31,15 +31,9 @@ SourceRow = tuple[str, dict[str, Any]]  # where it stands, for error messages; i
 def read_source(path: Path, what: str, *, still_written: bool = False) -> Iterator[SourceRow]:
     """Yield the rows of a file, `.gz` or not, or of all files of a folder that have one of `SUFFIXES`, in order of their names.
 
-    A byte order mark is skipped. Rows of a `.txt` file are its lines that are not blank, as `text`. A file with another suffix
-    is read as JSON lines.
-
-    Args:
-        what: the role of the path in error messages, such as `prompt file`.
-        still_written: another program may be adding to files of JSON lines: a last line without its end is left out.
-
-    Raises:
-        InputError: it is missing, cannot be read, holds no rows, or a row (named) is no object.
+    Rows of a `.txt` file are its lines that are not blank, as `text`. A file with another suffix is read as JSON lines; where
+    another program may be adding to it (`still_written`), a last line without its end is left out. `what` is the role of the
+    path in error messages, such as `prompt file`.
     """
     if not path.exists():
         raise InputError(f"{what} not found: {path}")

@@ -26,21 +26,19 @@ OUTSIDE_LIMITS = "outside_min_and_max_tokens"
 logger = logging.getLogger("draftsmith")
 
 
-def list_source(settings: PromptsConfig, *, whole: bool) -> Iterable[Prompt] | None:
-    """Return the first `num_prompts` prompts of a source, or the `whole`, where the rest of a data set is read when asked for;
-    None where the target is to write them.
+def list_source(settings: PromptsConfig) -> Iterable[Prompt] | None:
+    """Return the prompts of a source, those of a data set after the first `num_prompts` read when asked for; None where the
+    target is to write them.
     """
     if settings.source == "self_seeded":
         return None
     if settings.source == "dataset":
         rows = dataset_prompts(settings)
-        first = list(islice(rows, settings.num_prompts))
-        return chain(first, rows) if whole else first
+        return chain(list(islice(rows, settings.num_prompts)), rows)
     if settings.source == "package":
         path = wheel_file(str(settings.package), str(settings.sha256), str(settings.path), "prompts")
         settings = settings.model_copy(update={"path": str(path)})
-    prompts = read_prompts(settings)
-    return prompts if whole else prompts[: settings.num_prompts]
+    return read_prompts(settings)
 
 
 def read_prompts(config: PromptsConfig) -> list[Prompt]:

@@ -91,10 +91,7 @@ def hash_position(text: str) -> float:
 
 
 def word_grams(text: str, num_words: int = GUARD_WORDS) -> Iterator[tuple[str, ...]]:
-    """Yield every run of `num_words` words, in lower case and without punctuation.
-
-    Chinese and Japanese put no spaces between words: each of their characters counts as one.
-    """
+    """Yield every run of `num_words` words, in lower case and without punctuation; a Chinese character is a word."""
     words = WORD.findall(text.casefold())
     return zip(*(words[start:] for start in range(num_words)), strict=False)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from configs.runtime.errors import InputError
@@ -48,22 +48,15 @@ def find_user_frame(target: Target, max_prompt_tokens: int, before: Sequence[Mes
     return UserFrame(prefix_ids=prefix_ids, end_ids=end_ids, end_text=end_text)
 
 
-def turn_ended(target: Target, frame: UserFrame) -> Callable[[TokenRow], bool]:
-    """Return what says, after each token, whether the user's turn that a row writes has ended."""
-
-    def has_ended(row: TokenRow) -> bool:
-        if row.tokens[-1] in frame.end_ids or row.tokens[-1] in target.eos_token_ids:
-            return True
-        return not frame.end_ids and frame.end_text in target.tokenizer.decode(row.written)
-
-    return has_ended
+def turn_ended(target: Target, frame: UserFrame, row: TokenRow) -> bool:
+    """Return whether the user's turn that a row writes has ended, after each token."""
+    if row.tokens[-1] in frame.end_ids or row.tokens[-1] in target.eos_token_ids:
+        return True
+    return not frame.end_ids and frame.end_text in target.tokenizer.decode(row.written)
 
 
 def read_turn(target: Target, frame: UserFrame, ids: Sequence[int]) -> str | None:
-    """Return the text of a turn, None where it is unusable: it did not end, holds special tokens, or fills the context.
-
-    Text encoded again may have more tokens than were written: broken characters come back as three bytes each.
-    """
+    """Return the text of a turn, None where it is unusable: it did not end, holds special tokens, or fills the context."""
     content = list(ids[:-1] if frame.end_ids else ids)
     text = str(target.tokenizer.decode(content))
     proper = ids[-1] in frame.end_ids

@@ -126,11 +126,7 @@ class _MayPass(Exception):
 
 
 class Connection:
-    """The HTTP client of one server, for several threads at once; `InputError` where the key's variable is not set.
-
-    To be used in a `with` statement, or closed. `named_in` is the setting that names the server, for errors; they look for the
-    other settings in its section.
-    """
+    """The HTTP client of one server, for several threads at once; `named_in` is the setting that names it, for errors."""
 
     def __init__(self, config: ServerConfig, named_in: str = "server.url") -> None:
         self.config, self.section = config, named_in.rpartition(".")[0]
@@ -231,14 +227,8 @@ class Connection:
         return InputError(f"{self.where} refuses {f'the key in {key}' if key else without} (status {status})")
 
     def _complaint(self, response: httpx2.Response) -> str:
-        """Return the server's error message on one line, shortened, without the key."""
-        try:
-            content = from_json(response.content)
-        except ValueError:
-            content = None
-        error = content.get("error", content.get("detail")) if isinstance(content, dict) else None
-        message = error.get("message") if isinstance(error, dict) else error
-        text = redact(" ".join((message if isinstance(message, str) else response.text).split()) or "it does not say why")
+        """Return what the server says on one line, shortened, without the key."""
+        text = redact(" ".join(response.text.split()) or "it does not say why")
         return text if len(text) <= MAX_QUOTED else text[: MAX_QUOTED - 3] + "..."
 
 

@@ -137,10 +137,8 @@ class EngineStates:
 
     @torch.no_grad()
     def _check(self, server: StateServer) -> None:
-        """Refuse a server that runs another target, by its answer to a probe.
-
-        The distribution that it names must be what norm and head here make of its last state; and its states must be those of
-        the target here, where the blocks are here too.
+        """Refuse a server that runs another target: on a probe, the distribution that it names must be what norm and head here
+        make of its last state, and its states those of the target here, where the blocks are here too.
         """
         model, where = self.target.model, f"target.states.urls: {server.url} does not serve target {self.target.identity.name}"
         ids_1T = probe_ids(model)

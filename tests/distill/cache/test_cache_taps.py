@@ -105,7 +105,9 @@ def test_probabilities_of_rounded_states_still_add_up(job, tmp_path, data_file, 
 def test_it_serves_distillation_as_well(cache, conversations, target):
     batch = batch_of(conversations, [2, 4])
     before_label_BT = batch.loss_mask_BT[:, 1:]
-    found, online = (signal[:, :-1][before_label_BT] for signal in (cache.signal(batch), target_hidden(target, batch)))
+    found, online = (
+        signal[:, :-1][before_label_BT] for signal in (cache.states(batch).final_BTE, target_hidden(target, batch))
+    )
     torch.testing.assert_close(found, online, rtol=1e-6, atol=1e-5)
     check_fits(cache, ConversationDataset(conversations, 512), DistillConfig())
 

@@ -92,7 +92,8 @@ def test_a_column_that_is_named_and_not_there_is_refused_whatever_the_other_keys
 
 
 def list_data_set(path, **more):
-    return list_source(PromptsConfig(source="dataset", path=str(path), **more), whole=False)
+    settings = PromptsConfig(source="dataset", path=str(path), **more)
+    return list(list_source(settings))[: settings.num_prompts]
 
 
 @pytest.mark.usefixtures("datasets_cache")

@@ -235,7 +235,7 @@ def test_a_server_that_dies_ends_the_run_and_the_next_one_asks_for_the_rest_alon
 
 def test_two_processes_share_the_prompts_and_a_third_run_finds_nothing_to_do(config, api, byte_target, tmp_path):
     settings = config()
-    prompts = list_source(settings.prompts, whole=False)
+    prompts = list_source(settings.prompts)
     with Connection(settings.server) as server:
         job = answer_job(settings, byte_target, split_prompts(prompts, 0.3), tmp_path / "pieces", server)
         for rank in (1, 0):
@@ -290,7 +290,7 @@ def test_answers_of_another_model_or_seed_are_not_gone_on_with(config, api, byte
     api.respond = lambda *_: (200, {}, {"data": [{"id": name} for name in ("tiny", "other")]})
     for settings in (config(), config(answers={"top_k": 3}), config(model="other"), config(concurrency=1)):
         with Connection(settings.server) as server:
-            split = split_prompts(list_source(settings.prompts, whole=False), 0.3)
+            split = split_prompts(list_source(settings.prompts), 0.3)
             prints.append(answer_job(settings, byte_target, split, tmp_path, server).fingerprint)
     assert len(set(prints)) == 3
     assert prints[0] == prints[3]

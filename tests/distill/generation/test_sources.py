@@ -26,9 +26,8 @@ def in_wheel(tmp_path, monkeypatch):
 
 
 def test_prompts_are_made_of_the_columns_of_a_packages_file(in_wheel):
-    settings = PromptsConfig(**PACKAGE, template="{doc[text]}\n\n{question[0]}", num_prompts=2)
-    assert [prompt.turns for prompt in list_source(settings, whole=False)] == [("Part 0.\n\nWhy 0?",), ("Part 1.\n\nWhy 1?",)]
-    assert len(list(list_source(settings, whole=True))) == 3
+    settings = PromptsConfig(**PACKAGE, template="{doc[text]}\n\n{question[0]}")
+    assert [prompt.turns for prompt in list_source(settings)] == [(f"Part {n}.\n\nWhy {n}?",) for n in range(3)]
     assert set(in_wheel) == {("some-prompts==1.0", "0" * 64, "prompts/all.jsonl", "prompts")}
 
 
@@ -37,7 +36,7 @@ def test_a_template_that_does_not_fit_is_refused_by_row(in_wheel, template):
     with pytest.raises(
         InputError, match=r"line 1: prompts.template '.*' does not fit \(.*\); the row has doc, question, answer$"
     ):
-        list_source(PromptsConfig(**PACKAGE, template=template), whole=False)
+        list_source(PromptsConfig(**PACKAGE, template=template))
 
 
 def test_a_data_set_of_the_hub_is_that_of_its_revision(monkeypatch):
@@ -49,7 +48,7 @@ def test_a_data_set_of_the_hub_is_that_of_its_revision(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     settings = PromptsConfig(source="dataset", path="owner/name", revision="abc", template="{text} {question}")
-    assert [prompt.turns for prompt in list_source(settings, whole=False)] == [("a Why?",)]
+    assert [prompt.turns for prompt in list_source(settings)] == [("a Why?",)]
     assert asked == [("owner/name", None, "train", "abc")]
 
 
