@@ -6,13 +6,11 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
 
 from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.loading import load_config
 from configs.schema.data import AnswersConfig, AnswerServerConfig, DataConfig
 from distill.dataset.conversations import is_written_by_target, read_conversations
-from distill.generation import make_dataset as making
 from distill.generation.answers import NO_ROOM, UNREACHED
 from distill.generation.make_dataset import answer_job, make_dataset
 from distill.generation.server_answers import ServerAnswerJob, read_ids
@@ -56,15 +54,6 @@ def test_every_setting_of_the_sampling_is_sent(writer, api, prompt):
     off = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
     assert {name: sampled[name] for name in off} == off
     assert (sampled["max_tokens"], sampled["model"], sampled["stop_token_ids"]) == (20, "tiny", list(api.target.eos_token_ids))
-
-
-def test_a_requests_seed_is_its_own_and_the_same_in_every_run(writer, api, prompt):
-    for seed, request in ((3, 5), (3, 5), (3, 6), (4, 5)):
-        writer(seed=seed).write(prompt, request, 4)
-    first, again, other_request, other_seed = [body["seed"] for body in api.asked]
-    assert first == again
-    assert len({first, other_request, other_seed}) == 3
-    assert all(0 <= body["seed"] < 2**31 for body in api.asked)
 
 
 def test_no_more_is_asked_for_than_the_context_holds(writer, api, prompt):
@@ -233,23 +222,6 @@ def test_a_server_that_dies_ends_the_run_and_the_next_one_asks_for_the_rest_alon
     assert len([body for body in api.asked if "seed" in body]) == NUM_TURNS - sum(map(len, kept))
 
 
-def test_two_processes_share_the_prompts_and_a_third_run_finds_nothing_to_do(config, api, byte_target, tmp_path):
-    settings = config()
-    prompts = list_source(settings.prompts)
-    with Connection(settings.server) as server:
-        job = answer_job(settings, byte_target, split_prompts(prompts, 0.3), tmp_path / "pieces", server)
-        for rank in (1, 0):
-            job.work(rank=rank, num_processes=2)
-        asked = len(api.asked)
-        job.work(rank=0, num_processes=1)
-        assert len(api.asked) == asked == NUM_TURNS
-        answered = job.collect()
-        rows = [row for prompt in job.prompts for row in answered.rows_of(prompt)]
-    assert [row.prompt_id for row in rows] == sorted(row.prompt_id for row in rows)
-    local = made(config("local", written_by="target"))
-    assert {row.to_line() for row in rows} == {line + "\n" for side in sides(local) for line in side.decode().splitlines()}
-
-
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
@@ -270,19 +242,7 @@ def test_the_probe_measures_the_mean_difference_at_the_servers_likeliest_tokens(
     api.spoil = spoil
     with pytest.raises(InputError, match=complaint):
         make_dataset(config(probe_tolerance=0.2))
-
-
-def test_a_server_with_another_model_is_refused_before_anything_is_asked_for(config, api, tiny_llama):
-    api.model = tiny_llama(seed=9, vocab_size=258, spread=2.0, dtype=torch.float32)
-    with pytest.raises(InputError, match=r"does not serve target .* differ by [\d.]+ nats .* allows 0\.01"):
-        make_dataset(config(probe_tolerance=0.01))
     assert [body for body in api.asked if "seed" in body] == []
-
-
-def test_a_model_that_is_not_served_is_refused_before_the_target_is_loaded(config, monkeypatch):
-    monkeypatch.setattr(making, "load_target", lambda config: pytest.fail("loaded"))
-    with pytest.raises(InputError, match=r"server\.model: .* serves tiny, got large"):
-        make_dataset(config(model="large"))
 
 
 def test_answers_of_another_model_or_seed_are_not_gone_on_with(config, api, byte_target, tmp_path):
@@ -309,14 +269,6 @@ def test_the_servers_shorter_context_counts_and_what_does_not_fit_is_told(config
     dropped = json.loads(files["manifest.json"])["counts"]["dropped"]
     assert dropped == {NO_ROOM: 4}
     assert UNREACHED not in dropped
-
-
-def test_the_local_target_writes_the_prompts_that_the_server_answers(config):
-    prompts = {"source": "self_seeded", "num_prompts": 8, "max_prompt_tokens": 90, "top_p": 1.0}
-    answers = {"batch_size": 4}
-    assert sides(made(config(prompts=prompts, answers=answers))) == sides(
-        made(config("local", written_by="target", prompts=prompts, answers=answers))
-    )
 
 
 # --- config -------------------------------------------------------------------------------------------------------

@@ -110,18 +110,6 @@ def test_acceptance_and_top1_agreement_are_those_at_temperature_one(num_drafted)
 # --- heads --------------------------------------------------------------------------------------------------------
 
 
-def test_a_tied_embedding_collects_the_gradient_of_both_its_uses():
-    inputs = Inputs()
-    tied_VD = inputs.draft_weight_WD
-
-    def total(chunk_size):
-        inputs.draft_hidden_ND = torch.tanh(tied_VD[torch.tensor([0, 3, 3, 9, 20, 1, 2])])
-        loss = inputs.unchunked(forward_kl)[0] if chunk_size is None else inputs.chunked(forward_kl, chunk_size).loss
-        return torch.autograd.grad(loss, tied_VD)
-
-    torch.testing.assert_close(total(2), total(None), rtol=1e-12, atol=1e-14)
-
-
 @pytest.mark.parametrize("trained", [(0,), (1, 2)], ids=["a frozen head", "a frozen trunk"])
 def test_frozen_parts_get_no_gradient_and_the_others_the_same_one(trained):
     inputs = Inputs()
@@ -329,16 +317,3 @@ def test_no_tensor_is_larger_than_one_chunk_of_logits(name):
             hidden_ND, next(heads), hidden_ND.detach(), next(heads), DIVERGENCES[name], torch.ones(num_rows), **options
         ).loss.backward()
     assert max(math.prod(shape) for _, _, shapes in operations.seen for shape in shapes) == chunk_size * vocabulary
-
-
-@pytest.mark.parametrize("trained", [False, True])
-def test_a_chunk_costs_three_matrix_products_and_one_more_where_the_head_is_trained(trained):
-    hidden_ND, weight_VD = torch.randn(4, 5, requires_grad=True), torch.randn(9, 5, requires_grad=trained)
-    with Operations() as operations:
-        heads = linear_head(weight_VD), linear_head(weight_VD.detach())
-        dense_loss(hidden_ND, heads[0], hidden_ND.detach(), heads[1], forward_kl, torch.ones(4), chunk_size=2).loss.backward()
-    products = [shapes[0] for func, _, shapes in operations.seen if func is torch.ops.aten.mm.default]
-    of_the_weight = [shape for shape in products if shape in ((9, 5), (5, 9))]
-    assert sorted(set(products) - set(of_the_weight)) == [(2, 5), (2, 9)]
-    assert len(products) - len(of_the_weight) == 2 * 3
-    assert len(of_the_weight) == 2 * trained

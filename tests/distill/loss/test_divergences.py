@@ -224,16 +224,6 @@ def test_log_acceptance_still_has_a_gradient_where_acceptance_underflows():
     assert gradient[0, 0] < -0.4
 
 
-def test_over_a_reduced_vocabulary_kl_takes_the_target_renormalised_and_acceptance_as_it_is():
-    target, draft, ids = random_logits(1), random_logits(3, 6), torch.tensor([7, 0, 3, 8, 2, 5])
-    pair, p, q = dense_pair(target, draft, draft_token_ids_W=ids), target.softmax(-1)[:, ids], draft.softmax(-1)
-    within = p / p.sum(-1, keepdim=True)
-    torch.testing.assert_close(forward_kl(pair), (within * (within / q).log()).sum(-1))
-    torch.testing.assert_close(reverse_kl(pair), (q * (q / within).log()).sum(-1))
-    torch.testing.assert_close(acceptance(pair), torch.minimum(p, q).sum(-1))
-    torch.testing.assert_close(total_variation(pair), 1 - torch.minimum(p, q).sum(-1))
-
-
 def test_sides_that_cannot_be_paired_are_refused():
     with pytest.raises(ValueError, match="the draft has 6 logits a position where 11 are expected"):
         dense_pair(random_logits(1), random_logits(3, 6))

@@ -12,7 +12,7 @@ from distill.loss.pairs import HiddenRows, normalise
 from heads.inference.causal_lm import HeadRows, head_logits
 from heads.modules.interface import Normalisers
 from tests.support import family_checks as checks
-from tests.support.losses import chunked_loss, dense_loss, dense_pair, keep_top, linear_head
+from tests.support.losses import chunked_loss, dense_pair, keep_top, linear_head
 
 IDS_W = torch.tensor([0, 3, 17, 40, 63])
 HIDDEN_BTE = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2
@@ -110,19 +110,6 @@ def test_value_and_gradients_are_those_of_the_sparse_pairs(name, num_kept):
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
     weighed = inputs.weights != 0
     torch.testing.assert_close(found.acceptance_N[weighed], acceptance(pair)[weighed].detach(), rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("name", DIVERGENCES)
-def test_a_target_of_the_whole_vocabulary_is_the_dense_one(name):
-    inputs = SparseInputs()
-    hidden, head = inputs.trained
-    target, options = linear_head(inputs.target_head), {"chunk_size": 4, "labels_N": inputs.labels}
-    dense = dense_loss(hidden, linear_head(head), inputs.target_hidden, target, DIVERGENCES[name], inputs.weights, **options)
-    found = inputs.loss(inputs.kept(VOCABULARY), DIVERGENCES[name])
-    torch.testing.assert_close(found.loss, dense.loss, rtol=1e-10, atol=0)
-    ours, theirs = (torch.autograd.grad(loss, inputs.trained) for loss in (found.loss, dense.loss))
-    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
-    assert torch.equal(found.top1_agrees_N, dense.top1_agrees_N)
 
 
 def test_fewer_kept_tokens_never_raise_the_divergence():
