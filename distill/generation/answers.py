@@ -7,9 +7,9 @@ on and its conversations are read one prompt at a time: none are held in memory.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from configs.runtime.resumable import Journal, Place
 from configs.runtime.terminal import Tokens, progress
 from configs.schema.data import AnswersConfig
 from distill.dataset.conversations import Conversation, Message
-from distill.generation.continuation import RowQueue, TargetSource, TokenRow, continue_rows, request_number, up_to_end
+from distill.generation.continuation import Ask, continue_texts, request_number, up_to_end
 from distill.generation.prompts import Prompt, encode_prompt
 from heads.frozen.loading import Target
 
@@ -42,64 +42,30 @@ class Answered(NamedTuple):
     dropped: Mapping[str, int]  # turns by reason, complete once all prompts were asked for
 
 
-@dataclass(kw_only=True)
-class Dialogue:
-    """A prompt whose turns are being answered, each after the answers to those before."""
-
-    number: int  # of the prompt in its job
-    prompt: Prompt
-    said: list[Message] = field(init=False)
-    rows: list[Conversation] = field(default_factory=list)
-    dropped: Counter[str] = field(default_factory=Counter)
-    encoded: tuple[int, ...] = ()  # up to the turn that is to be answered
-    num_written: int = 0  # tokens of its answers
-
-    def __post_init__(self) -> None:
-        self.said = list(self.prompt.history)
-
-    @property
-    def is_over(self) -> bool:
-        return bool(self.dropped) or len(self.rows) == len(self.prompt.turns)
-
-    @property
-    def request(self) -> int:
-        """The number of the turn's random numbers."""
-        return request_number(f"{self.prompt.prompt_id}/{len(self.rows)}")
-
-    @property
-    def piece(self) -> dict[str, Any]:
-        """What a journal keeps of it."""
-        return {"rows": [asdict(row) for row in self.rows], "dropped": dict(self.dropped)}
-
-    def ask(self, target: Target) -> bool:
-        """Encode the next turn; return whether there is one that fits the target's context."""
-        if self.is_over:
-            return False
-        self.said = [*self.said, {"role": "user", "content": self.prompt.turns[len(self.rows)]}]
-        self.encoded = tuple(target.encode_chat(self.said, tools=self.prompt.tools, media=self.prompt.media))
-        if len(self.encoded) >= target.max_positions:
-            self._drop(NO_ROOM)
-        return not self.is_over
-
-    def settle(self, target: Target, answer: list[int] | str) -> None:
-        """Take the turn's answer, or the reason why there is none."""
-        if isinstance(answer, str):
-            self._drop(answer)
-            return
-        self.num_written += len(answer)
-        text = str(target.tokenizer.decode(answer, skip_special_tokens=True))
-        said = (*self.said, {"role": "assistant", "content": text})
-        outcome = _conversation(target, self.prompt, len(self.rows), said, self.encoded, answer)
+def answer_turns(target: Target, prompt: Prompt, max_new_tokens: int) -> Generator[Ask, list[int] | str, dict[str, Any]]:
+    """Ask for the answers to a prompt's turns, each after those before; it may get the reason why there is none instead. Return
+    what a journal keeps: rows and dropped turns.
+    """
+    rows: list[dict[str, Any]] = []
+    dropped, said = Counter[str](), list(prompt.history)
+    for turn, text in enumerate(prompt.turns):
+        said.append({"role": "user", "content": text})
+        ids = tuple(target.encode_chat(said, tools=prompt.tools, media=prompt.media))
+        outcome: Conversation | str = NO_ROOM
+        if len(ids) < target.max_positions:
+            request = request_number(f"{prompt.prompt_id}/{turn}")
+            media_prompt = target.media_prompt(said, prompt.media, tools=prompt.tools)
+            answer = yield Ask(ids, prompt.max_new_tokens or max_new_tokens, request, media_prompt)
+            if isinstance(answer, str):
+                outcome = answer
+            else:
+                said.append({"role": "assistant", "content": str(target.tokenizer.decode(answer, skip_special_tokens=True))})
+                outcome = _conversation(target, prompt, turn, tuple(said), ids, answer)
         if isinstance(outcome, str):
-            self._drop(outcome)
-        else:
-            self.said = list(said)
-            self.rows.append(outcome)
-
-    def _drop(self, reason: str) -> None:
-        self.dropped[reason] += 1
-        if num_left := len(self.prompt.turns) - len(self.rows) - 1:
-            self.dropped[UNREACHED] += num_left
+            dropped.update({outcome: 1, UNREACHED: len(prompt.turns) - turn - 1})
+            break
+        rows.append(asdict(outcome))
+    return {"rows": rows, "dropped": dict(+dropped)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,16 +89,24 @@ class AnswerJob:
         journal = Journal(self.folder / ANSWER_JOURNALS.format(rank=rank), self.fingerprint)
         tokens = Tokens()
         tokens.expect(sum(map(self._longest, missing)))
-        dialogues = (Dialogue(number=number, prompt=self.prompts[number]) for number in missing)
-        capacity = min(self.target.max_positions, needs[missing[0]]) if missing else 0
-        over = refilled(self.target, dialogues, self.config, seed=self.seed, capacity=capacity, on_step=tokens.write)
+        over = continue_texts(
+            self.target,
+            self.config,
+            map(self._answered, missing),
+            seed=self.seed,
+            batch_size=self.config.batch_size,
+            capacity=min(self.target.max_positions, needs[missing[0]]) if missing else 0,
+            tokens=tokens,
+        )
         with progress("answers", len(own), "prompts", done=len(own) - len(missing), tokens=tokens) as advance:
-            while group := list(islice(over, self.config.batch_size)):  # a write to the disk waits for it: several at a time
-                for dialogue in group:
-                    tokens.end(self._longest(dialogue.number), dialogue.num_written)
+            while group := dict(islice(over, self.config.batch_size)):  # a write to the disk waits for it: several at a time
                 advance(len(group))
                 if writes:
-                    journal.extend({str(dialogue.number): dialogue.piece for dialogue in group})
+                    journal.extend(group)
+
+    def _answered(self, number: int) -> Generator[Ask, list[int] | str, tuple[str, dict[str, Any]]]:
+        piece = yield from answer_turns(self.target, self.prompts[number], self.config.max_new_tokens)
+        return str(number), piece
 
     def finished(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Return which prompts were answered, by any process."""
@@ -178,50 +152,6 @@ class AnswerJob:
             journal = Journal(path, self.fingerprint)
             for found in journal.scan():
                 yield journal, *found
-
-
-def refilled(
-    target: Target,
-    dialogues: Iterator[Dialogue],
-    config: AnswersConfig,
-    *,
-    seed: int,
-    capacity: int = 0,
-    on_step: Callable[[int], None] = lambda count: None,
-) -> Iterator[Dialogue]:
-    """Let the target answer dialogues, `config.batch_size` rows at a time, and yield each as it is over."""
-    under_way: dict[int, Dialogue] = {}  # by number
-    answered, over = deque[Dialogue](), deque[Dialogue]()  # the first with a turn to come
-
-    def next_row() -> TokenRow | None:
-        while (dialogue := answered.popleft() if answered else next(dialogues, None)) is not None:
-            if dialogue.ask(target):
-                under_way[dialogue.number], prompt = dialogue, dialogue.prompt
-                limit = len(dialogue.encoded) + (prompt.max_new_tokens or config.max_new_tokens)
-                return TokenRow(
-                    key=dialogue.number,
-                    prompt_ids=dialogue.encoded,
-                    limit=min(limit, target.max_positions),
-                    request=dialogue.request,
-                    media_prompt=target.media_prompt(dialogue.said, prompt.media, tools=prompt.tools),
-                )
-            over.append(dialogue)
-        return None
-
-    for row in continue_rows(
-        TargetSource(target, config, capacity=capacity),
-        RowQueue(next_row),
-        seed=seed,
-        has_ended=lambda row: row.tokens[-1] in target.eos_token_ids,
-        batch_size=config.batch_size,
-        on_step=on_step,
-    ):
-        dialogue = under_way.pop(row.key)
-        dialogue.settle(target, row.written)
-        (over if dialogue.is_over else answered).append(dialogue)
-        while over:
-            yield over.popleft()
-    yield from over
 
 
 def existing_answers(target: Target, max_new_tokens: int) -> Answered:

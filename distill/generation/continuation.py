@@ -9,15 +9,17 @@ B batch, T positions, D width, V vocabulary.
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import Protocol
+from itertools import count, islice
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from configs.runtime.errors import RunFailed
+from configs.runtime.terminal import Tokens
 from configs.schema.decoding import SamplingConfig
 from heads.frozen.loading import Target
 from heads.frozen.media import MediaPrompt
@@ -26,6 +28,8 @@ from heads.inference.kv_cache import RowCache
 from heads.inference.model_checks import check_rolls_back
 from heads.sampling.counter_rng import CounterRNG, Role
 from heads.sampling.probabilities import draw, token_probabilities
+
+T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
@@ -46,18 +50,6 @@ class TokenRow:
     def written(self) -> list[int]:
         """The tokens after the prompt."""
         return self.tokens[len(self.prompt_ids) :]
-
-
-class RowQueue(Iterator[TokenRow]):
-    """The rows that a function gives, one at a time; after None it may have more."""
-
-    def __init__(self, next_row: Callable[[], TokenRow | None]) -> None:
-        self._next_row = next_row
-
-    def __next__(self) -> TokenRow:
-        if (row := self._next_row()) is None:
-            raise StopIteration
-        return row
 
 
 class TokenSource(Protocol):
@@ -210,6 +202,66 @@ class TargetSource(TokenSource):
 def _text_of(row: TokenRow) -> Sequence[int] | None:
     """Return a row's prompt; None for one with media, which its token ids do not tell."""
     return None if row.media_prompt is not None else row.prompt_ids
+
+
+class Ask(NamedTuple):
+    """What a text waits for: the continuation of these tokens, at least one, by at most `limit`."""
+
+    ids: Sequence[int]
+    limit: int
+    request: int  # names the random numbers
+    media_prompt: MediaPrompt | None = None
+    has_ended: Callable[[TokenRow], bool] | None = None  # None: an answer's end
+
+
+def continue_texts(
+    target: Target,
+    sampling: SamplingConfig,
+    texts: Iterable[Generator[Ask, Any, T]],
+    *,
+    seed: int,
+    batch_size: int,
+    capacity: int = 0,
+    tokens: Tokens | None = None,
+) -> Iterator[T]:
+    """Let the target continue what each text asks for, until it has got all; yield what each returns.
+
+    As one gets its tokens, it or a new one takes the place in the batch. Rows of up to `capacity` positions fit into it.
+    """
+    tokens = tokens or Tokens()
+    new, waiting, over = iter(texts), deque[tuple[Generator[Ask, Any, T], Any]](), deque[T]()
+    asked: dict[int, tuple[Generator[Ask, Any, T], Ask]] = {}
+    numbers = count()
+
+    class Rows(Iterator[TokenRow]):
+        """Rows for what is asked; after the last one there may be more."""
+
+        def __next__(self) -> TokenRow:
+            while True:
+                text, got = waiting.popleft() if waiting else (next(new, None), None)
+                if text is None:
+                    raise StopIteration
+                try:
+                    ask = text.send(got)
+                except StopIteration as end:
+                    over.append(end.value)
+                    continue
+                asked[number := next(numbers)] = text, ask
+                limit = min(target.max_positions, len(ask.ids) + ask.limit)
+                return TokenRow(key=number, prompt_ids=ask.ids, limit=limit, request=ask.request, media_prompt=ask.media_prompt)
+
+    def has_ended(row: TokenRow) -> bool:
+        own = asked[row.key][1].has_ended
+        return row.tokens[-1] in target.eos_token_ids if own is None else own(row)
+
+    source = TargetSource(target, sampling, capacity=capacity)
+    for row in continue_rows(source, Rows(), seed=seed, has_ended=has_ended, batch_size=batch_size, on_step=tokens.write):
+        text, ask = asked.pop(row.key)
+        tokens.end(ask.limit, len(row.written))
+        waiting.append((text, row.written))
+        while over:
+            yield over.popleft()
+    yield from over
 
 
 def up_to_end(ids: Sequence[int], end_ids: Collection[int]) -> list[int]:

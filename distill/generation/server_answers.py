@@ -24,7 +24,7 @@ from configs.runtime.resumable import Journal, fingerprint
 from configs.runtime.terminal import progress
 from configs.schema.data import DataConfig
 from distill.dataset.conversations import FORMAT_VERSION
-from distill.generation.answers import ANSWER_JOURNALS, NO_ROOM, AnswerJob, Dialogue
+from distill.generation.answers import ANSWER_JOURNALS, NO_ROOM, AnswerJob, answer_turns
 from distill.generation.continuation import request_number, up_to_end
 from distill.generation.prompts import Prompt
 from distill.server.connection import Completion, Connection, GaveUp
@@ -137,16 +137,18 @@ class ServerAnswerJob(AnswerJob):
                         keep(future)
 
     def _answer(self, prompt: Prompt) -> dict[str, Any]:
-        dialogue = Dialogue(number=0, prompt=prompt)
+        dialogue = answer_turns(self.target, prompt, self.config.max_new_tokens)
+        answer: Any = None
         try:
-            while dialogue.ask(self.target):
-                limit = prompt.max_new_tokens or self.config.max_new_tokens
-                dialogue.settle(self.target, self.write(dialogue.encoded, dialogue.request, limit))
+            while True:
+                ask = dialogue.send(answer)
+                answer = self.write(ask.ids, ask.request, ask.limit)
+        except StopIteration as end:
+            return dict(end.value)
         except GaveUp as error:
             raise InputError(
                 f"prompt {prompt.prompt_id}: {error}; the answers so far are kept; rerun the same command to resume"
             ) from error
-        return dialogue.piece
 
     def write(self, prompt_ids: Sequence[int], request: int, max_new_tokens: int) -> list[int] | str:
         """Return one continuation of at least one token id, by at most `max_new_tokens`, or the reason why there is none."""

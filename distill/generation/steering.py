@@ -15,19 +15,18 @@ from __future__ import annotations
 
 import random
 import re
-from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from configs.runtime.loading import parse_yaml
 from configs.runtime.terminal import Tokens
 from configs.schema.data import SELF_SEEDED, PromptsConfig
 from configs.schema.decoding import SamplingConfig
 from distill.dataset.conversations import Message
-from distill.generation.continuation import RowQueue, TargetSource, TokenRow, continue_rows, request_number
+from distill.generation.continuation import Ask, TokenRow, continue_texts, request_number
 from distill.generation.user_frame import UserFrame, find_user_frame, read_turn, turn_ended
 from heads.frozen.loading import Target
 
@@ -79,16 +78,7 @@ def plan_prompt(config: PromptsConfig, seed: int, name: str, number: int) -> Pla
     return Plan(kind=kind, opening=opening, follow_ups=tuple(draws.choice(seeds["follow_ups"]) for _ in range(num_further)))
 
 
-class _Ask(NamedTuple):
-    """Tokens that a prompt waits for: the continuation of these."""
-
-    ids: Sequence[int]
-    limit: int
-    stage: str  # names the random numbers
-    is_turn: bool = False  # of the user's; else a text, or an answer
-
-
-Words = Generator[_Ask, list[int], str | None]
+Words = Generator[Ask, list[int], str | None]
 
 
 class Writer:
@@ -100,108 +90,88 @@ class Writer:
         self.target, self.config, self.tokens = target, config, tokens
         self.batch_size, self.seed, self.name = batch_size, seed, name
         self.frame = find_user_frame(target, config.max_prompt_tokens)
+        self._left: dict[int, int] = {}  # by prompt, the most tokens that its texts may still have
 
     def write(self, numbers: Sequence[int]) -> list[Turn]:
-        """Return each prompt's turns, None where it is unusable. As one gets its tokens, another takes its place."""
+        """Return each prompt's turns, None where it is unusable."""
         plans = {number: plan_prompt(self.config, self.seed, self.name, number) for number in numbers}
         turn = self.config.max_prompt_tokens
-        left = {  # the most tokens that a prompt's texts may still have
-            number: plan.text_limit + plan.goes_on * turn + len(plan.follow_ups) * (ANSWER_TOKENS + turn)
-            for number, plan in plans.items()
-        }
-        self.tokens.expect(sum(left.values()))
-        capacity = min(self.target.max_positions, max(left.values(), default=0) + LONGEST_AROUND)
-        waiting = deque[tuple[int, Any, Any]]((number, self._turns(plan), None) for number, plan in plans.items())
-        asked: dict[int, tuple[Any, _Ask]] = {}
-        turns: dict[int, list[str] | None] = {}
-
-        def next_row() -> TokenRow | None:
-            while waiting:
-                number, prompt, ids = waiting.popleft()
-                try:
-                    ask = prompt.send(ids)
-                except StopIteration as over:
-                    turns[number] = over.value
-                    self.tokens.end(left[number], 0)
-                    continue
-                asked[number] = prompt, ask
-                stage = f"{self.name}/{number}/{ask.stage}"
-                name = stage if self.config.kinds is not None else f"{self.name}/self-{number}".lstrip("/")
-                limit = min(self.target.max_positions, len(ask.ids) + ask.limit)
-                return TokenRow(key=number, prompt_ids=ask.ids, limit=limit, request=request_number(name))
-            return None
-
-        def has_ended(row: TokenRow) -> bool:
-            _, ask = asked[row.key]
-            return turn_ended(self.target, self.frame, row) if ask.is_turn else row.tokens[-1] in self.target.eos_token_ids
-
-        sampling = SamplingConfig(temperature=self.config.temperature, top_p=self.config.top_p)
-        for row in continue_rows(
-            TargetSource(self.target, sampling, capacity=capacity),
-            RowQueue(next_row),
+        for number, plan in plans.items():
+            self._left[number] = plan.text_limit + plan.goes_on * turn + len(plan.follow_ups) * (ANSWER_TOKENS + turn)
+        self.tokens.expect(sum(self._left.values()))
+        written = continue_texts(
+            self.target,
+            SamplingConfig(temperature=self.config.temperature, top_p=self.config.top_p),
+            (self._prompt(number, plan) for number, plan in plans.items()),
             seed=self.seed,
-            has_ended=has_ended,
             batch_size=self.batch_size,
-            on_step=self.tokens.write,
-        ):
-            prompt, ask = asked[row.key]
-            left[row.key] -= ask.limit
-            self.tokens.end(ask.limit, len(row.written))
-            waiting.appendleft((row.key, prompt, row.written))
-        return [(number, turns[number]) for number in numbers]
+            capacity=min(self.target.max_positions, max(self._left.values(), default=0) + LONGEST_AROUND),
+            tokens=self.tokens,
+        )
+        return sorted(written)
 
-    def _turns(self, plan: Plan) -> Generator[_Ask, list[int], list[str] | None]:
-        """Ask for a prompt's tokens, and return its turns, None where it is unusable."""
-        first: str | None = plan.opening
+    def _prompt(self, number: int, plan: Plan) -> Generator[Ask, list[int], Turn]:
+        turns = yield from self._turns(number, plan)
+        self.tokens.end(self._left.pop(number), 0)
+        return number, turns if turns and len(turns) > bool(plan.follow_ups) else None
+
+    def _turns(self, number: int, plan: Plan) -> Generator[Ask, list[int], list[str] | None]:
+        """Ask for a prompt's texts; return its turns, None where the first is unusable."""
+        opening: str | None = plan.opening
         if plan.text_request is not None:
-            if (text := (yield from self._text(plan.text_request, plan.text_limit))) is None:
-                return None
-            first = _around(plan, text)
+            text = yield from self._text(number, plan.text_request, plan.text_limit)
+            opening = None if text is None else _around(plan, text)
+        if opening is None:
+            return None
+        first: str | None = opening
         if plan.goes_on:
-            opening = str(first)
-            first = yield from self._turn(self.frame, opening, "turn-0")
+            first = yield from self._turn(number, self.frame, opening, "turn-0")
             if first is not None and plan.text_request is not None:
                 first = _first_line(opening, first)
-        elif len(self.target.encode_chat([_said(str(first))])) >= self.target.max_positions:
-            return None
-        if first is None:
+        if first is None or len(self.target.encode_chat([_said(first)])) >= self.target.max_positions:
             return None
         turns, history = [first], list[Message]()
-        for number, follow_up in enumerate(plan.follow_ups):
+        room = self.target.max_positions - self.config.max_prompt_tokens - TEMPLATE_ROOM
+        for further, follow_up in enumerate(plan.follow_ups):
             history.append(_said(turns[-1]))
             asked = self.target.encode_chat(history)
-            if len(asked) >= self.target.max_positions:
+            ids = yield from self._written(number, asked, ANSWER_TOKENS, f"answer-{further}")
+            if ids is None or len(asked) + len(ids) >= room:
                 break
-            ids = yield _Ask(asked, ANSWER_TOKENS, f"answer-{number}")
             history.append({"role": "assistant", "content": self._plain(ids)})
-            if len(asked) + len(ids) >= self.target.max_positions - self.config.max_prompt_tokens - TEMPLATE_ROOM:
-                break
             frame = find_user_frame(self.target, self.config.max_prompt_tokens, history)
-            if (turn := (yield from self._turn(frame, follow_up, f"turn-{number + 1}"))) is None:
+            if (turn := (yield from self._turn(number, frame, follow_up, f"turn-{further + 1}"))) is None:
                 break
             turns.append(turn)
-        return turns if len(turns) > bool(plan.follow_ups) else None
+        return turns
 
-    def _text(self, request: str, limit: int) -> Words:
+    def _text(self, number: int, request: str, limit: int) -> Words:
         """Ask for the text that a prompt works on, up to its last whole sentence."""
-        asked = self.target.encode_chat([_said(request)])
-        if len(asked) >= self.target.max_positions:
-            return None
-        ids = yield _Ask(asked, limit, "text")
-        text = self._plain(ids)
-        if ids[-1] not in self.target.eos_token_ids:
+        ids = yield from self._written(number, self.target.encode_chat([_said(request)]), limit, "text")
+        text = self._plain(ids or [])
+        if ids and ids[-1] not in self.target.eos_token_ids:
             text = text[: 1 + max(text.rfind(mark) for mark in ".!?\n。")]
         return text.strip() if len(text.strip()) >= MIN_TEXT else None
 
-    def _turn(self, frame: UserFrame, opening: str, stage: str) -> Words:
+    def _turn(self, number: int, frame: UserFrame, opening: str, stage: str) -> Words:
         """Ask for the user's turn that begins with these words, which the target ends after some of its own."""
         begun = self.target.tokenizer(opening, add_special_tokens=False)["input_ids"] if opening else []
-        prefix = [*frame.prefix_ids, *begun]
-        if len(prefix) >= self.target.max_positions:
-            return None
-        ids = yield _Ask(prefix, self.config.max_prompt_tokens, stage, is_turn=True)
-        text = read_turn(self.target, self.frame, [*begun, *ids])
+        ended = partial(turn_ended, self.target, self.frame)
+        limit = self.config.max_prompt_tokens
+        ids = yield from self._written(number, [*frame.prefix_ids, *begun], limit, stage, ended)
+        text = None if ids is None else read_turn(self.target, self.frame, [*begun, *ids])
         return text if text is not None and len(text) > len(opening.strip()) else None
+
+    def _written(
+        self, number: int, ids: list[int], limit: int, stage: str, has_ended: Callable[[TokenRow], bool] | None = None
+    ) -> Generator[Ask, list[int], list[int] | None]:
+        """Ask for a continuation of tokens; return it, None where they fill the context."""
+        if len(ids) >= self.target.max_positions:
+            return None
+        self._left[number] -= limit
+        name = f"{number}/{stage}" if self.config.kinds is not None else f"self-{number}"
+        prefix = "" if self.config.kinds is None and not self.name else f"{self.name}/"
+        return (yield Ask(ids, limit, request_number(prefix + name), has_ended=has_ended))
 
     def _plain(self, ids: Sequence[int]) -> str:
         return str(self.target.tokenizer.decode(list(ids), skip_special_tokens=True))

@@ -2,17 +2,24 @@
 
 from collections import Counter
 
-from distill.generation.answers import Dialogue, refilled
-from distill.generation.continuation import TargetSource, TokenRow, continue_rows
+from distill.dataset.conversations import Conversation
+from distill.generation.answers import answer_turns
+from distill.generation.continuation import TargetSource, TokenRow, continue_rows, continue_texts
 
 
 def answer_prompts(target, prompts, config, *, seed):
     """Answer prompts turn by turn; return a conversation for each answered turn, and the dropped turns by reason."""
-    dialogues = [Dialogue(number=number, prompt=prompt) for number, prompt in enumerate(prompts)]
-    for _ in refilled(target, iter(dialogues), config, seed=seed):
+    rows, dropped = {}, Counter()
+
+    def text(number, prompt):
+        piece = yield from answer_turns(target, prompt, config.max_new_tokens)
+        rows[number] = [Conversation.from_dict(row, "a piece") for row in piece["rows"]]
+        dropped.update(piece["dropped"])
+
+    texts = (text(number, prompt) for number, prompt in enumerate(prompts))
+    for _ in continue_texts(target, config, texts, seed=seed, batch_size=config.batch_size):
         pass
-    dropped = sum((each.dropped for each in dialogues), Counter())
-    return [row for each in dialogues for row in each.rows], dict(dropped)
+    return [row for number in sorted(rows) for row in rows[number]], dict(dropped)
 
 
 def continue_tokens(target, prompts, sampling, *, max_new_tokens, seed, requests):

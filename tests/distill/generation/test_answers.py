@@ -110,13 +110,14 @@ def test_the_next_turn_or_prompt_takes_the_place_of_an_answer_that_has_ended(byt
 
 
 def test_memory_does_not_grow_with_the_answers(byte_target, make_prompts, tmp_path, monkeypatch):
-    def answered(target, dialogues, config, **_):
-        for dialogue in dialogues:
-            while dialogue.ask(target):
-                dialogue.settle(target, [65] * 4000)
-            yield dialogue
+    def written(target, sampling, texts, **_):
+        for text in texts:
+            next(text)
+            with pytest.raises(StopIteration) as end:
+                text.send([65] * 4000)
+            yield end.value.value
 
-    monkeypatch.setattr(answers, "refilled", answered)
+    monkeypatch.setattr(answers, "continue_texts", written)
 
     def peak(count):
         settings = {"config": SAMPLED, "seed": 5, "folder": tmp_path / str(count), "fingerprint": "job"}

@@ -47,7 +47,7 @@ def test_an_answer_that_does_not_come_in_time_is_asked_for_again(api, connect, w
 
 def test_waits_grow_and_are_spread_at_random(api, connect, waits):
     api.troubles = [(500, {})] * 41
-    with pytest.raises(GaveUp, match="answers with status 500: overloaded; gave up after 41 attempts"):
+    with pytest.raises(GaveUp, match=r"answers with status 500: .*overloaded.*; gave up after 41 attempts"):
         connect(retries=40).send("GET", "models")
     means = [min(0.5 * 2**number, 30.0) for number in range(40)]
     assert all(mean / 2 <= wait <= mean * 1.5 for wait, mean in zip(waits, means, strict=True))
@@ -66,7 +66,7 @@ def test_a_wait_that_the_server_asks_for_is_kept(api, connect, waits, asked, lea
 @pytest.mark.parametrize("status", [301, 400, 404, 422])
 def test_a_refusal_is_not_asked_about_again(api, connect, waits, status):
     api.troubles = [(status, {})]
-    with pytest.raises(Refused, match=rf"refuses a request \(status {status}\): overloaded"):
+    with pytest.raises(Refused, match=rf"refuses a request \(status {status}\): .*overloaded"):
         connect().send("GET", "models")
     assert waits == []
 
