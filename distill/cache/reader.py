@@ -96,10 +96,8 @@ class TargetCache:
                 "missing; make the cache with these taps, or change head.taps"
             )
         if layout.target_dtype != (here := str(self.dtype).removeprefix("torch.")):
-            raise InputError(
-                f"target cache {self.folder} was made with target.dtype {layout.target_dtype}, and the target is in {here} "
-                f"here: their logits differ; set target.dtype to {layout.target_dtype}, or {REMAKE}"
-            )
+            made = f"target cache {self.folder} was made with target.dtype {layout.target_dtype}"
+            raise InputError(f"{made}, and the target is in {here} here: their logits differ; set target.dtype, or {REMAKE}")
 
     def rows(
         self, numbers: Sequence[int], lengths: Sequence[int], names: Sequence[str] | None = None, *, pinned: bool = False

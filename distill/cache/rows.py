@@ -40,14 +40,14 @@ def local_rows(
 
 def engine_rows(
     target: Target, layout: RowLayout, examples: Sequence[Example], *, chunk_size: int
-) -> Iterator[dict[str, Tensor]]:
-    """Yield what is kept of each example, by name, on the CPU, from servers of hidden states; for errors see `encode`."""
+) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
+    """Yield each place of an example, and what is kept of it, from servers of hidden states."""
     assert isinstance(target.states_from, EngineStates)
-    texts = [example.input_ids for example in examples]
-    for example, states in zip(examples, target.states_from.of_each(texts, layout.taps or ()), strict=True):
+    found = target.states_from.of_each([example.input_ids for example in examples], layout.taps or ())
+    for index, (example, states) in enumerate(zip(examples, found, strict=True)):
         kept_T = slice(None) if layout.every_position else slice(example.answer_start - 1, -1)
         taps_ANE = [tap_1TE[0, kept_T] for tap_1TE in states.taps_ABTE]
-        yield encode(target, layout, states.final_BTE[0, kept_T], chunk_size, taps_ANE)
+        yield [index], encode(target, layout, states.final_BTE[0, kept_T], chunk_size, taps_ANE)
 
 
 @torch.no_grad()

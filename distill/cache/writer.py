@@ -278,8 +278,7 @@ class CacheJob:
         config = self.config
         if self.target.states_from is None:
             return local_rows(self.target, self.layout, examples, batch_size=config.batch_size, chunk_size=config.chunk_size)
-        served = engine_rows(self.target, self.layout, examples, chunk_size=config.chunk_size)
-        return (([index], kept) for index, kept in enumerate(served))
+        return engine_rows(self.target, self.layout, examples, chunk_size=config.chunk_size)
 
     def _places(self) -> Places:
         """Return where each conversation of the data file lies."""

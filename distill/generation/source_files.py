@@ -110,11 +110,7 @@ def _json_rows(content: bytes, where: str) -> Iterator[SourceRow]:
     """Yield the rows of an array, one object, or lines of an object each."""
     try:
         value = json.loads(content.decode("utf-8-sig"))
-    except UnicodeDecodeError:
-        raise
-    except (ValueError, RecursionError) as error:
-        if content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-            raise InputError(f"{where} is not JSON: {error}") from error
+    except (ValueError, RecursionError):
         yield from _line_rows(io.BytesIO(content), where, still_written=False)
         return
     for number, row in enumerate(value if isinstance(value, list) else [value]):

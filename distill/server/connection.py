@@ -208,28 +208,25 @@ class Connection:
         except httpx2.RequestError as error:
             raise _MayPass(f"cannot be reached ({type(error).__name__}: {first_line(error)})") from error
         if response.status_code in PASSING or response.is_server_error:
-            failure = f"answers with status {response.status_code}: {self._complaint(response)}"
+            failure = f"answers with status {response.status_code}: {_complaint(response)}"
             raise _MayPass(failure, _asked_wait(response))
+        if response.status_code in (httpx2.codes.UNAUTHORIZED, httpx2.codes.FORBIDDEN):
+            key = self.config.api_key_variable
+            without = f"requests without a key; name its variable in {self.section}.api_key_variable"
+            sent = f"the key in {key}" if key else without
+            raise InputError(f"{self.where} refuses {sent} (status {response.status_code})")
         if not response.is_success:
-            raise self._refusal(response)
+            raise Refused(f"{self.where} refuses a request (status {response.status_code}): {_complaint(response)}")
         try:
             return from_json(response.content)
         except ValueError as error:  # a body without a length that was cut off ends like a whole one
             raise _MayPass("answers with JSON that is cut off or damaged") from error
 
-    def _refusal(self, response: httpx2.Response) -> InputError:
-        """Return the error for a status that another attempt would not change."""
-        status = response.status_code
-        if status not in (httpx2.codes.UNAUTHORIZED, httpx2.codes.FORBIDDEN):
-            return Refused(f"{self.where} refuses a request (status {status}): {self._complaint(response)}")
-        key = self.config.api_key_variable
-        without = f"requests without a key; name its variable in {self.section}.api_key_variable"
-        return InputError(f"{self.where} refuses {f'the key in {key}' if key else without} (status {status})")
 
-    def _complaint(self, response: httpx2.Response) -> str:
-        """Return what the server says on one line, shortened, without the key."""
-        text = redact(" ".join(response.text.split()) or "it does not say why")
-        return text if len(text) <= MAX_QUOTED else text[: MAX_QUOTED - 3] + "..."
+def _complaint(response: httpx2.Response) -> str:
+    """Return what the server says on one line, shortened, without the key."""
+    text = redact(" ".join(response.text.split()) or "it does not say why")
+    return text if len(text) <= MAX_QUOTED else text[: MAX_QUOTED - 3] + "..."
 
 
 def pause(stopping: Event, seconds: float) -> None:

@@ -74,7 +74,7 @@ def test_a_folder_is_all_of_its_files_in_order(tmp_path):
         ("a.jsonl", b"\xff", "cannot read prompt file"),
         ("a.jsonl", b"\n", "is empty"),
         ("a.json", b"[1]", "entry 0: expected an object, got int"),
-        ("a.json", b"[{]", "is not JSON"),
+        ("a.json", b"[{]", "line 1: not JSON"),
         ("a.csv", b"a,b\n1\n", "line 2: expected 2 fields"),
         ("a.csv", b'a,b\n"1"2,3\n', "line 2: not CSV"),
         ("a.parquet", b"PAR1", "cannot read prompt file"),
