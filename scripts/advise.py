@@ -47,11 +47,7 @@ def main(config: AdviceConfig, args: argparse.Namespace) -> int:
 
 
 def minutes(budget: str) -> float:
-    """Return the minutes of a time such as 90s, 30m or 1.5h.
-
-    Raises:
-        InputError: it is none.
-    """
+    """Return the minutes of a time such as 90s, 30m or 1.5h."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", budget)
     if found is None or not float(found[1]):
         raise InputError(f"--budget must be a time above 0 such as 90s, 30m or 1.5h, got {budget}")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -98,9 +99,7 @@ class StepClock:
 
 
 def _between(start: Moment, end: Moment) -> float:
-    """Return seconds from one moment to a later one, both of which have come."""
-    if isinstance(start, float) or isinstance(end, float):
-        assert isinstance(start, float)
-        assert isinstance(end, float)
-        return end - start
-    return start.elapsed_time(end) / 1000
+    """Return seconds from one moment to a later one of the same kind, both of which have come."""
+    if isinstance(start, float):
+        return cast(float, end) - start
+    return start.elapsed_time(cast(torch.Event, end)) / 1000

@@ -13,9 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 from configs.runtime.command import DONE
 from configs.runtime.errors import ConfigError
 from configs.schema.training import ScheduleConfig
-from scripts.lab.bench.engines import largest_difference, read_metric
 from tests.faults.conftest import die_at_step
-from tests.train.loop.test_engines import NEEDS_DEEPSPEED, TOLERANCE, Runs, assert_same
+from tests.support.launched_runs import NEEDS_DEEPSPEED, TOLERANCE, Runs, assert_same, assert_same_metrics
 from train.loop import loop
 from train.loop.engines import Fsdp2Engine
 from train.loop.lineage import accumulating
@@ -86,8 +85,7 @@ def test_gradients_are_sent_with_the_last_micro_batch_of_a_step_only(runs, recip
 def test_a_head_of_several_units_has_the_losses_and_the_weights_of_a_whole_one(runs, kind):
     """Both in two processes, since some families draw which positions they train."""
     found, expected = (runs.finished(recipe, "heads", {"head": HEADS[kind]}) for recipe in ("fsdp2", "ddp_cpu"))
-    for name in ("loss", "gradient_norm"):
-        assert largest_difference(read_metric(found, name), read_metric(expected, name)) < TOLERANCE, name
+    assert_same_metrics(found, expected)
     files = (folder / "artifact" / "model.safetensors" for folder in (found, expected))
     torch.testing.assert_close(*map(load_file, files), rtol=0, atol=TOLERANCE)
 
