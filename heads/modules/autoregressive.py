@@ -112,8 +112,7 @@ class FeatureProposer(ABC):
         self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
     ) -> Proposal:
         text, longest = token_rows(tokens, self.device), self.module.settings.longest_draft
-        vocabulary = self.module.output_head(0).vocabulary
-        chain = ChainBuilder(text.lengths, sampling, rng, vocabulary, keep_logits=keep_logits)
+        chain = ChainBuilder(text.lengths, sampling, rng, self.module.output_head(0).vocabulary, keep_logits=keep_logits)
         self.draft(text, chain, num_tokens if longest is None else min(num_tokens, longest))
         self._has_read = True
         return chain.proposal()

@@ -1,4 +1,4 @@
-"""An artifact round-trips, loads in transformers as it is, and refuses what it was not made for."""
+"""An artifact round-trips, loads in transformers as it is, and refuses what it was not made for; so do models as found."""
 
 import dataclasses
 import json
@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from configs.runtime.errors import InputError
 from heads.artifact import load_draft, save_draft_lm
+from heads.frozen.identity import hash_weights
 from heads.frozen.loading import recast
 from heads.metadata import METADATA_FILE, VOCABULARY_FILE, Metadata, read_metadata
 from heads.vocabulary import DraftVocabulary
@@ -69,19 +70,14 @@ def test_transformers_loads_it_as_it_is_and_assists_with_it(folder, target):
 
 @pytest.mark.parametrize(
     ("field", "words"),
-    [("weights_sha256", "target weights"), ("chat_template_sha256", "chat template")],
+    [("weights_sha256", "target weights"), ("chat_template_sha256", "chat template"), ("tokenizer_sha256", "tokenizer")],
 )
-def test_another_target_is_refused_and_can_be_allowed_with_a_warning(folder, target, field, words):
+def test_another_target_is_refused_and_can_be_allowed_with_a_warning_but_for_its_tokenizer(folder, target, field, words):
     other = dataclasses.replace(target.identity, **{field: "1" * 64})
     with pytest.raises(InputError, match=words):
-        load_draft(folder, other, target.model)
-    assert words in load_draft(folder, other, target.model, allow_target_mismatch=True).warnings[0]
-
-
-def test_another_tokenizer_is_refused_whatever_is_allowed(folder, target):
-    other = dataclasses.replace(target.identity, tokenizer_sha256="1" * 64)
-    with pytest.raises(InputError, match="tokenizer"):
-        load_draft(folder, other, target.model, allow_target_mismatch=True)
+        load_draft(folder, other, target.model, allow_target_mismatch=field == "tokenizer_sha256")
+    if field != "tokenizer_sha256":
+        assert words in load_draft(folder, other, target.model, allow_target_mismatch=True).warnings[0]
 
 
 def test_a_folder_without_metadata_is_no_artifact(tmp_path):
@@ -157,3 +153,59 @@ def test_a_vocabulary_that_does_not_fit_metadata_or_target_is_refused(reduced_fo
     wrong.write(reduced_folder / VOCABULARY_FILE)
     with pytest.raises(InputError, match=words):
         load_draft(reduced_folder, target.identity, target.model)
+
+
+# --- models that are no artifacts ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def save(tmp_path, tiny_llama, tiny_tokenizer):
+    """Return a function that writes a small model with its tokenizer, as transformers does."""
+
+    def write(tokenizer=tiny_tokenizer, shard_size="1GB", **settings):
+        folder = tmp_path / "tiny-model"
+        tiny_llama(seed=2, layers=1, dtype=torch.float32, **settings).save_pretrained(folder, max_shard_size=shard_size)
+        tokenizer.save_pretrained(folder)
+        return folder
+
+    return write
+
+
+@pytest.mark.parametrize("shard_size", ["1GB", "20KB"])
+def test_a_model_of_the_same_tokenizer_is_a_draft_lm(save, target, shard_size):
+    folder = save(shard_size=shard_size)
+    draft = load_draft(folder, target.identity, target.model)
+    assert (draft.metadata.kind, draft.sha256) == ("draft_lm", hash_weights(folder))
+    assert draft.warnings == [f"the draft {folder} is a model as it was found, not trained by draftsmith for tiny"]
+
+
+@pytest.mark.parametrize("vocab_size", [64, 61, 72])
+def test_its_embedding_may_be_padded_otherwise_than_the_targets(save, target, vocab_size):
+    draft = load_draft(save(vocab_size=vocab_size), target.identity, target.model)
+    assert draft.proposer.vocab_size == min(64, vocab_size)
+
+
+def test_a_model_of_another_tokenizer_is_refused_whatever_is_allowed(save, target, tiny_tokenizer):
+    other = type(tiny_tokenizer)(tokenizer_object=tiny_tokenizer.backend_tokenizer, eos_token="<user>")
+    folder = save(tokenizer=other)
+    with pytest.raises(InputError, match="cannot draft for tiny: its tokenizer is another"):
+        load_draft(folder, target.identity, target.model, allow_target_mismatch=True)
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"), [("tokenizer*", "nor a causal LM with its tokenizer"), ("*.safetensors", "holds none of")]
+)
+def test_a_folder_that_lacks_tokenizer_or_weights_is_refused_in_a_sentence(save, target, missing, words):
+    folder = save()
+    for path in folder.glob(missing):
+        path.unlink()
+    with pytest.raises(InputError, match=words):
+        load_draft(folder, target.identity, target.model)
+
+
+def test_the_output_folder_of_a_training_stands_for_its_artifact(tiny_run, target):
+    named = [
+        load_draft(folder, target.identity, target.model, allow_target_mismatch=True)
+        for folder in (tiny_run, tiny_run / "artifact")
+    ]
+    assert named[0].sha256 == named[1].sha256

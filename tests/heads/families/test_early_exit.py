@@ -1,13 +1,11 @@
 """An early exit drafts with the target's first blocks: untrained as self-speculation, on the target's cache, and losslessly."""
 
 import gc
-from unittest.mock import Mock
 
 import pytest
 
 from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
-from configs.schema.drafting import ConfidenceStopping
 from configs.schema.heads import EarlyExitSettings
 from eval.decoder.decode import decode
 from heads.families.registry import FAMILIES, serve
@@ -41,19 +39,6 @@ def test_untrained_it_drafts_as_self_speculation_does(name, temperature, as_targ
     expected = rounds_of(target, config, DraftLM(early_exit(target.model, 2), 64))
     assert rounds_of(target, config, proposer_of(target.model, stir=0.0)) == expected
     assert len({each.num_accepted for rounds in expected for each in rounds}) > 1
-
-
-@pytest.mark.parametrize("stopping", [None, ConfidenceStopping(rule="confidence", threshold=0.3)], ids=["fixed", "stopping"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_rounds_on_the_targets_cache_are_those_of_a_cache_of_its_own(stopping, temperature, as_target, monkeypatch):
-    target = as_target(checks.tiny_target("llama"))
-    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=16, temperature=temperature, stopping=stopping)
-    together = rounds_of(target, config, proposer_of(target.model))
-    with monkeypatch.context() as patched:
-        patched.setattr("heads.families.early_exit.SharedBlocks", Mock(side_effect=InputError("in one part")))
-        apart = rounds_of(target, config, proposer_of(target.model))
-    assert together == apart
-    assert len({len(each.drafted) for rounds in together for each in rounds}) > 1
 
 
 def test_no_token_goes_twice_through_the_blocks_that_draft_in_one_round(as_target):

@@ -7,7 +7,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from configs.runtime.errors import InputError
 from configs.schema.heads import LayerSettings
-from heads.modules.layers import Rotary, layer_shape, shape_like
+from heads.modules.layers import Rotary, layer_shape
 from tests.support import family_checks as checks
 from tests.support.family_checks import LLAMA3, YARN
 
@@ -21,14 +21,6 @@ def test_rotations_are_those_of_a_llama_with_these_parameters(scaling):
     positions_BT = torch.tensor([[0, 1, 7, 40, 100]])
     expected = LlamaRotaryEmbedding(config)(torch.zeros(1), positions_BT)
     torch.testing.assert_close(rotary(torch.zeros(1), positions_BT), expected, rtol=0, atol=0)
-
-
-def test_what_is_left_open_is_the_targets():
-    target = checks.tiny_target("llama")
-    assert layer_shape(target, None) == layer_shape(target, LayerSettings()) == shape_like(target)
-    shape = layer_shape(target, LayerSettings(mlp_width=20, norm_epsilon=1e-3, rope_scaling=LLAMA3))
-    assert (shape.mlp_width, shape.norm_epsilon, shape.width) == (20, 1e-3, 32)
-    assert shape.rope_parameters == LLAMA3 | {"rope_theta": shape.rope_theta}
 
 
 @pytest.mark.parametrize(

@@ -64,19 +64,6 @@ def test_all_anchors_are_the_places_that_a_block_would_be_drafted_from(batch):
     assert anchors.weights_BA.tolist() == anchors.valid_BA.float().tolist()
 
 
-def test_so_many_of_each_conversation_are_drawn_and_weigh_as_all_of_them(batch):
-    anchors = choose_anchors(batch, 3)
-    first, none, last = (row[valid].tolist() for row, valid in zip(anchors.places_BA, anchors.valid_BA, strict=True))
-    assert first[:3] == [3, 4, 5]
-    assert len(first) == 6
-    assert set(first) < set(ANCHORS)
-    assert first == sorted(first)
-    assert none == []
-    assert len(set(last)) == 3
-    assert anchors.weights_BA[0].tolist() == pytest.approx([1.0] * 3 + [4 / 3] * 3)
-    assert anchors.weights_BA[2, :3].tolist() == pytest.approx([16 / 3] * 3)
-
-
 def test_every_anchor_is_drawn_as_often_as_every_other():
     row = batch_of([DOCUMENTS] * 1000, [LABELS] * 1000)
     torch.manual_seed(1)
