@@ -263,8 +263,8 @@ def test_a_perfect_draft_is_accepted_down_to_the_leaves_and_recorded_by_its_rank
 def test_settings_and_drafts_that_do_not_go_with_a_tree_are_refused(target):
     with pytest.raises(InputError, match="PromptLookup drafts chains only"):
         generate(target, PROMPTS, with_tree("bushy"), PromptLookup(target.device))
-    with pytest.raises(ValidationError, match="3 tokens deep, and num_speculative_tokens allows 2"):
+    with pytest.raises(ValidationError, match="num_speculative_tokens"):
         with_tree("bushy", num_speculative_tokens=2)
-    with pytest.raises(ValidationError, match="stopping cuts chains only"):
+    with pytest.raises(ValidationError, match="stopping"):
         with_tree("bushy", stopping={"rule": "confidence"})
     assert with_tree("bushy", num_speculative_tokens=0).tree is not None

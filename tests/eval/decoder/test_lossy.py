@@ -277,11 +277,11 @@ def test_the_table_names_the_nearest_codes_and_tokens_that_are_none_name_themsel
 def test_settings_that_contradict_each_other_and_no_table_are_refused(target, draft, table, tmp_path):
     with pytest.raises(InputError, match=r"holds no table of neighbours.*eval/neighbours\.py"):
         decode(target, requests_for(PROMPTS[:1]), sampled(near(str(tmp_path / "none"), 0.1)), draft)
-    with pytest.raises(ValidationError, match="drafts that were drawn"):
+    with pytest.raises(ValidationError, match="drawn"):
         sampled(near(table, 0.1), tree=TREES["dynamic"])
-    with pytest.raises(ValidationError, match=r"set a table by eval/neighbours\.py"):
+    with pytest.raises(ValidationError, match=r"eval/neighbours\.py"):
         tolerating(k=3)
-    with pytest.raises(ValidationError, match=r"lossy\.drafts to drawn"):
+    with pytest.raises(ValidationError, match="drawn"):
         sampled(tolerating(drafts="likeliest"), tree=TREES["static"])
 
 
@@ -302,7 +302,7 @@ def test_the_verdict_names_a_lossy_mode_and_plain_decoding_and_the_baselines_sta
 
 
 def test_an_evaluation_and_a_gate_refuse_a_lossy_mode_that_is_not_asked_for_with_its_quality(report):
-    with pytest.raises(ValidationError, match="changes answers, and nothing judges them: set quality"):
+    with pytest.raises(ValidationError, match="quality"):
         EvalConfig(decode=sampled(TYPICAL))
     assert EvalConfig(decode=sampled(TYPICAL), quality=QualityConfig()).decode.rule == "typical"
     lossy = {"kind": "typical", "epsilon": 0.09, "delta": 0.3, "drafts": "likeliest"}
