@@ -1,6 +1,5 @@
 """The job files of scripts/cluster: SLURM's with stand-ins for its programs, Kubernetes' by its fields."""
 
-import json
 import os
 import re
 import signal
@@ -22,7 +21,6 @@ from train.loop.checkpoints import list_checkpoints, read_manifest
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = ROOT / "scripts" / "cluster"
-SCRIPTS = sorted(path for path in CLUSTER.iterdir() if path.suffix in (".sh", ".sbatch"))
 LENGTHS = {"max_steps": 100, "eval_every_steps": 20, "checkpoint_every_steps": 20}  # long enough to be met in the middle
 
 # Runs a task of the job as Slurm would; the first time, it sends SIGTERM to the task's group once a checkpoint is there.
@@ -125,8 +123,8 @@ wait $!
 
 @pytest.mark.parametrize(
     ("said", "launcher_code", "code"),
-    [("a checkpoint is there", 1, 143), ("", 1, 1), ("", 143, 1), ("", 137, 137), ("", 0, 0)],
-    ids=["stopped", "failed", "launcher terminated", "killed", "done"],
+    [("a checkpoint is there", 1, 143), ("", 143, 1), ("", 0, 0)],
+    ids=["stopped", "launcher terminated", "done"],
 )
 def test_only_a_stop_that_training_has_written_a_checkpoint_for_is_requeued(tmp_path, said, launcher_code, code):
     write_tools(tmp_path, srun=SIGNALLING, scontrol=SCONTROL, python=LAUNCHER.replace("started", str(tmp_path / "started")))
@@ -139,16 +137,15 @@ def test_only_a_stop_that_training_has_written_a_checkpoint_for_is_requeued(tmp_
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["INT", "HUP"])
-def test_training_does_not_outlive_the_terminal_that_a_node_was_started_from(tmp_path, name):
+def test_training_does_not_outlive_the_terminal_that_a_node_was_started_from(tmp_path):
     write_tools(tmp_path, python=LAUNCHER.replace("started", str(tmp_path / "started")))
     told = {"PYTHON": str(tmp_path / "python"), "SAID": "a checkpoint is there", "LAUNCHER_CODE": "1", "TMPDIR": str(tmp_path)}
-    command = ["env", f"--default-signal={name}", "bash", str(CLUSTER / "node.sh"), "train/heads.py"]
+    command = ["env", "--default-signal=HUP", "bash", str(CLUSTER / "node.sh"), "train/heads.py"]
     node = subprocess.Popen(command, env=environment(**told))
     while not (tmp_path / "started").exists():
         assert node.poll() is None
         time.sleep(0.02)
-    node.send_signal(getattr(signal, f"SIG{name}"))
+    node.send_signal(signal.SIGHUP)
     assert node.wait(30) == TERMINATED
 
 
@@ -218,79 +215,17 @@ def assert_ends(pid, seconds=10):
 # --- the files ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_a_script_is_bash_and_names_its_placeholders_once_at_the_top(script):
-    assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
-    text = script.read_text()
-    head, block, body = re.split(r"^# -+(?: placeholders -+)?\n", text, flags=re.MULTILINE)
-    assert f"scripts/cluster/{script.name} train/" in head  # the launch line
-    assert not re.search(r"^[^#\n]", head, re.MULTILINE)
-    placeholders = re.findall(r'^(?:export )?([A-Z_]+)="\$\{\1:-', block, re.MULTILINE)
-    assert len(placeholders) == len(set(placeholders)) == len(block.strip().splitlines())
-    handed_on = " ".join(re.findall(r"^export ([A-Z_ ]+)$", body, re.MULTILINE)).split()
-    used = {*re.findall(r"\$\{?([A-Z][A-Z_]+)", body), *handed_on}
-    own = {*placeholders, *re.findall(r"\b([A-Z][A-Z_]+)=", body), "BASH_SOURCE"}
-    assert {name for name in used - own if not name.startswith("SLURM_")} == set()
-    assert {name for name in placeholders if f"export {name}=" not in block} <= used
-
-
 def test_slurm_is_told_to_stop_the_job_in_time_and_to_keep_it():
     told = set(re.findall(r"^#SBATCH --(\S+)", (CLUSTER / "slurm.sbatch").read_text(), re.MULTILINE))
     # The signal goes to the processes, not to the batch shell alone (B:).
     assert told >= {"signal=TERM@120", "ntasks-per-node=1", "open-mode=append", "requeue"}
 
 
-@pytest.fixture(scope="module")
-def kubernetes():
-    """The Kubernetes objects, placeholders filled in as the launch line does; the pod; its container; its variables."""
+def test_a_kubernetes_job_is_yaml_once_its_placeholders_are_filled():
     text = (CLUSTER / "kubernetes_job.yaml").read_text()
     given = dict(re.findall(r'(\b[A-Z]+)=("[^"]*"|\S+)', text.partition("\n#\n")[0]))
     assert set(given) == set(re.findall(r"\$\{([A-Z]+)\}", text))
     filled = string.Template(text).substitute({name: value.strip('"') for name, value in given.items()})
-    assert "$" not in filled.partition("apiVersion")[2]
-    objects = {each["kind"]: each for each in yaml.safe_load_all(filled)}
-    json.dumps(objects)  # nothing that YAML reads otherwise than it is written, such as a date
-    pod = objects["Job"]["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    return objects, pod, container, {each["name"]: each.get("value") for each in container["env"]}
-
-
-def test_the_pods_of_a_kubernetes_job_find_each_other_and_the_same_disk(kubernetes):
-    objects, pod, container, values = kubernetes
-    job, name = objects["Job"]["spec"], objects["Job"]["metadata"]["name"]
-    service, claim = objects["Service"], objects["PersistentVolumeClaim"]
-    assert job["completionMode"] == "Indexed"
-    assert job["completions"] == job["parallelism"] == int(values["NUM_NODES"]) == 2
-    assert service["spec"]["clusterIP"] == "None"
-    assert service["spec"]["selector"] == {"job-name": name}  # a label that the job gives its pods
-    assert pod["subdomain"] == service["metadata"]["name"]
-    assert values["MAIN_HOST"] == f"{name}-0.{service['metadata']['name']}"  # how pods of an indexed job are called
-    assert values["MAIN_PORT"] == str(service["spec"]["ports"][0]["port"])
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == int(values["PROCESSES_PER_NODE"])
-    assert container["resources"]["requests"].keys() == {"cpu", "memory"}
-    assert container["securityContext"]["allowPrivilegeEscalation"] is False
-    volumes = {each["name"]: each for each in pod["volumes"]}
-    assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
-    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
-    assert {each["name"] for each in container["volumeMounts"]} == set(volumes)
-    assert len({each["metadata"]["namespace"] for each in objects.values()}) == 1
-
-
-def test_a_pod_has_the_time_to_write_a_checkpoint_and_a_training_that_fails_by_itself_ends_the_job(kubernetes):
-    objects, pod, container, values = kubernetes
-    job, node = objects["Job"]["spec"], (CLUSTER / "node.sh").read_text()
-    (grace,) = re.findall(r"GRACE_SECONDS:-(\d+)", node)
-    assert pod["terminationGracePeriodSeconds"] > int(grace) > 30
-    assert values.keys() <= set(re.findall(r"^([A-Z_]+)=", node, re.MULTILINE))
-    command = container["command"][-1].split()
-    assert command[:2] == ["exec", "scripts/cluster/node.sh"]
-    assert (ROOT / command[1]).stat().st_mode & 0o111
-    assert (ROOT / command[2]).is_file()
-    assert (ROOT / command[command.index("--config") + 1]).is_file()
-    assert command[-1].startswith("output=/runs/")
-    assert pod["restartPolicy"] == "Never"  # podFailurePolicy is refused with any other
-    ended = {"containerName": container["name"], "operator": "NotIn", "values": [137, TERMINATED]}
-    disruption = [{"type": "DisruptionTarget", "status": "True"}]
-    rules = [{"action": "Ignore", "onPodConditions": disruption}, {"action": "FailJob", "onExitCodes": ended}]
-    assert job["podFailurePolicy"]["rules"] == rules  # the first that fits is taken
-    assert int(values["MAX_RESTARTS"]) * job["backoffLimit"] <= 50
+    pod = {each["kind"]: each for each in yaml.safe_load_all(filled)}["Job"]["spec"]["template"]["spec"]
+    (grace,) = re.findall(r"GRACE_SECONDS:-(\d+)", (CLUSTER / "node.sh").read_text())
+    assert pod["terminationGracePeriodSeconds"] > int(grace) > 30  # time to write a checkpoint

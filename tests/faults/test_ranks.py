@@ -4,10 +4,8 @@ import signal
 import time
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from configs.runtime.command import BAD_INPUT, DONE, FAILED, TERMINATED
+from configs.runtime.command import DONE, FAILED, TERMINATED
 from tests.faults.conftest import at_call, die_at_step, send_here, start_pair
 from tests.support.training_runs import read_metrics
 from train.launch import run_distillation
@@ -72,22 +70,3 @@ def test_a_stop_asked_of_one_process_ends_both_after_the_same_step(tmp_path, sta
     assert metrics[f"{SHARE}communication"] > 0.2
     assert metrics[f"{SHARE}backward"] < 0.2
     assert [child.end() for child in start_two()] == [DONE, DONE]
-
-
-def test_a_run_of_one_process_goes_on_with_two_where_its_steps_stay_the_same(project, tmp_path, start, start_two):
-    def alone(name, **settings):
-        config = project.distill(tmp_path / name, batch_size=2, gradient_accumulation_steps=2, max_steps=9)
-        return start(run_distillation, config, **settings).end()
-
-    assert alone("whole") == DONE
-    assert alone("run", before=die_at_step(14)) == -signal.SIGKILL  # the loss of a micro-batch of step 7
-    children = start_two(gradient_accumulation_steps=2, max_steps=9)
-    assert [child.end() for child in children] == [BAD_INPUT, BAD_INPUT]
-    assert "had steps of 2 micro-batches over 1 processes, this run has steps of 4 over 2" in children[0].said
-    assert [child.end() for child in start_two(gradient_accumulation_steps=1, max_steps=9)] == [DONE, DONE]
-    weights, expected = (
-        load_file(tmp_path / name / "checkpoints" / "step-00000009" / "model.safetensors") for name in ("run", "whole")
-    )
-    # All within an epoch: at its end accelerate gives two processes equally many batches, some of them a second time.
-    for name, tensor in expected.items():
-        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-5, msg=name)

@@ -1,68 +1,20 @@
 """A server that cuts the connection or goes away: asked again, named where it goes on, and no answer lost with the process."""
 
-import json
 import os
 import signal
-import socket
-import threading
 
 import pytest
 
 from configs.runtime import files
 from configs.runtime.command import BAD_INPUT, DONE
-from configs.runtime.errors import InputError
-from configs.schema.data import DataConfig, ServerConfig
+from configs.schema.data import DataConfig
 from configs.schema.target import TargetConfig
 from distill.generation.make_dataset import make_dataset
 from distill.generation.server_answers import ServerAnswerJob
-from distill.server import connection as server_connection
-from distill.server.connection import Connection
 from heads.frozen.loading import load_target
 from tests.faults.conftest import kill_at_call, start_pair
 from tests.faults.test_making import made
 from tests.support.fake_server import Api, serving
-
-BODY = json.dumps({"data": [{"id": "tiny"}]}).encode()
-HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(BODY)
-
-
-@pytest.fixture
-def serve(monkeypatch):
-    """A function that serves the list of models, cutting the first `cuts` answers short, and returns the address."""
-    monkeypatch.setattr(server_connection, "pause", lambda stopping, seconds: None)
-    listeners = []
-
-    def serve(cuts):
-        listener = socket.create_server(("127.0.0.1", 0))
-        listeners.append(listener)
-
-        def answer():
-            for number in range(cuts + 1):
-                try:
-                    connection, _ = listener.accept()
-                except OSError:
-                    return
-                with connection:
-                    connection.recv(65536)
-                    connection.sendall(HEAD + (BODY[: len(BODY) // 2] if number < cuts else BODY))
-
-        threading.Thread(target=answer, daemon=True).start()
-        return f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-
-    yield serve
-    for listener in listeners:
-        listener.close()
-
-
-def test_an_answer_cut_off_is_asked_for_again_and_one_that_always_is_is_reported(serve):
-    with Connection(ServerConfig(url=serve(2), model="tiny", retries=2)) as connection:
-        connection.check_model()
-    with (
-        Connection(ServerConfig(url=serve(3), model="tiny", retries=1)) as connection,
-        pytest.raises(InputError, match=r"cannot be reached \(RemoteProtocolError: .*gave up after 2 attempts"),
-    ):
-        connection.check_model()
-
 
 # --- a data set whose answers a server writes ---------------------------------------------------------------------
 

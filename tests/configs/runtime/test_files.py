@@ -77,12 +77,6 @@ def test_a_new_folder_takes_the_place_of_the_old_one_only_when_all_went_well(tmp
     assert list(tmp_path.iterdir()) == [place]
 
 
-def test_json_lines_come_with_their_numbers_and_blank_lines_are_passed_over(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"a": 1}\n\n  \n{"b": 2}\n')
-    assert list(read_jsonl(path, "rows")) == [(1, {"a": 1}), (4, {"b": 2})]
-
-
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [

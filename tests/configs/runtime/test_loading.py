@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel
 
 from configs.runtime.errors import ConfigError
 from configs.runtime.loading import load_config
@@ -42,19 +40,13 @@ def test_a_config_written_out_in_full_loads_as_itself(schema, written):
     assert load_config(schema, written(yaml.safe_dump(config.model_dump(mode="json")))) == config
 
 
-def test_numbers_and_words_arrive_with_their_types(written):
-    path = written("optimizer: {learning_rate: 3e-4, weight_decay: 0}\nschedule: {mixed_precision: no}\n")
-    config = load_config(DistillConfig, path)
-    assert config.optimizer.learning_rate == 3e-4
-    assert config.optimizer.weight_decay == 0.0
-    assert config.schedule.mixed_precision == "no"
-
-
 def test_overrides_win_over_the_file_and_later_ones_over_earlier_ones(written):
     path = written("decode: {seed: 1, batch_size: 4, top_k: 5}")
     config = load_config(EvalConfig, path, ["decode.seed=2", "decode.seed=3", "suite.num_prompts=5", "decode.top_k="])
     assert (config.decode.seed, config.decode.batch_size, config.suite.num_prompts) == (3, 4, 5)
     assert config.decode.top_k is None
+    config = load_config(EvalConfig, None, ["decode.seed=5", "decode={batch_size: 2}"])
+    assert (config.decode.seed, config.decode.batch_size) == (5, 2)
 
 
 def test_overrides_reach_into_lists_by_index():
@@ -63,23 +55,12 @@ def test_overrides_reach_into_lists_by_index():
     assert [(rule.min, rule.bound) for rule in config.rules] == [(1.5, "confidence"), (0.5, "point")]
 
 
-def test_an_override_of_a_whole_section_keeps_the_keys_it_does_not_name():
-    config = load_config(EvalConfig, None, ["decode.seed=5", "decode={batch_size: 2}"])
-    assert (config.decode.seed, config.decode.batch_size) == (5, 2)
-
-
 def test_a_section_given_in_part_keeps_the_other_values_it_has_by_default(written):
     assert DistillConfig().held_out.decode.max_new_tokens != DecodeConfig().max_new_tokens
     in_file = load_config(DistillConfig, written("held_out: {decode: {seed: 1}}"))
     by_override = load_config(DistillConfig, None, ["held_out.decode.seed=1"])
     assert in_file == by_override
     assert in_file.held_out.decode.max_new_tokens == DistillConfig().held_out.decode.max_new_tokens
-
-
-def test_loading_leaves_the_schema_defaults_as_they_were():
-    load_config(DistillConfig, None, ["schedule.trackers=[wandb]", "student.layers=[0]", "held_out.decode.seed=9"])
-    assert load_config(DistillConfig, None) == DistillConfig()
-    assert DistillConfig().held_out.decode.seed == 0
 
 
 @pytest.mark.parametrize(
@@ -96,7 +77,6 @@ def test_loading_leaves_the_schema_defaults_as_they_were():
         (GateConfig, "rules=[{metric: a}]", "--set rules: rules.0: give exactly one of min and max"),
         (DistillConfig, "optimizer.learning_rate=yes", "--set optimizer.learning_rate: expected a number, got 'yes'"),
         (DistillConfig, "schedule.batch_size=2.5", "expected a whole number, got 2.5"),
-        (DistillConfig, "schedule.batch_size=0", "expected a number of at least 1, got 0"),
         (DistillConfig, "optimizer.warmup_share=1.5", "expected a number of at most 1, got 1.5"),
         (DistillConfig, "loss.temperature=0", "expected a number above 0, got 0"),
         (DistillConfig, "loss.temperature=.nan", "expected a finite number, got nan"),
@@ -105,11 +85,9 @@ def test_loading_leaves_the_schema_defaults_as_they_were():
         (DistillConfig, "output=3", "--set output: expected text, got 3"),
         (DecodeConfig, "seed=" + "x" * 1000, r"expected a whole number, got 'x{56}\.\.\.$"),
         (DistillConfig, "student.layers=3", "expected a list, got 3"),
-        (DistillConfig, "student.layers=[2, 1]", "layers must rise"),
         (DistillConfig, "optimizer.beta2=1.0", "expected a number below 1, got 1.0"),
         (DistillConfig, "target=", "--set target: expected a section of its own, got null"),
         (DistillConfig, "target.name", "--set target.name: expected dotted.key=value"),
-        (DistillConfig, "target..name=x", "expected dotted.key=value"),
         (DistillConfig, "output=@x", "--set output, line 1: found character '@'"),
         (HeadsConfig, "head.knd=2", "--set head.knd: unknown key 'head.knd'; the nearest known key is 'head.kind'$"),
         (HeadsConfig, "head={kind: medusa, num_layer: 2}", "key 'head.num_layer'; the nearest known key is 'head.num_layers'$"),
@@ -119,13 +97,11 @@ def test_loading_leaves_the_schema_defaults_as_they_were():
             "head.prefix_attention=true",
             "unknown key 'head.prefix_attention'; another kind of this section has it$",
         ),
-        (HeadsConfig, "schedule.lerning_rate=1", "the nearest known key is 'optimizer.learning_rate'$"),
         (HeadsConfig, "suite.num_prompts=1", "unknown key 'suite'; it is a key of eval/run.py$"),
         (HeadsConfig, "zzz=1", "unknown key 'zzz'; --keys lists the known ones$"),
         (HeadsConfig, "head.num_layers=0", "--set head.num_layers: expected a number of at least 1, got 0"),
         (HeadsConfig, "head={kind: eagle4}", "--set head: head.kind: expected one of 'medusa', .*, got 'eagle4'"),
         (HeadsConfig, "head.kind=", "--set head.kind: expected one of 'medusa', .*, got 'None'"),
-        (HeadsConfig, "head=3", "--set head: expected a section of its own, got 3"),
     ],
 )
 def test_each_mistake_in_an_override_has_its_sentence(schema, override, sentence):
@@ -139,7 +115,6 @@ def test_each_mistake_in_an_override_has_its_sentence(schema, override, sentence
     [
         ("rules.1.min=2", "--set rules.1: rules is a list of 1, expected an index from 0, got '1'"),
         ("rules.first.min=2", "got 'first'"),
-        ("rules.-1.min=2", "got '-1'"),
         ("min_prompts.x=2", "--set min_prompts.x: min_prompts is 8, which has no keys"),
     ],
 )
@@ -160,42 +135,19 @@ def test_of_several_mistakes_the_first_is_told_and_the_others_are_counted(writte
         load_config(EvalConfig, written("draft: 3\noutput: 4\nrepeats: x"))
 
 
-@pytest.mark.parametrize("content", ["- 1\n- 2", "just words", "3"])
-def test_a_file_that_is_no_mapping_is_refused(content, written):
-    with pytest.raises(ConfigError, match="expected `key: value` lines at the top"):
-        load_config(EvalConfig, written(content))
-
-
 def test_a_missing_file_a_folder_and_bytes_that_are_no_text_are_refused(tmp_path, written):
     with pytest.raises(ConfigError, match="config file not found"):
         load_config(EvalConfig, str(tmp_path / "missing.yaml"))
-    with pytest.raises(ConfigError, match="cannot read config file"):
-        load_config(EvalConfig, str(tmp_path))
+    with pytest.raises(ConfigError, match="expected `key: value` lines at the top"):
+        load_config(EvalConfig, written("- 1"))
     with pytest.raises(ConfigError, match="cannot read config file"):
         load_config(EvalConfig, written(b"\xff\xfe\x00"))
 
 
-FRAGMENTS = st.sampled_from(
-    [b"decode", b"seed", b": ", b"\n", b"  ", b"- ", b"[", b"{", b"}", b"&a ", b"*a", b"3e-4", b"'", b"~"]
-)
-
-
-@settings(max_examples=100)
-@given(content=st.binary() | st.lists(FRAGMENTS, max_size=30).map(b"".join))
-def test_any_bytes_are_a_config_or_a_config_error(tmp_path_factory, content):
-    path = tmp_path_factory.getbasetemp() / "fuzzed.yaml"
-    path.write_bytes(content)
-    _config_or_error(EvalConfig, path, [])
-
-
 @given(override=st.text() | st.from_regex(r"[a-z.0]{0,12}=[^\n]{0,20}"))
 def test_any_override_is_a_config_or_a_config_error(override):
-    _config_or_error(GateConfig, None, ["rules=[{metric: a, min: 1}]", override])
-
-
-def _config_or_error(schema: type[BaseModel], path: Path | None, overrides: list[str]) -> None:
     with contextlib.suppress(ConfigError):
-        assert isinstance(load_config(schema, path, overrides), schema)
+        assert isinstance(load_config(GateConfig, None, ["rules=[{metric: a, min: 1}]", override]), GateConfig)
 
 
 def test_a_file_changes_the_one_that_it_extends(tmp_path):

@@ -10,8 +10,7 @@ from datetime import UTC, datetime, timedelta
 
 from pydantic import BaseModel
 
-from configs.runtime import run_record
-from configs.runtime.run_record import changed_files, describe_git, describe_hardware, describe_versions, write_run_record
+from configs.runtime.run_record import changed_files, describe_git, describe_hardware, write_run_record
 from configs.schema.decoding import DecodeConfig
 
 
@@ -48,13 +47,6 @@ def test_neither_the_environment_nor_a_secret_setting_gets_into_the_record(tmp_p
     assert json.loads(text)["config"] == {"hub_token": "***", "max_new_tokens": 5}
 
 
-def test_versions_name_what_is_installed_and_leave_out_what_is_not(monkeypatch):
-    monkeypatch.setattr(run_record, "PACKAGES", ("pydantic", "no-such-package"))
-    versions = describe_versions()
-    assert list(versions) == ["python", "pydantic"]
-    assert versions["python"].split(".")[:2] == [str(part) for part in sys.version_info[:2]]
-
-
 def test_git_tells_the_commit_and_whether_the_tree_differs_from_it(tmp_path, monkeypatch):
     assert describe_git(tmp_path) == {"commit": None, "dirty": None}
     git(tmp_path, "init")
@@ -74,16 +66,12 @@ def test_git_tells_the_commit_and_whether_the_tree_differs_from_it(tmp_path, mon
     assert describe_git() == {"commit": None, "dirty": None}
 
 
-def test_hardware_counts_only_the_cores_this_process_may_use():
-    hardware = describe_hardware()
-    assert hardware["cpu"]
-    assert hardware["memory_bytes"] > 2**28
-    assert 1 <= hardware["cores"] <= os.cpu_count()
-
-
 def test_gpus_are_read_from_nvidia_smi_and_a_machine_without_it_has_none(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert describe_hardware()["gpus"] == []
+    hardware = describe_hardware()
+    assert hardware["gpus"] == []
+    assert hardware["cpu"]
+    assert 1 <= hardware["cores"] <= os.cpu_count()
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho 'NVIDIA H200, 143771, 580.1'\necho 'NVIDIA A100, SXM, [N/A], 580.1'\n")
     tool.chmod(0o755)

@@ -3,9 +3,12 @@
 import pytest
 from pydantic import ValidationError
 
+from configs.runtime.errors import ConfigError
+from configs.runtime.loading import load_config
 from configs.schema.decoding import DecodeConfig, ParticleSampling, TypicalAcceptance
 from configs.schema.drafting import DynamicTree, EntropyStopping, StaticTree
-from configs.schema.training import HeldOutDecodingConfig, PolicyConfig
+from configs.schema.evaluation import EvalConfig
+from configs.schema.training import HeldOutDecodingConfig
 
 GROWN = DynamicTree(kind="dynamic")
 TYPICAL = TypicalAcceptance(kind="typical")
@@ -22,11 +25,9 @@ def static(candidates=None):
     [
         ({}, "block", True),
         ({"temperature": 0.0}, "greedy", False),
-        ({"temperature": 0.0, "tree": static("k_seq")}, "greedy", False),
         ({"verification": "token"}, "token", True),
         ({"verification": "match"}, "match", False),
         ({"tree": static()}, "without_replacement", True),
-        ({"tree": static(), "verification": "token"}, "without_replacement", True),
         ({"tree": static("with_replacement")}, "with_replacement", True),
         ({"tree": static("k_seq")}, "k_seq", True),
         ({"tree": static("top_k")}, "match", False),
@@ -68,10 +69,36 @@ def test_checkpoints_are_not_chosen_by_a_lossy_rule():
         HeldOutDecodingConfig(decode=DecodeConfig(temperature=1.0, lossy=TYPICAL))
 
 
-@pytest.mark.parametrize("temperature", [1e-40, 9e-5])
-def test_a_temperature_by_which_no_logit_can_be_divided_is_refused(temperature):
+def test_a_temperature_by_which_no_logit_can_be_divided_is_refused():
     with pytest.raises(ValidationError, match="temperature must be 0"):
-        DecodeConfig(temperature=temperature)
-    with pytest.raises(ValidationError, match="temperature must be 0"):
-        PolicyConfig(temperature=temperature)
+        DecodeConfig(temperature=9e-5)
     assert DecodeConfig(temperature=1e-4).rule == "block"
+
+
+COST = "rule: cost, draft_step_milliseconds: 1, target_step_milliseconds: [10, 10, 11, 12]"
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("{rule: confidnce}", "decode.stopping.rule: expected one of 'confidence', 'entropy', 'cost', got 'confidnce'"),
+        ("{threshold: 0.5}", "'decode.stopping.rule' is missing"),
+        ("{rule: entropy, treshold: 1}", "unknown key 'decode.stopping.treshold'; the nearest known key is"),
+        (
+            "{rule: cost, draft_step_milliseconds: 1, target_step_milliseconds: [10, 11]}",
+            "stopping.target_step_milliseconds must have 4 entries or more, for 1 to 4 rows",
+        ),
+        (f"{{{COST}, calibration: []}}", "calibration needs at least one point"),
+        *(
+            (
+                f"{{{COST}, calibration: [{{confidence: 0.5, acceptance: 0.5}}, {{confidence: {sure}, acceptance: {kept}}}]}}",
+                f"calibration must rise in confidence and not fall in acceptance, got {sure}: {kept} after 0.5: 0.5",
+            )
+            for sure, kept in ((0.4, 0.6), (0.6, 0.4))
+        ),
+    ],
+)
+def test_a_stopping_rule_that_cannot_be_is_refused_in_one_sentence(text, complaint):
+    with pytest.raises(ConfigError) as refusal:
+        load_config(EvalConfig, None, [f"decode.stopping={text}"])
+    assert complaint in str(refusal.value)

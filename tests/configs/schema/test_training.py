@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from configs.schema.data import PromptsConfig
-from configs.schema.evaluation import GateRule
-from configs.schema.training import LossConfig, StudentConfig
+from configs.runtime.errors import ConfigError
+from configs.runtime.loading import load_config
+from configs.schema.data import DataConfig
+from configs.schema.training import DistillConfig, LossConfig, StudentConfig
 
 
 def test_layers_are_kept_by_default_only_where_the_student_is_made_of_the_target():
@@ -54,15 +55,28 @@ def test_a_loss_that_cannot_be_is_refused(settings, rule):
         LossConfig(**settings)
 
 
+ON_POLICY = "policy.on_policy=0.5"
+
+
 @pytest.mark.parametrize(
-    "settings", [{"source": "file"}, {"source": "dataset"}, {"source": "package"}, {"path": "prompts.jsonl"}]
+    "loss", ["loss.divergence=cross_entropy", "loss={mix: {forward_kl: 1, cross_entropy: 0.1}, divergence: null}"]
 )
-def test_prompts_have_a_path_exactly_when_they_come_from_one(settings):
-    with pytest.raises(ValidationError, match="path is needed for source 'file', 'dataset' and 'package', and only there"):
-        PromptsConfig(**settings)
+def test_the_drafts_own_tokens_are_never_labels_to_copy(loss):
+    with pytest.raises(ConfigError, match="cross_entropy would take the draft's own tokens for labels"):
+        load_config(DistillConfig, None, [ON_POLICY, loss])
+    load_config(DistillConfig, None, [loss])
+    load_config(DistillConfig, None, [ON_POLICY, "loss={mix: {forward_kl: 1, cross_entropy: 0}, divergence: null}"])
 
 
-@pytest.mark.parametrize("settings", [{}, {"min": 1.0, "max": 2.0}])
-def test_a_rule_has_one_threshold(settings):
-    with pytest.raises(ValidationError, match="exactly one of min and max"):
-        GateRule(metric="speed.decode_speedup", **settings)
+def test_a_cache_does_not_know_what_the_draft_writes():
+    with pytest.raises(
+        ConfigError, match=r"data\.cache must be null: no cache holds what the draft writes, or set policy\.on_policy to null"
+    ):
+        load_config(DistillConfig, None, [ON_POLICY, "data.cache=runs/cache"])
+    load_config(DistillConfig, None, ["data.cache=runs/cache"])
+
+
+def test_prompts_that_the_target_writes_itself_bring_no_answers():
+    with pytest.raises(ConfigError, match=r"prompts\.source 'self_seeded' brings none"):
+        load_config(DataConfig, None, ["answers.written_by=dataset"])
+    load_config(DataConfig, None, ["answers.written_by=dataset", "prompts={source: file, path: prompts.jsonl}"])

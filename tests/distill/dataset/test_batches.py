@@ -7,7 +7,6 @@ import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader
 
-from configs.runtime.errors import InputError
 from distill.dataset.batches import BucketedBatchSampler, ConversationDataset, balanced, collate, make_loader
 from heads.modules.interface import NO_DOCUMENT
 from scripts.lab.bench.scale import efficiency
@@ -43,11 +42,6 @@ def test_long_conversations_are_cut_at_the_end_and_those_without_an_answer_left_
     assert dataset.num_labels == 3
 
 
-def test_a_data_set_without_any_answer_left_is_refused():
-    with pytest.raises(InputError, match="max_length = 2"):
-        ConversationDataset([conversation((1, 2), (3,))], max_length=2)
-
-
 def test_the_order_depends_on_seed_and_epoch_alone(dataset):
     loader, again = make_loader(dataset, 8, seed=3), make_loader(dataset, 8, seed=3)
     first_epoch = first_ids(loader)
@@ -58,14 +52,6 @@ def test_the_order_depends_on_seed_and_epoch_alone(dataset):
     loader.batch_sampler.set_epoch(1)
     assert first_ids(loader) == second_epoch
     assert first_ids(make_loader(dataset, 8, seed=4)) != first_epoch
-
-
-def test_every_conversation_comes_once_an_epoch_and_the_short_batch_last(dataset):
-    sampler = BucketedBatchSampler(dataset.lengths, 8, seed=0, window=2)
-    batches = list(sampler)
-    assert sorted(index for batch in batches for index in batch) == list(range(83))
-    assert [len(batch) for batch in batches] == [8] * 10 + [3]
-    assert len(sampler) == 11
 
 
 def test_windows_of_similar_length_pad_less(dataset):

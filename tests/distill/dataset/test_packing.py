@@ -8,9 +8,9 @@ from pydantic import ValidationError
 
 from configs.schema.training import DistillConfig
 from distill.cache.reader import open_cache
-from distill.dataset.batches import BucketedBatchSampler, ConversationDataset, Example, collate
-from distill.dataset.packing import PackedBatchSampler, collate_packed, first_fit, make_packed_loader
-from heads.frozen.hidden_states import read_states
+from distill.dataset.batches import BucketedBatchSampler, ConversationDataset, Example
+from distill.dataset.packing import PackedBatchSampler, collate_packed, make_packed_loader
+from heads.frozen.hidden_states import TargetStates, read_states
 from heads.modules.interface import NO_DOCUMENT
 from scripts.lab.bench.scale import efficiency
 from tests.support.caches import cache_job, conversation, random_conversations, run, write_rows
@@ -47,25 +47,7 @@ def test_a_row_is_its_conversations_one_after_the_other():
     assert batch.conversations_BC.tolist() == [[5, 3], [8, pad]]
 
 
-def test_rows_of_one_conversation_are_what_they_are_without_packing():
-    examples = [Example((11, 12, 13), 2, 5), Example((21, 22), 1, 3)]
-    packed, plain = collate_packed([[example] for example in examples]), collate(examples)
-    for one, other in zip(packed[:5], plain[:5], strict=True):
-        assert torch.equal(one, other)
-        assert one.dtype == other.dtype
-    assert packed.packed_positions_BT is None
-
-
-def test_a_conversation_without_a_prompt_is_refused():
-    with pytest.raises(ValueError, match="conversation 4 has no prompt"):
-        collate_packed([[Example((1, 2), 1, 3), Example((1, 2), 0, 4)]])
-
-
 # --- which rows, and in what order --------------------------------------------------------------------------------
-
-
-def test_first_fit_puts_each_length_into_the_first_row_with_room():
-    assert first_fit(np.array([7, 6, 4, 3, 3, 1]), 10).tolist() == [0, 1, 1, 0, 2, 2]
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
@@ -109,11 +91,6 @@ def test_processes_share_the_epoch_of_one(dataset):
         assert dealt[: len(whole) - 1] == whole[:-1]
 
 
-def test_a_conversation_longer_than_a_row_is_refused():
-    with pytest.raises(ValueError, match="97 tokens does not fit into a row of 96"):
-        sampler_of([3, 97])
-
-
 def test_chats_of_all_lengths_fill_more_than_97_parts_in_100():
     lengths = np.clip(np.random.default_rng(0).lognormal(5.3, 0.8, 6000), 10, 1024).astype(int)
     packed = efficiency(sampler_of(lengths, 8, pack_length=2048), lengths)
@@ -142,23 +119,16 @@ def packed_batch(rows, max_length=512):
     return collate_packed([[examples[number] for number in row] for row in ([6, 1, 3], [7], [2, 0])])
 
 
-@pytest.mark.parametrize("max_length", [512, 9])
-def test_hidden_states_of_packed_rows_come_from_the_cache(cached, byte_target, max_length):
-    rows, cache = cached(dtype="float32")
+@pytest.mark.parametrize(("max_length", "taps"), [(512, None), (9, None), (512, [0, 2])])
+def test_hidden_states_of_packed_rows_come_from_the_cache(cached, byte_target, max_length, taps):
+    rows, cache = cached(dtype="float32", taps=taps)
     batch = packed_batch(rows, max_length)
-    before_label_BT = batch.loss_mask_BT[:, 1:]
-    online = target_hidden(byte_target, batch)[:, :-1][before_label_BT]
-    torch.testing.assert_close(cache.signal(batch)[:, :-1][before_label_BT], online, rtol=1e-5, atol=1e-5)
-
-
-def test_taps_of_packed_rows_come_from_the_cache(cached, byte_target):
-    rows, cache = cached(dtype="float32", taps=[0, 2])
-    batch = packed_batch(rows)
-    inside_BT = batch.document_ids_BT != NO_DOCUMENT
-    online = read_states(byte_target.model, batch.input_ids_BT, [2, 0], batch.packed_positions_BT)
-    found = cache.states(batch, [2, 0])
+    before_label_BT = torch.cat([batch.loss_mask_BT[:, 1:], torch.zeros(len(batch.loss_mask_BT), 1, dtype=torch.bool)], 1)
+    kept_BT = before_label_BT if taps is None else batch.document_ids_BT != NO_DOCUMENT
+    online = read_states(byte_target.model, batch.input_ids_BT, taps or [], batch.packed_positions_BT)
+    found = TargetStates(final_BTE=cache.signal(batch)) if taps is None else cache.states(batch, taps)
     for one, other in zip([found.final_BTE, *found.taps_ABTE], [online.final_BTE, *online.taps_ABTE], strict=True):
-        torch.testing.assert_close(one[inside_BT], other[inside_BT], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(one[kept_BT], other[kept_BT], rtol=1e-5, atol=1e-5)
 
 
 def test_likeliest_tokens_of_packed_rows_stand_in_the_order_of_the_mask(cached, byte_target):

@@ -6,7 +6,6 @@ import torch
 from configs.runtime.errors import ConfigError, InputError
 from configs.schema.training import StudentConfig
 from distill.student.init import initial_draft
-from tests.support.family_configs import tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -26,12 +25,6 @@ def test_a_model_without_rows_for_every_token_is_refused(tmp_path, tiny_llama, t
         initial_draft(StudentConfig(init="model", path=str(tmp_path)), target)
 
 
-def test_a_draft_with_dropout_is_checked_without_it(target):
-    draft = initial_draft(StudentConfig(init="fresh", overrides={"attention_dropout": 0.5}), target)
-    assert draft.training
-    assert draft.config.attention_dropout == 0.5
-
-
 def test_a_smaller_model_with_another_tokenizer_is_refused(target, tmp_path, tiny_llama, tiny_tokenizer):
     tiny_llama(seed=3, dtype=torch.float32).save_pretrained(tmp_path)
     tiny_tokenizer.save_pretrained(tmp_path)
@@ -49,11 +42,6 @@ def test_a_fresh_draft_is_the_targets_config_with_some_values_replaced(target):
     assert {name: getattr(draft.config, name) for name in overrides} == overrides
     assert (draft.config.intermediate_size, draft.config.vocab_size) == (64, 64)
     assert all(parameter.requires_grad for parameter in draft.parameters())  # random embeddings must not stay random
-
-
-def test_a_fresh_draft_of_fewer_blocks_has_a_kind_for_each(as_target):
-    draft = initial_draft(StudentConfig(init="fresh", overrides={"num_hidden_layers": 2}), as_target(tiny_model("mellum")))
-    assert [len(draft.config.layer_types), len(draft.config.mlp_layer_types)] == [2, 2]
 
 
 @pytest.mark.parametrize(

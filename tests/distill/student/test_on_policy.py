@@ -9,7 +9,6 @@ from accelerate.data_loader import prepare_data_loader
 from configs.schema.training import DistillConfig
 from distill.dataset.batches import ConversationDataset, Example, collate
 from distill.student.on_policy import Rewriter, RowSelection, examples_of
-from heads.modules.interface import NO_DOCUMENT
 from heads.proposers.draft_lm import DraftLM
 from heads.sampling.probabilities import token_probabilities
 from heads.vocabulary import DraftVocabulary, keep_head_rows
@@ -105,10 +104,6 @@ def test_processes_rewrite_the_same_number_of_rows_in_every_micro_batch(rewriter
 # --- what is written ----------------------------------------------------------------------------------------------
 
 
-def test_a_batch_gives_back_the_conversations_it_was_made_of():
-    assert examples_of(collate(EXAMPLES)) == EXAMPLES
-
-
 def test_greedy_rows_are_the_drafts_own_continuations_of_their_prompts(rewriter, draft):
     batch, num_written = rewriter(temperature=0.0).rewrite(collate(EXAMPLES), chosen(1, 3), draft)
     anew, untouched, short = (examples_of(batch)[row] for row in (1, 2, 3))
@@ -117,20 +112,6 @@ def test_greedy_rows_are_the_drafts_own_continuations_of_their_prompts(rewriter,
     assert short.input_ids == naive_greedy(draft, EXAMPLES[3].input_ids[:4], 3)
     assert untouched == EXAMPLES[2]
     assert num_written == 45 + 3
-
-
-def test_labels_are_the_tokens_of_the_answers_and_nothing_else(rewriter, draft):
-    batch, _ = rewriter().rewrite(collate(EXAMPLES), chosen(0, 1, 3), draft)
-    after = examples_of(batch)
-    T = max(len(example.input_ids) for example in after)
-    assert batch.input_ids_BT.shape == (4, T)
-    for row, (old, new) in enumerate(zip(EXAMPLES, after, strict=True)):
-        length = len(new.input_ids)
-        assert batch.loss_mask_BT[row].tolist() == [old.answer_start <= place < length for place in range(T)]
-        assert batch.document_ids_BT[row].tolist() == [0] * length + [NO_DOCUMENT] * (T - length)
-        assert batch.position_ids_BT[row].tolist() == list(range(T))
-        assert (batch.input_ids_BT[row, length:] == 0).all()
-        assert (new.conversation, new.answer_start) == (old.conversation, old.answer_start)
 
 
 def test_a_row_ends_with_the_first_token_that_ends_a_text_and_its_neighbours_go_on(rewriter, draft, target, as_target):
@@ -146,27 +127,6 @@ def test_a_row_ends_with_the_first_token_that_ends_a_text_and_its_neighbours_go_
     assert other.input_ids == neighbour
     assert num_written == len(ended.input_ids) - 5 + 6
     assert batch.loss_mask_BT[1, : len(ended.input_ids)].tolist() == [place >= 5 for place in range(len(ended.input_ids))]
-
-
-def test_a_row_that_ends_at_once_keeps_its_end_as_its_one_label(rewriter, draft, target, as_target):
-    end = naive_greedy(draft, EXAMPLES[0].input_ids[:3], 1)[-1]
-    policy = rewriter(temperature=0.0, target=as_target(target.model, eos=(end,)))
-    batch, _ = policy.rewrite(collate(EXAMPLES[:1]), chosen(0), draft)
-    assert batch.input_ids_BT.tolist() == [[7, 12, 3, end]]
-    assert batch.loss_mask_BT.tolist() == [[False, False, False, True]]
-
-
-def test_no_row_grows_beyond_the_longest_length(rewriter, draft):
-    batch, _ = rewriter(max_length=12, max_new_tokens=50).rewrite(collate(EXAMPLES[:1]), chosen(0), draft)
-    assert batch.input_ids_BT.shape == (1, 12)
-
-
-def test_a_prompt_that_fills_the_targets_context_is_left_as_it_is(rewriter, draft, tiny_llama, as_target):
-    narrow = as_target(tiny_llama(seed=1, max_position_embeddings=5))
-    batch = collate(EXAMPLES[:2])
-    after, num_written = rewriter(target=narrow).rewrite(batch, chosen(1), draft)
-    assert after is batch
-    assert num_written == 0
 
 
 def test_tokens_are_drawn_from_the_drafts_distribution(rewriter, draft):

@@ -9,7 +9,7 @@ import torch
 
 from configs.runtime.errors import ConfigError
 from distill.dataset.batches import ConversationDataset
-from distill.student.vocabulary import choose_by_mass, log_choice, most_frequent_answer_tokens, target_mass, uncovered_curve
+from distill.student.vocabulary import choose_by_mass, log_choice, most_frequent_answer_tokens, target_mass
 from tests.support.caches import conversation, random_conversations
 from tests.support.losses import target_hidden
 
@@ -29,11 +29,6 @@ def test_the_most_frequent_answer_tokens_are_taken_and_ties_go_to_the_lower_id(t
     assert chosen.token_ids_W.tolist() == [1, 2, 9, 12, 33, 40]
     assert chosen.target_vocab_size == 64
     assert "6 of 64 tokens, 88.89 %" in caplog.text
-
-
-def test_tokens_that_never_came_fill_up_a_larger_vocabulary_from_the_lowest_id(target):
-    assert most_frequent_answer_tokens(ROWS, 9, target).token_ids_W.tolist() == [0, 1, 2, 3, 9, 12, 20, 33, 40]
-    assert most_frequent_answer_tokens(ROWS, 64, target).token_ids_W.tolist() == list(range(64))
 
 
 @pytest.mark.parametrize("size", [1, 65])
@@ -64,11 +59,6 @@ def test_mass_is_the_sum_of_the_targets_probabilities_before_answer_tokens(targe
     assert list(mass) == ["chat", "code"]
     for kind, mass_V in mass.items():
         torch.testing.assert_close(mass_V, naive[kind], rtol=1e-9, atol=1e-12)
-
-
-def test_the_curve_says_for_each_size_what_is_left_out():
-    mass_V, order_V = torch.tensor([1.0, 5.0, 0.0, 4.0], dtype=torch.float64), torch.tensor([3, 1, 2, 0])
-    torch.testing.assert_close(uncovered_curve(order_V, mass_V), torch.tensor([1.0, 0.6, 0.1, 0.1, 0.0], dtype=torch.float64))
 
 
 def falling_mass(share):

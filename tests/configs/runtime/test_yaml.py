@@ -82,13 +82,6 @@ def test_what_the_dialect_leaves_out_is_refused_with_its_line(text, complaint):
     assert str(caught.value).startswith("here")
 
 
-def test_a_list_nested_to_the_limit_is_read():
-    value = parse_yaml("[" * MAX_DEPTH + "]" * MAX_DEPTH, "here")
-    for _ in range(MAX_DEPTH - 1):
-        (value,) = value
-    assert value == []
-
-
 @given(st.text(alphabet=st.sampled_from("[]{}:,-?!&*|>'\"%@#\\UuxA0 \n\t~.e<")) | st.text())
 def test_any_text_is_a_value_or_a_config_error(text):
     with contextlib.suppress(ConfigError):
