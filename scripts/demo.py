@@ -30,13 +30,12 @@ from configs.runtime.command import EPILOG, INTERRUPTED, Parser, exit_code
 from configs.runtime.files import folder_lock
 from configs.runtime.loading import parse_yaml, read_values
 from scripts import steps as shared
-from scripts.own_demo import add_own_arguments, is_own, own_loop
+from scripts.own_demo import OwnLoop, add_own_arguments, is_own
 from scripts.steps import GATE_ENTRY, Step, run_step, stop
 
 RUN = Path("runs/demo")
 LAUNCH = ("-m", "accelerate.commands.launch", "--quiet", "--config_file", "configs/accelerate/one_process_cpu.yaml")
 GATE = ("--config", "configs/gates/demo.yaml")
-REPORTS = {"draft LM": RUN / "eval", "head": RUN / "eval_head"}
 
 STEPS = {
     "target: fetch and unpack": [
@@ -48,8 +47,8 @@ STEPS = {
     "head: train a Hydra head": [*LAUNCH, "train/heads.py", "--config", "configs/heads/demo.yaml"],
     "evaluate: decode with the draft LM": ["eval/run.py", "--config", "configs/eval/demo.yaml"],
     "evaluate: decode with the head": ["eval/run.py", "--config", "configs/eval/demo_head.yaml"],
-    "gate: the draft LM's verdict": [GATE_ENTRY, str(REPORTS["draft LM"] / "report.json"), *GATE],
-    "gate: the head's verdict": [GATE_ENTRY, str(REPORTS["head"] / "report.json"), *GATE],
+    "gate: the draft LM's verdict": [GATE_ENTRY, str(RUN / "eval" / "report.json"), *GATE],
+    "gate: the head's verdict": [GATE_ENTRY, str(RUN / "eval_head" / "report.json"), *GATE],
 }
 
 
@@ -63,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parser.parse_args(argv)
         folder, steps, made_of = RUN, STEPS, ""
         if is_own(arguments):
-            loop = own_loop(arguments)
-            folder, steps, made_of = loop.run, loop.steps(STEPS), loop.made_of()
+            loop = OwnLoop(arguments)
+            folder, steps, made_of = loop.run, loop.steps(STEPS), loop.made_of
             if arguments.fresh:
                 loop.check_removable(folder)
             print(loop.plan_text(steps), flush=True)
@@ -80,23 +79,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code(run)
 
 
-def run_steps(folder: Path, steps: Mapping[str, list[str]], made_of: str = "", pages: Mapping[str, Path] | None = None) -> int:
-    """Run the steps in order, but for those that a run before has finished; return the worst verdict, or a failure's code.
+def run_steps(folder: Path, steps: Mapping[str, list[str]], made_of: str = "") -> int:
+    """Run commands in order, but for those that a run before has finished; return the worst verdict, or a failure's code.
 
-    The output of a step that was begun by other commands, configs or data is moved aside first.
-
-    Args:
-        folder: of their outputs.
-        steps: their commands.
-        made_of: a fingerprint of what they read besides configs.
-        pages: of the reports, to be named at the end; None: those of this demo.
+    The output of a step that was begun by other commands, configs or data (`made_of`, a fingerprint) is moved aside first.
     """
-    own = {f"report of the {name}": folder / place.name / "report.html" for name, place in REPORTS.items()}
     code = shared.run_steps(folder, [_step(folder, *step) for step in steps.items()], made_of, discard=_move_aside)
-    print()
-    for name, page in (own if pages is None else pages).items():
-        print(f"{name}: {page if page.exists() else 'none'}")
-    print(f"exit code: {code}")
+    print(f"\nexit code: {code}")
     return code
 
 

@@ -51,7 +51,9 @@ def main() -> int:
     """Run the command that the arguments name and return its exit code."""
     name, *rest = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
-        print(_help())
+        print("usage: draftsmith COMMAND [--config FILE] [--set KEY=VALUE ...]\n")
+        for command, (_, schema) in COMMANDS.items():
+            print(f"  {command:8}  {_summary(schema)}")
         return DONE
     if name not in COMMANDS:
         print(f"error: no command {name!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
@@ -65,12 +67,6 @@ def main() -> int:
         return exit_code(run)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else DONE
-
-
-def _help() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:{width}}  {_summary(schema)}" for name, (_, schema) in COMMANDS.items()]
-    return "\n".join(["usage: draftsmith COMMAND [--config FILE] [--set KEY=VALUE ...]", "", *lines])
 
 
 def _summary(schema: type[BaseModel] | None) -> str:

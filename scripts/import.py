@@ -54,14 +54,7 @@ def main(config: ImportConfig, args: argparse.Namespace) -> None:
         "versions": describe_versions(),
         "trial": None if trial is None else asdict(trial),
     }
-    write_artifact(
-        fitted,
-        out,
-        target.identity,
-        vocab_size=target.vocab_size,
-        num_speculative_tokens=tokens,
-        provenance=provenance,
-    )
+    write_artifact(fitted, out, target, num_speculative_tokens=tokens, provenance=provenance)
     say(
         f"{out}: {fitted.settings.kind} from {external.form}"
         + ("" if trial is None else f", {trial.accepted_per_round:.2f} accepted a round")

@@ -10,7 +10,6 @@ import argparse
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,30 +34,61 @@ TRAININGS: dict[str, type[PlanConfig]] = {
 GIB = 2**30
 
 
-@dataclass(frozen=True, kw_only=True)
 class OwnLoop:
-    """The demo on somebody's target.
+    """The demo on somebody's target, by its arguments; of the target, its config is read or fetched, but no weights."""
 
-    run: the folder that everything is written to.
-    given: files and folders that it reads.
-    has_data: the answers are among them.
-    num_prompts: that are answered, or whose answers are there.
-    settings: by config file, what is set besides it.
-    workload: what a plan is told of data that is not made yet.
-    """
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        from heads.device import CPU, default_device
+        from train.plan.models import read_model_config
 
-    target: str
-    run: Path
-    on_gpu: bool
-    given: tuple[Path, ...]
-    has_data: bool
-    num_prompts: int
-    settings: Mapping[str, list[str]]
-    workload: list[str]
-
-    def made_of(self) -> str:
-        """Return a fingerprint of the files given, by size and time, for steps to be run again after they changed."""
-        return files_fingerprint(self.given)
+        if others := [each for each in arguments.set if not each.startswith(("target.", "prompts."))]:
+            raise InputError(f"--set {others[0]}: the demo takes settings of target and prompts only, as target.dtype=float32")
+        if arguments.num_prompts is not None and arguments.num_prompts < 4:
+            raise InputError(
+                f"--num-prompts must be 4 or more, to train on some and judge by others, got {arguments.num_prompts}"
+            )
+        self.on_gpu = (default_device().type if arguments.device is None else arguments.device) != CPU.type
+        name = _absolute(arguments.target) if arguments.target else DataConfig().target.name
+        target = [
+            _set("target.name", name),
+            *([_set("target.device", arguments.device)] if arguments.device else []),
+            *_section("target", arguments),
+        ]
+        known = load_config(DataConfig, None, target).target
+        model = read_model_config(name, known.revision, trust_remote_code=known.trust_remote_code).get_text_config()
+        self.run = run = Path("runs") / f"demo-{re.sub(r'[^A-Za-z0-9_.-]+', '-', Path(name).name.removesuffix('.gguf'))}"
+        data = Path(_absolute(arguments.data)) if arguments.data else None
+        if data is not None:
+            _check_made(data)
+            prompts, self.num_prompts, self.workload = list[str](), _lines(data), list[str]()
+        else:
+            prompts, self.num_prompts, self.workload = _prompts(arguments)
+        train = run / "data" / "train.jsonl" if data is None else data
+        held_out = train.with_name("held_out.jsonl")
+        context = getattr(model, "max_position_embeddings", None) or MAX_LENGTH
+        training = [*target, _set("data.train", train), _set("data.held_out", held_out)]
+        training.append(_set("data.max_length", min(MAX_LENGTH, context)))
+        words = DRAFT_VOCABULARY if model.vocab_size > DRAFT_VOCABULARY else None
+        layers = list(range(max(1, model.num_hidden_layers // DEPTH_SHARE)))
+        draft_lm = [_set("student.layers", layers), _set("student.draft_vocab_size", words)]
+        judged = None if data is None else min(HELD_OUT, _lines(held_out))
+        evaluation = [*target, _set("suite.path", held_out), _set("suite.num_prompts", judged)]
+        evaluation.append(_set("cost.context_tokens", [min(128, context // 4), min(512, context // 2)]))
+        given = (name, arguments.prompts and _absolute(arguments.prompts), data)
+        self.settings: dict[str, list[str]] = {
+            "configs/data/demo.yaml": [*target, *prompts, _set("output", run / "data")],
+            "configs/distill/demo.yaml": [*training, *draft_lm, _set("output", run / "distill")],
+            "configs/heads/demo.yaml": [*training, _set("head.draft_vocab_size", words), _set("output", run / "heads")],
+            "configs/eval/demo.yaml": [*evaluation, _set("draft", run / "distill" / "artifact"), _set("output", run / "eval")],
+            "configs/eval/demo_head.yaml": [
+                *evaluation,
+                _set("draft", run / "heads" / "artifact"),
+                _set("output", run / "eval_head"),
+            ],
+        }
+        self.target, self.has_data = name, data is not None
+        self.given = tuple(Path(each) for each in given if each is not None)
+        self.made_of = files_fingerprint(self.given)  # steps run again after these changed
 
     def check_removable(self, folder: Path) -> None:
         """Refuse to remove a folder that holds what was given."""
@@ -119,66 +149,6 @@ def is_own(arguments: argparse.Namespace) -> bool:
     """Return whether the arguments ask for another loop than the demo's."""
     own = (arguments.target, arguments.prompts, arguments.data, arguments.num_prompts, arguments.device)
     return bool(arguments.set) or any(each is not None for each in own)
-
-
-def own_loop(arguments: argparse.Namespace) -> OwnLoop:
-    """Return the loop that the arguments ask for; of the target, its config is read or fetched, but no weights."""
-    from heads.device import CPU, default_device
-    from train.plan.models import read_model_config
-
-    if others := [each for each in arguments.set if not each.startswith(("target.", "prompts."))]:
-        raise InputError(f"--set {others[0]}: the demo takes settings of target and prompts only, as target.dtype=float32")
-    if arguments.num_prompts is not None and arguments.num_prompts < 4:
-        raise InputError(f"--num-prompts must be at least 4, got {arguments.num_prompts}: some to train on, some to judge by")
-    on_gpu = (default_device().type if arguments.device is None else arguments.device) != CPU.type
-    name = _absolute(arguments.target) if arguments.target else DataConfig().target.name
-    target = [
-        _set("target.name", name),
-        *([_set("target.device", arguments.device)] if arguments.device else []),
-        *_section("target", arguments),
-    ]
-    known = load_config(DataConfig, None, target).target
-    model = read_model_config(name, known.revision, trust_remote_code=known.trust_remote_code).get_text_config()
-    run = Path("runs") / f"demo-{re.sub(r'[^A-Za-z0-9_.-]+', '-', Path(name).name.removesuffix('.gguf'))}"
-    data = Path(_absolute(arguments.data)) if arguments.data else None
-    if data is not None:
-        _check_made(data)
-        prompts, num_prompts, workload = list[str](), _lines(data), list[str]()
-    else:
-        prompts, num_prompts, workload = _prompts(arguments)
-    train = run / "data" / "train.jsonl" if data is None else data
-    held_out = train.with_name("held_out.jsonl")
-    context = getattr(model, "max_position_embeddings", None) or MAX_LENGTH
-    training = [*target, _set("data.train", train), _set("data.held_out", held_out)]
-    training.append(_set("data.max_length", min(MAX_LENGTH, context)))
-    words = DRAFT_VOCABULARY if model.vocab_size > DRAFT_VOCABULARY else None
-    layers = list(range(max(1, model.num_hidden_layers // DEPTH_SHARE)))
-    draft_lm = [_set("student.layers", layers), _set("student.draft_vocab_size", words)]
-    judged = None if data is None else min(HELD_OUT, _lines(held_out))
-    evaluation = [*target, _set("suite.path", held_out), _set("suite.num_prompts", judged)]
-    evaluation.append(_set("cost.context_tokens", [min(128, context // 4), min(512, context // 2)]))
-    given = (name, arguments.prompts and _absolute(arguments.prompts), data)
-    settings = {
-        "configs/data/demo.yaml": [*target, *prompts, _set("output", run / "data")],
-        "configs/distill/demo.yaml": [*training, *draft_lm, _set("output", run / "distill")],
-        "configs/heads/demo.yaml": [*training, _set("head.draft_vocab_size", words), _set("output", run / "heads")],
-        "configs/eval/demo.yaml": [*evaluation, _set("draft", run / "distill" / "artifact"), _set("output", run / "eval")],
-        "configs/eval/demo_head.yaml": [
-            *evaluation,
-            _set("draft", run / "heads" / "artifact"),
-            _set("output", run / "eval_head"),
-        ],
-    }
-    return OwnLoop(
-        target=name,
-        run=run,
-        on_gpu=on_gpu,
-        given=tuple(Path(each) for each in given if each is not None),
-        has_data=data is not None,
-        num_prompts=num_prompts,
-        settings=settings,
-        workload=workload,
-    )
 
 
 def _prompts(arguments: argparse.Namespace) -> tuple[list[str], int, list[str]]:

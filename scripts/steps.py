@@ -49,11 +49,8 @@ class Step:
 def run_steps(output: Path, steps: Sequence[Step], inputs: str, discard: Callable[[Path], None] = shutil.rmtree) -> int:
     """Run what is not finished; return the code of the first step that fails, else the worst verdict.
 
-    Args:
-        output: folder of the record.
-        steps: in order.
-        inputs: a fingerprint of what they read besides their settings.
-        discard: called with the folder of a step that was begun by other settings.
+    `inputs` is a fingerprint of what the steps read besides their settings; `discard` is called with the folder of a step that
+    was begun by other settings.
     """
     record = output / RECORD
     finished = read_object(record, "record of the steps") if record.is_file() else {}

@@ -53,15 +53,6 @@ def test_the_report_page_is_rendered(unpacked, tmp_path):
     assert "tokens per target step" in (tmp_path / "report.html").read_text()
 
 
-def test_a_recipe_is_found_from_any_folder(unpacked, tmp_path):
-    code = (
-        "from configs.runtime.loading import load_config; from configs.schema.evaluation import EvalConfig; "
-        "print(load_config(EvalConfig, 'configs/eval/house.yaml').suite.path)"
-    )
-    suite = run(unpacked, tmp_path, "-c", code).strip()
-    assert (unpacked / suite).is_file()
-
-
 def test_the_demo_finds_what_came_along_and_writes_to_the_present_folder(unpacked, tmp_path):
     code = (
         "from scripts import demo; "

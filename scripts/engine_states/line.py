@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 
 from configs.runtime.errors import ConfigError
 from configs.schema.commands.planning import PlanConfig
-from configs.schema.target import TargetConfig
 from distill.server.states import SERVED_AS
 from heads.frozen.hidden_states import num_blocks
 from heads.frozen.identity import PREFIX, locate
@@ -38,7 +37,15 @@ def serve_lines(config: PlanConfig, *, cpu: bool = False, options: Sequence[str]
     decode = config.held_out.decode
     # A text, its answer and drafts, and the token that every request generates.
     longest = config.data.max_length + decode.max_new_tokens + decode.num_speculative_tokens + 1
-    command = [*serve_command(config.target, taps, states.path, cpu=cpu), "--max-model-len", str(longest)]
+    target = config.target
+    name = str(locate(target)) if target.name.startswith(PREFIX) else target.name
+    where = ["env", f"PYTHONPATH={CONNECTOR.parent}"] if cpu else []
+    # vLLM's own command asks for a package called vllm, which the one for CPUs is not; this is what it runs.
+    program = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", name] if cpu else ["vllm", "serve", name]
+    revision = [] if target.revision is None else ["--revision", target.revision]
+    served = ["--served-model-name", SERVED_AS.format(taps="-".join(map(str, taps))), "--dtype", target.dtype]
+    kept = states_options(taps, states.path, cpu=cpu)
+    command = [*where, *program, *revision, *served, *kept, "--max-model-len", str(longest)]
     places = list(map(urlsplit, states.urls))
     host, front = "127.0.0.1", ""
     if any(place.hostname not in LOOPBACK for place in places):
@@ -51,18 +58,6 @@ def serve_lines(config: PlanConfig, *, cpu: bool = False, options: Sequence[str]
     ports = dict.fromkeys(place.port or 80 for place in places)
     lines = [front + shlex.join([*command, "--host", host, "--port", str(port), *options]) for port in ports]
     return [*(f"{line} &" for line in lines[:-1]), lines[-1]]
-
-
-def serve_command(target: TargetConfig, taps: Sequence[int], path: str, *, cpu: bool) -> list[str]:
-    """Return the command without what depends on a server's place and the texts' lengths."""
-    name = str(locate(target)) if target.name.startswith(PREFIX) else target.name
-    where = ["env", f"PYTHONPATH={CONNECTOR.parent}"] if cpu else []
-    # vLLM's own command asks for a package called vllm, which the one for CPUs is not; this is what it runs.
-    program = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", name] if cpu else ["vllm", "serve", name]
-    revision = [] if target.revision is None else ["--revision", target.revision]
-    served = SERVED_AS.format(taps="-".join(map(str, taps)))
-    options = [*revision, "--served-model-name", served, "--dtype", target.dtype]
-    return [*where, *program, *options, *states_options(taps, path, cpu=cpu)]
 
 
 def states_options(taps: Sequence[int], path: str, *, cpu: bool) -> list[str]:

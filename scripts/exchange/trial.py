@@ -1,9 +1,8 @@
 """The trial of an imported draft: decode a few prompts with it, and test other readings of its config (layer ids, norm).
 
-Programs count the ids of hidden states in two ways, one apart, and a head that reads states one off is accepted a few per cent
-less. At every position of the target's answers the expected number of accepted drafts is computed from the states of either
-reading: q_1 + q_1 q_2 + ..., where q_k is the head's probability of the text's k-th next token. It varies less than counts of
-drawn drafts do.
+Programs count the ids of hidden states in two ways, one apart. At every position of the target's answers the expected number of
+accepted drafts is computed from the states of either reading: q_1 + q_1 q_2 + ..., where q_k is the head's probability of the
+text's k-th next token. It varies less than counts of drawn drafts do.
 B batch (1), T positions, K depths, N origins, A taps, C texts.
 """
 
@@ -46,9 +45,7 @@ def try_out(
 ) -> Trial | None:
     """Decode with a draft, and see whether its config may have meant other states; None where the config leaves the trial out.
 
-    Raises:
-        InputError: fewer than the config's limit are accepted; or with another reading of the draft's config clearly
-            more stay, and the config does not say which one to take.
+    An InputError says that too few drafts are accepted, or that with another reading clearly more are.
     """
     if config.min_accepted_per_round == 0:
         return None
@@ -88,7 +85,8 @@ def _better_reading(
     readings = other_readings(head.taps, target.model, getattr(head.settings, "reads", None))
     if not texts or not readings:
         return None
-    clear = [each for each in compare_readings(head, target.model, texts, readings) if each.is_clear]
+    compared = compare_readings(head, target.model, texts, readings)
+    clear = [each for each in compared if each.gain > max(MIN_GAIN, MIN_STANDARD_ERRORS * each.gain_error)]
     return max(clear, key=lambda each: each.expected, default=None)
 
 
@@ -129,11 +127,6 @@ class TapComparison:
     expected: float
     gain: float
     gain_error: float
-
-    @property
-    def is_clear(self) -> bool:
-        """Whether more drafts stay with the other reading, beyond noise."""
-        return self.gain > MIN_GAIN and self.gain > MIN_STANDARD_ERRORS * self.gain_error
 
 
 def other_readings(taps: Sequence[int], target: PreTrainedModel, reads: str | None) -> list[Reading]:

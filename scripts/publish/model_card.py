@@ -51,12 +51,8 @@ def make_card(
 ) -> str:
     """Return `README.md`.
 
-    Args:
-        repo_id, endpoint: of the repository, `owner/name`, and of the Hub, for links.
-        cleaned: what is published.
-        config: may say licence and base model.
-        origins: what the models that it was made from say in their own cards, by public name; the target first.
-        exports: by engine, the `serve.txt` of its folder in the repository.
+    `origins` are the own cards of the models that the draft was made from, the target's first; `exports` the text of each
+    engine's `serve.txt`.
     """
     metadata, report, hardware = cleaned.metadata, cleaned.report, cleaned.report.hardware
     gpus = ", ".join(str(gpu.get("name")) for gpu in hardware.get("gpus") or ())

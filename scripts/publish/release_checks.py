@@ -36,12 +36,7 @@ class Release:
 
 
 def read_release(folder: Path, report_path: Path, config: PushConfig) -> Release:
-    """Read an artifact, the report of its evaluation, and what the gate says of that.
-
-    Raises:
-        InputError: a link leads out of the folder; the report is another draft's, or is of decoding that changes
-            answers; there is no verdict, or it is another report's. A gate that failed raises nothing: see `Release.verdict`.
-    """
+    """Read an artifact, the report of its evaluation, and what the gate says of that; a gate that failed raises nothing."""
     metadata = read_metadata(folder)
     _refuse_links_out(folder)
     report = load_report(report_path)

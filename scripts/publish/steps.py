@@ -32,12 +32,7 @@ REFUSED = {"fail": GATE_FAILED, "inconclusive": INCONCLUSIVE}
 
 
 def publish(config: PushConfig, args: argparse.Namespace) -> int:
-    """Publish an artifact, or write what would be published, by the arguments of `scripts/push.py`; return the exit code.
-
-    Raises:
-        InputError: something is refused; see `scripts.publish.release_checks`, `scripts.publish.publication` and
-            `scripts.publish.upload`.
-    """
+    """Publish an artifact, or write what would be published, by the arguments of `scripts/push.py`; return the exit code."""
     try:
         validate_repo_id(args.repo_id)
     except HFValidationError as error:

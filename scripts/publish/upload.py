@@ -15,7 +15,7 @@ from huggingface_hub import HfApi, ModelInfo
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
 from configs.runtime.errors import InputError, first_line
-from configs.runtime.files import read_json
+from configs.runtime.files import read_object
 from configs.schema.commands.release import PushConfig
 from scripts.publish.publication import MANIFEST
 
@@ -32,11 +32,7 @@ def full_name(api: HfApi, repo_id: str) -> str:
 
 
 def push(api: HfApi, repo_id: str, folder: Path, config: PushConfig) -> str:
-    """Push a folder into a repository, which is made where it is missing; return where it lies now, in words.
-
-    Raises:
-        InputError: nobody is logged in or may write; the repository holds something else; the network or the Hub failed.
-    """
+    """Push a folder into a repository, which is made where it is missing; return where it lies now, in words."""
     with _errors_in_words(api):
         api.create_repo(repo_id, private=config.private, exist_ok=True)
         info = api.model_info(repo_id)
@@ -69,9 +65,8 @@ def _check_writable(api: HfApi, repo_id: str, info: ModelInfo, there: set[str], 
 
 def _pushed_before(api: HfApi, repo_id: str, info: ModelInfo) -> list[str]:
     """Return the files that the push before listed in its manifest; files of other origin stay."""
-    content = read_json(Path(api.hf_hub_download(repo_id, MANIFEST, revision=info.sha)), f"{MANIFEST} of {repo_id}")
-    listed = content.get("files") if isinstance(content, dict) else None
-    return list(listed) if isinstance(listed, dict) else []
+    path = Path(api.hf_hub_download(repo_id, MANIFEST, revision=info.sha))
+    return list(read_object(path, f"{MANIFEST} of {repo_id}").get("files") or ())
 
 
 @contextmanager

@@ -91,11 +91,9 @@ def training_config(
 
 def eval_config(config: RefreshConfig, draft: Path, suite: Path, output: Path) -> EvalConfig:
     """Return the config that measures a draft on the traffic's held-out prompts and on the old suite."""
-    suites = [
-        SuiteConfig(name=TRAFFIC, path=str(suite), on_too_long="skip"),
-        config.old_suite.model_copy(update={"name": OLD}),
-    ]
-    return plain_eval(config, draft, suites, output).model_copy(update={"baselines": config.gate.must_beat})
+    traffic = SuiteConfig(name=TRAFFIC, path=str(suite), on_too_long="skip")
+    plain = plain_eval(config, draft, [traffic, config.old_suite.model_copy(update={"name": OLD})], output)
+    return plain.model_copy(update={"baselines": config.gate.must_beat})
 
 
 def plain_eval(config: RefreshConfig, draft: Path, suites: list[SuiteConfig], output: Path) -> EvalConfig:

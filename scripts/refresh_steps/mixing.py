@@ -40,12 +40,7 @@ def known_prompts(served: Path) -> set[int]:
 def mix(config: RefreshConfig, served: Path, data: Path, replay: Path | None, folder: Path) -> None:
     """Write `train.jsonl`, `held_out.jsonl`, their manifest, and `suite.jsonl`, the prompts to be measured on.
 
-    Args:
-        config: has the share of the old data, the old suite, on whose prompts nothing may be trained, and the seed.
-        served: the artifact, on whose training prompts nothing is measured.
-        data: the folder of the traffic's data.
-        replay: a train.jsonl; None: nothing is replayed.
-        folder: to write.
+    Nothing is trained on that the old suite asks, and nothing measured that the served draft was trained on.
     """
     known = known_prompts(served)
     manifest = read_object(data / MANIFEST, "data manifest")

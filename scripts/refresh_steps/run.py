@@ -132,16 +132,11 @@ def _write_results(output: Path, new: Path, served: Path, traffic: Path, mixed: 
             "trained_on": trained_on,
         },
     )
-    rows = [
-        (
-            label,
-            str(changes[name]["num_prompts"]),
-            number(changes[name].get("theirs")),
-            number(changes[name].get("ours")),
-            f"{number(changes[name].get('ratio'), 3)} {interval(changes[name].get('ratio_ci'), 3)}",
-        )
-        for name, label in LABELS.items()
-    ]
+    rows = []
+    for name, label in LABELS.items():
+        each = changes[name]
+        ratio = f"{number(each.get('ratio'), 3)} {interval(each.get('ratio_ci'), 3)}"
+        rows.append((label, str(each["num_prompts"]), number(each.get("theirs")), number(each.get("ours")), ratio))
     page = (
         f"# Refresh: {verdict}\n\nTokens per target step, both drafts on the same prompts. Trained on {trained_on['traffic']} "
         f"conversations of the traffic and {trained_on['replay']} of the old data.\n\n"
@@ -201,10 +196,10 @@ def _check_outside(config: RefreshConfig, key: str, path: Path) -> None:
 
 def write_weeks(config: RefreshConfig, served: Path, traffic: Traffic, folder: Path) -> None:
     """Write a suite for each of the newest weeks with enough prompts."""
-    if traffic.first_without_time is not None:
-        words = f"{traffic.num_without_time} of {len(traffic.rows)} rows do not say when they were served"
-        message = f"log.time_field: {words}, {traffic.first_without_time} for one"
-        if traffic.num_without_time == len(traffic.rows):
+    if missing := traffic.without_time:
+        words = f"{len(missing)} of {len(traffic.rows)} rows do not say when they were served"
+        message = f"log.time_field: {words}, {missing[0]} for one"
+        if len(missing) == len(traffic.rows):
             raise InputError(f"{message}; drift is counted by week: name the key that has the time, in seconds or ISO 8601")
         log.warning("%s; they are in no week", message)
     suites, too_few = _weeks(config, served, traffic)

@@ -63,9 +63,7 @@ class Traffic:
     num_rows: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     masked: Counter[str] = field(default_factory=Counter)
-    num_masked_rows: int = 0
-    first_without_time: str | None = None
-    num_without_time: int = 0
+    without_time: list[str] = field(default_factory=list)  # where such rows stand
 
 
 def write_traffic(config: RefreshConfig, folder: Path) -> None:
@@ -83,8 +81,7 @@ def write_traffic(config: RefreshConfig, folder: Path) -> None:
             "kept": len(rows),
             "dropped": dict(sorted((+traffic.dropped).items())),
             "masked": dict(sorted((+traffic.masked).items())),  # + leaves out what is 0
-            "conversations_with_masks": traffic.num_masked_rows,
-            "without_time": traffic.num_without_time,
+            "without_time": len(traffic.without_time),
         }
         write_json(scratch / MANIFEST, manifest | span)
     removed = ", ".join(f"{count} {name}" for name, count in [*traffic.dropped.items(), *traffic.masked.items()] if count)
@@ -109,15 +106,14 @@ def read_traffic(config: RefreshConfig) -> Traffic:
             continue
         time = _served_at(row, config.log.time_field)
         if time is None:
-            traffic.num_without_time += 1
-            traffic.first_without_time = traffic.first_without_time or where
+            traffic.without_time.append(where)
         traffic.rows.append(ServedPrompt(prompt=_masked(prompt, traffic), time=time))
     if not traffic.rows:
         why = f"the first that is not: {complaint}" if complaint else "each holds a private key"
         raise InputError(f"log.path: {config.log.path} has {traffic.num_rows} rows, of which none can be taken; {why}")
     if complaint:
         log.warning("log %s: %d rows were left out; the first: %s", config.log.path, traffic.dropped["unreadable"], complaint)
-    if not traffic.num_without_time:
+    if not traffic.without_time:
         traffic.rows.sort(key=lambda row: row.time or datetime.min)
     return traffic
 
@@ -210,7 +206,6 @@ def _masked(prompt: Prompt, traffic: Traffic) -> Prompt:
         answer=None,
     )
     traffic.masked.update(found)
-    traffic.num_masked_rows += any(found.values())
     return masked
 
 

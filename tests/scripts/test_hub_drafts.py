@@ -10,24 +10,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from configs.runtime.command import BAD_INPUT, DONE, run_command
+from configs.runtime.command import DONE, run_command
 from configs.runtime.errors import InputError
-from configs.schema.commands.release import TORCH_FILES, ExportConfig, ImportConfig
+from configs.schema.commands.release import TORCH_FILES, ExportConfig
 from configs.schema.evaluation import EvalConfig, GateConfig
-from configs.schema.heads import MedusaSettings
 from configs.schema.target import TargetConfig
 from configs.schema.training import StudentConfig
 from distill.student.init import initial_draft
 from eval import gate
 from eval.measure.proposers import load_evaluated
 from heads.artifact import load_draft
-from heads.families.registry import FAMILIES
 from heads.frozen.checkpoint_files import read_weights
 from heads.frozen.identity import locate
 from heads.frozen.loading import load_target
 from heads.metadata import locate_artifact, locate_external, read_metadata
 from scripts.publish.model_card import read_card
-from tests.support.artifacts import save_artifact
 from tests.support.hub_server import READER
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -134,17 +131,3 @@ def test_pickled_weights_are_fetched_for_an_import_only(hub, tmp_path, file):
     upload(hub, "bob/external", tmp_path)
     assert read_weights(locate_external("bob/external")).keys() == {"w"}
     assert {path.name for path in locate_external("bob/external").iterdir()} == {"config.json", file}
-
-
-def test_an_import_takes_another_programs_draft_by_name(hub, release, target, tmp_path, capsys):
-    settings = MedusaSettings(kind="medusa", num_depths=2)
-    head = FAMILIES["medusa"].build(settings, target.model, None)
-    save_artifact(tmp_path / "head", head, target.identity.to_dict(), num_speculative_tokens=2)
-    where = ["--target", str(release / "target")]
-    assert run(ExportConfig, exporting, str(tmp_path / "head"), "--to", "vllm", "--out", str(tmp_path / "form"), *where) == DONE
-    upload(hub, "bob/medusa", tmp_path / "form", **{"modeling.py": b"raise SystemExit"})
-    trial = ["--set", "min_accepted_per_round=0", "--set", f"target.name={release / 'target'}", "--set", "target.dtype=float32"]
-    assert run(ImportConfig, importing, "bob/medusa", "--out", str(tmp_path / "back"), *trial) == DONE
-    assert read_metadata(tmp_path / "back").provenance["imported_from"] == "bob/medusa"
-    assert run(ImportConfig, importing, "bob/nosuch", "--out", str(tmp_path / "none"), *trial) == BAD_INPUT
-    assert "could not be fetched from the Hub" in capsys.readouterr().err

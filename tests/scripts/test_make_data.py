@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.runtime.command import BAD_INPUT, DONE, run_command
+from configs.runtime.command import DONE, run_command
 from configs.schema.data import DataConfig
 from distill.dataset.conversations import read_conversations
 from scripts.make_data import main
@@ -33,10 +33,3 @@ def test_a_file_of_prompts_becomes_a_data_set(run, tiny_run):
     assert len(rows) == 36
     assert all(1 <= len(row.answer_ids) <= 4 for row in rows)
     assert json.loads(Path("made/run.json").read_text())["config"]["held_out_share"] == 0.3
-
-
-def test_a_malformed_prompt_file_is_one_sentence_and_leaves_nothing_behind(run, capsys):
-    assert run('{"turns": ["w1"]}\n{"turns": \n', **{"target.name": "./nowhere"}) == BAD_INPUT
-    [complaint] = capsys.readouterr().err.strip().splitlines()
-    assert complaint.startswith("error: prompt file prompts.jsonl, line 2: not JSON")
-    assert [path.name for path in Path().iterdir()] == ["prompts.jsonl"]

@@ -192,18 +192,16 @@ def test_drift_is_tau_by_week_and_trains_nothing(run):
 
 
 @pytest.mark.parametrize(
-    ("text", "settings", "said"),
+    ("text", "said"),
     [
-        ("", {}, "log log.jsonl is empty"),
-        ('{"what": 1}\n', {}, "log.jsonl has 1 rows, of which none can be taken; the first that is not: log log.jsonl"),
-        (json.dumps({"messages": [user("w1")]}), {}, "1 of 1 rows do not say when they were served, log log.jsonl, line 1"),
-        (None, {"path": "nowhere"}, "log not found: nowhere"),
+        ("", "log log.jsonl is empty"),
+        ('{"what": 1}\n', "log.jsonl has 1 rows, of which none can be taken; the first that is not: log log.jsonl"),
+        (json.dumps({"messages": [user("w1")]}), "1 of 1 rows do not say when they were served, log log.jsonl, line 1"),
     ],
 )
-def test_a_log_that_cannot_be_used_is_one_sentence(run, capsys, text, settings, said):
-    if text is not None:
-        Path(settings.get("path", "log.jsonl")).write_text(text)
-    assert run("--drift", log={"path": "log.jsonl"} | settings) == BAD_INPUT
+def test_a_log_that_cannot_be_used_is_one_sentence(run, capsys, text, said):
+    Path("log.jsonl").write_text(text)
+    assert run("--drift") == BAD_INPUT
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert said in line
 

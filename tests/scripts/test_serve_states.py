@@ -8,21 +8,11 @@ import shlex
 import subprocess
 import time
 
-import pytest
-
 from configs.runtime.command import BAD_INPUT, DONE, run_command
-from configs.schema.target import EngineStatesConfig
-from configs.schema.training import HeadsConfig
-from heads.frozen.loading import load_target
 from scripts import serve_states
 from scripts.engine_states.line import CONNECTOR
-from scripts.lab.bench.harness import add_ratios
-from scripts.lab.bench.states import relative_difference
-from scripts.lab.settings import BenchStatesConfig
 from scripts.plan import schema_of
 from scripts.serve_states import add_arguments, main
-from tests.support.caches import random_conversations, write_rows
-from tests.support.states_server import states_served
 
 URLS = "[http://a:8000/v1, http://b:8000/v1, http://b:8001/v1]"
 STATES = f"target.states={{urls: {URLS}, path: /shared/of us, api_key_variable: OUR_KEY}}"
@@ -93,21 +83,3 @@ def test_servers_that_others_reach_ask_for_a_key(tiny_run, capsys):
     assert "target.states.api_key_variable: urls on other machines" in capsys.readouterr().err
     assert run("--set", *named) == BAD_INPUT
     assert "target.states: the recipe names no servers" in capsys.readouterr().err
-
-
-def test_the_benchmark_finds_states_that_differ_and_adds_its_ratios(tmp_path, tiny_run):
-    target = {"name": str(tiny_run / "target"), "dtype": "float32", "device": "cpu"}
-    write_rows(tmp_path / "train.jsonl", random_conversations([(5, 6), (4, 9)], 64, seed=0))
-    config = HeadsConfig.model_validate({"target": target, "data": {"train": str(tmp_path / "train.jsonl")}})
-    whole = load_target(config.target)
-    with states_served(whole, [1, 2], tmp_path) as served:
-        states = EngineStatesConfig(urls=[served.url], path=str(tmp_path))
-        recipe = config.model_copy(update={"target": config.target.model_copy(update={"states": states})})
-        assert relative_difference(BenchStatesConfig(), recipe) < 1e-6
-        served.scale = 1.01
-        assert relative_difference(BenchStatesConfig(), recipe) == pytest.approx(0.01, rel=0.01)
-    (tmp_path / "scale.json").write_text(json.dumps({"ratios": {"input_share": 0.1}}))
-    add_ratios(tmp_path / "scale.json", "states", BenchStatesConfig(), {"engine_states_relative_difference": 1e-7})
-    written = json.loads((tmp_path / "scale.json").read_text())
-    assert written["ratios"] == {"input_share": 0.1, "engine_states_relative_difference": 1e-7}
-    assert written["states"]["config"]["num_compared"] == 8

@@ -1,4 +1,4 @@
-"""Flat forms: EAGLE-3 as SGLang and SpecForge read it, DFlash as z-lab and as transformers have it.
+"""Flat forms: EAGLE-3 as SGLang and SpecForge read it, Medusa for vLLM, DFlash as z-lab and as transformers have it.
 
 Flat means that the draft's own sizes stand at the config's top level. Ids of hidden states count blocks from 0 and mean the
 output of that block, so each is ours less one: h_0, the embedding, has no id there.
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from configs.runtime.errors import InputError
-from heads.formats.exporting.serving import UNTRIED, sglang_command, transformers_lines
+from configs.schema.heads import MedusaSettings
+from heads.formats.exporting.serving import UNTRIED, sglang_command, transformers_lines, vllm_command
 from heads.formats.exporting.source import Source
 from heads.formats.layout import DOMINO_KEYS, TRANSFORMERS_DFLASH, ExportLayout, layer_config, renamed
 from heads.frozen.checkpoint_files import constant
@@ -69,6 +70,33 @@ def sglang_eagle(source: Source) -> ExportLayout:
             UNTRIED,
             "Not for vLLM: it takes the ids of hidden states as they stand, one further than meant here; export for vllm.",
         ),
+    )
+
+
+def vllm_medusa(source: Source) -> ExportLayout:
+    """Return Medusa for vLLM, which loads no reduced vocabulary for it (0.32: tried).
+
+    The heads of such a draft are widened to all tokens, by rows for the others that never have the largest logit.
+    """
+    settings: MedusaSettings = source.settings
+    config = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": source.target.shape.width,
+        "vocab_size": source.target.vocab_size,
+        # No other key may hold both "num" and "heads": vLLM would take it for this one.
+        "medusa_num_heads": settings.num_depths,
+        "medusa_num_layers": settings.num_layers,
+        "medusa_fc_bias": True,
+        "original_lm_head": not settings.own_output_heads,
+        "dtype": source.dtype_name,
+    }
+    heads = {name: source.whole_head(stored) for name, stored in source.own_head().items()}
+    return ExportLayout(
+        config=config,
+        weights=source.body() | (heads or {"lm_head.weight": source.target.head().cast(source.dtype)}),
+        serve=vllm_command(source, "medusa"),
+        notes=("vLLM takes each head's likeliest token; no tree.",),
     )
 
 

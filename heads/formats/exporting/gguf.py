@@ -18,16 +18,15 @@ from pathlib import Path
 import gguf
 
 from configs.runtime.errors import InputError
-from heads.formats.exporting import converter as converters
 from heads.formats.exporting import draft_lm as plain
 from heads.formats.exporting import flat, speculators
+from heads.formats.exporting.converter import find_converter, run_converter
 from heads.formats.exporting.source import Source
 from heads.formats.layout import ExportLayout
 
 FILE = "draft.gguf"
 CONVERTER = "convert_hf_to_gguf.py"
 VARIABLE = "LLAMA_CPP"  # names the folder of another source of llama.cpp
-SETUP = "run `CONVERTER=1 sh scripts/setup_llama_cpp.sh`"
 OUT_TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 NOT_STORED = {"t2d"}  # follows from d2t
 
@@ -55,14 +54,10 @@ def dflash(source: Source) -> ExportLayout:
     return _converted(source, flat.sglang_dflash(source), "draft-dflash", note)
 
 
-def find_converter() -> Path:
-    """Return llama.cpp's converter; an InputError where it is not there."""
-    return converters.find_converter(CONVERTER, VARIABLE, "llama_cpp/source", SETUP)
-
-
 def _converted(source: Source, layout: ExportLayout, kind: str, notes: tuple[str, ...]) -> ExportLayout:
     """Return a layout that is a GGUF file in the end."""
-    converter, target, outtype = find_converter(), source.target.folder, OUT_TYPES[source.dtype_name]
+    converter = find_converter(CONVERTER, VARIABLE, "llama_cpp/source", "run `CONVERTER=1 sh scripts/setup_llama_cpp.sh`")
+    target, outtype = source.target.folder, OUT_TYPES[source.dtype_name]
     options = ["--spec-type", kind, "--spec-draft-n-max", str(source.num_speculative_tokens)]
     how = shlex.join(["python", str(converter), str(target), "--outfile", "target.gguf", "--outtype", outtype])
     return replace(
@@ -79,7 +74,7 @@ def _convert(folder: Path, layout: ExportLayout, *, converter: Path, target: Pat
     command = [sys.executable, str(converter), str(folder), "--outfile", str(folder / FILE), "--outtype", outtype]
     # Beside the source stands what the converter imports and this project does not.
     packages = os.pathsep.join(filter(None, [str(converter.parent.parent / "python"), os.environ.get("PYTHONPATH")]))
-    converters.run_converter(
+    run_converter(
         "llama.cpp's converter",
         [*command, "--target-model-dir", str(target)],
         folder / FILE,

@@ -29,6 +29,10 @@ TRANSFORMERS_NAMING = "transformers"  # is read by `use_mtp`; vLLM has no model 
 HYBRID = ("qwen3_next", "qwen3_5")  # vLLM 0.32 on a CPU fails to decode these with prefix caching (Qwen3-Next tried)
 QKV_BIASES = ("q_proj.bias", "k_proj.bias", "v_proj.bias")  # which MiMo's class asks for
 EXTRA_FILE = "mtp.safetensors"
+OTHER_KEYS_NOTE = (
+    "From the second depth on, transformers attends to the states of that depth, draftsmith and vLLM to those of the "
+    "first: acceptance there is lower than measured. Train with head.shared_depths false for transformers."
+)
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf", ".index.json")
 
 
@@ -138,7 +142,7 @@ def transformers(source: Source) -> ExportLayout:
             f"One prompt at a time; {num_depths} drafts a round. Every call reads the modules again from the folder, so do not "
             "move it after loading.",
             "`save_pretrained` of the loaded model drops the modules.",
-            *_other_keys_note(source),
+            *([] if not settings.shared_depths or num_depths == 1 else [OTHER_KEYS_NOTE]),
             *source.whole_vocabulary_note("transformers"),
         ),
         holds_target=True,
@@ -177,23 +181,11 @@ def _check_target_for_transformers(source: Source) -> None:
 
 
 def _target_files(folder: Path) -> tuple[dict[str, Path], dict[str, str]]:
-    """Return the target's files to take over, by name, and which file holds which tensor.
-
-    A single weights file gets another name, because transformers would not look at an index beside the usual one.
-    """
+    """Return the target's files to take over, by name, and which file holds which tensor."""
     weight_map = files_by_key(folder)
-    alias = {SINGLE_FILE: "target.safetensors"}
+    alias = {SINGLE_FILE: "target.safetensors"}  # transformers would not look at an index beside the usual name
     files = {alias.get(file, file): folder / file for file in set(weight_map.values())}
     for path in folder.iterdir():
         if path.is_file() and not path.name.endswith(WEIGHT_SUFFIXES) and path.name != "config.json":
             files[path.name] = path
     return files, {name: alias.get(file, file) for name, file in weight_map.items()}
-
-
-def _other_keys_note(source: Source) -> tuple[str, ...]:
-    if not source.settings.shared_depths or source.num_speculative_tokens == 1:
-        return ()
-    return (
-        "From the second depth on, transformers attends to the states of that depth, draftsmith and vLLM to those of the "
-        "first: acceptance there is lower than measured. Train with head.shared_depths false for transformers.",
-    )

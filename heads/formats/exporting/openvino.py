@@ -18,9 +18,9 @@ from functools import partial
 from pathlib import Path
 
 from configs.runtime.errors import InputError
-from heads.formats.exporting import converter as converters
 from heads.formats.exporting import draft_lm as plain
 from heads.formats.exporting import flat
+from heads.formats.exporting.converter import find_converter, run_converter
 from heads.formats.exporting.source import Source
 from heads.formats.layout import ExportLayout
 
@@ -62,7 +62,7 @@ def eagle3(source: Source) -> ExportLayout:
 
 def _converted(source: Source, layout: ExportLayout, block_ids: Sequence[int] | None, notes: tuple[str, ...]) -> ExportLayout:
     """Return a layout that is an OpenVINO model in the end."""
-    converter = find_converter()
+    converter = find_converter(CONVERTER, VARIABLE, "openvino", "run `sh scripts/setup_engine.sh openvino`")
     if source.dtype_name not in WEIGHT_FORMATS:
         raise InputError(
             f"its weights are {source.dtype_name}, and OpenVINO models are written in {' or '.join(WEIGHT_FORMATS)}: "
@@ -87,11 +87,6 @@ def _converted(source: Source, layout: ExportLayout, block_ids: Sequence[int] | 
     )
 
 
-def find_converter() -> Path:
-    """Return optimum-intel's command; an InputError where it is not there."""
-    return converters.find_converter(CONVERTER, VARIABLE, "openvino", "run `sh scripts/setup_engine.sh openvino`")
-
-
 def _convert(folder: Path, layout: ExportLayout, *, converter: Path, dtype_name: str, block_ids: Sequence[int] | None) -> None:
     """Turn a written folder into an OpenVINO model in it; everything else in it is removed.
 
@@ -99,7 +94,7 @@ def _convert(folder: Path, layout: ExportLayout, *, converter: Path, dtype_name:
     """
     before, made = list(folder.iterdir()), folder / "made"
     command = _command(converter, folder, dtype_name) + ([] if block_ids is None else [OWN_CODE]) + [str(made)]
-    converters.run_converter("optimum-intel", command, made / MODEL, {"HF_HUB_OFFLINE": "1"})
+    run_converter("optimum-intel", command, made / MODEL, {"HF_HUB_OFFLINE": "1"})
     # Of matrices only: vectors that are equal, as norms may be, are stored once.
     planned = WEIGHT_FORMATS[dtype_name][1] * sum(
         math.prod(stored.shape) for stored in layout.weights.values() if len(stored.shape) > 1

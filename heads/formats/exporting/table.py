@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from configs.runtime.errors import InputError
-from heads.formats.exporting import draft_lm, flat, gguf, medusa, mtp, openvino, speculators
+from heads.formats.exporting import draft_lm, flat, gguf, mtp, openvino, speculators
 from heads.formats.exporting.source import Source
 from heads.formats.layout import ExportLayout
 
@@ -15,7 +15,7 @@ FORMS: dict[str, dict[str, Form]] = {
     "transformers": {"draft_lm": draft_lm.transformers, "dflash": flat.transformers_dflash, "mtp": mtp.transformers},
     "vllm": {
         "draft_lm": draft_lm.vllm,
-        "medusa": medusa.vllm,
+        "medusa": flat.vllm_medusa,
         "eagle3": speculators.eagle,
         "peagle": speculators.eagle,
         "dflash": speculators.vllm_dflash,

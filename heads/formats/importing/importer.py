@@ -30,7 +30,7 @@ from heads.families.registry import FAMILIES
 from heads.formats.importing.reading import ExternalDraft
 from heads.formats.layout import check_names
 from heads.frozen.checkpoint_files import LazyTensor, Weights, write_weights
-from heads.frozen.identity import TargetIdentity
+from heads.frozen.loading import Target
 from heads.frozen.weights import check_counts, no_larger_than
 from heads.inference.causal_lm import head_rows
 from heads.metadata import WEIGHTS_FILE, head_metadata
@@ -60,12 +60,7 @@ class Fitted:
 
 
 def fit(external: ExternalDraft, target: PreTrainedModel) -> Fitted:
-    """Fit an imported draft (`heads.formats.importing.reading.read_external`) to the target it was trained for.
-
-    Raises:
-        InputError: it has layers or an embedding that our heads cannot have, wrong offsets, or tensors that are missing,
-            unknown (all of them are named) or of another shape.
-    """
+    """Fit an imported draft to the target it was trained for; an InputError names all that has no place in our heads."""
     layer = {} if external.layer is None else _own_layer(external.layer, external.kind, target)
     weights = external.optional | external.weights
     vocabulary = _take_vocabulary(weights, target)
@@ -98,21 +93,15 @@ def fit(external: ExternalDraft, target: PreTrainedModel) -> Fitted:
 
 
 def write_artifact(
-    fitted: Fitted,
-    out: Path,
-    identity: TargetIdentity,
-    *,
-    vocab_size: int,
-    num_speculative_tokens: int,
-    provenance: dict[str, Any],
+    fitted: Fitted, out: Path, target: Target, *, num_speculative_tokens: int, provenance: dict[str, Any]
 ) -> None:
-    """Write a fitted draft as an artifact, in a folder that must not exist; `vocab_size` is V."""
+    """Write a fitted draft as an artifact, in a folder that must not exist."""
     metadata = head_metadata(
         fitted.settings,
         fitted.taps,
-        identity,
+        target.identity,
         fitted.vocabulary,
-        vocab_size,
+        target.vocab_size,
         num_speculative_tokens=num_speculative_tokens,
         training={},
         provenance=provenance,

@@ -72,14 +72,7 @@ class ExternalDraft:
 
 
 def read_external(folder: Path, *, layer_ids: LayerIds | None = None, reads: str | None = None) -> ExternalDraft:
-    """Read a draft's config, and where its tensors are; an InputError where our families do not do what it does.
-
-    Args:
-        folder: with `config.json` and weights.
-        layer_ids: what ids of hidden states in its config mean (`configs.schema.commands.release.ImportConfig`);
-            None: what they mean to those who write the form.
-        reads: which state an MTP head was trained on; None: what is usual where it comes from.
-    """
+    """Read a draft's config, and where its tensors are; `layer_ids` and `reads` are those of `ImportConfig`."""
     config = read_object(folder / "config.json", "config of the draft")
     weights = read_weights(folder)
     check_counts(config, {name: stored.shape for name, stored in weights.items()}, folder / "config.json")
@@ -161,11 +154,7 @@ def _flat_eagle(config: dict[str, Any], weights: Weights, layer_ids: LayerIds) -
     settings = _eagle_settings(options, config, layer_ids, normed_by_default=False)
     parallel = "mask_hidden" in weights
     if parallel:
-        masks = {key: options[key] for key in MASK_KEYS if key in options}
-        if len(set(masks.values())) > 1:
-            named = ", ".join(f"{key} {value}" for key, value in masks.items())
-            raise InputError(f"its config names different mask tokens: {named}; leave the one it was trained with")
-        settings["mask_token_id"] = next(iter(masks.values()), None)
+        settings["mask_token_id"] = next((options[key] for key in MASK_KEYS if key in options), None)
     else:
         settings["norm_feedback"] = options.get("norm_output", False)
     return ExternalDraft(

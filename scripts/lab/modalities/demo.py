@@ -48,12 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with folder_lock(RUNS[kind], beside=True):
             if arguments.fresh:
                 shutil.rmtree(RUNS[kind], ignore_errors=True)
-            return run_steps(
-                RUNS[kind],
-                steps(kind, wavs),
-                pages=pages(kind),
-                made_of="" if wavs is None else files_fingerprint([wavs]),
-            )
+            return run_steps(RUNS[kind], steps(kind, wavs), "" if wavs is None else files_fingerprint([wavs]))
 
     return exit_code(run)
 
@@ -73,22 +68,12 @@ def steps(kind: str, wavs: Path | None = None) -> dict[str, list[str]]:
         "evaluate: decode relaxed": ["eval/run.py", "--config", f"scripts/lab/configs/eval/{name}_relaxed.yaml"],
         "compare: plain, strict, relaxed": [
             *("eval/compare.py", strict, relaxed),
-            *("--set", f"output={pages(kind)['three side by side']}"),
+            *("--set", f"output={folder}/side_by_side.html"),
         ],
         "gate: what relaxing gives and takes": [
             *(GATE_ENTRY, relaxed),
             *("--baseline", strict, "--config", f"scripts/lab/configs/gates/{name}.yaml"),
         ],
-    }
-
-
-def pages(kind: str) -> dict[str, Path]:
-    """Return the pages that a demo ends with."""
-    folder = RUNS[kind]
-    return {
-        "strict": folder / "strict/report.html",
-        "relaxed": folder / "relaxed/report.html",
-        "three side by side": folder / "side_by_side.html",
     }
 
 

@@ -10,16 +10,7 @@ import pytest
 import torch
 
 from configs.runtime.errors import InputError
-from configs.schema.heads import (
-    DFlash2Settings,
-    DFlashSettings,
-    DSparkSettings,
-    Eagle3Settings,
-    LayerSettings,
-    MtpSettings,
-    PEagleSettings,
-    XPressSettings,
-)
+from configs.schema.heads import Eagle3Settings, LayerSettings, MtpSettings, PEagleSettings
 from heads.formats.exporting.exporter import export
 from heads.frozen.hidden_states import num_blocks, read_states
 from tests.support import family_checks as checks
@@ -29,12 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # speculators' own
     pytest.mark.parametrize("vocabulary", [None, checks.SOME_TOKENS], ids=["whole", "reduced"]),
 ]
-BLOCK = {"taps": [1, 2, 3], "block_size": 4, "mask_token_id": 5}
-BLOCKS = {
-    "dflash": DFlashSettings(kind="dflash", **BLOCK),
-    "dspark": DSparkSettings(kind="dspark", **BLOCK, markov_rank=6),
-    "xpress, from the anchor": XPressSettings(kind="xpress", **BLOCK, xpress_rank=6, sample_from_anchor=True),
-}
+BLOCKS = ("dflash", "dspark", "xpress, from the anchor")
 TOLERANCE = {"atol": 2e-4, "rtol": 2e-4}
 
 
@@ -133,9 +119,10 @@ def run_block(module, written, text_ids, anchor):
     )
 
 
-@pytest.mark.parametrize("settings", BLOCKS.values(), ids=BLOCKS)
+@pytest.mark.parametrize("kind", BLOCKS)
 @torch.no_grad()
-def test_block_drafters(write, text_ids, vocabulary, settings, monkeypatch):
+def test_block_drafters(write, text_ids, vocabulary, kind, monkeypatch):
+    settings = checks.SETTINGS[kind]
     written = write(settings, vocabulary=vocabulary)
     export(written.source(), "speculators", written.out)
     module = loaded(written.out)
@@ -151,9 +138,7 @@ def test_block_drafters(write, text_ids, vocabulary, settings, monkeypatch):
 
 @torch.no_grad()
 def test_dflash2(write, text_ids, vocabulary, monkeypatch):
-    settings = DFlash2Settings(
-        kind="dflash2", **BLOCK, conv_kernel_size=3, conv_group_size=8, selector_rank=6, selector_top_k=5
-    )
+    settings = checks.SETTINGS["dflash2"]
     written = write(settings, vocabulary=vocabulary)
     if vocabulary is not None:
         with pytest.raises(InputError, match="its draft vocabulary is reduced"):

@@ -7,32 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from configs.schema.heads import (
-    DFlash2Settings,
-    DFlashSettings,
-    DominoSettings,
-    DSparkSettings,
-    Eagle3Settings,
-    MedusaSettings,
-    MtpSettings,
-    PEagleSettings,
-    XPressSettings,
-)
 from heads.formats.exporting.exporter import SERVE_FILE, export
 from heads.formats.exporting.source import TargetFolder, read_source
 from heads.formats.exporting.table import FORMS
+from tests.support import family_checks as checks
 
-SETTINGS = {
-    "eagle3": Eagle3Settings(kind="eagle3", taps=[1, 2, 3]),
-    "peagle": PEagleSettings(kind="peagle", taps=[1, 2, 3], num_layers=1, mask_token_id=5),
-    "dflash": DFlashSettings(kind="dflash", taps=[1, 2, 3], block_size=4, mask_token_id=5),
-    "dspark": DSparkSettings(kind="dspark", taps=[1, 2, 3], block_size=4, mask_token_id=5, markov_rank=6),
-    "dflash2": DFlash2Settings(kind="dflash2", taps=[1, 2, 3], block_size=4, mask_token_id=5),
-    "xpress": XPressSettings(kind="xpress", taps=[1, 2, 3], block_size=4, mask_token_id=5),
-    "domino": DominoSettings(kind="domino", taps=[1, 2, 3], block_size=4, mask_token_id=5),
-    "medusa": MedusaSettings(kind="medusa", num_depths=3),
-    "mtp": MtpSettings(kind="mtp"),
-}
 VLLM_METHODS = {"draft_lm": "draft_model", "peagle": "eagle3", "dflash2": "dflash"}  # the others bear the family's name
 SGLANG_ALGORITHMS = {"draft_lm": "STANDALONE", "eagle3": "EAGLE3", "dflash": "DFLASH", "domino": "DFLASH"}
 TARGET = "a target's name"
@@ -47,7 +26,7 @@ def serve_lines(write, tiny_run, tmp_path):
         if kind == "draft_lm":
             source = read_source(tiny_run / "artifact", TargetFolder(tiny_run / "target", TARGET))
         else:
-            written = write(SETTINGS[kind], "qwen3" if (engine, kind) == ("speculators", "mtp") else "llama")
+            written = write(checks.SETTINGS[kind])
             source = replace(written.source(), target=TargetFolder(written.target_folder, TARGET))
         export(source, engine, out)
         title, _, rest = (out / SERVE_FILE).read_text().partition("\n\n")
@@ -113,16 +92,3 @@ def test_transformers(serve_lines, kind):
         call.args[0].value for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "from_pretrained"
     ]
     assert loads == ([str(out)] if kind == "mtp" else [TARGET, str(out)])
-
-
-@pytest.mark.parametrize("kind", FORMS["speculators"])
-def test_speculators(serve_lines, kind):
-    line, out, _ = serve_lines("speculators", kind)
-    words = shlex.split(line)
-    if words[0] == "vllm":  # which reads the form, too
-        assert json.loads(words[-1])["model"] == str(out)
-        return
-    python, flag, code = words
-    assert (python, flag) == ("python", "-c")
-    (load,) = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
-    assert load.args[0].value == str(out)

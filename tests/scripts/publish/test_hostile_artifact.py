@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import stat
 
 import pytest
 from huggingface_hub import ModelCard
@@ -31,7 +30,7 @@ def refused(outcome, *words):
     assert all(word in err for word in words), err
 
 
-@pytest.mark.parametrize("name", ["merges.txt", "model-2.safetensors", "config.json"])
+@pytest.mark.parametrize("name", ["merges.txt", "config.json"])
 def test_a_link_out_of_the_folder_is_refused(dry, release, tmp_path, name):
     (tmp_path / "id_rsa").write_text("of this machine")
     path = release / "artifact" / name
@@ -76,25 +75,12 @@ def test_a_secret_in_the_header_of_the_weights_is_refused(dry, release):
     refused(dry(), "model.safetensors holds what looks like")
 
 
-@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
-def test_a_broken_description_is_one_sentence(dry, release, name):
-    (release / "artifact" / name).write_text('{"cut')
-    refused(dry(), name, "is not JSON")
-    (release / "artifact" / name).write_text("[1]")
-    refused(dry("--set", "exports=[transformers]", "--target", str(release / "target")), name, "expected an object, got list")
-
-
-def make_socket(path):
-    os.mknod(path, stat.S_IFSOCK)
-
-
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("make", [os.mkfifo, make_socket])
 @pytest.mark.parametrize("name", ["merges.txt", "model.safetensors"])
-def test_what_is_no_file_is_refused_and_not_waited_for(dry, release, make, name):
+def test_what_is_no_file_is_refused_and_not_waited_for(dry, release, name):
     path = release / "artifact" / name
     path.unlink(missing_ok=True)
-    make(path)
+    os.mkfifo(path)
     refused(dry(), f"{name}: expected a file, got a pipe, a socket or a device")
 
 

@@ -92,7 +92,6 @@ def test_medusa_is_widened_by_rows_that_never_win(write, own_output_heads):
         (EAGLE, {"norm_joined_taps": True}, "sglang", "norms all taps as one vector"),
         (EAGLE, {"own_embedding": True}, "sglang", "an embedding of its own"),
         (DFLASH, {"taps": [2, 4]}, "transformers", "h_4, the last block's state"),
-        (DFLASH, {"train_head": True}, "transformers", "its output head was trained"),
         (MTP, {"reads": "pre_norm"}, "vllm", "before the final norm"),
         (MTP, {"shared_depths": False}, "vllm", "one for each"),
         (MTP, {}, "speculators", "got llama"),
