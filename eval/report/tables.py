@@ -15,7 +15,6 @@ from eval.report.text import (
     failed_requests,
     fastest_free,
     interval,
-    lookup_gain,
     milliseconds_per_token,
     number,
     percent,
@@ -208,12 +207,13 @@ def _categories(report: Report) -> Table:
 def _ways(report: Report) -> Table:
     rows: list[Row] = [("this draft", tau(report.acceptance), speedup(report.speed), "", "")]
     if (both := report.with_lookup) is not None:
-        rows.append((f"{both.lookup}, then this draft", tau(both), speedup(both), "", ""))
+        name = f"{both.lookup}, then this draft ({percent(both.lookup_rounds_share)} of the rounds by the lookup)"
+        rows.append((name, tau(both), speedup(both), "", ""))
     for name, each in report.baselines.items():
         ratios = (cell(each, ratio, times) for ratio in ("tokens_per_target_step_ratio", "decode_speed_ratio"))
         rows.append((name, tau(each), speedup(each), *ratios))
     header = ("way of decoding", "τ", "decode speedup", "this draft's τ over it", "this draft's speed over it")
-    return Table(title="Other ways of decoding", header=header, rows=rows, note=lookup_gain(report))
+    return Table(title="Other ways of decoding", header=header, rows=rows)
 
 
 def _quality(quality: QualitySection) -> Table:

@@ -9,11 +9,6 @@ from eval.report.sections import ClosedSection
 
 NOT_AVAILABLE = "–"
 TOO_LARGE = 1e7
-FORWARDS = {  # of target and draft alike, by the name in the report's decode section
-    "transformers": " by transformers' forward",
-    "lean": " by the lean forward",
-    "compiled": " by the compiled forward",
-}
 VERDICTS: dict[LosslessVerdict, str] = {
     "lossless": "Lossless",
     "lossless_up_to_ties": "Lossless up to ties",
@@ -104,9 +99,9 @@ def by_suite(report: Report) -> dict[str, SuiteSection]:
     return {report.prompts.suite or report.prompts.source: report, **report.suites} if report.suites else {}
 
 
-def speedup_of(section: SuiteSection, name: str = "decode_speedup") -> tuple[float | None, list[float] | None]:
-    """Return a speedup and its interval; both None where nothing was timed."""
-    return (None, None) if section.speed is None else section.speed.interval_of(name)
+def speedup_of(section: SuiteSection) -> tuple[float | None, list[float] | None]:
+    """Return the decode speedup and its interval; both None where nothing was timed."""
+    return (None, None) if section.speed is None else section.speed.interval_of("decode_speedup")
 
 
 def fastest_free(section: SuiteSection) -> tuple[str, BaselineSection] | None:
@@ -128,20 +123,6 @@ def milliseconds_per_token(report: Report) -> str:
     return (
         f"{said} On {peer.num_prompts} prompts one by one, prefill included, it takes {theirs:.1f} ms in transformers' "
         f"generate and {ours:.1f} ms in plain decoding here."
-    )
-
-
-def lookup_gain(report: Report) -> str:
-    """Say what a lookup before the draft adds to it; nothing where that was not measured."""
-    found = report.with_lookup
-    if found is None:
-        return ""
-    return (
-        f"With {found.lookup.replace('_', ' ')} before it the draft has "
-        f"{cell(found, 'decode_speed_ratio', times)} its speed alone and "
-        f"{times(found.tokens_per_target_step_ratio)} its tokens per target step; the lookup drafts in "
-        f"{percent(found.lookup_rounds_share)} of the rounds and yields {percent(found.lookup_tokens_share)} of the accepted "
-        "drafts."
     )
 
 
@@ -226,8 +207,8 @@ def _speed_in_words(report: Report) -> str:
     if report.speed is None or report.speed.decode_speedup is None:
         return f"{number(report.acceptance.tokens_per_target_step)} tokens per target step, speed not measured"
     bounds = report.speed.decode_speedup_ci
-    how = FORWARDS.get(getattr(report.decode, "forward", None) or "", "")
-    said = f"{speedup(report.speed)} the speed of plain decoding{how}"
+    forward = getattr(report.decode, "forward", None)  # of target and draft alike
+    said = f"{speedup(report.speed)} the speed of plain decoding" + (f" by the {forward} forward" if forward else "")
     if bounds is None:
         return f"{said}, from one batch and so without an interval"
     if bounds[0] <= 1 <= bounds[1]:

@@ -27,7 +27,7 @@ from eval.evaluation import evaluate
 from eval.measure.interleaved import measure
 from eval.release.checks import judge, read_artifact
 from eval.run import main
-from heads.metadata import METADATA_FILE, PROMPTS_FILE
+from heads.metadata import PROMPTS_FILE
 from heads.proposers.lookup import PromptLookup
 from tests.support.evaluations import report_in, tiny_evaluation, write_suite
 
@@ -112,16 +112,6 @@ def test_a_sound_draft_passes_the_gate_and_a_rule_that_accepts_everything_does_n
     evaluate(config.model_copy(update={"baselines": [], "bootstrap_samples": 200}))
     verdict = judge(report_in(config), GateConfig(), artifact=read_artifact([config.draft]))
     assert [each.check for each in verdict.findings if each.outcome != "pass"] == ["lossless"] * planted
-
-
-def test_a_model_that_is_no_artifact_is_measured_and_the_report_says_so(config, tiny_run, tmp_path):
-    model = Path(shutil.copytree(tiny_run / "artifact", tmp_path / "tiny-model"))
-    (model / METADATA_FILE).unlink()
-    evaluate(config.model_copy(update={"draft": str(model)}))
-    report = report_in(config)
-    assert (report.draft.kind, report.draft.path) == ("draft_lm", str(model))
-    assert report.acceptance.tokens_per_target_step > 1
-    assert "not trained by draftsmith" in report.warnings[0]
 
 
 def test_a_draft_that_was_trained_on_a_prompt_of_the_suite_is_warned_of_and_fails_the_gate(config, tiny_run, tmp_path):

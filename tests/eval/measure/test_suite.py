@@ -5,15 +5,12 @@ import json
 from collections import Counter
 
 import datasets
-import numpy as np
 import pytest
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import CHECKOUT
 from configs.schema.evaluation import SuiteConfig
-from distill.dataset.conversations import text_hash
-from distill.generation.prompts import Prompt
-from eval.measure.suite import load_suite, trained_on
+from eval.measure.suite import load_suite
 from tests.support.evaluations import write_suite
 
 HOUSE = "eval/suites/house64.jsonl"
@@ -132,13 +129,3 @@ def test_a_name_on_the_hub_is_looked_up_there(monkeypatch):
     suite = load_suite(SuiteConfig(path="openai/openai_humaneval", subset="plain"))
     assert asked == [(("openai/openai_humaneval", "plain"), {"split": "test", "revision": None})]
     assert (suite.format, suite.ids) == ("humaneval", ["HumanEval/0"])
-
-
-def test_prompts_that_a_draft_was_trained_on_are_named(tmp_path, monkeypatch):
-    one = Prompt(prompt_id="one", category="c", turns=("Hi  THERE", "x"))
-    two = Prompt(prompt_id="two", category="c", turns=("y",))
-    hashes = {"a": np.array([text_hash("hi there")]), "b": np.array([text_hash("z")]), "old": None}
-    monkeypatch.setattr("eval.measure.suite.read_training_prompts", hashes.get)
-    assert trained_on([one, two], ["a", "b"]) == ("one",)
-    assert trained_on([one, two], ["b"]) == ()
-    assert trained_on([one, two], ["a", "old"]) is None
