@@ -36,7 +36,11 @@ def main(config: GateConfig, args: argparse.Namespace) -> int:
     """Read, judge, write, print; return the exit code."""
     report_path = report_file(args.report)
     baseline_path = None if args.baseline is None else report_file(args.baseline)
-    output = _clear_output(args.output, report_path, baseline_path)
+    output = report_path.with_name("gate.json")
+    if output in (report_path, baseline_path):
+        raise InputError(f"the verdict would overwrite the report {output}; give that another name")
+    for suffix in (".json", ".md", ".xml"):  # an earlier verdict, which bad input would otherwise leave behind
+        output.with_suffix(suffix).unlink(missing_ok=True)
     report = load_report(report_path)
     baseline = None if baseline_path is None else load_report(baseline_path, "baseline report")
     artifact = read_artifact(args.artifact) if args.artifact else None
@@ -59,21 +63,6 @@ def main(config: GateConfig, args: argparse.Namespace) -> int:
     return code
 
 
-def _clear_output(name: str | None, report: Path, baseline: Path | None) -> Path:
-    """Return where the verdict goes, and remove an earlier one, which bad input would otherwise leave behind."""
-    output = Path(name) if name else report.with_name("gate.json")
-    if output.suffix != ".json":
-        raise InputError(f"--output must end in .json, got {output}; the .md and .xml are written beside it")
-    if output.resolve() in [path.resolve() for path in (report, baseline) if path is not None]:
-        raise InputError(f"the verdict would overwrite the report {output}; give another file with --output")
-    for suffix in (".json", ".md", ".xml"):
-        try:
-            output.with_suffix(suffix).unlink(missing_ok=True)
-        except OSError as error:
-            raise InputError(f"--output: {output.with_suffix(suffix)} cannot be replaced: {error.strerror or error}") from error
-    return output
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("report", metavar="REPORT", help="report.json, or the folder that eval/run.py wrote it to")
     parser.add_argument(
@@ -86,7 +75,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="the draft to be released: must be the one that was measured; repeat it for several measured together, in order",
     )
-    parser.add_argument("--output", metavar="FILE", help="where the verdict goes; by default gate.json beside the report")
 
 
 if __name__ == "__main__":
