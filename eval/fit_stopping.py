@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import get_args
 
 if not __package__:  # run as a script: the checkout's root takes the place of this folder, which Python put first
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -22,7 +21,6 @@ import yaml
 from configs.runtime.command import run_command
 from configs.runtime.files import write_text
 from configs.schema.base import Settings
-from configs.schema.drafting import ConfidenceBy
 
 
 def main(config: Settings, args: argparse.Namespace) -> None:
@@ -31,7 +29,7 @@ def main(config: Settings, args: argparse.Namespace) -> None:
     from eval.cost.draft_length import stopping_from_report
     from eval.report.schema import load_report
 
-    stopping = stopping_from_report(load_report(Path(args.report)), args.by)
+    stopping = stopping_from_report(load_report(Path(args.report)))
     text = yaml.safe_dump({"decode": {"stopping": stopping.model_dump(mode="json", exclude_none=True)}}, sort_keys=False)
     print(text, end="")
     if args.out is not None:
@@ -40,9 +38,6 @@ def main(config: Settings, args: argparse.Namespace) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("report", metavar="REPORT", help="report.json of a chain drafted to a fixed length, batch size 1")
-    parser.add_argument(
-        "--by", choices=get_args(ConfidenceBy), help="what the rule reads; by default the draft's own estimate if it makes one"
-    )
     parser.add_argument("--out", metavar="FILE", help="YAML file to write")
 
 

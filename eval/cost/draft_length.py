@@ -12,7 +12,7 @@ import numpy as np
 from scipy.optimize import isotonic_regression
 
 from configs.runtime.errors import InputError
-from configs.schema.drafting import CalibrationPoint, ConfidenceBy, CostStopping
+from configs.schema.drafting import CalibrationPoint, CostStopping
 from eval.report.schema import Report
 from eval.report.sections import AcceptanceSection
 from heads.families.registry import drafts_in_one_forward
@@ -27,18 +27,13 @@ def fit_stopping(
     drafting_milliseconds: float,
     row_milliseconds: Sequence[float],
     other_milliseconds: float = 0.0,
-    by: ConfidenceBy | None = None,
 ) -> CostStopping:
     """Return the cost rule's settings for a draft on a machine.
 
-    Times are those of drafting a round, of a target step on 1, 2, ... rows, and of what a round does besides. By None the rule
-    reads the draft's own estimate of its acceptance, if it makes one, else its distribution.
+    Times are those of drafting a round, of a target step on 1, 2, ... rows, and of what a round does besides. The rule reads
+    the draft's own estimate of its acceptance, if it makes one, else its distribution.
     """
-    if by is None:
-        by = "estimate" if acceptance.estimate_reliability else "distribution"
-    elif by == "estimate" and not acceptance.estimate_reliability:
-        raise InputError(f"the draft ({kind}) makes no estimate of its acceptance: fit by distribution")
-    classes = acceptance.estimate_reliability if by == "estimate" else acceptance.stopping_reliability
+    classes = acceptance.estimate_reliability or acceptance.stopping_reliability
     known = [(each.num_drafts, each.confidence, each.accepted) for each in classes if each.num_drafts]
     if not known:
         raise InputError("no stopping_reliability: the draft has no distribution (a lookup), or drafted nothing")
@@ -56,11 +51,11 @@ def fit_stopping(
             for sure, accepted in zip(confidence_C, rising_C, strict=True)
         ],
         acceptance=min(float(np.average(accepted_C, weights=drafts_C)), MAX_ACCEPTANCE),
-        by=by,
+        by="estimate" if acceptance.estimate_reliability else "distribution",
     )
 
 
-def stopping_from_report(report: Report, by: ConfidenceBy | None = None) -> CostStopping:
+def stopping_from_report(report: Report) -> CostStopping:
     """Return the cost rule's settings for the draft, target and machine of a report of chains of a fixed length.
 
     Target steps between one row (plain decoding) and as many as were verified are taken to lie on a straight line.
@@ -90,5 +85,4 @@ def stopping_from_report(report: Report, by: ConfidenceBy | None = None) -> Cost
         drafting_milliseconds=1000 * phases.draft_seconds / rounds,
         row_milliseconds=[one_row + (all_rows - one_row) * rows / gamma for rows in range(gamma + 1)],
         other_milliseconds=1000 * (phases.sample_seconds + phases.overhead_seconds) / rounds,
-        by=by,
     )

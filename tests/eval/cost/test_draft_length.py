@@ -52,15 +52,12 @@ def test_a_head_that_drafts_all_in_one_forward_has_no_price_for_one_more(report)
 
 def test_a_drafts_own_estimate_is_calibrated_where_it_makes_one(report):
     assert stopping_from_report(report).by == "distribution"
-    with pytest.raises(InputError, match="makes no estimate"):
-        stopping_from_report(report, "estimate")
     one = {"confidence_from": 0.3, "confidence_to": 0.4, "num_drafts": 30, "confidence": 0.35, "accepted": 0.2}
     other = one | {"confidence_from": 0.8, "confidence_to": 0.9, "num_drafts": 10, "confidence": 0.85, "accepted": 0.6}
     estimating = changed(report, {"acceptance.estimate_reliability": [one, other]})
     settings = stopping_from_report(estimating)
     points = [(point.confidence, point.acceptance) for point in settings.calibration]
     assert (settings.by, points, settings.acceptance) == ("estimate", [(0.35, 0.2), (0.85, 0.6)], pytest.approx(0.3))
-    assert stopping_from_report(estimating, "distribution") == stopping_from_report(report)
 
 
 @pytest.mark.parametrize(
