@@ -232,7 +232,6 @@ def test_what_cannot_be_had_is_said_in_one_sentence(
     differ = "does not serve target .*: the log-probabilities that it gives after a probe differ"
     for expected, sizes in (
         (differ, {}),
-        (f"{differ} by inf", {"vocab_size": 4000}),
         ("does not serve target .*: its states are 64 wide, and the target's 32", {"hidden_size": 64}),
     ):
         other = as_target(tiny_llama(seed=2, dtype=torch.float32, layers=3, **sizes))
@@ -241,7 +240,6 @@ def test_what_cannot_be_had_is_said_in_one_sentence(
     with states_served(whole, [1, 2], disk) as fewer:
         refused("gives the states of taps \\[1, 2\\], and \\[3\\] are needed", urls=[fewer.url], concurrency=1)
         refused("gives states-1-2-3 and .* states-1-2; start all alike", urls=[servers[0].url, fewer.url], concurrency=1)
-    refused("http://127.0.0.1:9/v1 cannot be reached", urls=["http://127.0.0.1:9/v1"], concurrency=1)
     refused("path: .*nowhere is no folder here", path=str(tmp_path / "nowhere"))
     servers[0].file_troubles = ["cut"]
     refused("is not whole in target.states.path", timeout_seconds=0.2)

@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from configs.schema.decoding import DecodeConfig
 from configs.schema.target import TargetConfig
@@ -114,16 +113,6 @@ def test_the_file_is_read_as_the_model_that_it_is(target, answers):
     assert target.model.get_output_embeddings().weight is target.model.get_input_embeddings().weight
     for answer, known in zip(answers, ("100 degrees Celsius", "Thursday", "a + b"), strict=False):
         assert target.tokenizer.decode(answer).strip().startswith(known)
-
-
-def test_plain_decoding_is_that_of_transformers_within_the_window_and_beyond_it(target, prompts, answers):
-    """Its cache keeps a window's worth of keys where ours keeps all and masks them."""
-    for prompt, answer in zip(prompts, answers, strict=True):
-        ids_BT = torch.tensor([prompt])
-        said_BT = target.model.generate(
-            ids_BT, attention_mask=torch.ones_like(ids_BT), do_sample=False, max_new_tokens=ANSWER_LENGTH
-        )
-        assert said_BT[0, len(prompt) :].tolist() == answer
 
 
 @pytest.mark.parametrize("kind", FAMILIES)

@@ -140,21 +140,11 @@ def test_a_resumed_run_ends_as_the_undisturbed_one(head_task, greedy_rows, tmp_p
         ("eagle3", {"taps": None}, r"3 blocks is too shallow .* give head\.taps"),
         ("eagle3", {"init_block": 3}, r"head\.init_block 3: the target's blocks are 0 to 2"),
         ("peagle", {"mask_token_id": 64}, r"head\.mask_token_id: the target's tokens are 0 to 63, got 64"),
-        ("peagle", {"mask_token_id": None}, "names neither a padding nor an end-of-text token"),
-        ("eagle3", {"draft_vocab_size": 65}, r"draft_vocab_size: expected .* 64 .*, got 65"),
     ],
 )
 def test_a_head_that_the_target_cannot_carry_is_refused_before_training(head_task, kind, head, sentence):
     with pytest.raises(InputError, match=sentence):
         head_task(kind, head=head)
-
-
-@pytest.mark.parametrize("where", ["num_speculative_tokens", "held_out"])
-def test_more_drafts_than_a_head_has_depths_are_refused(run_folder, tiny_run, tmp_path, where):
-    head = {"kind": "peagle", "num_depths": 3, "taps": [1], "mask_token_id": 0}
-    wanted = {"num_speculative_tokens": 4, "held_out": {"decode": {"num_speculative_tokens": 4}}}
-    with pytest.raises(ValueError, match=f"{where}.* must be at most 3, what a peagle head of this size can draft, got 4"):
-        config_for(run_folder, tiny_run, tmp_path, head=head, **{where: wanted[where]})
 
 
 def test_a_head_starts_from_an_artifact_with_its_vocabulary_and_goes_on_from_its_score(head_task, greedy_rows, tmp_path):
@@ -175,16 +165,9 @@ def test_a_head_starts_from_an_artifact_with_its_vocabulary_and_goes_on_from_its
     assert all(written[name].shape == before[name].shape for name in before)
 
 
-@pytest.mark.parametrize(
-    ("kind", "head", "said"),
-    [
-        ("eagle3", {"taps": [0, 1, 2]}, r"taps \[1, 2\], and head\.taps is \[0, 1, 2\]"),
-        ("medusa", {}, r"kind eagle3, and head\.kind is medusa"),
-        ("eagle3", {"taps": [1, 2], "layer": {"mlp_width": 48}}, "layer"),
-    ],
-)
-def test_an_artifact_of_another_head_is_refused_in_one_sentence(head_task, greedy_rows, tmp_path, kind, head, said):
+def test_an_artifact_of_another_head_is_refused_in_one_sentence(head_task, greedy_rows, tmp_path):
     task = head_task(head={"taps": [1, 2]})
     train_task(task, greedy_rows)
-    with pytest.raises(InputError, match=rf"init: .* is a head with {said}.*: give head what the artifact has, or set init to"):
-        head_task(kind, head=head, init=str(Path(task.config.output) / "artifact"), output=str(tmp_path / "next"))
+    said = r"init: .* is a head with taps \[1, 2\], and head\.taps is \[0, 1, 2\].*: give head what the artifact has, or set"
+    with pytest.raises(InputError, match=said):
+        head_task(head={"taps": [0, 1, 2]}, init=str(Path(task.config.output) / "artifact"), output=str(tmp_path / "next"))

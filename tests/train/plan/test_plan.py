@@ -58,7 +58,6 @@ def test_a_heads_parameters_are_those_that_training_has(folder, head_task, kind)
 @pytest.mark.parametrize(
     "student",
     [
-        {"layers": [0, 2]},
         {"layers": [0], "train_embeddings": True},
         {"init": "fresh", "overrides": {"num_hidden_layers": 1, "hidden_size": 16}},
         {"layers": [0, 1], "lora": {"rank": 4}},
@@ -82,15 +81,6 @@ def test_a_draft_lms_parameters_are_those_that_training_has(folder, greedy_targe
 def test_a_draft_lm_that_training_would_not_take_is_refused(folder, student, words):
     with pytest.raises(InputError, match=words):
         plan_models(distilled(folder, student=student))
-
-
-def test_a_target_is_planned_from_its_config_file_alone(folder):
-    config = heads(folder, "eagle3")
-    alone = config.model_copy(update={"target": config.target.model_copy(update={"name": str(folder / "config.json")})})
-    assert count(plan_models(alone).target) == count(plan_models(config).target)
-    nothing = config.model_copy(update={"target": config.target.model_copy(update={"name": str(folder / "nothing")})})
-    with pytest.raises(InputError, match=r"target\.name: .*nothing has no model config"):
-        plan_models(nothing)
 
 
 @pytest.mark.parametrize("taps", [None, [0, 1, 2]])

@@ -7,32 +7,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from distill.dataset.batches import Example, collate
-from distill.dataset.conversations import Conversation
 from heads.artifact import load_draft
 from heads.inference.causal_lm import head_logits, read_documents
+from tests.support.caches import random_conversations
 from tests.support.family_configs import HYBRIDS, STATELESS, VOCAB_SIZE, tiny_model
 from tests.support.training_runs import distill_config, draft_task
 from train.loop.checkpoints import Progress
 
 BY_NUMBER = {"diffllama"}  # of which only the first blocks can be kept
-GENERATOR = torch.Generator().manual_seed(1)
 
 
-def conversation(num_read, num_answered):
-    ids = torch.randint(3, VOCAB_SIZE, (num_read + num_answered,), generator=GENERATOR).tolist()
-    messages = ({"role": "user", "content": f"q{num_read}"}, {"role": "assistant", "content": "a"})
-    return Conversation(
-        prompt_id=f"p{num_read}",
-        category="",
-        turn=0,
-        messages=messages,
-        prompt_ids=tuple(ids[:num_read]),
-        answer_ids=tuple(ids[num_read:]),
-        ended=True,
-    )
-
-
-ROWS = [conversation(9, 15), conversation(4, 8), conversation(12, 20)]
+ROWS = random_conversations([(9, 15), (4, 8), (12, 20)], VOCAB_SIZE, seed=1)
 BATCH = collate([Example(row.prompt_ids + row.answer_ids, len(row.prompt_ids)) for row in ROWS])
 
 
