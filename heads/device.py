@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property, lru_cache
+from typing import TypeVar
 
 import torch
 from accelerate.utils import parse_flag_from_env
@@ -17,6 +18,7 @@ from torch import Tensor
 from configs.runtime.errors import InputError, first_line
 
 CPU = torch.device("cpu")
+T = TypeVar("T")
 # What torch raises where a device or a build of torch has no such thing; MPS answers TypeError for float64.
 MISSING = (RuntimeError, NotImplementedError, TypeError, AttributeError, AssertionError)
 
@@ -66,15 +68,18 @@ def same_device(one: torch.device, other: torch.device) -> bool:
     return one.type == other.type and (one.index == other.index or None in (one.index, other.index))
 
 
+def _asked(device: torch.device, question: Callable[[], T]) -> T | None:
+    """Return the answer of an accelerator's backend; None where there is none, and for the CPU."""
+    try:
+        return None if device.type == "cpu" else question()
+    except MISSING:
+        return None
+
+
 @cache
 def can_pin(device: torch.device) -> bool:
     """Return whether memory of the host can be page-locked, so that a copy to the device need not be waited for."""
-    if device.type == "cpu":
-        return False
-    try:
-        return torch.empty(1).pin_memory().is_pinned()
-    except MISSING:
-        return False
+    return bool(_asked(device, lambda: torch.empty(1).pin_memory().is_pinned()))
 
 
 def to_device(values: Sequence[int], device: torch.device) -> Tensor:
@@ -92,36 +97,29 @@ def upload(values: Tensor, device: torch.device) -> Tensor:
 
 def allocated_peak(device: torch.device) -> int | None:
     """Return the most bytes of the device's memory that this process has held; None where torch does not count them."""
-    if device.type == "cpu":
-        return None
-    try:
-        return int(torch.accelerator.max_memory_allocated(device))
-    except MISSING:
-        return None
+    return _asked(device, lambda: int(torch.accelerator.max_memory_allocated(device)))
 
 
 def free_memory(device: torch.device) -> int | None:
     """Return how many bytes are free, those that torch keeps included; None where it cannot tell, and for the CPU."""
-    if device.type == "cpu":
-        return None
-    try:
+
+    def free() -> int:
         kept = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
         return int(torch.accelerator.get_memory_info(device)[0]) + kept
-    except MISSING:
-        return None
+
+    return _asked(device, free)
 
 
 @cache
 def has_timed_events(device: torch.device) -> bool:
     """Return whether events queued on the device tell the time between them."""
-    if device.type == "cpu":
-        return False
-    try:
+
+    def tell() -> bool:
         start, end = timed_event(device), timed_event(device)
         end.synchronize()
         return start.elapsed_time(end) >= 0
-    except MISSING:
-        return False
+
+    return bool(_asked(device, tell))
 
 
 def timed_event(device: torch.device) -> torch.Event:

@@ -23,18 +23,10 @@ from heads.inference.causal_lm import head_rows
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DraftVocabulary:
-    """Which of the target's tokens a draft can propose.
+    """Which of the target's tokens a draft can propose."""
 
-    Args:
-        token_ids_W: int64, strictly rising, the target's id of each draft token (d2t).
-        target_vocab_size: V.
-
-    Raises:
-        ValueError: there are no ids, they do not rise, or one lies outside 0..V-1.
-    """
-
-    token_ids_W: Tensor
-    target_vocab_size: int
+    token_ids_W: Tensor  # int64, strictly rising, the target's id of each draft token (d2t)
+    target_vocab_size: int  # V
 
     def __post_init__(self) -> None:
         ids_W = self.token_ids_W

@@ -139,8 +139,8 @@ class DepthChain(FeatureProposer):
     """Modules of one depth each as a proposer (`heads.proposers.protocol.Proposer`); drafts at most one token a module.
 
     At index i the module of depth k reads the state that the module before it gave there (depth 0: the target's) and the token
-    x_{i+1+k}. After a round the target's states reach j, and the module of depth k has read tokens up to x_{j+1+k}, of which
-    only those up to x_{j+1} are certain. So, like transformers' `MtpCache`, each round reads the last indices again.
+    x_{i+1+k}. After a round only tokens up to x_{j+1} are certain, j being where the target's states end, so like transformers'
+    `MtpCache` each round reads the last indices again.
 
     Once a round has asked for fewer tokens, later ones of the same batch get no more than that: the deeper modules have not
     read along. So where a rule stops a round (`heads.proposers.chain_builder`), all modules still read.

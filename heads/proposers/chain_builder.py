@@ -34,10 +34,8 @@ from heads.vocabulary import DraftVocabulary, over_target, target_ids
 class ChainBuilder:
     """A proposal of chains, one draft a row for each call of `add`.
 
-    Args:
-        lengths: tokens by row, the pending one included; the first draft stands at that position.
-        sampling: the distribution to draft by, and in a decoder's settings when to stop.
-        vocabulary: the tokens that logits are over; None: the target's.
+    `lengths` are tokens by row, the pending one included: the first draft stands at that position. `sampling` is the
+    distribution to draft by, and in a decoder's settings when to stop; `vocabulary` the tokens of logits, None: the target's.
     """
 
     def __init__(
@@ -65,14 +63,8 @@ class ChainBuilder:
     def add(self, logits_BW: Tensor, estimate_B: Tensor | None = None) -> Tensor:
         """Choose the next draft of every row from its logits; return the target's ids `[B]`.
 
-        Rows that have stopped get one too, which does not count.
-
-        Args:
-            logits_BW: of the draft's vocabulary.
-            estimate_B: the draft's own estimate of its acceptance (`Proposal.estimates_BG`); None: it makes none.
-
-        Raises:
-            InputError: the stopping rule reads the draft's estimate, and there is none.
+        Rows that have stopped get one too, which does not count. `estimate_B` is the draft's own estimate of its acceptance
+        (`Proposal.estimates_BG`), if it makes one.
         """
         step, greedy = len(self._drafted), self.sampling.temperature == 0
         if self._rule is not None or not greedy:

@@ -39,7 +39,6 @@ class DraftLM:
     """A draft model as a proposer (`heads.proposers.protocol.TreeProposer`), whose cache holds what it has drafted.
 
     Args:
-        model: a causal LM that reads the target's token ids.
         vocab_size: the target's; extra padded rows of the draft's head are cut off before the softmax. A token that the
             draft has no embedding for (one of the target's padded rows) is read as the draft's last.
         vocabulary: the tokens that the rows of the model's head stand for, after `keep_head_rows`; None: the target's own.

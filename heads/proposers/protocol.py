@@ -30,30 +30,20 @@ Tokens = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """Drafted tokens and the distribution each was drawn from.
+    """Drafted tokens and the distribution each was drawn from."""
 
-    Args:
-        tokens_BG: drafted ids; only the first `num_drafted[b]` of row b count.
-        num_drafted: drafts by row, 0..G.
-        probs_BGV: for a chain, the distribution each token was drawn from; None: deterministic (a point mass on the token).
-        logits_BGV: the raw logits of these distributions, where `keep_logits` asked for them and the draft has any.
-        parents_BN: for a tree, the target's row that each draft continues (`heads.sampling.token_tree`), -1 for one that does
-            not count; siblings in the order of their ranks. None: a chain.
-        probs_BKV: for a tree, the distribution that the children of each row were drawn from; rows without children are not
-            read. None: deterministic.
-        estimates_BG: for a chain, the draft's own estimate that each token is accepted where those before it are, made before
-            the token was drawn; None: it makes none.
-        by_lookup: for a chain of several drafts, 1 where a row's were looked up: each is then a point mass, and the row's
-            probabilities, logits and estimates mean nothing. None: no row's were.
-    """
-
-    tokens_BG: Tensor
-    num_drafted: Sequence[int]
-    probs_BGV: Tensor | None = None
-    logits_BGV: Tensor | None = None
+    tokens_BG: Tensor  # drafted ids; only the first `num_drafted[b]` of row b count
+    num_drafted: Sequence[int]  # by row, 0..G
+    probs_BGV: Tensor | None = None  # of a chain: what each token was drawn from; None: a point mass on the token
+    logits_BGV: Tensor | None = None  # the raw logits of these, where `keep_logits` asked for them and the draft has any
+    # Of a tree: the target's row that each draft continues (`heads.sampling.token_tree`), -1 for one that does not count;
+    # siblings in the order of their ranks. None: a chain.
     parents_BN: Tensor | None = None
-    probs_BKV: Tensor | None = None
+    probs_BKV: Tensor | None = None  # of a tree: what each row's children were drawn from, if it has any; None: deterministic
+    # Of a chain: the draft's own estimate that each token is accepted where those before it are, made before it was drawn.
     estimates_BG: Tensor | None = None
+    # Of a chain of several drafts: 1 where a row's were looked up; each is then a point mass, and the row's probabilities,
+    # logits and estimates mean nothing.
     by_lookup: Sequence[int] | None = None
 
 

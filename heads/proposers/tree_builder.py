@@ -51,12 +51,10 @@ def tree_builder(
 
 
 class StaticTreeBuilder:
-    """A static tree of the most probable tokens, the child of rank r being the draft's r-th choice; or of draws.
+    """A static tree of the most probable tokens, the child of rank r being the draft's r-th choice.
 
-    Args:
-        lengths: tokens by row, the pending one included; the first drafts stand at that position.
-        drawn_by: the distribution that the children of a token are drawn by, as `tree.candidates` says; None: none are.
-        vocabulary: the tokens that logits are over; None: the target's.
+    With `drawn_by` the children of a token are drawn by that distribution, as `tree.candidates` says. `lengths` and
+    `vocabulary` are as those of a `heads.proposers.chain_builder.ChainBuilder`.
     """
 
     def __init__(

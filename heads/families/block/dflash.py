@@ -168,21 +168,14 @@ class StepwiseBlock(CorrectedBlock):
 
     @abstractmethod
     def step(self, base_BW: Tensor, state_BD: Tensor, before_B: Tensor, carried: Tensor | None) -> DraftStep:
-        """Return what a slot's draft is chosen by.
-
-        Args:
-            base_BW: the output head's logits of the slot's state.
-            state_BD: final, normed.
-            before_B: the token before, the target's id.
-            carried: by the step before; None at the first.
-        """
+        """Return what a slot's draft is chosen by: of the output head's logits, the slot's final state, the token before (the
+        target's id), and what the step before has carried on; None at the first."""
 
 
 class BlockDrafter(FeatureProposer):
     """A DFlash head as a proposer (`heads.proposers.protocol.Proposer`); drafts at most as many tokens as there are slots.
 
-    The cache holds the context; a block's own keys and values lie after it for one round, and the next context is written over
-    them.
+    A block's own keys and values lie after the context for one round; the next context is written over them.
     """
 
     module: DFlash
@@ -268,10 +261,8 @@ def choose_anchors(batch: Batch, limit: int | None) -> Anchors:
 
 
 def _drawn(rows_N: Tensor, documents_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rank of each possible anchor in a random order of its conversation's, and how many that has.
-
-    Rows rise, and so do documents within a row; a conversation is a document of a row.
-    """
+    """Return the rank of each possible anchor in a random order of its conversation's (a document's of a row), and how many
+    that has; rows rise, and so do documents within a row."""
     changes_N = torch.ones_like(rows_N)
     changes_N[1:] = (rows_N[1:] != rows_N[:-1]) | (documents_N[1:] != documents_N[:-1])
     own_N = changes_N.cumsum(0) - 1
