@@ -3,7 +3,7 @@
 A value is masked where its key names a secret (`hf_token`, not `max_new_tokens`), where it has the form of one (a Hub or cloud
 token, a login inside a URL, an `Authorization` header), and where it is the value of an environment variable whose name says so
 (`HF_TOKEN`, `WANDB_API_KEY`) or that a command took a key from (`hide`). A key of 40 hex digits looks like a commit, so only
-its name gives it away. `Scrubber` also removes machine paths, for what is published.
+its name gives it away. `scrub` also removes machine paths, for what is published.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -141,69 +141,46 @@ def _mask_field(key: str, value: Any, below: tuple[type, ...]) -> Any:
     return mask_secrets(value, below or (secret if SECRET_KEY.search(key) else ()))
 
 
-class Scrubber:
-    """Removes machine paths and secrets from what is published.
+def scrub(text: str) -> str:
+    """Return a text without secrets and machine paths.
 
-    A path below a home becomes relative to it; of any other absolute path the last part stays. Paths are found by their form,
-    so that an answer of a model that holds `/usr/bin/python` would be changed: use `only_secrets` for prompts and answers.
-
-    `secrets` are masked wherever they stand, besides those that look like tokens. The homes are the checkout and the working
-    folder.
+    A path below the checkout or the working folder becomes relative to it; of any other absolute path the last part stays.
+    Paths are found by their form, so that an answer of a model that holds `/usr/bin/python` would change: `redact` keeps it.
     """
-
-    def __init__(self, secrets: Iterable[str | None] = ()) -> None:
-        named = {str(each) for folder in (CHECKOUT, Path.cwd()) for each in (folder.absolute(), folder.resolve())} - {"/"}
-        self._homes = sorted(named, key=len, reverse=True)
-        self._user_home = os.path.expanduser("~")
-        self._secrets = [secret for secret in secrets if secret]
-
-    def text(self, text: str) -> str:
-        """Return `text` without paths and secrets."""
-        text = FILE_ADDRESS.sub("", self.secrets(text))
-        for home in self._homes:
-            text = re.sub(rf"(?<![\w./]){re.escape(home)}(?:(/)|(?![\w.-]))", lambda found: "" if found[1] else ".", text)
-        if WHOLE_PATH.fullmatch(text):  # the searches below end a path at a blank
-            return Path(text).name or "."
-        if self._user_home not in ("", "/", "~"):
-            text = text.replace(self._user_home + "/", "/home/")  # one without blanks, for the search below
-        for pattern in (POSIX_PATH, CLIMBING_PATH):
-            text = pattern.sub(lambda found: next(filter(None, found.groups()), "."), text)
-        return text
-
-    def secrets(self, text: str) -> str:
-        """Return a text with its secrets masked and its paths as they are."""
-        for secret in self._secrets:
-            text = text.replace(secret, MASK)
-        return redact(text)
-
-    def finds_token(self, text: str) -> bool:
-        """Return whether a text holds an access token or a private key; narrower than `secrets`, fit for a vocabulary."""
-        found = FORMS.search(text) or DOCKER_LOGIN.search(text)
-        return found is not None or any(secret in text for secret in self._secrets)
-
-    def finds_token_in(self, path: Path) -> bool:
-        """Return whether a file holds an access token, whatever else it holds; read in pieces."""
-        with path.open("rb") as file:
-            before = ""
-            while piece := file.read(PIECE_BYTES):
-                text = before + piece.decode("latin-1").replace("\0", "")  # a character a byte, also of UTF-16
-                if self.finds_token(text):
-                    return True
-                before = text[-LONGEST:]
-        return False
-
-    def value(self, value: Any) -> Any:
-        """Return a JSON value without paths and secrets, in keys as well."""
-        return _changed(mask_secrets(value), self.text)
-
-    def only_secrets(self, value: Any) -> Any:
-        """Return a JSON value without secrets."""
-        return _changed(value, self.secrets)
+    text = FILE_ADDRESS.sub("", redact(text))
+    homes = {str(each) for folder in (CHECKOUT, Path.cwd()) for each in (folder.absolute(), folder.resolve())} - {"/"}
+    for home in sorted(homes, key=len, reverse=True):
+        text = re.sub(rf"(?<![\w./]){re.escape(home)}(?:(/)|(?![\w.-]))", lambda found: "" if found[1] else ".", text)
+    if WHOLE_PATH.fullmatch(text):  # the searches below end a path at a blank
+        return Path(text).name or "."
+    user_home = os.path.expanduser("~")
+    if user_home not in ("", "/", "~"):
+        text = text.replace(user_home + "/", "/home/")  # one without blanks, for the search below
+    for pattern in (POSIX_PATH, CLIMBING_PATH):
+        text = pattern.sub(lambda found: next(filter(None, found.groups()), "."), text)
+    return text
 
 
-def _changed(value: Any, change: Callable[[str], str]) -> Any:
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, list):
-        return [_changed(each, change) for each in value]
-    return {change(key): _changed(inner, change) for key, inner in value.items()} if isinstance(value, dict) else value
+def scrub_value(value: Any) -> Any:
+    """Return a JSON value without secrets and machine paths, in keys as well."""
+
+    def scrubbed(value: Any) -> Any:
+        if isinstance(value, str):
+            return scrub(value)
+        if isinstance(value, list):
+            return [scrubbed(each) for each in value]
+        return {scrub(key): scrubbed(inner) for key, inner in value.items()} if isinstance(value, dict) else value
+
+    return scrubbed(mask_secrets(value))
+
+
+def holds_token(path: Path) -> bool:
+    """Return whether a file holds an access token or a private key; narrower than `redact`, fit for a vocabulary."""
+    with path.open("rb") as file:
+        before = ""
+        while piece := file.read(PIECE_BYTES):
+            text = before + piece.decode("latin-1").replace("\0", "")  # a character a byte, also of UTF-16
+            if FORMS.search(text) or DOCKER_LOGIN.search(text) or any(secret in text for secret in _hidden):
+                return True
+            before = text[-LONGEST:]
+    return False

@@ -17,7 +17,7 @@ from huggingface_hub.constants import REPOCARD_NAME
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_json, read_text, sha256_of, write_json, write_text
-from configs.runtime.redaction import Scrubber
+from configs.runtime.redaction import holds_token, mask_secrets, redact, scrub, scrub_value
 from configs.runtime.run_record import describe_git, describe_versions
 from configs.schema.commands.release import HUB_ID, PushConfig
 from eval.release.verdict import as_values
@@ -55,7 +55,7 @@ class Cleaned:
     sha256: str
 
 
-def put_artifact(folder: Path, release: Release, config: PushConfig, scrubber: Scrubber) -> tuple[Cleaned, list[str]]:
+def put_artifact(folder: Path, release: Release, config: PushConfig) -> tuple[Cleaned, list[str]]:
     """Put what loading needs of an artifact into a folder, without machine paths and secrets; return the names left out too.
 
     `base_model`, if given, names a target that was trained from a folder.
@@ -63,12 +63,12 @@ def put_artifact(folder: Path, release: Release, config: PushConfig, scrubber: S
     needed = [WEIGHTS_FILE, *([VOCABULARY_FILE] if release.metadata.draft_vocabulary == "reduced" else [])]
     if release.metadata.kind == "draft_lm":
         needed += [*DESCRIPTIONS, *TOKENIZER_FILES]
-    left_out = put_model(folder, release.folder, scrubber, needed)
+    left_out = put_model(folder, release.folder, needed)
     path = release.folder / METADATA_FILE
     known = read_json(path, "artifact metadata")
-    metadata = scrubber.value(known)
+    metadata = scrub_value(known)
     own_name = str(release.metadata.target["name"])
-    name = public_name(own_name, scrubber)
+    name = public_name(own_name)
     if name != own_name:  # a folder's
         name = config.base_model or name
     metadata["target"]["name"] = name
@@ -79,19 +79,19 @@ def put_artifact(folder: Path, release: Release, config: PushConfig, scrubber: S
     sha256 = hash_artifact(folder, release.metadata)
     report = release.report.to_dict()
     samples = report.pop("samples")
-    report = scrubber.value(report)
-    report["samples"] = scrubber.only_secrets(samples) if config.samples else {"worst": [], "best": []}
+    report = scrub_value(report)
+    report["samples"] = mask_secrets(samples) if config.samples else {"worst": [], "best": []}
     report["target"]["name"] = name
     report["draft"]["sha256"] = sha256
     if sha256 != release.sha256:
         report["draft"]["measured_sha256"] = release.sha256
-    gate = scrubber.value({**as_values(release.verdict), "config": release.gate})
+    gate = scrub_value({**as_values(release.verdict), "config": release.gate})
     return Cleaned(
         metadata=metadata, report=parse_report(report, "the report to be published"), gate=gate, sha256=sha256
     ), left_out
 
 
-def put_model(folder: Path, source: Path, scrubber: Scrubber, needed: Sequence[str] | None = None) -> list[str]:
+def put_model(folder: Path, source: Path, needed: Sequence[str] | None = None) -> list[str]:
     """Put the files of a model folder that may be published, descriptions cleaned, into another; return the others' names."""
     left_out = []
     for path in sorted(source.iterdir()):
@@ -99,9 +99,9 @@ def put_model(folder: Path, source: Path, scrubber: Scrubber, needed: Sequence[s
         if needed is not None and name not in needed:
             left_out.append(name)
         elif name in DESCRIPTIONS:
-            write_json(out, _without_paths(read_json(path, "description"), scrubber))
+            write_json(out, _without_paths(read_json(path, "description")))
         elif name == SERVE_FILE:
-            write_text(out, scrubber.secrets(read_text(path, "instructions")))
+            write_text(out, redact(read_text(path, "instructions")))
         elif name in TOKENIZER_FILES or name.endswith((WEIGHTS, f"{WEIGHTS}.index.json")):
             shutil.copyfile(path, out)
         else:
@@ -109,11 +109,11 @@ def put_model(folder: Path, source: Path, scrubber: Scrubber, needed: Sequence[s
     return [name for name in left_out if name != METADATA_FILE]
 
 
-def public_name(name: str, scrubber: Scrubber) -> str:
+def public_name(name: str) -> str:
     """Return what a model is called in public: its Hub id or embedded name, else its folder's own name."""
     if not Path(name).exists() and (HUB_ID.fullmatch(name) or name.startswith("embedded:")):
         return name
-    return Path(scrubber.text(name)).name
+    return Path(scrub(name)).name
 
 
 def name_for_engines(cleaned: Cleaned, config: PushConfig) -> str:
@@ -122,7 +122,7 @@ def name_for_engines(cleaned: Cleaned, config: PushConfig) -> str:
     return config.base_model or (name if HUB_ID.fullmatch(name) else NAMELESS)
 
 
-def complete(folder: Path, release: Release, cleaned: Cleaned, card: str, config: PushConfig, scrubber: Scrubber) -> None:
+def complete(folder: Path, release: Release, cleaned: Cleaned, card: str, config: PushConfig) -> None:
     """Write report, page, card and manifest beside artifact and exports; an InputError where a secret stands in a file."""
     write_json(folder / REPORT, cleaned.report.to_dict())
     write_text(folder / PAGE, render_html(cleaned.report))
@@ -134,24 +134,24 @@ def complete(folder: Path, release: Release, cleaned: Cleaned, card: str, config
         "measured_artifact_sha256": release.sha256,
         "measured_report_sha256": sha256_of(release.report_path),
         "gate": cleaned.gate,
-        "config": scrubber.value(config.model_dump(mode="json")),
+        "config": scrub_value(config.model_dump(mode="json")),
         "versions": describe_versions(),
         "git": describe_git(),
         "files": {name: sha256_of(path) for name, path in files.items()},
     }
     write_json(folder / MANIFEST, manifest)
     for name, path in {**files, MANIFEST: folder / MANIFEST}.items():
-        if scrubber.finds_token_in(path):
+        if holds_token(path):
             raise InputError(f"{name} holds what looks like an access token or a private key; nothing was published: remove it")
 
 
-def _without_paths(value: Any, scrubber: Scrubber) -> Any:
+def _without_paths(value: Any) -> Any:
     """Free a model's config of paths: only under keys that hold some, since token texts and templates may look like one."""
     if isinstance(value, list):
-        return [_without_paths(each, scrubber) for each in value]
+        return [_without_paths(each) for each in value]
     if not isinstance(value, dict):
         return value
     return {
-        key: scrubber.text(inner) if isinstance(inner, str) and key.endswith(PATH_KEYS) else _without_paths(inner, scrubber)
+        key: scrub(inner) if isinstance(inner, str) and key.endswith(PATH_KEYS) else _without_paths(inner)
         for key, inner in value.items()
     }

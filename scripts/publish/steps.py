@@ -15,7 +15,7 @@ from huggingface_hub.utils import validate_repo_id
 from configs.runtime.command import DONE, GATE_FAILED, INCONCLUSIVE
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import new_folder
-from configs.runtime.redaction import Scrubber
+from configs.runtime.redaction import hide
 from configs.runtime.terminal import one_line, say
 from configs.schema.commands.release import HUB_ID, PushConfig
 from configs.schema.target import TargetConfig
@@ -67,13 +67,14 @@ def _fill(
     """Put everything that is to be published into an empty folder; return the names of files that are left out."""
     known = release.metadata.target
     name, revision = (target, None) if target is not None else (str(known["name"]), known.get("revision"))
-    scrubber = Scrubber([get_token()])
-    cleaned, left_out = put_artifact(folder, release, config, scrubber)
+    if token := get_token():
+        hide(token)
+    cleaned, left_out = put_artifact(folder, release, config)
     origins = {cleaned.metadata["target"]["name"]: read_card(name, revision, online=online)}
     student = release.metadata.training.get("student")
     if isinstance(student, Mapping) and student.get("init") == "model":  # a draft LM that began as another model
         initial = str(student["path"])
-        origins[public_name(initial, scrubber)] = read_card(initial, None, online=online)
+        origins[public_name(initial)] = read_card(initial, None, online=online)
     if config.license is None and agreed_licence(origins.values()) is None:
         say(one_line(f"license: other, as the cards of {', '.join(origins)} do not name one; --set license=... states it"))
     if config.exports:
@@ -89,9 +90,9 @@ def _fill(
                     "scripts/export.py makes it where the target is"
                 )
             (folder / engine).mkdir()
-            left_out += [f"{engine}/{each}" for each in put_model(folder / engine, exported, scrubber)]
+            left_out += [f"{engine}/{each}" for each in put_model(folder / engine, exported)]
     serve: dict[str, str] = {engine: (folder / engine / SERVE_FILE).read_text(encoding="utf-8") for engine in config.exports}
-    complete(folder, release, cleaned, make_card(repo_id, cleaned, config, origins, serve, api.endpoint), config, scrubber)
+    complete(folder, release, cleaned, make_card(repo_id, cleaned, config, origins, serve, api.endpoint), config)
     return left_out
 
 
