@@ -1,12 +1,9 @@
 """Interleaved measurement: each batch is decoded plainly, with the draft and with the baselines, repeat by repeat.
 
-All modes use the same decoder on the same text and count the same token ids. They alternate (plain, draft, baselines, plain,
-...) so that a drift of the machine's speed affects all of them alike. What is timed is not measured otherwise: the draft's
-distributions, and energy, are looked at in a pass of their own, which must give the same tokens. A batch that raises in one
-mode has failed in that mode and is timed in none.
-
-The processes of `accelerate launch` share the batches (`measure_share`). These are cut from the prompts of each suite before
-they are shared out, so that the same rows are decoded together however many processes there are.
+All modes use the same decoder on the same text and count the same token ids. They alternate so that a drift of the machine's
+speed affects all of them alike. What is timed is not measured otherwise: the draft's distributions, and energy, are looked at
+in a pass of their own, which must give the same tokens. The processes of `accelerate launch` share batches that are cut from
+the prompts of each suite before, so that the same rows are decoded together however many processes there are.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A gate's verdict and its renderings: a table for a terminal, Markdown for a pull request, values for `gate.json`, JUnit XML.
 
-`eval.release.checks` reaches the verdict. The XML is the common core of what Jenkins, GitLab and the GitHub actions for test
-reports read: one test case a check, with `failure` for what failed and `error` for what stayed inconclusive, because most
-systems show `skipped` as green. No time stamps: equal verdicts give equal files. Torch-free.
+The XML is what Jenkins, GitLab and the GitHub actions for test reports read; what stayed inconclusive is an `error`, because
+most systems show `skipped` as green. Equal verdicts give equal files. Torch-free.
 """
 
 from __future__ import annotations
@@ -54,11 +53,8 @@ class GateVerdict:
 
 
 def as_values(verdict: GateVerdict) -> dict[str, Any]:
-    return {
-        "outcome": verdict.outcome,
-        "findings": [asdict(finding) for finding in verdict.findings],
-        "notes": list(verdict.notes),
-    }
+    """Return the verdict as plain JSON values."""
+    return {"outcome": verdict.outcome, "findings": [asdict(each) for each in verdict.findings], "notes": list(verdict.notes)}
 
 
 def findings_table(findings: Iterable[Finding]) -> Table:

@@ -1,9 +1,8 @@
 """A report as one HTML page that needs no network: text, tables, plots and styles in one file.
 
 The layout is `templates/page.html.j2`. Everything from outside, such as a model's answer, is escaped by the template engine and
-freed of control characters; the only markup let through is that of the plots. Plots are SVG elements, drawn in placeholder
-colours that `as_svg` replaces by the page's CSS variables, so that the same file reads well in light and in dark. Text stays
-text, in the page's own font. Equal numbers give equal bytes.
+freed of control characters; the only markup let through is that of the plots. These are SVG elements in placeholder colours,
+which `as_svg` replaces by the page's CSS variables, so that the same file reads well in light and in dark.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import io
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,17 +45,6 @@ WIDTH = 5.0  # inches; narrow enough for the text to be readable when a phone sc
 REFERENCE: dict[str, Any] = {"color": FAINT, "linewidth": 0.9, "linestyle": (0, (2, 2))}  # the line of plain decoding
 
 
-@dataclass(frozen=True, kw_only=True)
-class Card:
-    """A number that the page leads with; `path` is that of its definition."""
-
-    path: str
-    name: str
-    value: str
-    below: str
-    tone: str = ""
-
-
 def render_html(report: Report) -> str:
     """Return the page of a report; equal reports give equal pages."""
     return render_page(
@@ -79,7 +66,8 @@ def render_html(report: Report) -> str:
     )
 
 
-def _cards(report: Report) -> list[Card]:
+def _cards(report: Report) -> list[dict[str, str]]:
+    """Return the numbers that the page leads with; `path` is that of a number's definition."""
     cards = []
     for label, section, field, form in NUMBERS:
         if field in LEADING and (numbers := getattr(report, section)) is not None:
@@ -87,13 +75,11 @@ def _cards(report: Report) -> list[Card]:
             tone = ""
             if section == "speed" and bounds is not None and not bounds[0] <= 1 <= bounds[1]:
                 tone = "good" if bounds[0] > 1 else "bad"
-            below, path = text.interval(bounds), f"{section}.{field}"
-            cards.append(Card(path=path, name=label.capitalize(), value=form(point), below=below, tone=tone))
-    verdict, detail = report.lossless.verdict, text.lossless_detail(report)
-    output = Card(
-        path="lossless.verdict", name="Output", value=text.VERDICTS[verdict], below=detail, tone=GOOD.get(verdict, "")
-    )
-    return [*cards, output]
+            number = {"path": f"{section}.{field}", "name": label.capitalize(), "value": form(point)}
+            cards.append(number | {"below": text.interval(bounds), "tone": tone})
+    verdict = report.lossless.verdict
+    output = {"path": "lossless.verdict", "name": "Output", "value": text.VERDICTS[verdict], "tone": GOOD.get(verdict, "")}
+    return [*cards, output | {"below": text.lossless_detail(report)}]
 
 
 def _descriptions(report: Report) -> dict[str, Any]:
