@@ -54,10 +54,6 @@ class AcceptanceProfile:
         reached_A = np.concatenate([[1.0], np.cumprod(chances_G)])  # the chance to keep at least so many
         return reached_A * np.append(1 - chances_G, 1.0)
 
-    def tokens_per_round(self, num_drafts: int) -> float:
-        """Return the tokens to be expected of a round: 1 and the survival at each position."""
-        return float(1 + self.accepted(num_drafts) @ np.arange(num_drafts + 1))
-
     def _split(self, num_drafts: int) -> Floats:
         """Cover the stretches of text of the measured rounds by shorter rounds, of which easy stretches then fill more.
 
@@ -113,7 +109,7 @@ class CostModel:
         self.costs, self.profile, self.longest = costs, profile, longest
         answers = list(answers)
         self.num_tokens = sum(answer.num_tokens * answer.num_answers for answer in answers)
-        self._rounds: Callable[[int], Floats] = cache(lambda drafts: expected_rounds(profile, drafts, answers))
+        self.rounds: Callable[[int], Floats] = cache(lambda drafts: expected_rounds(profile, drafts, answers))
 
     def speedup(self, drafts: int, batch: int, context: float) -> float:
         """Return plain decoding's seconds over those with as many drafts a round."""
@@ -121,11 +117,7 @@ class CostModel:
         # The few shorter rounds at an answer's end follow whole ones.
         after_full = 1 - (1 - float(self.profile.accepted(drafts)[-1])) ** batch
         seconds_G = [self.costs.round_seconds(own, batch, context, after_full) for own in range(drafts + 1)]
-        return float(plain / np.dot(self._rounds(drafts), seconds_G))
-
-    def tau(self, drafts: int) -> float:
-        """Return the tokens per target step, shorter rounds at the answers' ends included."""
-        return float(self.num_tokens / self._rounds(drafts).sum())
+        return float(plain / np.dot(self.rounds(drafts), seconds_G))
 
     def best(self, batch: int, context: float) -> tuple[int, float]:
         """Return the fastest number of drafts, and its speedup, be it below 1."""

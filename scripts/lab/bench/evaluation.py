@@ -135,7 +135,7 @@ def summarise_speeds(
                 "predicted_speedup": predicted,
                 "measured_speedup": found,
                 "relative_error": predicted / (found.point or math.nan) - 1,
-                "predicted_tau": model.tau(drafts),
+                "predicted_tau": float(model.num_tokens / model.rounds(drafts).sum()),
                 "measured_tau": sum(each.num_tokens for each in own) / sum(each.num_rounds for each in own),
             }
         )
