@@ -4,16 +4,13 @@ from copy import deepcopy
 
 import pytest
 import torch
-from torch import nn
 
 from configs.runtime.errors import InputError
 from heads.frozen.hidden_states import (
-    blocks,
     check_taps,
     final_norm,
     final_norm_scale,
     read_states,
-    tapped,
 )
 from heads.inference.causal_lm import head_logits
 from tests.support import family_checks as checks
@@ -37,37 +34,6 @@ def test_taps_are_the_hidden_states_of_transformers(name):
     torch.testing.assert_close(head_logits(model, states.final_BTE), theirs.logits)
 
 
-def hooks(model):
-    """Return how many hooks each block has; transformers has its own."""
-    return [len(block._forward_hooks) + len(block._forward_pre_hooks) for block in blocks(model)]
-
-
-def test_only_tapped_states_are_kept_and_only_while_asked(tiny_llama):
-    model = tiny_llama(layers=4)
-    before = hooks(model)
-    with torch.no_grad(), tapped(model, [1, 3]) as seen:
-        model(input_ids=IDS_BT)
-        assert sorted(seen) == [1, 3]
-        first = seen[3]
-        model(input_ids=IDS_BT[:, :2])
-        assert seen[3].shape[1] == 2  # the latest forward's alone
-    with torch.no_grad():
-        model(input_ids=IDS_BT[:, :4])
-    assert seen[3].shape[1] == 2
-    assert first.shape[1] == IDS_BT.shape[1]
-    assert hooks(model) == before
-
-
-def test_states_carry_no_gradient_and_stand_side_by_side_in_their_order(tiny_llama):
-    states = read_states(tiny_llama(), IDS_BT, [2, 0])
-    assert not states.final_BTE.requires_grad
-    assert not any(tap.requires_grad for tap in states.taps_ABTE)
-    torch.testing.assert_close(states.joined_BTF[..., :32], states.taps_ABTE[0])
-    torch.testing.assert_close(states.joined_BTF[..., 32:], states.taps_ABTE[1])
-    halved = states.map(lambda state_BTE: state_BTE[:1])
-    assert [len(each) for each in (halved.final_BTE, *halved.taps_ABTE)] == [1, 1, 1]
-
-
 @TARGETS
 def test_every_tap_of_a_known_family_passes_the_check(name):
     check_taps(checks.tiny_target(name), ALL_TAPS)
@@ -84,13 +50,6 @@ def test_states_that_do_not_lead_to_the_logits_are_refused(tiny_llama):
     with pytest.raises(InputError, match="the tapped states of LlamaForCausalLM do not reproduce its logits"):
         check_taps(model, [1])
     check_taps(model, [])
-
-
-def test_a_backbone_without_a_list_of_blocks_is_refused(tiny_llama):
-    model = tiny_llama()
-    model.model.layers = nn.ModuleList(list(model.model.layers)[:1])
-    with pytest.raises(InputError, match="keeps its blocks in a way draftsmith does not know"):
-        blocks(model)
 
 
 @TARGETS

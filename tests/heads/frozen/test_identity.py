@@ -7,9 +7,8 @@ import threading
 
 import pytest
 
-from configs.runtime.errors import InputError
 from heads.frozen import identity
-from heads.frozen.identity import hash_files, hash_weights, remembered_sha256
+from heads.frozen.identity import hash_files, hash_weights
 
 
 @pytest.fixture
@@ -52,16 +51,6 @@ def test_a_file_of_other_content_size_time_or_place_is_read_again(tmp_path, read
     other = path.rename(tmp_path / "other.safetensors")
     assert hash_files([other]) == expected(other)
     assert len(read) == 4
-
-
-def test_without_a_place_to_remember_it_is_read_each_time_and_a_missing_file_is_a_sentence(tmp_path, read, monkeypatch):
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(b"weights")
-    monkeypatch.setenv("DRAFTSMITH_CACHE", str(path))  # a file
-    assert hash_files([path]) == hash_files([path]) == expected(path)
-    assert len(read) == 2
-    with pytest.raises(InputError, match=r"cannot read .*none\.safetensors"):
-        remembered_sha256(tmp_path / "none.safetensors")
 
 
 @pytest.mark.parametrize("files", [["model.safetensors"], ["a.safetensors", "b.safetensors"]], ids=["whole", "sharded"])

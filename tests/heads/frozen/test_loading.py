@@ -119,10 +119,7 @@ def test_auto_is_the_gpu_unless_the_launcher_was_told_to_use_the_cpu(monkeypatch
 
 @pytest.mark.parametrize(
     ("template", "words"),
-    [
-        (NO_SYSTEM, "no system role"),
-        ("{% if messages[1] %}{{ 1 + 'w' }}{% endif %}w3", "unsupported operand"),
-    ],
+    [(NO_SYSTEM, "no system role"), ("{% if messages[1] %}{{ 1 + 'w' }}{% endif %}w3", "unsupported operand")],
 )
 def test_a_conversation_that_the_template_refuses_is_the_users_mistake(tiny_llama, as_target, tiny_tokenizer, template, words):
     tokenizer = tiny_tokenizer.__class__(tokenizer_object=tiny_tokenizer.backend_tokenizer, chat_template=template)

@@ -19,7 +19,6 @@ from heads.frozen.model_config import causal_config
 from heads.inference.causal_lm import read_documents
 from heads.inference.model_checks import check_keeps_apart
 from heads.proposers.draft_lm import DraftLM
-from heads.proposers.self_speculation import early_exit
 from tests.support import family_checks as checks
 
 TEXT = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8} | {
@@ -116,18 +115,6 @@ def test_a_head_learns_from_it_and_conversations_in_a_row_stay_apart(case):
     head = checks.build(checks.SETTINGS["eagle3"], target.model)
     checks.assert_gradients_reach_everything(head, target)
     checks.assert_greedy_output_is_plain(head, target)
-
-
-def test_it_drafts_for_itself_where_a_causal_lm_has_the_very_blocks(case):
-    target = dataclasses.replace(case.target, eos_token_ids=())
-    if case.draft_class == "Llama4ForCausalLM":
-        return
-    if case.draft_class in ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM"):
-        with pytest.raises(InputError, match="cannot draft for itself"):
-            DraftLM(early_exit(target.model, 2), 64)
-        return
-    proposer = DraftLM(early_exit(target.model, 2), 64)
-    assert generate(target, PROMPTS[:1], DecodeConfig(max_new_tokens=NEW), proposer) == case.plain[:1]
 
 
 def test_a_template_that_knows_lists_of_parts_only_is_given_them(case):

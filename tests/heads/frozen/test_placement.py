@@ -10,9 +10,8 @@ from eval.decoder.decode import generate
 from eval.lossless.teacher_forcing import widened
 from heads.frozen.hidden_states import blocks, read_states
 from heads.frozen.loading import load_target
-from heads.frozen.placement import make_skeleton, place_parts, spread_blocks
+from heads.frozen.placement import place_parts, spread_blocks
 from heads.modules.target_block import copy_block
-from tests.support.family_configs import tiny_model
 
 CPU = torch.device("cpu")
 SIZES = [10] * 6
@@ -127,28 +126,3 @@ def test_several_processes_need_a_map_by_hand(settings, monkeypatch):
     with pytest.raises(ConfigError, match="each of 2 processes would spread a target of its own by 'auto'"):
         place_parts(settings().name, settings(device_map="auto"), CPU)
     assert place_parts(settings().name, settings(device_map={"model.layers.1": "disk"}), CPU)["model.layers.1"] == "disk"
-
-
-@pytest.mark.parametrize(
-    ("name", "block"), [("jamba", "model.layers.1"), ("nemotron_h", "model.layers.0"), ("gpt2", "transformer.h.2")]
-)
-@torch.no_grad()
-def test_blocks_of_any_family_are_spread(name, block, tmp_path, tiny_tokenizer):
-    model = tiny_model(name)
-    for each in (model, tiny_tokenizer):
-        each.save_pretrained(tmp_path / "model")
-    places = {"device_map": {block: "disk"}, "offload_folder": str(tmp_path / "disk")}
-    target = load_target(TargetConfig(name=str(tmp_path / "model"), dtype="float32", device="cpu", **places))
-    assert sum(on_meta(target)) == 1
-    ids_BT = torch.arange(3, 27).view(2, 12)
-    found, expected = (read_states(each, ids_BT, (1, 3)) for each in (target.model, model))
-    torch.testing.assert_close(found.final_BTE, expected.final_BTE)
-    torch.testing.assert_close(found.joined_BTF, expected.joined_BTF)
-
-
-def test_a_skeleton_has_the_dtypes_in_which_weights_are_loaded(tmp_path):
-    tiny_model("deepseek_v3").save_pretrained(tmp_path)
-    skeleton = make_skeleton(tmp_path, TargetConfig(name=str(tmp_path), dtype="bfloat16"))
-    biases = {name: each.dtype for name, each in skeleton.state_dict().items() if name.endswith("e_score_correction_bias")}
-    assert set(biases.values()) == {torch.float32}
-    assert skeleton.dtype == torch.bfloat16

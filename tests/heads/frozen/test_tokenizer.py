@@ -16,13 +16,6 @@ def test_a_named_template_encodes_and_is_part_of_the_identity(tiny_run):
     assert own.identity.differences(plain.identity) == ["chat template"]
 
 
-def test_a_file_is_a_template(tmp_path, tiny_tokenizer):
-    (tmp_path / "mine.jinja").write_text("[{{ messages[0]['content'] }}]")
-    tokenizer = tiny_tokenizer.__class__(tokenizer_object=tiny_tokenizer.backend_tokenizer)
-    set_chat_template(tokenizer, str(tmp_path / "mine.jinja"))
-    assert tokenizer.apply_chat_template(HELLO, tokenize=False) == "[hello there]"
-
-
 @pytest.mark.parametrize(
     ("text", "complaint"), [(None, r"is neither a file here nor one of chatml, plain"), ("{% for %}", r"is no chat template: ")]
 )

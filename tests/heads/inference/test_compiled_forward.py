@@ -16,7 +16,6 @@ from eval.decoder.decode import generate
 from heads.artifact import load_draft
 from heads.frozen.hidden_states import forward_states
 from heads.frozen.loading import load_target
-from heads.inference import compiled_forward
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache
 from heads.inference.compiled_forward import CompiledForward, TransformersForward, make_compiled
 from heads.inference.lean_forward import LeanForward
@@ -104,16 +103,6 @@ def test_tapped_states_are_the_models(name, captured):
     for theirs, ours in zip(states[:2], states[2:], strict=True):
         torch.testing.assert_close(ours.taps_ABTE, theirs.taps_ABTE, atol=1e-5, rtol=1e-5)
     assert captured() == (0 if name == "gemma" else 1)  # transformers' own is watched uncompiled
-
-
-def test_no_more_graphs_than_allowed_and_the_rest_runs_all_the_same(captured, monkeypatch, caplog):
-    monkeypatch.setattr(compiled_forward, "MAX_GRAPHS", 1)
-    model = deepcopy(model_of("llama"))
-    expected = logits_of(model)
-    make_compiled(model)
-    torch.testing.assert_close(logits_of(model), expected, atol=1e-5, rtol=1e-5)
-    assert captured() == 1
-    assert "further shapes run uncompiled" in caplog.text
 
 
 def test_a_loaded_target_and_its_draft_run_compiled_and_answer_as_before(tiny_run, captured):

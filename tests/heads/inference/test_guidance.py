@@ -8,7 +8,6 @@ from configs.schema.drafting import StaticTree
 from configs.schema.target import GuidanceConfig
 from eval.decoder.decode import generate
 from eval.decoder.request import Request
-from heads.frozen.hidden_states import read_states
 from heads.inference.runner import Guidance, runner_of
 from heads.proposers.draft_lm import DraftLM
 from heads.sampling.counter_rng import CounterRNG, Role
@@ -78,13 +77,3 @@ def test_samples_are_drawn_from_the_mixed_logits_and_matched_ones_are_the_same(g
         expected.append(naively(guided.model, prompt, choose))
     assert generate(guided, PROMPTS, sampled) == expected
     assert generate(guided, PROMPTS, sampled, draft) == expected
-
-
-def test_taps_are_those_of_the_text_with_its_condition_and_final_states_are_mixed(guided):
-    ids = torch.tensor([[8, 1, 2], [10, 4, 9]])
-    states = read_states(guided.model, ids, (1, 3))
-    with runner_of(guided.model).unguided():
-        plain = read_states(guided.model, ids, (1, 3))
-    torch.testing.assert_close(states.taps_ABTE, plain.taps_ABTE, atol=1e-12, rtol=0)
-    logits = guided.model.lm_head(states.final_BTE)
-    torch.testing.assert_close(logits, naive_logits(guided.model, ids.tolist()), atol=1e-9, rtol=0)

@@ -13,7 +13,6 @@ from transformers import (
 )
 
 from heads.inference.causal_lm import forward_rows, new_cache
-from heads.inference.kv_cache import RowCache
 from heads.inference.runner import backbone
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 64}
@@ -72,9 +71,3 @@ def test_padding_of_a_row_may_stand_beyond_the_context_of_a_model_with_learned_p
     hidden = forward_rows(model, cache, torch.tensor([[texts[0][11], 0, 0, 0], texts[1][5:9]]), [11, 5])
     torch.testing.assert_close(hidden[0, 0], whole(model, texts[0])[11])
     torch.testing.assert_close(hidden[1], whole(model, texts[1][:9])[5:])
-
-
-def test_running_past_the_capacity_is_refused_before_anything_is_written():
-    cache = RowCache(num_layers=1, capacity=4)
-    with pytest.raises(ValueError, match="positions up to 5"):
-        cache.place([2], 3, torch.device("cpu"))

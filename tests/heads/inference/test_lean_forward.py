@@ -1,19 +1,16 @@
 """The lean forward gives transformers' logits wherever the decoder may ask for them, and says no to what it does not know."""
 
-import gc
 from copy import deepcopy
 from functools import cache
-from weakref import ref
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from configs.runtime.errors import InputError
-from heads.frozen.hidden_states import forward_states
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache
 from heads.inference.lean_forward import LeanForward, make_lean
-from heads.inference.runner import TransformersForward, runner_of
+from heads.inference.runner import runner_of
 from tests.support.family_checks import SMALL
 
 GROUPED = SMALL | {"num_hidden_layers": 2, "num_key_value_heads": 2, "pad_token_id": None}
@@ -73,18 +70,6 @@ def test_logits_are_those_of_transformers_token_by_token_several_at_a_time_and_a
     torch.testing.assert_close(read(model_of(name, lean=True), [(ids, [0, 0])])[0], whole_BTV, atol=1e-5, rtol=1e-5)
 
 
-@FAMILIES
-def test_the_tapped_states_are_those_of_transformers(name):
-    states = {}
-    for lean in (True, False):
-        model = model_of(name, lean=lean)
-        with torch.inference_mode():
-            states[lean] = forward_states(model, new_cache(model, 24), IDS_BT, [0, 0], [0, 1, 2])
-    for ours, theirs in zip(states[True].taps_ABTE, states[False].taps_ABTE, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(states[True].final_BTE, states[False].final_BTE, atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_other_dtypes_follow_transformers_as_far_as_they_round(dtype):
     pieces = [(IDS_BT[:, :8], [0, 0]), (IDS_BT[:, 3:6], [8, 4])]
@@ -106,29 +91,6 @@ def test_greedy_choices_in_float32_do_not_depend_on_how_many_rows_are_read_toget
 
 
 # --- where it runs ------------------------------------------------------------------------------------------------
-
-
-def test_only_inference_mode_runs_it_so_that_gradients_flow_through_transformers():
-    model = model_of("llama", lean=True)
-    assert type(runner_of(model).current) is TransformersForward
-    with torch.inference_mode():
-        assert type(runner_of(model).current) is LeanForward
-    hidden_BTD = torch.randn(1, 2, 32, requires_grad=True)
-    head_logits(model, hidden_BTD).sum().backward()
-    torch.testing.assert_close(hidden_BTD.grad[0, 0], model.lm_head.weight.sum(0))
-
-
-def test_a_lean_model_keeps_its_weights_its_copy_runs_by_transformers_and_once_gone_it_leaves_nothing():
-    model = deepcopy(model_of("llama"))
-    before = {name: value.data_ptr() for name, value in model.state_dict().items()}
-    make_lean(model)
-    assert runner_of(model).forward
-    assert {name: value.data_ptr() for name, value in model.state_dict().items()} == before
-    assert not runner_of(deepcopy(model)).forward
-    gone = ref(model)
-    del model
-    gc.collect()
-    assert gone() is None
 
 
 # --- refusals -----------------------------------------------------------------------------------------------------

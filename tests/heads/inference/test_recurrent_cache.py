@@ -9,9 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, FalconH1Config, Mamba2Config, Qwen3_5TextConfig
 
-from configs.runtime.errors import InputError
 from heads.inference.causal_lm import forward_rows, new_cache, read_documents
-from heads.inference.compiled_forward import make_compiled
 from heads.inference.runner import runner_of
 from heads.sampling.token_tree import tree_attention
 
@@ -103,8 +101,3 @@ def test_the_modules_with_states_are_found_and_no_others():
     found = {name: {type(module).__name__ for module in runner_of(tiny(name)).mixers} for name in CONFIGS}
     assert found == {"beside": {"Qwen3_5GatedDeltaNet"}, "in_one": {"FalconH1Mixer"}, "alone": {"Mamba2Mixer"}}
     assert [place.layer for place in runner_of(tiny("in_one")).mixers.values()] == [0, 1]
-
-
-def test_a_compiled_forward_is_refused():
-    with pytest.raises(InputError, match=r"recurrent layers, .* set target.forward to transformers"):
-        make_compiled(tiny("alone"))

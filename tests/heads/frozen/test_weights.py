@@ -107,16 +107,6 @@ def test_the_experts_of_gpt_oss_are_mxfp4(tmp_path, tiny_tokenizer):
     assert_runs_with(load(tmp_path), meant)
 
 
-def test_a_spread_target_keeps_its_dequantised_blocks_in_the_offload_folder(folder, tmp_path):
-    quantise(folder, SCHEMES["fp8, blocks"])
-    settings = {"name": str(folder), "dtype": "float32", "device": "cpu", "device_map": {"model.layers.1": "disk"}}
-    spread = load_target(TargetConfig.model_validate(settings | {"offload_folder": str(tmp_path / "offloaded")}))
-    ids_BT = torch.arange(3, 17)[None]
-    assert torch.equal(spread.model(ids_BT).logits, load(folder).model(ids_BT).logits)
-    with pytest.raises(InputError, match=r"target\.offload_folder"):
-        load_target(TargetConfig.model_validate(settings))
-
-
 @pytest.mark.parametrize(
     ("settings", "tensors", "words"),
     [
