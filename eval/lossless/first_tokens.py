@@ -9,8 +9,8 @@ N samples, P prefixes, T positions, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from eval.metrics.likelihood import answer_logits
 from eval.stats.bootstrap import LEVEL
 from eval.stats.significance import detectable_variation, g_test
 from heads.frozen.loading import Target
-from heads.frozen.media import MediaPrompt
 from heads.inference.causal_lm import head_logits, read_documents
 from heads.proposers.protocol import Proposer
 from heads.sampling.probabilities import token_probabilities
@@ -36,16 +35,6 @@ DEPTH = 3  # tokens tested: the prefill's and two from rounds
 MIN_EXPECTED = 5.0  # samples a cell should expect; with fewer, G is not near chi-square
 CANDIDATES, MAX_START = 8, 16  # answers, and tokens of each, among which the text to continue is chosen
 AT_ONCE = 32  # samples decoded, or prefixes read, together
-
-
-class Start(NamedTuple):
-    """A text to continue: a prompt and the first `num_answered` tokens of its plain answer."""
-
-    prompt_id: str
-    turn: int
-    text: Prefix
-    num_answered: int
-    media_prompt: MediaPrompt | None = None
 
 
 @dataclass
@@ -89,10 +78,10 @@ def check_first_tokens(
 
     The text is chosen from plain decoding's answers. Samples have numbers for their random draws that no other request has.
     """
-    start = choose_start(target, plain, config)
+    start, num_answered = choose_start(target, plain, config)
     if start is None:
         return {"p_value": None, "reason": "no_answer_to_start_from", "detectable_difference": None, "num_samples": 0}
-    cells = find_cells(target, start.text, config, num_samples, start.media_prompt)
+    cells = find_cells(target, start, config, num_samples)
     answers = list(_sample(target, proposer, start, config, num_samples))
     complete = [tokens for tokens in answers if tokens is not None]
     counts = [0] * len(cells.probabilities)
@@ -112,16 +101,17 @@ def check_first_tokens(
         "num_tokens": DEPTH,
         "prompt_id": start.prompt_id,
         "turn": start.turn,
-        "after_answer_tokens": start.num_answered,
+        "after_answer_tokens": num_answered,
     }
 
 
-def choose_start(target: Target, plain: Sequence[Generation], config: DecodeConfig) -> Start | None:
-    """Return the text after which most samples reach the same next token and then differ; `None` without room for a round.
+def choose_start(target: Target, plain: Sequence[Generation], config: DecodeConfig) -> tuple[Request | None, int]:
+    """Return the text after which most samples reach the same next token and then differ, and how much of it is answered.
 
-    That is where p(a) (1 - sum_v p(v | a)^2) is largest: a the plain answer's own next token, v the one after it.
+    That is where p(a) (1 - sum_v p(v | a)^2) is largest: a the plain answer's own next token, v the one after it. `None` where
+    no answer leaves room for a round.
     """
-    best, largest = None, -1.0
+    best, num_answered, largest = None, 0, -1.0
     for answer in [each for each in plain if len(each.tokens) > 1 and each.stop_reason not in FAILED][:CANDIDATES]:
         room = target.max_positions - len(answer.prompt_tokens) - _answer_length(config)
         size = min(len(answer.tokens) - 1, MAX_START, room)
@@ -132,16 +122,19 @@ def choose_start(target: Target, plain: Sequence[Generation], config: DecodeConf
         own_T1 = probs_TV[:-1].gather(1, torch.tensor(answer.tokens[:size], device=probs_TV.device).unsqueeze(1))
         open_T = own_T1.squeeze(1) * (1 - probs_TV[1:].square().sum(-1))
         if float(open_T.max()) > largest:
-            position, largest = int(open_T.argmax()), float(open_T.max())
-            text = (*answer.prompt_tokens, *answer.tokens[:position])
-            best = Start(answer.prompt_id, answer.turn, text, position, answer.media_prompt)
-    return best
+            num_answered, largest = int(open_T.argmax()), float(open_T.max())
+            best = Request(
+                prompt_id=answer.prompt_id,
+                category=answer.category,
+                tokens=(*answer.prompt_tokens, *answer.tokens[:num_answered]),
+                turn=answer.turn,
+                media_prompt=answer.media_prompt,
+            )
+    return best, num_answered
 
 
-def find_cells(
-    target: Target, text: Prefix, sampling: SamplingConfig, num_samples: int, media_prompt: MediaPrompt | None = None
-) -> Cells:
-    """Partition the answers to `text` by their first `DEPTH` tokens into cells that expect at least `MIN_EXPECTED` samples.
+def find_cells(target: Target, start: Request, sampling: SamplingConfig, num_samples: int) -> Cells:
+    """Partition the answers to `start` by their first `DEPTH` tokens into cells that expect at least `MIN_EXPECTED` samples.
 
     What is pooled over the whole tree becomes one cell, or joins the smallest.
     """
@@ -150,7 +143,7 @@ def find_cells(
     small: list[Prefix] = []
     for depth in range(1, DEPTH + 1):
         deeper: dict[Prefix, float] = {}
-        for prefix, probs_V in zip(level, _distributions_after(target, text, list(level), sampling, media_prompt), strict=True):
+        for prefix, probs_V in zip(level, _distributions_after(target, start, list(level), sampling), strict=True):
             reached_V = level[prefix] * probs_V
             kept = torch.nonzero(reached_V >= min_share).flatten().tolist()
             for token in kept:
@@ -177,12 +170,12 @@ def find_cells(
 
 @torch.inference_mode()
 def _distributions_after(
-    target: Target, text: Prefix, prefixes: Sequence[Prefix], sampling: SamplingConfig, media_prompt: MediaPrompt | None
+    target: Target, start: Request, prefixes: Sequence[Prefix], sampling: SamplingConfig
 ) -> Iterator[Tensor]:
     """Yield the next token's distribution `[V]` (float64) after the text and each prefix; the prefixes are equally long."""
-    for start in range(0, len(prefixes), AT_ONCE):
-        rows = [[*text, *prefix] for prefix in prefixes[start : start + AT_ONCE]]
-        media = target.media_inputs([media_prompt] * len(rows), rows)
+    for first in range(0, len(prefixes), AT_ONCE):
+        rows = [[*start.tokens, *prefix] for prefix in prefixes[first : first + AT_ONCE]]
+        media = target.media_inputs([start.media_prompt] * len(rows), rows)
         hidden_PTD = read_documents(target.model, torch.tensor(rows, device=target.device), None, media)
         probs_PV = token_probabilities(head_logits(target.model, hidden_PTD[:, -1]), sampling).cpu().double()
         yield from probs_PV / probs_PV.sum(-1, keepdim=True)
@@ -190,21 +183,18 @@ def _distributions_after(
 
 @torch.inference_mode()
 def _sample(
-    target: Target, proposer: Proposer, start: Start, config: DecodeConfig, num_samples: int
+    target: Target, proposer: Proposer, start: Request, config: DecodeConfig, num_samples: int
 ) -> Iterator[list[int] | None]:
     """Yield the first tokens of each sample, `DEPTH` or more unless the answer ended; `None` for one that failed."""
     settings = config.model_copy(update={"max_new_tokens": _answer_length(config), "stop": None})
-    requests = [
-        Request(prompt_id=f"{start.prompt_id}/sample {n}", category="", tokens=start.text, media_prompt=start.media_prompt)
-        for n in range(num_samples)
-    ]
+    requests = [replace(start, prompt_id=f"{start.prompt_id}/sample {n}", turn=0) for n in range(num_samples)]
     with progress("sampling first tokens", num_samples, "samples") as advance:
         for first in range(0, num_samples, AT_ONCE):
             run = BatchRun(target, requests[first : first + AT_ONCE], settings, proposer)
             run.prefill()
             while any(row.num_answered < DEPTH for row in run.active):
                 run.round()
-            yield from (None if row.stop_reason in FAILED else row.tokens[len(start.text) :] for row in run.rows)
+            yield from (None if row.stop_reason in FAILED else row.tokens[len(start.tokens) :] for row in run.rows)
             advance(len(run.rows))
 
 

@@ -15,56 +15,17 @@ from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import StaticTree
 from eval.decoder.decode import Request, decode
 from heads.proposers.draft_lm import DraftLM
-from heads.proposers.protocol import Proposal
-from tests.support.corrected import Corrected, CorrectedTrees
+from scripts.lab.models_check.scripted_drafts import ScriptedDrafts
 from tests.support.decoding import assert_same_alone
 
-VOCAB_SIZE, LONGEST_PROMPT, NUM_TOKENS, CONTEXT = 64, 6, 16, 18
+VOCAB_SIZE, NUM_TOKENS, CONTEXT = 64, 16, 18
 TREE = StaticTree(kind="static", paths=[[0], [1], [0, 0], [1, 0], [1, 1], [1, 1, 0], [1, 1, 0, 0]])
-POOL = [tuple((7 * text + 5 * place * place + 3) % VOCAB_SIZE for place in range(6)) for text in range(4)]
-PROMPTS = [text[:length] for text in POOL for length in range(1, LONGEST_PROMPT + 1)]
+# Of 6 to 9 tokens; no two begin alike.
+PROMPTS = [tuple((9 * n + 5 * place * place + 3) % VOCAB_SIZE for place in range(6 + n % 4)) for n in range(16)]
 
 batches = st.lists(st.sampled_from(range(len(PROMPTS))), min_size=1, max_size=4, unique=True)
 gammas = st.integers(1, 7)
-patterns = st.lists(st.integers(0, 8), min_size=1, max_size=5)  # drafts made right, round by round
 trees = st.integers(1, 9).flatmap(lambda n: st.tuples(*(st.integers(0, draft) for draft in range(n))).map(sorted))
-
-
-class Wrong:
-    """Drafts a token that is never the target's, as many as asked for or as a script says."""
-
-    taps, num_trees = (), 1
-
-    def __init__(self, answers, counts=()):
-        self.answers, self.counts = answers, counts
-
-    def start(self, tokens, capacity, states):
-        self.committed = []
-
-    def propose(self, tokens, num_tokens, sampling, rng, *, keep_logits):
-        counts = [self._count(row, num_tokens) for row in tokens]
-        rows = [self._drafts(row, range(num_tokens)) for row in tokens]
-        return Proposal(tokens_BG=torch.tensor(rows), num_drafted=counts)
-
-    def propose_tree(self, tokens, tree, drawn_by, rng):
-        rows = [self._drafts(row, [depth - 1 for depth in tree.depths[1:]]) for row in tokens]
-        tokens_BN = torch.tensor(rows)
-        parents_BN = torch.tensor(tree.parents).expand_as(tokens_BN)
-        return Proposal(tokens_BG=tokens_BN, num_drafted=[tree.num_nodes] * len(rows), parents_BN=parents_BN)
-
-    def commit(self, num_accepted, states):
-        assert states.final_BTE.shape[1] >= 1 + max(num_accepted)
-        self.committed.append(list(num_accepted))
-
-    def keep_rows(self, rows):
-        """Nothing is kept by row."""
-
-    def _count(self, row, num_tokens):
-        return min(num_tokens, self.counts[len(row) % len(self.counts)]) if self.counts else num_tokens
-
-    def _drafts(self, row, ahead):
-        whole = next(each for each in self.answers if each[: len(row)] == list(row))
-        return [(whole[len(row) + each] + 1) % VOCAB_SIZE for each in ahead]
 
 
 @dataclass
@@ -81,7 +42,7 @@ def known(tiny_llama):
     model = tiny_llama(seed=1, dtype=torch.float32)
     texts, margins = [list(prompt) for prompt in PROMPTS], []
     with torch.no_grad():  # forwards over whole texts, a length at a time: no cache, no padding
-        for length in range(1, LONGEST_PROMPT + 1):
+        for length in range(6, 10):
             own = [text for text in texts if len(text) == length]
             for _ in range(NUM_TOKENS + 8):
                 best = model(input_ids=torch.tensor(own), use_cache=False).logits[:, -1].topk(2)
@@ -149,23 +110,18 @@ def test_the_choices_are_clear_enough_for_float32(known):
 @given(
     batch=batches,
     gamma=gammas,
-    pattern=patterns,
-    counts=st.lists(st.integers(0, 7), max_size=3),
     max_new_tokens=st.integers(1, NUM_TOKENS),
     eos=st.sets(st.integers(0, VOCAB_SIZE - 1), max_size=6),
     short=st.booleans(),
     parents=st.none() | trees,
 )
 @settings(max_examples=60, deadline=None)
-def test_output_is_plain_and_counts_agree(
-    as_target, known, short_model, batch, gamma, pattern, counts, max_new_tokens, eos, short, parents
-):
+def test_output_is_plain_and_counts_agree(as_target, known, short_model, batch, gamma, max_new_tokens, eos, short, parents):
     target = as_target(short_model if short else known.model, eos=eos)
     tree = None if parents is None else tree_of(parents)
     num_tokens = max(gamma, tree.depth) if tree else gamma
     config = DecodeConfig(num_speculative_tokens=num_tokens, max_new_tokens=max_new_tokens, tree=tree)
-    script = (CorrectedTrees if tree else Corrected)(Wrong(known.texts, counts), known.texts, pattern)
-    generations, timing = decode(target, requests_for(batch), config, script)
+    generations, timing = decode(target, requests_for(batch), config, ScriptedDrafts(known.texts, VOCAB_SIZE))
     plain, _ = decode(target, requests_for(batch), DecodeConfig(num_speculative_tokens=0, max_new_tokens=max_new_tokens))
     for number, generation, alike in zip(batch, generations, plain, strict=True):
         answer, reason = expected_answer(known, number, eos, max_new_tokens, target.max_positions)

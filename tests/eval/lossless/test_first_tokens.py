@@ -17,6 +17,7 @@ from heads.proposers.draft_lm import DraftLM
 
 VOCAB = 10
 PROMPT = (7, 2, 3)
+START = Request(prompt_id="p", category="c", tokens=PROMPT)
 SAMPLED = DecodeConfig(temperature=1.0, num_speculative_tokens=3, max_new_tokens=8, batch_size=4)
 
 
@@ -50,7 +51,7 @@ def test_cells_hold_the_exact_probability_of_the_answers_that_fall_into_them(tar
     sampling = SAMPLED.model_copy(update=settings)
     distribution = exact_distribution(target.model, PROMPT, 3, sampling).double()
 
-    cells = find_cells(target, PROMPT, sampling, num_samples)
+    cells = find_cells(target, START, sampling, num_samples)
 
     sums = np.zeros(len(cells.probabilities))
     for answer in every_answer():
@@ -63,7 +64,7 @@ def test_cells_hold_the_exact_probability_of_the_answers_that_fall_into_them(tar
 def test_an_answer_that_ends_early_has_a_cell(tiny_llama, as_target, target):
     first = int(answer_logits(target, PROMPT, [0])[0].argmax())
     ending = as_target(target.model, eos=[first])
-    cells = find_cells(ending, PROMPT, SAMPLED, 256)
+    cells = find_cells(ending, START, SAMPLED, 256)
     assert cells.find((first,)) == cells.cell_of[first,]
     with pytest.raises(ValueError, match="do not reach"):
         cells.find(next(prefix for prefix in cells.cell_of if len(prefix) == 3)[:1])
@@ -73,7 +74,7 @@ def test_an_answer_that_ends_early_has_a_cell(tiny_llama, as_target, target):
 
 
 def test_the_start_is_where_most_samples_come_to_the_same_choice(target, plain):
-    found = choose_start(target, plain, SAMPLED)
+    found, num_answered = choose_start(target, plain, SAMPLED)
 
     def distribution_after(text):
         return target.model(torch.tensor([text])).logits[0, -1].detach().softmax(-1)
@@ -83,18 +84,17 @@ def test_the_start_is_where_most_samples_come_to_the_same_choice(target, plain):
         return float(distribution_after(text)[own] * (1 - sum(distribution_after((*text, own)) ** 2)))
 
     values = {(each.prompt_id, position): openness(each, position) for each in plain for position in range(7)}
-    assert (found.prompt_id, found.num_answered) == max(values, key=values.get)
+    assert (found.prompt_id, num_answered) == max(values, key=values.get)
     answer = next(each for each in plain if each.prompt_id == found.prompt_id)
-    assert found.text == (*answer.prompt_tokens, *answer.tokens[: found.num_answered])
+    assert found.tokens == (*answer.prompt_tokens, *answer.tokens[:num_answered])
 
 
 def test_a_start_leaves_the_context_room_for_a_round(tiny_llama, as_target):
     target = as_target(tiny_llama(seed=1, vocab_size=VOCAB, max_position_embeddings=12))
-    requests = [Request(prompt_id="p", category="c", tokens=PROMPT)]
-    (answer,) = decode(target, requests, SAMPLED)[0]
-    found = choose_start(target, [answer], SAMPLED)
-    assert len(found.text) + SAMPLED.num_speculative_tokens + 2 <= 12
-    assert choose_start(target, [answer], SAMPLED.model_copy(update={"num_speculative_tokens": 8})) is None
+    answers, _ = decode(target, [START], SAMPLED)
+    found, _ = choose_start(target, answers, SAMPLED)
+    assert len(found.tokens) + SAMPLED.num_speculative_tokens + 2 <= 12
+    assert choose_start(target, answers, SAMPLED.model_copy(update={"num_speculative_tokens": 8}))[0] is None
 
 
 # --- the test -----------------------------------------------------------------------------------------------------
