@@ -9,8 +9,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, get_args, get_origin
+from typing import Any, NamedTuple, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel
@@ -23,8 +22,7 @@ BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveM
 TYPES = {"boolean": "true or false", "string": "text", "null": "null", "integer": "integer", "number": "number"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Key:
+class Key(NamedTuple):
     """One key of a config."""
 
     path: str  # dotted, `*` in place of a list's index
@@ -34,15 +32,10 @@ class Key:
     sentence: str  # what it means; may be empty
 
 
-def list_keys(schema: type[BaseModel]) -> list[Key]:
-    """Return every key of a schema, top-down."""
-    return list(_keys(schema, "", "", {}))
-
-
 def render_keys(schema: type[BaseModel], prefix: str = "") -> str:
     """Return the keys of a schema whose path begins with `prefix` as text, one or two lines each."""
     lines = []
-    for key in list_keys(schema):
+    for key in keys_of(schema):
         if key.path.startswith(prefix):
             default = f" = {key.default}" if key.default else ""
             kind = f"  [{key.kind}]" if key.kind else ""
@@ -63,9 +56,11 @@ def models_in(annotation: Any, index: tuple[str, ...] = ()) -> Iterator[tuple[ty
         yield from models_in(argument, ("0",) if get_origin(annotation) is list else index)
 
 
-def _keys(model: type[BaseModel], above: str, kind: str, defaults: Mapping[str, Any]) -> Iterator[Key]:
-    """Yield the keys of a section; `defaults` holds those that the section above sets for it."""
-    schema, sentences = model.model_json_schema(), _sentences(model)
+def keys_of(
+    model: type[BaseModel], above: str = "", kind: str = "", defaults: Mapping[str, Any] | None = None
+) -> Iterator[Key]:
+    """Yield the keys of a schema, top-down; `defaults` holds those that the section above sets for it."""
+    schema, sentences, defaults = model.model_json_schema(), _sentences(model), defaults or {}
     for name, field in model.model_fields.items():
         found, sections = schema["properties"][name], list(models_in(field.annotation))
         is_section = isinstance(field.default, BaseModel)
@@ -82,7 +77,7 @@ def _keys(model: type[BaseModel], above: str, kind: str, defaults: Mapping[str, 
             properties = section.model_json_schema()["properties"]
             tags = [f"{tag}: {each['const']}" for tag, each in properties.items() if "const" in each]
             inner_kind = next(iter(tags), "") if len(sections) > 1 else kind
-            yield from _keys(section, inner, inner_kind, default if is_section and isinstance(default, dict) else {})
+            yield from keys_of(section, inner, inner_kind, default if is_section and isinstance(default, dict) else {})
 
 
 def _type(found: dict[str, Any]) -> str:

@@ -28,7 +28,6 @@ from configs.runtime.redaction import redact
 
 T = TypeVar("T", bound=BaseModel)
 
-COMMAND = re.compile(r"`(?P<name>\S+\.py[^`]*)`")  # what the docstring of a command's schema begins with
 MAX_SHOWN = 60  # characters of a wrong value repeated in an error
 MAX_DEPTH = 32
 NULLS = {"", "~", "null", "Null", "NULL"}
@@ -211,7 +210,7 @@ def _suggestion(schema: type[BaseModel], keys: list[str], section: type[BaseMode
     """Return what an unknown dotted key may have been meant to be, as the end of a sentence.
 
     A key right in name but in the wrong section is found wherever it belongs; otherwise it is a close name, in the section
-    before others, or a key of another command.
+    before others.
     """
     *above, name = keys
     pattern = ["0" if part.isdigit() else part for part in keys]
@@ -224,11 +223,6 @@ def _suggestion(schema: type[BaseModel], keys: list[str], section: type[BaseMode
     anywhere = [key for key in known if key[-1] in close_names]
     if near := [*same, *beside, *anywhere]:
         return f"; the nearest known key is {'.'.join(near[0])!r}"
-    others: Sequence[type[BaseModel]] = (schema.__base__ or BaseModel).__subclasses__()
-    for other in others:
-        command = COMMAND.match(other.__doc__ or "")
-        if command and pattern in _known_keys(other):
-            return f"; it is a key of {command['name']}"
     return "; --keys lists the known ones"
 
 

@@ -1,7 +1,7 @@
 """A journal of a long job's finished pieces, from which an interrupted run goes on where it was.
 
 One line a piece, synced before the next piece begins. The first line is the job's fingerprint; pieces of another job are not
-used. A last line that was cut off while it was written is dropped.
+used.
 """
 
 from __future__ import annotations
@@ -47,12 +47,7 @@ class Place(NamedTuple):
 
 
 class Journal:
-    """The pieces of one job, by key.
-
-    Args:
-        path: where they are kept. One writer a file.
-        job: the job's fingerprint.
-    """
+    """The pieces of one job, which its fingerprint tells from others, by key. One writer a file."""
 
     def __init__(self, path: Path, job: str) -> None:
         self.path = path
@@ -84,15 +79,11 @@ class Journal:
             return json.loads(file.read(place.length))["piece"]
 
     def append(self, key: str, piece: Any) -> None:
-        """Keep a finished piece; see `extend`."""
+        """Keep a finished piece."""
         self.extend({key: piece})
 
     def extend(self, pieces: Mapping[str, Any]) -> None:
-        """Keep finished pieces; they are on the disk when this returns.
-
-        Raises:
-            InputError: the file cannot be written.
-        """
+        """Keep finished pieces; they are on the disk when this returns."""
         if self._length is None:
             for _ in self.scan():
                 pass

@@ -29,27 +29,21 @@ PINNED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9][A-Za-z0-9._+!-]*")
 
 
 class ServerConfig(Settings):
-    """An OpenAI-compatible API that runs the target."""
+    """An OpenAI-compatible API that runs the target, and writes its answers."""
 
     url: str  # of the API, such as http://host:8000/v1
     model: str  # what the server calls the target
     api_key_variable: str | None = None  # name of the environment variable that holds the key
-    concurrency: PositiveInt = 8  # requests in flight, a process
+    concurrency: PositiveInt = 64  # requests in flight, a process; a server that has no room lets them wait
     timeout_seconds: PositiveFloat = 120.0  # of one request
     retries: NonNegativeInt = 5  # further attempts after a failed connection, a timeout, 429 or 5xx
-    # Nats: how far the log-probabilities of the server's likeliest tokens may lie from the target's, on average over a few
-    # positions. SmolLM2 in vLLM was 0.01 to 0.03 off in bfloat16, rounded to 8 bits 0.03 to 0.07, to 4 bits 0.2 to 0.7.
+    # Nats: how far log-probabilities may lie from the target's on average. SmolLM2 in vLLM was 0.01 to 0.03 off in bfloat16, in
+    # 8 bits 0.03 to 0.07, in 4 bits 0.2 to 0.7
     probe_tolerance: PositiveFloat = 0.1
 
     def objections(self) -> Iterator[str]:
         yield from unless_plain_url(self.url, "url", "; name the variable with the key in api_key_variable")
         yield from unless_a_variable(self.api_key_variable)
-
-
-class AnswerServerConfig(ServerConfig):
-    """An OpenAI-compatible API that writes the target's answers."""
-
-    concurrency: PositiveInt = 64  # requests in flight, a process; a server that has no room lets them wait
 
 
 RowFormat = Literal[
@@ -106,8 +100,7 @@ class PromptSettings(Settings):
     # The column that holds the prompt, as a text, a list of turns or chat messages; of format auto in the rows that have it
     field: str = "prompt"
     answer_field: str | None = None  # format column: where the answer to it stands, if there is one
-    # In place of a column: a text made of several, or of what lies inside one, as of Python's str.format, such as
-    # "{passage}\n\n{question}" or "{doc[question]}"
+    # In place of a column: a text made of several, as by Python's str.format, such as "{passage}\n\n{doc[question]}"
     template: str | None = None
     # A prompt that fills the target's context ends the run, is left out, or loses the middle of its last message.
     on_too_long: Literal["refuse", "skip", "truncate"] = "refuse"
@@ -115,10 +108,9 @@ class PromptSettings(Settings):
     max_prompt_tokens: PositiveInt = 96  # self_seeded: a turn that has not ended by then is dropped
     temperature: PositiveFloat = 1.0  # self_seeded
     top_p: PositiveShare = 0.95  # self_seeded
-    # self_seeded: what kinds of prompts the target is led to write, by weight, e.g. {question: 2, code: 1}; the kind is their
-    # category. None: whatever it begins to write
+    # self_seeded: what kinds of prompts the target is led to write, by weight, e.g. {question: 2, code: 1}. None: any
     kinds: dict[PromptKind, PositiveFloat] | None = None
-    # kinds with a text to work on (summarise, extract, translate, answer_from, rewrite): the longest that the target writes
+    # kinds with a text to work on, such as summarise: the longest that the target writes
     max_text_tokens: PositiveInt = 320
 
     def objections(self) -> Iterator[str]:
@@ -215,7 +207,7 @@ class DataConfig(Settings):
     target: TargetConfig = TargetConfig()
     prompts: PromptsConfig = PromptsConfig()
     answers: AnswersConfig = AnswersConfig()
-    server: AnswerServerConfig | None = None  # answers.written_by server; the local target writes self-seeded prompts
+    server: ServerConfig | None = None  # answers.written_by server; the local target writes self-seeded prompts
     held_out_share: Share = 0.1  # decided by a hash of the prompt, so that it never moves between runs
     seed: NonNegativeInt = 0  # of sampled prompts and answers
     process_timeout_seconds: PositiveInt = 86_400  # how long several processes wait for one that is still at its share
@@ -231,7 +223,7 @@ class DataConfig(Settings):
         yield from unless_served(written_by, self.server)
 
 
-def unless_served(written_by: str, server: AnswerServerConfig | None) -> Iterator[str]:
+def unless_served(written_by: str, server: ServerConfig | None) -> Iterator[str]:
     """Object to answers by a server without one, and to a server without such answers."""
     if (written_by == "server") != (server is not None):
         with_one = "without" if server is None else "with"

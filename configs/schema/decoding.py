@@ -98,12 +98,11 @@ class DecodeConfig(SamplingConfig):
     seed: NonNegativeInt = 0  # of sampling
     # Strings in the answer's text that end it with the token that completes the first of them; None: only ends of text do.
     stop: list[str] | None = None
-    # int8: the target keeps keys and values in 8 bits, for half the memory; None: in its dtype. It changes the target's
-    # distribution a little, for plain decoding as for speculative; the draft's cache stays as it is.
+    # int8: the target keeps keys and values in 8 bits, for half the memory, which changes its distribution a little, also in
+    # plain decoding; None: in its dtype
     kv_cache: Literal["int8"] | None = None
-    # Several candidates for each position, down to num_speculative_tokens; None: a chain. At a temperature above 0, `token`
-    # judges siblings as `tree.candidates` says, `match` takes the draft's likeliest, as a dynamic tree always does.
-    # `fastest` stands for a section of that kind.
+    # Several candidates for each position, down to num_speculative_tokens; None: a chain; fastest: a section of that kind. At a
+    # temperature above 0, `token` judges siblings as `tree.candidates` says, `match` takes the draft's likeliest
     tree: TreeConfig = None
     # Above temperature 0: give up the target's distribution for speed; needs the quality measured beside it. None: lossless
     lossy: LossyConfig = None

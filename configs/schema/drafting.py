@@ -1,8 +1,7 @@
 """The shape of a round's drafts: trees of candidates, and rules that stop a chain early. Imports no torch.
 
-The trees are built by `heads.sampling.token_tree` and `heads.proposers.tree_builder`, the rules run by
-`heads.proposers.chain_builder`. The confidence of a distribution is its largest probability; it is taken of the distribution
-drafts are drawn from, at temperature 1 where decoding is greedy.
+The confidence of a distribution is its largest probability; it is taken of the distribution that drafts are drawn from, at
+temperature 1 where decoding is greedy.
 """
 
 from __future__ import annotations
@@ -27,10 +26,9 @@ class StaticTree(Settings):
     kind: Literal["static"]
     paths: list[list[NonNegativeInt]] | None = None  # every drafted token by the ranks that lead to it
     branching: list[PositiveInt] | None = None  # [3, 2]: three tokens at depth 1, two below each of them
-    # At a temperature above 0, how siblings come from the draft's distribution, and with that the rule that judges them
-    # (`eval.decoder.rules`): drawn one after the other, each from what is left; drawn independently, with recursive
-    # rejection or SpecTr's k-SEQ; or the likeliest, held against draws of the target's own. None: without_replacement, but
-    # top_k where `verification` is match or typical acceptance takes the likeliest.
+    # At a temperature above 0, how siblings come from the draft's distribution, and the rule that judges them: drawn one after
+    # the other; drawn independently, with recursive rejection or SpecTr's k-SEQ; or the likeliest, held against draws of the
+    # target's own. None: without_replacement, but top_k where `verification` or typical acceptance takes the likeliest
     candidates: Candidates | None = None
 
     def objections(self) -> Iterator[str]:
@@ -75,14 +73,12 @@ class DynamicTree(Settings):
 
 
 class FastestTree(Settings):
-    """The static tree with the most tokens a second (`eval.cost.tree_choice`), which `eval/run.py` finds before it measures: by
-    how often the target accepts each rank at each depth, and by what forwards take on this machine, a prompt at a time."""
+    """The static tree with the most tokens a second, which `eval/run.py` finds before it measures."""
 
     kind: Literal["fastest"]
     num_prompts: PositiveInt = 8  # that decide: of the suite's prompts, some of those that suite.num_prompts leaves out
     num_nodes: PositiveInt = 16  # drafted tokens of the tree at most
-    # Of the tree that acceptance is measured with, and of which the chosen one is a part. None: [4, 3, 2], from there on 1 a
-    # depth, down to num_speculative_tokens
+    # Of the tree that acceptance is measured with, and of which the chosen one is a part. None: [4, 3, 2], then 1 a depth
     branching: Annotated[list[PositiveInt], Field(min_length=1)] | None = None
     candidates: Candidates | None = None  # as for a static tree
 

@@ -26,8 +26,7 @@ class QualityConfig(Settings):
     perplexity: bool = True  # of the answers, under the target's own distribution at temperature 1
     # gsm8k: the last number of an answer, or the one it marks as final, equals the reference's. Every prompt needs a reference.
     exact_match: Literal["gsm8k"] | None = None
-    # Functions of your own, as package.module.function: (prompt, answer, reference or None) -> number, larger is better.
-    # Importable from the checkout's root, from PYTHONPATH, or installed.
+    # Functions of your own, as package.module.function: (prompt, answer, reference or None) -> number, larger is better
     scorers: list[str] = []
     # A function of your own: answer -> numbers, as many for each. The Fréchet distance between plain and speculative answers in
     # their space, and of both from the references, where every prompt of the suite has one. Not for answers with several turns
@@ -43,11 +42,9 @@ class QualityConfig(Settings):
 
 
 class CostConfig(Settings):
-    """A timing sweep (`eval.cost.timing_sweep`): every number of drafts at each batch size with the first context, and at each
-    context with the first batch size.
+    """A timing sweep: every number of drafts at each batch size with the first context, and each context with the first size.
 
-    Other sizes are interpolated, and larger ones extrapolated by a fit. About half a minute with SmolLM2-135M on two cores;
-    `repeats: 1` takes a third of it.
+    Other sizes are interpolated, and larger ones extrapolated by a fit. About half a minute with SmolLM2-135M on two cores.
     """
 
     num_speculative_tokens: PositiveInt = 8  # 1 to this many, or as many as the draft can
@@ -94,11 +91,10 @@ class SuiteConfig(Settings):
 
 
 class LosslessConfig(Settings):
-    """How far a greedy token may lie below the target's likeliest, and how samples are tested against the target's
-    distribution."""
+    """How far a greedy token may lie below the target's likeliest, and how samples are tested."""
 
-    # The largest distance of a token's logit from the largest one, in multiples of the rounding error measured at that position
-    # (or of the usual error, where that is larger): either token may be off by one error.
+    # The largest distance of a token's logit from the largest one, in multiples of the rounding error measured there, or of the
+    # usual one, where that is larger
     tie_noise: Annotated[float, Field(ge=0, le=10)] = 2.0
     # At temperature > 0: how often a lossless decoder may fail the statistical tests. None: they are not tested.
     false_alarm_rate: Annotated[float, Field(gt=0, lt=1)] | None = 0.01
@@ -118,16 +114,14 @@ class EvalConfig(Settings):
 
     target: TargetConfig = TargetConfig()
     # An artifact, the output folder of its training, or any causal LM with the target's tokenizer: a folder, or
-    # owner/name[@revision] on the Hub. Or a list of them, whose candidates are merged into one tree in the order of the list.
-    # With prompt_lookup or suffix_lookup in the list a round takes the lookup where that has a match, and else the artifact;
-    # with decode.tree both are merged
+    # owner/name[@revision] on the Hub. Or a list, merged into one tree; with prompt_lookup or suffix_lookup in it and no
+    # decode.tree a round takes the lookup where that has a match, and else the artifact
     draft: str | list[str] = "runs/distill/artifact"
     lookup_match: PositiveInt = 3  # tokens that must have stood in the text before, for a lookup beside a draft to copy
     draft_device: str | None = None  # of draft LMs, such as cuda:1; None: the target's. Not yet run on two accelerators
     allow_target_mismatch: bool = False  # decode with a draft trained for another target; else it is refused
     suite: SuiteConfig = SuiteConfig()
-    # Further suites, measured in the same run and reported beside it, such as prompts of other kinds than those trained on.
-    # Where `suite` is not given, the first of these stands in its place
+    # Further suites, measured in the same run and reported beside it. Without `suite` the first of these stands in its place
     suites: list[SuiteConfig] = []
     decode: DecodeConfig = DecodeConfig()
     repeats: PositiveInt = 2  # interleaved: plain, speculative, baselines, plain, ...
@@ -143,8 +137,8 @@ class EvalConfig(Settings):
     lossless: LosslessConfig = LosslessConfig()
     cost: CostConfig | None = None  # a timing sweep, from which the speed at other settings is predicted; None: no prediction
     quality: QualityConfig | None = None  # what answers are worth, with and without the draft; a lossy mode needs it
-    # A function of your own, as package.module.function: answer -> data URL of a picture (PNG, JPEG, WebP, SVG) or of sound
-    # (WAV, MP3, Ogg), for the first answers of the suite. The answer is a text; with target.tokens ids, of numbers
+    # A function of your own, as package.module.function: answer -> data URL of a picture or of sound, for the first answers of
+    # the suite. The answer is a text; with target.tokens ids, of numbers
     render: str | None = None
     num_rendered: PositiveInt = 10  # prompts whose answers are rendered
     energy: bool = False  # joules per token, by the machine's own counters where they can be read

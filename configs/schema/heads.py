@@ -41,11 +41,9 @@ class LayerSettings(Settings):
 class HeadSettings(Settings):
     """Settings of every family."""
 
-    # tokens the head can propose, the most frequent in answers; None: all, or with draft_vocab_by mass as many as are
-    # expected to decode fastest
+    # tokens the head can propose, the most frequent in answers; None: all, or by mass the number expected to decode fastest
     draft_vocab_size: PositiveInt | None = None
-    # mass: the tokens of most probability by the target over a sample of the answers, in place of the most frequent ones
-    draft_vocab_by: Literal["mass"] | None = None
+    draft_vocab_by: Literal["mass"] | None = None  # mass: the tokens of most probability by the target in a sample of answers
     train_head: bool = False  # learn the rows of the output head too; they start as the target's
     depth_decay: PositiveShare = 0.8  # weight in the loss of each depth over the one before it
 

@@ -25,14 +25,12 @@ RETIRED = {
     "AdviceConfig.comparison_share": Retired("eval/run.py compares ways of decoding with the trained draft", off=None),
     "AnswersConfig.draft": Retired("the target writes the answers by plain decoding, or a server does (answers.written_by)"),
     "AnswersConfig.num_speculative_tokens": Retired("it was for answers.draft", off=None),
-    "AnswerServerConfig.answers_as": Retired(
-        "servers answer with token ids (return_token_ids), as vLLM does", off=("token_ids",)
-    ),
-    "AnswerServerConfig.more_urls": Retired(
+    "ServerConfig.answers_as": Retired("servers answer with token ids (return_token_ids), as vLLM does", off=("token_ids",)),
+    "ServerConfig.more_urls": Retired(
         "give one address in front of several servers, by vLLM's --data-parallel-size or a router", off=([],)
     ),
-    "AnswerServerConfig.on_other_tokens": Retired("it was for answers as text", off=None),
-    "AnswerServerConfig.failures_in_a_row": Retired(
+    "ServerConfig.on_other_tokens": Retired("it was for answers as text", off=None),
+    "ServerConfig.failures_in_a_row": Retired(
         "the first prompt without an answer after all retries ends the run, and the same command resumes it", off=None
     ),
     "CacheConfig.server": Retired("servers of the target's hidden states make caches of either kind: target.states"),

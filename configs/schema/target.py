@@ -139,10 +139,9 @@ class TargetConfig(Settings):
     revision: str | None = None  # a Hub revision; only for Hub ids
     dtype: Dtype = "bfloat16"  # of the weights as they are run
     attention: Literal["sdpa", "eager"] = "sdpa"  # implementation of attention in transformers
-    # lean: decode by a forward of draftsmith's own (Llama, Mistral, Qwen2, Qwen3), which packs the weights a second time in the
-    # form that a CPU reads fastest. The draft then runs by one too, where it is of such a family.
-    # compiled: that forward, or transformers' for other families, by torch.compile for fixed shapes: faster by a little after
-    # half a minute or more for each shape, so for long runs. The draft runs the same way.
+    # lean: decode by a forward of draftsmith's own (Llama, Mistral, Qwen2, Qwen3), which packs the weights as a CPU reads them
+    # fastest. compiled: that, or transformers' for other families, by torch.compile for fixed shapes: a bit faster after half
+    # a minute for each, so for long runs. The draft runs the same way
     forward: Literal["transformers", "lean", "compiled"] = "transformers"
     device: str = "auto"  # auto takes the GPU where there is one
     # ids: the tokens are no text but codes of pictures or sound, called by their numbers; no tokenizer is read
@@ -154,16 +153,16 @@ class TargetConfig(Settings):
     # For targets that read images, prompts with images; {}: with these defaults. None: text alone
     images: ImagesConfig | None = None
     audio: AudioConfig | None = None  # for targets that read sound, prompts with sounds; as images, and in their place
-    # For a target larger than one GPU: its blocks are spread over this process's GPUs, then the CPU's memory, then the disk;
-    # embedding, final norm and head stay on `device`. auto and balanced: as even as can be; sequential: fill one after another;
-    # a map of module names (model.layers.0: 1; also cpu, disk): by hand, what it does not name stays on `device`.
+    # For a target larger than one GPU: its blocks are spread over this process's GPUs, then the CPU's memory, then the disk.
+    # auto and balanced: as even as can be; sequential: fill one after another; a map of module names (model.layers.0: 1; also
+    # cpu, disk): by hand. What is not named, and embedding, final norm and head, stay on `device`
     device_map: DeviceMap = None
     max_memory: MaxMemory = None  # by GPU's number or cpu, as 0: 60GiB; None: what is free there
     offload_folder: str | None = None  # with disk: for weights that are kept otherwise than they run, as of most MoE models
     # Hidden states from servers: then only embedding, final norm and head are loaded, and blocks where device_map places them
     states: EngineStatesConfig | None = None
-    # For a target larger than one GPU, and several processes: those of a group split it between them and run it together, each
-    # training the draft on batches of its own. Embedding, final norm and head are whole in every process.
+    # For a target larger than one GPU: the processes of a group split it between them and run it together, each training the
+    # draft on batches of its own
     parallel: ParallelConfig | None = None
 
     def objections(self) -> Iterator[str]:

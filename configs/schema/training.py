@@ -49,13 +49,10 @@ class StudentConfig(Settings):
     path: str | None = None  # model: folder or Hub id
     # fresh: what differs from the target's own config, e.g. {num_hidden_layers: 4, hidden_size: 256}
     overrides: dict[str, bool | int | float | str] | None = None
-    # A tied embedding is the largest part of a small draft: frozen by default, unless random (fresh).
-    train_embeddings: bool = False
-    # tokens the draft can propose, the most frequent in answers; None: all, or with draft_vocab_by mass as many as are
-    # expected to decode fastest
+    train_embeddings: bool = False  # those of init fresh are trained in any case
+    # tokens the draft can propose, the most frequent in answers; None: all, or by mass the number expected to decode fastest
     draft_vocab_size: PositiveInt | None = None
-    # mass: the tokens of most probability by the target over a sample of the answers, in place of the most frequent ones
-    draft_vocab_by: Literal["mass"] | None = None
+    draft_vocab_by: Literal["mass"] | None = None  # mass: the tokens of most probability by the target in a sample of answers
     lora: LoraSettings | None = None  # None: train the weights themselves
 
     def objections(self) -> Iterator[str]:
@@ -177,12 +174,12 @@ class TrainingDataConfig(Settings):
 class ScheduleConfig(Settings):
     """Batches, length and intervals of a training run; intervals are in optimiser steps."""
 
-    # Conversations (data.packing: rows of them) a process and micro-step. Where a step has several micro-batches over all
-    # processes, that is their mean: those of longer conversations have fewer, so that all take about as long
+    # Conversations (data.packing: rows of them) a process and micro-step. Of several micro-batches a step, that is their mean:
+    # those of longer conversations have fewer, so that all take about as long
     batch_size: PositiveInt = 8
     gradient_accumulation_steps: PositiveInt = 1  # micro-batches of an optimiser step, in each process
-    # Micro-batches of an optimiser step over all processes, in place of gradient_accumulation_steps, which then follows from
-    # their number: for runs that lose and gain processes. A multiple of each number that there may be
+    # Micro-batches of a step over all processes, in place of gradient_accumulation_steps: for runs that lose and gain
+    # processes, a multiple of each number that there may be
     micro_batches_per_step: PositiveInt | None = None
     epochs: PositiveInt = 1  # passes over the training data
     max_steps: PositiveInt | None = None  # in place of epochs, fewer steps or more
@@ -273,8 +270,7 @@ class HeadsConfig(Settings):
     target: TargetConfig = TargetConfig()
     data: TrainingDataConfig = TrainingDataConfig()
     head: HeadConfig = Eagle3Settings(kind="eagle3")  # the family and its settings
-    # An artifact of the same family and sizes, whose weights and draft vocabulary the head starts from; None: new weights.
-    # A draft LM starts from one by student.init model and student.path
+    # An artifact of the same family and sizes, whose weights and draft vocabulary the head starts from; None: new weights
     init: str | None = None
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 
 from configs.schema.base import NonNegativeInt, PositiveInt, Setting, Settings, dotted
 from configs.schema.commands.release import Engine
-from configs.schema.data import AnswersConfig, AnswerServerConfig, RowFormat, unless_served
+from configs.schema.data import AnswersConfig, RowFormat, ServerConfig, unless_served
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import GateConfig, GateRule, LosslessConfig, SuiteConfig
 from configs.schema.target import TargetConfig
@@ -50,7 +50,7 @@ class RefreshConfig(Settings):
     served: str = "release/artifact"  # the artifact in service: a head or a draft LM made for the target
     log: LogConfig = LogConfig()
     answers: AnswersConfig = AnswersConfig()  # who answers the log's prompts: the target, here or on a server
-    server: AnswerServerConfig | None = None  # answers.written_by server
+    server: ServerConfig | None = None  # answers.written_by server
     held_out_share: Annotated[float, Field(gt=0, lt=1)] = 0.2  # of the prompts, by a hash that never moves between runs
     replay: str | None = None  # train.jsonl that the served draft was trained on; None: data.train of its recipe
     replay_share: Annotated[float, Field(ge=0, lt=1)] = 0.3  # of the conversations trained on

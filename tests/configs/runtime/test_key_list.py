@@ -3,7 +3,7 @@
 import pytest
 
 from configs.runtime.command import run_command
-from configs.runtime.key_list import list_keys
+from configs.runtime.key_list import keys_of
 from configs.runtime.loading import load_config
 from configs.schema.data import DataConfig
 from configs.schema.evaluation import EvalConfig, GateConfig
@@ -15,7 +15,7 @@ def run(schema, *argv, **options):
 
 
 def test_a_key_has_its_type_default_and_the_comment_beside_it():
-    keys = {(key.path, key.kind): key for key in list_keys(HeadsConfig)}
+    keys = {(key.path, key.kind): key for key in keys_of(HeadsConfig)}
     depths = keys["head.num_depths", "kind: mtp"]
     assert (depths.type, depths.default, depths.sentence) == ("integer >= 1", "4", "depths trained")
     assert keys["head.concat_order", "kind: mtp"].type == "embedding_first | hidden_first"
@@ -23,13 +23,13 @@ def test_a_key_has_its_type_default_and_the_comment_beside_it():
 
 
 def test_the_default_is_what_the_section_above_sets():
-    [key] = [key for key in list_keys(DistillConfig) if key.path == "held_out.decode.max_new_tokens"]
+    [key] = [key for key in keys_of(DistillConfig) if key.path == "held_out.decode.max_new_tokens"]
     assert key.default == str(DistillConfig().held_out.decode.max_new_tokens)
 
 
 @pytest.mark.parametrize("schema", [DataConfig, DistillConfig, HeadsConfig, EvalConfig, GateConfig])
 def test_every_key_has_a_sentence(schema):
-    assert [key.path for key in list_keys(schema) if not key.sentence] == []
+    assert [key.path for key in keys_of(schema) if not key.sentence] == []
 
 
 def test_keys_are_printed_before_missing_arguments_are_complained_of(capsys):

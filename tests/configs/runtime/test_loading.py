@@ -97,7 +97,6 @@ def test_a_section_given_in_part_keeps_the_other_values_it_has_by_default(writte
             "head.prefix_attention=true",
             "unknown key 'head.prefix_attention'; another kind of this section has it$",
         ),
-        (HeadsConfig, "suite.num_prompts=1", "unknown key 'suite'; it is a key of eval/run.py$"),
         (HeadsConfig, "zzz=1", "unknown key 'zzz'; --keys lists the known ones$"),
         (HeadsConfig, "head.num_layers=0", "--set head.num_layers: expected a number of at least 1, got 0"),
         (HeadsConfig, "head={kind: eagle4}", "--set head: head.kind: expected one of 'medusa', .*, got 'eagle4'"),

@@ -9,7 +9,7 @@ import pytest
 
 from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.loading import load_config
-from configs.schema.data import AnswersConfig, AnswerServerConfig, DataConfig
+from configs.schema.data import AnswersConfig, DataConfig, ServerConfig
 from distill.dataset.conversations import is_written_by_target, read_conversations
 from distill.generation.answers import NO_ROOM, UNREACHED
 from distill.generation.make_dataset import answer_job, make_dataset
@@ -27,7 +27,7 @@ def writer(api, byte_target, stack, tmp_path):
     """A function that gives a job over the fake server; settings go to its config."""
 
     def make(sampling=GREEDY, seed=3, max_positions=160, prompts=(), **settings):
-        config = AnswerServerConfig(**{"url": api.url, "model": "tiny", "retries": 0, "timeout_seconds": 10.0, **settings})
+        config = ServerConfig(**{"url": api.url, "model": "tiny", "retries": 0, "timeout_seconds": 10.0, **settings})
         job = {"prompts": prompts, "config": sampling, "seed": seed, "folder": tmp_path, "fingerprint": "job"}
         server = stack.enter_context(Connection(config))
         return ServerAnswerJob(server=server, target=byte_target, max_positions=max_positions, **job)

@@ -9,7 +9,7 @@ import json
 import pytest
 from accelerate import PartialState
 
-from configs.schema.data import AnswersConfig, AnswerServerConfig, DataConfig
+from configs.schema.data import AnswersConfig, DataConfig, ServerConfig
 from configs.schema.evaluation import LosslessConfig
 from configs.schema.target import TargetConfig
 from distill.dataset.conversations import read_conversations
@@ -82,7 +82,7 @@ def writer(engine, target, stack, tmp_path):
     """A function that gives a job that asks the engine."""
 
     def make(sampling, seed=0):
-        server = stack.enter_context(Connection(AnswerServerConfig(url=engine, **SERVED)))
+        server = stack.enter_context(Connection(ServerConfig(url=engine, **SERVED)))
         job = {"target": target, "prompts": [], "config": sampling, "seed": seed, "folder": tmp_path, "fingerprint": "job"}
         return ServerAnswerJob(server=server, max_positions=512, **job)
 
