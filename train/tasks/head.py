@@ -68,7 +68,8 @@ class HeadTask:
             size = None if self.vocabulary is None else len(self.vocabulary)
             config = config.model_copy(update={"head": config.head.model_copy(update={"draft_vocab_size": size})})
         head = self.family.build(config.head, target.model, self.vocabulary).float()
-        self.family.start(head, target.model)
+        if self.family.start is not None:
+            self.family.start(head, target.model)
         if start is not None:
             start.fill(head)
         self.taps = cast(HeadModule, head).taps

@@ -141,22 +141,11 @@ def test_it_comes_back_from_its_artifact_under_the_names_that_engines_know(tmp_p
 # --- how many drafts ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "longest"),
-    [
-        ("medusa", 3),
-        ("hydra", 3),
-        ("peagle", 3),
-        ("dflash", 4),
-        ("dspark", 4),
-        ("dflash2", 4),
-        ("xpress", 4),
-        ("domino", 4),
-        ("mtp, a module a depth", 3),
-        ("mtp", 9),
-        ("early_exit", 9),
-    ],
-)
+BY_HEADS, BY_SLOTS = ("medusa", "hydra", "peagle", "mtp, a module a depth"), ("dflash", "dspark", "dflash2", "xpress", "domino")
+LONGEST = dict.fromkeys(BY_HEADS, 3) | dict.fromkeys(BY_SLOTS, 4) | {"mtp": 9, "early_exit": 9}  # of any number
+
+
+@pytest.mark.parametrize(("name", "longest"), LONGEST.items())
 @torch.no_grad()
 def test_it_drafts_no_more_than_it_can_and_the_same_whatever_it_is_asked_for(name, longest):
     model = checks.tiny_target("llama")
