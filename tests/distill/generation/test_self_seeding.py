@@ -10,8 +10,7 @@ from configs.runtime.errors import InputError
 from configs.runtime.terminal import Tokens
 from configs.schema.data import PromptsConfig
 from distill.generation.self_seeding import TOO_SHORT, UNUSABLE, self_seed
-from distill.generation.steering import Writer
-from distill.generation.user_frame import find_user_frame, read_turn
+from distill.generation.steering import Writer, find_user_frame, read_turn
 
 LLAMA_2 = (
     "{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
