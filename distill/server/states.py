@@ -63,14 +63,8 @@ class StateServer:
 
     def __init__(self, config: EngineStatesConfig, url: str, concurrency: int) -> None:
         self.url, self.folder, self.left_out = url, Path(config.path), False
-        settings = ServerConfig(
-            url=url,
-            model="",
-            api_key_variable=config.api_key_variable,
-            concurrency=concurrency,
-            timeout_seconds=config.timeout_seconds,
-            retries=config.retries,
-        )
+        shared = config.model_dump(include={"api_key_variable", "timeout_seconds", "retries"})
+        settings = ServerConfig(url=url, model="", concurrency=concurrency, **shared)
         self.connection, self.stopping = Connection(settings, KEY), Event()
         served = [model.id for model in self.connection.models()]
         self.model = next(filter(SERVED.fullmatch, served), "")

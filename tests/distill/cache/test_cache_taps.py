@@ -15,7 +15,7 @@ from distill.loss.pairs import normalise
 from heads.frozen.hidden_states import read_states
 from heads.inference.causal_lm import head_logits
 from tests.support import family_checks as checks
-from tests.support.caches import batch_of, cache_job, random_conversations, run, write_rows
+from tests.support.caches import batch_of, cache_job, random_conversations, run
 from tests.support.losses import target_hidden
 
 TAPS = [0, 2, 4]
@@ -26,11 +26,6 @@ WIDTH = 32
 def conversations():
     """Eight conversations of random tokens, prompts of 3 to 6 of them, answers of 2 to 23."""
     return random_conversations([(3 + n % 4, 2 + 3 * n) for n in range(8)], checks.VOCAB_SIZE, seed=6)
-
-
-@pytest.fixture
-def data_file(tmp_path, conversations):
-    return write_rows(tmp_path / "train.jsonl", conversations)
 
 
 @pytest.fixture(scope="module")
@@ -201,19 +196,6 @@ def test_taps_behind_the_last_block_are_refused_before_anything_is_written(job, 
     ):
         job(taps=[2, 5]).prepare()
     assert not (tmp_path / "cache").exists()
-
-
-def test_taps_that_do_not_lead_to_the_targets_logits_are_refused(job, target):
-    def shifted(model, arguments, output):
-        output.logits[..., 0] += 100
-        return output
-
-    handle = target.model.register_forward_hook(shifted)
-    try:
-        with pytest.raises(InputError, match="do not reproduce its logits"):
-            job().prepare()
-    finally:
-        handle.remove()
 
 
 @pytest.mark.parametrize(

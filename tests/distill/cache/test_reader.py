@@ -29,7 +29,6 @@ from tests.support.caches import (
     random_conversations,
     run,
     shard_files,
-    write_rows,
 )
 from tests.support.losses import target_hidden
 
@@ -40,11 +39,6 @@ VOCABULARY = 258  # of the byte target
 def conversations():
     """Twelve conversations of random tokens, prompts of 3 to 8 of them, answers of 1 to 40."""
     return random_conversations([(3 + n % 6, 1 + (n * 17) % 40) for n in range(12)], VOCABULARY, seed=5)
-
-
-@pytest.fixture
-def data_file(tmp_path, conversations):
-    return write_rows(tmp_path / "train.jsonl", conversations)
 
 
 @pytest.fixture

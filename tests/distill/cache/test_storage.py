@@ -1,7 +1,6 @@
 """A cache behind a URL is one on a disk; reading keeps nothing open; what cannot be reached is one sentence."""
 
 import os
-import threading
 import uuid
 from pathlib import Path
 
@@ -14,18 +13,12 @@ from configs.runtime.errors import InputError
 from distill.cache import shards
 from distill.cache.reader import open_cache
 from distill.cache.storage import Folder, Span
-from distill.cache.writer import CacheJob
-from tests.support.caches import batch_of, cache_job, random_conversations, run, shard_files, write_rows
+from tests.support.caches import batch_of, cache_job, random_conversations, run, shard_files
 
 
 @pytest.fixture(scope="module")
 def conversations():
     return random_conversations([(3, 2 + number) for number in range(24)], 258, seed=5)
-
-
-@pytest.fixture
-def data_file(tmp_path, conversations):
-    return write_rows(tmp_path / "train.jsonl", conversations)
 
 
 @pytest.fixture
@@ -69,25 +62,6 @@ def test_a_cache_behind_a_url_has_the_bytes_and_the_rows_of_one_on_a_disk(
     ]
     assert torch.equal(signals[0], signals[1])
     assert torch.equal(signals[0], signals[2])
-
-
-def test_threads_that_know_of_each_other_by_the_store_alone_make_each_shard_once(job, url, monkeypatch):
-    made, write_shard = [], CacheJob._write_shard
-
-    def write(job, claims, number, *shard):
-        made.append(number)
-        write_shard(job, claims, number, *shard)
-
-    monkeypatch.setattr(CacheJob, "_write_shard", write)
-    jobs = [job(url) for _ in range(3)]
-    jobs[0].prepare()
-    workers = [threading.Thread(target=each.work, kwargs={"rank": 0, "num_processes": 1}) for each in jobs]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert set(made) == set(range(jobs[0].finish().num_shards))
-    assert len(made) <= len(set(made)) + 2  # a store may let two claim at one moment
 
 
 def test_reading_keeps_neither_files_nor_maps_open_and_few_headers(
