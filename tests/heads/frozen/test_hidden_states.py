@@ -6,12 +6,7 @@ import pytest
 import torch
 
 from configs.runtime.errors import InputError
-from heads.frozen.hidden_states import (
-    check_taps,
-    final_norm,
-    final_norm_scale,
-    read_states,
-)
+from heads.frozen.hidden_states import blocks, check_taps, final_norm, final_norm_scale, read_states, tapped
 from heads.inference.causal_lm import head_logits
 from tests.support import family_checks as checks
 
@@ -32,6 +27,27 @@ def test_taps_are_the_hidden_states_of_transformers(name):
     torch.testing.assert_close(states.final_BTE, theirs.hidden_states[4], rtol=0, atol=0)
     torch.testing.assert_close(final_norm(model)(states.taps_ABTE[4]), states.final_BTE)
     torch.testing.assert_close(head_logits(model, states.final_BTE), theirs.logits)
+
+
+def hooks(model):
+    """Return how many hooks each block has; transformers has its own."""
+    return [len(block._forward_hooks) + len(block._forward_pre_hooks) for block in blocks(model)]
+
+
+def test_only_tapped_states_are_kept_and_only_while_asked(tiny_llama):
+    model = tiny_llama(layers=4)
+    before = hooks(model)
+    with torch.no_grad(), tapped(model, [1, 3]) as seen:
+        model(input_ids=IDS_BT)
+        assert sorted(seen) == [1, 3]
+        first = seen[3]
+        model(input_ids=IDS_BT[:, :2])
+        assert seen[3].shape[1] == 2  # the latest forward's alone
+    with torch.no_grad():
+        model(input_ids=IDS_BT[:, :4])
+    assert seen[3].shape[1] == 2
+    assert first.shape[1] == IDS_BT.shape[1]
+    assert hooks(model) == before
 
 
 @TARGETS
