@@ -60,9 +60,9 @@ def test_drawing_leaves_the_draft_in_training_and_all_randomness_where_it_was(co
     states = torch.get_rng_state()
     prepared = [task.prepare(task.module, window_of(greedy_rows), 0) for _ in range(2)]
     assert torch.equal(torch.get_rng_state(), states)
-    assert int(prepared[0].sums["rewritten_share"]) > 0
-    # Dropout would give other draws the second time.
-    assert torch.equal(prepared[0].batches[0].input_ids_BT, prepared[1].batches[0].input_ids_BT)
+    (((first,), sums), ((second,), _)) = prepared
+    assert int(sums["rewritten_share"]) > 0
+    assert torch.equal(first.input_ids_BT, second.input_ids_BT)  # dropout would give other draws the second time
     assert all(module.training for module in task.module.draft.modules())
     assert all(parameter.grad is None for parameter in task.module.parameters())
     assert any(parameter.requires_grad for parameter in task.module.parameters())
@@ -71,7 +71,7 @@ def test_drawing_leaves_the_draft_in_training_and_all_randomness_where_it_was(co
 
 def test_the_gradient_is_that_of_the_divergence_at_fixed_tokens(config_for, target, greedy_rows):
     task = draft_task(config_for("run", POLICY), target, greedy_rows)
-    (batch,) = task.prepare(task.module, window_of(greedy_rows), 3).batches
+    (batch,), _ = task.prepare(task.module, window_of(greedy_rows), 3)
     num_labels = batch.loss_mask_BT.sum()
     task.loss(task.module, batch, task.source.read(batch), num_labels, 1).loss.backward()
     measured = {
