@@ -70,8 +70,7 @@ def read_float_weights(folder: Path) -> Weights:
         says = "names no quantisation" if settings is None else f"names {settings['quant_method']}"
         raise InputError(
             f"{folder} cannot be read: {listed(left) or 'its weights'} cannot be dequantised, and its config.json {says}; only "
-            "FP8 and MXFP4 are read. Give an unquantised or FP8 copy of the model, and try its drafts on this one by "
-            "allow_target_mismatch"
+            "FP8 and MXFP4 are read. Give an unquantised or FP8 copy of the model: engines draft for this one by its drafts too"
         )
     return rest | matrices
 
