@@ -236,7 +236,7 @@ def check_written_for(path: Path, identity: TargetIdentity) -> list[str]:
 
 def is_written_by_target(path: Path) -> bool:
     """Return whether the answers in a conversations file are a target's, here or on a server, by the manifest beside it."""
-    return _read_manifest(path).answers_written_by in ("target", "server")
+    return _read_manifest(path).answers_written_by != "dataset"
 
 
 def describe_data(path: Path) -> dict[str, Any]:
@@ -314,7 +314,4 @@ def _read_manifest(path: Path) -> DataManifest:
     except ValidationError as error:
         finding = error.errors(include_url=False)[0]
         key = ".".join(map(str, finding["loc"])) or "content"
-        wrong = (
-            f"format_version must be {FORMAT_VERSION}" if key in ("format_version", "content") else f"{key}: {finding['msg']}"
-        )
-        raise InputError(f"data manifest {manifest}: {wrong}; make the data again") from error
+        raise InputError(f"data manifest {manifest}: {key}: {finding['msg']}; make the data again") from error

@@ -13,29 +13,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from configs.runtime.command import DONE, TERMINATED
+from configs.runtime.command import TERMINATED
 from configs.runtime.files import write_json
 from tests.support.ports import free_port
-from train.launch import run_distillation
-from train.loop.checkpoints import list_checkpoints, read_manifest
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = ROOT / "scripts" / "cluster"
 LENGTHS = {"max_steps": 100, "eval_every_steps": 20, "checkpoint_every_steps": 20}  # long enough to be met in the middle
-
-# Runs a task of the job as Slurm would; the first time, it sends SIGTERM to the task's group once a checkpoint is there.
-SRUN = """#!/usr/bin/env bash
-while [[ "$1" == -* ]]; do shift; done
-export SLURM_NODEID=0
-set -m
-"$@" &
-task=$!
-if [[ ! -e requeued ]]; then
-    until [[ -e run/checkpoints/step-00000020 ]]; do kill -0 $task || exit 1; sleep 0.02; done
-    kill -TERM -- -$task
-fi
-wait $task
-"""
 SCONTROL = """#!/usr/bin/env bash
 case "$1" in
     show) printf 'localhost\\nnever-asked\\n' ;;
@@ -74,29 +58,6 @@ def run_slurm_job(folder, tools, *command, script="slurm.sbatch", **more):
     variables = environment(PATH=f"{tools}:{os.environ['PATH']}", **slurm) | more
     settings = {"capture_output": True, "text": True, "timeout": 140, "check": False}
     return subprocess.run(["bash", str(script), *command], cwd=folder, env=variables, **settings)
-
-
-@pytest.mark.slow
-def test_a_slurm_job_that_is_stopped_goes_back_into_the_queue_and_on_from_its_checkpoint(project, tmp_path, start):
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    write_tools(tools, srun=SRUN, scontrol=SCONTROL)
-    config = written(project.distill(tmp_path / "run", **LENGTHS), tmp_path / "recipe.yaml")
-    job = partial(run_slurm_job, tmp_path, tools, str(ROOT / "train" / "distill.py"), "--config", config)
-    first = job()
-    assert first.returncode == TERMINATED, first.stderr
-    assert "a checkpoint is in" in first.stderr
-    assert (tmp_path / "requeued").read_text() == "77\n"
-    (*_, newest) = list_checkpoints(tmp_path / "run" / "checkpoints")
-    assert 20 <= read_manifest(newest).step < 100
-    second = job(SLURM_RESTART_COUNT="1")
-    assert second.returncode == DONE, second.stderr
-    assert f"resumed from {newest}" in second.stderr
-    assert (tmp_path / "requeued").read_text() == "77\n"
-    whole = start(run_distillation, project.distill(tmp_path / "whole", **LENGTHS))
-    assert whole.end() == DONE, whole.said
-    last = "checkpoints/step-00000100/model.safetensors"
-    assert (tmp_path / "run" / last).read_bytes() == (tmp_path / "whole" / last).read_bytes()
 
 
 # Stands for the launcher: does as it is told once SIGTERM has come, after a second one as well.

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.runtime.command import BAD_INPUT, DONE, FAILED
-from configs.runtime.files import folder_lock
+from configs.runtime.command import DONE, FAILED
 from configs.runtime.resumable import Journal
 from distill.cache.storage import Folder
 from distill.cache.writer import CacheJob, make_cache
@@ -72,12 +71,3 @@ def test_a_cache_whose_making_was_killed_ends_with_the_same_bytes(project, undis
     found, expected = content(tmp_path / "cache"), content(undisturbed["cache"])
     assert found.keys() == expected.keys()
     assert {name for name in found if found[name] != expected[name]} == {"run.json"}  # names the folder and the time
-
-
-@pytest.mark.parametrize(("work", "name", "beside"), [(make_dataset, "data", True), (make_cache, "cache", False)])
-def test_a_second_process_is_refused(project, tmp_path, start, work, name, beside):
-    config = getattr(project, name)(tmp_path / name)
-    with folder_lock(tmp_path / name, beside=beside):
-        second = start(work, config)
-        assert second.end() == BAD_INPUT
-        assert f"another process is at work in {tmp_path / name}" in second.said

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from configs.schema.base import Dtype, NonNegativeFloat, PositiveInt, Settings, unless_once
 from configs.schema.target import TargetConfig
@@ -73,17 +73,6 @@ class PushConfig(Settings):
     allow_failed_gate: bool = False  # the card then says that the gate failed, and why
     allow_lossy: bool = False  # the report is of decoding that changes answers; the card says so
     replace_commit: str | None = None  # full hash of the commit that this push may replace, whatever it holds
-
-    @field_validator("exports", mode="before")
-    @classmethod
-    def _exports_can_be_published(cls, value: Any) -> Any:
-        own = get_args(PublishedEngine)
-        if isinstance(value, list) and (found := [each for each in value if each in ENGINES and each not in own]):
-            raise ValueError(
-                f"{found[0]} is not published, {', '.join(own)} are: another program writes its files, and those may name "
-                "folders of this machine; write them with scripts/export.py, and upload what is in them yourself"
-            )
-        return value
 
     def objections(self) -> Iterator[str]:
         yield from unless_once("exports", self.exports, "engine")

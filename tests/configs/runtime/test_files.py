@@ -158,13 +158,3 @@ def test_another_wheel_is_not_used(fetched, tmp_path):
     ):
         wheel_file("some-prompts==1.0", "0" * 64, "prompts/all.jsonl", "prompts")
     assert not list((tmp_path / "cache").rglob("*.jsonl"))
-
-
-def test_what_pip_cannot_have_is_said_with_its_last_line(tmp_path, monkeypatch):
-    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    with pytest.raises(
-        InputError, match=r"prompts.package: no-such-prompts==1.0 could not be fetched by pip: ERROR: No matching"
-    ):
-        wheel_file("no-such-prompts==1.0", "0" * 64, "a", "prompts")

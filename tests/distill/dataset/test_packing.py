@@ -3,13 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from accelerate.data_loader import prepare_data_loader
 from pydantic import ValidationError
 
 from configs.schema.training import DistillConfig
 from distill.cache.reader import open_cache
 from distill.dataset.batches import BucketedBatchSampler, ConversationDataset, Example
-from distill.dataset.packing import PackedBatchSampler, collate_packed, make_packed_loader
+from distill.dataset.packing import PackedBatchSampler, collate_packed
 from heads.frozen.hidden_states import TargetStates, read_states
 from heads.modules.interface import NO_DOCUMENT
 from scripts.lab.bench.scale import efficiency
@@ -74,21 +73,6 @@ def test_the_order_depends_on_seed_and_epoch_alone_and_epochs_are_equally_long(d
     sampler.set_epoch(1)
     assert list(sampler) == second
     assert list(sampler_of(dataset.lengths, seed=4)) != first
-
-
-def test_processes_share_the_epoch_of_one(dataset):
-    whole = conversations_in(make_packed_loader(dataset, 4, pack_length=PACK_LENGTH, seed=0))
-    for num_processes in (2, 3):
-        shares = []
-        for rank in range(num_processes):
-            loader = make_packed_loader(dataset, 4, pack_length=PACK_LENGTH, seed=0)
-            shares.append(
-                conversations_in(
-                    prepare_data_loader(loader, num_processes=num_processes, process_index=rank, put_on_device=False)
-                )
-            )
-        dealt = [batch for turn in zip(*shares, strict=True) for batch in turn]
-        assert dealt[: len(whole) - 1] == whole[:-1]
 
 
 def test_chats_of_all_lengths_fill_more_than_97_parts_in_100():

@@ -4,16 +4,13 @@ from collections import Counter
 
 import pytest
 import torch
-from accelerate.data_loader import prepare_data_loader
 
 from configs.schema.training import DistillConfig
-from distill.dataset.batches import ConversationDataset, Example, collate
+from distill.dataset.batches import Example, collate
 from distill.student.on_policy import Rewriter, RowSelection, examples_of
 from heads.proposers.draft_lm import DraftLM
 from heads.sampling.probabilities import token_probabilities
 from heads.vocabulary import DraftVocabulary, keep_head_rows
-from tests.support.caches import conversation
-from train.launch import make_training_loader
 
 EXAMPLES = [
     Example((7, 12, 3, 20, 21, 22, 23, 24, 25), 3, 4),
@@ -85,20 +82,6 @@ def test_a_choice_depends_on_seed_step_and_micro_batch_alone(rewriter):
     assert [choose(rewriter(0.4), *place) for place in reversed(places)] == first[::-1]
     assert len({choice.rows for choice in first}) > 20
     assert [choose(rewriter(0.4, seed=1), *place) for place in places] != first
-
-
-def test_processes_rewrite_the_same_number_of_rows_in_every_micro_batch(rewriter):
-    rows = [conversation((5,) * n, (6,) * n) for n in range(1, 31)]
-    policy = rewriter(0.5)
-    config = DistillConfig.model_validate({"policy": {"on_policy": 0.5}, "schedule": {"batch_size": 4}})
-
-    def choices_of(rank):
-        loader = make_training_loader(config, ConversationDataset(rows, 64), num_batches=2)
-        loader = prepare_data_loader(loader, num_processes=2, process_index=rank, put_on_device=False)
-        return [choose(policy, step, batch_size=len(batch.input_ids_BT)) for step, batch in enumerate(loader)]
-
-    assert choices_of(0) == choices_of(1)
-    assert any(choice.rows for choice in choices_of(0))
 
 
 # --- what is written ----------------------------------------------------------------------------------------------

@@ -266,7 +266,7 @@ def test_without_a_verdict_or_with_another_reports_nothing_is_published(dry, rel
     [
         ("replace_commit=abc", "40 characters of a commit's hash"),
         ("base_model=/home/alice/llama", "expected a Hub id (owner/name)"),
-        ("exports=[vllm, gguf]", "exports: gguf is not published, vllm, transformers, speculators, sglang are"),
+        ("exports=[vllm, gguf]", "exports.1: expected 'vllm', 'transformers', 'speculators' or 'sglang', got 'gguf'"),
     ],
 )
 def test_a_wrong_setting_is_refused_before_anything_is_read(dry, setting, said):
