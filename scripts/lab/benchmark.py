@@ -41,8 +41,6 @@ from scripts.lab.settings import (
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark: its config, the module and function that run it, and what it does, for `--help`."""
-
     config: type[Settings]
     module: str
     function: str
@@ -123,7 +121,6 @@ BENCHMARKS = {
 
 
 def main(config: Settings, arguments: argparse.Namespace) -> int | None:
-    """Import the module of the benchmark that was named, and run it on its config; return the exit code."""
     benchmark = BENCHMARKS[arguments.name]
     if output := getattr(config, "output", None):
         check_place(output)  # before the hours that it takes
@@ -132,13 +129,11 @@ def main(config: Settings, arguments: argparse.Namespace) -> int | None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's name."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("name", metavar="NAME", choices=BENCHMARKS, help=f"one of {', '.join(BENCHMARKS)}")
 
 
 def config_class(argv: Sequence[str]) -> type[Settings]:
-    """Return the config class of the benchmark that a command line names; without a valid name, one without settings."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("name", nargs="?")
     parser.add_argument("--config")
@@ -151,7 +146,6 @@ def config_class(argv: Sequence[str]) -> type[Settings]:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command line; return its exit code."""
     names = "\n".join(f"  {name:10} {benchmark.help}" for name, benchmark in BENCHMARKS.items())
     description = f"Run a benchmark or check:\n\n{names}"
     return run_command(config_class(argv), main, description=description, argv=argv, add_arguments=add_arguments)

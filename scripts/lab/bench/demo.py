@@ -15,7 +15,6 @@ from scripts.lab.settings import BenchDemoConfig
 
 
 def record_demo(config: BenchDemoConfig) -> int:
-    """Write the file; return the exit code."""
     rows = []
     for path in config.reports:
         report = load_report(Path(path))

@@ -1,16 +1,7 @@
 """Every engine that can split a run over processes, beside one process: the loss of each step must be the same.
 
-    make engine-check          the slow tests, then this
-
-The entries themselves, started by `accelerate launch` with the files of `configs/accelerate/`, in two processes over gloo on
-the CPU: float32, a tiny random target, equal batches in all. Each engine's loss curve is compared with that of one process
-that takes twice as many micro-batches a step. Ends with 1 where one differs by more than the tolerance.
-
-For `benchmark.py scale`, beside it: what a process holds of a target that several share, as a share of the whole, by
-`shard` of the target that is asked for, by `tensor` of one of its depth and vocabulary with random weights, where its own heads
-cannot be divided.
-
-Left out: GPUs, which would need two of them.
+The entries themselves, in two processes over gloo on the CPU. For `benchmark.py scale`, too: what a process holds of a target
+that several share.
 """
 
 from __future__ import annotations
@@ -49,7 +40,6 @@ SPLITS = {"target_memory_tensor2": ("tensor", 2), "target_memory_shard4": ("shar
 
 
 def check_engines(settings: EngineComparisonSettings) -> int:
-    """Compare, and say by the exit code whether all engines agree with one process."""
     return DONE if all(row["within_tolerance"] for row in compare_engines(settings)) else GATE_FAILED
 
 
@@ -66,10 +56,7 @@ def compare_engines(settings: EngineComparisonSettings) -> list[dict[str, object
 
 
 def hold_shares(settings: EngineComparisonSettings, kind: str, size: int) -> dict[str, Any]:
-    """Load the target in so many processes that share it, and in one; return what the one that holds most has of it.
-
-    Bytes of parameters, and by how much loading raises the memory in use that is no file's; each also of the whole target.
-    """
+    """Load the target in so many processes that share it, and in one; return what the one that holds most has of it."""
     with TemporaryDirectory(prefix="split-") as scratch:
         folder = Path(scratch)
         own = load_target(TargetConfig(name=settings.target, device="cpu", dtype="float32"))
@@ -104,7 +91,6 @@ def _save_divisible(target: Target, size: int, folder: Path) -> None:
 
 
 def _load_in(folder: Path, name: str, parallel: dict[str, int] | None, num_processes: int) -> list[dict[str, int]]:
-    """Load the target in processes of their own; return what each holds of it."""
     output = folder / f"held-{num_processes}"
     output.mkdir()
     target = {"name": name, "device": "cpu", "dtype": "float32", "parallel": parallel}
@@ -124,7 +110,6 @@ def _load_in(folder: Path, name: str, parallel: dict[str, int] | None, num_proce
 
 
 def _hold(config: HeadsConfig) -> int:
-    """Load the target's part of this process, and write down what it takes."""
     state, before = join_processes(config.target), _bytes_in_use()
     target = load_target(config.target)
     weights = list(target.model.parameters())
@@ -152,7 +137,6 @@ def largest_difference(losses: Sequence[float], expected: Sequence[float]) -> fl
 
 
 def read_losses(output: Path) -> list[float]:
-    """Return the training loss of each step of a run."""
     return read_metric(output, "loss")
 
 
@@ -180,7 +164,6 @@ def split_everything(recipe: Path, folder: Path) -> Path:
 
 
 def _write_inputs(folder: Path, settings: EngineComparisonSettings) -> None:
-    """Make a target, data and a config file for each task."""
     project = TinyProject(folder, num_prompts=2 * WORLD_SIZE * BATCH_SIZE * settings.steps)  # all steps within an epoch
     project.create()
     schedule = {"batch_size": BATCH_SIZE, "max_steps": settings.steps, "trackers": ["tensorboard"], "resume": False}

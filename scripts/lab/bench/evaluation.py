@@ -1,9 +1,6 @@
 """The evaluation benchmark: the cost model's predictions beside measured speeds, and what evaluating costs beyond decoding.
 
-Predictions are those of one ordinary report: an evaluation at the largest number of drafts gives the acceptance by position
-for all of them, and its timing sweep gives the costs. Afterwards the same prompts are decoded plainly and with each number of
-drafts, in turns. The parts of that evaluation are timed too. Simulated suites say how often an interval contains the true
-value. Batches are not measured: a prediction takes them to stay full, and no batch of a suite does.
+Batches are not measured: a prediction takes them to stay full, and no batch of a suite does.
 """
 
 from __future__ import annotations
@@ -41,7 +38,6 @@ TurnsOfSpeeds = dict[str, SideTurns[Timing]]
 
 
 def compare_predictions(config: BenchEvalConfig) -> int:
-    """Run the benchmark and write its file."""
     laps = Laps()
     report, costs = evaluate_once(config, laps)
     measured = measure_speeds(config)
@@ -69,11 +65,7 @@ def compare_predictions(config: BenchEvalConfig) -> int:
 
 
 def evaluate_once(config: BenchEvalConfig, laps: Laps) -> tuple[Report, dict[str, float]]:
-    """Evaluate at the largest number of drafts, every prompt as often as by default; return the report and its parts' seconds.
-
-    What has a fixed length, the lookup's choice and the timing sweep, are parts of their own: what remains grows with the
-    prompts as decoding does.
-    """
+    """Evaluate at the largest number of drafts; return the report and its parts' seconds, those of fixed length apart."""
     settings = EvalConfig(
         target=config.target,
         draft=config.draft,
@@ -122,7 +114,6 @@ def measure_speeds(config: BenchEvalConfig) -> TurnsOfSpeeds:
 def summarise_speeds(
     config: BenchEvalConfig, report: Report, model: CostModel, measured: TurnsOfSpeeds
 ) -> list[dict[str, Any]]:
-    """Return a row for each number of drafts: what was predicted, what was measured, and the error relative to that."""
     context = prediction_in(report, "the benchmark's report").context_tokens
     rows = []
     for drafts in range(1, model.longest + 1):

@@ -1,8 +1,4 @@
-"""What benchmarks share: sides that take turns, ratios with intervals, fresh processes, held-out prompts, the results file.
-
-A time belongs to the machine and the minute it was measured in; a ratio of two sides that took turns in one run also means
-something elsewhere. So `ratios` of a results file holds only the latter, ours against the other.
-"""
+"""What benchmarks share: results files, fresh processes, memory. `ratios` hold only those of sides that took turns."""
 
 from __future__ import annotations
 
@@ -52,17 +48,6 @@ def write_results(
     script: str = "scripts/lab/benchmark.py",
     **extra: Any,
 ) -> None:
-    """Write a benchmark's results file.
-
-    Args:
-        path: where to, e.g. `docs/results/decode.json`.
-        name: of the benchmark.
-        config: the resolved config.
-        rows: flat objects, for a table of those with the same keys; intervals become three of them.
-        ratios: ours against the other, from sides that took turns.
-        script: the command that ran, to which the process's own arguments are added.
-        extra: further JSON values, kept under their names.
-    """
     value = {
         "name": name,
         "command": shlex.join(["python", script, *mask_arguments(sys.argv[1:])]),

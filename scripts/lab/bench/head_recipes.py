@@ -25,11 +25,7 @@ CACHE_TIME = "cache_time.json"
 
 
 def train_recipes(config: BenchHeadsConfig, *, output: str | None = None) -> list[TrainingRun]:
-    """Train what is not trained yet, its data and cache made before, and return all runs.
-
-    Args:
-        output: the results file that they are trained for; None: the config's.
-    """
+    """Train what is not trained yet, its data and cache made before, and return all runs."""
     recipes = read_recipes(config)
     check_comparable(list(recipes.values()))
     make_data(config)
@@ -72,13 +68,11 @@ def check_comparable(recipes: Sequence[Recipe]) -> None:
 
 
 def make_data(config: BenchHeadsConfig) -> None:
-    """Make the data in a process of its own, where they are not there."""
     if config.data is not None and not (Path(load_config(DataConfig, config.data).output) / MANIFEST).is_file():
         _run_script("make_data", config.data)
 
 
 def make_cache(config: BenchHeadsConfig) -> None:
-    """Make the cache of the target's states in a process of its own, where it is not there, and note how long that took."""
     if config.cache is None or Folder(load_config(CacheConfig, config.cache).output).has(CACHE_MANIFEST):
         return
     started = time.perf_counter()
@@ -101,7 +95,6 @@ def with_cache(recipe: Recipe, cache: str | None) -> Recipe:
 
 
 def _run_script(name: str, config: str) -> None:
-    """Run a script on its config in a process of its own."""
     command = [sys.executable, str(CHECKOUT / "scripts" / f"{name}.py"), "--config", config]
     code = subprocess.run(command, check=False).returncode
     if code:

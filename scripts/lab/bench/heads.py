@@ -1,12 +1,4 @@
-"""The head benchmark: recipes in, a table of families out.
-
-Each recipe is trained (`scripts.advice.trained_runs`), and what came out is measured as `eval/run.py` measures: greedy chains
-at batch 1 on held-out prompts that chose no checkpoint ("home") and on the prompts of `suites`, alone and after a prompt
-lookup, plain decoding in turns with them, losslessness judged. Prompt lookup, which needs no training, is measured along with
-the first. Recipes that `stopped` names are also measured with chains that the cost rule ends, those that `trees` names with
-the fastest static tree. Each of `variants` is compared with the first, prompt by prompt. Finished trainings are kept, and a
-run that was cut off finds what it had measured.
-"""
+"""The head benchmark: recipes in, a table of families out, each measured as `eval/run.py` measures, at batch 1."""
 
 from __future__ import annotations
 
@@ -62,7 +54,6 @@ NO_COST = dict.fromkeys(COSTS, 0)
 
 
 def compare_heads(config: BenchHeadsConfig) -> int:
-    """Run the benchmark and write its file; return the exit code."""
     runs = train_recipes(config)
     recipes = [run.recipe for run in runs]
     num_choosing = max(recipe.held_out.num_prompts for recipe in recipes)
@@ -128,8 +119,6 @@ def measuring_fingerprint(
 
 
 class MeasuredDraft(NamedTuple):
-    """A draft that is measured, how it decodes, and what it takes (`cost_of`)."""
-
     draft: Draft
     settings: DecodeConfig
     cost: dict[str, Any]
@@ -158,10 +147,6 @@ def load_sides(
 
 
 class MeasuredRun(NamedTuple):
-    """Rows of the table, the speed of chains that a rule ends over that of the fixed length, and the draft's committed tokens
-    and rounds by prompt.
-    """
-
     rows: list[dict[str, Any]]
     ratios: dict[str, Interval]
     counts: Sums
@@ -217,7 +202,6 @@ def measure_run(
 
 
 def summarise(records: Records, mode: str, num_speculative_tokens: int, samples: int) -> dict[str, Any]:
-    """Return a mode's tau and speedup with intervals over prompts, and its acceptance by position, given all before."""
     acceptance = summarise_acceptance(records.of(mode), num_speculative_tokens, samples=samples, seed=SEED)
     rates = (NOT_AVAILABLE if rate is None else f"{rate:.2f}" for rate in acceptance["position_conditional"])
     return {
@@ -230,12 +214,7 @@ def summarise(records: Records, mode: str, num_speculative_tokens: int, samples:
 
 
 def cost_of(run: TrainingRun) -> dict[str, Any]:
-    """Return what a run's draft takes: weights, data, time.
-
-    Its `parameters` are those in the artifact, rows of an untrained output head included; what a head borrows from the
-    target is no part of them. `training_seconds` are those of training steps, `run_seconds` also have the held-out decoding
-    and the checkpoints. `answer_tokens` are those in the data, `labels` what was trained on, over all epochs.
-    """
+    """Return what a draft takes; `training_seconds` are those of steps, `run_seconds` also have decoding and checkpoints."""
     outcome, data = read_outcome(run), run.recipe.data
     with safe_open(run.artifact / WEIGHTS_FILE, framework="pt") as tensors:
         shapes = [tensors.get_slice(name).get_shape() for name in tensors.keys()]  # noqa: SIM118 - not a dict
@@ -250,7 +229,6 @@ def cost_of(run: TrainingRun) -> dict[str, Any]:
 
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> int:
-    """Return the exit code, and say what it is for."""
     code = DONE
     for row in rows:
         if row["lossless"] == NOT_LOSSLESS:

@@ -1,7 +1,4 @@
-"""Where a results file comes from. Those in docs/results are of one command, one machine and one commit of a clean tree.
-
-What is trained for them must come from the same code; one that was trained earlier is kept where none of it has changed.
-"""
+"""Where a results file comes from. Those in docs/results are of one command, one machine and one commit of a clean tree."""
 
 from __future__ import annotations
 
@@ -24,7 +21,6 @@ TRAINING_CODE = ("configs/runtime", "configs/schema", "heads", "distill", "eval"
 
 
 def is_published(path: str | Path) -> bool:
-    """Return whether a file lies in docs/results."""
     return RESULTS in Path(path).resolve().parents
 
 
@@ -62,13 +58,7 @@ def check_trained_here(artifacts: Iterable[str | Path], output: str | Path) -> N
 
 
 def check_same_origin(results: Mapping[str, Any], path: str | Path, code: tuple[str, ...] = (".",)) -> None:
-    """Refuse to join results that another machine, other versions or other code made.
-
-    Args:
-        results: a results file's content, or a report's, which says more of its machine.
-        path: names it in the error.
-        code: the folders whose code made it.
-    """
+    """Refuse to join results that another machine, other versions or other code made."""
     here, git = describe_origin(), results.get("git") or {}
     other = [name for name in ("hardware", "versions") if not here[name].items() <= (results.get(name) or {}).items()]
     if git.get("dirty") is not False or changed_files(git["commit"], code) != []:
@@ -82,7 +72,6 @@ def _listed(files: list[str]) -> str:
 
 
 def read_outcome(run: TrainingRun) -> dict[str, Any]:
-    """Return how a training ended: `train.loop.loop.TrainingResult` as a dict."""
     outcome = read_json(run.folder / OUTCOME, "outcome of a training")
     if not isinstance(outcome, dict) or not outcome.keys() >= NEEDED:
         raise InputError(f"{run.folder / OUTCOME} does not say {', '.join(sorted(NEEDED))}; remove {run.folder}")
@@ -90,14 +79,12 @@ def read_outcome(run: TrainingRun) -> dict[str, Any]:
 
 
 def read_git(run: TrainingRun) -> dict[str, Any]:
-    """Return the state of the code that a draft was trained by."""
     metadata = read_json(run.artifact / "draftsmith.json", "artifact metadata")
     git: dict[str, Any] = metadata["provenance"]["git"]
     return git
 
 
 def train_all(runs: Sequence[TrainingRun], kind: str) -> None:
-    """Train the runs that are not trained, one after another; `kind` is what messages call one, e.g. "cell"."""
     commit = describe_git()["commit"]
     for number, run in enumerate(runs, 1):
         place = f"{kind} {number} of {len(runs)}, {run.name}"

@@ -1,9 +1,4 @@
-"""The scale benchmark: several processes of one thread beside one, padding, checkpoints, waiting for data, the plan's seconds.
-
-Each run is `train/heads.py` itself, for so many steps to warm up and as many that are timed; what took how long is read from
-what a run records (docs/running.md). The sides take turns, every second time in reverse. Needs the recipe, data and cache of
-`make bench-heads`, and two cores that nothing else uses. Fifteen runs of half a minute by default.
-"""
+"""The scale benchmark: several processes beside one, padding, checkpoints, waiting for data, the plan's seconds."""
 
 from __future__ import annotations
 
@@ -52,7 +47,6 @@ class Measured:
 
 
 def compare_scale(config: BenchScaleConfig) -> int:
-    """Run the benchmark and write its file; return the exit code."""
     recipe = load_config(HeadsConfig, config.recipe)
     recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"cache": config.cache})})
     share, left_over = divmod(recipe.schedule.batch_size, config.num_processes)
@@ -97,12 +91,7 @@ def compare_scale(config: BenchScaleConfig) -> int:
 def measure(
     config: BenchScaleConfig, recipe: HeadsConfig, num_processes: int, parent: Path, number: int, repeat: int
 ) -> Measured:
-    """Train in processes of one thread each, from the start; return what the run's own records say of its second half.
-
-    Raises:
-        InputError: the run refused its config or data.
-        RuntimeError: it failed.
-    """
+    """Train in processes of one thread each; return what the run's own records say of its second half."""
     folder = parent / str(number)
     schedule = {"max_steps": 2 * config.steps, "log_every_steps": config.steps, "trackers": [], "resume": False}
     schedule |= {"checkpoint_every_steps": config.steps}
@@ -125,7 +114,6 @@ def measure(
 
 
 def read_measured(folder: Path, steps: int) -> Measured:
-    """Return what the records of a run of twice so many steps say of the second half; of its checkpoints, all."""
     _, timed = (row for row in read_lines(folder / METRICS_FILE) if "tokens_per_second" in row)
     outcome = read_json(folder / OUTCOME, "outcome of a training")
     return Measured(

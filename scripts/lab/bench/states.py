@@ -1,9 +1,6 @@
 """Training from servers of hidden states beside training from a cache: `scripts/lab/benchmark.py states`.
 
-The servers run already, by the line of `scripts/serve_states.py`, on devices that training does not use: on the same ones the
-two sides would not be comparable. Their states are compared with the local target's, which is loaded whole for that; then the
-recipe's steps are timed from both, in turns. The ratios join those in the file of `make bench-scale`. Either half can
-be left out: servers of float32, whose states are to be equal, are not those to be timed.
+The servers run already, by the line of `scripts/serve_states.py`, on devices that training does not use.
 """
 
 from __future__ import annotations
@@ -36,7 +33,6 @@ log = logging.getLogger("draftsmith")
 
 
 def compare_states(config: BenchStatesConfig) -> int:
-    """Run the benchmark and add its ratios to the file; return the exit code."""
     recipe = load_config(HeadsConfig, config.recipe)
     served = recipe.target.model_copy(update={"states": config.states or recipe.target.states})
     if served.states is None:
@@ -72,7 +68,6 @@ def relative_difference(config: BenchStatesConfig, recipe: HeadsConfig) -> float
 
 
 def speed_vs_cache(config: BenchStatesConfig, sides: dict[str, HeadsConfig]) -> Interval:
-    """Return the tokens a second of training from servers over those of training from the cache."""
     timing = BenchScaleConfig(steps=config.steps)
     with TemporaryDirectory(prefix="bench-states-") as scratch:
         called = {name: partial(measure, timing, recipe, 1, Path(scratch) / name) for name, recipe in sides.items()}

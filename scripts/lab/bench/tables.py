@@ -34,7 +34,6 @@ NOT_AVAILABLE = "–"
 
 
 def update_tables(config: ResultsTableConfig) -> None:
-    """Rewrite the tables of the document, or of all."""
     for path in documents() if config.document is None else [Path(config.document)]:
         text = read_text(path, "document")
         if (filled := fill_tables(text, Path(config.results))) != text:
@@ -42,7 +41,6 @@ def update_tables(config: ResultsTableConfig) -> None:
 
 
 def documents() -> list[Path]:
-    """Return the README and the pages of docs/."""
     return [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").glob("*.md"))]
 
 
@@ -58,7 +56,6 @@ def fill_tables(document: str, results: Path) -> str:
 
 
 def _tables(results: Path, name: str, given: str | None) -> str:
-    """Return the summary in a line, the ratios, the rows, and where they come from, of one results file."""
     path = results / f"{name}.json"
     if not path.is_file():
         return f"`{name}.json` is not measured yet."
@@ -92,7 +89,6 @@ def _part(name: str, given: str) -> ResultsPart:
 
 
 def _chosen_rows(rows: Sequence[Mapping[str, Any]], part: ResultsPart) -> list[dict[str, Any]]:
-    """Return the rows that a table shows, of their columns those that it shows, each with its bounds."""
     if not part.rows and part.columns is None:
         return []
     chosen = [row for row in rows if all(row.get(column, NOT_AVAILABLE) in values for column, values in part.rows.items())]
@@ -116,7 +112,6 @@ def _ratios(ratios: Mapping[str, float | None]) -> str:
 
 
 def _rows(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table for each run of rows with the same keys; a number's bounds stand in brackets behind it."""
     return "\n\n".join(_rows_table(list(alike)) for _, alike in groupby(rows, key=list))
 
 
@@ -126,7 +121,6 @@ def _rows_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _bounds_another(name: str, row: Mapping[str, Any]) -> bool:
-    """Say whether a column is a bound of another, in whose cells it stands."""
     return any(name.endswith(bound) and name.removesuffix(bound) in row for bound in BOUNDS)
 
 
@@ -136,7 +130,6 @@ def _bounds(values: Mapping[str, Any], name: str) -> str:
 
 
 def _cell(value: Any) -> str:
-    """Return a value as it stands in a table: two digits after the point, three where the number is small, two in all below."""
     if value is None:
         return NOT_AVAILABLE
     if isinstance(value, float):
@@ -147,14 +140,12 @@ def _cell(value: Any) -> str:
 
 
 def present_command(command: str) -> str:
-    """Return a results file's command with the paths of today."""
     for before, now in MOVED.items():
         command = command.replace(before, now)
     return command
 
 
 def _machine(hardware: Mapping[str, Any]) -> str:
-    """Name the machine: its GPUs where it has some, else its processor."""
     gpus = [gpu["name"] for gpu in hardware["gpus"]]
     cores = f"{hardware['cores']} core{'' if hardware['cores'] == 1 else 's'}"
     return " and ".join(gpus) or f"{cores} of {hardware['cpu']}"

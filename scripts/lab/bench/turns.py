@@ -32,8 +32,6 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Turn(Generic[R]):
-    """What one side made of one case, and the wall-clock seconds it took."""
-
     result: R
     seconds: float
 
@@ -50,18 +48,7 @@ def take_turns(
     unit: str = "prompts",
     warm_up: bool = True,
 ) -> dict[str, SideTurns[R]]:
-    """Run every side on every case `repeats` times, and time each run.
-
-    The sides alternate on each case, so that drift in the machine's speed affects all of them alike, and every second time
-    they do so in reverse order, so that no side always runs after the same other one.
-
-    Args:
-        sides: called with a case and the number of the repeat; a side returns when its work is done, on a GPU as well.
-        cases: what they work on, e.g. prompts; at least one.
-        repeats: timed runs of each side on each case.
-        description, unit: for the progress bar.
-        warm_up: whether each side first does the first case once, untimed; not needed by sides that start processes.
-    """
+    """Time every side on every case, every second time in reverse order, so that drift in speed affects all alike."""
     if warm_up:
         for side in sides.values():
             side(cases[0], 0)
@@ -79,17 +66,7 @@ def take_turns(
 
 
 def speed_ratio(ours: SideTurns[R], theirs: SideTurns[R], amount: Callable[[R], float], *, samples: int) -> Interval:
-    """Return our amount a second over theirs, pooled, with its interval; above 1 we are faster.
-
-    Args:
-        ours, theirs: of the same cases in the same order. The case is what the bootstrap draws; its repeats are summed, being
-            no independent evidence.
-        amount: how much a result is, e.g. its number of tokens.
-        samples: of the bootstrap.
-
-    Raises:
-        ValueError: the sides did not do the same cases equally often.
-    """
+    """Return our amount a second over theirs; the bootstrap draws cases, whose repeats are summed: no independent evidence."""
     if list(map(len, ours)) != list(map(len, theirs)):
         raise ValueError("the two sides did not do the same cases equally often")
     columns = [
@@ -111,21 +88,12 @@ def speedup(timings: Sequence[Timing], mode: str, *, samples: int) -> Interval:
 
 
 def pooled_rate(cases: SideTurns[R], amount: Callable[[R], float]) -> float:
-    """Return a side's amount a second, pooled over cases and repeats."""
     turns = [turn for repeats in cases for turn in repeats]
     return sum(amount(turn.result) for turn in turns) / sum(turn.seconds for turn in turns)
 
 
 def measured_rows(path: Path, num_prompts: int, num_choosing: int, sources: Sequence[str] = ()) -> list[Conversation]:
-    """Return the conversations, all turns, of the last prompts of a held-out file, none of which chose a checkpoint.
-
-    Args:
-        num_choosing: conversations at the file's beginning that choose checkpoints (`held_out.num_prompts` of a recipe).
-        sources: of prompts (`prompts.sources`), as many of each; none: all.
-
-    Raises:
-        InputError: there are fewer.
-    """
+    """Return the conversations of the last prompts of a held-out file, as many of each source; none chose a checkpoint."""
     rows = read_conversations(path)
     choosing = {row.prompt_id for row in rows[:num_choosing]}
     others = list(dict.fromkeys(row.prompt_id for row in rows if row.prompt_id not in choosing))

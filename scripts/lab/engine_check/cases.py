@@ -1,10 +1,7 @@
 """The serving check: each draft exported, run in its engine, and compared with our decoder on the same prompts.
 
-A case agrees if every greedy answer of the engine is plain decoding's, near ties apart (`eval.lossless.verdict`), the
-engine's tokens per target step lie in our interval, clustered by prompt, and on the prompts with equal answers the two sides'
-counts are equal: on most prompts exactly (`same_counts_share`), summed up within `tau_tolerance`. The interval alone would
-not tell: it says how prompts differ, and both sides have the same prompts. What is counted is said in
-`scripts.lab.engine_check.ours`.
+The interval of tau alone would not tell a wrong export: it says how prompts differ, and both sides have the same. So counts
+are compared as well, prompt by prompt.
 """
 
 from __future__ import annotations
@@ -68,35 +65,24 @@ COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """What all cases share.
-
-    Args:
-        scratch: takes exports and the engines' files.
-        target_folder: of the target, for exports and engines.
-        plain_runs: every engine's plain decoding, once it has been run.
-        our_counts: ours by artifact, number of drafts, and what `count_ours` was told, once they have been made.
-    """
-
     config: ServeCheckConfig
     scratch: Path
     target: Target
     target_folder: Path
     reference: PlainAnswers
+    # By engine; and by artifact, number of drafts, and what `count_ours` was told.
     plain_runs: dict[str, EngineRun] = field(default_factory=dict)
     our_counts: dict[tuple[str, int, bool, bool], list[Counts]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A draft in an engine: its place among the config's cases, what is set of it, the draft's folder."""
-
     number: int
     settings: ServeCase
     artifact: Path
 
 
 def run_checks(config: ServeCheckConfig) -> int:
-    """Run all cases and write the results' file; return the exit code."""
     if not config.cases:
         raise InputError(
             "cases is empty: say which draft is to be tried in which engine, or give --config scripts/lab/configs/serve/..."
@@ -119,7 +105,6 @@ def run_checks(config: ServeCheckConfig) -> int:
 
 
 def find_artifacts(config: ServeCheckConfig) -> list[Case]:
-    """Return the cases, the heads of those that name a recipe trained where they are not there."""
     recipes = list(dict.fromkeys(case.recipe for case in config.cases if case.recipe is not None))
     heads = config.heads.model_copy(update={"recipes": recipes, "draft_models": [], "variants": {}})
     check_trained_here([case.artifact for case in config.cases if case.artifact is not None], config.output)
@@ -144,12 +129,10 @@ def check_case(case: Case) -> None:
 
 
 def form_for(engine: str) -> str:
-    """Return what an export for an engine is called."""
     return ENGINES[engine].form if engine in ENGINES else engine
 
 
 def open_check(config: ServeCheckConfig, scratch: Path) -> Check:
-    """Load the target, choose the prompts, decode them plainly."""
     requests = first_requests(measured_rows(Path(config.prompts), config.num_prompts, 0))
     torch.set_num_threads(config.threads)
     target = load_target(config.target)
@@ -162,7 +145,6 @@ def open_check(config: ServeCheckConfig, scratch: Path) -> Check:
 
 
 def run_case(check: Check, case: Case) -> dict[str, Any]:
-    """Return a case's row."""
     kind, engine = read_metadata(case.artifact).kind, case.settings.engine
     row: dict[str, Any] = dict.fromkeys(COLUMNS) | {"family": kind, "engine": engine}
     if engine is None:
@@ -176,7 +158,6 @@ def run_case(check: Check, case: Case) -> dict[str, Any]:
 
 
 def write_export(check: Check, case: Case, engine: str, out: Path) -> int:
-    """Write a case's artifact for its engine; return the drafts a round."""
     source = read_source(
         case.artifact,
         TargetFolder(check.target_folder, str(check.target_folder)),
@@ -189,7 +170,6 @@ def write_export(check: Check, case: Case, engine: str, out: Path) -> int:
 
 
 def compare(check: Check, case: Case, kind: str, tokens: int, out: Path) -> dict[str, Any]:
-    """Run an exported draft in its engine and in our decoder; return the part of the row that says how they compare."""
     config, reference, engine = check.config, check.reference, str(case.settings.engine)
     if engine not in check.plain_runs:
         check.plain_runs[engine] = _run(check, engine, "plain", {"draft": None, "kind": None, "serve": None})
@@ -219,10 +199,7 @@ def compare(check: Check, case: Case, kind: str, tokens: int, out: Path) -> dict
 
 
 def compare_tokens(check: Check, run: EngineRun) -> tuple[dict[str, Any], list[bool]]:
-    """Return how an engine's answers compare with plain decoding's, and by prompt whether they are the same.
-
-    The first names the share of equal answers, how many depart at a near tie, and how many elsewhere.
-    """
+    """Return how an engine's answers compare with plain decoding's, and by prompt whether they are the same."""
     plain = check.reference.plain
     served = [_generation(*pair) for pair in zip(plain, run.answers, strict=True)]
     found = check_tokens(check.target, plain, served, check.config.lossless.tie_noise)
@@ -236,12 +213,7 @@ def compare_tokens(check: Check, run: EngineRun) -> tuple[dict[str, Any], list[b
 
 
 def compare_counts(ours: Sequence[Counts], theirs: Sequence[Counts], is_same: Sequence[bool]) -> dict[str, float | None]:
-    """Return how both sides' counts compare on the prompts that got the same tokens.
-
-    Returns:
-        same_counts: the share of those prompts with the same rounds and accepted drafts; None: no prompt got the same tokens.
-        tau_ratio: the engine's tokens per target step over ours there; None: a side has no rounds.
-    """
+    """Return how both sides' counts compare on the prompts that got the same tokens."""
     pairs = [(own, engines) for own, engines, same in zip(ours, theirs, is_same, strict=True) if same]
     if not pairs:
         return {"same_counts": None, "tau_ratio": None}
@@ -272,7 +244,6 @@ def judge(row: Mapping[str, Any], *, same_counts_share: float, tau_tolerance: fl
 
 
 def describe(row: Mapping[str, Any]) -> str:
-    """Say in a line what a row says."""
     values = (f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items())
     return ", ".join(value for value in values if not value.endswith(" None"))
 
@@ -295,5 +266,4 @@ def _run(check: Check, engine: str, name: str, draft: Mapping[str, Any]) -> Engi
 
 
 def _generation(plain: Generation, answer: EngineAnswer) -> Generation:
-    """Return an engine's answer, up to the length of the plain one, as a record."""
     return replace(plain, mode="engine", tokens=answer.tokens[: len(plain.tokens)])

@@ -40,26 +40,13 @@ VLLM = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "V
 
 @dataclass(frozen=True, kw_only=True)
 class EngineDriver:
-    """An engine that is run.
-
-    Args:
-        driver: the script that drives it.
-        form: what an export for it is called (`heads.formats.exporting.table.FORMS`).
-        environment: its folder among the environments; None: this project's own.
-        needs: a file in that folder without which it is not installed.
-        has_python: that folder has the interpreter that runs the driver; else this project's does.
-        cuts: it drafts no further than an answer goes (`engine_check.ours`).
-        whole_head: the kinds of draft for which it takes the target's whole output head, whatever their vocabulary.
-        variables: what it is started with.
-    """
-
     driver: Path
-    form: str
-    environment: str | None = None
-    needs: str = "bin/python"
-    has_python: bool = False
-    cuts: bool = False
-    whole_head: frozenset[str] = frozenset()
+    form: str  # what an export for it is called (`heads.formats.exporting.table.FORMS`)
+    environment: str | None = None  # its folder among the environments; None: this project's own
+    needs: str = "bin/python"  # a file in that folder without which it is not installed
+    has_python: bool = False  # that folder has the interpreter that runs the driver; else this project's does
+    cuts: bool = False  # it drafts no further than an answer goes
+    whole_head: frozenset[str] = frozenset()  # kinds of draft for which it takes the target's whole output head
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -89,8 +76,6 @@ ENGINES = {
 
 @dataclass(frozen=True)
 class EngineAnswer:
-    """An engine's answer to a prompt."""
-
     tokens: tuple[int, ...]  # perhaps more than were asked for
     counts: Counts
     seconds: float  # wall-clock, the prompt's forward included
@@ -98,8 +83,6 @@ class EngineAnswer:
 
 @dataclass(frozen=True)
 class EngineRun:
-    """An engine's answers to a job."""
-
     version: str
     answers: list[EngineAnswer]
 
@@ -107,14 +90,6 @@ class EngineRun:
 def run_engine(
     name: str, job: Mapping[str, Any], folder: Path, *, environments: Path, threads: int, timeout_seconds: float
 ) -> EngineRun:
-    """Run a job in an engine.
-
-    Args:
-        name: a key of `ENGINES`.
-        job: see above; threads and environment are added.
-        folder: for the job's files and the engine's log; made.
-        environments: where the engines' environments are.
-    """
     engine, place = ENGINES[name], find_engine(name, environments)
     folder.mkdir(parents=True)
     files = folder / "job.json", folder / "answers.json"
@@ -173,7 +148,6 @@ def _run(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the driver and all its children, which share a process group."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

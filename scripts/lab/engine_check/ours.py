@@ -31,31 +31,22 @@ from scripts.advice.measuring import SEED, check_finite
 
 @dataclass(frozen=True)
 class Counts:
-    """Rounds of an answer, and the drafts accepted in them."""
-
     rounds: int
     accepted: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlainAnswers:
-    """What both sides are given: prompts and the plain answers to them.
-
-    endless: the target with no token that ends a text.
-    """
-
-    endless: Target
+    endless: Target  # the target with no token that ends a text
     requests: Sequence[Request]
     plain: Sequence[Generation]
 
     @property
     def lengths(self) -> list[int]:
-        """L of each answer."""
         return [len(answer.tokens) for answer in self.plain]
 
 
 def decode_plainly(target: Target, requests: Sequence[Request], max_new_tokens: int) -> PlainAnswers:
-    """Decode every prompt plainly."""
     config = DecodeConfig(num_speculative_tokens=0, max_new_tokens=max_new_tokens)
     plain = [decode(target, [request], config)[0][0] for request in requests]
     check_finite(plain, "plain decoding")
@@ -65,12 +56,7 @@ def decode_plainly(target: Target, requests: Sequence[Request], max_new_tokens: 
 def count_ours(
     reference: PlainAnswers, artifact: Path, num_speculative_tokens: int, *, cut: bool, whole_head: bool = False
 ) -> list[Counts]:
-    """Decode every prompt with an artifact's drafts; return its counts.
-
-    Args:
-        cut: draft no further than an answer goes.
-        whole_head: draft by the target's whole output head, instead of the rows of the draft vocabulary.
-    """
+    """Decode every prompt with an artifact's drafts; return its counts."""
     target = reference.endless
     proposer: Any = load_draft(artifact, target.identity, target.model).proposer
     if whole_head:

@@ -1,8 +1,6 @@
 """llama.cpp's server on a job of `engine_check.engines`: its own counters say how many drafts were accepted.
 
-The server is started by the line in the export's serve.txt, the target beside it converted by llama.cpp's converter. It drafts
-no more tokens than the answer has room for, and counts only rounds with drafts. Generation stops at an end-of-text, because
-`ignore_eos` would forbid that token altogether; plain answers have one at their end at most.
+Generation stops at an end-of-text, because `ignore_eos` would forbid that token; plain answers have one at their end.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ START_SECONDS = 300
 
 
 def main(job_file: str, answers_file: str) -> None:
-    """Answer the job's prompts."""
     job = json.loads(Path(job_file).read_text(encoding="utf-8"))
     place = Path(job["environment"])
     url, process = start(job, place, target_gguf(job, place))
@@ -41,7 +38,6 @@ def main(job_file: str, answers_file: str) -> None:
 
 
 def target_gguf(job: dict[str, Any], place: Path) -> Path:
-    """Return the target as GGUF, converted once for all runs."""
     path = Path(job["folder"]).parent / "target.gguf"
     if not path.exists():
         command = [sys.executable, str(place / "source" / "convert_hf_to_gguf.py"), job["target"], "--outfile", str(path)]
@@ -51,7 +47,6 @@ def target_gguf(job: dict[str, Any], place: Path) -> Path:
 
 
 def start(job: dict[str, Any], place: Path, target: Path) -> tuple[str, subprocess.Popen[bytes]]:
-    """Start the server and wait until it is ready; return its address and its process."""
     line = "llama-server --model target.gguf"
     if job["draft"] is not None:
         line = next(line for line in job["serve"].splitlines() if line.startswith("llama-server "))
@@ -78,7 +73,6 @@ def start(job: dict[str, Any], place: Path, target: Path) -> tuple[str, subproce
 
 
 def is_ready(url: str) -> bool:
-    """Say whether the server has loaded its models."""
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=10) as reply:
             return reply.status == 200
@@ -109,7 +103,6 @@ def counters(url: str) -> list[int]:
 
 
 def version(place: Path) -> str:
-    """Return the server's version, which it says on stderr."""
     said = subprocess.run([str(place / "bin" / "llama-server"), "--version"], capture_output=True, text=True, check=True)
     found = re.search(r"version: (.+)", said.stderr + said.stdout)
     return found[1] if found else "unknown"

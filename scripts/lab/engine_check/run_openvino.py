@@ -1,7 +1,4 @@
-"""OpenVINO GenAI on a job of `engine_check.engines`: its metrics say how many tokens each step of the target brought.
-
-Runs in OpenVINO's environment and imports nothing of this project. The target is converted beside the job, once for all runs.
-"""
+"""OpenVINO GenAI on a job of `engine_check.engines`: its metrics say how many tokens each step of the target brought."""
 
 from __future__ import annotations
 
@@ -24,7 +21,6 @@ CACHE_GIB = 1
 
 
 def main(job_file: str, answers_file: str) -> None:
-    """Answer the job's prompts."""
     job = json.loads(Path(job_file).read_text(encoding="utf-8"))
     pipeline = load(job, converted_target(job))
     answer(pipeline, job, {**job["prompts"][0], "length": WARM_UP_TOKENS})
@@ -34,7 +30,6 @@ def main(job_file: str, answers_file: str) -> None:
 
 
 def converted_target(job: dict[str, Any]) -> Path:
-    """Return the target as an OpenVINO model, converted once for all runs."""
     path = Path(job["folder"]).parent / "target_openvino"
     if not path.exists():
         command = [str(Path(job["environment"]) / "bin" / "optimum-cli"), "export", "openvino", "--model", job["target"]]
@@ -44,7 +39,6 @@ def converted_target(job: dict[str, Any]) -> Path:
 
 
 def load(job: dict[str, Any], target: Path) -> Any:
-    """Return the pipeline, which computes and caches in the job's dtype."""
     precision = PRECISIONS[job["dtype"]]
     properties = {"INFERENCE_PRECISION_HINT": precision, "KV_CACHE_PRECISION": precision}
     properties["INFERENCE_NUM_THREADS"] = job["threads"]

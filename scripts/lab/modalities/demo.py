@@ -1,10 +1,4 @@
-"""The whole loop on tokens that are no text: `make demo-images`, `make demo-speech WAVS=folder`.
-
-A target is trained from scratch on codes of scikit-learn's digits or of recordings (`digits.py`,
-`speech.py`), writes the data for an EAGLE-3 head, and is decoded with that strictly and relaxed. The last page
-shows plain, strict and relaxed answers side by side, and a gate says whether relaxing pays for what it costs. Finished steps
-are skipped, as by `scripts/demo.py`, whose exit codes it has.
-"""
+"""The whole loop on tokens that are no text: `make demo-images`, `make demo-speech WAVS=folder`."""
 
 from __future__ import annotations
 
@@ -33,7 +27,6 @@ NUM_CODES = {"images": 128, "speech": 256}  # of the vocabulary, which begins wi
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit code."""
     parser = Parser(description="Pictures or speech: data, training, strict and relaxed.", epilog=EPILOG, allow_abbrev=False)
     parser.add_argument("kind", choices=RUNS, help="images: scikit-learn's digits; speech: your recordings")
     parser.add_argument("--wavs", type=Path, help="speech: folder of WAV files, named WORD_....wav")
@@ -54,7 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def steps(kind: str, wavs: Path | None = None) -> dict[str, list[str]]:
-    """Return the commands of a demo by what they do."""
     folder, name = RUNS[kind], RECIPES[kind]
     strict, relaxed = (str(folder / each / "report.json") for each in ("strict", "relaxed"))
     recordings = [] if wavs is None else [str(wavs.resolve())]

@@ -1,9 +1,6 @@
-"""scikit-learn's handwritten digits as tokens: `python scripts/lab/modalities/digits.py`, the first step of `make demo-images`.
+"""scikit-learn's handwritten digits as tokens: the first step of `make demo-images`, and what its evaluation calls on answers.
 
-A picture of 8 by 8 grey levels is 16 patches of 2 by 2, each the nearest of a codebook found by k-means. Written are the
-codebook, the target (`modalities.code_model`), a classifier, and prompts. What the evaluation calls on answers is here
-too: whether the classifier sees the digit that was asked for, its hidden units as features, and the picture.
-N pictures, C codes.
+A picture of 8 by 8 grey levels is 16 patches of 2 by 2, each the nearest of a codebook found by k-means. N pictures, C codes.
 """
 
 from __future__ import annotations
@@ -48,7 +45,6 @@ SCALE = 8  # pixels of a page for one of the picture
 
 
 def main() -> None:
-    """Write all that the demo's configs name."""
     check_installed()
     images, labels = _load()
     order = np.random.default_rng(0).permutation(len(images))
@@ -101,7 +97,6 @@ def features(answer: str) -> list[float]:
 
 
 def picture(answer: str) -> str:
-    """Return the picture as a PNG in a data URL."""
     from PIL import Image
 
     image = _picture_in(answer)
@@ -117,7 +112,6 @@ def picture(answer: str) -> str:
 
 
 def _load() -> tuple[np.ndarray, np.ndarray]:
-    """Return the pictures `[N, 8, 8]`, 0 to 16, and which digit each shows."""
     from sklearn.datasets import load_digits
 
     found: Any = load_digits()
@@ -135,7 +129,6 @@ def _rows(codes: np.ndarray, labels: np.ndarray) -> torch.Tensor:
 
 
 def _patches(images: np.ndarray) -> np.ndarray:
-    """Return the patches `[N, 16, 4]`, row by row."""
     side = SIDE // PATCH
     cut = images.reshape(-1, side, PATCH, side, PATCH).transpose(0, 1, 3, 2, 4)
     return cut.reshape(len(images), LENGTH, PATCH * PATCH)
@@ -158,7 +151,6 @@ def _picture_of(codes: Any) -> np.ndarray:
 
 
 def _picture_in(answer: str) -> np.ndarray | None:
-    """Return the picture of an answer, a text of token ids; None where these are no picture."""
     codes = [int(token) for token in answer.split()]
     return _picture_of(codes) if len(codes) == LENGTH and max(codes) < NUM_CODES else None
 

@@ -18,7 +18,6 @@ HIDDEN_UNITS, MOST_PASSES = 48, 200
 
 
 def check_installed() -> None:
-    """Raise `InputError` where scikit-learn is missing."""
     try:
         import sklearn  # noqa: F401
     except ImportError as error:
@@ -26,7 +25,6 @@ def check_installed() -> None:
 
 
 def fit_codebook(vectors_NE: np.ndarray, num_codes: int) -> np.ndarray:
-    """Return the means `[codes, E]` of k-means, float32."""
     from sklearn.cluster import KMeans
 
     means: np.ndarray = KMeans(num_codes, n_init=1, random_state=0).fit(vectors_NE).cluster_centers_
@@ -34,13 +32,11 @@ def fit_codebook(vectors_NE: np.ndarray, num_codes: int) -> np.ndarray:
 
 
 def nearest(vectors_NE: np.ndarray, codebook_CE: np.ndarray) -> np.ndarray:
-    """Return the code `[N]` nearest to each vector."""
     distances_NC = np.square(codebook_CE).sum(-1) - 2 * vectors_NE @ codebook_CE.T
     return distances_NC.argmin(-1)
 
 
 def fit_classifier(inputs_NE: np.ndarray, labels_N: np.ndarray) -> Weights:
-    """Return the weights of a network with one hidden layer that tells the labels 0, 1, 2, ... apart."""
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.neural_network import MLPClassifier
 
@@ -51,15 +47,12 @@ def fit_classifier(inputs_NE: np.ndarray, labels_N: np.ndarray) -> Weights:
 
 
 def hidden_units(weights: Weights, input_E: np.ndarray) -> np.ndarray:
-    """Return the classifier's hidden units for an input."""
     return np.maximum(input_E @ weights["w0"] + weights["b0"], 0)
 
 
 def classify(weights: Weights, input_E: np.ndarray) -> int:
-    """Return the label that the classifier finds likeliest."""
     return int((hidden_units(weights, input_E) @ weights["w1"] + weights["b1"]).argmax())
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write rows as JSON lines."""
     write_text(path, "".join(json.dumps(row) + "\n" for row in rows))

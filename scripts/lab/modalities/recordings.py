@@ -30,7 +30,6 @@ def read_wav(path: Path, seconds: float) -> np.ndarray:
 
 
 def wav_bytes(samples: np.ndarray) -> bytes:
-    """Return a WAV file of these samples, made as loud as any other."""
     loud = (samples / max(1e-6, float(np.abs(samples).max())) * 0.8 * 32767).astype("<i2")
     with io.BytesIO() as buffer:
         with wave.open(buffer, "wb") as file:
@@ -41,7 +40,6 @@ def wav_bytes(samples: np.ndarray) -> bytes:
 
 @lru_cache(maxsize=1)
 def _bank() -> np.ndarray:
-    """Return the mel filters `[frequencies, BANDS]`."""
     filters: np.ndarray = mel_filter_bank(WINDOW // 2 + 1, BANDS, 50, RATE / 2, RATE, mel_scale="slaney")
     return filters
 

@@ -1,9 +1,6 @@
-"""Spoken words as tokens: `python scripts/lab/modalities/speech.py WAVS`, the first step of `make demo-speech WAVS=folder`.
+"""Spoken words as tokens: the first step of `make demo-speech WAVS=folder`, and what its evaluation calls on answers.
 
-A recording is a log-mel spectrogram (`modalities.recordings`), two frames of which (32 ms) are the nearest of a
-codebook found by k-means, and a token ends it. Written are the codebook, the target (`modalities.code_model`), a
-classifier, and prompts. What the evaluation calls on answers is here too: whether the classifier hears the word that was asked
-for, how near the spectrum is to a recording's, the classifier's hidden units as features, and the sound.
+Two frames of a log-mel spectrogram (32 ms) are the nearest of a codebook found by k-means, and a token ends a recording.
 N recordings, T codes, M mel bands.
 """
 
@@ -57,7 +54,6 @@ SECONDS = (LONGEST * FRAMES + 1) * HOP / RATE  # of a recording that are read
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write all that the demo's configs name."""
     parser = argparse.ArgumentParser(description="Recordings to codes, a classifier and a target.")
     parser.add_argument("wavs", type=Path, help="folder of WAV files whose names begin with the word and an underscore")
     return exit_code(lambda: _prepare(parser.parse_args(argv).wavs))
@@ -102,7 +98,6 @@ def _prepare(wavs: Path) -> int:
 
 
 def _judge_the_data(heard: np.ndarray, labels: np.ndarray, texts: Sequence[str]) -> None:
-    """Say what the recordings themselves come to by what answers are judged by."""
     right = [classify(_codec()[1], each) == label for each, label in zip(heard, labels, strict=True)]
     coded = [accuracy(str(FIRST_CLASS + label), text, None) for label, text in zip(labels, texts, strict=True)]
     apart = []
@@ -138,7 +133,6 @@ def features(answer: str) -> list[float]:
 
 
 def sound(answer: str) -> str:
-    """Return the sound as a WAV file in a data URL."""
     frames = _frames_in(answer)
     samples = np.zeros(HOP) if frames is None else griffin_lim(frames.reshape(-1, BANDS))
     return "data:audio/wav;base64," + base64.b64encode(wav_bytes(samples)).decode()
@@ -148,7 +142,6 @@ def sound(answer: str) -> str:
 
 
 def _load(folder: Path) -> tuple[list[np.ndarray], list[str]]:
-    """Return the spectra `[T, FRAMES * M]` of all recordings in a folder, and the words that their names begin with."""
     paths = sorted(path for path in folder.rglob("*.[wW][aA][vV]") if path.is_file())
     words = [path.name.partition("_")[0] for path in paths]
     if len(paths) < 2 * NUM_CODES or len(set(words)) < 2:
@@ -160,13 +153,11 @@ def _load(folder: Path) -> tuple[list[np.ndarray], list[str]]:
 
 
 def _in_codes(mel: np.ndarray) -> np.ndarray:
-    """Return a spectrogram `[frames, M]` with the frames of a code in a row, no more than `LONGEST` rows."""
     length = min(len(mel) // FRAMES, LONGEST)
     return mel[: length * FRAMES].reshape(length, FRAMES * BANDS)
 
 
 def _parts(frames: np.ndarray) -> np.ndarray:
-    """Return the mean spectra of `PARTS` equal parts of a sound `[PARTS, M]`."""
     mel = frames.reshape(-1, BANDS)
     bounds = np.linspace(0, len(mel), PARTS + 1)
     return np.stack([mel[int(low) : max(int(low) + 1, math.ceil(high))].mean(0) for low, high in itertools.pairwise(bounds)])
@@ -183,7 +174,6 @@ def _codec() -> tuple[np.ndarray, Weights]:
 
 
 def _frames_in(answer: str) -> np.ndarray | None:
-    """Return the spectrogram of an answer, a text of token ids up to the end's; None where these are no sound."""
     codes = [int(token) for token in answer.split()]
     codes = codes[: codes.index(END)] if END in codes else codes
     if not codes or max(codes) >= NUM_CODES:

@@ -168,7 +168,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def names() -> list[str]:
-    """Return every name of transformers' causal-LM mapping, and the variants."""
     return [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS]
 
 
@@ -190,12 +189,10 @@ def not_a_decoder(name: str) -> str | None:
 
 @cache
 def default_config(name: str) -> PreTrainedConfig:
-    """Return the config that a family has by itself."""
     return CONFIG_MAPPING[name]()
 
 
 def tiny_config(name: str) -> PreTrainedConfig:
-    """Return the tiny config of a name of `names`."""
     family, changes = VARIANTS.get(name, (name, {}))
     return _shrunk(default_config(family), MEDIA_FAMILIES[name].changes if name in MEDIA_FAMILIES else changes)
 
@@ -228,12 +225,10 @@ def tiny_model(name: str, seed: int = 3) -> PreTrainedModel:
 
 
 def family_of(name: str) -> str:
-    """Return the name in transformers' mapping that a name of `names` is built of."""
     return VARIANTS.get(name, (name, {}))[0]
 
 
 def _shrunk(default: PreTrainedConfig, changes: Mapping[str, Any]) -> PreTrainedConfig:
-    """Return a config like this one of tiny sizes, with `changes`; those of a part of it stand under the part's name."""
     values, changes = default.to_dict(), {**OVERRIDES.get(default.model_type, {}), **changes}
     parts = {name for name in default.sub_configs if isinstance(getattr(default, name, None), PreTrainedConfig)}
     blocks = next(

@@ -42,20 +42,10 @@ class Mismatch(Exception):
 
 @dataclass
 class Case:
-    """A family on its way through the stages.
-
-    Args:
-        model: built of the tiny config; the reference.
-        folder: where it is saved.
-        loaded: the target, as loaded from there, which `target` returns.
-        answers: what transformers' `generate` continues the prompts by.
-        artifacts: the drafts that were trained and saved.
-        name: of the family, as in `models_check.architectures.names`.
-    """
-
-    model: PreTrainedModel
+    model: PreTrainedModel  # the reference
     folder: Path
     loaded: Target | None = None
+    # What transformers' `generate` continues the prompts by; the drafts that were trained and saved.
     answers: list[list[int]] = field(default_factory=list)
     artifacts: list[Path] = field(default_factory=list)
     name: str = ""
@@ -67,13 +57,11 @@ class Case:
 
 
 def open_case(name: str, folder: Path) -> Case:
-    """Build a family's model, and let transformers answer the prompts."""
     model = tiny_model(name)
     return Case(name=name, model=model, folder=folder, answers=[reference_answer(model, prompt) for prompt in PROMPTS])
 
 
 def reference_answer(model: PreTrainedModel, prompt: Sequence[int]) -> list[int]:
-    """Return what transformers' `generate` continues a prompt by."""
     ids_1T = torch.tensor([prompt])
     generator: Any = model
     text_1T = generator.generate(ids_1T, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)

@@ -1,7 +1,4 @@
-"""What a tiny model that reads images or sounds needs beside its weights: ids of its marks, tokenizer, processor, examples.
-
-Of each family the sizes are those at which a picture of 56 x 84 pixels, or a sound of 0.3 seconds, takes a few tokens.
-"""
+"""What a tiny model that reads images or sounds needs beside its weights: ids of its marks, tokenizer, processor, examples."""
 
 from __future__ import annotations
 
@@ -32,31 +29,16 @@ TEMPLATE = (
 
 @dataclass(frozen=True)
 class MediaFamily:
-    """How one family reads images, or sounds.
-
-    Args:
-        processor: its class.
-        place: what its chat template writes where one stands.
-        marks: its marks by id.
-        changes: of the tiny config.
-        named: marks that its tokenizer has as attributes.
-        part: the class of the image processor, or of the feature extractor.
-        sizes: settings of it.
-        settings: of the processor.
-        reads: what it is given.
-        at_most: how many in a prompt.
-    """
-
     processor: str
-    place: str
+    place: str  # what its chat template writes where one stands
     marks: dict[int, str]
-    changes: dict[str, Any]
-    part: str
-    sizes: dict[str, Any]
-    named: dict[str, str] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)
+    changes: dict[str, Any]  # of the tiny config
+    part: str  # the class of the image processor, or of the feature extractor
+    sizes: dict[str, Any]  # settings of it
+    named: dict[str, str] = field(default_factory=dict)  # marks that its tokenizer has as attributes
+    settings: dict[str, Any] = field(default_factory=dict)  # of the processor
     reads: Literal["images", "audio"] = "images"
-    at_most: int = 2
+    at_most: int = 2  # in a prompt
 
 
 QWEN_MARKS = {PLACEHOLDER: "<|image_pad|>", START: "<|vision_start|>", END: "<|vision_end|>", VIDEO: "<|video_pad|>"}
@@ -129,7 +111,6 @@ MEDIA_FAMILIES = {
 
 
 def save_processor(name: str, folder: Path) -> None:
-    """Write the tokenizer and the processor of a family into the folder of its model."""
     family = MEDIA_FAMILIES[name]
     words = {family.marks.get(number, f"w{number}"): number for number in range(256)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
@@ -145,7 +126,6 @@ def save_processor(name: str, folder: Path) -> None:
 
 
 def picture(seed: int, height: int = HEIGHT, width: int = WIDTH) -> Any:
-    """Return a `PIL.Image.Image` of smooth colours, others for each seed."""
     from PIL import Image
 
     levels = np.random.default_rng(seed).uniform(0, 255, (3, 3, 3)).astype(np.uint8)
@@ -153,7 +133,6 @@ def picture(seed: int, height: int = HEIGHT, width: int = WIDTH) -> Any:
 
 
 def sound(seed: int, seconds: float = 0.3, rate: int = SOUND_RATE) -> bytes:
-    """Return a WAV file of a few tones, others for each seed."""
     heights, time = np.random.default_rng(seed).uniform(100, 3000, 5), np.arange(round(seconds * rate)) / rate
     samples = np.sin(2 * np.pi * np.outer(heights, time)).mean(0)
     with io.BytesIO() as buffer:

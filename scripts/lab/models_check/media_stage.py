@@ -1,8 +1,4 @@
-"""The stage of families that read images or sounds: decoding, and states for training, with these in the prompts.
-
-Prompts are of unequal lengths: equal texts with other pictures, two pictures, none. The reference is what transformers'
-`generate` answers to each alone.
-"""
+"""The stage of families that read images or sounds: decoding, and states for training, with these in the prompts."""
 
 from __future__ import annotations
 
@@ -72,7 +68,6 @@ def media(case: Case) -> None:
 
 
 def media_target(case: Case) -> Target:
-    """Load the family as a target that reads images or sounds, some of which are put beside it."""
     folder, reads = case.folder / "media", MEDIA_FAMILIES[case.name].reads
     case.model.save_pretrained(folder)
     save_processor(case.name, folder)
@@ -87,7 +82,6 @@ def media_target(case: Case) -> Target:
 
 
 def asked_of(family: MediaFamily) -> list[tuple[str, list[str]]]:
-    """Return prompts with pictures, or with sounds: each text, and what it brings."""
     a, b, other = (SOUND * (family.reads == "audio") + name for name in FILES[family.reads])
     return [
         (f"w20 {OBJECT} w30 w31", [a]),
@@ -98,7 +92,6 @@ def asked_of(family: MediaFamily) -> list[tuple[str, list[str]]]:
 
 
 def media_requests(target: Target, asked: Sequence[tuple[str, Sequence[str]]]) -> list[Request]:
-    """Return a request for each text and the media that it brings."""
     requests = []
     for number, (text, references) in enumerate(asked):
         messages = [{"role": "user", "content": text}]
@@ -109,7 +102,6 @@ def media_requests(target: Target, asked: Sequence[tuple[str, Sequence[str]]]) -
 
 
 def media_answer(model: Any, target: Target, request: Request) -> list[int]:
-    """Return what transformers' `generate` continues a prompt by, given the same pictures or sounds."""
     inputs = target.media_inputs([request.media_prompt], [request.tokens])
     given = {} if inputs is None else {**inputs.of_media, **inputs.of_tokens}
     text_1T = model.generate(

@@ -1,8 +1,4 @@
-"""The models' check: every family of transformers, tiny, through every stage; a row each, and a table in docs/models.md.
-
-What transformers itself cannot build or generate with is listed with the reason and not judged. A refusal (`InputError`) is a
-result like any other; wrong values and other exceptions are failures.
-"""
+"""The models' check: every family of transformers, tiny, through every stage; a row each, and a table in docs/models.md."""
 
 from __future__ import annotations
 
@@ -38,7 +34,6 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def check_models(config: ModelsCheckConfig) -> int:
-    """Check the families and write the results' file and the table; return the exit code."""
     known = names()
     if unknown := [name for name in config.names if name not in known]:
         raise InputError(f"names: {unknown[0]!r} is neither in transformers' causal-LM mapping nor a variant of one in it")
@@ -68,7 +63,6 @@ def check_models(config: ModelsCheckConfig) -> int:
 def collect(
     chosen: Sequence[str], config: ModelsCheckConfig, check: Check
 ) -> tuple[list[dict[str, Any]], list[dict[str, str]], dict[str, str]]:
-    """Return a row for each family that was built, what is not ok stage by stage, and why others were not built."""
     rows, findings, not_built = [], [], {}
     checked = check_all(chosen, check, num_workers=config.workers, seconds=config.seconds)
     for name, outcomes in zip(chosen, checked, strict=True):
@@ -84,7 +78,6 @@ def collect(
 
 
 def reasons(outcomes: Sequence[Outcome]) -> str | None:
-    """Return what the stages say that are not ok, each sentence once."""
     stages: dict[str, list[str]] = {}
     for outcome in outcomes:
         stages.setdefault(outcome.sentence, []).append(outcome.stage)
@@ -92,7 +85,6 @@ def reasons(outcomes: Sequence[Outcome]) -> str | None:
 
 
 def summary(rows: Sequence[Mapping[str, Any]], not_built: Mapping[str, str]) -> str:
-    """Return the counts in a line."""
     passed = {stage: sum(row[stage] == "ok" for row in rows) for stage in STAGES}
     failed = Counter(row[stage] for row in rows for stage in STAGES if row[stage] in FAILURES)
     together = sum(all(row[stage] == "ok" for stage in ("chain", "batch", "eagle3", "distill", "artifact")) for row in rows)
@@ -106,7 +98,6 @@ def summary(rows: Sequence[Mapping[str, Any]], not_built: Mapping[str, str]) -> 
 
 
 def check_family(name: str, report: Callable[[Outcome], None], stages: Sequence[str] = ()) -> None:
-    """Build a family and take it through the stages, in a process of its own; for `stages` see `run_stages`."""
     warnings.simplefilter("ignore")  # and transformers' remarks on tiny configs
     logging.disable(logging.WARNING)
     disable_progress_bar()
@@ -146,7 +137,6 @@ def run_stages(case: Case, report: Callable[[Outcome], None], stages: Sequence[s
 
 
 def described(error: Exception) -> str:
-    """Return an error's type, first line, and the last line of ours that it passed."""
     ours = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_relative_to(ROOT)]
     ours = [frame for frame in ours if "site-packages" not in frame.filename]
     where = f" ({Path(ours[-1].filename).relative_to(ROOT)}:{ours[-1].lineno})" if ours else ""

@@ -1,5 +1,4 @@
-"""A proposer that knows the answers: each round it drafts some right tokens and then wrong ones, so that every number of
-accepted drafts occurs, with any target and at no cost."""
+"""A proposer that knows the answers: it drafts some right tokens and then wrong ones, so that every number accepted occurs."""
 
 from __future__ import annotations
 
@@ -16,12 +15,7 @@ from heads.sampling.token_tree import DynamicTreeSpec, Tree
 
 
 class ScriptedDrafts:
-    """Drafts right up to a place that goes round by round from 0 to the end (`heads.proposers.protocol.TreeProposer`).
-
-    Args:
-        texts: by prompt, the prompt with its whole answer.
-        vocab_size: of the target.
-    """
+    """Drafts right up to a place that goes round by round from 0 to the end (`heads.proposers.protocol.TreeProposer`)."""
 
     num_trees = 1
     taps: Sequence[int] = ()
@@ -58,7 +52,6 @@ class ScriptedDrafts:
         return Proposal(tokens_BG=tokens_BN, num_drafted=[tree.num_nodes] * len(rows), parents_BN=parents_BN)
 
     def _tree_row(self, row: Sequence[int], tree: Tree, turn: int) -> list[int]:
-        """Return a tree's tokens; its right path is as long, and takes such siblings, as `turn` says."""
         right, num_right = self._next(row, tree.depth), turn % (tree.depth + 1)
         is_right, drafts = [True], []
         for draft, parent in enumerate(tree.parents):
@@ -71,7 +64,6 @@ class ScriptedDrafts:
         return drafts
 
     def _next(self, row: Sequence[int], count: int) -> list[int]:
-        """Return the next tokens of a row's text; 0 beyond its end and where it has left the text."""
         text = next(text for text in self.texts if list(row[:6]) == list(text[:6]))
         following = [*text[len(row) : len(row) + count]]
         return following + [0] * (count - len(following))

@@ -1,6 +1,5 @@
 """What a family goes through, stage by stage: loading, each way of decoding, training of heads and drafts, other forwards.
 
-A stage raises `Mismatch` where what comes out is not transformers' (`models_check.cases`); an `InputError` is a refusal.
 T positions, V vocabulary.
 """
 
@@ -67,7 +66,6 @@ KEPT_BLOCKS = ([0, 1, 3], [1, 3], [0, 1])
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer whose token n is the word `wn`, without any special token."""
     tokenizer = Tokenizer(WordLevel({f"w{number}": number for number in range(VOCAB_SIZE)}, unk_token="w0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
@@ -112,17 +110,14 @@ def same_as_transformers(case: Case) -> None:
 
 
 def plain(case: Case) -> None:
-    """Decode without drafts."""
     check_answers(case, range(3), DecodeConfig(num_speculative_tokens=0))
 
 
 def chain(case: Case) -> None:
-    """Decode with chains of three drafts, some of them wrong, one prompt at a time."""
     check_answers(case, range(3), DecodeConfig())
 
 
 def batch(case: Case) -> None:
-    """Decode prompts of unequal lengths together."""
     check_answers(case, range(3), DecodeConfig(batch_size=3))
 
 
@@ -160,13 +155,11 @@ def sampled(case: Case) -> None:
 
 
 def eagle3(case: Case) -> None:
-    """Train an EAGLE-3 head for some steps."""
     total = num_blocks(case.target.model)
     train_head(case, Eagle3Settings(kind="eagle3", taps=sorted({1, max(1, total // 2), total}), num_depths=3))
 
 
 def mtp(case: Case) -> None:
-    """Train an MTP module around one of the family's blocks for some steps."""
     train_head(case, MtpSettings(kind="mtp", num_depths=3))
 
 
@@ -200,7 +193,6 @@ def train_head(case: Case, settings: Eagle3Settings | MtpSettings) -> None:
 
 
 def distill(case: Case) -> None:
-    """Distil a draft of some of the target's blocks for some steps."""
     target, examples = case.target, collate(TRAINED)
     draft = kept_draft(target)
     signal = signal_source(target).read(examples).dense.final_BTE
@@ -235,7 +227,6 @@ def kept_draft(target: Target) -> PreTrainedModel:
 
 
 def train(module: nn.Module, loss: Callable[[], Tensor], wanted: Sequence[str]) -> None:
-    """Take some steps."""
     named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     optimizer = torch.optim.AdamW(named.values(), lr=1e-3)
     missing = set(wanted) & named.keys()
@@ -252,7 +243,6 @@ def train(module: nn.Module, loss: Callable[[], Tensor], wanted: Sequence[str]) 
 
 
 def artifact(case: Case) -> None:
-    """Load the drafts that were trained and decode with them."""
     for folder in case.artifacts:
         draft = load_draft(folder, case.target.identity, case.target.model)
         check_answers(case, range(2), DecodeConfig(), draft.proposer)
@@ -262,7 +252,6 @@ def artifact(case: Case) -> None:
 
 
 def lean(case: Case) -> None:
-    """Decode by the lean forward."""
     if not isinstance(case.target.model, LEAN_FAMILIES):
         raise NotApplicable
     make_lean(case.target.model)

@@ -1,7 +1,4 @@
-"""Processes that check one family after another; one that hangs or dies is replaced, and costs the family a row and no more.
-
-Imports no torch: a process imports what its check needs.
-"""
+"""Processes that check one family after another; one that hangs or dies is replaced, and costs the family a row and no more."""
 
 from __future__ import annotations
 
@@ -30,8 +27,6 @@ STARTED = "started"
 
 
 class Worker:
-    """A process with `check` in it."""
-
     def __init__(self, check: Check) -> None:
         self.check = check
         self._start()
@@ -75,12 +70,6 @@ class Worker:
 
 
 def check_all(names: Sequence[str], check: Check, *, num_workers: int, seconds: float) -> list[list[Outcome]]:
-    """Return the outcomes of each family in turn.
-
-    Args:
-        check: a function that another process can import.
-        seconds: that a family may take.
-    """
     idle: SimpleQueue[Worker] = SimpleQueue()
     workers = [Worker(check) for _ in range(num_workers)]
     for worker in workers:
@@ -102,7 +91,6 @@ def check_all(names: Sequence[str], check: Check, *, num_workers: int, seconds: 
 
 
 def _serve(connection: Connection, check: Check) -> None:
-    """Check the families whose names arrive."""
     connection.send(None)
     while True:
         check(connection.recv(), connection.send)

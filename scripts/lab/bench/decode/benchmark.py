@@ -1,10 +1,4 @@
-"""The decode benchmark: ours beside transformers, and a table of all ways of decoding (`bench.decode.table`).
-
-Greedy, one prompt at a time: ours and transformers' with the same draft, ours and transformers' plainly, and ours by lean
-forwards (`heads.inference.lean_forward`) with the draft and plainly. Speculative in batches of eight against one by one.
-Seconds against transformers are of the whole call, prompt included. `compiled_speed_vs_eager` compares plain decoding by lean
-forwards, which nothing compiles, with transformers'.
-"""
+"""The decode benchmark: ours beside transformers, and a table of all ways of decoding (`bench.decode.table`)."""
 
 from __future__ import annotations
 
@@ -47,7 +41,6 @@ LEAN, LEAN_PLAIN = "lean_speculative", "lean_autoregressive"
 
 
 def compare_decoding(config: BenchDecodeConfig) -> int:
-    """Run the benchmark and write its file; return the exit code."""
     setup = load_setup(config)
     greedy = measure_greedy(setup)
     batched = measure_batches(setup)
@@ -150,10 +143,7 @@ def summarise_ratios(setup: DecodeSetup, greedy: Turns, batched: Turns) -> dict[
 
 
 def _agreement(target: Target, theirs: TurnsOfSide, ours: TurnsOfSide) -> dict[str, int]:
-    """Count prompts whose answers differ, and those where the target's logits do not explain it by rounding.
-
-    In bf16 a forward over several rows rounds otherwise than one over a single row, so that near ties may fall either way.
-    """
+    """Count prompts whose answers differ, and those that rounding does not explain: in bf16 near ties may fall either way."""
     pair = first_generations(theirs), first_generations(ours)
     found = check_tokens(target, *pair, LosslessConfig().tie_noise)
     return {"prompts": len(pair[0]), "differing": len(found.divergences), "not_ties": len(found.wrong_answers)}

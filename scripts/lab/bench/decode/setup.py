@@ -1,7 +1,4 @@
-"""What the decode benchmark measures: the target by either forward, the drafts, the prompts.
-
-The two forwards run the very same weights; the lean one (`heads.inference.lean_forward`) adds its packed copy of them.
-"""
+"""What the decode benchmark measures: the target by either forward, the drafts, the prompts."""
 
 from __future__ import annotations
 
@@ -52,31 +49,20 @@ Side = Callable[[Requests, int], Answers]
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeSetup:
-    """A target, drafts and what they are measured on.
-
-    drafts: for `fastest_target`, by what the table calls them; the draft LM first.
-    proposer: the draft LM for `target`.
-    requests, choosing: prompts that are measured, and others that choose trees and lengths.
-    lean_target: the same weights, run by a lean forward; None where its family has none.
-    past_answers: token ids of the target's answers to other prompts.
-    """
-
     config: BenchDecodeConfig
     target: Target
-    proposer: Proposer
-    lean_target: Target | None
-    drafts: dict[str, Draft]
+    proposer: Proposer  # the draft LM for `target`
+    lean_target: Target | None  # the same weights, run by a lean forward; None where its family has none
+    drafts: dict[str, Draft]  # for `fastest_target`, by what the table calls them; the draft LM first
     requests: list[Request]
-    choosing: list[Request]
-    past_answers: list[list[int]]
+    choosing: list[Request]  # others, which choose trees and lengths
+    past_answers: list[list[int]]  # token ids of the target's answers to other prompts
 
     @property
     def fastest_target(self) -> Target:
-        """The target by the fastest forward that it has."""
         return self.target if self.lean_target is None else self.lean_target
 
     def settings(self, temperature: float) -> DecodeConfig:
-        """Return how to decode: chains, at batch 1."""
         return DecodeConfig(
             num_speculative_tokens=self.config.num_speculative_tokens,
             max_new_tokens=self.config.max_new_tokens,
@@ -85,7 +71,6 @@ class DecodeSetup:
 
 
 def load_setup(config: BenchDecodeConfig) -> DecodeSetup:
-    """Load what is measured."""
     folders, past = {DRAFT_LM: config.draft}, config.past_answers
     check_trained_here([config.draft], config.output)
     if config.heads is not None:
@@ -121,7 +106,6 @@ def load_for_transformers(draft: str, target: Target) -> PreTrainedModel:
 
 
 def _run_lean(target: Target) -> Target | None:
-    """Return the target by a lean forward, or nothing where its family has none."""
     twin = copy.copy(target.model)  # of the same weights
     try:
         make_lean(twin)

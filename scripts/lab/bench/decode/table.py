@@ -1,9 +1,4 @@
-"""The decode benchmark's table: every way of decoding on the same prompts, in turns with plain decoding, a row for each.
-
-One prompt at a time, through the fastest forward the target has (self-speculation, made of transformers' modules: through
-theirs). A row's speedup is against plain decoding by the same forward and at the same temperature: decode seconds, the prompts'
-forwards left out, as in a report. Its quality is that of its answers under the target, beside those of plain decoding.
-"""
+"""The decode benchmark's table: every way of decoding on the same prompts, in turns with plain decoding, a row for each."""
 
 from __future__ import annotations
 
@@ -52,7 +47,6 @@ def measure_ways(setup: DecodeSetup, ways: Sequence[Way]) -> Turns:
 
 
 def summarise_ways(setup: DecodeSetup, ways: Sequence[Way], turns: Turns) -> list[dict[str, Any]]:
-    """Return the table's rows."""
     nats = {name: _nats_a_token(setup, own) for name, own in turns.items()}
     rows = []
     for way in ways:
@@ -63,12 +57,10 @@ def summarise_ways(setup: DecodeSetup, ways: Sequence[Way], turns: Turns) -> lis
 
 
 def first_generations(turns: TurnsOfSide) -> list[Generation]:
-    """Return the first repeat's generations, in the order of the prompts."""
     return [generation for repeats in turns for generation in repeats[0].result.generations]
 
 
 def timings_of(turns: TurnsOfSide) -> list[Timing]:
-    """Return the timings of all prompts in all repeats."""
     return [timing for repeats in turns for turn in repeats for timing in turn.result.timings]
 
 
@@ -106,13 +98,11 @@ def _row(setup: DecodeSetup, way: Way, plain: TurnsOfSide, own: TurnsOfSide) -> 
 
 
 def _nats_a_token(setup: DecodeSetup, turns: TurnsOfSide) -> float:
-    """Return the mean negative log-probability of a token of a side's answers under the target."""
     answers = first_generations(turns)
     return sum(nats_of(setup.target, answer) for answer in answers) / sum(len(answer.tokens) for answer in answers)
 
 
 def _counts(turns: TurnsOfSide) -> tuple[list[float], list[float]]:
-    """Return committed tokens and rounds by prompt, summed over the repeats."""
     sums: dict[str, list[int]] = {}
     for turn in chain.from_iterable(turns):
         for prompt_id, counts in count_per_prompt(turn.result.generations).items():

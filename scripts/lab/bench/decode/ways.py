@@ -44,29 +44,21 @@ COMPARED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """A row of the table.
-
-    rule, shape, proposer: what the row calls them.
-    settings: how to decode; a `tree` only where the shape is one.
-    draft: who drafts.
-    fastest: by the target's fastest forward; else by transformers' own.
-    """
+    """A row of the table."""
 
     rule: str
     shape: str
     proposer: str
     settings: DecodeConfig
     draft: Proposer
-    fastest: bool = True
+    fastest: bool = True  # by the target's fastest forward; else by transformers' own
 
     @property
     def name(self) -> str:
-        """What tells it from the others."""
         return f"{self.rule}, {self.shape}, {self.proposer}"
 
 
 def list_ways(setup: DecodeSetup) -> list[Way]:
-    """Return every way that the table compares, trees chosen on the prompts set apart for that."""
     settings = setup.settings(0.0)
     ways = chain_ways(setup.drafts, settings)
     for name, loaded in setup.drafts.items():
@@ -104,7 +96,6 @@ def tree_ways(name: str, draft: TreeProposer, settings: DecodeConfig, paths: Seq
 
 
 def _tree_settings(settings: DecodeConfig, paths: Sequence[Path]) -> dict[str, DecodeConfig]:
-    """Return settings for a static tree of these paths, and for one grown anew each round of as many tokens."""
     static = StaticTree(kind="static", paths=[list(path) for path in paths])
     grown = DynamicTree(kind="dynamic", num_nodes=len(paths), width=min(4, len(paths)))
     depth = max(static.depth, settings.num_speculative_tokens)
@@ -115,12 +106,7 @@ def _tree_settings(settings: DecodeConfig, paths: Sequence[Path]) -> dict[str, D
 
 
 def sampled_ways(draft: Proposer, settings: DecodeConfig, paths: Sequence[Path]) -> list[Way]:
-    """Return sampling with the draft LM by every rule, in chains and in its tree, and by the modes that are lossy.
-
-    Args:
-        settings: at a temperature above 0.
-        paths: the draft LM's tree.
-    """
+    """Return sampling with the draft LM by every rule, in chains and in its tree, and by the modes that are lossy."""
     changes: list[dict[str, Any]] = [{"verification": rule} for rule in CHAIN_RULES]
     for candidates in TREE_CANDIDATES:
         tree = StaticTree(kind="static", paths=[list(path) for path in paths], candidates=candidates)
@@ -165,7 +151,6 @@ def _greedy(shape: str, proposer: str, draft: Proposer, settings: DecodeConfig, 
 
 
 def _stopped(setup: DecodeSetup, draft: Draft, settings: DecodeConfig) -> Way:
-    """Return chains whose length the cost rule decides, fitted to what the draft LM shows on the prompts set apart."""
     longest = settings.model_copy(update={"num_speculative_tokens": LONGEST_CHAIN})
     stopping = choose_stopping(setup.fastest_target, draft, setup.choosing, longest)
     return _greedy("chain, stopped by cost", DRAFT_LM, draft.proposer, longest, stopping=stopping)

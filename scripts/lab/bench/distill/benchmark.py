@@ -1,8 +1,4 @@
-"""The distillation benchmark: the loss's memory and time (`.loss`), training steps (`.training`), and what both are for.
-
-That is tokens per target step of the draft before training and after, on the same held-out prompts. What is trained, and of
-what, is read from the artifact, so that the figures are those of the recipe that made it.
-"""
+"""The distillation benchmark: the loss's memory and time, training steps, and tau before and after training."""
 
 from __future__ import annotations
 
@@ -44,7 +40,6 @@ DECODE_BATCH = 8
 
 
 def compare_distillation(config: BenchDistillConfig) -> int:
-    """Run the benchmark and write its file; return the exit code."""
     training = read_training(config.draft)
     check_trained_here([config.draft], config.output)
     if not trl_is_installed():
@@ -80,7 +75,6 @@ def compare_distillation(config: BenchDistillConfig) -> int:
 
 
 def read_training(draft: str) -> DistillConfig:
-    """Return the recipe that an artifact was made by, as it stands in the artifact."""
     content = read_metadata(Path(draft)).training
     if not content:
         raise InputError(f"draft: {draft} does not say how it was trained; expected an artifact of train/distill.py")
@@ -149,7 +143,6 @@ def count_accepted(setup: DistillSetup, name: str, artifact: Path) -> dict[float
 
 
 def acceptance_rows(training: DistillConfig, counts: dict[tuple[str, float], Counts], samples: int) -> list[dict[str, Any]]:
-    """Return a row for each draft and temperature."""
     weights = training.loss.weights
     divergence = " + ".join(name if weight == 1 else f"{weight:g} {name}" for name, weight in weights.items())
     return [

@@ -1,11 +1,7 @@
 """The distillation benchmark's loss part: our chunked loss, the plain one through autograd, and TRL's chunked one.
 
-All compute the mean divergence of the same random hidden states through frozen bfloat16 heads, with float32 in the divergence,
-and its gradient with respect to the draft's hidden states: the Jensen-Shannon divergence (beta 1/2, textbook size), and beside
-TRL both KLs too. Ours also finds acceptance and top-1 agreement on the way, as it does in training. Each pass runs in its own
-process and returns its time and the growth of its resident memory. CPU and Linux only; 4096 positions take 21 GiB.
-
-N positions, D width, V vocabulary.
+All compute the mean divergence of the same random hidden states through frozen bfloat16 heads, and its gradient with respect to
+the draft's hidden states. N positions, D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -59,8 +55,6 @@ LossSide = Callable[[LossInputs], Tensor]
 
 
 class Key(NamedTuple):
-    """What one side computes."""
-
     divergence: str
     side: str
 
@@ -75,15 +69,12 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LossMeasurement:
-    """What every side took for each divergence it knows, repeat by repeat."""
-
     config: BenchLossConfig
     positions: int
     passes: Mapping[Key, Sequence[Pass]]
 
     @property
     def values(self) -> dict[str, dict[str, float]]:
-        """The loss by divergence and side."""
         values: dict[str, dict[str, float]] = {}
         for key, passes in self.passes.items():
             values.setdefault(key.divergence, {})[key.side] = passes[0].value
@@ -91,7 +82,6 @@ class LossMeasurement:
 
     @property
     def agrees(self) -> bool:
-        """Whether all sides computed the same loss."""
         return all(
             math.isclose(value, by_side[OURS], rel_tol=TOLERANCE)
             for by_side in self.values.values()
@@ -99,7 +89,6 @@ class LossMeasurement:
         )
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row for every divergence and side."""
         return [
             {
                 "loss": key.side,
@@ -128,7 +117,6 @@ class LossMeasurement:
 
 
 def measure_losses(config: BenchLossConfig) -> LossMeasurement:
-    """Measure memory and time of every side, in turns."""
     positions = fitting_positions(config)
     keys = {"/".join(key): key for key in loss_sides(config.chunk_size)}
 
@@ -181,7 +169,6 @@ def unchunked_jsd(inputs: LossInputs) -> Tensor:
 
 
 def trl_divergence(inputs: LossInputs, *, beta: float) -> Tensor:
-    """Return the loss by TRL's tiles."""
     return trl_chunked_jsd(
         inputs.draft_hidden_ND, inputs.target_hidden_ND, inputs.draft_head_VD, inputs.target_head_VD, beta=beta
     )
@@ -204,7 +191,6 @@ def make_inputs(num_positions: int, width: int, vocab_size: int, *, seed: int = 
 
 
 def forward_backward(side: LossSide, inputs: LossInputs) -> float:
-    """Compute a side's loss and leave its gradient on the draft's hidden states; return the loss."""
     inputs.draft_hidden_ND.grad = None
     loss = side(inputs)
     loss.backward()
@@ -215,7 +201,6 @@ def forward_backward(side: LossSide, inputs: LossInputs) -> float:
 
 
 def fitting_positions(config: BenchLossConfig) -> int:
-    """Halve the number of positions until the unchunked loss fits into the memory allowed and available."""
     limit = min(config.max_gibibytes * GIBIBYTE, read_kibibytes("/proc/meminfo", "MemAvailable") * 1024)
     positions = config.positions
     while positions * config.vocab_size * BYTES_AT_PEAK > limit:
@@ -230,10 +215,7 @@ def fitting_positions(config: BenchLossConfig) -> int:
 
 
 def measure_pass(config: BenchLossConfig, key: Key, num_positions: int) -> Pass:
-    """Return what one pass of a side takes.
-
-    To be called once, in a fresh process: memory that earlier work left with the allocator would be used again unseen.
-    """
+    """Return what one pass takes; once a process, as memory left with the allocator would be used again unseen."""
     side = loss_sides(config.chunk_size)[key]
     forward_backward(side, make_inputs(2, config.width, 16))  # what libraries take at their first use is not the loss's
     inputs = make_inputs(num_positions, config.width, config.vocab_size)

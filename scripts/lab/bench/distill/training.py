@@ -45,11 +45,6 @@ WARMUP_STEPS = 1  # done by `take_turns` before the clock runs
 
 @dataclass(frozen=True, kw_only=True)
 class DistillSetup:
-    """What is measured, loaded.
-
-    training: the recipe that the draft was trained by; its output is a scratch folder.
-    """
-
     config: BenchDistillConfig
     training: DistillConfig
     target: Target
@@ -76,8 +71,6 @@ Turns = dict[str, SideTurns[TrainingStep]]
 
 
 class DraftTrainer:
-    """Our side: the training loop's optimiser step, without its metrics."""
-
     def __init__(self, setup: DistillSetup, task: DraftTask) -> None:
         self.accelerator, self.task = setup.accelerator, task
         self.max_grad_norm = setup.training.optimizer.max_grad_norm
@@ -86,7 +79,6 @@ class DraftTrainer:
         self.module, self.optimizer = setup.accelerator.prepare(task.module, optimizer)
 
     def step(self, batch: Batch) -> float:
-        """Take one optimiser step on a batch; return its loss, in nats a label."""
         num_labels = batch.loss_mask_BT[:, 1:].sum().clamp(min=1)
         with self.accelerator.autocast():
             outcome = self.task.loss(self.module, batch, self.task.source.read(batch), num_labels, 1)
@@ -142,7 +134,6 @@ def every_token_a_label(batch: Batch) -> Batch:
 
 
 def training_rows(setup: DistillSetup, cached: Turns, beside_trl: Turns) -> list[dict[str, Any]]:
-    """Return a row for each way of training."""
     sizes = ((cached, setup.training.schedule.batch_size), (beside_trl, setup.config.trl_batch_size))
     return [
         {
@@ -169,7 +160,6 @@ def training_ratios(cached: Turns, beside_trl: Turns, samples: int) -> dict[str,
 
 
 def make_cache_of(setup: DistillSetup, rows: Sequence[Conversation]) -> TargetCache:
-    """Return a cache of the target's last hidden states, exact, over these conversations, made in the scratch folder."""
     data = setup.scratch / "cached.jsonl"
     write_text(data, "".join(row.to_line() for row in rows))
     config = CacheConfig(

@@ -1,8 +1,4 @@
-"""The distillation benchmark's recipes beside each other: the draft's own with one section changed, each trained briefly.
-
-All begin with the same draft and see the same data in the same order. The intervals are over prompts: another seed of the
-training is not in them. Training takes a process for each, before the benchmark loads the target.
-"""
+"""The distillation benchmark's recipes beside each other: the draft's own with one section changed, each trained briefly."""
 
 from __future__ import annotations
 
@@ -24,7 +20,6 @@ TEMPERATURES = (0.0, 1.0)
 
 
 def train_variants(config: BenchDistillConfig, training: DistillConfig) -> list[TrainingRun]:
-    """Train what is not trained of `config.variants`; return the runs in their order."""
     runs = [_run(config, training, name) for name in config.variants]
     train_all(runs, "recipe")
     return runs
@@ -33,12 +28,6 @@ def train_variants(config: BenchDistillConfig, training: DistillConfig) -> list[
 def variant_rows(
     runs: Sequence[TrainingRun], counts_of: Callable[[str, Path], Mapping[float, Counts]], samples: int
 ) -> list[dict[str, Any]]:
-    """Return a row for each recipe, compared with the first.
-
-    Args:
-        counts_of: decodes the prompts with a draft, given its name and its artifact; counts by temperature.
-        samples: of the bootstrap over prompts.
-    """
     rows: list[dict[str, Any]] = []
     first: Mapping[float, Counts] = {}
     for run in runs:

@@ -1,10 +1,4 @@
-"""transformers' own generation with the same target and the same draft: what our decoder is measured against.
-
-It runs at its best with the settings that make the two comparable: generation configs built from scratch, so that no default
-of a model's own (a repetition penalty, a sampling temperature) slows it or changes its output; a fixed number of drafts a
-round; the same end-of-text ids; the attention mask given, so that it need not be guessed; weights as `from_pretrained` leaves
-them.
-"""
+"""transformers' own generation with the same target and the same draft: what our decoder is measured against."""
 
 from __future__ import annotations
 
@@ -21,10 +15,7 @@ from heads.frozen.loading import Target
 
 
 class TransformersPeer:
-    """Greedy `generate` for one prompt at a time, plain or assisted by a draft model.
-
-    Replaces both models' generation configs, which only transformers reads, and thaws their weights; both stay so.
-    """
+    """Greedy `generate` for one prompt at a time; replaces both models' generation configs and thaws their weights."""
 
     def __init__(self, target: Target, draft: PreTrainedModel, num_speculative_tokens: int, max_new_tokens: int) -> None:
         sizes = draft.config.get_text_config().vocab_size, target.vocab_size
@@ -53,7 +44,6 @@ class TransformersPeer:
         )
 
     def generate(self, request: Request, *, assisted: bool) -> Generation:
-        """Continue a prompt greedily; `assisted` drafts with the draft model."""
         assistant = {"assistant_model": self.draft} if assisted else {}
         ids_1T = torch.tensor([request.tokens], device=self.target.device)
         with torch.inference_mode():  # as our decoder does

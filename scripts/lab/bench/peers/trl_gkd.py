@@ -1,9 +1,6 @@
 """TRL's distillation with the same target, draft and batches: what ours is measured against where `trl` is installed.
 
-Written for trl 1.16.0, which is no dependency of this project: `pip install trl==1.16.0`. Its trainer runs at its best here:
-no activation checkpointing, which it has on by default and which trades time for memory, no logging, no data loading in the
-measured step. Left out: generation by the draft (`lmbda` is 0), which ours has no part of.
-
+Written for trl 1.16.0. Its trainer runs at its best here: no activation checkpointing, no logging, no data loading in the step.
 B batch, T positions, N positions in a row, D width, V vocabulary.
 """
 
@@ -26,7 +23,6 @@ IGNORED = -100  # TRL's label of a position that is not trained
 
 
 def trl_is_installed() -> bool:
-    """Say whether `import trl` would find it; imports nothing."""
     return importlib.util.find_spec("trl") is not None
 
 
@@ -43,15 +39,7 @@ def trl_chunked_jsd(
 
 
 class GkdPeer:
-    """TRL's `GKDTrainer`, one optimiser step at a time: forward KL on given answers, AdamW.
-
-    Args:
-        target: the target; a copy of it is used, because accelerate wraps the forward of what it prepares.
-        draft: trained in place, where its parameters want a gradient.
-        optimizer: learning rate, betas and the norm that gradients are clipped to.
-        mixed_precision: of the forwards.
-        folder: where the trainer may write.
-    """
+    """TRL's `GKDTrainer`, one optimiser step at a time: forward KL on given answers, AdamW."""
 
     def __init__(
         self, target: Target, draft: PreTrainedModel, optimizer: OptimizerConfig, mixed_precision: str, folder: Path
@@ -95,7 +83,6 @@ class GkdPeer:
         self.max_grad_norm = optimizer.max_grad_norm
 
     def step(self, batch: Batch) -> float:
-        """Take one optimiser step on a batch; return its loss, in nats a label."""
         inputs = {
             "input_ids": batch.input_ids_BT,
             "attention_mask": (batch.document_ids_BT != NO_DOCUMENT).long(),
