@@ -1,0 +1,109 @@
+"""The page in a real browser: it renders at any width, asks for nothing, runs nothing, and hostile text stays text.
+
+Needs `chromium` on the PATH (Debian's package); skipped where there is none.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from html import escape, unescape
+
+import pytest
+
+from eval.report.comparison import compare, render_comparison
+from eval.report.page import render_html
+from tests.support.reports import report_of
+
+CHROMIUM = shutil.which("chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH")
+
+ATTACK = """<script>document.title = "taken over"</script><img src="x" onerror="document.title = 'taken over'">"""
+# Added to a copy of a page, this measures what a reader would see; it is the test's own, the page has no script.
+PROBE = """<script>
+const boxes = [...document.querySelectorAll("figure svg")].map((svg) => svg.getBoundingClientRect());
+const found = {
+  overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+  height: document.documentElement.scrollHeight,
+  pictures: boxes.map((box) => [box.width, box.height]),
+  headline: document.querySelector("h1").getBoundingClientRect().height,
+  styled: getComputedStyle(document.querySelector(".card, td")).borderBottomStyle,
+  fetched: performance.getEntriesByType("resource").map((entry) => entry.name),
+};
+document.body.insertAdjacentHTML("beforeend", "<pre id='probe'></pre>");
+document.getElementById("probe").textContent = JSON.stringify(found);
+</script></body>"""
+
+
+@pytest.fixture
+def browse(tmp_path):
+    """Return a function that opens a page without a network and gives its final DOM and what the console said."""
+
+    def open_page(page, width=1280):
+        path = tmp_path / "page.html"
+        path.write_text(page, encoding="utf-8")
+        options = "headless no-sandbox disable-gpu no-first-run disable-dev-shm-usage disable-background-networking dump-dom"
+        command = [CHROMIUM, *(f"--{option}" for option in options.split())]
+        command += [f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},1000", "--virtual-time-budget=2000"]
+        command += ["--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr", path.as_uri()]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+    return open_page
+
+
+def title_of(dom):
+    return unescape(re.search(r"<title>(.*?)</title>", dom, re.DOTALL)[1])
+
+
+@pytest.fixture
+def hostile_report(report_inputs):
+    """A report into which an attacker wrote prompts, answers and names."""
+    suite = report_inputs["prompts"]
+    first = replace(suite.prompts[0], turns=(ATTACK, *suite.prompts[0].turns[1:]))
+    report_inputs["prompts"] = replace(suite, prompts=(first, *suite.prompts[1:]))
+    report_inputs["decode_tokens"] = lambda tokens: ATTACK * len(tokens)
+    report_inputs["target"]["name"] = report_inputs["draft"]["path"] = ATTACK
+    report_inputs["warnings"] = [ATTACK]
+    return report_of(report_inputs)
+
+
+@pytest.mark.parametrize(("kind", "num_pictures"), [("report", 2), ("comparison", 1)])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_page_is_laid_out_within_the_window_and_fetches_nothing(report, browse, kind, num_pictures, width):
+    page = render_html(report) if kind == "report" else render_comparison(compare([("one", report), ("two", report)]))
+    dom, console = browse(page.replace("</body>", PROBE), width)
+    found = json.loads(unescape(re.search(r'<pre id="probe">(.*?)</pre>', dom)[1]))
+    assert found["overflow"] <= 0
+    assert found["height"] > 1000
+    assert found["headline"] > 0
+    assert found["styled"] == "solid"
+    assert len(found["pictures"]) == num_pictures
+    assert all(size > 60 for picture in found["pictures"] for size in picture)
+    assert found["fetched"] == []
+    assert console == []
+
+
+def test_the_page_keeps_its_text_and_says_nothing_on_the_console(report, browse):
+    dom, console = browse(render_html(report))
+    assert f"{report.speed.decode_speedup:.2f}×" in title_of(dom)
+    assert "<script" not in dom
+    assert all(f'id="def-{path}"' in dom for path in ("speed.decode_speedup", "lossless.verdict"))
+    assert console == []
+
+
+def test_hostile_text_does_nothing(hostile_report, browse):
+    dom, console = browse(render_html(hostile_report))
+    assert title_of(dom) != "taken over"
+    assert escape(ATTACK, quote=False) in dom
+    assert console == []
+
+
+def test_the_same_text_takes_over_a_page_that_does_not_escape_it(report, browse):
+    # What makes the test above mean something: this browser runs scripts and reports failures.
+    dom, console = browse(render_html(report).replace("</body>", ATTACK + "<script>nosuch()</script></body>"))
+    assert title_of(dom) == "taken over"
+    assert any("nosuch is not defined" in line for line in console)
