@@ -164,6 +164,8 @@ def test_a_run_that_was_cut_off_resumes_with_the_log_it_had_read_and_the_next_ta
         assert run() == code
         return Path("out/traffic/prompts.jsonl").read_text()
 
+    Path("log.jsonl").write_text("")
+    assert run() == BAD_INPUT  # which ends a run, too
     first = prompts_after(143, 30)
     assert prompts_after(BAD_INPUT, 31) == first
     assert prompts_after(143, 31) != first
