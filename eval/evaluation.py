@@ -90,9 +90,9 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     proposers = {SPECULATIVE: loaded.draft.proposer, **make_baselines(config, target)}
     if config.tries_lookup:
         proposers[WITH_LOOKUP] = add_lookup(loaded.draft.proposer, config, target)
-    meters = find_meter(target.device, state.num_processes) if config.energy else None
-    meter, job = None if meters is None else meters.meter, loaded.fingerprint(config)
-    tallies = measure_share(target, loaded.turns, config, proposers, state, meter, job=job)
+    meter = find_meter(target.device, state.num_processes) if config.energy else None
+    job, readable = loaded.fingerprint(config), None if isinstance(meter, str) else meter
+    tallies = measure_share(target, loaded.turns, config, proposers, state, readable, job=job)
     if tallies is None:
         return DONE
     records = tallies[suites[0].name]
@@ -111,7 +111,7 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
         lossless=lossless,
         quality=scores,
         rendered=quality.rendered(target, records),
-        energy=None if meters is None else summarise_energy(records.timings, meters, config),
+        energy=None if meter is None else summarise_energy(records.timings, meter, config),
         warnings=[*loaded.draft.warnings, *([] if how_chosen is None else [how_chosen]), *_warnings(config, loaded, tallies)],
         bootstrap_samples=config.bootstrap_samples,
         seed=config.decode.seed,

@@ -84,7 +84,7 @@ class BatchRun:
         tokens_B1 = self.verifier.target_tokens(logits_B1V, lengths_B1)
         finite_B1 = torch.isfinite(logits_B1V.amax(2))
         for row, (token, finite) in zip(self.active, torch.cat([tokens_B1, finite_B1.long()], 1).tolist(), strict=True):
-            row.commit([token] if finite else [], finite=bool(finite))
+            row.commit((token,) if finite else ())
         keep = self._drop_ended()
         if self.proposer is not None and self.active:
             if len(keep) < len(text):
@@ -263,7 +263,7 @@ def _tree_round(numbers: Sequence[int], depth: int) -> Round:
 
 def _record(row: BatchRow, round_: Round, compared: Sequence[Sequence[float]] | None) -> None:
     """Commit a round to its row, up to the end of the text; `compared` has the numbers of each draft, where measured."""
-    committed = row.commit(list(round_.committed), finite=bool(round_.committed))
+    committed = row.commit(round_.committed)
     overlap, distributions = None, None
     if compared is not None and round_.drafted:
         # A verified draft left one token, itself or the one in its place; what follows an end of text was not verified.
@@ -275,7 +275,7 @@ def _record(row: BatchRow, round_: Round, compared: Sequence[Sequence[float]] | 
         replace(
             round_,
             num_accepted=min(round_.num_accepted, len(committed)),
-            committed=tuple(committed),
+            committed=committed,
             ranks=None if round_.ranks is None else round_.ranks[: len(committed)],
             overlap=overlap,
             distributions=distributions,

@@ -75,7 +75,7 @@ class ParticleRun(BatchRun):
         for row, own, count, (finite, bonus, *drafts) in zip(self.active, self._texts, counts, table, strict=True):
             own += [*drafts[:count], bonus]
             if row.stop_reason is None:
-                row.commit([*drafts[:count], bonus], finite=bool(finite))
+                row.commit((*drafts[:count], bonus) if finite else ())
         with self.clock.phase("sample"):
             if self._drop_ended():
                 self._resample()

@@ -63,26 +63,25 @@ class BatchRow:
         context = self.target.max_positions - len(self.tokens)
         return max(0, min(answer, context) - 1)
 
-    def commit(self, tokens: list[int], *, finite: bool) -> list[int]:
-        """Append tokens up to the first that ends the answer, and set `stop_reason` if one does. Return those appended."""
-        if not finite:
+    def commit(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """Append tokens up to the first that ends the answer, set `stop_reason` if one does, and return them; without any the
+        logits were not finite.
+        """
+        if not tokens:
             self.stop_reason = "non_finite"
-            return []
-        committed: list[int] = []
-        for token in tokens:
-            committed.append(token)
+        for place, token in enumerate(tokens, start=1):
+            self.tokens.append(token)
             if token in self.target.eos_token_ids:
                 self.stop_reason = "eos"
             elif self.stops is not None and self.stops.completes(token):
                 self.stop_reason = "stop"
             if self.stop_reason is not None:
-                break
-        self.tokens += committed
+                return tokens[:place]
         if self.stop_reason is None and self.num_answered >= self.config.max_new_tokens:
             self.stop_reason = "length"
         elif self.stop_reason is None and len(self.tokens) >= self.target.max_positions:
             self.stop_reason = "context"
-        return committed
+        return tokens
 
     def copied(self) -> BatchRow:
         """Return an independent copy."""

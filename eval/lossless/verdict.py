@@ -91,7 +91,7 @@ def _ends_rightly(target: Target, answer: Generation, config: DecodeConfig) -> b
         return True
     request = Request(prompt_id=answer.prompt_id, category=answer.category, tokens=answer.prompt_tokens)
     row = BatchRow(request, target, config)
-    return row.commit(list(answer.tokens), finite=True) == list(answer.tokens) and row.stop_reason == answer.stop_reason
+    return row.commit(answer.tokens) == answer.tokens and row.stop_reason == answer.stop_reason
 
 
 def _describe(greedy: TokenCheck, wrong_ends: int) -> Check:

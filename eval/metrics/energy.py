@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +30,6 @@ NUMBERS = (
     *(f"decode_joules_{mode}" for mode in MODES),
     *(f"joules_per_token_{side}{end}" for side in (*MODES, "ratio") for end in ("", "_ci")),
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Metering:
-    """A meter, or the reason why there is none."""
-
-    meter: Meter | None = None
-    reason: str | None = None
 
 
 class MeteredClock(Clock):
@@ -67,24 +58,20 @@ class MeteredClock(Clock):
         return self.joules["decode"] - self.joules["measure"]
 
 
-def find_meter(device: torch.device, num_processes: int = 1, powercap: Path = POWERCAP) -> Metering:
-    """Return what can tell the energy of work on a device; processes that share a CPU cannot be told apart."""
+def find_meter(device: torch.device, num_processes: int = 1, powercap: Path = POWERCAP) -> Meter | str:
+    """Return what can tell the energy of work on a device, or why nothing can; processes on one CPU cannot be told apart."""
     if (uuid := nvml_uuid(device)) is not None:
         return _nvml(uuid)
     if device.type != "cpu":
-        return Metering(
-            reason=f"no energy counter is known for device {device.type}; there is one for cpu and for NVIDIA's cuda"
-        )
+        return f"no energy counter is known for device {device.type}; there is one for cpu and for NVIDIA's cuda"
     if num_processes > 1:
-        return Metering(reason="several processes of this run share the machine's energy counters: measure with one")
+        return "several processes of this run share the machine's energy counters: measure with one"
     try:
         meter = RaplMeter(powercap)
         meter.read()
     except (OSError, ValueError) as error:
-        return Metering(reason=f"the energy counters cannot be read: {error}; as root: chmod a+r {powercap}/*/energy_uj")
-    if not meter.zones:
-        return Metering(reason=f"the kernel keeps no energy counters of the processor (none under {powercap})")
-    return Metering(meter=meter)
+        return f"the energy counters cannot be read: {error}; as root: chmod a+r {powercap}/*/energy_uj"
+    return meter if meter.zones else f"the kernel keeps no energy counters of the processor (none under {powercap})"
 
 
 class RaplMeter:
@@ -137,23 +124,23 @@ class NvmlMeter:
 Meter = RaplMeter | NvmlMeter  # `joules_between` two reads, at most `longest_seconds` apart
 
 
-def _nvml(uuid: str) -> Metering:
+def _nvml(uuid: str) -> Meter | str:
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
-        return Metering(reason="reading a GPU's energy counter needs pynvml: pip install nvidia-ml-py")
+        return "reading a GPU's energy counter needs pynvml: pip install nvidia-ml-py"
     try:
         meter = NvmlMeter(nvml, uuid)
         meter.read()
     except nvml.NVMLError as error:
-        return Metering(reason=f"the GPU's energy counter cannot be read: {first_line(error)}")
-    return Metering(meter=meter)
+        return f"the GPU's energy counter cannot be read: {first_line(error)}"
+    return meter
 
 
-def summarise_energy(timings: Sequence[Timing], metering: Metering, config: EvalConfig) -> dict[str, Any]:
-    """Return the report's `energy` section; the bootstrap draws batches, as for the speed."""
-    reason = metering.reason if metering.meter is None else _untrustworthy(timings, metering.meter)
-    if metering.meter is None or reason:
+def summarise_energy(timings: Sequence[Timing], meter: Meter | str, config: EvalConfig) -> dict[str, Any]:
+    """Return the report's `energy` section (`meter` of `find_meter`); the bootstrap draws batches, as for the speed."""
+    reason = meter if isinstance(meter, str) else _untrustworthy(timings, meter)
+    if isinstance(meter, str) or reason:
         return {"source": None, "reason": reason, **dict.fromkeys(NUMBERS)}
     sums = [sums_by_batch(timings, mode, "decode_joules", "num_tokens") for mode in MODES]
     plain, speculative = (list(zip(*own.values(), strict=True)) for own in sums)  # joules, tokens
@@ -165,7 +152,7 @@ def summarise_energy(timings: Sequence[Timing], metering: Metering, config: Eval
     )
     per_token = [value for interval in intervals for value in (interval.point, interval.bounds)]
     numbers = [sum(plain[0]), sum(speculative[0]), *per_token]
-    return {"source": metering.meter.source, "reason": None, **dict(zip(NUMBERS, numbers, strict=True))}
+    return {"source": meter.source, "reason": None, **dict(zip(NUMBERS, numbers, strict=True))}
 
 
 def _untrustworthy(timings: Sequence[Timing], meter: Meter) -> str | None:

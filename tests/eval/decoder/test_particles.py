@@ -187,11 +187,11 @@ def test_texts_may_end_at_any_place_and_the_answer_stops_there(target, as_target
 def test_a_copied_text_ends_at_a_stop_string_that_was_begun_before_it_was_copied(target):
     row = BatchRow(requests_for([(7,)])[0], target, DecodeConfig(stop=["w1 w2"]))
     one, two = target.tokenizer.convert_tokens_to_ids(["w1", "w2"])
-    row.commit([one], finite=True)
+    row.commit((one,))
     other = row.copied()
-    other.commit([two], finite=True)
+    other.commit((two,))
     assert (other.stop_reason, row.stop_reason) == ("stop", None)
-    row.commit([one], finite=True)
+    row.commit((one,))
     assert (len(other.tokens), len(row.tokens)) == (3, 3)
 
 

@@ -13,7 +13,7 @@ from configs.schema.evaluation import EvalConfig
 from eval.decoder.decode import Request
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE
 from eval.measure.interleaved import Measurement
-from eval.metrics.energy import Metering, find_meter, summarise_energy
+from eval.metrics.energy import find_meter, summarise_energy
 from eval.report.schema import EnergySection
 from heads.proposers.draft_lm import DraftLM
 
@@ -63,7 +63,7 @@ class CountingMeter:
 
 
 def test_packages_and_their_memory_are_added_and_nothing_twice(powercap):
-    meter = find_meter(CPU, powercap=powercap).meter
+    meter = find_meter(CPU, powercap=powercap)
     before = meter.read()
     for zone, joules in (("intel-rapl:0", 1), ("intel-rapl:0:1", 10), ("intel-rapl:1", 100), ("intel-rapl:1:0", 1000)):
         set_counter(powercap, zone, 1_000_000 * (1 + joules))
@@ -78,23 +78,18 @@ def test_packages_and_their_memory_are_added_and_nothing_twice(powercap):
 
 
 def test_a_machine_without_counters_of_its_own_says_so(tmp_path):
-    found = find_meter(CPU, powercap=tmp_path)
-
-    assert found.meter is None
-    assert "keeps no energy counters" in found.reason
-    assert "several processes" in find_meter(CPU, num_processes=2, powercap=tmp_path).reason
-    assert "device mps" in find_meter(torch.device("mps")).reason
+    assert "keeps no energy counters" in find_meter(CPU, powercap=tmp_path)
+    assert "several processes" in find_meter(CPU, num_processes=2, powercap=tmp_path)
+    assert "device mps" in find_meter(torch.device("mps"))
 
 
 @pytest.mark.parametrize(("damage", "words"), [(Path.unlink, "No such file"), (lambda f: f.write_text("?"), "invalid literal")])
 def test_counters_that_cannot_be_read_are_not_available_with_the_reason(powercap, damage, words):
     damage(powercap / "intel-rapl:0" / "energy_uj")
 
-    found = find_meter(CPU, powercap=powercap)
-
-    assert found.meter is None
-    assert words in found.reason
-    assert "chmod a+r" in found.reason
+    reason = find_meter(CPU, powercap=powercap)
+    assert words in reason
+    assert "chmod a+r" in reason
 
 
 def test_a_gpu_is_asked_by_its_own_name_and_in_millijoules(monkeypatch):
@@ -109,10 +104,10 @@ def test_a_gpu_is_asked_by_its_own_name_and_in_millijoules(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
-    meter = find_meter(torch.device("cuda", 0), num_processes=2).meter
+    meter = find_meter(torch.device("cuda", 0), num_processes=2)
     assert meter.joules_between(meter.read(), meter.read()) == 2.5
     assert (meter.source, asked) == ("NVML, A GPU", ["GPU-1234"])
-    assert "cannot be read" in find_meter(torch.device("cuda", 0)).reason
+    assert "cannot be read" in find_meter(torch.device("cuda", 0))
 
 
 # --- what is measured ---------------------------------------------------------------------------------------------
@@ -149,7 +144,7 @@ def timings(make_timing):
 
 
 def summarise(timings, meter):
-    section = summarise_energy(timings, Metering(meter=meter), EvalConfig(bootstrap_samples=50))
+    section = summarise_energy(timings, meter, EvalConfig(bootstrap_samples=50))
     EnergySection.model_validate(section)
     return section
 
@@ -175,7 +170,7 @@ def test_counters_that_stand_still_are_no_energy_of_zero(timings, mode):
 
 
 def test_a_decode_in_which_a_counter_may_go_round_twice_is_not_believed(timings, powercap):
-    meter = find_meter(CPU, powercap=powercap).meter
+    meter = find_meter(CPU, powercap=powercap)
     assert summarise(timings, meter)["source"] is not None
 
     slow = [replace(timing, decode_seconds=300.0) for timing in timings]
