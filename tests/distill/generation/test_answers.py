@@ -71,13 +71,6 @@ def test_greedy_answers_are_those_of_the_model_without_cache_batch_or_padding(by
         assert row.ended == (row.answer_ids[-1] in byte_target.eos_token_ids)
 
 
-def test_a_sampled_answer_does_not_depend_on_its_batch(byte_target, make_prompts):
-    together, _ = answer_prompts(byte_target, make_prompts(7), SAMPLED, seed=1)
-    alone = [answer_prompts(byte_target, [prompt], SAMPLED, seed=1)[0][0] for prompt in make_prompts(7)]
-    assert together == alone
-    assert answer_prompts(byte_target, make_prompts(7), SAMPLED, seed=2)[0] != together
-
-
 @pytest.mark.parametrize("takes_rows", [True, False])
 def test_the_next_turn_or_prompt_takes_the_place_of_an_answer_that_has_ended(byte_target, tmp_path, monkeypatch, takes_rows):
     monkeypatch.setattr(RowCache, "takes_rows", takes_rows)
