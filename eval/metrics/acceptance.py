@@ -61,7 +61,7 @@ class Acceptance(Metric):
     count_FK: Tensor
     fine_FC: Tensor
 
-    def __init__(self, num_positions: int) -> None:
+    def __init__(self, num_positions: int, generations: Iterable[Generation] = ()) -> None:
         super().__init__(sync_on_compute=False, compute_with_cache=False)
         self.num_positions = num_positions
         self.sums: dict[str, Floats] = {}  # prompt id -> [COLUMNS, then LENGTHS x CLASSES_FROM x 2]
@@ -74,7 +74,7 @@ class Acceptance(Metric):
         shapes |= {f"{prefix}sums_FC": (2 + len(outcomes), NUM_CLASSES) for prefix, (_, outcomes) in CALIBRATIONS.items()}
         for name, shape in shapes.items():
             self.add_state(name, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
-        self.update([])  # torchmetrics warns of one that only merged
+        self.update(generations)  # of none, too: torchmetrics warns of one that only merged
 
     def update(self, generations: Iterable[Generation]) -> None:
         """Count generations of prompts that were not counted before, all turns of each."""
@@ -199,23 +199,6 @@ class Acceptance(Metric):
             numbers.setdefault(name, interval.point)
             numbers[f"{name}_ci"] = interval.bounds if numbers[name] is not None else None
         return numbers
-
-
-def summarise_acceptance(generations: Sequence[Generation], num_positions: int, *, samples: int, seed: int) -> dict[str, Any]:
-    """Return every acceptance number of one mode's generations; see `Acceptance`."""
-    acceptance = Acceptance(num_positions)
-    acceptance.update(generations)
-    return acceptance.summarise(samples=samples, seed=seed)
-
-
-def count_per_prompt(generations: Iterable[Generation]) -> dict[str, list[int]]:
-    """Return `{prompt id: [committed tokens, rounds]}`, summed over turns."""
-    counts: dict[str, list[int]] = {}
-    for generation in generations:
-        own = counts.setdefault(generation.prompt_id, [0, 0])
-        own[0] += generation.num_committed
-        own[1] += len(generation.rounds)
-    return counts
 
 
 # --- sums ---------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from eval.measure.interleaved import measure
 from eval.measure.proposers import add_lookup
 from eval.measure.record_files import Records
 from eval.measure.suite import Turns, fit_suite, load_suite
-from eval.metrics.acceptance import count_per_prompt, summarise_acceptance
+from eval.metrics.acceptance import Acceptance
 from eval.metrics.speed import Sums, decode_speed_ratio, sums_ratio
 from eval.stats.bootstrap import Interval
 from heads.artifact import Draft, load_draft
@@ -42,7 +42,7 @@ from scripts.lab.bench.head_recipes import read_cache_seconds, train_recipes
 from scripts.lab.bench.provenance import describe_origin, read_git, read_outcome
 from scripts.lab.bench.stopping import choose_stopping
 from scripts.lab.bench.tables import NOT_AVAILABLE
-from scripts.lab.bench.turns import first_requests, measured_rows, speedup
+from scripts.lab.bench.turns import count_per_prompt, first_requests, measured_rows, speedup
 from scripts.lab.settings import BenchHeadsConfig
 
 log = logging.getLogger("draftsmith")
@@ -202,7 +202,7 @@ def measure_run(
 
 
 def summarise(records: Records, mode: str, num_speculative_tokens: int, samples: int) -> dict[str, Any]:
-    acceptance = summarise_acceptance(records.of(mode), num_speculative_tokens, samples=samples, seed=SEED)
+    acceptance = Acceptance(num_speculative_tokens, records.of(mode)).summarise(samples=samples, seed=SEED)
     rates = (NOT_AVAILABLE if rate is None else f"{rate:.2f}" for rate in acceptance["position_conditional"])
     return {
         "tau": Interval(acceptance["tokens_per_target_step"], *(acceptance["tokens_per_target_step_ci"] or ())),

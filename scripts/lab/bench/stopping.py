@@ -10,7 +10,7 @@ from eval.cost.draft_length import fit_stopping
 from eval.cost.tree_choice import row_seconds
 from eval.decoder.decode import Request, decode
 from eval.decoder.records import SPECULATIVE
-from eval.metrics.acceptance import summarise_acceptance
+from eval.metrics.acceptance import Acceptance
 from eval.report.sections import AcceptanceSection
 from heads.artifact import Draft
 from heads.frozen.loading import Target
@@ -22,7 +22,7 @@ def choose_stopping(target: Target, draft: Draft, requests: Sequence[Request], s
         decode(target, [request], settings, draft.proposer, mode=SPECULATIVE, measure_overlap=True) for request in requests
     ]
     generations, timings = [each for own, _ in decoded for each in own], [timing for _, timing in decoded]
-    summary = summarise_acceptance(generations, settings.num_speculative_tokens, samples=1, seed=0)
+    summary = Acceptance(settings.num_speculative_tokens, generations).summarise(samples=1, seed=0)
     num_rounds = max(1, sum(timing.num_rounds for timing in timings))
     return fit_stopping(
         draft.metadata.kind,

@@ -7,7 +7,7 @@ something elsewhere.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -18,8 +18,7 @@ from configs.schema.data import shares_of
 from configs.schema.decoding import DecodeConfig
 from distill.dataset.conversations import Conversation, read_conversations
 from eval.decoder.decode import Request
-from eval.decoder.records import Timing
-from eval.metrics.acceptance import count_per_prompt
+from eval.decoder.records import Generation, Timing
 from eval.metrics.speed import compare_speed
 from eval.stats.bootstrap import Interval, paired_ratio_interval
 from heads.frozen.loading import Target
@@ -115,6 +114,16 @@ def count_rounds(
 ) -> dict[str, list[int]]:
     """Decode prompts in batches of `settings.batch_size`; return `{prompt id: [committed tokens, rounds]}`."""
     return count_per_prompt(decode_in_batches(target, requests, settings, proposer, what=what))
+
+
+def count_per_prompt(generations: Iterable[Generation]) -> dict[str, list[int]]:
+    """Return `{prompt id: [committed tokens, rounds]}`, summed over turns."""
+    counts: dict[str, list[int]] = {}
+    for generation in generations:
+        own = counts.setdefault(generation.prompt_id, [0, 0])
+        own[0] += generation.num_committed
+        own[1] += len(generation.rounds)
+    return counts
 
 
 def first_requests(rows: Sequence[Conversation]) -> list[Request]:

@@ -10,11 +10,11 @@ import torch
 from torchmetrics.functional.classification import binary_calibration_error
 
 from eval.decoder.records import DistributionComparison
-from eval.metrics.acceptance import NUM_CLASSES, class_sums, describe_classes, summarise_acceptance
+from eval.metrics.acceptance import NUM_CLASSES, Acceptance, class_sums, describe_classes
 
 
 def measured(generations, num_positions=3):
-    return summarise_acceptance(generations, num_positions, samples=20, seed=0)
+    return Acceptance(num_positions, generations).summarise(samples=20, seed=0)
 
 
 def test_every_number_equals_counting_in_plain_python(random_generations):

@@ -9,7 +9,7 @@ from configs.schema.commands.advising import AdviceConfig
 from configs.schema.commands.planning import HardwareConfig
 from configs.schema.decoding import DecodeConfig
 from eval.decoder.decode import Request, decode
-from eval.metrics.acceptance import summarise_acceptance
+from eval.metrics.acceptance import Acceptance
 from eval.report.sections import AnswerLength, TimedRound
 from eval.stats.bootstrap import Interval
 from heads.artifact import load_draft
@@ -130,7 +130,7 @@ def test_counts_by_position_are_the_evaluators(tiny_run):
     )[0]
     counts = count_positions(generations, 3)
     accepted, judged = (np.sum([getattr(each, name) for each in counts], axis=0) for name in ("accepted", "judged"))
-    theirs = summarise_acceptance(generations, 3, samples=10, seed=0)
+    theirs = Acceptance(3, generations).summarise(samples=10, seed=0)
     assert (accepted / judged).tolist() == pytest.approx(theirs["position_conditional"])
     pooled = sum(each.committed for each in counts) / sum(each.rounds for each in counts)
     assert pooled == pytest.approx(theirs["tokens_per_target_step"])

@@ -13,7 +13,6 @@ from configs.schema.evaluation import LosslessConfig
 from eval.decoder.decode import decode
 from eval.decoder.records import AUTOREGRESSIVE, Generation, Timing
 from eval.lossless.verdict import judge_lossless
-from eval.metrics.acceptance import count_per_prompt
 from eval.metrics.quality import nats_of
 from eval.stats.bootstrap import Interval, paired_ratio_interval, ratio_interval
 from heads.frozen.loading import Target
@@ -21,7 +20,7 @@ from heads.proposers.protocol import Proposer
 from scripts.advice.measuring import SEED
 from scripts.lab.bench.decode.setup import Answers, DecodeSetup, Requests
 from scripts.lab.bench.decode.ways import COMPARED, Way
-from scripts.lab.bench.turns import SideTurns, speedup, take_turns
+from scripts.lab.bench.turns import SideTurns, count_per_prompt, speedup, take_turns
 
 TurnsOfSide = SideTurns[Answers]
 Turns = dict[str, TurnsOfSide]
