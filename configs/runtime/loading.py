@@ -62,7 +62,7 @@ def load_config(schema: type[T], path: str | Path | None, overrides: Sequence[st
         schema: the model that checks it.
         path: a YAML file; a recipe that came with draftsmith is found from any folder. None, like an empty file, means the
             schema's defaults.
-        overrides: `dotted.key=value` texts; the value is YAML, a list entry is named by its index (`rules.0.min=1.5`).
+        overrides: `dotted.key=value` texts; the value is YAML, a list is given as a whole.
 
     Raises:
         ConfigError: the file cannot be read or parsed, or a key is unknown, of the wrong type, or out of range.
@@ -129,28 +129,14 @@ def _apply_override(values: dict[str, Any], override: str) -> str:
     parts = key.strip().split(".")
     if not equals or not all(parts):
         raise ConfigError(f"--set {override}: expected dotted.key=value")
+    *above, last = parts
     holder: Any = values
-    for depth, part in enumerate(parts[:-1]):
-        slot = _slot(holder, part, parts[:depth])
-        if isinstance(holder, dict):
-            holder.setdefault(slot, {})
-        holder = holder[slot]
-    part = parts[-1]
-    slot, value = _slot(holder, part, parts[:-1]), parse_yaml(text, f"--set {key.strip()}")
-    holder[slot] = _merge(holder, {part: value})[part] if isinstance(holder, dict) else value
+    for depth, part in enumerate(above, 1):
+        holder = holder.setdefault(part, {})
+        if not isinstance(holder, dict):
+            raise ConfigError(f"--set {key.strip()}: {'.'.join(parts[:depth])} is {_shown(holder)}, which has no keys")
+    holder[last] = _merge(holder, {last: parse_yaml(text, f"--set {key.strip()}")})[last]
     return ".".join(parts)
-
-
-def _slot(holder: Any, part: str, above: Sequence[str]) -> str | int:
-    """Return what `part` of an override's key means in `holder`: a key of a section, or an index into a list."""
-    if isinstance(holder, dict):
-        return part
-    name = ".".join(above)
-    if not isinstance(holder, list):
-        raise ConfigError(f"--set {name}.{part}: {name} is {_shown(holder)}, which has no keys")
-    if not (part.isascii() and part.isdigit() and len(part) < 10 and int(part) < len(holder)):
-        raise ConfigError(f"--set {name}.{part}: {name} is a list of {len(holder)}, expected an index from 0, got {part!r}")
-    return int(part)
 
 
 # --- error messages ----------------------------------------------------------------------------------------------------------

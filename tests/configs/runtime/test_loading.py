@@ -49,12 +49,6 @@ def test_overrides_win_over_the_file_and_later_ones_over_earlier_ones(written):
     assert (config.decode.seed, config.decode.batch_size) == (5, 2)
 
 
-def test_overrides_reach_into_lists_by_index():
-    first = "rules=[{metric: speed.decode_speedup, min: 1}, {metric: acceptance.overlap_alpha, min: 0.5}]"
-    config = load_config(GateConfig, None, [first, "rules.0.min=1.5", "rules.1.bound=point"])
-    assert [(rule.min, rule.bound) for rule in config.rules] == [(1.5, "confidence"), (0.5, "point")]
-
-
 def test_a_section_given_in_part_keeps_the_other_values_it_has_by_default(written):
     assert DistillConfig().held_out.decode.max_new_tokens != DecodeConfig().max_new_tokens
     in_file = load_config(DistillConfig, written("held_out: {decode: {seed: 1}}"))
@@ -109,17 +103,12 @@ def test_each_mistake_in_an_override_has_its_sentence(schema, override, sentence
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("override", "sentence"),
-    [
-        ("rules.1.min=2", "--set rules.1: rules is a list of 1, expected an index from 0, got '1'"),
-        ("rules.first.min=2", "got 'first'"),
-        ("min_prompts.x=2", "--set min_prompts.x: min_prompts is 8, which has no keys"),
-    ],
-)
-def test_an_override_that_leads_nowhere_says_where_it_stops(override, sentence, written):
-    with pytest.raises(ConfigError, match=sentence):
-        load_config(GateConfig, written("rules: [{metric: a, min: 1}]\nmin_prompts: 8"), [override])
+def test_an_override_that_leads_nowhere_says_where_it_stops(written):
+    path = written("rules: [{metric: a, min: 1}]\nmin_prompts: 8")
+    with pytest.raises(ConfigError, match=r"--set rules\.0\.min: rules is \[\{'metric': 'a', 'min': 1\}\], which has no keys"):
+        load_config(GateConfig, path, ["rules.0.min=2"])
+    with pytest.raises(ConfigError, match=r"--set min_prompts\.x: min_prompts is 8, which has no keys"):
+        load_config(GateConfig, path, ["min_prompts.x=2"])
 
 
 def test_a_mistake_in_the_file_names_the_file_even_beside_overrides(written):
