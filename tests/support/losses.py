@@ -5,7 +5,7 @@ from torch.nn import functional
 
 from distill.loss.chunked import LogitHead, LossPart, chunked_losses
 from distill.loss.pairs import DenseChunk, HiddenRows, SparseTarget
-from distill.signals import signal_source
+from distill.signals import SignalSource
 
 
 def linear_head(weight_VD, bias_V=None):
@@ -46,4 +46,4 @@ def keep_top(logits, num_kept):
 
 def target_hidden(target, batch):
     """Return the target's final hidden states `[B, T, E]` over a batch, computed here."""
-    return signal_source(target).read(batch).dense.final_BTE
+    return SignalSource(target).read(batch).dense.final_BTE

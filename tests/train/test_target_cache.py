@@ -8,7 +8,6 @@ import torch
 
 from configs.runtime.errors import ConfigError, InputError
 from distill.dataset.batches import ConversationDataset, collate
-from distill.signals import ComputedSignals
 from heads.inference.runner import backbone
 from tests.support.caches import conversation
 from tests.support.training_runs import distill_config, draft_task, train_task
@@ -88,7 +87,7 @@ def test_among_other_neighbours_a_run_from_the_cache_differs_by_rounding_only(
 
 def test_a_draft_is_trained_without_running_the_target(make_task, greedy_target, greedy_rows, make_cache, monkeypatch):
     cache = make_cache(greedy_rows)
-    monkeypatch.setattr(ComputedSignals, "read", lambda *_: pytest.fail("the target was run"))
+    monkeypatch.setattr("distill.signals.read_states", lambda *_: pytest.fail("the target was run"))
     monkeypatch.setattr(DraftTask, "evaluate", lambda *_: {"tokens_per_target_step": 1.0})
     task = make_task(DRAFT, greedy_rows, cache)  # compares the draft's blocks with the target's by a probe
     monkeypatch.setattr(backbone(greedy_target.model), "forward", lambda *_, **__: pytest.fail("the target was run"))

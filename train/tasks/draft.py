@@ -18,7 +18,7 @@ from distill.cache.reader import TargetCache
 from distill.dataset.conversations import Conversation
 from distill.loss.draft_objective import DraftObjective
 from distill.loss.pairs import SparseTarget
-from distill.signals import TargetSignals, signal_source
+from distill.signals import SignalSource, TargetSignals
 from distill.student.init import initial_draft, merge_adapters
 from distill.student.on_policy import Rewriter
 from heads.artifact import save_draft_lm
@@ -67,7 +67,7 @@ class DraftTask:
         self.module: nn.Module = DraftObjective(draft, target, config.loss, self.vocabulary, self.clock)
         self.rewriter = Rewriter(config, target) if config.policy.on_policy else None
         self.drafts_while_training = self.rewriter is not None
-        self.source = signal_source(target, cache=cache, own_batches=True, known_ahead=self.rewriter is None)
+        self.source = SignalSource(target, cache=cache, own_batches=True, known_ahead=self.rewriter is None)
         self.training_prompts = training_prompts(train, config.student.path)
         self.held_out = HeldOut(config, target, held_out, accelerator)
 

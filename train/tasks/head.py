@@ -14,7 +14,7 @@ from configs.schema.training import HeadsConfig
 from distill.cache.reader import TargetCache
 from distill.dataset.conversations import Conversation
 from distill.loss.head_objective import HeadLoss, HeadObjective
-from distill.signals import TargetSignals, signal_source
+from distill.signals import SignalSource, TargetSignals
 from distill.student.vocabulary import MassChoice
 from eval.decoder.decode import check_drafts
 from heads.artifact import save_head
@@ -78,7 +78,7 @@ class HeadTask:
             target.states_from.serve(self.taps)  # held-out decoding asks for them where a cache has those of the data, too
         if cache is not None:
             cache.check_keeps(self.taps)
-        self.source = signal_source(target, self.taps, cache, own_batches=True, normalised=True)
+        self.source = SignalSource(target, self.taps, cache, own_batches=True, normalised=True)
         if config.schedule.activation_checkpointing:
             checkpoint_activations(head)
         self.config = config
@@ -114,7 +114,7 @@ class HeadTask:
 
     def states(self, batch: Batch) -> TargetStates:
         """Return the target's states over a batch of any conversations; processes that share the target bring the same one."""
-        return signal_source(self.target, self.taps).read(batch).dense
+        return SignalSource(self.target, self.taps).read(batch).dense
 
     def evaluate(self, module: nn.Module) -> dict[str, float]:
         """Decode held-out prompts with the head, and predict the result from its agreement with the answers."""

@@ -27,7 +27,7 @@ from configs.schema.training import DistillConfig, HeadsConfig
 from distill.cache.reader import TargetCache
 from distill.dataset.batches import ConversationDataset
 from distill.dataset.conversations import Conversation, index_of
-from distill.signals import SignalSource, signal_source
+from distill.signals import SignalSource
 from distill.student.vocabulary import MassChoice, choose_by_mass, log_choice, most_frequent_answer_tokens, target_mass
 from heads.artifact import read_training_prompts
 from heads.frozen.loading import Target
@@ -71,8 +71,8 @@ def choose_vocabulary(
     if kept is None:
         if cache is not None and cache.manifest.layout.kind != "last_hidden":
             cache = None
-        chosen_from = _mass(target, train, TRAIN_SAMPLE, length, signal_source(target, cache=cache), accelerator)
-        measured_on = _mass(target, held_out, HELD_OUT_SAMPLE, length, signal_source(target), accelerator)
+        chosen_from = _mass(target, train, TRAIN_SAMPLE, length, SignalSource(target, cache=cache), accelerator)
+        measured_on = _mass(target, held_out, HELD_OUT_SAMPLE, length, SignalSource(target), accelerator)
         choice = choose_by_mass(chosen_from, measured_on, size, target, config.num_speculative_tokens)
         ids = None if choice.vocabulary is None else choice.vocabulary.token_ids_W.tolist()
         kept = {"report": choice.report, "token_ids": ids}

@@ -27,7 +27,7 @@ from configs.schema.training import LossConfig, StudentConfig
 from distill.dataset.batches import Example, collate
 from distill.loss.draft_objective import DraftObjective
 from distill.loss.head_objective import HeadObjective
-from distill.signals import signal_source
+from distill.signals import SignalSource
 from distill.student.init import initial_draft
 from eval.decoder.decode import generate
 from heads.artifact import load_draft, save_draft_lm, save_head
@@ -195,7 +195,7 @@ def train_head(case: Case, settings: Eagle3Settings | MtpSettings) -> None:
 def distill(case: Case) -> None:
     target, examples = case.target, collate(TRAINED)
     draft = kept_draft(target)
-    signal = signal_source(target).read(examples).dense.final_BTE
+    signal = SignalSource(target).read(examples).dense.final_BTE
     objective = DraftObjective(draft, target, LossConfig())
     wanted = [f"draft.{name}" for name in names_with_gradient(draft, examples.input_ids_BT)]
 
