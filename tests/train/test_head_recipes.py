@@ -21,8 +21,6 @@ def test_a_recipe_trains(kind, greedy_target, greedy_rows, tmp_path):
     recipe = load_config(HeadsConfig, CHECKOUT / "configs" / "heads" / f"{kind}.yaml").model_dump(mode="json")
     head = recipe["head"]
     head |= {name: size for name, size in SIZES.items() if name in head}
-    if head["kind"] == "early_exit":
-        head["taps"] = [1]
     recipe["schedule"] |= {"max_steps": 2, "batch_size": 4, "mixed_precision": "no", "trackers": []}
     recipe["held_out"] |= {"num_prompts": 2, "decode": recipe["held_out"]["decode"] | {"max_new_tokens": 8}}
     config = HeadsConfig.model_validate(recipe | {"output": str(tmp_path)})
