@@ -43,9 +43,8 @@ CHANGES_NO_WEIGHT = {
     "target.forward",  # decoding alone runs another than transformers'
     "schedule.gradient_accumulation_steps",  # micro-batches a step are compared over all processes
     "sanity",  # leaves the head as it was
-    # what is refused, or fetched
-    *(f"target.images.{limit}" for limit in ("allow_urls", "max_bytes", "timeout_seconds", "max_pixels")),
-    *(f"target.audio.{limit}" for limit in ("allow_urls", "max_bytes", "timeout_seconds", "max_seconds")),
+    # what is refused
+    *("target.images.max_bytes", "target.images.max_pixels", "target.audio.max_bytes", "target.audio.max_seconds"),
 }
 
 

@@ -89,7 +89,6 @@ class FastestTree(Settings):
 
     @property
     def drawn_candidates(self) -> Candidates:
-        """As of a static tree."""
         return self.candidates or "without_replacement"
 
     @property

@@ -80,7 +80,6 @@ class MedusaSettings(HeadSettings):
 
     @property
     def longest_draft(self) -> int:
-        """One token a head."""
         return self.num_depths
 
     def objections(self) -> Iterator[str]:
@@ -101,7 +100,6 @@ class HydraSettings(HeadSettings):
 
     @property
     def longest_draft(self) -> int:
-        """One token a head."""
         return self.num_depths
 
     def objections(self) -> Iterator[str]:
@@ -151,7 +149,6 @@ class MtpSettings(HeadSettings):
 
     @property
     def longest_draft(self) -> int | None:
-        """A token a module; any number where one module is applied repeatedly."""
         return None if self.shared_depths else self.num_depths
 
     def objections(self) -> Iterator[str]:
@@ -172,7 +169,6 @@ class PEagleSettings(EagleSettings):
 
     @property
     def longest_draft(self) -> int:
-        """The depths it was trained on."""
         return self.num_depths
 
 
@@ -195,7 +191,6 @@ class DFlashSettings(TappedSettings):
 
     @property
     def longest_draft(self) -> int:
-        """The slots after the pending token's, and that one where it drafts too."""
         return self.block_size - self.first_slot
 
 
@@ -237,7 +232,6 @@ class XPressSettings(DFlashSettings):
 
     @property
     def drafted_as_trained(self) -> int:
-        """Each pass settles one more draft."""
         return self.num_jacobi_passes
 
 

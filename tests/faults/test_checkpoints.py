@@ -142,15 +142,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(folder, caplo
         again.checkpoints.resume()
 
 
-def test_a_checkpoint_of_another_run_is_passed_over(folder, caplog):
-    Run(folder).take(1)
-    strange = Run(folder, config_sha256="b" * 64)
-    strange.checkpoints.progress.step = 1
-    strange.take(1)
-    assert Run(folder).checkpoints.resume() == folder / "step-00000001"
-    assert "step-00000002 belongs to a run with another config or other data (schedule.resume_anyway=true" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("then", "objection"),
     [

@@ -28,14 +28,6 @@ from configs.runtime.files import (
 )
 
 
-def test_text_and_json_are_read_back_as_written_into_folders_made_on_the_way(tmp_path):
-    write_text(tmp_path / "a" / "b" / "note.txt", "Ünïcode\n")
-    write_json(tmp_path / "a" / "value.json", {"ü": [1, None, 0.5]})
-    assert read_text(tmp_path / "a" / "b" / "note.txt", "note") == "Ünïcode\n"
-    assert read_json(tmp_path / "a" / "value.json", "value") == {"ü": [1, None, 0.5]}
-    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["b", "value.json"]
-
-
 def test_a_value_that_json_cannot_hold_leaves_the_old_file_as_it_was(tmp_path):
     path = tmp_path / "value.json"
     write_json(path, 1)

@@ -62,19 +62,6 @@ def test_every_conversation_comes_once_an_epoch_in_rows_that_hold_it(dataset, ep
     assert len(batches) == len(sampler)
 
 
-def test_the_order_depends_on_seed_and_epoch_alone_and_epochs_are_equally_long(dataset):
-    sampler, again = sampler_of(dataset.lengths, seed=3), sampler_of(dataset.lengths, seed=3)
-    first = list(sampler)
-    assert list(sampler) == first
-    again.set_epoch(1)
-    second = list(again)
-    assert second != first
-    assert {row for batch in second for row in batch} == {row for batch in first for row in batch}
-    sampler.set_epoch(1)
-    assert list(sampler) == second
-    assert list(sampler_of(dataset.lengths, seed=4)) != first
-
-
 def test_chats_of_all_lengths_fill_more_than_97_parts_in_100():
     lengths = np.clip(np.random.default_rng(0).lognormal(5.3, 0.8, 6000), 10, 1024).astype(int)
     packed = efficiency(sampler_of(lengths, 8, pack_length=2048), lengths)

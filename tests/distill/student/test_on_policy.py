@@ -10,7 +10,6 @@ from distill.dataset.batches import Example, collate
 from distill.student.on_policy import Rewriter, RowSelection, examples_of
 from heads.proposers.draft_lm import DraftLM
 from heads.sampling.probabilities import token_probabilities
-from heads.vocabulary import DraftVocabulary, keep_head_rows
 
 EXAMPLES = [
     Example((7, 12, 3, 20, 21, 22, 23, 24, 25), 3, 4),
@@ -135,14 +134,3 @@ def test_draws_belong_to_a_conversation_in_a_micro_batch_of_a_run(rewriter, draf
         written([EXAMPLES[1]], 0, seed=1),
     ]
     assert len({alone, *others}) == 5
-
-
-def test_a_draft_of_a_reduced_vocabulary_writes_only_what_it_can_say(rewriter, tiny_llama):
-    vocabulary = DraftVocabulary(token_ids_W=torch.arange(1, 64, 7), target_vocab_size=64)
-    model = tiny_llama(seed=2)
-    keep_head_rows(model, vocabulary)
-    batch, num_written = rewriter().rewrite(collate(EXAMPLES), chosen(0, 1), DraftLM(model, 64, vocabulary))
-    anew, other = examples_of(batch)[1], examples_of(batch)[0]
-    written = anew.input_ids[5:] + other.input_ids[3:]
-    assert len(written) == num_written
-    assert set(written) <= set(range(1, 64, 7))
