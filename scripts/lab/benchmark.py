@@ -10,9 +10,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import NamedTuple
 
 if not __package__:  # run as a script: the checkout's root takes the place of this folder, which Python put first
     sys.path[0] = str(Path(__file__).resolve().parents[2])
@@ -39,84 +39,63 @@ from scripts.lab.settings import (
 )
 
 
-@dataclass(frozen=True)
-class Benchmark:
+class Benchmark(NamedTuple):
     config: type[Settings]
-    module: str
-    function: str
+    function: str  # that runs it, by its place in scripts.lab
     help: str
 
 
 BENCHMARKS = {
     "demo": Benchmark(
-        BenchDemoConfig, "scripts.lab.bench.demo", "record_demo", "what make demo measured, as a results file (after make demo)"
+        BenchDemoConfig, "bench.demo.record_demo", "what make demo measured, as a results file (after make demo)"
     ),
     "decode": Benchmark(
         BenchDecodeConfig,
-        "scripts.lab.bench.decode.benchmark",
-        "compare_decoding",
+        "bench.decode.benchmark.compare_decoding",
         "the decoder beside transformers' generation (after make demo; ten minutes)",
     ),
     "distill": Benchmark(
         BenchDistillConfig,
-        "scripts.lab.bench.distill.benchmark",
-        "compare_distillation",
+        "bench.distill.benchmark.compare_distillation",
         "the distillation loss and training beside plain ways and TRL's, tau before and after (after make demo)",
     ),
     "heads": Benchmark(
-        BenchHeadsConfig,
-        "scripts.lab.bench.heads",
-        "compare_heads",
-        "head families on one target (two hours, the first time)",
+        BenchHeadsConfig, "bench.heads.compare_heads", "head families on one target (two hours, the first time)"
     ),
     "eval": Benchmark(
         BenchEvalConfig,
-        "scripts.lab.bench.evaluation",
-        "compare_predictions",
+        "bench.evaluation.compare_predictions",
         "predicted speed beside measured, and the evaluator's own cost (after make demo; eight minutes)",
     ),
     "scale": Benchmark(
         BenchScaleConfig,
-        "scripts.lab.bench.scale",
-        "compare_scale",
+        "bench.scale.compare_scale",
         "two processes beside one, padding, checkpoints, waiting for data (after heads)",
     ),
     "states": Benchmark(
         BenchStatesConfig,
-        "scripts.lab.bench.states",
-        "compare_states",
+        "bench.states.compare_states",
         "training from servers of hidden states beside training from a cache (after scale, with servers at work)",
     ),
     "engines": Benchmark(
-        EngineComparisonSettings,
-        "scripts.lab.bench.engines",
-        "check_engines",
-        "the loss under DDP, FSDP2 and ZeRO beside one process's",
+        EngineComparisonSettings, "bench.engines.check_engines", "the loss under DDP, FSDP2 and ZeRO beside one process's"
     ),
     "models": Benchmark(
         ModelsCheckConfig,
-        "scripts.lab.models_check.runner",
-        "check_models",
+        "models_check.runner.check_models",
         "tiny models of every family of transformers through every stage, against transformers (12 minutes)",
     ),
     "serve": Benchmark(
         ServeCheckConfig,
-        "scripts.lab.engine_check.cases",
-        "run_checks",
+        "engine_check.cases.run_checks",
         "exported drafts in vLLM, transformers, llama.cpp and OpenVINO beside our decoder (needs a --config)",
     ),
     "soak": Benchmark(
         SoakConfig,
-        "scripts.lab.fault_injection.rounds",
-        "soak",
+        "fault_injection.rounds.soak",
         "tiny runs killed, stopped and damaged at random, to end with an undisturbed run's weights (15 minutes)",
     ),
-    "tables": Benchmark(
-        ResultsTableConfig,
-        "scripts.lab.bench.tables",
-        "update_tables",
-        "fill the tables of a document from docs/results/",
-    ),
+    "tables": Benchmark(ResultsTableConfig, "bench.tables.update_tables", "fill the tables of a document from docs/results/"),
 }
 
 
@@ -124,7 +103,8 @@ def main(config: Settings, arguments: argparse.Namespace) -> int | None:
     benchmark = BENCHMARKS[arguments.name]
     if output := getattr(config, "output", None):
         check_place(output)  # before the hours that it takes
-    code: int | None = getattr(import_module(benchmark.module), benchmark.function)(config)
+    module, function = f"scripts.lab.{benchmark.function}".rsplit(".", 1)
+    code: int | None = getattr(import_module(module), function)(config)
     return code
 
 
@@ -133,22 +113,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", choices=BENCHMARKS, help=f"one of {', '.join(BENCHMARKS)}")
 
 
-def config_class(argv: Sequence[str]) -> type[Settings]:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("name", nargs="?")
-    parser.add_argument("--config")
-    parser.add_argument("--set", action="append")
-    try:
-        name = parser.parse_known_args(argv)[0].name
-    except argparse.ArgumentError:  # run_command reports it
-        name = None
-    return BENCHMARKS[name].config if name in BENCHMARKS else Settings
-
-
 def run(argv: Sequence[str]) -> int:
     names = "\n".join(f"  {name:10} {benchmark.help}" for name, benchmark in BENCHMARKS.items())
     description = f"Run a benchmark or check:\n\n{names}"
-    return run_command(config_class(argv), main, description=description, argv=argv, add_arguments=add_arguments)
+    config_class = next((BENCHMARKS[word].config for word in argv if word in BENCHMARKS), Settings)
+    return run_command(config_class, main, description=description, argv=argv, add_arguments=add_arguments)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,7 @@ from scripts.lab.bench.provenance import check_place, check_same_origin, describ
 
 log = logging.getLogger("draftsmith")
 
-SEED = 0  # of all resampling
 
-C = TypeVar("C")
 R = TypeVar("R")
 
 
@@ -45,12 +43,11 @@ def write_results(
     *,
     rows: Sequence[Mapping[str, Any]],
     ratios: Mapping[str, Interval | float | None],
-    script: str = "scripts/lab/benchmark.py",
     **extra: Any,
 ) -> None:
     value = {
         "name": name,
-        "command": shlex.join(["python", script, *mask_arguments(sys.argv[1:])]),
+        "command": shlex.join(["python", "scripts/lab/benchmark.py", *mask_arguments(sys.argv[1:])]),
         "config": mask_secrets(config.model_dump(mode="json")),
         **describe_origin(),
         "rows": [flat(row) for row in rows],

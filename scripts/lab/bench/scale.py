@@ -110,15 +110,11 @@ def measure(
         said = next((line for line in lines if line.startswith("error: ")), lines[-1] if lines else "nothing")
         failed = InputError if done.returncode == BAD_INPUT or said.startswith("error: ") else RuntimeError
         raise failed(f"a run of {num_processes} processes ended with code {done.returncode}: {said}")
-    return read_measured(folder, config.steps)
-
-
-def read_measured(folder: Path, steps: int) -> Measured:
     _, timed = (row for row in read_lines(folder / METRICS_FILE) if "tokens_per_second" in row)
     outcome = read_json(folder / OUTCOME, "outcome of a training")
     return Measured(
         tokens_per_second=timed["tokens_per_second"],
-        step_seconds=outcome["training_seconds"] / (2 * steps),
+        step_seconds=outcome["training_seconds"] / (2 * config.steps),
         input_share=timed["time_share_data"],
         checkpoint_seconds=outcome["checkpoint_seconds"] / 2,
     )

@@ -89,20 +89,12 @@ def chain_ways(drafts: Mapping[str, Draft], settings: DecodeConfig) -> list[Way]
 
 def tree_ways(name: str, draft: TreeProposer, settings: DecodeConfig, paths: Sequence[Path]) -> list[Way]:
     """Return greedy decoding with one draft's static tree, and with one grown anew each round, of as many tokens."""
-    return [
-        Way(rule="greedy", shape=shape, proposer=name, settings=each, draft=draft)
-        for shape, each in _tree_settings(settings, paths).items()
-    ]
-
-
-def _tree_settings(settings: DecodeConfig, paths: Sequence[Path]) -> dict[str, DecodeConfig]:
     static = StaticTree(kind="static", paths=[list(path) for path in paths])
     grown = DynamicTree(kind="dynamic", num_nodes=len(paths), width=min(4, len(paths)))
     depth = max(static.depth, settings.num_speculative_tokens)
-    return {
-        f"{tree.kind} tree": settings.model_copy(update={"tree": tree, "num_speculative_tokens": depth})
-        for tree in (static, grown)
-    }
+    return [
+        _greedy(f"{tree.kind} tree", name, draft, settings, tree=tree, num_speculative_tokens=depth) for tree in (static, grown)
+    ]
 
 
 def sampled_ways(draft: Proposer, settings: DecodeConfig, paths: Sequence[Path]) -> list[Way]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,7 +13,7 @@ import torch
 from pydantic import ValidationError
 
 from configs.runtime.command import DONE, GATE_FAILED
-from configs.runtime.errors import InputError
+from configs.runtime.errors import ConfigError, InputError
 from configs.schema.decoding import DecodeConfig
 from configs.schema.training import DistillConfig
 from distill.dataset.conversations import read_conversations
@@ -22,12 +23,12 @@ from heads.artifact import load_draft
 from heads.frozen.loading import load_target
 from heads.metadata import read_metadata
 from scripts.advice.measuring import SEED, Counts, columns, to_request
+from scripts.advice.trained_runs import TrainingRun, in_own_folder
 from scripts.lab.bench.distill.loss import LossMeasurement, measure_losses
 from scripts.lab.bench.distill.training import DistillSetup, compare_cached, compare_with_trl, training_ratios, training_rows
-from scripts.lab.bench.distill.variants import TEMPERATURES, train_variants, variant_rows
 from scripts.lab.bench.harness import write_results
 from scripts.lab.bench.peers.trl_gkd import trl_is_installed
-from scripts.lab.bench.provenance import check_trained_here
+from scripts.lab.bench.provenance import check_trained_here, read_outcome, train_all
 from scripts.lab.bench.turns import count_rounds
 from scripts.lab.settings import BenchDistillConfig
 from train.launch import make_accelerator
@@ -37,6 +38,7 @@ log = logging.getLogger("draftsmith")
 
 UNDISTILLED, DISTILLED = "undistilled", "distilled"
 DECODE_BATCH = 8
+TEMPERATURES = (0.0, 1.0)
 
 
 def compare_distillation(config: BenchDistillConfig) -> int:
@@ -173,3 +175,42 @@ def verdict(losses: LossMeasurement) -> int:
         log.error("%s by side: %s", divergence, ", ".join(f"{side} {value}" for side, value in by_side.items()))
     log.error("the sides do not compute the same loss")
     return GATE_FAILED
+
+
+# --- recipes beside each other ---------------------------------------------------------------------------------------
+
+
+def train_variants(config: BenchDistillConfig, training: DistillConfig) -> list[TrainingRun]:
+    runs = [_run(config, training, name) for name in config.variants]
+    train_all(runs, "recipe")
+    return runs
+
+
+def variant_rows(
+    runs: Sequence[TrainingRun], counts_of: Callable[[str, Path], Mapping[float, Counts]], samples: int
+) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    first: Mapping[float, Counts] = {}
+    for run in runs:
+        counts = counts_of(run.name, run.artifact)
+        first = first or counts
+        outcome = read_outcome(run)
+        row: dict[str, Any] = {"recipe": run.name}
+        row |= {f"tau_t{heat:g}": ratio_interval(*columns(each), samples=samples, seed=SEED) for heat, each in counts.items()}
+        row |= {
+            f"tau_t{heat:g}_vs_first": paired_ratio_interval(*columns(each), *columns(first[heat]), samples=samples, seed=SEED)
+            for heat, each in counts.items()
+        }
+        rows.append(row | {"training_seconds": outcome["seconds"], "labels": int(outcome["labels"])})
+    return rows
+
+
+def _run(config: BenchDistillConfig, training: DistillConfig, name: str) -> TrainingRun:
+    values = training.model_dump()
+    values["schedule"]["max_steps"] = config.variant_steps
+    values["held_out"]["num_prompts"] = 8
+    try:
+        recipe = DistillConfig.model_validate(values | config.variants[name])
+    except ValidationError as error:
+        raise ConfigError(f"variants.{name}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from error
+    return TrainingRun(name=name, recipe=in_own_folder(recipe, Path(config.runs), name))

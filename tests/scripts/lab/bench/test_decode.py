@@ -3,22 +3,16 @@
 import dataclasses
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from configs.runtime.command import DONE, GATE_FAILED
-from configs.runtime.errors import InputError
 from configs.schema.target import TargetConfig
-from eval.decoder.decode import decode
 from scripts.lab.bench.decode import benchmark as decode_benchmark
-from scripts.lab.bench.decode import setup as decode_setup
-from scripts.lab.bench.decode.benchmark import compare_decoding, load_setup
-from scripts.lab.bench.decode.setup import DRAFT_LM
-from scripts.lab.bench.decode.table import PLAIN, measure_ways
-from scripts.lab.bench.decode.ways import chain_ways, free_ways, sampled_ways
+from scripts.lab.bench.decode.benchmark import compare_decoding, load_setup, measure_ways
+from scripts.lab.bench.decode.ways import chain_ways, free_ways
 from scripts.lab.bench.peers.transformers_generate import TransformersPeer
-from scripts.lab.settings import BenchDecodeConfig, BenchHeadsConfig
+from scripts.lab.settings import BenchDecodeConfig
 from tests.support.caches import conversation
 
 RATIOS = {
@@ -107,16 +101,6 @@ def test_the_file_holds_every_ratio_with_its_interval_and_a_row_for_every_way(co
     assert all(found == {"prompts": NUM_PROMPTS, "differing": 0, "not_ties": 0} for found in results["agreement"].values())
     assert len(results["agreement"]) == 4
 
-    bench = load_setup(config)
-    rounds = [
-        round_
-        for request in bench.requests
-        for round_ in decode(bench.target, [request], bench.settings(0.0), bench.proposer)[0][0].rounds
-    ]
-    tau = sum(len(round_.committed) for round_ in rounds) / len(rounds)
-    assert 1.0 < tau < 4.0
-    assert rows[0]["tau"] == pytest.approx(tau)
-
 
 def test_an_answer_that_no_rounding_explains_fails_the_benchmark(few, monkeypatch):
     honest = TransformersPeer.generate
@@ -135,29 +119,6 @@ def test_an_answer_that_no_rounding_explains_fails_the_benchmark(few, monkeypatc
     assert agreement["lean_plain_and_transformers_generate"]["differing"] == 0
 
 
-def test_a_target_without_a_lean_forward_is_measured_without(few, monkeypatch, caplog):
-    def refuse(model):
-        raise InputError("the lean forward does not know it")
-
-    monkeypatch.setattr(decode_setup, "make_lean", refuse)
-    monkeypatch.setattr(decode_benchmark, "list_ways", lambda setup: [])
-    results = results_of(few)
-    assert "compiled_speed_vs_eager" not in results["ratios"]
-    assert "batch8_vs_batch1" not in results["ratios"]  # of two prompts
-    assert "lean forwards are not measured: the lean forward does not know it" in caplog.text
-
-
-def test_each_repeat_of_a_sampled_run_has_its_own_seed_and_matching_equals_plain_sampling(config):
-    bench = load_setup(config.model_copy(update={"num_prompts": 2}))
-    sampled = sampled_ways(bench.drafts[DRAFT_LM].proposer, bench.settings(1.0), [(0,)])
-    ways = [way for way in sampled if way.rule == "match" and way.shape == "chain"]
-    turns = measure_ways(bench, ways)
-    first, second = ([each.tokens for each in turn.result.generations] for turn in turns[ways[0].name][0])
-    plain = [each.tokens for each in turns[PLAIN[1.0, True]][0][0].result.generations]
-    assert first != second
-    assert first == plain
-
-
 def test_a_way_that_changes_the_answers_fails_the_benchmark(few, monkeypatch):
     def one_too_many(logits_BV):
         return (logits_BV.argmax(-1) + (logits_BV.shape[1] > 1)) % 64
@@ -165,18 +126,6 @@ def test_a_way_that_changes_the_answers_fails_the_benchmark(few, monkeypatch):
     monkeypatch.setattr("eval.decoder.verifier.greedy_token", one_too_many)
     monkeypatch.setattr(decode_benchmark, "list_ways", lambda setup: chain_ways(setup.drafts, setup.settings(0.0)))
     assert compare_decoding(few) == GATE_FAILED
-
-
-def test_a_trained_head_joins_the_table_under_its_recipes_name(config, monkeypatch, tiny_run, as_target):
-    run = SimpleNamespace(name="medusa", artifact=tiny_run / "artifact")
-    monkeypatch.setattr(decode_setup, "train_recipes", lambda heads, output: [run])
-    bench = load_setup(config.model_copy(update={"heads": BenchHeadsConfig(), "num_prompts": 2}))
-    assert list(bench.drafts) == ["draft_lm", "medusa"]
-    medusa = bench.drafts["medusa"]
-    metadata = medusa.metadata.model_copy(update={"kind": "medusa", "num_speculative_tokens": 2})
-    ways = chain_ways({**bench.drafts, "medusa": dataclasses.replace(medusa, metadata=metadata)}, bench.settings(0.0))
-    assert [(way.proposer, way.settings.num_speculative_tokens) for way in ways] == [("draft_lm", 3), ("medusa", 2)]
-    assert [way.shape for way in ways] == ["chain", "one-pass block"]
 
 
 def test_suffix_lookup_learns_nothing_from_the_prompts_that_are_measured(config):

@@ -7,15 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.runtime.command import DONE, GATE_FAILED
-from configs.runtime.errors import InputError
+from configs.runtime.command import DONE
 from configs.runtime.loading import load_config
-from configs.schema.decoding import DecodeConfig
 from configs.schema.training import DistillConfig
 from distill.dataset.batches import Example, collate
 from distill.dataset.conversations import read_conversations
-from eval.decoder.decode import Request, decode
-from heads.artifact import load_draft
 from heads.frozen.loading import load_target
 from heads.inference.model_checks import check_rolls_back
 from scripts.advice import trained_runs
@@ -25,16 +21,12 @@ from scripts.lab.bench.distill import training as training_comparison
 from scripts.lab.bench.distill.benchmark import (
     compare_distillation,
     load_setup,
-    measure_acceptance,
     read_training,
-    verdict,
 )
 from scripts.lab.bench.distill.loss import (
     Key,
-    LossMeasurement,
     Pass,
     chunked_divergence,
-    fitting_positions,
     forward_backward,
     make_inputs,
     measure_pass,
@@ -144,41 +136,6 @@ def test_the_sides_of_the_loss_give_the_same_value_and_gradient():
     assert gradients[1].abs().max() > 0
 
 
-def measured(value=0.50001):
-    """Passes of two repeats, where the unchunked JSD is `value` and ours 0.5."""
-    passes = {
-        Key("jsd", "chunked"): [Pass(2.0, 3.0, 0.5), Pass(4.0, 1.0, 0.5)],
-        Key("jsd", "unchunked"): 2 * [Pass(10.0, 4.0, value)],
-        Key("forward_kl", "chunked"): 2 * [Pass(1.0, 1.0, 0.1)],
-        Key("forward_kl", "trl_chunked"): 2 * [Pass(4.0, 2.0, 0.1)],
-    }
-    return LossMeasurement(config=TINY_LOSS, positions=16, passes=passes)
-
-
-def test_sides_that_compute_different_losses_fail_the_benchmark():
-    assert verdict(measured()) == DONE
-    assert verdict(measured(0.51)) == GATE_FAILED
-
-
-def test_ratios_are_ours_over_the_other_side_summed_over_repeats():
-    ratios = measured().ratios(50)
-    assert {name: ratio.point for name, ratio in ratios.items()} == {
-        "loss_peak_memory_vs_unchunked": 0.3,
-        "loss_time_vs_unchunked": 0.5,
-        "forward_kl_loss_peak_memory_vs_trl_chunked": 0.25,
-        "forward_kl_loss_time_vs_trl_chunked": 0.5,
-    }
-    assert ratios["loss_time_vs_unchunked"].low <= 0.5 <= ratios["loss_time_vs_unchunked"].high
-
-
-def test_positions_are_halved_until_the_loss_fits_and_too_little_memory_is_named():
-    tensors = 4 * loss_comparison.TENSORS_AT_PEAK * 64 / 2**30
-    assert fitting_positions(TINY_LOSS.model_copy(update={"max_gibibytes": 9 * tensors})) == 8
-    assert fitting_positions(TINY_LOSS) == 16
-    with pytest.raises(InputError, match=r"loss\.max_gibibytes: expected at least"):
-        fitting_positions(TINY_LOSS.model_copy(update={"max_gibibytes": tensors / 2}))
-
-
 def test_the_unchunked_loss_peaks_at_several_logit_tensors_and_the_chunked_below_one():
     # 64 MB a tensor of float32 logits: too large for the allocator to keep, so that no process of its own is needed.
     config = TINY_LOSS.model_copy(update={"vocab_size": 16384, "chunk_size": 16})
@@ -209,29 +166,3 @@ def test_cached_and_online_steps_learn_the_same_and_only_the_online_run_the_targ
 def test_the_same_work_has_every_real_token_but_the_first_as_a_label():
     batch = training_comparison.every_token_a_label(collate([Example((5, 6, 7, 8), 3), Example((5, 6), 1)]))
     assert batch.loss_mask_BT.tolist() == [[False, True, True, True], [False, True, False, False]]
-
-
-def test_tau_is_that_of_the_decoder_on_the_last_held_out_prompts(bench, config):
-    assert bench.training.schedule.trackers == []
-    assert bench.training.output.startswith(str(bench.scratch))  # the artifact's own folder is left alone
-    counts = measure_acceptance(bench)
-    draft = load_draft(config.draft, bench.target.identity, bench.target.model)
-    requests = [
-        Request(prompt_id=str(number), category="", tokens=row.prompt_ids) for number, row in enumerate(bench.held_out[-3:])
-    ]
-    settings = DecodeConfig(num_speculative_tokens=2, max_new_tokens=12)
-    generations = [decode(bench.target, [request], settings, draft.proposer)[0][0] for request in requests]
-    rounds = [generation.rounds for generation in generations]
-    assert counts["distilled", 0.0] == [(sum(len(each.committed) for each in own), len(own)) for own in rounds]
-    assert counts["undistilled", 0.0] != counts["distilled", 0.0]
-
-
-@pytest.mark.parametrize(
-    ("training", "complaint"),
-    [({}, "does not say how it was trained; expected an artifact of"), ({"nosuch": 1}, r"is not of this version \(nosuch: ")],
-)
-def test_an_artifact_without_a_recipe_of_this_version_is_named(tiny_run, tmp_path, training, complaint):
-    content = json.loads((tiny_run / "artifact/draftsmith.json").read_text())
-    (tmp_path / "draftsmith.json").write_text(json.dumps(content | {"training": training}))
-    with pytest.raises(InputError, match=f"^draft: .*{complaint}"):
-        read_training(str(tmp_path))

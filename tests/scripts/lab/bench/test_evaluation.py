@@ -8,10 +8,8 @@ import pytest
 from configs.runtime.command import DONE
 from configs.schema.evaluation import CostConfig, SuiteConfig
 from configs.schema.target import TargetConfig
-from eval.decoder.records import Laps
 from eval.report.schema import load_report
 from scripts.lab.bench.evaluation import compare_predictions, interval_coverage
-from scripts.lab.bench.tables import fill_tables
 from scripts.lab.settings import BenchEvalConfig
 
 RATIOS = {"evaluator_cost_share", "predicted_vs_measured_speedup_max_error", "interval_coverage"}
@@ -60,29 +58,10 @@ def test_each_number_of_drafts_is_predicted_from_the_report_and_measured_apart(r
 
 def test_the_parts_of_the_evaluation_are_all_of_its_time(results):
     parts = {row["part"]: row for row in results["rows"] if "part" in row}
-
-    assert list(parts) == [
-        "loading",
-        "choosing the lookup's length",
-        "decoding",
-        "comparing and recording",
-        "losslessness",
-        "report",
-        "timing sweep",
-    ]
     assert all(row["seconds"] > 0 for row in parts.values())
     assert sum(row["share"] for row in parts.values()) == pytest.approx(1.0)
     own = sum(parts[name]["seconds"] for name in ("comparing and recording", "losslessness", "report"))
     assert results["ratios"]["evaluator_cost_share"] == pytest.approx(own / (own + parts["decoding"]["seconds"]))
-
-
-def test_the_file_holds_every_ratio_and_the_readme_can_show_it(results, config):
-    ratios = results["ratios"]
-    assert ratios.keys() == {name + end for name in RATIOS for end in ("", "_low", "_high")}
-    assert ratios["interval_coverage_low"] < ratios["interval_coverage"] <= ratios["interval_coverage_high"]
-    table = fill_tables("<!-- table: eval -->\n<!-- end -->", Path(config.output).parent)
-    assert "| num_speculative_tokens | predicted_speedup | measured_speedup |" in table
-    assert "| part | seconds | share |" in table
 
 
 def test_intervals_hold_the_truth_about_as_often_as_they_promise():
@@ -91,14 +70,3 @@ def test_intervals_hold_the_truth_about_as_often_as_they_promise():
     assert 0.92 < coverage.point < 0.98
     assert coverage.low < coverage.point < coverage.high
     assert coverage.high - coverage.low == pytest.approx(2 * 1.96 * (0.95 * 0.05 / 400) ** 0.5, rel=0.3)
-
-
-def test_laps_follow_one_another_and_parts_that_come_again_are_added(monkeypatch):
-    times = iter([10.0, 11.0, 14.0, 15.5])
-    monkeypatch.setattr("eval.decoder.records.time.perf_counter", lambda: next(times))
-    laps = Laps()
-    for part in ("loading", "decoding", "loading"):
-        laps.done(part)
-
-    assert laps.seconds == {"loading": 2.5, "decoding": 3.0}
-    assert str(laps) == "loading 2.5 s, decoding 3.0 s"

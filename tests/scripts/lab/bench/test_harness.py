@@ -1,10 +1,9 @@
 """A results file says where it comes from."""
 
 import json
-import os
 import sys
 
-from scripts.lab.bench.harness import in_fresh_process, write_results
+from scripts.lab.bench.harness import write_results
 from scripts.lab.settings import BenchDecodeConfig
 
 
@@ -19,7 +18,3 @@ def test_the_file_says_what_was_run_where_and_with_what(tmp_path, monkeypatch):
     assert content["config"]["repeats"] == 3
     assert content["threads"] == 2
     assert {"hardware", "versions", "git"} <= content.keys()
-
-
-def test_a_fresh_process_is_another_one_and_its_result_comes_back():
-    assert in_fresh_process(os.getpid) not in (os.getpid(), None)

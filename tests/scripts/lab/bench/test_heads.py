@@ -8,23 +8,23 @@ from types import SimpleNamespace
 import pytest
 from safetensors.torch import load_file
 
-from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED
-from configs.runtime.errors import ConfigError, InputError
+from configs.runtime.command import DONE
+from configs.runtime.errors import ConfigError
 from configs.runtime.files import CHECKOUT
 from configs.runtime.loading import load_config
 from configs.schema.decoding import DecodeConfig
-from configs.schema.drafting import CostStopping, StaticTree
+from configs.schema.drafting import CostStopping
 from configs.schema.training import DistillConfig, HeadsConfig
 from distill.dataset.conversations import read_conversations
 from eval.cost.tree_choice import ChosenTree
 from eval.decoder.decode import Request, decode
 from heads.artifact import load_draft
 from heads.proposers.lookup import PromptLookup
-from heads.proposers.merged import LookupFirst, MergedDrafts
+from heads.proposers.merged import LookupFirst
 from scripts.advice import trained_runs
 from scripts.lab.bench import head_recipes, heads
 from scripts.lab.bench.head_recipes import make_cache, make_data, read_cache_seconds, with_cache
-from scripts.lab.bench.heads import compare_heads, verdict
+from scripts.lab.bench.heads import compare_heads
 from tests.scripts.lab.bench.conftest import ELSEWHERE
 from train.launch import run_distillation, run_heads
 
@@ -78,51 +78,31 @@ def test_every_draft_has_a_row_for_each_suite_alone_and_after_a_lookup(results, 
         assert (row["num_speculative_tokens"], row["lossless"]) == (2, "lossless")
 
 
-def test_chains_that_the_cost_rule_ends_are_measured_beside_the_fixed_length(
+def test_chains_that_the_cost_rule_ends_and_trees_are_measured_beside_the_fixed_length(
     results, make_config, folder, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(trained_runs, "run_training", None)
+    chosen = ChosenTree(paths=[(0,), (1,), (0, 0)], tokens_per_round=2.0, seconds_per_round=1.0)
+    monkeypatch.setattr(heads, "choose_tree", lambda *_: chosen)
     dear = CostStopping(rule="cost", draft_step_milliseconds=1.0, target_step_milliseconds=[1.0, 1e6, 1e6])
     monkeypatch.setattr(heads, "choose_stopping", lambda target, draft, requests, settings: dear)
     only = {
         "recipes": [str(folder / "eagle3.yaml")],
         "draft_models": [],
         "stopped": ["eagle3"],
+        "trees": ["eagle3"],
         "max_new_tokens": 24,
     }
     assert compare_heads(make_config(**only, output=str(tmp_path / "heads.json"))) == DONE
     content = json.loads((tmp_path / "heads.json").read_text())
-    fixed, _, stopped, lookup = content["rows"][:4]
-    assert [row["recipe"] for row in (fixed, stopped, lookup)] == ["eagle3", "eagle3, stopped by distribution", "eagle3"]
+    fixed, _, stopped, by_tree, after_lookup = content["rows"][:5]
+    assert [row["recipe"] for row in (stopped, by_tree)] == ["eagle3, stopped by distribution", "eagle3, fastest tree"]
+    assert (by_tree["recipe"], by_tree["lossless"]) == (after_lookup["recipe"], after_lookup["lossless"])
+    assert by_tree["tau"] > fixed["tau"]
     assert (stopped["tau"], stopped["lossless"]) == (1.0, "lossless")  # no draft is worth a row
     names = ["eagle3_stopped_vs_fixed_home", "eagle3_stopped_vs_fixed_other"]
     assert [name for name in content["ratios"] if not name.endswith(("_low", "_high"))] == names
     assert content["ratios"][names[0]] == pytest.approx(stopped["speedup"] / fixed["speedup"])
-
-
-def test_heads_are_measured_with_the_fastest_tree_beside_the_chain(
-    results, make_config, folder, recipe, target, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(trained_runs, "run_training", None)
-    paths = [(0,), (1,), (0, 0)]
-    chosen = ChosenTree(paths=paths, tokens_per_round=2.0, seconds_per_round=1.0)
-    monkeypatch.setattr(heads, "choose_tree", lambda *_: chosen)
-    only = {"recipes": [str(folder / "eagle3.yaml")], "draft_models": [], "trees": ["eagle3"], "suites": []}
-    assert compare_heads(make_config(**only, output=str(tmp_path / "heads.json"))) == DONE
-    content = json.loads((tmp_path / "heads.json").read_text())
-    by_tree, after_lookup = content["rows"][2:4]
-    assert [row["recipe"] for row in (by_tree, after_lookup)] == ["eagle3, fastest tree"] * 2
-    assert (by_tree["lossless"], after_lookup["lossless"]) == ("lossless", "lossless")
-    (run,) = content["runs"]
-    draft = load_draft(run["artifact"], target.identity, target.model).proposer
-    tree = StaticTree(kind="static", paths=[list(path) for path in paths])
-    settings = DecodeConfig(num_speculative_tokens=2, max_new_tokens=10, tree=tree)
-    prompts = [row.prompt_ids for row in read_conversations(Path(recipe["data"]["held_out"]))[-3:]]
-    merged = MergedDrafts([draft, PromptLookup(target.device, longest=8, shortest=3)], target.device)
-    for proposer, row in ((draft, by_tree), (merged, after_lookup)):
-        requests = [Request(prompt_id=str(ids), category="", tokens=tuple(ids)) for ids in prompts]
-        rounds = [each for request in requests for each in decode(target, [request], settings, proposer)[0][0].rounds]
-        assert row["tau"] == pytest.approx(sum(len(round_.committed) for round_ in rounds) / len(rounds))
 
 
 def test_variants_are_compared_with_the_first_of_them_and_a_lookup_can_be_left_out(
@@ -158,24 +138,14 @@ def test_a_run_that_was_cut_off_finds_what_it_had_measured(results, make_config,
         return whole(config, target, requests, run, *others, suite=suite)
 
     monkeypatch.setattr(heads, "measure_run", measure_run)
-    only = {
-        "recipes": [str(folder / "eagle3.yaml")],
-        "draft_models": [],
-        "output": str(tmp_path / "heads.json"),
-    }
+    only = {"recipes": [str(folder / "eagle3.yaml")], "draft_models": [], "output": str(tmp_path / "heads.json")}
     cut_off = True
     with pytest.raises(KeyboardInterrupt):
         compare_heads(make_config(**only))
     cut_off = False
     assert compare_heads(make_config(**only)) == DONE
     assert measured == [("eagle3", "home"), ("eagle3", "other")]
-    rows = json.loads((tmp_path / "heads.json").read_text())["rows"]
-    taus = {(row["family"], row["recipe"], row["suite"]): row["tau"] for row in results.content["rows"]}
-    assert {(row["family"], row["recipe"], row["suite"]): row["tau"] for row in rows}.items() <= taus.items()
-    assert len(rows) == 6
-    measured.clear()
-    assert compare_heads(make_config(**only)) == DONE  # what was finished is measured anew
-    assert len(measured) == 2
+    assert len(json.loads((tmp_path / "heads.json").read_text())["rows"]) == 6
 
 
 def test_costs_are_those_of_the_artifact_the_data_and_the_run(results, recipe):
@@ -193,32 +163,13 @@ def test_costs_are_those_of_the_artifact_the_data_and_the_run(results, recipe):
     assert (lookup["parameters"], lookup["training_seconds"], lookup["answer_tokens"]) == (0, 0, 0)
 
 
-def test_finished_runs_are_kept_and_a_changed_recipe_is_trained_alone(results, make_config, folder, monkeypatch):
-    trained = []
-
-    def refuse(entry, path):
-        trained.append(json.loads(path.read_text())["head"])
-        return BAD_INPUT
-
-    monkeypatch.setattr(trained_runs, "run_training", refuse)
+def test_finished_runs_are_kept(results, make_config, folder, monkeypatch):
+    monkeypatch.setattr(trained_runs, "run_training", None)
     output = str(folder / "again.json")
     assert compare_heads(make_config(output=output)) == DONE
-    assert trained == []
     again = json.loads(Path(output).read_text())
     assert [row["tau"] for row in again["rows"]] == [row["tau"] for row in results.content["rows"]]
     assert again["runs"] == results.content["runs"]
-
-    changed = json.loads((folder / "medusa.yaml").read_text()) | {"head": {"kind": "medusa", "num_depths": 3}}
-    (folder / "medusa3.yaml").write_text(json.dumps(changed))
-    with pytest.raises(InputError, match=r"^recipe medusa3: its training .* ended with code 2"):
-        compare_heads(make_config(recipes=[str(folder / "medusa3.yaml"), str(folder / "eagle3.yaml")], output=output))
-    assert [head["num_depths"] for head in trained] == [3]
-
-
-def test_an_answer_that_no_rounding_explains_fails_the_benchmark():
-    fine = {"recipe": "medusa", "family": "medusa", "lossless": "lossless_up_to_ties"}
-    assert verdict([fine]) == DONE
-    assert verdict([fine, fine | {"lossless": "not_lossless"}]) == GATE_FAILED
 
 
 # --- what is refused, and what is made -----------------------------------------------------------------------------
@@ -226,14 +177,14 @@ def test_an_answer_that_no_rounding_explains_fails_the_benchmark():
 
 def test_data_and_cache_are_made_once_by_their_commands(make_config, folder, tmp_path, monkeypatch):
     made = {"make_data": tmp_path / "data", "make_cache": tmp_path / "cache"}
-    codes, commands = [], []
+    commands = []
 
     def run(command, check):
         commands.append(command[1:])
         folder = made[Path(command[1]).stem]
         folder.mkdir(exist_ok=True)
         (folder / "manifest.json").touch()
-        return SimpleNamespace(returncode=codes.pop())
+        return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(head_recipes.subprocess, "run", run)
     files = {}
@@ -242,13 +193,6 @@ def test_data_and_cache_are_made_once_by_their_commands(make_config, folder, tmp
         files[kind] = tmp_path / f"{kind}.yaml"
         files[kind].write_text(json.dumps(values))
     config = make_config(data=str(files["make_data"]), cache=str(files["make_cache"]), runs=str(tmp_path))
-    for code, error in ((BAD_INPUT, InputError), (1, RuntimeError)):
-        codes.append(code)
-        with pytest.raises(error, match=rf"make_data.py --config .*make_data.yaml ended with code {code}"):
-            make_data(config)
-        (made["make_data"] / "manifest.json").unlink()
-    commands.clear()
-    codes += [0, 0]
     for _ in range(2):
         make_data(config)
         make_cache(config)
@@ -257,30 +201,13 @@ def test_data_and_cache_are_made_once_by_their_commands(make_config, folder, tmp
     head, draft = load_config(HeadsConfig, folder / "eagle3.yaml"), load_config(DistillConfig, folder / "draft_lm.yaml")
     assert with_cache(head, config.cache).data.cache == str(made["make_cache"])
     assert with_cache(draft, config.cache) == draft
-    assert read_cache_seconds(make_config()) is None
-    make_data(make_config(data=None))
 
 
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [
-        ({"recipes": [], "draft_models": []}, "recipes: there is none; name at least one file of configs/heads"),
-        ({"draft_models": ["{folder}/other/eagle3.yaml"]}, "recipes: two are called eagle3; give each a file name of its own"),
-        ({"recipes": ["{folder}/other/medusa.yaml"]}, "recipes: all must have the same data.held_out, got"),
-        ({"variants": {"eagle3": {"head.depth_decay": 1.0}}}, "recipes: two are called eagle3"),
-        ({"variants": {"flat": {"head.depth_decai": 1.0}}}, "variants.flat.head.depth_decai: unknown key"),
-    ],
-)
-def test_recipes_that_make_no_table_are_refused(make_config, folder, changes, complaint, monkeypatch):
-    monkeypatch.setattr(trained_runs, "run_training", None)
-    (folder / "other").mkdir(exist_ok=True)
+def test_recipes_that_make_no_table_are_refused(make_config, folder, tmp_path):
     recipe = json.loads((folder / "medusa.yaml").read_text())
     recipe["data"]["held_out"] = recipe["data"]["train"]
-    (folder / "other/medusa.yaml").write_text(json.dumps(recipe))
-    config = make_config()
-    for key, value in changes.items():
-        filled = json.loads(json.dumps(value).replace("{folder}", str(folder)))
-        config = config.model_copy(update={key: filled})
-    with pytest.raises(ConfigError) as caught:
-        compare_heads(config)
-    assert str(caught.value).startswith(complaint)
+    (tmp_path / "eagle3.yaml").write_text(json.dumps(recipe))
+    with pytest.raises(ConfigError, match="recipes: two are called eagle3; give each a file name of its own"):
+        compare_heads(make_config(draft_models=[str(tmp_path / "eagle3.yaml")]))
+    with pytest.raises(ConfigError, match=r"recipes: all must have the same data\.held_out, got"):
+        compare_heads(make_config(recipes=[str(tmp_path / "eagle3.yaml")]))

@@ -10,7 +10,7 @@ from configs.runtime.command import BAD_INPUT
 from configs.runtime.errors import InputError
 from scripts.lab.bench import provenance
 from scripts.lab.bench.harness import add_ratios, write_results
-from scripts.lab.bench.provenance import check_place, check_same_origin, check_trained_here, describe_origin
+from scripts.lab.bench.provenance import check_place, check_trained_here
 from scripts.lab.benchmark import run
 from scripts.lab.settings import SoakConfig
 
@@ -44,14 +44,6 @@ def write(path):
     write_results(path, "soak", SoakConfig(), rows=[{"fault": "kill"}], ratios={})
 
 
-def test_a_clean_tree_writes_one_results_file_after_another(checkout):
-    for name in ("soak.json", "again.json"):
-        path = checkout / "docs" / "results" / name
-        check_place(path)
-        write(path)
-        assert json.loads(path.read_text())["git"] == {"commit": git(checkout, "rev-parse", "HEAD"), "dirty": False}
-
-
 def test_a_dirty_tree_is_refused_before_anything_runs_and_may_write_elsewhere(checkout, capsys):
     (checkout / "heads" / "head.py").write_text("two\n")
     (checkout / "heads" / "new.py").touch()
@@ -66,10 +58,8 @@ def test_a_dirty_tree_is_refused_before_anything_runs_and_may_write_elsewhere(ch
 def test_code_that_changes_while_it_is_measured_keeps_the_results_out(checkout):
     path = checkout / "docs" / "results" / "soak.json"
     check_place(path)
-    (checkout / "docs" / "page.md").write_text("a document\n")
-    git(checkout, "add", ".")
-    git(checkout, "commit", "-qm", "a document, which no run reads")
     write(path)
+    assert json.loads(path.read_text())["git"] == {"commit": git(checkout, "rev-parse", "HEAD"), "dirty": False}
     path.unlink()
     (checkout / "heads" / "head.py").write_text("two\n")
     git(checkout, "commit", "-qam", "other code")
@@ -96,9 +86,6 @@ def test_a_draft_of_other_code_is_refused_and_one_of_the_same_code_is_kept(check
     with pytest.raises(InputError, match=r"was trained by commit \w{12}; since then changed: heads/head.py; remove it"):
         check_trained_here([artifact], output)
     check_trained_here([artifact], checkout / "heads.json")
-    trained(git(checkout, "rev-parse", "HEAD"), True)
-    with pytest.raises(InputError, match=r"was trained by commit \w{12}, with changes that are not committed; remove it"):
-        check_trained_here([artifact], output)
 
 
 def test_ratios_join_no_file_of_other_code_or_another_machine(checkout):
@@ -114,16 +101,3 @@ def test_ratios_join_no_file_of_other_code_or_another_machine(checkout):
     (checkout / "heads" / "head.py").write_text("two\n")
     with pytest.raises(InputError, match=r"scale.json is of other code than this run's"):
         add_ratios(path, "states_timed", SoakConfig(), {"speed": 2.0})
-
-
-def test_a_report_of_the_same_evaluation_counts_though_it_says_more_of_its_machine_and_other_scripts_changed(checkout):
-    origin = json.loads(json.dumps(describe_origin()))
-    report = origin | {"hardware": origin["hardware"] | {"device": "cpu", "threads": 2}}
-    (checkout / "scripts.py").touch()
-    git(checkout, "add", ".")
-    git(checkout, "commit", "-qm", "what evaluates nothing")
-    check_same_origin(report, "report.json", ("heads",))
-    with pytest.raises(InputError, match=r"report.json is of other code than this run's"):
-        check_same_origin(report, "report.json")
-    with pytest.raises(InputError, match=r"report.json is of other hardware than this run's"):
-        check_same_origin(report | {"hardware": {"cpu": "another"}}, "report.json", ("heads",))

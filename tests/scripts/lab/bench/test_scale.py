@@ -1,4 +1,4 @@
-"""The scale benchmark on a tiny target: runs of one and two processes, and shares of what their records say."""
+"""The scale benchmark on a tiny target: a run, and shares of what their records say."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ from configs.runtime.errors import InputError
 from configs.runtime.loading import load_config
 from configs.schema.training import HeadsConfig
 from scripts.lab.bench import scale
-from scripts.lab.bench.scale import Measured, measure, tokens_among_positions
+from scripts.lab.bench.scale import Measured, measure
 from scripts.lab.benchmark import run
 from scripts.lab.settings import BenchScaleConfig
 
@@ -28,8 +28,8 @@ def bench(path, **settings):
     return BenchScaleConfig.model_validate({"recipe": str(path), "cache": None, "steps": 2, "repeats": 1} | settings)
 
 
-def test_two_processes_are_trained_by_the_entry_and_their_records_are_read(path, tmp_path):
-    measured = measure(bench(path), load_config(HeadsConfig, path), 2, tmp_path, 0, 0)
+def test_a_run_is_trained_by_the_entry_and_its_records_are_read(path, tmp_path):
+    measured = measure(bench(path), load_config(HeadsConfig, path), 1, tmp_path, 0, 0)
     assert measured.tokens_per_second > 0
     assert measured.step_seconds > 0
     assert 0 < measured.input_share < 1
@@ -64,21 +64,11 @@ def test_the_file_holds_the_ratios_with_their_bounds(path, tmp_path, monkeypatch
     assert run(["scale", "--config", str(file), "--set", "num_processes=3"]) == BAD_INPUT
 
 
-def test_padding_is_counted_over_the_batches_of_an_epoch(path):
-    recipe = load_config(HeadsConfig, path)
-    one_by_one = recipe.model_copy(update={"schedule": recipe.schedule.model_copy(update={"batch_size": 1})})
-    assert tokens_among_positions(one_by_one)["bucketing_efficiency"] == 1
-    shares = tokens_among_positions(recipe)
-    assert 0 < shares["bucketing_efficiency"] <= 1
-    assert 0 < shares["packing_efficiency"] <= 1
-
-
 @pytest.mark.parametrize(
     ("code", "said", "kind", "reason"),
     [
         (1, "error: data.train not found: x\ntorch: ChildFailedError\n", InputError, "not found: x"),  # torchrun's own code
         (1, "Traceback\nRuntimeError: the loss is nan\n", RuntimeError, "the loss is nan"),
-        (-9, "", RuntimeError, "nothing"),
     ],
 )
 def test_a_run_that_ends_otherwise_says_why(path, tmp_path, monkeypatch, code, said, kind, reason):

@@ -48,26 +48,15 @@ def test_a_table_is_replaced_and_the_text_around_it_is_not(results):
     assert fill_tables(filled, results) == filled
 
 
-def test_rows_with_other_keys_stand_in_a_table_of_their_own_and_gpus_name_the_machine(results):
-    rows = [{"draft": "a", "tau": 1.5}, {"draft": "b", "tau": 1.75}, {"loss": "chunked", "seconds": 2.0}]
-    hardware = {"cpu": "a test machine", "cores": 2, "gpus": [{"name": "GPU A"}, {"name": "GPU B"}]}
-    (results / "decode.json").write_text(json.dumps(RESULTS | {"rows": rows, "hardware": hardware}))
-    filled = fill_tables("<!-- table: decode -->\n<!-- end -->", results)
-    assert "| draft | tau |\n| --- | --- |\n| a | 1.50 |\n| b | 1.75 |\n\n| loss | seconds |\n| --- | --- |\n| ch" in filled
-    assert "on GPU A and GPU B, torch" in filled
-
-
 @pytest.mark.parametrize(
     ("document", "complaint"),
     [
         ("<!-- table: decode -->\nold\n", "table 'decode' has no"),
-        ("<!-- table: decode -->\nold\n<!-- table: decode -->\n<!-- end -->\n", "table 'decode' has no"),
         ("<!-- table: decode {rows: {rule: [none]}} -->\n<!-- end -->\n", r"decode.json has nothing of \{rows: \{rule: \[none"),
         (
             "<!-- table: decode {row: {}} -->\n<!-- end -->\n",
             r"table 'decode': \{row: \{\}\} is no mapping of ratios, rows and",
         ),
-        ("<!-- table: decode {rows: [} -->\n<!-- end -->\n", "is no mapping of ratios, rows and columns"),
         ("<!-- table: odd -->\n<!-- end -->\n", "odd.json are not in the form"),
     ],
 )
@@ -99,10 +88,6 @@ def test_a_part_of_a_file_is_shown_where_its_table_says_which(results):
     rows_alone = fill_tables("<!-- table: decode {rows: {batch_size: [8]}} -->\n<!-- end -->", results)
     assert "ratio" not in rows_alone
     assert "| block\\|token | – | 8 |" in rows_alone
-
-
-def test_a_file_that_is_not_there_is_said_to_be_unmeasured(results):
-    assert "\n`nosuch.json` is not measured yet.\n" in fill_tables("<!-- table: nosuch -->\nold\n<!-- end -->", results)
 
 
 def test_bounds_of_no_column_in_the_row_are_columns_themselves(tmp_path):

@@ -1,6 +1,5 @@
 """Our side of the serving check: rounds and accepted drafts, counted as engines count them."""
 
-import pytest
 import torch
 
 from configs.schema.decoding import DecodeConfig
@@ -8,26 +7,10 @@ from configs.schema.heads import MtpSettings
 from eval.decoder.decode import decode
 from heads.artifact import load_draft
 from heads.vocabulary import DraftVocabulary
-from scripts.lab.engine_check.ours import Counts, count_ours, count_rounds
+from scripts.lab.engine_check.ours import Counts, count_ours
 from tests.scripts.lab.engine_check.conftest import K
 from tests.support import family_checks as checks
 from tests.support.artifacts import save_artifact
-
-
-@pytest.mark.parametrize(
-    ("accepted", "length", "expected"),
-    [
-        ([2, 0, 3], 4, Counts(1, 2)),  # the prompt's token, and a round of three
-        ([2, 0, 3], 5, Counts(2, 2)),
-        ([2, 0, 3], 6, Counts(3, 5)),  # reached by the first token of the third round, which counts whole
-        ([2, 0, 3], 9, Counts(3, 5)),
-        ([2, 0, 3], 1, Counts(0, 0)),
-    ],
-)
-def test_rounds_are_counted_until_the_answer_is_reached(accepted, length, expected):
-    assert count_rounds(accepted, length) == expected
-    with pytest.raises(ValueError, match="9 tokens, and the answer has 10"):
-        count_rounds(accepted, 10)
 
 
 def test_whole_rounds_are_what_drafts_and_plain_text_say(bench, tiny_run):

@@ -1,10 +1,8 @@
 """transformers as the other side: a fixed number of drafts, nothing of a model's own settings, the same ends as ours."""
 
 import pytest
-import torch
 from transformers import GenerationConfig
 
-from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from eval.decoder.decode import Request, decode
 from scripts.lab.bench.peers.transformers_generate import TransformersPeer
@@ -51,9 +49,3 @@ def test_an_answer_ends_with_the_end_of_text_as_ours_does(tiny_llama, as_target,
     assert theirs.tokens == ours.tokens
     assert theirs.tokens[-1] == endless.tokens[5]
     assert theirs.stop_reason == ours.stop_reason == "eos"
-
-
-def test_a_draft_of_another_vocabulary_size_is_refused(tiny_llama, as_target):
-    target, draft = as_target(tiny_llama(dtype=torch.float32)), tiny_llama(vocab_size=80, dtype=torch.float32)
-    with pytest.raises(InputError, match="the draft has 80, the target 64"):
-        TransformersPeer(target, draft, 3, 12)
