@@ -32,11 +32,8 @@ class PackedBatchSampler(EpochSampler[Row]):
         self, lengths: Sequence[int] | np.ndarray, batch_size: int, *, pack_length: int, seed: int, window: int = WINDOW
     ) -> None:
         super().__init__(seed)
-        lengths_N = np.asarray(lengths, dtype=np.int32)
-        if lengths_N.max() > pack_length:
-            raise ValueError(f"a conversation of {lengths_N.max()} tokens does not fit into a row of {pack_length}")
         self.batch_size = batch_size
-        self._order_N, self._starts_R = _pack(lengths_N, pack_length, seed, window)
+        self._order_N, self._starts_R = _pack(np.asarray(lengths, dtype=np.int32), pack_length, seed, window)
 
     @property
     def num_rows(self) -> int:
@@ -72,10 +69,7 @@ def make_packed_loader(dataset: ConversationDataset, batch_size: int, *, pack_le
 
 
 def collate_packed(rows: Sequence[Sequence[Example]]) -> Batch:
-    """Put the examples of each row one after the other, and pad on the right.
-
-    None may begin with a label, which would be predicted from the end of another.
-    """
+    """Put the examples of each row one after the other, and pad on the right."""
     B, T, C = len(rows), max(sum(len(each.input_ids) for each in row) for row in rows), max(map(len, rows))
     batch = Batch(
         input_ids_BT=torch.zeros(B, T, dtype=torch.int64),
@@ -96,8 +90,6 @@ def _fill(batch: Batch, row: int, examples: Sequence[Example]) -> None:
             raise InputError(
                 f"data.packing: conversation {example.conversation} brings images or sounds; set data.packing to null"
             )
-        if example.answer_start < 1:
-            raise ValueError(f"conversation {example.conversation} has no prompt: its first token cannot be a label")
         end = start + len(example.input_ids)
         batch.input_ids_BT[row, start:end] = torch.tensor(example.input_ids)
         batch.loss_mask_BT[row, start + example.answer_start : end] = True
