@@ -13,7 +13,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -26,6 +26,7 @@ from configs.runtime.redaction import mask_arguments, mask_secrets
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "torchmetrics", "draftsmith")
 MIB = 2**20
+NO_DOCUMENTS = (".", ":(exclude)docs", ":(exclude)README.md")  # what git looks at
 PROBE_SECONDS = 20  # git status of a large checkout on a network disk can be slow
 # Keys of a training's config that change none of its weights but by the order of sums, sections with all that is in them. A run
 # may be resumed with others. Whatever is not here decides.
@@ -108,25 +109,13 @@ def describe_versions() -> dict[str, str]:
 
 
 def describe_git(root: Path = CHECKOUT) -> dict[str, Any]:
-    """Return the checkout's `commit` and whether it is `dirty` (`changed_files`); None where git cannot tell."""
-    commit = _output(["git", "-C", str(root), "rev-parse", "--verify", "--quiet", "HEAD"])
-    changes = None if commit is None else changed_files(commit, root=root)
-    return {"commit": None, "dirty": None} if changes is None else {"commit": commit, "dirty": bool(changes)}
-
-
-def changed_files(since: str, paths: Sequence[str] = (".",), *, root: Path = CHECKOUT) -> list[str] | None:
-    """Return the files of a checkout that differ from a commit's or are untracked; None where git cannot tell.
+    """Return the checkout's `commit` and whether it is `dirty`; None where git cannot tell.
 
     Documents do not count, which no run reads: a measurement writes its results there before the next one begins.
     """
-    where = ["--", *paths, ":(exclude)docs", ":(exclude)README.md"]
-    found: list[str] = []
-    for command in (["diff", "--name-only", since], ["ls-files", "--others", "--exclude-standard"]):
-        listed = _output(["git", "-C", str(root), *command, *where])
-        if listed is None:
-            return None
-        found += listed.splitlines()
-    return found
+    commit = output_of(["git", "-C", str(root), "rev-parse", "--verify", "--quiet", "HEAD"])
+    changes = output_of(["git", "-C", str(root), "status", "--porcelain", "--", *NO_DOCUMENTS])
+    return {"commit": None, "dirty": None} if not commit or changes is None else {"commit": commit, "dirty": bool(changes)}
 
 
 def describe_hardware() -> dict[str, Any]:
@@ -135,7 +124,7 @@ def describe_hardware() -> dict[str, Any]:
     text = known.read_text(encoding="utf-8") if known.is_file() else ""
     found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
-    gpus = [line.rsplit(", ", 2) for line in (_output(query) or "").splitlines()]
+    gpus = [line.rsplit(", ", 2) for line in (output_of(query) or "").splitlines()]
     return {
         "cpu": found[1].strip() if found else platform.processor() or platform.machine(),
         # In a container or under taskset these are fewer than there are.
@@ -148,7 +137,7 @@ def describe_hardware() -> dict[str, Any]:
     }
 
 
-def _output(command: list[str]) -> str | None:
+def output_of(command: list[str]) -> str | None:
     """Return what a command prints, None where it is missing, fails or hangs."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=True)

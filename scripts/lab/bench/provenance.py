@@ -10,7 +10,7 @@ from typing import Any
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import CHECKOUT, read_json
-from configs.runtime.run_record import changed_files, describe_git, describe_hardware, describe_versions
+from configs.runtime.run_record import describe_git, describe_hardware, describe_versions, output_of
 from scripts.advice.trained_runs import OUTCOME, TrainingRun, train_run
 
 log = logging.getLogger("draftsmith")
@@ -95,3 +95,11 @@ def train_all(runs: Sequence[TrainingRun], kind: str) -> None:
             log.info("%s: kept from %s", place, run.folder)
         else:
             log.warning("%s: kept from %s, trained at commit %s; remove the folder to train anew", place, run.folder, made_at)
+
+
+def changed_files(since: str, paths: Sequence[str] = (".",), *, root: Path = CHECKOUT) -> list[str] | None:
+    """Return the files of a checkout, documents aside, that differ from a commit's or are untracked; None: git cannot tell."""
+    where = ["--", *paths, ":(exclude)docs", ":(exclude)README.md"]
+    commands = (["diff", "--name-only", since], ["ls-files", "--others", "--exclude-standard"])
+    listed = [output_of(["git", "-C", str(root), *command, *where]) for command in commands]
+    return None if None in listed else [path for each in listed for path in (each or "").splitlines()]

@@ -31,7 +31,7 @@ def checkout(tmp_path, monkeypatch):
     git(tmp_path, "init", "-q", str(folder))
     git(folder, "add", ".")
     git(folder, "commit", "-qm", "first")
-    for function, name in ((run_record.describe_git, "describe_git"), (run_record.changed_files, "changed_files")):
+    for function, name in ((run_record.describe_git, "describe_git"), (provenance.changed_files, "changed_files")):
         monkeypatch.setattr(provenance, name, lambda *given, function=function: function(*given, root=folder))
     monkeypatch.setattr(provenance, "RESULTS", folder / "docs" / "results")
     monkeypatch.chdir(folder)
