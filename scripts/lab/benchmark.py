@@ -22,21 +22,8 @@ if not __package__:  # run as a script: the checkout's root takes the place of t
 
 from configs.runtime.command import run_command
 from configs.schema.base import Settings
+from scripts.lab import settings
 from scripts.lab.bench.provenance import check_place
-from scripts.lab.settings import (
-    BenchDecodeConfig,
-    BenchDemoConfig,
-    BenchDistillConfig,
-    BenchEvalConfig,
-    BenchHeadsConfig,
-    BenchScaleConfig,
-    BenchStatesConfig,
-    EngineComparisonSettings,
-    ModelsCheckConfig,
-    ResultsTableConfig,
-    ServeCheckConfig,
-    SoakConfig,
-)
 
 
 class Benchmark(NamedTuple):
@@ -47,55 +34,59 @@ class Benchmark(NamedTuple):
 
 BENCHMARKS = {
     "demo": Benchmark(
-        BenchDemoConfig, "bench.demo.record_demo", "what make demo measured, as a results file (after make demo)"
+        settings.BenchDemoConfig, "bench.demo.record_demo", "what make demo measured, as a results file (after make demo)"
     ),
     "decode": Benchmark(
-        BenchDecodeConfig,
+        settings.BenchDecodeConfig,
         "bench.decode.benchmark.compare_decoding",
         "the decoder beside transformers' generation (after make demo; ten minutes)",
     ),
     "distill": Benchmark(
-        BenchDistillConfig,
+        settings.BenchDistillConfig,
         "bench.distill.benchmark.compare_distillation",
         "the distillation loss and training beside plain ways and TRL's, tau before and after (after make demo)",
     ),
     "heads": Benchmark(
-        BenchHeadsConfig, "bench.heads.compare_heads", "head families on one target (two hours, the first time)"
+        settings.BenchHeadsConfig, "bench.heads.compare_heads", "head families on one target (two hours, the first time)"
     ),
     "eval": Benchmark(
-        BenchEvalConfig,
+        settings.BenchEvalConfig,
         "bench.evaluation.compare_predictions",
         "predicted speed beside measured, and the evaluator's own cost (after make demo; eight minutes)",
     ),
     "scale": Benchmark(
-        BenchScaleConfig,
+        settings.BenchScaleConfig,
         "bench.scale.compare_scale",
         "two processes beside one, padding, checkpoints, waiting for data (after heads)",
     ),
     "states": Benchmark(
-        BenchStatesConfig,
+        settings.BenchStatesConfig,
         "bench.states.compare_states",
         "training from servers of hidden states beside training from a cache (after scale, with servers at work)",
     ),
     "engines": Benchmark(
-        EngineComparisonSettings, "bench.engines.check_engines", "the loss under DDP, FSDP2 and ZeRO beside one process's"
+        settings.EngineComparisonSettings,
+        "bench.engines.check_engines",
+        "the loss under DDP, FSDP2 and ZeRO beside one process's",
     ),
     "models": Benchmark(
-        ModelsCheckConfig,
+        settings.ModelsCheckConfig,
         "models_check.runner.check_models",
         "tiny models of every family of transformers through every stage, against transformers (12 minutes)",
     ),
     "serve": Benchmark(
-        ServeCheckConfig,
+        settings.ServeCheckConfig,
         "engine_check.cases.run_checks",
         "exported drafts in vLLM, transformers, llama.cpp and OpenVINO beside our decoder (needs a --config)",
     ),
     "soak": Benchmark(
-        SoakConfig,
+        settings.SoakConfig,
         "fault_injection.rounds.soak",
         "tiny runs killed, stopped and damaged at random, to end with an undisturbed run's weights (15 minutes)",
     ),
-    "tables": Benchmark(ResultsTableConfig, "bench.tables.update_tables", "fill the tables of a document from docs/results/"),
+    "tables": Benchmark(
+        settings.ResultsTableConfig, "bench.tables.update_tables", "fill the tables of a document from docs/results/"
+    ),
 }
 
 

@@ -21,9 +21,8 @@ class BenchLossConfig(Settings):
     vocab_size: PositiveInt = 151_936  # rows of both heads
     width: PositiveInt = 576  # of both sides' hidden states
     chunk_size: PositiveInt = 128  # positions whose logits live at one time in our loss
-    positions: PositiveInt = 4096  # halved until the unchunked loss fits into max_gibibytes and the free memory
+    positions: PositiveInt = 4096  # halved until the unchunked loss fits into 24 GiB and the free memory
     repeats: PositiveInt = 3  # processes by side, each for one pass
-    max_gibibytes: PositiveFloat = 24.0  # most memory that the unchunked loss may take; 4096 positions take 21
 
 
 class BenchDistillConfig(Settings):

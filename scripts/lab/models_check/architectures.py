@@ -210,7 +210,8 @@ def tiny_model(name: str, seed: int = 3) -> PreTrainedModel:
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in load_with("sdpa", build).parameters())
     if size > MOST_PARAMETERS:
-        raise ValueError(f"the tiny config of {name} makes a model of {size} parameters: {_large(config)}")
+        large = {key: value for key, value in config.to_dict().items() if type(value) is int and value > VOCAB_SIZE}
+        raise ValueError(f"the tiny config of {name} makes a model of {size} parameters: {large}")
     torch.manual_seed(seed)
     model = load_with("sdpa", build)
     # By itself a tiny random model would repeat a token for ever, whatever its blocks compute.
@@ -252,7 +253,3 @@ def _to_gain(weight: Tensor, gain: float) -> None:
     """Scale a weight so that it makes numbers `gain` times the size of its inputs; where it is zero, draw it."""
     size = float(weight.square().mean().sqrt())
     weight.copy_(torch.randn_like(weight) if size == 0 else weight / size).mul_(gain * weight.shape[-1] ** -0.5)
-
-
-def _large(config: PreTrainedConfig) -> dict[str, int]:
-    return {key: value for key, value in config.to_dict().items() if type(value) is int and value > VOCAB_SIZE}

@@ -18,6 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from configs.runtime.command import DONE, GATE_FAILED
 from configs.runtime.errors import InputError, first_line
+from configs.runtime.files import CHECKOUT
 from scripts.lab.bench.harness import write_results
 from scripts.lab.bench.tables import update_tables
 from scripts.lab.models_check.architectures import family_of, names, not_a_decoder
@@ -30,7 +31,6 @@ log = logging.getLogger("draftsmith")
 
 BUILD = "build"
 FAILURES = ("wrong", "error")
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def check_models(config: ModelsCheckConfig) -> int:
@@ -137,7 +137,7 @@ def run_stages(case: Case, report: Callable[[Outcome], None], stages: Sequence[s
 
 
 def described(error: Exception) -> str:
-    ours = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_relative_to(ROOT)]
+    ours = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_relative_to(CHECKOUT)]
     ours = [frame for frame in ours if "site-packages" not in frame.filename]
-    where = f" ({Path(ours[-1].filename).relative_to(ROOT)}:{ours[-1].lineno})" if ours else ""
+    where = f" ({Path(ours[-1].filename).relative_to(CHECKOUT)}:{ours[-1].lineno})" if ours else ""
     return f"{type(error).__name__}: {first_line(error)}{where}"

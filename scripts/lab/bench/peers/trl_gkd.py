@@ -1,7 +1,7 @@
 """TRL's distillation with the same target, draft and batches: what ours is measured against where `trl` is installed.
 
 Written for trl 1.16.0. Its trainer runs at its best here: no activation checkpointing, no logging, no data loading in the step.
-B batch, T positions, N positions in a row, D width, V vocabulary.
+B batch, T positions.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import copy
 import importlib.util
 from pathlib import Path
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError
@@ -24,18 +22,6 @@ IGNORED = -100  # TRL's label of a position that is not trained
 
 def trl_is_installed() -> bool:
     return importlib.util.find_spec("trl") is not None
-
-
-def trl_chunked_jsd(
-    draft_hidden_ND: Tensor, target_hidden_ND: Tensor, draft_head_VD: Tensor, target_head_VD: Tensor, *, beta: float
-) -> Tensor:
-    """Return the mean generalised JSD over positions as TRL's `DistillationTrainer` computes it, in tiles."""
-    from trl.trainer.distillation_trainer import _chunked_divergence_loss
-
-    mask_1N = torch.ones(1, len(draft_hidden_ND), dtype=torch.long)
-    hidden = draft_hidden_ND.unsqueeze(0), target_hidden_ND.unsqueeze(0)
-    loss, _, _ = _chunked_divergence_loss(*hidden, draft_head_VD, target_head_VD, mask_1N, beta, len(draft_hidden_ND))
-    return loss
 
 
 class GkdPeer:
