@@ -9,6 +9,7 @@ other programs need not know of the reduction; `draft_vocabulary.safetensors` li
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -142,6 +143,12 @@ def load_draft(
     if is_artifact := (folder / METADATA_FILE).is_file() or not (folder / "config.json").is_file():
         metadata = read_metadata(folder)
         warnings = check_made_for(metadata, identity, folder, allow_target_mismatch)
+        if metadata.training and not metadata.exact_target and (wider := _kept_wider(target)) is not None:
+            warnings.append(
+                f"the draft {name} was made by a draftsmith that rounded all of the target to "
+                f"{str(target.dtype).removeprefix('torch.')}; transformers, and this draftsmith, keep {wider} wider: make it "
+                "again if texts are long"
+            )
     else:
         metadata = untrained_metadata(folder, identity)
         warnings = [f"the draft {name} is a model as it was found, not trained by draftsmith for {identity.name}"]
@@ -168,6 +175,13 @@ def load_draft(
         sha256=hash_artifact(folder, metadata) if is_artifact else hash_weights(folder),
         warnings=warnings,
     )
+
+
+def _kept_wider(model: PreTrainedModel) -> str | None:
+    """Return the name of a tensor that a model holds in a wider dtype than its weights, if there is one."""
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    size = model.dtype.itemsize
+    return next((name for name, each in tensors if each.is_floating_point() and each.dtype.itemsize > size), None)
 
 
 def _load_draft_lm(folder: Path, metadata: Metadata, target: PreTrainedModel, device: str | None) -> DraftLM:

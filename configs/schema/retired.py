@@ -31,7 +31,7 @@ RETIRED = {
     ),
     "ServerConfig.on_other_tokens": Retired("it was for answers as text", off=None),
     "ServerConfig.failures_in_a_row": Retired(
-        "the first prompt without an answer after all retries ends the run, and the same command resumes it", off=None
+        "five prompts in a row without an answer after all retries end the run, and the same command resumes it", off=None
     ),
     "CacheConfig.server": Retired("servers of the target's hidden states make caches of either kind: target.states"),
     "EvalConfig.previous_report": Retired("eval/compare.py shows two reports side by side, and the gate takes --baseline"),

@@ -35,6 +35,8 @@ from heads.inference.causal_lm import head_logits
 logger = logging.getLogger("draftsmith")
 
 UNFINISHED = (None, "abort", "error")  # finish reasons of answers that the server itself broke off
+FAILURES_IN_A_ROW = 5  # prompts given up, each after all its retries, that end the run
+KEPT = "the answers so far are kept; rerun the same command to resume"
 NUM_SEEDS = 2**31  # what every server's seeds can hold
 PROBE = "Write one sentence about the sea."  # the conversation by which a server is compared with the target
 
@@ -102,8 +104,11 @@ class ServerAnswerJob(AnswerJob):
     max_positions: int  # the longest context, the target's or the server's, whichever is shorter
 
     def work(self, *, rank: int, num_processes: int, writes: bool = True) -> None:
-        """Ask for this process's share of the prompts that are not answered, `concurrency` at a time; where one is given up or
-        refused, those under way are finished and kept before `InputError`.
+        """Ask for this process's share of the prompts that are not answered, `concurrency` at a time.
+
+        Raises:
+            InputError: the server refused a prompt or gave up so many in a row, or all others are answered and some were given
+                up. Answers under way are finished and kept first.
         """
         if not writes:
             return
@@ -111,6 +116,7 @@ class ServerAnswerJob(AnswerJob):
         missing = [number for number in mine if not finished[number]]
         journal = Journal(self.folder / ANSWER_JOURNALS.format(rank=rank), self.fingerprint)
         concurrency, waiting, asked = self.server.config.concurrency, iter(missing), dict[Future[dict[str, Any]], int]()
+        given_up, in_a_row = list[GaveUp](), 0
         pool = ThreadPoolExecutor(max_workers=concurrency)
         with progress("answers", len(mine), "prompts", done=len(mine) - len(missing)) as advance:
 
@@ -126,7 +132,15 @@ class ServerAnswerJob(AnswerJob):
                     if not asked:
                         break
                     for future in wait(asked, return_when=FIRST_COMPLETED).done:
-                        keep(future)
+                        if isinstance(error := future.exception(), GaveUp):
+                            del asked[future]
+                            given_up.append(error)
+                            in_a_row += 1
+                            if in_a_row == FAILURES_IN_A_ROW:
+                                raise InputError(f"{in_a_row} prompts in a row were given up, the last: {error}; {KEPT}")
+                        else:
+                            keep(future)
+                            in_a_row = 0
             except BaseException:
                 self.server.stop()
                 raise
@@ -135,6 +149,8 @@ class ServerAnswerJob(AnswerJob):
                 for future in list(asked):
                     if not future.cancelled() and future.exception() is None:
                         keep(future)
+        if given_up:
+            raise InputError(f"{len(given_up)} prompts were given up, the first: {given_up[0]}; {KEPT}")
 
     def _answer(self, prompt: Prompt) -> dict[str, Any]:
         dialogue = answer_turns(self.target, prompt, self.config.max_new_tokens)
@@ -146,9 +162,7 @@ class ServerAnswerJob(AnswerJob):
         except StopIteration as end:
             return dict(end.value)
         except GaveUp as error:
-            raise InputError(
-                f"prompt {prompt.prompt_id}: {error}; the answers so far are kept; rerun the same command to resume"
-            ) from error
+            raise GaveUp(f"prompt {prompt.prompt_id}: {error}") from error
 
     def write(self, prompt_ids: Sequence[int], request: int, max_new_tokens: int) -> list[int] | str:
         """Return one continuation of at least one token id, by at most `max_new_tokens`, or the reason why there is none."""

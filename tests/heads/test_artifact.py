@@ -52,11 +52,15 @@ def test_it_comes_back_as_it_was_written(folder, target, draft, metadata):
         assert torch.equal(loaded.proposer.model.state_dict()[name], tensor)
 
 
-def test_in_16_bits_it_keeps_its_rotary_frequencies(folder, target):
+def test_in_16_bits_it_keeps_its_rotary_frequencies_and_one_made_before_that_is_warned_of(folder, target):
     rounded = dataclasses.replace(target, model=recast(target.model, torch.bfloat16))
     loaded = load_draft(folder, rounded.identity, rounded.model)
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     assert torch.equal(loaded.proposer.model.model.rotary_emb.inv_freq, expected.model.rotary_emb.inv_freq)
+    assert "rounded all of the target to bfloat16; transformers, and this draftsmith, keep" in loaded.warnings[0]
+    content = json.loads((folder / METADATA_FILE).read_text())
+    (folder / METADATA_FILE).write_text(json.dumps(content | {"exact_target": True}))
+    assert load_draft(folder, rounded.identity, rounded.model).warnings == []
 
 
 def test_transformers_loads_it_as_it_is_and_assists_with_it(folder, target):

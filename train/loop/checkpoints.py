@@ -30,6 +30,7 @@ from accelerate.utils import OPTIMIZER_NAME, RNG_STATE_NAME, SAFE_WEIGHTS_NAME, 
 from accelerate.utils import save as write_state
 from pydantic import Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
@@ -210,6 +211,8 @@ class Checkpoints:
             for name, sha256 in manifest.sha256.items():
                 if sha256_of(inside(path, name, MANIFEST)) != sha256:
                     return f"is damaged: {name} is not what was written"
+                if name.endswith(".safetensors") and (bad := _first_not_finite(path / name)) is not None:
+                    return f"holds values of {bad} that are not finite"
             _read_progress(path)
         except InputError as error:
             return f"is damaged: {error}"
@@ -288,6 +291,11 @@ def writing(path: Path, scratch: Path | None = None) -> Iterator[None]:
             f"cannot write {path}: {first_line(error)} ({free / 1e6:.1f} MB free on its disk); what was written before stands. "
             "Rerun the same command to resume."
         ) from error
+
+
+def _first_not_finite(weights: Path) -> str | None:
+    """Return the name of the first tensor in a file that holds NaN or infinity."""
+    return next((name for name, tensor in load_file(weights).items() if not bool(tensor.isfinite().all())), None)
 
 
 def _read_progress(path: Path) -> tuple[Progress, dict[str, Any]]:

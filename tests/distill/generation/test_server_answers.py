@@ -63,6 +63,24 @@ def test_no_more_is_asked_for_than_the_context_holds(writer, api, prompt):
     assert len(api.asked) == 1
 
 
+def test_a_prompt_that_always_fails_leaves_the_others_answered(config, api):
+    plain = api.respond
+
+    def fail_one(path, headers, body):
+        failing = "seed" in (body or {}) and len(body["prompt"]) == longest
+        return (500, {}, {"error": "no"}) if failing else plain(path, headers, body)
+
+    undisturbed = made(config("undisturbed"))
+    longest = max(len(body["prompt"]) for body in api.asked if "seed" in body)
+    api.respond = fail_one
+    with pytest.raises(InputError, match=r"\d prompts were given up, the first: prompt \d+: .* rerun the same command"):
+        make_dataset(config())
+    api.respond = plain
+    api.asked.clear()
+    assert sides(made(config())) == sides(undisturbed)
+    assert 0 < len([body for body in api.asked if "seed" in body]) < NUM_TURNS / 2
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
@@ -210,7 +228,7 @@ def test_a_server_that_dies_ends_the_run_and_the_next_one_asks_for_the_rest_alon
 
     api.respond = die_after_five
     with pytest.raises(
-        InputError, match=r"prompt \d+: .* status 503: .*going down.*; gave up after 3 attempts .* rerun the same command"
+        InputError, match=r"5 prompts in a row .* prompt \d+: .* status 503: .*going down.*; gave up after 3 .*rerun"
     ):
         make_dataset(config())
     [pieces] = Path(config().output).glob(".answers.partial-*")
