@@ -1,5 +1,6 @@
 """The job files of scripts/cluster: SLURM's with stand-ins for its programs, Kubernetes' by its fields."""
 
+import json
 import os
 import re
 import signal
@@ -13,13 +14,29 @@ from pathlib import Path
 import pytest
 import yaml
 
-from configs.runtime.command import TERMINATED
+from configs.runtime.command import DONE, TERMINATED
 from configs.runtime.files import write_json
 from tests.support.ports import free_port
+from train.launch import run_distillation
+from train.loop.checkpoints import list_checkpoints, read_manifest
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = ROOT / "scripts" / "cluster"
 LENGTHS = {"max_steps": 100, "eval_every_steps": 20, "checkpoint_every_steps": 20}  # long enough to be met in the middle
+
+# Runs a task of the job as Slurm would; the first time, it sends SIGTERM to the task's group once a checkpoint is there.
+SRUN = """#!/usr/bin/env bash
+while [[ "$1" == -* ]]; do shift; done
+export SLURM_NODEID=0
+set -m
+"$@" &
+task=$!
+if [[ ! -e requeued ]]; then
+    until [[ -e run/checkpoints/step-00000020 ]]; do kill -0 $task || exit 1; sleep 0.02; done
+    kill -TERM -- -$task
+fi
+wait $task
+"""
 SCONTROL = """#!/usr/bin/env bash
 case "$1" in
     show) printf 'localhost\\nnever-asked\\n' ;;
@@ -58,6 +75,29 @@ def run_slurm_job(folder, tools, *command, script="slurm.sbatch", **more):
     variables = environment(PATH=f"{tools}:{os.environ['PATH']}", **slurm) | more
     settings = {"capture_output": True, "text": True, "timeout": 140, "check": False}
     return subprocess.run(["bash", str(script), *command], cwd=folder, env=variables, **settings)
+
+
+@pytest.mark.slow
+def test_a_slurm_job_that_is_stopped_goes_back_into_the_queue_and_on_from_its_checkpoint(project, tmp_path, start):
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    write_tools(tools, srun=SRUN, scontrol=SCONTROL)
+    config = written(project.distill(tmp_path / "run", **LENGTHS), tmp_path / "recipe.yaml")
+    job = partial(run_slurm_job, tmp_path, tools, str(ROOT / "train" / "distill.py"), "--config", config)
+    first = job()
+    assert first.returncode == TERMINATED, first.stderr
+    assert "a checkpoint is in" in first.stderr
+    assert (tmp_path / "requeued").read_text() == "77\n"
+    (*_, newest) = list_checkpoints(tmp_path / "run" / "checkpoints")
+    assert 20 <= read_manifest(newest).step < 100
+    second = job(SLURM_RESTART_COUNT="1")
+    assert second.returncode == DONE, second.stderr
+    assert f"resumed from {newest}" in second.stderr
+    assert (tmp_path / "requeued").read_text() == "77\n"
+    whole = start(run_distillation, project.distill(tmp_path / "whole", **LENGTHS))
+    assert whole.end() == DONE, whole.said
+    last = "checkpoints/step-00000100/model.safetensors"
+    assert (tmp_path / "run" / last).read_bytes() == (tmp_path / "whole" / last).read_bytes()
 
 
 # Stands for the launcher: does as it is told once SIGTERM has come, after a second one as well.
@@ -182,11 +222,57 @@ def test_slurm_is_told_to_stop_the_job_in_time_and_to_keep_it():
     assert told >= {"signal=TERM@120", "ntasks-per-node=1", "open-mode=append", "requeue"}
 
 
-def test_a_kubernetes_job_is_yaml_once_its_placeholders_are_filled():
+@pytest.fixture(scope="module")
+def kubernetes():
+    """The Kubernetes objects, placeholders filled in as the launch line does; the pod; its container; its variables."""
     text = (CLUSTER / "kubernetes_job.yaml").read_text()
     given = dict(re.findall(r'(\b[A-Z]+)=("[^"]*"|\S+)', text.partition("\n#\n")[0]))
     assert set(given) == set(re.findall(r"\$\{([A-Z]+)\}", text))
     filled = string.Template(text).substitute({name: value.strip('"') for name, value in given.items()})
-    pod = {each["kind"]: each for each in yaml.safe_load_all(filled)}["Job"]["spec"]["template"]["spec"]
-    (grace,) = re.findall(r"GRACE_SECONDS:-(\d+)", (CLUSTER / "node.sh").read_text())
-    assert pod["terminationGracePeriodSeconds"] > int(grace) > 30  # time to write a checkpoint
+    assert "$" not in filled.partition("apiVersion")[2]
+    objects = {each["kind"]: each for each in yaml.safe_load_all(filled)}
+    json.dumps(objects)  # nothing that YAML reads otherwise than it is written, such as a date
+    pod = objects["Job"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    return objects, pod, container, {each["name"]: each.get("value") for each in container["env"]}
+
+
+def test_the_pods_of_a_kubernetes_job_find_each_other_and_the_same_disk(kubernetes):
+    objects, pod, container, values = kubernetes
+    job, name = objects["Job"]["spec"], objects["Job"]["metadata"]["name"]
+    service, claim = objects["Service"], objects["PersistentVolumeClaim"]
+    assert job["completionMode"] == "Indexed"
+    assert job["completions"] == job["parallelism"] == int(values["NUM_NODES"]) == 2
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"] == {"job-name": name}  # a label that the job gives its pods
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert values["MAIN_HOST"] == f"{name}-0.{service['metadata']['name']}"  # how pods of an indexed job are called
+    assert values["MAIN_PORT"] == str(service["spec"]["ports"][0]["port"])
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == int(values["PROCESSES_PER_NODE"])
+    assert container["resources"]["requests"].keys() == {"cpu", "memory"}
+    assert container["securityContext"]["allowPrivilegeEscalation"] is False
+    volumes = {each["name"]: each for each in pod["volumes"]}
+    assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    assert {each["name"] for each in container["volumeMounts"]} == set(volumes)
+    assert len({each["metadata"]["namespace"] for each in objects.values()}) == 1
+
+
+def test_a_pod_has_the_time_to_write_a_checkpoint_and_a_training_that_fails_by_itself_ends_the_job(kubernetes):
+    objects, pod, container, values = kubernetes
+    job, node = objects["Job"]["spec"], (CLUSTER / "node.sh").read_text()
+    (grace,) = re.findall(r"GRACE_SECONDS:-(\d+)", node)
+    assert pod["terminationGracePeriodSeconds"] > int(grace) > 30
+    assert values.keys() <= set(re.findall(r"^([A-Z_]+)=", node, re.MULTILINE))
+    command = container["command"][-1].split()
+    assert command[:2] == ["exec", "scripts/cluster/node.sh"]
+    assert (ROOT / command[1]).stat().st_mode & 0o111
+    assert (ROOT / command[2]).is_file()
+    assert (ROOT / command[command.index("--config") + 1]).is_file()
+    assert command[-1].startswith("output=/runs/")
+    assert pod["restartPolicy"] == "Never"  # podFailurePolicy is refused with any other
+    ended = {"containerName": container["name"], "operator": "NotIn", "values": [137, TERMINATED]}
+    disruption = [{"type": "DisruptionTarget", "status": "True"}]
+    rules = [{"action": "Ignore", "onPodConditions": disruption}, {"action": "FailJob", "onExitCodes": ended}]
+    assert job["podFailurePolicy"]["rules"] == rules  # the first that fits is taken
+    assert int(values["MAX_RESTARTS"]) * job["backoffLimit"] <= 50

@@ -1,5 +1,7 @@
 """scripts/cluster/torchrun_elastic.sh: a process is lost, or a node, whose launcher and processes are killed."""
 
+import os
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -11,6 +13,7 @@ from safetensors.torch import load_file
 
 from configs.runtime.command import DONE
 from scripts.lab.bench.engines import largest_difference, read_metric
+from tests.faults.conftest import start_pair
 from tests.faults.test_cluster import CLUSTER, LENGTHS, ROOT, environment, written
 from tests.support.ports import free_port
 from train.launch import run_distillation
@@ -40,6 +43,37 @@ def workers(config):
         except OSError:  # it has ended
             continue
     return found
+
+
+@pytest.mark.slow  # twenty seconds on two free cores: make cluster-check
+def test_torchrun_starts_both_processes_again_when_one_is_killed_and_nothing_is_lost(project, tmp_path, start):
+    lengths = LENGTHS | {"batch_size": 2}
+    config = written(project.distill(tmp_path / "run", **lengths), tmp_path / "recipe.yaml")
+    command = ["bash", str(CLUSTER / "torchrun_elastic.sh"), str(ROOT / "train" / "distill.py"), "--config", config]
+    said = tmp_path / "said"
+    with said.open("wb") as file:
+        run = subprocess.Popen(command, env=environment(PROCESSES_PER_NODE="2", MAX_RESTARTS="1"), stdout=file, stderr=file)
+    try:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "run" / "checkpoints" / "step-00000020").exists():
+            assert run.poll() is None, said.read_text()
+            assert time.monotonic() < deadline, said.read_text()
+            time.sleep(0.02)
+        victim = workers(config)[1]
+        os.kill(victim, signal.SIGKILL)
+        assert run.wait(150) == DONE, said.read_text()
+    finally:
+        run.terminate()
+        run.wait(60)
+    assert victim not in workers(config).values()
+    assert "resumed from" in said.read_text()
+    pair = start_pair(start, run_distillation, project.distill(tmp_path / "whole", **lengths))
+    assert [each.end() for each in pair] == [DONE, DONE], [each.said for each in pair]
+    weights, expected = (
+        load_file(tmp_path / name / "checkpoints" / "step-00000100" / "model.safetensors") for name in ("run", "whole")
+    )
+    assert weights.keys() == expected.keys()
+    assert all(weights[name].equal(expected[name]) for name in expected)
 
 
 @pytest.fixture
