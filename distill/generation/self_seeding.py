@@ -40,17 +40,9 @@ def self_seed(
     exchange: Callable[[list[Turn]], list[Turn]] = lambda turns: turns,
     admission: Admission | None = None,
 ) -> tuple[list[Prompt], dict[str, int]]:
-    """Let the target write `config.num_prompts` distinct prompts, `batch_size` together.
+    """Let the target write `config.num_prompts` distinct prompts, and count the turns thrown away by reason.
 
-    This process writes the share of its `rank`; `exchange` gathers the turns of all processes, the same everywhere. `name` is
-    the source's, where there are several. Prompts of `config.kinds` must also differ in more than a few words; `admission` may
-    refuse further ones.
-
-    Returns:
-        The prompts, and how many turns were thrown away, by reason. Turns written beyond those needed are not counted.
-
-    Raises:
-        InputError: the template cannot be taken apart, or hardly any turn is usable.
+    This process writes the share of its `rank`; `exchange` gathers the turns of all processes, the same everywhere.
     """
     tokens, near = Tokens(), NearDuplicates()
     writer = Writer(target, config, tokens, batch_size=batch_size, seed=seed, name=name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import islice
@@ -115,10 +115,9 @@ class ServerAnswerJob(AnswerJob):
         mine, finished = range(rank, len(self.prompts), num_processes), self.finished()
         missing = [number for number in mine if not finished[number]]
         journal = Journal(self.folder / ANSWER_JOURNALS.format(rank=rank), self.fingerprint)
-        concurrency, waiting, asked = self.server.config.concurrency, iter(missing), dict[Future[dict[str, Any]], int]()
-        given_up, in_a_row = list[GaveUp](), 0
-        pool = ThreadPoolExecutor(max_workers=concurrency)
-        with progress("answers", len(mine), "prompts", done=len(mine) - len(missing)) as advance:
+        asked = dict[Future[dict[str, Any]], int]()
+        pool = ThreadPoolExecutor(max_workers=self.server.config.concurrency)
+        with progress("answers", len(mine), "prompts", done=len(mine) - len(missing)) as advance, pool:
 
             def keep(future: Future[dict[str, Any]]) -> None:
                 number = asked.pop(future)
@@ -126,31 +125,42 @@ class ServerAnswerJob(AnswerJob):
                 advance(1)
 
             try:
-                while True:
-                    some = islice(waiting, 2 * concurrency - len(asked))  # not all, so that their answers don't pile up
-                    asked.update({pool.submit(self._answer, self.prompts[number]): number for number in some})
-                    if not asked:
-                        break
-                    for future in wait(asked, return_when=FIRST_COMPLETED).done:
-                        if isinstance(error := future.exception(), GaveUp):
-                            del asked[future]
-                            given_up.append(error)
-                            in_a_row += 1
-                            if in_a_row == FAILURES_IN_A_ROW:
-                                raise InputError(f"{in_a_row} prompts in a row were given up, the last: {error}; {KEPT}")
-                        else:
-                            keep(future)
-                            in_a_row = 0
+                given_up = self._ask(missing, pool, asked, keep)
             except BaseException:
                 self.server.stop()
-                raise
-            finally:
                 pool.shutdown(cancel_futures=True)
                 for future in list(asked):
                     if not future.cancelled() and future.exception() is None:
                         keep(future)
+                raise
         if given_up:
             raise InputError(f"{len(given_up)} prompts were given up, the first: {given_up[0]}; {KEPT}")
+
+    def _ask(
+        self,
+        missing: Sequence[int],
+        pool: ThreadPoolExecutor,
+        asked: dict[Future[dict[str, Any]], int],
+        keep: Callable[[Future[dict[str, Any]]], None],
+    ) -> list[GaveUp]:
+        """Keep each answer as it comes, hold in `asked` those under way, and return the failures of prompts given up."""
+        waiting, given_up, in_a_row = iter(missing), list[GaveUp](), 0
+        while True:
+            some = islice(waiting, 2 * self.server.config.concurrency - len(asked))  # not all: their answers would pile up
+            asked.update({pool.submit(self._answer, self.prompts[number]): number for number in some})
+            if not asked:
+                return given_up
+            for future in wait(asked, return_when=FIRST_COMPLETED).done:
+                error = future.exception()
+                if not isinstance(error, GaveUp):
+                    keep(future)
+                    in_a_row = 0
+                    continue
+                del asked[future]
+                given_up.append(error)
+                in_a_row += 1
+                if in_a_row == FAILURES_IN_A_ROW:
+                    raise InputError(f"{in_a_row} prompts in a row were given up, the last: {error}; {KEPT}")
 
     def _answer(self, prompt: Prompt) -> dict[str, Any]:
         dialogue = answer_turns(self.target, prompt, self.config.max_new_tokens)
