@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from configs.runtime.errors import InputError
 from heads.artifact import load_draft, save_draft_lm
@@ -61,15 +61,6 @@ def test_in_16_bits_it_keeps_its_rotary_frequencies_and_one_made_before_that_is_
     content = json.loads((folder / METADATA_FILE).read_text())
     (folder / METADATA_FILE).write_text(json.dumps(content | {"exact_target": True}))
     assert load_draft(folder, rounded.identity, rounded.model).warnings == []
-
-
-def test_transformers_loads_it_as_it_is_and_assists_with_it(folder, target):
-    assistant = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    assert AutoTokenizer.from_pretrained(folder).get_vocab() == target.tokenizer.get_vocab()
-    ids = torch.tensor([[5, 9, 6]])
-    plain = target.model.generate(ids, max_new_tokens=8, do_sample=False)
-    assisted = target.model.generate(ids, max_new_tokens=8, do_sample=False, assistant_model=assistant)
-    assert torch.equal(plain, assisted)
 
 
 @pytest.mark.parametrize(

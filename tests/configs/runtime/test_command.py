@@ -22,7 +22,7 @@ from configs.runtime.command import (
     TERMINATED,
     run_command,
 )
-from configs.runtime.errors import ConfigError, InputError, RunFailed, Stopped
+from configs.runtime.errors import InputError, RunFailed, Stopped
 from configs.runtime.files import CHECKOUT
 from configs.schema.decoding import DecodeConfig
 
@@ -38,14 +38,6 @@ def raising(error):
     return main
 
 
-def test_main_gets_the_config_of_the_file_with_the_overrides_laid_over(tmp_path):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("seed: 1\nbatch_size: 2\n")
-    seen = []
-    assert run(seen.append, "--config", str(recipe), "--set", "seed=3", "--set", "top_k=5") == DONE
-    assert seen == [DecodeConfig(seed=3, batch_size=2, top_k=5)]
-
-
 def test_a_commands_own_arguments_reach_main_beside_the_config():
     seen = []
 
@@ -55,11 +47,6 @@ def test_a_commands_own_arguments_reach_main_beside_the_config():
 
     code = run(main, "report.json", "--set", "seed=4", add_arguments=lambda parser: parser.add_argument("report"))
     assert (code, seen) == (GATE_FAILED, [(4, "report.json")])
-
-
-def test_a_users_mistake_is_one_line_on_stderr_and_code_2(capsys):
-    assert run(raising(ConfigError("prompts.jsonl, line 3:\n  not JSON"))) == BAD_INPUT
-    assert capsys.readouterr() == ("", "error: prompts.jsonl, line 3: not JSON\n")
 
 
 @pytest.mark.parametrize(

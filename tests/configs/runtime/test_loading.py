@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
-import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
 from configs.runtime.errors import ConfigError
 from configs.runtime.loading import load_config
-from configs.schema.data import DataConfig
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import EvalConfig, GateConfig
 from configs.schema.training import DistillConfig, HeadsConfig
@@ -32,12 +26,6 @@ def written(tmp_path):
 def test_an_empty_file_and_no_file_are_the_defaults(written):
     for empty in ("", "# only a remark\n", "---\n"):
         assert load_config(DistillConfig, written(empty)) == load_config(DistillConfig, None) == DistillConfig()
-
-
-@pytest.mark.parametrize("schema", [DataConfig, DistillConfig, EvalConfig, GateConfig])
-def test_a_config_written_out_in_full_loads_as_itself(schema, written):
-    config = schema()
-    assert load_config(schema, written(yaml.safe_dump(config.model_dump(mode="json")))) == config
 
 
 def test_overrides_win_over_the_file_and_later_ones_over_earlier_ones(written):
@@ -65,12 +53,12 @@ def test_a_section_given_in_part_keeps_the_other_values_it_has_by_default(writte
             "decode.temprature=1",
             "--set decode.temprature: unknown key 'decode.temprature'; .* 'decode.temperature'",
         ),
-        (EvalConfig, "max_new_tokens=3", "unknown key 'max_new_tokens'; the nearest known key is 'decode.max_new_tokens'"),
         (GateConfig, "rules=[{metric: a, mim: 1}]", "unknown key 'rules.0.mim'; the nearest known key is 'rules.0.min'"),
         (GateConfig, "rules=[{min: 1}]", "--set rules: 'rules.0.metric' is missing"),
         (GateConfig, "rules=[{metric: a}]", "--set rules: rules.0: give exactly one of min and max"),
         (DistillConfig, "optimizer.learning_rate=yes", "--set optimizer.learning_rate: expected a number, got 'yes'"),
         (DistillConfig, "schedule.batch_size=2.5", "expected a whole number, got 2.5"),
+        (DistillConfig, f"schedule.batch_size=hf_{'a' * 1000}", r"expected a whole number, got '\*\*\*'$"),
         (DistillConfig, "optimizer.warmup_share=1.5", "expected a number of at most 1, got 1.5"),
         (DistillConfig, "loss.temperature=0", "expected a number above 0, got 0"),
         (DistillConfig, "loss.temperature=.nan", "expected a finite number, got nan"),
@@ -84,7 +72,6 @@ def test_a_section_given_in_part_keeps_the_other_values_it_has_by_default(writte
         (DistillConfig, "target.name", "--set target.name: expected dotted.key=value"),
         (DistillConfig, "output=@x", "--set output, line 1: found character '@'"),
         (HeadsConfig, "head.knd=2", "--set head.knd: unknown key 'head.knd'; the nearest known key is 'head.kind'$"),
-        (HeadsConfig, "head={kind: medusa, num_layer: 2}", "key 'head.num_layer'; the nearest known key is 'head.num_layers'$"),
         # right for another kind of head, which this one is not
         (
             HeadsConfig,
@@ -92,9 +79,7 @@ def test_a_section_given_in_part_keeps_the_other_values_it_has_by_default(writte
             "unknown key 'head.prefix_attention'; another kind of this section has it$",
         ),
         (HeadsConfig, "zzz=1", "unknown key 'zzz'; --keys lists the known ones$"),
-        (HeadsConfig, "head.num_layers=0", "--set head.num_layers: expected a number of at least 1, got 0"),
         (HeadsConfig, "head={kind: eagle4}", "--set head: head.kind: expected one of 'medusa', .*, got 'eagle4'"),
-        (HeadsConfig, "head.kind=", "--set head.kind: expected one of 'medusa', .*, got 'None'"),
     ],
 )
 def test_each_mistake_in_an_override_has_its_sentence(schema, override, sentence):
@@ -130,12 +115,6 @@ def test_a_missing_file_a_folder_and_bytes_that_are_no_text_are_refused(tmp_path
         load_config(EvalConfig, written("- 1"))
     with pytest.raises(ConfigError, match="cannot read config file"):
         load_config(EvalConfig, written(b"\xff\xfe\x00"))
-
-
-@given(override=st.text() | st.from_regex(r"[a-z.0]{0,12}=[^\n]{0,20}"))
-def test_any_override_is_a_config_or_a_config_error(override):
-    with contextlib.suppress(ConfigError):
-        assert isinstance(load_config(GateConfig, None, ["rules=[{metric: a, min: 1}]", override]), GateConfig)
 
 
 def test_a_file_changes_the_one_that_it_extends(tmp_path):

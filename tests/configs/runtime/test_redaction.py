@@ -8,12 +8,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from pydantic import BaseModel
 
 from configs.runtime import redaction
 from configs.runtime.command import BAD_INPUT, run_command
 from configs.runtime.errors import InputError
 from configs.runtime.redaction import hide, mask_arguments, mask_counting, mask_secrets, redact, scrub, scrub_value
+from configs.schema.decoding import DecodeConfig
 
 HUB = "hf_" + "aB3" * 11
 LETTERS = "abcDEF123" * 3
@@ -105,32 +105,13 @@ def test_secrets_of_any_form_are_masked_in_arguments_and_in_values():
     assert mask_secrets(value | harmless) == hidden | harmless
 
 
-class Config(BaseModel):
-    """Free text, and a number."""
-
-    path: str = "x"
-    size: int = 1
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [["--set", f"size={HUB}"], ["--set", f"{HUB}"], [f"--{HUB}"], ["--config", f"{HUB}.yaml"]],
-    ids=["number", "no key", "option", "file"],
-)
-def test_a_complaint_about_a_wrong_setting_does_not_repeat_a_secret(capsys, arguments):
-    assert run_command(Config, lambda config: None, description="", argv=arguments) == BAD_INPUT
-    said = capsys.readouterr().err
-    assert "***" in said
-    assert HUB[:12] not in said
-
-
 def test_complaints_log_and_tracebacks_show_no_secret(capsys, monkeypatch):
     def main(config):
         logging.getLogger("draftsmith").warning("asking with %s", HUB)
         raise InputError(f"refused {HUB}")
 
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    assert run_command(Config, main, description="", argv=[]) == BAD_INPUT
+    assert run_command(DecodeConfig, main, description="", argv=[]) == BAD_INPUT
     try:
         raise RuntimeError(f"status 500 from https://u:p@h with {HUB}")
     except RuntimeError as error:

@@ -11,10 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from configs.runtime import terminal as module
-from configs.runtime.command import BAD_INPUT, FAILED, run_command
-from configs.runtime.errors import InputError
 from configs.runtime.terminal import LOGGER, Tokens, is_main_process, one_line, printable, progress, say, setup_logging
-from configs.schema.decoding import DecodeConfig
 
 NAME = "a\x1b[2J\x1b]0;title\x07\x9b1A\r\u202eb\u2066\U000e0041\u200b\u2060"
 SHOWN = r"a\x1b[2J\x1b]0;title\x07\x9b1A\r\u202eb\u2066\U000e0041\u200b\u2060"
@@ -50,19 +47,6 @@ def test_say_also_masks_secrets():
     stream = io.StringIO()
     say(f"{NAME} hf_{'A' * 30}", stream)
     assert stream.getvalue() == f"{SHOWN} ***\n"
-
-
-@pytest.mark.parametrize(("kind", "code"), [(InputError, BAD_INPUT), (RuntimeError, FAILED)])
-def test_errors_tracebacks_and_the_log_are_printable(kind, code, capsys):
-    def main(config):
-        LOGGER.warning("%s", NAME)
-        raise kind(f"unknown tensor {NAME}")
-
-    assert run_command(DecodeConfig, main, description="", argv=[]) == code
-    shown = capsys.readouterr().err
-    assert r"tensor a\x1b[2J" in shown
-    assert r"WARNING a\x1b[2J" in shown
-    assert "\x1b" not in shown
 
 
 # --- progress and the log -------------------------------------------------------------------------------------------

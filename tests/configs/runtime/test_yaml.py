@@ -51,10 +51,6 @@ def test_words_that_yaml_1_1_turns_into_something_else_stay_text(text):
     assert parse_yaml(f"key: {text}", "here") == {"key": text}
 
 
-def test_a_quoted_scalar_is_always_text():
-    assert parse_yaml("['1', \"true\", '3e-4', '']", "here") == ["1", "true", "3e-4", ""]
-
-
 @given(JSON_VALUES)
 def test_json_that_another_program_wrote_is_read_back_equal(value):
     assert parse_yaml(json.dumps(value), "here") == value

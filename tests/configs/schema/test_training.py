@@ -56,24 +56,22 @@ def test_a_loss_that_cannot_be_is_refused(settings, rule):
 
 
 ON_POLICY = "policy.on_policy=0.5"
+LABELS = "cross_entropy would take the draft's own tokens for labels"
 
 
 @pytest.mark.parametrize(
-    "loss", ["loss.divergence=cross_entropy", "loss={mix: {forward_kl: 1, cross_entropy: 0.1}, divergence: null}"]
+    ("setting", "reason"),
+    [
+        ("loss.divergence=cross_entropy", LABELS),
+        ("loss={mix: {forward_kl: 1, cross_entropy: 0.1}, divergence: null}", LABELS),
+        ("data.cache=runs/cache", r"data\.cache must be null: .*, or set policy\.on_policy to null"),
+    ],
 )
-def test_the_drafts_own_tokens_are_never_labels_to_copy(loss):
-    with pytest.raises(ConfigError, match="cross_entropy would take the draft's own tokens for labels"):
-        load_config(DistillConfig, None, [ON_POLICY, loss])
-    load_config(DistillConfig, None, [loss])
+def test_what_the_draft_writes_is_neither_copied_nor_cached(setting, reason):
+    with pytest.raises(ConfigError, match=reason):
+        load_config(DistillConfig, None, [ON_POLICY, setting])
+    load_config(DistillConfig, None, [setting])
     load_config(DistillConfig, None, [ON_POLICY, "loss={mix: {forward_kl: 1, cross_entropy: 0}, divergence: null}"])
-
-
-def test_a_cache_does_not_know_what_the_draft_writes():
-    with pytest.raises(
-        ConfigError, match=r"data\.cache must be null: no cache holds what the draft writes, or set policy\.on_policy to null"
-    ):
-        load_config(DistillConfig, None, [ON_POLICY, "data.cache=runs/cache"])
-    load_config(DistillConfig, None, ["data.cache=runs/cache"])
 
 
 def test_prompts_that_the_target_writes_itself_bring_no_answers():

@@ -7,7 +7,6 @@ from configs.runtime.errors import InputError
 from configs.schema.training import LossConfig
 from distill.loss.head_objective import HeadObjective
 from heads.families.eagle3 import mask_token
-from heads.families.peagle import kept_depths
 from heads.modules.interface import labelled_origins
 from tests.support import family_checks as checks
 from tests.support.naive_layers import NaiveBody
@@ -65,27 +64,6 @@ def test_a_forward_that_keeps_some_origins_gives_them_the_states_of_one_that_kee
         places = [all_.origins_N.tolist().index(origin) for origin in some.origins_N.tolist()]
         torch.testing.assert_close(some.hidden_ND, all_.hidden_ND[places], atol=1e-5, rtol=1e-5)
         assert (len(places) < len(all_.origins_N)) == (depth > 0)
-
-
-def test_kept_origins_are_nested_as_many_as_asked_and_drawn_anew():
-    rows = [list(range(1, 43)), list(range(1, 13))]
-    batch, _ = checks.inputs_of(checks.tiny_target("llama"), rows, [1], answer_start=2)
-    num_labels = torch.tensor([40, 10])  # depth 0 of origins 0 to T - 3
-    shares = [1.0, 0.7, 0.49, 0.343, 0.2401]
-    torch.manual_seed(0)
-    drawn = [kept_depths(batch, shares) for _ in range(2)]
-    assert not torch.equal(drawn[0][0], drawn[1][0])
-    for depths_BT, weights_BK in drawn:
-        for depth, share in enumerate(shares):
-            kept_B = (depths_BT > depth).sum(1)
-            wanted_B = (num_labels * share - 1e-6).ceil().long()
-            # The last `depth` origins have no such label: those of them that were drawn are missing.
-            assert bool(((kept_B <= wanted_B) & (kept_B >= wanted_B - depth)).all())
-            torch.testing.assert_close(weights_BK[:, depth], num_labels / wanted_B)
-            assert not depths_BT[0, 40 - depth :].gt(depth).any()
-    everything_BT, weights_BK = kept_depths(batch, [1.0] * 5)
-    assert everything_BT[0].tolist() == [5] * 36 + [4, 3, 2, 1, 0, 0]
-    assert weights_BK.unique().tolist() == [1.0]
 
 
 def test_the_sampled_loss_is_the_whole_one_on_average(target):

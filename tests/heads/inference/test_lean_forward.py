@@ -81,18 +81,6 @@ def test_other_dtypes_follow_transformers_as_far_as_they_round(dtype):
         torch.testing.assert_close(our_BTV, their_BTV, atol=tolerance, rtol=0)
 
 
-def test_greedy_choices_in_float32_do_not_depend_on_how_many_rows_are_read_together():
-    model = model_of("llama", lean=True)
-    together_BTV = read(model, [(IDS_BT[:1, :4], [0]), (IDS_BT[:1, 4:8], [4])], rows=1)[1]
-    alone = read(model, [(IDS_BT[:1, :4], [0])] + [(IDS_BT[:1, t : t + 1], [t]) for t in range(4, 8)], rows=1)[1:]
-    alone_BTV = torch.cat(alone, 1)
-    assert torch.equal(together_BTV.argmax(-1), alone_BTV.argmax(-1))
-    torch.testing.assert_close(together_BTV, alone_BTV, atol=1e-6, rtol=1e-6)
-
-
-# --- where it runs ------------------------------------------------------------------------------------------------
-
-
 # --- refusals -----------------------------------------------------------------------------------------------------
 
 

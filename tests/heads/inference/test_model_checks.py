@@ -7,37 +7,16 @@ import torch
 from transformers import AutoModelForCausalLM, MambaConfig, MptConfig, OpenAIGPTConfig, Qwen3NextConfig, RwkvConfig
 
 from configs.runtime.errors import InputError
-from heads.inference.causal_lm import read_documents
 from heads.inference.model_checks import check_keeps_apart, check_rolls_back, check_split
 from heads.inference.runner import backbone
 from tests.support import family_checks as checks
 
-LENGTHS = ((9, 1, 4), (7, 7, 0))
 SMALL = {"vocab_size": 64, "hidden_size": 32, "bos_token_id": None, "eos_token_id": None}
 
 
 def model_from(config, **options):
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(copy.deepcopy(config), **options).eval()
-
-
-def rows():
-    """Two rows of three and two documents, the shortest of a single token; their ids and positions."""
-    ids_BT = torch.randint(1, 64, (2, 14), generator=torch.Generator().manual_seed(0))
-    return ids_BT, torch.stack([torch.cat([torch.arange(length) for length in row]) for row in LENGTHS])
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt_neox"])
-def test_documents_do_not_see_each_other(family, attention):
-    model = model_from(checks.CONFIGS[family], dtype=torch.float64, attn_implementation=attention)
-    check_keeps_apart(model)
-    ids_BT, positions_BT = rows()
-    with torch.no_grad():
-        together_BTD = read_documents(model, ids_BT, positions_BT)
-        for row, lengths in enumerate(LENGTHS):
-            alone = [read_documents(model, part.unsqueeze(0), None)[0] for part in ids_BT[row].split(lengths) if len(part)]
-            torch.testing.assert_close(together_BTD[row], torch.cat(alone), atol=1e-6, rtol=1e-6)
 
 
 MAMBA = MambaConfig(**SMALL, num_hidden_layers=1, state_size=4)

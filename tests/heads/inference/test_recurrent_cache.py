@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM, FalconH1Config, Mamba2Config, Qwen3_5TextConfig
 
 from heads.inference.causal_lm import forward_rows, new_cache, read_documents
-from heads.inference.runner import runner_of
 from heads.sampling.token_tree import tree_attention
 
 SIZE = {"vocab_size": 12, "hidden_size": 32, "num_hidden_layers": 2, "bos_token_id": None, "eos_token_id": None}
@@ -95,9 +94,3 @@ def test_tokens_of_a_tree_follow_their_parents_and_rows_go_on_from_their_paths(n
     rows.cache.keep_path(starts, paths)
     rows.texts[0][9:11] = [4, 6]
     rows.read([11, 8, 6], 3)
-
-
-def test_the_modules_with_states_are_found_and_no_others():
-    found = {name: {type(module).__name__ for module in runner_of(tiny(name)).mixers} for name in CONFIGS}
-    assert found == {"beside": {"Qwen3_5GatedDeltaNet"}, "in_one": {"FalconH1Mixer"}, "alone": {"Mamba2Mixer"}}
-    assert [place.layer for place in runner_of(tiny("in_one")).mixers.values()] == [0, 1]

@@ -73,14 +73,3 @@ def test_every_anchor_is_drawn_as_often_as_every_other():
     assert drawn_T[[3, 4, 5]].tolist() == pytest.approx([2 / 3] * 3, abs=0.06)
     assert drawn_T[[8, 12, 13, 14]].tolist() == pytest.approx([1 / 2] * 4, abs=0.06)
     assert drawn_T.sum() == pytest.approx(4)
-
-
-def test_a_slot_is_labelled_where_its_token_is_an_answers_in_the_same_document(batch):
-    anchors = choose_anchors(batch, None)
-    for slot in range(1, 6):
-        expected = [
-            place + slot < 18 and bool(LABELS[place + slot]) and DOCUMENTS[place + slot] == DOCUMENTS[place]
-            for place in ANCHORS
-        ]
-        assert anchors.labelled(batch, slot)[0].tolist() == expected + [False] * (16 - len(ANCHORS))
-        assert anchors.labelled(batch, slot)[2].tolist() == [place + slot < 18 for place in range(1, 17)]

@@ -159,10 +159,8 @@ def test_eagle_says_which_blocks_states_it_reads(write, optimum):
 @pytest.mark.parametrize(
     ("engine", "change", "words"),
     [
-        ("gguf", {"num_layers": 2}, "has 2 layers"),
         ("gguf", {"norm_feedback": True}, "norm_taps, norm_feedback"),
         ("gguf", {"taps": [1, 3]}, "reads 2 of the target's states"),
-        ("openvino", {"norm_feedback": True}, "norm_taps, norm_feedback"),
         ("openvino", {"taps": [0, 1, 3]}, "reads h_0"),
     ],
 )

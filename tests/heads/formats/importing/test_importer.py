@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 from configs.schema.heads import Eagle3Settings, LayerSettings, PEagleSettings
 from heads.artifact import load_draft
 from heads.formats.exporting.exporter import export
-from heads.formats.exporting.source import TargetFolder, read_source
 from heads.formats.importing.importer import drafts_a_round, fit, write_artifact
 from heads.formats.importing.reading import read_external
 from heads.metadata import WEIGHTS_FILE
@@ -87,20 +86,6 @@ def test_a_draft_comes_back_with_equal_weights_and_drafts(write, tmp_path, setti
     torch.testing.assert_close(again_BGV, logits_BGV, rtol=1e-5, atol=1e-4)
     if options != HIDDEN_FIRST:
         assert_same_weights(written.artifact, tmp_path / "back")
-
-
-@pytest.mark.parametrize(("first", "second"), [("sglang", "speculators"), ("speculators", "sglang")])
-def test_flat_and_nested_eagle_become_each_other_and_come_back_byte_by_byte(write, tmp_path, first, second):
-    written = write(EAGLE.model_copy(update=NORMED), vocabulary=checks.SOME_TOKENS)
-    original = written.out
-    export(written.source(), first, original)
-    for step, engine in enumerate((second, first)):
-        artifact = tmp_path / f"artifact_{step}"
-        assert imported(written, artifact).metadata.hidden_states.taps == [1, 2, 3]
-        assert_same_weights(written.artifact, artifact)
-        written.out = tmp_path / engine
-        export(read_source(artifact, TargetFolder(written.target_folder, "target")), engine, written.out)
-    assert (original / WEIGHTS_FILE).read_bytes() == (written.out / WEIGHTS_FILE).read_bytes()
 
 
 def test_published_medusa_names_are_read(write, tmp_path):

@@ -49,13 +49,6 @@ def test_several_modules_are_one_for_each_depth(tmp_path):
     assert all(torch.equal(value, ours[name]) for name, value in loaded(fitted).items())
 
 
-def test_experts_kept_one_by_one_are_stacked(tmp_path):
-    model = native.write_experts(tmp_path / "target").eval()
-    found = loaded(fit(read_external(tmp_path / "target"), model))
-    for name, value in model.model.layers[-1].state_dict().items():
-        assert torch.equal(found[f"layers.0.mtp_block.{name}"], value)
-
-
 def test_a_module_with_biases_for_a_block_without_is_refused_unless_they_are_0(tmp_path):
     model, name = checks.tiny_target("llama"), "model.mtp_layers.0.self_attn.q_proj.bias"
     for folder, bias in ((tmp_path / "idle", torch.zeros(32)), (tmp_path / "target", torch.ones(32))):
