@@ -2,8 +2,7 @@
 
 Prints a table and writes the verdict beside the report as `gate.json`, `gate.md` (for a pull request) and `gate.xml` (JUnit,
 for a CI system). Ends with 0 for pass, 1 for fail, 2 for bad input, 3 where the prompts were too few to say. With
-`--artifact FOLDER`, once for each where several were measured as one, the draft that is to be released must be, by its hash,
-the one that was measured. The checks are `eval.release.checks`'s.
+`--artifact FOLDER` the draft that is to be released must be, by its hash, the one that was measured (`eval.release.checks`).
 """
 
 from __future__ import annotations

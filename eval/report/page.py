@@ -10,21 +10,18 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from configs.runtime.terminal import one_line, printable
+from configs.runtime.terminal import printable
 from eval.report import text
-from eval.report.schema import CategorySection, Report, SuiteSection, definitions
-from eval.report.sections import ClosedSection
+from eval.report.schema import Report, definitions
 from eval.report.tables import NUMBERS, PROVENANCE, TERMS, flat_facts, report_tables
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -42,24 +39,29 @@ VARIABLES = {  # of the page's style, by the colours of the plots' own (template
     THIRD: "var(--series-3)",
 }
 WIDTH = 5.0  # inches; narrow enough for the text to be readable when a phone scales the plot down
-REFERENCE: dict[str, Any] = {"color": FAINT, "linewidth": 0.9, "linestyle": (0, (2, 2))}  # the line of plain decoding
 
 
 def render_html(report: Report) -> str:
     """Return the page of a report; equal reports give equal pages."""
-    return render_page(
-        eyebrow="draftsmith report",
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        finalize=lambda value: value if isinstance(value, Markup) or not isinstance(value, str) else printable(value),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html.j2").render(
+        definitions=definitions(),
+        terms=TERMS,
+        number=text.number,
         title=text.headline(report),
         subtitle=f"Draft {report.draft.path} for {report.target.name}: {text.settings(report)}.",
         warnings=text.warnings(report),
         cards=_cards(report),
         tables=report_tables(report),
-        figures={
-            "By draft position": Markup(draw_positions(report)),
-            "By category": Markup(draw_rows(report.by_category, "categories")),
-        },
-        answers=[(each.prompt, [each.autoregressive, each.speculative]) for each in report.rendered],
-        answer_columns=["plain", "speculative"],
+        figures={"By draft position": Markup(draw_positions(report))},
+        answers=report.rendered,
         samples=[each for pair in zip(report.samples["worst"], report.samples["best"], strict=True) for each in pair],
         facts={name: list(flat_facts(value)) for name, value in _descriptions(report).items()},
         footer=f"schema version {report.schema_version}",
@@ -91,19 +93,6 @@ def _descriptions(report: Report) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value}
 
 
-def render_page(**values: Any) -> str:
-    """Fill in the template, of a report or a comparison: everything is escaped, and a name that is not given is an error."""
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        finalize=lambda value: value if isinstance(value, Markup) or not isinstance(value, str) else printable(value),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("page.html.j2").render(definitions=definitions(), terms=TERMS, number=text.number, **values)
-
-
 # --- plots --------------------------------------------------------------------------------------------------------
 
 
@@ -126,33 +115,6 @@ def draw_positions(report: Report) -> str:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
         figure.legend(loc="outside upper left", ncols=4, columnspacing=1.4, handlelength=1.3, borderaxespad=0)
         return as_svg(figure, "positions")
-
-
-def draw_rows(sections: Mapping[str, CategorySection | SuiteSection], name: str) -> str:
-    """Draw tokens per target step and decode speedup of categories or reports by label, a row each; 1 is plain decoding."""
-    with matplotlib.rc_context(fname=TEMPLATES / "plots.mplstyle"):
-        figure = Figure(figsize=(2 * WIDTH, 0.9 + 0.27 * len(sections)), layout="constrained")
-        taus, speedups = figure.subplots(1, 2, sharey=True)
-        for axes, label in ((taus, "tokens per target step"), (speedups, "decode speedup")):
-            axes.grid(False)
-            axes.axvline(1.0, **REFERENCE)
-            labels = [one_line(each).replace("$", r"\$") for each in sections]  # matplotlib reads `$` as the start of a formula
-            axes.set(xlabel=label, yticks=range(len(sections)), yticklabels=labels)
-            axes.spines["left"].set_visible(False)
-        for row, section in enumerate(sections.values()):
-            _draw_interval(taus, row, section.acceptance, "tokens_per_target_step")
-            _draw_interval(speedups, row, section.speed, "decode_speedup")
-        taus.set_ylim(len(sections) - 0.4, -0.6)
-        return as_svg(figure, name)
-
-
-def _draw_interval(axes: Axes, row: int, section: ClosedSection | None, metric: str) -> None:
-    value, bounds = (None, None) if section is None else section.interval_of(metric)
-    if value is None:
-        return
-    if bounds is not None:
-        axes.plot(bounds, [row, row], color=FIRST, linewidth=2.2, alpha=0.45, solid_capstyle="round")
-    axes.plot([value], [row], "o", color=FIRST)
 
 
 def as_svg(figure: Figure, name: str) -> str:

@@ -11,7 +11,7 @@ from eval.decoder.records import Generation
 from eval.evaluation import evaluate
 from eval.measure.record_files import read_records
 from eval.release.checks import judge
-from eval.report.comparison import compare, notes, render_comparison
+from eval.report.comparison import compare, notes
 from tests.support.evaluations import report_in, tiny_evaluation, write_suite
 
 
@@ -74,7 +74,6 @@ def test_a_further_suite_is_compared_prompt_by_prompt_with_that_of_an_earlier_re
     first, other = compare([("a", report), ("b", report)])
     assert other.tau_by_suite["abroad"].ratio_ci == [1.0, 1.0]
     assert "B on abroad: τ " in "".join(notes([first, other]))
-    assert "B on abroad: τ " in render_comparison([first, other])
 
 
 def test_without_a_suite_the_first_of_several_stands_in_its_place_and_names_must_differ():

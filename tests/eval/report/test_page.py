@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from configs.runtime.terminal import UNSEEN, printable
-from eval.report.page import VARIABLES, draw_positions, draw_rows, render_html
+from eval.report.page import VARIABLES, draw_positions, render_html
 from eval.report.schema import definitions
 from tests.support.reports import changed, report_of
 
@@ -108,9 +108,8 @@ def test_the_definition_of_every_number_is_one_click_away(page):
     assert len(ids) == len(set(ids))
 
 
-@pytest.mark.parametrize("draw", [draw_positions, lambda report: draw_rows(report.by_category, "a")])
-def test_pictures_take_every_colour_from_the_page_and_keep_their_text(draw, report):
-    svg = draw(report)
+def test_pictures_take_every_colour_from_the_page_and_keep_their_text(report):
+    svg = draw_positions(report)
     assert re.findall(r"#[0-9a-fA-F]{6}\b", svg) == []
     assert "var(--series-1)" in svg
     assert "<text" in svg
