@@ -7,16 +7,13 @@ import torch
 
 from configs.runtime.errors import ConfigError, InputError
 from configs.schema.data import CacheConfig
-from configs.schema.training import DistillConfig
 from distill.cache import writer as cache_making
-from distill.cache.reader import check_fits, open_cache
-from distill.dataset.batches import ConversationDataset
+from distill.cache.reader import open_cache
 from distill.loss.pairs import normalise
 from heads.frozen.hidden_states import read_states
 from heads.inference.causal_lm import head_logits
 from tests.support import family_checks as checks
 from tests.support.caches import batch_of, cache_job, random_conversations, run
-from tests.support.losses import target_hidden
 
 TAPS = [0, 2, 4]
 WIDTH = 32
@@ -95,16 +92,6 @@ def test_probabilities_of_rounded_states_still_add_up(job, tmp_path, data_file, 
     logits_PV = head_logits(target.model, cache.states(batch).final_BTE)[0]
     sums_P = (logits_PV - cache.normalisers(batch).log_sum_P.unsqueeze(-1)).exp().sum(-1)
     torch.testing.assert_close(sums_P, torch.ones_like(sums_P), rtol=1e-5, atol=0)
-
-
-def test_it_serves_distillation_as_well(cache, conversations, target):
-    batch = batch_of(conversations, [2, 4])
-    before_label_BT = batch.loss_mask_BT[:, 1:]
-    found, online = (
-        signal[:, :-1][before_label_BT] for signal in (cache.states(batch).final_BTE, target_hidden(target, batch))
-    )
-    torch.testing.assert_close(found, online, rtol=1e-6, atol=1e-5)
-    check_fits(cache, ConversationDataset(conversations, 512), DistillConfig())
 
 
 def test_without_taps_the_final_state_alone_is_kept_at_every_position(job, tmp_path, data_file, conversations, target):

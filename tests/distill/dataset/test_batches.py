@@ -73,24 +73,6 @@ def test_two_processes_share_an_epoch_and_both_follow_its_number(dataset):
         assert {first for batch in alternating for first in batch} == set(range(1, 84))
 
 
-def test_the_batches_of_a_step_are_balanced_so_that_no_process_waits_for_a_longer_one():
-    """Four processes, lengths drawn widely: the positions of a step's largest batch over the mean, before and after."""
-    lengths = torch.randn(640, generator=torch.Generator().manual_seed(1)).mul(0.8).add(4.5).exp().int().clamp(8, 512)
-
-    def spread(batches):
-        sizes = torch.tensor([len(batch) * int(lengths[batch].max()) for batch in batches]).view(-1, 4)
-        return float((sizes.amax(1) / sizes.double().mean(1)).mean()), int(sizes.amax(1).sum())
-
-    before, shared = (list(BucketedBatchSampler(lengths, 8, seed=0, num_batches=n)) for n in (1, 4))
-    for at in range(0, 80, 4):
-        assert {*itertools.chain(*shared[at : at + 4])} == {*itertools.chain(*before[at : at + 4])}
-    (old_spread, old_time), (new_spread, new_time) = spread(before), spread(shared)
-    assert old_spread > 1.8
-    assert new_spread < 1.1
-    assert new_time < 0.65 * old_time
-    assert shared == list(BucketedBatchSampler(lengths, 8, seed=0, num_batches=4))
-
-
 def test_no_dealing_of_neighbours_has_a_smaller_largest_batch():
     generator = torch.Generator().manual_seed(2)
     for num_rows in range(3, 9):

@@ -1,18 +1,12 @@
 """Answers: the target's own tokens, the same in any batch, on any number of processes and after any interruption."""
 
-import json
-import tracemalloc
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from configs.runtime.errors import InputError
-from configs.schema.data import AnswersConfig, DataConfig
-from distill.dataset.conversations import check_written_for, is_written_by_target, read_conversations
-from distill.generation import answers
-from distill.generation import make_dataset as making
+from configs.schema.data import AnswersConfig
 from distill.generation.answers import (
     EMPTY,
     NO_ROOM,
@@ -22,7 +16,6 @@ from distill.generation.answers import (
     existing_answers,
 )
 from distill.generation.continuation import TargetSource
-from distill.generation.make_dataset import make_dataset
 from distill.generation.prompts import Prompt, encode_prompt
 from distill.generation.sources import check_given
 from heads.inference.kv_cache import RowCache
@@ -100,32 +93,6 @@ def test_the_next_turn_or_prompt_takes_the_place_of_an_answer_that_has_ended(byt
         alone, _ = answer_prompts(byte_target, [prompt], config, seed=1)
         assert found.get(prompt.prompt_id, []) == alone
     assert len(together) + sum(dropped.values()) == sum(len(prompt.turns) for prompt in prompts)
-
-
-def test_memory_does_not_grow_with_the_answers(byte_target, make_prompts, tmp_path, monkeypatch):
-    def written(target, sampling, texts, **_):
-        for text in texts:
-            next(text)
-            with pytest.raises(StopIteration) as end:
-                text.send([65] * 4000)
-            yield end.value.value
-
-    monkeypatch.setattr(answers, "continue_texts", written)
-
-    def peak(count):
-        settings = {"config": SAMPLED, "seed": 5, "folder": tmp_path / str(count), "fingerprint": "job"}
-        job = AnswerJob(target=byte_target, prompts=make_prompts(count), **settings)
-        tracemalloc.start()
-        job.work(rank=0, num_processes=1)
-        counts = making._write_side(tmp_path / f"{count}.jsonl", job.prompts, job.collect())
-        assert counts["answer_tokens"] == count * 4000
-        most = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        return most
-
-    peak(4)
-    few, many = peak(8), peak(30)
-    assert many - few < 22 * 4000  # of answers that take 8 bytes a token alone
 
 
 def test_later_turns_follow_the_targets_own_answers(byte_target):
@@ -220,33 +187,3 @@ def test_a_prompt_without_an_answer_is_refused_by_name():
         InputError, match=r"1 of 2 prompts bring no answer, the first is p: expected chat messages that end with"
     ):
         check_given([prompt("Well."), prompt(None)])
-
-
-@pytest.fixture
-def config(tmp_path, byte_target_folder):
-    rows = [
-        {"messages": [{"role": "user", "content": f"question {n}"}, {"role": "assistant", "content": f"answer {n}"}]}
-        for n in range(20)
-    ]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return DataConfig.model_validate(
-        {
-            "target": {"name": str(byte_target_folder), "dtype": "float32", "device": "cpu"},
-            "prompts": {"source": "file", "path": str(tmp_path / "chats.jsonl")},
-            "answers": {"written_by": "dataset"},
-            "held_out_share": 0.3,
-            "output": str(tmp_path / "data"),
-        }
-    )
-
-
-def test_the_data_hold_the_answers_that_came_and_say_who_wrote_them(config, byte_target, monkeypatch):
-    monkeypatch.setattr(making.AnswerJob, "work", lambda *_, **__: pytest.fail("the target wrote"))
-    make_dataset(config)
-    folder = Path(config.output)
-    rows = [row for name in ("train", "held_out") for row in read_conversations(folder / f"{name}.jsonl")]
-    assert sorted(row.messages[-1]["content"] for row in rows) == sorted(f"answer {n}" for n in range(20))
-    assert all(row.messages[-1]["content"][7:] == row.messages[0]["content"][9:] for row in rows)
-    assert json.loads((folder / "manifest.json").read_text())["answers_written_by"] == "dataset"
-    assert not is_written_by_target(folder / "train.jsonl")
-    assert check_written_for(folder / "train.jsonl", byte_target.identity) == []

@@ -94,14 +94,17 @@ def test_tools_are_shown_to_the_target_and_kept_for_the_evaluation(config, tmp_p
     target = config.target.model_copy(update={"chat_template": str(tmp_path / "tools.jinja")})
     answers = config.answers.model_copy(update={"written_by": written_by})
     prompts = config.prompts.model_copy(update={"path": str(path)})
-    made(config, target=target, answers=answers, prompts=prompts, held_out_share=0.5)
+    files = made(config, target=target, answers=answers, prompts=prompts, held_out_share=0.5)
     loaded = load_target(target)
     kept = [read_conversations(Path(config.output) / name) for name in ("train.jsonl", "held_out.jsonl")]
     for row in [*kept[0], *kept[1]]:
         asked = row.messages[0]["content"]
         assert bool(row.tools) == bool(int(asked.split()[1]) % 2)
         assert loaded.tokenizer.decode(row.prompt_ids) == f"{'Tweather' if row.tools else ''}{asked}||rain|so|"
+        assert (row.messages[-1]["content"] == "no") == (written_by == "dataset")
         assert row.messages[1]["tool_calls"] == [{**CALL, "function": {"name": "weather", "arguments": {}}}]
+    assert json.loads(files["manifest.json"])["answers_written_by"] == written_by
+    assert is_written_by_target(Path(config.output) / "train.jsonl") == (written_by == "target")
     suite = load_suite(SuiteConfig(path=str(Path(config.output) / "held_out.jsonl")))
     assert [request.tokens for request in Turns(loaded, suite.prompts).first] == [row.prompt_ids for row in kept[1]]
 

@@ -54,25 +54,6 @@ def test_a_prompt_without_an_id_is_named_by_its_content(write):
     assert one.prompt_id == three.prompt_id != two.prompt_id
 
 
-@pytest.mark.parametrize(
-    ("row", "complaint"),
-    [
-        ("{", "not JSON"),
-        ({"turns": []}, "turns must be a list of at least one text"),
-        ({"turns": ["a", " "]}, "a turn must be a text that is not blank"),
-        ({"turns": ["a"], "question_id": [1]}, "question_id must be"),
-        ({"turns": ["a"], "category": 3}, "category must be a text"),
-        ({"messages": []}, "messages must be a list of at least one message"),
-        ({"messages": [{"role": "user", "content": 3}]}, "a message must have a role and a content, both texts"),
-        ({"messages": [SYSTEM]}, "messages must end with a user message"),
-        ({"messages": [USER, ASSISTANT, ASSISTANT]}, "messages must end with a user message"),
-    ],
-)
-def test_a_wrong_line_is_refused_with_its_number(write, row, complaint):
-    with pytest.raises(InputError, match=f"line 3: {complaint}"):
-        read(write({"turns": ["fine"]}, "", row))
-
-
 def test_two_prompts_of_one_id_are_refused_with_both_lines(write):
     with pytest.raises(InputError, match=r"line 2: question_id 'a' was used in .*line 1 for another prompt"):
         read(write({"question_id": "a", "turns": ["x"]}, {"question_id": "a", "turns": ["y"]}))

@@ -122,6 +122,13 @@ def test_a_format_that_is_asked_for_goes_before_what_the_keys_say():
 @pytest.mark.parametrize(
     ("row", "format", "complaint"),
     [
+        ({"turns": []}, None, "turns must be a list of at least one text"),
+        ({"turns": ["a", " "]}, None, "a turn must be a text that is not blank"),
+        ({"turns": ["a"], "question_id": [1]}, None, "question_id must be"),
+        ({"turns": ["a"], "category": 3}, None, "category must be a text"),
+        ({"messages": []}, None, "messages must be a list of at least one message"),
+        ({"messages": [{"role": "user", "content": 3}]}, None, "a message must have a role and a content, both texts"),
+        ({"messages": [USER, ASSISTANT, ASSISTANT]}, None, "messages must end with a user message"),
         ({"asked": "Hi"}, None, r"row 0: the keys asked are those of no known format .* with suite\.column"),
         ({}, None, r"row 0: the keys \(none\)"),
         ({"question": "How?"}, "gsm8k", "row 0: format gsm8k needs answer; the row has the keys question"),

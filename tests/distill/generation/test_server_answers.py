@@ -16,7 +16,7 @@ from distill.generation.make_dataset import answer_job, make_dataset
 from distill.generation.server_answers import ServerAnswerJob, read_ids
 from distill.generation.sources import list_source
 from distill.generation.split import split_prompts
-from distill.server.connection import Connection, GaveUp, read_completion
+from distill.server.connection import Connection, read_completion
 
 ENDS = (9, 7)
 GREEDY = AnswersConfig()
@@ -81,36 +81,6 @@ def test_a_prompt_that_always_fails_leaves_the_others_answered(config, api):
     assert 0 < len([body for body in api.asked if "seed" in body]) < NUM_TURNS / 2
 
 
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        ({"finish_reason": "content_filter"}, "for another reason than its end or its length: finish_reason 'content_filter'"),
-        ({"prompt_token_ids": [1, 2]}, "read other token ids than were sent"),
-        ({"token_ids": None}, "answers without token ids: it does not know return_token_ids"),
-        ({"token_ids": "abc"}, r"in a form that is not known here: choices\.0\.token_ids"),
-    ],
-)
-def test_an_answer_that_cannot_be_right_is_refused(writer, api, prompt, change, complaint):
-    def spoil(answer, asked):
-        answer["choices"][0].update(change)
-        return answer
-
-    api.spoil = spoil
-    with pytest.raises(InputError, match=complaint):
-        writer().write(prompt, 5, 20)
-
-
-@pytest.mark.parametrize("reason", [None, "abort", "error"])
-def test_an_answer_that_the_server_broke_off_may_be_asked_for_again(writer, api, prompt, reason):
-    def spoil(answer, asked):
-        answer["choices"][0]["finish_reason"] = reason
-        return answer
-
-    api.spoil = spoil
-    with pytest.raises(GaveUp, match="broke an answer off"):
-        writer().write(prompt, 5, 20)
-
-
 def test_as_many_are_under_way_as_allowed_and_what_came_is_kept_when_one_is_given_up(writer, api, make_prompts, monkeypatch):
     together, prompts = threading.Barrier(4), make_prompts(12)
 
@@ -125,6 +95,16 @@ def test_as_many_are_under_way_as_allowed_and_what_came_is_kept_when_one_is_give
     with pytest.raises(InputError, match="given up"):
         job.work(rank=0, num_processes=1)
     assert job.finished().tolist() == [number != 9 for number in range(12)]
+
+
+def test_an_answer_to_other_token_ids_or_of_another_form_is_refused(writer, api, prompt):
+    for change, complaint in (
+        ({"prompt_token_ids": [1, 2]}, "read other token ids than were sent"),
+        ({"token_ids": "abc"}, r"in a form that is not known here: choices\.0\.token_ids"),
+    ):
+        api.spoil = lambda answer, asked, change=change: answer["choices"][0].update(change) or answer
+        with pytest.raises(InputError, match=complaint):
+            writer().write(prompt, 5, 20)
 
 
 @pytest.mark.parametrize(
@@ -150,9 +130,12 @@ def test_ids_go_up_to_the_end_of_the_answer(token_ids, finish, expected):
         ([1, 2], "length", "cut an answer off after 2 tokens where 4 were asked for"),
         ([1, 2, 3, 4, 9], "stop", "wrote 5 tokens where at most 4 were asked for"),
         ([-1, 9], "stop", "token id -1 lies outside"),
+        ([1, 9], "content_filter", "for another reason than its end or its length: finish_reason 'content_filter'"),
+        (None, "stop", "answers without token ids: it does not know return_token_ids"),
+        *(([1, 2], reason, "broke an answer off") for reason in (None, "abort", "error")),
     ],
 )
-def test_ids_that_cannot_be_right_are_refused(token_ids, finish, complaint):
+def test_an_answer_that_cannot_be_right_is_refused(token_ids, finish, complaint):
     with pytest.raises(InputError, match=complaint):
         read_ids(completion(token_ids=token_ids, finish_reason=finish), 4, ENDS, 20, "the server")
 

@@ -9,7 +9,6 @@ from configs.schema.training import DistillConfig
 from distill.dataset.batches import Example, collate
 from distill.student.on_policy import Rewriter, RowSelection, examples_of
 from heads.proposers.draft_lm import DraftLM
-from heads.sampling.probabilities import token_probabilities
 
 EXAMPLES = [
     Example((7, 12, 3, 20, 21, 22, 23, 24, 25), 3, 4),
@@ -109,16 +108,6 @@ def test_a_row_ends_with_the_first_token_that_ends_a_text_and_its_neighbours_go_
     assert other.input_ids == neighbour
     assert num_written == len(ended.input_ids) - 5 + 6
     assert batch.loss_mask_BT[1, : len(ended.input_ids)].tolist() == [place >= 5 for place in range(len(ended.input_ids))]
-
-
-def test_tokens_are_drawn_from_the_drafts_distribution(rewriter, draft):
-    prompt, count = (7, 12, 3), 2000
-    batch = collate([Example((*prompt, 20), 3, number) for number in range(count)])
-    policy = rewriter(temperature=0.3)
-    batch, _ = policy.rewrite(batch, chosen(*range(count)), draft)
-    probs_V = token_probabilities(draft.model(torch.tensor([prompt])).logits[0, -1], policy.sampling)
-    counted_V = torch.bincount(batch.input_ids_BT[:, 3], minlength=64) / count
-    assert (counted_V - probs_V).abs().sum() / 2 < 0.05
 
 
 def test_draws_belong_to_a_conversation_in_a_micro_batch_of_a_run(rewriter, draft):
