@@ -92,14 +92,10 @@ def head_metadata(
 
 
 def locate_artifact(name: str | Path) -> Path:
-    """Return the folder of an artifact.
+    """Return the folder of an artifact, fetched where needed; an InputError where there is none.
 
-    Args:
-        name: a folder, or that of a training with an `artifact/` in it; or `owner/name` or `owner/name@revision` on the Hub,
-            where a folder of that name goes before; the revision is a branch, a tag or a commit.
-
-    Raises:
-        InputError: it is neither, or could not be fetched.
+    It is named by itself, by the folder of a training with an `artifact/` in it, or, where no folder has that name, as
+    `owner/name` or `owner/name@revision` on the Hub; the revision is a branch, a tag or a commit.
     """
     folder = _locate(str(name), DATA_FILES)
     trained = folder / "artifact"

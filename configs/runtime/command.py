@@ -52,10 +52,7 @@ def run_command(
 ) -> int:
     """Run `main` on the config that the command line describes and return the process's exit code (see `exit_code`).
 
-    Args:
-        main: called with the config, and with the parsed arguments after it where `add_arguments` is given.
-        argv: the arguments, without the program's name; None takes the process's own.
-        add_arguments: adds the command's own arguments to the parser.
+    Where `add_arguments` adds the command's own to the parser, `main` is called with the parsed arguments too.
     """
     setup_logging()
     parser = Parser(description=description, epilog=EPILOG, allow_abbrev=False)

@@ -56,16 +56,10 @@ EXPECTED = {
 
 
 def load_config(schema: type[T], path: str | Path | None, overrides: Sequence[str] = ()) -> T:
-    """Return the config that a file and overrides describe.
+    """Return the config that a YAML file and overrides describe; a `ConfigError` says what is wrong with them.
 
-    Args:
-        schema: the model that checks it.
-        path: a YAML file; a recipe that came with draftsmith is found from any folder. None, like an empty file, means the
-            schema's defaults.
-        overrides: `dotted.key=value` texts; the value is YAML, a list is given as a whole.
-
-    Raises:
-        ConfigError: the file cannot be read or parsed, or a key is unknown, of the wrong type, or out of range.
+    A recipe that came with draftsmith is found from any folder; `path` None, like an empty file, means the schema's defaults.
+    Overrides are `dotted.key=value` texts; the value is YAML, a list is given as a whole.
     """
     where, given = ("the defaults", {}) if path is None else _read_file(find_shipped(path))
     values = _merge(_section_defaults(schema), given)

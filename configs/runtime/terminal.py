@@ -96,12 +96,8 @@ def progress(
 ) -> Iterator[Callable[[int], None]]:
     """Yield a function that adds a number of finished items to the bar or the log.
 
-    Args:
-        description: what is being done, e.g. "writing answers".
-        total: how many items there are.
-        unit: what they are called, e.g. "prompts".
-        done: how many were finished before, which says nothing of the rate.
-        tokens: of the items, where these differ in size: they tell the rate, the share and the time left.
+    `done` of them were finished before, which says nothing of the rate. Where items differ in size, their `tokens` tell the
+    rate, the share and the time left.
     """
     work = _Work(description, total, unit, done, tokens)
     if is_main_process() and sys.stderr.isatty():

@@ -94,20 +94,11 @@ class HydraSettings(HeadSettings):
     num_depths: PositiveInt = 4  # future tokens, a head each
     num_layers: PositiveInt = 1  # residual blocks after the one that joins state and embeddings
     prefix_attention: bool = False  # Hydra++: a decoder layer over the final states first
-    prefix_norm: bool | None = None  # an RMS norm after that layer, as the published heads have
-    own_output_heads: bool | None = None  # an output head with a bias for each depth, as published; needs train_head
     layer: LayerSettings | None = None  # sizes of the prefix layer; None: those of the target's blocks
 
     @property
     def longest_draft(self) -> int:
         return self.num_depths
-
-    def objections(self) -> Iterator[str]:
-        reduced = self.draft_vocab_size is not None or self.draft_vocab_by is not None
-        if self.own_output_heads and (reduced or not self.train_head):
-            yield "own_output_heads have a row for every token: they need train_head true, and the whole draft vocabulary"
-        if self.prefix_norm and not self.prefix_attention:
-            yield "prefix_norm norms what the prefix layer puts out: set prefix_attention to true, or leave it out"
 
 
 class EagleSettings(TappedSettings):

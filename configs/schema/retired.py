@@ -38,9 +38,12 @@ RETIRED = {
     "EvalConfig.previous_report": Retired("eval/compare.py shows two reports side by side, and the gate takes --baseline"),
     "EvalConfig.simulate_acceptance": Retired("acceptance is measured, and no longer simulated"),
     "ExportConfig.report": Retired("it was for TensorRT-LLM, the one engine that drafted a given tree"),
+    "EvalConfig.draft_device": Retired("a draft runs where the target does"),
     "HeadsConfig.policy": Retired(
         "a head trained on its own drafts was no better", off=(None, {"on_policy": 0.0, "from_share": 0.0, "temperature": 0.0})
     ),
+    "HydraSettings.own_output_heads": Retired("one output head serves all depths", off=(None, False)),
+    "HydraSettings.prefix_norm": Retired("the target's own head reads what the prefix layer puts out", off=(None, False)),
     "LoraSettings.target_modules": Retired("adapters are on every linear layer but the head"),
     "LossConfig.sampled_tokens": Retired("the loss is over the whole draft vocabulary; give a smaller head.draft_vocab_size"),
     "PolicyConfig.phases": Retired(
@@ -76,13 +79,9 @@ RETIRED = {
 
 
 def read_retired(classes: Iterable[str], values: Any) -> Any:
-    """Return a section's values without retired keys; what is no mapping is returned as it is.
+    """Return a section's values without retired keys, one of which, where it asks for what is gone, is a ValueError.
 
-    Args:
-        classes: names of the section's config class and of those that it inherits from.
-
-    Raises:
-        ValueError: a retired key asks for what is gone.
+    `classes` are the names of the section's config class and of those that it inherits from.
     """
     if not isinstance(values, dict):
         return values

@@ -7,7 +7,7 @@ final states through one decoder layer first ("prefix attention"), so that a hea
 
 Departures: W starts at 0 and R as a copy of the state, so that an untrained head gives the target's distribution of x_{j+1};
 blocks never share weights; no norm follows the prefix layer, whose output the target's own head can then read; one output head
-serves all depths. For the published heads, which have both, there are `prefix_norm` and `own_output_heads`. Left out: dropout.
+serves all depths. Left out: dropout.
 B batch, T positions, N rows of one depth, E width of the target, K depths, F width of what a head reads.
 """
 
@@ -21,18 +21,18 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from configs.schema.heads import HydraSettings
-from heads.families.medusa import HeadsByDepth, ResidualBlocks
+from heads.families.medusa import ResidualBlocks
 from heads.frozen.hidden_states import TargetStates
 from heads.inference.kv_cache import RowCache
 from heads.modules.attention import causal_ranges
 from heads.modules.autoregressive import ChainHead, FeatureChain
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins
-from heads.modules.layers import CachedKeys, DraftLayer, HeadLayer, Rotary, RowKeys, layer_shape, norm
+from heads.modules.layers import CachedKeys, DraftLayer, HeadLayer, Rotary, RowKeys, layer_shape
 from heads.modules.output_head import DraftHead
 from heads.vocabulary import DraftVocabulary
 
 
-class Hydra(HeadsByDepth, ChainHead):
+class Hydra(ChainHead):
     """Hydra heads on a frozen target; the chain's state is what a head reads, longer by an embedding for each drafted token."""
 
     def __init__(self, settings: HydraSettings, target: PreTrainedModel, vocabulary: DraftVocabulary | None) -> None:
@@ -42,21 +42,17 @@ class Hydra(HeadsByDepth, ChainHead):
         shape = layer_shape(target, settings.layer)
         self.rotary = Rotary(shape)
         self.prefix_layer = DraftLayer(shape) if settings.prefix_attention else None
-        self.prefix_norm = norm(shape) if settings.prefix_norm else nn.Identity()
         self.blocks = nn.ModuleList(
             GroundedBlocks(shape.width, depth + 2, settings.num_layers) for depth in range(settings.num_depths)
         )
-        own = bool(settings.own_output_heads)
-        self.add_output_heads(
-            lambda: DraftHead(target, None if own else vocabulary, trainable=own or settings.train_head, with_bias=own)
-        )
+        self.lm_head = DraftHead(target, vocabulary, trainable=settings.train_head)
 
     def forward(self, batch: Batch, states: TargetStates) -> list[Depth]:
         """Run each depth's blocks at the origins it is trained on, on the text's own tokens."""
         states_BTE = self.features(states)
         if self.prefix_layer is not None:
             rotation, keys = self.rotary(states_BTE, batch.position_ids_BT), RowKeys(causal_ranges(batch.position_ids_BT))
-            states_BTE = self.prefix_norm(self.prefix_layer(states_BTE, rotation, keys))
+            states_BTE = self.prefix_layer(states_BTE, rotation, keys)
         embedded_BTE = self.embed(batch.input_ids_BT)
         depths = []
         for depth, blocks in enumerate(self.blocks):
@@ -70,7 +66,7 @@ class Hydra(HeadsByDepth, ChainHead):
         """See `ChainHead.read`; the states are what the head of this depth reads."""
         if depth == 0 and self.prefix_layer is not None:
             keys = CachedKeys(cache, 0, cache.visible(positions_BT).unsqueeze(1))
-            features_BTF = self.prefix_norm(self.prefix_layer(features_BTF, self.rotary(features_BTF, positions_BT), keys))
+            features_BTF = self.prefix_layer(features_BTF, self.rotary(features_BTF, positions_BT), keys)
         return torch.cat([features_BTF, self.embed(ids_BT)], -1)
 
     def to_head(self, states_BD: Tensor, depth: int) -> Tensor:

@@ -10,7 +10,7 @@ B batch, T positions, N rows of one depth, E width of the target, K depths, W dr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -19,7 +19,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from configs.schema.decoding import SamplingConfig
-from configs.schema.heads import HydraSettings, MedusaSettings
+from configs.schema.heads import MedusaSettings
 from heads.device import TokenRows
 from heads.frozen.hidden_states import TargetStates
 from heads.modules.autoregressive import FeatureProposer
@@ -33,31 +33,21 @@ from heads.sampling.token_tree import DynamicTreeSpec, Tree
 from heads.vocabulary import DraftVocabulary
 
 
-class HeadsByDepth(HeadModule):
-    """A head whose depths share an output head, or have one each."""
-
-    settings: MedusaSettings | HydraSettings
-
-    def add_output_heads(self, make: Callable[[], DraftHead]) -> None:
-        """Make the output heads under the names that engines know."""
-        if self.settings.own_output_heads:
-            self.lm_heads = nn.ModuleList(make() for _ in range(self.settings.num_depths))
-        else:
-            self.lm_head = make()
-
-    def output_head(self, depth: int) -> DraftHead:
-        return cast(DraftHead, self.lm_heads[depth]) if self.settings.own_output_heads else self.lm_head
-
-
-class Medusa(HeadsByDepth):
+class Medusa(HeadModule):
     """Medusa heads on a frozen target (`heads.modules.output_head.HeadModule`); depth k predicts x_{j+2+k}."""
+
+    settings: MedusaSettings
 
     def __init__(self, settings: MedusaSettings, target: PreTrainedModel, vocabulary: DraftVocabulary | None) -> None:
         super().__init__(target)
         self.settings = settings
         width = target.config.get_text_config().hidden_size
         self.blocks = nn.ModuleList(ResidualBlocks(width, settings.num_layers) for _ in range(settings.num_depths))
-        self.add_output_heads(lambda: DraftHead(target, vocabulary, trainable=settings.train_head))
+        heads = (DraftHead(target, vocabulary, trainable=settings.train_head) for _ in range(settings.num_depths))
+        if settings.own_output_heads:
+            self.lm_heads = nn.ModuleList(heads)
+        else:
+            self.lm_head = next(heads)
 
     def forward(self, batch: Batch, states: TargetStates) -> list[Depth]:
         """Run each depth's blocks at the origins it is trained on."""
@@ -66,6 +56,9 @@ class Medusa(HeadsByDepth):
             origins_N = labelled_origins(batch, depth)
             depths.append(self.at_depth(depth, blocks(flat(states.final_BTE, origins_N)), origins_N))
         return depths
+
+    def output_head(self, depth: int) -> DraftHead:
+        return cast(DraftHead, self.lm_heads[depth]) if self.settings.own_output_heads else self.lm_head
 
     def draft_logits(self, final_BE: Tensor, num_depths: int) -> Sequence[Tensor]:
         """Return the logits `[B, W]` of the first depths, from the target's final state at the origin."""

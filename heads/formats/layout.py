@@ -34,26 +34,18 @@ DOMINO_KEYS = ("gru_hidden_dim", "emb_dim")
 
 @dataclass(frozen=True, kw_only=True)
 class ExportLayout:
-    """A folder to be written: `config.json`, the tensors under the engine's names, other files.
-
-    serve: returns the command or lines that serve it, given the folder's path, quoted for what reads them.
-    notes: what a person who serves it must know.
-    files, json_files: by name, files that are taken over as they are, and further JSON files.
-    convert: called with the written and checked folder, and this layout; turns its files into others.
-    holds_target: the folder holds all of the target's weights beside the draft's.
-    make: fills the empty folder itself, with `weights` among its tensors; nothing else is written then.
-    """
+    """A folder to be written: `config.json`, the tensors under the engine's names, other files."""
 
     config: Mapping[str, Any]
     weights: Weights
-    serve: Callable[[str], str]
-    notes: tuple[str, ...] = ()
+    serve: Callable[[str], str]  # the command or lines that serve it from a path, quoted for what reads them
+    notes: tuple[str, ...] = ()  # what a person who serves it must know
     weights_file: str = SINGLE_FILE
-    files: Mapping[str, Path] = field(default_factory=dict)
+    files: Mapping[str, Path] = field(default_factory=dict)  # by name, what is taken over as it is
     json_files: Mapping[str, Any] = field(default_factory=dict)
-    convert: Callable[[Path, ExportLayout], None] | None = None
-    holds_target: bool = False
-    make: Callable[[Path], None] | None = None
+    convert: Callable[[Path, ExportLayout], None] | None = None  # turns the files of the written and checked folder into others
+    holds_target: bool = False  # all of the target's weights lie beside the draft's
+    make: Callable[[Path], None] | None = None  # fills the folder by itself, with `weights` among its tensors
 
 
 def check_names(weights: Weights, head: nn.Module) -> None:

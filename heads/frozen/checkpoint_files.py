@@ -30,7 +30,7 @@ from configs.schema.commands.release import TORCH_FILES
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 MAX_SHOWN = 12  # names repeated in an error message
-HEAD_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.safetensors", "hydra_lm_head.pt")
+HEAD_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 # What transformers raises for a file that is missing, damaged, contradictory, or needs a package that is not installed.
 UNREADABLE = (
     OSError,

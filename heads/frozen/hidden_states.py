@@ -29,15 +29,10 @@ from heads.sampling.token_tree import TreeAttention
 
 @dataclass(frozen=True, kw_only=True)
 class TargetStates:
-    """The target's hidden states at some positions; they never carry gradients.
+    """The target's hidden states at some positions; they never carry gradients."""
 
-    Args:
-        final_BTE: after the final norm; the target's head makes the next token's logits of it.
-        taps_ABTE: the tapped states, in the order of the taps.
-    """
-
-    final_BTE: Tensor
-    taps_ABTE: tuple[Tensor, ...] = ()
+    final_BTE: Tensor  # after the final norm; the target's head makes the next token's logits of it
+    taps_ABTE: tuple[Tensor, ...] = ()  # in the order of the taps
 
     def map(self, change: Any) -> TargetStates:
         """Return the states with `change`, a function of one `[B, T, E]` tensor, applied to each."""

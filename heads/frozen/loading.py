@@ -56,24 +56,16 @@ class StateSource(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A frozen target, ready to run, with its tokenizer and its identity.
-
-    Args:
-        eos_token_ids: every id that ends an answer.
-        spread_by: the settings by which its blocks were spread over devices or processes; None: it is on one.
-        group: the processes that it is split over; None: each has a target of its own.
-        states_from: servers that run it; None: it is run here.
-        media: makes its inputs of the images or sounds of prompts; None: it reads text alone.
-    """
+    """A frozen target, ready to run, with its tokenizer and its identity."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     identity: TargetIdentity
-    eos_token_ids: tuple[int, ...]
-    spread_by: TargetConfig | None = None
-    group: TargetGroup | None = None
-    states_from: StateSource | None = None
-    media: MediaReader | None = None
+    eos_token_ids: tuple[int, ...]  # every id that ends an answer
+    spread_by: TargetConfig | None = None  # by which its blocks were spread over devices or processes; None: it is on one
+    group: TargetGroup | None = None  # the processes that it is split over; None: each has a target of its own
+    states_from: StateSource | None = None  # servers that run it; None: it is run here
+    media: MediaReader | None = None  # makes its inputs of the images or sounds of prompts; None: it reads text alone
 
     @property
     def device(self) -> torch.device:

@@ -56,16 +56,12 @@ class MediaPrompt:
 
 @dataclass(frozen=True)
 class MediaReader:
-    """The images or sounds of one target's prompts.
-
-    Args:
-        template: the chat template of prompts with them, where the tokenizer's knows none; None: the tokenizer's.
-    """
+    """The images or sounds of one target's prompts."""
 
     processor: Any
     config: ImagesConfig | AudioConfig
     model: PreTrainedModel
-    template: str | None = None
+    template: str | None = None  # of prompts with them, where the tokenizer's knows none; None: the tokenizer's
 
     def ids(self, prompt: MediaPrompt) -> list[int]:
         """Return a prompt's token ids, a placeholder for each state of an image or a sound."""

@@ -27,21 +27,14 @@ PARTS = ("eh_proj", "enorm", "hnorm", "post_norm", "mtp_block")  # of `heads.fam
 
 @dataclass(frozen=True, kw_only=True)
 class Naming:
-    """How a family of checkpoints names a module's tensors; `{k}` is its number, `{n}` the same counted on from the blocks.
-
-    Args:
-        parts: their names of our `PARTS`, after the prefix.
-        hidden_first: the projection reads [state ; embedding].
-        reads: which of the target's last states these modules were trained on, and are given by engines.
-        borrowed: copies of what is the target's (embedding, head, rotary frequencies), which are neither read nor written.
-    """
+    """How a family of checkpoints names a module's tensors; `{k}` is its number, `{n}` the same counted on from the blocks."""
 
     families: str
     prefix: str
-    parts: tuple[str, str, str, str, str]
-    hidden_first: bool = False
-    reads: Literal["post_norm", "pre_norm"] = "post_norm"
-    borrowed: tuple[str, ...] = ()
+    parts: tuple[str, str, str, str, str]  # their names of our `PARTS`, after the prefix
+    hidden_first: bool = False  # the projection reads [state ; embedding]
+    reads: Literal["post_norm", "pre_norm"] = "post_norm"  # the target's last state that they were trained on, and engines give
+    borrowed: tuple[str, ...] = ()  # copies of what is the target's (embedding, head), neither read nor written
 
     def pattern(self, part: str) -> str:
         """Return their name of one of our parts."""

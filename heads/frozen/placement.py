@@ -67,11 +67,9 @@ def spread_blocks(
 ) -> list[DeviceName]:
     """Return the device of each block, in order: `home`, the other devices, then memory, then the disk.
 
-    Where blocks are offloaded, room for one more is kept on `home`, on which they run.
-
-    Args:
-        sizes, outside, room: bytes of the blocks, of all else, which lies on `home`, and on each device and in memory.
-        even: no device takes more than its share of all weights and a block, as long as nothing is offloaded for that.
+    Where blocks are offloaded, room for one more is kept on `home`, where they run and all else lies (`outside`).
+    With `even` no device takes more than its share of all weights and a block, as long as nothing is offloaded for that. All
+    sizes are in bytes.
     """
     free = room.get(home, 0) - outside
     if free < 0:

@@ -83,14 +83,10 @@ def in_template(
     media: Sequence[str] = (),
     template: str | None = None,
 ) -> str:
-    """Return the text of a conversation in the chat template.
+    """Return the text of a conversation in the chat template, or in `template`.
 
-    Args:
-        tools: that the assistant may call, as OpenAI describes them.
-        answer_follows: open the assistant's turn.
-        in_parts: try lists of parts where the template leaves out a text.
-        media: references to images and sounds; each has an `OBJECT` in a user's text.
-        template: in place of the tokenizer's.
+    `tools` are described as by OpenAI; `media` are references to images and sounds, each of which has an `OBJECT` in a user's
+    text. With `in_parts`, contents are tried as lists of parts where the template leaves out a text.
     """
     if tokenizer.chat_template is None:
         raise InputError(no_chat_template(name))

@@ -35,15 +35,10 @@ _OWN = masking_utils.find_packed_sequence_indices
 
 @dataclass(frozen=True, kw_only=True)
 class MediaInputs:
-    """What a processor made of the images or sounds of some rows, by the name of the model's argument.
+    """What a processor made of the images or sounds of some rows, by the name of the model's argument."""
 
-    Args:
-        of_media: pixels, sizes, features and the like, of all rows' media one after the other.
-        of_tokens: what each token of the prompts is, `[B, P]`; 0 is text.
-    """
-
-    of_media: Mapping[str, Tensor]
-    of_tokens: Mapping[str, Tensor]
+    of_media: Mapping[str, Tensor]  # pixels, sizes, features and the like, of all rows' media one after the other
+    of_tokens: Mapping[str, Tensor]  # what each token of the prompts is, `[B, P]`; 0 is text
 
 
 def head_logits(model: HasOutputHead, hidden_BTD: Tensor) -> Tensor:

@@ -251,10 +251,8 @@ class RowCache(Cache):
     def keep_path(self, starts: Sequence[int], columns: Sequence[Sequence[int]], columns_BA: Tensor | None = None) -> None:
         """Move the states of a tree's accepted tokens to consecutive slots, as if they alone had been read.
 
-        Args:
-            starts: the first slot of the tree, by row.
-            columns: by row, the slots to keep, counted from `starts` and rising; rows may differ in number.
-            columns_BA: the same on the device, shorter rows continued by their own places; None: copied there.
+        By row, `starts` is the tree's first slot, and `columns` the slots to keep, counted from it and rising. `columns_BA` are
+        the same on the device, shorter rows continued by their own places; None: copied there.
         """
         A = max(map(len, columns))
         # A row that keeps fewer copies the other slots onto themselves.

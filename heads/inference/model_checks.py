@@ -114,11 +114,8 @@ def check_on_probe(
 ) -> None:
     """Refuse a model whose values on a probe are wrong by more than rounding, or that cannot run it.
 
-    Args:
-        error_of: runs the probe, in evaluation mode and without gradients; returns the error (`relative_error`).
-        differs: the message where the values are wrong; `{}` is the error.
-        fails: the message where the probe raises; `{}` is the first line of what it raised. None: let that pass through.
-        name: of the check, which a model passes once; None: it runs at every call.
+    `error_of` runs the probe, in evaluation mode and without gradients, and returns the error (`relative_error`), which
+    `differs` tells as `{}`. What it raises is told by `fails`; None lets that pass through. A check with a `name` runs once.
     """
     runner = runner_of(model)
     if runner.runs_elsewhere or name in runner.passed:

@@ -30,16 +30,13 @@ class DraftHead(nn.Module):
     Args:
         vocabulary: the tokens it can propose; None: all of the target's. Kept as the buffer `token_ids` (d2t).
         trainable: learn it, apart from the target's.
-        with_bias: a trainable head has a bias even where the target's has none; it starts at 0.
     """
 
     weight: nn.Parameter | Tensor | None
     bias: nn.Parameter | Tensor | None
     token_ids: Tensor | None
 
-    def __init__(
-        self, target: PreTrainedModel, vocabulary: DraftVocabulary | None, *, trainable: bool, with_bias: bool = False
-    ) -> None:
+    def __init__(self, target: PreTrainedModel, vocabulary: DraftVocabulary | None, *, trainable: bool) -> None:
         super().__init__()
         self._target = (target,)  # in a tuple: neither trained nor saved with the head
         self._vocabulary: DraftVocabulary | None = None
@@ -50,8 +47,6 @@ class DraftHead(nn.Module):
         shared = vocabulary is None and not trainable
         wanted_W = torch.arange(1 if shared else self.vocab_size, device=target.device) if ids_W is None else ids_W
         weight_WD, bias_W = head_rows(target, wanted_W)  # also where nothing is copied: it refuses heads that are not linear
-        if with_bias and bias_W is None:
-            bias_W = weight_WD.new_zeros(len(wanted_W))
         for name, value in (("weight", weight_WD), ("bias", bias_W)):
             if shared or value is None:
                 setattr(self, name, None)

@@ -22,15 +22,10 @@ from heads.device import on_device, shifted
 
 @dataclass(frozen=True)
 class Tree:
-    """A tree that is the same in every round.
+    """A tree that is the same in every round."""
 
-    Args:
-        parents: by draft; breadth first, siblings side by side in the order of their ranks.
-        candidates: how siblings come from the draft's distribution where they are drawn, which names their rule too.
-    """
-
-    parents: tuple[int, ...]
-    candidates: Candidates = "without_replacement"
+    parents: tuple[int, ...]  # by draft; breadth first, siblings side by side in the order of their ranks
+    candidates: Candidates = "without_replacement"  # how siblings are drawn, where they are, which names their rule too
 
     def __post_init__(self) -> None:
         comes_before = all(0 <= parent <= draft for draft, parent in enumerate(self.parents))
@@ -79,19 +74,12 @@ class Tree:
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicTreeSpec:
-    """Limits of a dynamic tree, which each row builds anew in each round from its draft's confidences (EAGLE-2).
+    """Limits of a dynamic tree, which each row builds anew in each round from its draft's confidences (EAGLE-2)."""
 
-    Args:
-        num_nodes: drafts a round.
-        width: tokens of a depth that are continued, and candidates for what follows each of them.
-        depth: the length of the longest path.
-        max_depths: the depth limit by row, so that each gets the tree it would get alone; None: `depth` for all.
-    """
-
-    num_nodes: int
-    width: int
-    depth: int
-    max_depths: Sequence[int] | None = None
+    num_nodes: int  # drafts a round
+    width: int  # tokens of a depth that are continued, and candidates for what follows each of them
+    depth: int  # of the longest path
+    max_depths: Sequence[int] | None = None  # by row, so that each gets the tree it would get alone; None: `depth` for all
 
     @property
     def num_slots(self) -> int:
@@ -123,17 +111,11 @@ def ancestor_mask(parents_BN: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class TreeAttention:
-    """Tokens of a tree that a forward reads: the last T of X slots of a row's cache, which begin at `roots[b]`.
+    """Tokens of a tree that a forward reads: the last T of X slots of a row's cache, which begin at `roots[b]`."""
 
-    Args:
-        roots: by row, the position of a token of depth 0. All earlier ones are committed and seen by the whole tree.
-        depths_BX: depth of the token in each slot, int64.
-        visible_BTX: which slots each new token sees, bool: its own and its ancestors'.
-    """
-
-    roots: Sequence[int]
-    depths_BX: Tensor
-    visible_BTX: Tensor
+    roots: Sequence[int]  # by row, the position of a token of depth 0; earlier ones are committed and seen by the whole tree
+    depths_BX: Tensor  # depth of the token in each slot, int64
+    visible_BTX: Tensor  # which slots each new token sees, bool: its own and its ancestors'
 
     @property
     def starts(self) -> list[int]:

@@ -21,14 +21,9 @@ PROGRAMS = {"gguf": "llama.cpp", "openvino": "OpenVINO GenAI"}  # where the form
 def export(
     source: Source, engine: str, out: Path, *, allow_target_mismatch: bool = False, served_from: str | None = None
 ) -> ExportLayout:
-    """Write an artifact as a folder that an engine loads, with the line that serves it; an InputError where it cannot be.
+    """Write an artifact as a new folder that an engine of `FORMS` loads, with the line that serves it from there.
 
-    Args:
-        source: the artifact.
-        engine: a key of `heads.formats.exporting.table.FORMS`.
-        out: the folder to make.
-        allow_target_mismatch: the target's weights may be others than those trained for.
-        served_from: the path at which engines will find the folder; None: `out`.
+    `served_from` is the path at which engines will find the folder; None: `out`. An InputError says why it cannot be written.
     """
     if out.exists():
         raise InputError(f"{out} exists already; give a new folder")

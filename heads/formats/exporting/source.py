@@ -100,21 +100,15 @@ class TargetFolder:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """An artifact to be exported.
-
-    settings: of the head's family (`configs.schema.heads`); None for a draft LM.
-    weights: its tensors, in the dtype to be written.
-    vocabulary: the tokens it can propose; None: all of the target's.
-    num_speculative_tokens: how many tokens an engine is to draft a round; of DFlash a whole block, as it was trained.
-    """
+    """An artifact to be exported."""
 
     folder: Path
     metadata: Metadata
-    settings: Any
-    weights: Weights
-    vocabulary: DraftVocabulary | None
+    settings: Any  # of the head's family (`configs.schema.heads`); None for a draft LM
+    weights: Weights  # in the dtype to be written
+    vocabulary: DraftVocabulary | None  # the tokens it can propose; None: all of the target's
     target: TargetFolder
-    num_speculative_tokens: int
+    num_speculative_tokens: int  # that an engine is to draft a round; of DFlash a whole block, as it was trained
 
     @property
     def dtype(self) -> torch.dtype:
@@ -199,10 +193,7 @@ def read_source(
 ) -> Source:
     """Read an artifact's metadata, and where its weights are; an InputError where it is damaged or drafts another number.
 
-    Args:
-        folder, target: of the artifact, and what it was trained for.
-        num_speculative_tokens: drafts a round; None: the artifact's number, of DFlash a whole block.
-        dtype: to write; None: as they are.
+    `num_speculative_tokens` None: the artifact's, of DFlash a whole block; `dtype` None: weights are written as they are.
     """
     metadata = read_metadata(folder)
     weights = {name: stored.cast(dtype) for name, stored in read_weights(folder).items()}

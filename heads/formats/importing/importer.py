@@ -45,18 +45,12 @@ DEFAULT_TOKENS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """An external draft that fits a target.
+    """An external draft that fits a target."""
 
-    settings: of its family, nothing left open.
-    taps: of the target's states, those it reads.
-    weights: exactly the tensors of our head.
-    vocabulary: the tokens it can propose; None: all of the target's.
-    """
-
-    settings: Any
-    taps: tuple[int, ...]
-    weights: Weights
-    vocabulary: DraftVocabulary | None
+    settings: Any  # of its family, nothing left open
+    taps: tuple[int, ...]  # of the target's states, those it reads
+    weights: Weights  # exactly the tensors of our head
+    vocabulary: DraftVocabulary | None  # the tokens it can propose; None: all of the target's
 
 
 def fit(external: ExternalDraft, target: PreTrainedModel) -> Fitted:

@@ -49,26 +49,17 @@ OLD_MEDUSA = re.compile(r"^(?:medusa_heads?\.)?(\d+)\.(\d+)\.(?:(linear)\.)?(wei
 
 @dataclass(frozen=True, kw_only=True)
 class ExternalDraft:
-    """A draft as another program wrote it.
-
-    settings: of our family `kind`, checked later.
-    layer: the config of its layers; None: they have no sizes of their own.
-    weights: its tensors under our names, and `embed_tokens.weight`, `d2t`, `t2d` where they are in the file.
-    num_speculative_tokens: what its config says; None: nothing.
-    optional: what to add where the file leaves it out.
-    layer_ids: what the ids of hidden states in its config were taken to mean; None: it has none.
-    placed: gives further tensors by the shapes of ours, where their names alone do not identify them.
-    """
+    """A draft as another program wrote it."""
 
     form: str
     kind: str
-    settings: Mapping[str, Any]
-    layer: Mapping[str, Any] | None
-    weights: Weights
-    num_speculative_tokens: int | None = None
-    optional: Weights = field(default_factory=dict)
-    layer_ids: LayerIds | None = None
-    placed: Callable[[Shapes], Weights] | None = None
+    settings: Mapping[str, Any]  # of our family `kind`, checked later
+    layer: Mapping[str, Any] | None  # the config of its layers; None: they have no sizes of their own
+    weights: Weights  # its tensors under our names, and `embed_tokens.weight`, `d2t`, `t2d` where they are in the file
+    num_speculative_tokens: int | None = None  # what its config says; None: nothing
+    optional: Weights = field(default_factory=dict)  # what to add where the file leaves it out
+    layer_ids: LayerIds | None = None  # what the ids of hidden states in its config were taken to mean; None: it has none
+    placed: Callable[[Shapes], Weights] | None = None  # tensors that only the shapes of ours identify, given these
 
 
 def read_external(folder: Path, *, layer_ids: LayerIds | None = None, reads: str | None = None) -> ExternalDraft:

@@ -10,11 +10,9 @@ from configs.schema.drafting import StaticTree
 from configs.schema.evaluation import EvalConfig, GateConfig
 from eval.decoder.records import WITH_LOOKUP, Generation
 from eval.evaluation import evaluate
-from eval.measure.proposers import load_evaluated
 from eval.measure.record_files import read_records
 from eval.release.checks import judge, read_artifact
 from heads.artifact import save_draft_lm
-from heads.frozen.loading import load_target
 from heads.metadata import read_metadata
 from tests.support.evaluations import report_in, tiny_evaluation
 
@@ -53,13 +51,6 @@ def test_the_report_names_all_drafts_and_the_gate_knows_them_by_their_hashes(con
 
     assert provenance() == provenance(*folders) == "pass"
     assert provenance(folders[0]) == provenance(*reversed(folders)) == "fail"
-
-
-def test_drafts_may_be_merged_on_a_device_of_their_own(config):
-    config = config.model_copy(update={"draft_device": "cpu"})
-    away = load_evaluated(config, load_target(config.target))
-    assert [draft.home for draft in away.proposer.drafts] == [torch.device("cpu")] * 2
-    assert evaluate(config) == 0
 
 
 @pytest.mark.parametrize("lookup", ["prompt_lookup", "suffix_lookup"])
