@@ -18,7 +18,7 @@ from distill.cache.format import SHARD, RowLayout, check_folder, pack_ids, read_
 from distill.cache.reader import check_fits, open_cache
 from distill.cache.rows import encode
 from distill.cache.storage import Folder
-from distill.cache.writer import CacheJob, plan_shards
+from distill.cache.writer import plan_shards
 from distill.dataset.batches import ConversationDataset
 from distill.loss.draft_objective import DraftObjective
 from tests.support.caches import (
@@ -192,25 +192,6 @@ def test_two_processes_write_what_one_writes_and_show_what_both_have_done(job, t
     shared.finish()
     assert f"target cache: {sum(shared._lengths)} tokens" in [message.partition(" in ")[0] for message in caplog.messages]
     assert shard_files(tmp_path / "two") == shard_files(tmp_path / "one")
-
-
-def test_a_write_that_fails_ends_the_run_which_resumes(job, monkeypatch, tmp_path):
-    write_shard = CacheJob._write_shard
-
-    def write(self, claims, number, tensors):
-        if number == 2:
-            raise InputError("the disk is full")
-        write_shard(self, claims, number, tensors)
-
-    own = job("own", shard_megabytes=0.003)
-    with monkeypatch.context() as patch:
-        patch.setattr(CacheJob, "_write_shard", write)
-        with pytest.raises(InputError, match="the disk is full"):
-            run(own)
-    assert own.finished() == {0, 1}
-    run(own)
-    run(job("alone", shard_megabytes=0.003))
-    assert shard_files(tmp_path / "own") == shard_files(tmp_path / "alone")
 
 
 def test_a_shard_of_a_cache_that_was_made_of_other_settings_is_not_read(job, data_file, byte_target, conversations, tmp_path):

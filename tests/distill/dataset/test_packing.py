@@ -13,7 +13,6 @@ from heads.frozen.hidden_states import TargetStates, read_states
 from heads.modules.interface import NO_DOCUMENT
 from scripts.lab.bench.scale import efficiency
 from tests.support.caches import cache_job, conversation, random_conversations, run, write_rows
-from tests.support.losses import target_hidden
 
 PACK_LENGTH = 96
 
@@ -100,15 +99,6 @@ def test_hidden_states_of_packed_rows_come_from_the_cache(cached, byte_target, m
     found = TargetStates(final_BTE=cache.signal(batch)) if taps is None else cache.states(batch, taps)
     for one, other in zip([found.final_BTE, *found.taps_ABTE], [online.final_BTE, *online.taps_ABTE], strict=True):
         torch.testing.assert_close(one[kept_BT], other[kept_BT], rtol=1e-5, atol=1e-5)
-
-
-def test_likeliest_tokens_of_packed_rows_stand_in_the_order_of_the_mask(cached, byte_target):
-    rows, cache = cached(kind="top_k", k=3, dtype="float32")
-    batch = packed_batch(rows)
-    online_NE = target_hidden(byte_target, batch)[:, :-1][batch.loss_mask_BT[:, 1:]]
-    likeliest = byte_target.model.lm_head(online_NE).log_softmax(-1).topk(3)
-    assert torch.equal(cache.signal(batch).token_ids, likeliest.indices)
-    torch.testing.assert_close(cache.signal(batch).log_probs, likeliest.values, rtol=1e-4, atol=1e-4)
 
 
 # --- what may be asked for ----------------------------------------------------------------------------------------

@@ -122,13 +122,20 @@ def test_a_key_is_sent_and_a_wrong_or_missing_one_is_told_apart(api, connect, mo
 
 
 @pytest.mark.parametrize(
-    ("url", "complaint"),
+    ("settings", "complaint"),
     [
-        *((url, "must be that of an API") for url in ("host:8000/v1", "ftp://host/v1", "http://", "http://host:0/v1")),
-        *((f"http://{secret}", "api_key_variable") for secret in ("me:hunter2@host", "hunter2@host", "host/v1?key=hunter2")),
+        ("url: 'http://h/v1', api_key_variable: hunter2-sk", "not the key"),
+        *(
+            (f"url: '{url}'", "must be that of an API")
+            for url in ("host:8000/v1", "ftp://host/v1", "http://", "http://host:0/v1")
+        ),
+        *(
+            (f"url: 'http://{secret}'", "api_key_variable")
+            for secret in ("me:hunter2@host", "hunter2@host", "host/v1?key=hunter2")
+        ),
     ],
 )
-def test_an_address_must_be_one_without_secrets_which_are_not_repeated(url, complaint):
+def test_a_secret_in_the_settings_is_refused_and_not_repeated_and_so_is_what_is_no_address(settings, complaint):
     with pytest.raises(ConfigError, match=complaint) as caught:
-        load_config(DataConfig, None, ["answers.written_by=server", f"server={{url: '{url}', model: m}}"])
+        load_config(DataConfig, None, ["answers.written_by=server", f"server={{model: m, {settings}}}"])
     assert "hunter2" not in str(caught.value)

@@ -15,14 +15,6 @@ def draft(tiny_llama):
     return tiny_llama(seed=2)
 
 
-def shake_adapters(model):
-    """Give every adapter weights that matter."""
-    torch.manual_seed(0)
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            nn.init.normal_(parameter, std=0.3)
-
-
 def test_new_adapters_change_nothing_and_are_all_that_is_trained(draft):
     before = draft(input_ids=IDS).logits
     add_adapters(draft, LoraSettings(rank=4))
@@ -36,7 +28,10 @@ def test_merged_weights_compute_what_the_adapted_model_did_and_are_saved_as_a_pl
     names = list(draft.state_dict())
     before = draft(input_ids=IDS).logits
     add_adapters(draft, LoraSettings(rank=4, alpha=16, dropout=0.5))
-    shake_adapters(draft)
+    torch.manual_seed(0)
+    for name, parameter in draft.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter, std=0.3)
     adapted = draft.eval()(input_ids=IDS).logits
     merge_adapters(draft)
     torch.testing.assert_close(draft(input_ids=IDS).logits, adapted, rtol=0, atol=1e-9)
