@@ -80,10 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_steps(folder: Path, steps: Mapping[str, list[str]], made_of: str = "") -> int:
-    """Run commands in order, but for those that a run before has finished; return the worst verdict, or a failure's code.
-
-    The output of a step that was begun by other commands, configs or data (`made_of`, a fingerprint) is moved aside first.
-    """
+    """Run commands that are not finished, and move aside what others began; return the worst verdict or a failure's code."""
     code = shared.run_steps(folder, [_step(folder, *step) for step in steps.items()], made_of, discard=_move_aside)
     print(f"\nexit code: {code}")
     return code

@@ -59,7 +59,10 @@ class OwnLoop:
         self.run = run = Path("runs") / f"demo-{re.sub(r'[^A-Za-z0-9_.-]+', '-', Path(name).name.removesuffix('.gguf'))}"
         data = Path(_absolute(arguments.data)) if arguments.data else None
         if data is not None:
-            _check_made(data)
+            if missing := [each for each in (data, data.with_name("held_out.jsonl")) if not each.is_file()]:
+                raise InputError(
+                    f"--data: {missing[0]} is not there; train.jsonl and held_out.jsonl are written by scripts/make_data.py"
+                )
             prompts, self.num_prompts, self.workload = list[str](), _lines(data), list[str]()
         else:
             prompts, self.num_prompts, self.workload = _prompts(arguments)
@@ -182,13 +185,6 @@ def _workload(num_prompts: int, prompt_tokens: float) -> list[str]:
     train = max(1, num_prompts - HELD_OUT)
     workload = {"num_conversations": train, "mean_tokens": tokens, "label_share": ANSWER_TOKENS / tokens}
     return [f"workload.{key}={value}" for key, value in workload.items()]
-
-
-def _check_made(data: Path) -> None:
-    if missing := [each for each in (data, data.with_name("held_out.jsonl")) if not each.is_file()]:
-        raise InputError(
-            f"--data: {missing[0]} is not there; train.jsonl and held_out.jsonl are written by scripts/make_data.py"
-        )
 
 
 def _section(name: str, arguments: argparse.Namespace) -> list[str]:

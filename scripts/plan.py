@@ -49,10 +49,7 @@ def training_options(arguments: argparse.Namespace) -> str:
 
 
 def schema_of(argv: list[str]) -> type[PlanHeadsConfig] | type[PlanDistillConfig]:
-    """Return which of the two kinds of recipe a command line names: one of heads has a section `head`, and is the default.
-
-    A file that cannot be read is left to the command itself to complain of.
-    """
+    """Return which kind of recipe a command line names; of a file that cannot be read the command itself complains."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config")
     parser.add_argument("--set", action="extend", nargs="+", default=[])

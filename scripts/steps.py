@@ -31,26 +31,19 @@ SEVERITY = (DONE, INCONCLUSIVE, GATE_FAILED)  # of verdicts
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A step of a run.
-
-    folder: that it alone writes, below the output; None: it writes none there.
-    decided_by: JSON values that decide what it writes, besides the steps before it.
-    run: does it and returns an exit code; None is done.
-    judges: its code is a gate's verdict, which stops nothing.
-    """
+    """A step of a run."""
 
     name: str
-    folder: Path | None
-    decided_by: Any
-    run: Callable[[], int | None]
-    judges: bool = False
+    folder: Path | None  # that it alone writes, below the output
+    decided_by: Any  # JSON values that decide what it writes, besides the steps before it
+    run: Callable[[], int | None]  # returns an exit code; None is done
+    judges: bool = False  # its code is a gate's verdict, which stops nothing
 
 
 def run_steps(output: Path, steps: Sequence[Step], inputs: str, discard: Callable[[Path], None] = shutil.rmtree) -> int:
     """Run what is not finished; return the code of the first step that fails, else the worst verdict.
 
-    `inputs` is a fingerprint of what the steps read besides their settings; `discard` is called with the folder of a step that
-    was begun by other settings.
+    `inputs` is a fingerprint of what the steps read; `discard` gets the folder of a step that was begun by other settings.
     """
     record = output / RECORD
     finished = read_object(record, "record of the steps") if record.is_file() else {}
@@ -81,10 +74,7 @@ def run_steps(output: Path, steps: Sequence[Step], inputs: str, discard: Callabl
 
 
 def run_step(arguments: Sequence[str]) -> int:
-    """Run Python with these arguments in a session of its own; end all of its processes if this one is stopped.
-
-    Entries and configs that came with draftsmith are found from any folder. Returns the exit code.
-    """
+    """Run Python with these arguments in a session of its own, which ends with this process; return its exit code."""
     early: list[int] = []  # signals that came before the process was known, and could be ended
     handlers = {
         each: signal.signal(each, lambda number, frame: early.append(number)) for each in (signal.SIGINT, signal.SIGTERM)

@@ -224,7 +224,6 @@ CPU, UNLABELLED, CUDA = f"torch-{TORCH}+cpu", f"torch-{TORCH}", f"torch-{TORCH} 
     ("machine", "cpu", "installed", "asked"),
     [
         ([CUDA, "nvidia_nccl-1"], [CPU], CPU, True),  # as the public index
-        ([CPU], [], CPU, False),
         ([CPU, CUDA, "nvidia_nccl-1"], [], CPU, False),
         ([UNLABELLED], [], UNLABELLED, True),
     ],

@@ -65,23 +65,12 @@ class Materials:
 
 
 def run_distillation(config: DistillConfig) -> int:
-    """Distil as configured (`train/distill.py`).
-
-    Raises:
-        InputError: data, target, student or cache cannot be loaded or do not match, or the output cannot be written.
-        RunFailed: a loss is not finite.
-    """
+    """Distil as configured (`train/distill.py`); an InputError or RunFailed says why not."""
     return _run(config, DraftTask)
 
 
 def run_heads(config: HeadsConfig) -> int:
-    """Train a head as configured (`train/heads.py`).
-
-    Raises:
-        InputError: data, target, head or cache cannot be loaded or do not match, the output cannot be written, or a sanity
-            check fails.
-        RunFailed: a loss is not finite.
-    """
+    """Train a head as configured (`train/heads.py`); an InputError or RunFailed says why not."""
     return _run(config, HeadTask)
 
 
@@ -190,11 +179,7 @@ def open_training_cache(config: Recipe, dataset: ConversationDataset, target: Ta
 
 
 def make_accelerator(schedule: ScheduleConfig, output: Path) -> Accelerator:
-    """Return the accelerator of a training run, and seed all random number generators.
-
-    Raises:
-        ConfigError: a tracker is not installed, the machine does not have the precision, or `train.loop.engines.check_engine`.
-    """
+    """Return the accelerator of a training run, and seed all random number generators; a ConfigError says what it cannot do."""
     check_trackers(schedule)
     check_engine(schedule)
     set_seed(schedule.seed)

@@ -61,12 +61,7 @@ class Gap:
     size: float
     draft: int  # which of its round, from 1
     round: int  # from 1
-    tolerance: float
-
-    @property
-    def is_rounding(self) -> bool:
-        """Whether it can come from the order of sums alone."""
-        return self.size <= self.tolerance
+    tolerance: float  # up to it, the order of sums alone may be the cause
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,11 +87,7 @@ class OverfitResult:
 def check_before_training(task: HeadTask, dataset: ConversationDataset, accelerator: Accelerator) -> None:
     """Run the checks on a head that is about to be trained, which is left unchanged.
 
-    Raises:
-        ConfigError: the target answers nothing that could be fitted.
-        InputError: the output cannot be written; or the head does not overfit a conversation, or the decoder does not accept
-            the drafts of one that does.
-        RuntimeError: the head drafts from other logits than in training, or other tokens once it was written and loaded.
+    A ConfigError or InputError says what a person can change, a RuntimeError that drafting or the artifact is wrong.
     """
     started = time.perf_counter()
     with restored_random_state(accelerator.device):
@@ -112,12 +103,9 @@ def check_before_training(task: HeadTask, dataset: ConversationDataset, accelera
 
 
 def choose_text(task: HeadTask, dataset: ConversationDataset) -> Example:
-    """Return one of the shortest prompts with the start of the target's own greedy answer.
+    """Return one of the shortest prompts with the start of the target's own greedy answer; the data's may be another's.
 
-    The data's answer may be another's, and then the decoder never reaches that text. The answer ends before a token outside the
-    draft's vocabulary, and before one that repeats its predecessor, which a draft one position off would get right as well.
-    The first prompt whose answer is long enough for two blocks of drafts is taken, else the one with the longest answer; where
-    the target only repeats itself, its repetitions.
+    It ends before a token outside the draft's vocabulary, and before a repetition, which a draft one off gets right too.
     """
     num_drafts = task.config.num_speculative_tokens
     tried: list[tuple[Example, Sequence[int]]] = []
@@ -265,7 +253,7 @@ def _changing(answer: Sequence[int]) -> Sequence[int]:
 def _check_result(result: OverfitResult, text: Example) -> None:
     """Refuse a head that has not fitted the conversation or drafts otherwise than it was trained, with the usual causes."""
     found, gap = f"sanity: {result.describe(text)}", result.gap
-    if not gap.is_rounding:
+    if not gap.size <= gap.tolerance:  # where it is NaN, too
         raise RuntimeError(
             f"{found}, which rounding does not explain (draft {gap.draft} of round {gap.round}; {gap.tolerance} would do): the "
             "head drafts from something else than it was trained on, such as a wrong hidden state or token, a position too "

@@ -44,11 +44,7 @@ class Candidate:
 
 
 def make_candidates(config: AdviceConfig, data: Path, vocab_size: int) -> list[Candidate]:
-    """Return every trial whose draft the engine takes that is to serve it.
-
-    Each family's come by turns, so that a budget that is too small leaves none of them out altogether. Draft vocabularies
-    larger than `vocab_size`, the target's, are all of it.
-    """
+    """Return every trial whose draft the engine takes that is to serve it, the families' by turns, so that none is left out."""
     sizes = dict.fromkeys(size if size is not None and size < vocab_size else None for size in config.draft_vocab_sizes)
     candidates = [
         candidate

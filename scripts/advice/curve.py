@@ -1,10 +1,7 @@
 """What more data would bring: a power law through tau at several sizes of the same trial, checked where there is a further one.
 
-A round of G drafts yields at most G + 1 tokens; what is missing to that falls as a power of the answer tokens trained on,
-`G + 1 - tau = c * tokens ** -exponent`, the form of the usual laws of scaling (Kaplan et al. 2020, arXiv 2001.08361). It is
-fitted by least squares on logarithms. The intervals are over prompts, the same at all sizes; another seed of training is not in
-them.
-K sizes.
+What a round misses to its most tokens falls as a power of the answer tokens trained on, `most - tau = c * tokens ** -exponent`
+(Kaplan et al. 2020, arXiv 2001.08361), fitted by least squares on logarithms. Intervals are over prompts. K sizes.
 """
 
 from __future__ import annotations
@@ -47,12 +44,7 @@ class DataCurve:
 
 
 def fit_curve(counts: Mapping[int, Counts], most: int, *, sizes: Sequence[int], samples: int) -> DataCurve:
-    """Fit tau against answer tokens, and predict it at other `sizes`.
-
-    Args:
-        counts: by answer tokens, committed tokens and rounds of the same prompts in the same order; two sizes or more.
-        most: tokens that a round yields if all drafts are kept.
-    """
+    """Fit tau against answer tokens, and predict it at other `sizes`; `counts` are of the same prompts in the same order."""
     tokens = sorted(counts)
     interval = partial(statistic_interval, samples=samples, seed=SEED)
     rows = [column for size in tokens for column in columns(counts[size])]

@@ -16,10 +16,7 @@ from scripts.advice.measuring import TrialMeasurement, TrialSpeed
 
 
 class Findings:
-    """What an advice says: of the best trial of the last rung, of the curve through its sizes, and of all answer tokens.
-
-    `measured` is by name of the candidate and number of conversations.
-    """
+    """What an advice says of the last rung's best trial and the curve; `measured` is by candidate and conversations."""
 
     def __init__(
         self,

@@ -39,8 +39,7 @@ def successive_halving(
 ) -> list[Rung[C]]:
     """Run all candidates at the first size, and of each size's the best share, at least one, at the next.
 
-    `run` says whether a trial came to an end that can be scored, `score` is asked for when all of a size have run, and
-    `may_begin` says whether there is time for a trial.
+    `run` says whether a trial came to an end that can be scored; scores are asked for when all of a size have run.
     """
     rungs: list[Rung[C]] = []
     alive = list(candidates)

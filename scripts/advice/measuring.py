@@ -133,8 +133,7 @@ def measure_draft(
 def pool_forwards(sweeps: Mapping[str, Sequence[TimedRound]]) -> dict[str, list[TimedRound]]:
     """Return the sweeps of several drafts with the target's forwards taking equally long in all, in plain rounds.
 
-    They are timed at different minutes, which must not decide between two drafts. Of the ratios to the plain round of the same
-    sweep, batch and context the median is kept.
+    They are timed at different minutes, which must not decide between two drafts: the median of their ratios is kept.
     """
     plain = {
         (name, each.batch_size, each.context_tokens): each.verify_seconds

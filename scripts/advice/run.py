@@ -30,12 +30,7 @@ ANSWERS = {"target", "prompts", "answers", "held_out_share", "seed"}  # settings
 
 
 def advise(config: AdviceConfig) -> int:
-    """Run what is not done of an advice and write it; return the exit code.
-
-    Raises:
-        InputError: prompts, target or a recipe cannot be used, or the prompts are too few.
-        RunFailed: no trial came to an end.
-    """
+    """Run what is not done of an advice and write it; return the exit code."""
     output = Path(config.output)
     make_candidates(config, output, sys.maxsize)  # a recipe that is wrong is refused before anything is run
     source = Path(config.prompts.path or "") if config.data is None else Path(config.data) / "train.jsonl"

@@ -1,7 +1,6 @@
 """A training of a comparison: the folder it lives in, its process, what is kept of it. Imports no torch.
 
-A run's folder bears a hash of its recipe and of its data files: a finished run is found again exactly where nothing that
-decides its weights has changed, and none is ever written over. The hash knows nothing of the code.
+A folder bears a hash of recipe and data, not of the code: a finished run is found again only where neither has changed.
 """
 
 from __future__ import annotations
@@ -64,10 +63,7 @@ def load_changed(schema: type[R], path: str, changes: Mapping[str, Value], where
 
 
 def in_own_folder(recipe: R, parent: Path, name: str) -> R:
-    """Return a recipe with its output in a folder under `parent`, named after what decides the weights.
-
-    A run that was cut off begins anew (`schedule.resume` is off), so that the time it took is all of it.
-    """
+    """Return a recipe that trains from the start, in a folder under `parent` named after what decides the weights."""
     schedule = recipe.schedule.model_copy(update={"resume": False})
     contents = {
         "train": sha256_of(Path(recipe.data.train)),

@@ -26,12 +26,7 @@ log = logging.getLogger("draftsmith")
 
 
 class Trials:
-    """Runs trials, and remembers what came of them.
-
-    Args:
-        rows: held-out conversations, of a prompt each.
-        data: folder with train.jsonl.
-    """
+    """Runs trials on `train.jsonl` of `data` and the held-out `rows`, and remembers what came of them."""
 
     def __init__(self, config: AdviceConfig, budget: TimeBudget, target: Target, rows: list[Conversation], data: Path) -> None:
         self.config, self.budget, self.target, self.rows, self.data = config, budget, target, rows, data

@@ -24,11 +24,7 @@ CONNECTOR = Path(__file__).resolve().with_name("vllm_cpu_connector.py")
 
 
 def serve_lines(config: PlanConfig, *, cpu: bool = False, options: Sequence[str] = ()) -> list[str]:
-    """Return the lines for a shell that start a server on each port of the recipe's: all but the last in the background.
-
-    Servers whose urls name this machine listen here alone. Others must be reached from elsewhere, and so ask for the key that
-    `target.states.api_key_variable` names a variable of, which is to be set where they are started.
-    """
+    """Return the lines for a shell that start a server on each port of the recipe's: all but the last in the background."""
     states = config.target.states
     if states is None:
         raise ConfigError("target.states: the recipe names no servers; give urls and path there")

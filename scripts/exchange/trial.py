@@ -118,10 +118,7 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True)
 class TapComparison:
-    """How many drafts stay with another reading (`expected`), and how many more than with the config's own.
-
-    gain_error is the standard error of that difference, with texts as what was drawn independently; infinite with one text.
-    """
+    """How many drafts stay with another reading, how many more than with the config's own, and that gain's error."""
 
     reading: Reading
     expected: float
@@ -164,9 +161,8 @@ def compare_readings(
 def clustered_error(values: Sequence[Tensor]) -> float:
     """Return the standard error of the mean of all values `[N]`, where those of a text resemble each other.
 
-    The mean is a ratio of sums over texts, sum(s_i) / sum(n_i). Its variance, to first order, is that of the sum of the
-    residuals s_i - n_i * mean over texts (Cochran, Sampling Techniques, 1977, section 6.4), with C / (C - 1) for C texts.
-    Infinite with fewer than two texts that have values, which say nothing about how texts differ.
+    The mean is a ratio of sums over texts; its variance is that to first order (Cochran, Sampling Techniques, 1977, section
+    6.4). Infinite with fewer than two texts that have values.
     """
     sums_C = torch.stack([values_N.sum() for values_N in values if len(values_N)])
     counts_C = torch.tensor([len(values_N) for values_N in values if len(values_N)], dtype=sums_C.dtype)

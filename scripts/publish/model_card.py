@@ -49,11 +49,7 @@ def make_card(
     exports: Mapping[str, str],
     endpoint: str,
 ) -> str:
-    """Return `README.md`.
-
-    `origins` are the own cards of the models that the draft was made from, the target's first; `exports` the text of each
-    engine's `serve.txt`.
-    """
+    """Return `README.md`; `origins` are cards of the models it was made from, the target's first, `exports` serve lines."""
     metadata, report, hardware = cleaned.metadata, cleaned.report, cleaned.report.hardware
     gpus = ", ".join(str(gpu.get("name")) for gpu in hardware.get("gpus") or ())
     serve = list(_serve(repo_id, metadata, exports))

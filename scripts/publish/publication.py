@@ -56,10 +56,7 @@ class Cleaned:
 
 
 def put_artifact(folder: Path, release: Release, config: PushConfig) -> tuple[Cleaned, list[str]]:
-    """Put what loading needs of an artifact into a folder, without machine paths and secrets; return the names left out too.
-
-    `base_model`, if given, names a target that was trained from a folder.
-    """
+    """Put what loading needs of an artifact into a folder, without machine paths and secrets; return the names left out too."""
     needed = [WEIGHTS_FILE, *([VOCABULARY_FILE] if release.metadata.draft_vocabulary == "reduced" else [])]
     if release.metadata.kind == "draft_lm":
         needed += [*DESCRIPTIONS, *TOKENIZER_FILES]

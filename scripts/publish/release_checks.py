@@ -55,10 +55,7 @@ def read_release(folder: Path, report_path: Path, config: PushConfig) -> Release
 
 
 def _refuse_links_out(folder: Path) -> None:
-    """Refuse a folder with a link to a file elsewhere, which would be published under the link's name.
-
-    A snapshot in the Hub's cache consists of links into the `blobs` of its repository; those are let pass.
-    """
+    """Refuse links to files elsewhere, but those of a snapshot in the Hub's cache into the `blobs` of its repository."""
     root = folder.resolve()
     homes = (root, root.parent.parent / "blobs") if root.parent.name == "snapshots" else (root,)
     for path in sorted(root.rglob("*")):

@@ -38,7 +38,10 @@ def push(api: HfApi, repo_id: str, folder: Path, config: PushConfig) -> str:
         info = api.model_info(repo_id)
         there = {each.rfilename for each in info.siblings or ()}
         _check_writable(api, repo_id, info, there, config)
-        stale = _pushed_before(api, repo_id, info) if MANIFEST in there else []
+        stale: list[str] = []  # files that the push before listed; those of other origin stay
+        if MANIFEST in there:
+            path = Path(api.hf_hub_download(repo_id, MANIFEST, revision=info.sha))
+            stale = list(read_object(path, f"{MANIFEST} of {repo_id}").get("files") or ())
         commit = api.upload_folder(
             repo_id=repo_id, folder_path=folder, delete_patterns=stale, commit_message=TITLE, parent_commit=info.sha
         )
@@ -61,12 +64,6 @@ def _check_writable(api: HfApi, repo_id: str, info: ModelInfo, there: set[str], 
         f"{repo_id} exists with {len(there)} files, and its newest commit is no push of this command: look at it, and replace "
         f"it with --set replace_commit={info.sha}, or choose another --repo-id"
     )
-
-
-def _pushed_before(api: HfApi, repo_id: str, info: ModelInfo) -> list[str]:
-    """Return the files that the push before listed in its manifest; files of other origin stay."""
-    path = Path(api.hf_hub_download(repo_id, MANIFEST, revision=info.sha))
-    return list(read_object(path, f"{MANIFEST} of {repo_id}").get("files") or ())
 
 
 @contextmanager

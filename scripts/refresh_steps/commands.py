@@ -58,10 +58,7 @@ def data_config(config: RefreshConfig, prompts: Path, output: Path) -> DataConfi
 
 
 def training_recipe(config: RefreshConfig, served: Path, metadata: Metadata, folder: Path) -> DistillConfig | HeadsConfig:
-    """Return the recipe that the served draft is trained on by, before it is given data, start and output.
-
-    The artifact's own is written into `folder`, in order to be read with its defaults.
-    """
+    """Return the recipe that the served draft is trained on by; the artifact's own is written to be read with its defaults."""
     path = config.recipe
     if path is None:
         if not metadata.training:

@@ -38,10 +38,7 @@ def known_prompts(served: Path) -> set[int]:
 
 
 def mix(config: RefreshConfig, served: Path, data: Path, replay: Path | None, folder: Path) -> None:
-    """Write `train.jsonl`, `held_out.jsonl`, their manifest, and `suite.jsonl`, the prompts to be measured on.
-
-    Nothing is trained on that the old suite asks, and nothing measured that the served draft was trained on.
-    """
+    """Write train.jsonl without what the old suite asks, and held_out.jsonl and suite.jsonl without what was trained on."""
     known = known_prompts(served)
     manifest = read_object(data / MANIFEST, "data manifest")
     own, all_held_out = open_conversations(data / "train.jsonl"), open_conversations(data / "held_out.jsonl")

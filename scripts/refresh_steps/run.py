@@ -49,8 +49,7 @@ def drift(config: RefreshConfig) -> int:
 def refresh(config: RefreshConfig) -> int:
     """Run what is not finished of a refresh; return the gate's exit code, or that of the step that failed.
 
-    A run that was cut off keeps what it has read of the log, also where the log has grown since; the next run after one that
-    came to a verdict, or ended for bad input, reads the log again.
+    A run that was cut off keeps what it has read of the log; one after a verdict, or after bad input, reads it again.
     """
     output = Path(config.output)
     served, metadata = find_served(config)
@@ -83,7 +82,9 @@ def refresh(config: RefreshConfig) -> int:
         _command("train on", train, "train", output, launcher=config.accelerate),
         _command("measure the new draft", evaluate, "eval_refreshed", output),
     ]
-    _remove_verdict(output)
+    for name in (RESULTS, PAGE):  # of an earlier run: one that is cut off must not leave them to be taken for its own
+        (output / name).unlink(missing_ok=True)
+    shutil.rmtree(output / EXPORTS, ignore_errors=True)
     inputs = [Path(config.log.path), find_shipped(config.old_suite.path), *([] if replay is None else [replay])]
     try:
         code = run_steps(output, steps, _read_inputs(output / INPUTS, inputs))
@@ -145,13 +146,6 @@ def _write_results(output: Path, new: Path, served: Path, traffic: Path, mixed: 
     )
     write_text(output / PAGE, page)
     say(page)
-
-
-def _remove_verdict(output: Path) -> None:
-    """Remove what an earlier run said and exported: a run that is cut off must not leave it to be taken for its own."""
-    for name in (RESULTS, PAGE):
-        (output / name).unlink(missing_ok=True)
-    shutil.rmtree(output / EXPORTS, ignore_errors=True)
 
 
 def find_served(config: RefreshConfig) -> tuple[Path, Metadata]:

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import pickle
 import shutil
@@ -17,6 +18,7 @@ from configs.runtime.errors import InputError
 from configs.runtime.files import sha256_of
 from configs.runtime.run_record import CHANGES_NO_WEIGHT, changes_no_weight, deciding_settings, training_fingerprint
 from configs.schema.training import DistillConfig, HeadsConfig
+from tests.faults.test_untrusted import Trap
 from train.loop import checkpoints
 from train.loop.checkpoints import MANIFEST, Checkpoints, Progress, list_checkpoints, read_manifest
 from train.loop.lineage import Lineage
@@ -231,11 +233,14 @@ def test_what_changes_no_weight_never_refuses_a_resume_and_a_person_may_insist(
     assert f"{key} {then} -> {now}" in caplog.text
 
 
-class Trap:
-    """Runs code when a pickle of it is read."""
-
-    def __reduce__(self):
-        return Path.touch, (Path("sprung"),)
+def test_weights_that_are_not_finite_are_passed_over(folder, caplog):
+    run = Run(folder)
+    run.take(1)
+    with torch.no_grad():
+        run.module.bias[0] = math.nan
+    run.take(1)
+    assert Run(folder).checkpoints.resume() == folder / "step-00000001"
+    assert "step-00000002 holds values of bias that are not finite; passed over" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["custom_checkpoint_0.pkl", "optimizer.bin", "random_states_0.pkl"])

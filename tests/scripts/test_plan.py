@@ -73,12 +73,6 @@ def test_a_mistake_is_one_line(argv, complaint, capsys):
             "RECIPE=configs/accelerate/zero2.yaml sbatch --nodes=2 --gpus-per-node=8 scripts/cluster/slurm.sbatch COMMAND",
         ),
         (
-            Sharing(recipe="ddp_gpus", group=4, kind="tensor"),
-            "h100_80gb",
-            8,
-            "PROCESSES_PER_NODE=8 scripts/cluster/node.sh COMMAND --set target.parallel.tensor=4",
-        ),
-        (
             SPREADING,
             "h100_80gb",
             8,

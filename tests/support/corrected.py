@@ -6,12 +6,9 @@ import torch
 
 
 class Corrected:
-    """A proposer whose drafts are made right up to some depth, another one in each round.
+    """A proposer whose drafts are made those of the prompts' plain answers (`texts`) up to some depth.
 
-    Args:
-        inner: who drafts.
-        texts: prompts with their plain greedy answers.
-        depths: how many drafts to make right; a round takes the entry that the row's length points at.
+    Of `depths` a round takes the entry that the row's length points at.
     """
 
     def __init__(self, inner, texts, depths):

@@ -211,8 +211,7 @@ def distinct(q_V: Sequence[float], siblings: Prefix) -> float:
 def distribution_of_draws(draws: Draws) -> SiblingDistribution:
     """Return the distribution of siblings under a way of drawing them, found by bisection of its uniforms.
 
-    Args:
-        draws: of `heads.sampling.probabilities`; each draw must be monotone in its own uniform, given those before it.
+    Each draw must be monotone in its own uniform, given those before it.
     """
 
     @cache
@@ -241,13 +240,9 @@ def distribution_of_draws(draws: Draws) -> SiblingDistribution:
 def enumerate_tree(
     verify: TreeVerifier, toy: Toy, parents: Sequence[int], sibling_distribution: SiblingDistribution
 ) -> EnumerationResult:
-    """Enumerate the verification of a tree on a toy.
+    """Enumerate the verification of a tree (the nodes' parents, the root's -1) on a toy of as many drafts as it is deep.
 
-    Args:
-        verify: its decisions must be monotone in each uniform.
-        toy: as many drafts deep as the tree.
-        parents: of the nodes, the root's -1.
-        sibling_distribution: how the children of a node are drawn.
+    Decisions must be monotone in each uniform.
     """
     tree = _Tree(verify, toy, parents)
     drawn = [tree.draw_probability(assignment, sibling_distribution) for assignment in tree.assignments]

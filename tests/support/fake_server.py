@@ -14,11 +14,7 @@ from tests.support.writing import continue_tokens
 
 
 class Api:
-    """What the server says. Its attributes may be set at any time.
-
-    Args:
-        target: whose words these are; `model` says the log-probabilities, and can be replaced.
-    """
+    """What the server says. Its attributes may be set at any time, `model`, which says the log-probabilities, too."""
 
     def __init__(self, target):
         self.target, self.model = target, target.model

@@ -23,7 +23,6 @@ from huggingface_hub.utils.sha import git_hash
 
 TOKEN, READER = "hf_" + "W" * 30, "hf_" + "R" * 30  # who may write, and who may only read
 SMALL = 2048  # bytes; larger files, and all safetensors, go through LFS
-CUT = "cut"  # the connection is closed in the middle of a request's body
 LOST = "lost"  # the request is served, and the connection closed in place of an answer
 PAGE = "page"  # 502 with a page of HTML, as from a proxy
 
@@ -109,11 +108,6 @@ class Handler(BaseHTTPRequestHandler):
         self.muted = False
         fault = self.hub.next_fault(method, path)
         length = int(self.headers.get("Content-Length") or 0)
-        if fault == CUT:
-            self.rfile.read(length // 2)
-            self.connection.close()
-            self.close_connection = True
-            return None
         body = self.read_chunks() if self.headers.get("Transfer-Encoding") == "chunked" else self.rfile.read(length)
         if fault == PAGE:
             return self.answer(502, b"<html>Bad gateway</html>", "text/html")

@@ -22,12 +22,7 @@ def report_of(inputs: Mapping[str, Any]) -> Report:
 
 
 def changed(report: Report, changes: Mapping[str, Any]) -> Report:
-    """Return a copy of a report with other values.
-
-    Args:
-        report: stays as it is.
-        changes: JSON values by dotted path. A mapping as value is merged into the section there, a function takes the value.
-    """
+    """Return a copy of a report with other values by dotted path; mappings merge into a section, functions take the value."""
     return parse_report(changed_values(report, changes), "a changed report")
 
 

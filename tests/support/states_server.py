@@ -16,13 +16,7 @@ ONE_FORWARD = threading.Lock()  # servers of a test may share a model, and taps 
 
 
 class StatesApi(Api):
-    """What the server says and writes; of the next files `file_troubles` says what happens to them: `lost` or `cut`.
-
-    Args:
-        target: whose states these are.
-        taps: which of them.
-        folder: where they are left.
-    """
+    """What the server says and writes; of the next files `file_troubles` says what happens to them: `lost` or `cut`."""
 
     def __init__(self, target, taps, folder):
         super().__init__(target)

@@ -14,29 +14,21 @@ HEADS = {
 
 
 class Misled:
-    """A proposer that is handed other tokens, or other states, than it should be.
+    """A proposer that is handed other tokens, or other states, than it should be, as two functions make them wrong."""
 
-    Args:
-        proposer: the right one.
-        tokens: makes a row's tokens wrong.
-        states: makes the target's states wrong.
-        from_commit: which call of `commit` is the first with wrong states, from 1; 0: `start` has them as well.
-    """
-
-    def __init__(self, proposer, tokens=lambda row: row, states=lambda states: states, from_commit=0):
+    def __init__(self, proposer, tokens=lambda row: row, states=lambda states: states):
         self.proposer, self.taps = proposer, proposer.taps
-        self.tokens, self.states, self.left = tokens, states, from_commit
+        self.tokens, self.states = tokens, states
         self.keep_rows = proposer.keep_rows
 
     def start(self, tokens, capacity, states):
-        self.proposer.start(tokens, capacity, states if self.left else self.states(states))
+        self.proposer.start(tokens, capacity, self.states(states))
 
     def propose(self, tokens, *args, **settings):
         return self.proposer.propose([self.tokens(row) for row in tokens], *args, **settings)
 
     def commit(self, num_accepted, states):
-        self.left = max(0, self.left - 1)
-        self.proposer.commit(num_accepted, states if self.left else self.states(states))
+        self.proposer.commit(num_accepted, self.states(states))
 
 
 def misled(family, **how):

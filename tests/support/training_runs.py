@@ -11,10 +11,9 @@ from train.telemetry.records import HELD_OUT, read_lines
 
 
 def train_task(task, rows, stop_after=None, max_length=64):
-    """Train a task by its own config; stop with `KeyboardInterrupt` once `stop_after` micro-batches were trained on.
+    """Train a task by its own config; return the weights at the end, and the loss of each micro-batch.
 
-    Returns:
-        The weights at the end, and the loss of each micro-batch.
+    Stop with `KeyboardInterrupt` once `stop_after` micro-batches were trained on.
     """
     plain, losses = task.loss, []
 

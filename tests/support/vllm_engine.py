@@ -18,15 +18,9 @@ START_SECONDS = 600
 
 @contextmanager
 def vllm_serving(target, folder, *, dtype, flags=(), name="smollm2", variables=None):
-    """Run vLLM on a target while the block lasts; gives the address of its API.
+    """Run vLLM on a target, called `name` there, while the block lasts; gives the address of its API.
 
-    Args:
-        target: saved to `folder`.
-        folder: takes the model and the engine's log.
-        dtype: the engine's.
-        flags: more of its command line.
-        name: what the model is called there.
-        variables: more of its environment.
+    `folder` takes the model and the engine's log.
     """
     if not ENGINE.exists():
         pytest.fail(f"{ENGINE} is missing; make serve-check installs it")

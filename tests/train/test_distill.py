@@ -1,23 +1,20 @@
-"""The training run: it learns, it resumes bit for bit, it keeps the draft that decodes best, it stops on a bad loss."""
+"""The training run: it learns, it resumes bit for bit, and it keeps the draft that decodes best."""
 
 import dataclasses
 import json
 import logging
-import math
 from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from transformers import AutoModelForCausalLM
 
 from configs.runtime.errors import ConfigError, InputError
-from configs.schema.training import OptimizerConfig, ScheduleConfig, StudentConfig
+from configs.schema.training import OptimizerConfig, ScheduleConfig
 from distill.dataset.batches import ConversationDataset, collate
-from distill.student.init import initial_draft
 from heads.artifact import load_draft
-from tests.support.training_runs import distil, distill_config, draft_task, train_task
+from tests.support.training_runs import distil, distill_config, draft_task
 from train.launch import make_accelerator
 from train.loop.checkpoints import list_checkpoints
 from train.loop.engines import make_optimizer
@@ -122,46 +119,12 @@ def test_a_draft_of_a_reduced_vocabulary_is_decoded_and_kept_as_one(tmp_path, gr
     assert draft.metadata.provenance["held_out"]["draft_token_yield"] > 0
 
 
-def test_the_artifact_of_an_adapted_draft_is_the_plain_model_that_it_amounts_to(
-    tmp_path, greedy_target, greedy_rows, monkeypatch
-):
-    saved = []
-    plain_save = DraftTask.save
-
-    def save(task, module, *args):
-        saved[:] = [module.draft.eval()(input_ids=torch.tensor([greedy_rows[0].prompt_ids])).logits.detach()]
-        module.draft.train()
-        plain_save(task, module, *args)
-
-    monkeypatch.setattr(DraftTask, "save", save)
-    distil(distill_config(tmp_path, {"lora": {"rank": 4}}, max_steps=5), greedy_target, greedy_rows)
-    draft = AutoModelForCausalLM.from_pretrained(tmp_path / "artifact", dtype=torch.float32)
-    torch.testing.assert_close(
-        draft(input_ids=torch.tensor([greedy_rows[0].prompt_ids])).logits, saved[0], rtol=1e-4, atol=1e-4
-    )
-    untrained = initial_draft(StudentConfig(layers=[0, 2]), greedy_target)(
-        input_ids=torch.tensor([greedy_rows[0].prompt_ids])
-    ).logits
-    assert (untrained - saved[0]).abs().max() > 0.01
-
-
 def test_the_artifact_is_the_best_draft_not_the_last(tmp_path, greedy_target, greedy_rows, monkeypatch):
     scores = iter([1.5, 2.5, 2.0])
     monkeypatch.setattr(DraftTask, "evaluate", lambda *_: {"tokens_per_target_step": next(scores)})
     distil(distill_config(tmp_path, max_steps=15), greedy_target, greedy_rows)
     provenance = json.loads((tmp_path / "artifact" / "draftsmith.json").read_text())["provenance"]
     assert (provenance["step"], provenance["held_out"]["tokens_per_target_step"]) == (10, 2.5)
-
-
-def test_a_loss_that_is_not_finite_stops_before_the_step_and_says_where(tmp_path, greedy_target, greedy_rows):
-    config = distill_config(tmp_path)
-    task = draft_task(config, greedy_target, greedy_rows)
-    with torch.no_grad():
-        task.module.draft.model.norm.weight[0] = math.inf
-    before = {name: tensor.clone() for name, tensor in task.module.state_dict().items()}
-    with pytest.raises(RuntimeError, match=r"step 1 .*, micro-batch 1, conversations (\d+, ){3}\d+ of .* was not taken"):
-        train_task(task, greedy_rows)
-    torch.testing.assert_close(task.module.state_dict(), before, rtol=0, atol=0)
 
 
 def test_a_micro_batch_without_labels_reaches_every_parameter_with_a_gradient_of_0(tmp_path, greedy_target, greedy_rows):

@@ -52,15 +52,11 @@ def chat(kind: str, number: int) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Run:
-    """Data, a head and a report, made one after the other in `folder`.
-
-    Args:
-        places: tokens of each picture or sound.
-    """
+    """Data, a head and a report, made one after the other in `folder`."""
 
     folder: Path
     target: dict[str, Any]
-    places: int
+    places: int  # tokens of each picture or sound
 
     def heads_config(self, output: str, **data: str) -> HeadsConfig:
         folder = self.folder

@@ -97,20 +97,6 @@ def test_the_text_is_the_shortest_prompt_in_the_target_s_own_words(head_task, gr
 
 
 @pytest.mark.parametrize(
-    ("answers", "chosen"),
-    [
-        ([[11, 11, 12], [11, 12, 13, 13], [11, 12]], [11, 12, 13]),
-        ([[11], [11, 11], [11, 11, 11]], [11, 11, 11]),
-    ],
-    ids=["short answers", "repetitions only"],
-)
-def test_where_no_answer_is_long_enough_the_best_one_serves(head_task, greedy_rows, monkeypatch, answers, chosen):
-    answered(monkeypatch, answers)
-    text = choose_text(head_task(), ConversationDataset(greedy_rows[:3], 64))
-    assert text.input_ids[text.answer_start :] == tuple(chosen)
-
-
-@pytest.mark.parametrize(
     ("row", "seen"),
     [
         (0, "conversation of 8 tokens: 1 of 1 drafts"),  # 5 4 4 4
@@ -206,13 +192,4 @@ def test_a_wrong_token_state_or_order_is_no_rounding(kind, wrong, head_task, tex
     task = head_task(kind)
     task.family = misled(task.family, **wrong)
     gap = largest_gap(task, stirred(task), text, 3)
-    assert gap.size > 0.1
-    assert not gap.is_rounding
-
-
-def test_what_goes_wrong_later_is_found_and_its_round_is_named(head_task, text):
-    task = head_task("medusa")
-    task.family = misled(task.family, states=place_early, from_commit=4)
-    gap = largest_gap(task, stirred(task), text, 3)
-    assert not gap.is_rounding
-    assert gap.round > 4
+    assert gap.size > max(0.1, gap.tolerance)

@@ -89,15 +89,10 @@ class Checkpoints:
     _background: BackgroundWrite = field(default_factory=BackgroundWrite, init=False)
 
     def save(self, *, wait: bool = True) -> None:
-        """Write a checkpoint of the state as it is now, then drop those that are no longer kept.
+        """Write a checkpoint of the state as it is now, then drop those no longer kept, and those of later steps.
 
-        Those of later steps, left by a run that this one does not resume, are dropped too, or they would count as the newest.
-
-        Args:
-            wait: return when it is written, else meanwhile; the next one waits for it.
-
-        Raises:
-            InputError: it, or the one before, cannot be written, as on a full disk; those before stay as they are.
+        Without `wait` it is written meanwhile, and the next one waits for it. An InputError says that it, or the one before,
+        cannot be written, as on a full disk; those before stay as they are.
         """
         self.finish()
         final = self.folder / f"step-{self.progress.step:08d}"

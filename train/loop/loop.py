@@ -69,11 +69,7 @@ def train(
     """Train until the schedule ends, from the newest usable checkpoint in `output` where `schedule.resume` is set.
 
     A checkpoint of another `config` (as JSON values), or of files of other `contents` (their hashes), is not resumed from.
-
-    Raises:
-        InputError: checkpoints are there and none is usable, or one cannot be written.
-        RunFailed: a loss or a gradient is not finite; its step is not taken.
-        Stopped: SIGTERM came; a checkpoint was written.
+    Ends by an InputError (checkpoints), RunFailed (a loss or gradient is not finite) or Stopped (SIGTERM came).
     """
     with _noted_sigterm() as stops:
         lineage = Lineage.of(accelerator, schedule, config, contents or {})
@@ -238,11 +234,7 @@ class _Training:
         return own_labels
 
     def _check_finite(self, losses: list[Tensor], norm: Tensor | float | None, stops: Tensor, window: Window) -> None:
-        """Refuse losses and gradients that are not finite, and note a stop request: all in one transfer.
-
-        A norm that is not finite would make all weights so. Under fp16 the loss scaler skips such a step by itself. Processes
-        agree, since the norm is over all of them.
-        """
+        """Refuse losses and gradients that are not finite (fp16's scaler skips these), and note a stop, in one transfer."""
         norms = [] if norm is None or self.accelerator.scaler is not None else [torch.as_tensor(norm, device=stops.device)]
         num_stops, *values = torch.stack([each.to(losses[0].dtype) for each in (stops, *losses, *norms)]).tolist()
         self.stopping = num_stops > 0

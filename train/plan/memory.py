@@ -128,12 +128,8 @@ def needed_bytes(
 ) -> int:
     """Return the bytes on one accelerator, of a spread target the one that holds the rest as well.
 
-    Args:
-        target_block: bytes of the target's largest block: the shares of a spread target differ by it, and one of a target that
-            is shared by `shard` is whole while it runs.
-        target_outside: bytes of its embedding, final norm and head, which each process of a group holds.
-        head: whose weights ZeRO-3 and FSDP2 gather as a whole; FSDP2 has all of its gradients before it splits them.
-        accumulates: FSDP2 then splits gradients after a step's last micro-batch.
+    `target_block` is its largest block, whole while it runs under `shard`; `target_outside` what each process of a group holds.
+    ZeRO-3 and FSDP2 gather a `head` as a whole; FSDP2 that `accumulates` splits gradients after a step's last micro-batch.
     """
     n = 1 if engine.several is False or engine.spreads_target else num_accelerators
     states = memory.optimizer_states / (n if engine.stage >= 1 else 1)

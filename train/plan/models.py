@@ -62,10 +62,7 @@ def draft_columns(config: PlanConfig, models: PlannedModels) -> int:
 
 
 def target_columns(config: PlanConfig, models: PlannedModels) -> int:
-    """Return how many of the target's logits the loss makes a depth.
-
-    All of them, unless the sums over the whole vocabulary are computed once a position (`distill.loss.pairs`).
-    """
+    """Return how many of the target's logits the loss makes a depth: the draft's where sums are made once a position."""
     loss = config.loss
     sums_once = isinstance(config, PlanHeadsConfig) and loss.temperature == 1 and "cross_entropy" not in loss.weights
     return draft_columns(config, models) if sums_once else int(models.target.config.get_text_config().vocab_size)

@@ -127,7 +127,10 @@ def make_plan(config: PlanConfig) -> Plan:
     conversations = schedule.batch_size * schedule.gradient_accumulation_steps * a_row
     tokens = conversations * work.mean_tokens
     flops, memory = flops_of(config, models, work), memory_of(config, models, work.label_share)
-    layout = cache_layout(config, models.target, models.taps)
+    taps = None if models.taps is None else sorted(models.taps)
+    # Of the last_hidden cache that the recipe can learn from, in the cache's default dtype.
+    cache = CacheConfig(target=config.target, data=config.data.train, max_length=config.data.max_length, taps=taps)
+    layout = layout_of(cache, models.target, models.target.config.get_text_config().vocab_size)
     rows = _cache_rows(config, layout, work, dataset)
     read = 0.0 if config.data.cache is None else layout.bytes_per_row * rows * conversations / work.num_conversations
     times = Times(
@@ -171,17 +174,6 @@ def flops_of(config: PlanConfig, models: PlannedModels, work: Workload) -> Flops
         draft_backward=step.backward_flops,
         draft_logits=step.judged_rows * draft_columns(config, models) * a_logit,
     )
-
-
-def cache_layout(config: PlanConfig, target: PreTrainedModel, taps: tuple[int, ...] | None) -> RowLayout:
-    """Return the rows of the last_hidden cache that the recipe can learn from, in the cache's default dtype."""
-    cache = CacheConfig(
-        target=config.target,
-        data=config.data.train,
-        max_length=config.data.max_length,
-        taps=None if taps is None else sorted(taps),
-    )
-    return layout_of(cache, target, target.config.get_text_config().vocab_size)
 
 
 def _open_dataset(config: PlanConfig) -> ConversationDataset | None:

@@ -152,11 +152,7 @@ class HeadTask:
 
 
 def _metrics(result: HeadLoss) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return sums by metric, and what each is to be divided by.
-
-    `loss`: the divergence over the labels of all depths together, every one counted once.
-    `conditional_k`: the likeliest tokens agree at depth k where they did at all before; `joint_k`: at all up to k.
-    """
+    """Return sums and what divides them; `conditional_k` is of those that agreed before, `joint_k` of all origins."""
     sums: dict[str, Tensor] = {"loss": result.values_K.sum()}
     counts: dict[str, Tensor] = {"loss": result.labels_K.sum()}
     for name, sums_K, counts_K in (

@@ -85,9 +85,8 @@ class HeldOut:
     def predict(self, objective: HeadObjective, states_of: Callable[[Batch], TargetStates]) -> dict[str, float]:
         """Return the predicted metrics by the unwrapped head under training, which keeps its mode.
 
-        `conditional_k` and `joint_k` for each draft k of a round, over all positions: the share where the likeliest tokens
-        agree at depth k given that they agree at all before (left out where they never do), and at all up to k; and
-        `predicted_tau`, the tokens per target step, where decoding is greedy.
+        `predicted_tau` (greedy decoding only), and for each draft k of a round the share of positions that agree at depth k
+        given all before (`conditional_k`), and at all depths up to k (`joint_k`).
         """
         was_training = objective.training
         objective.eval()
@@ -133,10 +132,7 @@ class HeldOut:
 def walk(accepted_T: Sequence[int], start: int, end: int, num_tokens: int) -> tuple[int, int]:
     """Return the number of tokens that greedy decoding commits after an answer's first one, and the number of rounds.
 
-    Args:
-        accepted_T: by origin j, the number of drafts in a row that the target would accept where x_{j+1} is pending.
-        start, end: positions of the answer's first token, which comes from reading the prompt, and after its last one.
-        num_tokens: drafts a round.
+    `accepted_T`: by origin j, the drafts in a row that stay where x_{j+1} is pending; the answer lies at `start` to `end` - 1.
     """
     pending, rounds = start, 0
     while pending + 1 < end:

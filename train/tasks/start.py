@@ -146,10 +146,7 @@ class InitialHead:
 
 
 def read_initial_head(name: str, target: Target) -> InitialHead:
-    """Read a head's artifact: its folder, that of its training, or a name on the Hub.
-
-    Of a target of other weights it only warns, because a head may follow one that was trained further.
-    """
+    """Read a head's artifact from a folder, its training's, or the Hub; of a target of other weights it only warns."""
     folder = locate_artifact(name)
     metadata = read_metadata(folder)
     if metadata.kind == "draft_lm":

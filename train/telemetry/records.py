@@ -29,10 +29,7 @@ TRACKERS_FOLDER = "trackers"  # below the run's folder
 
 
 class MetricsFile:
-    """The metrics file of a run; of earlier lines those up to `done_steps`, the step resumed from, are kept.
-
-    `evaluated_steps`: the last of them whose evaluation need not be repeated.
-    """
+    """The metrics file of a run; of earlier lines steps up to `done_steps` and evaluations up to `evaluated_steps` are kept."""
 
     def __init__(self, output: Path, *, done_steps: int, evaluated_steps: int) -> None:
         self.path = output / METRICS_FILE
@@ -115,10 +112,7 @@ def start_trackers(accelerator: Accelerator, output: Path, config: Mapping[str, 
 
 
 def flat_config(config: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
-    """Return the settings of a config by dotted key, lists and nulls as JSON, secrets masked.
-
-    One setting a key, because mlflow drops values of more than 500 characters.
-    """
+    """Return a config's settings by dotted key (mlflow drops long values), lists and nulls as JSON, secrets masked."""
     flat = flatten(mask_secrets(dict(config))).items()
     return {key: value if isinstance(value, bool | int | float | str) else json.dumps(value) for key, value in flat}
 

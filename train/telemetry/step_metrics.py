@@ -1,8 +1,6 @@
 """Metrics of the steps between two reports: sums and counts, added over processes before any division.
 
-Beside the task's metrics stands the cost of the steps: tokens a second over all processes, the share of the steps' time that
-each part took (`train.telemetry.step_clock`), the utilisation of the device and the peak of its
-memory.
+Beside the task's metrics stands the cost of the steps: tokens a second, the share of time by part, utilisation, peak memory.
 """
 
 from __future__ import annotations

@@ -58,23 +58,3 @@ def test_the_budget_holds_over_sessions_and_its_reserve_is_kept(tmp_path):
     other = TimeBudget(60, tmp_path / "budget.json", "other", clock=lambda: now[0])
     assert other.spent == 0
     assert "num_prompts" not in other.kept
-
-
-def test_no_trial_begins_that_would_overrun(tmp_path):
-    now = [0.0]
-    budget = TimeBudget(80, tmp_path / "budget.json", "job", clock=lambda: now[0])
-
-    def run(candidate, size):
-        now[0] += size
-        return True
-
-    rungs = successive_halving(
-        range(5),
-        [10, 20, 40],
-        run,
-        lambda candidate, _: candidate,
-        keep_share=0.5,
-        may_begin=lambda _, size: budget.allows(size),
-    )
-    assert now[0] == 70  # 5 x 10 and 20; there is no time for a second one of 20
-    assert rungs[-1].not_begun == [3, 2]

@@ -15,11 +15,9 @@ import torch
 import yaml
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils.launch import prepare_deepspeed_cmd_env
-from safetensors.torch import load_file, save_file
 
 from configs.runtime.command import DONE
 from configs.runtime.errors import ConfigError, InputError
-from configs.runtime.files import sha256_of
 from configs.schema.target import TargetConfig
 from configs.schema.training import OptimizerConfig, ScheduleConfig
 from configs.startup import FAILED
@@ -38,7 +36,7 @@ from tests.support.launched_runs import (
 )
 from train import launch
 from train.loop import engines
-from train.loop.checkpoints import MANIFEST, list_checkpoints
+from train.loop.checkpoints import list_checkpoints
 from train.loop.loop import _Training
 
 RECIPES = sorted((ROOT / "configs" / "accelerate").glob("*.yaml"))
@@ -269,19 +267,3 @@ def test_deepspeed_that_is_not_installed_is_said_to_be_missing(monkeypatch):
     with pytest.raises(InputError, match="launched for DeepSpeed, which is not installed"):
         join_processes(TargetConfig(device="cpu"))
     PartialState._reset_state()
-
-
-def test_a_checkpoint_of_weights_that_are_not_finite_is_passed_over(runs):
-    config = runs.config("of-old", "distill", 1)
-    assert runs.start(config, None, 1)[0].end() == DONE
-    newest = list_checkpoints(Path(config.output) / "checkpoints")[-1]
-    (weights,) = newest.glob("*.safetensors")
-    tensors = load_file(weights)
-    next(iter(tensors.values())).flatten()[0] = math.nan
-    save_file(tensors, weights)
-    content = json.loads((newest / MANIFEST).read_text())
-    content["sha256"][weights.name] = sha256_of(weights)
-    (newest / MANIFEST).write_text(json.dumps(content))
-    (again,) = runs.start(config, None, 1)
-    assert again.end() == DONE
-    assert "that are not finite; passed over" in again.said

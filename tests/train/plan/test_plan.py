@@ -250,11 +250,6 @@ def test_a_cache_saves_the_targets_forward_and_is_read_from_disk(folder):
     assert cached.times.cache == pytest.approx(cached.cache_row_bytes * cached.tokens_per_step / 0.5e9)
 
 
-def test_without_data_the_workload_has_to_be_given(folder):
-    with pytest.raises(InputError, match=r"data\.train: nowhere does not exist; make it, or give workload\.num_conversations"):
-        make_plan(heads(folder, "eagle3", data={"train": "nowhere"}))
-
-
 @pytest.mark.parametrize("name", ["gemma4_text", "deepseek_v3", "jamba", "mamba2"])
 def test_a_target_of_any_family_is_planned(tmp_path, name):
     model = tiny_model(name)
