@@ -49,17 +49,13 @@ def causal_ranges(position_ids_BT: Tensor) -> Ranges:
     return Ranges(first_BX=places_T - position_ids_BT, end_BX=ends_BT, in_order=True)
 
 
-def read_ranges(
-    q_BNXH: Tensor, k_BMTH: Tensor, v_BMTH: Tensor, ranges: Ranges, *, at_once: int | None = None
-) -> tuple[Tensor, Tensor]:
+def read_ranges(q_BNXH: Tensor, k_BMTH: Tensor, v_BMTH: Tensor, ranges: Ranges) -> tuple[Tensor, Tensor]:
     """Return the values `[B, N, X, H]` that queries mix over their ranges, and the logarithms `[B, N, X]` of softmax sums.
 
     Products are of the values' dtype, which is autocast's where that is on; the softmax is in float32, or float64 for such
-    values. A query with an empty range gets any values, and the lowest number as its logarithm. `at_once` are the scores at one
-    time; None: as many as suit the device.
+    values. A query with an empty range gets any values, and the lowest number as its logarithm.
     """
-    if at_once is None:
-        at_once = AT_ONCE_IN_CACHE if keeps_small_tensors_near(q_BNXH.device) else AT_ONCE
+    at_once = AT_ONCE_IN_CACHE if keeps_small_tensors_near(q_BNXH.device) else AT_ONCE
     q, k = q_BNXH.to(v_BMTH.dtype), k_BMTH.to(v_BMTH.dtype)
     rows = max(MIN_ROWS, at_once // (q.shape[0] * q.shape[1] * k.shape[2]))
     mixed, log_sums = _ReadRanges.apply(q, k, v_BMTH, ranges, rows)

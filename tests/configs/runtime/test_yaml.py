@@ -26,17 +26,14 @@ JSON_VALUES = st.recursive(
     ("text", "value"),
     [
         ("3e-4", 3e-4),
-        ("1e5", 1e5),
         ("-.5", -0.5),
         ("2.", 2.0),
         ("-.inf", -math.inf),
-        (".inf", math.inf),
         ("+7", 7),
         ("010", 10),
         ("true", True),
         ("False", False),
         ("~", None),
-        ("null", None),
         ("", None),
     ],
 )

@@ -67,8 +67,6 @@ def test_an_mtp_module_is_made_where_norms_have_no_weights_and_refused_where_a_b
         FAMILIES["mtp"].build(mtp, tiny_model("qwen4_exp_text"), None)
     with pytest.raises(InputError, match=r"block 0 of Llama4ForCausalLM is of type chunked_attention"):
         FAMILIES["mtp"].build(mtp.model_copy(update={"init_block": 0}), tiny_model("llama4_text"), None)
-    with pytest.raises(InputError, match=r"block 3 of Llama4ForCausalLM needs more around it"):
-        FAMILIES["mtp"].build(mtp, tiny_model("llama4_text"), None)
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle3"])

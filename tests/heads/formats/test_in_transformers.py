@@ -82,12 +82,6 @@ def test_a_module_applied_again_is_written_once_a_depth(write, text_ids):
     assert "acceptance there is lower than measured" in (written.out / SERVE_FILE).read_text()
 
 
-def test_the_target_is_linked_not_copied(write):
-    written = write(MtpSettings(kind="mtp", num_depths=1), num_speculative_tokens=1)
-    export(written.source(), "transformers", written.out)
-    assert (written.out / "target.safetensors").stat().st_ino == (written.target_folder / "model.safetensors").stat().st_ino
-
-
 @torch.no_grad()
 def test_a_draft_lm_drafts_the_number_of_tokens_it_was_made_for(tiny_run, tmp_path, text_ids):
     source = read_source(tiny_run / "artifact", TargetFolder(tiny_run / "target", str(tiny_run / "target")))

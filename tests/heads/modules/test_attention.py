@@ -39,13 +39,14 @@ RAGGED = [((37,), (37,)), ((5, 20, 1, 11), (30, 7)), ((16,), (1,) * 16), ((1,),)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 2), (6, 1), (3, 3)])
 @pytest.mark.parametrize("rows", RAGGED, ids=["one document", "packed", "documents of one token", "one token"])
 @pytest.mark.parametrize("at_once", [1, 3000, 2**26])
-def test_values_sums_and_gradients_are_those_of_a_dense_causal_mask(heads, kv_heads, rows, at_once):
+def test_values_sums_and_gradients_are_those_of_a_dense_causal_mask(heads, kv_heads, rows, at_once, monkeypatch):
+    monkeypatch.setattr("heads.modules.attention.AT_ONCE_IN_CACHE", at_once)
     position_ids_BT = positions(*rows)
     B, T = position_ids_BT.shape
     parts, ranges = inputs(B, heads, kv_heads, T, T), causal_ranges(position_ids_BT)
     document_ids_BT = (position_ids_BT == 0).cumsum(1)
     visible_BTT = (document_ids_BT.unsqueeze(1) == document_ids_BT.unsqueeze(2)) & torch.ones(T, T).tril().bool()
-    found, expected = read_ranges(*parts, ranges, at_once=at_once), dense(*parts, visible_BTT)
+    found, expected = read_ranges(*parts, ranges), dense(*parts, visible_BTT)
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
     ahead = [torch.randn_like(each) for each in expected]  # the sums have gradients of their own
     gradients = [torch.autograd.grad(each, parts, ahead) for each in (found, expected)]
@@ -53,21 +54,23 @@ def test_values_sums_and_gradients_are_those_of_a_dense_causal_mask(heads, kv_he
 
 
 @pytest.mark.parametrize("at_once", [1, 2**26])
-def test_queries_in_any_order_read_any_ranges(at_once):
+def test_queries_in_any_order_read_any_ranges(at_once, monkeypatch):
+    monkeypatch.setattr("heads.modules.attention.AT_ONCE_IN_CACHE", at_once)
     B, X, T = 2, 45, 33
     parts = inputs(B, 4, 2, X, T)
     first_BX = torch.randint(0, T, (B, X))
     ranges = Ranges(first_BX=first_BX, end_BX=(first_BX + torch.randint(1, T, (B, X))).clamp(max=T))
-    found, expected = read_ranges(*parts, ranges, at_once=at_once), dense(*parts, seen(ranges, T))
+    found, expected = read_ranges(*parts, ranges), dense(*parts, seen(ranges, T))
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
     gradients = [torch.autograd.grad([each.sum() for each in pair], parts) for pair in (found, expected)]
     torch.testing.assert_close(*gradients, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)])
-def test_narrower_dtypes_differ_by_their_rounding(dtype, tolerance):
+def test_narrower_dtypes_differ_by_their_rounding(dtype, tolerance, monkeypatch):
+    monkeypatch.setattr("heads.modules.attention.AT_ONCE_IN_CACHE", 1)
     parts, ranges = inputs(2, 4, 2, 64, 64, dtype, H=16), causal_ranges(positions((40, 24), (64,)))
-    (mixed, log_sums), expected = read_ranges(*parts, ranges, at_once=1), dense(*parts, seen(ranges, 64))
+    (mixed, log_sums), expected = read_ranges(*parts, ranges), dense(*parts, seen(ranges, 64))
     assert (mixed.dtype, log_sums.dtype) == (dtype, torch.float32)
     torch.testing.assert_close((mixed.double(), log_sums.double()), expected, atol=tolerance, rtol=tolerance)
     found, wanted = (

@@ -63,12 +63,6 @@ def test_matches_and_what_follows_them_are_those_that_a_search_finds(texts, quer
         assert share == pytest.approx(after.count(following) / len(after))
 
 
-@pytest.mark.parametrize(("texts", "token"), [([[1, 2, 3, 1, 2, 4], [1, 2, 3, 0, 1, 2, 4]], 4), ([[1, 2, 4], [1, 2, 3]], 3)])
-def test_among_equals_the_latest_wins(texts, token):
-    automaton, _ = grown(texts)
-    assert automaton.most_frequent(automaton.follow(NOTHING, 2).state)[0] == token
-
-
 def test_one_token_repeated_costs_no_more_than_its_length():
     number = 20 * MAX_COUNTED
     automaton, (end,) = grown([[7] * number])
