@@ -64,17 +64,9 @@ def processed(
     numbers: Sequence[int],
     ends: Collection[int],
 ) -> Tensor:
-    """Return the logits `[B, K, V]` (float32) as a processor leaves them.
+    """Return the logits `[B, K, V]` (float32) as a processor leaves them; `tokens` are committed, the pending one included.
 
-    Rows behind a draft that the processor forbids (a score of -inf) or that ends the text stay as they are.
-
-    Args:
-        processor: see `prepared`.
-        logits_BKV: the target's; row 0 follows the committed text, row i + 1 the text up to draft i.
-        tokens: committed ids by row of the batch, the pending one included.
-        proposal: the drafts; None: there are none.
-        numbers: of the request in each row, its place among those decoded together.
-        ends: tokens that end a text.
+    Rows behind a draft that the processor forbids (a score of -inf) or that ends the text (`ends`) stay as they are.
     """
     scores_BKV = logits_BKV.float().clone()
     for row, committed in enumerate(tokens):

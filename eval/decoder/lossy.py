@@ -152,13 +152,7 @@ def relaxed(p: Tensor, q: Tensor, near_VN: Tensor, delta: float) -> Tensor:
     """Return p' `[..., V]`: p with probability moved from tokens that q drafts too rarely to near ones it drafts too often.
 
     The nearest give first. A token gives no more than p - q and takes no more than q - p, so what is moved in all is TV(p', p);
-    where that comes to more than delta, every transfer is scaled down alike.
-
-    Args:
-        p: the target's distributions `[..., V]`.
-        q: those that the drafts were drawn from.
-        near_VN: the nearest tokens of each.
-        delta: the most that is moved, 0 to 1. With 0, p' is p to the bit.
+    where that comes to more than delta (0 to 1), every transfer is scaled down alike. With delta 0, p' is p to the bit.
     """
     spare, wanted, change = (p - q).clamp(min=0), (q - p).clamp(min=0), torch.zeros_like(p)
     for giver_V in fitting(near_VN, p).unbind(1):
@@ -178,14 +172,8 @@ def tolerant(p: Tensor, q: Tensor, near_VN: Tensor, delta: float, *, samples: in
 
     Token-wise rejection refuses a token with probability (q - p)+ in all, and puts one from (p - q)+ in its place. Of what is
     refused, a share comes back that is the chance that one of the draws is near; where that comes to more than delta in all, it
-    is scaled down. It is taken from (p - q)+ evenly, and is TV(p', p).
-
-    Args:
-        p: the target's distributions `[..., V]`.
-        q: those that the drafts were drawn from, point masses for the draft's likeliest.
-        near_VN: the tokens that pass for each, besides itself; N may be 0.
-        delta: the most that is moved, 0 to 1. With 0, p' is p to the bit.
-        samples: draws; the first is the token that would take the draft's place.
+    is scaled down. It is taken from (p - q)+ evenly, and is TV(p', p). The draft's likeliest tokens have point masses as q, and
+    the first of the draws is the token that would take a draft's place.
     """
     refused, residual = (q - p).clamp(min=0), (p - q).clamp(min=0)
     tiny = torch.finfo(p.dtype).tiny

@@ -46,13 +46,9 @@ class Verifier:
     def chain(
         self, logits_BKV: Tensor, proposal: Proposal, num_drafted: Sequence[int], lengths: Sequence[int]
     ) -> ChainVerification:
-        """Apply the rule to a chain.
+        """Apply the rule to a chain; row i of the logits predicts the token at position (the row's length + i).
 
-        Args:
-            logits_BKV: row i predicts the token at position (row's length + i).
-            proposal: what was drafted.
-            num_drafted: drafts that count, by row.
-            lengths: committed tokens by row, the pending one included.
+        Lengths count the committed tokens, the pending one included; `num_drafted` the drafts that count, by row.
         """
         num_drafted_B = on_device(num_drafted, logits_BKV.device)
         first_B1 = on_device(lengths, logits_BKV.device).unsqueeze(1)
@@ -70,13 +66,9 @@ class Verifier:
     def tree(
         self, logits_BKV: Tensor, proposal: Proposal, depths_BK: Tensor, lengths: Sequence[int], tree: Tree | DynamicTreeSpec
     ) -> TreeVerification:
-        """Apply the rule to a tree; the path that stays names rows, so draft i as i + 1.
+        """Apply the rule to the tree that was asked for; the path that stays names rows, so draft i as i + 1.
 
-        Args:
-            logits_BKV: row k predicts the token at position (row's length + depth of k).
-            proposal, lengths: as for `chain`.
-            depths_BK: of the rows, 0 for the pending token.
-            tree: the one that the proposer was asked for.
+        Row k of the logits predicts the token at position (the row's length + depth of k), 0 the depth of the pending token.
         """
         tokens_BK, parents_BK = rooted(proposal)
         if self.config.temperature == 0:
@@ -145,16 +137,9 @@ def compare_distributions(p_logits_BGV: Tensor, q_logits_BGV: Tensor, tokens_BG:
     """Compare the target's distributions (p) and the draft's (q) at each draft, exact from their logits.
 
     Confidences, probabilities of tokens and KL of temperature 0 are those at temperature 1. KL is taken before top-k and top-p,
-    which would make it infinite; everything else after. Where a draft's logits are not finite, overlap and mass are 0.
-
-    Args:
-        p_logits_BGV: the target's logits; row i predicts draft i.
-        q_logits_BGV: the draft's, for the same or fewer tokens; `-inf` outside its vocabulary.
-        tokens_BG: the drafts, ids of the target.
-        sampling: the distribution in use.
-
-    Returns:
-        float32 `[B, G, 7]`: the overlap, then the first six numbers of `eval.decoder.records.DistributionComparison`.
+    which would make it infinite; everything else after. Where a draft's logits are not finite, overlap and mass are 0. The
+    draft's logits may be of fewer tokens than the target's, and are -inf outside its vocabulary. Returns float32 `[B, G, 7]`:
+    the overlap, then the first six numbers of `eval.decoder.records.DistributionComparison`.
     """
     q_logits_BGV = _pad_vocabulary(q_logits_BGV.float(), p_logits_BGV, float("-inf"))
     is_greedy = sampling.temperature == 0

@@ -20,7 +20,6 @@ from accelerate.utils import broadcast_object_list
 
 from configs.runtime.errors import RunFailed
 from configs.runtime.terminal import progress
-from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import LOOKUPS, EvalConfig
 from eval.decoder.decode import Request, decode
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP, Generation, Timing
@@ -91,28 +90,6 @@ def measure_share(
     if turns.first and not any(tally.timings for tally in whole.values()):
         raise RunFailed("not one batch could be decoded in every mode; what went wrong is in the log above")
     return whole
-
-
-def measure(
-    target: Target,
-    requests: Sequence[Request],
-    config: EvalConfig,
-    proposers: Mapping[str, Proposer],
-    *,
-    follow: Follow | None = None,
-    settings: Mapping[str, DecodeConfig] | None = None,
-) -> Records:
-    """Decode requests plainly and with each proposer, those that `settings` names by these; see `Measurement`."""
-    measurement = Measurement(target, config, proposers, follow)
-    measurement.settings |= settings or {}
-    batches = in_batches(requests, config.decode.batch_size)
-    records = Records()
-    measurement.warm_up(batches)
-    with progress("decoding", len(requests), "prompts") as advance:
-        for batch in batches:
-            records.extend(measurement.measure_batch(batch))
-            advance(len(batch))
-    return records
 
 
 def in_batches(requests: Sequence[Request], size: int) -> list[Sequence[Request]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from itertools import accumulate, product
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -24,9 +24,8 @@ from eval.stats.bootstrap import Floats, ratio_interval
 
 # What is kept of each prompt: sums over the rounds of all its turns.
 COLUMNS = ("committed", "rounds", "accepted", "drafted", "compared", "overlap", "kl", "agrees", "looked_up", "copied")
-# Then come committed tokens and rounds by class of how many tokens stood before the round, in the context and in the answer.
+# Then come committed tokens and rounds by class of how many tokens of prompt and answer stood before the round.
 CLASSES_FROM = (0, *(2**power for power in range(4, 18)))
-LENGTHS = ("by_context_tokens", "by_answer_tokens")
 # The numbers that are a ratio of two of these, and so have an interval over prompts.
 RATIOS = {
     "tokens_per_target_step": ("committed", "rounds"),
@@ -64,7 +63,7 @@ class Acceptance(Metric):
     def __init__(self, num_positions: int, generations: Iterable[Generation] = ()) -> None:
         super().__init__(sync_on_compute=False, compute_with_cache=False)
         self.num_positions = num_positions
-        self.sums: dict[str, Floats] = {}  # prompt id -> [COLUMNS, then LENGTHS x CLASSES_FROM x 2]
+        self.sums: dict[str, Floats] = {}  # prompt id -> [COLUMNS, then CLASSES_FROM x 2]
         shapes = {
             "rounds_CGA": (2, num_positions + 1, num_positions + 1),
             "sum_FK": (len(FIELDS), num_positions),
@@ -152,7 +151,7 @@ class Acceptance(Metric):
     def _table(self) -> Floats:
         """The sums of all prompts, by id, so that intervals do not depend on the order in which processes finished."""
         rows = [sums for _, sums in sorted(self.sums.items())]
-        return np.stack(rows) if rows else np.zeros((0, len(COLUMNS) + 2 * len(LENGTHS) * len(CLASSES_FROM)))
+        return np.stack(rows) if rows else np.zeros((0, len(COLUMNS) + 2 * len(CLASSES_FROM)))
 
     def lookup_shares(self) -> dict[str, float | None]:
         """Return the lookup's share of the rounds, and of the drafts that were accepted."""
@@ -160,16 +159,15 @@ class Acceptance(Metric):
         pairs = {"lookup_rounds_share": ("looked_up", "rounds"), "lookup_tokens_share": ("copied", "accepted")}
         return {name: float(sums[above] / sums[below]) if sums[below] else None for name, (above, below) in pairs.items()}
 
-    def by_length(self, *, samples: int, seed: int) -> dict[str, list[dict[str, Any]]]:
-        """Return tokens per target step by tokens in the context, and by tokens of the answer, before a round."""
-        counts_PLC2 = self._table[:, len(COLUMNS) :].reshape(-1, len(LENGTHS), len(CLASSES_FROM), 2)
-        found: dict[str, list[dict[str, Any]]] = {name: [] for name in LENGTHS}
-        for (place, name), (number, start) in product(enumerate(LENGTHS), enumerate(CLASSES_FROM)):
-            committed_P, rounds_P = counts_PLC2[:, place, number].T
+    def by_context(self, *, samples: int, seed: int) -> list[dict[str, Any]]:
+        """Return tokens per target step by how many tokens of prompt and answer stood before a round."""
+        counts_C2P = self._table[:, len(COLUMNS) :].reshape(-1, len(CLASSES_FROM), 2).transpose(1, 2, 0)
+        found = []
+        for start, (committed_P, rounds_P) in zip(CLASSES_FROM, counts_C2P, strict=True):
             if not rounds_P.any():
                 continue
             tau = ratio_interval(committed_P, rounds_P, samples=samples, seed=seed)
-            found[name].append(
+            found.append(
                 {
                     "from_tokens": start,
                     "to_tokens": 2 * start if start else CLASSES_FROM[1],
@@ -230,7 +228,7 @@ def describe_classes(sums_FC: Tensor, names: Sequence[str]) -> list[dict[str, An
 
 
 def _sums_by_prompt(table: RoundTable) -> Floats:
-    """Return the sums of `COLUMNS`, and of what follows them, by prompt, `[P, COLUMNS + LENGTHS x CLASSES_FROM x 2]`."""
+    """Return the sums of `COLUMNS`, and of what follows them, by prompt, `[P, COLUMNS + CLASSES_FROM x 2]`."""
     by_round = {
         "committed": table.committed_R,
         "rounds": torch.ones_like(table.prompt_R),
@@ -248,16 +246,14 @@ def _sums_by_prompt(table: RoundTable) -> Floats:
         for columns, prompt in places
         for name, values in columns.items()
     }
-    by_class = []
-    for before_R in (table.context_R, table.answered_R):
-        class_R = torch.bucketize(before_R, torch.tensor(CLASSES_FROM), right=True) - 1
-        place_R = table.prompt_R * num_classes + class_R
-        counts = [
-            torch.bincount(place_R, by_round[name].double(), minlength=num_prompts * num_classes)
-            for name in ("committed", "rounds")
-        ]
-        by_class.append(torch.stack(counts, 1).view(num_prompts, 2 * num_classes))
-    rows: Floats = torch.cat([torch.stack([sums[name] for name in COLUMNS], 1), *by_class], 1).numpy()
+    class_R = torch.bucketize(table.context_R, torch.tensor(CLASSES_FROM), right=True) - 1
+    place_R = table.prompt_R * num_classes + class_R
+    counts = [
+        torch.bincount(place_R, by_round[name].double(), minlength=num_prompts * num_classes)
+        for name in ("committed", "rounds")
+    ]
+    by_class = torch.stack(counts, 1).view(num_prompts, 2 * num_classes)
+    rows: Floats = torch.cat([torch.stack([sums[name] for name in COLUMNS], 1), by_class], 1).numpy()
     return rows
 
 
@@ -275,7 +271,6 @@ class RoundTable:
     accepted_R: Tensor
     committed_R: Tensor
     context_R: Tensor  # tokens before the round's, the prompt's and the answer's
-    answered_R: Tensor  # tokens of the answer among them
     by_lookup_R: Tensor  # 1 where the drafts of one of several proposers were looked up
     round_N: Tensor
     position_N: Tensor  # of the draft in its round, from 0
@@ -315,7 +310,6 @@ def tabulate(generations: Iterable[Generation]) -> RoundTable:
         context_R=_integers(
             len(each.prompt_tokens) + count for each, own in zip(generations, answered, strict=True) for count in own
         ),
-        answered_R=_integers(count for own in answered for count in own),
         by_lookup_R=_integers(round_.by_lookup for round_ in rounds),
         round_N=_integers(number for number, _ in places),
         position_N=_integers(place for _, place in places),

@@ -88,7 +88,7 @@ def _suite(suite: Suite, records: Tally, bootstrap: Bootstrap) -> dict[str, Any]
         },
         "acceptance": {
             **speculative.summarise(**bootstrap),
-            **speculative.by_length(**bootstrap),
+            "by_context_tokens": speculative.by_context(**bootstrap),
             "detectable_change_percent": detectable_percent([committed], [rounds]),
             "per_prompt": per_prompt,
         },

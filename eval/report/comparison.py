@@ -13,7 +13,6 @@ from eval.report.tables import Table
 from eval.report.text import VERDICTS, interval, number, significant, speedup, tau
 from eval.stats.change import Change
 
-MAX_REPORTS = 8
 FIXED: tuple[Aspect, ...] = ("target", "suite")  # what reports must agree in, unless allowed by name
 
 
@@ -32,8 +31,8 @@ class ComparedReport:
 
 def compare(reports: Sequence[tuple[str, Report]], may_differ_in: Sequence[str] = ()) -> list[ComparedReport]:
     """Compare each report, by its path, with the first; target and suite may not differ unless they are named."""
-    if not 2 <= len(reports) <= MAX_REPORTS:
-        raise InputError(f"from 2 to {MAX_REPORTS} reports can be compared, got {len(reports)}")
+    if not 2 <= len(reports) <= len(ascii_uppercase):
+        raise InputError(f"from 2 to {len(ascii_uppercase)} reports can be compared, got {len(reports)}")
     (first_path, first), *others = reports
     entries = [ComparedReport(letter=ascii_uppercase[0], path=first_path, report=first)]
     for letter, (path, report) in zip(ascii_uppercase[1:], others, strict=False):

@@ -114,18 +114,17 @@ def draw_positions(report: Report) -> str:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
         figure.legend(loc="outside upper left", ncols=4, columnspacing=1.4, handlelength=1.3, borderaxespad=0)
-        return as_svg(figure, "positions")
+        return as_svg(figure)
 
 
-def as_svg(figure: Figure, name: str) -> str:
-    """Return the figure as an SVG element: no prologue, no metadata, ids prefixed by `name`, colours as CSS variables."""
+def as_svg(figure: Figure) -> str:
+    """Return the figure as an SVG element: no prologue, no metadata, colours as CSS variables."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)
-    svg = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{name}-", svg)
     svg = re.sub(r'^<svg([^>]*?) width="[^"]*" height="[^"]*"', r'<svg\1 aria-hidden="true"', svg)
     for colour, variable in VARIABLES.items():
         svg = svg.replace(colour, variable)

@@ -133,8 +133,7 @@ class WholeAcceptanceSection(AcceptanceSection):
     by_context_tokens: list[LengthClass] = []
     """Tokens per target step by how many tokens of prompt and answer came before the round. A draft trained on short texts
     falls off on longer ones."""
-    by_answer_tokens: list[LengthClass] = []
-    """The same by how many tokens of the answer stood before the round."""
+    by_answer_tokens: list[LengthClass] = []  # by those of the answer alone, in reports of an earlier version
     per_prompt: dict[str, CountPair]  # prompt id -> [committed tokens, rounds]
 
 
@@ -154,9 +153,8 @@ class SpeedupSection(ClosedSection):
     """Plain decoding's seconds per token divided by speculative decoding's, prefill excluded: totals over the same prompts,
     decoded in turns in one run by the same loop."""
     decode_speedup_ci: Bounds
-    decode_speedup_median: Number
-    """The median over batches of each batch's own decode speedup; less moved by one long answer."""
-    decode_speedup_median_ci: Bounds
+    decode_speedup_median: Number = None  # of the batches' own, in reports of an earlier version
+    decode_speedup_median_ci: Bounds = None
     end_to_end_speedup: Number
     """As the decode speedup, with the time and the token of the prefill included on both sides."""
     end_to_end_speedup_ci: Bounds

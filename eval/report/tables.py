@@ -29,7 +29,6 @@ PROVENANCE = ("target", "draft", "decode", "statistics", "hardware", "versions",
 # Label, section, field and form of the numbers that a report leads with.
 NUMBERS = (
     ("decode speedup", "speed", "decode_speedup", times),
-    ("decode speedup of the median batch", "speed", "decode_speedup_median", times),
     ("end-to-end speedup", "speed", "end_to_end_speedup", times),
     ("tokens per target step (τ)", "acceptance", "tokens_per_target_step", number),
     ("τ, mean over prompts", "acceptance", "tokens_per_target_step_macro", number),
@@ -58,7 +57,6 @@ TERMS = {label: f"{section}.{field}" for label, section, field, _ in NUMBERS} | 
     "with lookup": "with_lookup",
     "way of decoding": "baselines",
     "context": "acceptance.by_context_tokens",
-    "answer": "acceptance.by_answer_tokens",
     "phase": "speed.phases",
     "batch size": "speed.predicted",
     "perplexity": "quality.perplexity",
@@ -88,7 +86,7 @@ def report_tables(report: Report) -> list[Table]:
         Table(title="Numbers", header=("", "value", "95 % interval"), rows=list(_numbers(report))),
         _suites(report),
         _positions(report),
-        *_lengths(report),
+        _lengths(report),
         _phases(report),
         *([] if predicted is None else [_predicted(predicted)]),
         _categories(report),
@@ -154,11 +152,12 @@ def _positions(report: Report) -> Table:
     return Table(title="By draft position", header=header, rows=rows)
 
 
-def _lengths(report: Report) -> Iterator[Table]:
-    acceptance = report.acceptance
-    for where, classes in (("context", acceptance.by_context_tokens), ("answer", acceptance.by_answer_tokens)):
-        rows = [(f"{each.from_tokens} to {each.to_tokens - 1}", str(each.num_rounds), tau(each)) for each in classes]
-        yield Table(title=f"By tokens of the {where} before a round", header=(where, "rounds", "τ"), rows=rows)
+def _lengths(report: Report) -> Table:
+    rows = [
+        (f"{each.from_tokens} to {each.to_tokens - 1}", str(each.num_rounds), tau(each))
+        for each in report.acceptance.by_context_tokens
+    ]
+    return Table(title="By tokens of the context before a round", header=("context", "rounds", "τ"), rows=rows)
 
 
 def _phases(report: Report) -> Table:

@@ -1,4 +1,4 @@
-"""Intervals for ratios and medians by a bootstrap over clusters. Imports no torch, so that the gate starts quickly.
+"""Intervals for ratios by a bootstrap over clusters. Imports no torch, so that the gate starts quickly.
 
 A cluster is what was drawn independently: a prompt for counts, a batch of prompts decoded together for seconds. All columns of
 a statistic are taken from the same drawn clusters, which makes a comparison paired. Percentile bootstrap with the tails widened
@@ -67,15 +67,6 @@ def statistic_interval(statistic: Callable[[Floats], Floats], *columns: Column, 
         values_S = statistic(np.concatenate(sums_SF, axis=1))
     values_S = values_S[np.isfinite(values_S)]  # a resample without a single round says nothing about a ratio per round
     return Interval(point, *_percentiles(values_S, num_clusters)) if values_S.size else Interval(point)
-
-
-def median_interval(values: Column, *, samples: int, seed: int) -> Interval:
-    """Return the median of `values` [clusters] with its interval."""
-    values_C = np.asarray(values, dtype=np.float64)
-    if values_C.size < 2:
-        return Interval(float(values_C[0]) if values_C.size else None)
-    medians = [np.median(values_C[drawn_SC], axis=1) for drawn_SC in _draws(values_C.size, samples, seed)]
-    return Interval(float(np.median(values_C)), *_percentiles(np.concatenate(medians), values_C.size))
 
 
 def _draws(num_clusters: int, samples: int, seed: int) -> Iterator[NDArray[np.int64]]:

@@ -24,11 +24,11 @@ from eval.decoder.decode import Request, decode
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP
 from eval.decoder.rules import ChainVerification
 from eval.evaluation import evaluate
-from eval.measure.interleaved import measure
 from eval.release.checks import judge, read_artifact
 from eval.run import main
 from heads.metadata import PROMPTS_FILE
 from heads.proposers.lookup import PromptLookup
+from scripts.lab.bench.turns import measure
 from tests.support.evaluations import report_in, tiny_evaluation, write_suite
 
 FILES = ["records.jsonl", "report.html", "report.json", "report.md", "run.json"]
@@ -174,22 +174,6 @@ def test_warm_up_decodes_whole_batches_in_every_mode(
     lookup = PromptLookup(target.device)
     measure(target, requests, config.model_copy(update={"warmup_prompts": warmup_prompts}), {"prompt_lookup": lookup})
     assert decoded == [(size, proposer) for size in sizes for proposer in (None, lookup)]
-
-
-def test_a_request_that_fails_is_listed_and_the_others_count(config, tiny_run, tiny_tokenizer, tmp_path):
-    # One word, which only one of the prompts says and no probe of the model, has no finite embedding.
-    word = tiny_tokenizer.convert_tokens_to_ids("w20")
-    folder = damaged_target(tiny_run, tmp_path, lambda model: model.get_input_embeddings().weight[word])
-    suite = write_suite(tmp_path / "suite.jsonl", [{"question_id": f"q{n}", "turns": [f"w{n}"]} for n in (2, 3, 20, 6, 8)])
-    target = config.target.model_copy(update={"name": str(folder)})
-    assert evaluate(config.model_copy(update={"target": target, "suite": suite, "allow_target_mismatch": True})) == 0
-    report = report_in(config)
-    failed = report.prompts.failed
-    assert {(each.prompt_id, each.stop_reason) for each in failed} == {("q20", "non_finite")}
-    assert {each.mode for each in failed} >= {AUTOREGRESSIVE, SPECULATIVE}
-    assert (report.prompts.num_asked, report.prompts.num_prompts) == (5, 4)
-    assert "trained for" in report.warnings[0]
-    assert "q20" in (Path(config.output) / "report.html").read_text()
 
 
 # --- run as a person runs it --------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from eval.cost.tree_choice import choose_tree
 from eval.decoder.decode import Request, check_decodable
 from eval.decoder.records import AUTOREGRESSIVE, WITH_LOOKUP
 from eval.lossless.verdict import NOT_LOSSLESS, judge_lossless
-from eval.measure.interleaved import measure
 from eval.measure.proposers import add_lookup
 from eval.measure.record_files import Records
 from eval.measure.suite import Turns, fit_suite, load_suite
@@ -42,7 +41,7 @@ from scripts.lab.bench.head_recipes import read_cache_seconds, train_recipes
 from scripts.lab.bench.provenance import describe_origin, read_git, read_outcome
 from scripts.lab.bench.stopping import choose_stopping
 from scripts.lab.bench.tables import NOT_AVAILABLE
-from scripts.lab.bench.turns import count_per_prompt, first_requests, measured_rows, speedup
+from scripts.lab.bench.turns import count_per_prompt, first_requests, measure, measured_rows, speedup
 from scripts.lab.settings import BenchHeadsConfig
 
 log = logging.getLogger("draftsmith")

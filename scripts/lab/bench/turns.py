@@ -16,9 +16,12 @@ from configs.runtime.errors import InputError
 from configs.runtime.terminal import progress
 from configs.schema.data import shares_of
 from configs.schema.decoding import DecodeConfig
+from configs.schema.evaluation import EvalConfig
 from distill.dataset.conversations import Conversation, read_conversations
 from eval.decoder.decode import Request
 from eval.decoder.records import Generation, Timing
+from eval.measure.interleaved import Follow, Measurement, in_batches
+from eval.measure.record_files import Records
 from eval.metrics.speed import compare_speed
 from eval.stats.bootstrap import Interval, paired_ratio_interval
 from heads.frozen.loading import Target
@@ -130,3 +133,25 @@ def first_requests(rows: Sequence[Conversation]) -> list[Request]:
     """Return the first turn of each conversation as the decoder takes it: turns of one are not independent samples."""
     first_turns = {row.prompt_id: row for row in reversed(rows)}
     return [to_request(row) for row in reversed(first_turns.values())]
+
+
+def measure(
+    target: Target,
+    requests: Sequence[Request],
+    config: EvalConfig,
+    proposers: Mapping[str, Proposer],
+    *,
+    follow: Follow | None = None,
+    settings: Mapping[str, DecodeConfig] | None = None,
+) -> Records:
+    """Decode requests plainly and with each proposer, those that `settings` names by these; see `Measurement`."""
+    measurement = Measurement(target, config, proposers, follow)
+    measurement.settings |= settings or {}
+    batches = in_batches(requests, config.decode.batch_size)
+    records = Records()
+    measurement.warm_up(batches)
+    with progress("decoding", len(requests), "prompts") as advance:
+        for batch in batches:
+            records.extend(measurement.measure_batch(batch))
+            advance(len(batch))
+    return records

@@ -11,10 +11,8 @@ from configs.runtime.loading import load_config
 from configs.schema.base import Settings
 from configs.schema.evaluation import EvalConfig
 from eval.cost.draft_length import stopping_from_report
-from eval.evaluation import evaluate
 from eval.fit_stopping import add_arguments, main
 from eval.report.schema import write_report
-from tests.support.evaluations import report_in, tiny_evaluation
 from tests.support.reports import REMOVED, changed
 
 
@@ -76,22 +74,6 @@ def test_a_drafts_own_estimate_is_calibrated_where_it_makes_one(report):
 def test_a_report_that_cannot_tell_is_refused_with_the_reason(report, changes, reason):
     with pytest.raises(InputError, match=reason):
         stopping_from_report(changed(report, changes))
-
-
-def test_from_a_run_to_a_fitted_rule_to_a_run_that_shows_it(tiny_run, tmp_path):
-    decode = {"num_speculative_tokens": 4, "max_new_tokens": 20, "batch_size": 1}
-    config = tiny_evaluation(tiny_run, tmp_path / "fixed", num_prompts=4, decode=decode, baselines=[])
-    assert evaluate(config) == 0
-    stopping = stopping_from_report(report_in(config))
-    # One machine's times of a toy say nothing; dear rows make the rule stop.
-    stopping = stopping.model_copy(update={"target_step_milliseconds": [1.0, 1.4, 1.8, 2.2, 2.6], "round_milliseconds": 0.0})
-    decode = config.decode.model_copy(update={"stopping": stopping})
-    stopped = config.model_copy(update={"decode": decode, "output": str(tmp_path / "stopped")})
-    assert evaluate(stopped) == 0
-    report = report_in(stopped)
-    assert report.lossless.verdict == "lossless"
-    assert report.decode.stopping["rule"] == "cost"
-    assert sum(report.acceptance.drafted_histogram[:4]) > 4  # answers' ends aside
 
 
 def test_the_command_writes_a_config(report, tmp_path, monkeypatch, capsys):

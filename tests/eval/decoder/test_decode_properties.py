@@ -14,12 +14,9 @@ from hypothesis import strategies as st
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import StaticTree
 from eval.decoder.decode import Request, decode
-from heads.proposers.draft_lm import DraftLM
 from scripts.lab.models_check.scripted_drafts import ScriptedDrafts
-from tests.support.decoding import assert_same_alone
 
 VOCAB_SIZE, NUM_TOKENS, CONTEXT = 64, 16, 18
-TREE = StaticTree(kind="static", paths=[[0], [1], [0, 0], [1, 0], [1, 1], [1, 1, 0], [1, 1, 0, 0]])
 # Of 6 to 9 tokens; no two begin alike.
 PROMPTS = [tuple((9 * n + 5 * place * place + 3) % VOCAB_SIZE for place in range(6 + n % 4)) for n in range(16)]
 
@@ -132,38 +129,3 @@ def test_output_is_plain_and_counts_agree(as_target, known, short_model, batch, 
             check_ranks(round_, tree)
     assert timing.num_tokens == sum(len(generation.tokens) - 1 for generation in generations)
     assert timing.num_rounds == sum(len(generation.rounds) for generation in generations)
-
-
-@given(
-    batch=st.lists(st.sampled_from(range(len(PROMPTS))), min_size=2, max_size=4, unique=True),
-    gamma=st.integers(1, 5),
-    rule=st.sampled_from(["token", "block", "match"]),
-    temperature=st.sampled_from([0.7, 1.0, 2.0]),
-    top_p=st.sampled_from([None, 0.9]),
-    eos=st.sets(st.integers(0, VOCAB_SIZE - 1), max_size=3),
-    seed=st.integers(0, 2**40),
-    with_tree=st.booleans(),
-)
-@settings(max_examples=20, deadline=None)
-def test_a_request_gets_the_same_sampled_tokens_alone_and_in_any_batch(
-    as_target, doubles, batch, gamma, rule, temperature, top_p, eos, seed, with_tree
-):
-    target, model = as_target(doubles[0], eos=eos), doubles[1]
-    proposer, tree = DraftLM(model, VOCAB_SIZE), TREE if with_tree else None
-    config = DecodeConfig(
-        num_speculative_tokens=gamma if tree is None else TREE.depth,
-        max_new_tokens=9,
-        temperature=temperature,
-        top_p=top_p,
-        verification="token" if tree and rule == "block" else rule,
-        tree=tree,
-        seed=seed,
-    )
-    for generation in assert_same_alone(target, config, proposer, [PROMPTS[number] for number in batch]):
-        check_counts(generation)
-
-
-@pytest.fixture(scope="module")
-def doubles(tiny_llama):
-    """A target and a draft in float64, so that a draw does not turn on how a sum was ordered."""
-    return tiny_llama(seed=1), tiny_llama(seed=2)

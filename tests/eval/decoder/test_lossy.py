@@ -22,7 +22,7 @@ from configs.schema.decoding import (
     TypicalAcceptance,
 )
 from configs.schema.drafting import DynamicTree, StaticTree
-from configs.schema.evaluation import EvalConfig, GateConfig, LosslessConfig, QualityConfig
+from configs.schema.evaluation import EvalConfig
 from eval import neighbours
 from eval.decoder.decode import decode
 from eval.decoder.lossy import (
@@ -36,15 +36,12 @@ from eval.decoder.lossy import (
     verify_typical_tree,
 )
 from eval.decoder.rules import CANDIDATE_RULES, match_tree, verify_block, verify_greedy, verify_tokens, verify_tree
-from eval.lossless.verdict import judge_lossless
-from eval.measure.interleaved import measure
-from eval.release.checks import judge
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.lookup import PromptLookup
 from heads.sampling.probabilities import DRAWS, token_probabilities
+from scripts.lab.bench.turns import measure
 from tests.support.decoding import assert_same_alone, requests_for
 from tests.support.enumeration import distribution_of_draws, enumerate_rule, enumerate_tree, random_toy, tokens_of
-from tests.support.reports import changed
 
 PROMPTS = [(7, 12, 3), (20, 9, 9, 31, 5, 6), (40,)]
 TREES = {
@@ -274,7 +271,7 @@ def test_the_table_names_the_nearest_codes_and_tokens_that_are_none_name_themsel
             neighbours.main(config.model_copy(update=change))
 
 
-def test_settings_that_contradict_each_other_and_no_table_are_refused(target, draft, table, tmp_path):
+def test_contradictions_no_table_and_answers_that_nothing_judges_are_refused(target, draft, table, tmp_path):
     with pytest.raises(InputError, match=r"holds no table of neighbours.*eval/neighbours\.py"):
         decode(target, requests_for(PROMPTS[:1]), sampled(near(str(tmp_path / "none"), 0.1)), draft)
     with pytest.raises(ValidationError, match="drawn"):
@@ -283,13 +280,15 @@ def test_settings_that_contradict_each_other_and_no_table_are_refused(target, dr
         tolerating(k=3)
     with pytest.raises(ValidationError, match="drawn"):
         sampled(tolerating(drafts="likeliest"), tree=TREES["static"])
+    with pytest.raises(ValidationError, match="set quality"):
+        EvalConfig(decode=sampled(TYPICAL))
 
 
 # --- the flag -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lossy", [TYPICAL, ParticleSampling(kind="smc", num_particles=2)])
-def test_the_verdict_names_a_lossy_mode_and_plain_decoding_and_the_baselines_stay_lossless(target, draft, lossy):
+def test_plain_decoding_and_the_baselines_beside_a_lossy_mode_stay_lossless(target, draft, lossy):
     config = EvalConfig.model_construct(decode=sampled(lossy), repeats=1, warmup_prompts=0)
     records = measure(
         target, requests_for(PROMPTS), config, {"speculative": draft, "prompt_lookup": PromptLookup(target.device)}
@@ -297,18 +296,3 @@ def test_the_verdict_names_a_lossy_mode_and_plain_decoding_and_the_baselines_sta
     plain, _ = decode(target, requests_for(PROMPTS), sampled(None))
     for mode, alike in (("autoregressive", True), ("prompt_lookup", True), ("speculative", False)):
         assert ([each.tokens for each in records.of(mode)] == [each.tokens for each in plain]) is alike
-    section = judge_lossless(target, plain, records.of("speculative"), sampled(lossy), LosslessConfig(), None)
-    assert (section["verdict"], section["checks"]) == ("lossy_by_design", {})
-
-
-def test_an_evaluation_and_a_gate_refuse_a_lossy_mode_that_is_not_asked_for_with_its_quality(report):
-    with pytest.raises(ValidationError, match="quality"):
-        EvalConfig(decode=sampled(TYPICAL))
-    assert EvalConfig(decode=sampled(TYPICAL), quality=QualityConfig()).decode.rule == "typical"
-    lossy = {"kind": "typical", "epsilon": 0.09, "delta": 0.3, "drafts": "likeliest"}
-    report = changed(report, {"lossless": {"verdict": "lossy_by_design", "divergences": []}, "decode.lossy": lossy})
-    assert judge(report, GateConfig()).outcome == "fail"
-    quality = {"num_answers": 2, "num_identical": 1, "num_failed": 0, "num_cut": 0, "perplexity": None, "scores": {}}
-    report = changed(report, {"quality": quality})
-    assert judge(report, GateConfig()).outcome == "fail"
-    assert judge(report, GateConfig(lossless=["lossy_by_design"])).outcome == "pass"

@@ -64,23 +64,6 @@ def test_the_output_follows_the_targets_distribution_exactly_for_any_length(rule
     assert (0 in seen) is ("dear" in name)
 
 
-def sure_tokens(q, tokens):
-    """A length that depends on the drawn tokens' probabilities; the token that ends the round is thrown away."""
-    return (q.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) > 0.3).long().cumprod(1).sum(1)
-
-
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_a_token_may_end_the_round_it_was_drawn_in_and_must_not_be_dropped_from_it(rule):
-    def with_length(length_of):
-        def stopped(p, q, tokens, num_drafted, accept, residual, bonus):
-            return rule(p, q, tokens, length_of(q, tokens), accept, residual, bonus)
-
-        return max(enumerate_rule(stopped, random_toy(seed)).total_variation for seed in range(2))
-
-    assert with_length(lambda q, tokens: (sure_tokens(q, tokens) + 1).clamp(max=tokens.shape[1])) < 1e-12
-    assert with_length(sure_tokens) > 1e-3
-
-
 ESTIMATES = {name: STOPPING[name].model_copy(update={"by": "estimate"}) for name in ("confidence", "cost", "cost_of_dear_rows")}
 
 

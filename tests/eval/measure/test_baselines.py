@@ -11,10 +11,11 @@ from configs.schema.evaluation import EvalConfig
 from eval.decoder.decode import Request
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE
 from eval.measure import interleaved, proposers
-from eval.measure.interleaved import Measurement, measure
+from eval.measure.interleaved import Measurement
 from eval.measure.proposers import fastest_length, make_baselines
 from heads.frozen.hidden_states import num_blocks
 from heads.proposers.draft_lm import DraftLM
+from scripts.lab.bench.turns import measure
 
 NAMES = ["prompt_lookup", "suffix_lookup", "self_speculation"]
 PROMPTS = [(7, 12, 3), (20, 9, 9), (40, 7, 12)]

@@ -53,8 +53,10 @@ def test_the_report_names_all_drafts_and_the_gate_knows_them_by_their_hashes(con
     assert provenance(folders[0]) == provenance(*reversed(folders)) == "fail"
 
 
-@pytest.mark.parametrize("lookup", ["prompt_lookup", "suffix_lookup"])
-@pytest.mark.parametrize("decode", [{"tree": CHAINS}, {"tree": None, "temperature": 1.0}])
+@pytest.mark.parametrize(
+    ("lookup", "decode"),
+    [("prompt_lookup", {"tree": CHAINS}), ("suffix_lookup", {"tree": None, "temperature": 1.0})],
+)
 def test_a_lookup_beside_an_artifact_is_measured_and_judged_as_that_artifact(config, folders, lookup, decode):
     decode = config.decode.model_copy(update={"max_new_tokens": 24, **decode})
     both = config.model_copy(update={"draft": [folders[0], lookup], "decode": decode, "lookup_match": 1})

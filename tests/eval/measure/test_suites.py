@@ -36,7 +36,7 @@ def test_each_suite_has_the_numbers_that_it_has_alone(config, tmp_path):
         evaluate(alone)
         expected = report_in(alone)
         assert section.acceptance.tokens_per_target_step == expected.acceptance.tokens_per_target_step
-        assert section.acceptance.by_answer_tokens == expected.acceptance.by_answer_tokens
+        assert section.acceptance.by_context_tokens == expected.acceptance.by_context_tokens
         assert section.prompts.sha256 == expected.prompts.sha256
         assert section.prompts.num_turns == expected.prompts.num_turns
         assert section.by_category.keys() == expected.by_category.keys()

@@ -7,10 +7,10 @@ from configs.schema.evaluation import EvalConfig
 from distill.generation.prompts import Prompt
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Generation
 from eval.evaluation import evaluate
-from eval.measure.interleaved import measure
 from eval.measure.suite import Turns
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.lookup import PromptLookup
+from scripts.lab.bench.turns import measure
 from tests.support.evaluations import report_in, tiny_evaluation, write_suite
 
 MODES = [AUTOREGRESSIVE, SPECULATIVE, "prompt_lookup"]

@@ -6,11 +6,9 @@ from itertools import accumulate
 from operator import mul
 
 import pytest
-import torch
-from torchmetrics.functional.classification import binary_calibration_error
 
 from eval.decoder.records import DistributionComparison
-from eval.metrics.acceptance import NUM_CLASSES, Acceptance, class_sums, describe_classes
+from eval.metrics.acceptance import NUM_CLASSES, Acceptance
 
 
 def measured(generations, num_positions=3):
@@ -151,14 +149,3 @@ def test_drafts_without_distributions_are_not_counted_and_older_records_give_no_
     older = DistributionComparison(kl=(0.0,), uncovered=(0.0,), agrees=(True,), confidence=(1.0,), target_probability=(1.0,))
     fields = measured([make_generation([make_round(1, 1, overlap=(1.0,), distributions=older)])])
     assert (fields["calibration_error"], fields["stopping_calibration_error"]) == (0.0, None)
-
-
-def test_the_calibration_error_is_that_of_torchmetrics_in_one_piece_or_several():
-    generator = torch.Generator().manual_seed(0)
-    sure_N = torch.cat([torch.rand(500, generator=generator, dtype=torch.float64), torch.tensor([1.0, 0.0])])
-    kept_N = torch.rand(502, generator=generator, dtype=torch.float64) < sure_N**2
-    sums_FC = sum(class_sums(sure_N[part], kept_N[part]) for part in (slice(0, 100), slice(0, 0), slice(100, None)))
-    error = sum(
-        abs(each["confidence"] - each["kept"]) * each["num_drafts"] / 502 for each in describe_classes(sums_FC, ["kept"])
-    )
-    assert error == pytest.approx(float(binary_calibration_error(sure_N, kept_N.long(), n_bins=NUM_CLASSES, norm="l1")))

@@ -56,12 +56,6 @@ def flat(value, path=""):
     return {path: value}
 
 
-def test_a_prompt_that_two_processes_decoded_is_a_mistake(random_generations):
-    tally = tallied(random_generations[:3])
-    with pytest.raises(ValueError, match="prompt writing-0 was decoded twice in mode speculative"):
-        tally.merge(tallied(random_generations[:1]))
-
-
 def test_a_prompt_counts_when_every_turn_was_answered_in_every_mode(make_round, make_generation):
     def answer(prompt_id, turn, mode, stop_reason="length"):
         return replace(make_generation([make_round(3, 1)], prompt_id=prompt_id, mode=mode), turn=turn, stop_reason=stop_reason)

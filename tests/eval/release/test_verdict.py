@@ -2,8 +2,6 @@
 
 from xml.etree import ElementTree
 
-import pytest
-
 from eval.release.verdict import Finding, GateVerdict, as_junit, as_markdown
 from tests.support.markdown import tokens_of
 from tests.support.reports import changed
@@ -14,19 +12,6 @@ HOSTILE = "a|b\n<img src=x>`c` ![x](http://host) ]]><testcase/> \x00\x1b[31m \"'
 def finding(outcome, **changes):
     values = {"check": "tau", "value": 1.7, "low": 1.4, "high": 2.0, "required": "at least 1.5", "reason": "why"}
     return Finding(outcome=outcome, **values | changes)
-
-
-@pytest.mark.parametrize(
-    ("outcomes", "worst"),
-    [
-        (("pass", "pass"), "pass"),
-        (("inconclusive", "fail", "pass"), "fail"),
-    ],
-)
-def test_the_worst_finding_decides(report, outcomes, worst):
-    verdict = GateVerdict(findings=tuple(finding(outcome) for outcome in outcomes))
-    assert verdict.outcome == worst
-    assert worst in as_markdown(verdict, report).splitlines()[0]
 
 
 def test_the_summary_for_a_pull_request_names_the_draft_and_has_a_row_a_check(report):

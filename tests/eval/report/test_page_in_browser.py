@@ -84,14 +84,6 @@ def test_the_page_is_laid_out_within_the_window_and_fetches_nothing(report, brow
     assert console == []
 
 
-def test_the_page_keeps_its_text_and_says_nothing_on_the_console(report, browse):
-    dom, console = browse(render_html(report))
-    assert f"{report.speed.decode_speedup:.2f}×" in title_of(dom)
-    assert "<script" not in dom
-    assert all(f'id="def-{path}"' in dom for path in ("speed.decode_speedup", "lossless.verdict"))
-    assert console == []
-
-
 def test_hostile_text_does_nothing(hostile_report, browse):
     dom, console = browse(render_html(hostile_report))
     assert title_of(dom) != "taken over"
