@@ -51,9 +51,8 @@ class TargetCache:
     def signal(self, batch: Batch) -> Tensor | SparseTarget:
         """Return the target's side of the distillation loss for a batch, on its device.
 
-        Returns:
-            last_hidden: hidden states `[B, T, E]` in the target's dtype, those before a label; 0 at positions not kept.
-            top_k: a sparse target of the N rows before a label, in the order of the batch's mask.
+        They are hidden states `[B, T, E]` in the target's dtype, 0 at positions not kept, or, by a top_k cache, a sparse target
+        of the N rows before a label, in the order of the batch's mask.
         """
         before_label_BT = before_labels(batch.on_host)
         kept = self._rows_of(batch, before_label_BT)
@@ -102,13 +101,9 @@ class TargetCache:
     def rows(
         self, numbers: Sequence[int], lengths: Sequence[int], names: Sequence[str] | None = None, *, pinned: bool = False
     ) -> dict[str, Tensor]:
-        """Return the first `lengths` rows of conversations, one after the other, by name; token ids unpacked.
+        """Return the first `lengths` rows of conversations, by their places in the data file, one after the other.
 
-        Args:
-            numbers: places of the conversations in the data file, from 0.
-            lengths: rows wanted of each, at most as many as it has (`ValueError`).
-            names: tensors wanted; None: all.
-            pinned: give them in page-locked memory.
+        They come by the `names` of their tensors (None: all), token ids unpacked; `pinned`: in page-locked memory.
         """
         layout, wanted = self.manifest.layout, list[Wanted]()
         for number, length in zip(numbers, lengths, strict=True):
@@ -134,12 +129,7 @@ class TargetCache:
 
 
 def open_cache(name: str | Path, data_file: Path, target: Target) -> TargetCache:
-    """Open a cache, by its folder or URL, for a data file and a target.
-
-    Raises:
-        InputError: there is no whole cache of this format version, or it was made of another data file or by a target of
-            other weights, tokenizer or chat template.
-    """
+    """Open a cache, by its folder or URL, for a data file and a target; any other data or target are an `InputError`."""
     folder = Folder(name)
     manifest = read_manifest(folder)
     writer = TargetIdentity.from_dict(dict(manifest.target), folder.place(MANIFEST))

@@ -53,7 +53,7 @@ from distill.cache.format import (
 )
 from distill.cache.rows import engine_rows, local_rows
 from distill.cache.storage import Folder
-from distill.dataset.batches import ConversationDataset, Example
+from distill.dataset.batches import ConversationDataset
 from distill.dataset.conversations import Conversation, check_written_for, open_conversations
 from distill.server.engine import EngineStates
 from heads.frozen.hidden_states import check_taps, num_blocks
@@ -111,13 +111,7 @@ class CacheJob:
     data_sha256: str
 
     def prepare(self) -> None:
-        """Delete files of another job and check that there is room for the rest. Called by one process of each start.
-
-        Raises:
-            ConfigError: `k` is larger than the vocabulary, or a tap lies behind the last block.
-            InputError: the folder cannot be written, the disk has too little room, the target's taps do not lead to its
-                logits, or others are making another cache there.
-        """
+        """Delete files of another job and check that there is room for the rest. Called by one process of each start."""
         check_taps(self.target.model, self.layout.taps or ())
         names = sorted(filter(DISPOSABLE.fullmatch, self._folder.names()))
         resumed, finished = self._is_resumed(), self.finished()
@@ -146,9 +140,6 @@ class CacheJob:
         """Write shards, those that no other process writes, until all are there.
 
         Without `writes` this process only computes what the first one of the target's group writes.
-
-        Raises:
-            InputError: a value is not finite, the server fails, or a shard cannot be written.
         """
         own, write = self._claims(rank * len(self._plan) // num_processes), BackgroundWrite()
         shown, shared, listed = self.finished(), num_processes > 1 or self._shared, time.monotonic()
@@ -267,18 +258,17 @@ class CacheJob:
         lengths = self._lengths_in(number)
         starts, layout = lengths.cumsum(0) - lengths, self.layout.tensors(int(lengths.sum()))
         tensors = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in layout.items()}
-        for group, kept in self._rows([self._dataset[index] for index in self._plan[number]]):
+        examples, config = [self._dataset[index] for index in self._plan[number]], self.config
+        if self.target.states_from is None:
+            sizes = {"batch_size": config.batch_size, "chunk_size": config.chunk_size}
+            found = local_rows(self.target, self.layout, examples, **sizes)
+        else:
+            found = engine_rows(self.target, self.layout, examples, chunk_size=config.chunk_size)
+        for group, kept in found:
             rows_N = torch.cat([torch.arange(int(starts[index]), int(starts[index] + lengths[index])) for index in group])
             for name, values in kept.items():
                 tensors[name][rows_N] = values
         return tensors
-
-    def _rows(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
-        """Yield indices of examples, and their rows, from servers or the local target."""
-        config = self.config
-        if self.target.states_from is None:
-            return local_rows(self.target, self.layout, examples, batch_size=config.batch_size, chunk_size=config.chunk_size)
-        return engine_rows(self.target, self.layout, examples, chunk_size=config.chunk_size)
 
     def _places(self) -> Places:
         """Return where each conversation of the data file lies."""

@@ -80,12 +80,10 @@ def read_row(
     default_id: str | None = None,
     setting: str,
 ) -> Prompt:
-    """Return the prompt of a row; `InputError`, which names it by `where`, if it lacks what the format needs, or holds none.
+    """Return the prompt of a row in one of the formats `KEYS`, or in a `column`, with an answer in `answer_column`.
 
-    Args:
-        format: one of `KEYS`, or `column`: `column` is then the key of the prompt, and `answer_column` of an answer to it.
-        default_id: of a row that brings none; None, and with `turns` and `messages`: it is named by its content.
-        setting: the config key that names the column, for the error.
+    A row without an id gets `default_id`, or is named by its content where that is None and with `turns` and `messages`. Errors
+    name the row by `where`, and the config key of the column by `setting`.
     """
     there = ", ".join(row) or "none"
     if format == "column":

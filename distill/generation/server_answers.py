@@ -104,12 +104,7 @@ class ServerAnswerJob(AnswerJob):
     max_positions: int  # the longest context, the target's or the server's, whichever is shorter
 
     def work(self, *, rank: int, num_processes: int, writes: bool = True) -> None:
-        """Ask for this process's share of the prompts that are not answered, `concurrency` at a time.
-
-        Raises:
-            InputError: the server refused a prompt or gave up so many in a row, or all others are answered and some were given
-                up. Answers under way are finished and kept first.
-        """
+        """Ask for this process's share of the prompts that are not answered; what is under way at an error is kept first."""
         if not writes:
             return
         mine, finished = range(rank, len(self.prompts), num_processes), self.finished()

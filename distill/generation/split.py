@@ -34,12 +34,10 @@ class Split:
 
 
 def split_prompts(prompts: Sequence[Prompt], held_out_share: float) -> Split:
-    """Drop duplicates, split by `split_positions`, so that requests of one growing chat stand on one side, and drop from
-    train what overlaps a held-out prompt: shares a whole turn, all its words,
-    or 13 of them in a row, unless these stand in more than `MAX_SHARING` prompts that would be trained on.
+    """Drop duplicates, split by `split_positions`, and drop from train what overlaps a held-out prompt.
 
-    Raises:
-        InputError: no prompt is left on one of the sides.
+    An overlap is a whole turn, all words, or 13 of them in a row, unless these stand in more than `MAX_SHARING` prompts that
+    would be trained on.
     """
     distinct = list({everything_said(prompt): prompt for prompt in reversed(prompts)}.values())[::-1]
     placed = list(zip(distinct, split_positions(distinct), strict=True))

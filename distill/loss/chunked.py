@@ -232,13 +232,8 @@ def compare(
     tensors would only add launches, and all rows are one tile. Values of sparse targets, cross-entropy and functions of one's
     own go through autograd, others through a closed form.
 
-    Args:
-        draft_logits_CW: any float type, without a graph.
-        weights_C: what each row's value is multiplied with in the sum that the gradient is of; None: no gradient.
-        labels_C: **draft** ids, negative for none.
-
-    Returns:
-        The statistics, and the gradient `[C, W]` with respect to the draft's logits, in their dtype, or None.
+    Return the statistics, and the gradient `[C, W]` of the sum that `weights_C` make of the values with respect to the draft's
+    logits, in their dtype; None without weights. `labels_C` are **draft** ids, negative for none.
     """
     form = closed_form(divergence) if isinstance(target, DenseChunk) else None
     by_autograd = weights_C is not None and form is None

@@ -83,11 +83,7 @@ class Completion(BaseModel):
     kv_transfer_params: _Transfer | None = None  # where a server of hidden states leaves them
 
     def next_token(self, where: str) -> Distribution:
-        """Return the distribution of the answer's first token; empty where there is none.
-
-        Raises:
-            InputError: tokens are named by their text, of which several can share one.
-        """
+        """Return the distribution of the answer's first token; empty where there is none."""
         logprobs = self.choices[0].logprobs
         first = (logprobs.top_logprobs if logprobs is not None else None) or [{}]
         found = {name: TOKEN_ID.fullmatch(name) for name in first[0]}
@@ -183,10 +179,7 @@ class Connection:
     def send(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         """Return the JSON of a successful answer, after further attempts where the failure may be temporary.
 
-        Raises:
-            GaveUp: every attempt failed.
-            Refused: the server refuses the request.
-            InputError: it refuses the key.
+        `GaveUp` says that every attempt failed, `Refused` that the server refuses the request.
         """
         for attempt in itertools.count(1):
             try:

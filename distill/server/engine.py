@@ -86,11 +86,7 @@ class EngineStates:
                 answer.cancel()
 
     def states(self, batch: Batch, taps: Sequence[int] = ()) -> TargetStates:
-        """Return the states at every position, on the batch's device and in the target's dtype; 0 on padding.
-
-        Raises:
-            InputError: no server is left, or one refuses.
-        """
+        """Return the states at every position, on the batch's device and in the target's dtype; 0 on padding."""
         parts = list(_parts(batch))
         answers = [self._take(ids) for *_, ids in parts]
         tapped_ABTE: list[Tensor] = []

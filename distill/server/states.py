@@ -76,12 +76,7 @@ class StateServer:
         self.taps = sorted(map(int, self.model.split("-")[1:]))
 
     def fetch(self, ids: Sequence[int], *, with_next: bool = False) -> ServedStates:
-        """Return the states of a text.
-
-        Raises:
-            GaveUp, NotWritten: the server failed.
-            InputError: it refuses the text, or its answer is of another one.
-        """
+        """Return the states of a text; `GaveUp` or `NotWritten` where the server failed."""
         body = {"model": self.model, "prompt": list(ids), "max_tokens": 1, "temperature": 0}
         if with_next:
             body |= {"logprobs": NUM_LOGPROBS, "return_tokens_as_token_ids": True}
@@ -115,9 +110,7 @@ class StateServers:
                 first = self.servers[0]
                 raise InputError(f"{KEY}: {first.url} gives {first.model} and {server.url} {server.model}; start all alike")
         self._lock, self._gone = Lock(), "the servers of hidden states were closed"
-        self._free: SimpleQueue[StateServer | None] = (
-            SimpleQueue()
-        )  # each as often as it takes one more; None: no server is left
+        self._free = SimpleQueue[StateServer | None]()  # each as often as it takes one more; None: no server is left
         for server, limit in zip(self.servers, config.limits, strict=True):
             for _ in range(limit):
                 self._free.put(server)

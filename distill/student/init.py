@@ -31,11 +31,7 @@ UNTRUSTED = {"trust_remote_code": False}  # otherwise transformers asks on the t
 
 
 def initial_draft(config: StudentConfig, target: Target) -> PreTrainedModel:
-    """Return the untrained draft in float32 on the target's device, in training mode, frozen where it is not trained.
-
-    Raises:
-        InputError: a kept block does not exist, the model reads other token ids than the target, or it cannot be made.
-    """
+    """Return the untrained draft in float32 on the target's device, in training mode, frozen where it is not trained."""
     if config.init == "target_layers":
         draft = keep_layers(target.model, config.layers or [])
     elif config.init == "model":
