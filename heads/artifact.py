@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import new_folder, write_json
 from configs.runtime.redaction import mask_secrets
+from heads.device import choose_device
 from heads.families.registry import FAMILIES, serve
 from heads.frozen.checkpoint_files import UNREADABLE
 from heads.frozen.hidden_states import check_taps
@@ -70,7 +71,11 @@ def save_draft_lm(
 ) -> None:
     """Write a draft LM, its head whole, as an artifact that `AutoModelForCausalLM.from_pretrained(folder)` also loads.
 
-    `training_prompts` are hashes of the prompts it was trained on, int64 `[N]`; None: unknown.
+    Args:
+        training_prompts: hashes of the prompts it was trained on, int64 `[N]`; None: unknown.
+
+    Raises:
+        InputError: the folder cannot be written.
     """
     with new_folder(folder) as scratch:
         model.save_pretrained(scratch, max_shard_size="1TB")
@@ -120,6 +125,7 @@ def load_draft(
     target: PreTrainedModel,
     *,
     allow_target_mismatch: bool = False,
+    device: str | None = None,
 ) -> Draft:
     """Load an artifact, or any causal LM with the target's tokenizer, for a target, in its dtype.
 
@@ -127,9 +133,11 @@ def load_draft(
         folder: the artifact or model, or its name on the Hub (`heads.metadata.locate_artifact`).
         identity: of the target at hand.
         allow_target_mismatch: make the refusal of another target a warning. Another tokenizer stays refused.
+        device: where a draft LM is to run; None: where the target is.
 
     Raises:
-        InputError: it is neither, is damaged, or was made for another target, tokenizer or chat template.
+        InputError: it is neither, is damaged, or was made for another target, tokenizer or chat template; or there is no such
+            device, or it is given for a head.
     """
     name, folder = folder, locate_artifact(folder)
     if is_artifact := (folder / METADATA_FILE).is_file() or not (folder / "config.json").is_file():
@@ -147,12 +155,17 @@ def load_draft(
     model: torch.nn.Module
     proposer: Proposer
     if metadata.kind == "draft_lm":
-        proposer = _load_draft_lm(folder, metadata, target)
+        proposer = _load_draft_lm(folder, metadata, target, device)
         model = proposer.model
         try:
             run_alike(proposer.model, target)
         except InputError as error:
             warnings.append(f"the draft runs by transformers' forward, slower than its target's: {error}")
+    elif device is not None:
+        raise InputError(
+            f"draft_device {device}: {folder} holds a head of kind {metadata.kind!r}, which reads the target's states and "
+            "borrows its weights, so it runs where the target does; leave draft_device out"
+        )
     else:
         model, proposer = _load_head(folder, metadata, target)
     return Draft(
@@ -171,14 +184,15 @@ def _kept_wider(model: PreTrainedModel) -> str | None:
     return next((name for name, each in tensors if each.is_floating_point() and each.dtype.itemsize > size), None)
 
 
-def _load_draft_lm(folder: Path, metadata: Metadata, target: PreTrainedModel) -> DraftLM:
+def _load_draft_lm(folder: Path, metadata: Metadata, target: PreTrainedModel, device: str | None) -> DraftLM:
     try:
         check_causal_lm(folder)
         load = loader_of(folder, target.dtype)
         model = load_with(target.config._attn_implementation, lambda attention: load(attn_implementation=attention))
     except UNREADABLE as error:
         raise InputError(f"{folder} is damaged: {first_line(error)}") from error
-    move(model, target.device).eval().requires_grad_(False)
+    place, home = (target.device, None) if device is None else (choose_device(device, setting="draft_device"), target.device)
+    move(model, place).eval().requires_grad_(False)
     check_rolls_back(model)
     check_split(model)
     target_vocab_size = target.config.get_text_config().vocab_size
@@ -186,10 +200,10 @@ def _load_draft_lm(folder: Path, metadata: Metadata, target: PreTrainedModel) ->
         if (rows := model.config.get_text_config().vocab_size) < metadata.draft_vocab_size:
             words = f"its model has {rows} tokens, while {METADATA_FILE} says {metadata.draft_vocab_size}"
             raise InputError(f"{folder} is damaged: {words}")
-        return DraftLM(model, min(metadata.draft_vocab_size, target_vocab_size))
+        return DraftLM(model, min(metadata.draft_vocab_size, target_vocab_size), home=home)
     vocabulary = _load_vocabulary(folder, metadata, target_vocab_size)
     keep_head_rows(model, vocabulary)
-    return DraftLM(model, target_vocab_size, vocabulary)
+    return DraftLM(model, target_vocab_size, vocabulary, home)
 
 
 def head_settings(folder: Path, metadata: Metadata) -> Any:

@@ -23,14 +23,14 @@ T = TypeVar("T")
 MISSING = (RuntimeError, NotImplementedError, TypeError, AttributeError, AssertionError)
 
 
-def choose_device(name: str) -> torch.device:
-    """Return the device that `target.device` names; `auto` is the default one, the CPU under `accelerate launch --cpu`."""
+def choose_device(name: str, *, setting: str = "target.device") -> torch.device:
+    """Return the device called `name` in a setting; `auto` is the default one, the CPU under `accelerate launch --cpu`."""
     if name == "auto":
         return CPU if parse_flag_from_env("ACCELERATE_USE_CPU") else default_device()
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # which of them, depends on the backend
-        raise InputError(f"target.device: {name!r} cannot be used: {first_line(error)}") from error
+        raise InputError(f"{setting}: {name!r} cannot be used: {first_line(error)}") from error
 
 
 def default_device() -> torch.device:

@@ -118,6 +118,7 @@ class EvalConfig(Settings):
     # decode.tree a round takes the lookup where that has a match, and else the artifact
     draft: str | list[str] = "runs/distill/artifact"
     lookup_match: PositiveInt = 3  # tokens that must have stood in the text before, for a lookup beside a draft to copy
+    draft_device: str | None = None  # of draft LMs, such as cuda:1; None: the target's. Not yet run on two accelerators
     allow_target_mismatch: bool = False  # decode with a draft trained for another target; else it is refused
     suite: SuiteConfig = SuiteConfig()
     # Further suites, measured in the same run and reported beside it. Without `suite` the first of these stands in its place
@@ -205,6 +206,8 @@ class EvalConfig(Settings):
                 f"decode.lossy {decode.lossy.kind} changes answers, and nothing judges them: set quality "
                 "(quality.perplexity=true or more), or decode.lossy to null"
             )
+        if self.energy and self.draft_device is not None:
+            yield "energy is read of the target's device only: set draft_device to null, or energy to false"
         if self.target.guidance is not None and "self_speculation" in self.baselines:
             yield "self_speculation has no guidance: leave it out of baselines, or set target.guidance to null"
         is_split = self.target.parallel is not None and self.target.parallel.kind is not None

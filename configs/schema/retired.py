@@ -38,7 +38,6 @@ RETIRED = {
     "EvalConfig.previous_report": Retired("eval/compare.py shows two reports side by side, and the gate takes --baseline"),
     "EvalConfig.simulate_acceptance": Retired("acceptance is measured, and no longer simulated"),
     "ExportConfig.report": Retired("it was for TensorRT-LLM, the one engine that drafted a given tree"),
-    "EvalConfig.draft_device": Retired("a draft runs where the target does"),
     "HeadsConfig.policy": Retired(
         "a head trained on its own drafts was no better", off=(None, {"on_policy": 0.0, "from_share": 0.0, "temperature": 0.0})
     ),

@@ -76,8 +76,10 @@ class EvaluatedDraft:
 
 def load_evaluated(config: EvalConfig, target: Target) -> EvaluatedDraft:
     """Load the artifacts that `config.draft` names, for a target."""
-    allowed = config.allow_target_mismatch
-    parts = tuple(load_draft(path, target.identity, target.model, allow_target_mismatch=allowed) for path in config.drafts)
+    allowed, device = config.allow_target_mismatch, config.draft_device
+    parts = tuple(
+        load_draft(path, target.identity, target.model, allow_target_mismatch=allowed, device=device) for path in config.drafts
+    )
     proposer = _as_one([part.proposer for part in parts], config.lookups, config, target)
     return EvaluatedDraft(paths=tuple(config.drafts), parts=parts, lookups=tuple(config.lookups), proposer=proposer)
 

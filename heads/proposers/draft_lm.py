@@ -5,13 +5,18 @@ It may have a reduced vocabulary (`heads.vocabulary`); its proposals are in the 
 After a fully accepted round its cache lacks the last draft, which it never had to read; the next round's first forward reads
 that token and the pending one together, so no round pays an extra forward. So it does with what others have drafted.
 
-Left out: drafting ahead while the target verifies (PEARL).
+On another device than the target (`home`) a round takes two transfers, whatever the number of drafts: the tokens to read, and
+the proposal. Random numbers are functions of counters, the same on either device. **Not run on two accelerators yet.** Left
+out: drafting ahead while the target verifies (PEARL).
 B batch, T tokens, G drafts, V target vocabulary, W the draft's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,13 +42,20 @@ class DraftLM:
         vocab_size: the target's; extra padded rows of the draft's head are cut off before the softmax. A token that the
             draft has no embedding for (one of the target's padded rows) is read as the draft's last.
         vocabulary: the tokens that the rows of the model's head stand for, after `keep_head_rows`; None: the target's own.
+        home: the target's device; None: the model's.
     """
 
     taps: Sequence[int] = ()
     num_trees = 1
 
-    def __init__(self, model: PreTrainedModel, vocab_size: int, vocabulary: DraftVocabulary | None = None) -> None:
-        self.model, self.vocab_size = model, vocab_size
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        vocab_size: int,
+        vocabulary: DraftVocabulary | None = None,
+        home: torch.device | None = None,
+    ) -> None:
+        self.model, self.vocab_size, self.home = model, vocab_size, home
         self.vocabulary = None if vocabulary is None else vocabulary.to(model.device)
         self._last_id = model.config.get_text_config().vocab_size - 1
         self._cache: RowCache
@@ -65,7 +77,7 @@ class DraftLM:
     ) -> Proposal:
         text = token_rows(tokens, self.model.device)
         lengths = text.lengths
-        chain = ChainBuilder(lengths, sampling, rng, self.vocabulary, keep_logits=keep_logits)
+        chain = ChainBuilder(lengths, sampling, self._there(rng), self.vocabulary, keep_logits=keep_logits)
         hidden_BD = self._read_text(text)
         for step in range(num_tokens):
             drafted_B = chain.add(head_logits(self.model, hidden_BD)[:, : self.vocab_size])
@@ -75,14 +87,14 @@ class DraftLM:
             hidden_BD = forward_rows(self.model, self._cache, drafted_B.unsqueeze(1), starts)[:, -1]
         self._proposed_from = list(lengths)
         self._cached = [length + step for length in lengths]  # up to the last draft, which was not read
-        return chain.proposal()
+        return self._at_home(chain.proposal())
 
     def propose_tree(
         self, tokens: Tokens, tree: Tree | DynamicTreeSpec, drawn_by: SamplingConfig | None, rng: CounterRNG
     ) -> Proposal:
         text = token_rows(tokens, self.model.device)
         lengths = text.lengths
-        builder = tree_builder(tree, lengths, drawn_by, rng, self.vocabulary)
+        builder = tree_builder(tree, lengths, drawn_by, self._there(rng), self.vocabulary)
         slots = TreeSlots(lengths, self.model.device)
         hidden_BMD = self._read_text(text).unsqueeze(1)
         while frontier := builder.add(head_logits(self.model, hidden_BMD)[..., : self.vocab_size]):
@@ -90,7 +102,7 @@ class DraftLM:
             hidden_BMD = forward_rows(self.model, self._cache, frontier.tokens_BM, attention.starts, attention)
         # The accepted path is not looked up in the cache: the next round's first forward reads it with the pending token.
         self._proposed_from = self._cached = list(lengths)
-        return builder.proposal()
+        return self._at_home(builder.proposal())
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates | None = None) -> None:
         valid = (start + accepted for start, accepted in zip(self._proposed_from, num_accepted, strict=True))
@@ -106,6 +118,22 @@ class DraftLM:
         self._cache.keep_rows(rows)
         self._cached = [self._cached[row] for row in rows]
         self._proposed_from = [self._proposed_from[row] for row in rows]
+
+    def _there(self, rng: CounterRNG) -> CounterRNG:
+        """Return the same random numbers for the model's device."""
+        if self.home is None:
+            return rng
+        there = copy(rng)
+        there.requests_B = rng.requests_B.to(self.model.device)
+        return there
+
+    def _at_home(self, proposal: Proposal) -> Proposal:
+        """Return a proposal with all its tensors on the target's device."""
+        if self.home is None:
+            return proposal
+        values = vars(proposal).items()
+        moved: dict[str, Any] = {name: value.to(self.home) for name, value in values if isinstance(value, Tensor)}
+        return replace(proposal, **moved)
 
     def _read_text(self, text: TokenRows) -> Tensor:
         """Read the tokens that the cache lacks; return the state `[B, D]` after each row's last.

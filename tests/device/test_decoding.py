@@ -155,3 +155,17 @@ def test_the_tokens_are_the_cpus_and_a_round_copies_once_each_way(mock, as_targe
     tokens, rounds = decode(target, proposer, config)
     assert tokens == first == expected
     assert_few_transfers(name, way, rounds)
+
+
+@pytest.mark.parametrize("way", ["chain block", "chain stopped by cost", "static greedy", "static without_replacement"])
+def test_a_draft_on_another_device_than_the_target_drafts_what_it_drafts_at_home(mock, as_target, way):
+    config = DecodeConfig.model_validate({"num_speculative_tokens": DRAFTS, "max_new_tokens": 10} | WAYS[way])
+    model = checks.tiny_target("llama")
+    draft = DraftLM(noisy(model), 64)
+    expected, _ = decode(as_target(model), draft, config)
+    away = DraftLM(draft.model, 64, home=mock)
+    tokens, rounds = decode(as_target(copy.deepcopy(model).to(mock)), away, config)
+    assert tokens == expected
+    # The numbers of the requests go to the draft, its proposal comes back, a tensor a copy.
+    out = [sum(times for (kind, _), times in counts.items() if kind in ("out", "wait")) for counts, _ in rounds]
+    assert max(out) <= 2, rounds

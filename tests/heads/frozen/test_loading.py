@@ -104,11 +104,6 @@ def test_a_target_that_is_nowhere_is_named(name):
         load(name)
 
 
-def test_a_device_that_is_not_there_is_named():
-    with pytest.raises(InputError, match=r"target\.device: 'abacus' cannot be used"):
-        choose_device("abacus")
-
-
 @pytest.mark.parametrize(("asked", "device"), [("false", "cuda"), ("true", "cpu")])
 def test_auto_is_the_gpu_unless_the_launcher_was_told_to_use_the_cpu(monkeypatch, asked, device):
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)

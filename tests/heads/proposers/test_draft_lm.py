@@ -1,11 +1,19 @@
-"""A draft LM catches up on each row's own text, whatever its neighbours have to catch up on."""
+"""A draft LM catches up on each row's own text, whatever its neighbours have to catch up on, and may be on another device."""
 
 import pytest
 import torch
 
+from configs.runtime.errors import InputError
+from configs.schema.decoding import DecodeConfig
+from configs.schema.drafting import StaticTree
+from configs.schema.target import TargetConfig
+from eval.decoder.decode import decode
+from heads.artifact import load_draft
+from heads.frozen.loading import load_target
 from heads.proposers.draft_lm import DraftLM
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree
+from tests.support.decoding import PROMPTS, requests_for
 
 SHAPES = {"chain": Tree((0, 1, 2, 3, 4)), "grown": DynamicTreeSpec(num_nodes=5, width=1, depth=5)}
 
@@ -30,3 +38,23 @@ def test_a_row_may_have_fewer_tokens_than_its_neighbour_has_to_catch_up_on(tiny_
     rows = [[*row, *path, 40] for row, path in zip(rows, paths, strict=True)]
     proposal = draft.propose_tree(rows, SHAPES[shape], None, rng)
     assert proposal.tokens_BG.tolist() == [likeliest(model, row, 5) for row in rows]
+
+
+@pytest.mark.parametrize("tree", [None, StaticTree(kind="static", branching=[2, 1, 1])])
+def test_answers_are_those_of_the_draft_on_the_targets_device(tiny_llama, as_target, tree):
+    target, model = as_target(tiny_llama(seed=1)), tiny_llama(seed=2)
+    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=12, temperature=1.0, tree=tree)
+    away, home = (
+        decode(target, requests_for(PROMPTS), config, DraftLM(model, 64, home=device), measure_overlap=True)[0]
+        for device in (torch.device("cpu"), None)
+    )
+    assert away == home
+
+
+def test_an_artifact_is_loaded_where_it_is_asked_for(tiny_run):
+    target = load_target(TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu"))
+    away = load_draft(tiny_run / "artifact", target.identity, target.model, device="cpu")
+    assert away.proposer.home == torch.device("cpu")
+    for device in ("cuda:7", "gpu", "cpu:x"):
+        with pytest.raises(InputError, match=f"draft_device: '{device}' cannot be used"):
+            load_draft(tiny_run / "artifact", target.identity, target.model, device=device)
