@@ -109,6 +109,8 @@ def new_folder(path: Path) -> Iterator[Path]:
         scratch.replace(path)
         sync(path.parent)
         shutil.rmtree(old, ignore_errors=True)
+        if old.exists():
+            logger.warning("%s is written, but the folder it replaces cannot be removed; remove %s", path, old)
     except BaseException as error:
         shutil.rmtree(scratch, ignore_errors=True)
         if out_of_space(error):

@@ -39,7 +39,9 @@ def render_keys(schema: type[BaseModel], prefix: str = "") -> str:
         if key.path.startswith(prefix):
             default = f" = {key.default}" if key.default else ""
             kind = f"  [{key.kind}]" if key.kind else ""
-            lines += [f"{key.path}: {key.type}{default}{kind}", *([f"    {key.sentence}"] if key.sentence else [])]
+            lines.append(f"{key.path}: {key.type}{default}{kind}")
+            if key.sentence:
+                lines.append(f"    {key.sentence}")
     return "\n".join(lines)
 
 

@@ -127,9 +127,14 @@ def _apply_override(values: dict[str, Any], override: str) -> str:
     holder: Any = values
     for depth, part in enumerate(above, 1):
         holder = holder.setdefault(part, {})
+        name = ".".join(parts[:depth])
+        if isinstance(holder, list):
+            raise ConfigError(f"--set {key.strip()}: {name} is a list; give it as a whole: --set {name}=[...]")
         if not isinstance(holder, dict):
-            raise ConfigError(f"--set {key.strip()}: {'.'.join(parts[:depth])} is {_shown(holder)}, which has no keys")
-    holder[last] = _merge(holder, {last: parse_yaml(text, f"--set {key.strip()}")})[last]
+            raise ConfigError(f"--set {key.strip()}: {name} is {_shown(holder)}, which has no keys")
+    value = parse_yaml(text, f"--set {key.strip()}")
+    both_sections = isinstance(value, dict) and isinstance(holder.get(last), dict)
+    holder[last] = _merge(holder[last], value) if both_sections else value
     return ".".join(parts)
 
 

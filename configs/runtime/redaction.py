@@ -135,7 +135,7 @@ def mask_secrets(value: Any, below: tuple[type, ...] = ()) -> Any:
 
 
 def _mask_field(key: str, value: Any, below: tuple[type, ...]) -> Any:
-    if key == "command" and isinstance(value, list) and all(isinstance(each, str) for each in value):
+    if not below and key == "command" and isinstance(value, list) and all(isinstance(each, str) for each in value):
         return mask_arguments(value)
     secret: tuple[type, ...] = (str, int, float) if SURELY_SECRET_KEY.search(key) else (str,)
     return mask_secrets(value, below or (secret if SECRET_KEY.search(key) else ()))

@@ -32,20 +32,41 @@ PROBE_SECONDS = 20  # git status of a large checkout on a network disk can be sl
 # may be resumed with others. Whatever is not here decides.
 CHANGES_NO_WEIGHT = {
     # where and how often things are written, and how long is waited
-    *("output", "schedule.log_every_steps", "schedule.eval_every_steps", "schedule.checkpoint_every_steps"),
-    *("schedule.keep_checkpoints", "schedule.trackers", "schedule.peak_tflops"),
-    *("schedule.process_timeout_seconds", "schedule.evaluation_timeout_seconds"),
-    *("schedule.resume", "schedule.resume_anyway"),
+    "output",
+    "schedule.log_every_steps",
+    "schedule.eval_every_steps",
+    "schedule.checkpoint_every_steps",
+    "schedule.keep_checkpoints",
+    "schedule.trackers",
+    "schedule.peak_tflops",
+    "schedule.process_timeout_seconds",
+    "schedule.evaluation_timeout_seconds",
+    "schedule.resume",
+    "schedule.resume_anyway",
     # their content is compared by its hash
-    *("data.train", "data.held_out", "data.cache", "init", "target.name", "target.revision"),
+    "data.train",
+    "data.held_out",
+    "data.cache",
+    "init",
+    "target.name",
+    "target.revision",
     # memory and speed, and which machines and devices compute
-    *("loss.chunk_size", "schedule.activation_checkpointing", "target.states", "target.parallel"),
-    *("target.device", "target.device_map", "target.max_memory", "target.offload_folder"),
+    "loss.chunk_size",
+    "schedule.activation_checkpointing",
+    "target.states",
+    "target.parallel",
+    "target.device",
+    "target.device_map",
+    "target.max_memory",
+    "target.offload_folder",
     "target.forward",  # decoding alone runs another than transformers'
     "schedule.gradient_accumulation_steps",  # micro-batches a step are compared over all processes
     "sanity",  # leaves the head as it was
     # what is refused
-    *("target.images.max_bytes", "target.images.max_pixels", "target.audio.max_bytes", "target.audio.max_seconds"),
+    "target.images.max_bytes",
+    "target.images.max_pixels",
+    "target.audio.max_bytes",
+    "target.audio.max_seconds",
 }
 
 

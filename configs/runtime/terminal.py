@@ -172,12 +172,9 @@ class _Work:
 
     def pace(self) -> tuple[float, str]:
         """Return the share of the work that is done, and in words its rate and the time left."""
-        unit, count, left, share = (
-            self.unit,
-            self.done - self.before,
-            float(self.total - self.done),
-            self.done / max(self.total, 1),
-        )
+        unit, count = self.unit, self.done - self.before
+        left = float(self.total - self.done)
+        share = self.done / max(self.total, 1)
         if self.tokens is not None and self.tokens.written:
             unit, count, left = "tokens", self.tokens.written, self.tokens.left
             share = count / (count + left)

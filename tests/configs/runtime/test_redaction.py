@@ -156,6 +156,7 @@ def test_values_under_secret_keys_and_in_commands_are_masked_at_every_depth():
         "k": 1,
         "max_new_tokens": 3,
     }
+    assert mask_secrets({"credentials": {"command": ["s3cr3t-value"]}}) == {"credentials": {"command": ["***"]}}
 
 
 @pytest.mark.parametrize(
