@@ -66,8 +66,12 @@ class SignalSource:
     @torch.no_grad()
     def read(self, batch: Batch) -> TargetSignals:
         """Return the signals of a batch; `InputError` where they are not to be had."""
+        if self.cache is not None and self.cache.manifest.layout.every_position:
+            normalisers = self.cache.normalisers(batch) if self.normalised else None
+            return TargetSignals(self.cache.states(batch, self.taps), normalisers)
         if self.cache is not None:
-            return self._cached(self.cache, batch)
+            signal = self.cache.signal(batch)
+            return TargetSignals(signal if isinstance(signal, SparseTarget) else TargetStates(final_BTE=signal))
         if self.target.states_from is not None:
             return TargetSignals(self.target.states_from.states(batch, self.taps))
 
@@ -76,10 +80,3 @@ class SignalSource:
 
         group = self.target.group if self.own_batches else None
         return TargetSignals(in_turns(group, batch.input_ids_BT, batch.packed_positions_BT, states))
-
-    def _cached(self, cache: TargetCache, batch: Batch) -> TargetSignals:
-        if cache.manifest.layout.every_position:
-            normalisers = cache.normalisers(batch) if self.normalised else None
-            return TargetSignals(cache.states(batch, self.taps), normalisers)
-        signal = cache.signal(batch)
-        return TargetSignals(signal if isinstance(signal, SparseTarget) else TargetStates(final_BTE=signal))

@@ -24,10 +24,7 @@ from heads.modules.interface import NO_DOCUMENT, before_labels
 def local_rows(
     target: Target, layout: RowLayout, examples: Sequence[Example], *, batch_size: int, chunk_size: int
 ) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
-    """Yield places of examples of similar length, and what is kept of them, by name, one example's rows after the other's.
-
-    `chunk_size` rows of logits live at one time (top_k, taps).
-    """
+    """Yield places of examples of similar length, and what is kept of them, by name, one example's rows after the other's."""
     order = sorted(range(len(examples)), key=lambda index: len(examples[index].input_ids))
     for start in range(0, len(order), batch_size):
         group = sorted(order[start : start + batch_size])

@@ -46,10 +46,8 @@ class PackedBatchSampler(EpochSampler[Row]):
     def __iter__(self) -> Iterator[list[Row]]:
         order_R = torch.randperm(self.num_rows, generator=self.random_numbers()).numpy()
         for start in range(0, self.num_rows, self.batch_size):
-            yield [self._row(number) for number in order_R[start : start + self.batch_size]]
-
-    def _row(self, number: int) -> Row:
-        return tuple(self._order_N[self._starts_R[number] : self._starts_R[number + 1]].tolist())
+            numbers = order_R[start : start + self.batch_size]
+            yield [tuple(self._order_N[self._starts_R[each] : self._starts_R[each + 1]].tolist()) for each in numbers]
 
 
 class PackedDataset(Dataset[list[Example]]):

@@ -17,7 +17,7 @@ import random
 import re
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -158,9 +158,14 @@ class Writer:
     def _turn(self, number: int, frame: UserFrame, opening: str, stage: str) -> Words:
         """Ask for the user's turn that begins with these words, which the target ends after some of its own."""
         begun = self.target.tokenizer(opening, add_special_tokens=False)["input_ids"] if opening else []
-        ended = partial(turn_ended, self.target, self.frame)
+
+        def has_ended(row: TokenRow) -> bool:
+            if row.tokens[-1] in self.frame.end_ids or row.tokens[-1] in self.target.eos_token_ids:
+                return True
+            return not self.frame.end_ids and self.frame.end_text in self.target.tokenizer.decode(row.written)
+
         limit = self.config.max_prompt_tokens
-        ids = yield from self._written(number, [*frame.prefix_ids, *begun], limit, stage, ended)
+        ids = yield from self._written(number, [*frame.prefix_ids, *begun], limit, stage, has_ended)
         text = None if ids is None else read_turn(self.target, self.frame, [*begun, *ids])
         return text if text is not None and len(text) > len(opening.strip()) else None
 
@@ -211,13 +216,6 @@ def find_user_frame(target: Target, max_prompt_tokens: int, before: Sequence[Mes
         )
     end_ids = frozenset(suffix_ids[:1]) & {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     return UserFrame(prefix_ids=prefix_ids, end_ids=end_ids, end_text=end_text)
-
-
-def turn_ended(target: Target, frame: UserFrame, row: TokenRow) -> bool:
-    """Return whether the user's turn that a row writes has ended, after each token."""
-    if row.tokens[-1] in frame.end_ids or row.tokens[-1] in target.eos_token_ids:
-        return True
-    return not frame.end_ids and frame.end_text in target.tokenizer.decode(row.written)
 
 
 def read_turn(target: Target, frame: UserFrame, ids: Sequence[int]) -> str | None:

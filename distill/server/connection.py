@@ -201,8 +201,9 @@ class Connection:
         except httpx2.RequestError as error:
             raise _MayPass(f"cannot be reached ({type(error).__name__}: {first_line(error)})") from error
         if response.status_code in PASSING or response.is_server_error:
-            failure = f"answers with status {response.status_code}: {_complaint(response)}"
-            raise _MayPass(failure, _asked_wait(response))
+            seconds = response.headers.get("retry-after", "")
+            asked_wait = min(float(seconds), LONGEST_ASKED_WAIT_SECONDS) if seconds.isdecimal() else 0.0
+            raise _MayPass(f"answers with status {response.status_code}: {_complaint(response)}", asked_wait)
         if response.status_code in (httpx2.codes.UNAUTHORIZED, httpx2.codes.FORBIDDEN):
             key = self.config.api_key_variable
             without = f"requests without a key; name its variable in {self.section}.api_key_variable"
@@ -225,12 +226,6 @@ def _complaint(response: httpx2.Response) -> str:
 def pause(stopping: Event, seconds: float) -> None:
     """Wait, but not after `stopping` is set."""
     stopping.wait(seconds)
-
-
-def _asked_wait(response: httpx2.Response) -> float:
-    """Return the seconds that the server asks to wait; 0 if it names none."""
-    seconds = response.headers.get("retry-after", "")
-    return min(float(seconds), LONGEST_ASKED_WAIT_SECONDS) if seconds.isdecimal() else 0.0
 
 
 def read_completion(content: Any, where: str) -> Completion:

@@ -18,7 +18,6 @@ from distill.cache.format import SHARD, RowLayout, check_folder, pack_ids, read_
 from distill.cache.reader import check_fits, open_cache
 from distill.cache.rows import encode
 from distill.cache.storage import Folder
-from distill.cache.writer import plan_shards
 from distill.dataset.batches import ConversationDataset
 from distill.loss.draft_objective import DraftObjective
 from tests.support.caches import (
@@ -137,11 +136,6 @@ def test_a_tail_too_small_for_one_minus_the_rest_is_still_there(byte_target):
 
 
 # --- making -------------------------------------------------------------------------------------------------------
-
-
-def test_conversations_fill_shards_in_order_up_to_their_size():
-    assert list(plan_shards([3, 3, 3, 9, 1, 1], 6)) == [range(2), range(2, 3), range(3, 4), range(4, 6)]
-    assert list(plan_shards([], 6)) == []
 
 
 @pytest.mark.parametrize("settings", [{}, {"taps": [0, 2]}], ids=["rows before labels", "taps"])

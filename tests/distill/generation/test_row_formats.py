@@ -51,11 +51,6 @@ def test_each_format_is_known_by_its_keys_and_asks_its_prompt(name):
     assert (prompt.turns, prompt.answer, prompt.category) == (turns, answer, "odd")
 
 
-def test_a_request_without_messages_is_refused():
-    with pytest.raises(InputError, match=r"row 0: body must hold the messages of a chat, got \"{'input': 'Hi'}\""):
-        parsed({"custom_id": "1", "body": {"input": "Hi"}})
-
-
 def test_tools_beside_messages_are_the_prompts():
     tools = [{"type": "function", "function": {"name": "f"}}]
     row = {"messages": [USER]}
@@ -122,6 +117,7 @@ def test_a_format_that_is_asked_for_goes_before_what_the_keys_say():
 @pytest.mark.parametrize(
     ("row", "format", "complaint"),
     [
+        ({"body": {"input": "Hi"}}, None, r"row 0: body must hold the messages of a chat, got \"{'input': 'Hi'}\""),
         ({"turns": []}, None, "turns must be a list of at least one text"),
         ({"turns": ["a", " "]}, None, "a turn must be a text that is not blank"),
         ({"turns": ["a"], "question_id": [1]}, None, "question_id must be"),

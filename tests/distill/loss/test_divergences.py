@@ -171,12 +171,6 @@ def test_acceptance_is_one_minus_total_variation_and_what_rejection_sampling_kee
         torch.testing.assert_close(acceptance(pair), expected, rtol=1e-13, atol=1e-15)
 
 
-def test_the_blend_moves_from_kl_to_total_variation_as_acceptance_grows():
-    pair = dense_pair(random_logits(1), random_logits(2))
-    torch.testing.assert_close(kl_tv_blend(pair, eta=0.0), forward_kl(pair))
-    torch.testing.assert_close(kl_tv_blend(pair, eta=5e4), total_variation(pair))
-
-
 def test_no_gradient_flows_into_the_target():
     target = random_logits(1).requires_grad_()
     assert not dense_pair(target, random_logits(2)).log_p.requires_grad
