@@ -56,10 +56,7 @@ def test_one_of_two_processes_that_dies_among_the_answers_ends_the_other_and_not
 
 @pytest.mark.parametrize(
     "plant",
-    [
-        kill_at_call(Folder, "delete", 5),
-        kill_at_call(CacheJob, "finish", 1),
-    ],
+    [kill_at_call(Folder, "delete", 5), kill_at_call(CacheJob, "finish", 1)],
     ids=["before a claim is given up", "before the manifest"],
 )
 def test_a_cache_whose_making_was_killed_ends_with_the_same_bytes(project, undisturbed, tmp_path, start, plant):

@@ -76,16 +76,8 @@ PARSERS = {
     "draftsmith.json": ("draftsmith.json", ARTIFACT, read_artifact),
     "checkpoint manifest": ("checkpoint.json", CHECKPOINT, read_checkpoint_manifest),
     "data manifest": ("manifest.json", DATA, read_data),
-    "prompts": (
-        "prompts.jsonl",
-        PROMPT,
-        prompts_in,
-    ),
-    "chats": (
-        "prompts.jsonl",
-        CHAT,
-        prompts_in,
-    ),
+    "prompts": ("prompts.jsonl", PROMPT, prompts_in),
+    "chats": ("prompts.jsonl", CHAT, prompts_in),
     "conversations": ("train.jsonl", ROW, lambda folder: read_conversations(folder / "train.jsonl")),
     "metrics": ("metrics.jsonl", METRICS, lambda folder: read_lines(folder / "metrics.jsonl")),
 }

@@ -90,19 +90,8 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *arguments):
         """Stay silent."""
 
-    def do_GET(self):
-        self.handle_request("GET")
-
-    def do_HEAD(self):
-        self.handle_request("HEAD")
-
-    def do_POST(self):
-        self.handle_request("POST")
-
-    def do_PUT(self):
-        self.handle_request("PUT")
-
-    def handle_request(self, method):
+    def handle_request(self):
+        method = self.command
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append((method, path))
         self.muted = False
@@ -118,6 +107,8 @@ class Handler(BaseHTTPRequestHandler):
             if wanted == method and (found := pattern.fullmatch(path)):
                 return serve(self, body, **found.groupdict())
         return self.refuse(404, f"no such address: {method} {path}")
+
+    do_GET = do_HEAD = do_POST = do_PUT = handle_request
 
     def read_chunks(self):
         body = b""

