@@ -1,7 +1,7 @@
 """Set reports side by side: `python eval/compare.py runs/a/report.json runs/b/report.json [...]`.
 
-Prints a table that compares the others with the first: τ prompt by prompt, speed batch by batch. A folder stands for the
-`report.json` in it. Reports of different targets or prompts are refused unless `may_differ_in` names them.
+Prints a table that compares the others with the first, and writes one page (`--set output=FILE`). A folder
+stands for the `report.json` in it. Reports of different targets or prompts are refused unless `may_differ_in` names them.
 """
 
 from __future__ import annotations
@@ -17,17 +17,23 @@ if not __package__:  # run as a script: the checkout's root takes the place of t
     guard_imports()
 
 from configs.runtime.command import DONE, run_command
+from configs.runtime.errors import InputError
+from configs.runtime.files import write_text
 from configs.runtime.terminal import say
 from configs.schema.evaluation import CompareConfig
-from eval.report.comparison import compare, notes, overview
+from eval.report.comparison import compare, notes, overview, render_comparison
 from eval.report.schema import load_report, report_file
 from eval.report.tables import as_text
 
 
 def main(config: CompareConfig, args: argparse.Namespace) -> int:
     paths = [report_file(path) for path in args.reports]
+    output = Path(config.output)
+    if output.resolve() in [path.resolve() for path in paths]:
+        raise InputError(f"output: the page would overwrite the report {output}; give another file")
     entries = compare([(str(path), load_report(path)) for path in paths], config.may_differ_in)
-    say("\n".join([as_text(overview(entries)), *notes(entries)]))
+    write_text(output, render_comparison(entries))
+    say("\n".join([as_text(overview(entries)), *notes(entries), f"\npage: {output}"]))
     return DONE
 
 

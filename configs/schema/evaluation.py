@@ -256,6 +256,7 @@ class CompareConfig(Settings):
     """`eval/compare.py`: several reports side by side."""
 
     may_differ_in: list[Literal["target", "suite"]] = []  # what the reports are of; refused unless named here
+    output: str = "runs/comparison.html"
 
 
 class GateRule(Settings):

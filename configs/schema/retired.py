@@ -34,7 +34,6 @@ RETIRED = {
         "five prompts in a row without an answer after all retries end the run, and the same command resumes it", off=None
     ),
     "CacheConfig.server": Retired("servers of the target's hidden states make caches of either kind: target.states"),
-    "CompareConfig.output": Retired("the table is printed, and no page is written", off=None),
     "EvalConfig.previous_report": Retired("eval/compare.py shows two reports side by side, and the gate takes --baseline"),
     "EvalConfig.simulate_acceptance": Retired("acceptance is measured, and no longer simulated"),
     "ExportConfig.report": Retired("it was for TensorRT-LLM, the one engine that drafted a given tree"),

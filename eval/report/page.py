@@ -43,25 +43,16 @@ WIDTH = 5.0  # inches; narrow enough for the text to be readable when a phone sc
 
 def render_html(report: Report) -> str:
     """Return the page of a report; equal reports give equal pages."""
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        finalize=lambda value: value if isinstance(value, Markup) or not isinstance(value, str) else printable(value),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("page.html.j2").render(
-        definitions=definitions(),
-        terms=TERMS,
-        number=text.number,
+    return render_page(
+        eyebrow="draftsmith report",
         title=text.headline(report),
         subtitle=f"Draft {report.draft.path} for {report.target.name}: {text.settings(report)}.",
         warnings=text.warnings(report),
         cards=_cards(report),
         tables=report_tables(report),
         figures={"By draft position": Markup(draw_positions(report))},
-        answers=report.rendered,
+        answers=[(each.prompt, [each.autoregressive, each.speculative]) for each in report.rendered],
+        answer_columns=["plain", "speculative"],
         samples=[each for pair in zip(report.samples["worst"], report.samples["best"], strict=True) for each in pair],
         facts={name: list(flat_facts(value)) for name, value in _descriptions(report).items()},
         footer=f"schema version {report.schema_version}",
@@ -91,6 +82,19 @@ def _descriptions(report: Report) -> dict[str, Any]:
     made_by = {"command": " ".join(report.command or [])}
     found = {"losslessness": lossless, "prompts": prompts, **{name: values[name] for name in PROVENANCE}, "run": made_by}
     return {name: value for name, value in found.items() if value}
+
+
+def render_page(**values: Any) -> str:
+    """Fill in the template, of a report or a comparison: everything is escaped, and a name that is not given is an error."""
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        finalize=lambda value: value if isinstance(value, Markup) or not isinstance(value, str) else printable(value),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html.j2").render(definitions=definitions(), terms=TERMS, number=text.number, **values)
 
 
 # --- plots --------------------------------------------------------------------------------------------------------

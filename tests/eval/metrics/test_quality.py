@@ -17,6 +17,7 @@ from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Generation
 from eval.evaluation import evaluate
 from eval.metrics.quality import Quality, featurised, frechet_distance, sums_by_prompt, unseen_change
 from eval.metrics.tally import Tally
+from eval.report.comparison import compare, render_comparison
 from eval.report.page import render_html
 from eval.report.sections import QualitySection
 from tests.support.evaluations import report_in, tiny_evaluation, write_suite
@@ -229,5 +230,6 @@ def test_an_evaluation_reports_scores_distances_joules_or_why_not_and_pictures(t
     assert distance.autoregressive > 0
     assert [each.speculative for each in report.rendered] == [PIXEL] * 2
     assert render_html(report).count(f'src="{PIXEL}"') == 4
+    assert render_comparison(compare([("a", report), ("b", report)])).count(f'src="{PIXEL}"') == 6
     with pytest.raises(InputError, match="must return a data URL"):
         evaluate(config.model_copy(update={"render": f"{module}.script"}))

@@ -96,11 +96,18 @@ def test_the_table_has_a_line_a_report_and_says_what_differs(report):
 # --- the command --------------------------------------------------------------------------------------------------
 
 
-def test_the_command_takes_files_and_folders(report, tmp_path, monkeypatch, capsys):
+def test_the_command_takes_files_and_folders_and_writes_the_page_but_never_over_a_report(report, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_report(tmp_path / "one/report.json", report)
-    write_report(tmp_path / "two.json", with_tau_times(report, 0.9))
-    assert run_command(CompareConfig, main, description="", argv=["one", "two.json"], add_arguments=add_arguments) == 0
-    out = capsys.readouterr().out
-    assert "A  one/report.json" in out
-    assert "worse" in out
+    write_report(tmp_path / "two.json", changed(with_tau_times(report, 0.9), {"warnings": ["<script>alert(1)</script>"]}))
+
+    def run(output):
+        argv = ["one", "two.json", "--set", f"output={output}"]
+        return run_command(CompareConfig, main, description="", argv=argv, add_arguments=add_arguments), *capsys.readouterr()
+
+    code, out, _ = run("page.html")
+    assert (code, "A  one/report.json" in out, "worse" in out) == (0, True, True)
+    page = (tmp_path / "page.html").read_text()
+    assert ("2 reports side by side" in page, "<script" in page, "&lt;script&gt;" in page) == (True, False, True)
+    code, out, err = run("./two.json")
+    assert (code, out, "would overwrite the report" in err) == (2, "", True)
