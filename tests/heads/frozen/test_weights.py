@@ -32,6 +32,9 @@ SCHEMES = {
     ),
 }
 
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+
 
 @pytest.fixture
 def folder(tmp_path, tiny_run):
@@ -70,10 +73,8 @@ def test_every_form_is_run_with_the_weights_that_its_numbers_stand_for(name, fol
 
 
 def test_the_experts_of_an_fp8_model_are_found_one_by_one_and_stacked(tmp_path, tiny_tokenizer):
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-    experts = {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
-    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, **experts))
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**SIZES, **experts))
     model.save_pretrained(tmp_path)
     tiny_tokenizer.save_pretrained(tmp_path)
     meant = quantise(tmp_path, SCHEMES["fp8, blocks cut off"])
@@ -87,12 +88,10 @@ def test_the_experts_of_an_fp8_model_are_found_one_by_one_and_stacked(tmp_path, 
 
 
 def test_the_experts_of_gpt_oss_are_mxfp4(tmp_path, tiny_tokenizer):
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-    experts = {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
     config = GptOssConfig(
-        **sizes,
-        **experts,
+        **SIZES,
+        num_local_experts=4,
+        num_experts_per_tok=2,
         max_position_embeddings=64,
         sliding_window=16,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
