@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,7 @@ from heads.device import TokenRows, shifted, token_rows
 from heads.frozen.hidden_states import TargetStates, final_norm, forward_states, num_blocks, read_states
 from heads.frozen.placement import own_copy
 from heads.frozen.served import ServedForward
-from heads.inference.causal_lm import new_cache
+from heads.inference.causal_lm import MediaInputs, new_cache
 from heads.inference.kv_cache import RowCache
 from heads.inference.model_checks import check_on_probe, probe_ids, relative_error
 from heads.inference.runner import runner_of
@@ -50,6 +49,7 @@ from heads.modules.output_head import DraftHead, HeadModule
 from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.protocol import Tokens
 from heads.proposers.self_speculation import SharedBlocks, early_exit
+from heads.sampling.token_tree import TreeAttention
 from heads.vocabulary import DraftVocabulary
 
 log = logging.getLogger("draftsmith")
@@ -117,7 +117,7 @@ class EarlyExitChain(FeatureProposer):
 
     def __init__(self, module: EarlyExit, device: torch.device) -> None:
         super().__init__(module, device, beyond=1)
-        (model,), (num_layers,) = module._target, module.taps
+        model, (num_layers,) = module.target, module.taps
         self._reader, self._shared = model, None
         if not reads_whole(model):
             self._reader = early_exit(model, num_layers)
@@ -128,11 +128,19 @@ class EarlyExitChain(FeatureProposer):
         self._lent = False  # the target's cache, for the batch that `start` will begin
         self._own: RowCache | None = None  # of the first blocks, where the target's is not lent
 
-    def forward_states(self, cache: RowCache, ids_BT: Tensor, starts: Sequence[int], *others: Any) -> TargetStates:
+    def forward_states(
+        self,
+        cache: RowCache,
+        ids_BT: Tensor,
+        starts: Sequence[int],
+        taps: Sequence[int],
+        attention: TreeAttention | None = None,
+        media: MediaInputs | None = None,
+    ) -> TargetStates:
         if self._shared is None:
-            return forward_states(self.module._target[0], cache, ids_BT, starts, *others)
+            return forward_states(self.module.target, cache, ids_BT, starts, taps, attention, media)
         self._lent = max(starts) == 0  # prompts, of the batch that begins
-        return self._shared.forward_states(cache, ids_BT, starts, *others)
+        return self._shared.forward_states(cache, ids_BT, starts, taps, attention, media)
 
     def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
         super().start(tokens, capacity, states)

@@ -166,7 +166,12 @@ def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: 
     group = join_group(model, config, device) if is_split else None
     check_split(model)
     if (limit := rope_limit(model.config.get_text_config())) is not None:
-        log.warning("texts end at %d tokens, where %s changes its rotary embedding (longrope)", limit, type(model).__name__)
+        log.warning(
+            "texts end at %d tokens, where %s changes its rotary embedding (longrope); for longer ones, set short_factor to "
+            "the values of long_factor in its config.json",
+            limit,
+            type(model).__name__,
+        )
     runner = runner_of(model)
     if config.forward != "transformers":
         (make_lean if config.forward == "lean" else make_compiled)(model)

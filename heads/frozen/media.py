@@ -269,7 +269,8 @@ def _from_file(reference: str, config: MediaConfig) -> bytes:
     except InputError:
         raise
     except (OSError, ValueError) as error:  # the latter for a NUL, or half of a surrogate pair
-        raise _refusal(reference, config, f"cannot be read: {first_line(error)}") from error
+        why = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
+        raise _refusal(reference, config, f"cannot be read: {shown(why)}") from error
 
 
 def _refusal(reference: str, config: MediaConfig, what: str) -> InputError:

@@ -44,7 +44,7 @@ def place_parts(path: Path, config: TargetConfig, device: torch.device) -> dict[
     outside = parts_outside(skeleton, layers)
     given = config.device_map
     if isinstance(given, dict):
-        places = _by_hand(given, prefix, len(layers), home)
+        places = _by_hand(given, prefix, len(layers), outside, home)
     else:
         if (num_processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
             raise ConfigError(
@@ -162,11 +162,14 @@ def _fill(sizes: Sequence[int], limits: Mapping[DeviceName, int]) -> list[Device
     return places
 
 
-def _by_hand(given: Mapping[str, DeviceName], prefix: str, num_blocks: int, home: DeviceName) -> list[DeviceName]:
+def _by_hand(
+    given: Mapping[str, DeviceName], prefix: str, num_blocks: int, outside: Sequence[str], home: DeviceName
+) -> list[DeviceName]:
     """Return the device of each block by the longest prefix of its name in the map; `home` where there is none."""
     names = [f"{prefix}.{number}" for number in range(num_blocks)]
     above = ["", *(prefix.rsplit(".", cut)[0] for cut in range(prefix.count("."), 0, -1)), prefix]
-    if unknown := given.keys() - {*above, *names}:
+    at_home = {name for name in outside if name in given and _name_of(given[name]) == home}
+    if unknown := given.keys() - {*above, *names, *at_home}:
         raise ConfigError(
             f"target.device_map: {min(unknown)!r} is no block of this target; its blocks are {names[0]} to {names[-1]}, and "
             f"what is no block lies on target.device, here {home}: leave it out"

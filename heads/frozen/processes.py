@@ -282,15 +282,15 @@ def _check_plan(skeleton: PreTrainedModel, parallel: ParallelConfig, prefix: str
     if kind == "tensor":
         has_plan = any(rule.startswith(f"{prefix}.") for rule in skeleton.tp_plan)
         config = skeleton.config.get_text_config()
-        counts = {what: getattr(config, what, None) for what in ("num_attention_heads", "num_key_value_heads")}
+        counts = [(what, getattr(config, what, None)) for what in ("num_attention_heads", "num_key_value_heads")]
     else:
         has_plan = EXPERT_WEIGHTS in skeleton.ep_plan.values()
         holders = [module for module in skeleton.modules() if list(module.parameters(recurse=False))]
         named = (getattr(module, "num_experts", None) for module in holders)
-        counts = {"num_experts": next((count for count in named if isinstance(count, int)), None)}
+        counts = [("num_experts", count) for count in sorted({count for count in named if isinstance(count, int)})]
     if not has_plan:
         raise InputError(f"target.parallel: transformers has no plan for {kind} parallelism of {name}; give shard {size}")
-    for what, count in counts.items():
+    for what, count in counts:
         if count is not None and count % size:
             raise ConfigError(
                 f"target.parallel: {kind} {size} does not divide the {what} of {name}, {count}; give a divisor, or shard {size}"

@@ -34,7 +34,7 @@ GIB = 2**30
 Shapes = Mapping[str, tuple[int, ...]]
 
 # What a draft's settings may build: those of a few kilobytes can name a million layers.
-COUNTS = re.compile(r"(layers?|depths|(medusa|hydra)_num_heads)$")
+COUNTS = re.compile(r"(layers?|depths|medusa_num_heads)$")
 USUAL = 256  # layers or depths that settings may name whatever the number of tensors: some layers share theirs
 SLACK = 4  # numbers built for one stored: tied matrices are built twice, and joined ones apart
 NO_MEMORY = ("can't allocate", "overflow")  # in torch's errors where a matrix is too large for any memory
@@ -51,7 +51,8 @@ def quantization_of(folder: Path) -> dict[str, Any] | None:
     for part in (config, text):
         settings = (part.get("quantization_config") or part.get("compression_config")) if isinstance(part, dict) else None
         if isinstance(settings, dict):
-            return {"quant_method": "a method not named"} | settings | (settings.get("quantization_config") or {})
+            settings = settings | (settings.get("quantization_config") or {})
+            return settings | {"quant_method": settings.get("quant_method") or "a method not named"}
     return None
 
 
@@ -66,7 +67,8 @@ def read_float_weights(folder: Path) -> Weights:
         rest = {name: stored for name, stored in rest.items() if not name.endswith(UNREAD)}
     meaningless = FLOAT8 if settings is None else (*PACKED_NAMES.values(), torch.int32)
     left = [name for name, stored in rest.items() if stored.dtype in meaningless]
-    if left or (settings is not None and settings.get("transform_config")):
+    is_transformed = settings is not None and (settings.get("transform_config") or {}).get("config_groups")
+    if left or is_transformed:
         says = "names no quantisation" if settings is None else f"names {settings['quant_method']}"
         raise InputError(
             f"{folder} cannot be read: {listed(left) or 'its weights'} cannot be dequantised, and its config.json {says}; only "

@@ -145,8 +145,10 @@ def _find(position_ids: Tensor) -> Tensor | None:
     known = _PACKED.get()
     if known is None:
         return _OWN(position_ids)
+    if not known:
+        return None
     steps_BT = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
-    return (steps_BT != 1).cumsum(-1) if known else None
+    return (steps_BT != 1).cumsum(-1)
 
 
 def head_rows(model: PreTrainedModel, token_ids_W: Tensor) -> tuple[Tensor, Tensor | None]:

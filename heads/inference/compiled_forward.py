@@ -40,7 +40,7 @@ def make_compiled(model: PreTrainedModel, backend: str = "inductor") -> None:
     """
     runner = runner_of(model)
     check_rolls_back(model)
-    if runner.mixers or runner.refused:
+    if runner.mixers or "batches" in runner.refused:
         raise InputError(
             f"{type(model).__name__} has recurrent layers, or counts columns of the cache, which cannot be compiled; set "
             "target.forward to transformers"

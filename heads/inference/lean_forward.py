@@ -56,9 +56,8 @@ class _Block:
     def __init__(self, layer: Any, layer_type: str, num_kv: int, group: int) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.layer_type, self.activation = layer_type, mlp.act_fn
-        self.input_norm_D, self.mlp_norm_D = (
-            norm.weight.detach() for norm in (layer.input_layernorm, layer.post_attention_layernorm)
-        )
+        self.input_norm_D = layer.input_layernorm.weight.detach()
+        self.mlp_norm_D = layer.post_attention_layernorm.weight.detach()
         self.qkv = PackedLinear([attention.q_proj, attention.k_proj, attention.v_proj])
         self.out = PackedLinear([attention.o_proj])
         self.gate_up, self.down = PackedLinear([mlp.gate_proj, mlp.up_proj]), PackedLinear([mlp.down_proj])
@@ -79,6 +78,12 @@ class LeanForward(DecodingForward):
                 f"the lean forward knows {known} with target.attention sdpa, not {type(model).__name__} with "
                 f"{model.config._attn_implementation}; set target.forward to transformers"
             )
+        for path, module in backbone(model).named_modules():
+            if path.endswith("_proj") and type(module) is not nn.Linear:
+                raise InputError(
+                    f"the lean forward packs plain linear layers, and {path} is a {type(module).__name__}; set target.forward "
+                    "to transformers"
+                )
         config: Any = model.config
         parts: dict[str, Any] = dict(backbone(model).named_children())
         attention = parts["layers"][0].self_attn
@@ -187,7 +192,14 @@ class PackedLinear:
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         weights = [layer.weight.detach() for layer in layers]
         self.weight_OI = weights[0] if len(weights) == 1 else torch.cat(weights)
-        self.bias_O = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
+        self.bias_O: Tensor | None = None
+        if any(layer.bias is not None for layer in layers):
+            self.bias_O = torch.cat(
+                [
+                    weight.new_zeros(len(weight)) if layer.bias is None else layer.bias.detach()
+                    for layer, weight in zip(layers, weights, strict=True)
+                ]
+            )
         self.num_outputs = len(self.weight_OI)
         is_known = self.weight_OI.device.type == "cpu" and torch.backends.mkldnn.is_available()
         supports_bfloat16 = is_known and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -47,6 +47,12 @@ def check_rolls_back(model: PreTrainedModel) -> None:
     name, runner = type(model).__name__, runner_of(model)
     if runner.runs_elsewhere or "rolls back" in runner.passed:
         return
+    base: Any = backbone(model)
+    if getattr(base, "use_alibi", hasattr(base, "build_alibi_tensor")):  # Falcon; BLOOM
+        raise InputError(
+            f"{name} cannot be decoded here: its ALiBi counts positions by the columns of the cache, and no speculative "
+            "decoding is done for such models; take a model of another family"
+        )
     what = _carried_state(model, STATELESS | {"minimax_m3_sparse"})
     if what is not None and not runner.mixers:
         raise InputError(

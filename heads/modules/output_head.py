@@ -125,6 +125,10 @@ class HeadModule(nn.Module):
         check_widths(target)
         self._target = (target,)
 
+    @property
+    def target(self) -> PreTrainedModel:
+        return self._target[0]
+
     def features(self, states: TargetStates) -> Tensor:
         """Return what the head reads of the target's states, `[B, T, F]`; by default the final ones in its own dtype."""
         return states.final_BTE.to(self.dtype)

@@ -70,6 +70,8 @@ class SharedBlocks:
 
         Only chains are drafted, and no state is tapped but that after the first blocks.
         """
+        assert attention is None
+        assert list(taps) in ([], [self.num_layers])
         if self._cache is None or cache is not self._cache():
             self._cache, self._exits = ref(cache), []  # another batch; one that was interrupted may have left states
         exits = self._exits[: ids_BT.shape[1]]

@@ -16,6 +16,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from configs.runtime.errors import InputError
 from configs.schema.decoding import SamplingConfig
 from heads.device import constant, on_device
 from heads.proposers.protocol import Proposal
@@ -65,7 +66,11 @@ class StaticTreeBuilder:
         rng: CounterRNG,
         vocabulary: DraftVocabulary | None,
     ) -> None:
-        self.tree, self.lengths, self.drawn_by, self.rng, self.vocabulary = tree, lengths, drawn_by, rng, vocabulary
+        self.tree = tree
+        self.lengths = lengths
+        self.drawn_by = drawn_by
+        self.rng = rng
+        self.vocabulary = vocabulary
         self._levels = _levels(tree)
         self._drafted: list[Tensor] = []
         self._distributions: list[Tensor] = []  # by depth, where drafts are drawn
@@ -76,6 +81,11 @@ class StaticTreeBuilder:
         M may be 1 for a family whose logits do not depend on the tokens drafted.
         """
         level = self._levels[len(self._drafted)]
+        if level.num_children > logits_BMW.shape[-1]:
+            raise InputError(
+                f"tree: a token has {level.num_children} children, and the draft knows {logits_BMW.shape[-1]} tokens; make the "
+                "tree narrower"
+            )
         if self.drawn_by is not None:
             chosen_BMC = self._drawn(token_probabilities(logits_BMW, self.drawn_by), level)
         elif level.num_children == 1:  # as a chain does, also where logits tie

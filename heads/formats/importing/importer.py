@@ -90,6 +90,8 @@ def write_artifact(
     fitted: Fitted, out: Path, target: Target, *, num_speculative_tokens: int, provenance: dict[str, Any]
 ) -> None:
     """Write a fitted draft as an artifact, in a folder that must not exist."""
+    if out.exists():
+        raise InputError(f"{out} exists already; give a new folder")
     metadata = head_metadata(
         fitted.settings,
         fitted.taps,
@@ -113,6 +115,9 @@ def _own_layer(layer: Mapping[str, Any], kind: str, target: PreTrainedModel) -> 
         )
     except (KeyError, ValueError, TypeError, StrictDataclassError) as error:
         raise InputError(f"the config of its layers cannot be read: {first_line(error)}") from error
+    family = target.config.get_text_config().model_type
+    if kind == "mtp" and config.model_type != family:
+        raise InputError(f"its block is of the {config.model_type} family, the target's are of {family}")
     shape, own = _shape_of(config), asdict(shape_like(target))
     differences = {
         name: value
@@ -120,9 +125,6 @@ def _own_layer(layer: Mapping[str, Any], kind: str, target: PreTrainedModel) -> 
         if value != own[name] and (name != "max_positions" or shape.rope_scaling is not None)
     }
     if kind == "mtp":
-        family = target.config.get_text_config().model_type
-        if config.model_type != family:
-            raise InputError(f"its block is of the {config.model_type} family, the target's are of {family}")
         if others := differences.keys() - {"max_positions", "rope_scaling"}:
             listed = "; ".join(f"{name} {differences[name]}, the target's {own[name]}" for name in sorted(others))
             raise InputError(f"its block has other sizes than the target's, of which ours is a copy: {listed}")

@@ -100,6 +100,7 @@ def test_hostile_files_are_one_sentence(tmp_path, named, content, says):
         ("a\0.png", r"image a\\x00.png cannot be read"),
         ("\ud800\n.png", r"image \\ud800\\n.png cannot be read"),
         ("data:image/png;base64,@@", "is no data URL"),
+        ("iVBORw0KGgo" * 1000, "File name too long$"),
     ],
 )
 def test_references_that_lead_nowhere_are_one_sentence(tmp_path, reference, says):

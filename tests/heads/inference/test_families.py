@@ -25,7 +25,7 @@ from tests.support.family_configs import tiny_model
 NO_TREES = {"tree": "drafts of a tree.* tree null"}
 NO_BATCHES = {"batch": "rows of unequal lengths.* batch_size 1"}
 REFUSED = {
-    "falcon, alibi": dict.fromkeys(("chain", "batch", "tree"), "does not run on a cache whose rows can be rolled back"),
+    "falcon, alibi": dict.fromkeys(("chain", "batch", "tree"), "ALiBi counts positions by the columns of the cache"),
     "gpt_neo": NO_TREES | NO_BATCHES,
     "inkling_text": NO_TREES | NO_BATCHES,
     "minimax": dict.fromkeys(("chain", "batch", "tree"), "carries the past in states.* not run on a cache"),
