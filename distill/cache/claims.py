@@ -36,7 +36,6 @@ class Claims:
     start: int  # the first one it asks for; those after it follow, then those before
 
     def missing(self) -> list[int]:
-        """Return the shards that are not made."""
         names = self.folder.names()
         return [number for number in range(self.num_shards) if SHARD.format(number=number) not in names]
 
@@ -64,7 +63,6 @@ class Claims:
         self.folder.delete([CLAIM.format(number=number)])
 
     def _claim(self, number: int) -> bool:
-        """Claim a shard; return whether this process may make it."""
         file = CLAIM.format(number=number)
         own = psutil.Process()
         about = {"host": platform.node(), "process": own.pid, "started": own.create_time(), "time": time.time()}

@@ -93,7 +93,6 @@ class RowLayout(Settings):
 
     @property
     def bits(self) -> int:
-        """Bits of a packed token id."""
         return max(1, (self.vocab_size - 1).bit_length())
 
     @property
@@ -102,7 +101,6 @@ class RowLayout(Settings):
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors(1).values())
 
     def tensors(self, num_rows: int) -> dict[str, tuple[list[int], torch.dtype]]:
-        """Return the shape and type of each tensor of a shard."""
         dtype = getattr(torch, self.dtype)
         if self.kind == "last_hidden":
             kept = {"hidden": ([num_rows, self.width], torch.bfloat16 if self.scaled else dtype)}
@@ -118,7 +116,6 @@ class RowLayout(Settings):
 
 
 def tap_name(tap: int) -> str:
-    """Return the name of a tapped state's tensor."""
     return f"h_{tap}"
 
 
@@ -159,7 +156,6 @@ class Places(NamedTuple):
 
 
 def read_manifest(folder: Folder | Path) -> CacheManifest:
-    """Return a cache's manifest."""
     folder = Folder(folder) if isinstance(folder, Path) else folder
     where, content = f"target cache {folder.place(MANIFEST)}", folder.read(MANIFEST)
     if content is None:
@@ -177,7 +173,6 @@ def read_manifest(folder: Folder | Path) -> CacheManifest:
 
 
 def read_places(folder: Folder, manifest: CacheManifest) -> Places:
-    """Return where the rows of all conversations lie."""
     pieces: list[dict[str, Tensor]] = []
     for piece in manifest.index:
         content = folder.read(piece.file)
@@ -202,7 +197,6 @@ def unpack_ids(packed: Tensor, num_ids: int, bits: int) -> Tensor:
 
 
 def as_json(value: Any) -> bytes:
-    """Return the bytes of an indented JSON file."""
     return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 

@@ -78,7 +78,6 @@ class Shards:
         return found
 
     def _headers_of(self, numbers: Sequence[int]) -> dict[int, _Header]:
-        """Return the headers of shards, reading those that are not known."""
         new = [number for number in numbers if number not in self._headers]
         firsts = self._read([Span(_file(number), 0, FIRST_READ) for number in new])
         for number, first in zip(new, firsts, strict=True):

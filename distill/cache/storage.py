@@ -44,7 +44,6 @@ class Folder:
         return self.name
 
     def place(self, file: str) -> str:
-        """Return the name of a file for messages."""
         return f"{self.name.rstrip('/')}/{file}"
 
     def names(self) -> set[str]:

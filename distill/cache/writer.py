@@ -211,12 +211,10 @@ class CacheJob:
 
     @cached_property
     def _lengths(self) -> list[int]:
-        """How many rows each example has."""
         return self.layout.num_rows(self._dataset.lengths, self._dataset.answer_starts).tolist()
 
     @cached_property
     def _plan(self) -> list[range]:
-        """Which examples each shard holds."""
         rows_per_shard = int(self.config.shard_megabytes * 1e6 / self.layout.bytes_per_row)
         return list(plan_shards(self._lengths, rows_per_shard))
 
@@ -271,7 +269,6 @@ class CacheJob:
         return tensors
 
     def _places(self) -> Places:
-        """Return where each conversation of the data file lies."""
         places = Places(*torch.zeros(3, len(self.conversations), dtype=torch.int32).unbind())
         lengths = torch.tensor(self._lengths, dtype=torch.int32)
         for number, indices in enumerate(self._plan):

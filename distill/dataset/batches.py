@@ -66,7 +66,6 @@ class ConversationDataset(Dataset[Example]):
 
     @property
     def num_labels(self) -> int:
-        """Label tokens in all examples."""
         return int((self.lengths - self.answer_starts).sum())
 
 

@@ -307,7 +307,6 @@ def _metadata(sha256: str) -> dict[str, str]:
 
 
 def _read_manifest(path: Path) -> DataManifest:
-    """Return the manifest beside a conversations file."""
     manifest = path.parent / MANIFEST
     try:
         return DataManifest.model_validate(read_json(manifest, "data manifest"))

@@ -37,7 +37,6 @@ class PackedBatchSampler(EpochSampler[Row]):
 
     @property
     def num_rows(self) -> int:
-        """Rows of an epoch."""
         return len(self._starts_R) - 1
 
     def __len__(self) -> int:

@@ -1,14 +1,12 @@
 """Self-seeded prompts: the target continues its own chat template where a user would begin to write.
 
-An instruction-tuned model has seen many user turns and writes plausible ones (the idea of Magpie, 2406.08464). Where
-`prompts.kinds` names kinds of task, each prompt is led to one by words that its user's turn begins with. What prompt number n
-is led to (`Plan`) is drawn from (seed, n), out of `seeds.yaml`. The target then writes, with random numbers named by (seed, n):
+The idea is Magpie's (2406.08464). Where `prompts.kinds` names kinds of task, each prompt is led to one by words that its user's
+turn begins with. What prompt number n is led to (`Plan`) is drawn from (seed, n), out of `seeds.yaml`. The target then writes,
+with random numbers named by (seed, n):
 
     1. for kinds with a text to work on, that text, as its answer to a request such as "Write a travel guide about tides."
     2. the rest of the user's turn; nothing where instruction and text are all of it
     3. for a dialogue, its own answer and the user's next turn, once or twice
-
-A target's texts and questions are often poor. What counts is that they are many and varied: a draft learns from the answers.
 """
 
 from __future__ import annotations
@@ -252,7 +250,6 @@ def _said(text: str) -> Message:
 
 
 def _filled(draws: random.Random, templates: Sequence[str]) -> str:
-    """Draw a template and words for its slots."""
     slots = _seeds()["slots"]
 
     def word(found: re.Match[str]) -> str:

@@ -128,7 +128,6 @@ class Mix:
     parts: Sequence[tuple[Divergence, float]]
 
     def __call__(self, pair: Pair) -> Tensor:
-        """Return `[...]` the sum."""
         return torch.stack([weight * divergence(pair) for divergence, weight in self.parts]).sum(0)
 
 

@@ -115,7 +115,6 @@ class HeadObjective(nn.Module):
         return _sums(batch, depths, loss, results[: len(depths)])
 
     def _part(self, batch: Batch, depth: Depth, prediction: Depth | Auxiliary, rows: TargetRows, weights_N: Tensor) -> LossPart:
-        """Return the loss's rows of a depth, or of a further prediction at it."""
         if depth.row_weights_N is not None and prediction is depth:
             weights_N = weights_N * depth.row_weights_N
         reads_labels = "cross_entropy" in self._config.weights

@@ -78,7 +78,6 @@ class HiddenRows:
     known: Normalisers | None = None  # of the N rows
 
     def at(self, rows: slice) -> DenseChunk:
-        """Compute the logits of these rows."""
         return DenseChunk(logits_CX=self.logits_of(self.hidden_NE[rows]), known=normalisers_at(self.known, rows))
 
 

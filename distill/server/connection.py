@@ -12,9 +12,9 @@ import os
 import random
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from threading import Event
-from types import TracebackType
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 import httpx2
 from pydantic import BaseModel, Field, ValidationError
@@ -121,7 +121,7 @@ class _MayPass(Exception):
         self.asked_wait = asked_wait
 
 
-class Connection:
+class Connection(AbstractContextManager["Connection"]):
     """The HTTP client of one server, for several threads at once; `named_in` is the setting that names it, for errors."""
 
     def __init__(self, config: ServerConfig, named_in: str = "server.url") -> None:
@@ -141,10 +141,7 @@ class Connection:
             limits=httpx2.Limits(max_connections=config.concurrency),
         )
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def stop(self) -> None:
@@ -152,7 +149,6 @@ class Connection:
         self._stopping.set()
 
     def close(self) -> None:
-        """Close all connections."""
         self._client.close()
 
     def check_model(self) -> Model:

@@ -54,7 +54,6 @@ class EngineStates:
         target.runner.forward = ServedForward(target.model, self.of_texts)
 
     def close(self) -> None:
-        """End all requests."""
         self.target.runner.forward = None
         self.servers.close()
 

@@ -101,7 +101,6 @@ def overridden_config(overrides: dict[str, bool | int | float | str], model: Pre
 
 
 def _overridden_model(overrides: dict[str, bool | int | float | str], target: Target) -> PreTrainedModel:
-    """Make a randomly initialised model from the target's own config with some values replaced."""
     config, attention = causal_config(overridden_config(overrides, target.model)), target.model.config._attn_implementation
     with _making_model(overrides):
         draft = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
