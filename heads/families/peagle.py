@@ -110,14 +110,10 @@ class ParallelDrafts(FeatureProposer):
 
 
 def kept_depths(batch: Batch, shares: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Draw for how many depths each origin is trained.
+    """Draw for how many depths each origin is trained, int64 `[B, T]`; also return one over the chance of that, `[B, K]`.
 
     Depth d is trained at random ones of the origins whose labels up to that depth are the target's own: `shares[d]`, falling
-    from 1, of all that have a label at depth 0, rounded up, less those whose text has ended. Draws are by torch's generator;
-    none is made where all shares are 1.
-
-    Returns the number of depths by origin, int64 `[B, T]`, 0 where there is no label at all; and one over the chance that an
-    origin was kept, float `[B, K]`, by row and depth. Both lie in host memory.
+    from 1, of all that have a label at depth 0, rounded up, less those whose text has ended. Both results lie in host memory.
     """
     batch = batch.on_host
     labelled_BT = _labelled(batch, 0)
