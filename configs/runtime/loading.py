@@ -190,11 +190,7 @@ def _tags(model: type[BaseModel]) -> set[Any]:
 
 
 def _suggestion(schema: type[BaseModel], keys: list[str], section: type[BaseModel]) -> str:
-    """Return what an unknown dotted key may have been meant to be, as the end of a sentence.
-
-    A key right in name but in the wrong section is found wherever it belongs; otherwise it is a close name, in the section
-    before others.
-    """
+    """Return what an unknown dotted key may have been meant to be: its name elsewhere, or a close one, here before others."""
     *above, name = keys
     pattern = ["0" if part.isdigit() else part for part in keys]
     known = list(_known_keys(schema))

@@ -12,15 +12,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from configs.schema.base import (
-    Dtype,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Settings,
-    unless_a_variable,
-    unless_plain_url,
-)
+from configs.schema.base import Dtype, NonNegativeInt, PositiveFloat, PositiveInt, Settings, unless_a_variable, unless_plain_url
 
 DeviceMap = Literal["auto", "balanced", "sequential"] | dict[str, int | str] | None
 MaxMemory = dict[int | str, int | str] | None

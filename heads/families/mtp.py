@@ -30,15 +30,7 @@ from heads.modules.autoregressive import ChainHead, FeatureChain, FeaturePropose
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins, shifted_left
 from heads.modules.layers import HeadLayer, shape_like
 from heads.modules.output_head import DraftHead
-from heads.modules.target_block import (
-    KNOWN_LAYER_TYPES,
-    BlockContext,
-    CacheLayer,
-    ChainKeys,
-    Keys,
-    copy_block,
-    unrolled_mask,
-)
+from heads.modules.target_block import KNOWN_LAYER_TYPES, BlockContext, CacheLayer, ChainKeys, Keys, copy_block, unrolled_mask
 from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.protocol import Proposer, Tokens
 from heads.vocabulary import DraftVocabulary

@@ -32,16 +32,7 @@ SINGLE_FILE = "model.safetensors"
 MAX_SHOWN = 12  # names repeated in an error message
 HEAD_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 # What transformers raises for a file that is missing, damaged, contradictory, or needs a package that is not installed.
-UNREADABLE = (
-    OSError,
-    ValueError,
-    KeyError,
-    RuntimeError,
-    ImportError,
-    AssertionError,
-    SafetensorError,
-    StrictDataclassError,
-)
+UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, ImportError, AssertionError, SafetensorError, StrictDataclassError)
 NAMES = {  # dtypes by safetensors' names
     "BF16": torch.bfloat16,
     "F16": torch.float16,

@@ -140,15 +140,10 @@ class Target:
 
 
 def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: bool = False) -> Target:
-    """Load, freeze and identify a target.
+    """Load, freeze and identify a target; an InputError where it cannot be found, or not be run as configured.
 
-    Args:
-        for_chats: conversations will be encoded: refuse a tokenizer without a chat template, before weights are read.
-        takes_states: the caller has its states from servers where the config names some (`distill.server.engine`).
-
-    Raises:
-        InputError: it cannot be found, is no causal LM that draftsmith can split (`heads.inference.model_checks.check_split`),
-            or has no lean forward where one was configured, or no chat template where one is needed.
+    With `for_chats` a tokenizer without a chat template is refused, before weights are read. `takes_states`: the caller has its
+    states from servers where the config names some (`distill.server.engine`).
     """
     if config.states is not None and not takes_states:
         raise ConfigError(

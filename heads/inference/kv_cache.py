@@ -180,10 +180,7 @@ class RowCache(Cache):
         return positions_BT if self.offsets_B is None else positions_BT + self.offsets_B.unsqueeze(1)
 
     def place(self, starts: Sequence[int], length: int, device: torch.device, attention: TreeAttention | None = None) -> None:
-        """Set where the next forward writes: `length` tokens a row, row b from position `starts[b]` on.
-
-        With `attention` they are tokens of a tree, and `starts` their first slots; None: each follows the one before it.
-        """
+        """Set where the next forward writes: `length` tokens a row, from `starts[b]` on; with `attention` those of a tree."""
         if max(starts) + length > self.capacity:
             raise ValueError(f"positions up to {max(starts) + length} do not fit a cache of {self.capacity}")
         index = None

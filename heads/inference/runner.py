@@ -55,9 +55,8 @@ class DecodingForward(Protocol):
     def hidden(self, ids_BT: Tensor, positions_BT: Tensor, masks: Masks, cache: RowCache) -> Tensor:
         """Return the final, normed hidden states `[B, T, D]`; keys and values are written where `cache` was placed.
 
-        Args:
-            masks: bool `[B or 1, 1, T, S]`, true where a token sees a slot, or a dict of these by layer type; None: the tokens
-                start a text, or each is one that sees every slot.
+        `masks` are bool `[B or 1, 1, T, S]`, true where a token sees a slot, or a dict of these by layer type; None: the tokens
+        start a text, or each is one that sees every slot.
         """
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:

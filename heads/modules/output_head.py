@@ -25,11 +25,9 @@ from heads.vocabulary import DraftVocabulary
 
 
 class DraftHead(nn.Module):
-    """A linear head, soft-capped or scaled as the target's, which it starts from.
+    """A linear head, soft-capped or scaled as the target's, which it starts from; learnt apart from that where `trainable`.
 
-    Args:
-        vocabulary: the tokens it can propose; None: all of the target's. Kept as the buffer `token_ids` (d2t).
-        trainable: learn it, apart from the target's.
+    The vocabulary, None being the target's, is kept as the buffer `token_ids` (d2t).
     """
 
     weight: nn.Parameter | Tensor | None

@@ -38,11 +38,9 @@ from heads.vocabulary import DraftVocabulary
 class DraftLM:
     """A draft model as a proposer (`heads.proposers.protocol.TreeProposer`), whose cache holds what it has drafted.
 
-    Args:
-        vocab_size: the target's; extra padded rows of the draft's head are cut off before the softmax. A token that the
-            draft has no embedding for (one of the target's padded rows) is read as the draft's last.
-        vocabulary: the tokens that the rows of the model's head stand for, after `keep_head_rows`; None: the target's own.
-        home: the target's device; None: the model's.
+    Rows of its head beyond the target's `vocab_size` are cut off before the softmax; a token that it has no embedding for (one
+    of the target's padded rows) is read as its last. `vocabulary` are the tokens of a head cut by `keep_head_rows`; `home` is
+    the target's device, None: the model's.
     """
 
     taps: Sequence[int] = ()

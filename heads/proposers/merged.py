@@ -18,15 +18,7 @@ from configs.schema.decoding import SamplingConfig
 from heads.device import RowNumbers, on_device, token_rows
 from heads.frozen.hidden_states import TargetStates
 from heads.proposers.draft_lm import DraftLM
-from heads.proposers.protocol import (
-    LearningProposer,
-    LooksUp,
-    Proposal,
-    Proposer,
-    Tokens,
-    TreeProposer,
-    deterministic_proposal,
-)
+from heads.proposers.protocol import LearningProposer, LooksUp, Proposal, Proposer, Tokens, TreeProposer, deterministic_proposal
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree
 

@@ -12,13 +12,7 @@ from torch import Tensor
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_object
-from heads.formats.exporting.serving import (
-    UNTRIED,
-    Serve,
-    sglang_command,
-    transformers_lines,
-    vllm_command,
-)
+from heads.formats.exporting.serving import UNTRIED, Serve, sglang_command, transformers_lines, vllm_command
 from heads.formats.exporting.source import EMBEDDING, HEAD, Source
 from heads.formats.layout import ExportLayout
 from heads.frozen.checkpoint_files import SINGLE_FILE, Weights
