@@ -67,12 +67,7 @@ LIST_SECONDS = 10.0  # between looks at what other processes have written
 
 
 def make_cache(config: CacheConfig) -> None:
-    """Make the cache that `config` describes; an interrupted run of the same settings resumes.
-
-    Raises:
-        InputError: the data or the target cannot be had or do not go together, or the output folder cannot be written, holds
-            something else, or lies on a disk without room.
-    """
+    """Make the cache that `config` describes; an interrupted run of the same settings resumes."""
     folder, data_file = Folder(config.output), Path(config.data)
     with ExitStack() as stack:
         check_folder(folder)

@@ -46,12 +46,7 @@ OUTPUTS = (*SPLIT_FILES, *(name + INDEX_SUFFIX for name in SPLIT_FILES), MANIFES
 
 
 def make_dataset(config: DataConfig) -> None:
-    """Make `train.jsonl`, `held_out.jsonl`, `manifest.json` and `run.json` in `config.output`.
-
-    Raises:
-        InputError: the target, the server or the prompts cannot be loaded, a prompt does not fit the target or brings no answer
-            where it is to, a side of the split ends up empty, or the output folder cannot be written or holds something else.
-    """
+    """Make `train.jsonl`, `held_out.jsonl`, `manifest.json` and `run.json` in `config.output`."""
     output = Path(config.output)
     check_output(output)
     # Before the target is loaded: a mistake in a file shows at once.

@@ -31,10 +31,7 @@ class DraftObjective(nn.Module):
     """A draft LM and its loss in one module, so that wrappers (DDP, FSDP, DeepSpeed) see every use of its parameters.
 
     `timed` takes the name of a part of the step and returns a context manager around it. Without `vocabulary` the draft has all
-    of the target's tokens.
-
-    Raises:
-        InputError: the draft's head has no rows for the vocabulary, see `heads.inference.causal_lm.head_rows`.
+    of the target's tokens; a head without rows for it is an `InputError`.
     """
 
     token_ids_W: Tensor | None

@@ -107,16 +107,10 @@ class DenseChunk:
         draft_token_ids_W: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> Pair:
-        """Pair the rows with the draft's logits.
+        """Pair the rows with the draft's logits `[..., V]`, or `[..., W]` of tokens whose ids in the target are given (d2t).
 
-        Args:
-            draft_logits_CW: `[..., V]`, or `[..., W]` with `draft_token_ids_W`.
-            temperature: positive, 1 where normalisers are known; divides the logits of both sides.
-            draft_token_ids_W: int64, the target's id of each draft token (d2t). With `arange(W)` it drops padded rows.
-            labels: `[...]`, int64, **draft** ids of the next token, negative for none. Only `cross_entropy` reads them.
-
-        Raises:
-            ValueError: the two sides have no common vocabulary.
+        `temperature` divides the logits of both sides, and is 1 where normalisers are known. `labels` `[...]` are **draft** ids
+        of the next token, negative for none, and read by `cross_entropy` only.
         """
         num_shared = self.num_columns if draft_token_ids_W is None else len(draft_token_ids_W)
         if draft_logits_CW.shape[-1] != num_shared:
@@ -172,11 +166,8 @@ class SparseTarget:
         """Pair the rows with full rows of draft logits `[C, V]`.
 
         The tail is one more bucket, for both sides: X is K + 1. Merging tokens never adds to a divergence, so KL, JSD and total
-        variation are lower bounds of the dense ones, and `acceptance` is an upper bound.
-
-        Raises:
-            ValueError: another temperature than the recorded one, or a reduced draft vocabulary, for which the tail cannot be
-                split.
+        variation are lower bounds of the dense ones, and `acceptance` is an upper bound. For a reduced draft vocabulary the
+        tail could not be split.
         """
         if temperature != 1 or draft_token_ids_W is not None:
             raise ValueError("a sparse target is for temperature 1, at which it was recorded, and the whole vocabulary")
