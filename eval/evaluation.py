@@ -41,7 +41,7 @@ from eval.metrics.tally import Tally
 from eval.report.build import build_report
 from eval.report.markdown import render_markdown
 from eval.report.page import render_html
-from eval.report.schema import Report, write_report
+from eval.report.schema import Report, parse_report, write_report
 from eval.report.sections import GenerateSection
 from heads.frozen.loading import Target, load_target
 from heads.frozen.processes import join_processes
@@ -101,26 +101,29 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     plain, drafted = ([each for tally in tallies.values() for each in tally.of(mode)] for mode in (AUTOREGRESSIVE, SPECULATIVE))
     lossless = judge_lossless(target, plain, drafted, config.decode, config.lossless, loaded.draft.proposer)
     laps.done("losslessness")
-    scores = quality.judge(target, records)
-    if target.group is not None:
-        state.wait_for_everyone()  # the first process is the one that the others meet at
     if not state.is_main_process:
+        quality.judge(target, records)
+        state.wait_for_everyone()
         return DONE
     report = build_report(
         suites=[(suite, tallies[suite.name]) for suite in loaded.suites],
         lossless=lossless,
-        quality=scores,
-        rendered=quality.rendered(target, records),
         energy=None if meter is None else summarise_energy(records.timings, meter, config),
         warnings=[*loaded.draft.warnings, *([] if how_chosen is None else [how_chosen]), *_warnings(config, loaded, tallies)],
-        bootstrap_samples=config.bootstrap_samples,
-        seed=config.decode.seed,
         **_describe(config, loaded),
     )
+    partial = output / "report.partial.json"  # a scorer may fail; what was measured must not be lost with it
+    write_report(partial, report)
+    scores = quality.judge(target, records)
+    if target.group is not None:
+        state.wait_for_everyone()  # the first process is the one that the others meet at
+    answers = {"quality": scores, "rendered": quality.rendered(target, records)}
+    report = parse_report(report.to_dict() | answers, "the report just built")
     laps.done("report")
     _time_others(config, loaded, records, report)
     laps.done("timing sweep")
     _write(output, report)
+    partial.unlink()
     drop_batches(output)
     laps.done("report")
     log.info("took: %s", laps)
@@ -199,6 +202,8 @@ def _describe(config: EvalConfig, loaded: Loaded) -> dict[str, Any]:
             "compile": config.target.forward == "compiled",
             "warmup_prompts": config.warmup_prompts,
         },
+        "bootstrap_samples": config.bootstrap_samples,
+        "seed": config.decode.seed,
         "hardware": describe_hardware()
         | {"device": str(target.device), "threads": torch.get_num_threads(), "processes": loaded.state.num_processes},
         "versions": describe_versions(),

@@ -36,10 +36,14 @@ def main(config: GateConfig, args: argparse.Namespace) -> int:
     report_path = report_file(args.report)
     baseline_path = None if args.baseline is None else report_file(args.baseline)
     output = report_path.with_name("gate.json")
-    if output in (report_path, baseline_path):
-        raise InputError(f"the verdict would overwrite the report {output}; give that another name")
-    for suffix in (".json", ".md", ".xml"):  # an earlier verdict, which bad input would otherwise leave behind
-        output.with_suffix(suffix).unlink(missing_ok=True)
+    reports = [path.resolve() for path in (report_path, baseline_path) if path is not None]
+    for file in map(output.with_suffix, (".json", ".md", ".xml")):  # an earlier verdict, which bad input would leave behind
+        if file.resolve() in reports:
+            raise InputError(f"the verdict would overwrite the report {file}; give that another name")
+        try:
+            file.unlink(missing_ok=True)
+        except OSError as error:
+            raise InputError(f"{file} cannot be replaced: {error.strerror or error}") from error
     report = load_report(report_path)
     baseline = None if baseline_path is None else load_report(baseline_path, "baseline report")
     artifact = read_artifact(args.artifact) if args.artifact else None
@@ -67,13 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--baseline", metavar="FILE", help="an earlier report.json or its folder, for rules with relative_to_baseline"
     )
-    parser.add_argument(
-        "--artifact",
-        metavar="FOLDER",
-        action="append",
-        default=[],
-        help="the draft to be released: must be the one that was measured; repeat it for several measured together, in order",
-    )
+    artifact = "the draft to be released: must be the one that was measured; repeat it for several measured together, in order"
+    parser.add_argument("--artifact", metavar="FOLDER", action="append", default=[], help=artifact)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from configs.schema.data import RowFormat
 from configs.schema.decoding import DecodeConfig
 from configs.schema.target import TargetConfig
 
+RELATIVE = ("acceptance.tokens_per_target_step", "speed.decode_speedup")  # of what a gate's rule may compare with a baseline
+
 
 def unless_dotted(path: str | None, what: str) -> Iterator[str]:
     """Object to what cannot be the path of a function of the user's."""
@@ -275,6 +277,8 @@ class GateRule(Settings):
     def objections(self) -> Iterator[str]:
         if (self.min is None) == (self.max is None):
             yield "give exactly one of min and max"
+        if self.relative_to_baseline and self.metric not in RELATIVE:
+            yield f"{self.metric} cannot be relative to a baseline; {' and '.join(RELATIVE)} can"
 
 
 class GateConfig(Settings):

@@ -87,5 +87,7 @@ class Claims:
             return claim["host"] != platform.node() or psutil.Process(claim["process"]).create_time() == claim["started"]
         except psutil.NoSuchProcess:
             return False
+        except psutil.AccessDenied:  # it is there, and another user's
+            return True
         except (ValueError, KeyError, TypeError):
             return True  # being written; a claim that stays so is removed when the command is rerun

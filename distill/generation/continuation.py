@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -214,6 +214,30 @@ class Ask(NamedTuple):
     has_ended: Callable[[TokenRow], bool] | None = None  # None: an answer's end
 
 
+class Rows(Iterator[TokenRow], Generic[T]):
+    """Rows for what texts ask for; after the last one there may be more."""
+
+    def __init__(self, texts: Iterable[Generator[Ask, Any, T]], longest: int) -> None:
+        self.new, self.longest, self.numbers = iter(texts), longest, count()
+        self.waiting = deque[tuple[Generator[Ask, Any, T], Any]]()  # texts that got their tokens
+        self.asked: dict[int, tuple[Generator[Ask, Any, T], Ask]] = {}
+        self.over = deque[T]()  # what texts returned
+
+    def __next__(self) -> TokenRow:
+        while True:
+            text, got = self.waiting.popleft() if self.waiting else (next(self.new, None), None)
+            if text is None:
+                raise StopIteration
+            try:
+                ask = text.send(got)
+            except StopIteration as end:
+                self.over.append(end.value)
+                continue
+            self.asked[number := next(self.numbers)] = text, ask
+            limit = min(self.longest, len(ask.ids) + ask.limit)
+            return TokenRow(key=number, prompt_ids=ask.ids, limit=limit, request=ask.request, media_prompt=ask.media_prompt)
+
+
 def continue_texts(
     target: Target,
     sampling: SamplingConfig,
@@ -228,40 +252,20 @@ def continue_texts(
 
     As one gets its tokens, it or a new one takes the place in the batch. Rows of up to `capacity` positions fit into it.
     """
-    tokens = tokens or Tokens()
-    new, waiting, over = iter(texts), deque[tuple[Generator[Ask, Any, T], Any]](), deque[T]()
-    asked: dict[int, tuple[Generator[Ask, Any, T], Ask]] = {}
-    numbers = count()
-
-    class Rows(Iterator[TokenRow]):
-        """Rows for what is asked; after the last one there may be more."""
-
-        def __next__(self) -> TokenRow:
-            while True:
-                text, got = waiting.popleft() if waiting else (next(new, None), None)
-                if text is None:
-                    raise StopIteration
-                try:
-                    ask = text.send(got)
-                except StopIteration as end:
-                    over.append(end.value)
-                    continue
-                asked[number := next(numbers)] = text, ask
-                limit = min(target.max_positions, len(ask.ids) + ask.limit)
-                return TokenRow(key=number, prompt_ids=ask.ids, limit=limit, request=ask.request, media_prompt=ask.media_prompt)
+    tokens, rows = tokens or Tokens(), Rows(texts, target.max_positions)
 
     def has_ended(row: TokenRow) -> bool:
-        own = asked[row.key][1].has_ended
+        own = rows.asked[row.key][1].has_ended
         return row.tokens[-1] in target.eos_token_ids if own is None else own(row)
 
     source = TargetSource(target, sampling, capacity=capacity)
-    for row in continue_rows(source, Rows(), seed=seed, has_ended=has_ended, batch_size=batch_size, on_step=tokens.write):
-        text, ask = asked.pop(row.key)
+    for row in continue_rows(source, rows, seed=seed, has_ended=has_ended, batch_size=batch_size, on_step=tokens.write):
+        text, ask = rows.asked.pop(row.key)
         tokens.end(ask.limit, len(row.written))
-        waiting.append((text, row.written))
-        while over:
-            yield over.popleft()
-    yield from over
+        rows.waiting.append((text, row.written))
+        while rows.over:
+            yield rows.over.popleft()
+    yield from rows.over
 
 
 def up_to_end(ids: Sequence[int], end_ids: Collection[int]) -> list[int]:

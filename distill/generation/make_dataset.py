@@ -106,6 +106,8 @@ def _gather(config: DataConfig, target: Target, listed: Sequence[Iterable[Prompt
             prompts, dropped = _self_seed_once(config, source.name, settings, target, state, several)
         elif several is None:
             first = list(islice(given, settings.num_prompts))
+            if len(first) < settings.num_prompts:
+                logger.info("%s holds %d prompts, fewer than num_prompts = %d", settings.path, len(first), settings.num_prompts)
             prompts, dropped = fit_prompts(target, first, settings.on_too_long, config.answers.max_new_tokens)
         else:
             prompts, dropped = several.first(given, settings, config.answers.max_new_tokens)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from configs.runtime.errors import InputError
@@ -103,8 +103,11 @@ def read_row(
     history, turns, answer, media = _parse(asked, given, where, is_chat=format in CHATS)
     chat = row[KEYS[format][0]] if format in ("request", "batch") else row
     tools = _parse_tools(chat["tools"], where) if format in CHATS and chat.get("tools") else []
+    if given_id is None:  # a hash of the content in its place
+        content = json.dumps([list(history), list(turns), *tools, *media], ensure_ascii=False)
+        given_id = hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:16]
     return Prompt(
-        prompt_id=_content_id(history, turns, [*tools, *media]) if given_id is None else str(given_id),
+        prompt_id=str(given_id),
         category=category,
         turns=turns,
         history=history,
@@ -164,9 +167,10 @@ def _parse(
         if blank := [turn for turn in asked if not isinstance(turn, str) or not turn.strip()]:
             raise InputError(f"{where}: a turn must be a text that is not blank, got {str(blank[0])[:60]!r}")
         return (), tuple(asked), None, ()
-    followed = given if isinstance(given, list) else [] if given in (None, "") else [{"role": "assistant", "content": given}]
+    if given not in (None, ""):
+        asked = [*asked, *(given if isinstance(given, list) else [{"role": "assistant", "content": given}])]
     messages, media = [], []
-    for each in [*asked, *followed]:
+    for each in asked:
         message, found = _plain_message(each, where) if isinstance(each, dict) else ({}, [])
         if not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise InputError(f"{where}: a message must have a role and a content, both texts, got {str(each)[:60]!r}")
@@ -253,9 +257,3 @@ def _reference(part: Mapping[str, Any], where: str, *, is_image: bool) -> str:
         named = "an image must be named" if is_image else "a sound must be given as input_audio {data, format}, or named"
         raise InputError(f"{where}: {named} by a path, a data URL or a URL, got {str(given)[:60]!r}")
     return reference if is_image else SOUND + reference
-
-
-def _content_id(history: Sequence[Message], turns: Sequence[str], tools: Sequence[Any]) -> str:
-    """Name a prompt that brings no id by its content."""
-    content = json.dumps([list(history), list(turns), *tools], ensure_ascii=False)
-    return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:16]

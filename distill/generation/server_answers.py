@@ -27,7 +27,7 @@ from distill.dataset.conversations import FORMAT_VERSION
 from distill.generation.answers import ANSWER_JOURNALS, NO_ROOM, AnswerJob, answer_turns
 from distill.generation.continuation import request_number, up_to_end
 from distill.generation.prompts import Prompt
-from distill.server.connection import Completion, Connection, GaveUp
+from distill.server.connection import Completion, Connection, GaveUp, Refused
 from heads.frozen.hidden_states import read_states
 from heads.frozen.loading import Target
 from heads.inference.causal_lm import head_logits
@@ -166,8 +166,8 @@ class ServerAnswerJob(AnswerJob):
                 answer = self.write(ask.ids, ask.request, ask.limit)
         except StopIteration as end:
             return dict(end.value)
-        except GaveUp as error:
-            raise GaveUp(f"prompt {prompt.prompt_id}: {error}") from error
+        except (GaveUp, Refused) as error:
+            raise type(error)(f"prompt {prompt.prompt_id}: {error}") from error
 
     def write(self, prompt_ids: Sequence[int], request: int, max_new_tokens: int) -> list[int] | str:
         """Return one continuation of at least one token id, by at most `max_new_tokens`, or the reason why there is none."""

@@ -110,7 +110,9 @@ def _json_rows(content: bytes, where: str) -> Iterator[SourceRow]:
     """Yield the rows of an array, one object, or lines of an object each."""
     try:
         value = json.loads(content.decode("utf-8-sig"))
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError) as error:
+        if not isinstance(error, UnicodeDecodeError) and content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+            raise InputError(f"{where} is not JSON: {error}") from error
         yield from _line_rows(io.BytesIO(content), where, still_written=False)
         return
     for number, row in enumerate(value if isinstance(value, list) else [value]):
@@ -123,6 +125,9 @@ def _csv_rows(text: TextIO, delimiter: str, where: str) -> Iterator[SourceRow]:
     csv.field_size_limit(MAX_CSV_FIELD)
     reader = csv.DictReader(text, delimiter=delimiter, strict=True)
     try:
+        names = [name for name in reader.fieldnames or () if name]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise InputError(f"{where}: line 1 names the column {twice!r} twice")
         for row in reader:
             if None in row or None in row.values():
                 raise InputError(

@@ -101,21 +101,13 @@ class LossPart:
 def chunked_losses(
     parts: Sequence[LossPart], divergence: Divergence, *, chunk_size: int, temperature: float = 1.0
 ) -> list[ChunkedLoss]:
-    """Return the weighted sum of a divergence over the rows of all parts, and each part's statistics.
+    """Return the weighted sum of a divergence over the rows of all parts, at least one, and each part's statistics.
 
     The first result's `loss` is that of all parts, the others' are 0: a head that several parts share gets one gradient, not
     one for each of them. Rows of weight 0 count for nothing, but are computed, since the host does not know which they are:
     they must be finite. Weights of 0, or no rows, yield a loss of 0 that still has a (zero) gradient, so that under DDP a rank
-    without labels takes part in the reduction.
-
-    Args:
-        parts: at least one.
-        divergence: a function of `distill.loss.divergences`, or a mix of them.
-        chunk_size: rows whose logits live at one time, at least 1. Changes memory and speed, never the result.
-        temperature: divides both sides' logits in the divergence.
-
-    Raises:
-        ValueError: the two sides cannot be paired.
+    without labels takes part in the reduction. Logits of `chunk_size` rows live at one time, which changes memory and speed,
+    never the result. `temperature` divides both sides' logits in the divergence. `ValueError` where these cannot be paired.
     """
     parameters = list({id(each): each for part in parts for each in part.draft_head.parameters}.values())
     inputs = [*(part.draft_hidden_ND for part in parts), *parameters]
@@ -187,7 +179,9 @@ def _compare_part(
     """Return the statistics of a part's rows, and add the gradients of their weighted sum, where these are wanted."""
     trained = [each for each in part.draft_head.parameters if id(each) in grad_of]
     labels_N = _draft_ids(part.labels_N, part.draft_token_ids_W)
-    statistics = RowStatistics(*(torch.zeros_like(weights_N, dtype=dtype) for dtype in (None, None, torch.bool)))
+    statistics = RowStatistics(
+        torch.zeros_like(weights_N), torch.zeros_like(weights_N), torch.zeros_like(weights_N, dtype=torch.bool)
+    )
     for start in range(0, max(1, len(hidden_ND)), chunk_size):  # a chunk of no rows, too, leaves gradients of 0
         rows = slice(start, start + chunk_size)
         hidden_CD = hidden_ND[rows].detach().requires_grad_(grad_hidden_ND is not None)

@@ -59,7 +59,6 @@ class DraftObjective(nn.Module):
         """Return the loss over all positions whose next token is a label.
 
         Args:
-            batch: the conversations.
             signal: the target's final hidden states `[B, T, E]`, read before labels only, or a sparse target of the N rows
                 before labels, in the order of the mask.
             num_labels: labels of the whole optimiser step, over all processes and micro-batches, which the sum is divided by.

@@ -83,7 +83,6 @@ class HeadObjective(nn.Module):
         """Return the loss over every depth's labels.
 
         Args:
-            batch, states: the conversations, and the target's states over them.
             num_labels: labels of the whole optimiser step, over all processes and micro-batches. Each depth's sum is
                 divided by it: the deeper ones, which have fewer labels, are not raised for it.
             world_size: processes whose gradients are averaged afterwards, which this factor undoes.

@@ -214,8 +214,14 @@ class Connection(AbstractContextManager["Connection"]):
 
 
 def _complaint(response: httpx2.Response) -> str:
-    """Return what the server says on one line, shortened, without the key."""
-    text = redact(" ".join(response.text.split()) or "it does not say why")
+    """Return the server's error message on one line, shortened, without the key."""
+    try:
+        content = from_json(response.content)
+    except ValueError:
+        content = None
+    error = content.get("error", content.get("detail")) if isinstance(content, dict) else None
+    message = error.get("message") if isinstance(error, dict) else error
+    text = redact(" ".join((message if isinstance(message, str) else response.text).split()) or "it does not say why")
     return text if len(text) <= MAX_QUOTED else text[: MAX_QUOTED - 3] + "..."
 
 

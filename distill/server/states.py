@@ -98,7 +98,7 @@ class StateServers:
     """Several servers, asked by a thread for each request that they take at a time. To be closed."""
 
     def __init__(self, config: EngineStatesConfig) -> None:
-        if not os.access(config.path, os.W_OK):  # files are deleted once read
+        if not Path(config.path).is_dir() or not os.access(config.path, os.W_OK):  # files are deleted once read
             raise InputError(
                 f"target.states.path: {config.path} is no folder here that can be written to; give the one that servers and "
                 "training share"
@@ -199,8 +199,11 @@ def take_states(folder: Path, name: str, timeout_seconds: float, stopping: Event
     except OSError as error:
         raise InputError(f"target.states.path: {path} cannot be read ({error.strerror})") from error
     finally:
-        for each in (path, lock):
-            each.unlink(missing_ok=True)
+        try:
+            for each in (path, lock):
+                each.unlink(missing_ok=True)
+        except OSError as error:
+            raise InputError(f"target.states.path: {each} cannot be deleted ({error.strerror})") from error
     if (free := shutil.disk_usage(folder).free) < LEAST_FREE_BYTES:
         raise InputError(f"target.states.path: the disk of {folder} is full ({free} bytes are free); free space there")
     raise NotWritten(

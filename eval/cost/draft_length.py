@@ -63,19 +63,21 @@ def stopping_from_report(report: Report) -> CostStopping:
     decode, speed = report.decode, report.speed
     if speed is None or not speed.decode_tokens_autoregressive:
         raise InputError("the report has no times: a cost rule weighs tokens against time")
-    others = [name for name in ("tree", "stopping") if getattr(decode, name) is not None]
-    likeliest = decode.verification in ("match", "typical")
-    reasons = {
-        "has failed requests, so that its rounds and its times are not of the same prompts": report.prompts.failed,
-        f"has rounds drafted by {' and '.join(report.draft.lookups)}: fit to one of the artifact alone": report.draft.lookups,
-        f"is of batches of {decode.batch_size}: measure with decode.batch_size 1": decode.batch_size != 1,
-        f"is of likeliest drafts at temperature {decode.temperature:g}, and stopping uses distributions at temperature 1: "
-        "measure with decode.temperature 0 or 1": likeliest and decode.temperature not in (0, 1),
-        f"has decode.{' and '.join(others)}: a cost rule is fitted to chains drafted to their full length": others,
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise InputError(f"the report {reason}")
+    if report.prompts.failed:
+        raise InputError("the report has failed requests, so that its rounds and its times are not of the same prompts")
+    if report.draft.lookups:
+        lookups = " and ".join(report.draft.lookups)
+        raise InputError(f"the report has rounds drafted by {lookups}: fit to one of the artifact alone")
+    if decode.batch_size != 1:
+        raise InputError(f"the report is of batches of {decode.batch_size}: measure with decode.batch_size 1")
+    if decode.verification in ("match", "typical") and decode.temperature not in (0, 1):
+        raise InputError(
+            f"the report is of likeliest drafts at temperature {decode.temperature:g}, and stopping uses distributions at "
+            "temperature 1: measure with decode.temperature 0 or 1"
+        )
+    if others := [name for name in ("tree", "stopping") if getattr(decode, name) is not None]:
+        named = " and ".join(others)
+        raise InputError(f"the report has decode.{named}: a cost rule is fitted to chains drafted to their full length")
     gamma, phases, rounds = decode.num_speculative_tokens, speed.phases, report.acceptance.num_rounds * speed.repeats
     one_row = 1000 * speed.phases_autoregressive.verify_seconds / speed.decode_tokens_autoregressive
     all_rows = 1000 * phases.verify_seconds / rounds

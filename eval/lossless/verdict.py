@@ -68,10 +68,16 @@ def judge_lossless(
     failed, inconclusive = ([name for name in checks if checks[name]["outcome"] == outcome] for outcome in (FAIL, INCONCLUSIVE))
     checked = [int(each.get("checked_prompts") or each.get("num_prompts", 0)) for each in checks.values()]
     divergences = [] if greedy is None else greedy.divergences
-    undecided = bool(inconclusive) or not checks
-    verdict = NOT_LOSSLESS if failed else INCONCLUSIVE if undecided else UP_TO_TIES if divergences else LOSSLESS
+    if failed:
+        verdict = NOT_LOSSLESS
+    elif lossy:
+        verdict = LOSSY
+    elif inconclusive or not checks:
+        verdict = INCONCLUSIVE
+    else:
+        verdict = UP_TO_TIES if divergences else LOSSLESS
     return {
-        "verdict": LOSSY if lossy and not failed else verdict,
+        "verdict": verdict,
         "checked_prompts": max(checked, default=0),
         "checked_tokens": None if greedy is None else greedy.num_tokens,
         "differing_answers": None if greedy is None else len(divergences),

@@ -59,12 +59,13 @@ class Quality:
         self.config, self.asked = config, config.quality
         self.prompts = {prompt.prompt_id: prompt for prompt in prompts}
         self.render = None if config.render is None else import_function(config.render, "render")
-        self.features: Function | None = None
+        self.features: Callable[[Sequence[str]], Tensor] | None = None
         self.scorers: dict[str, Function] = {}
         if self.asked is None:
             return
         if self.asked.features is not None:
-            self.features = import_function(self.asked.features, "quality.features")
+            function = import_function(self.asked.features, "quality.features")
+            self.features = partial(featurised, self.asked.features, function)
         if self.asked.exact_match is not None:
             self.scorers[self.asked.exact_match] = exact_match
         self.scorers |= {path: import_function(path, "quality.scorers") for path in self.asked.scorers}
@@ -150,10 +151,10 @@ class Quality:
         """Return the Fréchet distances between the answers of both modes, and of each from the references."""
         if self.features is None:
             return None
-        plain_NF, speculative_NF = (featurised(self.features, side) for side in zip(*texts, strict=True))
+        plain_NF, speculative_NF = map(self.features, zip(*texts, strict=True))
         references = [_reference(self.prompts[plain.prompt_id], plain.turn) for plain, _ in pairs]
         known = [reference for reference in references if reference is not None]
-        own = featurised(self.features, known) if len(known) == len(pairs) else None
+        own = self.features(known) if len(known) == len(pairs) else None
         return {
             "autoregressive": None if own is None else frechet_distance(own, plain_NF),
             "speculative": None if own is None else frechet_distance(own, speculative_NF),
@@ -238,12 +239,13 @@ def frechet_distance(one_NF: Tensor, other_NF: Tensor) -> float:
     return max(0.0, float(apart_F @ apart_F + one_FF.trace() + other_FF.trace() - 2 * root_trace))
 
 
-def featurised(function: Function, answers: Sequence[str]) -> Tensor:
+def featurised(name: str, function: Function, answers: Sequence[str]) -> Tensor:
     """Return the features of answers `[N, F]` by the user's function, finite numbers and as many for each."""
-    rows = [_call("quality.features", function, answer) for answer in answers]
-    features_NF: Tensor = _call("quality.features", partial(torch.tensor, dtype=torch.float64), rows)
+    what = f"quality.features: {name}"
+    rows = [_call(what, lambda text: list(function(text)), answer) for answer in answers]
+    features_NF: Tensor = _call(what, partial(torch.tensor, dtype=torch.float64), rows)
     if features_NF.ndim != 2 or not torch.isfinite(features_NF).all():
-        raise InputError("quality.features must return a list of finite numbers, as many for each answer")
+        raise InputError(f"{what} must return a list of finite numbers, as many for each answer")
     return features_NF
 
 

@@ -40,14 +40,13 @@ class Difference:
 def differences(report: Report, other: Report) -> list[Difference]:
     """Return what `report` (ours, here) and `other` (theirs, there) differ in, the most important first."""
     lookups = (", ".join(each.draft.lookups) or "none" for each in (report, other))
-    found = [
-        *_target(report.target, other.target),
-        *prompt_differences(report.prompts, other.prompts),
+    settings = [
         *_settings(report.decode, other.decode),
         Difference("decode", "lookups with the draft", *lookups),  # whose tokens are counted with the draft's own
         *_machine(report, other),
     ]
-    return [each for each in found if each.ours != each.theirs]
+    subject = [*_target(report.target, other.target), *prompt_differences(report.prompts, other.prompts)]
+    return [*subject, *(each for each in settings if each.ours != each.theirs)]
 
 
 def _target(ours: TargetSection, theirs: TargetSection) -> Iterator[Difference]:

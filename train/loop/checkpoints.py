@@ -29,8 +29,7 @@ from accelerate.checkpointing import save_accelerator_state
 from accelerate.utils import OPTIMIZER_NAME, RNG_STATE_NAME, SAFE_WEIGHTS_NAME, broadcast_object_list, load, recursively_apply
 from accelerate.utils import save as write_state
 from pydantic import Field, TypeAdapter, ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
@@ -290,7 +289,8 @@ def writing(path: Path, scratch: Path | None = None) -> Iterator[None]:
 
 def _first_not_finite(weights: Path) -> str | None:
     """Return the name of the first tensor in a file that holds NaN or infinity."""
-    return next((name for name, tensor in load_file(weights).items() if not bool(tensor.isfinite().all())), None)
+    with safe_open(weights, "pt") as file:  # a tensor at a time
+        return next((name for name in file.keys() if not bool(file.get_tensor(name).isfinite().all())), None)  # noqa: SIM118
 
 
 def _read_progress(path: Path) -> tuple[Progress, dict[str, Any]]:

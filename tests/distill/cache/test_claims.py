@@ -109,3 +109,12 @@ def test_a_claim_of_a_container_that_was_started_again_with_the_same_name_and_pr
     folder.write("claim-00001", json.dumps(before | {"started": own.create_time()}).encode())
     with pytest.raises(TimeoutError):
         list(claimed())
+
+
+def test_a_claim_of_another_users_process_is_a_living_ones(folder, monkeypatch):
+    def denied(process):
+        raise psutil.AccessDenied(process.pid)
+
+    monkeypatch.setattr(psutil.Process, "create_time", denied)
+    claims = Claims(folder=folder, num_shards=1, claim_seconds=60, start=0)
+    assert claims.is_alive(claim(HERE, psutil.Process().pid, age=1))

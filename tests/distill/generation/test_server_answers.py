@@ -68,11 +68,14 @@ def test_a_prompt_that_always_fails_leaves_the_others_answered(config, api):
 
     def fail_one(path, headers, body):
         failing = "seed" in (body or {}) and len(body["prompt"]) == longest
-        return (500, {}, {"error": "no"}) if failing else plain(path, headers, body)
+        return (status, {}, {"error": "no"}) if failing else plain(path, headers, body)
 
     undisturbed = made(config("undisturbed"))
     longest = max(len(body["prompt"]) for body in api.asked if "seed" in body)
-    api.respond = fail_one
+    api.respond, status = fail_one, 400
+    with pytest.raises(InputError, match=r"^prompt \d+: .* refuses a request"):
+        make_dataset(config("refused"))
+    status = 500
     with pytest.raises(InputError, match=r"\d prompts were given up, the first: prompt \d+: .* rerun the same command"):
         make_dataset(config())
     api.respond = plain

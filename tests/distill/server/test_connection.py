@@ -66,7 +66,7 @@ def test_a_wait_that_the_server_asks_for_is_kept(api, connect, waits, asked, lea
 @pytest.mark.parametrize("status", [301, 400, 404, 422])
 def test_a_refusal_is_not_asked_about_again(api, connect, waits, status):
     api.troubles = [(status, {})]
-    with pytest.raises(Refused, match=rf"refuses a request \(status {status}\): .*overloaded"):
+    with pytest.raises(Refused, match=rf"refuses a request \(status {status}\): overloaded$"):
         connect().send("GET", "models")
     assert waits == []
 

@@ -200,8 +200,12 @@ def test_the_distance_is_that_of_two_normal_distributions():
 
 def test_features_that_are_no_numbers_are_refused():
     for bad in (lambda answer: [float("nan")], lambda answer: "a", lambda answer: [1.0] * len(answer)):
-        with pytest.raises(InputError, match=r"quality\.features"):
-            featurised(bad, ["a", "bb"])
+        with pytest.raises(InputError, match=r"quality\.features: own\.counts "):
+            featurised("own.counts", bad, ["a", "bb"])
+
+
+def test_features_may_come_as_an_iterator():
+    assert featurised("own.counts", lambda answer: (float(ord(each)) for each in answer), ["ab", "cd"]).shape == (2, 2)
 
 
 def test_an_evaluation_reports_scores_distances_joules_or_why_not_and_pictures(tiny_run, tmp_path, module):

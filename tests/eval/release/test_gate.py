@@ -7,6 +7,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from pydantic import ValidationError
 
 from configs.runtime.command import run_command
 from configs.runtime.errors import InputError
@@ -77,10 +78,11 @@ def test_what_was_not_measured_cannot_pass(report, changes, metric, expected, re
         ("acceptance.tokens_per_step", {}, "no number 'acceptance.tokens_per_step'; the nearest is 'acceptance.tokens_per_tar"),
         ("acceptance.position_survival.0", {}, "`bound: point`"),
         (TAU, {"relative_to_baseline": True}, "--baseline"),
+        ("acceptance.num_rounds", {"relative_to_baseline": True}, "cannot be relative to a baseline"),
     ],
 )
 def test_what_is_no_metric_has_no_interval_or_no_baseline_is_bad_input(report, metric, rule, sentence):
-    with pytest.raises(InputError, match=sentence):
+    with pytest.raises((InputError, ValidationError), match=sentence):
         outcome(report, metric, min=0.1, **rule)
 
 
@@ -110,6 +112,7 @@ def judged_against(report, path, value, **gate):
     ("path", "value", "sentence"),
     [
         ("prompts.num_prompts", 31, "1 of the 32 prompts asked for were not answered"),
+        ("prompts.ids", lambda ids: ["another", *ids[1:]], r"differs in prompts \(32 of .*, 1 of them only here, 32 of"),
         ("target.weights_sha256", F, r"differs in target weights \(embedded:smollm2-135m-instruct, aaaaaaaaaaaa here, .*ffff"),
     ],
 )
@@ -295,9 +298,11 @@ def test_bad_input_is_one_sentence_and_leaves_nothing_behind_not_even_an_earlier
 
 def test_a_verdict_never_takes_the_place_of_a_report(report, tmp_path, capsys):
     write_report(tmp_path / "gate.json", report)
-    argv = [str(tmp_path / "gate.json")]
-    assert run_command(GateConfig, main, description="", argv=argv, add_arguments=add_arguments) == 2
-    assert "would overwrite the report" in capsys.readouterr().err
+    (tmp_path / "report.json").symlink_to("gate.json")
+    for name in ("gate.json", "report.json"):
+        argv = [str(tmp_path / name)]
+        assert run_command(GateConfig, main, description="", argv=argv, add_arguments=add_arguments) == 2
+        assert "would overwrite the report" in capsys.readouterr().err
 
 
 def test_the_command_compares_the_report_with_the_artifact(gate, tiny_run):
