@@ -40,7 +40,8 @@ def make_compiled(model: PreTrainedModel, backend: str = "inductor") -> None:
     """
     runner = runner_of(model)
     check_rolls_back(model)
-    if runner.mixers or "batches" in runner.refused:
+    # MPT takes the length of the cache as a number, so that each round would be a graph of its own.
+    if runner.mixers or "batches" in runner.refused or model.config.model_type == "mpt":
         raise InputError(
             f"{type(model).__name__} has recurrent layers, or counts columns of the cache, which cannot be compiled; set "
             "target.forward to transformers"

@@ -26,7 +26,12 @@ from configs.runtime.files import CHECKOUT, read_json, read_text, write_text
 from scripts.lab.settings import ResultsPart, ResultsTableConfig
 
 # Where commands and recipes have moved since files were written: a document names where they are now.
-MOVED = {" scripts/benchmark.py ": " scripts/lab/benchmark.py ", " configs/bench/": " scripts/lab/configs/bench/"}
+MOVED = {
+    " scripts/benchmark.py ": " scripts/lab/benchmark.py ",
+    " scripts/serve_check.py ": " scripts/lab/benchmark.py serve ",
+    " configs/bench/": " scripts/lab/configs/bench/",
+    " configs/serve/": " scripts/lab/configs/serve/",
+}
 OPENING = re.compile(r"<!-- table: ([\w-]+)( \{[^\n]*\})? -->")
 TABLE = re.compile(OPENING.pattern + r"\n.*?(?=<!-- end -->)", re.DOTALL)
 BOUNDS = ("_low", "_high")

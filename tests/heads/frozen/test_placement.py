@@ -34,7 +34,7 @@ def whole(settings):
 @pytest.fixture(scope="module")
 def spread(settings):
     """The same target with its blocks 1 and 2 on disk."""
-    return load_target(settings(device_map={"model.layers.1": "disk", "model.layers.2": "disk"}))
+    return load_target(settings(device_map={"model.layers.1": "disk", "model.layers.2": "disk", "lm_head": "cpu"}))
 
 
 def on_meta(target):
