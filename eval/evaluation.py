@@ -177,7 +177,6 @@ def _check_output(output: Path, config: EvalConfig) -> None:
 
 
 def _time_others(config: EvalConfig, loaded: Loaded, records: Tally, report: Report) -> None:
-    """Add to the report what else was timed: the cost model's predictions, where asked for, and transformers' `generate`."""
     if report.speed is None:
         return
     if config.cost is not None:

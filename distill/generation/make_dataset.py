@@ -234,7 +234,6 @@ def _writer(config: DataConfig, target: Target) -> tuple[Any, ...]:
 
 
 def _write_side(path: Path, prompts: Sequence[Prompt], answered: Answered) -> dict[str, Any]:
-    """Write the conversations of a side's prompts; return what the manifest counts."""
     total, kinds, sources = Counter[str](), Counter[str](), Counter[str]()
     with path.open("w", encoding="utf-8") as file:
         for prompt in prompts:

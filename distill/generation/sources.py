@@ -78,7 +78,6 @@ def dataset_prompts(config: PromptsConfig) -> Iterator[Prompt]:
 
 
 def _read_row(row: Mapping[str, Any], config: PromptsConfig, where: str) -> tuple[Prompt, str]:
-    """Return the prompt of a row, and the format it was read in."""
     setting = "prompts.field"
     format: str = config.format
     if config.template is not None:

@@ -233,7 +233,6 @@ def read_turn(target: Target, frame: UserFrame, ids: Sequence[int]) -> str | Non
 
 
 def _around(plan: Plan, text: str) -> str:
-    """Return a turn about a text, or its beginning."""
     if plan.goes_on:
         return f"{plan.opening}\n\n{text}\n\nQuestion:"
     return f"{text}\n\n{plan.opening}" if plan.text_first else f"{plan.opening}\n\n{text}"

@@ -148,7 +148,6 @@ class Quality:
         return {**section, "num_changed": num_changed}
 
     def _distances(self, pairs: Sequence[Pair], texts: Sequence[Sequence[str]]) -> dict[str, Any] | None:
-        """Return the Fréchet distances between the answers of both modes, and of each from the references."""
         if self.features is None:
             return None
         plain_NF, speculative_NF = map(self.features, zip(*texts, strict=True))

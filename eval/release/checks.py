@@ -189,7 +189,6 @@ def _judge_rule(report: Report, rule: GateRule, baseline: Report | None) -> list
 
 
 def _judge_against_free(report: Report, name: str) -> list[Finding]:
-    """Compare the draft with a way of decoding that needs no training: in tokens per target step, and in speed."""
     if name not in report.baselines:
         known = ", ".join(report.baselines) or "none"
         raise InputError(f"must_beat: the report has no baseline {name!r} (it has: {known}); name it in eval's `baselines`")

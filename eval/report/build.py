@@ -64,7 +64,6 @@ def build_report(
 
 
 def _suite(suite: Suite, records: Tally, bootstrap: Bootstrap) -> dict[str, Any]:
-    """Describe one suite, and compute what was measured on it: over all prompts, by category, and of the baselines."""
     if unknown := records.places - set(suite.places):
         raise ValueError("prompt {}, turn {} was decoded but is not among the prompts asked for".format(*min(unknown)))
     speculative = records.of_mode(SPECULATIVE)

@@ -1,7 +1,9 @@
 """Training on states that servers compute: the run is that on the local target, of which the ends alone are loaded."""
 
+import errno
 import json
 import logging
+import os
 from contextlib import ExitStack, closing
 from dataclasses import replace
 
@@ -202,6 +204,15 @@ def test_batches_that_were_requested_and_not_trained_on_are_let_go(opened, greed
     assert target.states_from._asked.keys() <= {next(texts(batches[0]))}
 
 
+def test_a_file_that_cannot_be_deleted_is_named(opened, monkeypatch):
+    def kept(path, missing_ok=False):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr("distill.server.states.Path.unlink", kept)
+    with pytest.raises(InputError, match=r"target\.states\.path: .*states.* cannot be deleted \(Permission denied\)"):
+        opened()
+
+
 def test_ends_of_a_mixture_of_experts_are_loaded_without_its_blocks(tmp_path, tiny_tokenizer):
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -240,7 +251,8 @@ def test_what_cannot_be_had_is_said_in_one_sentence(
     with states_served(whole, [1, 2], disk) as fewer:
         refused("gives the states of taps \\[1, 2\\], and \\[3\\] are needed", urls=[fewer.url], concurrency=1)
         refused("gives states-1-2-3 and .* states-1-2; start all alike", urls=[servers[0].url, fewer.url], concurrency=1)
-    refused("path: .*nowhere is no folder here", path=str(tmp_path / "nowhere"))
+    for path in (str(tmp_path / "nowhere"), data["train"]):
+        refused(f"path: {path} is no folder here", path=path)
     servers[0].file_troubles = ["cut"]
     refused("is not whole in target.states.path", timeout_seconds=0.2)
     servers[0].name = "llama"
