@@ -126,17 +126,9 @@ def check_tokens(
     for (one, other), place, reading in zip(pairs, departures, readings, strict=True):
         tolerance_T = tie_noise * torch.maximum(reading.errors_T.clamp(min=usual), precision * reading.largest_T.abs())
         gap_T = reading.gaps_T2[:, 0]
-        wrong += [
-            WrongToken(
-                other.prompt_id,
-                other.turn,
-                position,
-                other.tokens[position],
-                float(gap_T[position]),
-                float(tolerance_T[position]),
-            )
-            for position in torch.nonzero(gap_T > tolerance_T).flatten().tolist()
-        ]
+        for position in torch.nonzero(gap_T > tolerance_T).flatten().tolist():
+            gap, tolerance = float(gap_T[position]), float(tolerance_T[position])
+            wrong.append(WrongToken(other.prompt_id, other.turn, position, other.tokens[position], gap, tolerance))
         tolerances.append(tolerance_T)
         if place is not None:
             divergences.append(_divergence(one, other, place, reading, tolerance_T))

@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -65,21 +66,11 @@ def load_suite(config: SuiteConfig) -> Suite:
         where, row = rows[0]
         format = "column" if config.column is not None else detect_format(row, where, "suite.column")
     category = format if format in ("humaneval", "gsm8k") else UNCATEGORISED
+    read = partial(read_row, column=config.column, default_category=category, setting="suite.column")
     prompts: list[Prompt] = []
     seen: dict[str, str] = {}
     for number, (where, row) in enumerate(rows):
-        prompt = _with_reference(
-            read_row(
-                row,
-                format,
-                where,
-                column=config.column,
-                default_category=category,
-                default_id=f"row-{number}",
-                setting="suite.column",
-            ),
-            row.get("reference"),
-        )
+        prompt = _with_reference(read(row, format, where, default_id=f"row-{number}"), row.get("reference"))
         if (first := seen.setdefault(prompt.prompt_id, where)) != where:
             raise InputError(f"{where}: the id {prompt.prompt_id!r} was used before ({first})")
         prompts.append(prompt)
