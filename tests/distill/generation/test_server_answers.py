@@ -82,6 +82,11 @@ def test_a_prompt_that_always_fails_leaves_the_others_answered(config, api):
     api.asked.clear()
     assert sides(made(config())) == sides(undisturbed)
     assert 0 < len([body for body in api.asked if "seed" in body]) < NUM_TURNS / 2
+    api.respond = lambda path, headers, body: (
+        (500, {}, {"error": "no"}) if "seed" in (body or {}) else plain(path, headers, body)
+    )
+    with pytest.raises(InputError, match="5 prompts in a row were given up"):
+        make_dataset(config("never"))
 
 
 def test_as_many_are_under_way_as_allowed_and_what_came_is_kept_when_one_is_given_up(writer, api, make_prompts, monkeypatch):
@@ -214,7 +219,7 @@ def test_a_server_that_dies_ends_the_run_and_the_next_one_asks_for_the_rest_alon
 
     api.respond = die_after_five
     with pytest.raises(
-        InputError, match=r"5 prompts in a row .* prompt \d+: .* status 503: .*going down.*; gave up after 3 .*rerun"
+        InputError, match=r"prompts .*given up.* prompt \d+: .* status 503: .*going down.*; gave up after 3 .*rerun"
     ):
         make_dataset(config())
     [pieces] = Path(config().output).glob(".answers.partial-*")
