@@ -145,10 +145,16 @@ def render_comparison(entries: Sequence[ComparedReport]) -> str:
 
 
 def _qualities(reports: Sequence[Report]) -> Iterator[Row]:
-    """Yield a row for each scorer that all reports have."""
+    """Yield a row for each scorer that all reports have, and for the distances from the references where all have one."""
     judged = [report.quality for report in reports if report.quality is not None]
-    for name, first in judged[0].scores.items() if len(judged) == len(reports) else ():
+    if len(judged) < len(reports):
+        return
+    for name, first in judged[0].scores.items():
         scores = [each.scores[name] for each in judged if name in each.scores]
         if len(scores) == len(judged):
             pairs = ((number(one.speculative, 3), cell(one, "difference", digits=3)) for one in scores)
             yield name, number(first.autoregressive, 3), *(each for pair in pairs for each in pair)
+    distances = [each.feature_distance for each in judged if each.feature_distance is not None]
+    if len(distances) == len(judged) and all(each.autoregressive is not None for each in distances):
+        columns = (each for distance in distances for each in (number(distance.speculative), ""))
+        yield "Fréchet distance from the references", number(distances[0].autoregressive), *columns

@@ -234,6 +234,8 @@ def test_an_evaluation_reports_scores_distances_joules_or_why_not_and_pictures(t
     assert distance.autoregressive > 0
     assert [each.speculative for each in report.rendered] == [PIXEL] * 2
     assert render_html(report).count(f'src="{PIXEL}"') == 4
-    assert render_comparison(compare([("a", report), ("b", report)])).count(f'src="{PIXEL}"') == 6
+    page = render_comparison(compare([("a", report), ("b", report)]))
+    assert page.count(f'src="{PIXEL}"') == 6
+    assert "Fréchet distance from the references" in page
     with pytest.raises(InputError, match="must return a data URL"):
         evaluate(config.model_copy(update={"render": f"{module}.script"}))
