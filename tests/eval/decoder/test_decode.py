@@ -25,11 +25,6 @@ PLAIN = DecodeConfig(num_speculative_tokens=0, max_new_tokens=24)
 
 
 @pytest.fixture(scope="module")
-def target(tiny_llama, as_target):
-    return as_target(tiny_llama(seed=1))
-
-
-@pytest.fixture(scope="module")
 def answers(target):
     return generate(target, PROMPTS, PLAIN)
 

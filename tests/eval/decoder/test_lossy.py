@@ -189,16 +189,6 @@ def test_tolerance_has_the_distribution_of_the_draws(samples, near_VN, looked_up
 
 
 @pytest.fixture(scope="module")
-def target(tiny_llama, as_target):
-    return as_target(tiny_llama(seed=1))
-
-
-@pytest.fixture
-def draft(tiny_llama):
-    return DraftLM(tiny_llama(seed=1, spread=5.5), 64)
-
-
-@pytest.fixture(scope="module")
 def table(tmp_path_factory):
     folder = tmp_path_factory.mktemp("codes")
     np.save(folder / "codes.npy", np.random.default_rng(0).normal(size=(64, 3)))

@@ -101,16 +101,6 @@ def sampled(num_particles, resample_below=0.5, **others):
 
 
 @pytest.fixture(scope="module")
-def target(tiny_llama, as_target):
-    return as_target(tiny_llama(seed=1))
-
-
-@pytest.fixture
-def draft(tiny_llama):
-    return DraftLM(tiny_llama(seed=1, spread=5.5), 64)
-
-
-@pytest.fixture(scope="module")
 def pair(tiny_llama, as_target):
     target, draft = checks.models(tiny_llama)
     return as_target(target), draft
