@@ -9,7 +9,7 @@ GEMMA := .cache/gemma/gemma-3-270m-q4_k_m.gguf
 given = $(if $(findstring command line,$(origin $(1))), --$(2) "$($(1))")
 
 .DEFAULT_GOAL := help
-.PHONY: help help-lab setup demo demo-images demo-speech test check bench bench-decode bench-distill bench-heads bench-demo bench-mixed bench-eval bench-scale distribution-check device-check slow-check cluster-check engine-check models-check soak tables serve-check gemma-check clean
+.PHONY: help help-lab setup demo demo-serve demo-images demo-speech test check bench bench-decode bench-distill bench-heads bench-demo bench-mixed bench-eval bench-scale distribution-check device-check slow-check cluster-check engine-check models-check soak tables serve-check gemma-check clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -26,6 +26,9 @@ $(STAMP): pyproject.toml constraints.txt scripts/setup.sh scripts/cpu_torch.sh
 
 demo: setup ## data, distil, decode, report, gate on the embedded model; yours: TARGET=... [PROMPTS=file | DATA=train.jsonl] [DEVICE=cpu|NAME]
 	$(PY) scripts/demo.py$(call given,TARGET,target)$(call given,PROMPTS,prompts)$(call given,DATA,data)$(call given,DEVICE,device)
+
+demo-serve: demo $(VLLM_STAMP) ## vLLM serves the demo's target, plainly and with its draft: both speeds, and acceptance by vLLM's own metrics
+	$(PY) scripts/check.py runs/demo/export/vllm --engine vllm --prompts runs/demo/data/held_out.jsonl --out runs/demo/serve
 
 demo-images: setup ## pictures of digits: a target of image codes trained in minutes, strict and relaxed decoding side by side, gate
 	$(PY) scripts/lab/modalities/demo.py images

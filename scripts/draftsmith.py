@@ -23,7 +23,7 @@ from configs.runtime.command import BAD_INPUT, DONE, exit_code
 from configs.schema.commands.advising import AdviceConfig
 from configs.schema.commands.planning import PlanHeadsConfig
 from configs.schema.commands.refreshing import RefreshConfig
-from configs.schema.commands.release import ExportConfig, ImportConfig, PushConfig
+from configs.schema.commands.release import CheckConfig, ExportConfig, ImportConfig, PushConfig
 from configs.schema.data import CacheConfig, DataConfig
 from configs.schema.evaluation import CompareConfig, EvalConfig, GateConfig
 from configs.schema.training import DistillConfig, HeadsConfig
@@ -42,6 +42,7 @@ COMMANDS: dict[str, tuple[str, type[BaseModel] | None]] = {
     "gate": ("eval.gate", GateConfig),
     "refresh": ("scripts.refresh", RefreshConfig),
     "export": ("scripts.export", ExportConfig),
+    "check": ("scripts.check", CheckConfig),
     "import": ("scripts.import", ImportConfig),
     "push": ("scripts.push", PushConfig),
 }

@@ -87,7 +87,7 @@ def run_step(arguments: Sequence[str]) -> int:
             signal.raise_signal(number)
         code = process.wait()
     except BaseException:
-        _end(process)
+        end_group(process)
         raise
     judged = any(each.endswith(GATE_ENTRY) for each in arguments)
     if code == GATE_FAILED and not judged:  # accelerate's launcher ends with 1 whatever happened
@@ -102,18 +102,19 @@ def _located(argument: str) -> str:
     return str(find_shipped(argument)) if argument.endswith(".yaml") else argument
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ask the processes of a step to end, wait for them, and kill those that take too long, or at a second Ctrl-C."""
+def end_group(process: subprocess.Popen[Any], grace_seconds: float = GRACE_SECONDS) -> None:
+    """Ask the processes of a session to end, wait for them, and kill those that take too long, or at a second Ctrl-C."""
     with suppress(ProcessLookupError):
         try:
             os.killpg(process.pid, signal.SIGTERM)
-            until = time.monotonic() + GRACE_SECONDS
+            until = time.monotonic() + grace_seconds
             while time.monotonic() < until:
                 process.poll()
                 os.killpg(process.pid, 0)  # raises where none is left
                 time.sleep(0.1)
         finally:
             os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def stop(number: int, frame: FrameType | None) -> None:

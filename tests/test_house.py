@@ -50,6 +50,7 @@ ENTRIES = {
     "eval/compare.py": ["one.json", "other.json"],
     "eval/predict.py": ["report.json"],
     "eval/neighbours.py": ["--set", "codebook=codes.npy", "--set", "vocab_size=64"],
+    "scripts/check.py": ["export", "--engine", "vllm", "--out", "out"],
     "scripts/advise.py": ["target", "--prompts", "prompts.jsonl"],
     "scripts/make_cache.py": [],
     "scripts/make_data.py": [],

@@ -15,7 +15,7 @@ from distill.cache.writer import make_cache
 from distill.generation.make_dataset import make_dataset
 from scripts.lab.fault_injection.children import Child
 from scripts.lab.fault_injection.setup import STEPS, TinyProject
-from tests.support.ports import free_port
+from scripts.serving.vllm_server import free_port
 from tests.support.training_runs import read_evaluations
 from train.launch import run_distillation
 from train.tasks.draft import DraftTask

@@ -16,7 +16,7 @@ import yaml
 
 from configs.runtime.command import DONE, TERMINATED
 from configs.runtime.files import write_json
-from tests.support.ports import free_port
+from scripts.serving.vllm_server import free_port
 from train.launch import run_distillation
 from train.loop.checkpoints import list_checkpoints, read_manifest
 

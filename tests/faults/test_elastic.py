@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from configs.runtime.command import DONE
 from scripts.lab.bench.engines import largest_difference, read_metric
+from scripts.serving.vllm_server import free_port
 from tests.faults.conftest import start_pair
 from tests.faults.test_cluster import CLUSTER, LENGTHS, ROOT, environment, written
-from tests.support.ports import free_port
 from train.launch import run_distillation
 
 TOLERANCE = 1e-5  # of a loss or a gradient's norm, as a share; of a weight

@@ -15,7 +15,7 @@ from configs.runtime.command import DONE
 from scripts.lab.bench.engines import largest_difference, read_losses, read_metric, split_everything
 from scripts.lab.fault_injection.children import Child
 from scripts.lab.fault_injection.setup import TinyProject
-from tests.support.ports import free_port
+from scripts.serving.vllm_server import free_port
 from train.launch import run_distillation, run_heads
 
 ROOT = Path(__file__).resolve().parents[2]

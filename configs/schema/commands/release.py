@@ -1,4 +1,4 @@
-"""The configs of `scripts/export.py`, `scripts/import.py` and `scripts/push.py`. Imports no torch."""
+"""The configs of `scripts/export.py`, `scripts/check.py`, `scripts/import.py` and `scripts/push.py`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
-from configs.schema.base import Dtype, NonNegativeFloat, PositiveInt, Settings, unless_once
+from configs.schema.base import Dtype, NonNegativeFloat, PositiveFloat, PositiveInt, Settings, unless_once
 from configs.schema.target import TargetConfig
 
 # What an id of a hidden state in a draft's config means: a block's output (SGLang, SpecForge, z-lab, transformers), or h_i as
@@ -41,6 +41,18 @@ class ExportConfig(Settings):
     dtype: Dtype | None = None  # of the weights; None: as they are in the artifact
     num_speculative_tokens: PositiveInt | None = None  # drafts a round; None: what the artifact says, of DFlash a whole block
     allow_target_mismatch: bool = False  # the target's weights may be others than those of the target trained for
+
+
+class CheckConfig(Settings):
+    """`scripts/check.py`: try an export in its engine, with the draft and without."""
+
+    num_prompts: PositiveInt = 8  # at most, spread over the file's categories
+    max_new_tokens: PositiveInt = 64
+    # None: float32 on a CPU, in which answers should be the same; elsewhere vLLM's own choice, bfloat16 in transformers
+    dtype: Dtype | None = None
+    chat_template: str | None = None  # as target.chat_template; None: the target's own
+    start_seconds: PositiveFloat = 900.0  # for a server to be ready
+    answer_seconds: PositiveFloat = 600.0  # without a word from a server
 
 
 class ImportConfig(Settings):

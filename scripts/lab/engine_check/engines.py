@@ -19,11 +19,9 @@ An engine that tells each round apart gives `accepted_by_round` in place of both
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +29,7 @@ from typing import Any
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_json, write_json
 from scripts.lab.engine_check.ours import Counts, count_rounds
+from scripts.steps import end_group
 
 SCRIPTS = Path(__file__).resolve().parent
 SHOWN = 3000  # characters of a failed engine's last output
@@ -141,13 +140,7 @@ def _run(
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            _end(process)
+            end_group(process, 0)
     if code != 0 or not files[1].exists():
         ended = f"was still running after {timeout_seconds:.0f} s" if code is None else f"ended with code {code}"
         raise RuntimeError(f"{engine.driver.name} {ended}:\n" + log.read_text(errors="replace")[-SHOWN:])
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
