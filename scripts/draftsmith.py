@@ -28,9 +28,9 @@ from configs.schema.data import CacheConfig, DataConfig
 from configs.schema.evaluation import CompareConfig, EvalConfig, GateConfig
 from configs.schema.training import DistillConfig, HeadsConfig
 
-# Command -> the module it runs and the schema of its config, if it takes one.
-COMMANDS: dict[str, tuple[str, type[BaseModel] | None]] = {
-    "demo": ("scripts.demo", None),
+# Command -> the module it runs, and the schema of its config, or in words what it does.
+COMMANDS: dict[str, tuple[str, type[BaseModel] | str]] = {
+    "demo": ("scripts.demo", "data, training, evaluation and gate at once, on a small model or on --target"),
     "plan": ("scripts.plan", PlanHeadsConfig),
     "advise": ("scripts.advise", AdviceConfig),
     "data": ("scripts.make_data", DataConfig),
@@ -45,6 +45,7 @@ COMMANDS: dict[str, tuple[str, type[BaseModel] | None]] = {
     "check": ("scripts.check", CheckConfig),
     "import": ("scripts.import", ImportConfig),
     "push": ("scripts.push", PushConfig),
+    "doctor": ("scripts.doctor", "what this machine has, and what is missing for what"),
 }
 
 
@@ -70,10 +71,10 @@ def main() -> int:
         return end.code if isinstance(end.code, int) else DONE
 
 
-def _summary(schema: type[BaseModel] | None) -> str:
+def _summary(schema: type[BaseModel] | str) -> str:
     """Return what a schema's docstring says of its command, without the name of the file."""
-    if schema is None:
-        return "data, training, evaluation and gate at once, on a small model or on --target"
+    if isinstance(schema, str):
+        return schema
     return re.sub(r"^`[^`]*`: ", "", (schema.__doc__ or "").partition("\n")[0])
 
 

@@ -1,0 +1,1 @@
+"""`draftsmith doctor`: what this machine has, and what is missing for what."""
