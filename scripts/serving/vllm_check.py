@@ -118,7 +118,7 @@ def ask(engine: Vllm, url: str, requests: Sequence[Mapping[str, Any]], config: C
             answers.append(Answer(**{name: value for name, value in said.items() if name != "alternatives"}))
             advance(1)
     if not all(answer.tokens for answer in answers):
-        raise EngineFailed("answers without the ids of tokens (return_token_ids): 0.11 is the oldest version that has them")
+        raise EngineFailed("answers without the ids of tokens: it is too old to know return_token_ids")
     return Run(answers=answers, counts=settled_counters(url) - before)
 
 
