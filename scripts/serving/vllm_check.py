@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 from collections import Counter
@@ -139,8 +140,8 @@ def weigh(engine: Vllm, url: str, requests: Sequence[Mapping[str, Any]], result:
 def converse(engine: Vllm, url: str, requests: Sequence[Mapping[str, Any]], config: CheckConfig) -> Iterator[dict[str, Any]]:
     """Yield the answers to requests by the client in vLLM's environment."""
     job = {"url": f"{url}/v1", "timeout_seconds": config.answer_seconds, "requests": requests}
-    command, pipe = [*engine.python, str(CLIENT)], subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True) as process:
+    command, pipe, variables = [*engine.python, str(CLIENT)], subprocess.PIPE, {**os.environ, "NO_PROXY": "127.0.0.1"}
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=variables, start_new_session=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         try:

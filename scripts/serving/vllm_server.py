@@ -118,7 +118,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], health: str, log: Path, 
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and process.poll() is None:
         try:
-            if httpx2.get(health, timeout=5).is_success:
+            if httpx2.get(health, timeout=5, trust_env=False).is_success:  # a proxy is for other machines
                 return
         except httpx2.TransportError:
             pass
@@ -135,8 +135,12 @@ def _wait_until_ready(process: subprocess.Popen[bytes], health: str, log: Path, 
 
 def read_counters(url: str) -> Counter[str]:
     """Return vLLM's counts since its start: `drafts` (rounds), `draft_tokens`, `accepted_tokens`, and `position 0`, ..."""
+    try:
+        said = httpx2.get(f"{url}/metrics", timeout=30, trust_env=False).raise_for_status().text
+    except httpx2.HTTPError as error:
+        raise EngineFailed(f"does not give its counters: {first_line(error)}") from error
     counts: Counter[str] = Counter()
-    for name, labels, value in COUNTER.findall(httpx2.get(f"{url}/metrics", timeout=30).raise_for_status().text):
+    for name, labels, value in COUNTER.findall(said):
         position = POSITION.search(labels)
         counts[f"position {position[1]}" if position else name] += round(float(value))
     return counts

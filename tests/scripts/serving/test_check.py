@@ -13,7 +13,9 @@ import pytest
 
 from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED, INTERRUPTED, run_command
 from configs.schema.commands.release import CheckConfig, ExportConfig
+from heads.frozen.tokenizer import NAMED
 from scripts.serving import vllm_server
+from scripts.serving.vllm_check import write_template
 
 STAND_IN = Path(__file__).resolve().parents[2] / "support" / "stand_in_vllm"
 checking, exporting = importlib.import_module("scripts.check"), importlib.import_module("scripts.export")
@@ -145,6 +147,11 @@ def test_an_export_for_another_engine_or_from_another_place_is_refused(export, c
     moved, other = capsys.readouterr().err.splitlines()
     assert "names /nosuch/draft, which is not there" in moved
     assert "export the draft with --to vllm" in other
+
+
+def test_a_chat_template_that_is_not_the_targets_is_handed_to_vllm(tiny_run, tmp_path):
+    path = write_template(str(tiny_run / "target"), CheckConfig(chat_template="plain"), tmp_path)
+    assert Path(path).read_text() == NAMED["plain"]
 
 
 def test_transformers_decodes_an_export_to_plain_decodings_tokens(tiny_run, tmp_path):
