@@ -1,11 +1,14 @@
-"""The wheel holds all that its commands need beside the code: templates, suites, recipes."""
+"""The wheel, installed by pip where nothing of the checkout is: its commands run in any folder, and write there."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 import zipfile
 from pathlib import Path
 
@@ -13,7 +16,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / "tests" / "compatibility" / "written_before" / "report.json"
-ENTRIES = ["train.heads", "eval.gate", "scripts.push"]
+# What is read beside the code in a checkout only: set-up, and what the images are made of.
+CHECKOUT_ONLY = re.compile(r"scripts/(\w+\.(sh|txt)|docker/.*)")
 RENDER = """
 import sys, eval.report.page as html
 from pathlib import Path
@@ -21,45 +25,78 @@ from eval.report.schema import load_report
 print(html.__file__)
 Path("report.html").write_text(html.render_html(load_report(Path(sys.argv[1]))))
 """
+# A command, a part of what it says, and what it writes into the folder that it is run in.
+COMMANDS = {
+    "--help": ("doctor", []),
+    "heads --help": ("--config FILE", []),
+    "gate --help": ("--config FILE", []),
+    "push --help": ("--config FILE", []),
+    "doctor": ("missing, and for what", []),
+    "plan --config configs/plan/eagle3_70b.yaml": ("recipe: take ddp_gpus", []),
+    "data --config configs/data/demo.yaml --print-config": ("output: runs/demo/data", []),
+    "advise --help": ("--budget", []),
+}
 
 
 @pytest.fixture(scope="module")
-def unpacked(tmp_path_factory):
-    """A folder with the wheel's contents, and nothing of the checkout."""
+def installed(tmp_path_factory):
+    """An environment that has the wheel and the packages it depends on, and nothing of the checkout."""
     folder = tmp_path_factory.mktemp("wheel")
     left_out = shutil.ignore_patterns(".*", "runs", "build", "tests", "*.egg-info", "__pycache__")
     source = shutil.copytree(ROOT, folder / "source", ignore=left_out)  # setuptools builds where the source lies
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(folder)]
-    subprocess.run([*command, str(source)], check=True, capture_output=True, text=True)
-    (wheel,) = folder.glob("*.whl")
-    zipfile.ZipFile(wheel).extractall(folder / "site")
-    return folder / "site"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    wheel = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(folder), str(source)]
+    subprocess.run([*pip, *wheel], check=True, capture_output=True, text=True)
+    shutil.rmtree(source)
+    environment = folder / "environment"
+    venv.create(environment, symlinks=True)
+    install = ["--python", str(environment / "bin" / "python"), "install", "--no-deps", str(next(folder.glob("*.whl")))]
+    subprocess.run([*pip, *install], check=True, capture_output=True, text=True)
+    # The packages of this environment, whose own .pth files, the checkout's among them, are not read there.
+    (packages,) = environment.glob("lib/python3*/site-packages")
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return environment
 
 
-def run(unpacked, folder, *arguments):
-    command, environment = [sys.executable, *arguments], {**os.environ, "PYTHONPATH": str(unpacked)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def run(installed, tmp_path):
+    """A function that runs a program of that environment in an empty folder, which it gives with what was said."""
+    work, home = tmp_path / "work", tmp_path / "home"
+    work.mkdir()
+    home.mkdir()
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "DRAFTSMITH", "VIRTUAL_ENV"))}
+
+    def call(program, *arguments):
+        variables = kept | {"HOME": str(home), "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        command = [str(installed / "bin" / program), *arguments]
+        before = {path for path in installed.rglob("*") if path.suffix != ".pyc"}
+        done = subprocess.run(command, cwd=work, env=variables, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert {path for path in installed.rglob("*") if path.suffix != ".pyc"} == before
+        assert {path.name for path in home.iterdir()} <= {".cache", ".config"}  # other packages' own
+        return done.stdout, work
+
+    return call
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_an_entry_runs_as_a_module(unpacked, tmp_path, entry):
-    assert "--config FILE" in run(unpacked, tmp_path, "-m", entry, "--help")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_runs_in_any_folder_and_writes_there(run, command):
+    part, written = COMMANDS[command]
+    said, folder = run("draftsmith", *command.split())
+    assert part in said
+    assert sorted(path.name for path in folder.iterdir()) == written
 
 
-def test_the_report_page_is_rendered(unpacked, tmp_path):
-    assert run(unpacked, tmp_path, "-c", RENDER, str(REPORT)).startswith(str(unpacked))
-    assert "tokens per target step" in (tmp_path / "report.html").read_text()
+def test_the_report_page_is_rendered(run, installed):
+    said, folder = run("python", "-c", RENDER, str(REPORT))
+    assert said.startswith(str(installed))
+    assert "tokens per target step" in (folder / "report.html").read_text()
 
 
-def test_the_demo_finds_what_came_along_and_writes_to_the_present_folder(unpacked, tmp_path):
-    code = (
-        "from scripts import demo; "
-        "demo.STEPS = {name: [*step, '--print-config'] for name, step in demo.STEPS.items() if name[:4] in ('head', 'data')}; "
-        "raise SystemExit(demo.main([]))"
-    )
-    said = run(unpacked, tmp_path, "-c", code)
-    assert "kind: hydra" in said
-    assert (tmp_path / "runs" / "demo" / "steps.json").is_file()
-    assert not (unpacked / "runs").exists()
+def test_what_is_read_beside_the_code_came_along(installed):
+    (wheel,) = installed.parent.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    packages = ("configs", "heads", "distill", "eval", "train", "scripts")
+    files = [path for package in packages for path in (ROOT / package).rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    needed = [path.relative_to(ROOT).as_posix() for path in files if ROOT / "scripts" / "lab" not in path.parents]
+    assert [name for name in needed if name not in names and not CHECKOUT_ONLY.fullmatch(name)] == []

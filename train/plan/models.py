@@ -7,7 +7,6 @@ itself, or a Hub id, of which only the config is fetched.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -15,6 +14,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from configs.runtime.errors import InputError, first_line
+from configs.runtime.files import find_shipped
 from configs.schema.commands.planning import PlanConfig, PlanHeadsConfig
 from configs.schema.target import TargetConfig
 from configs.schema.training import StudentConfig
@@ -89,10 +89,10 @@ def read_model_config(
     """Return the config of a model that a recipe names by `key`, without its weights."""
     if name.startswith(PREFIX):
         name = str(locate(TargetConfig(name=name)))
-    path = Path(name)
+    path = find_shipped(name)
     arguments = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
     try:
-        place = str(path.parent) if arguments else name
+        place = str(path.parent) if arguments else str(path) if path.exists() else name
         config = AutoConfig.from_pretrained(place, revision=revision, trust_remote_code=trust_remote_code, **arguments)
     except UNREADABLE as error:
         raise InputError(f"{key}: {name} has no model config that can be read: {first_line(error)}") from error
