@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from scripts.serving.vllm_server import INSTALL
+
 GIB, GB = 2**30, 10**9
 # For the embedded target: training its draft LM peaked at 2.4 GiB, `make demo` left 0.4 GB beside 0.5 GB of the target.
 LEAST_MEMORY, LEAST_DISK = 3 * GIB, 2 * GB
 ENGINES = {
-    "vllm": "vLLM is not installed: `draftsmith run --for vllm` exports and does not check; `make demo-serve` installs it",
+    "vllm": f"vLLM is not installed: `draftsmith run --for vllm` exports and does not check; {INSTALL}",
     "sglang": "SGLang is not installed: exports for it are written, and nobody tries them here",
-    "llama_cpp": "llama-server is not here: `--for gguf` exports and does not check; `sh scripts/setup_llama_cpp.sh` makes it",
+    "llama_cpp": "llama.cpp is not set up: `--for gguf` needs its converter; `sh scripts/setup_llama_cpp.sh` makes it",
     "openvino": "OpenVINO GenAI is not installed: `--for openvino` needs it; `sh scripts/setup_engine.sh openvino` installs it",
 }
 TOOLS = {
