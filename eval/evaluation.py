@@ -208,7 +208,7 @@ def _describe(config: EvalConfig, loaded: Loaded) -> dict[str, Any]:
         "versions": describe_versions(),
         "git": describe_git(),
         "command": mask_arguments(sys.orig_argv),
-        "decode_tokens": lambda ids: str(target.tokenizer.decode(list(ids), skip_special_tokens=False)),
+        "decode_tokens": target.spell,
     }
 
 

@@ -24,6 +24,9 @@ from pydantic import BaseModel
 from configs.runtime.files import CHECKOUT, write_json
 from configs.runtime.redaction import mask_arguments, mask_secrets
 
+METRICS_FILE = "metrics.jsonl"  # of a training: a line for each log line and each evaluation
+HELD_OUT = "held_out/"  # before the names of an evaluation's metrics there
+SAMPLES_FILE = "samples.json"  # of a training: some answers of the last evaluation
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "torchmetrics", "draftsmith")
 MIB = 2**20
 NO_DOCUMENTS = (".", ":(exclude)docs", ":(exclude)README.md")  # what git looks at

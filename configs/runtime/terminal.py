@@ -3,23 +3,26 @@
 Text from elsewhere, such as names in an artifact, may hold control characters, which start the escape sequences by which a
 terminal is cleared, renamed or made to answer, and bidirectional ones, which show a text in another order than it has: both are
 written out, as `\\x1b`. Progress is a bar on a terminal and plain log lines elsewhere, at most every `SECONDS_BETWEEN_LINES`;
-of several processes only rank 0 shows it.
+of several processes only rank 0 shows it, and writes the file that `PROGRESS_FILE` names, for those who look in from outside.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import os
 import re
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from types import TracebackType
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
@@ -28,6 +31,11 @@ from rich.text import Text
 from configs.runtime.redaction import redact
 
 SECONDS_BETWEEN_LINES = 10.0
+SECONDS_BETWEEN_NOTES = 2.0
+PROGRESS_FILE, STAGE = (
+    "DRAFTSMITH_PROGRESS",
+    "DRAFTSMITH_STAGE",
+)  # environment: where a stage of a run says how far it is, and as what
 LOGGER = logging.getLogger("draftsmith")
 # All controls but tab and line feed, line and paragraph separators, directional marks, invisible tags, lone surrogates, and
 # characters of no width but the two that join or part letters of some scripts.
@@ -52,12 +60,14 @@ def say(text: str, file: TextIO | None = None) -> None:
     print(redact(printable(text)), file=sys.stdout if file is None else file)
 
 
-def show(text: str) -> None:
-    """Print a text as it is to standard output; a reader that has seen enough and closed it, such as `head`, is no error."""
+def show(text: str) -> bool:
+    """Print a text as it is to standard output; False where its reader has seen enough and closed it, as `head` does."""
     try:
         print(text, flush=True)
+        return True
     except BrokenPipeError:  # Python writes at its end what is buffered still: nowhere, or it would fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
 
 
 def is_main_process() -> bool:
@@ -100,19 +110,21 @@ def progress(
     rate, the share and the time left.
     """
     work = _Work(description, total, unit, done, tokens)
+    if tokens is not None:
+        tokens.on_change = partial(work.advance, 0)
     if is_main_process() and sys.stderr.isatty():
+        work.last_line = math.inf  # the bar takes the place of the lines
         columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _PaceColumn(work)]
         with Progress(*columns, console=Console(stderr=True)) as bar:
             task = bar.add_task(description, total=total, completed=done)
 
             def advance(count: int) -> None:
-                work.done += count
+                work.advance(count)
                 bar.advance(task, count)
 
             yield advance
+        work.note()
         return
-    if tokens is not None:
-        tokens.on_change = partial(work.advance, 0)
     yield work.advance
     work.finish()
 
@@ -153,39 +165,77 @@ class Tokens:
         return max(0.0, min(share * open_limit, open_limit - under_way))
 
 
+class _Pace(NamedTuple):
+    share: float  # of the work that is done
+    rate: float  # per second, since this process began
+    unit: str  # of the rate
+    seconds_left: float | None
+
+    def __str__(self) -> str:
+        left = "unknown" if self.seconds_left is None else clock(self.seconds_left)
+        return f"{rate(self.rate, self.unit)}, {left} left"
+
+
 class _Work:
-    """Counts finished items and logs the count, the rate and the time left."""
+    """Counts finished items; logs the count, the rate and the time left, and notes them in the file for others."""
 
     def __init__(self, description: str, total: int, unit: str, done: int, tokens: Tokens | None) -> None:
         self.description, self.total, self.unit, self.tokens = description, total, unit, tokens
         self.done = self.before = done
-        self.started = self.last_line = time.monotonic()
+        self.started = self.last_line = self.last_note = time.monotonic()
+        self.file = os.environ.get(PROGRESS_FILE) if is_main_process() else None
+        self.note()
 
     def advance(self, count: int) -> None:
         self.done += count
         now = time.monotonic()
+        if now - self.last_note >= SECONDS_BETWEEN_NOTES:
+            self.last_note = now
+            self.note()
         if now - self.last_line < SECONDS_BETWEEN_LINES or self.done == self.total:
             return
         self.last_line = now
-        share, pace = self.pace()
-        LOGGER.info("%s: %d/%d %s (%.0f %%), %s", self.description, self.done, self.total, self.unit, 100 * share, pace)
+        pace = self.pace()
+        LOGGER.info("%s: %d/%d %s (%.0f %%), %s", self.description, self.done, self.total, self.unit, 100 * pace.share, pace)
 
-    def pace(self) -> tuple[float, str]:
-        """Return the share of the work that is done, and in words its rate and the time left."""
+    def pace(self) -> _Pace:
         unit, count = self.unit, self.done - self.before
         left = float(self.total - self.done)
         share = self.done / max(self.total, 1)
         if self.tokens is not None and self.tokens.written:
             unit, count, left = "tokens", self.tokens.written, self.tokens.left
             share = count / (count + left)
-        rate = count / max(time.monotonic() - self.started, 1e-9)
-        return share, f"{_rate(rate, unit)}, {_clock(left / rate) if rate else 'unknown'} left"
+        per_second = count / max(time.monotonic() - self.started, 1e-9)
+        return _Pace(share, per_second, unit, left / per_second if per_second else None)
+
+    def note(self) -> None:
+        """Write how far the work is into the file that the environment names; the work goes on where that cannot be."""
+        if self.file is None:
+            return
+        pace, path = self.pace(), Path(self.file)
+        values = {
+            "stage": os.environ.get(STAGE, ""),
+            "description": self.description,
+            "done": self.done,
+            "total": self.total,
+            "unit": self.unit,
+            "rate": pace.rate,
+            "rate_unit": pace.unit,
+            "seconds_left": pace.seconds_left,
+            "share": pace.share,
+            "time": time.time(),
+        }
+        scratch = path.with_name(f".{path.name}.{os.getpid()}")
+        with suppress(OSError):
+            scratch.write_text(json.dumps(values), encoding="utf-8")
+            scratch.replace(path)
 
     def finish(self) -> None:
         """Log how many were finished, the time it took and the mean rate."""
+        self.note()
         seconds, count = time.monotonic() - self.started, self.done - self.before
-        rate = _rate(count / seconds if seconds > 0 else 0.0, self.unit)
-        LOGGER.info("%s: %d %s in %s, %s", self.description, count, self.unit, _clock(seconds), rate)
+        mean = rate(count / seconds if seconds > 0 else 0.0, self.unit)
+        LOGGER.info("%s: %d %s in %s, %s", self.description, count, self.unit, clock(seconds), mean)
 
 
 class _PaceColumn(ProgressColumn):
@@ -196,16 +246,16 @@ class _PaceColumn(ProgressColumn):
         self.work = work
 
     def render(self, task: Task) -> Text:
-        return Text(self.work.pace()[1])
+        return Text(str(self.work.pace()))
 
 
-def _rate(per_second: float, unit: str) -> str:
+def rate(per_second: float, unit: str) -> str:
     """Return a rate with about three digits; slow work is given by the minute."""
     if 0 < per_second < 0.1:
         return f"{60 * per_second:.2g} {unit}/min"
     return f"{per_second:.3g} {unit}/s" if per_second < 1000 else f"{per_second:.0f} {unit}/s"
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
     """Return a duration as hours:minutes:seconds."""
     return str(timedelta(seconds=round(seconds)))

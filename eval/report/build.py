@@ -152,17 +152,20 @@ def pick_samples(
     ranked = sorted((generation for generation in generations if generation.rounds), key=_tau)
     count = min(SAMPLES_A_SIDE, len(ranked) // 2)
     return {
-        side: [
-            {
-                "prompt_id": f"{each.prompt_id}, turn {each.turn + 1}" if each.turn else each.prompt_id,
-                "category": each.category,
-                "prompt": texts[each.prompt_id, each.turn],
-                "tokens_per_target_step": _tau(each),
-                "pieces": spell_pieces(each, decode_tokens),
-            }
-            for each in chosen
-        ]
+        side: [spell_sample(each, texts[each.prompt_id, each.turn], decode_tokens) for each in chosen]
         for side, chosen in (("worst", ranked[:count]), ("best", ranked[::-1][:count]))
+    }
+
+
+def spell_sample(generation: Generation, prompt: str, decode_tokens: Decode) -> dict[str, Any]:
+    """Return an answer that has rounds, and the prompt's text, as the values of an `eval.report.schema.AnswerSample`."""
+    name, turn = generation.prompt_id, generation.turn
+    return {
+        "prompt_id": f"{name}, turn {turn + 1}" if turn else name,
+        "category": generation.category,
+        "prompt": prompt,
+        "tokens_per_target_step": _tau(generation),
+        "pieces": spell_pieces(generation, decode_tokens),
     }
 
 

@@ -1,8 +1,9 @@
 """A report as one HTML page that needs no network: text, tables, plots and styles in one file.
 
-The layout is `templates/page.html.j2`. Everything from outside, such as a model's answer, is escaped by the template engine and
-freed of control characters; the only markup let through is that of the plots. These are SVG elements in placeholder colours,
-which `as_svg` replaces by the page's CSS variables, so that the same file reads well in light and in dark.
+The layout is `templates/page.html.j2` in the frame of all pages, `base.html.j2`. Everything from outside, such as a model's
+answer, is escaped by the template engine and freed of control characters; the only markup let through is that of the plots.
+These are SVG elements in placeholder colours, which `as_svg` replaces by the page's CSS variables, so that the same file reads
+well in light and in dark.
 """
 
 from __future__ import annotations
@@ -85,16 +86,21 @@ def _descriptions(report: Report) -> dict[str, Any]:
 
 
 def render_page(**values: Any) -> str:
-    """Fill in the template, of a report or a comparison: everything is escaped, and a name that is not given is an error."""
+    """Fill in the template of a report or a comparison."""
+    return fill_template("page.html.j2", terms=TERMS, **values)
+
+
+def fill_template(name: str, folder: Path = TEMPLATES, **values: Any) -> str:
+    """Fill in a template of a folder, which may use those here: all is escaped, and a name that is not given is an error."""
     environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
+        loader=FileSystemLoader([folder, TEMPLATES]),
         autoescape=True,
         finalize=lambda value: value if isinstance(value, Markup) or not isinstance(value, str) else printable(value),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("page.html.j2").render(definitions=definitions(), terms=TERMS, number=text.number, **values)
+    return environment.get_template(name).render(definitions=definitions(), number=text.number, **values)
 
 
 # --- plots --------------------------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ from accelerate import tracking
 from accelerate.utils import LoggerType
 
 from configs.runtime.errors import ConfigError, InputError, Stopped
+from configs.runtime.terminal import PROGRESS_FILE, STAGE
+from scripts.watching.reading import find_run, read_run
 from tests.support.training_runs import distil, distill_config, read_evaluations, read_metrics
 from train.launch import make_accelerator
 from train.tasks.draft import DraftTask
@@ -17,6 +19,24 @@ from train.telemetry.step_clock import STEP_PARTS
 from train.telemetry.step_metrics import SHARE
 
 PLAIN = {"max_steps": 6, "eval_every_steps": None, "checkpoint_every_steps": None}
+
+
+# --- looking in ---------------------------------------------------------------------------------------------------
+
+
+def test_the_output_of_a_training_is_a_run_to_look_in_on(tmp_path, greedy_target, greedy_rows, monkeypatch):
+    monkeypatch.setenv(PROGRESS_FILE, str(tmp_path / "progress.json"))
+    monkeypatch.setenv(STAGE, "train")
+    distil(distill_config(tmp_path), greedy_target, greedy_rows)
+    found = read_run(find_run(str(tmp_path)))
+    assert [(each.name, each.state) for each in found.stages] == [("train", "running")]
+    assert (found.progress.description, found.progress.done, found.progress.total) == ("training", 10, 10)
+    assert [point.step for point in found.taus] == [5, 10]
+    assert len(found.losses) == 5
+    assert found.samples.step == 10
+    assert [each.prompt_id for each in found.samples.samples] == ["p0/0", "p1/0", "p2/0"]
+    (tmp_path / "outcome.json").write_text("{}")  # by `train.launch`, once it has ended
+    assert read_run(tmp_path).state == "ended"
 
 
 # --- the file of metrics ------------------------------------------------------------------------------------------

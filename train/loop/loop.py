@@ -11,7 +11,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from configs.runtime.errors import InputError, RunFailed, Stopped
+from configs.runtime.files import write_json
+from configs.runtime.run_record import HELD_OUT, SAMPLES_FILE
+from configs.runtime.terminal import progress
 from configs.schema.training import OptimizerConfig, ScheduleConfig
 from heads.device import to_device
 from heads.modules.interface import Batch
@@ -33,7 +36,7 @@ from train.loop.engines import choose_engine, make_optimizer
 from train.loop.lineage import Lineage
 from train.loop.read_ahead import Signals, Window, windows
 from train.loop.task import Task
-from train.telemetry.records import HELD_OUT, MetricsFile, explain_gap, start_trackers
+from train.telemetry.records import MetricsFile, explain_gap, start_trackers
 from train.telemetry.step_clock import STEP_PARTS
 from train.telemetry.step_metrics import SHARE, StepMetrics, find_peak
 
@@ -137,16 +140,8 @@ class _Training:
             self.metrics_file = MetricsFile(self.output, done_steps=self.progress.step, evaluated_steps=evaluated)
         if not self.progress.evaluated:
             self._evaluate_and_save()
-        labels = 0
-        while self.progress.step < self.num_steps:
-            for window, ahead in self._windows():
-                labels += self._step(window, ahead)
-                self._after_step()
-                if self.progress.step >= self.num_steps:
-                    break
-            else:
-                self.progress.epoch += 1
-                self.progress.steps_in_epoch = 0
+        with progress("training", self.num_steps, "steps", done=self.progress.step) as advance:
+            labels = self._take_steps(advance)
         self.accelerator.end_training()
         if self.progress.best_score is None or self.progress.best_step is None:
             raise RuntimeError("the run ended without an evaluation")
@@ -163,6 +158,21 @@ class _Training:
             labels=labels,
             trained_parameters=self.trained_parameters,
         )
+
+    def _take_steps(self, advance: Callable[[int], None]) -> int:
+        """Take the steps that are left; return the number of this process's labels."""
+        labels = 0
+        while self.progress.step < self.num_steps:
+            for window, ahead in self._windows():
+                labels += self._step(window, ahead)
+                self._after_step()
+                advance(1)
+                if self.progress.step >= self.num_steps:
+                    break
+            else:
+                self.progress.epoch += 1
+                self.progress.steps_in_epoch = 0
+        return labels
 
     def _resume(self) -> None:
         with self.clock("checkpoint"):
@@ -306,6 +316,7 @@ class _Training:
         log.info("step %d/%d, held out: %s", self.progress.step, self.num_steps, _format(metrics))
         if self.metrics_file is not None:
             self.metrics_file.add(self.progress.step, time.perf_counter() - self.started, named)
+            write_json(self.output / SAMPLES_FILE, {"step": self.progress.step, "samples": list(self.task.samples)})
         score = metrics["tokens_per_target_step"]
         if self.progress.best_score is None or score > self.progress.best_score:
             self.progress.best_score, self.progress.best_step = score, self.progress.step

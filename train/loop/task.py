@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -49,6 +49,10 @@ class Task(Protocol):
 
     def evaluate(self, module: nn.Module) -> dict[str, float]:
         """Return metrics on held-out prompts; `tokens_per_target_step` among them chooses what is kept."""
+
+    @property
+    def samples(self) -> Sequence[Mapping[str, Any]]:
+        """The first answers of the last evaluation in the main process, as a report has them (`eval.report.build`)."""
 
     def save(self, module: nn.Module, progress: Progress, metrics: dict[str, float]) -> None:
         """Write the artifact of the module, which is the best so far."""

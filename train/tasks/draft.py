@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -115,6 +115,10 @@ class DraftTask:
     def evaluate(self, module: nn.Module) -> dict[str, float]:
         """Decode held-out prompts with the draft as it stands."""
         return self.held_out.score(self._proposer(module)) | self.choice.metrics
+
+    @property
+    def samples(self) -> Sequence[Mapping[str, Any]]:
+        return self.held_out.samples
 
     def save(self, module: nn.Module, progress: Progress, metrics: dict[str, float]) -> None:
         """Write the draft, in the target's dtype, as the run's artifact."""

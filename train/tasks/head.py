@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from accelerate import Accelerator
 from torch import Tensor, nn
@@ -120,6 +120,10 @@ class HeadTask:
         """Decode held-out prompts with the head, and predict the result from its agreement with the answers."""
         assert isinstance(module, HeadObjective)
         return self.held_out.score(self.proposer(module)) | self.held_out.predict(module, self.states) | self.choice.metrics
+
+    @property
+    def samples(self) -> Sequence[Mapping[str, Any]]:
+        return self.held_out.samples
 
     def proposer(self, module: nn.Module) -> Proposer:
         return self.family.propose(serve(self.copy_of(module), self.target.model), self.target.device)

@@ -20,10 +20,9 @@ from accelerate.tracking import get_available_trackers
 from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.files import read_jsonl, read_text, write_text
 from configs.runtime.redaction import mask_secrets
+from configs.runtime.run_record import HELD_OUT, METRICS_FILE
 from configs.schema.training import ScheduleConfig
 
-METRICS_FILE = "metrics.jsonl"
-HELD_OUT = "held_out/"
 MIN_SHARE = 0.8  # of the predicted tokens beyond one a target step that decoding should yield
 TRACKERS_FOLDER = "trackers"  # below the run's folder
 

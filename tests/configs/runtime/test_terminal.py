@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import subprocess
 import sys
@@ -11,7 +12,18 @@ from types import SimpleNamespace
 import pytest
 
 from configs.runtime import terminal as module
-from configs.runtime.terminal import LOGGER, Tokens, is_main_process, one_line, printable, progress, say, setup_logging
+from configs.runtime.terminal import (
+    LOGGER,
+    PROGRESS_FILE,
+    STAGE,
+    Tokens,
+    is_main_process,
+    one_line,
+    printable,
+    progress,
+    say,
+    setup_logging,
+)
 
 NAME = "a\x1b[2J\x1b]0;title\x07\x9b1A\r\u202eb\u2066\U000e0041\u200b\u2060"
 SHOWN = r"a\x1b[2J\x1b]0;title\x07\x9b1A\r\u202eb\u2066\U000e0041\u200b\u2060"
@@ -89,6 +101,56 @@ def test_tokens_tell_the_time_left_before_the_first_text_has_ended(clock, caplog
     assert caplog.messages[0] == "answers: 0/10 prompts (8 %), 4 tokens/s, 0:03:50 left"  # at most: 920 tokens
     # The text that has ended filled a fifth of its limit; those under way have 60 tokens already.
     assert caplog.messages[1] == "answers: 1/10 prompts (10 %), 2 tokens/s, 0:06:00 left"
+
+
+def test_a_stage_of_a_run_writes_how_far_it_is_at_most_every_two_seconds(clock, monkeypatch, tmp_path):
+    path, written, tokens = tmp_path / "progress.json", [], Tokens()
+    clock.time = lambda: 1000.0 + clock.now
+    monkeypatch.setenv(PROGRESS_FILE, str(path))
+    monkeypatch.setenv(STAGE, "data")
+    tokens.expect(1000)
+    with progress("answers", 100, "prompts", tokens=tokens) as advance:
+        for _ in range(30):
+            clock.now += 0.25
+            tokens.write(10)
+            written.append(path.read_text())
+        assert json.loads(written[-1]) == {
+            "stage": "data",
+            "description": "answers",
+            "done": 0,
+            "total": 100,
+            "unit": "prompts",
+            "rate": 40.0,
+            "rate_unit": "tokens",
+            "seconds_left": pytest.approx(760 / 40),
+            "share": 0.24,
+            "time": 1106.0,
+        }
+        assert len(set(written)) == 4
+        advance(100)
+    assert json.loads(path.read_text())["done"] == 100
+    assert [each.name for each in tmp_path.iterdir()] == ["progress.json"]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_only_rank_0_writes_it_and_a_full_disk_stops_nothing(terminal, monkeypatch, tmp_path):
+    stream = io.StringIO()
+    stream.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stderr", stream)
+    path = tmp_path / "folder" / "progress.json"
+    monkeypatch.setenv(PROGRESS_FILE, str(path))
+    with progress("answers", 2) as advance:
+        advance(2)  # the folder is not there
+    path.parent.mkdir()
+    monkeypatch.setenv("RANK", "1")
+    with progress("answers", 2) as advance:
+        advance(2)
+    assert not path.exists()
+    monkeypatch.setenv("RANK", "0")
+    with progress("answers", 2) as advance:
+        advance(1)
+        advance(1)
+    assert json.loads(path.read_text())["done"] == 2
 
 
 def test_an_error_inside_is_passed_on_without_a_line_that_says_done(caplog):

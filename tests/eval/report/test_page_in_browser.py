@@ -1,24 +1,22 @@
 """The page in a real browser: it renders at any width, asks for nothing, runs nothing, and hostile text stays text.
 
-Needs `chromium` on the PATH (Debian's package); skipped where there is none.
+Skipped where there is no `chromium` on the PATH.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from dataclasses import replace
 from html import escape, unescape
 
 import pytest
 
 from eval.report.page import render_html
+from tests.support.browser import needs_browser, open_page
 from tests.support.reports import report_of
 
-CHROMIUM = shutil.which("chromium")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH")
+pytestmark = needs_browser
 
 ATTACK = """<script>document.title = "taken over"</script><img src="x" onerror="document.title = 'taken over'">"""
 # Added to a copy of a page, this measures what a reader would see; it is the test's own, the page has no script.
@@ -41,17 +39,12 @@ document.getElementById("probe").textContent = JSON.stringify(found);
 def browse(tmp_path):
     """Return a function that opens a page without a network and gives its final DOM and what the console said."""
 
-    def open_page(page, width=1280):
+    def browse(page, width=1280):
         path = tmp_path / "page.html"
         path.write_text(page, encoding="utf-8")
-        options = "headless no-sandbox disable-gpu no-first-run disable-dev-shm-usage disable-background-networking dump-dom"
-        command = [CHROMIUM, *(f"--{option}" for option in options.split())]
-        command += [f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},1000", "--virtual-time-budget=2000"]
-        command += ["--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr", path.as_uri()]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-        return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+        return open_page(path.as_uri(), tmp_path / "profile", width)
 
-    return open_page
+    return browse
 
 
 def title_of(dom):

@@ -1,0 +1,127 @@
+"""The page of a run: in Chromium it follows the run until that is over, it escapes what files say, and leads to the results."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import threading
+from functools import partial
+from html import escape, unescape
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from scripts.watching.page import thinned, write_page
+from scripts.watching.state import Point
+from tests.support.browser import needs_browser, open_page
+from tests.support.watched_runs import WatchedRun
+
+ATTACK = """<script>document.title = "taken over"</script><img src="x" onerror="document.title = 'taken over'">"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = WatchedRun(tmp_path / "run")
+    run.end("data")
+    run.begin("train")
+    run.train_some({10: 4.0, 20: 3.0}, {10: 1.5, 20: 2.25})
+    return run
+
+
+def written(run):
+    write_page(run.folder)
+    return (run.folder / "index.html").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def served(run):
+    """The address of a run's page, and what happens to the run before each request for it, as the runner would write it."""
+    before = []
+
+    class Pages(SimpleHTTPRequestHandler):
+        def do_GET(self):
+            if self.path.endswith(".html"):
+                before.pop(0)()
+                write_page(run.folder)
+            super().do_GET()
+
+        def log_message(self, *arguments):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Pages, directory=str(run.folder)))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/index.html", before
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@needs_browser
+def test_a_browser_follows_a_run_until_it_has_ended(run, served, tmp_path):
+    def end():
+        for name in ("train", "eval", "gate", "export"):
+            run.end(name)
+
+    def never():
+        raise AssertionError("the page of a run that has ended loads itself again")
+
+    address, before = served
+    looks = [lambda: None, lambda: run.train_some({10: 4.0, 30: 2.0}, {30: 2.75}), end, never]
+    before += looks
+    dom, console = open_page(address, tmp_path / "profile", seconds=15)  # its second look
+    assert "<h1>train: step 30</h1>" in dom
+    assert "2.75" in dom
+    assert len(before) == 2
+    dom, console = open_page(address, tmp_path / "profile", seconds=40)
+    assert "Ended after 5.0 minutes" in dom
+    assert dom.count("<svg") == 1
+    assert before == [never]
+    assert console == []
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [1280, 390])
+def test_hostile_files_do_nothing_in_a_browser_and_nothing_leaves_the_window(run, tmp_path, width):
+    run.show(ATTACK)
+    (run.folder / "draft.yaml").write_text(f"target: {{name: {ATTACK!r}}}\n")
+    probe = "<script>document.body.dataset.over = document.documentElement.scrollWidth - innerWidth</script>"
+    with run.progress("train", ATTACK, 100, "steps"):
+        page = run.folder / "page.html"
+        page.write_text(written(run).replace("</body>", f"{probe}</body>"), encoding="utf-8")
+    dom, console = open_page(page.as_uri(), tmp_path / "profile", width)
+    assert unescape(re.search(r"<title>(.*?)</title>", dom, re.DOTALL)[1]) != "taken over"
+    assert dom.count(escape(ATTACK, quote=False)) >= 2
+    assert int(re.search(r'data-over="(-?\d+)"', dom)[1]) <= 0
+    assert console == []
+
+
+def test_the_page_of_a_run_that_has_ended_has_the_verdict_and_leads_to_the_results(run, measured):
+    shutil.copytree(measured / "evaluation", run.folder / "eval")
+    (run.folder / "eval" / "report.html").write_text("")
+    served = run.folder / "export" / "vllm"
+    served.mkdir(parents=True)
+    (served / "serve.txt").write_text("vllm serve")
+    for name in ("train", "eval", "gate", "export"):
+        run.end(name)
+    page = written(run)
+    assert {"eval/report.html", "eval/gate.md", "export/vllm/serve.txt", "draft.yaml"} <= set(
+        re.findall('href="([^"#]+)"', page)
+    )
+    assert "The gate&#39;s verdict is pass:" in page
+    for name in ("Verdict of the gate", "Tokens per target step", "Decode speedup"):
+        assert name in page
+    assert "http-equiv" not in page
+
+
+def test_a_long_curve_is_drawn_by_means_of_neighbours():
+    points = tuple(Point(step, step % 2) for step in range(10_000))
+    assert len(thinned(points)) <= 400
+    assert {point.value for point in thinned(points)} <= {0.48, 0.52, 0.5}
+    assert thinned(points)[-1].step == 9_999
+    assert thinned(points[:9]) == list(points[:9])
+
+
+def test_a_page_that_cannot_be_written_stops_nothing(run):
+    (run.folder / "index.html").mkdir()
+    write_page(run.folder)
