@@ -6,7 +6,9 @@ It asks no network but itself, every `REFRESH_SECONDS` until the run is over, an
 from __future__ import annotations
 
 import math
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
@@ -30,16 +32,37 @@ from scripts.watching.state import Point, Run, Stage
 
 PAGE = "index.html"
 REFRESH_SECONDS = 10
+SECONDS_BETWEEN_PAGES = 5.0
 TEMPLATES = Path(__file__).with_name("templates")
 DRAWN_POINTS = 400  # of a curve; of more, neighbours are averaged
 TONES = {"pass": "good", "fail": "bad"}
 STAGE_TONES = {"done": "good", "failed": "bad"}
 
 
+@contextmanager
+def page_kept(output: Path, seconds: float = SECONDS_BETWEEN_PAGES) -> Iterator[None]:
+    """Write the page of a run every few seconds while the block goes on, and once more when it has ended."""
+    over = threading.Event()
+
+    def keep() -> None:
+        while not over.wait(seconds):
+            write_page(output)
+
+    thread = threading.Thread(target=keep, name="page", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        write_page(output)
+
+
 def write_page(output: Path) -> None:
-    """Write the page of a run as it is now; one that cannot be written stops nothing."""
-    with suppress(InputError):
-        write_text(output / PAGE, render_run(read_run(output)))
+    """Write the page of a run as it is now, if its folder is there; one that cannot be written stops nothing."""
+    with suppress(InputError, OSError):
+        if output.is_dir():
+            write_text(output / PAGE, render_run(read_run(output)))
 
 
 def render_run(run: Run) -> str:
@@ -61,7 +84,7 @@ def render_run(run: Run) -> str:
         check=None if run.check is None else run.check.table(),
         links=[(what, quote(path)) for what, path in run.links.items()],
         footer=f"Written {datetime.fromtimestamp(run.time, UTC):%Y-%m-%d %H:%M:%S} UTC"
-        + ("" if run.is_over else f", anew every {REFRESH_SECONDS} seconds while the run goes"),
+        + ("" if run.is_over else "; where this time stands still, the run does too"),
     )
 
 

