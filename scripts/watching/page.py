@@ -25,7 +25,7 @@ from configs.runtime.errors import InputError
 from configs.runtime.files import write_text
 from eval.report.page import FIRST, SECOND, WIDTH, as_svg, fill_template
 from eval.report.page import TEMPLATES as REPORT_TEMPLATES
-from eval.report.text import VERDICTS, interval, number, speedup_of, times
+from eval.report.text import VERDICTS, headline, interval, number, speedup_of, times
 from scripts.watching import text
 from scripts.watching.reading import read_run
 from scripts.watching.state import Point, Run, Stage
@@ -77,6 +77,7 @@ def render_run(run: Run) -> str:
         warnings=warnings + [f"The gate: {each}" for each in text.failed_checks(run)],
         refresh=None if run.is_over else REFRESH_SECONDS,
         cards=_cards(run),
+        measured="" if run.report is None else headline(run.report),
         stages=[_row(run, stage) for stage in run.stages],
         figures=_figures(run),
         samples=[] if run.samples is None else run.samples.samples,
@@ -135,7 +136,7 @@ def _figures(run: Run) -> list[tuple[str, Markup]]:
     if len(run.losses) > 1:
         found.append((f"Loss by step; {text.at(run.losses[-1])}", Markup(draw_curve(run.losses, None, FIRST))))
     if len(run.taus) > 1:
-        caption = f"Tokens per target step on held-out prompts by step; the best, {text.at(run.best)}, is kept"
+        caption = f"τ on held-out prompts; the best, {text.at(run.best)}, is kept"
         found.append((caption, Markup(draw_curve(run.taus, run.best, SECOND))))
     return found
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from configs.runtime.command import DONE
 from configs.runtime.terminal import one_line, printable, show
-from eval.report.text import number, speedup, tau
+from eval.report.text import headline, number
 from scripts.watching import text
 from scripts.watching.reading import read_run
 from scripts.watching.state import Run
@@ -81,7 +81,7 @@ def _parts(run: Run) -> Iterator[RenderableType]:
         values = " ".join(number(point.value) for point in run.taus[-SHOWN_EVALUATIONS:])
         yield _line(f"tau on held-out prompts: {values}; best {text.at(run.best)}")
     if run.report is not None:
-        yield _line(f"measured: tau {tau(run.report.acceptance)}, decode speedup {speedup(run.report.speed)}")
+        yield _line(headline(run.report))
     for check in text.failed_checks(run):
         yield _line(f"the gate: {check}", "red")
     if run.check is not None:

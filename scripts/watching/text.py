@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from configs.runtime.command import GATE_FAILED, INCONCLUSIVE
 from configs.runtime.terminal import clock, rate
-from eval.report.text import NOT_AVAILABLE, number, percent
-from eval.report.text import headline as report_headline
+from eval.report.text import NOT_AVAILABLE, number, percent, speedup_of, times
 from scripts.watching.state import SILENT_SECONDS, Point, Progress, Run, Stage
 
 VERDICTS = {GATE_FAILED: "fail", INCONCLUSIVE: "inconclusive"}  # of stages that judge, by their codes
@@ -15,8 +14,9 @@ def headline(run: Run) -> str:
     """Say in one sentence where a run is, or what it came to."""
     stage = run.running or run.broken
     if run.state == "ended" and run.report is not None:
-        verdict = "" if run.gate is None else f"The gate's verdict is {run.gate.outcome}: "
-        return verdict + report_headline(run.report)
+        verdict = "Measured" if run.gate is None else run.gate.outcome.capitalize()
+        tau, gained = run.report.acceptance.tokens_per_target_step, times(speedup_of(run.report)[0])
+        return f"{verdict}: {number(tau)} tokens per target step, {gained} the speed of plain decoding"
     match run.state:
         case "ended":
             return f"Ended after {_minutes_in_all(run)} minutes" if run.stages[1:] else f"{run.stages[0].name} has ended"

@@ -118,7 +118,7 @@ def test_a_run_that_has_died_is_told_from_one_that_is_busy(run):
             assert read_run(run.folder).state == "running"
         assert not dead.is_over
         run.age(40.0)
-    given_up = read_run(run.folder)
+        given_up = read_run(run.folder)
     assert (given_up.is_over, given_up.exit_code) == (True, 70)
 
 
