@@ -23,6 +23,7 @@ from heads.frozen.identity import locate
 from heads.frozen.tokenizer import in_template, load_tokenizer
 from scripts.serving.comparison import Answer, EngineCheck
 
+WARM_UP_TOKENS = 8
 CLASSES: dict[str, Any] = {"AutoModel": AutoModel, "AutoModelForCausalLM": AutoModelForCausalLM}
 
 
@@ -53,6 +54,7 @@ def check_transformers(serve: str, prompts: Sequence[Prompt], config: CheckConfi
     steps: list[int] = []
     model.register_forward_pre_hook(lambda *_: steps.append(1))
     drafting = {key: models.get(str(value), value) for key, value in lines.arguments.items()}
+    model.generate(**inputs[0], max_new_tokens=WARM_UP_TOKENS)
     plain = generate(model, inputs, config, {}, "plain")
     steps.clear()
     drafted = generate(model, inputs, config, drafting, "with the draft")
