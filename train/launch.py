@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration, patch_environment, set_seed
@@ -17,8 +18,8 @@ from transformers.integrations import unset_hf_deepspeed_config
 
 from configs.runtime.command import DONE
 from configs.runtime.errors import ConfigError, first_line
-from configs.runtime.files import drop_leftovers, find_shipped, folder_lock, write_json
-from configs.runtime.run_record import write_run_record
+from configs.runtime.files import drop_leftovers, find_shipped, folder_lock, read_object, write_json
+from configs.runtime.run_record import RECORD, write_run_record
 from configs.schema.training import DistillConfig, HeadsConfig, ScheduleConfig
 from distill.cache.format import MANIFEST
 from distill.cache.reader import TargetCache, check_fits, open_cache
@@ -39,11 +40,13 @@ from heads.frozen.loading import Target, load_target
 from heads.frozen.processes import join_processes, naming_lost_processes
 from heads.metadata import hash_artifact, locate_artifact, read_metadata
 from heads.modules.interface import Batch
+from train.loop.checkpoints import list_checkpoints
 from train.loop.engines import check_engine
 from train.loop.lineage import accumulating
 from train.loop.loop import train
 from train.loop.task import Task
 from train.preflight import check_before_training
+from train.resolve import resolve
 from train.tasks.draft import DraftTask
 from train.tasks.head import HeadTask
 from train.telemetry.records import TRACKERS_FOLDER, check_trackers
@@ -56,8 +59,9 @@ Recipe = DistillConfig | HeadsConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Materials:
-    """Target and conversations of a run, loaded and checked against each other."""
+    """Target and conversations of a run, loaded and checked against each other, and the recipe with nothing left to them."""
 
+    config: Recipe
     target: Target
     train: Sequence[Conversation]
     held_out: Sequence[Conversation]
@@ -85,6 +89,7 @@ def _run(config: Recipe, make_task: Callable[..., Task]) -> int:
         stack.enter_context(naming_lost_processes())
         accelerator = make_accelerator(config.schedule, output)
         materials = load_materials(config, accelerator)
+        config = materials.config
         if materials.target.states_from is not None:
             stack.enter_context(closing(materials.target.states_from))
         return _train(config, make_task, accelerator, materials, output)
@@ -150,12 +155,21 @@ def load_materials(config: Recipe, accelerator: Accelerator) -> Materials:
         if counts := describe_data(train_path).get(name):
             shown = ", ".join(f"{key} {count}" for key, count in counts.items())
             log.info("conversations to train on %s: %s", name.replace("_", " "), shown)
+    config = resolve(config, target.model, train_rows, _recipe_to_resume(config))
     dataset = ConversationDataset(train_rows, config.data.max_length)
     if dataset.num_dropped:
         log.info(
             "%d conversations have no answer within %d tokens and were dropped", dataset.num_dropped, config.data.max_length
         )
-    return Materials(target=target, train=train_rows, held_out=held_out_rows, dataset=dataset)
+    return Materials(config=config, target=target, train=train_rows, held_out=held_out_rows, dataset=dataset)
+
+
+def _recipe_to_resume(config: Recipe) -> dict[str, Any] | None:
+    """Return the recipe, with nothing left open, of the run in the output folder, where there is one to be resumed."""
+    output = Path(config.output)
+    if not config.schedule.resume or not list_checkpoints(output / "checkpoints") or not (output / RECORD).is_file():
+        return None
+    return dict(read_object(output / RECORD, "run record")["config"])
 
 
 def _hash_materials(config: Recipe, target: Target) -> dict[str, str]:

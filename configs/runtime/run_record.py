@@ -29,6 +29,7 @@ HELD_OUT = "held_out/"  # before the names of an evaluation's metrics there
 SAMPLES_FILE = "samples.json"  # of a training: some answers of the last evaluation
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "torchmetrics", "draftsmith")
 MIB = 2**20
+RECORD = "run.json"
 NO_DOCUMENTS = (".", ":(exclude)docs", ":(exclude)README.md")  # what git looks at
 PROBE_SECONDS = 20  # git status of a large checkout on a network disk can be slow
 # Keys of a training's config that change none of its weights but by the order of sums, sections with all that is in them. A run
@@ -84,7 +85,7 @@ def write_run_record(folder: Path, config: BaseModel, **extra: Any) -> Path:
         "hardware": describe_hardware(),
         **mask_secrets(extra),
     }
-    path = folder / "run.json"
+    path = folder / RECORD
     write_json(path, record)
     return path
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -20,6 +20,13 @@ PositiveShare = Annotated[float, Field(gt=0, le=1)]
 Dtype = Literal["bfloat16", "float16", "float32"]
 MIN_TEMPERATURE = 1e-4
 NAME = re.compile(r"[A-Za-z0-9_-]+")  # part of a folder's name
+AUTO: Any = "auto"  # a setting that follows from target and data
+if TYPE_CHECKING:  # what such a setting is once `train.resolve` has run, before anything reads it
+    AutoInt, AutoBlock, AutoFloat, AutoBlocks = int, int, float, list[int]
+else:
+    AutoInt, AutoFloat = PositiveInt | Literal["auto"], PositiveFloat | Literal["auto"]
+    AutoBlock = NonNegativeInt | Literal["auto"]
+    AutoBlocks = list[NonNegativeInt] | Literal["auto"]
 Setting = bool | int | float | str | None  # a value in a change to a recipe, which another command's config gives
 Value = Setting | list[int]
 

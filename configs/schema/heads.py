@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from configs.schema.base import (
+    AutoBlock,
+    AutoInt,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -41,8 +43,9 @@ class LayerSettings(Settings):
 class HeadSettings(Settings):
     """Settings of every family."""
 
-    # tokens the head can propose, the most frequent in answers; None: all, or by mass the number expected to decode fastest
-    draft_vocab_size: PositiveInt | None = None
+    # tokens the head can propose, the most frequent in answers; None: all, or by mass the number expected to decode fastest;
+    # auto: those that the answers use, rounded up to a multiple of 1,024, at most 32,768
+    draft_vocab_size: AutoInt | None = None
     draft_vocab_by: Literal["mass"] | None = None  # mass: the tokens of most probability by the target in a sample of answers
     train_head: bool = False  # learn the rows of the output head too; they start as the target's
     depth_decay: PositiveShare = 0.8  # weight in the loss of each depth over the one before it
@@ -110,7 +113,9 @@ class EagleSettings(TappedSettings):
     norm_joined_taps: bool | None = None  # an RMS norm of all taps as one vector (speculators' norm_before_fc)
     own_embedding: bool | None = None  # an embedding of the head's own, which starts as the target's
     norm_before_residual: bool = False  # the residual starts from the normed feature
-    init_block: NonNegativeInt | None = None  # start attention output and MLP from this block of the target, counted from 0
+    # start attention output and MLP from this block of the target, counted from 0; auto: from the one that reads the last tap,
+    # and from none where that has another shape
+    init_block: AutoBlock | None = None
 
     def objections(self) -> Iterator[str]:
         yield from super().objections()

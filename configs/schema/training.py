@@ -12,8 +12,11 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field
 
 from configs.schema.base import (
+    AUTO,
+    AutoBlocks,
+    AutoFloat,
+    AutoInt,
     NonNegativeFloat,
-    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     PositiveShare,
@@ -44,14 +47,15 @@ class StudentConfig(Settings):
     """The draft before training: some of the target's layers, any smaller model, or a new one."""
 
     init: Literal["target_layers", "model", "fresh"] = "target_layers"  # what the draft starts from
-    # target_layers: the target's blocks to keep, from 0, in order; by default the first four
-    layers: list[NonNegativeInt] | None = Field(default_factory=_default_layers)
+    # target_layers: the target's blocks to keep, from 0, in order; by default the first four; auto: the first tenth
+    layers: AutoBlocks | None = Field(default_factory=_default_layers)
     path: str | None = None  # model: folder or Hub id
     # fresh: what differs from the target's own config, e.g. {num_hidden_layers: 4, hidden_size: 256}
     overrides: dict[str, bool | int | float | str] | None = None
     train_embeddings: bool = False  # those of init fresh are trained in any case
-    # tokens the draft can propose, the most frequent in answers; None: all, or by mass the number expected to decode fastest
-    draft_vocab_size: PositiveInt | None = None
+    # tokens the draft can propose, the most frequent in answers; None: all, or by mass the number expected to decode fastest;
+    # auto: as of heads
+    draft_vocab_size: AutoInt | None = None
     draft_vocab_by: Literal["mass"] | None = None  # mass: the tokens of most probability by the target in a sample of answers
     lora: LoraSettings | None = None  # None: train the weights themselves
 
@@ -63,7 +67,8 @@ class StudentConfig(Settings):
             yield "lora adapts trained weights; init 'fresh' makes random ones"
         if self.layers == []:
             yield "layers must keep at least one block"
-        yield from unless_rising("layers", self.layers, "block")
+        if self.layers != AUTO:
+            yield from unless_rising("layers", self.layers, "block")
 
 
 DivergenceName = Literal[
@@ -130,7 +135,8 @@ class LossConfig(Settings):
 class OptimizerConfig(Settings):
     """AdamW with linear warm-up and a cosine to `final_share` of the learning rate."""
 
-    learning_rate: PositiveFloat = 1e-3  # at its highest
+    # at its highest; auto: 1e-3 for heads, 3e-3 for draft LMs, and above a target's width of 576 times the root of 576 / width
+    learning_rate: AutoFloat = 1e-3
     weight_decay: NonNegativeFloat = 0.0  # of AdamW, on matrices
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9  # of AdamW
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95  # of AdamW
@@ -152,7 +158,8 @@ class TrainingDataConfig(Settings):
 
     train: str = "runs/data/train.jsonl"  # conversations to train on
     held_out: str = "runs/data/held_out.jsonl"  # conversations that are never trained on
-    max_length: PositiveInt = 512  # tokens; longer conversations are cut at the end
+    # tokens; longer conversations are cut at the end; auto: the target's context, at most 2,048
+    max_length: AutoInt = 512
     cache: str | None = None  # a folder made of `train` by `scripts/make_cache.py`; None: the target runs on every batch
     # Several conversations in a row, kept apart; schedule.batch_size then counts rows. None: a row is one, padded to its batch
     packing: Literal[True] | None = None
@@ -162,7 +169,7 @@ class TrainingDataConfig(Settings):
     def objections(self) -> Iterator[str]:
         if self.pack_length is not None and self.packing is None:
             yield "pack_length is for packed rows: set packing to true, or pack_length to null"
-        if self.pack_length is not None and self.pack_length < self.max_length:
+        if self.pack_length is not None and self.max_length != AUTO and self.pack_length < self.max_length:
             yield f"pack_length must be at least max_length, for any conversation, got {self.pack_length} and {self.max_length}"
 
     @property

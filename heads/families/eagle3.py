@@ -12,6 +12,7 @@ width.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -253,11 +254,9 @@ def copy_block(target: PreTrainedModel, number: int, layer: nn.Module) -> None:
     if not 0 <= number < num_blocks(target):
         raise InputError(f"head.init_block {number}: the target's blocks are 0 to {num_blocks(target) - 1}")
     own, source = layer.state_dict(), real_weights(blocks(target)[number])
-    if "pre_feedforward_layernorm.weight" in source:  # Gemma's, which norm what a sublayer puts out
-        raise InputError(f"head.init_block: a block of {type(target).__name__} norms otherwise than the head; leave it null")
+    if (complaint := _misfit(own, source)) is not None:
+        raise InputError(f"head.init_block: block {number} of {type(target).__name__} {complaint}; leave it null")
     for name in COPIED:
-        if name not in source or source[name].shape != own[name].shape:
-            raise InputError(f"head.init_block: block {number} of {type(target).__name__} has no {name} that fits the head")
         own[name].copy_(source[name])
     state_norm = "hidden_norm.weight" if "hidden_norm.weight" in own else "input_layernorm.weight"
     norms = {state_norm: "input_layernorm.weight", "post_attention_layernorm.weight": "post_attention_layernorm.weight"}
@@ -270,6 +269,27 @@ def copy_block(target: PreTrainedModel, number: int, layer: nn.Module) -> None:
         weight = source.get(name)
         if weight is not None and len(weight) == len(own[name]):
             own[name][:, -weight.shape[1] :].copy_(weight)  # the last D columns, which read the state
+
+
+def block_to_copy(target: PreTrainedModel, settings: EagleSettings) -> tuple[int, str | None]:
+    """Return the block that reads, in the target, what a head's feature starts as, and why the head cannot start from it.
+
+    Of the target only names and sizes are asked: it may lie on the meta device.
+    """
+    number = (settings.taps or default_taps(target))[-1]
+    if number >= num_blocks(target):
+        return number, "the last tap is the target's last state"
+    with torch.device("meta"):
+        layer = Eagle3Layer(layer_shape(target, settings.layer), settings, first=True)
+    return number, _misfit(layer.state_dict(), blocks(target)[number].state_dict())
+
+
+def _misfit(own: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> str | None:
+    """Return why a layer cannot start from a block's weights; None where it can."""
+    if "pre_feedforward_layernorm.weight" in source:  # Gemma's, which norm what a sublayer puts out
+        return "norms otherwise than the head"
+    unfit = [name for name in COPIED if name not in source or source[name].shape != own[name].shape]
+    return f"has no {unfit[0]} that fits the head" if unfit else None
 
 
 FAMILY = Family(settings=Eagle3Settings, build=Eagle3, propose=FeatureChain)

@@ -29,6 +29,7 @@ def serve_lines(config: PlanConfig, *, cpu: bool = False, options: Sequence[str]
     if states is None:
         raise ConfigError("target.states: the recipe names no servers; give urls and path there")
     models = plan_models(config)
+    config = models.config
     taps = sorted({*(models.taps or ()), num_blocks(models.target)})
     decode = config.held_out.decode
     # A text, its answer and drafts, and the token that every request generates.

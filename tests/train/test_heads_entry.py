@@ -1,6 +1,7 @@
 """Training a head from files to an artifact that decodes: what is scored is what is kept, and a run can be repeated."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,14 +14,14 @@ from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from configs.schema.target import TargetConfig
 from configs.schema.training import HeadsConfig
-from distill.dataset.conversations import FORMAT_VERSION, MANIFEST
+from distill.dataset.conversations import FORMAT_VERSION, MANIFEST, read_conversations
 from eval.decoder.decode import generate
 from heads.artifact import load_draft
 from heads.frozen.loading import load_target
 from tests.support.caches import conversation, write_rows
 from tests.support.training_runs import train_task
 from train.launch import run_heads
-from train.loop.checkpoints import list_checkpoints
+from train.loop.checkpoints import list_checkpoints, read_manifest
 
 # Two of them draw random numbers while they train: the origins that are kept, the anchors.
 HEADS = {
@@ -131,6 +132,36 @@ def test_a_resumed_run_ends_as_the_undisturbed_one(head_task, greedy_rows, tmp_p
     start = task("start").module.state_dict()
     torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
     assert any(not torch.equal(whole[name], start[name]) for name in whole)
+
+
+@pytest.mark.usefixtures("own_precision")
+def test_what_a_recipe_leaves_open_is_settled_once_and_a_resumed_run_keeps_it(run_folder, tiny_run, tmp_path, monkeypatch):
+    monkeypatch.setattr("train.resolve.VOCABULARY_STEP", 4)
+    data = Path(shutil.copytree(run_folder, tmp_path / "data"))
+    rows = list(read_conversations(data / "train.jsonl"))
+
+    def config(max_steps, **schedule):
+        schedule |= {"batch_size": 4, "max_steps": max_steps, "trackers": []}
+        left_open = {"head": {"kind": "eagle3", "taps": [0, 1], "init_block": "auto", "draft_vocab_size": "auto"}}
+        left_open |= {"optimizer": {"learning_rate": "auto"}, "schedule": schedule}
+        opened = config_for(data, tiny_run, tmp_path / "out", **left_open)
+        return opened.model_copy(update={"data": opened.data.model_copy(update={"max_length": "auto"})})
+
+    write_rows(data / "train.jsonl", rows[:6])
+    assert run_heads(config(1)) == 0
+    values = json.loads((tmp_path / "out" / "run.json").read_text())["config"]
+    assert (values["head"]["init_block"], values["optimizer"]["learning_rate"]) == (1, 1e-3)
+    metadata = json.loads((tmp_path / "out" / "artifact" / "draftsmith.json").read_text())
+    (checkpoint,) = list_checkpoints(tmp_path / "out" / "checkpoints")
+    for section in ("data", "head", "optimizer"):
+        settled = read_manifest(checkpoint).lineage.settings[section]
+        assert "auto" not in (*metadata["training"][section].values(), *settled.values(), *values[section].values())
+    write_rows(data / "train.jsonl", rows)
+    with pytest.raises(InputError, match=r"\(contents.train [0-9a-f]+ -> [0-9a-f]+\)"):  # and nothing else
+        run_heads(config(2))
+    assert run_heads(config(1, resume=False)) == 0
+    again = json.loads((tmp_path / "out" / "run.json").read_text())["config"]
+    assert again["head"]["draft_vocab_size"] > values["head"]["draft_vocab_size"]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ itself, or a Hub id, of which only the config is fetched.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -18,6 +19,7 @@ from configs.runtime.files import find_shipped
 from configs.schema.commands.planning import PlanConfig, PlanHeadsConfig
 from configs.schema.target import TargetConfig
 from configs.schema.training import StudentConfig
+from distill.dataset.conversations import open_conversations
 from distill.student.init import add_adapters, overridden_config
 from distill.student.kept_blocks import keep_layers
 from heads.families.registry import FAMILIES
@@ -26,6 +28,7 @@ from heads.frozen.identity import PREFIX, locate
 from heads.frozen.model_config import auto_class
 from heads.modules.output_head import HeadModule
 from heads.vocabulary import DraftVocabulary
+from train.resolve import resolve
 
 META = torch.device("meta")
 
@@ -34,6 +37,7 @@ META = torch.device("meta")
 class PlannedModels:
     """A recipe's target and draft."""
 
+    config: PlanConfig  # with what it leaves to target and data
     target: PreTrainedModel  # in the recipe's dtype
     draft: nn.Module  # a head's module or a draft LM, in float32 and frozen where training freezes it
     taps: tuple[int, ...] | None  # states of the target that a head reads besides the final one; None for a draft LM
@@ -72,15 +76,18 @@ def plan_models(config: PlanConfig) -> PlannedModels:
     """Build a recipe's target and draft without weights; an InputError says where there is no config, or no model of it."""
     named = config.target
     model_config = read_model_config(named.name, named.revision, trust_remote_code=named.trust_remote_code)
-    target = _empty(model_config, getattr(torch, named.dtype), trust_remote_code=named.trust_remote_code).requires_grad_(False)
+    target = empty_model(model_config, getattr(torch, named.dtype), trust_remote_code=named.trust_remote_code)
+    target.requires_grad_(False)
+    train = Path(config.data.train)
+    config = resolve(config, target, open_conversations(train) if train.is_file() else None)
     if isinstance(config, PlanHeadsConfig):
         family = FAMILIES[config.head.kind]
         vocabulary = _first_tokens(config.head.draft_vocab_size, target)
         with META:
             head = family.build(config.head, target, vocabulary).float()
-        return PlannedModels(target=target, draft=head, taps=tuple(cast(HeadModule, head).taps))
+        return PlannedModels(config=config, target=target, draft=head, taps=tuple(cast(HeadModule, head).taps))
     _first_tokens(config.student.draft_vocab_size, target)
-    return PlannedModels(target=target, draft=_draft_lm(config.student, target), taps=None)
+    return PlannedModels(config=config, target=target, draft=_draft_lm(config.student, target), taps=None)
 
 
 def read_model_config(
@@ -106,9 +113,9 @@ def _draft_lm(student: StudentConfig, target: PreTrainedModel) -> PreTrainedMode
         with META:
             draft = keep_layers(target, student.layers or [])
     elif student.path is not None:
-        draft = _empty(read_model_config(student.path, key="student.path"), torch.float32, key="student.path")
+        draft = empty_model(read_model_config(student.path, key="student.path"), torch.float32, key="student.path")
     else:
-        draft = _empty(overridden_config(student.overrides or {}, target), torch.float32, key="student.overrides")
+        draft = empty_model(overridden_config(student.overrides or {}, target), torch.float32, key="student.overrides")
     draft.float()
     if student.lora is not None:
         add_adapters(draft, student.lora)
@@ -118,9 +125,10 @@ def _draft_lm(student: StudentConfig, target: PreTrainedModel) -> PreTrainedMode
     return draft
 
 
-def _empty(
+def empty_model(
     config: PreTrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False, key: str = "target.name"
 ) -> PreTrainedModel:
+    """Return a causal LM of a config on the meta device."""
     try:
         with META:
             return auto_class(config).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)

@@ -120,7 +120,9 @@ class Plan:
 def make_plan(config: PlanConfig) -> Plan:
     """Return the plan of a recipe; an InputError says where target, draft or data are not there, or do not go together."""
     config = config.model_copy(update={"schedule": accumulating(config.schedule, config.hardware.num_accelerators)})
-    models, dataset = plan_models(config), _open_dataset(config)
+    models = plan_models(config)
+    config = models.config
+    dataset = _open_dataset(config)
     work = _measure_workload(config, dataset)
     schedule, row_length, machine = config.schedule, config.data.row_length, config.hardware.machine
     a_row = 1.0 if row_length is None else row_length / work.mean_tokens

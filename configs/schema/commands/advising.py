@@ -28,10 +28,8 @@ class FamilyTrials(Settings):
 def _default_families() -> dict[str, FamilyTrials]:
     return {
         "hydra": FamilyTrials(recipe="configs/heads/hydra.yaml", values={"head.num_layers": [1]}),
-        "eagle3": FamilyTrials(
-            recipe="configs/heads/eagle3.yaml", values={"head.num_layers": [1, 2], "head.init_block": [None]}
-        ),
-        "draft_lm": FamilyTrials(recipe="configs/distill/demo.yaml", values={"student.layers": [[0, 1], [0, 1, 2, 3]]}),
+        "eagle3": FamilyTrials(recipe="configs/heads/eagle3.yaml", values={"head.num_layers": [1, 2]}),
+        "draft_lm": FamilyTrials(recipe="configs/distill/draft_lm.yaml", values={"student.layers": [[0, 1], [0, 1, 2, 3]]}),
     }
 
 

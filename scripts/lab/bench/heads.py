@@ -31,7 +31,7 @@ from eval.metrics.speed import Sums, decode_speed_ratio, sums_ratio
 from eval.stats.bootstrap import Interval
 from heads.artifact import Draft, load_draft
 from heads.frozen.loading import Target, load_target
-from heads.metadata import WEIGHTS_FILE
+from heads.metadata import WEIGHTS_FILE, read_metadata
 from heads.proposers.lookup import PromptLookup
 from heads.proposers.protocol import Proposer
 from scripts.advice.measuring import SEED, check_finite
@@ -214,13 +214,14 @@ def summarise(records: Records, mode: str, num_speculative_tokens: int, samples:
 
 def cost_of(run: TrainingRun) -> dict[str, Any]:
     """Return what a draft takes; `training_seconds` are those of steps, `run_seconds` also have decoding and checkpoints."""
-    outcome, data = read_outcome(run), run.recipe.data
+    outcome, rows = read_outcome(run), read_conversations(Path(run.recipe.data.train))
+    max_length = read_metadata(run.artifact).training["data"]["max_length"]
     with safe_open(run.artifact / WEIGHTS_FILE, framework="pt") as tensors:
         shapes = [tensors.get_slice(name).get_shape() for name in tensors.keys()]  # noqa: SIM118 - not a dict
     return {
         "parameters": sum(math.prod(shape) for shape in shapes),
         "trained_parameters": outcome["trained_parameters"],
-        "answer_tokens": ConversationDataset(read_conversations(Path(data.train)), data.max_length).num_labels,
+        "answer_tokens": ConversationDataset(rows, max_length).num_labels,
         "labels": outcome["labels"],
         "training_seconds": outcome["training_seconds"],
         "run_seconds": outcome["seconds"],

@@ -18,7 +18,7 @@ from configs.runtime.command import BAD_INPUT, DONE
 from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.files import CHECKOUT, read_json, write_json
 from configs.runtime.loading import load_config
-from configs.schema.commands.planning import PlanHeadsConfig
+from configs.schema.commands.planning import PlanConfig, PlanHeadsConfig
 from configs.schema.training import HeadsConfig
 from distill.dataset.batches import BucketedBatchSampler, ConversationDataset
 from distill.dataset.conversations import read_conversations
@@ -76,7 +76,7 @@ def compare_scale(config: BenchScaleConfig) -> int:
         ratios={
             name: tokens_a_second(each_its_own, alone, samples),
             f"{name}_same_global_batch": tokens_a_second(together, alone, samples),
-            **tokens_among_positions(recipe),
+            **tokens_among_positions(plan.config),
             "checkpoint_share": ratio_interval(checkpoints, between, samples=samples, seed=SEED),
             "input_share": ratio_interval([run.input_share for run in alone], ones, samples=samples, seed=SEED),
             "step_seconds_vs_plan": sum(run.step_seconds for run in alone) / len(alone) / plan.times.total,
@@ -120,7 +120,7 @@ def measure(
     )
 
 
-def tokens_among_positions(recipe: HeadsConfig) -> dict[str, float]:
+def tokens_among_positions(recipe: PlanConfig) -> dict[str, float]:
     """Return the share of a batch's positions that hold tokens over an epoch of the recipe's data, packed and bucketed."""
     dataset = ConversationDataset(read_conversations(Path(recipe.data.train)), recipe.data.max_length)
     batch_size, seed = recipe.schedule.batch_size, recipe.schedule.seed

@@ -28,6 +28,7 @@ from scripts.lab.bench.harness import add_ratios
 from scripts.lab.bench.scale import measure, tokens_a_second
 from scripts.lab.bench.turns import take_turns
 from scripts.lab.settings import BenchScaleConfig, BenchStatesConfig
+from train.resolve import resolve
 
 log = logging.getLogger("draftsmith")
 
@@ -56,7 +57,8 @@ def relative_difference(config: BenchStatesConfig, recipe: HeadsConfig) -> float
     """Return by how much the states of any tap differ from the local target's at most, in a share of their size."""
     target = load_target(recipe.target.model_copy(update={"states": None}))
     assert recipe.target.states is not None
-    dataset, worst = ConversationDataset(open_conversations(Path(recipe.data.train)), recipe.data.max_length), 0.0
+    rows, worst = open_conversations(Path(recipe.data.train)), 0.0
+    dataset = ConversationDataset(rows, resolve(recipe, target.model, rows).data.max_length)
     with closing(EngineStates(recipe.target.states, target)) as engine:
         taps = engine.servers.taps
         texts = [dataset[number].input_ids for number in range(min(config.num_compared, len(dataset)))]

@@ -1,0 +1,128 @@
+"""`auto` in a recipe: what it comes to for targets of other sizes and kinds, and that nothing behind it sees the word."""
+
+import json
+from functools import cache
+
+import pytest
+import torch
+from transformers import Gemma3TextConfig, LlamaConfig, Qwen3MoeConfig
+
+from configs.runtime.files import CHECKOUT
+from configs.runtime.loading import load_config, read_values
+from configs.schema.base import AUTO
+from configs.schema.commands.planning import PlanDistillConfig, PlanHeadsConfig
+from configs.schema.target import TargetConfig
+from distill.dataset.conversations import Conversation
+from heads.families.eagle3 import default_taps
+from heads.families.registry import FAMILIES
+from heads.vocabulary import DraftVocabulary
+from train.plan.models import empty_model, plan_models, read_model_config
+from train.resolve import resolve
+
+LLAMA_8B = str(CHECKOUT / "configs" / "plan" / "llama_8b")
+HEADS = sorted((CHECKOUT / "configs" / "heads").glob("*.yaml"))
+EAGLE3, DRAFT_LM = "configs/heads/eagle3.yaml", "configs/distill/draft_lm.yaml"
+CONFIGS = {
+    "smollm2": lambda: read_model_config(TargetConfig().name),
+    "llama_8b": lambda: read_model_config(LLAMA_8B),
+    "gemma_270m": lambda: Gemma3TextConfig(
+        vocab_size=262144, hidden_size=640, intermediate_size=2048, num_hidden_layers=18, num_attention_heads=4,
+        num_key_value_heads=1, head_dim=256, max_position_embeddings=32768, sliding_window=512,
+    ),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        vocab_size=151936, hidden_size=2048, num_hidden_layers=24, num_attention_heads=16, num_key_value_heads=4, head_dim=128,
+        max_position_embeddings=1024, num_experts=8, moe_intermediate_size=64, pad_token_id=0,
+    ),
+    "small": lambda: LlamaConfig(vocab_size=900, hidden_size=64, intermediate_size=96, num_hidden_layers=6),
+}  # fmt: skip
+
+
+@cache
+def target(name):
+    return empty_model(CONFIGS[name](), torch.bfloat16)
+
+
+def resolved(recipe, name, train=None, begun=None, *changes):
+    schema = PlanHeadsConfig if "head" in read_values(recipe) else PlanDistillConfig
+    return resolve(load_config(schema, recipe, changes), target(name), train, begun)
+
+
+def row(answer):
+    return Conversation.from_dict(
+        {"prompt_id": "a", "category": "", "turn": 0, "messages": [], "prompt_ids": [1], "answer_ids": answer}, ""
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "length", "taps", "block"),
+    [
+        ("smollm2", 1e-3, 2048, (2, 15, 27), 27),
+        ("llama_8b", 3.8e-4, 2048, (2, 16, 29), 29),
+        ("gemma_270m", 9.5e-4, 2048, (2, 9, 15), None),  # its blocks norm what a sublayer puts out
+        ("qwen3_moe", 5.3e-4, 1024, (2, 12, 21), None),  # no MLP but experts
+    ],
+)
+def test_a_head_follows_its_target(name, rate, length, taps, block, caplog):
+    with caplog.at_level("INFO", "draftsmith"):
+        found = resolved(EAGLE3, name)
+    assert (found.optimizer.learning_rate, found.data.max_length) == (rate, length)
+    assert (found.head.draft_vocab_size, found.head.init_block) == (32_768, block)
+    assert default_taps(target(name)) == taps
+    assert [message.split(": ")[0].removesuffix(" auto") for message in caplog.messages] == [
+        "data.max_length", "optimizer.learning_rate", "head.draft_vocab_size", "head.init_block",
+    ]  # fmt: skip
+
+
+def test_a_block_that_fits_the_head_alone_is_copied():
+    assert resolved(EAGLE3, "smollm2", None, None, "head.taps=[2, 15, 20]").head.init_block == 20
+    assert resolved(EAGLE3, "smollm2", None, None, "head.taps=[2, 15, 30]").head.init_block is None  # no block reads h_30
+    assert resolved(EAGLE3, "smollm2", None, None, "head.layer={mlp_width: 96}").head.init_block is None
+
+
+def test_a_small_vocabulary_is_drafted_whole():
+    assert resolved("configs/heads/hydra.yaml", "small", [row([1, 2])]).head.draft_vocab_size is None
+
+
+def test_a_draft_lm_keeps_a_tenth_of_the_blocks():
+    found = resolved(DRAFT_LM, "smollm2")
+    assert (found.student.layers, found.optimizer.learning_rate) == ([0, 1, 2], 3e-3)
+    assert resolved(DRAFT_LM, "gemma_270m").student.layers == [0]
+    assert resolved(DRAFT_LM, "small").student.layers == [0]
+
+
+@pytest.mark.parametrize(
+    ("used", "size"), [(range(1), 1024), (range(1024), 1024), (range(1025), 2048), (range(33_000), 32_768)]
+)
+def test_the_draft_vocabulary_holds_the_tokens_that_answers_use(used, size):
+    assert resolved(EAGLE3, "smollm2", [row(list(used) * 2)]).head.draft_vocab_size == size
+    assert resolved(DRAFT_LM, "smollm2", [row(list(used))]).student.draft_vocab_size == size
+
+
+def test_a_run_that_is_resumed_has_the_values_that_it_began_with():
+    begun = resolved(EAGLE3, "smollm2", [row([1])]).model_dump(mode="json")
+    grown = [row(list(range(5000)))]
+    assert resolved(EAGLE3, "smollm2", grown).head.draft_vocab_size == 5120
+    assert resolved(EAGLE3, "smollm2", grown, begun).model_dump(mode="json") == begun
+    begun["head"]["init_block"] = None  # by a rule of then
+    assert resolved(EAGLE3, "smollm2", grown, begun).head.init_block is None
+
+
+def test_a_packed_row_holds_the_longest_conversation():
+    changes = ["data.packing=true", "data.pack_length=700"]
+    assert resolved(EAGLE3, "smollm2", None, None, *changes).data.max_length == 700
+
+
+@pytest.mark.parametrize("name", [each for each in CONFIGS if each != "small"])
+@pytest.mark.parametrize("recipe", HEADS, ids=lambda path: path.stem)
+def test_every_recipe_fits_every_target_as_it_stands(recipe, name):
+    head = resolved(str(recipe), name).head
+    assert AUTO not in head.model_dump().values()
+    vocabulary = DraftVocabulary(token_ids_W=torch.arange(1024), target_vocab_size=target(name).config.vocab_size)
+    with torch.device("meta"):
+        FAMILIES[head.kind].build(head, target(name), vocabulary)
+
+
+def test_a_plan_knows_the_values_before_there_are_data():
+    models = plan_models(load_config(PlanHeadsConfig, EAGLE3, [f"target.name={json.dumps(LLAMA_8B)}", "data.train=none.jsonl"]))
+    assert (models.config.head.draft_vocab_size, models.config.head.init_block) == (32768, 29)
+    assert models.taps == (2, 16, 29)

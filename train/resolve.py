@@ -1,0 +1,93 @@
+"""What a recipe leaves to the target and the data: settings that say `auto`, with the values they come to."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from configs.schema.base import AUTO
+from configs.schema.heads import EagleSettings
+from configs.schema.training import DistillConfig, HeadsConfig
+from distill.dataset.conversations import Conversation, index_of
+from heads.families.eagle3 import block_to_copy
+from heads.frozen.hidden_states import num_blocks
+from heads.metadata import locate_artifact, read_metadata
+
+LONGEST = 2048  # tokens of a conversation
+VOCABULARY_STEP, LARGEST_VOCABULARY = 1024, 32_768
+WIDTH = 576  # of the target that these learning rates were found with (docs/benchmarks.md)
+HEAD_RATE, DRAFT_LM_RATE = 1e-3, 3e-3
+DEPTH_SHARE = 10  # a draft LM keeps one of so many of the target's blocks
+
+log = logging.getLogger("draftsmith")
+R = TypeVar("R", bound=HeadsConfig | DistillConfig)
+
+
+class Resolved(NamedTuple):
+    """A setting's value, and where it comes from."""
+
+    key: str
+    value: Any
+    reason: str
+
+
+def resolve(
+    config: R, target: PreTrainedModel, train: Sequence[Conversation] | None, begun: Mapping[str, Any] | None = None
+) -> R:
+    """Return a recipe in which nothing is `auto`, and log each value with its reason.
+
+    Of the target only names and sizes are asked: it may lie on the meta device. `train` None: there are no data yet. `begun` is
+    the recipe, as JSON values, by which a run began that is resumed: its values hold, also where the data have grown since.
+    """
+    for key, value, reason in _resolved(config, target, train):
+        section, name = key.split(".")
+        if name in (known := (begun or {}).get(section, {})):
+            value, reason = known[name], "as this run began"
+        log.info("%s auto: %s, %s", key, value, reason)
+        changed = getattr(config, section).model_copy(update={name: value})
+        config = config.model_copy(update={section: changed})
+    return config
+
+
+def _resolved(
+    config: HeadsConfig | DistillConfig, target: PreTrainedModel, train: Sequence[Conversation] | None
+) -> Iterator[Resolved]:
+    text, heads = target.config.get_text_config(), isinstance(config, HeadsConfig)
+    if config.data.max_length == AUTO:
+        context = int(getattr(text, "max_position_embeddings", None) or LONGEST)
+        yield Resolved(
+            "data.max_length", min(LONGEST, context, config.data.pack_length or LONGEST), f"of a context of {context}"
+        )
+    if config.optimizer.learning_rate == AUTO:
+        rate = (HEAD_RATE if heads else DRAFT_LM_RATE) * min(1.0, math.sqrt(WIDTH / text.hidden_size))
+        yield Resolved("optimizer.learning_rate", float(f"{rate:.2g}"), f"for a width of {text.hidden_size}")
+    if isinstance(config, HeadsConfig):
+        if config.head.draft_vocab_size == AUTO:
+            yield Resolved("head.draft_vocab_size", *_vocabulary(int(text.vocab_size), train, config.init))
+        if isinstance(config.head, EagleSettings) and config.head.init_block == AUTO:
+            number, complaint = block_to_copy(target, config.head)
+            reason = "the block that reads the last tap" if complaint is None else f"as block {number} {complaint}"
+            yield Resolved("head.init_block", number if complaint is None else None, reason)
+        return
+    if config.student.draft_vocab_size == AUTO:
+        yield Resolved("student.draft_vocab_size", *_vocabulary(int(text.vocab_size), train))
+    if config.student.layers == AUTO:
+        kept = list(range(max(1, num_blocks(target) // DEPTH_SHARE)))
+        yield Resolved("student.layers", kept, f"the first of {num_blocks(target)} blocks")
+
+
+def _vocabulary(size: int, train: Sequence[Conversation] | None, init: str | None = None) -> tuple[int | None, str]:
+    """Return the next multiple of `VOCABULARY_STEP` above the tokens that answers use; None: all of the target's."""
+    if init is not None:
+        start = read_metadata(locate_artifact(init))
+        return start.draft_vocab_size if start.draft_vocabulary == "reduced" else None, f"as of {init}"
+    used = LARGEST_VOCABULARY if train is None else int(np.count_nonzero(index_of(train).answer_counts))
+    wanted = min(LARGEST_VOCABULARY, VOCABULARY_STEP * math.ceil(max(1, used) / VOCABULARY_STEP))
+    if wanted >= size:
+        return None, f"all of the target's {size}"
+    return wanted, "for data yet to be made" if train is None else f"for answers of {used} different tokens"
