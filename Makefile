@@ -4,6 +4,9 @@ STAMP := .venv/.installed
 VLLM_STAMP := .cache/venvs/vllm/.installed
 OPENVINO_STAMP := .cache/venvs/openvino/.installed
 LLAMA_CPP_STAMP := .cache/venvs/llama_cpp/.installed
+EMBEDDED := embedded:smollm2-135m-instruct
+DRAFT_LM := runs/heads/draft_lm/outcome.json
+HEADS_DATA := runs/heads/data/manifest.json
 GEMMA := .cache/gemma/gemma-3-270m-q4_k_m.gguf
 # An option of a command, where make was given the variable; one in the environment may be meant for others.
 given = $(if $(findstring command line,$(origin $(1))), --$(2) "$($(1))")
@@ -24,8 +27,8 @@ $(STAMP): pyproject.toml constraints.txt scripts/setup.sh scripts/cpu_torch.sh
 	sh scripts/setup.sh
 	@touch $@
 
-demo: setup ## data, distil, decode, report, gate on the embedded model; yours: TARGET=... [PROMPTS=file | DATA=train.jsonl] [DEVICE=cpu|NAME]
-	$(PY) scripts/demo.py$(call given,TARGET,target)$(call given,PROMPTS,prompts)$(call given,DATA,data)$(call given,DEVICE,device)
+demo: setup ## a draft for the embedded model, or for yours: TARGET=... [PROMPTS=file] [BUDGET=2h]; data, training, report, gate, export
+	$(PY) scripts/run.py $(if $(call given,TARGET),"$(TARGET)",$(EMBEDDED) --output runs/demo) --budget $(if $(call given,BUDGET),"$(BUDGET)",15m) --yes$(call given,PROMPTS,prompts)
 
 demo-serve: demo $(VLLM_STAMP) ## vLLM serves the demo's target, plainly and with its draft: both speeds, and acceptance by vLLM's own metrics
 	$(PY) scripts/check.py runs/demo/export/vllm --engine vllm --prompts runs/demo/data/held_out.jsonl --out runs/demo/serve
@@ -47,10 +50,10 @@ check: setup ## format, lint, types, import contract
 
 bench: bench-demo bench-heads bench-decode bench-distill bench-eval bench-scale #lab every side-by-side measurement (after make demo; hours)
 
-bench-decode: setup #lab the decoder against transformers' assisted generation, into docs/results/decode.json (after make demo; trains the heads of bench-heads where they are not there)
+bench-decode: setup $(DRAFT_LM) #lab the decoder against transformers' assisted generation, into docs/results/decode.json (trains what is not there)
 	$(PY) scripts/lab/benchmark.py decode
 
-bench-distill: setup #lab the loss and the training against plain ways and TRL, tau before and after, into docs/results/distill.json (after make demo)
+bench-distill: setup $(DRAFT_LM) #lab the loss and the training against plain ways and TRL, tau before and after, into docs/results/distill.json
 	$(PY) scripts/lab/benchmark.py distill
 
 bench-heads: setup #lab Hydra and EAGLE-3 trained and measured, into docs/results/heads.json (an hour)
@@ -62,7 +65,7 @@ bench-demo: setup #lab the figures of the demo's reports, into docs/results/demo
 bench-mixed: setup #lab Hydra and EAGLE-3 on a mixture of public prompts and the target's own, into docs/results/heads_mixed.json (two hours)
 	$(PY) scripts/lab/benchmark.py heads --config scripts/lab/configs/bench/heads_mixed.yaml
 
-bench-eval: setup #lab predicted speed against measured, the evaluator's own cost, into docs/results/eval.json (after make demo)
+bench-eval: setup $(DRAFT_LM) #lab predicted speed against measured, the evaluator's own cost, into docs/results/eval.json
 	$(PY) scripts/lab/benchmark.py eval
 
 bench-scale: setup #lab two processes beside one, padding, checkpoints, waiting for data, into docs/results/scale.json (after bench-heads)
@@ -93,13 +96,20 @@ soak: setup #lab 210 tiny runs killed, stopped and damaged at random, each to en
 tables: setup #lab fill the documents' tables from docs/results/
 	$(PY) scripts/lab/benchmark.py tables
 
-serve-check: setup $(VLLM_STAMP) $(LLAMA_CPP_STAMP) $(OPENVINO_STAMP) #lab a vLLM server as writer and source of hidden states; drafts in vLLM, transformers, llama.cpp, OpenVINO, into docs/results/serve.json (after make demo; trains the heads of bench-heads where they are not there)
+serve-check: setup $(DRAFT_LM) $(VLLM_STAMP) $(LLAMA_CPP_STAMP) $(OPENVINO_STAMP) #lab a vLLM server as writer and source of hidden states; drafts in vLLM, transformers, llama.cpp, OpenVINO, into docs/results/serve.json (trains what is not there)
 	$(PY) -m pytest -m slow -s tests/distill/server/test_served_answers.py tests/distill/server/test_served_states.py
 	$(PY) scripts/lab/benchmark.py serve --config scripts/lab/configs/serve/smollm2.yaml
 
 $(VLLM_STAMP) $(OPENVINO_STAMP): .cache/venvs/%/.installed: scripts/setup_engine.sh scripts/cpu_torch.sh scripts/%_pins.txt
 	sh scripts/setup_engine.sh $*
 	@touch $@
+
+# What the laboratory compares: prompts and answers of the embedded target, and a draft LM trained on them.
+$(HEADS_DATA): | setup
+	$(PY) scripts/make_data.py --config configs/data/heads.yaml
+
+$(DRAFT_LM): $(HEADS_DATA)
+	$(PY) train/distill.py --config configs/distill/draft_lm.yaml
 
 $(LLAMA_CPP_STAMP): scripts/setup_llama_cpp.sh | setup
 	sh scripts/setup_llama_cpp.sh

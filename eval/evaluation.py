@@ -18,7 +18,7 @@ from accelerate import PartialState
 
 from configs.runtime.command import DONE
 from configs.runtime.errors import InputError
-from configs.runtime.files import read_json, write_text
+from configs.runtime.files import read_json, write_json, write_text
 from configs.runtime.redaction import mask_arguments, mask_secrets
 from configs.runtime.resumable import fingerprint
 from configs.runtime.run_record import describe_git, describe_hardware, describe_versions, write_run_record
@@ -124,9 +124,9 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     laps.done("timing sweep")
     _write(output, report)
     partial.unlink()
-    drop_batches(output)
     laps.done("report")
     log.info("took: %s", laps)
+    write_json(output / "seconds.json", laps.seconds)
     log.info("report in %s", output / "report.html")
     return DONE
 
@@ -158,6 +158,7 @@ def _write(output: Path, report: Report) -> None:
     summary = render_markdown(report)
     write_text(output / "report.md", summary)
     write_text(output / "report.html", render_html(report))
+    drop_batches(output)
     say(summary)
 
 

@@ -1,4 +1,4 @@
-"""Judge a report by a gate: `python eval/gate.py report.json --config configs/gates/demo.yaml [--baseline previous.json]`.
+"""Judge a report by a gate: `python eval/gate.py report.json --config configs/gates/run.yaml [--baseline previous.json]`.
 
 Prints a table and writes the verdict beside the report as `gate.json`, `gate.md` (for a pull request) and `gate.xml` (JUnit,
 for a CI system). Ends with 0 for pass, 1 for fail, 2 for bad input, 3 where the prompts were too few to say. With

@@ -1,6 +1,6 @@
 """Decode a suite of prompts with a draft, compare with plain decoding, write the report.
 
-Run it by `python eval/run.py --config configs/eval/demo.yaml`, or by `accelerate launch` in place of `python`: several
+Run it by `python eval/run.py --config configs/eval/heads.yaml`, or by `accelerate launch` in place of `python`: several
 processes then share the prompts. Writes OUTPUT/report.json, report.html, report.md, records.jsonl and run.json. Rerun the same
 command to resume a run that was cut off.
 """

@@ -9,7 +9,6 @@ it.
 from __future__ import annotations
 
 import argparse
-import re
 import signal
 import sys
 from pathlib import Path
@@ -20,12 +19,10 @@ if not __package__:  # run as a script: the checkout's root takes the place of t
 
     guard_imports()
 
-from configs.runtime.command import run_command
+from configs.runtime.command import minutes, run_command
 from configs.runtime.errors import InputError
 from configs.runtime.files import folder_lock
 from configs.schema.commands.advising import AdviceConfig
-
-MINUTES = {"s": 1 / 60, "m": 1.0, "h": 60.0}
 
 
 def main(config: AdviceConfig, args: argparse.Namespace) -> int:
@@ -36,7 +33,7 @@ def main(config: AdviceConfig, args: argparse.Namespace) -> int:
     if args.prompts is not None:
         update["prompts"] = config.prompts.model_copy(update={"path": args.prompts})
     if args.budget is not None:
-        update["budget_minutes"] = minutes(args.budget)
+        update["budget_minutes"] = minutes(args.budget, "--budget")
     # torch and transformers take seconds to import: a mistyped key is reported before that.
     from scripts.advice.run import advise
     from scripts.steps import stop
@@ -44,14 +41,6 @@ def main(config: AdviceConfig, args: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, stop)
     with folder_lock(Path(config.output)):
         return advise(config.model_copy(update=update))
-
-
-def minutes(budget: str) -> float:
-    """Return the minutes of a time such as 90s, 30m or 1.5h."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", budget)
-    if found is None or not float(found[1]):
-        raise InputError(f"--budget must be a time above 0 such as 90s, 30m or 1.5h, got {budget}")
-    return float(found[1]) * MINUTES[found[2]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

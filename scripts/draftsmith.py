@@ -1,7 +1,7 @@
 """`draftsmith COMMAND ...`: the commands under one name, for those who installed the wheel; `draftsmith --help` lists them.
 
-Each runs the module that the checkout has a file for, in this process: to train in several, give that file to
-`accelerate launch`.
+`draftsmith STAGE draft.yaml` runs a stage of a run (`scripts/run.py`). Any other command runs the module that the checkout has
+a file for, in this process: to train in several, give that file to `accelerate launch`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from configs.schema.commands.advising import AdviceConfig
 from configs.schema.commands.planning import PlanHeadsConfig
 from configs.schema.commands.refreshing import RefreshConfig
 from configs.schema.commands.release import CheckConfig, ExportConfig, ImportConfig, PushConfig
+from configs.schema.commands.running import STAGES, RunConfig
 from configs.schema.data import CacheConfig, DataConfig
 from configs.schema.evaluation import CompareConfig, EvalConfig, GateConfig
 from configs.schema.training import DistillConfig, HeadsConfig
 
 # Command -> the module it runs, and the schema of its config, or in words what it does.
 COMMANDS: dict[str, tuple[str, type[BaseModel] | str]] = {
-    "demo": ("scripts.demo", "data, training, evaluation and gate at once, on a small model or on --target"),
+    "run": ("scripts.run", RunConfig),
     "plan": ("scripts.plan", PlanHeadsConfig),
     "advise": ("scripts.advise", AdviceConfig),
     "data": ("scripts.make_data", DataConfig),
@@ -58,6 +59,8 @@ def main() -> int:
         for command, (_, schema) in COMMANDS.items():
             print(f"  {command:8}  {_summary(schema)}")
         return DONE
+    if name in STAGES and rest and rest[0].endswith((".yaml", ".yml")):
+        name, rest = "run", [*rest, "--stage", name]
     if name not in COMMANDS:
         print(f"error: no command {name!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
         return BAD_INPUT

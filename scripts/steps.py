@@ -5,25 +5,29 @@ A step whose settings, or those of a step before it, have changed since it began
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 from configs.runtime.command import DONE, FAILED, GATE_FAILED, INCONCLUSIVE
 from configs.runtime.errors import Stopped
 from configs.runtime.files import CHECKOUT, find_shipped, read_object, write_json
 from configs.runtime.resumable import fingerprint
+from configs.runtime.terminal import PROGRESS_FILE, STAGE
 
-RECORD = "steps.json"  # in the output: by name, the fingerprint of each step that was begun, and whether it is done
+RECORD = "steps.json"  # in the output: the names of all steps, their planned minutes, and what became of each that was begun
+CPU_LAUNCH, GPU_LAUNCH = "configs/accelerate/one_process_cpu.yaml", "configs/accelerate/one_gpu.yaml"
+LAUNCH = ("-m", "accelerate.commands.launch", "--quiet", "--config_file")  # and the file
 GRACE_SECONDS = 60  # for a step to write its checkpoint, once it is asked to stop
 GATE_ENTRY = "eval/gate.py"
 SEVERITY = (DONE, INCONCLUSIVE, GATE_FAILED)  # of verdicts
@@ -34,52 +38,104 @@ class Step:
     """A step of a run."""
 
     name: str
+    title: str = ""  # what it does
     folder: Path | None  # that it alone writes, below the output
     decided_by: Any  # JSON values that decide what it writes, besides the steps before it
     run: Callable[[], int | None]  # returns an exit code; None is done
     judges: bool = False  # its code is a gate's verdict, which stops nothing
 
 
-def run_steps(output: Path, steps: Sequence[Step], inputs: str, discard: Callable[[Path], None] = shutil.rmtree) -> int:
-    """Run what is not finished; return the code of the first step that fails, else the worst verdict.
+class Record:
+    """The record of a run's steps on disk."""
 
-    `inputs` is a fingerprint of what the steps read; `discard` gets the folder of a step that was begun by other settings.
+    def __init__(self, output: Path, stages: Sequence[str], planned_minutes: Mapping[str, float]) -> None:
+        self.output = output
+        path = output / RECORD
+        kept = read_object(path, "record of the steps") if path.is_file() else {}
+        self.steps: dict[str, dict[str, Any]] = kept.get("steps", {})
+        self._head = {"stages": list(stages), "planned_minutes": dict(planned_minutes)}
+
+    @contextmanager
+    def step(self, name: str, job: str) -> Iterator[dict[str, Any]]:
+        """Note that a step begins and, whatever becomes of it, how long it took; the caller adds `done` and `code`."""
+        entry = self.steps[name] = {"job": job, "done": False, "began": time.time()}
+        progress = self.output / "progress.json"
+        os.environ.update({PROGRESS_FILE: str(progress.absolute()), STAGE: name})
+        self._write()
+        try:
+            yield entry
+        finally:
+            entry["seconds"] = time.time() - entry["began"]
+            progress.unlink(missing_ok=True)
+            self._write()
+
+    def _write(self) -> None:
+        write_json(self.output / RECORD, {**self._head, "steps": self.steps})
+
+
+def run_steps(
+    output: Path,
+    steps: Sequence[Step],
+    inputs: str,
+    *,
+    stages: Sequence[str] = (),
+    planned_minutes: Mapping[str, float] = MappingProxyType({}),
+    only: str | None = None,
+    keep_others: bool = True,
+) -> int:
+    """Run what is not finished of all steps, or of one; return the code of the first that fails, else the worst verdict.
+
+    `inputs` is a fingerprint of what the steps read. `stages` names what the record shows, where that is more than the steps.
+    What a step of other settings has made is moved aside, or removed.
     """
-    record = output / RECORD
-    finished = read_object(record, "record of the steps") if record.is_file() else {}
+    record = Record(output, stages or [each.name for each in steps], planned_minutes)
     worst, known = DONE, inputs
     for step in steps:
         known = fingerprint(known, step.name, step.decided_by)
-        before = finished.get(step.name)
-        if before == {"job": known, "done": True}:
-            print(f"\n== {step.name}: already finished", flush=True)
+        if only not in (None, step.name):
             continue
-        print(f"\n== {step.name}", flush=True)
+        title = f"{step.name}: {step.title}" if step.title else step.name
+        before = record.steps.get(step.name)
+        if before is not None and before["job"] == known and before["done"]:
+            print(f"\n== {title}: already finished", flush=True)
+            worst = max(worst, before.get("code", DONE), key=SEVERITY.index)
+            continue
+        print(f"\n== {title}", flush=True)
         if before is not None and before["job"] != known and step.folder is not None and step.folder.exists():
-            discard(step.folder)
-        finished[step.name] = {"job": known, "done": False}
-        write_json(record, finished)
-        started = time.monotonic()
-        code = step.run() or DONE
-        print(f"   {time.monotonic() - started:.1f} s", flush=True)
-        if code == DONE:
-            finished[step.name]["done"] = True
-            write_json(record, finished)
-        elif step.judges and code in SEVERITY:
+            (_move_aside if keep_others else shutil.rmtree)(step.folder)
+        with record.step(step.name, known) as entry:
+            code = entry["code"] = step.run() or DONE
+            judged = step.judges and code in SEVERITY
+            entry["done"] = code == DONE or judged
+        print(f"   {entry['seconds']:.1f} s", flush=True)
+        if judged:
             worst = max(worst, code, key=SEVERITY.index)
-        else:
-            print(f"\n== stopped: {step.name.partition(':')[0]} ended with {code}")
+        elif code != DONE:
+            print(f"\n== stopped: {step.name} ended with {code}")
             return code
     return worst
 
 
-def run_step(arguments: Sequence[str]) -> int:
-    """Run Python with these arguments in a session of its own, which ends with this process; return its exit code."""
+def _move_aside(folder: Path) -> None:
+    """Give a folder the next free name of `folder.before-1`, `folder.before-2`, ..."""
+    free = (folder.with_name(f"{folder.name}.before-{number}") for number in itertools.count(1))
+    aside = next(path for path in free if not path.exists())
+    folder.rename(aside)
+    print(f"   {folder} is of other settings; it is kept as {aside}", flush=True)
+
+
+def run_step(arguments: Sequence[str], log: Path | None = None) -> int:
+    """Run Python with these arguments in a session of its own, which ends with this process; return its exit code.
+
+    What it says goes into the file `log` where one is named.
+    """
     early: list[int] = []  # signals that came before the process was known, and could be ended
     handlers = {
         each: signal.signal(each, lambda number, frame: early.append(number)) for each in (signal.SIGINT, signal.SIGTERM)
     }
-    process = subprocess.Popen([sys.executable, *map(_located, arguments)], start_new_session=True)
+    with nullcontext() if log is None else log.open("ab") as said:
+        command = [sys.executable, *map(_located, arguments)]
+        process = subprocess.Popen(command, start_new_session=True, stdout=said, stderr=said and subprocess.STDOUT)
     try:
         for each, handler in handlers.items():
             signal.signal(each, handler)
@@ -89,8 +145,7 @@ def run_step(arguments: Sequence[str]) -> int:
     except BaseException:
         end_group(process)
         raise
-    judged = any(each.endswith(GATE_ENTRY) for each in arguments)
-    if code == GATE_FAILED and not judged:  # accelerate's launcher ends with 1 whatever happened
+    if code == GATE_FAILED and LAUNCH[1] in arguments:  # accelerate's launcher ends with 1 whatever happened
         return FAILED
     return code if code >= 0 else 128 - code  # as a shell reports a signal
 

@@ -50,6 +50,7 @@ ENTRIES = {
     "eval/compare.py": ["one.json", "other.json"],
     "eval/predict.py": ["report.json"],
     "eval/neighbours.py": ["--set", "codebook=codes.npy", "--set", "vocab_size=64"],
+    "scripts/run.py": [],
     "scripts/check.py": ["export", "--engine", "vllm", "--out", "out"],
     "scripts/advise.py": ["target", "--prompts", "prompts.jsonl"],
     "scripts/make_cache.py": [],
@@ -165,7 +166,7 @@ def test_each_entry_runs_from_another_folder_and_answers_an_unknown_key_with_one
 def test_an_entry_whose_imports_fail_does_not_end_like_a_failed_gate(error, code, lines, tmp_path):
     (tmp_path / "pydantic.py").write_text(f"raise {error}")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    for entry in [*ENTRIES, "scripts/demo.py", "scripts/draftsmith.py"]:
+    for entry in [*ENTRIES, "scripts/draftsmith.py"]:
         command = [sys.executable, str(ROOT / entry), *ENTRIES.get(entry, ())]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == code, entry

@@ -33,7 +33,8 @@ COMMANDS = {
     "push --help": ("--config FILE", []),
     "doctor": ("missing, and for what", []),
     "plan --config configs/plan/eagle3_70b.yaml": ("recipe: take ddp_gpus", []),
-    "data --config configs/data/demo.yaml --print-config": ("output: runs/demo/data", []),
+    "data --config configs/data/heads.yaml --print-config": ("output: runs/heads/data", []),
+    "run --print-config": ("budget_minutes: 60", []),
     "advise --help": ("--budget", []),
 }
 

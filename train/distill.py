@@ -1,6 +1,6 @@
 """Distil a target into a small draft model.
 
-Run it by `accelerate launch train/distill.py --config configs/distill/demo.yaml`. Writes OUTPUT/artifact (the best draft by
+Run it by `accelerate launch train/distill.py --config configs/distill/draft_lm.yaml`. Writes OUTPUT/artifact (the best draft by
 tokens per target step on held-out prompts), checkpoints, trackers, run.json, metrics.jsonl (steps and evaluations) and
 outcome.json; see docs/running.md.
 """

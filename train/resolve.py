@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -50,7 +50,7 @@ def resolve(
             value, reason = known[name], "as this run began"
         log.info("%s auto: %s, %s", key, value, reason)
         changed = getattr(config, section).model_copy(update={name: value})
-        config = config.model_copy(update={section: changed})
+        config = cast(R, config.model_copy(update={section: changed}))
     return config
 
 

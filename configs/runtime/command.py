@@ -35,6 +35,7 @@ STOPPED_FILE = "DRAFTSMITH_STOPPED_FILE"
 # Environment variable: torch's elastic launcher shows the "message" in the JSON file it names, for each process that failed.
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
+MINUTES = {"s": 1 / 60, "m": 1.0, "h": 60.0}
 OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 EPILOG = (
     "Exit codes: 0 done or pass, 1 gate failed, 2 bad input or a full disk, 3 gate inconclusive, 70 the run failed (a loss "
@@ -87,6 +88,14 @@ def run_command(
         return main(config) if add_arguments is None else main(config, arguments)
 
     return exit_code(run)
+
+
+def minutes(time: str, option: str) -> float:
+    """Return the minutes of a time such as 90s, 30m or 1.5h; errors name the option that gave it."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", time)
+    if found is None or not float(found[1]):
+        raise InputError(f"{option} must be a time above 0 such as 90s, 30m or 1.5h, got {time}")
+    return float(found[1]) * MINUTES[found[2]]
 
 
 def exit_code(run: Callable[[], int | None]) -> int:

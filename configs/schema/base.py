@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, WrapValidator, model_validator
 
 from configs.schema.retired import read_retired
 
@@ -20,13 +20,18 @@ PositiveShare = Annotated[float, Field(gt=0, le=1)]
 Dtype = Literal["bfloat16", "float16", "float32"]
 MIN_TEMPERATURE = 1e-4
 NAME = re.compile(r"[A-Za-z0-9_-]+")  # part of a folder's name
-AUTO: Any = "auto"  # a setting that follows from target and data
-if TYPE_CHECKING:  # what such a setting is once `train.resolve` has run, before anything reads it
-    AutoInt, AutoBlock, AutoFloat, AutoBlocks = int, int, float, list[int]
-else:
-    AutoInt, AutoFloat = PositiveInt | Literal["auto"], PositiveFloat | Literal["auto"]
-    AutoBlock = NonNegativeInt | Literal["auto"]
-    AutoBlocks = list[NonNegativeInt] | Literal["auto"]
+AUTO: Any = "auto"  # a setting that follows from target and data, whose type is that of what `train.resolve` makes of it
+
+
+def _unless_auto(value: Any, check: Callable[[Any], Any]) -> Any:
+    return value if value == AUTO else check(value)
+
+
+AS_IT_IS = PlainSerializer(lambda value: value, return_type=Any)
+AutoInt = Annotated[PositiveInt, WrapValidator(_unless_auto), AS_IT_IS]
+AutoBlock = Annotated[NonNegativeInt, WrapValidator(_unless_auto), AS_IT_IS]
+AutoFloat = Annotated[PositiveFloat, WrapValidator(_unless_auto), AS_IT_IS]
+AutoBlocks = Annotated[list[NonNegativeInt], WrapValidator(_unless_auto), AS_IT_IS]
 Setting = bool | int | float | str | None  # a value in a change to a recipe, which another command's config gives
 Value = Setting | list[int]
 

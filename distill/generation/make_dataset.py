@@ -8,6 +8,7 @@ answers are not.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -77,6 +78,7 @@ def _make_locked(
         drop_leftovers(output)
     state.wait_for_everyone()
     target = load_target(config.target, for_chats=True)
+    started = time.monotonic()
     if server is not None and state.is_main_process:
         check_server(server, target)
     state.wait_for_everyone()
@@ -93,7 +95,7 @@ def _make_locked(
         state.wait_for_everyone()
         collect = job.collect
     if state.is_main_process:
-        write_dataset(config, target, split, collect(), gathered)
+        write_dataset(config, target, split, collect(), gathered, started)
     state.wait_for_everyone()
 
 
@@ -159,7 +161,9 @@ def answer_job(config: DataConfig, target: Target, split: Split, folder: Path, s
     )
 
 
-def write_dataset(config: DataConfig, target: Target, split: Split, answered: Answered, gathered: _Gathered) -> None:
+def write_dataset(
+    config: DataConfig, target: Target, split: Split, answered: Answered, gathered: _Gathered, started: float
+) -> None:
     """Put the finished folder in place, all of it or nothing; one prompt's conversations are in memory at a time."""
     sides = {"train": split.train, "held_out": split.held_out}
     counts: dict[str, dict[str, Any]] = {}
@@ -187,7 +191,7 @@ def write_dataset(config: DataConfig, target: Target, split: Split, answered: An
             "sha256": {f"{name}.jsonl": sha256_of(folder / f"{name}.jsonl") for name in sides},
         }
         write_json(folder / MANIFEST, manifest)
-        write_run_record(folder, config)
+        write_run_record(folder, config, seconds=time.monotonic() - started)  # since the target was loaded, of this start
     for name, count in counts.items():
         logger.info("%s: %d conversations, %d answer tokens", name, count["conversations"], count["answer_tokens"])
     if (judged_by := counts["held_out"]["prompts"]) < FEW_HELD_OUT:

@@ -18,7 +18,7 @@ from heads.device import CPU, choose_device
 from scripts.advice.candidates import full_recipe
 from scripts.advice.findings import Findings, bounded
 from scripts.advice.measuring import TrialSpeed
-from scripts.own_demo import CPU_LAUNCH, GPU_LAUNCH
+from scripts.steps import CPU_LAUNCH, GPU_LAUNCH
 
 RECIPE = "recipe.yaml"
 

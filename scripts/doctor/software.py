@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shutil
@@ -116,4 +115,4 @@ def describe_hub(online: bool) -> dict[str, Any]:
 def describe_embedded() -> dict[str, Any]:
     """Return where the embedded target is, or will be once it is used, and whether this environment has pip to fetch it."""
     folder = downloads_folder() / "targets" / TargetConfig().name.partition(":")[2]
-    return {"folder": str(folder), "there": folder.is_dir(), "pip": importlib.util.find_spec("pip") is not None}
+    return {"folder": str(folder), "there": folder.is_dir(), "pip": any(metadata.distributions(name="pip"))}

@@ -28,7 +28,7 @@ class BenchLossConfig(Settings):
 class BenchDistillConfig(Settings):
     """`make bench-distill`: the loss's memory and time, training from a cache, a draft before and after training."""
 
-    draft: str = "runs/demo/distill/artifact"  # a distilled draft LM; its target, data and recipe are what is measured
+    draft: str = "runs/heads/draft_lm/artifact"  # a distilled draft LM; its target, data and recipe are what is measured
     loss: BenchLossConfig = BenchLossConfig()
     num_batches: PositiveInt = 12  # timed optimiser steps by side
     trl_batch_size: PositiveInt = 4  # conversations a batch beside TRL's trainer, where that is installed
@@ -53,7 +53,7 @@ class BenchDistillConfig(Settings):
 class BenchDemoConfig(Settings):
     """`scripts/lab/benchmark.py demo`: the figures of the demo's reports."""
 
-    reports: list[str] = ["runs/demo/eval/report.json", "runs/demo/eval_head/report.json"]
+    reports: list[str] = ["runs/demo/eval/report.json"]
     output: str = "docs/results/demo.json"
 
 
@@ -111,7 +111,7 @@ class BenchDecodeConfig(Settings):
     """`scripts/lab/benchmark.py decode`: the decoder beside transformers' generation, and all ways of decoding in turns."""
 
     target: TargetConfig = TargetConfig()
-    draft: str = "runs/demo/distill/artifact"  # the artifact of a draft LM
+    draft: str = "runs/heads/draft_lm/artifact"  # the artifact of a draft LM
     heads: BenchHeadsConfig | None = BenchHeadsConfig()  # whose heads join the table, trained where they are not; None: none
     held_out: str = "runs/heads/data/held_out.jsonl"  # conversations on which nothing was trained
     num_choosing: PositiveInt = 16  # at the file's beginning, which chose checkpoints and choose trees and lengths here
@@ -128,7 +128,7 @@ class BenchEvalConfig(Settings):
     """`scripts/lab/benchmark.py eval`: predicted speedups against measured ones, and what evaluating costs beyond decoding."""
 
     target: TargetConfig = TargetConfig()
-    draft: str = "runs/demo/distill/artifact"  # the artifact of a draft
+    draft: str = "runs/heads/draft_lm/artifact"  # the artifact of a draft
     suite: SuiteConfig = SuiteConfig(num_prompts=24)
     max_new_tokens: PositiveInt = 32
     repeats: PositiveInt = 1  # timed runs of every prompt by every number of drafts

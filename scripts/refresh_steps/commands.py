@@ -16,7 +16,7 @@ from configs.schema.data import DataConfig, PromptsConfig
 from configs.schema.evaluation import EvalConfig, SuiteConfig
 from configs.schema.training import DistillConfig, HeadsConfig
 from heads.metadata import Metadata
-from scripts import demo, steps
+from scripts import steps
 
 Config = DataConfig | DistillConfig | HeadsConfig | EvalConfig
 ENTRIES: dict[type[BaseModel], str] = {
@@ -30,7 +30,7 @@ FROM_ARTIFACT = {"init": "model", "layers": None, "overrides": None}
 
 def call(entry: str, *arguments: str, launcher: str | None = None) -> int:
     """Run a command in a process of its own, from this folder; return its exit code."""
-    launch = [] if launcher is None else [*demo.LAUNCH[:-1], launcher]
+    launch = [] if launcher is None else [*steps.LAUNCH, launcher]
     return steps.run_step([*launch, entry, *arguments])
 
 

@@ -87,7 +87,7 @@ def refresh(config: RefreshConfig) -> int:
     shutil.rmtree(output / EXPORTS, ignore_errors=True)
     inputs = [Path(config.log.path), find_shipped(config.old_suite.path), *([] if replay is None else [replay])]
     try:
-        code = run_steps(output, steps, _read_inputs(output / INPUTS, inputs))
+        code = run_steps(output, steps, _read_inputs(output / INPUTS, inputs), keep_others=False)
     except InputError:
         (output / INPUTS).unlink()
         raise

@@ -150,7 +150,7 @@ def shared_inputs(random_generations, random_timings, make_round, make_generatio
         "hardware": {"cpu": "a test machine", "cores": 2},
         "versions": {"python": "3.11", "torch": "2.13.0"},
         "git": {"commit": "0123abc", "dirty": False},
-        "command": ["eval/run.py", "--config", "configs/eval/demo.yaml"],
+        "command": ["eval/run.py", "--config", "configs/eval/heads.yaml"],
         "bootstrap_samples": 300,
         "seed": 0,
     }

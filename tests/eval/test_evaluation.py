@@ -32,7 +32,7 @@ from heads.proposers.lookup import PromptLookup
 from scripts.lab.bench.turns import measure
 from tests.support.evaluations import report_in, tiny_evaluation, write_suite
 
-FILES = ["records.jsonl", "report.html", "report.json", "report.md", "run.json"]
+FILES = ["records.jsonl", "report.html", "report.json", "report.md", "run.json", "seconds.json"]
 
 
 @pytest.fixture

@@ -27,4 +27,4 @@ def test_every_command_is_listed_with_a_sentence(monkeypatch, capsys):
 
 def test_an_unknown_command_is_refused(monkeypatch, capsys):
     assert run(monkeypatch, "trane") == 2
-    assert "no command 'trane'; there are demo, plan" in capsys.readouterr().err
+    assert "no command 'trane'; there are run, plan" in capsys.readouterr().err

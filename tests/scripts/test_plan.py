@@ -28,8 +28,8 @@ def run(*argv):
     [
         ([], PlanHeadsConfig),
         (["--config", "configs/heads/medusa.yaml"], PlanHeadsConfig),
-        (["--config", "configs/distill/demo.yaml"], PlanDistillConfig),
-        (["--config", "configs/distill/demo.yaml", "--set", "output=a", "head.kind=medusa"], PlanHeadsConfig),
+        (["--config", "configs/distill/draft_lm.yaml"], PlanDistillConfig),
+        (["--config", "configs/distill/draft_lm.yaml", "--set", "output=a", "head.kind=medusa"], PlanHeadsConfig),
     ],
 )
 def test_the_recipe_says_what_it_is_one_of(argv, schema):

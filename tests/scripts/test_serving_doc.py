@@ -9,7 +9,7 @@ DOC = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
 def test_the_library_lines_run(tiny_run, capsys):
     section = DOC.read_text(encoding="utf-8").partition("# As a library")[2]
     first, with_lookup, second = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    for name, place in {"embedded:smollm2-135m-instruct": "target", "runs/demo/distill/artifact": "artifact"}.items():
+    for name, place in {"embedded:smollm2-135m-instruct": "target", "runs/demo/train/artifact": "artifact"}.items():
         assert name in first
         first = first.replace(name, str(tiny_run / place))
     names = {}

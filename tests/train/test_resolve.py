@@ -49,7 +49,8 @@ def resolved(recipe, name, train=None, begun=None, *changes):
 
 def row(answer):
     return Conversation.from_dict(
-        {"prompt_id": "a", "category": "", "turn": 0, "messages": [], "prompt_ids": [1], "answer_ids": answer}, ""
+        {"prompt_id": "a", "category": "", "turn": 0, "messages": [], "prompt_ids": [1], "answer_ids": answer, "ended": True},
+        "",
     )
 
 

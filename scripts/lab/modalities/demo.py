@@ -17,9 +17,9 @@ if not __package__:  # run as a script: the checkout's root takes the place of t
 from configs.runtime.command import EPILOG, Parser, exit_code
 from configs.runtime.errors import InputError
 from configs.runtime.files import folder_lock
+from configs.runtime.loading import read_values
 from configs.runtime.resumable import files_fingerprint
-from scripts.demo import LAUNCH, run_steps
-from scripts.steps import GATE_ENTRY, stop
+from scripts.steps import CPU_LAUNCH, GATE_ENTRY, LAUNCH, Step, run_step, run_steps, stop
 
 RUNS = {"images": Path("runs/demo_images"), "speech": Path("runs/demo_speech")}
 RECIPES = {"images": "digits", "speech": "speech"}  # the configs' name
@@ -41,9 +41,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         with folder_lock(RUNS[kind], beside=True):
             if arguments.fresh:
                 shutil.rmtree(RUNS[kind], ignore_errors=True)
-            return run_steps(RUNS[kind], steps(kind, wavs), "" if wavs is None else files_fingerprint([wavs]))
+            made_of = "" if wavs is None else files_fingerprint([wavs])
+            return run_steps(RUNS[kind], [_step(*each) for each in steps(kind, wavs).items()], made_of)
 
     return exit_code(run)
+
+
+def _step(name: str, arguments: list[str]) -> Step:
+    """Return a command as a step, whose folder is the output that its config names."""
+    configs = [read_values(each) for each in arguments if each.endswith(".yaml")]
+    outputs = [Path(each["output"]) for each in configs if "output" in each]
+    return Step(
+        name=name,
+        folder=outputs[-1] if outputs else None,
+        decided_by=[arguments, configs],
+        run=lambda: run_step(arguments),
+        judges=GATE_ENTRY in arguments,
+    )
 
 
 def steps(kind: str, wavs: Path | None = None) -> dict[str, list[str]]:
@@ -55,7 +69,7 @@ def steps(kind: str, wavs: Path | None = None) -> dict[str, list[str]]:
         "target: codes, a classifier, a model": [f"scripts/lab/modalities/{name}.py", *recordings],
         "neighbours: the nearest codes of each": ["eval/neighbours.py", *(part for each in table for part in ("--set", each))],
         "data: the target writes answers": ["scripts/make_data.py", "--config", f"scripts/lab/configs/data/{name}.yaml"],
-        "head: train EAGLE-3": [*LAUNCH, "train/heads.py", "--config", f"scripts/lab/configs/heads/{name}.yaml"],
+        "head: train EAGLE-3": [*LAUNCH, CPU_LAUNCH, "train/heads.py", "--config", f"scripts/lab/configs/heads/{name}.yaml"],
         "evaluate: decode strictly": ["eval/run.py", "--config", f"scripts/lab/configs/eval/{name}.yaml"],
         "evaluate: decode relaxed": ["eval/run.py", "--config", f"scripts/lab/configs/eval/{name}_relaxed.yaml"],
         "compare: plain, strict, relaxed": [

@@ -276,7 +276,7 @@ def gate(report, tmp_path, monkeypatch, capsys):
 )
 def test_the_exit_code_is_the_verdict_and_gate_json_says_why(gate, threshold, code, word, failures, errors):
     rules = f"rules=[{{metric: {TAU}, min: {threshold}}}]"
-    ended, out, _ = gate("--config", str(ROOT / "configs/gates/demo.yaml"), "--set", rules)
+    ended, out, _ = gate("--config", str(ROOT / "configs/gates/run.yaml"), "--set", rules)
     assert (ended, out.rstrip().endswith(f"gate: {word}")) == (code, True)
     written = json.loads(Path("gate.json").read_text())
     assert (written["outcome"], written["exit_code"]) == (word, code)
@@ -311,7 +311,7 @@ def test_the_command_compares_the_report_with_the_artifact(gate, tiny_run):
     assert json.loads(Path("gate.json").read_text())["artifact"] == str(tiny_run / "artifact")
 
 
-@pytest.mark.parametrize("name", ["demo", "first_release", "release"])
+@pytest.mark.parametrize("name", ["run", "first_release", "release"])
 def test_every_gate_that_comes_along_fails_a_draft_that_prompt_lookup_beats(report, name):
     config = load_config(GateConfig, str(ROOT / f"configs/gates/{name}.yaml"), ["min_prompts=32"])
     fields = ("prompts", "acceptance", "speed", "by_category", "baselines")

@@ -107,7 +107,7 @@ def test_a_head_that_starts_from_the_next_block_gives_what_that_block_would(mode
     [
         ("llama", 4, "head.init_block 4: the target's blocks are 0 to 3"),
         ("gpt_neox", 0, r"block 0 of GPTNeoXForCausalLM has no self_attn\.o_proj\.weight"),
-        ("gemma3", 0, "a block of Gemma3ForCausalLM norms otherwise"),
+        ("gemma3", 0, "block 0 of Gemma3ForCausalLM norms otherwise"),
     ],
 )
 def test_a_block_that_layers_cannot_start_from_is_refused(name, number, sentence):

@@ -1,0 +1,205 @@
+"""What a run does with its budget: how many prompts, how long answers, how many epochs, and how large an evaluation.
+
+The rehearsal's rates say what a prompt, a token and a step cost here. A quarter of what the fixed parts leave goes to the
+evaluation, and the rest to as many answers as can be made and trained on for `EPOCHS`.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import mean
+
+from configs.runtime.errors import InputError
+from configs.schema.commands.running import RunConfig, Stage
+from scripts.pipeline.draft_file import Choice
+from scripts.pipeline.rehearsal import Rates
+from scripts.pipeline.request import Facts
+from scripts.pipeline.stages import HOUSE
+
+EVALUATION_SHARE = 0.25  # of the budget
+EVALUATION_MINUTES = 30.0  # at most
+HELD_OUT = (16, 128)  # prompts of an evaluation: what the gate asks for, and where intervals are narrow
+HOUSE_SHARE = 0.5  # of so many prompts beside them ...
+HOUSE_PROMPTS = (8, 64)  # ... of the house suite: one a category, and all
+EPOCHS = ((200_000, 5), (2_000_000, 3))  # passes over so many answer tokens or fewer; over more, two
+FEWEST_EPOCHS = 2
+MOST_EPOCHS = 10  # where prompts are few
+MANY_PROMPTS = 1000  # answers are cut off earlier rather than that fewer prompts are answered
+CHECK_SECONDS = 200.0  # two starts of an engine, where it is installed
+DISK_SHARE = 0.5  # of the free disk that a cache may take
+ANSWER_LIMITS = (64, 128, 256, 512, 1024)
+LEAST_PROMPTS = 32  # to train on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Amounts:
+    """How much of everything fits into a budget."""
+
+    num_prompts: int  # that are answered, held-out ones included
+    held_out: int
+    max_new_tokens: int  # of an answer
+    epochs: int
+    cached: bool
+    seconds: dict[Stage, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """A run's minutes, and what they are spent at."""
+
+    run: RunConfig
+    facts: Facts
+    rates: Rates
+    checks: bool  # the engine is installed, and checks the export
+    cache_row_bytes: int
+
+    @cached_property
+    def fixed(self) -> dict[Stage, float]:
+        """Seconds of each stage that do not depend on how much there is to do."""
+        fixed = dict(self.rates.fixed_seconds)
+        if self.run.engine is not None:
+            fixed["check"] = CHECK_SECONDS if self.checks else fixed["gate"]
+        return fixed
+
+    @cached_property
+    def left(self) -> float:
+        """Seconds beside the fixed ones."""
+        return 60 * self.run.budget_minutes - sum(self.fixed.values())
+
+    @cached_property
+    def held_out(self) -> int:
+        """Held-out prompts that the evaluation decodes."""
+        found = int(min(EVALUATION_SHARE * self.left, 60 * EVALUATION_MINUTES) / self._evaluation_of(1))
+        least, most = HELD_OUT
+        if self.facts.num_prompts is not None:
+            most = min(most, max(2, self.facts.num_prompts // 5))
+        return max(min(least, most), min(found, most))
+
+    @property
+    def evaluation(self) -> float:
+        """Seconds of decoding, the house suite included."""
+        return self._evaluation_of(self.held_out)
+
+    def _evaluation_of(self, held_out: int) -> float:
+        answer = self.answer(self.facts.decoded_tokens)
+        return (1 + HOUSE_SHARE) * held_out * answer * self.rates.decoded_token_seconds
+
+    def answer(self, limit: int) -> float:
+        """Return the mean length of answers that are cut off at a limit, as far as the rehearsal knows."""
+        return mean(min(length, limit) for length in self.rates.answer_lengths)
+
+    def answered(self, limit: int) -> float:
+        """Return the seconds until a prompt is answered."""
+        return self.rates.prompt_seconds * self.answer(limit) / mean(self.rates.answer_lengths)
+
+    def trained(self, limit: int, epochs: int, cached: bool) -> float:
+        """Return the seconds of the target's states and of the draft's steps on one conversation."""
+        states = self.rates.cache_token_seconds * (1 if cached else epochs)
+        return (self.rates.prompt_tokens + self.answer(limit)) * (states + epochs * self.rates.train_token_seconds)
+
+    def num_trained(self, limit: int, epochs: int, cached: bool) -> int:
+        """Return how many conversations can be made and trained on."""
+        room = self.left - self.evaluation - self.held_out * self.answered(limit)
+        found = max(0, int(room / (self.answered(limit) + self.trained(limit, epochs, cached))))
+        return found if self.facts.num_prompts is None else min(found, self.facts.num_prompts - self.held_out)
+
+    def is_cached(self, limit: int, epochs: int) -> bool:
+        """Return whether the disk holds a cache of the states that `epochs` would read."""
+        tokens = self.num_trained(limit, epochs, True) * (self.rates.prompt_tokens + self.answer(limit))
+        free = shutil.disk_usage(Path(self.run.output).absolute().anchor).free
+        return tokens * self.cache_row_bytes < DISK_SHARE * free
+
+    def fit(self, limit: int) -> Amounts:
+        """Return what fits with answers of at most `limit` tokens."""
+        epochs = FEWEST_EPOCHS
+        for most, passes in reversed(EPOCHS):
+            if self.num_trained(limit, passes, self.is_cached(limit, passes)) * self.answer(limit) <= most:
+                epochs = passes
+        cached = self.is_cached(limit, epochs)
+        number = self.num_trained(limit, epochs, cached)
+        if self.facts.num_prompts is not None and number == self.facts.num_prompts - self.held_out:
+            while epochs < MOST_EPOCHS and self.num_trained(limit, epochs + 1, cached) == number:
+                epochs += 1
+        trained = number * self.trained(limit, epochs, cached)
+        states = number * (self.rates.prompt_tokens + self.answer(limit)) * self.rates.cache_token_seconds if cached else 0.0
+        seconds = self.fixed | {
+            "data": self.fixed["data"] + (number + self.held_out) * self.answered(limit),
+            "cache": self.fixed["cache"] + states,
+            "train": self.fixed["train"] + trained - states,
+            "eval": self.fixed["eval"] + self.evaluation,
+        }
+        if not cached:
+            del seconds["cache"]
+        return Amounts(
+            num_prompts=number + self.held_out,
+            held_out=self.held_out,
+            max_new_tokens=limit,
+            epochs=epochs,
+            cached=cached,
+            seconds=seconds,
+        )
+
+    def spend(self) -> Amounts:
+        """Return the best use: many prompts first, then longer answers; an InputError where there is time for neither."""
+        seen = max(self.rates.answer_lengths)
+        limits = [limit for limit in ANSWER_LIMITS if limit <= max(ANSWER_LIMITS[0], seen)]
+        wanted = min(MANY_PROMPTS, self.facts.num_prompts or MANY_PROMPTS)
+        fits = [self.fit(limit) for limit in limits]
+        best = [fits[0], *(each for each in fits[1:] if each.num_prompts >= wanted)][-1]
+        if best.num_prompts - best.held_out < min(LEAST_PROMPTS, wanted - best.held_out):
+            a_prompt = self.answered(limits[0]) + self.trained(limits[0], 1, True)
+            needed = sum(self.fixed.values()) + self.evaluation + (LEAST_PROMPTS + self.held_out) * FEWEST_EPOCHS * a_prompt
+            raise InputError(
+                f"--budget: {self.run.budget_minutes:g} minutes are too short: on this machine the stages alone take "
+                f"{sum(self.fixed.values()) / 60:.1f}; give {math.ceil(needed / 60) + 1}m or more, or a smaller target"
+            )
+        return best
+
+
+def choose(run: RunConfig, facts: Facts, rates: Rates, *, checks: bool, data_batch: int) -> list[Choice]:
+    """Return what a run does, each with its reason."""
+    plan = facts.plan
+    budget = Budget(run=run, facts=facts, rates=rates, checks=checks, cache_row_bytes=plan.cache_row_bytes)
+    found = budget.spend()
+    minutes = {stage: round(seconds / 60, 1) for stage, seconds in found.seconds.items()}
+    answer = budget.answer(found.max_new_tokens)
+    share = found.held_out / found.num_prompts
+    if facts.split_positions:
+        share = (facts.split_positions[found.held_out - 1] + facts.split_positions[found.held_out]) / 2
+    steps = max(1, (found.num_prompts - found.held_out) * found.epochs // (plan.config.schedule.batch_size * run.num_processes))
+    house = min(HOUSE_PROMPTS[1], max(HOUSE_PROMPTS[0], found.held_out // 2 // 8 * 8))
+    limited = facts.num_prompts is not None and found.num_prompts == facts.num_prompts
+    asked = run.prompts.model_copy(update={"num_prompts": found.num_prompts}).model_dump(mode="json", exclude_defaults=True)
+    pace = f"{minutes['data']:g} minutes of answers at {60 / rates.prompt_seconds:.0f} a minute"
+    every = max(20, steps // 6)
+    choices = [
+        Choice("prompts", asked, "all there are" if limited else pace),
+        Choice("data.answers.max_new_tokens", found.max_new_tokens, f"answers of {answer:.0f} tokens on average"),
+        Choice("data.answers.batch_size", data_batch, "prompts answered together"),
+        Choice("data.held_out_share", share, f"{found.held_out} prompts are held out, to judge by"),
+        Choice("train.schedule.epochs", found.epochs, f"{steps} steps in {minutes['train']:g} minutes"),
+        Choice("train.schedule.eval_every_steps", every, "some measurements of tau on held-out prompts"),
+        Choice("train.schedule.checkpoint_every_steps", every, "what a stopped training goes on from"),
+        Choice("train.schedule.log_every_steps", max(1, min(20, steps // 40)), "points of the loss curve"),
+        Choice("eval.suites", [HOUSE | {"num_prompts": house}], f"{house} prompts of other kinds than those trained on"),
+        Choice("eval.decode.max_new_tokens", facts.decoded_tokens, "tokens of each answer"),
+        Choice("eval.repeats", 1, "prompts tell more than repeats"),
+    ]
+    if (cost := facts.cost(run)) is not None:
+        choices.append(Choice("eval.cost", cost, "times rounds, to predict the speed at other batch sizes"))
+    if found.cached:
+        taps = facts.plan.models.taps
+        size = found.num_prompts * (rates.prompt_tokens + answer) * plan.cache_row_bytes / 2**30
+        reason = f"the target runs once over the data, not {found.epochs} times; {size:.1f} GiB"
+        choices += [
+            Choice("cache.taps", None if taps is None else sorted(taps), reason),
+            Choice("cache.max_length", plan.config.data.max_length, "as in training"),
+        ]
+    if facts.on_cpu:
+        reason = "on a CPU both ways of decoding give the same tokens, to the last"
+        choices.append(Choice("eval.target.dtype", "float32", reason))
+    return [*choices, Choice("minutes", minutes, f"{sum(minutes.values()):.0f} of {run.budget_minutes:g} minutes in all")]

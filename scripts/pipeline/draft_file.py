@@ -1,0 +1,73 @@
+"""`draft.yaml` on disk: written with the reason beside each choice, and read back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from configs.runtime.files import write_text
+from configs.schema.commands.running import DRAFT_FILE, STAGES, RunConfig
+
+SECTIONS = ("data", "cache", "train", "eval")
+WIDTH = 44  # of a key with its value, before the reason
+
+
+class Choice(NamedTuple):
+    """A value that was chosen, and why."""
+
+    key: str  # of `RunConfig`, or section.dotted.key of a stage's config
+    value: Any
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{f'{self.key}: {json.dumps(self.value)}':{WIDTH + 6}}  {self.reason}"
+
+
+def apply(config: RunConfig, choices: Iterable[Choice]) -> RunConfig:
+    """Return a request with choices in place."""
+    values = config.model_dump(mode="json")
+    for key, value, _ in choices:
+        section, _, rest = key.partition(".")
+        if section in SECTIONS:
+            values[section] = {**(values[section] or {}), rest: value}
+        elif rest:
+            values[section][rest] = value
+        else:
+            values[key] = value
+    return RunConfig.model_validate(values)
+
+
+def write_draft_file(config: RunConfig, choices: Sequence[Choice] = ()) -> Path:
+    """Write `draft.yaml` into the output folder: what differs from the defaults, with the reasons of what was chosen."""
+    path = Path(config.output) / DRAFT_FILE
+    reasons = {each.key: each.reason for each in choices}
+    for key, _, reason in choices:
+        section, _, rest = key.partition(".")
+        if rest and section not in SECTIONS:  # which are on one line
+            reasons[section] = "; ".join(filter(None, (reasons.get(section), f"{rest}: {reason}")))
+    values = config.model_dump(mode="json", exclude_defaults=True)
+    lines = [
+        f"# draftsmith run {path}    goes on",
+        f"# draftsmith STAGE {path}  runs one stage: {', '.join(STAGES[1:])}",
+    ]
+    for key, value in values.items():
+        if key in SECTIONS:
+            lines.append(f"{key}:  # changes to the config of this stage, until it has begun" if value else f"{key}: {{}}")
+            lines += [_line(f"  {name}", each, reasons.get(f"{key}.{name}")) for name, each in value.items()]
+        else:
+            lines.append(_line(key, value, reasons.get(key)))
+    write_text(path, "\n".join([*lines, ""]))
+    return path
+
+
+def _line(key: str, value: Any, reason: str | None) -> str:
+    """Return a line of YAML; JSON is YAML in which nothing is taken for what it is not."""
+    line = f"{key}: {json.dumps(value, ensure_ascii=False)}"
+    return line if reason is None else f"{line:{WIDTH}}  # {reason}"
+
+
+def as_overrides(changes: Mapping[str, Any]) -> list[str]:
+    """Return changes by dotted keys as `--set` gives them."""
+    return [f"{key}={json.dumps(value)}" for key, value in changes.items()]

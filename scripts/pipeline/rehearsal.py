@@ -1,0 +1,131 @@
+"""The rehearsal: every stage once in small, by its own command, so that what is refused is refused in the first minutes.
+
+It also measures what the plan is made of: the seconds of each stage that do not depend on how much there is to do, and the
+seconds a prompt, a token and a step take on this machine.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from configs.runtime.command import BAD_INPUT, DONE
+from configs.runtime.errors import InputError, RunFailed
+from configs.runtime.files import read_jsonl, read_object, write_json
+from configs.runtime.resumable import fingerprint
+from configs.runtime.terminal import say
+from configs.schema.commands.running import RunConfig, Stage
+from scripts.pipeline.stages import HOUSE, decided_by, stage_command
+from scripts.steps import run_step
+
+FOLDER = "rehearsal"
+SECONDS = "seconds.json"  # by stage, of those that are done
+STEPS = 6  # of training, the first two of which warm up
+LINES = 15  # of a failed stage's log
+DECODED = 16  # tokens of each prompt of the evaluation
+PROMPTS = 2  # of each suite of the evaluation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What a rehearsal measured; seconds of a stage are those that it takes for any amount of work."""
+
+    fixed_seconds: dict[Stage, float]
+    prompt_seconds: float  # to write, where the target does, and to answer
+    prompt_tokens: float  # of a conversation's prompt
+    answer_lengths: tuple[int, ...]  # as far as the rehearsal let them go
+    cache_token_seconds: float  # the target's forward
+    train_token_seconds: float  # of the draft's step, the target's states being read
+    decoded_token_seconds: float  # in all ways that an evaluation decodes it, and to check it
+
+
+def rehearse(run: RunConfig, *, num_prompts: int, max_new_tokens: int, batch_size: int, held_out_share: float) -> Rates:
+    """Run the rehearsal of a run, or what is not done of it; an InputError or a RunFailed says what stage did not work."""
+    output = Path(run.output) / FOLDER
+    small = _in_small(run, output, num_prompts, max_new_tokens, batch_size, held_out_share)
+    stages: list[Stage] = ["data", "cache", "train", "eval", *(["export"] if run.engine else [])]  # type: ignore[list-item]
+    job = fingerprint([decided_by(small, stage) for stage in stages])
+    done = read_object(output / SECONDS, "record of the rehearsal") if (output / SECONDS).is_file() else {}
+    if done.get("job") != job:
+        done = {"job": job}
+    for stage in stages:
+        if stage not in done:
+            done[stage] = _timed(small, stage)
+            write_json(output / SECONDS, done)
+    return _rates(output, done)
+
+
+def _timed(run: RunConfig, stage: Stage) -> float:
+    """Run a stage, whose output goes into a log, and return its seconds; the log's end says why one failed."""
+    log, started = Path(run.output) / f"{stage}.log", time.monotonic()
+    code = run_step(stage_command(run, stage), log)
+    seconds = time.monotonic() - started
+    if code != DONE:
+        last = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()][-LINES:]
+        say("\n".join(last), sys.stderr)
+        if code == BAD_INPUT:
+            raise InputError(f"the {stage} stage refused this in small, see above; nothing of the budget was spent on it")
+        raise RunFailed(f"the {stage} stage ended with code {code} in small, see above and {log}")
+    say(f"   {stage} {seconds:.1f} s")
+    return seconds
+
+
+def _in_small(
+    run: RunConfig, output: Path, num_prompts: int, max_new_tokens: int, batch_size: int, held_out_share: float
+) -> RunConfig:
+    answers = {"answers.max_new_tokens": max_new_tokens, "answers.batch_size": batch_size}
+    decode = {"num_prompts": PROMPTS, "decode.max_new_tokens": DECODED}
+    schedule = {"max_steps": STEPS, "log_every_steps": 1, "trackers": []}
+    train = {f"schedule.{key}": value for key, value in schedule.items()} | {
+        f"held_out.{key}": each for key, each in decode.items()
+    }
+    evaluation = {"suite.num_prompts": PROMPTS, "decode.max_new_tokens": DECODED, "repeats": 1, "generate_prompts": 0}
+    return run.model_copy(
+        update={
+            "output": str(output),
+            "target": run.stage_target,
+            "prompts": run.prompts.model_copy(update={"num_prompts": num_prompts}),
+            "data": {**answers, "held_out_share": held_out_share},
+            "cache": run.cache,
+            "train": {**(run.train or {}), **train},
+            "eval": {**(run.eval or {}), **evaluation, "suites": [HOUSE | {"num_prompts": PROMPTS}]},
+        }
+    )
+
+
+def _rates(output: Path, seconds: dict[str, Any]) -> Rates:
+    answering = read_object(output / "data" / "run.json", "run record")["seconds"]
+    outcome = read_object(output / "train" / "outcome.json", "outcome of a training")
+    report = read_object(output / "eval" / "report.json", "report")
+    laps = read_object(output / "eval" / "seconds.json", "seconds of an evaluation")
+    sides = [[row for _, row in read_jsonl(output / "data" / f"{name}.jsonl", "data")] for name in ("train", "held_out")]
+    rows = [*sides[0], *sides[1]]
+    paces = [
+        each["tokens_per_second"] for _, each in read_jsonl(output / "train" / "metrics.jsonl", "metrics") if "loss" in each
+    ]
+    start = seconds["eval"] - sum(laps.values())  # of Python, and of what it imports
+    in_cache = sum(len(row["prompt_ids"]) + len(row["answer_ids"]) for row in sides[0])
+    by_token = laps["decoding"] + laps["losslessness"]
+    decoded = report["speed"]["decode_tokens_autoregressive"]
+    fixed: dict[Stage, float] = {
+        "rehearsal": sum(value for name, value in seconds.items() if name != "job"),
+        "data": seconds["data"] - answering,
+        "cache": start + laps["loading"],
+        "train": seconds["train"] - outcome["training_seconds"],
+        "eval": seconds["eval"] - by_token,
+        "gate": start,
+        "export": seconds.get("export", 0.0),
+    }
+    return Rates(
+        fixed_seconds=fixed,
+        prompt_seconds=answering / len(rows),
+        prompt_tokens=statistics.mean(len(row["prompt_ids"]) for row in rows),
+        answer_lengths=tuple(sorted(len(row["answer_ids"]) for row in rows)),
+        cache_token_seconds=max(0.0, seconds["cache"] - fixed["cache"]) / in_cache,
+        train_token_seconds=1 / statistics.median(paces[2:]),
+        decoded_token_seconds=by_token / max(1, decoded),
+    )

@@ -1,0 +1,248 @@
+"""What is known of a run before anything is run: the target's config, its prompts, the machine; and what is refused at once."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from transformers import AutoTokenizer, PreTrainedModel
+
+from configs.runtime.errors import InputError, first_line
+from configs.runtime.files import find_shipped
+from configs.runtime.loading import load_config
+from configs.schema.commands.planning import HardwareConfig, PlanConfig, PlanDistillConfig, PlanHeadsConfig, WorkloadConfig
+from configs.schema.commands.release import HUB_ID
+from configs.schema.commands.running import RunConfig
+from configs.schema.data import PromptsConfig
+from configs.schema.training import HeadsConfig
+from distill.generation.sources import read_prompts
+from distill.generation.split import split_positions
+from heads.device import CPU, default_device
+from heads.formats.exporting.table import FORMS, form_of
+from heads.frozen.checkpoint_files import UNREADABLE
+from heads.frozen.identity import PREFIX
+from scripts.pipeline.draft_file import Choice, apply, as_overrides
+from scripts.pipeline.stages import training_schema
+from train.plan.models import plan_models
+from train.plan.plan import Plan, make_plan
+
+GIB = 2**30
+HEAD, DRAFT_LM = "configs/heads/eagle3.yaml", "configs/distill/draft_lm.yaml"
+MANY = 1_000_000  # prompts, of which a run takes what its budget lets it
+FEWEST_PROMPTS = 8
+FILES = {".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".gz"}
+SWEPT_FROM_MINUTES = 30
+NO_CONTEXT = 2048  # tokens of a target whose config names none
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is known before anything is run."""
+
+    model: PreTrainedModel  # the target without weights
+    plan: Plan  # of the recipe's training with conversations of a thousand tokens
+    num_prompts: int | None  # different ones; None: the target writes as many as are asked for
+    split_positions: tuple[float, ...]  # of the prompts, in [0, 1), in order: those below held_out_share are held out
+    on_cpu: bool
+
+    @property
+    def decoded_tokens(self) -> int:
+        """Tokens of each answer of the evaluation."""
+        return 64 if self.on_cpu else 256
+
+    def cost(self, run: RunConfig) -> dict[str, Any] | None:
+        """Return the timing sweep that speeds at other batch sizes are predicted from; None where there is no time for it."""
+        if run.budget_minutes < SWEPT_FROM_MINUTES:
+            return None
+        contexts = [min(128, self.context // 4), min(512, self.context // 2)]
+        return {"num_speculative_tokens": 5, "context_tokens": contexts, "repeats": 2}
+
+    @property
+    def context(self) -> int:
+        """Tokens that the target can read."""
+        return int(getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or NO_CONTEXT)
+
+
+def output_of(name: str) -> str:
+    """Return the folder of a run on this target, unless another is named."""
+    return f"runs/{re.sub(r'[^A-Za-z0-9_.-]+', '-', Path(name.removeprefix(PREFIX)).name.removesuffix('.gguf'))}"
+
+
+def prompts_of(path: str | None, given: PromptsConfig) -> PromptsConfig:
+    """Return where prompts come from: a file, a folder or a data set of the Hub; None: as the config says, else the target."""
+    if path is None and "source" in given.model_fields_set:
+        return given
+    changes: dict[str, Any] = {"num_prompts": MANY}
+    if path is None:
+        changes |= {"temperature": 0.8, "top_p": 1.0}  # drawing from all tokens needs no sorting
+    elif Path(path).exists():
+        changes |= {"source": "file", "path": str(Path(path).absolute()), "on_too_long": "skip"}
+    elif HUB_ID.fullmatch(path) and Path(path).suffix not in FILES:
+        changes |= {"source": "dataset", "path": path, "on_too_long": "skip"}
+    else:
+        raise InputError(
+            f"--prompts: {path} is not there; name a file, a folder of files, or a data set of the Hub (owner/name)"
+        )
+    return PromptsConfig.model_validate(given.model_dump(exclude_unset=True) | changes)
+
+
+def examine(run: RunConfig) -> tuple[RunConfig, Facts, list[Choice]]:
+    """Return the request with what its target and machine decide, and the facts; an InputError says what cannot be done."""
+    on_cpu = default_device().type == CPU.type
+    recipe, model = _recipe(run)
+    choices = [recipe, *_template(run), *_dtype(run, on_cpu)]
+    run = apply(run, choices)
+    number, positions = _prompts(run.prompts)
+    plan = make_plan(_plan_config(run))
+    _check_room(run, plan)
+    launcher = _launcher(plan, on_cpu)
+    run = apply(run, launcher)
+    facts = Facts(
+        model=model,
+        plan=plan,
+        num_prompts=number,
+        split_positions=positions,
+        on_cpu=on_cpu,
+    )
+    return run, facts, [*choices, *launcher]
+
+
+def _recipe(run: RunConfig) -> tuple[Choice, PreTrainedModel]:
+    """Choose the recipe of a draft that the engine takes for this target; return it with the target, without weights."""
+    engine = run.engine or "draftsmith"
+    if "recipe" in run.model_fields_set:
+        models = plan_models(_plan_config(run))
+        if run.engine is not None:
+            form_of(run.engine, kind_of(models.config))
+        return Choice("recipe", run.recipe, "as asked"), models.target
+    if run.engine is not None and "eagle3" not in FORMS[run.engine]:
+        return _draft_lm(run, f"{engine} takes no EAGLE-3")
+    try:
+        model = plan_models(_plan_config(run)).target
+    except InputError as error:
+        return _draft_lm(run, str(error))
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if type(embedding) is torch.nn.Embedding and type(head) is torch.nn.Linear and head.bias is None:
+        return Choice("recipe", HEAD, f"EAGLE-3 drafts most tokens for its size, and {engine} takes it"), model
+    return _draft_lm(run, "engines share only weights with a head, and this target's embedding or output head does more")
+
+
+def _draft_lm(run: RunConfig, why: str) -> tuple[Choice, PreTrainedModel]:
+    model = plan_models(_plan_config(run.model_copy(update={"recipe": DRAFT_LM}))).target
+    return Choice("recipe", DRAFT_LM, f"a draft LM: {why}"), model
+
+
+def _template(run: RunConfig) -> list[Choice]:
+    """Choose plain texts for a target whose tokenizer has no chat template."""
+    name = run.stage_target.name
+    if run.target.chat_template is not None or name.startswith(PREFIX):
+        return []
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=run.target.revision)
+    except (*UNREADABLE, ImportError) as error:
+        raise InputError(f"{name} has no tokenizer that can be read: {first_line(error)}") from error
+    if tokenizer.chat_template is not None:
+        return []
+    return [Choice("target.chat_template", "plain", "the tokenizer has no chat template: prompts are given as they are")]
+
+
+def _dtype(run: RunConfig, on_cpu: bool) -> list[Choice]:
+    if on_cpu and not _has_bfloat16() and "dtype" not in run.target.model_fields_set:
+        return [Choice("target.dtype", "float32", "this processor has no instructions for bfloat16")]
+    return []
+
+
+def _has_bfloat16() -> bool:
+    """Return whether the processor multiplies matrices of bfloat16 faster than those of float32."""
+    known = Path("/proc/cpuinfo")
+    return not known.is_file() or bool(re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", known.read_text(encoding="utf-8")))
+
+
+def kind_of(config: PlanConfig) -> str:
+    """Return what kind of draft a recipe trains."""
+    return config.head.kind if isinstance(config, PlanHeadsConfig) else "draft_lm"
+
+
+def _prompts(prompts: PromptsConfig) -> tuple[int | None, tuple[float, ...]]:
+    """Return how many different prompts a file holds, and where the split puts them; None for prompts that are not in one."""
+    if prompts.source != "file":
+        return None, ()
+    read = read_prompts(prompts)
+    positions = tuple(sorted(set(split_positions(read))))
+    if len(positions) < FEWEST_PROMPTS:
+        raise InputError(
+            f"--prompts: {prompts.path} holds {len(positions)} different prompts; at least {FEWEST_PROMPTS} are needed to "
+            "train and to judge. Leave --prompts out, and the target writes them"
+        )
+    return len(positions), positions
+
+
+def _plan_config(run: RunConfig) -> PlanConfig:
+    """Return the plan of the recipe's training on this machine, for conversations of a thousand tokens."""
+    target = as_overrides({"target.name": run.stage_target.name, "target.dtype": run.target.dtype})
+    config: PlanConfig
+    if training_schema(run.recipe) is HeadsConfig:
+        config = load_config(PlanHeadsConfig, run.recipe, target)
+    else:
+        config = load_config(PlanDistillConfig, run.recipe, target)
+    workload = WorkloadConfig(num_conversations=1000, mean_tokens=1000.0, label_share=0.5)
+    return config.model_copy(update={"hardware": hardware(), "workload": workload})
+
+
+def hardware() -> HardwareConfig:
+    """Return this machine as a plan sees it: its accelerators, else its processor."""
+    device = default_device()
+    if device.type == CPU.type:
+        memory = psutil.virtual_memory()
+        return HardwareConfig(memory_gib=memory.available / GIB, host_memory_gib=memory.available / GIB)
+    number = torch.accelerator.device_count()
+    free, _ = torch.accelerator.get_memory_info(device)
+    return HardwareConfig(
+        preset="h100_80gb",
+        num_accelerators=number,
+        accelerators_per_node=number,
+        memory_gib=free / GIB,
+        host_memory_gib=psutil.virtual_memory().available / GIB / number,
+    )
+
+
+def _check_room(run: RunConfig, plan: Plan) -> None:
+    """Refuse a target whose training does not fit into memory, and a disk that does not hold what is written."""
+    if plan.fitting is None:
+        least = min(plan.fits, key=lambda fit: fit.num_bytes)
+        raise InputError(
+            f"training a draft for {run.target.name} needs {least.num_bytes / GIB:.1f} GiB of memory by {least.engine.name}, "
+            f"and this machine has {plan.config.hardware.machine.memory_gib:.1f} GiB free: take a larger one, or more GPUs; "
+            "scripts/plan.py says what fits where"
+        )
+    there = next(folder for folder in Path(run.output).absolute().parents if folder.exists())
+    free, needed = shutil.disk_usage(there).free, 3 * plan.checkpoint_bytes
+    if free < needed:
+        raise InputError(
+            f"--output: {there} has {free / GIB:.1f} GiB free, and checkpoints take {needed / GIB:.1f} GiB; free space there, "
+            "or name a folder on another disk"
+        )
+
+
+def _launcher(plan: Plan, on_cpu: bool) -> list[Choice]:
+    """Choose how the processes are started: the simplest way that fits."""
+    assert plan.fitting is not None
+    engine, number = plan.fitting.engine, plan.num_processes
+    name = engine.on_cpu if on_cpu and engine.on_cpu else engine.recipe
+    launcher = f"configs/accelerate/{name}.yaml"
+    find_shipped(launcher)
+    what = "the processor" if on_cpu else f"{plan.config.hardware.num_accelerators} accelerators"
+    choices = [
+        Choice("launcher", launcher, f"the simplest that fits: {plan.fitting.num_bytes / GIB:.1f} GiB"),
+        Choice("num_processes", number, f"on {what}"),
+    ]
+    if engine.group > 1:
+        choices.append(Choice("target.parallel", {engine.kind: engine.group}, "one process has no room for the target"))
+    if engine.spreads_target:
+        choices.append(Choice("target.device_map", "auto", "one accelerator has no room for the target"))
+    return choices

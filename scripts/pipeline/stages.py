@@ -1,0 +1,133 @@
+"""The stages of a run: each is a command of the project, called with a config that is written into `OUTPUT/configs`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from configs.runtime.files import write_json
+from configs.runtime.loading import load_config, read_values
+from configs.schema.commands.running import RunConfig, Stage
+from configs.schema.data import CacheConfig, DataConfig
+from configs.schema.evaluation import EvalConfig, GateConfig
+from configs.schema.training import DistillConfig, HeadsConfig
+from scripts.pipeline.draft_file import as_overrides
+from scripts.steps import GATE_ENTRY, LAUNCH, Step, run_step, run_steps
+
+TITLES: dict[Stage, str] = {
+    "rehearsal": "every stage once in small",
+    "data": "the target answers the prompts",
+    "cache": "the target's states on the answers, computed once",
+    "train": "train the draft",
+    "eval": "decode with the draft and without it",
+    "gate": "the verdict",
+    "export": "write the draft as the engine loads it",
+    "check": "decode with the draft in the engine",
+}
+ENTRIES: dict[type[BaseModel], str] = {
+    DataConfig: "scripts/make_data.py",
+    CacheConfig: "scripts/make_cache.py",
+    DistillConfig: "train/distill.py",
+    HeadsConfig: "train/heads.py",
+    EvalConfig: "eval/run.py",
+    GateConfig: GATE_ENTRY,
+}
+HOUSE = {"name": "house", "path": "eval/suites/house64.jsonl", "on_too_long": "truncate"}
+
+
+def training_schema(recipe: str) -> type[DistillConfig] | type[HeadsConfig]:
+    """Return the schema of a training recipe; one with a section `head` is of heads."""
+    return HeadsConfig if "head" in read_values(recipe) else DistillConfig
+
+
+def stage_config(run: RunConfig, stage: Stage) -> BaseModel | None:
+    """Return the config that a stage's command is given; None where it takes arguments alone."""
+    output, held_out = Path(run.output), Path(run.output) / "data" / "held_out.jsonl"
+    given: dict[str, Any]
+    target = {"target": run.stage_target.model_dump(mode="json")}
+    train_file = str(output / "data" / "train.jsonl")
+    if stage == "data":
+        given = {**target, "prompts": run.prompts.model_dump(mode="json"), "output": str(output / "data")}
+        return _load(DataConfig, None, given, run.data)
+    if stage == "cache":
+        return _load(CacheConfig, None, {**target, "data": train_file, "output": str(output / "cache")}, run.cache)
+    if stage == "train":
+        given = {**target, "data.train": train_file, "data.held_out": str(held_out), "output": str(output / "train")}
+        given["data.cache"] = None if run.cache is None else str(output / "cache")
+        return _load(training_schema(run.recipe), run.recipe, given, run.train)
+    if stage == "eval":
+        given = {**target, "draft": str(output / "train" / "artifact"), "output": str(output / "eval"), "overwrite": True}
+        given |= {"suite.name": "home", "suite.path": str(held_out), "suites": [HOUSE]}
+        return _load(EvalConfig, None, given, run.eval)
+    if stage == "gate":
+        return load_config(GateConfig, run.gate)
+    return None
+
+
+def _load(schema: type[BaseModel], recipe: str | None, given: dict[str, Any], changes: dict[str, Any] | None) -> BaseModel:
+    return load_config(schema, recipe, [*as_overrides(given), *as_overrides(changes or {})])
+
+
+def stage_command(run: RunConfig, stage: Stage) -> list[str]:
+    """Write the config of a stage, and return the arguments of Python that run it."""
+    output, config = Path(run.output), stage_config(run, stage)
+    if config is None:
+        return _arguments_alone(run, stage)
+    path = output / "configs" / f"{stage}.json"
+    write_json(path, config.model_dump(mode="json"))
+    command = [ENTRIES[type(config)], "--config", str(path)]
+    if stage == "gate":
+        report, artifact = output / "eval" / "report.json", output / "train" / "artifact"
+        return [GATE_ENTRY, str(report), *command[1:], "--artifact", str(artifact)]
+    together = run.target.parallel is not None  # processes that share the target
+    if stage == "train" or (run.num_processes > 1 and (stage != "eval" or together)):
+        return [*LAUNCH, run.launcher, "--num_processes", str(run.num_processes), *command]
+    return command
+
+
+def _arguments_alone(run: RunConfig, stage: Stage) -> list[str]:
+    output, engine = Path(run.output), str(run.engine)
+    folder = str(output / "export" / engine)
+    if stage == "export":
+        named = [] if run.target.name.startswith("embedded:") else ["--target", run.stage_target.name]
+        return ["scripts/export.py", str(output / "train" / "artifact"), "--to", engine, "--out", folder, *named]
+    prompts, out = str(output / "data" / "held_out.jsonl"), str(output / "check")
+    return ["scripts/check.py", folder, "--engine", engine, "--prompts", prompts, "--out", out]
+
+
+def make_step(run: RunConfig, stage: Stage) -> Step:
+    """Return a stage as a step that is run once."""
+    folder = {"gate": None, "export": Path(run.output) / "export"}.get(stage, Path(run.output) / stage)
+
+    def call() -> int:
+        arguments = stage_command(run, stage)
+        print(f"   {shlex.join(['python', *arguments])}", flush=True)
+        if stage in ("export", "check"):  # of a run that was cut off
+            shutil.rmtree(Path(run.output) / stage, ignore_errors=True)
+        return run_step(arguments)
+
+    return Step(
+        name=stage,
+        title=TITLES[stage],
+        folder=folder,
+        decided_by=decided_by(run, stage),
+        run=call,
+        judges=stage in ("gate", "check"),
+    )
+
+
+def decided_by(run: RunConfig, stage: Stage) -> Any:
+    """Return what decides a stage's results, besides the stages before it."""
+    config = stage_config(run, stage)
+    return [stage, run.engine if config is None else json.loads(config.model_dump_json())]
+
+
+def run_stages(run: RunConfig, inputs: str, only: Stage | None = None) -> int:
+    """Run what is not finished of a run's stages, or of one; return the worst verdict, or the code of the first that fails."""
+    steps = [make_step(run, stage) for stage in run.stages if stage != "rehearsal"]
+    return run_steps(Path(run.output), steps, inputs, stages=run.stages, planned_minutes=run.minutes, only=only)

@@ -1,0 +1,83 @@
+"""What a run does with its budget, from made-up rates: it is used, not exceeded, and spent on what is scarce."""
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+
+from configs.runtime.errors import InputError
+from configs.schema.commands.running import RunConfig
+from scripts.pipeline import choice
+from scripts.pipeline.choice import MOST_EPOCHS, Budget
+from scripts.pipeline.rehearsal import Rates
+
+FIXED = {"rehearsal": 70.0, "data": 8.0, "cache": 8.0, "train": 20.0, "eval": 15.0, "gate": 4.0, "export": 6.0}
+
+
+def rates(**changed):
+    found = {
+        "fixed_seconds": FIXED,
+        "prompt_seconds": 0.35,
+        "prompt_tokens": 40.0,
+        "answer_lengths": tuple(range(30, 129)),
+        "cache_token_seconds": 0.0008,
+        "train_token_seconds": 0.0006,
+        "decoded_token_seconds": 0.12,
+    }
+    return Rates(**(found | changed))
+
+
+def fit(minutes, num_prompts=None, cache_row_bytes=5768, engine="vllm", **changed):
+    run = RunConfig(budget_minutes=minutes, engine=engine)
+    facts = SimpleNamespace(num_prompts=num_prompts, decoded_tokens=64)
+    return Budget(run=run, facts=facts, rates=rates(**changed), checks=False, cache_row_bytes=cache_row_bytes).spend()
+
+
+@pytest.mark.parametrize("minutes", [10, 15, 30, 120, 600])
+def test_the_stages_take_the_budget_and_no_more(minutes):
+    found = fit(minutes)
+    total = sum(found.seconds.values()) / 60
+    assert 0.9 * minutes < total <= minutes
+
+
+def test_more_time_means_more_prompts_then_longer_answers_and_fewer_passes():
+    found = [fit(minutes) for minutes in (10, 30, 240, 2400)]
+    for one, other in pairwise(found):
+        assert one.num_prompts < other.num_prompts
+        assert one.max_new_tokens <= other.max_new_tokens
+        assert one.epochs >= other.epochs
+    assert (found[0].max_new_tokens, found[-1].max_new_tokens) == (64, 128)  # the rehearsal saw no longer ones
+    assert (found[0].epochs, found[-1].epochs) == (5, 2)
+
+
+def test_few_prompts_are_all_used_and_trained_on_more_often():
+    found = fit(30, num_prompts=200)
+    assert found.num_prompts == 200
+    assert found.epochs == MOST_EPOCHS
+    assert sum(found.seconds.values()) < 60 * 30
+    assert fit(30, num_prompts=20).held_out == 4
+
+
+def test_a_cache_that_the_disk_does_not_hold_is_left_out_and_the_target_runs_in_training(monkeypatch):
+    with_cache, without = fit(30), fit(30, cache_row_bytes=10**9)
+    assert with_cache.cached
+    assert "cache" in with_cache.seconds
+    assert not without.cached
+    assert "cache" not in without.seconds
+    assert without.num_prompts < with_cache.num_prompts
+
+
+def test_a_budget_that_is_too_short_is_refused_with_one_that_is_not():
+    with pytest.raises(InputError, match="too short") as refused:
+        fit(3)
+    enough = int(str(refused.value).split("give ")[1].split("m ")[0])
+    assert fit(enough).num_prompts > choice.LEAST_PROMPTS
+
+
+def test_an_engine_that_is_installed_takes_time_of_its_own():
+    run, facts = RunConfig(budget_minutes=20), SimpleNamespace(num_prompts=None, decoded_tokens=64)
+    found = [
+        Budget(run=run, facts=facts, rates=rates(), checks=checks, cache_row_bytes=5768).spend() for checks in (False, True)
+    ]
+    assert found[1].seconds["check"] > found[0].seconds["check"] + 100
+    assert found[1].seconds["train"] < found[0].seconds["train"]

@@ -1,0 +1,169 @@
+"""A run from a model to an export: what is chosen, what goes on after a stop, and what is refused before it begins."""
+
+import csv
+import json
+import runpy
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+
+from configs.runtime.command import BAD_INPUT, GATE_FAILED, INTERRUPTED, TERMINATED
+from configs.runtime.errors import Stopped
+from configs.runtime.files import CHECKOUT
+from configs.runtime.loading import load_config
+from configs.schema.commands.running import RunConfig
+from scripts import draftsmith
+from scripts.pipeline import rehearsal, stages
+
+NUM_PROMPTS = 59
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, tiny_llama, tiny_tokenizer):
+    folder = tmp_path_factory.mktemp("model") / "mine"
+    tiny_llama(seed=1, dtype=torch.float32, layers=8).save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    with (tmp_path / "prompts.csv").open("w") as file:
+        csv.writer(file).writerows([["prompt"], *([f"w{n} w{2 * n % NUM_PROMPTS} w7"] for n in range(NUM_PROMPTS))])
+    return tmp_path / "prompts.csv"
+
+
+@pytest.fixture
+def draftsmith_run(monkeypatch, tmp_path):
+    """A function that gives arguments to `draftsmith`; its stages run in this process, and are listed in `called`."""
+    called, stopped = [], []
+
+    def in_this_process(arguments, log=None):
+        entry = next(each for each in arguments if each.endswith(".py"))
+        called.append(entry)
+        if entry in stopped:
+            stopped.clear()
+            raise Stopped("stopped by SIGTERM; run it again to go on")
+        AcceleratorState._reset_state(reset_partial_state=True)
+        monkeypatch.setattr(sys, "argv", [entry, *arguments[arguments.index(entry) + 1 :]])
+        try:
+            runpy.run_path(str(CHECKOUT / entry), run_name="__main__")
+        except SystemExit as end:
+            return end.code
+
+    def run(*arguments):
+        called.clear()
+        monkeypatch.setattr(sys, "argv", ["draftsmith", *map(str, arguments)])
+        return draftsmith.main()
+
+    monkeypatch.chdir(tmp_path)
+    for module in (rehearsal, stages):
+        monkeypatch.setattr(module, "run_step", in_this_process)
+    run.called, run.stopped = called, stopped
+    before = signal.getsignal(signal.SIGTERM)
+    yield run
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_run_leads_to_a_verdict_and_an_export_and_its_file_goes_on(model, prompts, draftsmith_run, capsys, tmp_path):
+    asked = ["run", model, "--prompts", prompts, "--budget", "4m", "--for", "sglang", "--yes"]
+    draftsmith_run.stopped.append("eval/gate.py")
+    assert draftsmith_run(*asked) == TERMINATED
+    assert draftsmith_run.called[5:] == [
+        "scripts/make_data.py",
+        "scripts/make_cache.py",
+        "train/heads.py",
+        "eval/run.py",
+        "eval/gate.py",
+    ]
+    output = tmp_path / "runs" / "mine"
+    assert draftsmith_run(*asked) == GATE_FAILED  # a random target's tokens are not to be guessed
+    assert draftsmith_run.called == ["eval/gate.py", "scripts/export.py", "scripts/check.py"]
+    assert (output / "export" / "sglang" / "serve.txt").is_file()
+    assert json.loads((output / "check" / "check.json").read_text())["checked"] is False
+
+    file = output / "draft.yaml"
+    chosen = load_config(RunConfig, file)
+    assert chosen.prompts.num_prompts == NUM_PROMPTS
+    assert chosen.train["schedule.epochs"] == 10  # few prompts
+    said = capsys.readouterr().out
+    assert all(f"train.{key}: " in said for key in chosen.train)
+    assert json.loads((output / "steps.json").read_text())["planned_minutes"] == chosen.minutes
+    assert not (output / "rehearsal").exists()
+
+    assert draftsmith_run("run", file, "--yes") == GATE_FAILED
+    assert draftsmith_run.called == []
+    file.write_text(file.read_text().replace("schedule.epochs: 10", "schedule.epochs: 1"))
+    assert draftsmith_run("train", file) == 0
+    assert draftsmith_run.called == ["train/heads.py"]
+    assert (output / "train.before-1").is_dir()
+    assert draftsmith_run("run", file, "--yes") == GATE_FAILED
+    assert draftsmith_run.called == ["eval/run.py", "eval/gate.py", "scripts/export.py", "scripts/check.py"]
+
+
+def test_a_run_that_was_begun_is_not_taken_for_another(model, prompts, draftsmith_run, capsys, tmp_path):
+    draftsmith_run.stopped.append("scripts/make_data.py")
+    assert draftsmith_run("run", model, "--prompts", prompts, "--budget", "4m", "--for", "vllm") == TERMINATED
+    for arguments, sentence in (
+        (["--budget", "5m"], "is of a run with the budget_minutes 4.0, and 5.0 is asked for"),
+        (["--budget", "4m", "--for", "gguf"], "is of a run with the engine vllm, and gguf is asked for"),
+        (["--budget", "4m"], "is of a run with the prompts"),
+    ):
+        assert draftsmith_run("run", model, *arguments) == BAD_INPUT
+        assert sentence in capsys.readouterr().err
+    assert draftsmith_run("eval", tmp_path / "runs" / "mine" / "draft.yaml") == BAD_INPUT
+    assert "has no choices yet" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--prompts", "none.csv"], "--prompts: none.csv is not there"),
+        (["--budget", "soon"], "--budget must be a time above 0"),
+        (["--for", "abacus"], "invalid choice: 'abacus'"),
+        (["--stage", "train"], "--stage: name the draft.yaml of a run"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_runs(model, draftsmith_run, arguments, sentence, capsys):
+    assert draftsmith_run("run", model, *arguments) == BAD_INPUT
+    assert sentence in capsys.readouterr().err
+    assert draftsmith_run.called == []
+
+
+def test_prompts_that_are_too_few_are_refused(model, prompts, draftsmith_run, capsys):
+    prompts.write_text("prompt\nw1 w2\nw1 w2\nw3 w4\n")
+    assert draftsmith_run("run", model, "--prompts", prompts) == BAD_INPUT
+    assert "holds 2 different prompts; at least 8 are needed" in capsys.readouterr().err
+    assert draftsmith_run.called == []
+
+
+def test_a_model_that_cannot_be_drafted_for_is_refused(draftsmith_run, tmp_path, capsys):
+    (tmp_path / "bert").mkdir()
+    (tmp_path / "bert" / "config.json").write_text('{"model_type": "t5"}')
+    assert draftsmith_run("run", tmp_path / "bert") == BAD_INPUT
+    assert "makes no causal LM" in capsys.readouterr().err
+
+
+def test_a_terminal_is_asked_once_everything_is_chosen(model, prompts, draftsmith_run, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda question: "")
+    assert draftsmith_run("run", model, "--prompts", prompts, "--budget", "4m", "--for", "sglang") == INTERRUPTED
+    assert len(draftsmith_run.called) == 5  # of the rehearsal
+    assert "goes on" in capsys.readouterr().out
+
+
+def test_make_passes_its_arguments_on_and_takes_none_from_the_environment(monkeypatch):
+    monkeypatch.setenv("PROMPTS", "elsewhere.jsonl")
+
+    def line(*arguments):
+        command = ["make", "--no-print-directory", "-n", "demo", *arguments]
+        done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True)
+        return done.stdout.splitlines()[-1].split("scripts/")[-1]
+
+    assert line() == "run.py embedded:smollm2-135m-instruct --output runs/demo --budget 15m --yes"
+    given = line("TARGET=./my model", "PROMPTS=p.csv", "BUDGET=2h")
+    assert given == 'run.py "./my model" --budget "2h" --yes --prompts "p.csv"'

@@ -1,0 +1,137 @@
+"""Steps of a long command: finished ones stay finished, verdicts stop nothing, and what was started ends with the command."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from configs.runtime.command import BAD_INPUT, DONE, FAILED, GATE_FAILED, INCONCLUSIVE, INTERRUPTED, TERMINATED
+from configs.runtime.errors import Stopped
+from scripts.steps import LAUNCH, Step, run_step, run_steps, stop
+
+ROOT = Path(__file__).resolve().parents[2]
+# A step as `accelerate launch` is one: a parent that waits for a child, which tells its number and sleeps.
+SLEEP = "import pathlib, os, time; pathlib.Path('child').write_text(str(os.getpid())); time.sleep(600)"
+LAUNCHER = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEP!r}])"
+
+
+@pytest.fixture
+def steps(tmp_path):
+    """A function that runs two steps with these settings, which return these codes; and how often each has run."""
+    ran = {"one": 0, "two": 0}
+
+    def run(settings=("a", "b"), codes=(DONE, DONE), only=None):
+        def step(name, setting, code):
+            def work():
+                ran[name] += 1
+                (tmp_path / name).mkdir(exist_ok=True)
+                (tmp_path / name / "made").write_text(setting)
+                return code
+
+            return Step(name=name, folder=tmp_path / name, decided_by=setting, run=work, judges=True)
+
+        made = [step(*each) for each in zip(ran, settings, codes, strict=True)]
+        return run_steps(tmp_path, made, "inputs", planned_minutes={"one": 1.0}, only=only)
+
+    run.ran = ran
+    return run
+
+
+def test_a_step_runs_again_only_where_it_or_one_before_it_has_changed(steps, tmp_path):
+    assert steps() == steps() == DONE
+    assert steps.ran == {"one": 1, "two": 1}
+    steps(settings=("a", "c"))
+    assert steps.ran == {"one": 1, "two": 2}
+    assert (tmp_path / "two.before-1" / "made").read_text() == "b"  # what was made by other settings is kept
+    steps(settings=("d", "c"))
+    assert steps.ran == {"one": 2, "two": 3}
+
+
+def test_one_step_alone_is_the_same_step_as_in_the_whole_run(steps):
+    steps(only="one")
+    steps(only="two")
+    assert steps.ran == {"one": 1, "two": 1}
+    steps()
+    assert steps.ran == {"one": 1, "two": 1}
+
+
+@pytest.mark.parametrize(
+    ("codes", "worst"), [((1, 0), GATE_FAILED), ((0, 3), INCONCLUSIVE), ((1, 3), GATE_FAILED), ((1, 2), BAD_INPUT)]
+)
+def test_verdicts_stop_nothing_and_the_worst_is_the_code_also_when_it_is_read_again(steps, codes, worst):
+    assert steps(codes=codes) == worst
+    assert steps.ran == {"one": 1, "two": 1}
+    assert steps(codes=codes) == worst
+    assert steps.ran == {"one": 1, "two": 2 if BAD_INPUT in codes else 1}  # a verdict is a result, bad input is none
+
+
+def test_the_record_says_what_is_planned_what_ran_and_how_it_ended(steps, tmp_path):
+    before = time.time()
+    steps(codes=(DONE, INCONCLUSIVE))
+    record = json.loads((tmp_path / "steps.json").read_text())
+    assert record["stages"] == ["one", "two"]
+    assert record["planned_minutes"] == {"one": 1.0}
+    assert {name: (each["done"], each["code"]) for name, each in record["steps"].items()} == {
+        "one": (True, 0),
+        "two": (True, 3),
+    }
+    assert all(each["began"] >= before and each["seconds"] >= 0 for each in record["steps"].values())
+
+
+def test_a_launchers_one_is_a_failure_and_another_commands_one_a_verdict(monkeypatch):
+    assert run_step(["-c", "raise SystemExit(1)"]) == GATE_FAILED
+    monkeypatch.setattr(sys, "executable", "false")
+    assert run_step([*LAUNCH, "recipe.yaml"]) == FAILED
+
+
+@pytest.mark.parametrize(("stop", "code"), [(signal.SIGINT, INTERRUPTED), (signal.SIGTERM, TERMINATED)])
+def test_stopping_a_command_stops_what_it_started(tmp_path, stop, code):
+    script = (
+        # A shell starts what runs in its background with Ctrl-C ignored, and these tests may run there.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        f"import sys; sys.path[0] = {str(ROOT)!r}; from scripts import steps; "
+        "from configs.runtime.command import exit_code; steps.GRACE_SECONDS = 2; "
+        f"signal.signal(signal.SIGTERM, steps.stop); sys.exit(exit_code(lambda: steps.run_step(['-c', {LAUNCHER!r}])))"
+    )
+    running = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path)
+    child = tmp_path / "child"
+    until = time.monotonic() + 60
+    while not (child.exists() and child.read_text()) and time.monotonic() < until:
+        time.sleep(0.05)
+    running.send_signal(stop)
+    try:
+        assert running.wait(30) == code
+    finally:
+        running.kill()
+    assert not living(int(child.read_text()))
+
+
+def test_a_stop_while_a_step_is_started_ends_that_step(monkeypatch):
+    started, start = [], subprocess.Popen._execute_child
+
+    def stopped(process, *arguments):
+        start(process, *arguments)
+        started.append(process.pid)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(subprocess.Popen, "_execute_child", stopped)
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        with pytest.raises(Stopped):
+            run_step(["-c", "import time; time.sleep(60)"])
+        assert not living(started[0])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def living(process: int) -> bool:
+    """Return whether a process runs; one that has ended may be listed until it is asked for."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
