@@ -37,6 +37,7 @@ def below(text, root):
 
 def build(image, root, tools):
     """Carry a Dockerfile's instructions out with `root` in place of `/`; return the environment and the working folder."""
+    root.mkdir(exist_ok=True)
     variables, folder = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "NOTES": str(root / "notes")}, root
     for name, rest in instructions(image):
         match name:
@@ -89,6 +90,7 @@ def test_the_steps_of_an_image_end_in_make_setup_in_a_copy_of_the_checkout(image
 
 
 @pytest.mark.slow  # installs every pinned package
+@pytest.mark.timeout(1800)
 def test_a_built_image_is_set_up_and_answers(tools, tmp_path):
     root = tmp_path / "image"
     variables, folder = build("cpu", root, tools)
