@@ -66,6 +66,8 @@ class Record:
             yield entry
         finally:
             entry["seconds"] = time.time() - entry["began"]
+            for variable in (PROGRESS_FILE, STAGE):
+                os.environ.pop(variable, None)
             progress.unlink(missing_ok=True)
             self._write()
 

@@ -32,10 +32,7 @@ from configs.runtime.redaction import redact
 
 SECONDS_BETWEEN_LINES = 10.0
 SECONDS_BETWEEN_NOTES = 2.0
-PROGRESS_FILE, STAGE = (
-    "DRAFTSMITH_PROGRESS",
-    "DRAFTSMITH_STAGE",
-)  # environment: where a stage of a run says how far it is, and as what
+PROGRESS_FILE, STAGE = "DRAFTSMITH_PROGRESS", "DRAFTSMITH_STAGE"  # environment: where a stage says how far it is, and as what
 LOGGER = logging.getLogger("draftsmith")
 # All controls but tab and line feed, line and paragraph separators, directional marks, invisible tags, lone surrogates, and
 # characters of no width but the two that join or part letters of some scripts.

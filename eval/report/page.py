@@ -11,12 +11,15 @@ from __future__ import annotations
 import io
 import math
 import re
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
@@ -39,6 +42,7 @@ VARIABLES = {  # of the page's style, by the colours of the plots' own (template
     SECOND: "var(--series-2)",
     THIRD: "var(--series-3)",
 }
+DRAWING = threading.Lock()  # a plot's style is the whole process's
 WIDTH = 5.0  # inches; narrow enough for the text to be readable when a phone scales the plot down
 
 
@@ -114,9 +118,8 @@ def draw_positions(report: Report) -> str:
         ("survival", acceptance.position_survival, SECOND, "-s"),
         ("overlap α", acceptance.overlap_alpha_by_position, THIRD, "--D"),
     )
-    with matplotlib.rc_context(fname=TEMPLATES / "plots.mplstyle"):
-        figure = Figure(figsize=(WIDTH, 2.9), layout="constrained")
-        axes = figure.subplots()
+
+    def fill(figure: Figure, axes: Axes) -> None:
         for label, values, colour, line in series:
             shown = [math.nan if value is None else value for value in values]  # a line is interrupted at NaN
             axes.plot(range(1, len(shown) + 1), shown, line, color=colour, label=label)
@@ -124,6 +127,15 @@ def draw_positions(report: Report) -> str:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
         figure.legend(loc="outside upper left", ncols=4, columnspacing=1.4, handlelength=1.3, borderaxespad=0)
+
+    return draw(fill)
+
+
+def draw(fill: Callable[[Figure, Axes], None], height: float = 2.9) -> str:
+    """Return as an SVG element a plot of a page's width, `height` inches high, which `fill` draws in the pages' style."""
+    with DRAWING, matplotlib.rc_context(fname=TEMPLATES / "plots.mplstyle"):
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        fill(figure, figure.subplots())
         return as_svg(figure)
 
 

@@ -1,6 +1,7 @@
 """A run as a page, `OUTPUT/index.html`, written anew while the run goes: the look of a report's page, and like it in one file.
 
-It asks no network but itself, every `REFRESH_SECONDS` until the run is over, and needs no script.
+It asks no network but itself, every `REFRESH_SECONDS` until the run is over. Its one script says for how long it was not
+written, which the page of a run that was killed cannot say otherwise.
 """
 
 from __future__ import annotations
@@ -16,21 +17,18 @@ from statistics import fmean
 from typing import Any
 from urllib.parse import quote
 
-import matplotlib
 from markupsafe import Markup
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from configs.runtime.errors import InputError
 from configs.runtime.files import write_text
-from eval.report.page import FIRST, SECOND, WIDTH, as_svg, fill_template
-from eval.report.page import TEMPLATES as REPORT_TEMPLATES
+from eval.report.page import FIRST, SECOND, draw, fill_template
 from eval.report.text import VERDICTS, headline, interval, number, speedup_of, times
 from scripts.watching import text
 from scripts.watching.reading import read_run
-from scripts.watching.state import Point, Run, Stage
+from scripts.watching.state import PAGE, SILENT_SECONDS, Point, Run, Stage
 
-PAGE = "index.html"
 REFRESH_SECONDS = 10
 SECONDS_BETWEEN_PAGES = 5.0
 TEMPLATES = Path(__file__).with_name("templates")
@@ -40,13 +38,14 @@ STAGE_TONES = {"done": "good", "failed": "bad"}
 
 
 @contextmanager
-def page_kept(output: Path, seconds: float = SECONDS_BETWEEN_PAGES) -> Iterator[None]:
+def page_kept(output: Path, seconds: float | None = None) -> Iterator[None]:
     """Write the page of a run every few seconds while the block goes on, and once more when it has ended."""
     over = threading.Event()
 
     def keep() -> None:
-        while not over.wait(seconds):
+        while not over.is_set():
             write_page(output)
+            over.wait(SECONDS_BETWEEN_PAGES if seconds is None else seconds)
 
     thread = threading.Thread(target=keep, name="page", daemon=True)
     thread.start()
@@ -60,7 +59,7 @@ def page_kept(output: Path, seconds: float = SECONDS_BETWEEN_PAGES) -> Iterator[
 
 def write_page(output: Path) -> None:
     """Write the page of a run as it is now, if its folder is there; one that cannot be written stops nothing."""
-    with suppress(InputError, OSError):
+    with suppress(Exception):
         if output.is_dir():
             write_text(output / PAGE, render_run(read_run(output)))
 
@@ -83,9 +82,12 @@ def render_run(run: Run) -> str:
         samples=[] if run.samples is None else run.samples.samples,
         sample_step=None if run.samples is None else run.samples.step,
         check=None if run.check is None else run.check.table(),
+        choices=[each for each in run.choices if each.key != "minutes"],  # which are in the table of the stages
+        time=run.time,
+        silent_seconds=SILENT_SECONDS,
         links=[(what, quote(path)) for what, path in run.links.items()],
         footer=f"Written {datetime.fromtimestamp(run.time, UTC):%Y-%m-%d %H:%M:%S} UTC"
-        + ("" if run.is_over else "; where this time stands still, the run does too"),
+        + ("" if run.is_over else f"; loaded again every {REFRESH_SECONDS} seconds"),
     )
 
 
@@ -144,9 +146,8 @@ def _figures(run: Run) -> list[tuple[str, Markup]]:
 @lru_cache(maxsize=4)  # the page is written more often than the curves change
 def draw_curve(points: tuple[Point, ...], marked: Point | None, colour: str) -> str:
     """Draw values by step, one of them marked."""
-    with matplotlib.rc_context(fname=REPORT_TEMPLATES / "plots.mplstyle"):
-        figure = Figure(figsize=(WIDTH, 2.6), layout="constrained")
-        axes = figure.subplots()
+
+    def fill(figure: Figure, axes: Axes) -> None:
         drawn = thinned(points)
         axes.plot(*zip(*drawn, strict=True), "-o" if len(drawn) < 40 else "-", color=colour, markersize=3.5)
         if marked is not None:
@@ -155,7 +156,8 @@ def draw_curve(points: tuple[Point, ...], marked: Point | None, colour: str) -> 
             axes.margins(y=0.18)
         axes.set(xlabel="step")
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-        return as_svg(figure)
+
+    return draw(fill, height=2.6)
 
 
 def thinned(points: tuple[Point, ...]) -> list[Point]:

@@ -7,8 +7,10 @@ parse is not there. Imports no torch.
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -22,13 +24,14 @@ from configs.runtime.errors import InputError
 from configs.runtime.files import LOCK_FILE, json_object, read_object, read_text
 from configs.runtime.loading import parse_yaml
 from configs.runtime.run_record import HELD_OUT, METRICS_FILE, SAMPLES_FILE
+from configs.schema.commands.running import DRAFT_FILE
 from configs.schema.target import TargetConfig
 from eval.report.schema import load_report
 from scripts.serving.comparison import EngineCheck
 from scripts.steps import RECORD
-from scripts.watching.state import SILENT_SECONDS, Gate, Point, Progress, Read, Run, Samples, Stage, StageState
+from scripts.watching.state import PAGE, SILENT_SECONDS, Choice, Gate, Point, Progress, Read, Run, Samples, Stage, StageState
 
-DRAFT_FILE = "draft.yaml"
+SETTING = re.compile(r"( *)([\w.]+): *(.*)")  # a line of a draft.yaml
 MARKS = (RECORD, DRAFT_FILE, METRICS_FILE, f"train/{METRICS_FILE}", "report.json", "eval/report.json")  # of a run's folder
 
 
@@ -74,7 +77,7 @@ def read_run(folder: Path) -> Run:
     now = time.time()
     training, evaluation = (_part(folder, "train", METRICS_FILE), _part(folder, "eval", "report.json"))
     progress = _read(Progress, folder / "progress.json")
-    files = (DRAFT_FILE, RECORD, METRICS_FILE, SAMPLES_FILE, "report.json")
+    files = (PAGE, DRAFT_FILE, RECORD, METRICS_FILE, SAMPLES_FILE, "report.json")
     written = [part / file for part in {folder, training, evaluation} for file in files]
     last = max([0.0 if progress is None else progress.time, *map(_modified, written)])
     is_locked, silent = _is_locked(folder), max(0.0, now - last)
@@ -96,6 +99,7 @@ def read_run(folder: Path) -> Run:
         report=report,
         gate=_read(Gate, evaluation / "gate.json"),
         check=_check(folder / "check" / "check.json"),
+        choices=tuple(_choices(folder / DRAFT_FILE)),
         links=_links(folder, evaluation),
         is_locked=is_locked,
         silent_seconds=silent,
@@ -146,10 +150,14 @@ def _stages(folder: Path, training: Path, evaluation: Path, end: float) -> Itera
         record = _Steps.model_validate(values)
     except ValidationError:
         return
+    latest = 0.0
     newest = max(reversed(record.steps), key=lambda name: record.steps[name].began or 0.0, default=None)
     for name in record.stages:
         step, planned = record.steps.get(name), record.planned_minutes.get(name)
-        if step is None or not (step.done or name == newest):  # a stage that an earlier attempt broke off at will run again
+        began = latest if step is None or step.began is None else step.began
+        is_outdated, latest = began < latest, max(began, latest)  # by a stage before it, which ran again since
+        # A stage that an earlier attempt broke off at will run again too.
+        if step is None or is_outdated or not (step.done or name == newest):
             yield Stage(name=name, state="waiting", planned_minutes=planned)
             continue
         seconds = max(0.0, end - step.began) if step.seconds is None and step.began is not None else step.seconds
@@ -194,6 +202,29 @@ def _target(folder: Path, training: Path) -> str | None:
         if isinstance(target, dict) and isinstance(name := target.get("name", TargetConfig().name), str):
             return name
     return None
+
+
+def _choices(path: Path) -> Iterator[Choice]:
+    """Yield the settings of a draft.yaml that have a reason beside them."""
+    with suppress(InputError):
+        section = ""
+        for line in read_text(path, DRAFT_FILE).splitlines():
+            if (found := SETTING.fullmatch(line)) is None:
+                continue
+            indent, key, rest = found.groups()
+            section = section if indent else key
+            value, reason = _split_at_comment(rest)
+            if value and reason:
+                yield Choice(f"{section}.{key}" if indent else key, value, reason)
+
+
+def _split_at_comment(rest: str) -> tuple[str, str]:
+    """Return the value and the comment of a line; a value is JSON, in which a # may stand, unless somebody changed it."""
+    try:
+        _, end = json.JSONDecoder().raw_decode(rest)
+    except (ValueError, RecursionError):
+        end = len(rest.partition("#")[0])
+    return rest[:end].strip(), rest[end:].lstrip(" #")
 
 
 def _links(folder: Path, evaluation: Path) -> dict[str, str]:

@@ -19,9 +19,10 @@ from eval.report.schema import AnswerSample, Report
 from scripts.serving.comparison import EngineCheck
 from scripts.steps import SEVERITY
 
+PAGE = "index.html"  # in a run's folder
 SILENT_SECONDS = 120.0  # without a sign of life, after which that is said
 DEAD_SECONDS = 1800.0  # after which nobody waits for one
-ONE_ACTIVITY = ("cache", "train")  # stages whose progress is that of the whole stage
+WHOLE_STAGES = ("answers", "target cache", "training")  # work that ends when its stage does
 StageState = Literal["waiting", "running", "done", "failed", "stopped"]
 RunState = Literal["running", "silent", "ended", "failed", "stopped"]
 
@@ -66,6 +67,14 @@ class Point(NamedTuple):
     value: float
 
 
+class Choice(NamedTuple):
+    """What was chosen for a run, and why, as its draft.yaml says it."""
+
+    key: str
+    value: str
+    reason: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stage:
     """A stage of a run."""
@@ -91,6 +100,7 @@ class Run:
     report: Report | None
     gate: Gate | None
     check: EngineCheck | None
+    choices: tuple[Choice, ...]
     links: Mapping[str, str]  # to files, by what they are; paths below the folder
     is_locked: bool  # by a process of this machine
     silent_seconds: float  # since it last wrote something
@@ -148,7 +158,6 @@ class Run:
 
     def _stage_left(self, stage: Stage) -> float:
         by_plan = 60 * max(0.0, (stage.planned_minutes or 0.0) - (stage.used_minutes or 0.0))
-        own = None if self.progress is None else self.progress.seconds_left
-        if own is None:
+        if self.progress is None or (own := self.progress.seconds_left) is None:
             return by_plan
-        return own if stage.name in ONE_ACTIVITY else max(own, by_plan)
+        return own if self.progress.description in WHOLE_STAGES else max(own, by_plan)

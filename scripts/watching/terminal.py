@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from rich.text import Text
 
 from configs.runtime.command import DONE
 from configs.runtime.terminal import one_line, printable, show
+from eval.report.schema import AnswerSample
 from eval.report.text import headline, number
 from scripts.watching import text
 from scripts.watching.reading import read_run
@@ -22,6 +24,8 @@ from scripts.watching.state import Run
 SECONDS_BETWEEN_LOOKS = 2.0
 COLUMNS = 110  # of lines where there is no terminal
 SHOWN_EVALUATIONS = 8
+KINDS = {"accepted": "green", "target": "blue", "rejected": "red strike", "prefill": "underline"}
+SHOWN_PIECES = 24  # of an answer
 STYLES = {"waiting": "dim", "running": "bold cyan", "done": "green", "failed": "bold red", "stopped": "yellow"}
 
 
@@ -86,12 +90,26 @@ def _parts(run: Run) -> Iterator[RenderableType]:
         yield _line(f"the gate: {check}", "red")
     if run.check is not None:
         yield Text(printable(run.check.table()))
+    if run.samples is not None and run.samples.samples:
+        yield _answer(run.samples.samples[0])
+    for each in run.choices:
+        if each.key != "minutes":  # which are in the table of the stages
+            yield _line(f"{each.key}: {each.value} ({each.reason})", "dim")
     for what, path in run.links.items():
         yield _line(f"{what}: {run.folder / path}", "dim")
 
 
 def _line(said: str, style: str = "") -> Text:
     return Text(one_line(said), style)
+
+
+def _answer(sample: AnswerSample) -> Text:
+    """Return the beginning of an answer, its pieces coloured by who wrote them; the key is in the same colours."""
+    key = Text(", ").join(Text(kind, style) for kind, style in KINDS.items())
+    line = Text.assemble("an answer (", key, "): ")
+    for piece in sample.pieces[:SHOWN_PIECES]:
+        line.append(printable(re.sub(r"\s", " ", piece.text)), KINDS[piece.kind])
+    return line
 
 
 def _stages(run: Run) -> Table:

@@ -15,8 +15,9 @@ def headline(run: Run) -> str:
     stage = run.running or run.broken
     if run.state == "ended" and run.report is not None:
         verdict = "Measured" if run.gate is None else run.gate.outcome.capitalize()
-        tau, gained = run.report.acceptance.tokens_per_target_step, times(speedup_of(run.report)[0])
-        return f"{verdict}: {number(tau)} tokens per target step, {gained} the speed of plain decoding"
+        tau, speed = run.report.acceptance.tokens_per_target_step, speedup_of(run.report)[0]
+        gained = "" if speed is None else f", {times(speed)} the speed of plain decoding"
+        return f"{verdict}: {number(tau)} tokens per target step{gained}"
     match run.state:
         case "ended":
             return f"Ended after {_minutes_in_all(run)} minutes" if run.stages[1:] else f"{run.stages[0].name} has ended"

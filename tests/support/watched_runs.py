@@ -28,7 +28,8 @@ class WatchedRun:
         self._write()
 
     def end(self, name, code=0, *, done=True, minutes=1.0):
-        self.record["steps"].setdefault(name, {"job": name, "began": time.time() - 60 * minutes})
+        began = max([time.time() - 60 * minutes, *(each["began"] for each in self.record["steps"].values())])
+        self.record["steps"].setdefault(name, {"job": name, "began": began})
         self.record["steps"][name] |= {"done": done, "seconds": 60 * minutes} | ({} if code is None else {"code": code})
         (self.folder / "progress.json").unlink(missing_ok=True)
         self._write()

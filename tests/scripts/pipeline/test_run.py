@@ -85,6 +85,11 @@ def test_a_run_leads_to_a_verdict_and_an_export_and_its_file_goes_on(model, prom
     assert draftsmith_run.called == ["eval/gate.py", "scripts/export.py", "scripts/check.py"]
     assert (output / "export" / "sglang" / "serve.txt").is_file()
     assert json.loads((output / "check" / "check.json").read_text())["checked"] is False
+    page = (output / "index.html").read_text()
+    assert all(f'href="{path}"' in page for path in ("eval/report.html", "export/sglang/serve.txt", "check/check.json"))
+    assert "http-equiv" not in page
+    assert json.loads((output / "train" / "samples.json").read_text())["samples"]
+    assert draftsmith_run("watch", output) == GATE_FAILED
 
     file = output / "draft.yaml"
     chosen = load_config(RunConfig, file)

@@ -82,6 +82,15 @@ def test_a_browser_follows_a_run_until_it_has_ended(run, served, tmp_path):
 
 
 @needs_browser
+def test_the_page_of_a_run_that_was_killed_says_so_by_itself(run, tmp_path):
+    page = written(run)
+    for address, ago, says in (("new.html", 0, False), ("old.html", 725, True)):
+        (tmp_path / address).write_text(re.sub(r"(Date.now\(\) / 1000 - )(\d+)", rf"\g<1>-{ago} - \2", page), encoding="utf-8")
+        dom, _ = open_page((tmp_path / address).as_uri(), tmp_path / "profile")
+        assert ("No sign of life for 12 minutes" in dom) == says
+
+
+@needs_browser
 @pytest.mark.parametrize("width", [1280, 390])
 def test_hostile_files_do_nothing_in_a_browser_and_nothing_leaves_the_window(run, tmp_path, width):
     run.show(ATTACK)
@@ -135,6 +144,9 @@ def test_the_page_is_kept_while_the_run_goes_on_and_once_more_at_its_end(run, tm
     assert not (tmp_path / "refused").exists()
 
 
-def test_a_page_that_cannot_be_written_stops_nothing(run):
+def test_a_page_that_cannot_be_written_stops_nothing(run, monkeypatch):
     (run.folder / "index.html").mkdir()
     write_page(run.folder)
+    monkeypatch.setattr("scripts.watching.page.read_run", lambda folder: 1 / 0)
+    with page_kept(run.folder):
+        pass

@@ -11,9 +11,11 @@ import pytest
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import folder_lock
+from configs.schema.commands.running import RunConfig
+from scripts.pipeline.draft_file import Choice, apply, write_draft_file
 from scripts.watching import text
 from scripts.watching.reading import find_run, read_run
-from tests.support.watched_runs import WatchedRun
+from tests.support.watched_runs import STAGES, WatchedRun
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -91,11 +93,34 @@ def test_a_stage_that_an_earlier_attempt_broke_off_at_is_to_come_again(run):
         assert read_run(run.folder).state == "running"
 
 
+def test_what_was_done_before_a_stage_that_runs_again_is_to_come_again(run):
+    for name in ("data", "train", "eval"):
+        run.end(name)
+    run.begin("data")
+    assert states(read_run(run.folder)) | {"data": "running"} == dict.fromkeys(STAGES, "waiting") | {"data": "running"}
+
+
+def test_the_choices_of_a_run_come_with_their_reasons(run):
+    made = [
+        Choice("recipe", "configs/heads/medusa.yaml", 'the engine takes it # "so"'),
+        Choice("train.schedule.epochs", 3, "what fits into the budget"),
+    ]
+    write_draft_file(apply(RunConfig(output=str(run.folder), train={"data.max_length": 64}), made), made)
+    file = run.folder / "draft.yaml"
+    file.write_text(file.read_text() + "gate: by-hand.yaml  # as we like it\n")
+    assert read_run(run.folder).choices == (
+        ("recipe", '"configs/heads/medusa.yaml"', 'the engine takes it # "so"'),
+        ("train.schedule.epochs", "3", "what fits into the budget"),
+        ("gate", "by-hand.yaml", "as we like it"),
+    )
+
+
 @pytest.mark.parametrize(("gate", "check", "code"), [(0, 0, 0), (3, 0, 3), (1, 3, 1)])
 def test_a_run_that_has_ended_has_the_worst_verdict(run, gate, check, code):
-    for name in ("data", "train", "eval", "export"):
+    for name in ("data", "train", "eval"):
         run.end(name)
     run.end("gate", gate)
+    run.end("export")
     run.record["stages"].append("check")
     run.end("check", check)
     found = read_run(run.folder)

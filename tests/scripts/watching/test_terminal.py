@@ -66,8 +66,14 @@ def test_a_terminal_is_drawn_anew_until_the_run_is_over(run, while_it_sleeps, mo
 
 
 def test_once_shows_a_run_under_way_and_ends_well(run, capsys):
+    run.show("an accepted\x1b[2J text")
+    with (run.folder / "draft.yaml").open("a") as file:
+        file.write("num_processes: 2  # one a device\n")
     assert main([str(run.folder), "--once"]) == 0
-    assert "train: step 20" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "train: step 20" in out
+    assert r"an accepted\x1b[2J text and so on" in out
+    assert "num_processes: 2 (one a device)" in out
 
 
 def test_names_in_files_cannot_command_the_terminal(run, capsys):
