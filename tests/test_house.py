@@ -40,6 +40,17 @@ SCHEMAS = {
     "refresh": RefreshConfig,
     "serve": ServeCheckConfig,
 }
+PAGES_WITH_COMMANDS = (
+    "walks",
+    "troubleshooting",
+    "coming-from",
+    "data",
+    "training",
+    "decoding",
+    "releasing",
+    "modalities",
+    "advice",
+)
 OTHER_TOOLS = {"accelerate", "deepspeed"}  # their files are YAML, and checked by the tool itself
 RECIPES = sorted([*(ROOT / "configs").glob("*/*.yaml"), *(ROOT / "scripts" / "lab" / "configs").glob("*/*.yaml")])
 ENTRIES = {
@@ -105,12 +116,13 @@ def assert_commands_exist(text):
 def config_of(words):
     """Return the config that a command line describes, if it has one that the schemas here know."""
     file = next((word for before, word in itertools.pairwise(words) if before == "--config"), None)
-    schema = PlanHeadsConfig if "scripts/plan.py" in words else schema_of(file or "")
+    plans = "scripts/plan.py" in words or words[:2] == ["draftsmith", "plan"]
+    schema = PlanHeadsConfig if plans else schema_of(file or "")
     changes = [word for word in words if re.match(r"[a-z]\w*(\.\w+)*=", word)]
     return None if file is None or schema is None else load_config(schema, ROOT / file, changes)
 
 
-@pytest.mark.parametrize("document", ["first-hour", "data", "training", "decoding", "releasing", "modalities", "advice"])
+@pytest.mark.parametrize("document", PAGES_WITH_COMMANDS)
 def test_every_command_in_a_document_exists(document):
     assert_commands_exist((ROOT / "docs" / f"{document}.md").read_text(encoding="utf-8"))
 
