@@ -40,7 +40,7 @@ from heads.frozen.loading import Target, load_target
 from heads.frozen.processes import join_processes, naming_lost_processes
 from heads.metadata import hash_artifact, locate_artifact, read_metadata
 from heads.modules.interface import Batch
-from train.loop.checkpoints import list_checkpoints
+from train.loop.checkpoints import resumes
 from train.loop.engines import check_engine
 from train.loop.lineage import accumulating
 from train.loop.loop import train
@@ -167,7 +167,7 @@ def load_materials(config: Recipe, accelerator: Accelerator) -> Materials:
 def _recipe_to_resume(config: Recipe) -> dict[str, Any] | None:
     """Return the recipe, with nothing left open, of the run in the output folder, where there is one to be resumed."""
     output = Path(config.output)
-    if not config.schedule.resume or not list_checkpoints(output / "checkpoints") or not (output / RECORD).is_file():
+    if not resumes(config.schedule, output) or not (output / RECORD).is_file():
         return None
     return dict(read_object(output / RECORD, "run record")["config"])
 

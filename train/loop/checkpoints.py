@@ -37,6 +37,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import BackgroundWrite, inside, read_json, sha256_of, sync, sync_folder, write_json
 from configs.schema.base import NonNegativeInt, Settings
+from configs.schema.training import ScheduleConfig
 from train.loop.lineage import REPLICATED, Lineage, engine_name
 
 NAME = re.compile(r"step-(\d{8})")
@@ -256,6 +257,11 @@ def list_checkpoints(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     return sorted(path for path in folder.iterdir() if NAME.fullmatch(path.name))
+
+
+def resumes(schedule: ScheduleConfig, output: Path) -> bool:
+    """Return whether a run goes on from a checkpoint in its output folder, or says why not."""
+    return schedule.resume and bool(list_checkpoints(output / "checkpoints"))
 
 
 def read_manifest(path: Path) -> CheckpointManifest:

@@ -35,6 +35,7 @@ from heads.frozen.processes import share_of
 from heads.metadata import VOCABULARY_FILE, WEIGHTS_FILE, Metadata, check_made_for, locate_artifact, read_metadata
 from heads.modules.output_head import HeadModule
 from heads.vocabulary import DraftVocabulary, read_draft_vocabulary
+from train.loop.checkpoints import resumes, writing
 
 log = logging.getLogger("draftsmith")
 
@@ -56,7 +57,7 @@ def choose_vocabulary(
     section = config.head if isinstance(config, HeadsConfig) else config.student
     size = section.draft_vocab_size
     if section.draft_vocab_by is None:
-        return MassChoice(vocabulary=None if size is None else most_frequent_answer_tokens(train, size, target), report={})
+        return MassChoice(vocabulary=None if size is None else _by_counts(config, size, target, train, accelerator), report={})
     length = config.data.max_length
     job = fingerprint(
         size,
@@ -83,6 +84,23 @@ def choose_vocabulary(
     if kept["token_ids"] is not None:
         vocabulary = DraftVocabulary(token_ids_W=torch.tensor(kept["token_ids"]), target_vocab_size=target.vocab_size)
     return MassChoice(vocabulary=vocabulary, report=kept["report"])
+
+
+def _by_counts(
+    config: DistillConfig | HeadsConfig, size: int, target: Target, train: Sequence[Conversation], accelerator: Accelerator
+) -> DraftVocabulary:
+    """Choose the tokens that answers use most; a resumed run keeps those of its weights' rows, though its data be others."""
+    path = Path(config.output) / VOCABULARY_FILE
+    if resumes(config.schedule, path.parent) and path.is_file() and len(kept := read_draft_vocabulary(path)) == size:
+        return kept
+    vocabulary = most_frequent_answer_tokens(train, size, target)
+    if accelerator.is_main_process:
+        scratch = path.with_suffix(".partial")
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            vocabulary.write(scratch)
+            scratch.replace(path)
+    return vocabulary
 
 
 def _mass(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distill.dataset.batches import ConversationDataset
-from tests.support.training_runs import distill_config, draft_task
+from tests.support.training_runs import distill_config, draft_task, train_task
 from train.launch import open_training_cache
 from train.loop.checkpoints import Progress
 from train.tasks.head import HeadTask
@@ -57,6 +57,18 @@ def test_a_resumed_run_keeps_the_tokens_it_was_trained_with(head_task, greedy_ro
     others = [dataclasses.replace(row, answer_ids=row.answer_ids[::-1]) for row in greedy_rows]
     with pytest.raises(pytest.fail.Exception):
         head_task(head={"draft_vocab_by": "mass"}, train=others)
+
+
+def test_a_run_that_goes_on_with_other_data_keeps_the_tokens_of_its_weights_rows(head_task, greedy_rows):
+    others = [dataclasses.replace(row, answer_ids=[token % 10 + 5 for token in row.answer_ids]) for row in greedy_rows]
+
+    def tokens(rows):
+        return head_task(head={"draft_vocab_size": 20}, train=rows).vocabulary.token_ids_W.tolist()
+
+    found = tokens(greedy_rows)
+    assert tokens(others) != found  # there is nothing yet to go on from
+    train_task(head_task(head={"draft_vocab_size": 20}), greedy_rows)
+    assert tokens(others) == found
 
 
 def test_a_draft_lm_gets_them_too(tmp_path, greedy_target, greedy_rows):
