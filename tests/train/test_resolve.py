@@ -12,10 +12,10 @@ from configs.runtime.loading import load_config, read_values
 from configs.schema.base import AUTO
 from configs.schema.commands.planning import PlanDistillConfig, PlanHeadsConfig
 from configs.schema.target import TargetConfig
-from distill.dataset.conversations import Conversation
 from heads.families.eagle3 import default_taps
 from heads.families.registry import FAMILIES
 from heads.vocabulary import DraftVocabulary
+from tests.support.caches import conversation
 from train.plan.models import empty_model, plan_models, read_model_config
 from train.resolve import resolve
 
@@ -48,10 +48,7 @@ def resolved(recipe, name, train=None, begun=None, *changes):
 
 
 def row(answer):
-    return Conversation.from_dict(
-        {"prompt_id": "a", "category": "", "turn": 0, "messages": [], "prompt_ids": [1], "answer_ids": answer, "ended": True},
-        "",
-    )
+    return conversation([1], answer, "a")
 
 
 @pytest.mark.parametrize(
