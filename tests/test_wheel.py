@@ -13,6 +13,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
+
+from configs.runtime.command import GATE_FAILED
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / "tests" / "compatibility" / "written_before" / "report.json"
@@ -36,6 +39,7 @@ COMMANDS = {
     "data --config configs/data/heads.yaml --print-config": ("output: runs/heads/data", []),
     "run --print-config": ("budget_minutes: 60", []),
     "advise --help": ("--budget", []),
+    "watch --help": ("RUN", []),
 }
 
 
@@ -67,12 +71,12 @@ def run(installed, tmp_path):
     home.mkdir()
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "DRAFTSMITH", "VIRTUAL_ENV"))}
 
-    def call(program, *arguments):
+    def call(program, *arguments, code=0):
         variables = kept | {"HOME": str(home), "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         command = [str(installed / "bin" / program), *arguments]
         before = {path for path in installed.rglob("*") if path.suffix != ".pyc"}
         done = subprocess.run(command, cwd=work, env=variables, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == code, done.stderr
         assert {path for path in installed.rglob("*") if path.suffix != ".pyc"} == before
         assert {path.name for path in home.iterdir()} <= {".cache", ".config"}  # other packages' own
         return done.stdout, work
@@ -86,6 +90,19 @@ def test_a_command_runs_in_any_folder_and_writes_there(run, command):
     said, folder = run("draftsmith", *command.split())
     assert part in said
     assert sorted(path.name for path in folder.iterdir()) == written
+
+
+@pytest.mark.slow  # two minutes: each stage, and its rehearsal, is a process of its own
+@pytest.mark.timeout(1800)
+def test_a_run_leads_from_a_model_to_an_export_in_any_folder(run, tiny_llama, tiny_tokenizer, tmp_path):
+    work = tmp_path / "work"
+    tiny_llama(seed=1, dtype=torch.float32, layers=8).save_pretrained(work / "mine")
+    tiny_tokenizer.save_pretrained(work / "mine")
+    (work / "prompts.csv").write_text("\n".join(["prompt", *(f"w{n} w{2 * n % 59} w7" for n in range(59))]))
+    asked = ["run", "mine", "--prompts", "prompts.csv", "--budget", "4m", "--for", "sglang", "--yes"]
+    run("draftsmith", *asked, code=GATE_FAILED)  # a random target's tokens are not to be guessed
+    assert {path.name for path in work.iterdir()} == {"mine", "prompts.csv", "runs"}
+    assert (work / "runs" / "mine" / "export" / "sglang" / "serve.txt").is_file()
 
 
 def test_the_report_page_is_rendered(run, installed):

@@ -123,8 +123,8 @@ def test_an_image_is_run_by_a_user_who_is_not_root_under_our_name(image):
     volumes = json.loads(named["VOLUME"])
     assert set(volumes) <= set(made.split())
     assert {mount.partition(":")[2] for mount in COMPOSE["services"][f"demo-{image}"]["volumes"]} == set(volumes)
-    job = (ROOT / "scripts" / "cluster" / "kubernetes_job.yaml").read_text()
-    assert re.search(r"--uid (\d+)", made)[1] == re.search(r"fsGroup: (\d+)", job)[1]
+    jobs = [file.read_text() for file in (ROOT / "scripts" / "cluster").glob("*.yaml")]
+    assert {re.search(r"fsGroup: (\d+)", job)[1] for job in jobs} == {re.search(r"--uid (\d+)", made)[1]}
 
 
 def test_what_git_ignores_stays_out_of_an_image():
