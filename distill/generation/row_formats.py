@@ -4,7 +4,7 @@
     messages           messages: {role, content} [tools], as of OpenAI (a logged request); content may be a list of parts
     request            request: {messages [tools]}, a log of requests and responses; the responses are not read
     batch              body: {messages [tools]}, as of OpenAI's batch files
-    sharegpt           conversations: {from, value} [tools]
+    sharegpt           conversations: {from, value}, or {role, content} as of SpecForge and speculators [tools]
     humaneval          task_id, prompt
     gsm8k              question, answer
     alpaca             instruction [input, output]
@@ -128,10 +128,14 @@ def _asked(row: Mapping[str, Any], format: str, column: str, answer_column: str 
             return chat["messages"], None
         case "sharegpt":
             said = row["conversations"]
+            if isinstance(said, list) and all(isinstance(each, dict) and "role" in each for each in said):
+                return said, None
             if not isinstance(said, list) or not all(
                 isinstance(each, dict) and isinstance(each.get("from"), str) and "value" in each for each in said
             ):
-                raise InputError(f"{where}: conversations must be a list of {{from, value}}, got {str(said)[:60]!r}")
+                raise InputError(
+                    f"{where}: conversations must be a list of {{from, value}} or {{role, content}}, got {str(said)[:60]!r}"
+                )
             return [{"role": SHAREGPT_ROLES.get(each["from"], each["from"]), "content": each["value"]} for each in said], None
         case "humaneval":
             return row["prompt"], None

@@ -51,6 +51,11 @@ def test_each_format_is_known_by_its_keys_and_asks_its_prompt(name):
     assert (prompt.turns, prompt.answer, prompt.category) == (turns, answer, "odd")
 
 
+def test_conversations_may_hold_messages_as_of_specforge_and_speculators():
+    prompt = parsed({"id": "7", "conversations": [USER, ASSISTANT]})
+    assert (prompt.turns, prompt.answer) == (("Hi",), "Hello")
+
+
 def test_tools_beside_messages_are_the_prompts():
     tools = [{"type": "function", "function": {"name": "f"}}]
     row = {"messages": [USER]}
@@ -129,7 +134,7 @@ def test_a_format_that_is_asked_for_goes_before_what_the_keys_say():
         ({}, None, r"row 0: the keys \(none\)"),
         ({"question": "How?"}, "gsm8k", "row 0: format gsm8k needs answer; the row has the keys question"),
         ({"task_id": "t", "prompt": " "}, None, "row 0: messages must end with a user message that is not blank"),
-        ({"conversations": [{"from": "human"}]}, None, r"row 0: conversations must be a list of \{from, value\}"),
+        ({"conversations": [{"from": "human"}]}, None, r"row 0: conversations must be a list of \{from, value\} or"),
         ({"conversations": [{"from": ["human"], "value": "Hi"}]}, None, "row 0: conversations must be a list of"),
         ({"instruction": None, "input": "2, 2"}, None, r"row 0: instruction and input must be texts, got \[None, '2, 2'\]"),
         ({"messages": [{**USER, "content": [{"type": "text", "text": None}]}]}, None, "of type text must hold a text"),
