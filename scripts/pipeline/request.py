@@ -56,8 +56,8 @@ class Facts:
         return 64 if self.on_cpu else 256
 
     def cost(self, run: RunConfig) -> dict[str, Any] | None:
-        """Return the timing sweep that speeds at other batch sizes are predicted from; None where there is no time for it."""
-        if run.budget_minutes < SWEPT_FROM_MINUTES:
+        """Return the timing sweep that speeds at other sizes are predicted from; None without time or a whole target for it."""
+        if run.budget_minutes < SWEPT_FROM_MINUTES or run.target.parallel is not None:
             return None
         contexts = [min(128, self.context // 4), min(512, self.context // 2)]
         return {"num_speculative_tokens": 5, "context_tokens": contexts, "repeats": 2}

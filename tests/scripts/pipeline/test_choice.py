@@ -7,9 +7,11 @@ import pytest
 
 from configs.runtime.errors import InputError
 from configs.schema.commands.running import RunConfig
+from configs.schema.evaluation import EvalConfig
 from scripts.pipeline import choice
 from scripts.pipeline.choice import MOST_EPOCHS, Budget
 from scripts.pipeline.rehearsal import Rates
+from scripts.pipeline.request import Facts
 
 FIXED = {"rehearsal": 70.0, "data": 8.0, "cache": 8.0, "train": 20.0, "eval": 15.0, "gate": 4.0, "export": 6.0}
 
@@ -72,6 +74,14 @@ def test_a_budget_that_is_too_short_is_refused_with_one_that_is_not():
         fit(3)
     enough = int(str(refused.value).split("give ")[1].split("m ")[0])
     assert fit(enough).num_prompts > choice.LEAST_PROMPTS
+
+
+@pytest.mark.parametrize(("parallel", "swept"), [(None, True), ({"tensor": 8}, False)])
+def test_rounds_are_timed_where_the_target_is_whole_in_its_process(parallel, swept):
+    run = RunConfig(budget_minutes=60, target={"parallel": parallel})
+    cost = Facts.cost(SimpleNamespace(context=2048), run)
+    assert (cost is not None) == swept
+    EvalConfig(target=run.target, cost=cost)  # which refuses the sweep of a target that processes share
 
 
 def test_an_engine_that_is_installed_takes_time_of_its_own():
