@@ -97,7 +97,8 @@ def _arguments_alone(run: RunConfig, stage: Stage) -> list[str]:
         named = [] if run.target.name.startswith("embedded:") else ["--target", run.stage_target.name]
         return ["scripts/export.py", str(output / "train" / "artifact"), "--to", engine, "--out", folder, *named]
     prompts, out = str(output / "data" / "held_out.jsonl"), str(output / "check")
-    return ["scripts/check.py", folder, "--engine", engine, "--prompts", prompts, "--out", out]
+    template = [] if run.target.chat_template is None else ["--set", f"chat_template={run.target.chat_template}"]
+    return ["scripts/check.py", folder, "--engine", engine, "--prompts", prompts, "--out", out, *template]
 
 
 def make_step(run: RunConfig, stage: Stage) -> Step:

@@ -16,6 +16,7 @@ from configs.runtime.errors import Stopped
 from configs.runtime.files import CHECKOUT
 from configs.runtime.loading import load_config
 from configs.schema.commands.running import RunConfig
+from configs.schema.target import TargetConfig
 from scripts import draftsmith
 from scripts.pipeline import rehearsal, stages
 
@@ -108,6 +109,11 @@ def test_a_run_leads_to_a_verdict_and_an_export_and_its_file_goes_on(model, prom
     assert (output / "train.before-1").is_dir()
     assert draftsmith_run("run", file, "--yes") == GATE_FAILED
     assert draftsmith_run.called == ["eval/run.py", "eval/gate.py", "scripts/export.py", "scripts/check.py"]
+
+
+def test_the_engine_gets_the_chat_template_that_the_draft_was_trained_with(tmp_path):
+    run = RunConfig(target=TargetConfig(name="base", chat_template="plain"), output=str(tmp_path))
+    assert stages.stage_command(run, "check")[-2:] == ["--set", "chat_template=plain"]
 
 
 def test_a_run_that_was_begun_is_not_taken_for_another(model, prompts, draftsmith_run, capsys, tmp_path):
