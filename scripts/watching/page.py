@@ -10,6 +10,7 @@ import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
@@ -54,14 +55,16 @@ def page_kept(output: Path, seconds: float | None = None) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
-        write_page(output)
+        write_page(output, goes_on=False)
 
 
-def write_page(output: Path) -> None:
+def write_page(output: Path, *, goes_on: bool = True) -> None:
     """Write the page of a run as it is now, if its folder is there; one that cannot be written stops nothing."""
     with suppress(Exception):
         if output.is_dir():
-            write_text(output / PAGE, render_run(read_run(output)))
+            run = read_run(output)
+            run = run if goes_on else replace(run, is_locked=False, silent_seconds=math.inf)  # the lock is this process's own
+            write_text(output / PAGE, render_run(run))
 
 
 def render_run(run: Run) -> str:

@@ -6,10 +6,13 @@ import json
 import os
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
+from unittest.mock import patch
 
 from configs.runtime import terminal
 from configs.runtime.files import write_json, write_text
 from configs.runtime.terminal import PROGRESS_FILE, STAGE
+from scripts.steps import Record
 from train.telemetry.records import HELD_OUT, MetricsFile
 
 STAGES = ("data", "train", "eval", "gate", "export")
@@ -20,19 +23,21 @@ class WatchedRun:
     """A run in a folder, whose stages begin and end as a test says."""
 
     def __init__(self, folder, stages=STAGES, minutes=MINUTES):
-        self.folder, self.record = folder, {"stages": list(stages), "planned_minutes": dict(minutes), "steps": {}}
         write_text(folder / "draft.yaml", 'target: {name: "org/some-8b"}\noutput: "runs/x"\n')
+        self.folder, self.record, self.under_way = folder, Record(folder, stages, minutes), {}
 
     def begin(self, name, minutes_ago=0.0):
-        self.record["steps"][name] = {"job": name, "done": False, "began": time.time() - 60 * minutes_ago}
-        self._write()
+        began = max([time.time() - 60 * minutes_ago, *(each["began"] for each in self.record.steps.values())])
+        with patch.dict(os.environ), patch("scripts.steps.time", SimpleNamespace(time=lambda: began)):
+            step = self.record.step(name, name)
+            self.under_way[name] = step, step.__enter__()
 
     def end(self, name, code=0, *, done=True, minutes=1.0):
-        began = max([time.time() - 60 * minutes, *(each["began"] for each in self.record["steps"].values())])
-        self.record["steps"].setdefault(name, {"job": name, "began": began})
-        self.record["steps"][name] |= {"done": done, "seconds": 60 * minutes} | ({} if code is None else {"code": code})
-        (self.folder / "progress.json").unlink(missing_ok=True)
-        self._write()
+        if name not in self.under_way:
+            self.begin(name, minutes)
+        step, entry = self.under_way.pop(name)
+        entry.update({"done": done} | ({} if code is None else {"code": code}))
+        step.__exit__(None, None, None)
 
     @contextmanager
     def progress(self, stage, *arguments, **settings):
@@ -70,6 +75,3 @@ class WatchedRun:
         if progress.is_file():
             progress.write_text(json.dumps(json.loads(progress.read_text()) | {"time": then}))
             os.utime(progress, (then, then))
-
-    def _write(self):
-        write_json(self.folder / "steps.json", self.record)

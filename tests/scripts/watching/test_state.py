@@ -117,12 +117,12 @@ def test_the_choices_of_a_run_come_with_their_reasons(run):
 
 
 @pytest.mark.parametrize(("gate", "check", "code"), [(0, 0, 0), (3, 0, 3), (1, 3, 1)])
-def test_a_run_that_has_ended_has_the_worst_verdict(run, gate, check, code):
+def test_a_run_that_has_ended_has_the_worst_verdict(tmp_path, gate, check, code):
+    run = WatchedRun(tmp_path, (*STAGES, "check"))
     for name in ("data", "train", "eval"):
         run.end(name)
     run.end("gate", gate)
     run.end("export")
-    run.record["stages"].append("check")
     run.end("check", check)
     found = read_run(run.folder)
     assert (found.state, found.is_over, found.exit_code) == ("ended", True, code)

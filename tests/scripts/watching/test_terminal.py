@@ -76,10 +76,9 @@ def test_once_shows_a_run_under_way_and_ends_well(run, capsys):
     assert "num_processes: 2 (one a device)" in out
 
 
-def test_names_in_files_cannot_command_the_terminal(run, capsys):
-    run.record["stages"].append("\x1b[2Jx[bold]")
-    run.end("train")
-    run.end("\x1b[2Jx[bold]", 70, done=False, minutes=0.0)
+def test_names_in_files_cannot_command_the_terminal(tmp_path, capsys):
+    run = WatchedRun(tmp_path, ["\x1b[2Jx[bold]"])
+    run.end("\x1b[2Jx[bold]", 70, done=False)
     (run.folder / "draft.yaml").write_text('target: {name: "\\e]0;title\\a"}\n')
     assert main([str(run.folder), "--once"]) == 70
     out = capsys.readouterr().out
