@@ -43,7 +43,7 @@ def stage_progress(run: Run) -> str:
 
 def progress(found: Progress) -> str:
     """Say how far some work is: its share by tokens where these are counted."""
-    left = "" if found.seconds_left is None else f", {_clock(found.seconds_left)} left"
+    left = "" if not found.seconds_left else f", {_clock(found.seconds_left)} left"
     paced = f", {rate(found.rate, found.rate_unit)}" if found.rate > 0 else ""
     return f"{found.description}, {found.done:,} of {found.total:,} {found.unit} ({percent(found.share)}){paced}{left}"
 
