@@ -24,7 +24,7 @@ from scripts.watching.state import Run
 SECONDS_BETWEEN_LOOKS = 2.0
 COLUMNS = 110  # of lines where there is no terminal
 SHOWN_EVALUATIONS = 8
-KINDS = {"accepted": "green", "target": "blue", "rejected": "red strike", "prefill": "underline"}
+KINDS = {"accepted": "green", "target": "blue", "prefill": "underline"}  # of the pieces of an answer that are in its text
 SHOWN_PIECES = 24  # of an answer
 STYLES = {"waiting": "dim", "running": "bold cyan", "done": "green", "failed": "bold red", "stopped": "yellow"}
 
@@ -107,7 +107,7 @@ def _answer(sample: AnswerSample) -> Text:
     """Return the beginning of an answer, its pieces coloured by who wrote them; the key is in the same colours."""
     key = Text(", ").join(Text(kind, style) for kind, style in KINDS.items())
     line = Text.assemble("an answer (", key, "): ")
-    for piece in sample.pieces[:SHOWN_PIECES]:
+    for piece in [each for each in sample.pieces if each.kind in KINDS][:SHOWN_PIECES]:
         line.append(printable(re.sub(r"\s", " ", piece.text)), KINDS[piece.kind])
     return line
 

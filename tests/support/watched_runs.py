@@ -59,8 +59,9 @@ class WatchedRun:
             file.add(step, 1.0 * step, {f"{HELD_OUT}tokens_per_target_step": tau})
 
     def show(self, *texts):
-        """Write samples of an evaluation, of each text an accepted piece and one of the target's."""
-        pieces = [[{"kind": "accepted", "text": text}, {"kind": "target", "text": " and so on"}] for text in texts]
+        """Write samples of an evaluation, of each text an accepted piece, a rejected one, and one of the target's."""
+        kinds = {"accepted": "", "rejected": " or not", "target": " and so on"}
+        pieces = [[{"kind": kind, "text": each or text} for kind, each in kinds.items()] for text in texts]
         common = {"prompt_id": "p1/0", "category": "", "prompt": "What is it?", "tokens_per_target_step": 2.5}
         write_json(
             self.folder / "train" / "samples.json", {"step": 40, "samples": [common | {"pieces": each} for each in pieces]}
