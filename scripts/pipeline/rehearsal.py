@@ -26,7 +26,7 @@ FOLDER = "rehearsal"
 SECONDS = "seconds.json"  # by stage, of those that are done
 STEPS = 6  # of training, the first two of which warm up
 LINES = 15  # of a failed stage's log
-DECODED = 16  # tokens of each prompt of the evaluation
+DECODED = 32  # tokens of each prompt of the evaluation
 PROMPTS = 2  # of each suite of the evaluation
 
 
@@ -110,7 +110,7 @@ def _rates(output: Path, seconds: dict[str, Any]) -> Rates:
     start = seconds["eval"] - sum(laps.values())  # of Python, and of what it imports
     in_cache = sum(len(row["prompt_ids"]) + len(row["answer_ids"]) for row in sides[0])
     by_token = laps["decoding"] + laps["losslessness"]
-    decoded = report["speed"]["decode_tokens_autoregressive"]
+    decoded = sum(each["speed"]["decode_tokens_autoregressive"] for each in (report, *report["suites"].values()))
     fixed: dict[Stage, float] = {
         "rehearsal": sum(value for name, value in seconds.items() if name != "job"),
         "data": seconds["data"] - answering,

@@ -27,7 +27,8 @@ from scripts.steps import Record
 from scripts.watching.page import PAGE, page_kept
 
 CPU_BATCH, GPU_BATCH = 48, 64  # prompts answered together
-REHEARSED_ON_CPU, REHEARSED = 128, 512  # tokens of an answer in the rehearsal
+REHEARSED_ON_CPU, REHEARSED = 64, 512  # tokens of an answer in the rehearsal ...
+LONGER_FROM_MINUTES = 60  # ... twice as many on a CPU where there is time for it
 FEW = 8  # held-out prompts of a rehearsal
 
 
@@ -73,13 +74,15 @@ def choose_stages(run: RunConfig) -> RunConfig:
     say("\n".join(map(str, choices)))
     say("\n== rehearsal: every stage once in small, to measure this machine")
     batch = CPU_BATCH if facts.on_cpu else GPU_BATCH
-    number = min(batch + FEW, facts.num_prompts or batch + FEW)
-    share = FEW / number if not facts.split_positions else facts.split_positions[max(1, FEW * len(facts.split_positions) // 56)]
+    rehearsed = REHEARSED_ON_CPU * (1 + (run.budget_minutes >= LONGER_FROM_MINUTES)) if facts.on_cpu else REHEARSED
+    number = min(batch, facts.num_prompts or batch)  # more would end with a batch that is not full
+    positions = facts.split_positions
+    share = positions[max(1, FEW * len(positions) // batch)] if positions else FEW / number
     with Record(output, run.stages, {}).step("rehearsal", "") as entry:
         rates = rehearse(
             run.model_copy(update={"cache": cache_of(facts), "eval": {"cost": facts.cost(run)}}),
             num_prompts=number,
-            max_new_tokens=min(REHEARSED_ON_CPU if facts.on_cpu else REHEARSED, facts.context // 2),
+            max_new_tokens=min(rehearsed, facts.context // 2),
             batch_size=batch,
             held_out_share=share,
         )
