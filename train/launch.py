@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
@@ -100,8 +101,10 @@ def _train(config: Recipe, make_task: Callable[..., Task], accelerator: Accelera
     loader = make_training_loader(config, materials.dataset, num_batches=in_all)
     cache = open_training_cache(config, materials.dataset, materials.target)
     task = make_task(config, materials.target, materials.train, materials.held_out, accelerator, cache)
+    started = time.monotonic()
     if isinstance(task, HeadTask) and task.config.sanity.enabled:
         check_before_training(task, materials.dataset, accelerator)
+    sanity_seconds = time.monotonic() - started
     if accelerator.is_main_process:
         drop_leftovers(output / "artifact")
         write_run_record(output, config)
@@ -109,7 +112,7 @@ def _train(config: Recipe, make_task: Callable[..., Task], accelerator: Accelera
     outcome = train(task, loader, config.optimizer, config.schedule, accelerator, output, values, contents)
     path = output / "outcome.json"
     if accelerator.is_main_process and (outcome.labels or not path.is_file()):  # that of a run that had ended before stays
-        write_json(path, asdict(outcome))
+        write_json(path, {**asdict(outcome), "sanity_seconds": sanity_seconds})
     log.info(
         "done: %d steps in %.0f s; best tokens per target step on held-out prompts %.3f, at step %d; artifact in %s",
         outcome.steps,

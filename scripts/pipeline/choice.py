@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import mean
 
 from configs.runtime.errors import InputError
+from configs.schema.commands.planning import PlanHeadsConfig
 from configs.schema.commands.running import RunConfig, Stage
 from scripts.pipeline.draft_file import Choice
 from scripts.pipeline.rehearsal import Rates
@@ -28,6 +29,7 @@ HOUSE_PROMPTS = (8, 64)  # ... of the house suite: one a category, and all
 EPOCHS = ((200_000, 5), (2_000_000, 3))  # passes over so many answer tokens or fewer; over more, two
 FEWEST_EPOCHS = 2
 MOST_EPOCHS = 10  # where prompts are few
+EVALUATIONS = 6  # on held-out prompts, in training
 MANY_PROMPTS = 1000  # answers are cut off earlier rather than that fewer prompts are answered
 CHECK_SECONDS = 200.0  # two starts of an engine, where it is installed
 DISK_SHARE = 0.5  # of the free disk that a cache may take
@@ -61,6 +63,7 @@ class Budget:
     def fixed(self) -> dict[Stage, float]:
         """Seconds of each stage that do not depend on how much there is to do."""
         fixed = dict(self.rates.fixed_seconds)
+        fixed["train"] += EVALUATIONS * self.rates.held_out_seconds
         if self.run.engine is not None:
             fixed["check"] = CHECK_SECONDS if self.checks else fixed["gate"]
         return fixed
@@ -175,7 +178,7 @@ def choose(run: RunConfig, facts: Facts, rates: Rates, *, checks: bool, data_bat
     limited = facts.num_prompts is not None and found.num_prompts == facts.num_prompts
     asked = run.prompts.model_copy(update={"num_prompts": found.num_prompts}).model_dump(mode="json", exclude_defaults=True)
     pace = f"{minutes['data']:g} minutes of answers at {60 / rates.prompt_seconds:.0f} a minute"
-    every = max(20, steps // 6)
+    every = max(20, math.ceil(steps / EVALUATIONS))
     choices = [
         Choice("prompts", asked, "all there are" if limited else pace),
         Choice("data.answers.max_new_tokens", found.max_new_tokens, f"answers of {answer:.0f} tokens on average"),
@@ -189,6 +192,10 @@ def choose(run: RunConfig, facts: Facts, rates: Rates, *, checks: bool, data_bat
         Choice("eval.decode.max_new_tokens", facts.decoded_tokens, "tokens of each answer"),
         Choice("eval.repeats", 1, "prompts tell more than repeats"),
     ]
+    if isinstance(plan.config, PlanHeadsConfig):
+        choices.append(
+            Choice("train.sanity.enabled", False, "the rehearsal has checked that this head learns and is read back")
+        )
     if (cost := facts.cost(run)) is not None:
         choices.append(Choice("eval.cost", cost, "times rounds, to predict the speed at other batch sizes"))
     if found.cached:

@@ -40,6 +40,7 @@ class Rates:
     answer_lengths: tuple[int, ...]  # as far as the rehearsal let them go
     cache_token_seconds: float  # the target's forward
     train_token_seconds: float  # of the draft's step, the target's states being read
+    held_out_seconds: float  # of one evaluation on held-out prompts in training
     decoded_token_seconds: float  # in all ways that an evaluation decodes it, and to check it
 
 
@@ -78,11 +79,7 @@ def _in_small(
     run: RunConfig, output: Path, num_prompts: int, max_new_tokens: int, batch_size: int, held_out_share: float
 ) -> RunConfig:
     answers = {"answers.max_new_tokens": max_new_tokens, "answers.batch_size": batch_size}
-    decode = {"num_prompts": PROMPTS, "decode.max_new_tokens": DECODED}
-    schedule = {"max_steps": STEPS, "log_every_steps": 1, "trackers": []}
-    train = {f"schedule.{key}": value for key, value in schedule.items()} | {
-        f"held_out.{key}": each for key, each in decode.items()
-    }
+    train = {"schedule.max_steps": STEPS, "schedule.log_every_steps": 1, "schedule.trackers": []}
     evaluation = {"suite.num_prompts": PROMPTS, "decode.max_new_tokens": DECODED, "repeats": 1, "generate_prompts": 0}
     return run.model_copy(
         update={
@@ -115,7 +112,7 @@ def _rates(output: Path, seconds: dict[str, Any]) -> Rates:
         "rehearsal": sum(value for name, value in seconds.items() if name != "job"),
         "data": seconds["data"] - answering,
         "cache": start + laps["loading"],
-        "train": seconds["train"] - outcome["training_seconds"],
+        "train": seconds["train"] - sum(outcome[name] for name in ("training_seconds", "evaluation_seconds", "sanity_seconds")),
         "eval": seconds["eval"] - by_token,
         "gate": start,
         "export": seconds.get("export", 0.0),
@@ -127,5 +124,6 @@ def _rates(output: Path, seconds: dict[str, Any]) -> Rates:
         answer_lengths=tuple(sorted(len(row["answer_ids"]) for row in rows)),
         cache_token_seconds=max(0.0, seconds["cache"] - fixed["cache"]) / in_cache,
         train_token_seconds=1 / statistics.median(paces[2:]),
+        held_out_seconds=outcome["evaluation_seconds"],
         decoded_token_seconds=by_token / max(1, decoded),
     )

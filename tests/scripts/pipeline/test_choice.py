@@ -24,6 +24,7 @@ def rates(**changed):
         "answer_lengths": tuple(range(30, 129)),
         "cache_token_seconds": 0.0008,
         "train_token_seconds": 0.0006,
+        "held_out_seconds": 4.0,
         "decoded_token_seconds": 0.12,
     }
     return Rates(**(found | changed))
