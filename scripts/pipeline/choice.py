@@ -23,12 +23,14 @@ from scripts.pipeline.stages import HOUSE
 
 EVALUATION_SHARE = 0.25  # of the budget
 EVALUATION_MINUTES = 30.0  # at most
+LOOKUP_PROMPTS = 4  # by which an evaluation chooses the lookup's length
 HELD_OUT = (16, 128)  # prompts of an evaluation: what the gate asks for, and where intervals are narrow
 HOUSE_SHARE = 0.5  # of so many prompts beside them ...
 HOUSE_PROMPTS = (8, 64)  # ... of the house suite: one a category, and all
 EPOCHS = ((200_000, 5), (2_000_000, 3))  # passes over so many answer tokens or fewer; over more, two
 FEWEST_EPOCHS = 2
 MOST_EPOCHS = 10  # where prompts are few
+MARGIN = 2  # where a hash decides who is held out, so that they are not too few
 EVALUATIONS = 6  # on held-out prompts, in training
 MANY_PROMPTS = 1000  # answers are cut off earlier rather than that fewer prompts are answered
 CHECK_SECONDS = 200.0  # two starts of an engine, where it is installed
@@ -64,6 +66,7 @@ class Budget:
         """Seconds of each stage that do not depend on how much there is to do."""
         fixed = dict(self.rates.fixed_seconds)
         fixed["train"] += EVALUATIONS * self.rates.held_out_seconds
+        fixed["eval"] += self.rates.lookup_token_seconds * LOOKUP_PROMPTS * self.facts.decoded_tokens
         if self.run.engine is not None:
             fixed["check"] = CHECK_SECONDS if self.checks else fixed["gate"]
         return fixed
@@ -170,7 +173,7 @@ def choose(run: RunConfig, facts: Facts, rates: Rates, *, checks: bool, data_bat
     found = budget.spend()
     minutes = {stage: round(seconds / 60, 1) for stage, seconds in found.seconds.items()}
     answer = budget.answer(found.max_new_tokens)
-    share = found.held_out / found.num_prompts
+    share = MARGIN * found.held_out / found.num_prompts
     if facts.split_positions:
         share = (facts.split_positions[found.held_out - 1] + facts.split_positions[found.held_out]) / 2
     steps = max(1, (found.num_prompts - found.held_out) * found.epochs // (plan.config.schedule.batch_size * run.num_processes))
@@ -183,11 +186,12 @@ def choose(run: RunConfig, facts: Facts, rates: Rates, *, checks: bool, data_bat
         Choice("prompts", asked, "all there are" if limited else pace),
         Choice("data.answers.max_new_tokens", found.max_new_tokens, f"answers of {answer:.0f} tokens on average"),
         Choice("data.answers.batch_size", data_batch, "prompts answered together"),
-        Choice("data.held_out_share", share, f"{found.held_out} prompts are held out, to judge by"),
+        Choice("data.held_out_share", share, f"{found.held_out} prompts, or some more, are held out"),
         Choice("train.schedule.epochs", found.epochs, f"{steps} steps in {minutes['train']:g} minutes"),
         Choice("train.schedule.eval_every_steps", every, "some measurements of tau on held-out prompts"),
         Choice("train.schedule.checkpoint_every_steps", every, "what a stopped training goes on from"),
         Choice("train.schedule.log_every_steps", max(1, min(20, steps // 40)), "points of the loss curve"),
+        Choice("eval.suite.num_prompts", found.held_out, "of those, as many as there is time to decode"),
         Choice("eval.suites", [HOUSE | {"num_prompts": house}], f"{house} prompts of other kinds than those trained on"),
         Choice("eval.decode.max_new_tokens", facts.decoded_tokens, "tokens of each answer"),
         Choice("eval.repeats", 1, "prompts tell more than repeats"),
@@ -196,7 +200,9 @@ def choose(run: RunConfig, facts: Facts, rates: Rates, *, checks: bool, data_bat
         choices.append(
             Choice("train.sanity.enabled", False, "the rehearsal has checked that this head learns and is read back")
         )
-    if (cost := facts.cost(run)) is not None:
+    if (cost := facts.cost(run)) is None:
+        choices.append(Choice("eval.generate_prompts", 0, "no time for transformers' own generation beside it"))
+    else:
         choices.append(Choice("eval.cost", cost, "times rounds, to predict the speed at other batch sizes"))
     if found.cached:
         taps = facts.plan.models.taps
@@ -206,7 +212,4 @@ def choose(run: RunConfig, facts: Facts, rates: Rates, *, checks: bool, data_bat
             Choice("cache.taps", None if taps is None else sorted(taps), reason),
             Choice("cache.max_length", plan.config.data.max_length, "as in training"),
         ]
-    if facts.on_cpu:
-        reason = "on a CPU both ways of decoding give the same tokens, to the last"
-        choices.append(Choice("eval.target.dtype", "float32", reason))
     return [*choices, Choice("minutes", minutes, f"{sum(minutes.values()):.0f} of {run.budget_minutes:g} minutes in all")]

@@ -41,6 +41,7 @@ class Rates:
     cache_token_seconds: float  # the target's forward
     train_token_seconds: float  # of the draft's step, the target's states being read
     held_out_seconds: float  # of one evaluation on held-out prompts in training
+    lookup_token_seconds: float  # by all lengths that are tried
     decoded_token_seconds: float  # in all ways that an evaluation decodes it, and to check it
 
 
@@ -113,7 +114,7 @@ def _rates(output: Path, seconds: dict[str, Any]) -> Rates:
         "data": seconds["data"] - answering,
         "cache": start + laps["loading"],
         "train": seconds["train"] - sum(outcome[name] for name in ("training_seconds", "evaluation_seconds", "sanity_seconds")),
-        "eval": seconds["eval"] - by_token,
+        "eval": seconds["eval"] - by_token - laps["choosing the lookup's length"],
         "gate": start,
         "export": seconds.get("export", 0.0),
     }
@@ -125,5 +126,6 @@ def _rates(output: Path, seconds: dict[str, Any]) -> Rates:
         cache_token_seconds=max(0.0, seconds["cache"] - fixed["cache"]) / in_cache,
         train_token_seconds=1 / statistics.median(paces[2:]),
         held_out_seconds=outcome["evaluation_seconds"],
+        lookup_token_seconds=laps["choosing the lookup's length"] / (PROMPTS * DECODED),
         decoded_token_seconds=by_token / max(1, decoded),
     )

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import find_shipped
 from configs.runtime.loading import load_config
+from configs.schema.base import AUTO
 from configs.schema.commands.planning import HardwareConfig, PlanConfig, PlanDistillConfig, PlanHeadsConfig, WorkloadConfig
 from configs.schema.commands.release import HUB_ID
 from configs.schema.commands.running import RunConfig
@@ -36,6 +37,7 @@ HEAD, DRAFT_LM = "configs/heads/eagle3.yaml", "configs/distill/draft_lm.yaml"
 MANY = 1_000_000  # prompts, of which a run takes what its budget lets it
 FEWEST_PROMPTS = 8
 FILES = {".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".gz"}
+WORDS = 6144
 SWEPT_FROM_MINUTES = 30
 NO_CONTEXT = 2048  # tokens of a target whose config names none
 
@@ -49,6 +51,7 @@ class Facts:
     num_prompts: int | None  # different ones; None: the target writes as many as are asked for
     split_positions: tuple[float, ...]  # of the prompts, in [0, 1), in order: those below held_out_share are held out
     on_cpu: bool
+    rehearsed: dict[str, Any]  # what the rehearsal's few answers would make too small, by keys of the recipe
 
     @property
     def decoded_tokens(self) -> int:
@@ -108,6 +111,7 @@ def examine(run: RunConfig) -> tuple[RunConfig, Facts, list[Choice]]:
         num_prompts=number,
         split_positions=positions,
         on_cpu=on_cpu,
+        rehearsed=_rehearsed(run, plan),
     )
     return run, facts, [*choices, *launcher]
 
@@ -209,6 +213,14 @@ def hardware() -> HardwareConfig:
         memory_gib=free / GIB,
         host_memory_gib=psutil.virtual_memory().available / GIB / number,
     )
+
+
+def _rehearsed(run: RunConfig, plan: Plan) -> dict[str, Any]:
+    """Return a draft vocabulary as large as that of thousands of answers, where the recipe leaves it to them."""
+    name = "head" if isinstance(plan.config, PlanHeadsConfig) else "student"
+    size = getattr(plan.config, name).draft_vocab_size
+    is_open = getattr(_plan_config(run), name).draft_vocab_size == AUTO
+    return {f"{name}.draft_vocab_size": min(WORDS, size)} if is_open and size is not None else {}
 
 
 def _check_room(run: RunConfig, plan: Plan) -> None:

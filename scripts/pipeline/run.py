@@ -75,12 +75,12 @@ def choose_stages(run: RunConfig) -> RunConfig:
     say("\n== rehearsal: every stage once in small, to measure this machine")
     batch = CPU_BATCH if facts.on_cpu else GPU_BATCH
     rehearsed = REHEARSED_ON_CPU * (1 + (run.budget_minutes >= LONGER_FROM_MINUTES)) if facts.on_cpu else REHEARSED
-    number = min(batch, facts.num_prompts or batch)  # more would end with a batch that is not full
+    number = min(2 * batch, facts.num_prompts or 2 * batch)
     positions = facts.split_positions
-    share = positions[max(1, FEW * len(positions) // batch)] if positions else FEW / number
+    share = positions[max(1, FEW * len(positions) // number)] if positions else FEW / number
     with Record(output, run.stages, {}).step("rehearsal", "") as entry:
         rates = rehearse(
-            run.model_copy(update={"cache": cache_of(facts), "eval": {"cost": facts.cost(run)}}),
+            run.model_copy(update={"cache": cache_of(facts), "eval": {"cost": facts.cost(run)}, "train": facts.rehearsed}),
             num_prompts=number,
             max_new_tokens=min(rehearsed, facts.context // 2),
             batch_size=batch,

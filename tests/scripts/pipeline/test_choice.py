@@ -25,6 +25,7 @@ def rates(**changed):
         "cache_token_seconds": 0.0008,
         "train_token_seconds": 0.0006,
         "held_out_seconds": 4.0,
+        "lookup_token_seconds": 0.1,
         "decoded_token_seconds": 0.12,
     }
     return Rates(**(found | changed))
