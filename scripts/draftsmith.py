@@ -46,7 +46,7 @@ COMMANDS: dict[str, tuple[str, type[BaseModel] | str]] = {
     "check": ("scripts.check", CheckConfig),
     "import": ("scripts.import", ImportConfig),
     "push": ("scripts.push", PushConfig),
-    "watch": ("scripts.watch", "how far a run is, what it has found so far, and what it came to"),
+    "watch": ("scripts.watching", "how far a run is, what it has found so far, and what it came to"),
     "doctor": ("scripts.doctor", "what this machine has, and what is missing for what"),
 }
 

@@ -195,5 +195,5 @@ def test_a_folder_that_is_no_run_is_refused_with_the_nearest_that_is_one(run, tm
 
 
 def test_reading_and_showing_a_run_imports_no_torch():
-    code = "import sys, scripts.watch, scripts.watching.page; sys.exit('torch' in sys.modules)"
+    code = "import sys, scripts.watching.__main__, scripts.watching.page; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

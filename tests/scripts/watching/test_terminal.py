@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from scripts.watch import main
 from scripts.watching import terminal
+from scripts.watching.__main__ import main
 from tests.support.watched_runs import WatchedRun
 
 

@@ -8,13 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-
-if not __package__:  # run as a script: the checkout's root takes the place of this folder, which Python put first
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from configs.startup import guard_imports
-
-    guard_imports()
 
 from configs.runtime.command import EPILOG, Parser, exit_code
 from scripts.watching.reading import find_run
