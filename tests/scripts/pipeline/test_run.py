@@ -20,7 +20,7 @@ from configs.schema.target import TargetConfig
 from scripts import draftsmith
 from scripts.pipeline import rehearsal, stages
 
-NUM_PROMPTS = 59
+NUM_PROMPTS = 30
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def draftsmith_run(monkeypatch, tmp_path):
 
 
 def test_a_run_leads_to_a_verdict_and_an_export_and_its_file_goes_on(model, prompts, draftsmith_run, capsys, tmp_path):
-    asked = ["run", model, "--prompts", prompts, "--budget", "4m", "--for", "sglang", "--yes"]
+    asked = ["run", model, "--prompts", prompts, "--budget", "20m", "--for", "sglang", "--yes"]
     draftsmith_run.stopped.append("eval/gate.py")
     assert draftsmith_run(*asked) == TERMINATED
     assert draftsmith_run.called[5:] == [
@@ -107,8 +107,6 @@ def test_a_run_leads_to_a_verdict_and_an_export_and_its_file_goes_on(model, prom
     assert draftsmith_run("train", file) == 0
     assert draftsmith_run.called == ["train/heads.py"]
     assert (output / "train.before-1").is_dir()
-    assert draftsmith_run("run", file, "--yes") == GATE_FAILED
-    assert draftsmith_run.called == ["eval/run.py", "eval/gate.py", "scripts/export.py", "scripts/check.py"]
 
 
 def test_the_engine_gets_the_chat_template_that_the_draft_was_trained_with(tmp_path):
