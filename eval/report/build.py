@@ -6,21 +6,20 @@ form, `eval.report.markdown` and `eval.report.page` render it, `eval.release.che
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from eval.decoder.records import SPECULATIVE, WITH_LOOKUP, Generation
 from eval.measure.suite import Suite
 from eval.metrics.speed import compare_speed, summarise_advantage, summarise_speed, timings_within
 from eval.metrics.tally import SAMPLES_A_SIDE, Tally
+from eval.report.samples import Decode, spell_sample, tau_of
 from eval.report.schema import SCHEMA_VERSION, Report, parse_report
 from eval.stats.bootstrap import LEVEL
 from eval.stats.significance import detectable_percent
 
-Decode = Callable[[Sequence[int]], str]  # token ids -> text, special tokens included
 # Of acceptance, what is kept of other ways than the draft's.
 KEPT = ("tokens_per_target_step", "tokens_per_target_step_ci", "accepted_per_round", "draft_token_yield")
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer gives for the first bytes of an unfinished character
 
 
 class Bootstrap(TypedDict):
@@ -149,57 +148,9 @@ def pick_samples(
 
     `texts` are what the user said, by prompt id and turn; later turns, counted from 1, are named with the prompt's id.
     """
-    ranked = sorted((generation for generation in generations if generation.rounds), key=_tau)
+    ranked = sorted((generation for generation in generations if generation.rounds), key=tau_of)
     count = min(SAMPLES_A_SIDE, len(ranked) // 2)
     return {
         side: [spell_sample(each, texts[each.prompt_id, each.turn], decode_tokens) for each in chosen]
         for side, chosen in (("worst", ranked[:count]), ("best", ranked[::-1][:count]))
     }
-
-
-def spell_sample(generation: Generation, prompt: str, decode_tokens: Decode) -> dict[str, Any]:
-    """Return an answer that has rounds, and the prompt's text, as the values of an `eval.report.schema.AnswerSample`."""
-    name, turn = generation.prompt_id, generation.turn
-    return {
-        "prompt_id": f"{name}, turn {turn + 1}" if turn else name,
-        "category": generation.category,
-        "prompt": prompt,
-        "tokens_per_target_step": _tau(generation),
-        "pieces": spell_pieces(generation, decode_tokens),
-    }
-
-
-def _tau(generation: Generation) -> float:
-    return generation.num_committed / len(generation.rounds)
-
-
-def spell_pieces(generation: Generation, decode_tokens: Decode) -> list[dict[str, str]]:
-    """Return the answer as `{"kind", "text"}` pieces: `prefill`, `accepted`, `rejected`, `target`.
-
-    The pieces but the rejected ones join to the whole answer's text. Each is spelled as the difference the tokens make to
-    the text before them, since a token alone may be half a character; a character is shown with the token that completes it.
-    """
-    pieces: list[dict[str, str]] = []
-    committed: list[int] = []
-    shown = ""
-    for kind, tokens in _runs(generation):
-        text = decode_tokens([*committed, *tokens])
-        new = text[len(shown) :]
-        if kind != "rejected":
-            committed += tokens
-            new = new.rstrip(INCOMPLETE)
-            shown += new
-        if new:
-            pieces.append({"kind": kind, "text": new})
-    rest = decode_tokens(committed)[len(shown) :] if committed else ""
-    return [*pieces, {"kind": "target", "text": rest}] if rest else pieces
-
-
-def _runs(generation: Generation) -> Iterator[tuple[str, list[int]]]:
-    """Yield (kind, tokens) in reading order, the rejected drafts of a round between its accepted ones and the target's."""
-    yield "prefill", list(generation.tokens[:1])
-    for round_ in generation.rounds:
-        yield "accepted", list(round_.committed[: round_.num_accepted])
-        if not round_.was_cut:  # drafts behind the end of the text were never judged, so they were not rejected
-            yield "rejected", list(round_.drafted[round_.num_accepted :])
-            yield "target", list(round_.committed[round_.num_accepted :])

@@ -27,7 +27,7 @@ from distill.dataset.conversations import Conversation, describe_data
 from distill.loss.head_objective import HeadLoss, HeadObjective
 from eval.decoder.decode import Request, check_decodable, decode
 from eval.decoder.records import Generation
-from eval.report.build import spell_sample
+from eval.report.samples import spell_sample
 from heads.device import restored_random_state
 from heads.frozen.hidden_states import TargetStates
 from heads.frozen.loading import Target

@@ -3,7 +3,8 @@
 import dataclasses
 
 from eval.decoder.records import Round
-from eval.report.build import pick_samples, spell_pieces
+from eval.report.build import pick_samples
+from eval.report.samples import spell_pieces
 
 
 def as_bytes(tokens):
