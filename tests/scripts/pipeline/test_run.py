@@ -59,6 +59,7 @@ def draftsmith_run(monkeypatch, tmp_path):
     def run(*arguments):
         called.clear()
         monkeypatch.setattr(sys, "argv", ["draftsmith", *map(str, arguments)])
+        monkeypatch.delitem(sys.modules, "scripts.watching.__main__", raising=False)  # another test may have imported it
         return draftsmith.main()
 
     monkeypatch.chdir(tmp_path)
