@@ -70,4 +70,4 @@ def _line(key: str, value: Any, reason: str | None) -> str:
 
 def as_overrides(changes: Mapping[str, Any]) -> list[str]:
     """Return changes by dotted keys as `--set` gives them."""
-    return [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+    return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in changes.items()]

@@ -88,7 +88,6 @@ def _in_small(
             "target": run.stage_target,
             "prompts": run.prompts.model_copy(update={"num_prompts": num_prompts}),
             "data": {**answers, "held_out_share": held_out_share},
-            "cache": run.cache,
             "train": {**(run.train or {}), **train},
             "eval": {**(run.eval or {}), **evaluation, "suites": [HOUSE | {"num_prompts": PROMPTS}]},
         }

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer
 
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import find_shipped
@@ -27,6 +27,7 @@ from heads.device import CPU, default_device
 from heads.formats.exporting.table import FORMS, form_of
 from heads.frozen.checkpoint_files import UNREADABLE
 from heads.frozen.identity import PREFIX
+from scripts.doctor.machine import BFLOAT16, instructions
 from scripts.pipeline.draft_file import Choice, apply, as_overrides
 from scripts.pipeline.stages import training_schema
 from train.plan.models import plan_models
@@ -46,7 +47,6 @@ NO_CONTEXT = 2048  # tokens of a target whose config names none
 class Facts:
     """What is known before anything is run."""
 
-    model: PreTrainedModel  # the target without weights
     plan: Plan  # of the recipe's training with conversations of a thousand tokens
     num_prompts: int | None  # different ones; None: the target writes as many as are asked for
     split_positions: tuple[float, ...]  # of the prompts, in [0, 1), in order: those below held_out_share are held out
@@ -68,7 +68,7 @@ class Facts:
     @property
     def context(self) -> int:
         """Tokens that the target can read."""
-        return int(getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or NO_CONTEXT)
+        return int(getattr(self.plan.models.target.config.get_text_config(), "max_position_embeddings", None) or NO_CONTEXT)
 
 
 def output_of(name: str) -> str:
@@ -97,8 +97,7 @@ def prompts_of(path: str | None, given: PromptsConfig) -> PromptsConfig:
 def examine(run: RunConfig) -> tuple[RunConfig, Facts, list[Choice]]:
     """Return the request with what its target and machine decide, and the facts; an InputError says what cannot be done."""
     on_cpu = default_device().type == CPU.type
-    recipe, model = _recipe(run)
-    choices = [recipe, *_template(run), *_dtype(run, on_cpu)]
+    choices = [_recipe(run), *_template(run), *_dtype(run, on_cpu)]
     run = apply(run, choices)
     number, positions = _prompts(run.prompts)
     plan = make_plan(_plan_config(run))
@@ -106,7 +105,6 @@ def examine(run: RunConfig) -> tuple[RunConfig, Facts, list[Choice]]:
     launcher = _launcher(plan, on_cpu)
     run = apply(run, launcher)
     facts = Facts(
-        model=model,
         plan=plan,
         num_prompts=number,
         split_positions=positions,
@@ -116,14 +114,14 @@ def examine(run: RunConfig) -> tuple[RunConfig, Facts, list[Choice]]:
     return run, facts, [*choices, *launcher]
 
 
-def _recipe(run: RunConfig) -> tuple[Choice, PreTrainedModel]:
-    """Choose the recipe of a draft that the engine takes for this target; return it with the target, without weights."""
+def _recipe(run: RunConfig) -> Choice:
+    """Choose the recipe of a draft that the engine takes for this target."""
     engine = run.engine or "draftsmith"
     if "recipe" in run.model_fields_set:
         models = plan_models(_plan_config(run))
         if run.engine is not None:
             form_of(run.engine, kind_of(models.config))
-        return Choice("recipe", run.recipe, "as asked"), models.target
+        return Choice("recipe", run.recipe, "as asked")
     if run.engine is not None and "eagle3" not in FORMS[run.engine]:
         return _draft_lm(run, f"{engine} takes no EAGLE-3")
     try:
@@ -132,13 +130,13 @@ def _recipe(run: RunConfig) -> tuple[Choice, PreTrainedModel]:
         return _draft_lm(run, str(error))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if type(embedding) is torch.nn.Embedding and type(head) is torch.nn.Linear and head.bias is None:
-        return Choice("recipe", HEAD, f"EAGLE-3 drafts most tokens for its size, and {engine} takes it"), model
+        return Choice("recipe", HEAD, f"EAGLE-3 drafts most tokens for its size, and {engine} takes it")
     return _draft_lm(run, "engines share only weights with a head, and this target's embedding or output head does more")
 
 
-def _draft_lm(run: RunConfig, why: str) -> tuple[Choice, PreTrainedModel]:
-    model = plan_models(_plan_config(run.model_copy(update={"recipe": DRAFT_LM}))).target
-    return Choice("recipe", DRAFT_LM, f"a draft LM: {why}"), model
+def _draft_lm(run: RunConfig, why: str) -> Choice:
+    plan_models(_plan_config(run.model_copy(update={"recipe": DRAFT_LM})))  # which refuses what is no causal LM
+    return Choice("recipe", DRAFT_LM, f"a draft LM: {why}")
 
 
 def _template(run: RunConfig) -> list[Choice]:
@@ -162,9 +160,9 @@ def _dtype(run: RunConfig, on_cpu: bool) -> list[Choice]:
 
 
 def _has_bfloat16() -> bool:
-    """Return whether the processor multiplies matrices of bfloat16 faster than those of float32."""
-    known = Path("/proc/cpuinfo")
-    return not known.is_file() or bool(re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", known.read_text(encoding="utf-8")))
+    """Return whether the processor multiplies matrices of bfloat16 faster than those of float32, or does not say."""
+    names = instructions()
+    return not names or bool(names & BFLOAT16)
 
 
 def kind_of(config: PlanConfig) -> str:

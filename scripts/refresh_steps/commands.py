@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-
-from pydantic import BaseModel
 
 from configs.runtime.command import DONE
 from configs.runtime.errors import InputError
@@ -17,14 +14,10 @@ from configs.schema.evaluation import EvalConfig, SuiteConfig
 from configs.schema.training import DistillConfig, HeadsConfig
 from heads.metadata import Metadata
 from scripts import steps
+from scripts.pipeline.draft_file import as_overrides
+from scripts.pipeline.stages import ENTRIES
 
 Config = DataConfig | DistillConfig | HeadsConfig | EvalConfig
-ENTRIES: dict[type[BaseModel], str] = {
-    DataConfig: "scripts/make_data.py",
-    DistillConfig: "train/distill.py",
-    HeadsConfig: "train/heads.py",
-    EvalConfig: "eval/run.py",
-}
 FROM_ARTIFACT = {"init": "model", "layers": None, "overrides": None}
 
 
@@ -65,7 +58,7 @@ def training_recipe(config: RefreshConfig, served: Path, metadata: Metadata, fol
             raise InputError(f"served: {served} does not say how it was trained; name a recipe of train/heads.py with recipe")
         path = str(folder / "configs" / "recipe.json")
         write_json(Path(path), metadata.training)
-    changes = [f"{key}={json.dumps(value)}" for key, value in config.training.items()]
+    changes = as_overrides(config.training)
     if metadata.kind == "draft_lm":
         return load_config(DistillConfig, path, changes)
     return load_config(HeadsConfig, path, changes)

@@ -177,14 +177,19 @@ def _curves(path: Path) -> tuple[list[Point], list[Point]]:
     """Return the loss and the tokens per target step on held-out prompts by step; lines that are cut off are left out."""
     losses: list[Point] = []
     taus: list[Point] = []
+    for row in _rows(path):
+        for curve, name in ((losses, "loss"), (taus, f"{HELD_OUT}tokens_per_target_step")):
+            if _is_number(row.get("step")) and _is_number(row.get(name)):
+                curve.append(Point(int(row["step"]), float(row[name])))
+    return losses, taus
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines that can be read."""
     with suppress(InputError):
         for line in read_text(path, path.name).split("\n"):
             with suppress(InputError):
-                row = json_object(line, path.name)
-                for curve, name in ((losses, "loss"), (taus, f"{HELD_OUT}tokens_per_target_step")):
-                    if _is_number(row.get("step")) and _is_number(row.get(name)):
-                        curve.append(Point(int(row["step"]), float(row[name])))
-    return losses, taus
+                yield json_object(line, path.name)
 
 
 def _is_number(value: Any) -> bool:

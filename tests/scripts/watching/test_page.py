@@ -16,18 +16,8 @@ from configs.runtime.files import folder_lock
 from scripts.watching.page import page_kept, thinned, write_page
 from scripts.watching.state import Point
 from tests.support.browser import needs_browser, open_page
-from tests.support.watched_runs import WatchedRun
 
 ATTACK = """<script>document.title = "taken over"</script><img src="x" onerror="document.title = 'taken over'">"""
-
-
-@pytest.fixture
-def run(tmp_path):
-    run = WatchedRun(tmp_path / "run")
-    run.end("data")
-    run.begin("train")
-    run.train_some({10: 4.0, 20: 3.0}, {10: 1.5, 20: 2.25})
-    return run
 
 
 def written(run):

@@ -14,15 +14,6 @@ from tests.support.watched_runs import WatchedRun
 
 
 @pytest.fixture
-def run(tmp_path):
-    run = WatchedRun(tmp_path / "run")
-    run.end("data")
-    run.begin("train")
-    run.train_some({10: 4.0, 20: 3.0}, {10: 1.5, 20: 2.25})
-    return run
-
-
-@pytest.fixture
 def while_it_sleeps(monkeypatch):
     """A function that lets things happen between looks, one after another; nobody waits."""
 
