@@ -99,6 +99,7 @@ tables: setup #lab fill the documents' tables from docs/results/
 serve-check: setup $(DRAFT_LM) $(VLLM_STAMP) $(LLAMA_CPP_STAMP) $(OPENVINO_STAMP) #lab a vLLM server as writer and source of hidden states; drafts in vLLM, transformers, llama.cpp, OpenVINO, into docs/results/serve.json (trains what is not there)
 	$(PY) -m pytest -m slow -s tests/distill/server/test_served_answers.py tests/distill/server/test_served_states.py
 	$(PY) scripts/lab/benchmark.py serve --config scripts/lab/configs/serve/smollm2.yaml
+	$(PY) scripts/lab/benchmark.py serve --config scripts/lab/configs/serve/bfloat16.yaml
 
 $(VLLM_STAMP) $(OPENVINO_STAMP): .cache/venvs/%/.installed: scripts/setup_engine.sh scripts/cpu_torch.sh scripts/%_pins.txt
 	sh scripts/setup_engine.sh $*

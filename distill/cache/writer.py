@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.files import BackgroundWrite, folder_lock
 from configs.runtime.resumable import fingerprint
-from configs.runtime.run_record import write_run_record
+from configs.runtime.run_record import RECORD, write_run_record
 from configs.runtime.terminal import progress
 from configs.schema.data import CacheConfig
 from distill.cache.claims import Claims
@@ -91,9 +91,11 @@ def make_cache(config: CacheConfig) -> None:
             elif share.number == 0:  # holds a part of the main process's target, which `prepare` runs
                 check_taps(target.model, job.layout.taps or ())
             state.wait_for_everyone()
+        started = time.monotonic()
         job.work(rank=share.number, num_processes=share.count, writes=share.writes)
         if state.is_main_process:
             job.finish()
+            job.record(seconds=time.monotonic() - started)  # of this start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,8 +130,12 @@ class CacheJob:
             self._folder.write(JOB, as_json({"job": self.digest}))
         elif not self._shared:  # else others may be at work, and writing these
             self._folder.delete(name for name in names if name.startswith((".", "claim-")))
+        self.record()
+
+    def record(self, **extra: float) -> None:
+        """Write what the cache is made with, and further figures, beside it."""
         with tempfile.TemporaryDirectory() as scratch:
-            self._folder.write("run.json", write_run_record(Path(scratch), self.config).read_bytes())
+            self._folder.write(RECORD, write_run_record(Path(scratch), self.config, **extra).read_bytes())
 
     def work(self, *, rank: int, num_processes: int, writes: bool = True) -> None:
         """Write shards, those that no other process writes, until all are there.

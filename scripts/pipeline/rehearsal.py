@@ -17,6 +17,7 @@ from configs.runtime.command import BAD_INPUT, DONE
 from configs.runtime.errors import InputError, RunFailed
 from configs.runtime.files import read_jsonl, read_object, write_json
 from configs.runtime.resumable import fingerprint
+from configs.runtime.run_record import RECORD
 from configs.runtime.terminal import say
 from configs.schema.commands.running import RunConfig, Stage
 from scripts.pipeline.stages import HOUSE, decided_by, stage_command
@@ -28,6 +29,8 @@ STEPS = 6  # of training, the first two of which warm up
 LINES = 15  # of a failed stage's log
 DECODED = 32  # tokens of each prompt of the evaluation
 PROMPTS = 2  # of each suite of the evaluation
+SETTLED = 0.7  # of its seconds a token are those of a longer evaluation: first rounds are slow, and an untrained draft fails
+MORE_HELD_OUT = 2.0  # times its seconds are those of an evaluation in training, of more prompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +98,7 @@ def _in_small(
 
 
 def _rates(output: Path, seconds: dict[str, Any]) -> Rates:
-    answering = read_object(output / "data" / "run.json", "run record")["seconds"]
+    answering, caching = (read_object(output / stage / RECORD, "run record")["seconds"] for stage in ("data", "cache"))
     outcome = read_object(output / "train" / "outcome.json", "outcome of a training")
     report = read_object(output / "eval" / "report.json", "report")
     laps = read_object(output / "eval" / "seconds.json", "seconds of an evaluation")
@@ -111,7 +114,7 @@ def _rates(output: Path, seconds: dict[str, Any]) -> Rates:
     fixed: dict[Stage, float] = {
         "rehearsal": sum(value for name, value in seconds.items() if name != "job"),
         "data": seconds["data"] - answering,
-        "cache": start + laps["loading"],
+        "cache": seconds["cache"] - caching,
         "train": seconds["train"] - sum(outcome[name] for name in ("training_seconds", "evaluation_seconds", "sanity_seconds")),
         "eval": seconds["eval"] - by_token - laps["choosing the lookup's length"],
         "gate": start,
@@ -122,9 +125,9 @@ def _rates(output: Path, seconds: dict[str, Any]) -> Rates:
         prompt_seconds=answering / len(rows),
         prompt_tokens=statistics.mean(len(row["prompt_ids"]) for row in rows),
         answer_lengths=tuple(sorted(len(row["answer_ids"]) for row in rows)),
-        cache_token_seconds=max(0.0, seconds["cache"] - fixed["cache"]) / in_cache,
+        cache_token_seconds=caching / in_cache,
         train_token_seconds=1 / statistics.median(paces[2:]),
-        held_out_seconds=outcome["evaluation_seconds"],
-        lookup_token_seconds=laps["choosing the lookup's length"] / (PROMPTS * DECODED),
-        decoded_token_seconds=by_token / max(1, decoded),
+        held_out_seconds=MORE_HELD_OUT * outcome["evaluation_seconds"],
+        lookup_token_seconds=SETTLED * laps["choosing the lookup's length"] / (PROMPTS * DECODED),
+        decoded_token_seconds=SETTLED * by_token / max(1, decoded),
     )
