@@ -79,7 +79,8 @@ def _make_locked(
     state.wait_for_everyone()
     target = load_target(config.target, for_chats=True)
     started = time.monotonic()
-    if server is not None and state.is_main_process:
+    share = share_of(target.group, state)
+    if server is not None and share.number == 0:  # all that hold a part of the main process's target, which this runs
         check_server(server, target)
     state.wait_for_everyone()
     gathered = _gather(config, target, listed, state)
@@ -90,7 +91,6 @@ def _make_locked(
         collect: Callable[[], Answered] = partial(existing_answers, target, config.answers.max_new_tokens)
     else:
         job = answer_job(config, target, split, output, server)
-        share = share_of(target.group, state)
         job.work(rank=share.number, num_processes=share.count, writes=share.writes)
         state.wait_for_everyone()
         collect = job.collect

@@ -176,7 +176,9 @@ def choose(run: RunConfig, facts: Facts, rates: Rates, *, checks: bool, data_bat
     share = MARGIN * found.held_out / found.num_prompts
     if facts.split_positions:
         share = (facts.split_positions[found.held_out - 1] + facts.split_positions[found.held_out]) / 2
-    steps = max(1, (found.num_prompts - found.held_out) * found.epochs // (plan.config.schedule.batch_size * run.num_processes))
+    schedule = plan.config.schedule
+    a_step = schedule.batch_size * schedule.gradient_accumulation_steps * run.num_processes
+    steps = max(1, (found.num_prompts - found.held_out) * found.epochs // a_step)
     house = min(HOUSE_PROMPTS[1], max(HOUSE_PROMPTS[0], found.held_out // 2 // 8 * 8))
     limited = facts.num_prompts is not None and found.num_prompts == facts.num_prompts
     asked = run.prompts.model_copy(update={"num_prompts": found.num_prompts}).model_dump(mode="json", exclude_defaults=True)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from configs.runtime.files import write_text
+from configs.runtime.errors import InputError
+from configs.runtime.files import read_text, write_text
 from configs.schema.commands.running import DRAFT_FILE, STAGES, RunConfig
 
 SECTIONS = ("data", "cache", "train", "eval")
 WIDTH = 44  # of a key with its value, before the reason
+SETTING = re.compile(r"( *)([\w.]+): *(.*)")  # a line of the file
 
 
 class Choice(NamedTuple):
@@ -21,8 +25,13 @@ class Choice(NamedTuple):
     value: Any
     reason: str
 
+    @property
+    def setting(self) -> str:
+        """The key with its value, as YAML."""
+        return f"{self.key}: {json.dumps(self.value, ensure_ascii=False)}"
+
     def __str__(self) -> str:
-        return f"{f'{self.key}: {json.dumps(self.value)}':{WIDTH + 6}}  {self.reason}"
+        return f"{self.setting:{WIDTH + 6}}  {self.reason}"
 
 
 def apply(config: RunConfig, choices: Iterable[Choice]) -> RunConfig:
@@ -64,8 +73,32 @@ def write_draft_file(config: RunConfig, choices: Sequence[Choice] = ()) -> Path:
 
 def _line(key: str, value: Any, reason: str | None) -> str:
     """Return a line of YAML; JSON is YAML in which nothing is taken for what it is not."""
-    line = f"{key}: {json.dumps(value, ensure_ascii=False)}"
+    line = Choice(key, value, "").setting
     return line if reason is None else f"{line:{WIDTH}}  # {reason}"
+
+
+def read_choices(path: Path) -> Iterator[Choice]:
+    """Yield the settings of a `draft.yaml` that have a reason beside them; none where it cannot be read."""
+    with suppress(InputError):
+        section = ""
+        for line in read_text(path, DRAFT_FILE).splitlines():
+            if (found := SETTING.fullmatch(line)) is None:
+                continue
+            indent, key, rest = found.groups()
+            section = section if indent else key
+            value, reason = _split_at_comment(rest)
+            if reason and value != "":  # of a section its lines follow
+                yield Choice(f"{section}.{key}" if indent else key, value, reason)
+
+
+def _split_at_comment(rest: str) -> tuple[Any, str]:
+    """Return the value and the comment of a line; a value is JSON, in which a # may stand, unless somebody changed it."""
+    try:
+        value, end = json.JSONDecoder().raw_decode(rest)
+    except (ValueError, RecursionError):
+        end = len(rest.partition("#")[0])
+        value = rest[:end].strip()
+    return value, rest[end:].lstrip(" #")
 
 
 def as_overrides(changes: Mapping[str, Any]) -> list[str]:

@@ -30,7 +30,6 @@ from heads.frozen.identity import PREFIX
 from scripts.doctor.machine import BFLOAT16, instructions
 from scripts.pipeline.draft_file import Choice, apply, as_overrides
 from scripts.pipeline.stages import training_schema
-from train.plan.models import plan_models
 from train.plan.plan import Plan, make_plan
 
 GIB = 2**30
@@ -97,10 +96,12 @@ def prompts_of(path: str | None, given: PromptsConfig) -> PromptsConfig:
 def examine(run: RunConfig) -> tuple[RunConfig, Facts, list[Choice]]:
     """Return the request with what its target and machine decide, and the facts; an InputError says what cannot be done."""
     on_cpu = default_device().type == CPU.type
-    choices = [_recipe(run), *_template(run), *_dtype(run, on_cpu)]
+    dtype = _dtype(run, on_cpu)
+    run = apply(run, dtype)
+    plan, recipe = _recipe(run)
+    choices = [*recipe, *_template(run), *dtype]
     run = apply(run, choices)
     number, positions = _prompts(run.prompts)
-    plan = make_plan(_plan_config(run))
     _check_room(run, plan)
     launcher = _launcher(plan, on_cpu)
     run = apply(run, launcher)
@@ -114,29 +115,47 @@ def examine(run: RunConfig) -> tuple[RunConfig, Facts, list[Choice]]:
     return run, facts, [*choices, *launcher]
 
 
-def _recipe(run: RunConfig) -> Choice:
-    """Choose the recipe of a draft that the engine takes for this target."""
-    engine = run.engine or "draftsmith"
+def _recipe(run: RunConfig) -> tuple[Plan, list[Choice]]:
+    """Choose the recipe of a draft that the engine takes for this target, and plan its training."""
     if "recipe" in run.model_fields_set:
-        models = plan_models(_plan_config(run))
+        plan, smaller = _fitting(run)
         if run.engine is not None:
-            form_of(run.engine, kind_of(models.config))
-        return Choice("recipe", run.recipe, "as asked")
+            form_of(run.engine, kind_of(plan.config))
+        return plan, [Choice("recipe", run.recipe, "as asked"), *smaller]
+    engine = run.engine or "draftsmith"
     if run.engine is not None and "eagle3" not in FORMS[run.engine]:
-        return _draft_lm(run, f"{engine} takes no EAGLE-3")
-    try:
-        model = plan_models(_plan_config(run)).target
-    except InputError as error:
-        return _draft_lm(run, str(error))
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if type(embedding) is torch.nn.Embedding and type(head) is torch.nn.Linear and head.bias is None:
-        return Choice("recipe", HEAD, f"EAGLE-3 drafts most tokens for its size, and {engine} takes it")
-    return _draft_lm(run, "engines share only weights with a head, and this target's embedding or output head does more")
+        why = f"{engine} takes no EAGLE-3"
+    else:
+        try:
+            plan, smaller = _fitting(run)
+        except InputError as error:
+            why = str(error)
+        else:
+            embedding, head = plan.models.target.get_input_embeddings(), plan.models.target.get_output_embeddings()
+            if type(embedding) is torch.nn.Embedding and type(head) is torch.nn.Linear and head.bias is None:
+                reason = f"EAGLE-3 drafts most tokens for its size, and {engine} takes it"
+                return plan, [Choice("recipe", HEAD, reason), *smaller]
+            why = "engines share only weights with a head, and this target's embedding or output head does more"
+    draft_lm = Choice("recipe", DRAFT_LM, f"a draft LM: {why}")
+    plan, smaller = _fitting(apply(run, [draft_lm]))  # which refuses what is no causal LM
+    return plan, [draft_lm, *smaller]
 
 
-def _draft_lm(run: RunConfig, why: str) -> Choice:
-    plan_models(_plan_config(run.model_copy(update={"recipe": DRAFT_LM})))  # which refuses what is no causal LM
-    return Choice("recipe", DRAFT_LM, f"a draft LM: {why}")
+def _fitting(run: RunConfig) -> tuple[Plan, list[Choice]]:
+    """Plan the recipe's training; where its batch does not fit into memory, in micro-batches of half the size, or a quarter."""
+    config = _plan_config(run)
+    plan, schedule, parts = make_plan(config), config.schedule, 1
+    while plan.fitting is None and schedule.micro_batches_per_step is None and schedule.batch_size % (2 * parts) == 0:
+        parts *= 2
+        size = {
+            "batch_size": schedule.batch_size // parts,
+            "gradient_accumulation_steps": parts * schedule.gradient_accumulation_steps,
+        }
+        plan = make_plan(config.model_copy(update={"schedule": schedule.model_copy(update=size)}))
+    if parts == 1 or plan.fitting is None:
+        return plan, []
+    reason = f"the recipe's {schedule.batch_size} conversations do not fit into memory at once"
+    return plan, [Choice(f"train.schedule.{key}", value, reason) for key, value in size.items()]
 
 
 def _template(run: RunConfig) -> list[Choice]:

@@ -12,7 +12,6 @@ from configs.runtime.files import new_folder
 from configs.runtime.resumable import files_fingerprint
 from configs.runtime.run_record import write_run_record
 from configs.runtime.terminal import say
-from configs.schema.commands.release import Engine
 from configs.schema.commands.running import DRAFT_FILE, RunConfig, Stage, Where
 from eval.report.markdown import table
 from heads.frozen.identity import save_dequantised
@@ -21,8 +20,7 @@ from scripts.pipeline.draft_file import apply, write_draft_file
 from scripts.pipeline.jobs import submit_job
 from scripts.pipeline.rehearsal import FOLDER, rehearse
 from scripts.pipeline.request import Facts, examine
-from scripts.pipeline.stages import TITLES, run_stages
-from scripts.serving.vllm_server import find_vllm
+from scripts.pipeline.stages import TITLES, is_checked_here, run_stages
 from scripts.steps import Record
 from scripts.watching.page import PAGE, page_kept
 
@@ -80,7 +78,13 @@ def choose_stages(run: RunConfig) -> RunConfig:
     share = positions[max(1, FEW * len(positions) // number)] if positions else FEW / number
     with Record(output, run.stages, {}).step("rehearsal", "") as entry:
         rates = rehearse(
-            run.model_copy(update={"cache": cache_of(facts), "eval": {"cost": facts.cost(run)}, "train": facts.rehearsed}),
+            run.model_copy(
+                update={
+                    "cache": cache_of(facts),
+                    "eval": {"cost": facts.cost(run)},
+                    "train": {**(run.train or {}), **facts.rehearsed},
+                }
+            ),
             num_prompts=number,
             max_new_tokens=min(rehearsed, facts.context // 2),
             batch_size=batch,
@@ -96,11 +100,6 @@ def choose_stages(run: RunConfig) -> RunConfig:
     say(table(("stage", "minutes", "what it does"), rows))
     say(f"written as {output / DRAFT_FILE}, which may be changed; draftsmith watch {output} shows how far it is")
     return run
-
-
-def is_checked_here(engine: Engine | None) -> bool:
-    """Return whether the engine is installed, so that its check of the export takes time."""
-    return engine == "transformers" or (engine == "vllm" and find_vllm(None) is not None)
 
 
 def cache_of(facts: Facts) -> dict[str, Any]:

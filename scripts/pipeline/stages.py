@@ -12,11 +12,13 @@ from pydantic import BaseModel
 
 from configs.runtime.files import write_json
 from configs.runtime.loading import load_config, read_values
+from configs.schema.commands.release import Engine
 from configs.schema.commands.running import RunConfig, Stage
 from configs.schema.data import CacheConfig, DataConfig
 from configs.schema.evaluation import EvalConfig, GateConfig
 from configs.schema.training import DistillConfig, HeadsConfig
 from scripts.pipeline.draft_file import as_overrides
+from scripts.serving.vllm_server import find_vllm
 from scripts.steps import GATE_ENTRY, LAUNCH, Step, run_step, run_steps
 
 TITLES: dict[Stage, str] = {
@@ -124,8 +126,15 @@ def make_step(run: RunConfig, stage: Stage) -> Step:
 
 def decided_by(run: RunConfig, stage: Stage) -> Any:
     """Return what decides a stage's results, besides the stages before it."""
+    if stage == "check":
+        return [stage, run.engine, is_checked_here(run.engine)]
     config = stage_config(run, stage)
     return [stage, run.engine if config is None else json.loads(config.model_dump_json())]
+
+
+def is_checked_here(engine: Engine | None) -> bool:
+    """Return whether the engine is installed, so that its check of the export takes time."""
+    return engine == "transformers" or (engine == "vllm" and find_vllm(None) is not None)
 
 
 def run_stages(run: RunConfig, inputs: str, only: Stage | None = None) -> int:

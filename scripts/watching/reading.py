@@ -7,10 +7,8 @@ parse is not there. Imports no torch.
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import os
-import re
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -27,11 +25,11 @@ from configs.runtime.run_record import HELD_OUT, METRICS_FILE, SAMPLES_FILE
 from configs.schema.commands.running import DRAFT_FILE
 from configs.schema.target import TargetConfig
 from eval.report.schema import load_report
+from scripts.pipeline.draft_file import read_choices
 from scripts.serving.comparison import EngineCheck
 from scripts.steps import RECORD
-from scripts.watching.state import PAGE, SILENT_SECONDS, Choice, Gate, Point, Progress, Read, Run, Samples, Stage, StageState
+from scripts.watching.state import PAGE, SILENT_SECONDS, Gate, Point, Progress, Read, Run, Samples, Stage, StageState
 
-SETTING = re.compile(r"( *)([\w.]+): *(.*)")  # a line of a draft.yaml
 MARKS = (RECORD, DRAFT_FILE, METRICS_FILE, f"train/{METRICS_FILE}", "report.json", "eval/report.json")  # of a run's folder
 
 
@@ -99,7 +97,7 @@ def read_run(folder: Path) -> Run:
         report=report,
         gate=_read(Gate, evaluation / "gate.json"),
         check=_check(folder / "check" / "check.json"),
-        choices=tuple(_choices(folder / DRAFT_FILE)),
+        choices=tuple(read_choices(folder / DRAFT_FILE)),
         links=_links(folder, evaluation),
         is_locked=is_locked,
         silent_seconds=silent,
@@ -207,29 +205,6 @@ def _target(folder: Path, training: Path) -> str | None:
         if isinstance(target, dict) and isinstance(name := target.get("name", TargetConfig().name), str):
             return name
     return None
-
-
-def _choices(path: Path) -> Iterator[Choice]:
-    """Yield the settings of a draft.yaml that have a reason beside them."""
-    with suppress(InputError):
-        section = ""
-        for line in read_text(path, DRAFT_FILE).splitlines():
-            if (found := SETTING.fullmatch(line)) is None:
-                continue
-            indent, key, rest = found.groups()
-            section = section if indent else key
-            value, reason = _split_at_comment(rest)
-            if value and reason:
-                yield Choice(f"{section}.{key}" if indent else key, value, reason)
-
-
-def _split_at_comment(rest: str) -> tuple[str, str]:
-    """Return the value and the comment of a line; a value is JSON, in which a # may stand, unless somebody changed it."""
-    try:
-        _, end = json.JSONDecoder().raw_decode(rest)
-    except (ValueError, RecursionError):
-        end = len(rest.partition("#")[0])
-    return rest[:end].strip(), rest[end:].lstrip(" #")
 
 
 def _links(folder: Path, evaluation: Path) -> dict[str, str]:

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from configs.runtime.command import DONE, FAILED, TERMINATED
 from eval.release.verdict import Finding, GateOutcome
 from eval.report.schema import AnswerSample, Report
+from scripts.pipeline.draft_file import Choice
 from scripts.serving.comparison import EngineCheck
 from scripts.steps import SEVERITY
 
@@ -65,14 +66,6 @@ class Gate(Read):
 class Point(NamedTuple):
     step: int
     value: float
-
-
-class Choice(NamedTuple):
-    """What was chosen for a run, and why, as its draft.yaml says it."""
-
-    key: str
-    value: str
-    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)

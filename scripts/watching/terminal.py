@@ -94,7 +94,7 @@ def _parts(run: Run) -> Iterator[RenderableType]:
         yield _answer(run.samples.samples[0])
     for each in run.choices:
         if each.key != "minutes":  # which are in the table of the stages
-            yield _line(f"{each.key}: {each.value} ({each.reason})", "dim")
+            yield _line(f"{each.setting} ({each.reason})", "dim")
     for what, path in run.links.items():
         yield _line(f"{what}: {run.folder / path}", "dim")
 

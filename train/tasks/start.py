@@ -2,7 +2,7 @@
 
 A vocabulary by the target's mass costs a forward of the target over at most `TRAIN_SAMPLE` training and `HELD_OUT_SAMPLE`
 held-out conversations, shared by the processes; where training reads a cache of hidden states, those of the training
-conversations come from it. The choice is kept in the output folder: a resumed run has the tokens that its checkpoints have.
+conversations come from it. Every choice is kept in the output folder: a resumed run has the tokens that its checkpoints have.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from configs.runtime.errors import ConfigError, InputError, first_line
-from configs.runtime.resumable import Journal, fingerprint, fingerprint_of
+from configs.runtime.files import read_object, write_json
+from configs.runtime.resumable import fingerprint, fingerprint_of
 from configs.schema.training import DistillConfig, HeadsConfig
 from distill.cache.reader import TargetCache
 from distill.dataset.batches import ConversationDataset
@@ -40,7 +41,7 @@ from train.loop.checkpoints import resumes, writing
 log = logging.getLogger("draftsmith")
 
 TRAIN_SAMPLE, HELD_OUT_SAMPLE = 512, 256  # conversations, evenly spaced
-KEY = "choice"  # in draft_vocabulary.jsonl
+BY_MASS = "draft_vocabulary.json"
 # Settings that change what is learnt, or the weights at the start, and not what the weights compute
 OF_TRAINING = {"draft_vocab_size", "draft_vocab_by", "depth_decay", "init_block"}
 
@@ -67,18 +68,20 @@ def choose_vocabulary(
         _digest(train, TRAIN_SAMPLE, length),
         _digest(held_out, HELD_OUT_SAMPLE, length),
     )
-    journal = Journal(Path(config.output) / "draft_vocabulary.jsonl", job)
-    (kept,) = broadcast_object_list([journal.read().get(KEY) if accelerator.is_main_process else None])
-    if kept is None:
+    path = Path(config.output) / BY_MASS
+    there = accelerator.is_main_process and path.is_file()
+    (kept,) = broadcast_object_list([read_object(path, "draft vocabulary") if there else None])
+    if kept is None or not (kept["job"] == job or resumes(config.schedule, path.parent)):
         if cache is not None and cache.manifest.layout.kind != "last_hidden":
             cache = None
         chosen_from = _mass(target, train, TRAIN_SAMPLE, length, SignalSource(target, cache=cache), accelerator)
         measured_on = _mass(target, held_out, HELD_OUT_SAMPLE, length, SignalSource(target), accelerator)
         choice = choose_by_mass(chosen_from, measured_on, size, target, config.num_speculative_tokens)
         ids = None if choice.vocabulary is None else choice.vocabulary.token_ids_W.tolist()
-        kept = {"report": choice.report, "token_ids": ids}
+        kept = {"job": job, "report": choice.report, "token_ids": ids}
         if accelerator.is_main_process:
-            journal.append(KEY, kept)
+            with writing(path):
+                write_json(path, kept)
     log_choice(kept["report"])
     vocabulary = None
     if kept["token_ids"] is not None:

@@ -110,8 +110,8 @@ def test_the_choices_of_a_run_come_with_their_reasons(run):
     file = run.folder / "draft.yaml"
     file.write_text(file.read_text() + "gate: by-hand.yaml  # as we like it\n")
     assert read_run(run.folder).choices == (
-        ("recipe", '"configs/heads/medusa.yaml"', 'the engine takes it # "so"'),
-        ("train.schedule.epochs", "3", "what fits into the budget"),
+        ("recipe", "configs/heads/medusa.yaml", 'the engine takes it # "so"'),
+        ("train.schedule.epochs", 3, "what fits into the budget"),
         ("gate", "by-hand.yaml", "as we like it"),
     )
 

@@ -59,15 +59,17 @@ def test_a_resumed_run_keeps_the_tokens_it_was_trained_with(head_task, greedy_ro
         head_task(head={"draft_vocab_by": "mass"}, train=others)
 
 
-def test_a_run_that_goes_on_with_other_data_keeps_the_tokens_of_its_weights_rows(head_task, greedy_rows):
-    others = [dataclasses.replace(row, answer_ids=[token % 10 + 5 for token in row.answer_ids]) for row in greedy_rows]
+@pytest.mark.parametrize("head", [{"draft_vocab_size": 20}, BY_MASS], ids=["by counts", "by mass"])
+def test_a_run_that_goes_on_with_other_data_keeps_the_tokens_of_its_weights_rows(head_task, greedy_rows, head):
+    others = [dataclasses.replace(row, answer_ids=tuple(token % 10 + 5 for token in row.answer_ids)) for row in greedy_rows]
 
     def tokens(rows):
-        return head_task(head={"draft_vocab_size": 20}, train=rows).vocabulary.token_ids_W.tolist()
+        return head_task(head=head, train=rows).vocabulary.token_ids_W.tolist()
 
     found = tokens(greedy_rows)
     assert tokens(others) != found  # there is nothing yet to go on from
-    train_task(head_task(head={"draft_vocab_size": 20}), greedy_rows)
+    assert tokens(greedy_rows) == found
+    train_task(head_task(head=head), greedy_rows)
     assert tokens(others) == found
 
 
@@ -75,7 +77,7 @@ def test_a_draft_lm_gets_them_too(tmp_path, greedy_target, greedy_rows):
     config = distill_config(tmp_path, BY_MASS)
     task = draft_task(config, greedy_target, greedy_rows)
     assert task.vocabulary.token_ids_W.tolist() == naive_choice(greedy_target, greedy_rows, 20)
-    assert Path(config.output, "draft_vocabulary.jsonl").is_file()
+    assert Path(config.output, "draft_vocabulary.json").is_file()
     by_counts = distill_config(tmp_path, {"draft_vocab_size": 20})
     found = choose_vocabulary(by_counts, greedy_target, greedy_rows, greedy_rows[:3], task.accelerator, None)
     assert found.vocabulary.token_ids_W.tolist() != task.vocabulary.token_ids_W.tolist()
