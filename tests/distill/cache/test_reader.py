@@ -6,7 +6,7 @@ import logging
 import math
 import shutil
 import threading
-from collections import namedtuple
+from collections import Counter, namedtuple
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from distill.cache.format import SHARD, RowLayout, check_folder, pack_ids, read_
 from distill.cache.reader import check_fits, open_cache
 from distill.cache.rows import encode
 from distill.cache.storage import Folder
+from distill.cache.writer import CacheJob
 from distill.dataset.batches import ConversationDataset
 from distill.loss.draft_objective import DraftObjective
 from tests.support.caches import (
@@ -28,6 +29,7 @@ from tests.support.caches import (
     random_conversations,
     run,
     shard_files,
+    write_rows,
 )
 from tests.support.losses import target_hidden
 
@@ -154,6 +156,61 @@ def test_a_cut_off_run_goes_on_to_the_same_bytes(job, tmp_path, monkeypatch, set
     (tmp_path / "parts" / "shard-00001.safetensors").unlink()  # as the complaint of a damaged one asks for
     run(parts)
     assert shard_files(tmp_path / "parts") == shard_files(tmp_path / "whole")
+
+
+def test_a_shard_costs_the_same_calls_however_many_there_are(byte_target, tmp_path, monkeypatch):
+    def calls(count):
+        rows = random_conversations([(2, 2)] * count, 258, seed=5)
+        job = cache_job(
+            byte_target, write_rows(tmp_path / f"{count}.jsonl", rows), rows, tmp_path / str(count), shard_megabytes=1e-6
+        )
+        job.prepare()
+        assert len(job._plan) == count
+        found = Counter()
+        with monkeypatch.context() as patch:
+            for name in ("names", "has", "read", "write", "create", "delete"):
+                plain = getattr(Folder, name)
+                patch.setattr(Folder, name, lambda *args, name=name, plain=plain: found.update([name]) or plain(*args))
+            job.work(rank=0, num_processes=1)
+        return found
+
+    few, many = calls(20), calls(60)
+    assert many["names"] == few["names"] < 6
+    assert {name: many[name] - few[name] for name in ("has", "write", "create", "delete")} == dict.fromkeys(
+        ("has", "write", "create", "delete"), 40
+    )
+
+
+def test_the_next_shard_is_computed_while_one_is_written_and_a_write_that_fails_ends_the_run(job, monkeypatch, tmp_path):
+    made, computed, write_shard, compute = [], [], CacheJob._write_shard, CacheJob._shard_tensors
+    second = threading.Event()
+
+    def tensors(self, number):
+        computed.append(len(made))
+        if len(computed) == 2:
+            second.set()
+        return compute(self, number)
+
+    def write(self, claims, number, *shard):
+        if not made:
+            assert second.wait(30)  # which comes while this one is under way
+        if len(made) == 2:
+            raise InputError("the disk is full")
+        write_shard(self, claims, number, *shard)
+        made.append(number)
+
+    monkeypatch.setattr(CacheJob, "_shard_tensors", tensors)
+    monkeypatch.setattr(CacheJob, "_write_shard", write)
+    own = job("overlap", shard_megabytes=0.003)
+    own.prepare()
+    with pytest.raises(InputError, match="the disk is full"):
+        own.work(rank=0, num_processes=1)
+    assert computed[:2] == [0, 0]
+    assert own.finished() == set(made) == {0, 1}
+    monkeypatch.undo()
+    run(own)
+    run(job("alone", shard_megabytes=0.003))
+    assert shard_files(tmp_path / "overlap") == shard_files(tmp_path / "alone")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from configs.schema.training import LossConfig
+from distill.loss import head_objective
 from distill.loss.head_objective import HeadObjective
 from heads.frozen.hidden_states import read_states
 from heads.inference.causal_lm import head_logits
@@ -198,6 +199,19 @@ def test_chains_are_followed_from_the_origins_that_drafting_starts_from(target, 
     assert found.accepted_P.tolist() == accepted
     assert 0 < agreed[2] < agreed[0]
     assert max(accepted) == 3
+
+
+def test_a_head_that_all_depths_share_has_one_gradient_until_the_backward(target, states):
+    head, kept = RandomHead(None), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.shape) or tensor, lambda tensor: tensor):
+        HeadObjective(head, target, LossConfig(chunk_size=3))(BATCH, states, torch.tensor(20.0), 1)
+    assert kept.count(head.weight_WD.shape) == 1
+
+
+def test_cross_entropy_in_a_mix_needs_no_logits_outside_the_draft_vocabulary_at_each_depth(target, states, monkeypatch):
+    monkeypatch.setattr(head_objective, "model_head", None)
+    mix = LossConfig(mix={"forward_kl": 0.5, "cross_entropy": 0.5})
+    assert HeadObjective(RandomHead(IDS_W), target, mix)(BATCH, states, torch.tensor(20.0), 1).loss.isfinite()
 
 
 def test_a_temperature_divides_both_sides_also_of_a_reduced_vocabulary(target, states):
