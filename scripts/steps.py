@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,8 @@ from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any
 
+import psutil
+
 from configs.runtime.command import DONE, FAILED, GATE_FAILED, INCONCLUSIVE
 from configs.runtime.errors import Stopped
 from configs.runtime.files import CHECKOUT, find_shipped, read_object, write_json
@@ -26,6 +29,7 @@ from configs.runtime.resumable import fingerprint
 from configs.runtime.terminal import PROGRESS_FILE, STAGE
 
 RECORD = "steps.json"  # in the output: the names of all steps, their planned minutes, and what became of each that was begun
+PROCESS = "process.json"  # beside it: which process is at work on a step
 CPU_LAUNCH, GPU_LAUNCH = "configs/accelerate/one_process_cpu.yaml", "configs/accelerate/one_gpu.yaml"
 LAUNCH = ("-m", "accelerate.commands.launch", "--quiet", "--config_file")  # and the file
 GRACE_SECONDS = 60  # for a step to write its checkpoint, once it is asked to stop
@@ -129,8 +133,13 @@ def _move_aside(folder: Path) -> None:
 def run_step(arguments: Sequence[str], log: Path | None = None) -> int:
     """Run Python with these arguments in a session of its own, which ends with this process; return its exit code.
 
-    What it says goes into the file `log` where one is named.
+    What it says goes into the file `log` where one is named. Where this process is killed, the session is ended by the next one
+    that goes on with the same record.
     """
+    progress = os.environ.get(PROGRESS_FILE)
+    note = None if progress is None else Path(progress).with_name(PROCESS)
+    if note is not None:
+        _end_left_over(note)
     early: list[int] = []  # signals that came before the process was known, and could be ended
     handlers = {
         each: signal.signal(each, lambda number, frame: early.append(number)) for each in (signal.SIGINT, signal.SIGTERM)
@@ -138,6 +147,8 @@ def run_step(arguments: Sequence[str], log: Path | None = None) -> int:
     with nullcontext() if log is None else log.open("ab") as said:
         command = [sys.executable, *map(_located, arguments)]
         process = subprocess.Popen(command, start_new_session=True, stdout=said, stderr=said and subprocess.STDOUT)
+    if note is not None:
+        write_json(note, {"host": platform.node(), "pid": process.pid, "began": _began(process.pid)})
     try:
         for each, handler in handlers.items():
             signal.signal(each, handler)
@@ -147,6 +158,9 @@ def run_step(arguments: Sequence[str], log: Path | None = None) -> int:
     except BaseException:
         end_group(process)
         raise
+    finally:
+        if note is not None:
+            note.unlink(missing_ok=True)
     if code == GATE_FAILED and LAUNCH[1] in arguments:  # accelerate's launcher ends with 1 whatever happened
         return FAILED
     return code if code >= 0 else 128 - code  # as a shell reports a signal
@@ -161,17 +175,41 @@ def _located(argument: str) -> str:
 
 def end_group(process: subprocess.Popen[Any], grace_seconds: float = GRACE_SECONDS) -> None:
     """Ask the processes of a session to end, wait for them, and kill those that take too long, or at a second Ctrl-C."""
+    _end_session(process.pid, grace_seconds, process.poll)
+    process.wait()
+
+
+def _end_session(pid: int, grace_seconds: float, reap: Callable[[], object] = lambda: None) -> None:
     with suppress(ProcessLookupError):
         try:
-            os.killpg(process.pid, signal.SIGTERM)
+            os.killpg(pid, signal.SIGTERM)
             until = time.monotonic() + grace_seconds
             while time.monotonic() < until:
-                process.poll()
-                os.killpg(process.pid, 0)  # raises where none is left
+                reap()
+                os.killpg(pid, 0)  # raises where none is left
                 time.sleep(0.1)
         finally:
-            os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+            os.killpg(pid, signal.SIGKILL)
+
+
+def _end_left_over(note: Path) -> None:
+    """End the session that a killed process has left at work, here and on the same step."""
+    if not note.is_file():
+        return
+    left = read_object(note, "note of the process at work")
+    pid = int(left["pid"])
+    is_here = left["host"] == platform.node() and pid != os.getpgrp()
+    if is_here and _began(pid) in (None, left["began"]):  # a session may outlive its first process
+        _end_session(pid, GRACE_SECONDS)
+    note.unlink()
+
+
+def _began(pid: int) -> float | None:
+    """Return when a process began; None where there is none of this number."""
+    try:
+        return psutil.Process(pid).create_time()
+    except psutil.Error:
+        return None
 
 
 def stop(number: int, frame: FrameType | None) -> None:
