@@ -59,11 +59,6 @@ BENCHMARKS = {
         "bench.scale.compare_scale",
         "two processes beside one, padding, checkpoints, waiting for data (after heads)",
     ),
-    "states": Benchmark(
-        settings.BenchStatesConfig,
-        "bench.states.compare_states",
-        "training from servers of hidden states beside training from a cache (after scale, with servers at work)",
-    ),
     "engines": Benchmark(
         settings.EngineComparisonSettings,
         "bench.engines.check_engines",

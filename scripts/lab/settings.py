@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from configs.schema.base import NonNegativeInt, PositiveFloat, PositiveInt, Setting, Settings, Share, dotted, unless_names
 from configs.schema.evaluation import CostConfig, LosslessConfig, SuiteConfig
-from configs.schema.target import EngineStatesConfig, TargetConfig
+from configs.schema.target import TargetConfig
 
 
 class BenchLossConfig(Settings):
@@ -215,20 +215,6 @@ class BenchScaleConfig(Settings):
     )
     bootstrap_samples: PositiveInt = 2000
     output: str = "docs/results/scale.json"
-
-
-class BenchStatesConfig(Settings):
-    """`scripts/lab/benchmark.py states`: training from servers of hidden states beside training from a cache."""
-
-    recipe: str = "configs/heads/eagle3.yaml"  # of `train/heads.py`
-    states: EngineStatesConfig | None = None  # the servers; None: those of the recipe's target.states
-    cache: str = "runs/heads/cache"  # of the recipe's data
-    # Conversations whose states are compared with the local target's, best in float32 on both sides; 0: none
-    num_compared: NonNegativeInt = 8
-    steps: PositiveInt = 24  # timed optimiser steps a run, after as many in which the servers' prefetched states come in
-    repeats: NonNegativeInt = 5  # runs of each side, in turns; 0: states alone are compared
-    bootstrap_samples: PositiveInt = 2000
-    output: str = "docs/results/scale.json"  # a file of `scripts/lab/benchmark.py scale`, which the ratios are added to
 
 
 # Engines that are run here, and those whose folders are only written and checked.

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from configs.runtime.errors import InputError
-from configs.runtime.files import read_json, write_json
+from configs.runtime.files import write_json
 from configs.runtime.redaction import mask_arguments, mask_secrets
 from eval.stats.bootstrap import Interval
-from scripts.lab.bench.provenance import check_place, check_same_origin, describe_origin, is_published
+from scripts.lab.bench.provenance import check_place, describe_origin
 
 log = logging.getLogger("draftsmith")
 
@@ -60,23 +60,6 @@ def write_results(
         path = Path("runs") / Path(path).name
         write_json(path, value)
         raise InputError(f"{error}; the results are in {path}") from error
-    write_json(Path(path), value)
-    log.info("results in %s", path)
-
-
-def add_ratios(
-    path: str | Path, name: str, config: BaseModel, ratios: Mapping[str, Interval | float | None], **extra: Any
-) -> None:
-    """Add ratios to a results file of another benchmark, and under `name` how they were measured."""
-    value = read_json(Path(path), "results file")
-    if is_published(path):
-        check_same_origin(value, path)
-    value["ratios"] |= flat(ratios)
-    value[name] = {
-        "command": shlex.join(["python", "scripts/lab/benchmark.py", *mask_arguments(sys.argv[1:])]),
-        "config": mask_secrets(config.model_dump(mode="json")),
-        **extra,
-    }
     write_json(Path(path), value)
     log.info("results in %s", path)
 

@@ -9,8 +9,8 @@ from configs.runtime import run_record
 from configs.runtime.command import BAD_INPUT
 from configs.runtime.errors import InputError
 from scripts.lab.bench import provenance
-from scripts.lab.bench.harness import add_ratios, write_results
-from scripts.lab.bench.provenance import check_place, check_trained_here
+from scripts.lab.bench.harness import write_results
+from scripts.lab.bench.provenance import check_place, check_same_origin, check_trained_here
 from scripts.lab.benchmark import run
 from scripts.lab.settings import SoakConfig
 
@@ -88,16 +88,13 @@ def test_a_draft_of_other_code_is_refused_and_one_of_the_same_code_is_kept(check
     check_trained_here([artifact], checkout / "heads.json")
 
 
-def test_ratios_join_no_file_of_other_code_or_another_machine(checkout):
+def test_results_of_other_code_or_another_machine_are_refused(checkout):
     path = checkout / "docs" / "results" / "scale.json"
     write(path)
-    add_ratios(path, "states_timed", SoakConfig(), {"speed": 2.0})
     content = json.loads(path.read_text())
-    assert content["ratios"] == {"speed": 2.0}
-    path.write_text(json.dumps(content | {"hardware": {"cpu": "another"}}))
+    check_same_origin(content, path)
     with pytest.raises(InputError, match=r"scale.json is of other hardware than this run's; make it anew first"):
-        add_ratios(path, "states_timed", SoakConfig(), {"speed": 2.0})
-    path.write_text(json.dumps(content))
+        check_same_origin(content | {"hardware": {"cpu": "another"}}, path)
     (checkout / "heads" / "head.py").write_text("two\n")
     with pytest.raises(InputError, match=r"scale.json is of other code than this run's"):
-        add_ratios(path, "states_timed", SoakConfig(), {"speed": 2.0})
+        check_same_origin(content, path)
