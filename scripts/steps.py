@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -22,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from configs.runtime.command import DONE, FAILED, GATE_FAILED, INCONCLUSIVE
+from configs.runtime.command import DONE, EXIT_CODE_FILE, FAILED, GATE_FAILED, INCONCLUSIVE
 from configs.runtime.errors import Stopped
 from configs.runtime.files import CHECKOUT, find_shipped, read_object, write_json
 from configs.runtime.resumable import fingerprint
@@ -144,12 +145,16 @@ def run_step(arguments: Sequence[str], log: Path | None = None) -> int:
     handlers = {
         each: signal.signal(each, lambda number, frame: early.append(number)) for each in (signal.SIGINT, signal.SIGTERM)
     }
+    code_file = Path(tempfile.gettempdir()) / f"draftsmith-{os.getpid()}-{time.monotonic_ns()}"
+    environment = os.environ | {EXIT_CODE_FILE: str(code_file)}
     with nullcontext() if log is None else log.open("ab") as said:
         command = [sys.executable, *map(_located, arguments)]
-        process = subprocess.Popen(command, start_new_session=True, stdout=said, stderr=said and subprocess.STDOUT)
-    if note is not None:
-        write_json(note, {"host": platform.node(), "pid": process.pid, "began": _began(process.pid)})
+        process = subprocess.Popen(
+            command, start_new_session=True, env=environment, stdout=said, stderr=said and subprocess.STDOUT
+        )
     try:
+        if note is not None:
+            write_json(note, {"host": platform.node(), "pid": process.pid, "began": _began(process.pid)})
         for each, handler in handlers.items():
             signal.signal(each, handler)
         for number in early:
@@ -161,8 +166,10 @@ def run_step(arguments: Sequence[str], log: Path | None = None) -> int:
     finally:
         if note is not None:
             note.unlink(missing_ok=True)
+        own = int(code_file.read_text(encoding="ascii") or FAILED) if code_file.is_file() else FAILED
+        code_file.unlink(missing_ok=True)
     if code == GATE_FAILED and LAUNCH[1] in arguments:  # accelerate's launcher ends with 1 whatever happened
-        return FAILED
+        return own
     return code if code >= 0 else 128 - code  # as a shell reports a signal
 
 

@@ -32,6 +32,8 @@ INCONCLUSIVE = 3
 TERMINATED = 143  # what a shell reports for SIGTERM; training has written a checkpoint then
 # Environment variable: a process that ends with TERMINATED adds a line to the file it names.
 STOPPED_FILE = "DRAFTSMITH_STOPPED_FILE"
+# Environment variable: a command that does not end well writes its exit code there; accelerate's launcher ends with 1 then.
+EXIT_CODE_FILE = "DRAFTSMITH_EXIT_CODE_FILE"
 # Environment variable: torch's elastic launcher shows the "message" in the JSON file it names, for each process that failed.
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
@@ -87,7 +89,11 @@ def run_command(
             return DONE
         return main(config) if add_arguments is None else main(config, arguments)
 
-    return exit_code(run)
+    code = exit_code(run)
+    if code and (path := os.environ.get(EXIT_CODE_FILE)):
+        with suppress(OSError):
+            Path(path).write_text(str(code), encoding="ascii")
+    return code
 
 
 def minutes(time: str, option: str) -> float:

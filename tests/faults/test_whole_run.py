@@ -6,8 +6,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,16 +23,20 @@ ASKED = ("mine", "--prompts", "prompts.csv", "--budget", "8m", "--for", "sglang"
 CHOSEN = ("runs/mine/draft.yaml", "--yes")
 
 
+def said_by(folder):
+    """Return where a run's output goes, which is not its disk."""
+    return Path(tempfile.gettempdir()) / f"{folder.parent.name}-said.txt"
+
+
 def begin(folder, *arguments):
     command = [sys.executable, str(CHECKOUT / "scripts" / "run.py"), *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return subprocess.Popen(command, cwd=folder, env=environment, text=True, **streams)
+    with said_by(folder).open("w") as said:
+        return subprocess.Popen(command, cwd=folder, env=environment, stdout=said, stderr=subprocess.STDOUT)
 
 
-def ended(process):
-    said, _ = process.communicate()
-    return process.returncode, said
+def ended(process, folder):
+    return process.wait(), said_by(folder).read_text()
 
 
 def steps(folder):
@@ -41,7 +47,7 @@ def steps(folder):
 def wait_for(stage, folder, process):
     """Wait until a stage is under way."""
     while stage not in (now := steps(folder)) or now[stage]["done"]:
-        assert process.poll() is None, process.communicate()[0]
+        assert process.poll() is None, said_by(folder).read_text()
         time.sleep(0.05)
 
 
@@ -55,7 +61,7 @@ def chosen(tmp_path_factory, tiny_llama, tiny_tokenizer):
     process = begin(folder, *ASKED)
     wait_for("data", folder, process)
     process.terminate()
-    ended(process)
+    process.wait()
     for stage in STAGES:
         shutil.rmtree(folder / "runs" / "mine" / stage, ignore_errors=True)
     (folder / "runs" / "mine" / "steps.json").unlink()
@@ -66,7 +72,7 @@ def chosen(tmp_path_factory, tiny_llama, tiny_tokenizer):
 def undisturbed(chosen, tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     shutil.copytree(chosen, folder)
-    code, said = ended(begin(folder, *CHOSEN))
+    code, said = ended(begin(folder, *CHOSEN), folder)
     assert code == GATE_FAILED, said  # a random target's tokens are not to be guessed
     return folder
 
@@ -84,9 +90,8 @@ def test_a_run_that_is_killed_in_every_stage_goes_on(chosen, undisturbed, tmp_pa
         process = begin(folder, *CHOSEN)
         wait_for(stage, folder, process)
         process.send_signal(signal.SIGKILL)  # and the stage it has begun is left to itself
-        ended_at_once = process.wait()
-        assert ended_at_once == -signal.SIGKILL
-    code, said = ended(begin(folder, *CHOSEN))
+        assert process.wait() == -signal.SIGKILL
+    code, said = ended(begin(folder, *CHOSEN), folder)
     assert code == GATE_FAILED, said
     assert_as(undisturbed, folder)
 
@@ -105,12 +110,12 @@ def test_a_run_whose_disk_is_full_in_every_stage_says_so_and_goes_on(chosen, und
             with suppress(OSError), filling.open("wb") as file:
                 while True:
                     file.write(bytes(4096))
-            code, said = ended(process)
+            code, said = ended(process, folder)
             filling.unlink(missing_ok=True)
             assert code == BAD_INPUT, said
             assert "No space left on device" in said
             assert "Traceback" not in said
-        code, said = ended(begin(folder, *CHOSEN))
+        code, said = ended(begin(folder, *CHOSEN), folder)
         assert code == GATE_FAILED, said
         assert_as(undisturbed, folder)
     finally:
