@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration, patch_environment, set_seed
+from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration, patch_environment, set_seed
 from torch.utils.data import DataLoader
 from transformers.integrations import unset_hf_deepspeed_config
 
@@ -210,6 +210,7 @@ def make_accelerator(schedule: ScheduleConfig, output: Path) -> Accelerator:
                 log_with=list(schedule.trackers) or None,
                 project_config=ProjectConfiguration(project_dir=str(output), logging_dir=str(output / TRACKERS_FOLDER)),
                 step_scheduler_with_optimizer=False,
+                kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],  # no copy of the gradients
             )
     except ValueError as error:
         raise ConfigError(

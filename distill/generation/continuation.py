@@ -122,7 +122,8 @@ def _step(
         yield row
         successor = None if held else next(waiting, None)
         if successor is not None and source.has_room(successor):
-            active[place], rng.requests_B[place] = successor, successor.request
+            active[place] = successor
+            rng.replace(place, successor.request)
             kept.append(place)
             new.append(place)
         elif successor is not None:
@@ -165,8 +166,7 @@ class TargetSource(TokenSource):
             raise RunFailed(f"the target's logits are not finite in {dtype}; try another target.dtype")
         if self.sampling.temperature == 0:
             return logits_BV.argmax(-1, keepdim=True).tolist()
-        positions_B1 = torch.tensor([[len(row.tokens)] for row in rows], device=self.device)
-        uniform_B = rng.uniform(Role.TARGET, positions_B1).squeeze(1)
+        uniform_B = rng.along(Role.TARGET, [len(row.tokens) for row in rows], 1).squeeze(1)
         return draw(token_probabilities(logits_BV, self.sampling), uniform_B).unsqueeze(1).tolist()
 
     def keep_rows(self, places: Sequence[int]) -> None:

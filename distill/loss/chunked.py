@@ -15,7 +15,7 @@ all processes together, and processes may have different numbers of chunks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from distill.loss.divergences import Divergence, acceptance, closed_form
-from distill.loss.pairs import DenseChunk, TargetChunk, TargetRows, at_least_float32
+from distill.loss.pairs import DenseChunk, PlacedRows, TargetChunk, TargetRows, at_least_float32
 from heads.device import keeps_small_tensors_near
 from heads.inference.causal_lm import head_logits
 from heads.modules.output_head import autocast_dtype
@@ -145,12 +145,14 @@ class _ChunkedLoss(torch.autograd.Function):
             for each, wants in zip(parameters, wanted[len(parts) :], strict=True)
             if wants
         }
-        losses: list[Tensor] = []
-        statistics: list[Tensor] = []
-        for part, hidden_ND, grad_hidden_ND, weights_N in zip(parts, hidden, grad_hidden, weights, strict=True):
-            found = _compare_part(part, compare_rows, chunk_size, hidden_ND, weights_N / unit, grad_hidden_ND, grad_of)
-            losses.append((weights_N * found.values_C).sum())
-            statistics += found
+        comparisons = [
+            _Comparison(part, hidden_ND, weights_N / unit, grad_hidden_ND, grad_of)
+            for part, hidden_ND, weights_N, grad_hidden_ND in zip(parts, hidden, weights, grad_hidden, strict=True)
+        ]
+        for number, rows in _chunks(parts, chunk_size):
+            comparisons[number].add(rows, compare_rows)
+        losses = [(weights_N * each.statistics.values_C).sum() for weights_N, each in zip(weights, comparisons, strict=True)]
+        statistics = [values for each in comparisons for values in each.statistics]
         made = [*grad_hidden, *(grad_of.get(id(each)) for each in parameters)]
         ctx.wanted_dtypes = [None if each is None else own.dtype for own, each in zip(inputs, made, strict=True)]
         ctx.save_for_backward(unit, *(each for each in made if each is not None))
@@ -167,47 +169,64 @@ class _ChunkedLoss(torch.autograd.Function):
         return None, None, None, None, *wanted
 
 
-def _compare_part(
-    part: LossPart,
-    compare_rows: Callable[..., tuple[RowStatistics, Tensor | None]],
-    chunk_size: int,
-    hidden_ND: Tensor,
-    weights_N: Tensor,
-    grad_hidden_ND: Tensor | None,
-    grad_of: Mapping[int, Tensor],
-) -> RowStatistics:
-    """Return the statistics of a part's rows, and add the gradients of their weighted sum, where these are wanted."""
-    trained = [each for each in part.draft_head.parameters if id(each) in grad_of]
-    labels_N = _draft_ids(part.labels_N, part.draft_token_ids_W)
-    statistics = RowStatistics(
-        torch.zeros_like(weights_N), torch.zeros_like(weights_N), torch.zeros_like(weights_N, dtype=torch.bool)
-    )
-    for start in range(0, max(1, len(hidden_ND)), chunk_size):  # a chunk of no rows, too, leaves gradients of 0
-        rows = slice(start, start + chunk_size)
-        hidden_CD = hidden_ND[rows].detach().requires_grad_(grad_hidden_ND is not None)
-        leaves = trained if grad_hidden_ND is None else [hidden_CD, *trained]
+class _Comparison:
+    """The comparison of one part: statistics of its rows, and gradients of their weighted sum, where these are wanted."""
+
+    def __init__(
+        self,
+        part: LossPart,
+        hidden_ND: Tensor,
+        weights_N: Tensor,
+        grad_hidden_ND: Tensor | None,
+        grad_of: Mapping[int, Tensor],
+    ) -> None:
+        self.part, self.hidden_ND, self.weights_N = part, hidden_ND, weights_N
+        self.grad_hidden_ND, self.grad_of = grad_hidden_ND, grad_of
+        self._trained = [each for each in part.draft_head.parameters if id(each) in grad_of]
+        self._labels_N = _draft_ids(part.labels_N, part.draft_token_ids_W)
+        self.statistics = RowStatistics(
+            torch.zeros_like(weights_N), torch.zeros_like(weights_N), torch.zeros_like(weights_N, dtype=torch.bool)
+        )
+
+    def add(self, rows: slice, compare_rows: Callable[..., tuple[RowStatistics, Tensor | None]]) -> None:
+        """Compare some rows."""
+        part, weights_C = self.part, self.weights_N[rows]
+        hidden_CD = self.hidden_ND[rows].detach().requires_grad_(self.grad_hidden_ND is not None)
+        leaves = self._trained if self.grad_hidden_ND is None else [hidden_CD, *self._trained]
         with torch.set_grad_enabled(bool(leaves)):
             logits_CW = part.draft_head.logits_of(hidden_CD)
         found, gradient_CW = compare_rows(
             part.target.at(rows),
             logits_CW.detach(),
-            weights_N[rows] if leaves else None,
+            weights_C if leaves else None,
             draft_token_ids_W=part.draft_token_ids_W,
-            labels_C=None if labels_N is None else labels_N[rows],
+            labels_C=None if self._labels_N is None else self._labels_N[rows],
         )
-        counts_C = weights_N[rows] != 0
-        for kept_N, found_C in zip(statistics, found, strict=True):
-            kept_N[rows] = torch.where(counts_C, found_C.to(kept_N.dtype), 0)
+        for kept_N, found_C in zip(self.statistics, found, strict=True):
+            kept_N[rows] = torch.where(weights_C != 0, found_C.to(kept_N.dtype), 0)
         if not leaves:
-            continue
+            return
         with torch.autocast(hidden_CD.device.type, enabled=False):  # as everywhere, autocast belongs to the forward alone
             gradients = list(torch.autograd.grad(logits_CW, leaves, gradient_CW))
-        del logits_CW, gradient_CW  # before the next chunk's are made
-        if grad_hidden_ND is not None:
-            grad_hidden_ND[rows] = gradients.pop(0)
-        for each, gradient in zip(trained, gradients, strict=True):
-            grad_of[id(each)].add_(gradient)
-    return statistics
+        if self.grad_hidden_ND is not None:
+            self.grad_hidden_ND[rows] = gradients.pop(0)
+        for each, gradient in zip(self._trained, gradients, strict=True):
+            self.grad_of[id(each)].add_(gradient)
+
+
+def _chunks(parts: Sequence[LossPart], chunk_size: int) -> Iterator[tuple[int, slice]]:
+    """Yield the number of a part and some of its rows, until all were; parts that share the target's logits take turns."""
+    targets = [part.target for part in parts]
+    if all(isinstance(target, PlacedRows) for target in targets):
+        placed = cast(list[PlacedRows], targets)
+        for start in placed[0].shared.chunks:
+            for number, target in enumerate(placed):
+                if (rows := target.within(start)).start < rows.stop:
+                    yield number, rows
+        return
+    for number, part in enumerate(parts):
+        for start in range(0, max(1, len(part.draft_hidden_ND)), chunk_size):  # a chunk of no rows, too, has gradients of 0
+            yield number, slice(start, start + chunk_size)
 
 
 def compare(

@@ -8,6 +8,7 @@ B batch, T positions, E width of the target, N rows of one depth, K depths, P = 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import cast
@@ -20,7 +21,7 @@ from configs.schema.training import LossConfig
 from distill.loss.chunked import ChunkedLoss, LogitHead, LossPart, chunked_losses, model_head
 from distill.loss.divergences import configured_divergence
 from distill.loss.draft_objective import Timer
-from distill.loss.pairs import HiddenRows, TargetRows, normalise, normalisers_at
+from distill.loss.pairs import HiddenRows, PlacedRows, SharedLogits, TargetRows, normalise, normalisers_at
 from heads.device import upload
 from heads.frozen.hidden_states import TargetStates
 from heads.frozen.loading import Target
@@ -91,8 +92,9 @@ class HeadObjective(nn.Module):
         with self._timed("draft"):
             depths = cast(HeadModule, self.head)(batch, states)
         known = self._normalisers(states, depths, normalisers)
+        places = [depth.target_places_N for depth in depths]  # in host memory
         depths = _on_device(depths, states.final_BTE.device)
-        target_rows = self._target_rows(states, depths, known)
+        target_rows = self._target_rows(states, places, depths, known)
         total_weight = sum(depth.weight for depth in depths)
         parts: list[LossPart] = []
         for depth, rows in zip(depths, target_rows, strict=True):
@@ -136,22 +138,40 @@ class HeadObjective(nn.Module):
         places_N = torch.cat([depth.target_places_N for depth in depths]).unique()
         return normalise(target.model, states.final_BTE, places_N, chunk_size=self._config.chunk_size)
 
-    def _target_rows(self, states: TargetStates, depths: list[Depth], known: Normalisers | None) -> list[TargetRows]:
-        """Return the target's side for each depth, of the draft's tokens alone where the normalisers are known."""
+    def _target_rows(
+        self, states: TargetStates, places: list[Tensor], depths: list[Depth], known: Normalisers | None
+    ) -> list[TargetRows]:
+        """Return the target's side for each depth, of the draft's tokens alone where the normalisers are known.
+
+        Depths are compared with the target at nearly the same places, whose logits they share.
+        """
         (target,) = self._target
         token_ids_W = cast(HeadModule, self.head).token_ids_W
         if token_ids_W is None or known is None:
             logits_of = model_head(target.model).logits_of
         else:
             logits_of = HeadRows.of(target.model, token_ids_W).logits
+        known_at = [normalisers_at(known, depth.target_places_N) for depth in depths]
+        if (all_P := shared_places(places)) is None:
+            hidden = (flat(states.final_BTE, depth.target_places_N) for depth in depths)
+            return [
+                HiddenRows(hidden_NE=hidden_NE, logits_of=logits_of, known=each)
+                for hidden_NE, each in zip(hidden, known_at, strict=True)
+            ]
+        shared = SharedLogits(flat(states.final_BTE, all_P), logits_of, self._config.chunk_size)
+        found = [torch.searchsorted(all_P, each) for each in places]
+        on_device = upload(torch.cat(found), states.final_BTE.device).split([len(each) for each in found])
         return [
-            HiddenRows(
-                hidden_NE=flat(states.final_BTE, depth.target_places_N),
-                logits_of=logits_of,
-                known=normalisers_at(known, depth.target_places_N),
-            )
-            for depth in depths
+            PlacedRows(shared=shared, places_N=places_N, on_device_N=on_device_N, known=each)
+            for places_N, on_device_N, each in zip(found, on_device, known_at, strict=True)
         ]
+
+
+def shared_places(places: Sequence[Tensor]) -> Tensor | None:
+    """Return the places at which the target's logits are computed once for all depths; None where each computes its own."""
+    if len(places) == 1 or not all(bool((each.diff() > 0).all()) for each in places):
+        return None
+    return torch.cat(list(places)).unique()
 
 
 def _on_device(depths: list[Depth], device: torch.device) -> list[Depth]:

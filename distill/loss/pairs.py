@@ -1,8 +1,8 @@
 """Target and draft at the same N rows, paired a chunk of rows at a time: what every divergence is a function of.
 
 The chunked loss takes `TargetRows`, the target's next-token distributions, and asks them for the rows of each chunk, which pair
-themselves with the draft's logits: `HiddenRows` have hidden states and a head, `SparseTarget` the top-k tokens of a cache.
-Neither carries gradients.
+themselves with the draft's logits: `HiddenRows` have hidden states and a head, `PlacedRows` share their logits with other parts
+of the loss, `SparseTarget` has the top-k tokens of a cache. None carries gradients.
 B batch, T positions, E width of the target, N rows, C rows of a chunk, V target vocabulary, W draft vocabulary, K kept tokens,
 X buckets (V, W or K + 1); `...` any leading dims.
 """
@@ -79,6 +79,53 @@ class HiddenRows:
 
     def at(self, rows: slice) -> DenseChunk:
         return DenseChunk(logits_CX=self.logits_of(self.hidden_NE[rows]), known=normalisers_at(self.known, rows))
+
+
+class SharedLogits:
+    """The target's logits at P places that several parts of a loss read, of one chunk of places at a time.
+
+    `hidden_PE` are the final hidden states there, `logits_of` as for `HiddenRows`.
+    """
+
+    def __init__(self, hidden_PE: Tensor, logits_of: Callable[[Tensor], Tensor], chunk_size: int) -> None:
+        self.hidden_PE, self.logits_of, self.chunk_size = hidden_PE, logits_of, chunk_size
+        self._kept: tuple[int, Tensor] | None = None
+
+    @property
+    def chunks(self) -> range:
+        """Where chunks begin."""
+        return range(0, len(self.hidden_PE), self.chunk_size)
+
+    def of(self, start: int) -> Tensor:
+        """Return the logits of a chunk, which are kept until those of another are asked for."""
+        if self._kept is None or self._kept[0] != start:
+            self._kept = None  # before the next ones are made
+            self._kept = start, self.logits_of(self.hidden_PE[start : start + self.chunk_size])
+        return self._kept[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedRows:
+    """Rows that stand at some of the places of shared logits: at `places_N`, each once and rising, in host memory;
+    `on_device_N` are the same."""
+
+    shared: SharedLogits
+    places_N: Tensor
+    on_device_N: Tensor
+    known: Normalisers | None = None  # of the N rows
+
+    def within(self, start: int) -> slice:
+        """Return the rows whose places lie in the chunk that begins there."""
+        first, end = torch.searchsorted(self.places_N, torch.tensor([start, start + self.shared.chunk_size])).tolist()
+        return slice(first, end)
+
+    def at(self, rows: slice) -> DenseChunk:
+        """Return rows that lie in one chunk, at least one."""
+        start = int(self.places_N[rows.start]) // self.shared.chunk_size * self.shared.chunk_size
+        logits_CX = self.shared.of(start)
+        if rows.stop - rows.start < len(logits_CX):
+            logits_CX = logits_CX[self.on_device_N[rows] - start]
+        return DenseChunk(logits_CX=logits_CX, known=normalisers_at(self.known, rows))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +229,7 @@ class SparseTarget:
         )
 
 
-TargetRows = HiddenRows | SparseTarget
+TargetRows = HiddenRows | PlacedRows | SparseTarget
 TargetChunk = DenseChunk | SparseTarget
 
 

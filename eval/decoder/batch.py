@@ -81,7 +81,7 @@ class BatchRun:
         lengths_B1 = text.lengths.tensor_B.unsqueeze(1)
         last_B1D = states.final_BTE[torch.arange(len(text), device=self.target.device).unsqueeze(1), lengths_B1 - 1]
         logits_B1V = self._processed(head_logits(self.target.model, last_B1D), None)
-        tokens_B1 = self.verifier.target_tokens(logits_B1V, lengths_B1)
+        tokens_B1 = self.verifier.target_tokens(logits_B1V, text.lengths)
         finite_B1 = torch.isfinite(logits_B1V.amax(2))
         for row, (token, finite) in zip(self.active, torch.cat([tokens_B1, finite_B1.long()], 1).tolist(), strict=True):
             row.commit((token,) if finite else ())
@@ -95,6 +95,8 @@ class BatchRun:
         """Run one target step: draft, verify, commit."""
         text = self._text()
         room = text.uploads.numbers([row.room for row in self.active])
+        if self.config.temperature > 0 and self.tree is None:
+            self.rng.prepare(text.uploads, text.lengths, 0 if self.proposer is None else self.config.num_speculative_tokens)
         tree = None if self.tree is None else self.tree.cut(max(room))
         if isinstance(tree, DynamicTreeSpec):
             tree = replace(tree, max_depths=room)

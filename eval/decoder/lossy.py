@@ -129,7 +129,7 @@ class RelaxedVerifier(Verifier):
 
     def __init__(self, config: DecodeConfig, rng: CounterRNG) -> None:
         super().__init__(config, rng)
-        lossy, device = cast(NeighbourhoodAcceptance | TolerantAcceptance, config.lossy), rng.requests_B.device
+        lossy, device = cast(NeighbourhoodAcceptance | TolerantAcceptance, config.lossy), rng.device
         strict = config.model_copy(update={"lossy": None}).rule
         none_VN = torch.empty((0, 0), dtype=torch.int64, device=device)
         near_VN = none_VN if lossy.table is None else read_table(lossy.table, lossy.k, device)

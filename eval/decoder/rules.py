@@ -20,11 +20,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from heads.device import widest_float
 from heads.sampling.probabilities import draw, values_at
 
 RHO_BISECTIONS = 20
+LOG_LARGE = 1e4  # of a ratio that is kept finite: one to a probability of 0
 
 # --- chains -------------------------------------------------------------------------------------------------------
 
@@ -93,10 +95,9 @@ def verify_block(
     """
     wide = widest_float(p_BKV.device)
     ratio_BG = values_at(p_BKV[:, :-1], tokens_BG).to(wide) / values_at(q_BGV, tokens_BG).to(wide)
-    prefix_BK = [torch.ones_like(ratio_BG[:, 0])]
-    for ratio_B in ratio_BG.unbind(1):
-        prefix_BK.append((prefix_BK[-1] * ratio_B).clamp(max=1.0))
-    P_BK = torch.stack(prefix_BK, 1)
+    # With S_i the sum of the logarithms of the ratios up to i, log P_i = S_i - max(S_0, ..., S_i).
+    sums_BK = functional.pad(ratio_BG.log().clamp(max=LOG_LARGE).cumsum(1), (1, 0))
+    P_BK = (sums_BK - sums_BK.cummax(1).values).exp()
     # R for prefixes 1..G-1, which are followed by another draft; the last column is not used as such.
     R_BG = (P_BK[:, 1:-1, None] * p_BKV[:, 1:-1] - q_BGV[:, 1:]).clamp(min=0).sum(-1).to(wide)
     open_BG = R_BG / (R_BG + 1 - P_BK[:, 1:-1]).clamp(min=torch.finfo(wide).tiny)

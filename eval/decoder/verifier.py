@@ -50,17 +50,15 @@ class Verifier:
 
         Lengths count the committed tokens, the pending one included; `num_drafted` the drafts that count, by row.
         """
-        num_drafted_B = on_device(num_drafted, logits_BKV.device)
-        first_B1 = on_device(lengths, logits_BKV.device).unsqueeze(1)
-        positions_BK = first_B1 + torch.arange(logits_BKV.shape[1], device=logits_BKV.device)
+        num_drafted_B, G = on_device(num_drafted, logits_BKV.device), proposal.tokens_BG.shape[1]
         rule = self.chain_rule
         q_BGV = None if rule is None else _drawn_by(proposal, logits_BKV)
         if rule is None or q_BGV is None:
-            return verify_greedy(self.target_tokens(logits_BKV, positions_BK), proposal.tokens_BG, num_drafted_B)
+            return verify_greedy(self.target_tokens(logits_BKV, lengths), proposal.tokens_BG, num_drafted_B)
         p_BKV = token_probabilities(logits_BKV, self.config)
-        accept_BG = self.rng.uniform(Role.ACCEPT, positions_BK[:, :-1], first_B1)
-        residual_B = self.rng.uniform(Role.RESIDUAL, first_B1).squeeze(1)
-        bonus_B = self.rng.uniform(Role.TARGET, first_B1 + num_drafted_B.unsqueeze(1)).squeeze(1)
+        accept_BG = self.rng.along(Role.ACCEPT, lengths, G, lengths)
+        residual_B = self.rng.along(Role.RESIDUAL, lengths, 1).squeeze(1)
+        bonus_B = values_at(self.rng.along(Role.TARGET, lengths, G + 1), num_drafted_B)
         return rule(p_BKV, q_BGV, proposal.tokens_BG, num_drafted_B, accept_BG, residual_B, bonus_B)
 
     def tree(
@@ -88,11 +86,11 @@ class Verifier:
             rule=self.candidate_rule or without_replacement,
         )
 
-    def target_tokens(self, logits_BKV: Tensor, positions_BK: Tensor) -> Tensor:
-        """Return the target's own token `[B, K]` at each position: its greedy choice, or a draw from its own stream."""
+    def target_tokens(self, logits_BKV: Tensor, first: Sequence[int]) -> Tensor:
+        """Return the target's own tokens `[B, K]` from these positions on: its greedy choices, or draws from its own stream."""
         if self.config.temperature == 0:
             return greedy_token(logits_BKV)
-        return draw(token_probabilities(logits_BKV, self.config), self.rng.uniform(Role.TARGET, positions_BK))
+        return draw(token_probabilities(logits_BKV, self.config), self.rng.along(Role.TARGET, first, logits_BKV.shape[1]))
 
 
 def finite_rows(logits_BKV: Tensor, proposal: Proposal) -> Tensor:

@@ -39,6 +39,7 @@ from heads.modules.layers import (
     layer_shape,
     mlp,
     norm,
+    visible_slots,
 )
 from heads.modules.output_head import DraftHead, HeadModule
 from heads.vocabulary import DraftVocabulary
@@ -84,10 +85,10 @@ class EagleBody(HeadModule):
     def fuse(self, joined_BTF: Tensor) -> Tensor:
         """Return the projection `[B, T, D]` of taps that stand side by side."""
         joined_BTF = self.input_norm(joined_BTF.to(self.fc.weight.dtype))
-        taps = joined_BTF.chunk(len(self.taps), -1)
         if len(self.fc_norm):
-            taps = tuple(each(tap) for each, tap in zip(self.fc_norm, taps, strict=True))
-        return self.fc(torch.cat(taps, -1))
+            taps = joined_BTF.chunk(len(self.taps), -1)
+            joined_BTF = torch.cat([each(tap) for each, tap in zip(self.fc_norm, taps, strict=True)], -1)
+        return self.fc(joined_BTF)
 
     def embed(self, ids_BT: Tensor) -> Tensor:
         return super().embed(ids_BT) if self.embed_tokens is None else self.embed_tokens(ids_BT).to(self.dtype)
@@ -95,11 +96,10 @@ class EagleBody(HeadModule):
     def run_cached(self, features_BTF: Tensor, ids_BT: Tensor, positions_BT: Tensor, cache: RowCache) -> Tensor:
         """Return the states `[B, T, D]` after the last layer at placed positions, whose keys and values are added."""
         embedded_BTD = self.embed(ids_BT)
-        rotation = self.rotary(embedded_BTD, positions_BT)
-        visible_B1TS = cache.visible(positions_BT).unsqueeze(1)
+        rotation, visible = self.rotary.drafting(positions_BT), visible_slots(cache, positions_BT)
         states_BTD = features_BTF
         for number, layer in enumerate(self.layers):
-            states_BTD = layer(embedded_BTD, states_BTD, rotation, CachedKeys(cache, number, visible_B1TS))
+            states_BTD = layer(embedded_BTD, states_BTD, rotation, CachedKeys(cache, number, visible))
         return states_BTD
 
 
@@ -118,11 +118,11 @@ class Eagle3(EagleBody, ChainHead):
 
         Keys of depth 0 are those of every position, since all may read them; the rest runs at origins with labels alone.
         """
-        origins_BX, chosen_places_P = origins_of_any_depth(batch, self.settings.num_depths)
-        origins_BX = upload(origins_BX, batch.input_ids_BT.device)
+        on_host_BX, chosen_places_P = origins_of_any_depth(batch, self.settings.num_depths)
+        origins_BX = upload(on_host_BX, batch.input_ids_BT.device)
         positions_BT, ranges = batch.position_ids_BT, causal_ranges(batch.position_ids_BT)
-        last = len(self.layers) - 1
-        unrolled = [UnrolledKeys(ranges, origins_BX=origins_BX if number == last else None) for number in range(last + 1)]
+        of_origins = ranges.of(origins_BX, on_host_BX)
+        unrolled = [*(UnrolledKeys(ranges) for _ in self.layers[1:]), UnrolledKeys(of_origins, origins_BX=origins_BX)]
         states_BTD = self.features(states)
         depths = []
         for depth in range(self.settings.num_depths):
@@ -132,8 +132,8 @@ class Eagle3(EagleBody, ChainHead):
             for layer, keys in zip(self.layers, unrolled, strict=True):
                 states_BTD = layer(embedded_BTD, states_BTD, rotation, keys)
             if depth == 0:
-                positions_BT, ranges = positions_BT.gather(1, origins_BX), ranges.of(origins_BX)
-            unrolled = [keys.next(ranges) for keys in unrolled]
+                positions_BT = positions_BT.gather(1, origins_BX)
+            unrolled = [keys.next(of_origins) for keys in unrolled]
             if self.settings.norm_feedback:
                 states_BTD = self.norm(states_BTD)
             origins_N = labelled_origins(batch, depth)
@@ -178,7 +178,7 @@ class UnrolledKeys:
     Chains start at many origins j at once. At depth k the chain of origin j sees the depth-0 keys of the positions in its range
     (`heads.modules.attention.causal_ranges`), which are made of the target's states, and of the deeper keys only its own: a
     causal block and a diagonal for each later depth, in one softmax. `origins_BX` are, at depth 0, the positions whose queries
-    are wanted, and the ranges then those of all positions; None: all.
+    are wanted, and whose ranges are given; None: all.
     """
 
     def __init__(self, ranges: Ranges, *earlier: tuple[Tensor, Tensor], origins_BX: Tensor | None = None) -> None:
@@ -199,8 +199,7 @@ class UnrolledKeys:
         first, *later = *self.earlier, self._own
         cos_BTH, sin_BTH = map(self.of_queries, rotation)
         q_BNTH = attention.queries(self.of_queries(states_BTX), (cos_BTH, sin_BTH))
-        ranges = self.ranges if self.origins_BX is None else self.ranges.of(self.origins_BX)
-        mixed_BNTH, log_sum_BNT = read_ranges(q_BNTH, *first, ranges)
+        mixed_BNTH, log_sum_BNT = read_ranges(q_BNTH, *first, self.ranges)
         if later:
             mixed_BNTH = _with_diagonals(q_BNTH, mixed_BNTH, log_sum_BNT, later)
         return attention.output(mixed_BNTH)

@@ -44,6 +44,7 @@ from heads.modules.layers import (
     RowKeys,
     layer_shape,
     norm,
+    visible_slots,
 )
 from heads.modules.output_head import DraftHead, HeadModule
 from heads.proposers.chain_builder import ChainBuilder
@@ -175,8 +176,8 @@ class EarlyExitChain(FeatureProposer):
         """Return the adapter's states `[B, T, D]` at the next positions, whose keys and values are added."""
         positions_BT = self._place(starts, exits_BTE.shape[1])
         exits_BTE = exits_BTE.to(self.module.dtype)
-        keys = CachedKeys(self._cache, 0, self._cache.visible(positions_BT).unsqueeze(1))
-        states_BTD: Tensor = self.module.layer(exits_BTE, self.module.rotary(exits_BTE, positions_BT), keys)
+        keys = CachedKeys(self._cache, 0, visible_slots(self._cache, positions_BT))
+        states_BTD: Tensor = self.module.layer(exits_BTE, self.module.rotary.drafting(positions_BT), keys)
         return states_BTD
 
     def _read(self, ids_BT: Tensor, starts: Sequence[int]) -> Tensor:

@@ -27,7 +27,7 @@ from heads.inference.kv_cache import RowCache
 from heads.modules.attention import causal_ranges
 from heads.modules.autoregressive import ChainHead, FeatureChain
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins
-from heads.modules.layers import CachedKeys, DraftLayer, HeadLayer, Rotary, RowKeys, layer_shape
+from heads.modules.layers import CachedKeys, DraftLayer, HeadLayer, Rotary, RowKeys, layer_shape, visible_slots
 from heads.modules.output_head import DraftHead
 from heads.vocabulary import DraftVocabulary
 
@@ -65,8 +65,8 @@ class Hydra(ChainHead):
     def read(self, features_BTF: Tensor, ids_BT: Tensor, positions_BT: Tensor, cache: RowCache, depth: int) -> Tensor:
         """See `ChainHead.read`; the states are what the head of this depth reads."""
         if depth == 0 and self.prefix_layer is not None:
-            keys = CachedKeys(cache, 0, cache.visible(positions_BT).unsqueeze(1))
-            features_BTF = self.prefix_layer(features_BTF, self.rotary(features_BTF, positions_BT), keys)
+            keys = CachedKeys(cache, 0, visible_slots(cache, positions_BT))
+            features_BTF = self.prefix_layer(features_BTF, self.rotary.drafting(positions_BT), keys)
         return torch.cat([features_BTF, self.embed(ids_BT)], -1)
 
     def to_head(self, states_BD: Tensor, depth: int) -> Tensor:

@@ -11,6 +11,7 @@ from itertools import chain
 from torch import nn
 from transformers import PreTrainedModel
 
+from heads.inference.packed_linear import pack
 from heads.modules.interface import Family
 from heads.modules.target_block import wide_tensors
 
@@ -37,9 +38,14 @@ def drafts_in_one_forward(kind: str) -> bool:
 
 
 def serve(head: nn.Module, target: PreTrainedModel) -> nn.Module:
-    """Put a head, in place, on the target's device and into its dtype, frozen; copies keep what the target keeps wider."""
+    """Put a head, in place, on the target's device and into its dtype, frozen and packed for drafting.
+
+    Copies of the target's blocks keep what the target keeps wider.
+    """
     wide = wide_tensors(head, target)
     for tensor in chain(head.parameters(), head.buffers()):
         if tensor.is_floating_point() and id(tensor) not in wide:
             tensor.data = tensor.data.to(target.dtype)
-    return head.to(device=target.device).eval().requires_grad_(False)
+    head.to(device=target.device).eval().requires_grad_(False)
+    pack(head)
+    return head

@@ -8,7 +8,7 @@ B batch, T positions, E width of the target, A taps.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ from heads.frozen.model_config import attentions_per_block
 from heads.inference.causal_lm import MediaInputs, forward_rows, head_logits, read_documents
 from heads.inference.kv_cache import RowCache
 from heads.inference.model_checks import check_on_probe, probe_ids, relative_error
-from heads.inference.runner import backbone, runner_of
+from heads.inference.runner import Collecting, Runner, backbone, runner_of
 from heads.sampling.token_tree import TreeAttention
 
 
@@ -120,30 +120,40 @@ def final_norm_scale(model: PreTrainedModel) -> Tensor:
 @contextmanager
 def tapped(model: PreTrainedModel, taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:
     """Collect the states at `taps` while forwards run; yields those of the latest forward, by tap."""
-    seen: dict[int, Tensor] = {}
-    layers, home = blocks(model) if taps else nn.ModuleList(), model.device
-    handles = []
-
-    def keep_input(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen[0] = cast(Tensor, args[0] if args else kwargs["hidden_states"])
-
-    def keep_output(tap: int, block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        state_BTE: Tensor = output[0] if isinstance(output, tuple | list) else output
-        seen[tap] = state_BTE.to(home)  # the blocks of a spread target have devices of their own
-
-    for tap in taps:
-        if tap == 0:
-            handles.append(layers[0].register_forward_pre_hook(keep_input, with_kwargs=True))
-        else:
-            handles.append(layers[tap - 1].register_forward_hook(partial(keep_output, tap)))
-    forward = runner_of(model).current
+    runner, seen = runner_of(model), dict[int, Tensor]()
+    if not runner.hooked.issuperset(taps):
+        _hook(model, runner, set(taps) - runner.hooked)
+    before, runner.collects = runner.collects, Collecting(frozenset(taps), seen, model.device) if taps else None
+    forward = runner.current
     forward.watch(taps, seen)
     try:
         yield seen
     finally:
+        runner.collects = before
         forward.watch((), {})
-        for handle in handles:
-            handle.remove()
+
+
+def _hook(model: PreTrainedModel, runner: Runner, taps: set[int]) -> None:
+    """Set hooks that stay, on the blocks after which, or before the first of which, states are tapped."""
+
+    def keep(tap: int, state_BTE: Tensor) -> None:
+        collects = runner.collects
+        if collects is not None and tap in collects.taps:
+            collects.seen[tap] = state_BTE.to(collects.home)  # the blocks of a spread target have devices of their own
+
+    def input_hook(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        keep(0, cast(Tensor, args[0] if args else kwargs["hidden_states"]))
+
+    def output_hook(tap: int) -> Callable[..., None]:
+        return lambda block, args, output: keep(tap, output[0] if isinstance(output, tuple | list) else output)
+
+    layers = blocks(model)
+    for tap in taps:
+        if tap == 0:
+            layers[0].register_forward_pre_hook(input_hook, with_kwargs=True)
+        else:
+            layers[tap - 1].register_forward_hook(output_hook(tap))
+    runner.hooked |= taps
 
 
 def forward_states(

@@ -128,7 +128,11 @@ def own_copy(module: nn.Module) -> nn.Module:
         return copy.deepcopy(cast(nn.Module, module.__dict__[COPIED]))
     hooks = [each.__dict__[name] for each in module.modules() for name in ("_hf_hook", READ) if name in each.__dict__]
     if not hooks:
-        return copy.deepcopy(module)
+        copied = copy.deepcopy(module)
+        for part in copied.modules():  # without those that collect the target's states
+            part._forward_hooks.clear()
+            part._forward_pre_hooks.clear()
+        return copied
     weights = {name: tensor.clone() for name, tensor in real_weights(module).items()}
     # The hooks are not copied: they refer to the other offloaded weights.
     copied = copy.deepcopy(module, {id(hook): hook for hook in hooks})

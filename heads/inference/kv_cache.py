@@ -225,6 +225,12 @@ class RowCache(Cache):
                 torch._dynamo.mark_static_address(getattr(layer, name))
 
     @property
+    def is_causal(self) -> bool:
+        """Whether each token of the current forward sees just the slots before its own, and that one, in every row."""
+        slots = self._slots
+        return slots.attention is None and slots.index is None and (slots.length == 1 or max(slots.starts) == 0)
+
+    @property
     def holds_tree(self) -> bool:
         return self._slots.attention is not None
 

@@ -21,16 +21,8 @@ from heads.inference.causal_lm import forward_rows, head_logits, new_cache
 from heads.inference.kv_cache import RowCache
 from heads.inference.masks import Masks
 from heads.inference.model_checks import check_on_probe, probe_ids, relative_error
+from heads.inference.packed_linear import PackedLinear
 from heads.inference.runner import DecodingForward, backbone, runner_of
-
-# Rows the form is chosen for. It serves any number; in float32, forms chosen for fewer than four rows sum in another order for
-# one row than for several, and then a near tie may fall differently in plain and in speculative decoding.
-ROWS = 4
-
-
-# torch.compile would make oneDNN's weights constants of each graph, a copy for each; an operator of our own is opaque to it.
-_LIBRARY = torch.library.Library("draftsmith", "FRAGMENT")
-_LIBRARY.define("packed_linear(Tensor input, Tensor weight, Tensor? bias, int outputs) -> Tensor")
 
 FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 PROBE_TOKENS = 12
@@ -179,57 +171,3 @@ def _logits_error(model: PreTrainedModel) -> float:
         return relative_error(
             lean_BTV, torch.stack([row[start : start + T] for row, start in zip(whole_BTV, starts, strict=True)])
         )
-
-
-class PackedLinear:
-    """Some linear layers with the same input as one function; their outputs are concatenated, `[..., O]`.
-
-    Decoding reads every weight once for a handful of rows, and oneDNN's blocked form, a second copy, is read at nearly twice
-    the speed of plain rows (SmolLM2's blocks in bfloat16, one thread: 8.5 ms against 16.8). Elsewhere layers are joined in
-    plain rows, of which their own weights are views from then on.
-    """
-
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        weights = [layer.weight.detach() for layer in layers]
-        self.weight_OI = weights[0] if len(weights) == 1 else torch.cat(weights)
-        self.bias_O: Tensor | None = None
-        if any(layer.bias is not None for layer in layers):
-            self.bias_O = torch.cat(
-                [
-                    weight.new_zeros(len(weight)) if layer.bias is None else layer.bias.detach()
-                    for layer, weight in zip(layers, weights, strict=True)
-                ]
-            )
-        self.num_outputs = len(self.weight_OI)
-        is_known = self.weight_OI.device.type == "cpu" and torch.backends.mkldnn.is_available()
-        supports_bfloat16 = is_known and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-        self.is_packed = is_known and (
-            self.weight_OI.dtype == torch.float32 or (self.weight_OI.dtype == torch.bfloat16 and supports_bfloat16)
-        )
-        if self.is_packed:
-            self.weight_OI = torch.ops.mkldnn._reorder_linear_weight(self.weight_OI.contiguous(), ROWS)
-        elif len(weights) > 1:
-            for layer, rows in zip(layers, self.weight_OI.split([len(weight) for weight in weights]), strict=True):
-                layer.weight.data = rows
-
-    def __call__(self, input_: Tensor) -> Tensor:
-        if self.is_packed and torch.compiler.is_compiling():
-            output: Tensor = torch.ops.draftsmith.packed_linear(input_, self.weight_OI, self.bias_O, self.num_outputs)
-            return output
-        if self.is_packed:
-            return _multiply(input_, self.weight_OI, self.bias_O, self.num_outputs)
-        return nn.functional.linear(input_, self.weight_OI, self.bias_O)
-
-
-def _multiply(input_: Tensor, weight_OI: Tensor, bias_O: Tensor | None, outputs: int) -> Tensor:
-    output: Tensor = torch.ops.mkldnn._linear_pointwise(input_, weight_OI, bias_O, "none", [], "")
-    return output
-
-
-def _shape_only(input_: Tensor, weight_OI: Tensor, bias_O: Tensor | None, outputs: int) -> Tensor:
-    return input_.new_empty((*input_.shape[:-1], outputs))
-
-
-_LIBRARY.impl("packed_linear", _multiply, "CPU")
-_LIBRARY.impl("packed_linear", _multiply, "MkldnnCPU")
-torch.library.register_fake("draftsmith::packed_linear", _shape_only, lib=_LIBRARY)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -131,6 +131,14 @@ def twice(rows: Tensor | dict[str, Tensor | None] | None, num_rows: int) -> Tens
     return rows if rows is None or len(rows) != num_rows else torch.cat([rows, rows])
 
 
+class Collecting(NamedTuple):
+    """States that forwards under way leave behind."""
+
+    taps: frozenset[int]
+    seen: dict[int, Tensor]  # by tap, of the latest forward
+    home: torch.device  # where they are wanted
+
+
 class Runner:
     """How one model is run."""
 
@@ -141,6 +149,8 @@ class Runner:
         self.placeholder: int | None = None  # the token that stands for a state of an image or a sound; None: text only
         self.refused: frozenset[str] = frozenset()  # kinds of forwards for which a check found wrong states
         self.passed: set[str] = set()  # names of checks
+        self.hooked: set[int] = set()  # taps of which hooks on the blocks collect states (`heads.frozen.hidden_states`)
+        self.collects: Collecting | None = None
         self.runs_elsewhere = False  # the blocks have no weights here, since servers run them; no check applies
 
     @property

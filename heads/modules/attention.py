@@ -9,7 +9,7 @@ B batch, X queries, T positions, N heads, M key-value heads, G = N / M, H head w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,23 +30,27 @@ NUM_SIZES = 16  # of products over parts of a row: libraries make code or plans 
 class Ranges:
     """Which positions of its row each query reads: those from `first_BX` to before `end_BX`, int64.
 
-    in_order: query x is at position x or before it: it reads nothing after x, and the keys after x need no scores.
+    reach: where known, before which position all ranges end of a query and of those before it: the keys from there on need no
+        scores.
     """
 
     first_BX: Tensor
     end_BX: Tensor
-    in_order: bool = False
+    reach: Sequence[int] | None = None
 
-    def of(self, queries_BX: Tensor) -> Ranges:
-        """Return the ranges of some of the queries, or of some several times."""
-        return Ranges(first_BX=self.first_BX.gather(1, queries_BX), end_BX=self.end_BX.gather(1, queries_BX))
+    def of(self, queries_BX: Tensor, on_host_BX: Tensor | None = None) -> Ranges:
+        """Return the ranges of some of the queries, or of some several times; `on_host_BX` are the same in host memory."""
+        reach = None
+        if self.reach is not None and on_host_BX is not None:
+            reach = [self.reach[query] for query in on_host_BX.amax(0).cummax(0).values.tolist()]
+        return Ranges(first_BX=self.first_BX.gather(1, queries_BX), end_BX=self.end_BX.gather(1, queries_BX), reach=reach)
 
 
 def causal_ranges(position_ids_BT: Tensor) -> Ranges:
     """Return the ranges of causal attention: each position reads those before it in its document, and itself."""
     places_T = torch.arange(position_ids_BT.shape[1], device=position_ids_BT.device)
     ends_BT = (places_T + 1).expand_as(position_ids_BT)
-    return Ranges(first_BX=places_T - position_ids_BT, end_BX=ends_BT, in_order=True)
+    return Ranges(first_BX=places_T - position_ids_BT, end_BX=ends_BT, reach=range(1, len(places_T) + 1))
 
 
 def read_ranges(q_BNXH: Tensor, k_BMTH: Tensor, v_BMTH: Tensor, ranges: Ranges) -> tuple[Tensor, Tensor]:
@@ -105,7 +109,7 @@ def _parts(ranges: Ranges, rows: int, T: int) -> Iterator[tuple[slice, int]]:
     step = rows * math.ceil(T / rows / NUM_SIZES)
     for start in range(0, X, rows):
         end = min(start + rows, X)
-        yield slice(start, end), min(T, step * math.ceil(end / step)) if ranges.in_order else T
+        yield slice(start, end), T if ranges.reach is None else min(T, step * math.ceil(ranges.reach[end - 1] / step))
 
 
 def _scores(q_BMGXH: Tensor, k_BMTH: Tensor, ranges: Ranges, part: slice) -> Tensor:

@@ -20,6 +20,7 @@ from configs.schema.decoding import SamplingConfig
 from heads.device import RowNumbers, TokenRows, on_device, shifted, token_rows
 from heads.frozen.hidden_states import TargetStates
 from heads.inference.kv_cache import RowCache
+from heads.modules.layers import Rotary
 from heads.modules.output_head import HeadModule
 from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.protocol import Proposal, Tokens
@@ -105,6 +106,9 @@ class FeatureProposer(ABC):
 
     def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
         self._cache = RowCache(self.module.num_caches, capacity + self._beyond)
+        for part in self.module.modules():
+            if isinstance(part, Rotary):
+                part.keep(capacity + self._beyond, self.module.dtype, self.device)
         self._pending = PendingFeatures(self.module.features(states), [len(row) - 1 for row in tokens])
         self._has_read = False
 
@@ -146,7 +150,8 @@ class FeatureProposer(ABC):
         self._cache.place(starts, length, self.device, attention)
         if attention is not None:
             return attention.positions_BT
-        return on_device(starts, self.device).unsqueeze(1) + torch.arange(length, device=self.device)
+        first_B1 = on_device(starts, self.device).unsqueeze(1)
+        return first_B1 if length == 1 else first_B1 + torch.arange(length, device=self.device)
 
 
 class ChainHead(HeadModule):

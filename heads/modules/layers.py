@@ -1,37 +1,39 @@
 """The layers that heads are built from: Llama's decoder layer in parts, of the target's sizes or of those that settings name.
 
 One kind of each whatever the target's family, so that serving engines know it. The decoder layer's input may have any width and
-its keys may come from elsewhere; rotary embedding, norm and MLP are transformers' own. What attention reads is the caller's,
-because each family hides other things. Targets' configs name their sizes differently; where one does not, its modules tell.
+its keys may come from elsewhere; angles and MLP are transformers' own. What attention reads is the caller's: each family hides
+other things. Targets' configs name their sizes differently; where one does not, its modules tell.
 B batch, T positions, S keys, D width, I width of the MLP, N heads, M key-value heads, H head width.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
 from transformers.pytorch_utils import Conv1D
 
 from configs.runtime.errors import ConfigError, InputError
 from configs.schema.heads import LayerSettings
 from heads.frozen.hidden_states import blocks
 from heads.inference.kv_cache import RowCache
+from heads.inference.packed_linear import PackedLinear
 from heads.modules.attention import Ranges, read_ranges
 
 # Kinds of rotary embeddings whose frequencies do not depend on the text's length, which a cache of rotated keys needs.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
-Rotation = tuple[Tensor, Tensor]  # cosines and sines, [B, T, H]
+Rotation = tuple[Tensor, Tensor]  # cosines, and sines signed for a rolled head, [B, T, H]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,11 +147,32 @@ class Rotary(nn.Module):
         super().__init__()
         # In a tuple: a head served in bfloat16 must not round the frequencies, which turns far positions by the wrong angle.
         self._embedding = (LlamaRotaryEmbedding(shape.llama_config()),)
+        self._kept: Tensor | None = None  # of the first positions, [S, 2 * H]
 
     def forward(self, like: Tensor, position_ids_BT: Tensor) -> Rotation:
         (embedding,) = self._embedding
         cos_BTH, sin_BTH = embedding.to(like.device)(like, position_ids_BT)
+        first_BTX, second_BTX = sin_BTH.chunk(2, -1)
+        return cos_BTH, torch.cat([-first_BTX, second_BTX], -1)
+
+    def keep(self, num_positions: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Keep the angles of so many positions for `drafting`."""
+        kept = self._kept
+        if kept is None or len(kept) < num_positions or kept.dtype != dtype or kept.device != device:
+            positions_1S = torch.arange(num_positions, device=device).unsqueeze(0)
+            (self._kept,) = torch.cat(self(torch.empty(0, dtype=dtype, device=device), positions_1S), -1)
+
+    def drafting(self, position_ids_BT: Tensor) -> Rotation:
+        """Return the same for positions that were kept, in one launch."""
+        assert self._kept is not None, "a draft keeps its positions when it starts"
+        cos_BTH, sin_BTH = self._kept[position_ids_BT].chunk(2, -1)
         return cos_BTH, sin_BTH
+
+
+def rotated(heads_BNTH: Tensor, rotation: Rotation) -> Tensor:
+    """Return queries or keys turned by their angles."""
+    cos_BTH, sin_BTH = rotation
+    return heads_BNTH * cos_BTH.unsqueeze(1) + heads_BNTH.roll(heads_BNTH.shape[-1] // 2, -1) * sin_BTH.unsqueeze(1)
 
 
 class DraftAttention(nn.Module):
@@ -163,19 +186,38 @@ class DraftAttention(nn.Module):
         self.k_proj = nn.Linear(input_width, M * H, bias=False)
         self.v_proj = nn.Linear(input_width, M * H, bias=False)
         self.o_proj = nn.Linear(N * H, shape.width, bias=False)
-        self.q_norm = LlamaRMSNorm(H, shape.norm_epsilon) if norm_heads else nn.Identity()
-        self.k_norm = LlamaRMSNorm(H, shape.norm_epsilon) if norm_heads else nn.Identity()
+        self.q_norm = RMSNorm(H, shape.norm_epsilon) if norm_heads else nn.Identity()
+        self.k_norm = RMSNorm(H, shape.norm_epsilon) if norm_heads else nn.Identity()
+        self._joined: PackedLinear | None = None
+
+    def join(self) -> Sequence[nn.Module]:
+        """See `heads.inference.packed_linear.Joins`."""
+        layers = [self.q_proj, self.k_proj, self.v_proj]
+        self._joined = PackedLinear(layers)
+        return layers
 
     def queries(self, states_BTX: Tensor, rotation: Rotation) -> Tensor:
         """Return rotated queries `[B, N, T, H]`."""
-        q_BNTH = self.q_norm(self._heads(self.q_proj(states_BTX))).transpose(1, 2)
-        return apply_rotary_pos_emb(q_BNTH, q_BNTH, *rotation)[0]
+        return rotated(self.q_norm(self._heads(self.q_proj(states_BTX))).transpose(1, 2), rotation)
 
     def keys_values(self, states_BTX: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """Return rotated keys and values, `[B, M, T, H]` each."""
         k_BMTH = self.k_norm(self._heads(self.k_proj(states_BTX))).transpose(1, 2)
-        v_BMTH = self._heads(self.v_proj(states_BTX)).transpose(1, 2)
-        return apply_rotary_pos_emb(k_BMTH, k_BMTH, *rotation)[1], v_BMTH
+        return rotated(k_BMTH, rotation), self._heads(self.v_proj(states_BTX)).transpose(1, 2)
+
+    def project(self, states_BTX: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values of the same positions, as those two do."""
+        if self._joined is None:
+            return self.queries(states_BTX, rotation), *self.keys_values(states_BTX, rotation)
+        heads_BTYH, H = self._heads(self._joined(states_BTX)), self.head_width
+        M = self.k_proj.out_features // H
+        turned_BTYH, v_BTMH = heads_BTYH.split([heads_BTYH.shape[2] - M, M], 2)
+        if not isinstance(self.q_norm, nn.Identity):
+            q_BTNH, k_BTMH = turned_BTYH.split([turned_BTYH.shape[2] - M, M], 2)
+            turned_BTYH = torch.cat([self.q_norm(q_BTNH), self.k_norm(k_BTMH)], 2)
+        turned_BYTH = rotated(turned_BTYH.transpose(1, 2), rotation)
+        q_BNTH, k_BMTH = turned_BYTH.split([turned_BYTH.shape[1] - M, M], 1)
+        return q_BNTH, k_BMTH, v_BTMH.transpose(1, 2)
 
     def output(self, mixed_BNTH: Tensor) -> Tensor:
         """Return mixed values `[B, N, T, H]` projected to `[B, T, D]`."""
@@ -185,13 +227,42 @@ class DraftAttention(nn.Module):
         return projected_BTX.unflatten(-1, (-1, self.head_width))
 
 
+class DraftMLP(LlamaMLP):
+    """Llama's MLP, whose first two layers can run as one."""
+
+    _joined: PackedLinear | None = None
+
+    def join(self) -> Sequence[nn.Module]:
+        """See `heads.inference.packed_linear.Joins`."""
+        self._joined = PackedLinear([self.gate_proj, self.up_proj])
+        return [self.gate_proj, self.up_proj]
+
+    def forward(self, states: Tensor) -> Tensor:
+        if self._joined is None:
+            return cast(Tensor, super().forward(states))
+        gate, up = self._joined(states).chunk(2, -1)
+        return cast(Tensor, self.down_proj(self.act_fn(gate) * up))
+
+
+class RMSNorm(nn.Module):
+    """Llama's norm over the last dimension: the weight multiplies values that are rounded to their dtype already."""
+
+    def __init__(self, width: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.epsilon = epsilon
+
+    def forward(self, values: Tensor) -> Tensor:
+        return functional.rms_norm(values, values.shape[-1:], None, self.epsilon) * self.weight
+
+
 def mlp(shape: LayerShape) -> nn.Module:
-    return LlamaMLP(shape.llama_config())
+    return DraftMLP(shape.llama_config())
 
 
 def norm(shape: LayerShape) -> nn.Module:
     """Return an RMS norm of the layer's width."""
-    return LlamaRMSNorm(shape.width, shape.norm_epsilon)
+    return RMSNorm(shape.width, shape.norm_epsilon)
 
 
 class LayerKeys(Protocol):
@@ -217,20 +288,33 @@ class RowKeys(LayerKeys):
 
 
 class CachedKeys(LayerKeys):
-    """Keys and values of one layer in a cache, for drafting; those of the placed positions are added."""
+    """Keys and values of one layer in a cache, for drafting; those of the placed positions are added.
 
-    def __init__(self, cache: RowCache, layer: int, visible_B1TS: Tensor) -> None:
-        self.cache, self.layer, self.visible_B1TS = cache, layer, visible_B1TS
+    `visible` is the mask `[B, 1, T, S]`, of one row where all positions see the same; None where `RowCache.is_causal`.
+    """
+
+    def __init__(self, cache: RowCache, layer: int, visible: Tensor | None) -> None:
+        self.cache, self.layer, self.visible = cache, layer, visible
 
     def attend(self, attention: DraftAttention, states_BTX: Tensor, rotation: Rotation) -> Tensor:
-        k_BMSH, v_BMSH = self.cache.update(*attention.keys_values(states_BTX, rotation), self.layer)
-        q_BNTH = attention.queries(states_BTX, rotation)
-        # Heads that share keys as rows: with a mask, kernels that know of such heads are those that hold all scores.
+        q_BNTH, k_BMTH, v_BMTH = attention.project(states_BTX, rotation)
+        k_BMSH, v_BMSH = self.cache.update(k_BMTH, v_BMTH, self.layer)
         G, T = q_BNTH.shape[1] // k_BMSH.shape[1], q_BNTH.shape[2]
-        q_BMXH = q_BNTH.unflatten(1, (-1, G)).flatten(2, 3)
-        visible_B1XS = self.visible_B1TS.expand(-1, -1, T, -1).repeat(1, 1, G, 1)
-        mixed_BMXH = functional.scaled_dot_product_attention(q_BMXH, k_BMSH, v_BMSH, attn_mask=visible_B1XS)
+        if self.visible is None and T > 1:  # a text from its beginning
+            return attention.output(
+                functional.scaled_dot_product_attention(q_BNTH, k_BMSH, v_BMSH, is_causal=True, enable_gqa=G > 1)
+            )
+        # Heads that share keys as rows: with a mask, kernels that know of such heads are those that hold all scores.
+        q_BMXH, visible = q_BNTH.unflatten(1, (-1, G)).flatten(2, 3), self.visible
+        if visible is not None and visible.shape[2] > 1:
+            visible = visible.repeat(1, 1, G, 1)
+        mixed_BMXH = functional.scaled_dot_product_attention(q_BMXH, k_BMSH, v_BMSH, attn_mask=visible)
         return attention.output(mixed_BMXH.unflatten(2, (G, T)).flatten(1, 2))
+
+
+def visible_slots(cache: RowCache, positions_BT: Tensor) -> Tensor | None:
+    """Return which slots placed positions see, as `CachedKeys` takes it."""
+    return None if cache.is_causal else cache.visible(positions_BT).unsqueeze(1)
 
 
 class DraftLayer(HeadLayer):

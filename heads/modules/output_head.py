@@ -20,6 +20,7 @@ from configs.runtime.errors import InputError
 from configs.schema.heads import HeadSettings
 from heads.frozen.hidden_states import TargetStates
 from heads.inference.causal_lm import head_logits, head_rows
+from heads.inference.packed_linear import PackedLinear
 from heads.modules.interface import Depth
 from heads.vocabulary import DraftVocabulary
 
@@ -39,6 +40,7 @@ class DraftHead(nn.Module):
         self._target = (target,)  # in a tuple: neither trained nor saved with the head
         self._vocabulary: DraftVocabulary | None = None
         self._cast: tuple[object, Tensor] | None = None  # the frozen weight in autocast's dtype, and what it was made of
+        self._packed: PackedLinear | None = None
         self.vocab_size = target.config.get_text_config().vocab_size
         ids_W = None if vocabulary is None else vocabulary.token_ids_W.to(target.device)
         self.register_buffer("token_ids", ids_W, persistent=False)  # the artifact has a file for it
@@ -74,6 +76,8 @@ class DraftHead(nn.Module):
     def get_output_embeddings(self) -> Callable[[Tensor], Tensor]:
         """Return what makes raw logits; this and `config` are for `heads.inference.causal_lm.head_logits`."""
         weight_WD, bias_W = self._weights()
+        if (packed := self._packed) is not None:
+            return lambda hidden: packed(hidden.to(weight_WD.dtype))
         if (dtype := autocast_dtype(weight_WD)) is not None:  # cast once: a loss asks for logits some rows at a time
             made_of = weight_WD.data_ptr(), weight_WD._version, dtype
             if self._cast is None or self._cast[0] != made_of:
@@ -81,6 +85,12 @@ class DraftHead(nn.Module):
                     self._cast = made_of, weight_WD.to(dtype)
             weight_WD = self._cast[1]
         return lambda hidden: functional.linear(hidden.to(weight_WD.dtype), weight_WD, bias_W)
+
+    def join(self) -> Sequence[nn.Module]:
+        """See `heads.inference.packed_linear.Joins`; the target's own head is left to it."""
+        if self.weight is not None:
+            self._packed = PackedLinear([cast(nn.Linear, self)])
+        return []
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits `[..., W]` of final states `[..., D]`."""

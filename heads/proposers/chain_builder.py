@@ -24,11 +24,13 @@ from torch import Tensor
 from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig, SamplingConfig
 from configs.schema.drafting import CalibrationPoint, ConfidenceStopping, CostStopping, EntropyStopping
-from heads.device import RowNumbers, constant, on_device
+from heads.device import RowNumbers, constant
 from heads.proposers.protocol import Proposal
 from heads.sampling.counter_rng import CounterRNG, Role
 from heads.sampling.probabilities import draw, greedy_token, token_probabilities
 from heads.vocabulary import DraftVocabulary, over_target, target_ids
+
+AT_ONCE = 8  # drafts whose random numbers are made together, where nothing says how many there will be
 
 
 class ChainBuilder:
@@ -49,12 +51,13 @@ class ChainBuilder:
     ) -> None:
         self.sampling, self.rng, self.keep_logits = sampling, rng, keep_logits
         self.vocabulary = vocabulary
-        self.lengths, self.device = lengths, rng.requests_B.device
+        self.lengths, self.device = lengths, rng.device
         self._rule = rule_for(sampling)
         at_1 = self._rule is not None and sampling.temperature == 0  # rules see greedy drafts' distributions at temperature 1
         self._shown = sampling.model_copy(update={"temperature": 1.0}) if at_1 else sampling
         self._open_B = torch.ones(len(self.lengths), dtype=torch.bool, device=self.device)  # rows that still draft
         self._num_drafted_B = torch.zeros(len(self.lengths), dtype=torch.int64, device=self.device)
+        self._uniform_BG: Tensor | None = None
         self._drafted: list[Tensor] = []
         self._distributions: list[Tensor] = []
         self._logits: list[Tensor] = []
@@ -116,9 +119,10 @@ class ChainBuilder:
         )
 
     def _drawn(self, step: int, probs_BW: Tensor) -> Tensor:
-        first_B1 = on_device(self.lengths, self.device).unsqueeze(1)
-        uniform_B = self.rng.uniform(Role.DRAFT, first_B1 + step, first_B1).squeeze(1)
-        return target_ids(self.vocabulary, draw(probs_BW, uniform_B))
+        if self._uniform_BG is None or step >= self._uniform_BG.shape[1]:  # in one copy for most rounds
+            asked = self.sampling.num_speculative_tokens if isinstance(self.sampling, DecodeConfig) else AT_ONCE
+            self._uniform_BG = self.rng.along(Role.DRAFT, self.lengths, max(asked, 2 * step), self.lengths)
+        return target_ids(self.vocabulary, draw(probs_BW, self._uniform_BG[:, step]))
 
 
 class StopDecision(NamedTuple):

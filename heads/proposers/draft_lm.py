@@ -14,7 +14,6 @@ B batch, T tokens, G drafts, V target vocabulary, W the draft's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -121,9 +120,7 @@ class DraftLM:
         """Return the same random numbers for the model's device."""
         if self.home is None:
             return rng
-        there = copy(rng)
-        there.requests_B = rng.requests_B.to(self.model.device)
-        return there
+        return rng.at(self.model.device)
 
     def _at_home(self, proposal: Proposal) -> Proposal:
         """Return a proposal with all its tensors on the target's device."""

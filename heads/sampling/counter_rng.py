@@ -9,13 +9,16 @@ The mixing function is the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
+from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from heads.device import on_device, widest_float
+from heads.device import Upload, Uploads, to_device, upload, widest_float
 
 
 def _signed(x: int) -> int:
@@ -40,37 +43,99 @@ class Role(IntEnum):
 ROLES_OF_A_ROUND = {Role.DRAFT, Role.ACCEPT}
 
 
+class PreparedRound:
+    """The numbers of a round, on their way to the device in its upload; `counts` by role, side by side in that order."""
+
+    def __init__(self, lengths: list[int], counts: Mapping[Role, int], upload: Upload, dtype: torch.dtype) -> None:
+        self.lengths, self.counts, self._upload, self._dtype = lengths, counts, upload, dtype
+
+    @cached_property
+    def numbers(self) -> dict[Role, Tensor]:
+        table_BX = self._upload.tensor.to(self._dtype) * 2.0**-53
+        return dict(zip(self.counts, table_BX.split(list(self.counts.values()), 1), strict=True))
+
+    def along(self, role: Role, first: Sequence[int], count: int, rounds: Sequence[int] | None) -> Tensor | None:
+        """See `CounterRNG.along`; None for others than were made."""
+        is_made = count <= self.counts[role] and list(first) == self.lengths
+        is_made = is_made and (None if rounds is None else list(rounds)) in (None, self.lengths)
+        return self.numbers[role][:, :count] if is_made else None
+
+
 class CounterRNG:
-    """The random numbers of one decoding run; `requests` are the request's number for each batch row."""
+    """The random numbers of one decoding run; `requests` are the request's number for each batch row.
+
+    Numbers are in [0, 1), in float64 where the device has it.
+    """
 
     def __init__(self, seed: int, requests: Sequence[int], device: torch.device) -> None:
-        self.seed = seed
-        self.requests_B = torch.tensor(requests, dtype=torch.int64, device=device)
+        self.seed, self.device = seed, device
+        self.requests = list(requests)
+        self._requests_B: Tensor | None = None  # on the device, made when it is first read there
+        self._round: PreparedRound | None = None
+
+    def prepare(self, uploads: Uploads, lengths: Sequence[int], num_drafts: int) -> None:
+        """Make the numbers of a round of chains of so many drafts, which go to the device along with the round's upload."""
+        counts = {Role.DRAFT: num_drafts, Role.ACCEPT: num_drafts, Role.RESIDUAL: 1, Role.TARGET: num_drafts + 1}
+        bits = [
+            self._bits_along(role, lengths, count, lengths if role in ROLES_OF_A_ROUND else None)
+            for role, count in counts.items()
+        ]
+        upload = uploads.rows(np.concatenate(bits, 1).tolist())
+        self._round = PreparedRound(list(lengths), counts, upload, widest_float(self.device))
+
+    def along(self, role: Role, first: Sequence[int], count: int, rounds: Sequence[int] | None = None) -> Tensor:
+        """Return numbers `[B, count]` for the tokens at positions `first[b]`, `first[b] + 1`, ...; see `uniform` for the rest.
+
+        They are computed on the host, where they cost no launches, and sent to the device, unless `prepare` has done so.
+        """
+        known = None if self._round is None else self._round.along(role, first, count, rounds)
+        if known is not None:
+            return known
+        bits_BT = self._bits_along(role, first, count, rounds)
+        return upload(torch.from_numpy(bits_BT * 2.0**-53).to(widest_float(self.device)), self.device)
+
+    def _bits_along(self, role: Role, first: Sequence[int], count: int, rounds: Sequence[int] | None) -> Any:
+        requests_B, first_B = (np.array(each, dtype=np.int64) for each in (self.requests, first))
+        round_B1 = None if rounds is None else np.array(rounds, dtype=np.int64)[:, None]
+        return self._bits(role, requests_B, first_B[:, None] + np.arange(count), round_B1)
 
     def uniform(self, role: Role, positions_BT: Tensor, round_B1: Tensor | None = None) -> Tensor:
-        """Return numbers in [0, 1), in float64 where the device has it, by position of the token being decided, int64.
+        """Return numbers by position of the token being decided, int64 on the device.
 
         `round_B1` is the round, as the position of its first draft, int64; required for drafting and accepting.
         """
-        state_B1 = _mix(_mix(self.requests_B + _signed(self.seed * _GAMMA)) + _signed(role * _GAMMA)).unsqueeze(1)
+        if self._requests_B is None:
+            self._requests_B = to_device(self.requests, self.device)
+        return self._bits(role, self._requests_B, positions_BT, round_B1).to(widest_float(self.device)) * 2.0**-53
+
+    def _bits(self, role: Role, requests_B: Any, positions_BT: Any, round_B1: Any) -> Any:
+        """Return the 53 random bits of each number, of tensors or of arrays."""
+        state_B1 = _mix(_mix(requests_B + _signed(self.seed * _GAMMA)) + _signed(role * _GAMMA))[:, None]
         if round_B1 is not None:
             state_B1 = _mix(state_B1 + (round_B1 + 1) * _GAMMA)
         elif role in ROLES_OF_A_ROUND:
             raise ValueError(f"numbers for {role.name} belong to a round; say which")
-        bits_BT = _mix(state_B1 + (positions_BT + 1) * _GAMMA)
-        return _shift_right(bits_BT, 11).to(widest_float(bits_BT.device)) * 2.0**-53
+        return _shift_right(_mix(state_B1 + (positions_BT + 1) * _GAMMA), 11)
+
+    def at(self, device: torch.device) -> CounterRNG:
+        """Return the same numbers for another device."""
+        return CounterRNG(self.seed, self.requests, device)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Drop all rows but these, in this order."""
-        self.requests_B = self.requests_B[on_device(rows, self.requests_B.device)]
+        self.requests, self._requests_B, self._round = [self.requests[row] for row in rows], None, None
+
+    def replace(self, row: int, request: int) -> None:
+        """Give a row to another request."""
+        self.requests[row], self._requests_B, self._round = request, None, None
 
 
-def _mix(x: Tensor) -> Tensor:
+def _mix(x: Any) -> Any:
     x = (x ^ _shift_right(x, 30)) * _MIX_1
     x = (x ^ _shift_right(x, 27)) * _MIX_2
     return x ^ _shift_right(x, 31)
 
 
-def _shift_right(x: Tensor, bits: int) -> Tensor:
+def _shift_right(x: Any, bits: int) -> Any:
     """Shift in zeros; torch's own shift of a negative number shifts in ones."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

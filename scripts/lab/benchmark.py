@@ -69,6 +69,11 @@ BENCHMARKS = {
         "models_check.runner.check_models",
         "tiny models of every family of transformers through every stage, against transformers (12 minutes)",
     ),
+    "launches": Benchmark(
+        settings.LaunchesConfig,
+        "launches.record_launches",
+        "kernels that a decode round and a training step would start, counted on the CPU (a minute)",
+    ),
     "serve": Benchmark(
         settings.ServeCheckConfig,
         "engine_check.cases.run_checks",

@@ -163,6 +163,12 @@ class ModelsCheckConfig(Settings):
     document: str | None = "docs/models.md"  # whose table is filled from the results; None: none
 
 
+class LaunchesConfig(Settings):
+    """`scripts/lab/benchmark.py launches`: kernels that a decode round and a training step would start, counted on the CPU."""
+
+    output: str = "docs/results/launches.json"
+
+
 class EngineComparisonSettings(Settings):
     """`scripts/lab/benchmark.py engines`: two processes under each engine beside one process, on a tiny target."""
 

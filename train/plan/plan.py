@@ -160,7 +160,7 @@ def flops_of(config: PlanConfig, models: PlannedModels, work: Workload) -> Flops
     step = draft_step(config, models, length=work.mean_tokens, label_share=work.label_share)
     text, cached = models.target.config.get_text_config(), config.data.cache is not None
     columns = target_columns(config, models)
-    target_logits = 2.0 * step.judged_rows * text.hidden_size * columns
+    target_logits = 2.0 * step.target_rows * text.hidden_size * columns
     if columns < text.vocab_size and not cached:  # the sums over the whole vocabulary, once a position
         target_logits += 2.0 * work.label_share * text.hidden_size * text.vocab_size
     if isinstance(config, PlanHeadsConfig):

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 
 from configs.schema.commands.planning import PlanConfig
+from distill.loss.head_objective import shared_places
 from eval.cost.operation_counter import WorkCounter
 from heads.frozen.hidden_states import TargetStates
 from heads.inference.runner import backbone
@@ -40,7 +41,8 @@ class DraftStep:
 
     forward_flops: float
     backward_flops: float
-    judged_rows: float  # that become logits
+    judged_rows: float  # that become logits of the draft's
+    target_rows: float  # and of the target's, which depths share
     kept_bytes: float  # of what the forward keeps for the backward
 
 
@@ -56,19 +58,24 @@ def draft_step(config: PlanConfig, models: PlannedModels, *, length: float, labe
         with WorkCounter() as forward, _kept_bytes(draft, casts) as kept:
             if isinstance(draft, PreTrainedModel):
                 states_BTE = _run(draft, ids_BT, positions_BT, use_cache=False).last_hidden_state
-                hidden = [states_BTE[:, :-1][mask_BT[:, 1:]]]
+                hidden, shared_P = [states_BTE[:, :-1][mask_BT[:, 1:]]], None
             else:
                 width = models.target.config.get_text_config().hidden_size
                 state_BTE = torch.empty(1, T, width, dtype=models.target.dtype, device="meta")
                 states = TargetStates(final_BTE=state_BTE, taps_ABTE=(state_BTE,) * len(models.taps or ()))
                 batch = Batch(ids_BT, mask_BT, positions_BT, torch.zeros_like(ids_BT), ids_BT[:, :1])
-                hidden = [depth.hidden_ND for depth in draft(batch, states)]
+                depths = draft(batch, states)
+                hidden, shared_P = (
+                    [depth.hidden_ND for depth in depths],
+                    shared_places([each.target_places_N for each in depths]),
+                )
         with WorkCounter() as backward:
             torch.stack([each.sum() for each in hidden]).sum().backward()
     return DraftStep(
         forward_flops=forward.flops / T,
         backward_flops=backward.flops / T,
         judged_rows=sum(map(len, hidden)) / T,
+        target_rows=(sum(map(len, hidden)) if shared_P is None else len(shared_P)) / T,
         kept_bytes=sum(kept.values()) / T,
     )
 

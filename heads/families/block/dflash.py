@@ -106,7 +106,7 @@ class DFlash(HeadModule):
 
     def read(self, context_BTD: Tensor, positions_BT: Tensor, cache: RowCache) -> None:
         """Add the context at placed positions to the cache of every layer."""
-        rotation = self.rotary(context_BTD, positions_BT)
+        rotation = self.rotary.drafting(positions_BT)
         for number, layer in enumerate(self.layers):
             cache.update(*cast(DraftLayer, layer).self_attn.keys_values(context_BTD, rotation), number)
 
@@ -114,7 +114,7 @@ class DFlash(HeadModule):
         """Return the final, normed states `[B, S, D]` of a placed block, whose context the cache holds."""
         positions_BS = self._block_positions(positions_B)
         states_BSD = self.embed(self._block_ids(pending_B))
-        rotation = self.rotary(states_BSD, positions_BS)
+        rotation = self.rotary.drafting(positions_BS)
         visible_B11S = cache.visible(positions_BS[:, -1:]).unsqueeze(1)  # whatever the last slot sees, all of them do
         for number, layer in enumerate(self.layers):
             states_BSD = layer(states_BSD, rotation, CachedKeys(cache, number, visible_B11S))

@@ -40,15 +40,15 @@ class ScriptedDrafts:
         for number, row in enumerate(tokens):
             right, num_right = self._next(row, num_tokens), (self.round + number) % (num_tokens + 1)
             chains.append([self._wrong(token, 0) if place >= num_right else token for place, token in enumerate(right)])
-        return deterministic_proposal(chains, Uploads(rng.requests_B.device))
+        return deterministic_proposal(chains, Uploads(rng.device))
 
     def propose_tree(
         self, tokens: Tokens, tree: Tree | DynamicTreeSpec, drawn_by: SamplingConfig | None, rng: CounterRNG
     ) -> Proposal:
         assert isinstance(tree, Tree)
         rows = [self._tree_row(row, tree, self.round + number) for number, row in enumerate(tokens)]
-        parents_BN = torch.tensor([tree.parents] * len(rows), device=rng.requests_B.device)
-        tokens_BN = torch.tensor(rows, device=rng.requests_B.device)
+        parents_BN = torch.tensor([tree.parents] * len(rows), device=rng.device)
+        tokens_BN = torch.tensor(rows, device=rng.device)
         return Proposal(tokens_BG=tokens_BN, num_drafted=[tree.num_nodes] * len(rows), parents_BN=parents_BN)
 
     def _tree_row(self, row: Sequence[int], tree: Tree, turn: int) -> list[int]:

@@ -21,8 +21,8 @@ class Counting:
         self.batch = len(rows)
 
     def draw(self, rows, rng):
-        assert len(rows) == len(rng.requests_B) == self.batch
-        assert [row.request for row in rows] == rng.requests_B.tolist()
+        assert len(rows) == len(rng.requests) == self.batch
+        assert [row.request for row in rows] == rng.requests
         self.steps.append([row.key for row in rows])
         return [[row.tokens[-1] + step for step in range(1, self.stride + 1)] for row in rows]
 

@@ -5,6 +5,7 @@ import torch
 
 from configs.runtime.errors import InputError
 from heads.frozen.hidden_states import blocks, check_taps, final_norm, final_norm_scale, read_states, tapped
+from heads.frozen.placement import own_copy
 from heads.inference.causal_lm import head_logits
 from tests.support import family_checks as checks
 
@@ -35,6 +36,8 @@ def hooks(model):
 def test_only_tapped_states_are_kept_and_only_while_asked(tiny_llama):
     model = tiny_llama(layers=4)
     before = hooks(model)
+    with tapped(model, [1, 3]):
+        assert hooks(model) == [before[0] + 1, before[1], before[2] + 1, before[3]]  # which stay, and are set once
     with torch.no_grad(), tapped(model, [1, 3]) as seen:
         model(input_ids=IDS_BT)
         assert sorted(seen) == [1, 3]
@@ -45,7 +48,8 @@ def test_only_tapped_states_are_kept_and_only_while_asked(tiny_llama):
         model(input_ids=IDS_BT[:, :4])
     assert seen[3].shape[1] == 2
     assert first.shape[1] == IDS_BT.shape[1]
-    assert hooks(model) == before
+    assert hooks(model) == [before[0] + 1, before[1], before[2] + 1, before[3]]
+    assert not own_copy(blocks(model)[0])._forward_hooks  # a copy collects nothing for the target
 
 
 def test_states_that_do_not_lead_to_the_logits_are_refused(tiny_llama):
