@@ -35,14 +35,12 @@ class Choice(NamedTuple):
 
 
 def apply(config: RunConfig, choices: Iterable[Choice]) -> RunConfig:
-    """Return a request with choices in place."""
-    values = config.model_dump(mode="json")
+    """Return a request with choices in place; what was neither asked nor chosen stays unset (`model_fields_set`)."""
+    values = config.model_dump(mode="json", exclude_unset=True)
     for key, value, _ in choices:
         section, _, rest = key.partition(".")
-        if section in SECTIONS:
-            values[section] = {**(values[section] or {}), rest: value}
-        elif rest:
-            values[section][rest] = value
+        if rest:
+            values[section] = {**(values.get(section) or {}), rest: value}
         else:
             values[key] = value
     return RunConfig.model_validate(values)

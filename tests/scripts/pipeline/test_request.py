@@ -21,3 +21,15 @@ def test_a_batch_that_does_not_fit_is_taken_in_parts(name, number, changed, monk
     plan, choices = request._recipe(RunConfig(target=TargetConfig(name=name)))
     assert plan.fitting is not None
     assert {each.key: each.value for each in choices} == {"recipe": request.HEAD, **changed}
+
+
+@pytest.mark.parametrize(
+    ("engine", "recipe", "reason"),
+    [("vllm", request.HEAD, "EAGLE-3 drafts most"), ("transformers", request.DRAFT_LM, "transformers takes no EAGLE-3")],
+)
+def test_a_recipe_that_nobody_asked_for_is_chosen_for_the_engine(engine, recipe, reason, tiny_llama, tiny_tokenizer, tmp_path):
+    tiny_llama(layers=8).save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    chosen, _, choices = request.examine(RunConfig(target=TargetConfig(name=str(tmp_path)), engine=engine))
+    assert chosen.recipe == recipe
+    assert any(each.key == "recipe" and reason in each.reason for each in choices)
