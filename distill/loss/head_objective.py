@@ -169,7 +169,7 @@ class HeadObjective(nn.Module):
 
 def shared_places(places: Sequence[Tensor]) -> Tensor | None:
     """Return the places at which the target's logits are computed once for all depths; None where each computes its own."""
-    if len(places) == 1 or not all(bool((each.diff() > 0).all()) for each in places):
+    if len(places) < 2 or not all(bool((each.diff() > 0).all()) for each in places):
         return None
     return torch.cat(list(places)).unique()
 

@@ -118,21 +118,25 @@ def real_weights(module: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def own_copy(module: nn.Module) -> nn.Module:
-    """Return a copy of one of the target's modules that holds its own weights, without accelerate's hooks.
+    """Return a copy of one of the target's modules that holds its own weights, without hooks.
 
     Where the target is split over processes, all of a group must ask for the first copy of a block; later ones are made of it.
     """
+    copied = _copy_without_accelerate(module)
+    for part in copied.modules():  # those that collect the target's states
+        part._forward_hooks.clear()
+        part._forward_pre_hooks.clear()
+    return copied
+
+
+def _copy_without_accelerate(module: nn.Module) -> nn.Module:
     if UNSPLIT in module.__dict__:
         if COPIED not in module.__dict__:
             module.__dict__[COPIED] = _joined_block(module, module.__dict__[UNSPLIT])
         return copy.deepcopy(cast(nn.Module, module.__dict__[COPIED]))
     hooks = [each.__dict__[name] for each in module.modules() for name in ("_hf_hook", READ) if name in each.__dict__]
     if not hooks:
-        copied = copy.deepcopy(module)
-        for part in copied.modules():  # without those that collect the target's states
-            part._forward_hooks.clear()
-            part._forward_pre_hooks.clear()
-        return copied
+        return copy.deepcopy(module)
     weights = {name: tensor.clone() for name, tensor in real_weights(module).items()}
     # The hooks are not copied: they refer to the other offloaded weights.
     copied = copy.deepcopy(module, {id(hook): hook for hook in hooks})

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from configs.runtime.errors import InputError
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache
 from heads.inference.kv_cache import RowCache
+from heads.inference.llama_math import angles, normed, turned
 from heads.inference.masks import Masks
 from heads.inference.model_checks import check_on_probe, probe_ids, relative_error
 from heads.inference.packed_linear import PackedLinear
@@ -101,7 +102,8 @@ class LeanForward(DecodingForward):
 
     def hidden(self, ids_BT: Tensor, positions_BT: Tensor, masks: Masks, cache: RowCache) -> Tensor:
         hidden_BTD = self._embed(ids_BT)
-        rotation = self._rotation(hidden_BTD, positions_BT)
+        cos_BTH, sin_BTH = angles(self._rotary, hidden_BTD, positions_BT)
+        rotation = cos_BTH.unsqueeze(2), sin_BTH.unsqueeze(2)  # for all heads
         kinds = {block.layer_type for block in self._blocks}
         by_type = masks if isinstance(masks, dict) else dict.fromkeys(kinds, masks)
         # A row for each query head of a group, [B or 1, 1, G * T, S].
@@ -111,11 +113,11 @@ class LeanForward(DecodingForward):
                 self._watched[number] = hidden_BTD
             attended_BTD = self._attention(block, number, hidden_BTD, rotation, by_type[block.layer_type], cache)
             hidden_BTD = hidden_BTD + attended_BTD
-            gate_BTI, up_BTI = block.gate_up(self._normed(hidden_BTD, block.mlp_norm_D)).chunk(2, -1)
+            gate_BTI, up_BTI = block.gate_up(normed(hidden_BTD, block.mlp_norm_D, self._eps)).chunk(2, -1)
             hidden_BTD = hidden_BTD + block.down(block.activation(gate_BTI) * up_BTI)
         if len(self._blocks) in self._taps:
             self._watched[len(self._blocks)] = hidden_BTD
-        return self._normed(hidden_BTD, self._norm_D)
+        return normed(hidden_BTD, self._norm_D, self._eps)
 
     def _attention(
         self,
@@ -128,12 +130,11 @@ class LeanForward(DecodingForward):
     ) -> Tensor:
         B, T, _ = hidden_BTD.shape
         N, G, H = self._num_kv, self._group, self._head_width
-        qkv_BTMH = block.qkv(self._normed(hidden_BTD, block.input_norm_D)).view(B, T, (G + 2) * N, H)
+        qkv_BTMH = block.qkv(normed(hidden_BTD, block.input_norm_D, self._eps)).view(B, T, (G + 2) * N, H)
         qk_BTMH, values_BTNH = qkv_BTMH.split(((G + 1) * N, N), 2)
         if block.qk_norm_MH is not None:
-            qk_BTMH = self._normed(qk_BTMH, block.qk_norm_MH)
-        cos_BT1H, sin_BT1H = rotation
-        qk_BTMH = qk_BTMH * cos_BT1H + qk_BTMH.roll(H // 2, -1) * sin_BT1H
+            qk_BTMH = normed(qk_BTMH, block.qk_norm_MH, self._eps)
+        qk_BTMH = turned(qk_BTMH, *rotation)
         queries_BTMH, keys_BTNH = qk_BTMH.split((G * N, N), 2)
         keys_BNSH, values_BNSH = cache.rows[number].update(keys_BTNH.transpose(1, 2), values_BTNH.transpose(1, 2))
         if mask_BRS is None and T > 1:  # the beginning of a text
@@ -146,16 +147,6 @@ class LeanForward(DecodingForward):
             queries_BNRH, keys_BNSH, values_BNSH, attn_mask=mask_BRS, scale=self._scale
         )
         return block.out(attended_BNRH.view(B, N, G, T, H).permute(0, 3, 1, 2, 4).reshape(B, T, G * N * H))
-
-    def _normed(self, values: Tensor, weight: Tensor) -> Tensor:
-        """RMSNorm over the last dimension; as in transformers the weight multiplies values already rounded to their dtype."""
-        return rms_norm(values, values.shape[-1:], None, self._eps) * weight
-
-    def _rotation(self, like: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of the rotary embedding, `[B, T, 1, H]`, the sines signed for a rolled head."""
-        cos_BTH, sin_BTH = self._rotary(like, positions_BT)
-        first_BTH, second_BTH = sin_BTH.chunk(2, -1)
-        return cos_BTH.unsqueeze(2), torch.cat((-first_BTH, second_BTH), -1).unsqueeze(2)
 
 
 def _logits_error(model: PreTrainedModel) -> float:

@@ -27,6 +27,7 @@ from configs.runtime.errors import ConfigError, InputError
 from configs.schema.heads import LayerSettings
 from heads.frozen.hidden_states import blocks
 from heads.inference.kv_cache import RowCache
+from heads.inference.llama_math import angles, normed, turned
 from heads.inference.packed_linear import PackedLinear
 from heads.modules.attention import Ranges, read_ranges
 
@@ -151,9 +152,7 @@ class Rotary(nn.Module):
 
     def forward(self, like: Tensor, position_ids_BT: Tensor) -> Rotation:
         (embedding,) = self._embedding
-        cos_BTH, sin_BTH = embedding.to(like.device)(like, position_ids_BT)
-        first_BTX, second_BTX = sin_BTH.chunk(2, -1)
-        return cos_BTH, torch.cat([-first_BTX, second_BTX], -1)
+        return angles(embedding.to(like.device), like, position_ids_BT)
 
     def keep(self, num_positions: int, dtype: torch.dtype, device: torch.device) -> None:
         """Keep the angles of so many positions for `drafting`."""
@@ -171,8 +170,7 @@ class Rotary(nn.Module):
 
 def rotated(heads_BNTH: Tensor, rotation: Rotation) -> Tensor:
     """Return queries or keys turned by their angles."""
-    cos_BTH, sin_BTH = rotation
-    return heads_BNTH * cos_BTH.unsqueeze(1) + heads_BNTH.roll(heads_BNTH.shape[-1] // 2, -1) * sin_BTH.unsqueeze(1)
+    return turned(heads_BNTH, *(each_BTH.unsqueeze(1) for each_BTH in rotation))
 
 
 class DraftAttention(nn.Module):
@@ -245,7 +243,7 @@ class DraftMLP(LlamaMLP):
 
 
 class RMSNorm(nn.Module):
-    """Llama's norm over the last dimension: the weight multiplies values that are rounded to their dtype already."""
+    """Llama's norm (`heads.inference.llama_math.normed`)."""
 
     def __init__(self, width: int, epsilon: float) -> None:
         super().__init__()
@@ -253,7 +251,7 @@ class RMSNorm(nn.Module):
         self.epsilon = epsilon
 
     def forward(self, values: Tensor) -> Tensor:
-        return functional.rms_norm(values, values.shape[-1:], None, self.epsilon) * self.weight
+        return normed(values, self.weight, self.epsilon)
 
 
 def mlp(shape: LayerShape) -> nn.Module:

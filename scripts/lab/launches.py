@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -36,8 +36,9 @@ from heads.families.registry import FAMILIES, serve
 from heads.frozen.hidden_states import read_states
 from heads.frozen.loading import Target, load_target
 from heads.inference.runner import runner_of
-from heads.modules.interface import NO_DOCUMENT, Batch
+from heads.modules.interface import Batch
 from heads.modules.output_head import HeadModule
+from heads.proposers.protocol import Proposer
 from heads.vocabulary import DraftVocabulary
 from scripts.lab.bench.harness import write_results
 from scripts.lab.models_check.stages import word_tokenizer
@@ -164,24 +165,30 @@ def head_of(kind: str, target: Target) -> nn.Module:
     return FAMILIES[kind].build(settings, target.model, None if whole else vocabulary).float()
 
 
-def count_round(kind: str, target: Target, temperature: float) -> dict[str, Launches]:
-    """Return the launches of a round in its course: of drafting, and of all else but the target's forward."""
-    head = serve(head_of(kind, target), target.model)
-    proposer = FAMILIES[kind].propose(head, target.device)
+def run_under_way(kind: str, target: Target, temperature: float) -> BatchRun:
+    """Return a batch of one prompt that a family drafts for, after its first round."""
+    proposer = FAMILIES[kind].propose(serve(head_of(kind, target), target.model), target.device)
     config = DecodeConfig(num_speculative_tokens=NUM_DRAFTS, max_new_tokens=60, temperature=temperature)
     run = BatchRun(target, [Request(prompt_id="a", category="", tokens=PROMPT)], config, proposer)
-    drafting, rest = Launches(), Launches()
     with torch.inference_mode():
         run.prefill()
         run.round()
-        original = proposer.propose
+    return run
 
-        def propose(*args: Any, **kwargs: Any) -> Any:
-            with rest.paused(), drafting.counting():
-                return original(*args, **kwargs)
 
+def count_round(kind: str, target: Target, temperature: float) -> dict[str, Launches]:
+    """Return the launches of a round in its course: of drafting, and of all else but the target's forward."""
+    run, drafting, rest = run_under_way(kind, target, temperature), Launches(), Launches()
+    proposer = cast(Proposer, run.proposer)
+    original = proposer.propose
+
+    def propose(*args: Any, **kwargs: Any) -> Any:
+        with rest.paused(), drafting.counting():
+            return original(*args, **kwargs)
+
+    drafts = mock.patch.object(proposer, "propose", propose)
+    with torch.inference_mode():
         forward = runner_of(target.model).current
-        drafts = mock.patch.object(proposer, "propose", propose)
         with drafts, rest.without(proposer, "commit"), rest.without(forward, "hidden"), rest.counting():
             run.round()
     return {"draft": drafting, "rest": rest}
@@ -205,15 +212,10 @@ def count_walks(target: Target) -> dict[str, int]:
 
         return mock.patch.object(nn.Module, name, call)
 
-    proposer = FAMILIES["eagle3"].propose(serve(head_of("eagle3", target), target.model), target.device)
-    config = DecodeConfig(num_speculative_tokens=NUM_DRAFTS, max_new_tokens=60)
-    run = BatchRun(target, [Request(prompt_id="a", category="", tokens=PROMPT)], config, proposer)
+    run = run_under_way("eagle3", target, 0.0)
     hooks = [hooked(f"register_forward_{name}hook") for name in ("", "pre_")]
-    with torch.inference_mode():
-        run.prefill()
+    with torch.inference_mode(), mock.patch.object(nn.Module, "named_modules", walked), hooks[0], hooks[1]:
         run.round()
-        with mock.patch.object(nn.Module, "named_modules", walked), hooks[0], hooks[1]:
-            run.round()
     return {"walks": counts["walks"], "hooks": counts["hooks"]}
 
 
@@ -237,27 +239,24 @@ def _batch() -> Batch:
     mask_BT = torch.arange(24).expand(2, 24) >= 8
     documents_BT = torch.zeros_like(ids_BT)
     conversations_BC = torch.tensor([[0], [1]])
-    assert NO_DOCUMENT not in documents_BT
     return Batch(ids_BT, mask_BT, torch.arange(24).expand(2, 24), documents_BT, conversations_BC)
 
 
-def count_launches(kinds: Sequence[str] = tuple(FAMILIES)) -> dict[str, Launches]:
-    """Return all counts, by what they are of."""
-    found: dict[str, Launches] = {}
-    with TemporaryDirectory(prefix="launches-") as scratch:
-        target = tiny_target(Path(scratch))
-        for kind in kinds:
-            for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
-                for part, launches in count_round(kind, target, temperature).items():
-                    found[f"{kind} {name} {part}"] = launches
-            found[f"{kind} training step"] = count_step(kind, target)
-    return found
+def count_launches(kind: str, target: Target) -> dict[str, Launches]:
+    """Return all counts of a family, by what they are of."""
+    found = {
+        f"{kind} {name} {part}": launches
+        for name, temperature in (("greedy", 0.0), ("sampled", 1.0))
+        for part, launches in count_round(kind, target, temperature).items()
+    }
+    return {**found, f"{kind} training step": count_step(kind, target)}
 
 
 def record_launches(config: LaunchesConfig) -> int:
-    found = count_launches()
     with TemporaryDirectory(prefix="launches-") as scratch:
-        walks = count_walks(tiny_target(Path(scratch)))
+        target = tiny_target(Path(scratch))
+    found = {name: launches for kind in FAMILIES for name, launches in count_launches(kind, target).items()}
+    walks = count_walks(target)
     ratios: dict[str, float] = {
         "eagle3_five_drafts_greedy": found["eagle3 greedy draft"].total,
         "eagle3_five_drafts_sampled": found["eagle3 sampled draft"].total,

@@ -58,24 +58,23 @@ def draft_step(config: PlanConfig, models: PlannedModels, *, length: float, labe
         with WorkCounter() as forward, _kept_bytes(draft, casts) as kept:
             if isinstance(draft, PreTrainedModel):
                 states_BTE = _run(draft, ids_BT, positions_BT, use_cache=False).last_hidden_state
-                hidden, shared_P = [states_BTE[:, :-1][mask_BT[:, 1:]]], None
+                hidden, places = [states_BTE[:, :-1][mask_BT[:, 1:]]], []
             else:
                 width = models.target.config.get_text_config().hidden_size
                 state_BTE = torch.empty(1, T, width, dtype=models.target.dtype, device="meta")
                 states = TargetStates(final_BTE=state_BTE, taps_ABTE=(state_BTE,) * len(models.taps or ()))
                 batch = Batch(ids_BT, mask_BT, positions_BT, torch.zeros_like(ids_BT), ids_BT[:, :1])
                 depths = draft(batch, states)
-                hidden, shared_P = (
-                    [depth.hidden_ND for depth in depths],
-                    shared_places([each.target_places_N for each in depths]),
-                )
+                hidden = [depth.hidden_ND for depth in depths]
+                places = [depth.target_places_N for depth in depths]
         with WorkCounter() as backward:
             torch.stack([each.sum() for each in hidden]).sum().backward()
+    shared_P, num_judged = shared_places(places), sum(map(len, hidden))
     return DraftStep(
         forward_flops=forward.flops / T,
         backward_flops=backward.flops / T,
-        judged_rows=sum(map(len, hidden)) / T,
-        target_rows=(sum(map(len, hidden)) if shared_P is None else len(shared_P)) / T,
+        judged_rows=num_judged / T,
+        target_rows=(num_judged if shared_P is None else len(shared_P)) / T,
         kept_bytes=sum(kept.values()) / T,
     )
 

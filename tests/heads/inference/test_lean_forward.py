@@ -8,8 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from configs.runtime.errors import InputError
+from heads.inference import lean_forward
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache
-from heads.inference.lean_forward import LeanForward, make_lean
+from heads.inference.lean_forward import make_lean
 from heads.inference.runner import runner_of
 from tests.support.family_checks import SMALL
 
@@ -98,7 +99,7 @@ def test_a_model_of_a_known_family_that_computes_otherwise_is_refused(part, monk
     if part == "norm":
         model.model.norm.register_forward_pre_hook(lambda _, args: (args[0] + 1,))
     elif part == "rotary":
-        monkeypatch.setattr(LeanForward, "_rotation", lambda self, like, _: _without_turning(like))
+        monkeypatch.setattr(lean_forward, "angles", lambda embedding, like, positions_BT: _without_turning(like))
     else:
         model.model.layers[1].register_forward_hook(lambda _, args, output: output * 1.5 + args[0])
     with pytest.raises(InputError, match=r"differs from transformers' by .* set target\.forward to transformers"):
@@ -107,8 +108,8 @@ def test_a_model_of_a_known_family_that_computes_otherwise_is_refused(part, monk
 
 
 def _without_turning(like):
-    cos_BT1H = like.new_ones(*like.shape[:2], 1, 8)
-    return cos_BT1H, torch.zeros_like(cos_BT1H)
+    cos_BTH = like.new_ones(*like.shape[:2], 8)
+    return cos_BTH, torch.zeros_like(cos_BTH)
 
 
 def test_weights_that_are_not_packed_are_held_once():
