@@ -12,6 +12,7 @@ depth: `held_out: {decode: {seed: 1}}` keeps the other values that `held_out.dec
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -68,6 +69,11 @@ def load_config(schema: type[T], path: str | Path | None, overrides: Sequence[st
         first, *others = error.errors(include_url=False)
         more = f" (and {len(others)} more)" if others else ""
         raise ConfigError(_sentence(schema, first, where, keys) + more) from error
+
+
+def as_overrides(changes: Mapping[str, Any]) -> list[str]:
+    """Return changes by dotted keys as `--set` gives them."""
+    return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in changes.items()]
 
 
 def read_values(path: str | Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
+from configs.runtime.loading import read_values
 from configs.schema.base import (
     AUTO,
     AutoBlocks,
@@ -296,3 +297,8 @@ class HeadsConfig(Settings):
                     f"{where}num_speculative_tokens must be at most {longest}, what a {self.head.kind} head of this size can "
                     f"draft, got {section.num_speculative_tokens}; ask for fewer, or change head"
                 )
+
+
+def training_schema(recipe: str) -> type[DistillConfig] | type[HeadsConfig]:
+    """Return the schema of a training recipe's file; one with a section `head` is of heads."""
+    return HeadsConfig if "head" in read_values(recipe) else DistillConfig

@@ -9,10 +9,9 @@ from itertools import product
 from pathlib import Path
 
 from configs.runtime.errors import ConfigError
-from configs.runtime.loading import read_values
 from configs.schema.base import Value
 from configs.schema.commands.advising import AdviceConfig, FamilyTrials
-from configs.schema.training import DistillConfig, HeadsConfig
+from configs.schema.training import DistillConfig, training_schema
 from heads.formats.exporting.table import FORMS
 from scripts.advice.trained_runs import Recipe, TrainingRun, in_own_folder, load_changed
 
@@ -68,7 +67,7 @@ def full_recipe(candidate: Candidate, config: AdviceConfig, drafts: int, num_hel
     family = config.families[candidate.family]
     values = candidate.recipe.model_dump(mode="json")
     values |= {
-        "schedule": load_changed(_schema_of(family), family.recipe, {}, "").schedule.model_dump(mode="json"),
+        "schedule": load_changed(training_schema(family.recipe), family.recipe, {}, "").schedule.model_dump(mode="json"),
         "num_speculative_tokens": drafts,
         "output": str(Path(config.output) / "train"),
     }
@@ -80,7 +79,7 @@ def full_recipe(candidate: Candidate, config: AdviceConfig, drafts: int, num_hel
 
 
 def _of_family(config: AdviceConfig, name: str, family: FamilyTrials, size: int | None, data: Path) -> Iterator[Candidate]:
-    schema = _schema_of(family)
+    schema = training_schema(family.recipe)
     section = "student" if schema is DistillConfig else "head"
     for values in product(*family.values.values()):
         changes = dict(zip(family.values, values, strict=True))
@@ -102,7 +101,3 @@ def _as_trial(recipe: Recipe, config: AdviceConfig, data: Path) -> Recipe:
     if "sanity" in values:
         values |= {"sanity": {**values["sanity"], "enabled": False}, "init": None}
     return type(recipe).model_validate(values)
-
-
-def _schema_of(family: FamilyTrials) -> type[HeadsConfig] | type[DistillConfig]:
-    return DistillConfig if "student" in read_values(family.recipe) else HeadsConfig

@@ -5,7 +5,6 @@ A folder bears a hash of recipe and data, not of the code: a finished run is fou
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from typing import TypeVar, cast
 from configs.runtime.command import BAD_INPUT
 from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.files import CHECKOUT, sha256_of, write_json
-from configs.runtime.loading import load_config
+from configs.runtime.loading import as_overrides, load_config
 from configs.runtime.run_record import training_fingerprint
 from configs.schema.base import Value
 from configs.schema.training import DistillConfig, HeadsConfig
@@ -53,9 +52,8 @@ class TrainingRun:
 
 def load_changed(schema: type[R], path: str, changes: Mapping[str, Value], where: str) -> R:
     """Return the recipe of a file with other values for some dotted keys; errors name `where` the changes were asked for."""
-    overrides = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in changes.items()]
     try:
-        return load_config(schema, path, overrides)
+        return load_config(schema, path, as_overrides(changes))
     except ConfigError as error:
         complaint = str(error)
         section = f"{where}." if complaint.startswith("--set ") else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -97,8 +97,3 @@ def _split_at_comment(rest: str) -> tuple[Any, str]:
         end = len(rest.partition("#")[0])
         value = rest[:end].strip()
     return value, rest[end:].lstrip(" #")
-
-
-def as_overrides(changes: Mapping[str, Any]) -> list[str]:
-    """Return changes by dotted keys as `--set` gives them."""
-    return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in changes.items()]

@@ -14,13 +14,13 @@ from transformers import AutoTokenizer
 
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import find_shipped
-from configs.runtime.loading import load_config
+from configs.runtime.loading import as_overrides, load_config
 from configs.schema.base import AUTO
 from configs.schema.commands.planning import HardwareConfig, PlanConfig, PlanDistillConfig, PlanHeadsConfig, WorkloadConfig
 from configs.schema.commands.release import HUB_ID
 from configs.schema.commands.running import RunConfig
 from configs.schema.data import PromptsConfig
-from configs.schema.training import HeadsConfig
+from configs.schema.training import HeadsConfig, training_schema
 from distill.generation.sources import read_prompts
 from distill.generation.split import split_positions
 from heads.device import CPU, default_device
@@ -28,8 +28,7 @@ from heads.formats.exporting.table import FORMS, form_of
 from heads.frozen.checkpoint_files import UNREADABLE
 from heads.frozen.identity import PREFIX
 from scripts.doctor.machine import BFLOAT16, instructions
-from scripts.pipeline.draft_file import Choice, apply, as_overrides
-from scripts.pipeline.stages import training_schema
+from scripts.pipeline.draft_file import Choice, apply
 from train.plan.plan import Plan, make_plan
 
 GIB = 2**30

@@ -11,13 +11,12 @@ from typing import Any
 from pydantic import BaseModel
 
 from configs.runtime.files import write_json
-from configs.runtime.loading import load_config, read_values
+from configs.runtime.loading import as_overrides, load_config
 from configs.schema.commands.release import Engine
 from configs.schema.commands.running import RunConfig, Stage
 from configs.schema.data import CacheConfig, DataConfig
 from configs.schema.evaluation import EvalConfig, GateConfig
-from configs.schema.training import DistillConfig, HeadsConfig
-from scripts.pipeline.draft_file import as_overrides
+from configs.schema.training import DistillConfig, HeadsConfig, training_schema
 from scripts.serving.vllm_server import find_vllm
 from scripts.steps import GATE_ENTRY, LAUNCH, Step, run_step, run_steps
 
@@ -40,11 +39,6 @@ ENTRIES: dict[type[BaseModel], str] = {
     GateConfig: GATE_ENTRY,
 }
 HOUSE = {"name": "house", "path": "eval/suites/house64.jsonl", "on_too_long": "truncate"}
-
-
-def training_schema(recipe: str) -> type[DistillConfig] | type[HeadsConfig]:
-    """Return the schema of a training recipe; one with a section `head` is of heads."""
-    return HeadsConfig if "head" in read_values(recipe) else DistillConfig
 
 
 def stage_config(run: RunConfig, stage: Stage) -> BaseModel | None:

@@ -7,14 +7,13 @@ from pathlib import Path
 from configs.runtime.command import DONE
 from configs.runtime.errors import InputError
 from configs.runtime.files import write_json
-from configs.runtime.loading import load_config
+from configs.runtime.loading import as_overrides, load_config
 from configs.schema.commands.refreshing import OLD, TRAFFIC, RefreshConfig
 from configs.schema.data import DataConfig, PromptsConfig
 from configs.schema.evaluation import EvalConfig, SuiteConfig
 from configs.schema.training import DistillConfig, HeadsConfig
 from heads.metadata import Metadata
 from scripts import steps
-from scripts.pipeline.draft_file import as_overrides
 from scripts.pipeline.stages import ENTRIES
 
 Config = DataConfig | DistillConfig | HeadsConfig | EvalConfig
