@@ -115,6 +115,7 @@ class LossConfig(Settings):
     settings: DivergenceSettings = DivergenceSettings()
     temperature: PositiveFloat = 1.0  # divides both sides' logits; cross-entropy stays at 1
     chunk_size: PositiveInt = 128  # positions whose logits live at one time
+    compiled: bool | None = None  # torch.compile joins the passes over a chunk's logits; null: on CUDA devices
 
     def objections(self) -> Iterator[str]:
         known = get_args(DivergenceName)

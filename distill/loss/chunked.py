@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -27,9 +27,9 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from distill.loss.divergences import Divergence, acceptance, closed_form
-from distill.loss.pairs import DenseChunk, PlacedRows, TargetChunk, TargetRows, at_least_float32
-from heads.device import keeps_small_tensors_near
+from distill.loss.divergences import ClosedForm, Divergence, acceptance, closed_form
+from distill.loss.pairs import DenseChunk, Pair, PlacedRows, TargetChunk, TargetRows, at_least_float32
+from heads.device import has_graphs, keeps_small_tensors_near
 from heads.inference.causal_lm import head_logits
 from heads.modules.output_head import autocast_dtype
 
@@ -99,7 +99,12 @@ class LossPart:
 
 
 def chunked_losses(
-    parts: Sequence[LossPart], divergence: Divergence, *, chunk_size: int, temperature: float = 1.0
+    parts: Sequence[LossPart],
+    divergence: Divergence,
+    *,
+    chunk_size: int,
+    temperature: float = 1.0,
+    compiled: bool | None = None,
 ) -> list[ChunkedLoss]:
     """Return the weighted sum of a divergence over the rows of all parts, at least one, and each part's statistics.
 
@@ -108,12 +113,13 @@ def chunked_losses(
     they must be finite. Weights of 0, or no rows, yield a loss of 0 that still has a (zero) gradient, so that under DDP a rank
     without labels takes part in the reduction. Logits of `chunk_size` rows live at one time, which changes memory and speed,
     never the result. `temperature` divides both sides' logits in the divergence. `ValueError` where these cannot be paired.
+    `compiled` as in `LossConfig`.
     """
     parameters = list({id(each): each for part in parts for each in part.draft_head.parameters}.values())
     inputs = [*(part.draft_hidden_ND for part in parts), *parameters]
     if not torch.is_grad_enabled():  # checked here: inside the function's forward gradients are always off
         inputs = [tensor.detach() for tensor in inputs]
-    compare_rows = partial(compare, divergence, temperature=temperature)
+    compare_rows = partial(compare, divergence, temperature=temperature, compiled=compiled)
     loss, *statistics = _ChunkedLoss.apply(parts, compare_rows, chunk_size, parameters, *inputs)
     losses = [loss, *(loss.new_zeros(()) for _ in parts[1:])]
     return [ChunkedLoss(each, *statistics[3 * number : 3 * number + 3]) for number, each in enumerate(losses)]
@@ -238,35 +244,22 @@ def compare(
     temperature: float = 1.0,
     draft_token_ids_W: Tensor | None = None,
     labels_C: Tensor | None = None,
+    compiled: bool | None = None,
 ) -> tuple[RowStatistics, Tensor | None]:
     """Compare target and draft at the rows of a chunk, a tile of rows at a time.
 
     On a CPU a pass over the vocabulary costs ten times as much once its tensors no longer fit into the cache; on a GPU small
     tensors would only add launches, and all rows are one tile. Values of sparse targets, cross-entropy and functions of one's
-    own go through autograd, others through a closed form.
+    own go through autograd, others through a closed form, whose passes over the vocabulary `torch.compile` joins.
 
     Return the statistics, and the gradient `[C, W]` of the sum that `weights_C` make of the values with respect to the draft's
     logits, in their dtype; None without weights. `labels_C` are **draft** ids, negative for none.
     """
     form = closed_form(divergence) if isinstance(target, DenseChunk) else None
-    by_autograd = weights_C is not None and form is None
-
-    def compare_tile(rows: slice) -> tuple[RowStatistics, Tensor]:
-        tile, draft_RW = target.at(rows), at_least_float32(draft_logits_CW[rows])
-        leaf_RW = draft_RW.detach().requires_grad_(by_autograd)
-        with torch.set_grad_enabled(by_autograd):
-            labels_R = None if labels_C is None else labels_C[rows]
-            pair = tile.pair(leaf_RW, temperature=temperature, draft_token_ids_W=draft_token_ids_W, labels=labels_R)
-            values_R, gradient_RW = (divergence(pair), leaf_RW) if form is None else form(pair)
-            if by_autograd:
-                (gradient_RW,) = torch.autograd.grad(values_R.sum(), leaf_RW)
-        with torch.no_grad():
-            at_one = pair if temperature == 1 else tile.pair(draft_RW, draft_token_ids_W=draft_token_ids_W)
-            acceptance_R = acceptance(at_one)
-        draft_top_R = draft_RW.argmax(-1)
-        top1_agrees_R = tile.top1_C == (draft_top_R if draft_token_ids_W is None else draft_token_ids_W[draft_top_R])
-        return RowStatistics(values_R.detach(), acceptance_R, top1_agrees_R), gradient_RW
-
+    own = {"temperature": temperature, "draft_token_ids_W": draft_token_ids_W}
+    if form is not None and weights_C is not None and (has_graphs(draft_logits_CW.device) if compiled is None else compiled):
+        found: tuple[RowStatistics, Tensor] = _compiled()(form, target, draft_logits_CW, labels_C, weights_C, **own)
+        return found
     num_rows, num_columns = draft_logits_CW.shape
     near = keeps_small_tensors_near(draft_logits_CW.device)
     size = max(1, TILE_BYTES // (4 * max(num_columns, target.num_columns)) if near else num_rows)
@@ -274,11 +267,62 @@ def compare(
     tiles = []
     for start in range(0, max(1, num_rows), size):  # a chunk of no rows is a tile, too
         rows = slice(start, start + size)
-        statistics_R, gradient_RW = compare_tile(rows)
+        tile, draft_RW = target.at(rows), at_least_float32(draft_logits_CW[rows])
+        labels_R = None if labels_C is None else labels_C[rows]
+        if form is not None:
+            statistics_R, gradient_RW = _by_closed_form(form, tile, draft_RW, labels_R, **own)
+        else:
+            statistics_R, gradient_RW = _by_autograd(divergence, tile, draft_RW, labels_R, weights_C is not None, **own)
         tiles.append(statistics_R)
         if weights_C is not None and gradient_CW is not None:
             torch.mul(gradient_RW, weights_C[rows].unsqueeze(-1), out=gradient_CW[rows])
     return RowStatistics(*map(torch.cat, zip(*tiles, strict=True))), gradient_CW
+
+
+def _by_closed_form(
+    form: ClosedForm, tile: TargetChunk, draft_RW: Tensor, labels_R: Tensor | None, **own: Any
+) -> tuple[RowStatistics, Tensor]:
+    """Return the statistics of float32 rows, and the gradient of the sum of their values."""
+    pair = tile.pair(draft_RW, labels=labels_R, **own)
+    values_R, gradient_RW = form(pair)
+    return _statistics(tile, pair, draft_RW, values_R, **own), gradient_RW
+
+
+def _by_autograd(
+    divergence: Divergence, tile: TargetChunk, draft_RW: Tensor, labels_R: Tensor | None, wanted: bool, **own: Any
+) -> tuple[RowStatistics, Tensor]:
+    """The same through autograd; the gradient holds anything where it is not wanted."""
+    leaf_RW = gradient_RW = draft_RW.detach().requires_grad_(wanted)
+    with torch.set_grad_enabled(wanted):
+        pair = tile.pair(leaf_RW, labels=labels_R, **own)
+        values_R = divergence(pair)
+        if wanted:
+            (gradient_RW,) = torch.autograd.grad(values_R.sum(), leaf_RW)
+    with torch.no_grad():
+        return _statistics(tile, pair, draft_RW, values_R.detach(), **own), gradient_RW
+
+
+def _statistics(
+    tile: TargetChunk, pair: Pair, draft_RW: Tensor, values_R: Tensor, *, temperature: float, draft_token_ids_W: Tensor | None
+) -> RowStatistics:
+    at_one = pair if temperature == 1 else tile.pair(draft_RW, draft_token_ids_W=draft_token_ids_W)
+    draft_top_R = draft_RW.argmax(-1)
+    top1_agrees_R = tile.top1_C == (draft_top_R if draft_token_ids_W is None else draft_token_ids_W[draft_top_R])
+    return RowStatistics(values_R, acceptance(at_one), top1_agrees_R)
+
+
+@cache
+def _compiled() -> Callable[..., tuple[RowStatistics, Tensor]]:
+    return torch.compile(_whole_chunk, fullgraph=True)
+
+
+def _whole_chunk(
+    form: ClosedForm, target: DenseChunk, draft_CW: Tensor, labels_C: Tensor | None, weights_C: Tensor, **own: Any
+) -> tuple[RowStatistics, Tensor]:
+    """Return what `compare` does, of all rows in one tile."""
+    tile = DenseChunk(logits_CX=at_least_float32(target.logits_CX), known=target.known)
+    statistics_C, gradient_CW = _by_closed_form(form, tile, at_least_float32(draft_CW), labels_C, **own)
+    return statistics_C, (gradient_CW * weights_C.unsqueeze(-1)).to(draft_CW.dtype)
 
 
 def _draft_ids(labels_N: Tensor | None, draft_token_ids_W: Tensor | None) -> Tensor | None:

@@ -86,7 +86,13 @@ class DraftObjective(nn.Module):
             labels_N=labels_N,
         )
         config = self._config
-        return chunked_losses([part], self._divergence, chunk_size=config.chunk_size, temperature=config.temperature)[0]
+        return chunked_losses(
+            [part],
+            self._divergence,
+            chunk_size=config.chunk_size,
+            temperature=config.temperature,
+            compiled=config.compiled,
+        )[0]
 
     def _draft_head(self) -> LogitHead:
         """Return the draft's head: whole, or the rows of a reduced vocabulary, gathered once for all chunks of a batch."""

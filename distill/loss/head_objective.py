@@ -105,7 +105,13 @@ class HeadObjective(nn.Module):
                 weights_N = parts[number].weights_N * each.weight
                 parts.append(self._part(batch, depth, each, target_rows[number], weights_N))
         config = self._config
-        results = chunked_losses(parts, self._divergence, chunk_size=config.chunk_size, temperature=config.temperature)
+        results = chunked_losses(
+            parts,
+            self._divergence,
+            chunk_size=config.chunk_size,
+            temperature=config.temperature,
+            compiled=config.compiled,
+        )
         losses = [results[0].loss]
         for depth, result, part in zip(depths, results, parts, strict=False):
             if depth.confidence_N is not None:  # a head's estimates of its acceptance, which itself carries no graph

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,16 @@ from heads.modules.interface import Normalisers
 TILE_ROWS = 16  # rows whose float32 copy stays in a CPU's cache; the maximum of 16-bit numbers is slow there
 # Stands for log 0. Finite, so that 0 * log 0 is 0 and a gradient is never NaN; far below what logits of +-1e4 can reach.
 LOG_ZERO = -1e5
+
+
+class _Cached(cached_property[Tensor]):
+    """A property that is computed once; under `torch.compile`, which finds equal operations itself and cannot trace a lock, each
+    time."""
+
+    def __get__(self, instance: Any, owner: type[Any] | None = None) -> Any:
+        if instance is not None and torch.compiler.is_compiling():
+            return self.func(instance)
+        return super().__get__(instance, owner)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,22 +54,22 @@ class Pair:
     label_log_q: Tensor | None = None
     temperature: float = 1.0
 
-    @cached_property
+    @_Cached
     def p(self) -> Tensor:
         """The target's probabilities `[..., X]`."""
         return self.log_p.exp()
 
-    @cached_property
+    @_Cached
     def q(self) -> Tensor:
         """The draft's probabilities `[..., X]`."""
         return self.log_q.exp()
 
-    @cached_property
+    @_Cached
     def log_p_within(self) -> Tensor:
         """The target's log-probabilities `[..., X]`, given that the token is one the draft can propose."""
         return self.log_p if self.log_reach is None else self.log_p - self.log_reach.unsqueeze(-1)
 
-    @cached_property
+    @_Cached
     def p_within(self) -> Tensor:
         """The target's probabilities `[..., X]`, given that the token is one the draft can propose."""
         return self.p if self.log_reach is None else self.log_p_within.exp()

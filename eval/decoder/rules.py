@@ -94,7 +94,7 @@ def verify_block(
     Arguments as for `verify_tokens`; `accept_BG[:, i]` decides about the prefix that ends with draft i.
     """
     wide = widest_float(p_BKV.device)
-    ratio_BG = values_at(p_BKV[:, :-1], tokens_BG).to(wide) / values_at(q_BGV, tokens_BG).to(wide)
+    ratio_BG = values_at(p_BKV[:, :-1], tokens_BG).to(wide) / values_at(q_BGV, tokens_BG)
     # With S_i the sum of the logarithms of the ratios up to i, log P_i = S_i - max(S_0, ..., S_i).
     sums_BK = functional.pad(ratio_BG.log().clamp(max=LOG_LARGE).cumsum(1), (1, 0))
     P_BK = (sums_BK - sums_BK.cummax(1).values).exp()
@@ -105,7 +105,7 @@ def verify_block(
     length_G = torch.arange(1, tokens_BG.shape[1] + 1, device=tokens_BG.device)
     whole_BG = length_G == num_drafted_B.unsqueeze(1)
     keep_BG = torch.where(whole_BG, P_BK[:, 1:], keep_BG)
-    wins_BG = (accept_BG < keep_BG) & _drafted(tokens_BG, num_drafted_B)
+    wins_BG = (accept_BG < keep_BG) & (length_G <= num_drafted_B.unsqueeze(1))
     num_accepted_B = (wins_BG * length_G).amax(1)
     return _finish(p_BKV, q_BGV, num_accepted_B, num_drafted_B, values_at(P_BK, num_accepted_B), residual_B, bonus_B)
 
@@ -222,8 +222,7 @@ def k_seq(p_BV: Tensor, q_BV: Tensor, tokens_BC: Tensor, num_candidates_B: Tenso
     counts_BC = torch.arange(tokens_BC.shape[1], device=tokens_BC.device) < num_candidates_B.unsqueeze(1)
     stays_BC = (accept_BC * rho_B.unsqueeze(1) * q_of_BC < p_of_BC) & counts_BC
     accepted_B = torch.where(stays_BC.any(1), stays_BC.int().argmax(1), -1)
-    rest_BV = (p_BV - share_B.unsqueeze(1) * discounted_BV).clamp(min=0)
-    # Rounding may leave nothing where a rejection has probability 0.
+    rest_BV = (p_BV - share_B.unsqueeze(1) * discounted_BV).clamp(min=0)  # rounding may leave nothing where no rejection can be
     return CandidateChoice(accepted_B, torch.where(rest_BV.sum(-1, keepdim=True) > 0, rest_BV, p_BV))
 
 

@@ -10,7 +10,7 @@ B batch, T new tokens, W tokens of a graph, S cache length, D width.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -69,12 +69,19 @@ class CompiledForward:
         self.inner, self.backend = inner, backend
         self._graphs: dict[tuple[Any, ...], Callable[..., Tensor]] = {}
         self._has_graphs = has_graphs(device)
+        if self._has_graphs:  # or each graph would copy them before it runs
+            for weight in inner.weights:
+                torch._dynamo.mark_static_address(weight)
         self._taps: tuple[int, ...] = ()
         self._seen: dict[int, Tensor] = {}
 
     def watch(self, taps: Sequence[int], seen: dict[int, Tensor]) -> None:
         self._taps, self._seen = tuple(taps), seen
         self.inner.watch(taps, seen)
+
+    @property
+    def weights(self) -> Iterable[Tensor]:
+        return self.inner.weights
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         return self.inner.logits(hidden_BTD)

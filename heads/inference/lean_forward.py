@@ -8,7 +8,8 @@ B batch, T new tokens, S cache length, D width, H head width, N key-value heads,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -60,6 +61,11 @@ class _Block:
             query_H, key_H = (norms[name].weight.detach() for name in ("q_norm", "k_norm"))
             self.qk_norm_MH = torch.stack([query_H] * (num_kv * group) + [key_H] * num_kv)
 
+    @property
+    def weights(self) -> list[Tensor]:
+        norms = [self.input_norm_D, self.mlp_norm_D, *([] if self.qk_norm_MH is None else [self.qk_norm_MH])]
+        return [*norms, *chain.from_iterable(each.weights for each in (self.qkv, self.out, self.gate_up, self.down))]
+
 
 class LeanForward(DecodingForward):
     """The two halves of a Llama-like model as functions without gradients."""
@@ -93,6 +99,12 @@ class LeanForward(DecodingForward):
         self._head = PackedLinear([output])
         self._watched: dict[int, Tensor] = {}
         self._taps: frozenset[int] = frozenset()
+
+    @property
+    def weights(self) -> Iterator[Tensor]:
+        yield from (self._norm_D, *self._head.weights)
+        for block in self._blocks:
+            yield from block.weights
 
     def watch(self, taps: Sequence[int], seen: dict[int, Tensor]) -> None:
         self._taps, self._watched = frozenset(taps), seen

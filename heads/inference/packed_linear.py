@@ -69,6 +69,10 @@ class PackedLinear:
             for layer, rows in zip(layers, self.weight_OI.split([len(weight) for weight in weights]), strict=True):
                 layer.weight.data = rows
 
+    @property
+    def weights(self) -> list[Tensor]:
+        return [self.weight_OI] if self.bias_O is None else [self.weight_OI, self.bias_O]
+
     def __call__(self, input_: Tensor) -> Tensor:
         if self.is_packed and torch.compiler.is_compiling():
             output: Tensor = torch.ops.draftsmith.packed_linear(input_, self.weight_OI, self.bias_O, self.num_outputs)

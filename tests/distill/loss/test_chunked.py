@@ -14,7 +14,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from configs.schema.training import LossConfig
 from distill.loss import chunked
 from distill.loss.chunked import LogitHead, compare, model_head
-from distill.loss.divergences import DIVERGENCES, configured_divergence, cross_entropy, forward_kl
+from distill.loss.divergences import DIVERGENCES, Mix, configured_divergence, cross_entropy, forward_kl
 from distill.loss.pairs import DenseChunk
 from heads.inference.causal_lm import head_logits
 from tests.support.losses import dense_loss, dense_pair, linear_head, random_logits
@@ -281,6 +281,39 @@ def test_a_tile_is_as_many_rows_as_its_bytes_hold_which_changes_nothing(monkeypa
     (gradient,) = torch.autograd.grad((weights * values).sum(), leaf)
     torch.testing.assert_close(found.values_C, values.detach(), rtol=1e-12, atol=0)
     torch.testing.assert_close(gradient_CW, gradient, rtol=1e-12, atol=1e-15)
+
+
+# --- compiled -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """Graphs are captured and run without being compiled further."""
+    torch._dynamo.reset()
+    chunked._compiled.cache_clear()
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda run, **options: compile(run, **options, backend="eager"))
+    yield
+    torch._dynamo.reset()
+    chunked._compiled.cache_clear()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("num_drafted", [11, 3], ids=["whole", "reduced"])
+@pytest.mark.parametrize("name", [name for name in DIVERGENCES if name != "cross_entropy"])
+def test_a_compiled_chunk_is_one_graph_with_the_values_and_gradients_of_the_tiles(name, num_drafted, temperature, captured):
+    divergence = Mix([(DIVERGENCES[name], 0.7), (forward_kl, 0.3)])
+    target, draft = (random_logits(seed, size).float() for seed, size in ((1, 11), (2, num_drafted)))
+    ids_W = None if num_drafted == 11 else torch.arange(num_drafted)
+    weights = torch.rand(ROWS, generator=torch.Generator().manual_seed(3))
+    options = {"temperature": temperature, "draft_token_ids_W": ids_W}
+    for rows in (slice(None), slice(0, 3)):  # the last chunk of a batch is a shorter one
+        part = DenseChunk(logits_CX=target[rows]), draft[rows], weights[rows]
+        (found, gradient), (expected, their_gradient) = (
+            compare(divergence, *part, **options, compiled=compiled) for compiled in (True, False)
+        )
+        for one, other in zip((*found, gradient), (*expected, their_gradient), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
 
 # --- memory and mistakes ------------------------------------------------------------------------------------------

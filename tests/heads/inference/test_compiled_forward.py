@@ -16,6 +16,7 @@ from eval.decoder.decode import generate
 from heads.artifact import load_draft
 from heads.frozen.hidden_states import forward_states
 from heads.frozen.loading import load_target
+from heads.inference import compiled_forward
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache
 from heads.inference.compiled_forward import CompiledForward, TransformersForward, make_compiled
 from heads.inference.lean_forward import LeanForward
@@ -42,6 +43,24 @@ def captured(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda run, **options: compile(run, **options | {"backend": "eager"}))
     yield lambda: counters["stats"]["unique_graphs"]
     torch._dynamo.reset()
+
+
+def test_a_cuda_graph_would_copy_ids_positions_and_masks_alone_before_it_runs(monkeypatch):
+    copied = []
+
+    def see(graph, inputs, **options):
+        given = [node for node in graph.graph.nodes if node.op == "placeholder" and "tensor_dict" in node.meta]
+        moved = [node for node in given if not node.meta["tensor_dict"].get("_dynamo_static_input_type")]
+        copied.append({node.meta["example_value"].dtype for node in moved})
+        return graph.forward
+
+    monkeypatch.setattr(compiled_forward, "has_graphs", lambda device: True)
+    model = model_of("qwen3")
+    make_compiled(model, backend=see)
+    logits_of(model)
+    torch._dynamo.reset()
+    assert copied
+    assert set().union(*copied) <= {torch.int64, torch.bool}
 
 
 def gemma():
