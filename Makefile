@@ -12,7 +12,7 @@ GEMMA := .cache/gemma/gemma-3-270m-q4_k_m.gguf
 given = $(if $(findstring command line,$(origin $(1))), --$(2) "$($(1))")
 
 .DEFAULT_GOAL := help
-.PHONY: help help-lab setup demo demo-serve demo-images demo-speech test check bench bench-decode bench-distill bench-heads bench-demo bench-mixed bench-eval bench-scale distribution-check device-check slow-check cluster-check engine-check models-check soak tables serve-check gemma-check clean
+.PHONY: help help-lab setup demo demo-serve demo-images demo-speech test check bench bench-decode bench-distill bench-heads bench-demo bench-mixed bench-eval bench-scale distribution-check device-check gpu-check slow-check cluster-check engine-check models-check soak tables serve-check gemma-check clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -74,14 +74,17 @@ bench-scale: setup #lab two processes beside one, padding, checkpoints, waiting 
 distribution-check: setup #lab 100,000 samples of the whole decoder for every rule and shape against the target's exact distribution (minutes)
 	$(PY) -m pytest -m slow -s tests/eval/decoder/test_output_distribution.py
 
-slow-check: setup #lab a forward compiled by the real compiler, the steps of the CPU image as a script, runs by the installed wheel, killed and out of disk (ten minutes)
-	$(PY) -m pytest -m slow -s tests/heads/inference/test_compiled_forward.py tests/scripts/test_docker.py tests/test_wheel.py tests/faults/test_whole_run.py
+slow-check: setup #lab a forward and a loss compiled by the real compiler, the steps of the CPU image as a script, runs by the installed wheel, killed and out of disk (ten minutes)
+	$(PY) -m pytest -m slow -s tests/heads/inference/test_compiled_forward.py tests/scripts/lab/test_launches.py tests/scripts/test_docker.py tests/test_wheel.py tests/faults/test_whole_run.py
 
 cluster-check: setup #lab the job files of scripts/cluster, with a process or a node killed and stand-ins for Slurm (minutes)
 	$(PY) -m pytest -m 'slow or not slow' -s tests/faults/test_cluster.py tests/faults/test_elastic.py
 
 device-check: setup #lab decoding, evaluation, export and training on a mock device that is not the CPU: the CPU's results, waits counted (three minutes)
 	$(PY) -m pytest -m device tests/device
+
+gpu-check: setup #lab this machine's GPU: its tokens, losses and artifacts beside the CPU's, its speed and memory, into runs/gpu_check/gpu-check.md (ten minutes)
+	$(PY) scripts/lab/benchmark.py gpu
 
 engine-check: setup #lab DDP, FSDP2, ZeRO-2 and 3, offloading and split targets in processes on the CPU against one (about 15 minutes)
 	$(PY) -m pytest -m slow -s tests/train/loop/test_engines.py tests/train/test_split_target.py

@@ -28,8 +28,7 @@ LOG_ZERO = -1e5
 
 
 class _Cached(cached_property[Tensor]):
-    """A property that is computed once; under `torch.compile`, which finds equal operations itself and cannot trace a lock, each
-    time."""
+    """A property that is computed once; each time under `torch.compile`, which joins equal operations and traces no lock."""
 
     def __get__(self, instance: Any, owner: type[Any] | None = None) -> Any:
         if instance is not None and torch.compiler.is_compiling():

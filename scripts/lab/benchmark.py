@@ -74,6 +74,11 @@ BENCHMARKS = {
         "launches.record_launches",
         "kernels that a decode round and a training step would start, counted on the CPU (a minute)",
     ),
+    "gpu": Benchmark(
+        settings.GpuCheckConfig,
+        "gpu_check.check.check_gpu",
+        "this machine's accelerator: its results beside the CPU's, its speed, on one page (ten minutes)",
+    ),
     "serve": Benchmark(
         settings.ServeCheckConfig,
         "engine_check.cases.run_checks",

@@ -8,6 +8,7 @@ B batch, T positions.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -19,9 +20,12 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch._inductor import config as inductor_config
+from torch._inductor import metrics
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from configs.runtime.command import DONE
@@ -29,14 +33,17 @@ from configs.runtime.files import CHECKOUT
 from configs.schema.decoding import DecodeConfig
 from configs.schema.target import TargetConfig
 from configs.schema.training import LossConfig
+from distill.loss import chunked
+from distill.loss.divergences import forward_kl
 from distill.loss.head_objective import HeadObjective
+from distill.loss.pairs import DenseChunk
 from eval.decoder.batch import BatchRun
 from eval.decoder.request import Request
 from heads.families.registry import FAMILIES, serve
 from heads.frozen.hidden_states import read_states
 from heads.frozen.loading import Target, load_target
 from heads.inference.runner import runner_of
-from heads.modules.interface import Batch
+from heads.modules.interface import Batch, Normalisers
 from heads.modules.output_head import HeadModule
 from heads.proposers.protocol import Proposer
 from heads.vocabulary import DraftVocabulary
@@ -58,6 +65,7 @@ NO_LAUNCH = {
 PROJECT = tuple(str(CHECKOUT / name) for name in ("configs", "heads", "distill", "eval", "train"))
 NUM_DRAFTS = 5
 BLOCKS, VOCABULARY = 8, 64
+CHUNK, COLUMNS = 128, 32_768  # rows and columns of the loss whose bytes are counted
 PROMPT = tuple(range(3, 15))
 
 
@@ -139,8 +147,8 @@ def _place() -> str:
 # --- what is counted ------------------------------------------------------------------------------------------------
 
 
-def tiny_target(folder: Path) -> Target:
-    """Return a Llama with grouped heads, saved and loaded as a target."""
+def tiny_target(folder: Path, device: str = "cpu") -> Target:
+    """Return a Llama with grouped heads, saved and loaded as a target in float32."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -153,16 +161,16 @@ def tiny_target(folder: Path) -> Target:
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     word_tokenizer().save_pretrained(folder)
-    return load_target(TargetConfig(name=str(folder), dtype="float32", device="cpu"))
+    return load_target(TargetConfig(name=str(folder), dtype="float32", device=device))
 
 
 def head_of(kind: str, target: Target) -> nn.Module:
     """Return an untrained head of a family, with a draft vocabulary of half the target's where it may have one."""
     torch.manual_seed(0)
     settings = FAMILIES[kind].settings.model_validate({"kind": kind})
-    vocabulary = DraftVocabulary(token_ids_W=torch.arange(0, VOCABULARY, 2), target_vocab_size=VOCABULARY)
+    vocabulary = DraftVocabulary(token_ids_W=torch.arange(0, target.vocab_size, 2), target_vocab_size=target.vocab_size)
     whole = kind in ("dflash2", "domino")
-    return FAMILIES[kind].build(settings, target.model, None if whole else vocabulary).float()
+    return FAMILIES[kind].build(settings, target.model, None if whole else vocabulary).float().to(target.device)
 
 
 def run_under_way(kind: str, target: Target, temperature: float) -> BatchRun:
@@ -224,7 +232,7 @@ def count_step(kind: str, target: Target) -> Launches:
     head = head_of(kind, target)
     if (start := FAMILIES[kind].start) is not None:
         start(head, target.model)
-    batch = _batch()
+    batch = tiny_batch()
     states = read_states(target.model, batch.input_ids_BT, tuple(head.taps) if isinstance(head, HeadModule) else ())
     objective, launches = HeadObjective(head, target, LossConfig()), Launches()
     for _ in range(2):  # what is made once is made in the first
@@ -234,12 +242,53 @@ def count_step(kind: str, target: Target) -> Launches:
     return launches
 
 
-def _batch() -> Batch:
+def count_loss_bytes() -> dict[str, float]:
+    """Return the bytes that comparing a chunk reads and writes in tensors over the vocabulary, by logit of the draft.
+
+    As it runs in operations of its own, bfloat16 logits of a reduced vocabulary, forward KL; and as `torch.compile` joins them,
+    by its own count.
+    """
+    generator = torch.Generator().manual_seed(0)
+    target_CW, draft_CW = (torch.randn(CHUNK, COLUMNS, generator=generator).bfloat16() for _ in range(2))
+    sums_C = torch.full((CHUNK,), math.log(COLUMNS) + 1)
+    target = DenseChunk(logits_CX=target_CW, known=Normalisers(log_sum_P=sums_C, top1_P=target_CW.argmax(-1)))
+    ids_W, weights_C = torch.arange(COLUMNS), torch.full((CHUNK,), 1 / CHUNK)
+    moved = _Moved()
+    with mock.patch.object(chunked, "keeps_small_tensors_near", return_value=False), moved:
+        chunked.compare(forward_kl, target, draft_CW, weights_C, draft_token_ids_W=ids_W, compiled=False)
+    metrics.reset()
+    torch._logging.set_logs(inductor_metrics=True)  # or the compiler does not count
+    with inductor_config.patch(force_disable_caches=True):
+        chunked.compare(forward_kl, target, draft_CW, weights_C, draft_token_ids_W=ids_W, compiled=True)
+    torch._logging.set_logs()
+    logits = CHUNK * COLUMNS
+    return {"loss_bytes_a_logit": moved.num_bytes / logits, "loss_bytes_a_logit_compiled": metrics.num_bytes_accessed / logits}
+
+
+class _Moved(TorchDispatchMode):
+    """Sums the bytes of what operations read and write; views move nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        returns = func._schema.returns
+        is_view = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+        if not is_view and func.overloadpacket.__name__ not in NO_LAUNCH:
+            tensors = [each for each in tree_leaves((args, kwargs, made)) if isinstance(each, torch.Tensor)]
+            self.num_bytes += sum(each.nbytes for each in tensors)
+        return made
+
+
+def tiny_batch() -> Batch:
+    """Return two rows of 24 tokens, of which the last 16 are an answer's."""
     ids_BT = torch.arange(2 * 24).view(2, 24) % VOCABULARY
     mask_BT = torch.arange(24).expand(2, 24) >= 8
     documents_BT = torch.zeros_like(ids_BT)
     conversations_BC = torch.tensor([[0], [1]])
-    return Batch(ids_BT, mask_BT, torch.arange(24).expand(2, 24), documents_BT, conversations_BC)
+    return Batch(ids_BT, mask_BT, torch.arange(24).repeat(2, 1), documents_BT, conversations_BC)
 
 
 def count_launches(kind: str, target: Target) -> dict[str, Launches]:
@@ -264,6 +313,7 @@ def record_launches(config: LaunchesConfig) -> int:
         "verified_sampled_chain_besides_target": found["eagle3 sampled rest"].total,
         "module_walks_per_round": walks["walks"],
         "hooks_set_per_round": walks["hooks"],
+        **count_loss_bytes(),
     }
     rows = [{"of": name, "launches": launches.total} for name, launches in found.items()]
     by_place = {name: dict(sorted(launches.by_place.items())) for name, launches in found.items()}

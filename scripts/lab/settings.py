@@ -10,7 +10,17 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from configs.schema.base import NonNegativeInt, PositiveFloat, PositiveInt, Setting, Settings, Share, dotted, unless_names
+from configs.schema.base import (
+    Dtype,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Setting,
+    Settings,
+    Share,
+    dotted,
+    unless_names,
+)
 from configs.schema.evaluation import CostConfig, LosslessConfig, SuiteConfig
 from configs.schema.target import TargetConfig
 
@@ -169,11 +179,26 @@ class LaunchesConfig(Settings):
     output: str = "docs/results/launches.json"
 
 
+class GpuCheckConfig(Settings):
+    """`make gpu-check`: results and speed of this machine's accelerator, on one page. Its defaults take ten minutes."""
+
+    target: str = "embedded:smollm2-135m-instruct"
+    dtype: Dtype = "bfloat16"  # of decoding and training where nothing is compared with the CPU's float32
+    suite: str = "eval/suites/house64.jsonl"
+    num_prompts: PositiveInt = 32
+    max_new_tokens: PositiveInt = 64
+    training_steps: PositiveInt = 100  # of the head that is decoded with
+    timed_steps: PositiveInt = 10
+    batch_size: PositiveInt = 8
+    row_tokens: PositiveInt = 1024  # of the rows of timed steps
+    output: str = "runs/gpu_check"
+
+
 class EngineComparisonSettings(Settings):
     """`scripts/lab/benchmark.py engines`: two processes under each engine beside one process, on a tiny target."""
 
     # Files of configs/accelerate, started as they are but for the number of processes
-    engines: list[Literal["ddp_cpu", "fsdp2", "zero2", "zero3", "zero3_offload"]] = [
+    engines: list[Literal["ddp_cpu", "ddp_gpus", "fsdp2", "zero2", "zero3", "zero3_offload"]] = [
         "ddp_cpu",
         "fsdp2",
         "zero2",
@@ -184,6 +209,7 @@ class EngineComparisonSettings(Settings):
     steps: PositiveInt = 20
     tolerance: PositiveFloat = 1e-4  # largest difference of a step's loss, as a share of it
     python: str | None = None  # interpreter for DeepSpeed's engines, where it is installed elsewhere; None: this one
+    on_gpus: bool = False  # a GPU a process, else the CPU for all
     seconds: PositiveInt = 600  # that one run may take
     target: str = (
         "embedded:smollm2-135m-instruct"  # whose memory `scripts/lab/benchmark.py scale` measures where processes share it

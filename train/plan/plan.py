@@ -12,10 +12,12 @@ import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pydantic import ValidationError
 from transformers import PreTrainedModel
 
-from configs.runtime.errors import InputError
-from configs.schema.commands.planning import PlanConfig, PlanHeadsConfig
+from configs.runtime.errors import InputError, first_line
+from configs.runtime.files import read_object
+from configs.schema.commands.planning import HardwareConfig, PlanConfig, PlanHeadsConfig
 from configs.schema.data import CacheConfig
 from distill.cache.format import RowLayout
 from distill.cache.writer import layout_of
@@ -119,7 +121,8 @@ class Plan:
 
 def make_plan(config: PlanConfig) -> Plan:
     """Return the plan of a recipe; an InputError says where target, draft or data are not there, or do not go together."""
-    config = config.model_copy(update={"schedule": accumulating(config.schedule, config.hardware.num_accelerators)})
+    schedule = accumulating(config.schedule, config.hardware.num_accelerators)
+    config = config.model_copy(update={"schedule": schedule, "hardware": with_measured(config.hardware)})
     models = plan_models(config)
     config = models.config
     dataset = _open_dataset(config)
@@ -153,6 +156,20 @@ def make_plan(config: PlanConfig) -> Plan:
         tokens_per_step=tokens,
         conversations_per_step=conversations,
     )
+
+
+def with_measured(hardware: HardwareConfig) -> HardwareConfig:
+    """Return the machine with what `hardware.measured` says of it, where the config gives no number itself."""
+    if hardware.measured is None:
+        return hardware
+    path = Path(hardware.measured)
+    measured = read_object(path, "measurement of a machine").get("measured")
+    known = set(HardwareConfig.model_fields) - hardware.model_fields_set
+    numbers = {name: value for name, value in measured.items() if name in known} if isinstance(measured, dict) else {}
+    try:
+        return HardwareConfig.model_validate(hardware.model_dump(exclude_unset=True) | numbers)
+    except ValidationError as error:
+        raise InputError(f"hardware.measured: {path} is no gpu-check.json: {first_line(error)}") from error
 
 
 def flops_of(config: PlanConfig, models: PlannedModels, work: Workload) -> Flops:

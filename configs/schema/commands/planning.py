@@ -43,11 +43,12 @@ PRESETS["h200_141gb"] = PRESETS["h100_80gb"].model_copy(update={"memory_gib": 13
 
 
 class HardwareConfig(Settings):
-    """The machines of a run. None takes the preset's number."""
+    """The machines of a run. None takes the number that was measured, or the preset's."""
 
     preset: PresetName = "laptop_cpu"
     num_accelerators: PositiveInt = 1  # GPUs, or processes on CPUs, over all nodes
     accelerators_per_node: PositiveInt = 8
+    measured: str | None = None  # gpu-check.json, which `make gpu-check` writes on such a machine
     memory_gib: PositiveFloat | None = None
     tflops: PositiveFloat | None = None
     memory_gb_per_second: PositiveFloat | None = None

@@ -36,6 +36,7 @@ log = logging.getLogger("draftsmith")
 WORLD_SIZE = 2
 BATCH_SIZE = 2  # conversations a process and micro-step
 TRIED_ON = f"{WORLD_SIZE} processes over gloo on a CPU"
+ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 SPLITS = {"target_memory_tensor2": ("tensor", 2), "target_memory_shard4": ("shard", 4)}
 
 
@@ -166,6 +167,8 @@ def split_everything(recipe: Path, folder: Path) -> Path:
 def _write_inputs(folder: Path, settings: EngineComparisonSettings) -> None:
     project = TinyProject(folder, num_prompts=2 * WORLD_SIZE * BATCH_SIZE * settings.steps)  # all steps within an epoch
     project.create()
+    if settings.on_gpus:
+        project.target["device"] = "auto"
     schedule = {"batch_size": BATCH_SIZE, "max_steps": settings.steps, "trackers": ["tensorboard"], "resume": False}
     evaluated = {"eval_every_steps": settings.steps, "checkpoint_every_steps": settings.steps}
     distill = project.distill(folder, **schedule, **evaluated)
@@ -189,7 +192,7 @@ def _train(folder: Path, settings: EngineComparisonSettings, task: str, engine: 
     done = subprocess.run(
         [*command, *(part for change in changes for part in ("--set", change))],
         cwd=CHECKOUT,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | ({} if settings.on_gpus else ON_CPU),
         capture_output=True,
         text=True,
         timeout=settings.seconds,
@@ -213,5 +216,5 @@ def _row(
         "loss_difference": difference,
         "tolerance": settings.tolerance,
         "within_tolerance": difference <= settings.tolerance,
-        "where": TRIED_ON,
+        "where": f"{WORLD_SIZE} GPUs" if settings.on_gpus else TRIED_ON,
     }
