@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -314,6 +315,16 @@ def test_a_compiled_chunk_is_one_graph_with_the_values_and_gradients_of_the_tile
         )
         for one, other in zip((*found, gradient), (*expected, their_gradient), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+def test_chunks_of_any_number_of_rows_and_divergences_made_anew_share_a_few_graphs(captured):
+    """Beyond a limit of graphs torch.compile ends the run."""
+    counters.clear()
+    for num_rows in (7, 7, 5, 7, 3, 1, 0, 2, 6, 4, 7, 5):
+        target, draft = (random_logits(seed).float()[:num_rows] for seed in (1, 2))
+        divergence = configured_divergence(LossConfig(mix={"forward_kl": 1.0, "total_variation": 0.5}, divergence=None))
+        compare(divergence, DenseChunk(logits_CX=target), draft, torch.ones(num_rows), compiled=True)
+    assert counters["stats"]["unique_graphs"] <= 4
 
 
 # --- memory and mistakes ------------------------------------------------------------------------------------------
