@@ -39,7 +39,7 @@ def split_prompts(prompts: Sequence[Prompt], held_out_share: float) -> Split:
     An overlap is a whole turn, all words, or 13 of them in a row, unless these stand in more than `MAX_SHARING` prompts that
     would be trained on.
     """
-    distinct = list({everything_said(prompt): prompt for prompt in reversed(prompts)}.values())[::-1]
+    distinct = without_duplicates(prompts)
     placed = list(zip(distinct, split_positions(distinct), strict=True))
     held_out = [prompt for prompt, position in placed if position < held_out_share]
     candidates = [prompt for prompt, position in placed if position >= held_out_share]
@@ -60,6 +60,17 @@ def split_prompts(prompts: Sequence[Prompt], held_out_share: float) -> Split:
             f"change held_out_share, which is {held_out_share}, or give more prompts"
         )
     return Split(train=tuple(train), held_out=tuple(held_out), dropped=dropped)
+
+
+def without_duplicates(prompts: Sequence[Prompt]) -> list[Prompt]:
+    return list({everything_said(prompt): prompt for prompt in reversed(prompts)}.values())[::-1]
+
+
+def share_for(prompts: Sequence[Prompt], num_held_out: int) -> float:
+    """Return the share by which `split_prompts` holds out so many of these prompts, or some more that open alike."""
+    positions = sorted(set(split_positions(without_duplicates(prompts))))
+    last = min(num_held_out, len(positions) - 1)
+    return (positions[last - 1] + positions[last]) / 2
 
 
 def split_positions(prompts: Sequence[Prompt]) -> list[float]:

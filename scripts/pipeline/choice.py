@@ -16,6 +16,7 @@ from statistics import mean
 from configs.runtime.errors import InputError
 from configs.schema.commands.planning import PlanHeadsConfig
 from configs.schema.commands.running import RunConfig, Stage
+from distill.generation.split import share_for
 from scripts.pipeline.draft_file import Choice
 from scripts.pipeline.rehearsal import Rates
 from scripts.pipeline.request import Facts
@@ -174,8 +175,8 @@ def choose(run: RunConfig, facts: Facts, rates: Rates, *, checks: bool, data_bat
     minutes = {stage: round(seconds / 60, 1) for stage, seconds in found.seconds.items()}
     answer = budget.answer(found.max_new_tokens)
     share = MARGIN * found.held_out / found.num_prompts
-    if facts.split_positions:
-        share = (facts.split_positions[found.held_out - 1] + facts.split_positions[found.held_out]) / 2
+    if facts.prompts:
+        share = share_for(facts.prompts[: found.num_prompts], found.held_out)
     schedule = plan.config.schedule
     a_step = schedule.batch_size * schedule.gradient_accumulation_steps * run.num_processes
     steps = max(1, (found.num_prompts - found.held_out) * found.epochs // a_step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from configs.schema.commands.release import HUB_ID
 from configs.schema.commands.running import RunConfig
 from configs.schema.data import PromptsConfig
 from configs.schema.training import HeadsConfig, training_schema
+from distill.generation.prompts import Prompt
 from distill.generation.sources import read_prompts
 from distill.generation.split import split_positions
 from heads.device import CPU, default_device
@@ -47,7 +49,7 @@ class Facts:
 
     plan: Plan  # of the recipe's training with conversations of a thousand tokens
     num_prompts: int | None  # different ones; None: the target writes as many as are asked for
-    split_positions: tuple[float, ...]  # of the prompts, in [0, 1), in order: those below held_out_share are held out
+    prompts: Sequence[Prompt]  # of the file, in its order
     on_cpu: bool
     rehearsed: dict[str, Any]  # what the rehearsal's few answers would make too small, by keys of the recipe
 
@@ -100,14 +102,14 @@ def examine(run: RunConfig) -> tuple[RunConfig, Facts, list[Choice]]:
     plan, recipe = _recipe(run)
     choices = [*recipe, *_template(run), *dtype]
     run = apply(run, choices)
-    number, positions = _prompts(run.prompts)
+    number, prompts = _prompts(run.prompts)
     _check_room(run, plan)
     launcher = _launcher(plan, on_cpu)
     run = apply(run, launcher)
     facts = Facts(
         plan=plan,
         num_prompts=number,
-        split_positions=positions,
+        prompts=prompts,
         on_cpu=on_cpu,
         rehearsed=_rehearsed(run, plan),
     )
@@ -188,18 +190,18 @@ def kind_of(config: PlanConfig) -> str:
     return config.head.kind if isinstance(config, PlanHeadsConfig) else "draft_lm"
 
 
-def _prompts(prompts: PromptsConfig) -> tuple[int | None, tuple[float, ...]]:
-    """Return how many different prompts a file holds, and where the split puts them; None for prompts that are not in one."""
+def _prompts(prompts: PromptsConfig) -> tuple[int | None, Sequence[Prompt]]:
+    """Return how many different prompts a file holds, and all of them; None for prompts that are not in one."""
     if prompts.source != "file":
         return None, ()
     read = read_prompts(prompts)
-    positions = tuple(sorted(set(split_positions(read))))
-    if len(positions) < FEWEST_PROMPTS:
+    number = len(set(split_positions(read)))
+    if number < FEWEST_PROMPTS:
         raise InputError(
-            f"--prompts: {prompts.path} holds {len(positions)} different prompts; at least {FEWEST_PROMPTS} are needed to "
+            f"--prompts: {prompts.path} holds {number} different prompts; at least {FEWEST_PROMPTS} are needed to "
             "train and to judge. Leave --prompts out, and the target writes them"
         )
-    return len(positions), positions
+    return number, read
 
 
 def _plan_config(run: RunConfig) -> PlanConfig:

@@ -13,6 +13,7 @@ from configs.runtime.resumable import files_fingerprint
 from configs.runtime.run_record import write_run_record
 from configs.runtime.terminal import say
 from configs.schema.commands.running import DRAFT_FILE, RunConfig, Stage, Where
+from distill.generation.split import share_for
 from eval.report.markdown import table
 from heads.frozen.identity import save_dequantised
 from scripts.pipeline.choice import choose
@@ -74,8 +75,7 @@ def choose_stages(run: RunConfig) -> RunConfig:
     batch = CPU_BATCH if facts.on_cpu else GPU_BATCH
     rehearsed = REHEARSED_ON_CPU * (1 + (run.budget_minutes >= LONGER_FROM_MINUTES)) if facts.on_cpu else REHEARSED
     number = min(2 * batch, facts.num_prompts or 2 * batch)
-    positions = facts.split_positions
-    share = positions[max(1, FEW * len(positions) // number)] if positions else FEW / number
+    share = share_for(facts.prompts[:number], FEW) if facts.prompts else FEW / number
     with Record(output, run.stages, {}).step("rehearsal", "") as entry:
         rates = rehearse(
             run.model_copy(

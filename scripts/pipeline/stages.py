@@ -10,12 +10,12 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from configs.runtime.files import write_json
+from configs.runtime.files import read_jsonl, write_json
 from configs.runtime.loading import as_overrides, load_config
 from configs.schema.commands.release import Engine
 from configs.schema.commands.running import RunConfig, Stage
 from configs.schema.data import CacheConfig, DataConfig
-from configs.schema.evaluation import EvalConfig, GateConfig
+from configs.schema.evaluation import EvalConfig, GateConfig, SuiteConfig
 from configs.schema.training import DistillConfig, HeadsConfig, training_schema
 from scripts.serving.vllm_server import find_vllm
 from scripts.steps import GATE_ENTRY, LAUNCH, Step, run_step, run_steps
@@ -74,6 +74,8 @@ def stage_command(run: RunConfig, stage: Stage) -> list[str]:
     output, config = Path(run.output), stage_config(run, stage)
     if config is None:
         return _arguments_alone(run, stage)
+    if isinstance(config, EvalConfig) and (held_out := Path(config.suite.path)).is_file():
+        config = config.model_copy(update={"suite": _no_more_than_there_are(config.suite, held_out)})
     path = output / "configs" / f"{stage}.json"
     write_json(path, config.model_dump(mode="json"))
     command = [ENTRIES[type(config)], "--config", str(path)]
@@ -84,6 +86,12 @@ def stage_command(run: RunConfig, stage: Stage) -> list[str]:
     if stage == "train" or (run.num_processes > 1 and (stage != "eval" or together)):
         return [*LAUNCH, run.launcher, "--num_processes", str(run.num_processes), *command]
     return command
+
+
+def _no_more_than_there_are(suite: SuiteConfig, held_out: Path) -> SuiteConfig:
+    """Return a suite of as many prompts as the data hold out at most: those that are too long were left out of them."""
+    there = len({row["prompt_id"] for _, row in read_jsonl(held_out, "data")})
+    return suite.model_copy(update={"num_prompts": min(suite.num_prompts or there, there)})
 
 
 def _arguments_alone(run: RunConfig, stage: Stage) -> list[str]:

@@ -4,14 +4,19 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from configs.runtime.errors import InputError
 from configs.schema.commands.running import RunConfig
+from configs.schema.data import PromptsConfig
 from configs.schema.evaluation import EvalConfig
+from configs.schema.target import TargetConfig
+from distill.generation.split import split_prompts
 from scripts.pipeline import choice
-from scripts.pipeline.choice import MOST_EPOCHS, Budget
+from scripts.pipeline.choice import MOST_EPOCHS, Budget, choose
+from scripts.pipeline.draft_file import apply
 from scripts.pipeline.rehearsal import Rates
-from scripts.pipeline.request import Facts
+from scripts.pipeline.request import Facts, examine, prompts_of
 
 FIXED = {"rehearsal": 70.0, "data": 8.0, "cache": 8.0, "train": 20.0, "eval": 15.0, "gate": 4.0, "export": 6.0}
 
@@ -69,6 +74,20 @@ def test_a_cache_that_the_disk_does_not_hold_is_left_out_and_the_target_runs_in_
     assert not without.cached
     assert "cache" not in without.seconds
     assert without.num_prompts < with_cache.num_prompts
+
+
+def test_of_a_file_of_which_some_prompts_are_taken_as_many_are_held_out_as_are_decoded(tiny_llama, tiny_tokenizer, tmp_path):
+    tiny_llama(seed=1, dtype=torch.float32, layers=8).save_pretrained(tmp_path / "model")
+    tiny_tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "prompts.txt").write_text("".join(f"w{n % 50} w{n // 50} w7\n" for n in range(2000)))
+    prompts = prompts_of(str(tmp_path / "prompts.txt"), PromptsConfig())
+    run = RunConfig(target=TargetConfig(name=str(tmp_path / "model")), prompts=prompts, engine="vllm", budget_minutes=10)
+    run, facts, _ = examine(run)
+    chosen = apply(run, choose(run, facts, rates(prompt_seconds=2.0), checks=False, data_batch=4))
+    taken = facts.prompts[: chosen.prompts.num_prompts]
+    assert len(taken) < 200
+    held_out = split_prompts(taken, chosen.data["held_out_share"]).held_out
+    assert len(held_out) == chosen.eval["suite.num_prompts"] >= 16
 
 
 def test_a_budget_that_is_too_short_is_refused_with_one_that_is_not():

@@ -115,6 +115,15 @@ def test_the_engine_gets_the_chat_template_that_the_draft_was_trained_with(tmp_p
     assert stages.stage_command(run, "check")[-2:] == ["--set", "chat_template=plain"]
 
 
+def test_an_evaluation_asks_for_no_more_prompts_than_the_data_hold_out(tmp_path):
+    run = RunConfig(output=str(tmp_path), eval={"suite.num_prompts": 18})
+    path = tmp_path / "data" / "held_out.jsonl"
+    path.parent.mkdir()
+    path.write_text("".join(json.dumps({"prompt_id": f"p{n // 2}"}) + "\n" for n in range(24)))  # of two turns each
+    stages.stage_command(run, "eval")
+    assert json.loads((tmp_path / "configs" / "eval.json").read_text())["suite"]["num_prompts"] == 12
+
+
 def test_a_run_that_was_begun_is_not_taken_for_another(model, prompts, draftsmith_run, capsys, tmp_path):
     draftsmith_run.stopped.append("scripts/make_data.py")
     assert draftsmith_run("run", model, "--prompts", prompts, "--budget", "4m", "--for", "vllm") == TERMINATED
