@@ -114,9 +114,7 @@ class _Operations(TorchDispatchMode):
         self.launches = launches
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        returns = func._schema.returns
-        is_view = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
-        if not is_view and func.overloadpacket.__name__ not in NO_LAUNCH:
+        if _launches(func):
             self.launches.note()
         return func(*args, **(kwargs or {}))
 
@@ -132,6 +130,13 @@ class _Functions(TorchFunctionMode):
         self.launches.note()
         with self.launches.paused():
             return func(*args, **(kwargs or {}))
+
+
+def _launches(func: Any) -> bool:
+    """Return whether an operation is neither a view nor an allocation."""
+    returns = func._schema.returns
+    is_view = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+    return not is_view and func.overloadpacket.__name__ not in NO_LAUNCH
 
 
 def _place() -> str:
@@ -274,9 +279,7 @@ class _Moved(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        returns = func._schema.returns
-        is_view = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
-        if not is_view and func.overloadpacket.__name__ not in NO_LAUNCH:
+        if _launches(func):
             tensors = [each for each in tree_leaves((args, kwargs, made)) if isinstance(each, torch.Tensor)]
             self.num_bytes += sum(each.nbytes for each in tensors)
         return made

@@ -20,7 +20,6 @@ from configs.schema.training import HeadsConfig
 from distill.dataset.batches import Example, collate
 from distill.dataset.conversations import Conversation
 from eval.decoder.decode import Request, decode
-from eval.decoder.records import Generation
 from heads.artifact import load_draft
 from heads.device import allocated_peak, has_graphs, synchronize
 from heads.frozen.loading import Target
@@ -52,7 +51,7 @@ def train_head(setup: Setup) -> Iterator[Line]:
     """Train a head for a few steps on the target's own answers to the prompts, and keep it as an artifact."""
     settings = DecodeConfig(num_speculative_tokens=0, max_new_tokens=setup.config.max_new_tokens)
     answers, _ = decode(setup.target, setup.requests, settings)
-    rows = [_conversation(answer) for answer in answers]
+    rows = [_conversation(each.prompt_id, each.prompt_tokens, each.tokens) for each in answers]
     task = _task(setup, rows, setup.artifact.parent)
     examples = [Example(row.prompt_ids + row.answer_ids, len(row.prompt_ids)) for row in rows]
     size = task.config.schedule.batch_size
@@ -67,8 +66,9 @@ def time_training(setup: Setup, tflops: float) -> Iterator[Line | float]:
     """Time steps on long random rows; yield lines, and the share of the measured `tflops` that a step reaches."""
     config, V = setup.config, setup.target.vocab_size
     ids_BT = torch.randint(V, (config.batch_size, config.row_tokens), generator=torch.Generator().manual_seed(0))
-    batch = collate([Example(tuple(row), config.row_tokens // 8) for row in ids_BT.tolist()])
-    rows = [_random_conversation(row, config.row_tokens // 8) for row in ids_BT.tolist()]
+    start = config.row_tokens // 8
+    batch = collate([Example(tuple(row), start) for row in ids_BT.tolist()])
+    rows = [_conversation("random", row[:start], row[start:]) for row in ids_BT.tolist()]
     task = _task(setup, rows, setup.artifact.parent.with_name("timed"))
     plan = _plan(task.config, batch)
     _train(task, [batch] * WARM_UP)
@@ -137,26 +137,14 @@ def _train(task: HeadTask, batches: Sequence[Batch]) -> list[float]:
     return torch.stack(losses).tolist()
 
 
-def _conversation(answer: Generation) -> Conversation:
+def _conversation(prompt_id: str, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Conversation:
     return Conversation(
-        prompt_id=answer.prompt_id,
+        prompt_id=prompt_id,
         category="",
         turn=0,
         messages=(),
-        prompt_ids=answer.prompt_tokens,
-        answer_ids=answer.tokens,
-        ended=False,
-    )
-
-
-def _random_conversation(ids: Sequence[int], answer_start: int) -> Conversation:
-    return Conversation(
-        prompt_id="random",
-        category="",
-        turn=0,
-        messages=(),
-        prompt_ids=tuple(ids[:answer_start]),
-        answer_ids=tuple(ids[answer_start:]),
+        prompt_ids=tuple(prompt_ids),
+        answer_ids=tuple(answer_ids),
         ended=False,
     )
 
