@@ -154,6 +154,18 @@ def has_graphs(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+@cache
+def has_fused_optimizers(device: torch.device) -> bool:
+    """Return whether torch's optimisers update all weights on the device by one kernel."""
+    weight = torch.zeros(1, device=device, requires_grad=True)
+    weight.grad = torch.zeros_like(weight)
+    try:
+        torch.optim.AdamW([weight], fused=True).step()
+    except MISSING:
+        return False
+    return True
+
+
 def nvml_uuid(device: torch.device) -> str | None:
     """Return the device's name in NVIDIA's management library; None for one that it does not know."""
     is_nvidia = device.type == "cuda" and torch.version.cuda is not None

@@ -129,7 +129,9 @@ class TargetConfig(Settings):
     name: str = "embedded:smollm2-135m-instruct"
     revision: str | None = None  # a Hub revision; only for Hub ids
     dtype: Dtype = "bfloat16"  # of the weights as they are run
-    attention: Literal["sdpa", "eager"] = "sdpa"  # implementation of attention in transformers
+    # Implementation of attention in transformers. The last three read whole rows, in training and for caches; decoding, which
+    # masks by row and by tree, then runs sdpa
+    attention: Literal["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"] = "sdpa"
     # lean: decode by a forward of draftsmith's own (Llama, Mistral, Qwen2, Qwen3), which packs the weights as a CPU reads them
     # fastest. compiled: that, or transformers' for other families, by torch.compile for fixed shapes: a bit faster after half
     # a minute for each, so for long runs. The draft runs the same way

@@ -114,7 +114,7 @@ class LossConfig(Settings):
     divergence: DivergenceName | None = Field(default_factory=_default_divergence)
     settings: DivergenceSettings = DivergenceSettings()
     temperature: PositiveFloat = 1.0  # divides both sides' logits; cross-entropy stays at 1
-    chunk_size: PositiveInt = 128  # positions whose logits live at one time
+    chunk_size: PositiveInt | None = None  # positions whose logits live at one time; null: 128, on a GPU 2,048
     compiled: bool | None = None  # torch.compile joins the passes over a chunk's logits; null: on CUDA devices
 
     def objections(self) -> Iterator[str]:

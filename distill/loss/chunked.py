@@ -17,37 +17,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.func import functional_call
-from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 from distill.loss.divergences import ClosedForm, Divergence, acceptance, closed_form
+from distill.loss.logit_head import LogitHead
 from distill.loss.pairs import DenseChunk, Pair, PlacedRows, TargetChunk, TargetRows, at_least_float32
 from heads.device import has_graphs, keeps_small_tensors_near
-from heads.inference.causal_lm import head_logits
-from heads.modules.output_head import autocast_dtype
 
 # Bytes of a float32 tensor over the vocabulary, about ten of which are in use at a time: they should stay in the cache.
 # Of 0.6 to 80 MB, 1 to 2 were fastest on one core with 1 MiB of L2 and 32 MiB of shared L3 cache.
 TILE_BYTES = 2**21
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogitHead:
-    """A function from hidden states to logits, row by row.
-
-    logits_of: `[C, D]` -> `[C, V]`, in the dtype that the matmul gives (bfloat16 under autocast).
-    parameters: every tensor inside `logits_of` that may want a gradient. One left out silently gets none.
-    """
-
-    logits_of: Callable[[Tensor], Tensor]
-    parameters: tuple[Tensor, ...]
+# Rows of a chunk where none are given. On a GPU a product of few rows waits for the head's weights.
+CHUNK_ON_CPU, CHUNK = 128, 2048
 
 
 class ChunkedLoss(NamedTuple):
@@ -96,6 +82,11 @@ class LossPart:
     weights_N: Tensor
     draft_token_ids_W: Tensor | None = None
     labels_N: Tensor | None = None
+
+
+def rows_of_chunk(given: int | None, *, on_cpu: bool) -> int:
+    """Return how many rows' logits live at one time, by `LossConfig.chunk_size`."""
+    return (CHUNK_ON_CPU if on_cpu else CHUNK) if given is None else given
 
 
 def chunked_losses(
@@ -332,32 +323,3 @@ def _draft_ids(labels_N: Tensor | None, draft_token_ids_W: Tensor | None) -> Ten
     sorted_W, order_W = draft_token_ids_W.sort()
     places_N = torch.searchsorted(sorted_W, labels_N).clamp(max=len(sorted_W) - 1)
     return torch.where(sorted_W[places_N] == labels_N, order_W[places_N], -1)
-
-
-def model_head(model: PreTrainedModel) -> LogitHead:
-    """Return the head of a causal LM, with the soft cap or scale of its architecture; tied or not makes no difference.
-
-    Valid for one batch: frozen weights are cast for autocast at their first use, and kept.
-    """
-    head = cast(PreTrainedModel, _CachedHead(model))  # `head_logits` reads the config and the output embeddings only
-    parameters = tuple(model.get_output_embeddings().parameters())
-    return LogitHead(logits_of=lambda hidden_CD: head_logits(head, hidden_CD), parameters=parameters)
-
-
-class _CachedHead:
-    """A causal LM's head that casts its frozen weights once; autocast caches trained weights only."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.config, self._head = model.config, model.get_output_embeddings()
-
-    @cached_property
-    def _cast_weights(self) -> dict[str, Tensor]:
-        """The weights that autocast would cast again for each chunk, in its dtype."""
-        dtypes = {name: autocast_dtype(weight) for name, weight in self._head.named_parameters()}
-        return {name: self._head.get_parameter(name).to(dtype) for name, dtype in dtypes.items() if dtype is not None}
-
-    def get_output_embeddings(self) -> Callable[[Tensor], Tensor]:
-        if type(self._head) is not nn.Linear:
-            return lambda hidden: functional_call(self._head, self._cast_weights, (hidden,))
-        weights = {**dict(self._head.named_parameters()), **self._cast_weights}
-        return lambda hidden: F.linear(hidden, weights["weight"], weights.get("bias"))

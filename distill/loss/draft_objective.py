@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from configs.schema.training import LossConfig
-from distill.loss.chunked import ChunkedLoss, LogitHead, LossPart, chunked_losses, model_head
+from distill.loss.chunked import ChunkedLoss, LossPart, chunked_losses, rows_of_chunk
 from distill.loss.divergences import configured_divergence
+from distill.loss.logit_head import LogitHead, model_head
 from distill.loss.pairs import HiddenRows, SparseTarget, TargetRows
-from heads.device import upload
+from heads.device import keeps_small_tensors_near, upload
 from heads.frozen.loading import Target
 from heads.inference.causal_lm import HeadRows, head_rows, read_documents
 from heads.modules.interface import Batch, before_labels, flat
@@ -47,6 +48,7 @@ class DraftObjective(nn.Module):
         super().__init__()
         self.draft, self._timed, self._config = draft, timed, config
         self._divergence = configured_divergence(config)
+        self._chunk_size = rows_of_chunk(config.chunk_size, on_cpu=keeps_small_tensors_near(target.device))
         self._shared_vocab_size = min(target.vocab_size, draft.config.get_text_config().vocab_size)
         if vocabulary is not None:  # refuse a head that cannot be reduced now, not in the first step
             head_rows(draft, vocabulary.token_ids_W.to(draft.device))
@@ -89,7 +91,7 @@ class DraftObjective(nn.Module):
         return chunked_losses(
             [part],
             self._divergence,
-            chunk_size=config.chunk_size,
+            chunk_size=self._chunk_size,
             temperature=config.temperature,
             compiled=config.compiled,
         )[0]

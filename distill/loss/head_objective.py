@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from configs.schema.training import LossConfig
-from distill.loss.chunked import ChunkedLoss, LogitHead, LossPart, chunked_losses, model_head
+from distill.loss.chunked import ChunkedLoss, LossPart, chunked_losses, rows_of_chunk
 from distill.loss.divergences import configured_divergence
 from distill.loss.draft_objective import Timer
+from distill.loss.logit_head import LogitHead, model_head
 from distill.loss.pairs import HiddenRows, PlacedRows, SharedLogits, TargetRows, normalise, normalisers_at
-from heads.device import upload
+from heads.device import keeps_small_tensors_near, upload
 from heads.frozen.hidden_states import TargetStates
 from heads.frozen.loading import Target
 from heads.inference.causal_lm import HeadRows
@@ -70,6 +71,7 @@ class HeadObjective(nn.Module):
         super().__init__()
         self.head, self._timed, self._config = head, timed, config
         self._divergence = configured_divergence(config)
+        self._chunk_size = rows_of_chunk(config.chunk_size, on_cpu=keeps_small_tensors_near(target.device))
         # In a tuple, so that the target does not become a submodule and is neither trained nor saved.
         self._target = (target,)
 
@@ -108,7 +110,7 @@ class HeadObjective(nn.Module):
         results = chunked_losses(
             parts,
             self._divergence,
-            chunk_size=config.chunk_size,
+            chunk_size=self._chunk_size,
             temperature=config.temperature,
             compiled=config.compiled,
         )
@@ -142,7 +144,7 @@ class HeadObjective(nn.Module):
             return given
         (target,) = self._target
         places_N = torch.cat([depth.target_places_N for depth in depths]).unique()
-        return normalise(target.model, states.final_BTE, places_N, chunk_size=self._config.chunk_size)
+        return normalise(target.model, states.final_BTE, places_N, chunk_size=self._chunk_size)
 
     def _target_rows(
         self, states: TargetStates, places: list[Tensor], depths: list[Depth], known: Normalisers | None
@@ -164,7 +166,7 @@ class HeadObjective(nn.Module):
                 HiddenRows(hidden_NE=hidden_NE, logits_of=logits_of, known=each)
                 for hidden_NE, each in zip(hidden, known_at, strict=True)
             ]
-        shared = SharedLogits(flat(states.final_BTE, all_P), logits_of, self._config.chunk_size)
+        shared = SharedLogits(flat(states.final_BTE, all_P), logits_of, self._chunk_size)
         found = [torch.searchsorted(all_P, each) for each in places]
         on_device = upload(torch.cat(found), states.final_BTE.device).split([len(each) for each in found])
         return [

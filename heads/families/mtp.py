@@ -88,7 +88,8 @@ class Mtp(ChainHead):
     def read(self, features_BTF: Tensor, ids_BT: Tensor, positions_BT: Tensor, cache: RowCache, depth: int) -> Tensor:
         """See `ChainHead.read`; with a module a depth, features are the last one's states."""
         number = 0 if self.settings.shared_depths else depth
-        visible_B1TS = cache.visible(positions_BT, self._context.window).unsqueeze(1)
+        hides = not (self._context.is_causal and cache.is_causal)
+        visible_B1TS = cache.visible(positions_BT, self._context.window).unsqueeze(1) if hides else None
         layer, keys = self._layer(depth), CacheLayer(cache, number)
         return layer(self.embed(ids_BT), features_BTF, self._context, positions_BT, visible_B1TS, keys)
 
@@ -118,7 +119,7 @@ class MtpLayer(HeadLayer):
         states_BTD: Tensor,
         context: BlockContext,
         positions_BT: Tensor,
-        visible_B1TS: Tensor,
+        visible_B1TS: Tensor | None,
         keys: Keys,
     ) -> Tensor:
         """Return the normed states `[B, T, D]`; see `heads.modules.target_block.BlockContext.run`."""

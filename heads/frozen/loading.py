@@ -40,6 +40,7 @@ from heads.inference.runner import Guidance, Runner, runner_of
 log = logging.getLogger("draftsmith")
 
 UNLIMITED = 2**31 - 1  # positions
+EVERYWHERE = ("sdpa", "eager")  # attention that takes the masks of rows and trees in decoding
 
 
 class StateSource(Protocol):
@@ -163,6 +164,8 @@ def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: 
     model.eval().requires_grad_(False)
     is_split = config.parallel is not None and config.parallel.kind is not None
     group = join_group(model, config, device) if is_split else None
+    if config.attention not in EVERYWHERE:
+        _read_rows_by(model, config.attention)
     check_split(model)
     if (limit := rope_limit(model.config.get_text_config())) is not None:
         log.warning(
@@ -190,7 +193,11 @@ def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: 
 
 
 def load_with(attention: str, load: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
-    """Return the model that `load` makes with this attention, or with eager where its family has no sdpa."""
+    """Return the model that `load` makes with this attention, or with eager where its family has no sdpa.
+
+    One that is for whole rows alone (`TargetConfig.attention`) is left for later.
+    """
+    attention = attention if attention in EVERYWHERE else "sdpa"
     try:
         return load(attention)
     except ValueError as error:
@@ -199,6 +206,17 @@ def load_with(attention: str, load: Callable[[str], PreTrainedModel]) -> PreTrai
     model = load("eager")
     log.info("%s has no sdpa in transformers; attention is eager", type(model).__name__)
     return model
+
+
+def _read_rows_by(model: PreTrainedModel, attention: str) -> None:
+    own: str = model.config._attn_implementation
+    try:
+        model.set_attn_implementation(attention)
+    except (ImportError, ValueError) as error:
+        raise InputError(f"target.attention {attention}: {first_line(error)}; sdpa runs everywhere") from error
+    finally:
+        model.config._attn_implementation = own
+    runner_of(model).row_attention = attention
 
 
 def move(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:

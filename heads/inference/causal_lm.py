@@ -64,7 +64,7 @@ def new_cache(model: PreTrainedModel, capacity: int, layer: Callable[[int], RowL
     size = runner.current.cache_size(capacity)
     if runner.mixers:
         return RecurrentCache(runner.mixers, num_layers, size, layer)
-    return RowCache(num_layers, size, layer, copies=1 if runner.guidance is None else 2)
+    return RowCache(num_layers, size, layer, copies=1 if runner.guidance is None else 2, storage=runner.current.storage)
 
 
 def forward_rows(
@@ -119,12 +119,12 @@ def read_documents(
     if media is not None:
         return _read_with_media(model, ids_BT, media)[0]
     _check_text(model, ids_BT)
-    guidance = runner_of(model).guidance
-    if guidance is not None:
+    runner = runner_of(model)
+    if (guidance := runner.guidance) is not None:
         packed_positions_BT = cast(Tensor | None, twice(packed_positions_BT, len(ids_BT)))
         ids_BT = guidance.doubled_ids(ids_BT)
     apart = {} if packed_positions_BT is None else {"position_ids": by_axis(model.config, packed_positions_BT)}
-    with knowing_packing(packed=bool(apart)):
+    with knowing_packing(packed=bool(apart)), runner.reading_rows():
         states_BTD: Tensor = backbone(model)(input_ids=ids_BT, use_cache=False, **apart).last_hidden_state
     return states_BTD if guidance is None else guidance.mixed(states_BTD)
 

@@ -2,8 +2,8 @@
 
 The tokens of a forward are padded to one of `WIDTHS` by repeating the last, the cache has one of a few sizes and is read whole
 behind a mask, and what fits no width (a prompt) runs uncompiled. Each width, batch size, cache size and set of taps is a graph
-of its own, so this is for long runs at one batch size. A CUDA graph is recorded for the addresses of one cache: each batch has
-its own, so that on CUDA short batches may lose more than they gain.
+of its own, so this is for long runs at one batch size. A CUDA graph is recorded for the addresses of a cache, whose memory each
+batch hands on to the next.
 B batch, T new tokens, W tokens of a graph, S cache length, D width.
 """
 
@@ -25,6 +25,7 @@ from heads.inference.lean_forward import make_lean
 from heads.inference.masks import Masks
 from heads.inference.model_checks import check_rolls_back
 from heads.inference.runner import DecodingForward, TransformersForward, runner_of
+from heads.inference.storage import Storage
 
 log = logging.getLogger("draftsmith")
 
@@ -33,7 +34,7 @@ SMALLEST_CACHE = 256  # positions a row; larger caches double
 MAX_GRAPHS = 16  # of one model; further shapes run uncompiled
 
 
-def make_compiled(model: PreTrainedModel, backend: str = "inductor") -> None:
+def make_compiled(model: PreTrainedModel, backend: str | Callable[..., Any] = "inductor") -> None:
     """Let decoding run `model` by a compiled forward from now on, the lean one where its family has that.
 
     Its weights must not change afterwards. Layers that have states, or count columns of the cache, are refused.
@@ -65,8 +66,9 @@ def run_alike(model: PreTrainedModel, target: PreTrainedModel) -> None:
 class CompiledForward:
     """Another forward, run as graphs of fixed shapes."""
 
-    def __init__(self, inner: DecodingForward, device: torch.device, backend: str) -> None:
+    def __init__(self, inner: DecodingForward, device: torch.device, backend: str | Callable[..., Any]) -> None:
         self.inner, self.backend = inner, backend
+        self.storage: Storage | None = Storage()
         self._graphs: dict[tuple[Any, ...], Callable[..., Tensor]] = {}
         self._has_graphs = has_graphs(device)
         if self._has_graphs:  # or each graph would copy them before it runs

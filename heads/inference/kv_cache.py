@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from heads.device import on_device
+from heads.inference.storage import Storage
 from heads.sampling.token_tree import TreeAttention
 
 STEPS = 127  # of int8, to either side
@@ -42,6 +43,8 @@ class RowLayer(CacheLayerMixin):
     """One layer's keys and values, `[B, N, capacity, H]`, allocated when the first states show their shape."""
 
     is_sliding = False
+    storage: Storage | None = None  # that its memory is of; None: its own
+    number = 0  # among the layers of the cache
     stored: Sequence[str] = ("keys", "values")  # attributes, `[B, N, capacity, ...]`
     keys: Tensor
     values: Tensor
@@ -53,10 +56,16 @@ class RowLayer(CacheLayerMixin):
         self.slots = _Slots(starts=[0], length=0, index=None)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        B, N, _, _ = key_states.shape
-        self.keys = key_states.new_zeros(B, N, self.capacity, key_states.shape[-1])
-        self.values = value_states.new_zeros(B, N, self.capacity, value_states.shape[-1])
+        self.keys = self._zeros("keys", key_states, key_states.shape[-1])
+        self.values = self._zeros("values", value_states, value_states.shape[-1])
         self.is_initialized = True
+
+    def _zeros(self, name: str, like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return zeros `[B, N, capacity, width]`; `dtype` None: that of the states."""
+        shape, dtype = (*like.shape[:2], self.capacity, width), like.dtype if dtype is None else dtype
+        if self.storage is None:
+            return like.new_zeros(shape, dtype=dtype)
+        return self.storage.zeros(self, (self.number, name), shape, dtype, like.device)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         """Write the new states into their slots and return views of everything up to the furthest row's end."""
@@ -67,7 +76,7 @@ class RowLayer(CacheLayerMixin):
     def update_index(self, key_states: Tensor) -> Tensor:
         """Do the same with the keys `[B, 1, T, H]` by which an indexer chooses what attention sees (MiniMax-M3)."""
         if "index_keys" not in self.stored:
-            self.index_keys = key_states.new_zeros(*key_states.shape[:2], self.capacity, key_states.shape[-1])
+            self.index_keys = self._zeros("index_keys", key_states, key_states.shape[-1])
             self.stored = (*self.stored, "index_keys")
         return self._written(self.index_keys, key_states)
 
@@ -91,7 +100,10 @@ class RowLayer(CacheLayerMixin):
 
     def keep_rows(self, index_B: Tensor) -> None:
         for name in self.stored:
-            setattr(self, name, getattr(self, name)[index_B])
+            rows = getattr(self, name)
+            kept = rows[index_B]
+            stay = self.storage is not None and len(kept) <= len(rows)
+            setattr(self, name, rows[: len(kept)].copy_(kept) if stay else kept)
 
     def put_rows(self, index_B: Tensor, other: RowLayer) -> None:
         for name in other.stored:
@@ -121,11 +133,10 @@ class Int8Layer(RowLayer):
     value_scales: Tensor
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        B, N, _, H = key_states.shape
-        self.keys = key_states.new_zeros(B, N, self.capacity, H, dtype=torch.int8)
-        self.values = value_states.new_zeros(B, N, self.capacity, value_states.shape[-1], dtype=torch.int8)
-        self.key_scales = key_states.new_zeros(B, N, self.capacity, 1, dtype=torch.float32)
-        self.value_scales = torch.zeros_like(self.key_scales)
+        self.keys = self._zeros("keys", key_states, key_states.shape[-1], torch.int8)
+        self.values = self._zeros("values", value_states, value_states.shape[-1], torch.int8)
+        self.key_scales = self._zeros("key_scales", key_states, 1, torch.float32)
+        self.value_scales = self._zeros("value_scales", value_states, 1, torch.float32)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
@@ -168,9 +179,19 @@ class RowCache(Cache):
 
     takes_rows = True  # `put_rows` is to be had
 
-    def __init__(self, num_layers: int, capacity: int, layer: Callable[[int], RowLayer] = RowLayer, *, copies: int = 1) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        capacity: int,
+        layer: Callable[[int], RowLayer] = RowLayer,
+        *,
+        copies: int = 1,
+        storage: Storage | None = None,
+    ) -> None:
         self.copies = copies
         self.rows = [layer(capacity) for _ in range(num_layers)]
+        for number, each in enumerate(self.rows):
+            each.number, each.storage = number, storage
         super().__init__(layers=list(self.rows))
         self.capacity = capacity
         self.offsets_B: Tensor | None = None  # by which positions after images are moved

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
+from heads.device import to_device
 from heads.inference.kv_cache import RowCache, RowLayer
 
 MAX_STATES = 8  # of one layer while mixers are searched
@@ -136,13 +137,16 @@ class RecurrentCache(RowCache):
         history = self._histories[module]
         self._go_on(history, slots.starts, slot)
         before = [start - base for start, base in zip(slots.starts, history.base, strict=True)]  # entry of the last state
+        if slots.attention is None:
+            steps = [[last + t for last in before] for t in range(T)]
+        else:
+            root, parents = slots.attention.visible_BTX.shape[2] - T, slots.attention.parent_slots
+            steps = [[last - root + row[t] for last, row in zip(before, parents, strict=True)] for t in range(T)]
         outputs = []
-        for t in range(T):
-            parents = before if slots.attention is None else _parents(slots.attention.visible_BTX, t, before)
-            output, state = self._run(mixer, inputs_BTD[:, t : t + 1], slot, _gather(history.states, parents))
+        for t, entries in enumerate(steps):
+            output, state = self._run(mixer, inputs_BTD[:, t : t + 1], slot, _gather(history.states, entries))
             history.states.append(state)
             outputs.append(output)
-            before = [each + 1 for each in before] if slots.attention is None else before
         return _joined(outputs)
 
     def _run(self, mixer: Mixer, inputs_BTD: Tensor, slot: MixerSlot, state: State | None) -> tuple[Any, State]:
@@ -175,16 +179,17 @@ class RecurrentCache(RowCache):
                 history.states = history.states[count:]
                 history.base = [base + count for base in history.base]
             return
-        rows = []
+        states = history.states
+        if history.after_prompt is not None:
+            states = [*states, history.after_prompt[1]]
         for row, (start, entry) in enumerate(zip(starts, entries, strict=True)):
             if 0 <= entry < len(history.states):
-                rows.append(_rows(history.states[entry], [row]))
-            elif history.after_prompt is not None and history.after_prompt[0][row] == start:
-                rows.append(_rows(history.after_prompt[1], [row]))
-            else:
+                continue
+            if history.after_prompt is None or history.after_prompt[0][row] != start:
                 kept = range(history.base[row], history.base[row] + len(history.states))
                 raise ValueError(f"row {row} goes on at {start}; states are kept for {kept[0]} to {kept[-1]}")
-        history.base, history.states = list(starts), [_stacked(rows)]
+            entries[row] = len(history.states)
+        history.base, history.states = list(starts), [_gather(states, entries)]
 
     def _within_prompt(self, history: _History, starts: Sequence[int], slot: MixerSlot) -> State:
         assert history.prompt is not None
@@ -243,19 +248,21 @@ class _Finder(RecurrentCache):
         self.found.setdefault((self.running[-1], layer), set()).add(state)
 
 
-def _parents(visible_BTX: Tensor, t: int, before: Sequence[int]) -> list[int]:
-    """Return which entry of the history is the state before token t of a tree, by row; `before` was the last before the new."""
-    T, X = visible_BTX.shape[1:]
-    own = X - T + t
-    above_BX = visible_BTX[:, t, :own] * torch.arange(1, own + 1, device=visible_BTX.device)
-    nearest = above_BX.amax(1).tolist() if own else [0] * len(before)  # parents come before their children
-    return [last - (X - T) + slot for last, slot in zip(before, nearest, strict=True)]
-
-
 def _gather(states: Sequence[State], entries: Sequence[int]) -> State:
-    if min(entries) == max(entries):
-        return states[entries[0]]
-    return _stacked([_rows(states[entry], [row]) for row, entry in enumerate(entries)])
+    """Return for each row its part of the state at its entry."""
+    distinct = sorted(set(entries))
+    if len(distinct) == 1:
+        return states[distinct[0]]
+    places = [distinct.index(entry) for entry in entries]
+
+    def chosen(parts: Sequence[Tensor | None]) -> Tensor | None:
+        found = [part for part in parts if part is not None]
+        if not found:
+            return None
+        device = found[0].device
+        return torch.stack(found)[to_device(places, device), torch.arange(len(places), device=device)]
+
+    return tuple(chosen(parts) for parts in zip(*(states[entry] for entry in distinct), strict=True))
 
 
 def _rows(state: State, rows: Sequence[int]) -> State:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -21,6 +21,7 @@ from configs.schema.target import GuidanceConfig
 from heads.inference.kv_cache import RowCache
 from heads.inference.masks import Masks, first_of_equals
 from heads.inference.recurrent_cache import MixerSlot, cache_argument, find_mixers
+from heads.inference.storage import Storage
 
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 STATE_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # the last two have keys and values beside a state
@@ -51,6 +52,8 @@ def apply_head(head: Callable[[Tensor], Tensor], hidden_BTD: Tensor) -> Tensor:
 
 class DecodingForward(Protocol):
     """The two halves of a causal LM, without gradients."""
+
+    storage: Storage | None = None  # that its caches hand on; None: each has memory of its own
 
     def hidden(self, ids_BT: Tensor, positions_BT: Tensor, masks: Masks, cache: RowCache) -> Tensor:
         """Return the final, normed hidden states `[B, T, D]`; keys and values are written where `cache` was placed.
@@ -151,6 +154,7 @@ class Runner:
         self._model = ref(model)  # `_RUNNERS` must not keep it alive
         self.forward: DecodingForward | None = None  # in inference mode; None: transformers' own modules
         self.guidance: Guidance | None = None
+        self.row_attention: str | None = None  # transformers' name of the attention that reads whole rows; None: the model's
         self.placeholder: int | None = None  # the token that stands for a state of an image or a sound; None: text only
         self.refused: frozenset[str] = frozenset()  # kinds of forwards for which a check found wrong states
         self.passed: set[str] = set()  # names of checks
@@ -187,6 +191,17 @@ class Runner:
                 f"{type(model).__name__} carries the past in states and does not run on a cache of transformers' form "
                 f"({first_line(failure)}), so it cannot be decoded here; take a model of another family"
             ) from failure
+
+    @contextmanager
+    def reading_rows(self) -> Iterator[None]:
+        """Run the model's attention by `row_attention` for a while."""
+        config: Any = self.model.config
+        own = config._attn_implementation
+        config._attn_implementation = self.row_attention or own
+        try:
+            yield
+        finally:
+            config._attn_implementation = own
 
     @contextmanager
     def unguided(self) -> Iterator[None]:

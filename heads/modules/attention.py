@@ -1,29 +1,34 @@
-"""Attention of training in memory linear in the length: queries read ranges of a row, some rows of scores at a time.
+"""Attention of training in memory linear in the length: queries read ranges of a row.
 
-Scores are recomputed in the backward, so that neither pass holds those of all pairs, nor a mask of them. A range is what a
-document leaves of a row. With the mixed values comes the logarithm of the softmax's sum: to a caller whose queries also have
-keys of their own (depths unrolled before, slots of a block) a whole range is like one more key, of that score and those values.
-B batch, X queries, T positions, N heads, M key-value heads, G = N / M, H head width.
+On CUDA torch's `flex_attention` reads them, elsewhere `_ReadRanges`, some rows of scores at a time. Both compute scores again
+in the backward, so that neither pass holds those of all pairs, nor a mask of them. A range is what a document leaves of a row.
+With the mixed values comes the logarithm of the softmax's sum: to a caller whose queries also have keys of their own (depths
+unrolled before, slots of a block) a whole range is like one more key, of that score and those values.
+B batch, X queries, T positions, N heads, M key-value heads, G = N / M, H head width, P and S blocks of queries and positions.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from heads.device import keeps_small_tensors_near
+from heads.device import has_graphs, keeps_small_tensors_near
 
 # Scores at one time over batch and heads, several tensors of which live at once: 1 MiB of float32, of a size for a CPU's L2
 # cache (of 2**16 to 2**22, 2**18 was fastest at 256 and 4096 positions), or 256 MiB, enough work for a GPU.
 AT_ONCE_IN_CACHE, AT_ONCE = 2**18, 2**26
 MIN_ROWS = 16  # of queries at one time, however long the row
 NUM_SIZES = 16  # of products over parts of a row: libraries make code or plans for each size, and keep them
+BLOCK = 128  # queries, and positions, of a block of `flex_attention`: its own default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +50,16 @@ class Ranges:
             reach = [self.reach[query] for query in on_host_BX.amax(0).cummax(0).values.tolist()]
         return Ranges(first_BX=self.first_BX.gather(1, queries_BX), end_BX=self.end_BX.gather(1, queries_BX), reach=reach)
 
+    @cached_property
+    def _blocks(self) -> dict[int, BlockMask]:
+        return {}
+
+    def block_mask(self, T: int) -> BlockMask:
+        """Return which of T positions are read, as `flex_attention` takes it: no tensor is of all pairs, and no host waits."""
+        if T not in self._blocks:
+            self._blocks[T] = _block_mask(self.first_BX, self.end_BX, T)
+        return self._blocks[T]
+
 
 def causal_ranges(position_ids_BT: Tensor) -> Ranges:
     """Return the ranges of causal attention: each position reads those before it in its document, and itself."""
@@ -61,9 +76,52 @@ def read_ranges(q_BNXH: Tensor, k_BMTH: Tensor, v_BMTH: Tensor, ranges: Ranges) 
     """
     at_once = AT_ONCE_IN_CACHE if keeps_small_tensors_near(q_BNXH.device) else AT_ONCE
     q, k = q_BNXH.to(v_BMTH.dtype), k_BMTH.to(v_BMTH.dtype)
+    if has_graphs(q.device):
+        return read_by_flex(_compiled_flex(), q, k, v_BMTH, ranges)
     rows = max(MIN_ROWS, at_once // (q.shape[0] * q.shape[1] * k.shape[2]))
     mixed, log_sums = _ReadRanges.apply(q, k, v_BMTH, ranges, rows)
     return mixed, log_sums
+
+
+def read_by_flex(
+    flex: Callable[..., Any], q_BNXH: Tensor, k_BMTH: Tensor, v_BMTH: Tensor, ranges: Ranges
+) -> tuple[Tensor, Tensor]:
+    """Do the same by `flex`, torch's `flex_attention`, as it is or compiled."""
+    mask, shares = ranges.block_mask(k_BMTH.shape[2]), q_BNXH.shape[1] != k_BMTH.shape[1]
+    found = flex(q_BNXH, k_BMTH, v_BMTH, block_mask=mask, enable_gqa=shares, return_aux=AuxRequest(lse=True))
+    mixed_BNXH, log_sums_BNX = found[0], found[1].lse
+    return mixed_BNXH, log_sums_BNX.clamp(min=torch.finfo(log_sums_BNX.dtype).min)
+
+
+@cache
+def _compiled_flex() -> Callable[..., Any]:
+    return torch.compile(flex_attention)  # the graphs of a run go by its shapes; where those vary, sizes become symbols
+
+
+def _block_mask(first_BX: Tensor, end_BX: Tensor, T: int) -> BlockMask:
+    starts_S = torch.arange(0, T, BLOCK, device=first_BX.device)
+    ends_S = starts_S + BLOCK
+
+    def in_blocks(values_BX: Tensor, fill: int) -> Tensor:
+        padded_BY = functional.pad(values_BX, (0, -values_BX.shape[1] % BLOCK), value=fill)
+        return padded_BY.unflatten(1, (-1, 1, BLOCK))
+
+    some_BPS = (starts_S < in_blocks(end_BX, 0).amax(3)) & (ends_S > in_blocks(first_BX, T).amin(3))
+    all_BPS = (starts_S >= in_blocks(first_BX, 0).amax(3)) & (ends_S <= in_blocks(end_BX, T).amin(3))  # by every query
+    (count, index), (whole_count, whole_index) = (_listed(each) for each in (some_BPS & ~all_BPS, some_BPS & all_BPS))
+
+    def reads(b: Tensor, h: Tensor, query: Tensor, position: Tensor) -> Tensor:
+        return (position >= first_BX[b, query]) & (position < end_BX[b, query])
+
+    return BlockMask.from_kv_blocks(
+        count, index, whole_count, whole_index, BLOCK_SIZE=BLOCK, mask_mod=reads, seq_lengths=(first_BX.shape[1], T)
+    )
+
+
+def _listed(flags_BPS: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many blocks of positions each block of queries has, `[B, 1, P]`, and which, those first, `[B, 1, P, S]`."""
+    order_BPS = flags_BPS.int().sort(dim=2, descending=True, stable=True).indices
+    return flags_BPS.sum(2, dtype=torch.int32).unsqueeze(1), order_BPS.int().unsqueeze(1)
 
 
 class _ReadRanges(torch.autograd.Function):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from typing import Any, cast
@@ -22,8 +23,8 @@ from configs.runtime.errors import InputError
 from heads.frozen.hidden_states import blocks, num_blocks, tapped
 from heads.frozen.placement import own_copy
 from heads.inference.kv_cache import RowCache
-from heads.inference.model_checks import check_on_probe, probe_ids, relative_error
-from heads.inference.runner import backbone
+from heads.inference.model_checks import check_on_probe, probe_ids, relative_error, rounding
+from heads.inference.runner import backbone, runner_of
 
 KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention", "indexed_attention"}
 CHOOSING = ("e_score_correction_bias", "expert_bias", ".indexer.")  # parameters that choose experts or keys, without gradients
@@ -106,18 +107,24 @@ class BlockContext:
                 name=f"block {number} runs apart",
             )
 
-    def run(self, block: nn.Module, states_BTD: Tensor, positions_BT: Tensor, visible_B1TS: Tensor, keys: Keys) -> Tensor:
+        # Where the block masks by causality itself, a text needs no mask of all its pairs.
+        known = self.window is None and self.kind != "indexed_attention"
+        self.is_causal = known and f"block {number} is causal" in runner_of(target).passed
+
+    def run(
+        self, block: nn.Module, states_BTD: Tensor, positions_BT: Tensor, visible_B1TS: Tensor | None, keys: Keys
+    ) -> Tensor:
         """Return the states `[B, T, D]` after a block, the target's or a copy.
 
         `visible_B1TS` says which keys each position sees, in the order in which `keys` gives them; without `keys` these are
-        those of the states.
+        those of the states. None, with `is_causal`: those up to its own.
         """
         (rotary,) = self._rotary
         given: dict[str, Any] = {self._cache_argument: keys, **self._without}
         if rotary is not None:
             given["position_embeddings"] = rotary(states_BTD, positions_BT, **self._rotary_arguments)
         mask = visible_B1TS
-        if self._additive_masks:
+        if self._additive_masks and mask is not None:
             lowest = torch.finfo(states_BTD.dtype).min
             mask = torch.zeros_like(mask, dtype=states_BTD.dtype).masked_fill(~mask, lowest)
         output: Any = block(states_BTD, attention_mask=mask, position_ids=positions_BT, **given)
@@ -134,8 +141,11 @@ class BlockContext:
         causal_11TT = torch.ones(1, 1, T, T, dtype=torch.bool, device=target.device).tril()
         visible_11TT = unrolled_mask(causal_11TT, 0, self.window)
         positions_1T = torch.arange(T, device=target.device).unsqueeze(0)
-        apart_1TD = self.run(blocks(target)[number], seen[number], positions_1T, visible_11TT, ChainKeys())
-        return relative_error(apart_1TD.to(target.device), seen[number + 1])
+        run = partial(self.run, blocks(target)[number], seen[number], positions_1T)
+        with suppress(ValueError, TypeError, AttributeError, RuntimeError):
+            if relative_error(run(None, ChainKeys()).to(target.device), seen[number + 1]) <= rounding(target):
+                runner_of(target).passed.add(f"block {number} is causal")
+        return relative_error(run(visible_11TT, ChainKeys()).to(target.device), seen[number + 1])
 
 
 def copy_block(target: PreTrainedModel, number: int) -> nn.Module:

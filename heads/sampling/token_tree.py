@@ -138,6 +138,15 @@ class TreeAttention:
         positions_BS = torch.where(before_BS, keys_S, self._roots_B1 + self.depths_BX.gather(1, columns_BS))
         return before_BS.unsqueeze(1) | in_tree_BTS, positions_BS
 
+    @cached_property
+    def parent_slots(self) -> list[list[int]]:
+        """By row, the slot of each new token's parent, counted from 1; 0: it continues the text. The host waits for it once."""
+        T, X = self.visible_BTX.shape[1:]
+        places_X = torch.arange(1, X + 1, device=self.visible_BTX.device)
+        above_TX = places_X <= torch.arange(X - T, X, device=places_X.device).unsqueeze(1)  # parents come before their children
+        parents: list[list[int]] = (self.visible_BTX & above_TX).mul(places_X).amax(2).tolist()
+        return parents
+
     @property
     def _roots_B1(self) -> Tensor:
         return on_device(self.roots, self.depths_BX.device).unsqueeze(1)

@@ -71,8 +71,8 @@ BENCHMARKS = {
     ),
     "launches": Benchmark(
         settings.LaunchesConfig,
-        "launches.record_launches",
-        "kernels that a decode round and a training step would start, counted on the CPU (a minute)",
+        "counts.record.record_launches",
+        "what a GPU would start, move and wait for in decoding and training, counted on the CPU (a minute)",
     ),
     "gpu": Benchmark(
         settings.GpuCheckConfig,

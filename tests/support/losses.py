@@ -3,7 +3,8 @@
 import torch
 from torch.nn import functional
 
-from distill.loss.chunked import LogitHead, LossPart, chunked_losses
+from distill.loss.chunked import LossPart, chunked_losses
+from distill.loss.logit_head import LogitHead
 from distill.loss.pairs import DenseChunk, HiddenRows, SparseTarget
 from distill.signals import SignalSource
 

@@ -30,6 +30,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from configs.runtime.errors import ConfigError
 from configs.schema.training import OptimizerConfig, ScheduleConfig
+from heads.device import has_fused_optimizers
 from train.loop.lineage import FSDP2, REPLICATED, engine_name, fsdp_is_requested
 from train.loop.task import Task
 
@@ -46,7 +47,8 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig, num_steps: int) -
         {"params": [parameter for parameter in trainable if parameter.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2))
+    fused = has_fused_optimizers(trainable[0].device) or None
+    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=fused)
     warmup = max(1, round(config.warmup_share * num_steps))
 
     def factor(step: int) -> float:

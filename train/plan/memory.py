@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from configs.schema.commands.planning import PlanConfig, PlanHeadsConfig
+from distill.loss.chunked import rows_of_chunk
 from heads.frozen.hidden_states import blocks
 from heads.modules.layers import shape_like
 from train.plan.models import PlannedModels, count, draft_columns, frozen_copies, target_columns
@@ -92,7 +93,7 @@ def memory_of(config: PlanConfig, models: PlannedModels, label_share: float) -> 
     # A chunk's logits, both sides; with a cache of sums the target makes the draft's columns only.
     of_draft = draft_columns(config, models) * (size + WIDE_COPIES_OF_DRAFT_LOGITS * WIDE)
     of_target = target_columns(config, models) * (models.target.dtype.itemsize + WIDE_COPIES_OF_TARGET_LOGITS * WIDE)
-    decode = config.held_out.decode
+    decode, on_cpu = config.held_out.decode, config.hardware.preset == "laptop_cpu"
     a_token, a_state = cached_bytes(models.target)
     # The states after each token of a round are kept until it is known which of its drafts stay.
     of_row = (config.data.max_length + decode.max_new_tokens) * a_token + (decode.num_speculative_tokens + 1) * a_state
@@ -104,7 +105,7 @@ def memory_of(config: PlanConfig, models: PlannedModels, label_share: float) -> 
         optimizer_states=2 * WIDE * trained,
         draft_activations=math.ceil(positions * activation_bytes(config, models, length=row, label_share=label_share)),
         target_activations=positions * _target_state_bytes(config, models),
-        loss_logits=config.loss.chunk_size * (of_draft + of_target),
+        loss_logits=rows_of_chunk(config.loss.chunk_size, on_cpu=on_cpu) * (of_draft + of_target),
         held_out_kv=min(decode.batch_size, config.held_out.num_prompts) * of_row,
     )
 

@@ -8,7 +8,7 @@ by `eval.cost.operation_counter`: attention counts all pairs computed, masked or
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -46,46 +46,57 @@ class DraftStep:
     kept_bytes: float  # of what the forward keeps for the backward
 
 
-def draft_step(config: PlanConfig, models: PlannedModels, *, length: float, label_share: float) -> DraftStep:
-    """Run a step of the draft over one row of `length` tokens, the labels at its end, and return what it takes."""
+def draft_step(
+    config: PlanConfig,
+    models: PlannedModels,
+    *,
+    length: float,
+    label_share: float,
+    rows: int = 1,
+    work: Callable[[], WorkCounter] = WorkCounter,
+) -> DraftStep:
+    """Run a step of the draft over rows of `length` tokens, the labels at their ends, and return what it takes.
+
+    `work` makes what counts the operations of the forward, and then of the backward.
+    """
     T = max(2, round(length))
     draft = models.draft
-    ids_BT, positions_BT = _row(T)
+    ids_BT, positions_BT = _rows(rows, T)
     mask_BT = positions_BT >= T - round(label_share * T)
     casts = _Casts(enabled=config.schedule.mixed_precision != "no")
     with torch.random.fork_rng([]), casts, _MixedDevices():
         torch.manual_seed(0)  # some families draw which rows they train
-        with WorkCounter() as forward, _kept_bytes(draft, casts) as kept:
+        with work() as forward, _kept_bytes(draft, casts) as kept:
             if isinstance(draft, PreTrainedModel):
                 states_BTE = _run(draft, ids_BT, positions_BT, use_cache=False).last_hidden_state
                 hidden, places = [states_BTE[:, :-1][mask_BT[:, 1:]]], []
             else:
                 width = models.target.config.get_text_config().hidden_size
-                state_BTE = torch.empty(1, T, width, dtype=models.target.dtype, device="meta")
+                state_BTE = torch.empty(rows, T, width, dtype=models.target.dtype, device="meta")
                 states = TargetStates(final_BTE=state_BTE, taps_ABTE=(state_BTE,) * len(models.taps or ()))
                 batch = Batch(ids_BT, mask_BT, positions_BT, torch.zeros_like(ids_BT), ids_BT[:, :1])
                 depths = draft(batch, states)
                 hidden = [depth.hidden_ND for depth in depths]
                 places = [depth.target_places_N for depth in depths]
-        with WorkCounter() as backward:
+        with work() as backward:
             torch.stack([each.sum() for each in hidden]).sum().backward()
-    shared_P, num_judged = shared_places(places), sum(map(len, hidden))
+    shared_P, num_judged, num_tokens = shared_places(places), sum(map(len, hidden)), rows * T
     return DraftStep(
-        forward_flops=forward.flops / T,
-        backward_flops=backward.flops / T,
-        judged_rows=num_judged / T,
-        target_rows=(num_judged if shared_P is None else len(shared_P)) / T,
-        kept_bytes=sum(kept.values()) / T,
+        forward_flops=forward.flops / num_tokens,
+        backward_flops=backward.flops / num_tokens,
+        judged_rows=num_judged / num_tokens,
+        target_rows=(num_judged if shared_P is None else len(shared_P)) / num_tokens,
+        kept_bytes=sum(kept.values()) / num_tokens,
     )
 
 
 @torch.no_grad()
-def forward_flops(model: PreTrainedModel, length: float) -> float:
-    """Return the FLOPs a token of a causal LM's forward without its head, over a row of `length` tokens."""
+def forward_flops(model: PreTrainedModel, length: float, rows: int = 1, work: Callable[[], WorkCounter] = WorkCounter) -> float:
+    """Return the FLOPs a token of a causal LM's forward without its head, over rows of `length` tokens; `work` counts them."""
     T = max(1, round(length))
-    with _Casts(enabled=False), _MixedDevices(), WorkCounter() as counter:
-        _run(model, *_row(T), use_cache=False)
-    return counter.flops / T
+    with _Casts(enabled=False), _MixedDevices(), work() as counter:
+        _run(model, *_rows(rows, T), use_cache=False)
+    return counter.flops / (rows * T)
 
 
 @torch.no_grad()
@@ -94,7 +105,7 @@ def cached_bytes(model: PreTrainedModel) -> tuple[int, int]:
 
     def after(length: int) -> int:
         with _Casts(enabled=False), _MixedDevices():
-            output = _run(model, *_row(length), use_cache=True)
+            output = _run(model, *_rows(1, length), use_cache=True)
         cache = output.get("past_key_values", output.get("cache_params"))  # the latter: Mamba
         tensors = [each for layer in getattr(cache, "layers", ()) for each in tree_leaves(list(vars(layer).values()))]
         return sum(each.nbytes for each in tensors if isinstance(each, Tensor) and each.is_floating_point())  # not counters
@@ -103,8 +114,8 @@ def cached_bytes(model: PreTrainedModel) -> tuple[int, int]:
     return two - one, 2 * one - two
 
 
-def _row(length: int) -> tuple[Tensor, Tensor]:
-    positions_BT = torch.arange(length).unsqueeze(0)
+def _rows(rows: int, length: int) -> tuple[Tensor, Tensor]:
+    positions_BT = torch.arange(length).repeat(rows, 1)
     return torch.zeros_like(positions_BT), positions_BT
 
 

@@ -14,9 +14,9 @@ from torch.profiler import profile, supported_activities
 
 from heads.device import has_graphs, synchronize
 from scripts.lab.bench.engines import compare_engines
+from scripts.lab.counts.launches import Launches, run_under_way, tiny_target
 from scripts.lab.gpu_check.page import Line, absent, held
 from scripts.lab.gpu_check.setup import Setup
-from scripts.lab.launches import Launches, run_under_way, tiny_target
 from scripts.lab.settings import EngineComparisonSettings
 
 KERNELS_OVER = 1.3  # of those counted on a CPU: some operations start two

@@ -31,9 +31,9 @@ from heads.modules.interface import Batch
 from heads.modules.output_head import HeadModule
 from heads.proposers.lookup import PromptLookup
 from heads.proposers.protocol import Proposer
+from scripts.lab.counts.launches import head_of, tiny_batch, tiny_target
 from scripts.lab.gpu_check.page import Line, held, tried
 from scripts.lab.gpu_check.setup import Setup
-from scripts.lab.launches import head_of, tiny_batch, tiny_target
 
 SAME_LOSS, SAME_GRADIENT = 1e-5, 1e-4  # relative, float32
 BF16_LOSS = 0.03  # relative, of bfloat16 products: eight bits a number, which a sum over many evens out

@@ -14,8 +14,9 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from configs.schema.training import LossConfig
 from distill.loss import chunked
-from distill.loss.chunked import LogitHead, compare, model_head
+from distill.loss.chunked import compare
 from distill.loss.divergences import DIVERGENCES, Mix, configured_divergence, cross_entropy, forward_kl
+from distill.loss.logit_head import LogitHead, model_head
 from distill.loss.pairs import DenseChunk
 from heads.inference.causal_lm import head_logits
 from tests.support.losses import dense_loss, dense_pair, linear_head, random_logits

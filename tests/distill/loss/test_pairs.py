@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from distill.loss.chunked import model_head
 from distill.loss.divergences import DIVERGENCES, acceptance, forward_kl
+from distill.loss.logit_head import model_head
 from distill.loss.pairs import HiddenRows, normalise
 from heads.inference.causal_lm import HeadRows, head_logits
 from heads.modules.interface import Normalisers

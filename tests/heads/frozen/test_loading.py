@@ -8,11 +8,13 @@ import shutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from configs.runtime.errors import InputError
 from configs.schema.target import TargetConfig
 from heads.device import choose_device
 from heads.frozen.loading import load_target, recast
+from heads.inference.causal_lm import read_documents
 from scripts.lab.models_check import architectures
 
 NO_SYSTEM = (
@@ -57,6 +59,36 @@ def test_a_family_without_sdpa_is_loaded_with_eager_attention_and_says_so(tmp_pa
     with caplog.at_level(logging.INFO, "draftsmith"):
         assert load(tmp_path).model.config._attn_implementation == "eager"
     assert "Gemma2ForCausalLM has no sdpa in transformers; attention is eager" in caplog.text
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_attention_for_whole_rows_reads_those_and_decoding_keeps_its_own(tiny_run, packed, monkeypatch):
+    config = TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu")
+    plain, flex = load_target(config), load_target(config.model_copy(update={"attention": "flex_attention"}))
+    asked = []
+    for name in ("flex_attention", "sdpa"):
+        own = ALL_ATTENTION_FUNCTIONS[name]
+        monkeypatch.setitem(
+            ALL_ATTENTION_FUNCTIONS._local_mapping,
+            name,
+            lambda *given, own=own, name=name, **more: (asked.append(name), own(*given, **more))[1],
+        )
+    ids_BT = torch.arange(24).view(2, 12) % plain.vocab_size
+    positions_BT = torch.tensor([[*range(7), *range(5)], [*range(4), *range(8)]]) if packed else None
+    with torch.no_grad():
+        found = read_documents(flex.model, ids_BT, positions_BT)
+        assert set(asked) == {"flex_attention"}
+        torch.testing.assert_close(found, read_documents(plain.model, ids_BT, positions_BT), atol=1e-5, rtol=1e-5)
+        asked.clear()
+        logits = [target.model(input_ids=ids_BT).logits for target in (plain, flex)]
+    assert set(asked) == {"sdpa"}
+    assert torch.equal(*logits)
+
+
+def test_an_attention_that_is_not_installed_is_named(tiny_run):
+    config = TargetConfig(name=str(tiny_run / "target"), dtype="bfloat16", device="cpu", attention="flash_attention_2")
+    with pytest.raises(InputError, match=r"target.attention flash_attention_2: .*; sdpa runs everywhere"):
+        load_target(config)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

@@ -4,6 +4,8 @@ Most tests run the captured graphs as they are: what the compiler makes of a gra
 """
 
 from copy import deepcopy
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +18,6 @@ from eval.decoder.decode import generate
 from heads.artifact import load_draft
 from heads.frozen.hidden_states import forward_states
 from heads.frozen.loading import load_target
-from heads.inference import compiled_forward
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache
 from heads.inference.compiled_forward import CompiledForward, TransformersForward, make_compiled
 from heads.inference.lean_forward import LeanForward
@@ -43,24 +44,6 @@ def captured(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda run, **options: compile(run, **options | {"backend": "eager"}))
     yield lambda: counters["stats"]["unique_graphs"]
     torch._dynamo.reset()
-
-
-def test_a_cuda_graph_would_copy_ids_positions_and_masks_alone_before_it_runs(monkeypatch):
-    copied = []
-
-    def see(graph, inputs, **options):
-        given = [node for node in graph.graph.nodes if node.op == "placeholder" and "tensor_dict" in node.meta]
-        moved = [node for node in given if not node.meta["tensor_dict"].get("_dynamo_static_input_type")]
-        copied.append({node.meta["example_value"].dtype for node in moved})
-        return graph.forward
-
-    monkeypatch.setattr(compiled_forward, "has_graphs", lambda device: True)
-    model = model_of("qwen3")
-    make_compiled(model, backend=see)
-    logits_of(model)
-    torch._dynamo.reset()
-    assert copied
-    assert set().union(*copied) <= {torch.int64, torch.bool}
 
 
 def gemma():
@@ -136,6 +119,32 @@ def test_a_loaded_target_and_its_draft_run_compiled_and_answer_as_before(tiny_ru
     assert generate(target, prompts, config, draft.proposer) == expected
     # Plainly 1 token; with drafts 4, 2 and 1; the draft reads 1 or 2; each with two rows and with one.
     assert captured() <= 10
+
+
+def test_a_batch_finds_its_cache_at_the_addresses_of_the_one_before_also_once_rows_have_ended(tiny_run, captured, monkeypatch):
+    config, prompts = DecodeConfig(max_new_tokens=12, batch_size=3), [[5, 9, 6], [7, 12, 3, 44, 9, 20], [8, 2]]
+    target = load_target(TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu", forward="compiled"))
+    draft = load_draft(tiny_run / "artifact", target.identity, target.model)
+    last = generate(target, prompts[:1], config)[0][4]
+    answers = partial(generate, replace(target, eos_token_ids=(last,)), config=config, proposer=draft.proposer)
+    forward, places, sizes = runner_of(target.model).forward, [], set()
+    hidden = forward.hidden
+
+    def see(ids_BT, positions_BT, masks, cache):
+        states = hidden(ids_BT, positions_BT, masks, cache)
+        sizes.add(len(cache.rows[0].keys))
+        places.append([(each.keys.data_ptr(), each.values.data_ptr()) for each in cache.rows])
+        return states
+
+    monkeypatch.setattr(forward, "hidden", see)
+    expected = answers(prompts[:2])
+    assert answers([[11, 4], *prompts[:2]])[1:] == expected  # in more memory, what was there before is gone
+    places.clear()
+    assert answers(prompts[:2]) == expected
+    assert answers(prompts)[:2] == expected
+    assert sizes == {1, 2, 3}  # rows have ended, one after the other
+    assert places == places[:1] * len(places)
+    assert len({pointer for layer in places[0] for pointer in layer}) == 2 * len(places[0])
 
 
 @pytest.mark.slow

@@ -1,14 +1,24 @@
 """Attention over ranges is attention under a dense mask, values and gradients, and holds nothing of all pairs' size."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import AuxOutput, flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from heads.modules.attention import Ranges, causal_ranges, read_ranges
+from heads.modules.attention import BLOCK, Ranges, causal_ranges, read_by_flex, read_ranges
 from tests.support import family_checks as checks
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+
+@pytest.fixture(autouse=True)
+def flex_attention_has_gradients(monkeypatch):
+    """Its dense reference has them on CPUs too, and is refused there."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
 
 
 def positions(*rows):
@@ -33,20 +43,23 @@ def seen(ranges, T):
     return (places_T >= ranges.first_BX.unsqueeze(-1)) & (places_T < ranges.end_BX.unsqueeze(-1))
 
 
+# `flex_attention` uncompiled is torch's own dense reference, gradients included: it reads the mask by pairs, not by blocks.
+BOTH = pytest.mark.parametrize("read", [read_ranges, partial(read_by_flex, flex_attention)], ids=["parts", "flex"])
 RAGGED = [((37,), (37,)), ((5, 20, 1, 11), (30, 7)), ((16,), (1,) * 16), ((1,),)]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 2), (6, 1), (3, 3)])
 @pytest.mark.parametrize("rows", RAGGED, ids=["one document", "packed", "documents of one token", "one token"])
 @pytest.mark.parametrize("at_once", [1, 3000, 2**26])
-def test_values_sums_and_gradients_are_those_of_a_dense_causal_mask(heads, kv_heads, rows, at_once, monkeypatch):
+@BOTH
+def test_values_sums_and_gradients_are_those_of_a_dense_causal_mask(read, heads, kv_heads, rows, at_once, monkeypatch):
     monkeypatch.setattr("heads.modules.attention.AT_ONCE_IN_CACHE", at_once)
     position_ids_BT = positions(*rows)
     B, T = position_ids_BT.shape
     parts, ranges = inputs(B, heads, kv_heads, T, T), causal_ranges(position_ids_BT)
     document_ids_BT = (position_ids_BT == 0).cumsum(1)
     visible_BTT = (document_ids_BT.unsqueeze(1) == document_ids_BT.unsqueeze(2)) & torch.ones(T, T).tril().bool()
-    found, expected = read_ranges(*parts, ranges), dense(*parts, visible_BTT)
+    found, expected = read(*parts, ranges), dense(*parts, visible_BTT)
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
     ahead = [torch.randn_like(each) for each in expected]  # the sums have gradients of their own
     gradients = [torch.autograd.grad(each, parts, ahead) for each in (found, expected)]
@@ -54,13 +67,14 @@ def test_values_sums_and_gradients_are_those_of_a_dense_causal_mask(heads, kv_he
 
 
 @pytest.mark.parametrize("at_once", [1, 2**26])
-def test_queries_in_any_order_read_any_ranges(at_once, monkeypatch):
+@BOTH
+def test_queries_in_any_order_read_any_ranges(read, at_once, monkeypatch):
     monkeypatch.setattr("heads.modules.attention.AT_ONCE_IN_CACHE", at_once)
     B, X, T = 2, 45, 33
     parts = inputs(B, 4, 2, X, T)
     first_BX = torch.randint(0, T, (B, X))
     ranges = Ranges(first_BX=first_BX, end_BX=(first_BX + torch.randint(1, T, (B, X))).clamp(max=T))
-    found, expected = read_ranges(*parts, ranges), dense(*parts, seen(ranges, T))
+    found, expected = read(*parts, ranges), dense(*parts, seen(ranges, T))
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
     gradients = [torch.autograd.grad([each.sum() for each in pair], parts) for pair in (found, expected)]
     torch.testing.assert_close(*gradients, atol=1e-12, rtol=1e-12)
@@ -80,16 +94,54 @@ def test_narrower_dtypes_differ_by_their_rounding(dtype, tolerance, monkeypatch)
         assert (one - other).norm() < tolerance * other.norm()
 
 
-def test_a_query_without_any_position_gives_nothing_to_a_sum_it_has_no_share_in():
+@BOTH
+def test_a_query_without_any_position_gives_nothing_to_a_sum_it_has_no_share_in(read):
     parts = inputs(1, 2, 1, 3, 5)
     ranges = Ranges(first_BX=torch.tensor([[0, 2, 4]]), end_BX=torch.tensor([[3, 2, 4]]))
-    mixed, log_sums = read_ranges(*parts, ranges)
+    mixed, log_sums = read(*parts, ranges)
     weights = torch.stack([log_sums, torch.zeros_like(log_sums)]).softmax(0)[0]
     assert weights[0, :, 1:].tolist() == [[0, 0], [0, 0]]
     gradients = torch.autograd.grad((weights.unsqueeze(-1) * mixed).sum(), parts)
     assert gradients[0][:, :, 1:].eq(0).all()
     assert gradients[1][:, :, 3:].eq(0).all()
     assert all(bool(each.isfinite().all()) for each in gradients)
+
+
+def test_flex_attention_reads_the_blocks_that_hold_something_and_masks_those_that_hold_all():
+    torch.manual_seed(0)
+    first_BX = torch.randint(0, 900, (3, 3 * BLOCK + 5)).sort(1).values
+    drawn = Ranges(first_BX=first_BX, end_BX=first_BX + torch.randint(0, 400, first_BX.shape))
+    edges_BX = torch.tensor([-1, 0, 1]).repeat_interleave(BLOCK).repeat(3).unsqueeze(0)  # of ranges that end at a block's end
+    at_edges = Ranges(first_BX=BLOCK + edges_BX, end_BX=3 * BLOCK + edges_BX.sort(1).values)
+    packed = causal_ranges(positions((500, 12), (256, 256)))
+    for ranges, T in ((drawn, 1300), (at_edges, 4 * BLOCK), (packed, 512)):
+        mask, (B, X) = ranges.block_mask(T), ranges.first_BX.shape
+        visible_BXT = torch.zeros(B, -(-X // BLOCK) * BLOCK, -(-T // BLOCK) * BLOCK, dtype=torch.bool)
+        visible_BXT[:, :X, :T] = seen(ranges, T)
+        blocks_BPSBB = visible_BXT.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK)).transpose(2, 3)
+        listed = {"some": (mask.kv_num_blocks, mask.kv_indices), "all": (mask.full_kv_num_blocks, mask.full_kv_indices)}
+        read = {name: torch.zeros_like(blocks_BPSBB[..., 0, 0]) for name in listed}
+        for name, (counts_B1P, indices_B1PS) in listed.items():
+            for place in torch.cartesian_prod(*map(torch.arange, counts_B1P[:, 0].shape)).tolist():
+                read[name][(*place, indices_B1PS[:, 0][*place, : counts_B1P[:, 0][*place]].long())] = True
+        assert not (read["some"] & read["all"]).any()
+        inside_BPS = (blocks_BPSBB | ~(torch.arange(len(blocks_BPSBB[0]) * BLOCK) < X).view(1, -1, 1, BLOCK, 1)).all((3, 4))
+        assert torch.equal(read["all"], read["all"] & inside_BPS)
+        assert torch.equal(blocks_BPSBB.any((3, 4)), blocks_BPSBB.any((3, 4)) & (read["some"] | read["all"]))
+    assert read["all"].any()
+
+
+@pytest.mark.slow
+def test_compiled_flex_attention_is_attention_under_a_dense_mask():
+    ranges = causal_ranges(positions((300, 212), (512,)))
+    parts = [each.detach().float() for each in inputs(2, 4, 2, 512, 512, H=16)]
+    compiled = torch.compile(flex_attention)
+
+    def flex(*args, return_aux, **settings):  # torch compiles for CPUs neither the sums nor a backward
+        return compiled(*args, **settings), AuxOutput(lse=torch.zeros(()))
+
+    mixed, _ = read_by_flex(flex, *parts, ranges)
+    torch.testing.assert_close(mixed.double(), dense(*parts, seen(ranges, 512))[0], atol=1e-5, rtol=1e-5)
 
 
 class LargestTensor(TorchDispatchMode):

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from distill.loss.chunked import LogitHead, LossPart, chunked_losses
+from distill.loss.chunked import LossPart, chunked_losses
 from distill.loss.divergences import jsd
+from distill.loss.logit_head import LogitHead
 from distill.loss.pairs import HiddenRows
 from eval.stats.bootstrap import Interval, paired_ratio_interval
 from scripts.advice.measuring import SEED

@@ -8,48 +8,37 @@ B batch, T positions.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, cast
 from unittest import mock
 
 import torch
 from torch import nn
-from torch._inductor import config as inductor_config
-from torch._inductor import metrics
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from configs.runtime.command import DONE
 from configs.runtime.files import CHECKOUT
 from configs.schema.decoding import DecodeConfig
 from configs.schema.target import TargetConfig
 from configs.schema.training import LossConfig
-from distill.loss import chunked
-from distill.loss.divergences import forward_kl
 from distill.loss.head_objective import HeadObjective
-from distill.loss.pairs import DenseChunk
 from eval.decoder.batch import BatchRun
 from eval.decoder.request import Request
 from heads.families.registry import FAMILIES, serve
 from heads.frozen.hidden_states import read_states
 from heads.frozen.loading import Target, load_target
 from heads.inference.runner import runner_of
-from heads.modules.interface import Batch, Normalisers
+from heads.modules.interface import Batch
 from heads.modules.output_head import HeadModule
 from heads.proposers.protocol import Proposer
 from heads.vocabulary import DraftVocabulary
-from scripts.lab.bench.harness import write_results
 from scripts.lab.models_check.stages import word_tokenizer
-from scripts.lab.settings import LaunchesConfig
 
 FUSED: set[Any] = {functional.rms_norm, torch.rms_norm, functional.scaled_dot_product_attention, functional.linear}
 NO_LAUNCH = {
@@ -60,12 +49,12 @@ NO_LAUNCH = {
     "new_empty_strided",
     "lift_fresh",
     "_local_scalar_dense",
+    "_unsafe_view",
     "set_",
 }
 PROJECT = tuple(str(CHECKOUT / name) for name in ("configs", "heads", "distill", "eval", "train"))
 NUM_DRAFTS = 5
 BLOCKS, VOCABULARY = 8, 64
-CHUNK, COLUMNS = 128, 32_768  # rows and columns of the loss whose bytes are counted
 PROMPT = tuple(range(3, 15))
 
 
@@ -114,7 +103,7 @@ class _Operations(TorchDispatchMode):
         self.launches = launches
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _launches(func):
+        if is_launch(func):
             self.launches.note()
         return func(*args, **(kwargs or {}))
 
@@ -132,7 +121,7 @@ class _Functions(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
 
 
-def _launches(func: Any) -> bool:
+def is_launch(func: Any) -> bool:
     """Return whether an operation is neither a view nor an allocation."""
     returns = func._schema.returns
     is_view = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
@@ -247,44 +236,6 @@ def count_step(kind: str, target: Target) -> Launches:
     return launches
 
 
-def count_loss_bytes() -> dict[str, float]:
-    """Return the bytes that comparing a chunk reads and writes in tensors over the vocabulary, by logit of the draft.
-
-    As it runs in operations of its own, bfloat16 logits of a reduced vocabulary, forward KL; and as `torch.compile` joins them,
-    by its own count.
-    """
-    generator = torch.Generator().manual_seed(0)
-    target_CW, draft_CW = (torch.randn(CHUNK, COLUMNS, generator=generator).bfloat16() for _ in range(2))
-    sums_C = torch.full((CHUNK,), math.log(COLUMNS) + 1)
-    target = DenseChunk(logits_CX=target_CW, known=Normalisers(log_sum_P=sums_C, top1_P=target_CW.argmax(-1)))
-    ids_W, weights_C = torch.arange(COLUMNS), torch.full((CHUNK,), 1 / CHUNK)
-    moved = _Moved()
-    with mock.patch.object(chunked, "keeps_small_tensors_near", return_value=False), moved:
-        chunked.compare(forward_kl, target, draft_CW, weights_C, draft_token_ids_W=ids_W, compiled=False)
-    metrics.reset()
-    torch._logging.set_logs(inductor_metrics=True)  # or the compiler does not count
-    with inductor_config.patch(force_disable_caches=True):
-        chunked.compare(forward_kl, target, draft_CW, weights_C, draft_token_ids_W=ids_W, compiled=True)
-    torch._logging.set_logs()
-    logits = CHUNK * COLUMNS
-    return {"loss_bytes_a_logit": moved.num_bytes / logits, "loss_bytes_a_logit_compiled": metrics.num_bytes_accessed / logits}
-
-
-class _Moved(TorchDispatchMode):
-    """Sums the bytes of what operations read and write; views move nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if _launches(func):
-            tensors = [each for each in tree_leaves((args, kwargs, made)) if isinstance(each, torch.Tensor)]
-            self.num_bytes += sum(each.nbytes for each in tensors)
-        return made
-
-
 def tiny_batch() -> Batch:
     """Return two rows of 24 tokens, of which the last 16 are an answer's."""
     ids_BT = torch.arange(2 * 24).view(2, 24) % VOCABULARY
@@ -302,23 +253,3 @@ def count_launches(kind: str, target: Target) -> dict[str, Launches]:
         for part, launches in count_round(kind, target, temperature).items()
     }
     return {**found, f"{kind} training step": count_step(kind, target)}
-
-
-def record_launches(config: LaunchesConfig) -> int:
-    with TemporaryDirectory(prefix="launches-") as scratch:
-        target = tiny_target(Path(scratch))
-    found = {name: launches for kind in FAMILIES for name, launches in count_launches(kind, target).items()}
-    walks = count_walks(target)
-    ratios: dict[str, float] = {
-        "eagle3_five_drafts_greedy": found["eagle3 greedy draft"].total,
-        "eagle3_five_drafts_sampled": found["eagle3 sampled draft"].total,
-        "verified_chain_besides_target": found["eagle3 greedy rest"].total,
-        "verified_sampled_chain_besides_target": found["eagle3 sampled rest"].total,
-        "module_walks_per_round": walks["walks"],
-        "hooks_set_per_round": walks["hooks"],
-        **count_loss_bytes(),
-    }
-    rows = [{"of": name, "launches": launches.total} for name, launches in found.items()]
-    by_place = {name: dict(sorted(launches.by_place.items())) for name, launches in found.items()}
-    write_results(config.output, "launches", config, rows=rows, ratios=ratios, by_place=by_place)
-    return DONE

@@ -7,7 +7,7 @@ import pytest
 from configs.runtime.files import CHECKOUT
 from heads.families.eagle3 import Eagle3Layer
 from heads.families.registry import FAMILIES
-from scripts.lab.launches import Launches, count_launches, count_loss_bytes, count_round, count_walks, tiny_target
+from scripts.lab.counts.launches import Launches, count_launches, count_round, count_walks, tiny_target
 
 RECORD = json.loads((CHECKOUT / "docs" / "results" / "launches.json").read_text(encoding="utf-8"))
 
@@ -36,11 +36,3 @@ def test_a_launch_that_is_added_is_named_by_the_function_that_makes_it(tmp_path,
 
 def test_a_round_walks_no_tree_of_modules_and_sets_no_hooks(tmp_path):
     assert count_walks(tiny_target(tmp_path)) == {"walks": 0, "hooks": 0}
-
-
-@pytest.mark.slow
-def test_compiled_a_loss_moves_a_fifth_of_the_bytes_and_no_more_than_on_record():
-    found = count_loss_bytes()
-    assert found["loss_bytes_a_logit_compiled"] <= min(40, RECORD["ratios"]["loss_bytes_a_logit_compiled"])
-    assert found["loss_bytes_a_logit"] <= RECORD["ratios"]["loss_bytes_a_logit"]
-    assert found["loss_bytes_a_logit"] > 5 * found["loss_bytes_a_logit_compiled"]
