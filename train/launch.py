@@ -218,5 +218,6 @@ def make_accelerator(schedule: ScheduleConfig, output: Path) -> Accelerator:
         ) from error
     if schedule.mixed_precision == "fp16" and accelerator.device.type == "cpu":  # accelerate ignores it there
         raise ConfigError("schedule.mixed_precision: fp16 is not to be had on a CPU; give bf16 or no")
+    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # a line a checkpoint about weights that are tied
     unset_hf_deepspeed_config()  # under ZeRO-3 transformers would shard each model that it loads, also the target
     return accelerator

@@ -58,6 +58,7 @@ RowFormat = Literal[
     "alpaca",
     "prompt_completion",
     "text",
+    "question",
     "ids",
     "column",
 ]

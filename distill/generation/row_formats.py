@@ -10,6 +10,7 @@
     alpaca             instruction [input, output]
     prompt_completion  prompt [completion or response]
     text               text
+    question           question
     ids                prompt_ids [sample, answer_ids], token ids; several rows of one prompt are told apart by `sample`
     column             a column that the config names: a text, a list of turns, or messages [a second one with the answer]
 
@@ -46,6 +47,7 @@ KEYS = {
     "alpaca": ("instruction",),
     "prompt_completion": ("prompt",),
     "text": ("text",),
+    "question": ("question",),
     "ids": ("prompt_ids",),
 }
 IMAGE_PARTS, SOUND_PARTS = ("image", "image_url"), ("audio", "audio_url", "input_audio")
@@ -155,7 +157,7 @@ def _asked(row: Mapping[str, Any], format: str, column: str, answer_column: str 
             return _spelled(row["prompt_ids"], "prompt_ids", where) + sample, answer
         case "column":
             return row[column], None if answer_column is None else row[answer_column]
-    return row[format], None  # turns, messages, text
+    return row[format], None  # turns, messages, text, question
 
 
 def _parse(

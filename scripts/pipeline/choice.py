@@ -34,7 +34,7 @@ MOST_EPOCHS = 10  # where prompts are few
 MARGIN = 2  # where a hash decides who is held out, so that they are not too few
 EVALUATIONS = 6  # on held-out prompts, in training
 MANY_PROMPTS = 1000  # answers are cut off earlier rather than that fewer prompts are answered
-CHECK_SECONDS = 200.0  # two starts of an engine, where it is installed
+CHECK_SECONDS, CHECK_SECONDS_ON_CPU = 200.0, 100.0  # two starts of an engine, where it is installed; on a GPU assumed
 DISK_SHARE = 0.5  # of the free disk that a cache may take
 ANSWER_LIMITS = (64, 128, 256, 512, 1024)
 LEAST_PROMPTS = 32  # to train on
@@ -69,7 +69,8 @@ class Budget:
         fixed["train"] += EVALUATIONS * self.rates.held_out_seconds
         fixed["eval"] += self.rates.lookup_token_seconds * LOOKUP_PROMPTS * self.facts.decoded_tokens
         if self.run.engine is not None:
-            fixed["check"] = CHECK_SECONDS if self.checks else fixed["gate"]
+            check = CHECK_SECONDS_ON_CPU if self.facts.on_cpu else CHECK_SECONDS
+            fixed["check"] = check if self.checks else fixed["gate"]
         return fixed
 
     @cached_property

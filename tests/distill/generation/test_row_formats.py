@@ -29,6 +29,7 @@ ROWS = {
     "alpaca": ({"instruction": "Add.", "input": "2, 2", "output": "4"}, ("Add.\n\n2, 2",), "4"),
     "prompt_completion": ({"prompt": "Hi", "completion": "Hello"}, ("Hi",), "Hello"),
     "text": ({"text": "Hi"}, ("Hi",), None),
+    "question": ({"question": "How?"}, ("How?",), None),
     "ids": ({"prompt_ids": [9, 0], "sample": 4, "answer_ids": [3, 2]}, ("9 0 #4",), "3 2"),
 }
 
