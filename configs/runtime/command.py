@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from pydantic import BaseModel
 
+from configs.runtime.allocator import keep_freed_memory
 from configs.runtime.errors import InputError, RunFailed, Stopped, first_line
 from configs.runtime.files import out_of_space
 from configs.runtime.key_list import render_config, render_keys
@@ -58,6 +59,7 @@ def run_command(
     Where `add_arguments` adds the command's own to the parser, `main` is called with the parsed arguments too.
     """
     setup_logging()
+    keep_freed_memory()
     parser = Parser(description=description, epilog=EPILOG, allow_abbrev=False)
     if add_arguments is not None:
         add_arguments(parser)
