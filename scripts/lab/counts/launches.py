@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from configs.runtime.files import CHECKOUT
@@ -103,9 +104,10 @@ class _Operations(TorchDispatchMode):
         self.launches = launches
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_launch(func):
+        made = func(*args, **(kwargs or {}))
+        if is_launch(func, args, made):
             self.launches.note()
-        return func(*args, **(kwargs or {}))
+        return made
 
 
 class _Functions(TorchFunctionMode):
@@ -121,11 +123,17 @@ class _Functions(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
 
 
-def is_launch(func: Any) -> bool:
-    """Return whether an operation is neither a view nor an allocation."""
+def is_launch(func: Any, args: Any, made: Any) -> bool:
+    """Return whether an operation is neither an allocation nor a view; one that may be either (reshape) is by what it made."""
     returns = func._schema.returns
-    is_view = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
-    return not is_view and func.overloadpacket.__name__ not in NO_LAUNCH
+    may_be_view = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+    if not may_be_view or not isinstance(made, torch.Tensor):
+        return not may_be_view and func.overloadpacket.__name__ not in NO_LAUNCH
+    return all(_storage(each) != _storage(made) for each in tree_leaves(args) if isinstance(each, torch.Tensor))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _place() -> str:

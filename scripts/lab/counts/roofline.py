@@ -49,7 +49,7 @@ class Roofline(WorkCounter):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         made = super().__torch_dispatch__(func, types, args, kwargs)
-        if not is_launch(func):
+        if not is_launch(func, args, made):
             return made
         name, flops = func._schema.name, 0.0
         attends = name.removesuffix("_backward") in ATTENTION

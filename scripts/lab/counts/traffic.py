@@ -51,7 +51,7 @@ class _Seen(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        if is_launch(func):
+        if is_launch(func, args, made):
             self.note(*([each for each in tree_leaves(part) if isinstance(each, Tensor)] for part in ((args, kwargs), made)))
         return made
 
@@ -119,10 +119,11 @@ def count_copied_weights(target: Target) -> int:
 def count_expanded_bytes(target: Target) -> int:
     """Return the bytes that the lean forward, verifying a chain, writes of keys and values for each query's own head."""
     config, counts = target.model.config, Counter[str]()
+    expanded = 2 * config.num_attention_heads * LONG * config.head_dim  # numbers, of both rows
 
     def note(read: list[Tensor], written: list[Tensor]) -> None:
         for each in written:
-            if each.ndim == 4 and each.shape[1] == config.num_attention_heads and each.shape[2] >= LONG:
+            if each.ndim > 3 and each.shape[-2] >= LONG - 1 and each.numel() >= expanded:
                 counts["bytes"] += each.nbytes
 
     with _own_forward(target.model):
