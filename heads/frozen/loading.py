@@ -209,13 +209,15 @@ def load_with(attention: str, load: Callable[[str], PreTrainedModel]) -> PreTrai
 
 
 def _read_rows_by(model: PreTrainedModel, attention: str) -> None:
-    own: str = model.config._attn_implementation
+    config: Any = model.config
+    parts = {name: part for name in config.sub_configs if (part := getattr(config, name, None)) is not None}
+    own = {"": config._attn_implementation, **{name: part._attn_implementation for name, part in parts.items()}}
     try:
         model.set_attn_implementation(attention)
     except (ImportError, ValueError) as error:
         raise InputError(f"target.attention {attention}: {first_line(error)}; sdpa runs everywhere") from error
     finally:
-        model.config._attn_implementation = own
+        config._attn_implementation = own  # of each part: an encoder of images may have another than the text's
     runner_of(model).row_attention = attention
 
 

@@ -195,9 +195,11 @@ class Runner:
     @contextmanager
     def reading_rows(self) -> Iterator[None]:
         """Run the model's attention by `row_attention` for a while."""
-        config: Any = self.model.config
-        own = config._attn_implementation
-        config._attn_implementation = self.row_attention or own
+        if self.row_attention is None:
+            yield
+            return
+        config: Any = self.model.config.get_text_config()
+        own, config._attn_implementation = config._attn_implementation, self.row_attention
         try:
             yield
         finally:

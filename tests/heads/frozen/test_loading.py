@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3Config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from configs.runtime.errors import InputError
@@ -15,6 +15,7 @@ from configs.schema.target import TargetConfig
 from heads.device import choose_device
 from heads.frozen.loading import load_target, recast
 from heads.inference.causal_lm import read_documents
+from heads.inference.runner import Runner
 from scripts.lab.models_check import architectures
 
 NO_SYSTEM = (
@@ -155,3 +156,19 @@ def test_a_conversation_that_the_template_refuses_is_the_users_mistake(tiny_llam
     assert target.encode_chat([user]) == tokenizer("w3")["input_ids"]
     with pytest.raises(InputError, match=f"refuses a conversation of system, user: {words}"):
         target.encode_chat([{"role": "system", "content": "be kind"}, user])
+
+
+@pytest.mark.parametrize("rows", [None, "flex_attention"])
+def test_rows_are_read_by_an_attention_of_the_text_alone_and_other_parts_keep_theirs(rows):
+    class Model:
+        config = Gemma3Config(text_config={"num_hidden_layers": 1}, vision_config={"num_hidden_layers": 1})
+
+    model = Model()
+    model.config._attn_implementation = {"": "sdpa", "text_config": "sdpa", "vision_config": "eager"}
+    runner = Runner(model)
+    runner.row_attention = rows
+    with runner.reading_rows():
+        assert model.config.get_text_config()._attn_implementation == (rows or "sdpa")
+        assert model.config.vision_config._attn_implementation == "eager"
+    parts = (model.config, model.config.text_config, model.config.vision_config)
+    assert [part._attn_implementation for part in parts] == ["sdpa", "sdpa", "eager"]
