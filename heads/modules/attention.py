@@ -74,10 +74,10 @@ def read_ranges(q_BNXH: Tensor, k_BMTH: Tensor, v_BMTH: Tensor, ranges: Ranges) 
     Products are of the values' dtype, which is autocast's where that is on; the softmax is in float32, or float64 for such
     values. A query with an empty range gets any values, and the lowest number as its logarithm.
     """
-    at_once = AT_ONCE_IN_CACHE if keeps_small_tensors_near(q_BNXH.device) else AT_ONCE
     q, k = q_BNXH.to(v_BMTH.dtype), k_BMTH.to(v_BMTH.dtype)
     if has_graphs(q.device):
         return read_by_flex(_compiled_flex(), q, k, v_BMTH, ranges)
+    at_once = AT_ONCE_IN_CACHE if keeps_small_tensors_near(q.device) else AT_ONCE
     rows = max(MIN_ROWS, at_once // (q.shape[0] * q.shape[1] * k.shape[2]))
     mixed, log_sums = _ReadRanges.apply(q, k, v_BMTH, ranges, rows)
     return mixed, log_sums

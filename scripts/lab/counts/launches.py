@@ -175,11 +175,16 @@ def head_of(kind: str, target: Target) -> nn.Module:
     return FAMILIES[kind].build(settings, target.model, None if whole else vocabulary).float().to(target.device)
 
 
-def run_under_way(kind: str, target: Target, temperature: float) -> BatchRun:
-    """Return a batch of one prompt that a family drafts for, after its first round."""
+def new_run(kind: str, target: Target, temperature: float = 0.0, prompt: tuple[int, ...] = PROMPT) -> BatchRun:
+    """Return a batch of one prompt that a family drafts for."""
     proposer = FAMILIES[kind].propose(serve(head_of(kind, target), target.model), target.device)
     config = DecodeConfig(num_speculative_tokens=NUM_DRAFTS, max_new_tokens=60, temperature=temperature)
-    run = BatchRun(target, [Request(prompt_id="a", category="", tokens=PROMPT)], config, proposer)
+    return BatchRun(target, [Request(prompt_id="a", category="", tokens=prompt)], config, proposer)
+
+
+def run_under_way(kind: str, target: Target, temperature: float) -> BatchRun:
+    """Return the same after its first round."""
+    run = new_run(kind, target, temperature)
     with torch.inference_mode():
         run.prefill()
         run.round()

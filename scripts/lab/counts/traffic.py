@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -21,13 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from configs.schema.decoding import DecodeConfig
 from distill.loss import chunked
 from distill.loss.divergences import forward_kl
 from distill.loss.pairs import DenseChunk, normalise
-from eval.decoder.batch import BatchRun
-from eval.decoder.request import Request
-from heads.families.registry import FAMILIES, serve
 from heads.frozen.loading import Target
 from heads.inference import compiled_forward
 from heads.inference.causal_lm import forward_rows, new_cache
@@ -35,7 +31,8 @@ from heads.inference.compiled_forward import make_compiled
 from heads.inference.lean_forward import make_lean
 from heads.inference.runner import runner_of
 from heads.modules.interface import Normalisers
-from scripts.lab.counts.launches import VOCABULARY, head_of, is_launch, run_under_way
+from heads.proposers.protocol import Proposer
+from scripts.lab.counts.launches import VOCABULARY, is_launch, new_run, run_under_way
 
 CHUNK, COLUMNS = 128, 32_768  # rows and columns of the loss whose bytes are counted
 LONG = 160  # tokens of a prompt whose masks are looked for
@@ -110,7 +107,7 @@ def count_copied_weights(target: Target) -> int:
 
     with _own_forward(target.model), mock.patch.object(compiled_forward, "has_graphs", return_value=True):
         make_compiled(target.model, backend=see)
-        _verify(target.model)
+        _verify(target.model, nullcontext())
     torch._dynamo.reset()
     assert copied, "nothing was compiled"
     return sum(map(len, copied))
@@ -143,18 +140,14 @@ def _own_forward(model: PreTrainedModel) -> Iterator[None]:
         runner.forward = before
 
 
-def _verify(model: PreTrainedModel, seen: Any = None) -> None:
+def _verify(model: PreTrainedModel, seen: AbstractContextManager[object]) -> None:
     """Verify two chains of five drafts at different places of a text that is longer than they are."""
     with torch.inference_mode():
         ids_BT = (torch.arange(2 * (LONG + 6)) % VOCABULARY).view(2, -1)
         cache = new_cache(model, LONG + 40)
         forward_rows(model, cache, ids_BT[:, :LONG], [0, 0])
-        starts = [LONG, LONG - 1]
-        if seen is None:
-            forward_rows(model, cache, ids_BT[:, LONG:], starts)
-            return
         with seen:
-            forward_rows(model, cache, ids_BT[:, LONG:], starts)
+            forward_rows(model, cache, ids_BT[:, LONG:], [LONG, LONG - 1])
 
 
 def count_prefill_masks(kind: str, target: Target) -> int:
@@ -166,10 +159,8 @@ def count_prefill_masks(kind: str, target: Target) -> int:
             if sum(size >= LONG - 2 for size in each.shape) > 1:
                 counts["bytes"] += each.nbytes
 
-    proposer = FAMILIES[kind].propose(serve(head_of(kind, target), target.model), target.device)
-    config = DecodeConfig(num_speculative_tokens=5, max_new_tokens=8)
-    tokens = tuple(place % VOCABULARY for place in range(LONG))
-    run = BatchRun(target, [Request(prompt_id="a", category="", tokens=tokens)], config, proposer)
+    run = new_run(kind, target, prompt=tuple(place % VOCABULARY for place in range(LONG)))
+    proposer = cast(Proposer, run.proposer)
     original = proposer.propose
 
     def propose(*args: Any, **kwargs: Any) -> Any:
