@@ -20,6 +20,7 @@ from heads.metadata import METADATA_FILE, PROMPTS_FILE, VOCABULARY_FILE
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 BIAS = "lm_head.bias"
+ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}  # vLLM can keep all their keys and values alike
 WRITTEN = {CONFIG, GENERATION, SINGLE_FILE, METADATA_FILE, PROMPTS_FILE, VOCABULARY_FILE}
 
 
@@ -33,8 +34,20 @@ def transformers(source: Source) -> ExportLayout:
 
 
 def vllm(source: Source) -> ExportLayout:
-    """Return the folder for vLLM."""
-    return _folder(source, vllm_command(source, "draft_model"), ())
+    """Return the folder for vLLM.
+
+    Release 0.32 (`GPUModelRunner._build_attention_metadata`) gives a draft model the cache blocks of the first kind of layer.
+    In a target of several kinds it writes over theirs, and changes what the target says. Without the hybrid cache manager all
+    layers that attend are of one kind.
+    """
+    kinds = set(getattr(source.target.config, "layer_types", None) or ())
+    if len(kinds) < 2:
+        return _folder(source, vllm_command(source, "draft_model"), ())
+    if kinds <= ATTENTION_KINDS:
+        note = "Without --disable-hybrid-kv-cache-manager vLLM 0.32 mixes the caches of draft and target: outputs change."
+        return _folder(source, vllm_command(source, "draft_model", "--disable-hybrid-kv-cache-manager"), (note,))
+    note = f"Not tried: in a target with layers of {len(kinds)} kinds vLLM 0.32 may mix the caches of the draft and the target."
+    return _folder(source, vllm_command(source, "draft_model"), (note,))
 
 
 def sglang(source: Source) -> ExportLayout:

@@ -58,6 +58,24 @@ def test_vllm(serve_lines, kind):
     assert flags.keys() == ({"--hf-overrides"} if kind == "mtp" else set())
 
 
+@pytest.mark.parametrize(
+    ("kinds", "flags", "is_noted"),
+    [
+        (["full_attention"], set(), False),
+        (["sliding_attention"], set(), False),
+        (["sliding_attention", "full_attention"], {"--disable-hybrid-kv-cache-manager"}, True),
+        (["linear_attention", "full_attention"], set(), True),
+    ],
+)
+def test_vllm_keeps_the_caches_of_a_draft_lm_and_of_a_target_of_several_kinds_of_layers_apart(tiny_run, kinds, flags, is_noted):
+    target = TargetFolder(tiny_run / "target", TARGET)
+    target.model.config.layer_types = kinds
+    layout = FORMS["vllm"]["draft_lm"](read_source(tiny_run / "artifact", target))
+    words = shlex.split(layout.serve("folder"))
+    assert set(words[3 : words.index("--speculative-config")]) == flags
+    assert any("0.32" in note for note in layout.notes) is is_noted
+
+
 @pytest.mark.parametrize("kind", FORMS["sglang"])
 def test_sglang(serve_lines, kind):
     line, out, source = serve_lines("sglang", kind)
