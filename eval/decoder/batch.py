@@ -97,6 +97,8 @@ class BatchRun:
         room = text.uploads.numbers([row.room for row in self.active])
         if self.config.temperature > 0 and self.tree is None:
             self.rng.prepare(text.uploads, text.lengths, 0 if self.proposer is None else self.config.num_speculative_tokens)
+        elif self.config.temperature > 0:
+            self.rng.send_requests(text.uploads)
         tree = None if self.tree is None else self.tree.cut(max(room))
         if isinstance(tree, DynamicTreeSpec):
             tree = replace(tree, max_depths=room)

@@ -58,6 +58,7 @@ class ParticleRun(BatchRun):
         room = [row.room if live else 0 for row, live in zip(self.active, is_live, strict=True)]
         text = TokenRows(self._texts, self.target.device)
         live = text.uploads.numbers(is_live)
+        self.rng.prepare(text.uploads, text.lengths, self.config.num_speculative_tokens)
         with self.clock.phase("draft"):
             proposal = self._propose(text, room, None)
         # As many drafts count for all places of a request.
@@ -97,7 +98,7 @@ class ParticleRun(BatchRun):
                 f"lossy smc weighs drafts by the distribution they were drawn from, and {name} draws none; take another draft"
             )
         after_BV = p_BKV[torch.arange(R * N, device=counts_B.device), counts_B]
-        uniform_B = self.rng.uniform(Role.TARGET, (text.lengths.tensor_B + counts_B).unsqueeze(1)).squeeze(1)
+        uniform_B = values_at(self.rng.along(Role.TARGET, text.lengths, p_BKV.shape[1]), counts_B)
         next_B = draw(after_BV.to(widest_float(after_BV.device)), uniform_B)
         # What a place computes after its text has ended is not used.
         finite_B = finite_rows(logits_BKV, proposal) | ~live_B
@@ -118,7 +119,7 @@ class ParticleRun(BatchRun):
         N, has_started = self.settings.num_particles, bool(self._texts)
         if not has_started:  # after the prefill
             self._texts = [list(row.tokens) for row in self.active]
-        chosen_R = choose(self._log_weights_RN, self._request_rng.uniform(Role.TARGET, self._lengths()).squeeze(1))
+        chosen_R = choose(self._log_weights_RN, self._request_rng.along(Role.TARGET, self._lengths(), 1).squeeze(1))
         under_way = []
         for index, chosen in enumerate(chosen_R.tolist()):
             places = self.active[index * N : (index + 1) * N]
@@ -144,7 +145,7 @@ class ParticleRun(BatchRun):
 
     def _resample(self) -> None:
         """Let each place go on from its ancestor, in the caches too."""
-        uniform_R = self._request_rng.uniform(Role.RESIDUAL, self._lengths()).squeeze(1)
+        uniform_R = self._request_rng.along(Role.RESIDUAL, self._lengths(), 1).squeeze(1)
         ancestors_RN, self._log_weights_RN = resample(self._log_weights_RN, uniform_R, self.settings.resample_below)
         N = self.settings.num_particles
         places = [index * N + place for index, row in enumerate(ancestors_RN.tolist()) for place in row]
@@ -159,10 +160,9 @@ class ParticleRun(BatchRun):
         if self.proposer is not None and has_started:
             self.proposer.keep_rows(places)
 
-    def _lengths(self) -> Tensor:
-        """Return the length of each request's texts, which are in step, `[R, 1]`."""
-        texts = self._texts[:: self.settings.num_particles]
-        return Uploads(self.target.device).rows([[len(text)] for text in texts]).tensor
+    def _lengths(self) -> list[int]:
+        """Return the length of each request's texts, which are in step."""
+        return [len(text) for text in self._texts[:: self.settings.num_particles]]
 
 
 # --- weights ------------------------------------------------------------------------------------------------------

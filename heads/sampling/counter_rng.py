@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from heads.device import Upload, Uploads, to_device, upload, widest_float
+from heads.device import RowNumbers, Upload, Uploads, on_device, upload, widest_float
 
 
 def _signed(x: int) -> int:
@@ -70,7 +70,7 @@ class CounterRNG:
     def __init__(self, seed: int, requests: Sequence[int], device: torch.device) -> None:
         self.seed, self.device = seed, device
         self.requests = list(requests)
-        self._requests_B: Tensor | None = None  # on the device, made when it is first read there
+        self._sent: RowNumbers | None = None  # the requests, on their way to the device or there
         self._round: PreparedRound | None = None
 
     def prepare(self, uploads: Uploads, lengths: Sequence[int], num_drafts: int) -> None:
@@ -82,6 +82,11 @@ class CounterRNG:
         ]
         upload = uploads.rows(np.concatenate(bits, 1).tolist())
         self._round = PreparedRound(list(lengths), counts, upload, widest_float(self.device))
+
+    def send_requests(self, uploads: Uploads) -> None:
+        """Send the requests, which `uniform` reads, along with a round's upload."""
+        if self._sent is None:
+            self._sent = uploads.numbers(self.requests)
 
     def along(self, role: Role, first: Sequence[int], count: int, rounds: Sequence[int] | None = None) -> Tensor:
         """Return numbers `[B, count]` for the tokens at positions `first[b]`, `first[b] + 1`, ...; see `uniform` for the rest.
@@ -104,9 +109,8 @@ class CounterRNG:
 
         `round_B1` is the round, as the position of its first draft, int64; required for drafting and accepting.
         """
-        if self._requests_B is None:
-            self._requests_B = to_device(self.requests, self.device)
-        return self._bits(role, self._requests_B, positions_BT, round_B1).to(widest_float(self.device)) * 2.0**-53
+        requests_B = on_device(self.requests if self._sent is None else self._sent, self.device)
+        return self._bits(role, requests_B, positions_BT, round_B1).to(widest_float(self.device)) * 2.0**-53
 
     def _bits(self, role: Role, requests_B: Any, positions_BT: Any, round_B1: Any) -> Any:
         """Return the 53 random bits of each number, of tensors or of arrays."""
@@ -123,11 +127,14 @@ class CounterRNG:
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Drop all rows but these, in this order."""
-        self.requests, self._requests_B, self._round = [self.requests[row] for row in rows], None, None
+        self.requests, self._round = [self.requests[row] for row in rows], None
+        if self._sent is not None:
+            sent_B = self._sent.tensor_B[on_device(rows, self.device)]
+            self._sent = RowNumbers(self.requests, self.device, lambda: sent_B)
 
     def replace(self, row: int, request: int) -> None:
         """Give a row to another request."""
-        self.requests[row], self._requests_B, self._round = request, None, None
+        self.requests[row], self._sent, self._round = request, None, None
 
 
 def _mix(x: Any) -> Any:

@@ -258,6 +258,17 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   in_fallback = outer;
 }
 
+// Devices other than the CPU run a step of a GRU as one kernel, which the CPU lacks: this is the CPU's, operation by operation.
+std::tuple<at::Tensor, at::Tensor> gru_cell(const at::Tensor& input_gates, const at::Tensor& hidden_gates, const at::Tensor& hidden,
+                                            const std::optional<at::Tensor>& input_bias,
+                                            const std::optional<at::Tensor>& hidden_bias) {
+  for (const auto& bias : {input_bias, hidden_bias}) TORCH_CHECK(!bias || !bias->defined(), "the mock device's GRU has no bias");
+  const auto inputs = input_gates.chunk(3, 1), hiddens = hidden_gates.chunk(3, 1);
+  const auto reset = hiddens[0].add(inputs[0]).sigmoid(), keep = hiddens[1].add(inputs[1]).sigmoid();
+  const auto fresh = inputs[2].add(hiddens[2].mul(reset)).tanh();
+  return {(hidden - fresh).mul(keep).add(fresh), at::Tensor()};
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
@@ -275,6 +286,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl));
   library.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
   library.impl("unfold", TORCH_FN(at::native::unfold));
+  library.impl("_thnn_fused_gru_cell", gru_cell);
 }
 
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, library) {

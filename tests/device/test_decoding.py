@@ -121,16 +121,17 @@ def decode(target, proposer, config):
 def most_transfers(name, way, has_ended):
     """The most copies of a round to the host and from it.
 
-    A rule that may stop a draft asks after each step. The drafts that are merged come to the host one by one, and their tree
-    goes back. Particles choose texts that have ended, and resample. Rows that stay where others end are named to the device.
+    A rule that may stop a draft asks after each step. Drafts that are merged read what they lack and come to the host one by
+    one, and their tree goes back. Particles choose texts that have ended, and resample. Rows that stay where others end are
+    named to the device.
     """
     out, into = 1, 1 + has_ended
     if "stopped" in way:
         out += DRAFTS + 1
     if way == "particles":
-        out, into = out + 2, into + 4 + has_ended
+        out, into = out + 2, into + 4
     if name == "merged":
-        out, into = out + 2, into + 1
+        out, into = out + 2, into + 2
     return out, into
 
 
