@@ -46,6 +46,7 @@ class Rates:
     held_out_seconds: float  # of one evaluation on held-out prompts in training
     lookup_token_seconds: float  # by all lengths that are tried
     decoded_token_seconds: float  # in all ways that an evaluation decodes it, and to check it
+    plain_token_seconds: float  # without a draft
 
 
 def rehearse(run: RunConfig, *, num_prompts: int, max_new_tokens: int, batch_size: int, held_out_share: float) -> Rates:
@@ -110,7 +111,8 @@ def _rates(output: Path, seconds: dict[str, Any]) -> Rates:
     start = seconds["eval"] - sum(laps.values())  # of Python, and of what it imports
     in_cache = sum(len(row["prompt_ids"]) + len(row["answer_ids"]) for row in sides[0])
     by_token = laps["decoding"] + laps["losslessness"]
-    decoded = sum(each["speed"]["decode_tokens_autoregressive"] for each in (report, *report["suites"].values()))
+    speeds = [each["speed"] for each in (report, *report["suites"].values())]
+    decoded = sum(each["decode_tokens_autoregressive"] for each in speeds)
     fixed: dict[Stage, float] = {
         "rehearsal": sum(value for name, value in seconds.items() if name != "job"),
         "data": seconds["data"] - answering,
@@ -130,4 +132,5 @@ def _rates(output: Path, seconds: dict[str, Any]) -> Rates:
         held_out_seconds=MORE_HELD_OUT * outcome["evaluation_seconds"],
         lookup_token_seconds=SETTLED * laps["choosing the lookup's length"] / (PROMPTS * DECODED),
         decoded_token_seconds=SETTLED * by_token / max(1, decoded),
+        plain_token_seconds=sum(each["decode_seconds_autoregressive"] for each in speeds) / max(1, decoded),
     )

@@ -32,6 +32,7 @@ def rates(**changed):
         "held_out_seconds": 4.0,
         "lookup_token_seconds": 0.1,
         "decoded_token_seconds": 0.12,
+        "plain_token_seconds": 0.05,
     }
     return Rates(**(found | changed))
 
@@ -105,10 +106,12 @@ def test_rounds_are_timed_where_the_target_is_whole_in_its_process(parallel, swe
     EvalConfig(target=run.target, cost=cost)  # which refuses the sweep of a target that processes share
 
 
-def test_an_engine_that_is_installed_takes_time_of_its_own():
+def test_an_engine_that_is_installed_takes_time_of_its_own_and_more_for_a_slow_target():
     run, facts = RunConfig(budget_minutes=20), SimpleNamespace(num_prompts=None, decoded_tokens=64, on_cpu=True)
-    found = [
-        Budget(run=run, facts=facts, rates=rates(), checks=checks, cache_row_bytes=5768).spend() for checks in (False, True)
-    ]
-    assert found[1].seconds["check"] > found[0].seconds["check"] + 50
-    assert found[1].seconds["train"] < found[0].seconds["train"]
+    none, fast, slow = (
+        Budget(run=run, facts=facts, rates=rates(plain_token_seconds=pace), checks=checks, cache_row_bytes=5768).spend()
+        for checks, pace in ((False, 0.1), (True, 0.004), (True, 0.1))
+    )
+    assert 80 < fast.seconds["check"] < 100
+    assert slow.seconds["check"] > fast.seconds["check"] + 100
+    assert slow.seconds["train"] < fast.seconds["train"] < none.seconds["train"]
