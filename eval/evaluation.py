@@ -45,6 +45,7 @@ from eval.report.schema import Report, parse_report, write_report
 from eval.report.sections import GenerateSection
 from heads.frozen.loading import Target, load_target
 from heads.frozen.processes import join_processes
+from heads.inference.compiled_forward import forward_name
 
 log = logging.getLogger("draftsmith")
 # What comes after the measurement, or says where it goes: a run that is resumed may change these.
@@ -188,7 +189,7 @@ def _time_others(config: EvalConfig, loaded: Loaded, records: Tally, report: Rep
 
 
 def _describe(config: EvalConfig, loaded: Loaded) -> dict[str, Any]:
-    target = loaded.target
+    target, forward = loaded.target, forward_name(loaded.target.model)
     return {
         "target": target.identity.to_dict()
         | {"dtype": config.target.dtype, "num_parameters": sum(each.numel() for each in target.model.parameters())},
@@ -197,9 +198,9 @@ def _describe(config: EvalConfig, loaded: Loaded) -> dict[str, Any]:
         | {
             "dtype": config.target.dtype,
             "attention": target.model.config._attn_implementation,
-            "forward": config.target.forward,
+            "forward": forward,
             "verification": config.decode.rule,
-            "compile": config.target.forward == "compiled",
+            "compile": forward == "compiled",
             "warmup_prompts": config.warmup_prompts,
         },
         "bootstrap_samples": config.bootstrap_samples,

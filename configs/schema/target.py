@@ -122,6 +122,9 @@ class ParallelConfig(Settings):
             yield f"{found} cannot be combined; give one of them, and leave the others at 1"
 
 
+OWN_FORWARDS = ("lean", "compiled")  # read weights that are packed on one device
+
+
 class TargetConfig(Settings):
     """The language model that is to become faster."""
 
@@ -134,8 +137,9 @@ class TargetConfig(Settings):
     attention: Literal["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"] = "sdpa"
     # lean: decode by a forward of draftsmith's own (Llama, Mistral, Qwen2, Qwen3), which packs the weights as a CPU reads them
     # fastest. compiled: that, or transformers' for other families, by torch.compile for fixed shapes: a bit faster after half
-    # a minute for each, so for long runs. The draft runs the same way
-    forward: Literal["transformers", "lean", "compiled"] = "transformers"
+    # a minute for each, so for long runs. auto: of these the fastest that the family, the device and the memory have, compiled
+    # where there are CUDA graphs. The draft runs the same way
+    forward: Literal["transformers", "lean", "compiled", "auto"] = "transformers"
     device: str = "auto"  # auto takes the GPU where there is one
     # ids: the tokens are no text but codes of pictures or sound, called by their numbers; no tokenizer is read
     tokens: Literal["text", "ids"] = "text"
@@ -158,10 +162,16 @@ class TargetConfig(Settings):
     # draft on batches of its own
     parallel: ParallelConfig | None = None
 
+    @property
+    def is_whole_text(self) -> bool:
+        """Whether one device of this process runs all of it, on a text alone."""
+        is_split = self.parallel is not None and self.parallel.kind is not None
+        return not is_split and (self.device_map, self.states, self.guidance, self.images, self.audio) == (None,) * 5
+
     def objections(self) -> Iterator[str]:
         is_split, is_gguf = self.parallel is not None and self.parallel.kind is not None, self.name.endswith(".gguf")
         for name, is_on in (("parallel", is_split), ("device_map", self.device_map is not None)):
-            if is_on and self.forward != "transformers":
+            if is_on and self.forward in OWN_FORWARDS:
                 yield f"{name}: forward {self.forward} packs all weights on one device; give transformers, or {name} null"
             if is_on and is_gguf:
                 yield f"{name}: {self.name} is unpacked whole; give a folder of safetensors, or set {name} to null"
@@ -174,7 +184,7 @@ class TargetConfig(Settings):
             yield "guidance reads each row twice, which no compiled forward does: set forward to transformers or lean"
         if self.states is not None and self.guidance is not None:
             yield "states are of each text alone, and guidance reads two: set one of the two to null"
-        if self.states is not None and (self.forward != "transformers" or is_gguf):
+        if self.states is not None and (self.forward in OWN_FORWARDS or is_gguf):
             yield f"states of servers are those of forward transformers and of safetensors, got {self.forward} and {self.name}"
         yield from self._objections_to_media()
         yield from self._objections_to_places()
@@ -185,7 +195,7 @@ class TargetConfig(Settings):
             return
         others = ("guidance", "device_map", "states", "parallel", *(["audio"] if given == "images" else []))
         found = [f"{name} null" for name in others if getattr(self, name) is not None]
-        if (self.forward, self.tokens) != ("transformers", "text"):
+        if self.forward in OWN_FORWARDS or self.tokens != "text":
             found.append("forward transformers and tokens text")
         if found:
             yield (

@@ -31,7 +31,7 @@ from heads.frozen.served import load_ends
 from heads.frozen.tokenizer import SOUND, in_template, load_tokenizer, no_chat_template
 from heads.frozen.weights import loader_of, quantization_of
 from heads.inference.causal_lm import MediaInputs
-from heads.inference.compiled_forward import make_compiled
+from heads.inference.compiled_forward import make_compiled, make_fastest
 from heads.inference.lean_forward import make_lean
 from heads.inference.masks import rope_limit
 from heads.inference.model_checks import check_split
@@ -144,6 +144,9 @@ class Target:
         return self.media
 
 
+FORWARDS = {"lean": make_lean, "compiled": make_compiled}
+
+
 def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: bool = False) -> Target:
     """Load, freeze and identify a target; an InputError where it cannot be found, or not be run as configured.
 
@@ -175,8 +178,10 @@ def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: 
             type(model).__name__,
         )
     runner = runner_of(model)
-    if config.forward != "transformers":
-        (make_lean if config.forward == "lean" else make_compiled)(model)
+    if config.forward in FORWARDS:
+        FORWARDS[config.forward](model)
+    elif config.forward == "auto" and config.is_whole_text:
+        make_fastest(model)
     if config.guidance is not None:
         if runner.mixers:
             raise InputError(f"target.guidance: {type(model).__name__} has recurrent layers; set guidance to null")

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -31,6 +32,7 @@ log = logging.getLogger("draftsmith")
 
 WIDTHS = (1, 2, 4, 8, 16, 32)  # tokens of a row in one forward; more run uncompiled
 SMALLEST_CACHE = 256  # positions a row; larger caches double
+MEMORY_SHARE = 0.5  # of the free memory that packed weights, a copy, may take
 MAX_GRAPHS = 16  # of one model; further shapes run uncompiled
 
 
@@ -52,6 +54,24 @@ def make_compiled(model: PreTrainedModel, backend: str | Callable[..., Any] = "i
     except InputError as error:
         log.info("transformers' forward is compiled: %s", error)
     runner.forward = CompiledForward(runner.forward or TransformersForward(model), model.device, backend)
+
+
+def make_fastest(model: PreTrainedModel) -> None:
+    """Let decoding run `model` by the fastest forward that its family, its device and the memory have."""
+    try:
+        if has_graphs(model.device):
+            make_compiled(model)
+        elif model.get_memory_footprint() < MEMORY_SHARE * psutil.virtual_memory().available:
+            make_lean(model)
+    except InputError as error:
+        log.info("%s", error)
+    log.info("target.forward auto: %s", forward_name(model))
+
+
+def forward_name(model: PreTrainedModel) -> str:
+    """Return what decoding runs `model` by, as `target.forward` has it."""
+    forward = runner_of(model).forward
+    return "transformers" if forward is None else "compiled" if isinstance(forward, CompiledForward) else "lean"
 
 
 def run_alike(model: PreTrainedModel, target: PreTrainedModel) -> None:

@@ -97,10 +97,10 @@ def prompts_of(path: str | None, given: PromptsConfig) -> PromptsConfig:
 def examine(run: RunConfig) -> tuple[RunConfig, Facts, list[Choice]]:
     """Return the request with what its target and machine decide, and the facts; an InputError says what cannot be done."""
     on_cpu = default_device().type == CPU.type
-    dtype = _dtype(run, on_cpu)
-    run = apply(run, dtype)
+    arithmetic = _arithmetic(run) if on_cpu else []
+    run = apply(run, arithmetic)
     plan, recipe = _recipe(run)
-    choices = [*recipe, *_template(run), *dtype]
+    choices = [*recipe, *_template(run), *arithmetic]
     run = apply(run, choices)
     number, prompts = _prompts(run.prompts)
     _check_room(run, plan)
@@ -173,10 +173,12 @@ def _template(run: RunConfig) -> list[Choice]:
     return [Choice("target.chat_template", "plain", "the tokenizer has no chat template: prompts are given as they are")]
 
 
-def _dtype(run: RunConfig, on_cpu: bool) -> list[Choice]:
-    if on_cpu and not _has_bfloat16() and "dtype" not in run.target.model_fields_set:
-        return [Choice("target.dtype", "float32", "this processor has no instructions for bfloat16")]
-    return []
+def _arithmetic(run: RunConfig) -> list[Choice]:
+    """Choose what a processor computes fastest with."""
+    choices = [Choice("target.forward", "auto", "decodes by draftsmith's own forward where it has one for this family")]
+    if not _has_bfloat16():
+        choices.append(Choice("target.dtype", "float32", "this processor has no instructions for bfloat16"))
+    return [each for each in choices if each.key.removeprefix("target.") not in run.target.model_fields_set]
 
 
 def _has_bfloat16() -> bool:

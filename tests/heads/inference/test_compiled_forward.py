@@ -18,8 +18,9 @@ from eval.decoder.decode import generate
 from heads.artifact import load_draft
 from heads.frozen.hidden_states import forward_states
 from heads.frozen.loading import load_target
+from heads.inference import compiled_forward
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache
-from heads.inference.compiled_forward import CompiledForward, TransformersForward, make_compiled
+from heads.inference.compiled_forward import CompiledForward, TransformersForward, forward_name, make_compiled
 from heads.inference.lean_forward import LeanForward
 from heads.inference.runner import runner_of
 from heads.sampling.token_tree import TreeAttention, ancestor_mask
@@ -119,6 +120,29 @@ def test_a_loaded_target_and_its_draft_run_compiled_and_answer_as_before(tiny_ru
     assert generate(target, prompts, config, draft.proposer) == expected
     # Plainly 1 token; with drafts 4, 2 and 1; the draft reads 1 or 2; each with two rows and with one.
     assert captured() <= 10
+
+
+@pytest.mark.parametrize(
+    ("graphs", "memory", "attention", "expected"),
+    [
+        (False, 0.5, "sdpa", "lean"),
+        (True, 0.0, "sdpa", "compiled"),
+        (False, 0.0, "sdpa", "transformers"),
+        (False, 0.5, "eager", "transformers"),
+    ],
+)
+def test_auto_takes_the_fastest_forward_that_device_memory_and_model_have(
+    tiny_run, monkeypatch, graphs, memory, attention, expected
+):
+    monkeypatch.setattr(compiled_forward, "has_graphs", lambda device: graphs)
+    monkeypatch.setattr(compiled_forward, "MEMORY_SHARE", memory)
+    config = TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu", attention=attention, forward="auto")
+    assert forward_name(load_target(config).model) == expected
+
+
+def test_auto_leaves_a_target_of_several_devices_to_transformers(tiny_run):
+    config = TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu", device_map={"": "cpu"}, forward="auto")
+    assert forward_name(load_target(config).model) == "transformers"
 
 
 def test_a_batch_finds_its_cache_at_the_addresses_of_the_one_before_also_once_rows_have_ended(tiny_run, captured, monkeypatch):
