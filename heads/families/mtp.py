@@ -59,20 +59,21 @@ class Mtp(ChainHead):
 
     def forward(self, batch: Batch, states: TargetStates) -> list[Depth]:
         """Predict `num_depths` tokens from every origin at once."""
-        documents_BT, T = batch.document_ids_BT, batch.document_ids_BT.shape[1]
-        causal_TT = torch.ones(T, T, dtype=torch.bool, device=documents_BT.device).tril()
-        visible_B1TT = (causal_TT & (documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1))).unsqueeze(1)
+        is_causal = self._context.is_causal and batch.conversations_BC.shape[1] == 1  # not packed: rows are texts, and padding
+        visible_B1TT: Tensor | None = None
         chain = ChainKeys() if self.settings.shared_depths else None
         states_BTD = self.features(states)
         depths = []
         for depth in range(self.settings.num_depths):
             steps = 0 if chain is None else depth  # from the origin along its chain; a module of its own stands at the origin
+            if visible_B1TT is None and (steps > 0 or not is_causal):
+                visible_B1TT = _causal_in_documents(batch.document_ids_BT)
             states_BTD = self._layer(depth)(
                 self.embed(shifted_left(batch.input_ids_BT, depth + 1)),
                 states_BTD,
                 self._context,
                 batch.position_ids_BT + steps,
-                unrolled_mask(visible_B1TT, steps, self._context.window),
+                None if visible_B1TT is None else unrolled_mask(visible_B1TT, steps, self._context.window),
                 chain,
             )
             chain = None if chain is None else chain.next()
@@ -95,6 +96,12 @@ class Mtp(ChainHead):
 
     def _layer(self, depth: int) -> nn.Module:
         return self.layers[0 if self.settings.shared_depths else depth]
+
+
+def _causal_in_documents(documents_BT: Tensor) -> Tensor:
+    T = documents_BT.shape[1]
+    causal_TT = torch.ones(T, T, dtype=torch.bool, device=documents_BT.device).tril()
+    return (causal_TT & (documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1))).unsqueeze(1)
 
 
 class MtpLayer(HeadLayer):
