@@ -135,7 +135,8 @@ def _recipe(run: RunConfig) -> tuple[Plan, list[Choice]]:
             embedding, head = plan.models.target.get_input_embeddings(), plan.models.target.get_output_embeddings()
             if type(embedding) is torch.nn.Embedding and type(head) is torch.nn.Linear and head.bias is None:
                 reason = f"EAGLE-3 drafts most tokens for its size, and {engine} takes it"
-                return plan, [Choice("recipe", HEAD, reason), *smaller]
+                depths = Choice("train.head.num_depths", plan.config.num_speculative_tokens, "as many as a round drafts")
+                return plan, [Choice("recipe", HEAD, reason), depths, *smaller]
             why = "engines share only weights with a head, and this target's embedding or output head does more"
     draft_lm = Choice("recipe", DRAFT_LM, f"a draft LM: {why}")
     plan, smaller = _fitting(apply(run, [draft_lm]))  # which refuses what is no causal LM

@@ -20,7 +20,7 @@ def test_a_batch_that_does_not_fit_is_taken_in_parts(name, number, changed, monk
     monkeypatch.setattr(request, "hardware", lambda: gpus)
     plan, choices = request._recipe(RunConfig(target=TargetConfig(name=name)))
     assert plan.fitting is not None
-    assert {each.key: each.value for each in choices} == {"recipe": request.HEAD, **changed}
+    assert {each.key: each.value for each in choices} == {"recipe": request.HEAD, "train.head.num_depths": 3, **changed}
 
 
 @pytest.mark.parametrize(
