@@ -27,13 +27,15 @@ EVALUATION_SHARE = 0.25  # of the budget
 EVALUATION_MINUTES = 30.0  # at most
 LOOKUP_PROMPTS = 4  # by which an evaluation chooses the lookup's length
 HELD_OUT = (16, 128)  # prompts of an evaluation: what the gate asks for, and where intervals are narrow
+SHORTER = (128, 64, 48, 32)  # tokens of their answers, where the fewest prompts would take more than the evaluation's share
 HOUSE_SHARE = 0.5  # of so many prompts beside them ...
 HOUSE_PROMPTS = (8, 64)  # ... of the house suite: one a category, and all
 EPOCHS = ((200_000, 5), (2_000_000, 3))  # passes over so many answer tokens or fewer; over more, two
 FEWEST_EPOCHS = 2
 MOST_EPOCHS = 10  # where prompts are few
 MARGIN = 2  # where a hash decides who is held out, so that they are not too few
-EVALUATIONS = 6  # on held-out prompts, in training
+EVALUATIONS = 6  # on held-out prompts, in training ...
+FEWEST_STEPS = 20  # ... with so many steps between them
 MANY_PROMPTS = 1000  # answers are cut off earlier rather than that fewer prompts are answered
 # A check of the export starts the engine twice, and decodes plainly and with the draft.
 START_SECONDS, START_SECONDS_ON_CPU = 90.0, 40.0  # on a GPU assumed
@@ -65,6 +67,7 @@ class Budget:
     rates: Rates
     checks: bool  # the engine is installed, and checks the export
     cache_row_bytes: int
+    step_size: int  # conversations a training step
 
     @cached_property
     def fixed(self) -> dict[Stage, float]:
@@ -82,18 +85,32 @@ class Budget:
         return 60 * self.run.budget_minutes - sum(self.fixed.values())
 
     @cached_property
-    def held_out(self) -> int:
-        """Held-out prompts that the evaluation decodes."""
-        found = int(min(EVALUATION_SHARE * self.left, 60 * EVALUATION_MINUTES) / self._evaluation_of(1))
+    def held_out_limits(self) -> tuple[int, int]:
+        """The fewest and the most held-out prompts that the evaluation decodes."""
         least, most = HELD_OUT
         if self.facts.num_prompts is not None:
             most = min(most, max(2, self.facts.num_prompts // 5))
-        return max(min(least, most), min(found, most))
+        return min(least, most), most
+
+    @cached_property
+    def decoded_tokens(self) -> int:
+        """Tokens of each answer in the evaluation, at most."""
+        longest, (least, _) = self.facts.decoded_tokens, self.held_out_limits
+        limits = [longest, *(each for each in SHORTER if each < longest)]
+        fits = (each for each in limits if self._evaluation_of(least, each) <= EVALUATION_SHARE * self.left)
+        return next(fits, limits[-1])
+
+    @cached_property
+    def held_out(self) -> int:
+        """Held-out prompts that the evaluation decodes."""
+        room = min(EVALUATION_SHARE * self.left, 60 * EVALUATION_MINUTES)
+        least, most = self.held_out_limits
+        return max(least, min(int(room / self._evaluation_of(1, self.decoded_tokens)), most))
 
     @property
     def evaluation(self) -> float:
         """Seconds of decoding, the house suite included."""
-        return self._evaluation_of(self.held_out)
+        return self._evaluation_of(self.held_out, self.decoded_tokens)
 
     @property
     def _check(self) -> float:
@@ -101,8 +118,8 @@ class Budget:
         tokens = CHECK.num_prompts * CHECK.max_new_tokens
         return 2 * (start + tokens * ENGINE_PACE * self.rates.plain_token_seconds)
 
-    def _evaluation_of(self, held_out: int) -> float:
-        answer = self.answer(self.facts.decoded_tokens)
+    def _evaluation_of(self, held_out: int, limit: int) -> float:
+        answer = self.answer(limit)
         return (1 + HOUSE_SHARE) * held_out * answer * self.rates.decoded_token_seconds
 
     def answer(self, limit: int) -> float:
@@ -118,9 +135,9 @@ class Budget:
         states = self.rates.cache_token_seconds * (1 if cached else epochs)
         return (self.rates.prompt_tokens + self.answer(limit)) * (states + epochs * self.rates.train_token_seconds)
 
-    def num_trained(self, limit: int, epochs: int, cached: bool) -> int:
-        """Return how many conversations can be made and trained on."""
-        room = self.left - self.evaluation - self.held_out * self.answered(limit)
+    def num_trained(self, limit: int, epochs: int, cached: bool, spared: float = 0.0) -> int:
+        """Return how many conversations can be made and trained on, with some more seconds."""
+        room = self.left + spared - self.evaluation - self.held_out * self.answered(limit)
         found = max(0, int(room / (self.answered(limit) + self.trained(limit, epochs, cached))))
         return found if self.facts.num_prompts is None else min(found, self.facts.num_prompts - self.held_out)
 
@@ -130,6 +147,15 @@ class Budget:
         free = shutil.disk_usage(Path(self.run.output).absolute().anchor).free
         return tokens * self.cache_row_bytes < DISK_SHARE * free
 
+    def steps(self, num_trained: int, epochs: int) -> int:
+        """Return how many steps a training has."""
+        return max(1, num_trained * epochs // self.step_size)
+
+    def spared(self, num_trained: int, epochs: int) -> float:
+        """Return the seconds of the evaluations on held-out prompts that a short training has fewer."""
+        steps = self.steps(num_trained, epochs)
+        return (EVALUATIONS - math.ceil(steps / evaluated_every(steps))) * self.rates.held_out_seconds
+
     def fit(self, limit: int) -> Amounts:
         """Return what fits with answers of at most `limit` tokens."""
         epochs = FEWEST_EPOCHS
@@ -137,7 +163,7 @@ class Budget:
             if self.num_trained(limit, passes, self.is_cached(limit, passes)) * self.answer(limit) <= most:
                 epochs = passes
         cached = self.is_cached(limit, epochs)
-        number = self.num_trained(limit, epochs, cached)
+        number = self.num_trained(limit, epochs, cached, self.spared(self.num_trained(limit, epochs, cached), epochs))
         if self.facts.num_prompts is not None and number == self.facts.num_prompts - self.held_out:
             while epochs < MOST_EPOCHS and self.num_trained(limit, epochs + 1, cached) == number:
                 epochs += 1
@@ -146,7 +172,7 @@ class Budget:
         seconds = self.fixed | {
             "data": self.fixed["data"] + (number + self.held_out) * self.answered(limit),
             "cache": self.fixed["cache"] + states,
-            "train": self.fixed["train"] + trained - states,
+            "train": self.fixed["train"] - self.spared(number, epochs) + trained - states,
             "eval": self.fixed["eval"] + self.evaluation,
         }
         if not cached:
@@ -177,24 +203,34 @@ class Budget:
         return best
 
 
+def evaluated_every(steps: int) -> int:
+    """Return after how many steps a training of so many decodes held-out prompts."""
+    return max(FEWEST_STEPS, math.ceil(steps / EVALUATIONS))
+
+
 def choose(run: RunConfig, facts: Facts, rates: Rates, *, checks: bool, data_batch: int) -> list[Choice]:
     """Return what a run does, each with its reason."""
-    plan = facts.plan
-    budget = Budget(run=run, facts=facts, rates=rates, checks=checks, cache_row_bytes=plan.cache_row_bytes)
+    plan, schedule = facts.plan, facts.plan.config.schedule
+    budget = Budget(
+        run=run,
+        facts=facts,
+        rates=rates,
+        checks=checks,
+        cache_row_bytes=plan.cache_row_bytes,
+        step_size=schedule.batch_size * schedule.gradient_accumulation_steps * run.num_processes,
+    )
     found = budget.spend()
     minutes = {stage: round(seconds / 60, 1) for stage, seconds in found.seconds.items()}
     answer = budget.answer(found.max_new_tokens)
     share = MARGIN * found.held_out / found.num_prompts
     if facts.prompts:
         share = share_for(facts.prompts[: found.num_prompts], found.held_out)
-    schedule = plan.config.schedule
-    a_step = schedule.batch_size * schedule.gradient_accumulation_steps * run.num_processes
-    steps = max(1, (found.num_prompts - found.held_out) * found.epochs // a_step)
+    steps = budget.steps(found.num_prompts - found.held_out, found.epochs)
     house = min(HOUSE_PROMPTS[1], max(HOUSE_PROMPTS[0], found.held_out // 2 // 8 * 8))
     limited = facts.num_prompts is not None and found.num_prompts == facts.num_prompts
     asked = run.prompts.model_copy(update={"num_prompts": found.num_prompts}).model_dump(mode="json", exclude_defaults=True)
     pace = f"{minutes['data']:g} minutes of answers at {60 / rates.prompt_seconds:.0f} a minute"
-    every = max(20, math.ceil(steps / EVALUATIONS))
+    every = evaluated_every(steps)
     choices = [
         Choice("prompts", asked, "all there are" if limited else pace),
         Choice("data.answers.max_new_tokens", found.max_new_tokens, f"answers of {answer:.0f} tokens on average"),
@@ -206,7 +242,7 @@ def choose(run: RunConfig, facts: Facts, rates: Rates, *, checks: bool, data_bat
         Choice("train.schedule.log_every_steps", max(1, min(20, steps // 40)), "points of the loss curve"),
         Choice("eval.suite.num_prompts", found.held_out, "of those, as many as there is time to decode"),
         Choice("eval.suites", [HOUSE | {"num_prompts": house}], f"{house} prompts of other kinds than those trained on"),
-        Choice("eval.decode.max_new_tokens", facts.decoded_tokens, "tokens of each answer"),
+        Choice("eval.decode.max_new_tokens", budget.decoded_tokens, "tokens of each answer, at most"),
         Choice("eval.repeats", 1, "prompts tell more than repeats"),
     ]
     if isinstance(plan.config, PlanHeadsConfig):

@@ -40,7 +40,8 @@ def rates(**changed):
 def fit(minutes, num_prompts=None, cache_row_bytes=5768, engine="vllm", **changed):
     run = RunConfig(budget_minutes=minutes, engine=engine)
     facts = SimpleNamespace(num_prompts=num_prompts, decoded_tokens=64, on_cpu=True)
-    return Budget(run=run, facts=facts, rates=rates(**changed), checks=False, cache_row_bytes=cache_row_bytes).spend()
+    budget = Budget(run=run, facts=facts, rates=rates(**changed), checks=False, cache_row_bytes=cache_row_bytes, step_size=8)
+    return budget.spend()
 
 
 @pytest.mark.parametrize("minutes", [10, 15, 30, 120, 600])
@@ -60,12 +61,33 @@ def test_more_time_means_more_prompts_then_longer_answers_and_fewer_passes():
     assert (found[0].epochs, found[-1].epochs) == (5, 2)
 
 
+def test_a_short_budget_goes_to_training_and_its_evaluation_decodes_shorter_answers():
+    run, facts = RunConfig(budget_minutes=10), SimpleNamespace(num_prompts=None, decoded_tokens=64, on_cpu=True)
+    for minutes, pace, tokens in ((10, 0.12, 32), (30, 0.12, 64), (30, 0.3, 48)):
+        budget = Budget(
+            run=run.model_copy(update={"budget_minutes": minutes}),
+            facts=facts,
+            rates=rates(decoded_token_seconds=pace),
+            checks=False,
+            cache_row_bytes=5768,
+            step_size=8,
+        )
+        assert budget.decoded_tokens == tokens
+
+
 def test_few_prompts_are_all_used_and_trained_on_more_often():
     found = fit(30, num_prompts=200)
     assert found.num_prompts == 200
     assert found.epochs == MOST_EPOCHS
     assert sum(found.seconds.values()) < 60 * 30
     assert fit(30, num_prompts=20).held_out == 4
+
+
+def test_a_training_of_few_steps_is_planned_with_the_few_evaluations_that_it_has():
+    slow = {"held_out_seconds": 10.0, "train_token_seconds": 0.0}
+    few, many = fit(30, num_prompts=60, **slow), fit(30, num_prompts=600, **slow)
+    # 48 prompts are trained on ten times, in 60 steps: three evaluations for six of many steps.
+    assert many.seconds["train"] - few.seconds["train"] == pytest.approx(30.0)
 
 
 def test_a_cache_that_the_disk_does_not_hold_is_left_out_and_the_target_runs_in_training(monkeypatch):
@@ -109,7 +131,9 @@ def test_rounds_are_timed_where_the_target_is_whole_in_its_process(parallel, swe
 def test_an_engine_that_is_installed_takes_time_of_its_own_and_more_for_a_slow_target():
     run, facts = RunConfig(budget_minutes=20), SimpleNamespace(num_prompts=None, decoded_tokens=64, on_cpu=True)
     none, fast, slow = (
-        Budget(run=run, facts=facts, rates=rates(plain_token_seconds=pace), checks=checks, cache_row_bytes=5768).spend()
+        Budget(
+            run=run, facts=facts, rates=rates(plain_token_seconds=pace), checks=checks, cache_row_bytes=5768, step_size=8
+        ).spend()
         for checks, pace in ((False, 0.1), (True, 0.004), (True, 0.1))
     )
     assert 80 < fast.seconds["check"] < 100
