@@ -212,15 +212,14 @@ class EvalConfig(Settings):
             yield "energy is read of the target's device only: set draft_device to null, or energy to false"
         if self.target.guidance is not None and "self_speculation" in self.baselines:
             yield "self_speculation has no guidance: leave it out of baselines, or set target.guidance to null"
-        is_split = self.target.parallel is not None and self.target.parallel.kind is not None
-        if is_split and decode.tree is not None and decode.tree.kind == "fastest":
+        if self.target.is_split and decode.tree is not None and decode.tree.kind == "fastest":
             yield "decode.tree fastest times a target that is whole in its process: give a static tree"
         if self.cost is None:
             return
         for name in ("tree", "stopping"):
             if getattr(decode, name) is not None:
                 yield f"cost predicts chains of a fixed length only: set it to null, or decode.{name} to null"
-        if is_split:
+        if self.target.is_split:
             yield "cost times a target that is whole in its process: set it to null, or target.parallel to null"
         if decode.rule == "smc":
             yield "cost predicts rounds of verification, which lossy smc has none of: set one of the two to null"

@@ -163,13 +163,17 @@ class TargetConfig(Settings):
     parallel: ParallelConfig | None = None
 
     @property
+    def is_split(self) -> bool:
+        """Whether processes split it between them."""
+        return self.parallel is not None and self.parallel.kind is not None
+
+    @property
     def is_whole_text(self) -> bool:
         """Whether one device of this process runs all of it, on a text alone."""
-        is_split = self.parallel is not None and self.parallel.kind is not None
-        return not is_split and (self.device_map, self.states, self.guidance, self.images, self.audio) == (None,) * 5
+        return not self.is_split and (self.device_map, self.states, self.guidance, self.images, self.audio) == (None,) * 5
 
     def objections(self) -> Iterator[str]:
-        is_split, is_gguf = self.parallel is not None and self.parallel.kind is not None, self.name.endswith(".gguf")
+        is_split, is_gguf = self.is_split, self.name.endswith(".gguf")
         for name, is_on in (("parallel", is_split), ("device_map", self.device_map is not None)):
             if is_on and self.forward in OWN_FORWARDS:
                 yield f"{name}: forward {self.forward} packs all weights on one device; give transformers, or {name} null"

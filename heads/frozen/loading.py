@@ -165,8 +165,7 @@ def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: 
     if config.device_map is None and config.states is None:
         move(model, device)
     model.eval().requires_grad_(False)
-    is_split = config.parallel is not None and config.parallel.kind is not None
-    group = join_group(model, config, device) if is_split else None
+    group = join_group(model, config, device) if config.is_split else None
     if config.attention not in EVERYWHERE:
         _read_rows_by(model, config.attention)
     check_split(model)
@@ -291,7 +290,7 @@ def _load_model(path: Path, config: TargetConfig, device: torch.device) -> PreTr
     if config.states is not None and config.device_map is None:
         return load_ends(path, config, device)
     spread: dict[str, Any] = {}
-    if config.parallel is not None and config.parallel.kind is not None:
+    if config.is_split:
         spread = split_arguments(path, config, device)
     elif config.device_map is not None:
         spread = {"device_map": place_parts(path, config, device), "offload_folder": config.offload_folder}
