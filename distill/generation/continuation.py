@@ -27,7 +27,7 @@ from heads.inference.causal_lm import forward_rows, head_logits, new_cache
 from heads.inference.kv_cache import RowCache
 from heads.inference.model_checks import check_rolls_back
 from heads.sampling.counter_rng import CounterRNG, Role
-from heads.sampling.probabilities import draw, token_probabilities
+from heads.sampling.probabilities import draw, greedy_token, token_probabilities
 
 T = TypeVar("T")
 
@@ -165,7 +165,7 @@ class TargetSource(TokenSource):
             dtype = self.target.model.dtype
             raise RunFailed(f"the target's logits are not finite in {dtype}; try another target.dtype")
         if self.sampling.temperature == 0:
-            return logits_BV.argmax(-1, keepdim=True).tolist()
+            return greedy_token(logits_BV).unsqueeze(1).tolist()
         uniform_B = rng.along(Role.TARGET, [len(row.tokens) for row in rows], 1).squeeze(1)
         return draw(token_probabilities(logits_BV, self.sampling), uniform_B).unsqueeze(1).tolist()
 

@@ -28,6 +28,7 @@ from distill.loss.divergences import ClosedForm, Divergence, acceptance, closed_
 from distill.loss.logit_head import LogitHead
 from distill.loss.pairs import DenseChunk, Pair, PlacedRows, TargetChunk, TargetRows, at_least_float32
 from heads.device import has_graphs, keeps_small_tensors_near
+from heads.sampling.probabilities import greedy_token
 
 # Bytes of a float32 tensor over the vocabulary, about ten of which are in use at a time: they should stay in the cache.
 # Of 0.6 to 80 MB, 1 to 2 were fastest on one core with 1 MiB of L2 and 32 MiB of shared L3 cache.
@@ -297,7 +298,7 @@ def _statistics(
     tile: TargetChunk, pair: Pair, draft_RW: Tensor, values_R: Tensor, *, temperature: float, draft_token_ids_W: Tensor | None
 ) -> RowStatistics:
     at_one = pair if temperature == 1 else tile.pair(draft_RW, draft_token_ids_W=draft_token_ids_W)
-    draft_top_R = draft_RW.argmax(-1)
+    draft_top_R = greedy_token(draft_RW)
     top1_agrees_R = tile.top1_C == (draft_top_R if draft_token_ids_W is None else draft_token_ids_W[draft_top_R])
     return RowStatistics(values_R, acceptance(at_one), top1_agrees_R)
 

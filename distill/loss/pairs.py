@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from heads.device import keeps_small_tensors_near, upload
 from heads.inference.causal_lm import head_logits
 from heads.modules.interface import Normalisers
+from heads.sampling.probabilities import greedy_token
 
 TILE_ROWS = 16  # rows whose float32 copy stays in a CPU's cache; the maximum of 16-bit numbers is slow there
 # Stands for log 0. Finite, so that 0 * log 0 is 0 and a gradient is never NaN; far below what logits of +-1e4 can reach.
@@ -151,7 +152,7 @@ class DenseChunk:
 
     @property
     def top1_C(self) -> Tensor:
-        return self.logits_CX.argmax(-1) if self.known is None else self.known.top1_P
+        return greedy_token(self.logits_CX) if self.known is None else self.known.top1_P
 
     def at(self, rows: slice) -> DenseChunk:
         return DenseChunk(logits_CX=at_least_float32(self.logits_CX[rows]), known=normalisers_at(self.known, rows))
@@ -260,7 +261,7 @@ def normalise(model: PreTrainedModel, hidden_BTE: Tensor, places_N: Tensor, *, c
         for rows_R, logits_RV in zip(rows_C.split(tile), logits_CV.split(tile), strict=True):
             wide_RV = at_least_float32(logits_RV)
             log_sum_P[rows_R] = wide_RV.logsumexp(-1)
-            top1_P[rows_R] = wide_RV.argmax(-1)
+            top1_P[rows_R] = greedy_token(logits_RV)
     return Normalisers(log_sum_P=log_sum_P, top1_P=top1_P)
 
 

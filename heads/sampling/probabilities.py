@@ -16,6 +16,7 @@ from configs.schema.decoding import SamplingConfig
 from heads.device import widest_float
 
 NUCLEUS_CANDIDATES = 1024
+BLOCK = 128  # logits whose largest is found first
 
 
 def token_probabilities(logits: Tensor, sampling: SamplingConfig) -> Tensor:
@@ -27,7 +28,7 @@ def token_probabilities(logits: Tensor, sampling: SamplingConfig) -> Tensor:
     """
     logits = logits.float()
     if sampling.temperature == 0:
-        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        return torch.zeros_like(logits).scatter_(-1, greedy_token(logits).unsqueeze(-1), 1.0)
     logits = logits / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         smallest_kept = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
@@ -44,8 +45,13 @@ def token_probabilities(logits: Tensor, sampling: SamplingConfig) -> Tensor:
 
 def greedy_token(logits: Tensor) -> Tensor:
     """Return the first largest logit's index `[...]` of `[..., V]`; that of a NaN where there is one."""
-    # What `argmax` gives, which on a CPU takes five times as long over 16-bit logits.
-    return logits.max(-1).indices
+    if logits.device.type != "cpu" or logits.shape[-1] % BLOCK:
+        return logits.max(-1).indices
+    # `argmax` and `max` of a row take a CPU six and two times as long: only `amax` is vectorised there.
+    blocks = logits.unflatten(-1, (-1, BLOCK))
+    block = blocks.amax(-1).max(-1, keepdim=True).indices.unsqueeze(-1)
+    within = blocks.take_along_dim(block, -2).squeeze(-2).max(-1).indices
+    return block.squeeze(-1).squeeze(-1) * BLOCK + within
 
 
 def values_at(values: Tensor, index: Tensor) -> Tensor:
