@@ -32,7 +32,14 @@ from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP, Laps
 from eval.lossless.verdict import judge_lossless
 from eval.measure.generate import time_generate
 from eval.measure.interleaved import measure_share
-from eval.measure.proposers import EvaluatedDraft, add_lookup, find_lookup_length, load_evaluated, make_baselines
+from eval.measure.proposers import (
+    EvaluatedDraft,
+    add_lookup,
+    choose_lookup,
+    known_answers,
+    load_evaluated,
+    make_baselines,
+)
 from eval.measure.record_files import drop_batches
 from eval.measure.suite import Suite, Turns, fit_suite, load_suites, trained_on
 from eval.metrics.energy import find_meter, summarise_energy
@@ -61,6 +68,7 @@ class Loaded:
     turns: Turns  # of the prompts of all suites
     target: Target
     draft: EvaluatedDraft
+    answers: Sequence[Sequence[int]]  # that suffix lookup knows from the start
     state: PartialState  # of the processes
 
     def fingerprint(self, config: EvalConfig) -> str:
@@ -86,11 +94,11 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     decode, how_chosen = find_tree(config, loaded.suites[0], target, loaded.draft, state, job)
     config = config.model_copy(update={"decode": decode})
     laps.done("loading")
-    config = find_lookup_length(config, loaded.turns.first, target, state, job)
+    config = choose_lookup(config, loaded.turns.first, target, loaded.draft.proposer, state, job)
     laps.done("choosing the lookup's length")
-    proposers = {SPECULATIVE: loaded.draft.proposer, **make_baselines(config, target)}
+    proposers = {SPECULATIVE: loaded.draft.proposer, **make_baselines(config, target, loaded.answers)}
     if config.tries_lookup:
-        proposers[WITH_LOOKUP] = add_lookup(loaded.draft.proposer, config, target)
+        proposers[WITH_LOOKUP] = add_lookup(loaded.draft.proposer, config, target, loaded.answers)
     meter = find_meter(target.device, state.num_processes) if config.energy else None
     job, readable = loaded.fingerprint(config), None if isinstance(meter, str) else meter
     tallies = measure_share(target, loaded.turns, config, proposers, state, readable, job=job)
@@ -135,7 +143,8 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
 def _load(config: EvalConfig, suites: Sequence[Suite]) -> Loaded:
     state = join_processes(config.target)
     target = load_target(config.target, for_chats=True)
-    draft = load_evaluated(config, target)
+    answers = known_answers(config, [prompt for suite in suites for prompt in suite.prompts])
+    draft = load_evaluated(config, target, answers)
     for warning in draft.warnings:
         log.warning("%s", warning)
     fitted = [
@@ -151,7 +160,7 @@ def _load(config: EvalConfig, suites: Sequence[Suite]) -> Loaded:
     if state.is_main_process:
         write_run_record(Path(config.output), config, processes=state.num_processes)
     state.wait_for_everyone()  # the folder is there
-    return Loaded(suites=fitted, turns=turns, target=target, draft=draft, state=state)
+    return Loaded(suites=fitted, turns=turns, target=target, draft=draft, answers=answers, state=state)
 
 
 def _write(output: Path, report: Report) -> None:
@@ -202,6 +211,8 @@ def _describe(config: EvalConfig, loaded: Loaded) -> dict[str, Any]:
             "verification": config.decode.rule,
             "compile": forward == "compiled",
             "warmup_prompts": config.warmup_prompts,
+            "lookup_expects": config.lookup_expects,
+            "lookup_answer_tokens": sum(map(len, loaded.answers)),
         },
         "bootstrap_samples": config.bootstrap_samples,
         "seed": config.decode.seed,

@@ -8,7 +8,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from configs.schema.base import NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Settings, unless_once, unless_rising
+from configs.schema.base import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
+    Settings,
+    unless_once,
+    unless_rising,
+)
 from configs.schema.data import RowFormat
 from configs.schema.decoding import DecodeConfig
 from configs.schema.target import TargetConfig
@@ -119,7 +128,13 @@ class EvalConfig(Settings):
     # owner/name[@revision] on the Hub. Or a list, merged into one tree; with prompt_lookup or suffix_lookup in it and no
     # decode.tree a round takes the lookup where that has a match, and else the artifact
     draft: str | list[str] = "runs/distill/artifact"
-    lookup_match: PositiveInt = 3  # tokens that must have stood in the text before, for a lookup beside a draft to copy
+    lookup_match: PositiveInt = 3  # tokens that must have stood in the text before, for prompt lookup beside a draft to copy
+    # Accepted drafts that suffix lookup must expect, to take a draft's place in a round. None: where it pays by the draft's
+    # acceptance and cost on a few prompts
+    lookup_expects: NonNegativeFloat | None = None
+    # A data file, such as the one the draft was trained on, whose answers suffix lookup knows from the start, but those to
+    # prompts of the suites
+    lookup_answers: str | None = None
     draft_device: str | None = None  # of draft LMs, such as cuda:1; None: the target's. Not yet run on two accelerators
     allow_target_mismatch: bool = False  # decode with a draft trained for another target; else it is refused
     suite: SuiteConfig = SuiteConfig()
@@ -133,7 +148,7 @@ class EvalConfig(Settings):
     baselines: list[FreeDraft] = ["prompt_lookup"]  # measured beside the draft (`eval.measure.proposers`)
     # Drafts a round of the lookups among them, which are rivals at their best only; None: the fastest of a few
     lookup_num_speculative_tokens: PositiveInt | None = None
-    # Where prompt lookup is one of the baselines, also measure chains of the draft with it before them: what would it add?
+    # Where a lookup is one of the baselines, also measure the draft with suffix lookup before it: what would that add?
     try_with_lookup: bool = True
     self_speculation_layers: PositiveInt | None = None  # of the target's blocks, for that baseline; None: a quarter of them
     lossless: LosslessConfig = LosslessConfig()
@@ -178,10 +193,10 @@ class EvalConfig(Settings):
 
     @property
     def tries_lookup(self) -> bool:
-        """Whether the draft is also measured with prompt lookup before it."""
+        """Whether the draft is also measured with suffix lookup before it."""
         decode = self.decode
         fits = decode.num_speculative_tokens > 0 and decode.lossy is None and decode.tree is None
-        return self.try_with_lookup and "prompt_lookup" in self.baselines and len(self._named) == 1 and fits
+        return self.try_with_lookup and not set(LOOKUPS).isdisjoint(self.baselines) and len(self._named) == 1 and fits
 
     @property
     def _named(self) -> list[str]:

@@ -1,8 +1,8 @@
 """The proposers of an evaluation: the draft under evaluation (`load_evaluated`), and the baselines (`make_baselines`).
 
 The draft is one artifact, or several whose candidates are merged into one tree, or one after a lookup
-(`heads.proposers.merged`). Baselines need no training; suffix lookup remembers the answers to the prompts that this process
-measured before (`Measurement.teach`).
+(`heads.proposers.merged`). Baselines need no training; suffix lookup knows the answers of `lookup_answers`, and those to the
+prompts that this process measured before (`Measurement.teach`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from accelerate import PartialState
 
 from configs.schema.evaluation import LOOKUPS, EvalConfig, FreeDraft
+from distill.dataset.conversations import index_of, read_conversations, text_hash
+from distill.generation.prompts import Prompt
 from eval.decoder.decode import Request, decode
+from eval.decoder.records import Timing
 from eval.measure.record_files import choose_once
 from heads.artifact import Draft, load_draft
 from heads.frozen.hidden_states import num_blocks
@@ -33,6 +37,10 @@ log = logging.getLogger("draftsmith")
 LOOKUP_LENGTHS = (2, 4, 8)  # beside the draft's own number
 LOOKUP_PROMPTS = 4
 LONGEST_MATCH = 8  # tokens by which prompt lookup beside a draft tells one place of a text from another
+KNOWN_TOKENS = 500_000  # of `lookup_answers` that are read; a suffix automaton of them takes about half a gigabyte
+EXPECTED = 0.5  # `lookup_expects` where nothing was measured
+
+Answers = Sequence[Sequence[int]]  # token ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,35 +82,39 @@ class EvaluatedDraft:
         }
 
 
-def load_evaluated(config: EvalConfig, target: Target) -> EvaluatedDraft:
-    """Load the artifacts that `config.draft` names, for a target."""
+def load_evaluated(config: EvalConfig, target: Target, answers: Answers = ()) -> EvaluatedDraft:
+    """Load the artifacts that `config.draft` names, for a target; a suffix lookup among them knows `answers`."""
     allowed, device = config.allow_target_mismatch, config.draft_device
     parts = tuple(
         load_draft(path, target.identity, target.model, allow_target_mismatch=allowed, device=device) for path in config.drafts
     )
-    proposer = _as_one([part.proposer for part in parts], config.lookups, config, target)
+    proposer = _as_one([part.proposer for part in parts], config.lookups, config, target, answers)
     return EvaluatedDraft(paths=tuple(config.drafts), parts=parts, lookups=tuple(config.lookups), proposer=proposer)
 
 
-def add_lookup(draft: Proposer, config: EvalConfig, target: Target) -> Proposer:
-    """Return the draft with prompt lookup before it; the two may not decode at the same time."""
-    return _as_one([draft], ["prompt_lookup"], config, target)
+def add_lookup(draft: Proposer, config: EvalConfig, target: Target, answers: Answers = ()) -> Proposer:
+    """Return the draft with suffix lookup before it; the two may not decode at the same time."""
+    return _as_one([draft], ["suffix_lookup"], config, target, answers)
 
 
-def _as_one(drafts: Sequence[Proposer], names: Sequence[FreeDraft], config: EvalConfig, target: Target) -> Proposer:
+def _as_one(
+    drafts: Sequence[Proposer], names: Sequence[FreeDraft], config: EvalConfig, target: Target, answers: Answers
+) -> Proposer:
     shortest, longest = config.lookup_match, max(config.lookup_match, LONGEST_MATCH)
+    is_chain = config.decode.tree is None and len(drafts) == len(names) == 1
+    expects = EXPECTED if config.lookup_expects is None else config.lookup_expects
     lookups: dict[str, Callable[[], LooksUp]] = {
         "prompt_lookup": lambda: PromptLookup(target.device, longest=longest, shortest=shortest),
-        "suffix_lookup": lambda: SuffixLookup(target.device, shortest=shortest),
+        "suffix_lookup": lambda: SuffixLookup(target.device, answers, min_expected=expects if is_chain else 0.0),
     }
     found = [lookups[name]() for name in names]
-    if config.decode.tree is None and len(drafts) == len(found) == 1:
+    if is_chain:
         return LookupFirst(found[0], drafts[0])
     several = [*drafts, *found]
     return several[0] if len(several) == 1 else MergedDrafts(several, target.device)
 
 
-def make_baselines(config: EvalConfig, target: Target) -> dict[str, Proposer]:
+def make_baselines(config: EvalConfig, target: Target, answers: Answers = ()) -> dict[str, Proposer]:
     """Return the proposers that `baselines` names, in its order."""
 
     def self_speculation() -> Proposer:
@@ -111,39 +123,83 @@ def make_baselines(config: EvalConfig, target: Target) -> dict[str, Proposer]:
 
     makers: dict[FreeDraft, Callable[[], Proposer]] = {
         "prompt_lookup": lambda: PromptLookup(target.device),
-        "suffix_lookup": lambda: SuffixLookup(target.device),
+        "suffix_lookup": lambda: SuffixLookup(target.device, answers),
         "self_speculation": self_speculation,
     }
     return {name: makers[name]() for name in config.baselines}
 
 
-# --- how many tokens a lookup drafts --------------------------------------------------------------------------------
+def known_answers(config: EvalConfig, prompts: Sequence[Prompt]) -> Answers:
+    """Return the first answers of `lookup_answers`, `KNOWN_TOKENS` at most, but those to prompts of the suites."""
+    if config.lookup_answers is None:
+        return []
+    asked = {text_hash(text) for prompt in prompts for text in prompt.user_texts}
+    rows = read_conversations(Path(config.lookup_answers))
+    unseen = [row for row, user_text in zip(rows, index_of(rows).user_texts.tolist(), strict=True) if user_text not in asked]
+    lengths = np.cumsum([len(row.answer_ids) for row in unseen])
+    known = [row.answer_ids for row in unseen[: int((lengths <= KNOWN_TOKENS).sum())]]
+    left_out = f"; {len(rows) - len(unseen)} conversations share a prompt with the suites" if len(unseen) < len(rows) else ""
+    log.info("suffix lookup knows %d answers of %s%s", len(known), config.lookup_answers, left_out)
+    return known
 
 
-def find_lookup_length(
-    config: EvalConfig, requests: Sequence[Request], target: Target, state: PartialState, job: str
+# --- what a lookup drafts -------------------------------------------------------------------------------------------
+
+
+def choose_lookup(
+    config: EvalConfig, requests: Sequence[Request], target: Target, draft: Proposer, state: PartialState, job: str
 ) -> EvalConfig:
-    """Return the config with `lookup_num_speculative_tokens`, chosen where it is None and a baseline looks up."""
-    own = config.decode.num_speculative_tokens
-    if config.lookup_num_speculative_tokens is not None or not own or not set(config.baselines) & set(LOOKUPS):
-        return config
-    known = choose_once(Path(config.output), "lookup", job, state, lambda: fastest_length(config, requests, target))
-    log.info("prompt lookup drafts %d tokens a round, the fastest of %s on %d prompts", *known)
-    return config.model_copy(update={"lookup_num_speculative_tokens": known[0]})
+    """Return the config with `lookup_num_speculative_tokens` and `lookup_expects`, chosen where they are None and needed."""
+    own, changes = config.decode.num_speculative_tokens, dict[str, Any]()
+    chosen = _spread(config, requests)
+
+    def once(name: str, choose: Callable[[], Any]) -> Any:
+        return choose_once(Path(config.output), name, job, state, choose)
+
+    if config.lookup_num_speculative_tokens is None and own and set(config.baselines) & set(LOOKUPS):
+        known = once("lookup", lambda: fastest_length(config, chosen, target))
+        log.info("prompt lookup drafts %d tokens a round, the fastest of %s on %d prompts", *known)
+        changes["lookup_num_speculative_tokens"] = known[0]
+    if config.lookup_expects is None and config.tries_lookup:
+        expects = once("lookup_expects", lambda: break_even(_decode(config, chosen, target, draft)))
+        log.info("suffix lookup takes the draft's place where it expects %.2f accepted drafts", expects)
+        changes["lookup_expects"] = expects
+    return config.model_copy(update=changes)
 
 
 def fastest_length(config: EvalConfig, requests: Sequence[Request], target: Target) -> tuple[int, list[int], int]:
     """Return the number of drafts a round at which prompt lookup is fastest, those that were tried, and by how many prompts."""
     lengths = sorted({*LOOKUP_LENGTHS, config.decode.num_speculative_tokens})
-    step = max(1, len(requests) // LOOKUP_PROMPTS)
-    chosen = list(requests[::step][: max(LOOKUP_PROMPTS, config.decode.batch_size)])
     plain = config.decode.model_copy(update={"tree": None, "stopping": None, "lossy": None})
     settings = {length: plain.model_copy(update={"num_speculative_tokens": length}) for length in lengths}
     seconds, tokens = dict.fromkeys(lengths, 0.0), dict.fromkeys(lengths, 0)
-    for start in range(0, len(chosen), plain.batch_size):
-        batch = chosen[start : start + plain.batch_size]
+    for start in range(0, len(requests), plain.batch_size):
+        batch = requests[start : start + plain.batch_size]
         for length in lengths[:: -1 if start % 2 else 1]:
             _, timing = decode(target, batch, settings[length], PromptLookup(target.device))
             seconds[length] += timing.decode_seconds
             tokens[length] += timing.num_tokens
-    return max(lengths, key=lambda length: tokens[length] / max(seconds[length], 1e-9)), lengths, len(chosen)
+    return max(lengths, key=lambda length: tokens[length] / max(seconds[length], 1e-9)), lengths, len(requests)
+
+
+def break_even(timings: Sequence[Timing]) -> float:
+    """Return how many drafts a lookup must expect to be accepted to be worth a round of the draft, whose timings these are.
+
+    With r tokens a second, a round of the draft that takes d seconds longer has to bring r * d tokens more.
+    """
+    tokens, rounds = sum(each.num_tokens for each in timings), sum(each.num_rounds for each in timings)
+    seconds, drafting = sum(each.decode_seconds for each in timings), sum(each.draft_seconds for each in timings)
+    if not rounds or not seconds:
+        return EXPECTED
+    return max(0.0, tokens / rounds - 1 - tokens / seconds * drafting / rounds)
+
+
+def _decode(config: EvalConfig, requests: Sequence[Request], target: Target, draft: Proposer) -> list[Timing]:
+    size = config.decode.batch_size
+    return [decode(target, requests[start : start + size], config.decode, draft)[1] for start in range(0, len(requests), size)]
+
+
+def _spread(config: EvalConfig, requests: Sequence[Request]) -> list[Request]:
+    """Return a few requests, a batch at least."""
+    step = max(1, len(requests) // LOOKUP_PROMPTS)
+    return list(requests[::step][: max(LOOKUP_PROMPTS, config.decode.batch_size)])

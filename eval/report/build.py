@@ -132,7 +132,7 @@ def _with_lookup(records: Tally, draft: Mapping[str, Sequence[int]], bootstrap: 
     own = records.of_mode(WITH_LOOKUP)
     return {
         **_other_way(records, WITH_LOOKUP, bootstrap),
-        "lookup": "prompt_lookup",
+        "lookup": "suffix_lookup",
         **summarise_advantage(own.per_prompt, draft, records.timings, SPECULATIVE, ours_mode=WITH_LOOKUP, **bootstrap),
         **own.lookup_shares(),
     }

@@ -184,11 +184,12 @@ class SuiteSection(ClosedSection):
     """The same numbers over the prompts of one category alone."""
     baselines: dict[str, BaselineSection]
     """Other ways to decode, measured in the same run on the same prompts. Prompt lookup copies drafts from the text so far.
-    Suffix lookup also copies from the answers to earlier prompts of the same process. Self-speculation drafts with the target's
-    own first blocks. A ratio is this draft's number over theirs, on the same prompts."""
+    Suffix lookup counts what followed in it, in `decode.lookup_answer_tokens` of earlier answers, and in the answers to prompts
+    that the same process decoded before. Self-speculation drafts with the target's own first blocks. A ratio is this draft's
+    number over theirs, on the same prompts."""
     with_lookup: WithLookupSection | None = None
-    """The same draft after prompt lookup: a round copies from the text so far where its last tokens have occurred before, and
-    asks the draft elsewhere. A ratio is its number over the draft's alone."""
+    """The same draft after suffix lookup, which takes a round where it expects `decode.lookup_expects` accepted drafts or more.
+    A ratio is its number over the draft's alone."""
 
 
 class AnswerSpan(ClosedSection):

@@ -1,8 +1,8 @@
 """Drafts copied from texts that were seen before: no model, no training; baselines for trained drafts, and drafts before them.
 
-`PromptLookup` continues the latest occurrence of the last few tokens in the same text (A. Saxena, 2023). `SuffixLookup`
-continues the longest suffix that occurred in the same text or in earlier answers by what most often followed (SuffixDecoding,
-arXiv 2411.04975, with a chain in place of its tree).
+`PromptLookup` continues the latest occurrence of the last few tokens in the same text (A. Saxena, 2023). `SuffixLookup` counts
+what followed each suffix of the text, in that text and in earlier answers, and interpolates the counts of all suffixes by the
+weights of Witten and Bell (1991, method C). SuffixDecoding (arXiv 2411.04975) drafts from the longest suffix alone.
 
 A suffix automaton (Blumer et al. 1985) is the smallest one that accepts all substrings of some texts: a state stands for the
 substrings that end at the same positions, and its suffix link leads to the longest of their suffixes that ends at more.
@@ -10,9 +10,9 @@ substrings that end at the same positions, and its suffix link leads to the long
 
 from __future__ import annotations
 
-import math
+import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from typing import NamedTuple
@@ -22,11 +22,13 @@ import torch
 from heads.frozen.hidden_states import TargetStates
 from heads.proposers.protocol import LooksUp, Tokens
 
-MIN_SHARE = 0.1  # a draft of suffix lookup ends before the token that makes its probability, by the counts, less
-DRAFTS_PER_MATCHED = 2.0  # the most drafts for each token of the match: longer matches agree for longer
-MEMORY_TOKENS = 100_000  # of earlier answers, the newest
+MIN_PROBABILITY = 0.2  # a draft of suffix lookup ends before the token that makes its probability less
+OWN_WEIGHT = 3.0  # of what the text itself holds, beside earlier answers
+MAX_SUFFIX = 8  # tokens of a suffix that is told from longer ones
+LIKELIEST = 8  # tokens after a suffix that are considered, those of the highest counts
+MEMORY_TOKENS = 100_000  # of answers that were learnt, the newest
 # A token is counted for this many suffixes, longest first. Text has a handful of them, one token repeated n times has n; there
-# the shortest, used only where no longer one has a continuation, are not counted, and n tokens do not cost n * n.
+# the shortest are not counted again and again, and n tokens do not cost n * n.
 MAX_COUNTED = 64
 ROOT = 0  # the state of the empty substring
 
@@ -69,15 +71,20 @@ class SuffixLookup(LooksUp):
     """Suffix lookup as a proposer (`heads.proposers.protocol.LearningProposer`). The memory is kept from batch to batch.
 
     Decoding a prompt again copies its answer once `learn` was given that.
+
+    Args:
+        answers: token ids of answers that are known from the start, and never forgotten.
+        min_expected: the number of drafts that must be expected to be accepted, by their probabilities, for any to be made.
     """
 
-    def __init__(self, device: torch.device, *, shortest: int = 1) -> None:
+    def __init__(self, device: torch.device, answers: Iterable[Sequence[int]] = (), *, min_expected: float = 0.0) -> None:
         super().__init__(device)
-        self.shortest = shortest  # tokens that a match needs
-        self._memory = SuffixAutomaton()
+        self.min_expected = min_expected
+        self._known = list(answers)
         self._answers: deque[list[int]] = deque()
         self._num_remembered = 0
         self._rows: list[_Row] = []
+        self._remember(self._known)
 
     def learn(self, answer: Sequence[int]) -> None:
         """Add the tokens of an answer to the memory. Must not be called while a batch is being decoded."""
@@ -88,9 +95,7 @@ class SuffixLookup(LooksUp):
             return
         while self._num_remembered > MEMORY_TOKENS // 2:  # half of them, so that the memory is seldom rebuilt
             self._num_remembered -= len(self._answers.popleft())
-        self._memory = SuffixAutomaton()
-        for kept in self._answers:
-            self._memory.add(kept)
+        self._remember([*self._known, *self._answers])
 
     def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
         self._rows = [_Row() for _ in tokens]
@@ -101,25 +106,45 @@ class SuffixLookup(LooksUp):
     def keep_rows(self, rows: Sequence[int]) -> None:
         self._rows = [self._rows[row] for row in rows]
 
+    def _remember(self, answers: Iterable[Sequence[int]]) -> None:
+        self._memory = SuffixAutomaton()
+        for answer in answers:
+            self._memory.add(answer)
+
     def _continue(self, row: _Row, text: Sequence[int], num_tokens: int) -> list[int]:
         for token in text[row.num_read :]:
             row.end = row.own.extend(row.end, token)
             row.past = self._memory.follow(row.past, token)
         row.num_read = len(text)
-        own, past = row.own.continued(row.own.longest(row.end)), self._memory.continued(row.past)
-        automaton, match = (self._memory, past) if past.length > own.length else (row.own, own)
+        own, past = row.own.cut(row.own.longest(row.end)), row.past
         drafts: list[int] = []
-        longest, share = min(num_tokens, math.ceil(match.length * DRAFTS_PER_MATCHED)), 1.0
-        if match.length < self.shortest:
-            return drafts
-        while len(drafts) < longest and match.length > 0:
-            token, state, following_share = automaton.most_frequent(match.state)
-            share *= following_share
-            if share < MIN_SHARE:
+        probability, expected = 1.0, 0.0
+        while len(drafts) < num_tokens:
+            probs = interpolated(row.own.contexts(own), self._memory.contexts(past))
+            token = max(probs, key=probs.__getitem__, default=-1)
+            probability *= probs.get(token, 0.0)
+            if probability < MIN_PROBABILITY:
                 break
             drafts.append(token)
-            match = automaton.continued(automaton.longest(state))
-        return drafts
+            expected += probability
+            own, past = row.own.follow(own, token), self._memory.follow(past, token)
+        return drafts if expected >= self.min_expected else []
+
+
+def interpolated(own: Iterable[Context], past: Iterable[Context]) -> dict[int, float]:
+    """Return the probabilities of the likeliest next tokens, by the suffixes of a text in itself and in earlier answers.
+
+    From the shortest suffix to the longest, n tokens after one of which d are different give its shares the weight n / (n + d),
+    and the shorter suffixes the rest. Those of the text itself count `OWN_WEIGHT` times.
+    """
+    probs: dict[int, float] = {}
+    weighted = [*((each.length, 1.0, each) for each in past), *((each.length, OWN_WEIGHT, each) for each in own)]
+    for _, weight, context in sorted(weighted, key=lambda each: each[:2]):
+        share = weight * context.total / (weight * context.total + context.num_distinct)
+        probs = {token: (1 - share) * prob for token, prob in probs.items()}
+        for token, count in context.likeliest:
+            probs[token] = probs.get(token, 0.0) + share * count / context.total
+    return probs
 
 
 class Match(NamedTuple):
@@ -130,6 +155,15 @@ class Match(NamedTuple):
 
 
 NOTHING = Match(ROOT, 0)
+
+
+class Context(NamedTuple):
+    """What followed a suffix of a text."""
+
+    length: int  # of the suffix, at most `MAX_SUFFIX`
+    total: int  # tokens that followed it
+    num_distinct: int
+    likeliest: Sequence[tuple[int, int]]  # tokens and their counts, the highest first, the latest of equal ones
 
 
 class SuffixAutomaton:
@@ -146,6 +180,7 @@ class SuffixAutomaton:
         self._count = [0]  # how often its substrings occur
         self._latest = [0]  # when one last occurred
         self._clock = 0
+        self._following: dict[int, tuple[int, int, list[tuple[int, int]]]] = {}  # parts of contexts that were asked for
 
     def __len__(self) -> int:
         return len(self._next)
@@ -160,6 +195,7 @@ class SuffixAutomaton:
         """Append a token to the text that ends in state `end`, `ROOT` for a new text; return the state where it now ends."""
         state = end = self._append(end, token)
         self._clock += 1
+        self._following.clear()
         for _ in range(MAX_COUNTED):
             if state == ROOT:
                 break
@@ -178,23 +214,33 @@ class SuffixAutomaton:
             length = self._length[state]
         return Match(self._next[state][token], length + 1)
 
-    def continued(self, match: Match) -> Match:
-        """Return the longest suffix of a substring that is followed by any token."""
-        state, length = match
-        while state != ROOT and not self._next[state]:
-            state = self._link[state]
-            length = self._length[state]
-        return Match(state, length)
-
     def longest(self, state: int) -> Match:
         """Return the longest substring of a state; of the state where a text ends that is the whole text."""
         return Match(state, self._length[state])
 
-    def most_frequent(self, state: int) -> tuple[int, int, float]:
-        """Return the token that most often followed a `continued` state, the latest among equals; its state and its share."""
-        following = self._next[state]
-        token, after = max(following.items(), key=lambda item: (self._count[item[1]], self._latest[item[1]]))
-        return token, after, self._count[after] / sum(self._count[other] for other in following.values())
+    def cut(self, match: Match) -> Match:
+        """Return the last `MAX_SUFFIX` tokens of a substring."""
+        state, length = match
+        while state != ROOT and self._length[self._link[state]] >= MAX_SUFFIX:
+            state = self._link[state]
+        return Match(state, min(length, self._length[state]))
+
+    def contexts(self, match: Match) -> Iterator[Context]:
+        """Yield what followed the suffixes of a substring, each set of suffixes that end at the same places once."""
+        state, length = self.cut(match)
+        while state != ROOT:
+            total, num_distinct, likeliest = self._after(state)
+            if total:
+                yield Context(min(length, MAX_SUFFIX), total, num_distinct, likeliest)
+            state = self._link[state]
+            length = self._length[state]
+
+    def _after(self, state: int) -> tuple[int, int, list[tuple[int, int]]]:
+        if state not in self._following:
+            counts = [(self._count[after], self._latest[after], token) for token, after in self._next[state].items()]
+            likeliest = [(token, count) for count, _, token in heapq.nlargest(LIKELIEST, counts)]
+            self._following[state] = sum(count for count, _, _ in counts), len(counts), likeliest
+        return self._following[state]
 
     def _append(self, end: int, token: int) -> int:
         if token in self._next[end]:  # another text has this prefix

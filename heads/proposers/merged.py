@@ -74,11 +74,6 @@ class LookupFirst:
             each.keep_rows(rows)
         self._read = [self._read[row] for row in rows]
 
-    def learn(self, answer: Sequence[int]) -> None:
-        """See `heads.proposers.protocol.LearningProposer`."""
-        if isinstance(self.lookup, LearningProposer):
-            self.lookup.learn(answer)
-
 
 class MergedDrafts:
     """Two or more proposers for one target as one of trees (`heads.proposers.protocol.TreeProposer`).

@@ -59,6 +59,7 @@ def stage_config(run: RunConfig, stage: Stage) -> BaseModel | None:
     if stage == "eval":
         given = {**target, "draft": str(output / "train" / "artifact"), "output": str(output / "eval"), "overwrite": True}
         given |= {"suite.name": "home", "suite.path": str(held_out), "suites": [HOUSE]}
+        given |= {"baselines": ["prompt_lookup", "suffix_lookup"], "lookup_answers": train_file}
         return _load(EvalConfig, None, given, run.eval)
     if stage == "gate":
         return load_config(GateConfig, run.gate)

@@ -16,14 +16,14 @@ from configs.runtime.files import sha256_of
 from configs.runtime.resumable import Journal, fingerprint
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import FastestTree, StaticTree
-from configs.schema.evaluation import EvalConfig
+from configs.schema.evaluation import EvalConfig, FreeDraft
 from distill.dataset.batches import ConversationDataset
 from distill.dataset.conversations import read_conversations
 from eval.cost.tree_choice import choose_tree
 from eval.decoder.decode import Request, check_decodable
 from eval.decoder.records import AUTOREGRESSIVE, WITH_LOOKUP
 from eval.lossless.verdict import NOT_LOSSLESS, judge_lossless
-from eval.measure.proposers import add_lookup
+from eval.measure.proposers import add_lookup, known_answers, make_baselines
 from eval.measure.record_files import Records
 from eval.measure.suite import Turns, fit_suite, load_suite
 from eval.metrics.acceptance import Acceptance
@@ -32,7 +32,6 @@ from eval.stats.bootstrap import Interval
 from heads.artifact import Draft, load_draft
 from heads.frozen.loading import Target, load_target
 from heads.metadata import WEIGHTS_FILE, read_metadata
-from heads.proposers.lookup import PromptLookup
 from heads.proposers.protocol import Proposer
 from scripts.advice.measuring import SEED, check_finite
 from scripts.advice.trained_runs import TrainingRun
@@ -46,7 +45,7 @@ from scripts.lab.settings import BenchHeadsConfig
 
 log = logging.getLogger("draftsmith")
 
-PROMPT_LOOKUP = "prompt_lookup"
+BASELINES: list[FreeDraft] = ["prompt_lookup", "suffix_lookup"]
 MEASURED = "{name}.partial.jsonl"  # in the folder of the runs, for each results file: what a run that was cut off had measured
 COSTS = ("parameters", "trained_parameters", "answer_tokens", "labels", "training_seconds", "run_seconds")
 NO_COST = dict.fromkeys(COSTS, 0)
@@ -66,6 +65,8 @@ def compare_heads(config: BenchHeadsConfig) -> int:
     target = load_target(recipes[0].target)
     for suite, each in zip(suites, config.suites, strict=True):
         requests[suite.name] = Turns(target, fit_suite(suite, target, each.on_too_long, config.max_new_tokens).prompts).first
+    trained_on = EvalConfig(lookup_answers=recipes[0].data.train)
+    answers = known_answers(trained_on, [prompt for suite in suites for prompt in suite.prompts]) if config.with_lookup else []
     for of_suite in requests.values():
         check_decodable(target, of_suite)
     ratios: dict[str, Any] = {}
@@ -77,12 +78,12 @@ def compare_heads(config: BenchHeadsConfig) -> int:
     )
     done = journal.read()
     for run in runs:
-        baselines = {} if rows else {PROMPT_LOOKUP: PromptLookup(target.device)}
+        baselines: list[FreeDraft] = [] if rows else BASELINES
         sides: dict[str, MeasuredDraft] = {}
         for name, of_suite in requests.items():
             if (key := f"{run.name} {name}") not in done:
                 sides = sides or load_sides(config, target, run, choosing)
-                measured = measure_run(config, target, of_suite, run, sides, baselines, suite=name)
+                measured = measure_run(config, target, of_suite, run, sides, baselines, answers, suite=name)
                 done[key] = measured._asdict() | {"rows": [flat(row) for row in measured.rows], "ratios": flat(measured.ratios)}
                 journal.append(key, done[key])
             rows, ratios = rows + done[key]["rows"], ratios | done[key]["ratios"]
@@ -95,7 +96,7 @@ def compare_heads(config: BenchHeadsConfig) -> int:
         config.output,
         "heads",
         config,
-        rows=sorted(rows, key=lambda row: row["family"] == PROMPT_LOOKUP),
+        rows=sorted(rows, key=lambda row: row["family"] in BASELINES),
         ratios=ratios,
         data=rows[0]["data"],
         runs=[{"recipe": run.name, "artifact": str(run.artifact), "git": read_git(run)} for run in runs],
@@ -157,22 +158,26 @@ def measure_run(
     requests: Sequence[Request],
     run: TrainingRun,
     sides: Mapping[str, MeasuredDraft],
-    baselines: Mapping[str, PromptLookup],
+    baselines: list[FreeDraft],
+    answers: Sequence[Sequence[int]],
     *,
     suite: str,
 ) -> MeasuredRun:
-    """Decode with a run's drafts, alone and after a lookup, and the baselines, plain decoding in turns; a row each."""
+    """Decode with a run's drafts, alone and after a lookup, and the baselines, plain decoding in turns; a row each.
+
+    Suffix lookup knows the `answers`, those that were trained on.
+    """
     draft, settings, _ = sides[run.name]
-    evaluation = EvalConfig(decode=settings, repeats=config.repeats, baselines=[])
+    evaluation = EvalConfig(decode=settings, repeats=config.repeats, baselines=baselines)
     proposers: dict[str, Proposer] = {name: side.draft.proposer for name, side in sides.items()}
     by_mode = {name: side.settings for name, side in sides.items()}
     stopped = [name for name, each in by_mode.items() if each.stopping is not None]
     after_lookup: dict[str, Proposer] = {}
     for name in [name for name in sides if name not in stopped] if config.with_lookup else []:
         joined = evaluation.model_copy(update={"decode": by_mode[name]})
-        after_lookup[f"{name} {WITH_LOOKUP}"] = add_lookup(proposers[name], joined, target)
+        after_lookup[f"{name} {WITH_LOOKUP}"] = add_lookup(proposers[name], joined, target, answers)
         by_mode[f"{name} {WITH_LOOKUP}"] = by_mode[name]
-    decoded_by: dict[str, Proposer] = proposers | after_lookup | dict(baselines)
+    decoded_by: dict[str, Proposer] = proposers | after_lookup | make_baselines(evaluation, target, answers)
     records = measure(target, requests, evaluation, decoded_by, settings=by_mode)
     check_finite(records.generations, f"recipe {run.name}")
 
@@ -189,7 +194,7 @@ def measure_run(
         found = rows[-1]["tau"].point, rows[-1]["speedup"].point
         log.info("%s on %s: %.3f tokens per target step, %.2f times plain decoding's speed", name, suite, *found)
         if (with_lookup := f"{name} {WITH_LOOKUP}") in after_lookup:
-            rows.append(row(f"{PROMPT_LOOKUP} + {kind}", name, with_lookup, side.cost))
+            rows.append(row(f"suffix_lookup + {kind}", name, with_lookup, side.cost))
     rows += [row(name, None, name, NO_COST) for name in baselines]
     ratios = {
         f"{run.name}_stopped_vs_fixed_{suite}": decode_speed_ratio(

@@ -8,14 +8,17 @@ from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import ConfidenceStopping, StaticTree
 from configs.schema.evaluation import EvalConfig
+from distill.dataset.conversations import Conversation
+from distill.generation.prompts import Prompt
 from eval.decoder.decode import Request
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE
 from eval.measure import interleaved, proposers
 from eval.measure.interleaved import Measurement
-from eval.measure.proposers import fastest_length, make_baselines
+from eval.measure.proposers import EXPECTED, break_even, fastest_length, known_answers, make_baselines
 from heads.frozen.hidden_states import num_blocks
 from heads.proposers.draft_lm import DraftLM
 from scripts.lab.bench.turns import measure
+from tests.support.caches import write_rows
 
 NAMES = ["prompt_lookup", "suffix_lookup", "self_speculation"]
 PROMPTS = [(7, 12, 3), (20, 9, 9), (40, 7, 12)]
@@ -49,6 +52,40 @@ def test_every_repeat_of_suffix_lookup_takes_the_same_rounds_and_earlier_prompts
                 rounds.setdefault(each.prompt_ids, set()).add(each.num_rounds)
     assert all(len(each) == 1 for each in rounds.values())
     assert rounds["again",] < rounds["q0",] or min(rounds["again",]) < min(rounds["q0",])
+
+
+def test_answers_to_prompts_of_the_suites_are_not_known(tmp_path, monkeypatch):
+    said = ["What is a tide?", "Say it again.", "Name a river."]
+    rows = [
+        Conversation(
+            prompt_id=f"p{n}",
+            category="c",
+            turn=0,
+            messages=({"role": "user", "content": text}, {"role": "assistant", "content": "a"}),
+            prompt_ids=(1, 2),
+            answer_ids=tuple(range(n, n + 10)),
+            ended=True,
+        )
+        for n, text in enumerate(said)
+    ]
+    write_rows(tmp_path / "train.jsonl", rows)
+    config = EvalConfig(lookup_answers=str(tmp_path / "train.jsonl"))
+    suite = [Prompt(prompt_id="q", category="c", turns=("say IT  again.", "Hello."))]
+    assert list(known_answers(config, suite)) == [rows[0].answer_ids, rows[2].answer_ids]
+    assert list(known_answers(EvalConfig(), suite)) == []
+    monkeypatch.setattr(proposers, "KNOWN_TOKENS", 19)
+    assert list(known_answers(config, suite)) == [rows[0].answer_ids]
+
+
+def test_a_lookup_takes_the_place_of_a_draft_whose_tokens_take_longer_than_they_save():
+    def timed(tokens, rounds, seconds, drafting):
+        return SimpleNamespace(num_tokens=tokens, num_rounds=rounds, decode_seconds=seconds, draft_seconds=drafting)
+
+    # 20 tokens in 10 rounds of 1 s, half of it drafting: a round without it takes 0.5 s, in which 1 token comes at that speed.
+    assert break_even([timed(15, 8, 8.0, 4.0), timed(5, 2, 2.0, 1.0)]) == 0
+    assert break_even([timed(20, 10, 10.0, 1.0)]) == pytest.approx(1 - 0.2)
+    assert break_even([timed(12, 10, 10.0, 5.0)]) == 0
+    assert break_even([timed(0, 0, 0.0, 0.0)]) == EXPECTED
 
 
 def test_baselines_draft_whole_chains_whatever_is_asked_of_the_draft(target, config):

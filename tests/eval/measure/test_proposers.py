@@ -70,9 +70,9 @@ def test_a_lookup_beside_an_artifact_is_measured_and_judged_as_that_artifact(con
 
 
 @pytest.mark.parametrize("tried", [True, False])
-def test_what_prompt_lookup_adds_to_a_draft_is_measured_beside_it_unless_switched_off(config, folders, tried):
+def test_what_suffix_lookup_adds_to_a_draft_is_measured_beside_it_unless_switched_off(config, folders, tried):
     decode = config.decode.model_copy(update={"max_new_tokens": 24, "tree": None})
-    others = {"baselines": ["prompt_lookup"], "try_with_lookup": tried, "lookup_match": 1}
+    others = {"baselines": ["prompt_lookup"], "try_with_lookup": tried}
     evaluate(config.model_copy(update={"draft": folders[1], "decode": decode, **others}))
     report = report_in(config)
     assert report.baselines.keys() == {"autoregressive", "prompt_lookup"}
@@ -86,7 +86,7 @@ def test_what_prompt_lookup_adds_to_a_draft_is_measured_beside_it_unless_switche
     counted = [each for each in read_records(Path(config.output) / "records.jsonl") if getattr(each, "mode", "") == WITH_LOOKUP]
     rounds = [round_ for each in counted if isinstance(each, Generation) for round_ in each.rounds]
     assert found.lookup_rounds_share == pytest.approx(sum(each.by_lookup for each in rounds) / len(rounds))
-    assert "prompt_lookup, then this draft" in (Path(config.output) / "report.html").read_text()
+    assert "suffix_lookup, then this draft" in (Path(config.output) / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

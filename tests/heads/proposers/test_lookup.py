@@ -1,4 +1,6 @@
-"""The automaton knows what a search of the texts finds; lookups continue the longest match, and change no output."""
+"""The automaton knows what a search of the texts finds; lookups draft by its counts, and change no output."""
+
+from collections import Counter
 
 import pytest
 import torch
@@ -8,7 +10,16 @@ from hypothesis import strategies as st
 from configs.schema.decoding import DecodeConfig
 from eval.decoder.decode import decode
 from heads.proposers import lookup as lookups
-from heads.proposers.lookup import MAX_COUNTED, NOTHING, ROOT, PromptLookup, SuffixAutomaton, SuffixLookup
+from heads.proposers.lookup import (
+    MAX_COUNTED,
+    NOTHING,
+    OWN_WEIGHT,
+    ROOT,
+    PromptLookup,
+    SuffixAutomaton,
+    SuffixLookup,
+    interpolated,
+)
 from tests.support.decoding import PROMPTS, requests_for
 
 CPU = torch.device("cpu")
@@ -31,17 +42,37 @@ def occurrences(texts, stretch):
     return [(t, end) for t, text in enumerate(texts) for end in range(n, len(text) + 1) if text[end - n : end] == stretch]
 
 
-def naive_match(texts, query, *, followed=False):
-    """The longest suffix of a query that occurs, and that something follows if asked for."""
-    for length in range(len(query), 0, -1):
-        found = occurrences(texts, query[len(query) - length :])
-        if any(not followed or end < len(texts[t]) for t, end in found):
-            return length
-    return 0
+def naive_match(texts, query):
+    """The longest suffix of a query that occurs."""
+    return max(n for n in range(len(query) + 1) if not n or occurrences(texts, query[len(query) - n :]))
+
+
+def naive_contexts(texts, query):
+    """What follows the suffixes of a query in texts, those that end at the same places once: by length, the counts by token."""
+    found = {}
+    for length in range(1, min(len(query), lookups.MAX_SUFFIX) + 1):
+        places = occurrences(texts, query[len(query) - length :])
+        after = [texts[t][end] for t, end in places if end < len(texts[t])]
+        if after:
+            found[tuple(places)] = length, Counter(after)
+    return sorted(found.values(), key=lambda each: each[0])
+
+
+def naive_probabilities(own, past, query):
+    """The mixture that `interpolated` makes, from the longest suffix down: what one leaves goes to those behind it."""
+    orders = [(n, 1, counts, OWN_WEIGHT) for n, counts in naive_contexts([own], query)]
+    orders += [(n, 0, counts, 1.0) for n, counts in naive_contexts(past, query)]
+    probs, left = Counter(), 1.0
+    for _, _, counts, weight in sorted(orders, key=lambda each: each[:2], reverse=True):
+        total = weight * counts.total()
+        for token, count in counts.items():
+            probs[token] += left * total / (total + len(counts)) * count / counts.total()
+        left *= len(counts) / (total + len(counts))
+    return probs
 
 
 @settings(deadline=None, max_examples=60)
-@given(TEXTS, st.lists(st.integers(0, 2), max_size=8), st.booleans())
+@given(TEXTS, st.lists(st.integers(0, 2), max_size=14), st.booleans())
 def test_matches_and_what_follows_them_are_those_that_a_search_finds(texts, query, in_turns):
     order = [number for _ in range(12) for number in range(len(texts))] if in_turns else None
     automaton, ends = grown(texts, order)
@@ -49,29 +80,35 @@ def test_matches_and_what_follows_them_are_those_that_a_search_finds(texts, quer
     for place, token in enumerate(query):
         match = automaton.follow(match, token)
         assert match.length == naive_match(texts, query[: place + 1])
-    assert automaton.continued(match).length == naive_match(texts, query, followed=True)
     assert len(automaton) <= 2 * sum(map(len, texts)) + 1
-    for text, end in zip(texts, ends, strict=True):
-        match = automaton.continued(automaton.longest(end))
-        assert match.length == naive_match(texts, text, followed=True)
-        if match.length == 0:
-            continue
-        stretch = text[len(text) - match.length :]
-        after = [texts[t][place] for t, place in occurrences(texts, stretch) if place < len(texts[t])]
-        following, _, share = automaton.most_frequent(match.state)
-        assert after.count(following) == max(after.count(token) for token in after)
-        assert share == pytest.approx(after.count(following) / len(after))
+    for text, at in [(query, match), *((text, automaton.longest(end)) for text, end in zip(texts, ends, strict=True))]:
+        found = [(each.length, each.num_distinct, dict(each.likeliest)) for each in automaton.contexts(at)]
+        assert found[::-1] == [(length, len(counts), dict(counts)) for length, counts in naive_contexts(texts, text)]
+        assert all(each.total == sum(count for _, count in each.likeliest) for each in automaton.contexts(at))
+
+
+@settings(deadline=None, max_examples=60)
+@given(TEXTS, st.lists(st.integers(0, 2), min_size=1, max_size=14))
+def test_probabilities_are_the_mixture_over_the_suffixes_of_the_text_in_itself_and_in_answers(texts, text):
+    own, (end,) = grown([text])
+    past, _ = grown(texts)
+    match = NOTHING
+    for token in text:
+        match = past.follow(match, token)
+    found = interpolated(own.contexts(own.longest(end)), past.contexts(match))
+    assert found == pytest.approx(naive_probabilities(text, texts, text))
+    assert sum(found.values()) < 1
 
 
 def test_one_token_repeated_costs_no_more_than_its_length():
     number = 20 * MAX_COUNTED
     automaton, (end,) = grown([[7] * number])
     assert len(automaton) == number + 1
-    assert automaton.continued(automaton.longest(end)).length == number - 1
+    assert [each.length for each in automaton.contexts(automaton.longest(end))] == list(range(lookups.MAX_SUFFIX, 0, -1))
 
 
-def drafts_for(text, num_tokens=4):
-    lookup = SuffixLookup(CPU)
+def drafts_for(text, num_tokens=4, **options):
+    lookup = SuffixLookup(CPU, **options)
     lookup.start([text], 64, None)
     return lookup.look_up([text], num_tokens)[0]
 
@@ -79,42 +116,46 @@ def drafts_for(text, num_tokens=4):
 @pytest.mark.parametrize(
     ("text", "drafted"),
     [
-        ([1, 2, 3, 40, 41, 42, 43, 9, 3, 50, 51, 8, 1, 2, 3], [40, 41, 42, 43]),  # the longest match, not the latest
-        (
-            [5, 6, 30, 31, 0, 5, 6, 30, 32, 1, 5, 6, 30, 32, 2, 5, 6, 33, 3, 5, 6],
-            [30, 32, 2, 5],
-        ),  # the more frequent token, the latest of equals
+        ([1, 2, 3, 40, 41, 42, 43, 9, 3, 50, 51, 8, 1, 2, 3], [40, 41, 42, 43]),  # a longer suffix has more weight
+        ([5, 6, 30, 31, 0, 5, 6, 30, 32, 1, 5, 6, 30, 32, 2, 5, 6, 33, 3, 5, 6], [30, 32]),  # the more frequent token
+        ([5, 6, 40, 41, 9, 5, 6, 50, 51, 5, 6], [50, 51, 5, 6]),  # the latest of equals
         ([1, 2, 3, 4], []),
         ([1], []),
-        ([1, 2, 3, 4, 5, 6, 7, 8, 1], [2, 3]),  # two drafts for a match of one
     ],
 )
-def test_suffix_lookup_follows_the_longest_match_by_count_in_proportion_to_its_length(text, drafted):
-    assert drafts_for(text) == drafted
+def test_suffix_lookup_drafts_the_likeliest_token_by_the_counts(text, drafted):
+    assert drafts_for(text)[: len(drafted)] == drafted
+    assert bool(drafts_for(text)) == bool(drafted)
 
 
-def test_a_draft_ends_where_it_becomes_unlikely(monkeypatch):
+def test_a_draft_ends_where_it_becomes_unlikely_and_is_not_made_where_too_few_would_be_accepted(monkeypatch):
     text = [5, 6, 30, 31, 32, 33, 5, 6, 40, 41, 42, 43, 5, 6, 50, 51, 52, 53, 9, 5, 6]
-    assert drafts_for(text) == [50, 51, 52, 53]
-    monkeypatch.setattr(lookups, "MIN_SHARE", 0.4)
+    first = naive_probabilities(text, [], text)[50]
+    second = first * naive_probabilities(text, [], [*text, 50])[51]
+    monkeypatch.setattr(lookups, "MIN_PROBABILITY", second - 1e-9)
+    assert drafts_for(text) == [50, 51]
+    assert drafts_for(text, min_expected=first + second - 1e-9) == [50, 51]
+    assert drafts_for(text, min_expected=first + second + 1e-9) == []
+    monkeypatch.setattr(lookups, "MIN_PROBABILITY", first + 1e-9)
     assert drafts_for(text) == []
 
 
-def test_an_earlier_answer_is_continued_where_it_matches_longer_and_the_oldest_are_forgotten(monkeypatch):
+def test_earlier_answers_are_continued_and_the_oldest_learnt_are_forgotten_but_not_those_known(monkeypatch):
     lookup = SuffixLookup(CPU)
     lookup.learn([1, 2, 3, 40, 41, 42, 43])
     texts = [[3, 50, 8, 2, 3], [7, 1, 2, 3, 60, 61, 62, 63, 8, 7, 1, 2, 3]]
     lookup.start(texts, 64, None)
-    assert lookup.look_up(texts, 4) == [[40, 41, 42, 43], [60, 61, 62, 63]]
+    first, second = lookup.look_up(texts, 3)
+    assert (first[:1], second) == ([40], [60, 61, 62])
     lookup.keep_rows([1])
-    assert lookup.look_up([[*texts[1], 60]], 4) == [[61, 62, 63, 8]]
+    assert lookup.look_up([[*texts[1], 60]], 3) == [[61, 62, 63]]
     monkeypatch.setattr(lookups, "MEMORY_TOKENS", 20)
-    lookup = SuffixLookup(CPU)
+    lookup = SuffixLookup(CPU, [range(30, 38)])
     for start in (0, 10, 20):
         lookup.learn(range(start, start + 8))
-    texts = [[99, 1, 2], [99, 21, 22]]
+    texts = [[99, 1, 2], [99, 21, 22], [99, 31, 32]]
     lookup.start(texts, 64, None)
-    assert lookup.look_up(texts, 4) == [[], [23, 24, 25, 26]]
+    assert lookup.look_up(texts, 2) == [[], [23, 24], [33, 34]]
 
 
 def test_an_answer_that_was_learnt_is_copied_round_after_round(tiny_llama, as_target):

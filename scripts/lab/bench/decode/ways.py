@@ -132,10 +132,7 @@ def merged_ways(setup: DecodeSetup, settings: DecodeConfig) -> list[Way]:
 
 
 def _suffix_lookup(setup: DecodeSetup) -> Proposer:
-    lookup = SuffixLookup(setup.target.device)
-    for answer in setup.past_answers:
-        lookup.learn(answer)
-    return lookup
+    return SuffixLookup(setup.target.device, setup.past_answers)
 
 
 def _greedy(shape: str, proposer: str, draft: Proposer, settings: DecodeConfig, **changes: Any) -> Way:

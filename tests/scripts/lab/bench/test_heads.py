@@ -18,8 +18,9 @@ from configs.schema.training import DistillConfig, HeadsConfig
 from distill.dataset.conversations import read_conversations
 from eval.cost.tree_choice import ChosenTree
 from eval.decoder.decode import Request, decode
+from eval.measure.proposers import EXPECTED
 from heads.artifact import load_draft
-from heads.proposers.lookup import PromptLookup
+from heads.proposers.lookup import PromptLookup, SuffixLookup
 from heads.proposers.merged import LookupFirst
 from scripts.advice import trained_runs
 from scripts.lab.bench import head_recipes, heads
@@ -52,10 +53,14 @@ def results(make_config):
 def test_every_draft_has_a_row_for_each_suite_alone_and_after_a_lookup(results, target, recipe):
     content, rows = results.content, results.content["rows"]
     drafts = [("medusa", "medusa"), ("eagle3", "eagle3"), ("draft_lm", "draft_lm")]
-    pairs = [pair for kind, name in drafts for pair in ((kind, name), (f"prompt_lookup + {kind}", name))]
+    pairs = [pair for kind, name in drafts for pair in ((kind, name), (f"suffix_lookup + {kind}", name))]
     for suite, count in (("home", 3), ("other", len(ELSEWHERE))):
         of_suite = [row for row in rows if row["suite"] == suite]
-        assert [(row["family"], row["recipe"]) for row in of_suite] == [*pairs, ("prompt_lookup", None)]
+        assert [(row["family"], row["recipe"]) for row in of_suite] == [
+            *pairs,
+            ("prompt_lookup", None),
+            ("suffix_lookup", None),
+        ]
         assert {row["prompts"] for row in of_suite} == {count}
     assert results.entries == ["heads.py", "heads.py", "distill.py"]
     assert len({tuple(row) for row in rows}) == 1  # the same columns, for one table
@@ -63,10 +68,18 @@ def test_every_draft_has_a_row_for_each_suite_alone_and_after_a_lookup(results, 
     at_home = [row.prompt_ids for row in read_conversations(Path(recipe["data"]["held_out"]))[-3:]]
     elsewhere = [target.encode_chat([{"role": "user", "content": text}]) for text in ELSEWHERE]
     drafts = [load_draft(run["artifact"], target.identity, target.model).proposer for run in content["runs"]]
-    proposers = [each for draft in drafts for each in (draft, LookupFirst(PromptLookup(target.device, shortest=3), draft))]
+    known = [row.answer_ids for row in read_conversations(Path(recipe["data"]["train"]))]
+
+    def after_lookup(draft):
+        return LookupFirst(SuffixLookup(target.device, known, min_expected=EXPECTED), draft)
+
+    proposers = [each for draft in drafts for each in (draft, after_lookup(draft))]
     found = {"home": list(at_home), "other": elsewhere}
     rows_of = sorted(rows, key=lambda row: row["suite"] == "other")
-    for proposer, row in zip([*proposers, PromptLookup(target.device)] * 2, rows_of, strict=True):
+    for proposer, row in zip([*proposers, PromptLookup(target.device), None] * 2, rows_of, strict=True):
+        if proposer is None:  # suffix lookup, which learns from the prompts before
+            assert row["tau"] >= 1
+            continue
         requests = [Request(prompt_id=str(ids), category="", tokens=tuple(ids)) for ids in found[row["suite"]]]
         settings = DecodeConfig(num_speculative_tokens=2, max_new_tokens=10)
         rounds = [each for request in requests for each in decode(target, [request], settings, proposer)[0][0].rounds]
@@ -145,7 +158,7 @@ def test_a_run_that_was_cut_off_finds_what_it_had_measured(results, make_config,
     cut_off = False
     assert compare_heads(make_config(**only)) == DONE
     assert measured == [("eagle3", "home"), ("eagle3", "other")]
-    assert len(json.loads((tmp_path / "heads.json").read_text())["rows"]) == 6
+    assert len(json.loads((tmp_path / "heads.json").read_text())["rows"]) == 8
 
 
 def test_costs_are_those_of_the_artifact_the_data_and_the_run(results, recipe):
