@@ -1,7 +1,8 @@
 """Write an artifact in the form that an engine serves: `python scripts/export.py ARTIFACT --to vllm --out DIR`.
 
 Writes a folder with config, weights and `serve.txt`, the command that serves it. The target is found by its name in the
-artifact; `--target` gives another folder or Hub id of it.
+artifact; `--target` gives another folder or Hub id of it. A data file in place of an artifact, such as the `train.jsonl` of its
+training, is written as suffix lookup that knows its answers.
 """
 
 from __future__ import annotations
@@ -28,13 +29,17 @@ def main(config: ExportConfig, args: argparse.Namespace) -> None:
 
     from configs.runtime.errors import InputError
     from configs.schema.training import TargetConfig
+    from distill.dataset.conversations import first_answers, read_conversations, target_of
     from heads.formats.exporting.exporter import SERVE_FILE, export
     from heads.formats.exporting.source import TargetFolder, read_source
+    from heads.formats.exporting.suffix_lookup import export_suffix_lookup
     from heads.frozen.identity import locate
     from heads.metadata import locate_artifact, read_metadata
+    from heads.proposers.suffixes import KNOWN_TOKENS
 
-    artifact, out = locate_artifact(args.artifact), Path(args.out)
-    known = read_metadata(artifact).target
+    data, out = Path(args.artifact), Path(args.out)
+    artifact = None if data.suffix == ".jsonl" else locate_artifact(args.artifact)
+    known = target_of(data) if artifact is None else read_metadata(artifact).target
     name = args.target or known.get("name", "")
     folder = locate(TargetConfig(name=name, revision=None if args.target else known.get("revision")))
     if folder.is_file():
@@ -43,6 +48,11 @@ def main(config: ExportConfig, args: argparse.Namespace) -> None:
             "the checkpoint that the file was made from, with --set allow_target_mismatch=true, as it is not rounded alike"
         )
     target_name = name if not Path(name).exists() and not name.startswith("embedded:") else str(folder.resolve())
+    if artifact is None:
+        answers = first_answers(read_conversations(data), KNOWN_TOKENS)
+        export_suffix_lookup(answers, target_name, out, engine=args.to, num_speculative_tokens=config.num_speculative_tokens)
+        say((out / SERVE_FILE).read_text(encoding="utf-8").rstrip())
+        return
     source = read_source(
         artifact,
         TargetFolder(folder, target_name),
@@ -56,7 +66,9 @@ def main(config: ExportConfig, args: argparse.Namespace) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's own arguments."""
     parser.add_argument(
-        "artifact", metavar="ARTIFACT", help="folder written by train/distill.py or train/heads.py, or OWNER/NAME on the Hub"
+        "artifact",
+        metavar="ARTIFACT",
+        help="folder written by train/distill.py or train/heads.py, or OWNER/NAME on the Hub; a data file: suffix lookup",
     )
     parser.add_argument("--to", choices=ENGINES, required=True, help="the engine that is to load it")
     parser.add_argument("--out", metavar="DIR", required=True, help="the folder to make")

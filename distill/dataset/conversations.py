@@ -234,6 +234,17 @@ def check_written_for(path: Path, identity: TargetIdentity) -> list[str]:
     return differences
 
 
+def target_of(path: Path) -> dict[str, Any]:
+    """Return the target that wrote a conversations file, by the manifest beside it."""
+    return _read_manifest(path).target or {}
+
+
+def first_answers(rows: Sequence[Conversation], max_tokens: int) -> list[tuple[int, ...]]:
+    """Return the first answers of conversations that have no more tokens together."""
+    lengths = np.cumsum([len(row.answer_ids) for row in rows])
+    return [row.answer_ids for row in rows[: int((lengths <= max_tokens).sum())]]
+
+
 def is_written_by_target(path: Path) -> bool:
     """Return whether the answers in a conversations file are a target's, here or on a server, by the manifest beside it."""
     return _read_manifest(path).answers_written_by != "dataset"

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from accelerate import PartialState
 
 from configs.schema.evaluation import LOOKUPS, EvalConfig, FreeDraft
-from distill.dataset.conversations import index_of, read_conversations, text_hash
+from distill.dataset.conversations import first_answers, index_of, read_conversations, text_hash
 from distill.generation.prompts import Prompt
 from eval.decoder.decode import Request, decode
 from eval.decoder.records import Timing
@@ -31,13 +30,13 @@ from heads.proposers.lookup import PromptLookup, SuffixLookup
 from heads.proposers.merged import LookupFirst, MergedDrafts
 from heads.proposers.protocol import LooksUp, Proposer
 from heads.proposers.self_speculation import early_exit
+from heads.proposers.suffixes import KNOWN_TOKENS
 
 log = logging.getLogger("draftsmith")
 
 LOOKUP_LENGTHS = (2, 4, 8)  # beside the draft's own number
 LOOKUP_PROMPTS = 4
 LONGEST_MATCH = 8  # tokens by which prompt lookup beside a draft tells one place of a text from another
-KNOWN_TOKENS = 500_000  # of `lookup_answers` that are read; a suffix automaton of them takes about half a gigabyte
 EXPECTED = 0.5  # `lookup_expects` where nothing was measured
 
 Answers = Sequence[Sequence[int]]  # token ids
@@ -136,8 +135,7 @@ def known_answers(config: EvalConfig, prompts: Sequence[Prompt]) -> Answers:
     asked = {text_hash(text) for prompt in prompts for text in prompt.user_texts}
     rows = read_conversations(Path(config.lookup_answers))
     unseen = [row for row, user_text in zip(rows, index_of(rows).user_texts.tolist(), strict=True) if user_text not in asked]
-    lengths = np.cumsum([len(row.answer_ids) for row in unseen])
-    known = [row.answer_ids for row in unseen[: int((lengths <= KNOWN_TOKENS).sum())]]
+    known = first_answers(unseen, KNOWN_TOKENS)
     left_out = f"; {len(rows) - len(unseen)} conversations share a prompt with the suites" if len(unseen) < len(rows) else ""
     log.info("suffix lookup knows %d answers of %s%s", len(known), config.lookup_answers, left_out)
     return known

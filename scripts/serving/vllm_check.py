@@ -9,6 +9,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ class ServeLine:
 
     options: tuple[str, ...]  # the target first
     draft: Mapping[str, Any]  # the speculative config
+    variables: Mapping[str, str]  # of the environment, for the draft
 
     @property
     def plain(self) -> tuple[str, ...]:
@@ -71,7 +73,8 @@ def check_vllm(serve: str, prompts: Sequence[Prompt], config: CheckConfig, *, vl
     except EngineFailed as error:
         return EngineCheck(engine="vllm", checked=False, passed=False, reason=f"vLLM without the draft {error}", **known)
     try:
-        with serving(engine, (*line.options, *more), out / "draft.log", seconds=config.start_seconds) as url:
+        log = out / "draft.log"
+        with serving(engine, (*line.options, *more), log, seconds=config.start_seconds, variables=line.variables) as url:
             drafted = ask(engine, url, requests, config, "with the draft")
             result.compare(plain.answers, drafted.answers)
             weigh(engine, url, requests, result, config)
@@ -88,14 +91,16 @@ def check_vllm(serve: str, prompts: Sequence[Prompt], config: CheckConfig, *, vl
 
 def read_line(serve: str) -> ServeLine:
     """Return the line of a `serve.txt` by which vLLM serves its draft; what it names must be there."""
-    words = next((shlex.split(line) for line in serve.splitlines() if line.startswith(LINE)), [])
+    words = next((shlex.split(line) for line in serve.splitlines() if LINE in line and DRAFT in line), [])
+    variables = dict(word.split("=", 1) for word in takewhile(lambda word: "=" in word, words))
+    words = words[len(variables) :]
     if DRAFT not in words:
         raise InputError(f"serve.txt has no line `{LINE}TARGET {DRAFT} ...`; export the draft with --to vllm")
     draft = json.loads(words[words.index(DRAFT) + 1])
     for place in (words[2], draft.get("model", words[2])):
         if Path(place).is_absolute() and not Path(place).is_dir():
             raise InputError(f"serve.txt names {place}, which is not there: export the draft again where it is to be served")
-    return ServeLine(options=tuple(words[2:]), draft=draft)
+    return ServeLine(options=tuple(words[2:]), draft=draft, variables=variables)
 
 
 def write_template(target: str, config: CheckConfig, out: Path) -> str:

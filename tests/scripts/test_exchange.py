@@ -1,7 +1,9 @@
 """`scripts/export.py` and `scripts/import.py` as a person runs them: there, back, and the trial that refuses a draft."""
 
 import importlib
+import json
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -11,12 +13,16 @@ from configs.runtime.errors import InputError
 from configs.schema.commands.release import ENGINES, ExportConfig, ImportConfig
 from configs.schema.heads import MedusaSettings
 from configs.schema.target import TargetConfig
+from distill.dataset.conversations import read_conversations
 from eval.release.checks import read_artifact
 from heads.families.registry import FAMILIES
+from heads.formats.exporting.suffix_lookup import PACKAGE
 from heads.formats.exporting.table import FORMS
 from heads.frozen.loading import load_target
 from heads.metadata import read_metadata
+from heads.proposers.vllm_suffix_lookup import ANSWERS
 from tests.support.artifacts import save_artifact
+from tests.support.caches import random_conversations, write_rows
 
 importing = importlib.import_module("scripts.import")
 exporting = importlib.import_module("scripts.export")
@@ -65,6 +71,17 @@ def test_what_no_engine_is_given_is_refused_with_what_to_do(folder, capsys):
     assert "holds no draftsmith.json; eval/run.py and engines take a model as it is" in capsys.readouterr().err
     with pytest.raises(InputError, match="a gate's --artifact are for drafts that were trained or imported here"):
         read_artifact([folder / "target"])
+
+
+def test_a_data_file_is_written_as_suffix_lookup_for_the_target_that_wrote_it(folder, capsys):
+    data = write_rows(folder / "train.jsonl", random_conversations([(4, 9), (4, 5)], 60, seed=0))
+    known = load_target(TargetConfig(name=str(folder / "target"), dtype="float32", device="cpu")).identity.to_dict()
+    (folder / "manifest.json").write_text(json.dumps({"format_version": 1, "target": known}))
+    assert run(ExportConfig, exporting, data, "--to", "vllm", "--out", folder / "out") == DONE
+    assert f"PYTHONPATH={folder / 'out'} vllm serve {folder / 'target'} --spec" in capsys.readouterr().out
+    with np.load(folder / "out" / PACKAGE / ANSWERS) as stored:
+        assert stored["lengths"].tolist() == [9, 5]
+        assert stored["tokens"].tolist() == [token for row in read_conversations(data) for token in row.answer_ids]
 
 
 def test_there_and_back(folder, capsys):

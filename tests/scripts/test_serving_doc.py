@@ -3,10 +3,12 @@
 import re
 from pathlib import Path
 
+from tests.support.caches import random_conversations, write_rows
+
 DOC = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
 
 
-def test_the_library_lines_run(tiny_run, capsys):
+def test_the_library_lines_run(tiny_run, tmp_path, capsys):
     section = DOC.read_text(encoding="utf-8").partition("# As a library")[2]
     first, with_lookup, second = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     for name, place in {"embedded:smollm2-135m-instruct": "target", "runs/demo/train/artifact": "artifact"}.items():
@@ -16,7 +18,9 @@ def test_the_library_lines_run(tiny_run, capsys):
     exec(first, names)  # the document is the project's own
     assert capsys.readouterr().out.strip()
     plain = names["answer"]
-    exec(with_lookup, names)
+    assert "runs/demo/data/train.jsonl" in with_lookup
+    data = write_rows(tmp_path / "train.jsonl", random_conversations([(4, 9)], 60, seed=0))
+    exec(with_lookup.replace("runs/demo/data/train.jsonl", str(data)), names)
     assert names["answer"] == plain
     exec(second, names)
     assert plain

@@ -10,16 +10,9 @@ from hypothesis import strategies as st
 from configs.schema.decoding import DecodeConfig
 from eval.decoder.decode import decode
 from heads.proposers import lookup as lookups
-from heads.proposers.lookup import (
-    MAX_COUNTED,
-    NOTHING,
-    OWN_WEIGHT,
-    ROOT,
-    PromptLookup,
-    SuffixAutomaton,
-    SuffixLookup,
-    interpolated,
-)
+from heads.proposers import suffixes
+from heads.proposers.lookup import PromptLookup, SuffixLookup
+from heads.proposers.suffixes import MAX_COUNTED, MAX_SUFFIX, NOTHING, OWN_WEIGHT, ROOT, SuffixAutomaton, interpolated
 from tests.support.decoding import PROMPTS, requests_for
 
 CPU = torch.device("cpu")
@@ -50,7 +43,7 @@ def naive_match(texts, query):
 def naive_contexts(texts, query):
     """What follows the suffixes of a query in texts, those that end at the same places once: by length, the counts by token."""
     found = {}
-    for length in range(1, min(len(query), lookups.MAX_SUFFIX) + 1):
+    for length in range(1, min(len(query), MAX_SUFFIX) + 1):
         places = occurrences(texts, query[len(query) - length :])
         after = [texts[t][end] for t, end in places if end < len(texts[t])]
         if after:
@@ -104,7 +97,7 @@ def test_one_token_repeated_costs_no_more_than_its_length():
     number = 20 * MAX_COUNTED
     automaton, (end,) = grown([[7] * number])
     assert len(automaton) == number + 1
-    assert [each.length for each in automaton.contexts(automaton.longest(end))] == list(range(lookups.MAX_SUFFIX, 0, -1))
+    assert [each.length for each in automaton.contexts(automaton.longest(end))] == list(range(MAX_SUFFIX, 0, -1))
 
 
 def drafts_for(text, num_tokens=4, **options):
@@ -132,11 +125,11 @@ def test_a_draft_ends_where_it_becomes_unlikely_and_is_not_made_where_too_few_wo
     text = [5, 6, 30, 31, 32, 33, 5, 6, 40, 41, 42, 43, 5, 6, 50, 51, 52, 53, 9, 5, 6]
     first = naive_probabilities(text, [], text)[50]
     second = first * naive_probabilities(text, [], [*text, 50])[51]
-    monkeypatch.setattr(lookups, "MIN_PROBABILITY", second - 1e-9)
+    monkeypatch.setattr(suffixes, "MIN_PROBABILITY", second - 1e-9)
     assert drafts_for(text) == [50, 51]
     assert drafts_for(text, min_expected=first + second - 1e-9) == [50, 51]
     assert drafts_for(text, min_expected=first + second + 1e-9) == []
-    monkeypatch.setattr(lookups, "MIN_PROBABILITY", first + 1e-9)
+    monkeypatch.setattr(suffixes, "MIN_PROBABILITY", first + 1e-9)
     assert drafts_for(text) == []
 
 
