@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from configs.runtime.command import DONE
 from configs.runtime.files import read_jsonl, write_json
 from configs.runtime.loading import as_overrides, load_config
 from configs.schema.commands.release import Engine
@@ -99,11 +100,15 @@ def _arguments_alone(run: RunConfig, stage: Stage) -> list[str]:
     output, engine = Path(run.output), str(run.engine)
     folder = str(output / "export" / engine)
     if stage == "export":
-        named = [] if run.target.name.startswith("embedded:") else ["--target", run.stage_target.name]
-        return ["scripts/export.py", str(output / "train" / "artifact"), "--to", engine, "--out", folder, *named]
+        return _export(run, output / "train" / "artifact", folder)
     prompts, out = str(output / "data" / "held_out.jsonl"), str(output / "check")
     template = [] if run.target.chat_template is None else ["--set", f"chat_template={run.target.chat_template}"]
     return ["scripts/check.py", folder, "--engine", engine, "--prompts", prompts, "--out", out, *template]
+
+
+def _export(run: RunConfig, what: Path, folder: str) -> list[str]:
+    named = [] if run.target.name.startswith("embedded:") else ["--target", run.stage_target.name]
+    return ["scripts/export.py", str(what), "--to", str(run.engine), "--out", folder, *named]
 
 
 def make_step(run: RunConfig, stage: Stage) -> Step:
@@ -115,7 +120,11 @@ def make_step(run: RunConfig, stage: Stage) -> Step:
         print(f"   {shlex.join(['python', *arguments])}", flush=True)
         if stage in ("export", "check"):  # of a run that was cut off
             shutil.rmtree(Path(run.output) / stage, ignore_errors=True)
-        return run_step(arguments)
+        code = run_step(arguments)
+        if stage == "export" and run.engine == "vllm" and code == DONE:  # no other engine takes a lookup of ours
+            lookup = str(Path(run.output) / "export" / "suffix_lookup")
+            code = run_step(_export(run, Path(run.output) / "data" / "train.jsonl", lookup))
+        return code
 
     return Step(
         name=stage,

@@ -6,12 +6,13 @@ import runpy
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from configs.runtime.command import BAD_INPUT, GATE_FAILED, INTERRUPTED, TERMINATED
+from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED, INTERRUPTED, TERMINATED
 from configs.runtime.errors import Stopped
 from configs.runtime.files import CHECKOUT
 from configs.runtime.loading import load_config
@@ -108,6 +109,16 @@ def test_a_run_leads_to_a_verdict_and_an_export_and_its_file_goes_on(model, prom
     assert draftsmith_run("train", file) == 0
     assert draftsmith_run.called == ["train/heads.py"]
     assert (output / "train.before-1").is_dir()
+
+
+@pytest.mark.parametrize(("engine", "written"), [("vllm", ["vllm", "suffix_lookup"]), ("sglang", ["sglang"])])
+def test_vllm_gets_suffix_lookup_beside_the_draft(tmp_path, monkeypatch, engine, written):
+    called = []
+    monkeypatch.setattr(stages, "run_step", lambda arguments: called.append(arguments) or DONE)
+    run = RunConfig(target=TargetConfig(name="base"), output=str(tmp_path), engine=engine)
+    assert stages.make_step(run, "export").run() == DONE
+    assert [Path(arguments[arguments.index("--out") + 1]).name for arguments in called] == written
+    assert [arguments[1] for arguments in called][1:] == [str(tmp_path / "data" / "train.jsonl")] * (len(written) - 1)
 
 
 def test_the_engine_gets_the_chat_template_that_the_draft_was_trained_with(tmp_path):
