@@ -30,8 +30,9 @@ $(STAMP): pyproject.toml constraints.txt scripts/setup.sh scripts/cpu_torch.sh
 demo: setup ## a draft for the embedded model, or for yours: TARGET=... [PROMPTS=file] [BUDGET=2h]; data, training, report, gate, export
 	$(PY) scripts/run.py $(if $(call given,TARGET),"$(TARGET)",$(EMBEDDED) --output runs/demo) --budget $(if $(call given,BUDGET),"$(BUDGET)",15m) --yes$(call given,PROMPTS,prompts)
 
-demo-serve: demo $(VLLM_STAMP) ## vLLM serves the demo's target, plainly and with its draft: both speeds, and acceptance by vLLM's own metrics
+demo-serve: demo $(VLLM_STAMP) ## vLLM serves the demo's target, plainly, with its draft, and with suffix lookup: the speeds, and acceptance by vLLM's own metrics
 	$(PY) scripts/check.py runs/demo/export/vllm --engine vllm --prompts runs/demo/data/held_out.jsonl --out runs/demo/serve
+	$(PY) scripts/check.py runs/demo/export/suffix_lookup --engine vllm --prompts runs/demo/data/held_out.jsonl --out runs/demo/serve_lookup
 
 demo-images: setup ## pictures of digits: a target of image codes trained in minutes, strict and relaxed decoding side by side, gate
 	$(PY) scripts/lab/modalities/demo.py images
@@ -59,7 +60,7 @@ bench-distill: setup $(DRAFT_LM) #lab the loss and the training against plain wa
 bench-heads: setup #lab Hydra and EAGLE-3 trained and measured, into docs/results/heads.json (an hour)
 	$(PY) scripts/lab/benchmark.py heads
 
-bench-demo: setup #lab the figures of the demo's reports, into docs/results/demo.json (after make demo)
+bench-demo: setup #lab the figures of the demo's reports and checks, into docs/results/demo.json (after make demo, or make demo-serve)
 	$(PY) scripts/lab/benchmark.py demo
 
 bench-mixed: setup #lab Hydra and EAGLE-3 on a mixture of public prompts and the target's own, into docs/results/heads_mixed.json (two hours)

@@ -61,9 +61,13 @@ class BenchDistillConfig(Settings):
 
 
 class BenchDemoConfig(Settings):
-    """`scripts/lab/benchmark.py demo`: the figures of the demo's reports."""
+    """`scripts/lab/benchmark.py demo`: the figures of the demo's reports, and of `make demo-serve` where it has run."""
 
     reports: list[str] = ["runs/demo/eval/report.json"]
+    checks: dict[str, str] = {
+        "eagle3": "runs/demo/serve/check.json",
+        "suffix_lookup": "runs/demo/serve_lookup/check.json",
+    }
     output: str = "docs/results/demo.json"
 
 
