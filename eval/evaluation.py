@@ -143,7 +143,7 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
 def _load(config: EvalConfig, suites: Sequence[Suite]) -> Loaded:
     state = join_processes(config.target)
     target = load_target(config.target, for_chats=True)
-    answers = known_answers(config, [prompt for suite in suites for prompt in suite.prompts])
+    answers = known_answers(config, [prompt for suite in suites for prompt in suite.prompts], target.identity)
     draft = load_evaluated(config, target, answers)
     for warning in draft.warnings:
         log.warning("%s", warning)

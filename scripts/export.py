@@ -29,11 +29,12 @@ def main(config: ExportConfig, args: argparse.Namespace) -> None:
 
     from configs.runtime.errors import InputError
     from configs.schema.training import TargetConfig
-    from distill.dataset.conversations import first_answers, read_conversations, target_of
+    from distill.dataset.conversations import first_answers, target_of
     from heads.formats.exporting.exporter import SERVE_FILE, export
     from heads.formats.exporting.source import TargetFolder, read_source
     from heads.formats.exporting.suffix_lookup import export_suffix_lookup
-    from heads.frozen.identity import locate
+    from heads.frozen.identity import hash_tokenizer, locate
+    from heads.frozen.tokenizer import load_tokenizer
     from heads.metadata import locate_artifact, read_metadata
     from heads.proposers.suffixes import KNOWN_TOKENS
 
@@ -49,7 +50,13 @@ def main(config: ExportConfig, args: argparse.Namespace) -> None:
         )
     target_name = name if not Path(name).exists() and not name.startswith("embedded:") else str(folder.resolve())
     if artifact is None:
-        answers = first_answers(read_conversations(data), KNOWN_TOKENS)
+        tokenizer = load_tokenizer(folder, TargetConfig(name=name))
+        if hash_tokenizer(tokenizer) != known.get("tokenizer_sha256") and not config.allow_target_mismatch:
+            raise InputError(
+                f"{data} was written by {known.get('name')}, and the tokenizer of {folder} is another "
+                "(--set allow_target_mismatch=true exports it anyway)"
+            )
+        answers = first_answers(data, KNOWN_TOKENS)
         export_suffix_lookup(answers, target_name, out, engine=args.to, num_speculative_tokens=config.num_speculative_tokens)
         say((out / SERVE_FILE).read_text(encoding="utf-8").rstrip())
         return

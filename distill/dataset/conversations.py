@@ -239,10 +239,13 @@ def target_of(path: Path) -> dict[str, Any]:
     return _read_manifest(path).target or {}
 
 
-def first_answers(rows: Sequence[Conversation], max_tokens: int) -> list[tuple[int, ...]]:
-    """Return the first answers of conversations that have no more tokens together."""
-    lengths = np.cumsum([len(row.answer_ids) for row in rows])
-    return [row.answer_ids for row in rows[: int((lengths <= max_tokens).sum())]]
+def first_answers(path: Path, max_tokens: int, asked: Iterable[str] = ()) -> list[tuple[int, ...]]:
+    """Return the first answers of a conversations file that have no more tokens together, without those to what is `asked`."""
+    rows = open_conversations(path)
+    lengths_N, user_texts_N = rows.places.answer_lengths, rows.places.user_texts
+    unseen_N = ~np.isin(user_texts_N, np.array([text_hash(text) for text in asked], np.int64))
+    known_N = unseen_N & (np.cumsum(np.where(unseen_N, lengths_N, 0)) <= max_tokens)
+    return [rows[number].answer_ids for number in np.flatnonzero(known_N).tolist()]
 
 
 def is_written_by_target(path: Path) -> bool:

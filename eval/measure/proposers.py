@@ -16,13 +16,14 @@ from typing import Any
 from accelerate import PartialState
 
 from configs.schema.evaluation import LOOKUPS, EvalConfig, FreeDraft
-from distill.dataset.conversations import first_answers, index_of, read_conversations, text_hash
+from distill.dataset.conversations import check_written_for, first_answers
 from distill.generation.prompts import Prompt
 from eval.decoder.decode import Request, decode
 from eval.decoder.records import Timing
 from eval.measure.record_files import choose_once
 from heads.artifact import Draft, load_draft
 from heads.frozen.hidden_states import num_blocks
+from heads.frozen.identity import TargetIdentity
 from heads.frozen.loading import Target
 from heads.metadata import agreed, hash_together
 from heads.proposers.draft_lm import DraftLM
@@ -128,16 +129,14 @@ def make_baselines(config: EvalConfig, target: Target, answers: Answers = ()) ->
     return {name: makers[name]() for name in config.baselines}
 
 
-def known_answers(config: EvalConfig, prompts: Sequence[Prompt]) -> Answers:
+def known_answers(config: EvalConfig, prompts: Sequence[Prompt], identity: TargetIdentity) -> Answers:
     """Return the first answers of `lookup_answers`, `KNOWN_TOKENS` at most, but those to prompts of the suites."""
     if config.lookup_answers is None:
         return []
-    asked = {text_hash(text) for prompt in prompts for text in prompt.user_texts}
-    rows = read_conversations(Path(config.lookup_answers))
-    unseen = [row for row, user_text in zip(rows, index_of(rows).user_texts.tolist(), strict=True) if user_text not in asked]
-    known = first_answers(unseen, KNOWN_TOKENS)
-    left_out = f"; {len(rows) - len(unseen)} conversations share a prompt with the suites" if len(unseen) < len(rows) else ""
-    log.info("suffix lookup knows %d answers of %s%s", len(known), config.lookup_answers, left_out)
+    path = Path(config.lookup_answers)
+    check_written_for(path, identity)
+    known = first_answers(path, KNOWN_TOKENS, [text for prompt in prompts for text in prompt.user_texts])
+    log.info("suffix lookup knows %d answers of %s", len(known), path)
     return known
 
 

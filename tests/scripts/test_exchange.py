@@ -79,6 +79,9 @@ def test_a_data_file_is_written_as_suffix_lookup_for_the_target_that_wrote_it(fo
     (folder / "manifest.json").write_text(json.dumps({"format_version": 1, "target": known}))
     assert run(ExportConfig, exporting, data, "--to", "vllm", "--out", folder / "out") == DONE
     assert f"PYTHONPATH={folder / 'out'} vllm serve {folder / 'target'} --spec" in capsys.readouterr().out
+    (folder / "manifest.json").write_text(json.dumps({"format_version": 1, "target": known | {"tokenizer_sha256": "another"}}))
+    assert run(ExportConfig, exporting, data, "--to", "vllm", "--out", folder / "other") == BAD_INPUT
+    assert "the tokenizer of" in capsys.readouterr().err
     with np.load(folder / "out" / PACKAGE / ANSWERS) as stored:
         assert stored["lengths"].tolist() == [9, 5]
         assert stored["tokens"].tolist() == [token for row in read_conversations(data) for token in row.answer_ids]

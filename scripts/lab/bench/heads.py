@@ -66,7 +66,8 @@ def compare_heads(config: BenchHeadsConfig) -> int:
     for suite, each in zip(suites, config.suites, strict=True):
         requests[suite.name] = Turns(target, fit_suite(suite, target, each.on_too_long, config.max_new_tokens).prompts).first
     trained_on = EvalConfig(lookup_answers=recipes[0].data.train)
-    answers = known_answers(trained_on, [prompt for suite in suites for prompt in suite.prompts]) if config.with_lookup else []
+    prompts = [prompt for suite in suites for prompt in suite.prompts]
+    answers = known_answers(trained_on, prompts, target.identity) if config.with_lookup else []
     for of_suite in requests.values():
         check_decodable(target, of_suite)
     ratios: dict[str, Any] = {}

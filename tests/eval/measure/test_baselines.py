@@ -1,5 +1,6 @@
 """The free baselines: made by name, measured beside a draft, and with no repeat that copies the answer of an earlier one."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -54,7 +55,7 @@ def test_every_repeat_of_suffix_lookup_takes_the_same_rounds_and_earlier_prompts
     assert rounds["again",] < rounds["q0",] or min(rounds["again",]) < min(rounds["q0",])
 
 
-def test_answers_to_prompts_of_the_suites_are_not_known(tmp_path, monkeypatch):
+def test_answers_to_prompts_of_the_suites_are_not_known(target, tmp_path, monkeypatch):
     said = ["What is a tide?", "Say it again.", "Name a river."]
     rows = [
         Conversation(
@@ -69,12 +70,19 @@ def test_answers_to_prompts_of_the_suites_are_not_known(tmp_path, monkeypatch):
         for n, text in enumerate(said)
     ]
     write_rows(tmp_path / "train.jsonl", rows)
+    written_by = target.identity.to_dict()
+    (tmp_path / "manifest.json").write_text(json.dumps({"format_version": 1, "target": written_by}))
     config = EvalConfig(lookup_answers=str(tmp_path / "train.jsonl"))
     suite = [Prompt(prompt_id="q", category="c", turns=("say IT  again.", "Hello."))]
-    assert list(known_answers(config, suite)) == [rows[0].answer_ids, rows[2].answer_ids]
-    assert list(known_answers(EvalConfig(), suite)) == []
+    assert list(known_answers(config, suite, target.identity)) == [rows[0].answer_ids, rows[2].answer_ids]
+    assert list(known_answers(EvalConfig(), suite, target.identity)) == []
     monkeypatch.setattr(proposers, "KNOWN_TOKENS", 19)
-    assert list(known_answers(config, suite)) == [rows[0].answer_ids]
+    assert list(known_answers(config, suite, target.identity)) == [rows[0].answer_ids]
+    (tmp_path / "manifest.json").write_text(
+        json.dumps({"format_version": 1, "target": written_by | {"tokenizer_sha256": "another"}})
+    )
+    with pytest.raises(InputError, match="whose tokenizer is not that of target"):
+        known_answers(config, suite, target.identity)
 
 
 def test_a_lookup_takes_the_place_of_a_draft_whose_tokens_take_longer_than_they_save():
