@@ -224,7 +224,7 @@ def check_written_for(path: Path, identity: TargetIdentity) -> list[str]:
     Return what differs and is still usable: answers of other weights are only worse training data, and those of another
     tokenizer are refused.
     """
-    writer = TargetIdentity.from_dict(_read_manifest(path).target or {}, str(path.parent / MANIFEST))
+    writer = TargetIdentity.from_dict(target_of(path), str(path.parent / MANIFEST))
     differences = writer.differences(identity)
     if "tokenizer" in differences:
         raise InputError(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from configs.schema.decoding import SamplingConfig
-from heads.device import widest_float
+from heads.device import keeps_small_tensors_near, widest_float
 
 NUCLEUS_CANDIDATES = 1024
 BLOCK = 128  # logits whose largest is found first
@@ -45,7 +45,7 @@ def token_probabilities(logits: Tensor, sampling: SamplingConfig) -> Tensor:
 
 def greedy_token(logits: Tensor) -> Tensor:
     """Return the first largest logit's index `[...]` of `[..., V]`; that of a NaN where there is one."""
-    if logits.device.type != "cpu" or logits.shape[-1] % BLOCK:
+    if not keeps_small_tensors_near(logits.device) or logits.shape[-1] % BLOCK:
         return logits.max(-1).indices
     # `argmax` and `max` of a row take a CPU six and two times as long: only `amax` is vectorised there.
     blocks = logits.unflatten(-1, (-1, BLOCK))
