@@ -159,7 +159,7 @@ def load_materials(config: Recipe, accelerator: Accelerator) -> Materials:
             shown = ", ".join(f"{key} {count}" for key, count in counts.items())
             log.info("conversations to train on %s: %s", name.replace("_", " "), shown)
     config = resolve(config, target.model, train_rows, _recipe_to_resume(config))
-    dataset = ConversationDataset(train_rows, config.data.max_length)
+    dataset = ConversationDataset(train_rows, config.data.max_length, config.data.num_conversations)
     if dataset.num_dropped:
         log.info(
             "%d conversations have no answer within %d tokens and were dropped", dataset.num_dropped, config.data.max_length

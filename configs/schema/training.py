@@ -160,6 +160,9 @@ class TrainingDataConfig(Settings):
 
     train: str = "runs/data/train.jsonl"  # conversations to train on
     held_out: str = "runs/data/held_out.jsonl"  # conversations that are never trained on
+    # Train on so many of `train`, drawn at random, the same in every run and fewer ones part of more; None: on all. The draft
+    # vocabulary is chosen from all
+    num_conversations: PositiveInt | None = None
     # tokens; longer conversations are cut at the end; auto: the target's context, at most 2,048
     max_length: AutoInt = 512
     cache: str | None = None  # a folder made of `train` by `scripts/make_cache.py`; None: the target runs on every batch

@@ -39,19 +39,25 @@ class Example(NamedTuple):
 class ConversationDataset(Dataset[Example]):
     """Conversations cut at `max_length` tokens; those without an answer token before the cut are dropped and counted.
 
-    Only indices and lengths are in memory; the tokens of a `ConversationFile` are read on access.
+    With `num_conversations` they are so many of all, drawn by a fixed seed. Only indices and lengths are in memory; the tokens
+    of a `ConversationFile` are read on access.
     """
 
-    def __init__(self, conversations: Sequence[Conversation], max_length: int) -> None:
+    def __init__(self, conversations: Sequence[Conversation], max_length: int, num_conversations: int | None = None) -> None:
         self.conversations, self.max_length = conversations, max_length
+        drawn = np.arange(len(conversations))
+        if num_conversations is not None:
+            if num_conversations > len(drawn):
+                raise InputError(f"data.num_conversations: {num_conversations}, and data.train has {len(drawn)}")
+            drawn = np.sort(np.random.default_rng(0).permutation(drawn)[:num_conversations])
         index = index_of(conversations)
         prompts_N, cut_N = index.prompt_lengths, np.minimum(index.prompt_lengths + index.answer_lengths, max_length)
-        self.numbers = np.flatnonzero(prompts_N < cut_N)  # places in the data file
+        self.numbers = drawn[(prompts_N < cut_N)[drawn]]  # places in the data file
         self.lengths, self.answer_starts = cut_N[self.numbers], prompts_N[self.numbers]
-        self.num_dropped = len(conversations) - len(self.numbers)
+        self.num_dropped = len(drawn) - len(self.numbers)
         if not len(self.numbers):
             raise InputError(
-                f"none of {len(conversations)} conversations has an answer token within data.max_length = {max_length} tokens; "
+                f"none of {len(drawn)} conversations has an answer token within data.max_length = {max_length} tokens; "
                 "raise it, or make data with shorter prompts"
             )
 

@@ -35,9 +35,9 @@ class Candidate:
     def name(self) -> str:
         return ", ".join([self.family, *(f"{key} {'all' if value is None else value}" for key, value in self.settings.items())])
 
-    def run(self, train: Path, folder: Path) -> TrainingRun:
-        """Return its training on a file of conversations."""
-        data = self.recipe.data.model_copy(update={"train": str(train)})
+    def run(self, num_conversations: int, folder: Path) -> TrainingRun:
+        """Return its training on so many of the conversations."""
+        data = self.recipe.data.model_copy(update={"num_conversations": num_conversations})
         recipe = self.recipe.model_copy(update={"data": data})
         return TrainingRun(name=self.name, recipe=in_own_folder(recipe, folder, re.sub(r"[^A-Za-z0-9]+", "-", self.name)))
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import random
 import time
 from pathlib import Path
 from typing import Any
 
 from configs.runtime.errors import InputError
-from configs.runtime.files import read_object, write_json, write_text
-from configs.runtime.resumable import fingerprint
+from configs.runtime.files import read_object, write_json
 from configs.schema.commands.advising import AdviceConfig
-from distill.dataset.conversations import MANIFEST, Conversation
+from distill.dataset.batches import ConversationDataset
+from distill.dataset.conversations import Conversation, open_conversations
 from eval.report.sections import TimedRound
 from heads.artifact import load_draft
 from heads.frozen.loading import Target
@@ -29,14 +27,12 @@ class Trials:
     """Runs trials on `train.jsonl` of `data` and the held-out `rows`, and remembers what came of them."""
 
     def __init__(self, config: AdviceConfig, budget: TimeBudget, target: Target, rows: list[Conversation], data: Path) -> None:
-        self.config, self.budget, self.target, self.rows, self.data = config, budget, target, rows, data
+        self.config, self.budget, self.target, self.rows = config, budget, target, rows
         self._measured: dict[tuple[str, int], TrialMeasurement] = {}
         self._sweeps: dict[str, list[TimedRound]] = {}  # as they were timed, by candidate
         self._seconds: dict[tuple[str, int], float] = {}
-        lines = (data / "train.jsonl").read_text(encoding="utf-8").splitlines()
-        random.Random(config.seed).shuffle(lines)  # so that the first of them are of all kinds
-        self._lines, self._lines_id = lines, fingerprint(lines)[:12]
-        self.num_conversations, self.num_answer_tokens = len(lines), self._count_tokens(len(lines))
+        self._train = open_conversations(data / "train.jsonl")
+        self.num_conversations, self.num_answer_tokens = len(self._train), self._count_tokens(len(self._train))
 
     def may_begin(self, candidate: Candidate, size: int) -> bool:
         """Say whether a trial is done, or expected to end in time: by its own time at another size, else by others'."""
@@ -76,12 +72,7 @@ class Trials:
         return {at: each.model_copy(update={"sweep": sweeps[at[0]]}) for at, each in self._measured.items()}
 
     def training_of(self, candidate: Candidate, size: int) -> TrainingRun:
-        folder = Path(self.config.output) / "trials" / f"data-{self._lines_id}"
-        path = folder / f"train-{size}.jsonl"
-        if not path.is_file():
-            write_text(folder / MANIFEST, (self.data / MANIFEST).read_text(encoding="utf-8"))  # says who wrote them
-            write_text(path, "".join(line + "\n" for line in self._lines[:size]))
-        return candidate.run(path, Path(self.config.output) / "trials")
+        return candidate.run(size, Path(self.config.output) / "trials")
 
     def _measure(self, candidate: Candidate, run: TrainingRun, size: int) -> dict[str, Any]:
         """Train and measure; return what to keep."""
@@ -99,7 +90,7 @@ class Trials:
         return {"measured": measured.model_dump(mode="json")}
 
     def _count_tokens(self, size: int) -> int:
-        return sum(len(json.loads(line)["answer_ids"]) for line in self._lines[:size])
+        return ConversationDataset(self._train, self.config.max_length, size).num_labels
 
     def _read(self, candidate: Candidate, size: int) -> dict[str, Any] | None:
         path = self.training_of(candidate, size).folder / "measured.json"

@@ -49,6 +49,11 @@ BENCHMARKS = {
     "heads": Benchmark(
         settings.BenchHeadsConfig, "bench.heads.compare_heads", "head families on one target (two hours, the first time)"
     ),
+    "curve": Benchmark(
+        settings.BenchCurveConfig,
+        "bench.curve.measure_curve",
+        "tokens per target step by the answer tokens trained on, nothing timed (a night, the first time)",
+    ),
     "eval": Benchmark(
         settings.BenchEvalConfig,
         "bench.evaluation.compare_predictions",

@@ -15,6 +15,7 @@ from configs.schema.base import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    PositiveShare,
     Setting,
     Settings,
     Share,
@@ -74,14 +75,33 @@ class BenchDemoConfig(Settings):
 HOME_SUITE = "home"  # what tables call held-out prompts of the kinds that the drafts were trained on
 
 
-class BenchHeadsConfig(Settings):
-    """`scripts/lab/benchmark.py heads`: head families trained and measured on one target and one set of data."""
+class HeadsSettings(Settings):
+    """Heads trained on one target and one set of data, and the prompts that they are decoded on."""
 
     data: str | None = "configs/data/heads.yaml"  # of `scripts/make_data.py`, run where its output is not there; None: never
     # of `scripts/make_cache.py`, made once of that data and read by every head's training; None: the target runs on every batch
     cache: str | None = "configs/cache/heads.yaml"
-    # Of `train/heads.py`, a row of the table each; all on the same target and data
+    # Of `train/heads.py`, all on the same target and data
     recipes: list[str] = ["configs/heads/hydra.yaml", "configs/heads/eagle3.yaml"]
+    runs: str = "runs/heads/bench"  # folder: what was trained, kept for the next time
+    num_prompts: PositiveInt = 32  # held-out prompts decoded, the last of the file: the first chose the checkpoints
+    # Suites of held-out prompts by name, so many prompts each, as many of each of the sources named (`prompts.sources` of the
+    # data); []: of all
+    held_out: dict[str, list[str]] = {HOME_SUITE: []}
+    suites: list[SuiteConfig] = [SuiteConfig(name="house", num_prompts=32)]  # decoded as well, rows of their own
+    max_new_tokens: PositiveInt = 64
+    bootstrap_samples: PositiveInt = 2000
+
+    def objections(self) -> Iterator[str]:
+        names = [suite.label for suite in self.suites]
+        if len({*self.held_out, *names}) < len(self.held_out) + len(names):
+            held_out = " or ".join(map(repr, self.held_out))
+            yield f"suites must have different names, and none may be {held_out}, got {names}: give each a `name`"
+
+
+class BenchHeadsConfig(HeadsSettings):
+    """`scripts/lab/benchmark.py heads`: head families trained and measured on one target and one set of data."""
+
     draft_models: list[str] = []  # of `train/distill.py`, measured beside the heads
     # Heads by the first recipe but for some keys, dotted or in sections, as {two_layers: {head.num_layers: 2}}; a row each, and
     # the tokens per target step of each over those of the first variant
@@ -92,16 +112,8 @@ class BenchHeadsConfig(Settings):
     stopped: list[str] = []
     # Likewise, recipes that are measured with a tree as well: the one expected to be fastest, fitted on these prompts
     trees: list[str] = ["hydra", "eagle3"]
-    runs: str = "runs/heads/bench"  # folder: what was trained, kept for the next time
-    num_prompts: PositiveInt = 32  # held-out prompts decoded, the last of the file: the first chose the checkpoints
-    # Suites of held-out prompts by name, so many prompts each, as many of each of the sources named (`prompts.sources` of the
-    # data); []: of all
-    held_out: dict[str, list[str]] = {HOME_SUITE: []}
-    suites: list[SuiteConfig] = [SuiteConfig(name="house", num_prompts=32)]  # decoded as well, rows of their own
-    max_new_tokens: PositiveInt = 64
     repeats: PositiveInt = 1  # timed runs of every prompt
     lossless: LosslessConfig = LosslessConfig()
-    bootstrap_samples: PositiveInt = 2000
     output: str = "docs/results/heads.json"
 
     @field_validator("variants", mode="before")
@@ -112,13 +124,56 @@ class BenchHeadsConfig(Settings):
         return {name: dict(dotted(changes)) if isinstance(changes, dict) else changes for name, changes in value.items()}
 
     def objections(self) -> Iterator[str]:
+        yield from super().objections()
         if self.variants and not self.recipes:
             yield "variants are changes to the first of `recipes`, and there is none: name one"
         yield from unless_names("variants", self.variants)
-        names = [suite.label for suite in self.suites]
-        if len({*self.held_out, *names}) < len(self.held_out) + len(names):
-            held_out = " or ".join(map(repr, self.held_out))
-            yield f"suites must have different names, and none may be {held_out}, got {names}: give each a `name`"
+
+
+class CurvePoint(Settings):
+    """A training of the curve."""
+
+    share: PositiveShare  # of the conversations
+    epochs: PositiveInt
+    changes: dict[str, Setting] = {}  # dotted keys of the recipe
+
+
+class BenchCurveConfig(HeadsSettings):
+    """`scripts/lab/benchmark.py curve`: tokens per target step by the answer tokens trained on, and the law of it."""
+
+    data: str | None = "scripts/lab/configs/data/curve.yaml"
+    cache: str | None = "scripts/lab/configs/cache/curve.yaml"
+    recipes: list[str] = ["scripts/lab/configs/heads/hydra_mixed.yaml", "scripts/lab/configs/heads/eagle3_mixed.yaml"]
+    # Every recipe is trained at each, two at least; the fewer the conversations, the more epochs they bear
+    points: list[CurvePoint] = [
+        CurvePoint(share=1 / 16, epochs=6),
+        CurvePoint(share=1 / 8, epochs=5),
+        CurvePoint(share=1 / 4, epochs=4),
+        CurvePoint(share=1 / 2, epochs=3),
+        CurvePoint(share=1, epochs=2),
+    ]
+    # Trainings of the first recipe that tell what else would bring as much, by name
+    variants: dict[str, CurvePoint] = {
+        "half_the_epochs": CurvePoint(share=1 / 4, epochs=2),
+        "twice_the_epochs": CurvePoint(share=1 / 4, epochs=8),
+        "a_block_more": CurvePoint(share=1 / 4, epochs=4, changes={"head.num_layers": 2}),
+    }
+    runs: str = "runs/curve/bench"
+    num_prompts: PositiveInt = 96
+    held_out: dict[str, list[str]] = {
+        HOME_SUITE: ["own"],
+        "mixed": ["code", "completion", "maths", "questions", "reading", "stories", "requests"],
+    }
+    suites: list[SuiteConfig] = [SuiteConfig(name="house", num_prompts=64)]
+    batch_size: PositiveInt = 16  # prompts decoded together, which tokens per target step do not depend on
+    plot: str = "docs/curve.svg"
+    output: str = "docs/results/curve.json"
+
+    def objections(self) -> Iterator[str]:
+        yield from super().objections()
+        if len({point.share for point in self.points}) < 2:
+            yield "points need two shares at least, for a line through them"
+        yield from unless_names("variants", self.variants)
 
 
 class BenchDecodeConfig(Settings):

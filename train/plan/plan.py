@@ -200,7 +200,7 @@ def _open_dataset(config: PlanConfig) -> ConversationDataset | None:
     path = Path(config.data.train)
     if not path.is_file() or None not in config.workload.model_dump().values():
         return None
-    return ConversationDataset(open_conversations(path), config.data.max_length)
+    return ConversationDataset(open_conversations(path), config.data.max_length, config.data.num_conversations)
 
 
 def _measure_workload(config: PlanConfig, dataset: ConversationDataset | None) -> Workload:

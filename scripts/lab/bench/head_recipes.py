@@ -19,7 +19,7 @@ from distill.cache.storage import Folder
 from distill.dataset.conversations import MANIFEST
 from scripts.advice.trained_runs import Recipe, TrainingRun, in_own_folder, load_changed
 from scripts.lab.bench.provenance import check_trained_here, train_all
-from scripts.lab.settings import BenchHeadsConfig
+from scripts.lab.settings import BenchHeadsConfig, HeadsSettings
 
 CACHE_TIME = "cache_time.json"
 
@@ -67,12 +67,12 @@ def check_comparable(recipes: Sequence[Recipe]) -> None:
                 raise ConfigError(f"recipes: all must have the same {where}, got {one} and {another}")
 
 
-def make_data(config: BenchHeadsConfig) -> None:
+def make_data(config: HeadsSettings) -> None:
     if config.data is not None and not (Path(load_config(DataConfig, config.data).output) / MANIFEST).is_file():
         _run_script("make_data", config.data)
 
 
-def make_cache(config: BenchHeadsConfig) -> None:
+def make_cache(config: HeadsSettings) -> None:
     if config.cache is None or Folder(load_config(CacheConfig, config.cache).output).has(CACHE_MANIFEST):
         return
     started = time.perf_counter()

@@ -19,6 +19,7 @@ from configs.schema.drafting import FastestTree, StaticTree
 from configs.schema.evaluation import EvalConfig, FreeDraft
 from distill.dataset.batches import ConversationDataset
 from distill.dataset.conversations import read_conversations
+from distill.generation.prompts import Prompt
 from eval.cost.tree_choice import choose_tree
 from eval.decoder.decode import Request, check_decodable
 from eval.decoder.records import AUTOREGRESSIVE, WITH_LOOKUP
@@ -41,7 +42,7 @@ from scripts.lab.bench.provenance import describe_origin, read_git, read_outcome
 from scripts.lab.bench.stopping import choose_stopping
 from scripts.lab.bench.tables import NOT_AVAILABLE
 from scripts.lab.bench.turns import count_per_prompt, first_requests, measure, measured_rows, speedup
-from scripts.lab.settings import BenchHeadsConfig
+from scripts.lab.settings import BenchHeadsConfig, HeadsSettings
 
 log = logging.getLogger("draftsmith")
 
@@ -55,21 +56,11 @@ def compare_heads(config: BenchHeadsConfig) -> int:
     runs = train_recipes(config)
     recipes = [run.recipe for run in runs]
     num_choosing = max(recipe.held_out.num_prompts for recipe in recipes)
-    held_out = Path(recipes[0].data.held_out)
-    requests = {
-        name: first_requests(measured_rows(held_out, config.num_prompts, num_choosing, sources))
-        for name, sources in config.held_out.items()
-    }
-    choosing = first_requests(read_conversations(held_out)[:num_choosing])
-    suites = [load_suite(each) for each in config.suites]
+    choosing = first_requests(read_conversations(Path(recipes[0].data.held_out))[:num_choosing])
     target = load_target(recipes[0].target)
-    for suite, each in zip(suites, config.suites, strict=True):
-        requests[suite.name] = Turns(target, fit_suite(suite, target, each.on_too_long, config.max_new_tokens).prompts).first
+    requests, prompts = suite_requests(config, Path(recipes[0].data.held_out), num_choosing, target)
     trained_on = EvalConfig(lookup_answers=recipes[0].data.train)
-    prompts = [prompt for suite in suites for prompt in suite.prompts]
     answers = known_answers(trained_on, prompts, target.identity) if config.with_lookup else []
-    for of_suite in requests.values():
-        check_decodable(target, of_suite)
     ratios: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     first_variant = next(iter(config.variants), None)
@@ -109,11 +100,25 @@ def compare_heads(config: BenchHeadsConfig) -> int:
     return verdict(rows)
 
 
-def measuring_fingerprint(
-    config: BenchHeadsConfig, runs: Sequence[TrainingRun], requests: Mapping[str, Sequence[Request]]
-) -> str:
+def suite_requests(
+    config: HeadsSettings, held_out: Path, num_choosing: int, target: Target
+) -> tuple[dict[str, list[Request]], list[Prompt]]:
+    """Return what is decoded, by suite, and the prompts of those suites that are not of the held-out conversations."""
+    requests = {
+        name: first_requests(measured_rows(held_out, config.num_prompts, num_choosing, sources))
+        for name, sources in config.held_out.items()
+    }
+    suites = [load_suite(each) for each in config.suites]
+    for suite, each in zip(suites, config.suites, strict=True):
+        requests[suite.name] = Turns(target, fit_suite(suite, target, each.on_too_long, config.max_new_tokens).prompts).first
+    for of_suite in requests.values():
+        check_decodable(target, of_suite)
+    return requests, [prompt for suite in suites for prompt in suite.prompts]
+
+
+def measuring_fingerprint(config: HeadsSettings, runs: Sequence[TrainingRun], requests: Mapping[str, Sequence[Request]]) -> str:
     """Return a hash of all that decides what is measured, the machine and the commit included."""
-    settings = config.model_dump(mode="json", exclude={"output"})
+    settings = config.model_dump(mode="json", exclude={"output", "plot"})
     prompts = [[name, *([each.prompt_id, *each.tokens] for each in of_suite)] for name, of_suite in requests.items()]
     artifacts = [[run.name, sha256_of(run.artifact / WEIGHTS_FILE)] for run in runs]
     return fingerprint(settings, prompts, artifacts, describe_origin(), torch.get_num_threads())
@@ -220,14 +225,14 @@ def summarise(records: Records, mode: str, num_speculative_tokens: int, samples:
 
 def cost_of(run: TrainingRun) -> dict[str, Any]:
     """Return what a draft takes; `training_seconds` are those of steps, `run_seconds` also have decoding and checkpoints."""
-    outcome, rows = read_outcome(run), read_conversations(Path(run.recipe.data.train))
-    max_length = read_metadata(run.artifact).training["data"]["max_length"]
+    outcome, data = read_outcome(run), run.recipe.data
+    rows, max_length = read_conversations(Path(data.train)), read_metadata(run.artifact).training["data"]["max_length"]
     with safe_open(run.artifact / WEIGHTS_FILE, framework="pt") as tensors:
         shapes = [tensors.get_slice(name).get_shape() for name in tensors.keys()]  # noqa: SIM118 - not a dict
     return {
         "parameters": sum(math.prod(shape) for shape in shapes),
         "trained_parameters": outcome["trained_parameters"],
-        "answer_tokens": ConversationDataset(rows, max_length).num_labels,
+        "answer_tokens": ConversationDataset(rows, max_length, data.num_conversations).num_labels,
         "labels": outcome["labels"],
         "training_seconds": outcome["training_seconds"],
         "run_seconds": outcome["seconds"],

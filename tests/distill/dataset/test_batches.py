@@ -7,6 +7,7 @@ import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader
 
+from configs.runtime.errors import InputError
 from distill.dataset.batches import BucketedBatchSampler, ConversationDataset, balanced, collate, make_loader
 from heads.modules.interface import NO_DOCUMENT
 from scripts.lab.bench.scale import efficiency
@@ -40,6 +41,17 @@ def test_long_conversations_are_cut_at_the_end_and_those_without_an_answer_left_
     assert [example.input_ids for example in dataset] == [(1, 2, 3, 4), (1, 2)]
     assert dataset.num_dropped == 1
     assert dataset.num_labels == 3
+
+
+def test_fewer_conversations_are_part_of_more_and_no_more_than_there_are():
+    rows = [conversation((number,), (1, 2)) for number in range(50)]
+    few, more = (ConversationDataset(rows, 8, number) for number in (10, 30))
+    assert (len(few), len(more)) == (10, 30)
+    assert set(few.numbers) < set(more.numbers)
+    assert few.numbers.max() > 30  # of the whole file
+    assert [example.input_ids[0] for example in few] == few.numbers.tolist()
+    with pytest.raises(InputError, match=r"num_conversations: 51.*has 50"):
+        ConversationDataset(rows, 8, 51)
 
 
 def test_the_order_depends_on_seed_and_epoch_alone(dataset):
