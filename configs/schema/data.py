@@ -106,6 +106,7 @@ class PromptSettings(Settings):
     # A prompt that fills the target's context ends the run, is left out, or loses the middle of its last message.
     on_too_long: Literal["refuse", "skip", "truncate"] = "refuse"
     category: str = ""  # of prompts without one; empty: self_seeded, or uncategorised where they are read
+    system: str | None = None  # the system message of prompts that have none; None: none, so that of the chat template
     max_prompt_tokens: PositiveInt = 96  # self_seeded: a turn that has not ended by then is dropped
     temperature: PositiveFloat = 1.0  # self_seeded
     top_p: PositiveShare = 0.95  # self_seeded

@@ -146,6 +146,8 @@ class TargetConfig(Settings):
     trust_remote_code: bool = False  # run Python code that comes with the model
     # In place of the tokenizer's own: a Jinja file; chatml; or plain, the texts alone, for base models
     chat_template: str | None = None
+    # Variables that the chat template reads, as {enable_thinking: false}. With them it counts as another template
+    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
     guidance: GuidanceConfig | None = None  # classifier-free guidance, in data, training, decoding and checks alike; None: none
     # For targets that read images, prompts with images; {}: with these defaults. None: text alone
     images: ImagesConfig | None = None
@@ -182,8 +184,14 @@ class TargetConfig(Settings):
         for name, what in (("device_map", "spreads it over the devices of one"), ("states", "has it run by servers")):
             if is_split and getattr(self, name) is not None:
                 yield f"parallel: processes split the target, and {name} {what}; set one of the two to null"
-        if self.tokens == "ids" and (self.chat_template is not None or is_gguf):
-            yield "tokens ids takes a folder or Hub id, and prompts as they are: set chat_template to null, or tokens to text"
+        if self.tokens == "ids" and (self.chat_template is not None or self.chat_template_kwargs is not None or is_gguf):
+            yield (
+                "tokens ids takes a folder or Hub id, and prompts as they are: set chat_template to null, its kwargs too, or "
+                "tokens to text"
+            )
+        for name in self.chat_template_kwargs or {}:
+            if not name.isidentifier():
+                yield f"chat_template_kwargs: {name!r} can be no variable of a template"
         if self.guidance is not None and self.forward == "compiled":
             yield "guidance reads each row twice, which no compiled forward does: set forward to transformers or lean"
         if self.states is not None and self.guidance is not None:

@@ -47,9 +47,10 @@ def answer_turns(target: Target, prompt: Prompt, max_new_tokens: int) -> Generat
     what a journal keeps: rows and dropped turns.
     """
     rows: list[dict[str, Any]] = []
-    dropped, said = Counter[str](), list(prompt.history)
+    dropped, said = Counter[str](), prompt.messages
     for turn, text in enumerate(prompt.turns):
-        said.append({"role": "user", "content": text})
+        if turn:
+            said.append({"role": "user", "content": text})
         ids = tuple(target.encode_chat(said, tools=prompt.tools, media=prompt.media))
         outcome: Conversation | str = NO_ROOM
         if len(ids) < target.max_positions:
@@ -160,7 +161,7 @@ def existing_answers(target: Target, max_new_tokens: int) -> Answered:
 
     def rows_of(prompt: Prompt) -> list[Conversation]:
         prompt_ids = encode_prompt(target, prompt)
-        messages = (*prompt.messages, {"role": "assistant", "content": str(prompt.answer)})
+        messages = (*prompt.messages, {"role": "assistant", **prompt.answer_keys, "content": str(prompt.answer)})
         whole = target.encode_chat(messages, tools=prompt.tools, answer_follows=False, media=prompt.media)
         outcome: Conversation | str = NOT_A_CONTINUATION
         if tuple(whole[: len(prompt_ids)]) == prompt_ids:

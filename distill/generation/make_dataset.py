@@ -104,8 +104,10 @@ def _gather(config: DataConfig, target: Target, listed: Sequence[Iterable[Prompt
     gathered, taken = _Gathered(), set[str]()
     for (source, settings), given in zip(config.prompts.parts, listed, strict=True):
         several = Admission(target=target, source=source, taken=taken) if source.name else None
+        given = None if given is None else (prompt.below(settings.system) for prompt in given)
         if given is None:
-            prompts, dropped = _self_seed_once(config, source.name, settings, target, state, several)
+            written, dropped = _self_seed_once(config, source.name, settings, target, state, several)
+            prompts = [prompt.below(settings.system) for prompt in written]
         elif several is None:
             first = list(islice(given, settings.num_prompts))
             if len(first) < settings.num_prompts:

@@ -30,7 +30,10 @@ class Prompt:
     history: tuple[Message, ...] = ()  # what went before the first turn: a system message, earlier exchanges
     tools: tuple[dict[str, Any], ...] = ()  # that the assistant may call, as OpenAI describes them
     media: tuple[str, ...] = ()  # references as of `MediaPrompt`, in the order of their places in the texts
+    # Of the first turn's message where that is no user's but a tool's result: its role, and what else it has
+    turn_keys: Message = field(default_factory=dict)
     answer: str | None = field(default=None, compare=False)  # the data set's own, ignored by comparisons
+    answer_keys: Message = field(default_factory=dict, compare=False)  # what else its message has: reasoning, calls of tools
     where: str = field(default="", compare=False)  # file and line, for messages
     source: str = field(default="", compare=False)  # its name, where there are several
     max_new_tokens: int | None = field(default=None, compare=False)  # of its answers; None: answers.max_new_tokens
@@ -38,7 +41,13 @@ class Prompt:
     @property
     def messages(self) -> list[Message]:
         """The conversation up to the first turn, which it ends with."""
-        return [*self.history, {"role": "user", "content": self.turns[0]}]
+        return [*self.history, {"role": "user", **self.turn_keys, "content": self.turns[0]}]
+
+    def below(self, system: str | None) -> Prompt:
+        """Return the prompt after this system message, if any is given and it has none."""
+        if system is None or any(message["role"] == "system" for message in self.history):
+            return self
+        return replace(self, history=({"role": "system", "content": system}, *self.history))
 
     @property
     def label(self) -> str:
@@ -53,17 +62,14 @@ class Prompt:
     @property
     def opening(self) -> str:
         """What the user says first, and the media, one a line: the same for all requests of one growing chat."""
-        return "\n".join([*self._said, *self.turns][:1] + media_names(self.media))
+        said = [each["content"] for each in self.messages if each["role"] == "user"]
+        return "\n".join([*said, *self.turns][:1] + media_names(self.media))
 
     @property
     def user_texts(self) -> list[str]:
         """What the user has said at each turn, one message a line: `Conversation.user_text` of the rows made of it."""
-        said, media = self._said, media_names(self.media)
-        return ["\n".join([*said, *self.turns[: number + 1], *media]) for number in range(len(self.turns))]
-
-    @property
-    def _said(self) -> list[str]:
-        return [message["content"] for message in self.history if message["role"] == "user"]
+        said, media = [each["content"] for each in self.messages if each["role"] == "user"], media_names(self.media)
+        return ["\n".join([*said, *self.turns[1 : number + 1], *media]) for number in range(len(self.turns))]
 
     def encoded(self, target: Target) -> list[int]:
         """Return the token ids of its first turn in the target's chat template, the assistant's turn opened."""

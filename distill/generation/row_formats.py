@@ -19,8 +19,9 @@ input_audio: {data, format}} as of OpenAI, {type: audio_url, audio_url: {url}}, 
 path, or a key of the type's name. The text then has an `OBJECT` in each one's place, and the prompt their references as `media`
 (`heads.frozen.media.MediaPrompt`).
 
-A conversation that ends with the assistant brings the answer to its last user message. A row may also have
-`category` and an id; other keys are ignored.
+A conversation that ends with the assistant brings the answer to the message before it, which is the user's or a tool's result.
+The answer may have `reasoning_content` (or `reasoning`) and `tool_calls`. A row may also have `category` and an id; other keys
+are ignored.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 from configs.runtime.errors import InputError
 from distill.dataset.conversations import Message
@@ -54,7 +55,8 @@ IMAGE_PARTS, SOUND_PARTS = ("image", "image_url"), ("audio", "audio_url", "input
 # The keys by which parts name an image or a sound, tried in this order.
 IMAGE_KEYS, SOUND_KEYS = ("image_url", "url", "path", "image"), ("input_audio", "audio_url", "url", "path", "audio")
 CHATS = ("messages", "request", "batch", "sharegpt")
-MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")  # what a chat template may read
+# What a chat template may read
+MESSAGE_KEYS = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id")
 ID_KEYS = ("question_id", "id", "prompt_id", "task_id", "custom_id")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
 
@@ -102,22 +104,16 @@ def read_row(
     if not isinstance(category, str):
         raise InputError(f"{where}: category must be a text, got {category!r}")
     asked, given = _asked(row, format, str(column), answer_column, where)
-    history, turns, answer, media = _parse(asked, given, where, is_chat=format in CHATS)
+    parsed = _parse(asked, given, where, is_chat=format in CHATS)
     chat = row[KEYS[format][0]] if format in ("request", "batch") else row
     tools = _parse_tools(chat["tools"], where) if format in CHATS and chat.get("tools") else []
     if given_id is None:  # a hash of the content in its place
-        content = json.dumps([list(history), list(turns), *tools, *media], ensure_ascii=False)
+        asked_last = [parsed["turn_keys"]] if parsed["turn_keys"] else []
+        content = json.dumps(
+            [list(parsed["history"]), list(parsed["turns"]), *tools, *parsed["media"], *asked_last], ensure_ascii=False
+        )
         given_id = hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-    return Prompt(
-        prompt_id=str(given_id),
-        category=category,
-        turns=turns,
-        history=history,
-        tools=tuple(tools),
-        media=media,
-        answer=answer,
-        where=where,
-    )
+    return Prompt(prompt_id=str(given_id), category=category, tools=tuple(tools), where=where, **parsed)
 
 
 def _asked(row: Mapping[str, Any], format: str, column: str, answer_column: str | None, where: str) -> tuple[Any, Any]:
@@ -160,10 +156,18 @@ def _asked(row: Mapping[str, Any], format: str, column: str, answer_column: str 
     return row[format], None  # turns, messages, text, question
 
 
-def _parse(
-    asked: Any, given: Any, where: str, *, is_chat: bool
-) -> tuple[tuple[Message, ...], tuple[str, ...], str | None, tuple[str, ...]]:
-    """Return what goes before the first turn to be answered, the turns, the answer where there is one, and all media."""
+class _Parsed(TypedDict):
+    """What a `Prompt` has of its messages."""
+
+    history: tuple[Message, ...]
+    turns: tuple[str, ...]
+    turn_keys: Message
+    answer: str | None
+    answer_keys: Message
+    media: tuple[str, ...]
+
+
+def _parse(asked: Any, given: Any, where: str, *, is_chat: bool) -> _Parsed:
     if isinstance(asked, str) and not is_chat:
         asked = [{"role": "user", "content": asked}]
     if not isinstance(asked, list) or not asked:
@@ -172,7 +176,7 @@ def _parse(
     if not is_chat and not isinstance(asked[0], dict):
         if blank := [turn for turn in asked if not isinstance(turn, str) or not turn.strip()]:
             raise InputError(f"{where}: a turn must be a text that is not blank, got {str(blank[0])[:60]!r}")
-        return (), tuple(asked), None, ()
+        return _Parsed(history=(), turns=tuple(asked), turn_keys={}, answer=None, answer_keys={}, media=())
     if given not in (None, ""):
         asked = [*asked, *(given if isinstance(given, list) else [{"role": "assistant", "content": given}])]
     messages, media = [], []
@@ -182,14 +186,27 @@ def _parse(
             raise InputError(f"{where}: a message must have a role and a content, both texts, got {str(each)[:60]!r}")
         messages.append(message)
         media += found
-    answer = messages.pop()["content"] if messages[-1]["role"] == "assistant" else None
-    if not messages or messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
-        raise InputError(f"{where}: messages must end with a user message that is not blank (one assistant message may follow)")
-    return tuple(messages[:-1]), (messages[-1]["content"],), answer, tuple(media)
+    answer = messages.pop() if messages[-1]["role"] == "assistant" else {}
+    last = messages.pop() if messages else {}
+    if last.get("role") not in ("user", "tool") or (last["role"] == "user" and not last["content"].strip()):
+        raise InputError(
+            f"{where}: messages must end with a user message that is not blank, or with a tool's result (one assistant message "
+            "may follow)"
+        )
+    return _Parsed(
+        history=tuple(messages),
+        turns=(last["content"],),
+        turn_keys={} if last["role"] == "user" else {key: value for key, value in last.items() if key != "content"},
+        answer=answer.get("content"),
+        answer_keys={key: value for key, value in answer.items() if key not in ("role", "content")},
+        media=tuple(media),
+    )
 
 
 def _plain_message(given: dict[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
     """Return a message with its text parts joined and its calls of tools parsed, and references to its images and sounds."""
+    if given.get("reasoning"):  # as newer servers call it
+        given = {"reasoning_content": given["reasoning"]} | given
     if given.get("tool_calls"):
         content = given.get("content")
         given = given | {"tool_calls": _parse_arguments(given["tool_calls"]), "content": "" if content is None else content}

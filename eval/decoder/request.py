@@ -13,6 +13,7 @@ from configs.schema.decoding import DecodeConfig
 from eval.decoder.records import Generation, Round, StopReason
 from heads.frozen.loading import Target
 from heads.frozen.media import MediaPrompt
+from heads.frozen.tokenizer import count_thinking
 
 MARGIN = 8  # characters of a tail before those that may belong to a stop string
 
@@ -94,17 +95,19 @@ class BatchRow:
         """Return the record of an answer that has ended."""
         if self.stop_reason is None:
             raise RuntimeError(f"prompt {self.request.prompt_id} left the decoder without a reason")
+        answer = tuple(self.tokens[len(self.request.tokens) :])
         return Generation(
             prompt_id=self.request.prompt_id,
             category=self.request.category,
             mode=mode,
             prompt_tokens=self.request.tokens,
-            tokens=tuple(self.tokens[len(self.request.tokens) :]),
+            tokens=answer,
             rounds=tuple(self.rounds),
             stop_reason=self.stop_reason,
             turn=self.request.turn,
             suite=self.request.suite,
             media_prompt=self.request.media_prompt,
+            num_thinking=count_thinking(self.request.tokens, answer, self.target.thinks_between),
         )
 
 

@@ -25,7 +25,7 @@ from eval.decoder.request import Request
 from heads.artifact import read_training_prompts
 from heads.frozen.loading import Target
 
-OPTIONAL = ("tools", "media")  # of a prompt
+OPTIONAL = ("tools", "media", "turn_keys", "answer_keys")  # of a prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Suite:
     prompts: tuple[Prompt, ...]
     source: str  # the path as it was given
     format: str
-    # Of the whole file, or of all prompts of a data set as JSON, also where only some of its prompts are taken
+    # Of the whole file, or of all prompts of a data set or with `suite.system` as JSON, also where only some are taken
     sha256: str
     warnings: tuple[str, ...] = ()  # what a reader must know of what was left out of prompts
     left_out: tuple[Prompt, ...] = ()  # prompts of the file that `num_prompts` leaves out, spread over the categories
@@ -70,7 +70,8 @@ def load_suite(config: SuiteConfig) -> Suite:
     prompts: list[Prompt] = []
     seen: dict[str, str] = {}
     for number, (where, row) in enumerate(rows):
-        prompt = _with_reference(read(row, format, where, default_id=f"row-{number}"), row.get("reference"))
+        prompt = read(row, format, where, default_id=f"row-{number}").below(config.system)
+        prompt = _with_reference(prompt, row.get("reference"))
         if (first := seen.setdefault(prompt.prompt_id, where)) != where:
             raise InputError(f"{where}: the id {prompt.prompt_id!r} was used before ({first})")
         prompts.append(prompt)
@@ -89,7 +90,7 @@ def load_suite(config: SuiteConfig) -> Suite:
         prompts=tuple(cut),
         source=config.path,
         format=format,
-        sha256=_hash_prompts(prompts) if is_data_set else sha256_of(path),
+        sha256=_hash_prompts(prompts) if is_data_set or config.system is not None else sha256_of(path),
         warnings=(warning,) if unasked else (),
         left_out=tuple(spread_over_categories(others, len(others))),
     )

@@ -23,7 +23,10 @@ from eval.decoder.records import DistributionComparison, Generation
 from eval.stats.bootstrap import Floats, ratio_interval
 
 # What is kept of each prompt: sums over the rounds of all its turns.
-COLUMNS = ("committed", "rounds", "accepted", "drafted", "compared", "overlap", "kl", "agrees", "looked_up", "copied")
+COLUMNS = (
+    *("committed", "rounds", "accepted", "drafted", "compared", "overlap", "kl", "agrees", "looked_up", "copied"),
+    *("thought", "thinking_rounds"),  # committed tokens and rounds, of rounds that began inside the thinking
+)
 # Then come committed tokens and rounds by class of how many tokens of prompt and answer stood before the round.
 CLASSES_FROM = (0, *(2**power for power in range(4, 18)))
 # The numbers that are a ratio of two of these, and so have an interval over prompts.
@@ -159,6 +162,15 @@ class Acceptance(Metric):
         pairs = {"lookup_rounds_share": ("looked_up", "rounds"), "lookup_tokens_share": ("copied", "accepted")}
         return {name: float(sums[above] / sums[below]) if sums[below] else None for name, (above, below) in pairs.items()}
 
+    def by_thinking(self, *, samples: int, seed: int) -> dict[str, dict[str, Any]]:
+        """Return tokens per target step inside and outside of the thinking; nothing where no round began inside."""
+        column = dict(zip(COLUMNS, self._table.T, strict=False))
+        inside = column["thought"], column["thinking_rounds"]
+        outside = column["committed"] - inside[0], column["rounds"] - inside[1]
+        if not inside[1].any():
+            return {}
+        return {name: _part(*each, samples, seed) for name, each in (("inside", inside), ("outside", outside)) if each[1].any()}
+
     def by_context(self, *, samples: int, seed: int) -> list[dict[str, Any]]:
         """Return tokens per target step by how many tokens of prompt and answer stood before a round."""
         counts_C2P = self._table[:, len(COLUMNS) :].reshape(-1, len(CLASSES_FROM), 2).transpose(1, 2, 0)
@@ -166,17 +178,8 @@ class Acceptance(Metric):
         for start, (committed_P, rounds_P) in zip(CLASSES_FROM, counts_C2P, strict=True):
             if not rounds_P.any():
                 continue
-            tau = ratio_interval(committed_P, rounds_P, samples=samples, seed=seed)
-            found.append(
-                {
-                    "from_tokens": start,
-                    "to_tokens": 2 * start if start else CLASSES_FROM[1],
-                    "num_prompts": int((rounds_P > 0).sum()),
-                    "num_rounds": int(rounds_P.sum()),
-                    "tokens_per_target_step": tau.point,
-                    "tokens_per_target_step_ci": tau.bounds,
-                }
-            )
+            bounds = {"from_tokens": start, "to_tokens": 2 * start if start else CLASSES_FROM[1]}
+            found.append(bounds | _part(committed_P, rounds_P, samples, seed))
         return found
 
     def summarise(self, *, samples: int, seed: int) -> dict[str, Any]:
@@ -227,6 +230,17 @@ def describe_classes(sums_FC: Tensor, names: Sequence[str]) -> list[dict[str, An
     ]
 
 
+def _part(committed_P: Floats, rounds_P: Floats, samples: int, seed: int) -> dict[str, Any]:
+    """Return tokens per target step of a part of the rounds, by prompt."""
+    tau = ratio_interval(committed_P, rounds_P, samples=samples, seed=seed)
+    return {
+        "num_prompts": int((rounds_P > 0).sum()),
+        "num_rounds": int(rounds_P.sum()),
+        "tokens_per_target_step": tau.point,
+        "tokens_per_target_step_ci": tau.bounds,
+    }
+
+
 def _sums_by_prompt(table: RoundTable) -> Floats:
     """Return the sums of `COLUMNS`, and of what follows them, by prompt, `[P, COLUMNS + CLASSES_FROM x 2]`."""
     by_round = {
@@ -236,6 +250,8 @@ def _sums_by_prompt(table: RoundTable) -> Floats:
         "drafted": table.judged_R,
         "looked_up": table.by_lookup_R,
         "copied": table.accepted_R * table.by_lookup_R,
+        "thought": table.committed_R * table.thinking_R,
+        "thinking_rounds": table.thinking_R,
     }
     by_draft = {name: table.number_of(name).nan_to_num(0.0) for name in ("overlap", "kl", "agrees")}
     by_draft["compared"] = torch.ones_like(by_draft["overlap"])
@@ -271,6 +287,7 @@ class RoundTable:
     accepted_R: Tensor
     committed_R: Tensor
     context_R: Tensor  # tokens before the round's, the prompt's and the answer's
+    thinking_R: Tensor  # 1 where the round began inside the thinking
     by_lookup_R: Tensor  # 1 where the drafts of one of several proposers were looked up
     round_N: Tensor
     position_N: Tensor  # of the draft in its round, from 0
@@ -309,6 +326,9 @@ def tabulate(generations: Iterable[Generation]) -> RoundTable:
         committed_R=_integers(len(round_.committed) for round_ in rounds),
         context_R=_integers(
             len(each.prompt_tokens) + count for each, own in zip(generations, answered, strict=True) for count in own
+        ),
+        thinking_R=_integers(
+            count < each.num_thinking for each, own in zip(generations, answered, strict=True) for count in own
         ),
         by_lookup_R=_integers(round_.by_lookup for round_ in rounds),
         round_N=_integers(number for number, _ in places),

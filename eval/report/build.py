@@ -87,6 +87,7 @@ def _suite(suite: Suite, records: Tally, bootstrap: Bootstrap) -> dict[str, Any]
         "acceptance": {
             **speculative.summarise(**bootstrap),
             "by_context_tokens": speculative.by_context(**bootstrap),
+            "by_thinking": speculative.by_thinking(**bootstrap),
             "detectable_change_percent": detectable_percent([committed], [rounds]),
             "per_prompt": per_prompt,
         },

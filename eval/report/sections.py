@@ -117,13 +117,16 @@ class AcceptanceSection(ClosedSection):
     uncovered_mass_by_position: list[Number] = []
 
 
-class LengthClass(ClosedSection):
-    from_tokens: Count
-    to_tokens: Count  # not among them
+class RoundsSection(ClosedSection):
     num_prompts: Count
     num_rounds: Count
     tokens_per_target_step: Number
     tokens_per_target_step_ci: Bounds
+
+
+class LengthClass(RoundsSection):
+    from_tokens: Count
+    to_tokens: Count  # not among them
 
 
 class WholeAcceptanceSection(AcceptanceSection):
@@ -133,6 +136,9 @@ class WholeAcceptanceSection(AcceptanceSection):
     by_context_tokens: list[LengthClass] = []
     """Tokens per target step by how many tokens of prompt and answer came before the round. A draft trained on short texts
     falls off on longer ones."""
+    by_thinking: dict[Literal["inside", "outside"], RoundsSection] = {}
+    """Tokens per target step of the rounds that began inside the thinking of an answer, between `<think>` and `</think>`, and
+    of all others. Empty where no answer thinks."""
     by_answer_tokens: list[LengthClass] = []  # by those of the answer alone, in reports of an earlier version
     per_prompt: dict[str, CountPair]  # prompt id -> [committed tokens, rounds]
 

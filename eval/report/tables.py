@@ -57,6 +57,7 @@ TERMS = {label: f"{section}.{field}" for label, section, field, _ in NUMBERS} | 
     "with lookup": "with_lookup",
     "way of decoding": "baselines",
     "context": "acceptance.by_context_tokens",
+    "thinking": "acceptance.by_thinking",
     "phase": "speed.phases",
     "batch size": "speed.predicted",
     "perplexity": "quality.perplexity",
@@ -87,6 +88,7 @@ def report_tables(report: Report) -> list[Table]:
         _suites(report),
         _positions(report),
         _lengths(report),
+        _thinking(report),
         _phases(report),
         *([] if predicted is None else [_predicted(predicted)]),
         _categories(report),
@@ -158,6 +160,11 @@ def _lengths(report: Report) -> Table:
         for each in report.acceptance.by_context_tokens
     ]
     return Table(title="By tokens of the context before a round", header=("context", "rounds", "τ"), rows=rows)
+
+
+def _thinking(report: Report) -> Table:
+    rows = [(name, str(each.num_rounds), tau(each)) for name, each in report.acceptance.by_thinking.items()]
+    return Table(title="Inside and outside of the thinking", header=("thinking", "rounds", "τ"), rows=rows)
 
 
 def _phases(report: Report) -> Table:

@@ -31,7 +31,7 @@ from transformers.utils import is_torchvision_available, is_vision_available
 
 from configs.runtime.errors import InputError, first_line
 from configs.schema.target import AudioConfig, ImagesConfig, MediaConfig, TargetConfig
-from heads.frozen.tokenizer import SOUND
+from heads.frozen.tokenizer import SOUND, with_variables
 from heads.inference.causal_lm import MediaInputs
 from heads.inference.runner import runner_of
 
@@ -155,7 +155,7 @@ def load_reader(
         )
     runner_of(model).placeholder = token
     knows = config.chat_template is not None or ("image" if is_image else "audio") in str(tokenizer.chat_template)
-    return MediaReader(processor, settings, model, None if knows else processor.chat_template)
+    return MediaReader(processor, settings, model, None if knows else with_variables(processor.chat_template, config))
 
 
 @contextmanager

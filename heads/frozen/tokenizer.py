@@ -6,6 +6,7 @@ numbers such as `1034 17 2`, of which whatever follows a `#` in a line is left o
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ OBJECT = "\ufffc"  # Unicode's object replacement character: where an image or a
 
 OF_IDS = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"  # of tokens called by their numbers
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError)  # a template's own code raises Python's
+
+THINKING = ("<think>", "</think>")  # of Qwen3, DeepSeek, GLM and others, a token each
 
 # chatml: as of Qwen, SmolLM2 and others. plain: the texts alone, a line each, for base models.
 NAMED = {
@@ -51,7 +54,22 @@ def load_tokenizer(path: Path, config: TargetConfig) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     if config.chat_template is not None:
         set_chat_template(tokenizer, config.chat_template)
+    if config.chat_template_kwargs is not None and tokenizer.chat_template is None:
+        raise InputError(f"target.chat_template_kwargs: the tokenizer of {config.name} has no chat template; set chat_template")
+    tokenizer.chat_template = with_variables(tokenizer.chat_template, config)
     return tokenizer
+
+
+def with_variables(template: Any, config: TargetConfig) -> Any:
+    """Return a chat template, or several by name, that begins with `chat_template_kwargs`.
+
+    In the text of the template they are part of its hash, and of the file that a server is given.
+    """
+    if isinstance(template, dict):
+        return {name: with_variables(each, config) for name, each in template.items()}
+    # transformers' templates drop the line break after a block, so that the template begins as before
+    given = (config.chat_template_kwargs or {}).items()
+    return "".join(f"{{% set {name} = {json.dumps(value)} %}}\n" for name, value in given) + template if given else template
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
@@ -110,6 +128,26 @@ def in_template(
         raise InputError(
             f"the chat template of target {name} refuses a conversation of {roles}: {first_line(error)}"
         ) from error
+
+
+def thinking_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int] | None:
+    """Return the ids of the tokens between which the model thinks; None where it has none."""
+    ids: Any = tokenizer.convert_tokens_to_ids(list(THINKING))
+    return tuple(ids) if tokenizer.convert_ids_to_tokens([each or 0 for each in ids]) == list(THINKING) else None
+
+
+def count_thinking(prompt: Sequence[int], answer: Sequence[int], tags: tuple[int, int] | None) -> int:
+    """Return how many tokens of an answer, from its first on, are thinking, the closing tag included.
+
+    Its beginning may be the prompt's end, as some chat templates have it; what is never closed is thinking to its end.
+    """
+    if tags is None:
+        return 0
+    first, last = tags
+    opened = next((token == first for token in reversed(prompt) if token in tags), False)
+    if not opened and first not in answer:
+        return 0
+    return answer.index(last) + 1 if last in answer else len(answer)
 
 
 def no_chat_template(name: str) -> str:

@@ -102,8 +102,13 @@ def _arguments_alone(run: RunConfig, stage: Stage) -> list[str]:
     if stage == "export":
         return _export(run, output / "train" / "artifact", folder)
     prompts, out = str(output / "data" / "held_out.jsonl"), str(output / "check")
-    template = [] if run.target.chat_template is None else ["--set", f"chat_template={run.target.chat_template}"]
-    return ["scripts/check.py", folder, "--engine", engine, "--prompts", prompts, "--out", out, *template]
+    template = [
+        f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+        for key in ("chat_template", "chat_template_kwargs")
+        if (value := getattr(run.target, key)) is not None
+    ]
+    given = ["--set", *template] if template else []
+    return ["scripts/check.py", folder, "--engine", engine, "--prompts", prompts, "--out", out, *given]
 
 
 def _export(run: RunConfig, what: Path, folder: str) -> list[str]:

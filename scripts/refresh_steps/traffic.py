@@ -203,7 +203,9 @@ def _masked(prompt: Prompt, traffic: Traffic) -> Prompt:
         tools=tuple(_walk(tool, mask) for tool in prompt.tools),
         category=mask(prompt.category),
         prompt_id="",
+        turn_keys=_walk(prompt.turn_keys, mask),
         answer=None,
+        answer_keys={},
     )
     traffic.masked.update(found)
     return masked

@@ -16,7 +16,6 @@ from transformers import AutoModel, AutoModelForCausalLM, GenerationConfig
 from configs.runtime.errors import InputError
 from configs.runtime.terminal import progress
 from configs.schema.commands.release import CheckConfig
-from configs.schema.target import TargetConfig
 from distill.generation.prompts import Prompt
 from heads.device import choose_device
 from heads.frozen.identity import locate
@@ -40,7 +39,7 @@ def check_transformers(serve: str, prompts: Sequence[Prompt], config: CheckConfi
     lines, device = read_lines(serve), choose_device("auto")
     dtype = config.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     (name, *_), (_, place) = lines.models, next(iter(lines.models.values()))
-    settings = TargetConfig(name=place, chat_template=config.chat_template)
+    settings = config.target_at(place)
     tokenizer = load_tokenizer(locate(settings), settings)
     texts = [in_template(tokenizer, place, prompt.messages) for prompt in prompts]
     inputs = [tokenizer(text, add_special_tokens=False, return_tensors="pt").to(device) for text in texts]

@@ -17,7 +17,6 @@ from configs.runtime.errors import InputError
 from configs.runtime.files import write_text
 from configs.runtime.terminal import progress
 from configs.schema.commands.release import CheckConfig
-from configs.schema.target import TargetConfig
 from distill.generation.prompts import Prompt
 from heads.frozen.identity import locate
 from heads.frozen.tokenizer import load_tokenizer
@@ -63,7 +62,8 @@ def check_vllm(serve: str, prompts: Sequence[Prompt], config: CheckConfig, *, vl
     engine = open_vllm(command)
     dtype = config.dtype or ("float32" if engine.is_cpu else None)
     more = [] if dtype is None else ["--dtype", dtype]
-    more += [] if config.chat_template is None else ["--chat-template", write_template(line.options[0], config, out)]
+    if config.chat_template is not None or config.chat_template_kwargs is not None:
+        more += ["--chat-template", write_template(line.options[0], config, out)]
     known: dict[str, Any] = {"version": engine.version, "dtype": dtype or "auto", "max_new_tokens": config.max_new_tokens}
     result = EngineCheck(engine="vllm", checked=True, **known)
     requests = [request_of(prompt, config.max_new_tokens) for prompt in prompts]
@@ -105,7 +105,7 @@ def read_line(serve: str) -> ServeLine:
 
 def write_template(target: str, config: CheckConfig, out: Path) -> str:
     """Write the chat template that the config names into a file, for vLLM; return its path."""
-    settings = TargetConfig(name=target, chat_template=config.chat_template)
+    settings = config.target_at(target)
     path = out / "chat_template.jinja"
     write_text(path, str(load_tokenizer(locate(settings), settings).chat_template))
     return str(path)

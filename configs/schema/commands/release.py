@@ -51,8 +51,13 @@ class CheckConfig(Settings):
     # None: float32 on a CPU, in which answers should be the same; elsewhere vLLM's own choice, bfloat16 in transformers
     dtype: Dtype | None = None
     chat_template: str | None = None  # as target.chat_template; None: the target's own
+    chat_template_kwargs: dict[str, bool | int | float | str] | None = None  # as target.chat_template_kwargs
     start_seconds: PositiveFloat = 900.0  # for a server to be ready
     answer_seconds: PositiveFloat = 600.0  # without a word from a server
+
+    def target_at(self, place: str) -> TargetConfig:
+        """Return the target in a folder or of a Hub id, with its chat template."""
+        return TargetConfig(name=place, chat_template=self.chat_template, chat_template_kwargs=self.chat_template_kwargs)
 
 
 class ImportConfig(Settings):

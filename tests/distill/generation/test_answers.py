@@ -181,6 +181,30 @@ def test_an_answer_that_is_empty_or_whose_template_rewrites_the_prompt_is_droppe
     assert one(byte_target, "Well.") == {NOT_A_CONTINUATION: 1}
 
 
+def test_an_answer_has_its_thinking_and_its_calls_as_the_template_writes_them(byte_target, monkeypatch):
+    template = (
+        "{% for message in messages %}{{ message.role }}:{% if message.reasoning_content %}<{{ message.reasoning_content }}>"
+        "{% endif %}{{ message.content }}{% for call in message.tool_calls %}[{{ call.function.name }}]{% endfor %};"
+        "{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    monkeypatch.setattr(byte_target.tokenizer, "chat_template", template)
+    keys = {"reasoning_content": "hm", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    result = Prompt(
+        prompt_id="p",
+        category="c",
+        turns=("4",),
+        history=({"role": "user", "content": "hi"},),
+        turn_keys={"role": "tool", "tool_call_id": "1"},
+        answer="Well.",
+        answer_keys=keys,
+    )
+    (row,) = existing_answers(byte_target, 100).rows_of(result)
+    assert byte_target.spell(row.prompt_ids) == "user:hi;tool:4;assistant:"
+    assert byte_target.spell(row.answer_ids) == "<hm>Well.[f];"
+    assert row.user_text == result.user_text == "hi"
+
+
 def test_a_prompt_without_an_answer_is_refused_by_name():
     check_given([prompt("Well.")])
     with pytest.raises(

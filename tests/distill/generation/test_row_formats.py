@@ -81,6 +81,17 @@ def test_tools_stay_in_the_history():
     assert prompt.history == (USER, {**called, "content": ""}, RESULT, ASSISTANT)
 
 
+def test_a_chat_may_end_with_a_tools_result_and_its_answer_may_think_and_call_tools():
+    asks = parsed({"messages": [USER, CALL, RESULT]})
+    assert (asks.messages[-1], asks.user_texts, asks.opening) == (RESULT, ["Hi"], "Hi")
+    assert asks.prompt_id != parsed({"messages": [USER, CALL, RESULT | {"tool_call_id": "2"}]}).prompt_id
+    thinks = {"role": "assistant", "content": "4", "reasoning": "2 and 2"}
+    prompt = parsed({"messages": [USER, CALL, RESULT, thinks]})
+    assert (prompt.answer, prompt.answer_keys) == ("4", {"reasoning_content": "2 and 2"})
+    calls = parsed({"messages": [USER, CALL]})
+    assert (calls.answer, calls.answer_keys["tool_calls"][0]["function"]["arguments"]) == ("", {})
+
+
 def test_arguments_of_a_tool_call_are_the_object_that_engines_give_to_the_template():
     def arguments(given, nested=True):
         call = {"name": "f", "arguments": given}

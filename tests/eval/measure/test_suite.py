@@ -70,6 +70,18 @@ def test_a_file_that_is_no_suite_is_refused(tmp_path, rows, num_prompts, complai
         load_suite(SuiteConfig(path=str(path), num_prompts=num_prompts))
 
 
+def test_a_system_message_goes_before_prompts_that_have_none_and_makes_another_suite(tmp_path):
+    own = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"}]
+    write_suite(tmp_path / "suite.jsonl", [{"messages": own[1:]}, {"messages": own, "id": "own"}])
+    plain, changed = (
+        load_suite(SuiteConfig(path=str(tmp_path / "suite.jsonl"), system=system)) for system in (None, "Be kind.")
+    )
+    said = [[each["content"] for each in prompt.messages] for prompt in changed.prompts]
+    assert said == [["Be kind.", "Hi"], ["Be short.", "Hi"]]
+    assert plain.sha256 != changed.sha256
+    assert [prompt.user_texts for prompt in plain.prompts] == [prompt.user_texts for prompt in changed.prompts]
+
+
 ROWS = {
     "turns": {"turns": ["How many?"], "reference": ["#### 4"]},
     "gsm8k": {"question": "How many?", "answer": "#### 4"},

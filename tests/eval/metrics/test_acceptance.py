@@ -66,6 +66,17 @@ def test_pooled_weighs_rounds_and_macro_weighs_prompts_with_all_their_turns(make
     assert fields["tokens_per_target_step_macro"] == (13 / 10 + 2) / 2
 
 
+def test_rounds_count_as_thinking_by_where_they_begin(make_round, make_generation):
+    """The first token is the prefill's: four thinking tokens end inside the second round, which began inside."""
+    thinks = replace(make_generation([make_round(3, 1), make_round(3, 3), make_round(3, 0)]), num_thinking=4)
+    plain = make_generation([make_round(3, 2)], prompt_id="writing-2")
+    parts = Acceptance(3, [thinks, plain]).by_thinking(samples=20, seed=0)
+    found = {name: tuple(part[key] for key in ("num_rounds", "num_prompts")) for name, part in parts.items()}
+    assert found == {"inside": (2, 1), "outside": (2, 2)}
+    assert [part["tokens_per_target_step"] for part in parts.values()] == [3.0, 2.0]
+    assert Acceptance(3, [plain]).by_thinking(samples=20, seed=0) == {}
+
+
 def test_nothing_drafted_and_nothing_measured_give_none_and_never_nan(make_round, make_generation):
     plain, nothing = measured([make_generation([make_round(0, 0)] * 5)]), measured([])
     assert (plain["tokens_per_target_step"], plain["draft_token_yield"]) == (1.0, None)

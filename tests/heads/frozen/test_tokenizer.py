@@ -5,7 +5,7 @@ import pytest
 from configs.runtime.errors import InputError
 from configs.schema.target import TargetConfig
 from heads.frozen.loading import load_target
-from heads.frozen.tokenizer import set_chat_template
+from heads.frozen.tokenizer import count_thinking, load_tokenizer, set_chat_template, thinking_tokens
 
 HELLO = [{"role": "user", "content": "hello there"}]
 
@@ -26,3 +26,61 @@ def test_what_is_no_template_is_refused(tmp_path, tiny_tokenizer, text, complain
     tokenizer = tiny_tokenizer.__class__(tokenizer_object=tiny_tokenizer.backend_tokenizer)
     with pytest.raises(InputError, match=complaint):
         set_chat_template(tokenizer, str(path))
+
+
+THINKS = (
+    "\n  {% if enable_thinking is defined and enable_thinking is false %}w1 {% endif %}"
+    "{% for message in messages %}{% if depth %}{{ depth }} {% endif %}{{ message['content'] }} {% endfor %}\n"
+)
+
+
+def test_variables_of_the_template_are_rendered_and_part_of_the_identity(tiny_run, tmp_path):
+    path = tmp_path / "thinks.jinja"
+    path.write_text(THINKS)
+
+    def target(kwargs):
+        config = TargetConfig(name=str(tiny_run / "target"), chat_template=str(path), chat_template_kwargs=kwargs)
+        return load_target(config)
+
+    own, off, deep = target(None), target({"enable_thinking": False}), target({"enable_thinking": True, "depth": "w3"})
+    said = [{"role": "user", "content": "w8"}]
+    assert [each.encode_chat(said) for each in (own, off, deep)] == [
+        own.tokenizer(text).input_ids for text in ("w8", "w1 w8", "w3 w8")
+    ]
+    # As if they had been handed to the template.
+    given = own.tokenizer.apply_chat_template(said, tokenize=False, enable_thinking=False)
+    assert off.tokenizer.apply_chat_template(said, tokenize=False) == given
+    assert own.identity.differences(off.identity) == off.identity.differences(deep.identity) == ["chat template"]
+
+
+def test_variables_of_no_template_are_refused(tiny_run, tmp_path):
+    tokenizer = load_target(TargetConfig(name=str(tiny_run / "target"))).tokenizer
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"chat_template_kwargs: the tokenizer of .* has no chat template"):
+        load_tokenizer(tmp_path, TargetConfig(name=str(tmp_path), chat_template_kwargs={"enable_thinking": False}))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "count"),
+    [
+        ([5, 6], [7, 8], 0),
+        ([5, 6], [1, 7, 2, 8], 3),
+        ([5, 6], [1, 7, 8], 3),  # never closed
+        ([5, 1], [7, 2, 8], 2),  # opened by the chat template
+        ([5, 1, 2], [7, 8], 0),  # closed by it, as without thinking
+        ([1, 5, 2, 1], [7, 7, 2], 3),
+    ],
+)
+def test_the_thinking_of_an_answer_ends_with_its_closing_token(prompt, answer, count):
+    assert count_thinking(prompt, answer, (1, 2)) == count
+    assert count_thinking(prompt, answer, None) == 0
+
+
+def test_a_tokenizer_thinks_where_it_has_a_token_for_each_tag(tiny_run):
+    tokenizer = load_target(TargetConfig(name=str(tiny_run / "target"))).tokenizer
+    assert thinking_tokens(tokenizer) is None
+    tokenizer.add_tokens(["<think>"])
+    assert thinking_tokens(tokenizer) is None
+    tokenizer.add_tokens(["</think>"])
+    assert tokenizer.convert_ids_to_tokens(list(thinking_tokens(tokenizer))) == ["<think>", "</think>"]

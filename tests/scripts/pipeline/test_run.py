@@ -124,6 +124,8 @@ def test_vllm_gets_suffix_lookup_beside_the_draft(tmp_path, monkeypatch, engine,
 def test_the_engine_gets_the_chat_template_that_the_draft_was_trained_with(tmp_path):
     run = RunConfig(target=TargetConfig(name="base", chat_template="plain"), output=str(tmp_path))
     assert stages.stage_command(run, "check")[-2:] == ["--set", "chat_template=plain"]
+    run = RunConfig(target=TargetConfig(name="base", chat_template_kwargs={"enable_thinking": False}), output=str(tmp_path))
+    assert stages.stage_command(run, "check")[-1] == 'chat_template_kwargs={"enable_thinking": false}'
 
 
 def test_an_evaluation_asks_for_no_more_prompts_than_the_data_hold_out(tmp_path):
