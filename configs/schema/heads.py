@@ -98,6 +98,7 @@ class HydraSettings(HeadSettings):
     num_layers: PositiveInt = 1  # residual blocks after the one that joins state and embeddings
     prefix_attention: bool = False  # Hydra++: a decoder layer over the final states first
     layer: LayerSettings | None = None  # sizes of the prefix layer; None: those of the target's blocks
+    window: PositiveInt | None = None  # positions that the prefix layer reads, the last so many; None: all
 
     @property
     def longest_draft(self) -> int:
@@ -129,6 +130,14 @@ class Eagle3Settings(EagleSettings):
     kind: Literal["eagle3"]
     num_depths: PositiveInt = 4  # steps unrolled in training, each fed the one before ("training-time test")
     norm_feedback: bool = False  # the state fed back is the normed one
+    # Positions that attention reads, the last so many and a query's own counted; None: all. A head that is trained on texts as
+    # long keeps its acceptance on longer ones
+    window: PositiveInt | None = None
+
+    def objections(self) -> Iterator[str]:
+        yield from super().objections()
+        if self.window is not None and self.window <= self.num_depths:
+            yield f"window must be larger than num_depths, whose own states a draft reads, got {self.window}"
 
 
 class MtpSettings(HeadSettings):

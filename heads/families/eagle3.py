@@ -51,6 +51,8 @@ COPIED = ("self_attn.o_proj.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight
 class EagleBody(HeadModule):
     """Fused taps, layers, the norm after them and the output head."""
 
+    window: int | None = None  # positions that attention reads, the last so many; None: all
+
     def __init__(self, settings: EagleSettings, target: PreTrainedModel, vocabulary: DraftVocabulary | None) -> None:
         super().__init__(target)
         self.taps = default_taps(target) if settings.taps is None else tuple(settings.taps)
@@ -96,10 +98,10 @@ class EagleBody(HeadModule):
     def run_cached(self, features_BTF: Tensor, ids_BT: Tensor, positions_BT: Tensor, cache: RowCache) -> Tensor:
         """Return the states `[B, T, D]` after the last layer at placed positions, whose keys and values are added."""
         embedded_BTD = self.embed(ids_BT)
-        rotation, visible = self.rotary.drafting(positions_BT), visible_slots(cache, positions_BT)
+        rotation, visible = self.rotary.drafting(positions_BT), visible_slots(cache, positions_BT, self.window)
         states_BTD = features_BTF
         for number, layer in enumerate(self.layers):
-            states_BTD = layer(embedded_BTD, states_BTD, rotation, CachedKeys(cache, number, visible))
+            states_BTD = layer(embedded_BTD, states_BTD, rotation, CachedKeys(cache, number, visible, self.window))
         return states_BTD
 
 
@@ -111,6 +113,7 @@ class Eagle3(EagleBody, ChainHead):
     def __init__(self, settings: Eagle3Settings, target: PreTrainedModel, vocabulary: DraftVocabulary | None) -> None:
         super().__init__(settings, target, vocabulary)
         self.settings = settings.model_copy(update={"taps": list(self.taps)})
+        self.window = settings.window
         self.unrolls_layers = settings.num_depths > 1
 
     def forward(self, batch: Batch, states: TargetStates) -> list[Depth]:
@@ -120,7 +123,7 @@ class Eagle3(EagleBody, ChainHead):
         """
         on_host_BX, chosen_places_P = origins_of_any_depth(batch, self.settings.num_depths)
         origins_BX = upload(on_host_BX, batch.input_ids_BT.device)
-        positions_BT, ranges = batch.position_ids_BT, causal_ranges(batch.position_ids_BT)
+        positions_BT, ranges = batch.position_ids_BT, causal_ranges(batch.position_ids_BT, self.window)
         of_origins = ranges.of(origins_BX, on_host_BX)
         unrolled = [*(UnrolledKeys(ranges) for _ in self.layers[1:]), UnrolledKeys(of_origins, origins_BX=origins_BX)]
         states_BTD = self.features(states)
@@ -133,6 +136,9 @@ class Eagle3(EagleBody, ChainHead):
                 states_BTD = layer(embedded_BTD, states_BTD, rotation, keys)
             if depth == 0:
                 positions_BT = positions_BT.gather(1, origins_BX)
+            if self.window is not None:
+                further = causal_ranges(batch.position_ids_BT, self.window, depth + 1)
+                of_origins = further.of(origins_BX, on_host_BX)
             unrolled = [keys.next(of_origins) for keys in unrolled]
             if self.settings.norm_feedback:
                 states_BTD = self.norm(states_BTD)

@@ -35,6 +35,8 @@ from heads.vocabulary import DraftVocabulary
 class Hydra(ChainHead):
     """Hydra heads on a frozen target; the chain's state is what a head reads, longer by an embedding for each drafted token."""
 
+    settings: HydraSettings
+
     def __init__(self, settings: HydraSettings, target: PreTrainedModel, vocabulary: DraftVocabulary | None) -> None:
         super().__init__(target)
         self.settings = settings
@@ -51,8 +53,8 @@ class Hydra(ChainHead):
         """Run each depth's blocks at the origins it is trained on, on the text's own tokens."""
         states_BTE = self.features(states)
         if self.prefix_layer is not None:
-            rotation, keys = self.rotary(states_BTE, batch.position_ids_BT), RowKeys(causal_ranges(batch.position_ids_BT))
-            states_BTE = self.prefix_layer(states_BTE, rotation, keys)
+            ranges = causal_ranges(batch.position_ids_BT, self.settings.window)
+            states_BTE = self.prefix_layer(states_BTE, self.rotary(states_BTE, batch.position_ids_BT), RowKeys(ranges))
         embedded_BTE = self.embed(batch.input_ids_BT)
         depths = []
         for depth, blocks in enumerate(self.blocks):
@@ -65,7 +67,8 @@ class Hydra(ChainHead):
     def read(self, features_BTF: Tensor, ids_BT: Tensor, positions_BT: Tensor, cache: RowCache, depth: int) -> Tensor:
         """See `ChainHead.read`; the states are what the head of this depth reads."""
         if depth == 0 and self.prefix_layer is not None:
-            keys = CachedKeys(cache, 0, visible_slots(cache, positions_BT))
+            window = self.settings.window
+            keys = CachedKeys(cache, 0, visible_slots(cache, positions_BT, window), window)
             features_BTF = self.prefix_layer(features_BTF, self.rotary.drafting(positions_BT), keys)
         return torch.cat([features_BTF, self.embed(ids_BT)], -1)
 

@@ -61,11 +61,17 @@ class Ranges:
         return self._blocks[T]
 
 
-def causal_ranges(position_ids_BT: Tensor) -> Ranges:
-    """Return the ranges of causal attention: each position reads those before it in its document, and itself."""
+def causal_ranges(position_ids_BT: Tensor, window: int | None = None, ahead: int = 0) -> Ranges:
+    """Return the ranges of causal attention: each position reads those before it in its document, and itself.
+
+    With a `window` it reads the last so many positions; queries that stand `ahead` positions further count from there.
+    """
     places_T = torch.arange(position_ids_BT.shape[1], device=position_ids_BT.device)
     ends_BT = (places_T + 1).expand_as(position_ids_BT)
-    return Ranges(first_BX=places_T - position_ids_BT, end_BX=ends_BT, reach=range(1, len(places_T) + 1))
+    first_BT = places_T - position_ids_BT
+    if window is not None:
+        first_BT = first_BT.maximum(places_T + ahead + 1 - window)
+    return Ranges(first_BX=first_BT, end_BX=ends_BT, reach=range(1, len(places_T) + 1))
 
 
 def read_ranges(q_BNXH: Tensor, k_BMTH: Tensor, v_BMTH: Tensor, ranges: Ranges) -> tuple[Tensor, Tensor]:

@@ -288,17 +288,20 @@ class RowKeys(LayerKeys):
 class CachedKeys(LayerKeys):
     """Keys and values of one layer in a cache, for drafting; those of the placed positions are added.
 
-    `visible` is the mask `[B, 1, T, S]`, of one row where all positions see the same; None where `RowCache.is_causal`.
+    `visible` is the mask `[B, 1, T, S]`, of one row where all positions see the same; None where `RowCache.is_causal`. With a
+    `window` that is shorter than the text, attention from its beginning reads the keys of some queries at a time.
     """
 
-    def __init__(self, cache: RowCache, layer: int, visible: Tensor | None) -> None:
-        self.cache, self.layer, self.visible = cache, layer, visible
+    def __init__(self, cache: RowCache, layer: int, visible: Tensor | None, window: int | None = None) -> None:
+        self.cache, self.layer, self.visible, self.window = cache, layer, visible, window
 
     def attend(self, attention: DraftAttention, states_BTX: Tensor, rotation: Rotation) -> Tensor:
         q_BNTH, k_BMTH, v_BMTH = attention.project(states_BTX, rotation)
         k_BMSH, v_BMSH = self.cache.update(k_BMTH, v_BMTH, self.layer)
         G, T = q_BNTH.shape[1] // k_BMSH.shape[1], q_BNTH.shape[2]
         if self.visible is None and T > 1:  # a text from its beginning
+            if self.window is not None and self.window < T:
+                return attention.output(_read_window(q_BNTH, k_BMSH, v_BMSH, self.window))
             return attention.output(
                 functional.scaled_dot_product_attention(q_BNTH, k_BMSH, v_BMSH, is_causal=True, enable_gqa=G > 1)
             )
@@ -310,9 +313,29 @@ class CachedKeys(LayerKeys):
         return attention.output(mixed_BMXH.unflatten(2, (G, T)).flatten(1, 2))
 
 
-def visible_slots(cache: RowCache, positions_BT: Tensor) -> Tensor | None:
-    """Return which slots placed positions see, as `CachedKeys` takes it."""
-    return None if cache.is_causal else cache.visible(positions_BT).unsqueeze(1)
+def _read_window(q_BNTH: Tensor, k_BMTH: Tensor, v_BMTH: Tensor, window: int) -> Tensor:
+    """Return what queries `[B, N, T, H]` mix of the last `window` positions, their own counted."""
+    places_T, mixed = torch.arange(q_BNTH.shape[2], device=q_BNTH.device), []
+    for start in range(0, q_BNTH.shape[2], window):
+        queries, keys = slice(start, start + window), slice(max(0, start - window + 1), start + window)
+        behind_XS = places_T[queries].unsqueeze(1) - places_T[keys]
+        mixed.append(
+            functional.scaled_dot_product_attention(
+                q_BNTH[:, :, queries],
+                k_BMTH[:, :, keys],
+                v_BMTH[:, :, keys],
+                attn_mask=(behind_XS >= 0) & (behind_XS < window),
+                enable_gqa=q_BNTH.shape[1] > k_BMTH.shape[1],
+            )
+        )
+    return torch.cat(mixed, 2)
+
+
+def visible_slots(cache: RowCache, positions_BT: Tensor, window: int | None = None) -> Tensor | None:
+    """Return which slots placed positions see, of these the last `window`, as `CachedKeys` takes it."""
+    if cache.is_causal and (window is None or positions_BT.shape[1] > 1 or cache.end <= window):
+        return None
+    return cache.visible(positions_BT, window).unsqueeze(1)
 
 
 class DraftLayer(HeadLayer):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_object
-from heads.formats.exporting.serving import UNTRIED, Serve, sglang_command, transformers_lines, vllm_command
+from heads.formats.exporting.serving import APART, UNTRIED, Serve, sglang_command, transformers_lines, vllm_command
 from heads.formats.exporting.source import EMBEDDING, HEAD, Source
 from heads.formats.layout import ExportLayout
 from heads.frozen.checkpoint_files import SINGLE_FILE, Weights
@@ -44,8 +44,8 @@ def vllm(source: Source) -> ExportLayout:
     if len(kinds) < 2:
         return _folder(source, vllm_command(source, "draft_model"), ())
     if kinds <= ATTENTION_KINDS:
-        note = "Without --disable-hybrid-kv-cache-manager vLLM 0.32 mixes the caches of draft and target: outputs change."
-        return _folder(source, vllm_command(source, "draft_model", "--disable-hybrid-kv-cache-manager"), (note,))
+        note = f"Without {APART} vLLM 0.32 mixes the caches of draft and target: outputs change."
+        return _folder(source, vllm_command(source, "draft_model", APART), (note,))
     note = f"Not tried: in a target with layers of {len(kinds)} kinds vLLM 0.32 may mix the caches of the draft and the target."
     return _folder(source, vllm_command(source, "draft_model"), (note,))
 

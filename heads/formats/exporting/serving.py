@@ -10,6 +10,8 @@ from typing import Any
 from heads.formats.exporting.source import Source
 
 Serve = Callable[[str], str]
+# vLLM 0.32 gives a draft the cache blocks of one kind of layer; without the hybrid manager layers that attend are of one kind
+APART = "--disable-hybrid-kv-cache-manager"
 UNTRIED = "Format-checked only: names, shapes and ids were compared with what the engine reads; it was not run."
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from configs.runtime.errors import InputError
 from configs.schema.heads import DFlashSettings, EagleSettings
-from heads.formats.exporting.serving import speculators_line, vllm_command
+from heads.formats.exporting.serving import APART, speculators_line, vllm_command
 from heads.formats.exporting.source import Source
 from heads.formats.layout import DFLASH2_KEYS, MTP_PARTS, XPRESS_KEYS, ExportLayout, layer_config, renamed
 
@@ -36,6 +36,10 @@ def eagle(source: Source) -> ExportLayout:
     settings: EagleSettings = source.settings
     kind, taps = source.metadata.kind, list(settings.taps or ())
     layers = layer_config(source.shape, "llama", settings.num_layers, source.target.vocab_size)
+    options: tuple[str, ...] = ()
+    if (window := getattr(settings, "window", None)) is not None:
+        layers |= {"layer_types": ["sliding_attention"] * settings.num_layers, "sliding_window": window}
+        options = (APART,)
     if len(taps) != 3:  # vLLM counts a Llama draft's taps by this key, not by their list
         layers["num_aux_hidden_states"] = len(taps)
     config = _config(source, layers) | {
@@ -52,7 +56,7 @@ def eagle(source: Source) -> ExportLayout:
     return ExportLayout(
         config=config,
         weights=source.weights | source.offsets(),
-        serve=vllm_command(source, "eagle3", **more),
+        serve=vllm_command(source, "eagle3", *options, **more),
         notes=(
             "Compare tokens with plain decoding in float32: bfloat16 flips near ties when several rows are scored at once.",
         ),

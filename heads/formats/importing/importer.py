@@ -130,14 +130,25 @@ def _own_layer(layer: Mapping[str, Any], kind: str, target: PreTrainedModel) -> 
             raise InputError(f"its block has other sizes than the target's, of which ours is a copy: {listed}")
         return {}
     _check_kind(config)
+    window = _window_of(config, kind)
     if shape.width != own["width"]:
         raise InputError(
             f"its layers are {shape.width} wide and the target's states {own['width']}; heads are as wide as those"
         )
     if not differences:
-        return {}
+        return window
     layer_shape(target, LayerSettings.model_validate(differences))
-    return {"layer": differences}
+    return {"layer": differences, **window}
+
+
+def _window_of(config: Any, kind: str) -> dict[str, Any]:
+    """Return the setting of a head whose layers all slide, `{}` where none does."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if "sliding_attention" not in kinds:
+        return {}
+    if kinds != {"sliding_attention"} or "window" not in FAMILIES[kind].settings.model_fields:
+        raise InputError(f"it has layers of {' and '.join(sorted(kinds))}; an eagle3 head's all slide or none, others' do not")
+    return {"window": config.sliding_window}
 
 
 def _shape_of(config: Any) -> LayerShape:
@@ -149,9 +160,7 @@ def _shape_of(config: Any) -> LayerShape:
 
 
 def _check_kind(config: Any) -> None:
-    """Refuse differences other than sizes: sliding attention, another activation, partial rotary embeddings."""
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        raise InputError("it has sliding layers, draftsmith's heads full attention")
+    """Refuse differences other than sizes and a window: another activation, partial rotary embeddings."""
     if (activation := getattr(config, "hidden_act", "silu")) not in ("silu", "swish"):
         raise InputError(f"its MLP has the activation {activation}, draftsmith's heads have silu")
     rope = getattr(config, "rope_parameters", None) or {}

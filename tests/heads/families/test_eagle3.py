@@ -24,7 +24,12 @@ def model():
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [*((name, "eagle3") for name in TARGETS), ("gemma3", "eagle3, all options"), ("qwen3", "eagle3, own parts")],
+    [
+        *((name, "eagle3") for name in TARGETS),
+        ("gemma3", "eagle3, all options"),
+        ("qwen3", "eagle3, own parts"),
+        ("llama", "eagle3, window"),
+    ],
 )
 def test_the_training_forward_is_the_chain_written_out(name, options):
     model = checks.tiny_target(name)
@@ -40,9 +45,14 @@ def naive_chains(head, model, taps_ATE, prompt):
     """Return what the output head reads, by depth and origin."""
     body = NaiveBody(head, model)
     read, states = [], []
+    window = head.settings.window or len(prompt) + head.settings.num_depths
+
+    def seen_from(position):
+        return read[max(0, position - window + 1) :]
+
     for origin in range(len(prompt) - 1):
         feature = body.feature([tap_TE[origin] for tap_TE in taps_ATE])
-        number, state = body.add(body.embedded(prompt[origin + 1]), feature, origin, read)
+        number, state = body.add(body.embedded(prompt[origin + 1]), feature, origin, seen_from(origin))
         read.append(number)
         states.append(state)
     chains = [[] for _ in read]
@@ -54,8 +64,9 @@ def naive_chains(head, model, taps_ATE, prompt):
         states = []
         for origin in range(max(len(prompt) - 2 - depth, 0)):
             embedded = body.embedded(prompt[origin + 2 + depth])
-            sees = [*read[: origin + 1], *chains[origin]]
-            number, state = body.add(embedded, fed_back[origin], origin + depth + 1, sees)
+            position = origin + depth + 1
+            sees = [*read[max(0, position - window + 1) : origin + 1], *chains[origin]]
+            number, state = body.add(embedded, fed_back[origin], position, sees)
             chains[origin].append(number)
             states.append(state)
     return expected

@@ -9,8 +9,8 @@ from heads.inference.causal_lm import head_logits
 from tests.support import family_checks as checks
 from tests.support.naive_layers import NaiveBody
 
-MEDUSA, OWN, HYDRA, PREFIX = (
-    checks.SETTINGS[name] for name in ("medusa", "medusa, own output heads", "hydra", "hydra, prefix")
+MEDUSA, OWN, HYDRA, PREFIX, WINDOW = (
+    checks.SETTINGS[name] for name in ("medusa", "medusa, own output heads", "hydra", "hydra, prefix", "hydra, window")
 )
 ROWS = [[7, 12, 3, 44, 9, 30], [20, 9, 31, 2]]
 
@@ -32,7 +32,7 @@ def naive_head(blocks, state_E, embedded):
 
 @pytest.mark.parametrize(
     ("settings", "name"),
-    [(MEDUSA, "llama"), (OWN, "llama"), (HYDRA, "qwen3"), (PREFIX, "gpt_neox")],
+    [(MEDUSA, "llama"), (OWN, "llama"), (HYDRA, "qwen3"), (PREFIX, "gpt_neox"), (WINDOW, "llama")],
 )
 @torch.no_grad()
 def test_each_depth_is_its_own_blocks_on_the_state_of_the_origin_and_the_tokens_after_it(settings, name):
@@ -42,7 +42,11 @@ def test_each_depth_is_its_own_blocks_on_the_state_of_the_origin_and_the_tokens_
     embedding, read = model.get_input_embeddings(), [list(states.final_BTE[n, : len(row)]) for n, row in enumerate(ROWS)]
     if getattr(settings, "prefix_attention", False):
         bodies = [NaiveBody(head, model, [head.prefix_layer]) for _ in ROWS]
-        read = [[body.add(None, x, n, range(n))[1] for n, x in enumerate(row)] for body, row in zip(bodies, read, strict=True)]
+        window = settings.window or len(ROWS[0])
+        read = [
+            [body.add(None, x, n, range(max(0, n + 1 - window), n))[1] for n, x in enumerate(row)]
+            for body, row in zip(bodies, read, strict=True)
+        ]
     depths = head(batch, states)
     assert [depth.origins_N.tolist() for depth in depths] == [[0, 1, 2, 3, 6, 7], [0, 1, 2, 6], [0, 1]]
     assert [depth.weight for depth in depths] == pytest.approx([1.0, 0.8, 0.64])

@@ -43,7 +43,7 @@ def test_wrong_tensors_are_named_all_together(exported, tensors, words):
     refused(exported, words)
 
 
-SLIDING = {"layer_types": ["sliding_attention"], "sliding_window": 8, "model_type": "qwen3"}
+MIXED = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ SLIDING = {"layer_types": ["sliding_attention"], "sliding_window": 8, "model_typ
         ({"architectures": ["Something"], "speculators_model_type": None}, {}, "in no form that draftsmith reads"),
         ({}, {"hidden_size": 16}, "are 16 wide and the target's states 32"),
         ({}, {"hidden_act": "gelu"}, "the activation gelu"),
-        ({}, SLIDING, "has sliding layers"),
+        ({}, MIXED, "layers of full_attention and sliding_attention"),
     ],
 )
 def test_wrong_configs_and_other_layers_than_ours_are_refused(exported, changes, layer, words):

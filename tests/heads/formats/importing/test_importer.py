@@ -27,6 +27,7 @@ NORMED = {"norm_taps": True, "norm_feedback": True, "train_head": True}
 TRIPS = [
     (EAGLE, {}, "llama", "vllm"),
     (EAGLE, {}, "llama", "speculators"),
+    (EAGLE, {"window": 4}, "llama", "vllm"),
     (EAGLE, {}, "llama", "sglang"),
     (EAGLE, {"norm_before_residual": True, "num_layers": 2}, "qwen3", "vllm"),
     (EAGLE, NORMED, "llama", "sglang"),
