@@ -154,9 +154,9 @@ class BenchCurveConfig(HeadsSettings):
     ]
     # Trainings of the first recipe that tell what else would bring as much, by name
     variants: dict[str, CurvePoint] = {
-        "half_the_epochs": CurvePoint(share=1 / 4, epochs=2),
-        "twice_the_epochs": CurvePoint(share=1 / 4, epochs=8),
-        "a_block_more": CurvePoint(share=1 / 4, epochs=4, changes={"head.num_layers": 2}),
+        "half_the_epochs": CurvePoint(share=1 / 8, epochs=2),
+        "twice_the_epochs": CurvePoint(share=1 / 8, epochs=10),
+        "a_block_more": CurvePoint(share=1 / 8, epochs=5, changes={"head.num_layers": 2}),
     }
     runs: str = "runs/curve/bench"
     num_prompts: PositiveInt = 96
