@@ -89,11 +89,16 @@ class HeadsSettings(Settings):
     # data); []: of all
     held_out: dict[str, list[str]] = {HOME_SUITE: []}
     suites: list[SuiteConfig] = [SuiteConfig(name="house", num_prompts=32)]  # decoded as well, rows of their own
+    # The prompts of the first of `held_out` again: under other system messages, by the name of the suite; and some of them at
+    # the end of chats of about so many tokens, made of other held-out conversations
+    systems: dict[str, str] = {}
+    lengths: list[PositiveInt] = []
+    num_long_prompts: PositiveInt = 16  # by length
     max_new_tokens: PositiveInt = 64
     bootstrap_samples: PositiveInt = 2000
 
     def objections(self) -> Iterator[str]:
-        names = [suite.label for suite in self.suites]
+        names = [*(suite.label for suite in self.suites), *self.systems]
         if len({*self.held_out, *names}) < len(self.held_out) + len(names):
             held_out = " or ".join(map(repr, self.held_out))
             yield f"suites must have different names, and none may be {held_out}, got {names}: give each a `name`"
@@ -165,6 +170,7 @@ class BenchCurveConfig(HeadsSettings):
         "mixed": ["code", "completion", "maths", "questions", "reading", "stories", "requests"],
     }
     suites: list[SuiteConfig] = [SuiteConfig(name="house", num_prompts=64)]
+    systems: dict[str, str] = {"another system message": "You are a careful expert. Answer in short, plain sentences."}
     batch_size: PositiveInt = 16  # prompts decoded together, which tokens per target step do not depend on
     plot: str = "docs/curve.svg"
     output: str = "docs/results/curve.json"

@@ -17,7 +17,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from configs.runtime.command import DONE
+from configs.runtime.loading import load_config
 from configs.runtime.resumable import Journal
+from configs.schema.data import DataConfig
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import EvalConfig
 from configs.schema.training import HeadsConfig
@@ -109,12 +111,16 @@ def measure_curve(config: BenchCurveConfig) -> int:
 
 def list_trainings(config: BenchCurveConfig) -> list[CurveTraining]:
     """Return the trainings of all recipes at all points, the variants of the first recipe among them, the smallest first."""
+    of_data: dict[str, str] = {}  # in place of the data that a recipe names
+    if config.data is not None:
+        folder = Path(load_config(DataConfig, config.data).output)
+        of_data = {f"data.{name}": str(folder / f"{name}.jsonl") for name in ("train", "held_out")}
     named: list[tuple[str, CurvePoint, str | None]]
     named = [(path, point, None) for path in config.recipes for point in config.points]
     named += [(config.recipes[0], point, name) for name, point in config.variants.items()]
     trainings = []
     for path, point, variant in named:
-        recipe = load_changed(HeadsConfig, path, {**point.changes, "schedule.epochs": point.epochs}, "points")
+        recipe = load_changed(HeadsConfig, path, {**of_data, **point.changes, "schedule.epochs": point.epochs}, "points")
         rows = open_conversations(Path(recipe.data.train))
         number = max(1, round(point.share * len(rows)))
         data = recipe.data.model_copy(update={"num_conversations": number})

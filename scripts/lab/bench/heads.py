@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,14 +35,23 @@ from heads.artifact import Draft, load_draft
 from heads.frozen.loading import Target, load_target
 from heads.metadata import WEIGHTS_FILE, read_metadata
 from heads.proposers.protocol import Proposer
-from scripts.advice.measuring import SEED, check_finite
+from scripts.advice.measuring import SEED, check_finite, to_request
 from scripts.advice.trained_runs import TrainingRun
 from scripts.lab.bench.harness import flat, write_results
 from scripts.lab.bench.head_recipes import read_cache_seconds, train_recipes
 from scripts.lab.bench.provenance import describe_origin, read_git, read_outcome
 from scripts.lab.bench.stopping import choose_stopping
 from scripts.lab.bench.tables import NOT_AVAILABLE
-from scripts.lab.bench.turns import count_per_prompt, first_requests, measure, measured_rows, speedup
+from scripts.lab.bench.turns import (
+    after_messages,
+    count_per_prompt,
+    first_requests,
+    first_turns,
+    in_long_chat,
+    measure,
+    measured_rows,
+    speedup,
+)
 from scripts.lab.settings import BenchHeadsConfig, HeadsSettings
 
 log = logging.getLogger("draftsmith")
@@ -104,10 +114,20 @@ def suite_requests(
     config: HeadsSettings, held_out: Path, num_choosing: int, target: Target
 ) -> tuple[dict[str, list[Request]], list[Prompt]]:
     """Return what is decoded, by suite, and the prompts of those suites that are not of the held-out conversations."""
-    requests = {
-        name: first_requests(measured_rows(held_out, config.num_prompts, num_choosing, sources))
+    rows = {
+        name: first_turns(measured_rows(held_out, config.num_prompts, num_choosing, sources))
         for name, sources in config.held_out.items()
     }
+    requests = {name: list(map(to_request, own)) for name, own in rows.items()}
+    first = next(iter(rows.values()))
+    for name, system in config.systems.items():
+        requests[name] = [after_messages(target, row, [{"role": "system", "content": system}]) for row in first]
+    others = first_turns(read_conversations(held_out)[num_choosing:])
+    for length in config.lengths:
+        few = first[-config.num_long_prompts :]
+        requests[f"{length} tokens"] = [
+            in_long_chat(target, row, random.Random(row.prompt_id).sample(others, len(others)), length) for row in few
+        ]
     suites = [load_suite(each) for each in config.suites]
     for suite, each in zip(suites, config.suites, strict=True):
         requests[suite.name] = Turns(target, fit_suite(suite, target, each.on_too_long, config.max_new_tokens).prompts).first

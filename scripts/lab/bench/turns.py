@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -17,7 +17,7 @@ from configs.runtime.terminal import progress
 from configs.schema.data import shares_of
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import EvalConfig
-from distill.dataset.conversations import Conversation, read_conversations
+from distill.dataset.conversations import Conversation, Message, read_conversations
 from eval.decoder.decode import Request
 from eval.decoder.records import Generation, Timing
 from eval.measure.interleaved import Follow, Measurement, in_batches
@@ -129,10 +129,31 @@ def count_per_prompt(generations: Iterable[Generation]) -> dict[str, list[int]]:
     return counts
 
 
+def first_turns(rows: Sequence[Conversation]) -> list[Conversation]:
+    """Return the first turn of each conversation: turns of one are not independent samples."""
+    return list(reversed({row.prompt_id: row for row in reversed(rows)}.values()))
+
+
 def first_requests(rows: Sequence[Conversation]) -> list[Request]:
-    """Return the first turn of each conversation as the decoder takes it: turns of one are not independent samples."""
-    first_turns = {row.prompt_id: row for row in reversed(rows)}
-    return [to_request(row) for row in reversed(first_turns.values())]
+    """Return the first turns of conversations as the decoder takes them."""
+    return list(map(to_request, first_turns(rows)))
+
+
+def after_messages(target: Target, row: Conversation, before: Sequence[Message]) -> Request:
+    """Return a conversation's prompt after these messages."""
+    ids = target.encode_chat([*before, *row.messages[:-1]], tools=row.tools)
+    return replace(to_request(row), tokens=tuple(ids))
+
+
+def in_long_chat(target: Target, row: Conversation, others: Sequence[Conversation], length: int) -> Request:
+    """Return a conversation's prompt at the end of a chat of at most `length` tokens, of exchanges from other conversations."""
+    before: list[Message] = []
+    left = length - len(row.prompt_ids)
+    for other in others:
+        tokens = len(other.prompt_ids) + len(other.answer_ids)  # with the system message of the template, or none: no fewer
+        if other.prompt_id != row.prompt_id and tokens <= left:
+            before, left = [*before, *other.messages], left - tokens
+    return after_messages(target, row, before)
 
 
 def measure(
