@@ -36,6 +36,7 @@ ENGINES_OWN = {
     *("generation_config.json", "temperature: 0", "enable_thinking", "draft_sample_method", '"method"', "/metrics", ".gguf"),
     *("vllm:spec_decode_num_accepted_tokens_total", "vllm:spec_decode_num_drafts_total"),
     *("vllm:spec_decode_num_accepted_tokens_per_pos_total", "--no-enable-prefix-caching", "--chat-template", "--enforce-eager"),
+    "--default-chat-template-kwargs",
     *("--max-model-len", "--max-num-seqs", "--gpu-memory-utilization", "eagle3", "dflash", "auto", "not_lossless"),
 }
 

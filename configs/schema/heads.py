@@ -113,6 +113,7 @@ class EagleSettings(TappedSettings):
     norm_taps: bool = False  # an RMS norm of each tap before they are joined
     norm_joined_taps: bool | None = None  # an RMS norm of all taps as one vector (speculators' norm_before_fc)
     own_embedding: bool | None = None  # an embedding of the head's own, which starts as the target's
+    qk_norm: bool | None = None  # an RMS norm of each head's queries and keys, as in Qwen3's layers
     norm_before_residual: bool = False  # the residual starts from the normed feature
     # start attention output and MLP from this block of the target, counted from 0; auto: from the one that reads the last tap,
     # and from none where that has another shape

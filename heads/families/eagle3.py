@@ -163,7 +163,7 @@ class Eagle3Layer(HeadLayer):
         self.first, self.norm_before_residual = first, settings.norm_before_residual
         self.input_layernorm = norm(shape)
         self.hidden_norm = norm(shape) if first else nn.Identity()
-        self.self_attn = DraftAttention(shape, 2 * shape.width if first else shape.width)
+        self.self_attn = DraftAttention(shape, 2 * shape.width if first else shape.width, norm_heads=bool(settings.qk_norm))
         self.post_attention_layernorm = norm(shape)
         self.mlp = mlp(shape)
 
@@ -253,8 +253,8 @@ def mask_token(given: int | None, target: PreTrainedModel) -> int:
 def copy_block(target: PreTrainedModel, number: int, layer: nn.Module) -> None:
     """Start a layer from a block of a Llama-like target, counted from 0: attention, MLP and the norms before them.
 
-    A first layer's queries, keys and values also read the embedding; that half of them stays random. Where the target norms
-    queries and keys, as Qwen3 does, its projections mean something else, and all of them stay random.
+    A first layer's queries, keys and values also read the embedding; that half of them stays random. Where one of the two norms
+    queries and keys, as Qwen3 does, and the other does not, its projections mean something else, and all of them stay random.
     """
     if not 0 <= number < num_blocks(target):
         raise InputError(f"head.init_block {number}: the target's blocks are 0 to {num_blocks(target) - 1}")
@@ -268,8 +268,11 @@ def copy_block(target: PreTrainedModel, number: int, layer: nn.Module) -> None:
     for name, copied in norms.items():
         if copied in source:
             own[name].copy_(source[copied])
-    if "self_attn.q_norm.weight" in source:
+    of_heads = [name for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight") if name in source]
+    if bool(of_heads) != ("self_attn.q_norm.weight" in own):
         return
+    for name in of_heads:
+        own[name].copy_(source[name])
     for name in ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"):
         weight = source.get(name)
         if weight is not None and len(weight) == len(own[name]):

@@ -90,7 +90,7 @@ SETTINGS = {
     "hydra, prefix": HydraSettings(kind="hydra", num_depths=3, prefix_attention=True),
     "hydra, window": HydraSettings(kind="hydra", num_depths=3, prefix_attention=True, window=3),
     "eagle3": Eagle3Settings(kind="eagle3", **TAPS),
-    "eagle3, window": Eagle3Settings(kind="eagle3", **TAPS, num_layers=2, window=4),
+    "eagle3, window": Eagle3Settings(kind="eagle3", **TAPS, num_layers=2, window=4, qk_norm=True),
     "eagle3, all options": Eagle3Settings(
         kind="eagle3", taps=[0, 3], num_depths=3, num_layers=2, norm_feedback=True, **OPTIONS
     ),

@@ -44,6 +44,8 @@ def sglang_eagle(source: Source) -> ExportLayout:
         raise InputError("it norms all taps as one vector (norm_joined_taps), for which the form has no tensor")
     if settings.own_embedding:
         raise InputError("it has an embedding of its own (own_embedding), and the engine shares the target's with it")
+    if settings.qk_norm:
+        raise InputError("it norms queries and keys (qk_norm), and the form's layers are Llama's")
     if settings.window is not None:
         raise InputError(f"its attention reads {settings.window} positions (window), and the form has no key for that")
     shape, vocab_size = source.shape, source.target.vocab_size

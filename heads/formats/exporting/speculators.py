@@ -35,10 +35,12 @@ def eagle(source: Source) -> ExportLayout:
     source.target.check_plain()
     settings: EagleSettings = source.settings
     kind, taps = source.metadata.kind, list(settings.taps or ())
-    layers = layer_config(source.shape, "llama", settings.num_layers, source.target.vocab_size)
+    model_type = "qwen3" if settings.qk_norm else "llama"
+    layers = layer_config(source.shape, model_type, settings.num_layers, source.target.vocab_size)
     options: tuple[str, ...] = ()
     if (window := getattr(settings, "window", None)) is not None:
-        layers |= {"layer_types": ["sliding_attention"] * settings.num_layers, "sliding_window": window}
+        layers |= {"layer_types": ["sliding_attention"] * settings.num_layers}
+        layers |= {"use_sliding_window": True, "sliding_window": window}
         options = (APART,)
     if len(taps) != 3:  # vLLM counts a Llama draft's taps by this key, not by their list
         layers["num_aux_hidden_states"] = len(taps)

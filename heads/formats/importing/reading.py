@@ -101,10 +101,10 @@ def _speculators(config: dict[str, Any], weights: Weights, layer_ids: LayerIds, 
         settings: dict[str, Any] = {"shared_depths": True, "reads": reads}
         weights = renamed(weights, [(theirs, ours) for ours, theirs in MTP_PARTS])
     elif kind == "eagle3":
-        settings = _eagle_settings(config, layer, layer_ids, normed_by_default=True)
+        settings = _eagle_settings(config, layer, weights, layer_ids, normed_by_default=True)
         settings["norm_feedback"] = config.get("norm_output", False)
     elif kind == "peagle":
-        settings = _eagle_settings(config, layer, layer_ids, normed_by_default=False)
+        settings = _eagle_settings(config, layer, weights, layer_ids, normed_by_default=False)
         settings["mask_token_id"] = config["mask_token_id"]
     elif kind in BLOCK_KEYS:
         settings = _dflash_settings(config, layer, _taps(config["aux_hidden_state_layer_ids"], layer_ids))
@@ -128,9 +128,10 @@ def _speculators(config: dict[str, Any], weights: Weights, layer_ids: LayerIds, 
 
 
 def _eagle_settings(
-    config: Mapping[str, Any], layer: Mapping[str, Any], layer_ids: LayerIds, *, normed_by_default: bool
+    config: Mapping[str, Any], layer: Mapping[str, Any], weights: Weights, layer_ids: LayerIds, *, normed_by_default: bool
 ) -> dict[str, Any]:
     return {
+        "qk_norm": any(name.endswith(".self_attn.q_norm.weight") for name in weights) or None,
         "taps": _taps(config.get("eagle_aux_hidden_state_layer_ids"), layer_ids),
         "num_layers": layer.get("num_hidden_layers", 1),
         "norm_taps": config.get("fc_norm") or False,
@@ -142,7 +143,7 @@ def _eagle_settings(
 
 def _flat_eagle(config: dict[str, Any], weights: Weights, layer_ids: LayerIds) -> ExternalDraft:
     options = (config.get("eagle_config") or {}) | config
-    settings = _eagle_settings(options, config, layer_ids, normed_by_default=False)
+    settings = _eagle_settings(options, config, weights, layer_ids, normed_by_default=False)
     parallel = "mask_hidden" in weights
     if parallel:
         masks = {key: options[key] for key in MASK_KEYS if key in options}

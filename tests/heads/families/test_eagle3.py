@@ -43,7 +43,7 @@ def test_the_training_forward_is_the_chain_written_out(name, options):
 @torch.no_grad()
 def naive_chains(head, model, taps_ATE, prompt):
     """Return what the output head reads, by depth and origin."""
-    body = NaiveBody(head, model)
+    body = NaiveBody(head, model, norm_heads=head.settings.qk_norm)
     read, states = [], []
     window = head.settings.window or len(prompt) + head.settings.num_depths
 
@@ -98,10 +98,13 @@ def test_taps_are_those_of_the_engines_where_none_are_given(tiny_llama, model):
         default_taps(model)
 
 
+@pytest.mark.parametrize(("name", "qk_norm"), [("llama", None), ("qwen3", True)])
 @torch.no_grad()
-def test_a_head_that_starts_from_the_next_block_gives_what_that_block_would(model):
+def test_a_head_that_starts_from_the_next_block_gives_what_that_block_would(name, qk_norm):
+    model = checks.tiny_target(name)
     torch.manual_seed(0)
-    head = Eagle3(EAGLE.model_copy(update={"init_block": 2, "taps": [1, 2]}), model, None).to(model.dtype)
+    settings = EAGLE.model_copy(update={"init_block": 2, "taps": [1, 2], "qk_norm": qk_norm})
+    head = Eagle3(settings, model, None).to(model.dtype)
     nn.init.zeros_(head.layers[0].input_layernorm.weight)  # the embedding's half is silent
     batch, states = checks.inputs_of(model, checks.PROMPTS, (1, 2, 3))
     low_BTE, feature_BTE, after_BTE = states.taps_ABTE
@@ -110,7 +113,7 @@ def test_a_head_that_starts_from_the_next_block_gives_what_that_block_would(mode
     unrolled = UnrolledKeys(causal_ranges(batch.position_ids_BT))
     states_BTD = head.layers[0](head.embed(batch.input_ids_BT), head.fuse(joined_BTF), rotation, unrolled)
     known_BT = batch.document_ids_BT >= 0
-    torch.testing.assert_close(states_BTD[known_BT], after_BTE[known_BT], atol=0.02, rtol=0.02)
+    torch.testing.assert_close(states_BTD[known_BT], after_BTE[known_BT], atol=0.05, rtol=0.05)
 
 
 @pytest.mark.parametrize(

@@ -162,6 +162,7 @@ def test_eagle_says_which_blocks_states_it_reads(write, optimum):
         ("gguf", {"norm_feedback": True}, "norm_taps, norm_feedback"),
         ("gguf", {"taps": [1, 3]}, "reads 2 of the target's states"),
         ("gguf", {"window": 9}, "reads 9 positions"),
+        ("gguf", {"qk_norm": True}, "norms queries and keys"),
         ("openvino", {"taps": [0, 1, 3]}, "reads h_0"),
     ],
 )

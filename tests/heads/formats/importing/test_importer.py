@@ -27,7 +27,8 @@ NORMED = {"norm_taps": True, "norm_feedback": True, "train_head": True}
 TRIPS = [
     (EAGLE, {}, "llama", "vllm"),
     (EAGLE, {}, "llama", "speculators"),
-    (EAGLE, {"window": 4}, "llama", "vllm"),
+    (EAGLE, {"window": 4, "qk_norm": True}, "llama", "vllm"),
+    (PEAGLE, {"qk_norm": True}, "qwen3", "vllm"),
     (EAGLE, {}, "llama", "sglang"),
     (EAGLE, {"norm_before_residual": True, "num_layers": 2}, "qwen3", "vllm"),
     (EAGLE, NORMED, "llama", "sglang"),
