@@ -28,19 +28,8 @@ from heads.inference.kv_cache import RowCache
 from heads.modules.attention import Ranges, causal_ranges, read_ranges
 from heads.modules.autoregressive import ChainHead, FeatureChain
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins, origins_of_any_depth, shifted_left
-from heads.modules.layers import (
-    CachedKeys,
-    DraftAttention,
-    HeadLayer,
-    LayerKeys,
-    LayerShape,
-    Rotary,
-    Rotation,
-    layer_shape,
-    mlp,
-    norm,
-    visible_slots,
-)
+from heads.modules.layer_keys import CachedKeys, visible_slots
+from heads.modules.layers import DraftAttention, HeadLayer, LayerKeys, LayerShape, Rotary, Rotation, layer_shape, mlp, norm
 from heads.modules.output_head import DraftHead, HeadModule
 from heads.vocabulary import DraftVocabulary
 

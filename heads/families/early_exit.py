@@ -33,19 +33,8 @@ from heads.inference.runner import runner_of
 from heads.modules.attention import causal_ranges
 from heads.modules.autoregressive import FeatureProposer
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins
-from heads.modules.layers import (
-    CachedKeys,
-    DraftAttention,
-    HeadLayer,
-    LayerKeys,
-    LayerShape,
-    Rotary,
-    Rotation,
-    RowKeys,
-    layer_shape,
-    norm,
-    visible_slots,
-)
+from heads.modules.layer_keys import CachedKeys, RowKeys, visible_slots
+from heads.modules.layers import DraftAttention, HeadLayer, LayerKeys, LayerShape, Rotary, Rotation, layer_shape, norm
 from heads.modules.output_head import DraftHead, HeadModule
 from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.protocol import Tokens

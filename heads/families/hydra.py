@@ -27,7 +27,8 @@ from heads.inference.kv_cache import RowCache
 from heads.modules.attention import causal_ranges
 from heads.modules.autoregressive import ChainHead, FeatureChain
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins
-from heads.modules.layers import CachedKeys, DraftLayer, HeadLayer, Rotary, RowKeys, layer_shape, visible_slots
+from heads.modules.layer_keys import CachedKeys, RowKeys, visible_slots
+from heads.modules.layers import DraftLayer, HeadLayer, Rotary, layer_shape
 from heads.modules.output_head import DraftHead
 from heads.vocabulary import DraftVocabulary
 

@@ -22,7 +22,7 @@ if not __package__:  # run as a script: the checkout's root takes the place of t
 
 from configs.runtime.command import run_command
 from configs.schema.base import Settings
-from scripts.lab import settings
+from scripts.lab import head_settings, settings
 from scripts.lab.bench.provenance import check_place
 
 
@@ -47,10 +47,10 @@ BENCHMARKS = {
         "the distillation loss and training beside plain ways and TRL's, tau before and after (after make demo)",
     ),
     "heads": Benchmark(
-        settings.BenchHeadsConfig, "bench.heads.compare_heads", "head families on one target (two hours, the first time)"
+        head_settings.BenchHeadsConfig, "bench.heads.compare_heads", "head families on one target (two hours, the first time)"
     ),
     "curve": Benchmark(
-        settings.BenchCurveConfig,
+        head_settings.BenchCurveConfig,
         "bench.curve.measure_curve",
         "tokens per target step by the answer tokens trained on, nothing timed (a night, the first time)",
     ),

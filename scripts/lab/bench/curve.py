@@ -41,7 +41,7 @@ from scripts.lab.bench.head_recipes import check_comparable, make_cache, make_da
 from scripts.lab.bench.heads import MEASURED, measuring_fingerprint, suite_requests
 from scripts.lab.bench.provenance import check_trained_here, read_git, read_outcome, train_all
 from scripts.lab.bench.turns import count_rounds
-from scripts.lab.settings import BenchCurveConfig, CurvePoint
+from scripts.lab.head_settings import BenchCurveConfig, CurvePoint
 
 log = logging.getLogger("draftsmith")
 

@@ -19,7 +19,7 @@ from distill.cache.storage import Folder
 from distill.dataset.conversations import MANIFEST
 from scripts.advice.trained_runs import Recipe, TrainingRun, in_own_folder, load_changed
 from scripts.lab.bench.provenance import check_trained_here, train_all
-from scripts.lab.settings import BenchHeadsConfig, HeadsSettings
+from scripts.lab.head_settings import BenchHeadsConfig, HeadsSettings
 
 CACHE_TIME = "cache_time.json"
 

@@ -52,7 +52,7 @@ from scripts.lab.bench.turns import (
     measured_rows,
     speedup,
 )
-from scripts.lab.settings import BenchHeadsConfig, HeadsSettings
+from scripts.lab.head_settings import BenchHeadsConfig, HeadsSettings
 
 log = logging.getLogger("draftsmith")
 

@@ -6,7 +6,8 @@ import torch
 from configs.runtime.errors import InputError
 from configs.schema.heads import LayerSettings
 from heads.inference.kv_cache import RowCache
-from heads.modules.layers import layer_shape, visible_slots
+from heads.modules.layer_keys import visible_slots
+from heads.modules.layers import layer_shape
 from tests.support import family_checks as checks
 
 

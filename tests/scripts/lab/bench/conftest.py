@@ -7,7 +7,7 @@ import pytest
 from configs.runtime.loading import load_config
 from configs.schema.training import HeadsConfig
 from heads.frozen.loading import load_target
-from scripts.lab.settings import BenchHeadsConfig
+from scripts.lab.head_settings import BenchHeadsConfig
 
 ELSEWHERE = ("a b c a b c a b", "what is that", "say it")
 

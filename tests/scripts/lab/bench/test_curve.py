@@ -15,7 +15,7 @@ from eval.decoder.decode import Request, decode
 from heads.proposers.lookup import SuffixLookup
 from scripts.advice import trained_runs
 from scripts.lab.bench.curve import measure_curve, summarise
-from scripts.lab.settings import BenchCurveConfig
+from scripts.lab.head_settings import BenchCurveConfig
 from train.launch import run_heads
 
 POINTS = [{"share": 0.5, "epochs": 2}, {"share": 1.0, "epochs": 1}]

@@ -1,0 +1,120 @@
+"""The configs of the benchmarks that train heads: which, on what data, and what they are decoded on. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import field_validator
+
+from configs.schema.base import PositiveInt, PositiveShare, Setting, Settings, dotted, unless_names
+from configs.schema.evaluation import LosslessConfig, SuiteConfig
+
+HOME_SUITE = "home"  # what tables call held-out prompts of the kinds that the drafts were trained on
+
+
+class HeadsSettings(Settings):
+    """Heads trained on one target and one set of data, and the prompts that they are decoded on."""
+
+    data: str | None = "configs/data/heads.yaml"  # of `scripts/make_data.py`, run where its output is not there; None: never
+    # of `scripts/make_cache.py`, made once of that data and read by every head's training; None: the target runs on every batch
+    cache: str | None = "configs/cache/heads.yaml"
+    # Of `train/heads.py`, all on the same target and data
+    recipes: list[str] = ["configs/heads/hydra.yaml", "configs/heads/eagle3.yaml"]
+    runs: str = "runs/heads/bench"  # folder: what was trained, kept for the next time
+    num_prompts: PositiveInt = 32  # held-out prompts decoded, the last of the file: the first chose the checkpoints
+    # Suites of held-out prompts by name, so many prompts each, as many of each of the sources named (`prompts.sources` of the
+    # data); []: of all
+    held_out: dict[str, list[str]] = {HOME_SUITE: []}
+    suites: list[SuiteConfig] = [SuiteConfig(name="house", num_prompts=32)]  # decoded as well, rows of their own
+    # The prompts of the first of `held_out` again: under other system messages, by the name of the suite; and some of them at
+    # the end of chats of about so many tokens, made of other held-out conversations
+    systems: dict[str, str] = {}
+    lengths: list[PositiveInt] = []
+    num_long_prompts: PositiveInt = 16  # by length
+    max_new_tokens: PositiveInt = 64
+    bootstrap_samples: PositiveInt = 2000
+
+    def objections(self) -> Iterator[str]:
+        names = [*(suite.label for suite in self.suites), *self.systems]
+        if len({*self.held_out, *names}) < len(self.held_out) + len(names):
+            held_out = " or ".join(map(repr, self.held_out))
+            yield f"suites must have different names, and none may be {held_out}, got {names}: give each a `name`"
+
+
+class BenchHeadsConfig(HeadsSettings):
+    """`scripts/lab/benchmark.py heads`: head families trained and measured on one target and one set of data."""
+
+    draft_models: list[str] = []  # of `train/distill.py`, measured beside the heads
+    # Heads by the first recipe but for some keys, dotted or in sections, as {two_layers: {head.num_layers: 2}}; a row each, and
+    # the tokens per target step of each over those of the first variant
+    variants: dict[str, dict[str, Setting]] = {}
+    with_lookup: bool = True  # each head is measured after suffix lookup as well, which knows the answers trained on
+    # Recipes, by the names of their files, whose chains are also measured where the cost rule ends them (decode.stopping, by
+    # the head's estimate where it makes one), fitted on the prompts that chose checkpoints
+    stopped: list[str] = []
+    # Likewise, recipes that are measured with a tree as well: the one expected to be fastest, fitted on these prompts
+    trees: list[str] = ["hydra", "eagle3"]
+    repeats: PositiveInt = 1  # timed runs of every prompt
+    lossless: LosslessConfig = LosslessConfig()
+    output: str = "docs/results/heads.json"
+
+    @field_validator("variants", mode="before")
+    @classmethod
+    def _sections_become_dotted_keys(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {name: dict(dotted(changes)) if isinstance(changes, dict) else changes for name, changes in value.items()}
+
+    def objections(self) -> Iterator[str]:
+        yield from super().objections()
+        if self.variants and not self.recipes:
+            yield "variants are changes to the first of `recipes`, and there is none: name one"
+        yield from unless_names("variants", self.variants)
+
+
+class CurvePoint(Settings):
+    """A training of the curve."""
+
+    share: PositiveShare  # of the conversations
+    epochs: PositiveInt
+    changes: dict[str, Setting] = {}  # dotted keys of the recipe
+
+
+class BenchCurveConfig(HeadsSettings):
+    """`scripts/lab/benchmark.py curve`: tokens per target step by the answer tokens trained on, and the law of it."""
+
+    data: str | None = "scripts/lab/configs/data/curve.yaml"
+    cache: str | None = "scripts/lab/configs/cache/curve.yaml"
+    recipes: list[str] = ["scripts/lab/configs/heads/hydra_mixed.yaml", "scripts/lab/configs/heads/eagle3_mixed.yaml"]
+    # Every recipe is trained at each, two at least; the fewer the conversations, the more epochs they bear
+    points: list[CurvePoint] = [
+        CurvePoint(share=1 / 16, epochs=6),
+        CurvePoint(share=1 / 8, epochs=5),
+        CurvePoint(share=1 / 4, epochs=4),
+        CurvePoint(share=1, epochs=2),
+    ]
+    # Trainings of the first recipe that tell what else would bring as much, by name
+    variants: dict[str, CurvePoint] = {
+        "four_times_the_vocabulary": CurvePoint(share=1 / 8, epochs=5, changes={"head.draft_vocab_size": 16384}),
+        "half_the_epochs": CurvePoint(share=1 / 8, epochs=2),
+        "twice_the_epochs": CurvePoint(share=1 / 8, epochs=10),
+        "a_block_more": CurvePoint(share=1 / 8, epochs=5, changes={"head.num_layers": 2}),
+    }
+    runs: str = "runs/curve/bench"
+    num_prompts: PositiveInt = 96
+    held_out: dict[str, list[str]] = {
+        HOME_SUITE: ["own"],
+        "mixed": ["code", "completion", "maths", "questions", "reading", "stories", "requests"],
+    }
+    suites: list[SuiteConfig] = [SuiteConfig(name="house", num_prompts=64)]
+    systems: dict[str, str] = {"another system message": "You are a careful expert. Answer in short, plain sentences."}
+    batch_size: PositiveInt = 16  # prompts decoded together, which tokens per target step do not depend on
+    plot: str = "docs/curve.svg"
+    output: str = "docs/results/curve.json"
+
+    def objections(self) -> Iterator[str]:
+        yield from super().objections()
+        if len({point.share for point in self.points}) < 2:
+            yield "points need two shares at least, for a line through them"
+        yield from unless_names("variants", self.variants)
