@@ -96,18 +96,16 @@ class BenchCurveConfig(HeadsSettings):
     ]
     # Trainings of the first recipe that tell what else would bring as much, by name
     variants: dict[str, CurvePoint] = {
-        "four_times_the_vocabulary": CurvePoint(share=1 / 8, epochs=5, changes={"head.draft_vocab_size": 16384}),
         "half_the_epochs": CurvePoint(share=1 / 8, epochs=2),
-        "twice_the_epochs": CurvePoint(share=1 / 8, epochs=10),
         "a_block_more": CurvePoint(share=1 / 8, epochs=5, changes={"head.num_layers": 2}),
     }
     runs: str = "runs/curve/bench"
-    num_prompts: PositiveInt = 96
+    num_prompts: PositiveInt = 48
     held_out: dict[str, list[str]] = {
         HOME_SUITE: ["own"],
         "mixed": ["code", "completion", "maths", "questions", "reading", "stories", "requests"],
     }
-    suites: list[SuiteConfig] = [SuiteConfig(name="house", num_prompts=64)]
+    suites: list[SuiteConfig] = [SuiteConfig(name="house", num_prompts=48)]
     systems: dict[str, str] = {"another system message": "You are a careful expert. Answer in short, plain sentences."}
     batch_size: PositiveInt = 16  # prompts decoded together, which tokens per target step do not depend on
     plot: str = "docs/curve.svg"
