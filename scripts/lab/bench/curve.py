@@ -96,7 +96,8 @@ def measure_curve(config: BenchCurveConfig) -> int:
             journal.append(each.run.name, done[each.run.name])
     measured = [row for each in trainings for row in done[each.run.name]]
     rows = summarise(measured, recipes[0].num_speculative_tokens + 1, config.bootstrap_samples)
-    plot_curve(rows, Path(config.plot))
+    if config.plot is not None:
+        plot_curve(rows, Path(config.plot))
     write_results(
         config.output,
         "curve",
@@ -196,6 +197,8 @@ def summarise(measured: Sequence[Measured], most: int, samples: int) -> list[dic
             curves.setdefault((row["family"], row["suite"]), {})[row["answer_tokens"]] = _pairs(row)
     laws, fitted = [], dict[tuple[str, str, int], Any]()
     for (family, suite), counts in curves.items():
+        if len(counts) < 2:
+            continue
         last = max(counts)
         curve = fit_curve(counts, most, sizes=[*counts, *(times * last for times in DOUBLINGS)], samples=samples)
         fitted |= {(family, suite, size): each.point for size, each in curve.predicted.items()}
@@ -209,7 +212,7 @@ def summarise(measured: Sequence[Measured], most: int, samples: int) -> list[dic
         values: dict[str, Any] = dict(row)
         tau = ratio_interval(*columns(_pairs(row)), samples=samples, seed=SEED)
         own = flat({"row": "measured", **{name: values[name] for name in NAMED}, "tau": tau, "less_law": None})
-        if row["variant"] is None:
+        if row["variant"] is None and fitted:
             own["less_law"] = own["tau"] - fitted[row["family"], row["suite"], row["answer_tokens"]]
         rows.append(own | ({} if row["variant"] is None else {"row": "variant"}))
     return rows + laws
