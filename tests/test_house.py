@@ -24,13 +24,14 @@ from configs.schema.commands.refreshing import RefreshConfig
 from configs.schema.data import CacheConfig, DataConfig
 from configs.schema.evaluation import EvalConfig, GateConfig
 from configs.schema.training import DistillConfig, HeadsConfig
-from scripts.lab.head_settings import BenchHeadsConfig
+from scripts.lab.head_settings import BenchCurveConfig, BenchHeadsConfig
 from scripts.lab.settings import ServeCheckConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 SCHEMAS = {
     "advice": AdviceConfig,
     "bench": BenchHeadsConfig,
+    "curve": BenchCurveConfig,
     "cache": CacheConfig,
     "data": DataConfig,
     "distill": DistillConfig,
