@@ -32,7 +32,7 @@ from heads.inference.lean_forward import make_lean
 from heads.inference.runner import runner_of
 from heads.modules.interface import Normalisers
 from heads.proposers.protocol import Proposer
-from scripts.lab.counts.launches import VOCABULARY, is_launch, new_run, run_under_way
+from scripts.lab.counts.launches import VOCABULARY, as_on_a_gpu, is_launch, new_run, run_under_way
 
 CHUNK, COLUMNS = 128, 32_768  # rows and columns of the loss whose bytes are counted
 LONG = 160  # tokens of a prompt whose masks are looked for
@@ -53,6 +53,7 @@ class _Seen(TorchDispatchMode):
         return made
 
 
+@as_on_a_gpu
 def count_loss_bytes() -> dict[str, float]:
     """Return the bytes that comparing a chunk reads and writes in tensors over the vocabulary, by logit of the draft.
 
@@ -75,6 +76,7 @@ def count_loss_bytes() -> dict[str, float]:
     return {"loss_bytes_a_logit": moved["bytes"] / logits, "loss_bytes_a_logit_compiled": metrics.num_bytes_accessed / logits}
 
 
+@as_on_a_gpu
 def count_sum_bytes(target: Target) -> float:
     """Return the bytes that the sum over the target's vocabulary moves at a position, by logit."""
     hidden_1TE = torch.zeros(1, CHUNK, target.model.config.hidden_size)
