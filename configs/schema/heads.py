@@ -131,8 +131,7 @@ class Eagle3Settings(EagleSettings):
     kind: Literal["eagle3"]
     num_depths: PositiveInt = 4  # steps unrolled in training, each fed the one before ("training-time test")
     norm_feedback: bool = False  # the state fed back is the normed one
-    # Positions that attention reads, the last so many and a query's own counted; None: all. A head that is trained on texts as
-    # long keeps its acceptance on longer ones
+    # Positions that attention reads, the last so many and a query's own counted; None: all
     window: PositiveInt | None = None
 
     def objections(self) -> Iterator[str]:
