@@ -62,14 +62,18 @@ class Prompt:
     @property
     def opening(self) -> str:
         """What the user says first, and the media, one a line: the same for all requests of one growing chat."""
-        said = [each["content"] for each in self.messages if each["role"] == "user"]
-        return "\n".join([*said, *self.turns][:1] + media_names(self.media))
+        return "\n".join([*self._said, *self.turns][:1] + media_names(self.media))
 
     @property
     def user_texts(self) -> list[str]:
         """What the user has said at each turn, one message a line: `Conversation.user_text` of the rows made of it."""
-        said, media = [each["content"] for each in self.messages if each["role"] == "user"], media_names(self.media)
+        said, media = self._said, media_names(self.media)
         return ["\n".join([*said, *self.turns[1 : number + 1], *media]) for number in range(len(self.turns))]
+
+    @property
+    def _said(self) -> list[str]:
+        """What the user says up to the first turn."""
+        return [message["content"] for message in self.messages if message["role"] == "user"]
 
     def encoded(self, target: Target) -> list[int]:
         """Return the token ids of its first turn in the target's chat template, the assistant's turn opened."""

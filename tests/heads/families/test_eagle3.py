@@ -47,12 +47,12 @@ def naive_chains(head, model, taps_ATE, prompt):
     read, states = [], []
     window = head.settings.window or len(prompt) + head.settings.num_depths
 
-    def seen_from(position):
-        return read[max(0, position - window + 1) :]
+    def seen(position, origin):
+        return read[max(0, position - window + 1) : origin + 1]
 
     for origin in range(len(prompt) - 1):
         feature = body.feature([tap_TE[origin] for tap_TE in taps_ATE])
-        number, state = body.add(body.embedded(prompt[origin + 1]), feature, origin, seen_from(origin))
+        number, state = body.add(body.embedded(prompt[origin + 1]), feature, origin, seen(origin, origin))
         read.append(number)
         states.append(state)
     chains = [[] for _ in read]
@@ -65,7 +65,7 @@ def naive_chains(head, model, taps_ATE, prompt):
         for origin in range(max(len(prompt) - 2 - depth, 0)):
             embedded = body.embedded(prompt[origin + 2 + depth])
             position = origin + depth + 1
-            sees = [*read[max(0, position - window + 1) : origin + 1], *chains[origin]]
+            sees = [*seen(position, origin), *chains[origin]]
             number, state = body.add(embedded, fed_back[origin], position, sees)
             chains[origin].append(number)
             states.append(state)
@@ -98,9 +98,9 @@ def test_taps_are_those_of_the_engines_where_none_are_given(tiny_llama, model):
         default_taps(model)
 
 
-@pytest.mark.parametrize(("name", "qk_norm"), [("llama", None), ("qwen3", True)])
+@pytest.mark.parametrize(("name", "qk_norm", "tolerance"), [("llama", None, 0.02), ("qwen3", True, 0.05)])
 @torch.no_grad()
-def test_a_head_that_starts_from_the_next_block_gives_what_that_block_would(name, qk_norm):
+def test_a_head_that_starts_from_the_next_block_gives_what_that_block_would(name, qk_norm, tolerance):
     model = checks.tiny_target(name)
     torch.manual_seed(0)
     settings = EAGLE.model_copy(update={"init_block": 2, "taps": [1, 2], "qk_norm": qk_norm})
@@ -113,7 +113,7 @@ def test_a_head_that_starts_from_the_next_block_gives_what_that_block_would(name
     unrolled = UnrolledKeys(causal_ranges(batch.position_ids_BT))
     states_BTD = head.layers[0](head.embed(batch.input_ids_BT), head.fuse(joined_BTF), rotation, unrolled)
     known_BT = batch.document_ids_BT >= 0
-    torch.testing.assert_close(states_BTD[known_BT], after_BTE[known_BT], atol=0.05, rtol=0.05)
+    torch.testing.assert_close(states_BTD[known_BT], after_BTE[known_BT], atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize(

@@ -21,32 +21,28 @@ from train.launch import run_heads
 POINTS = [{"share": 0.5, "epochs": 2}, {"share": 1.0, "epochs": 1}]
 
 
-@pytest.fixture(scope="module")
-def make_curve(folder, tmp_path_factory):
-    output = tmp_path_factory.mktemp("curve")
-
-    def make(**changes):
-        settings = {
+@pytest.fixture
+def config(folder, tmp_path):
+    return BenchCurveConfig.model_validate(
+        {
             "data": str(folder / "data.yaml"),
             "cache": str(folder / "cache.yaml"),
             "recipes": [str(folder / "medusa.yaml"), str(folder / "eagle3.yaml")],
             "points": POINTS,
             "variants": {"two_layers": {"share": 0.5, "epochs": 1, "changes": {"head.num_layers": 2}}},
-            "runs": str(output / "runs"),
+            "runs": str(tmp_path / "runs"),
             "num_prompts": 3,
             "held_out": {"home": []},
             "suites": [{"name": "other", "path": str(folder / "elsewhere.jsonl")}],
             "max_new_tokens": 10,
             "bootstrap_samples": 50,
-            "plot": str(output / "curve.svg"),
-            "output": str(output / "curve.json"),
+            "plot": str(tmp_path / "curve.svg"),
+            "output": str(tmp_path / "curve.json"),
         }
-        return BenchCurveConfig.model_validate(settings | changes)
-
-    return make
+    )
 
 
-def test_a_row_for_each_family_size_and_suite_and_a_law_for_each_family_and_suite(make_curve, target, recipe, monkeypatch):
+def test_a_row_for_each_family_size_and_suite_and_a_law_for_each_family_and_suite(config, target, recipe, monkeypatch):
     trained = []
 
     def run_training(entry, path):
@@ -54,7 +50,6 @@ def test_a_row_for_each_family_size_and_suite_and_a_law_for_each_family_and_suit
         return run_heads(trained[-1])
 
     monkeypatch.setattr(trained_runs, "run_training", run_training)
-    config = make_curve()
     assert measure_curve(config) == DONE
     rows = json.loads(Path(config.output).read_text())["rows"]
     measured, variants, laws = ([row for row in rows if row["row"] == kind] for kind in ("measured", "variant", "law"))
