@@ -12,7 +12,7 @@ GEMMA := .cache/gemma/gemma-3-270m-q4_k_m.gguf
 given = $(if $(findstring command line,$(origin $(1))), --$(2) "$($(1))")
 
 .DEFAULT_GOAL := help
-.PHONY: help help-lab setup demo demo-serve demo-images demo-speech test check bench bench-decode bench-distill bench-heads bench-demo bench-mixed bench-eval bench-scale distribution-check device-check gpu-check slow-check cluster-check engine-check models-check soak tables serve-check gemma-check clean
+.PHONY: help help-lab setup demo demo-serve demo-images demo-speech test check bench bench-decode bench-distill bench-heads bench-demo bench-eval bench-scale distribution-check device-check gpu-check slow-check cluster-check engine-check models-check soak tables serve-check gemma-check clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -57,14 +57,11 @@ bench-decode: setup $(DRAFT_LM) #lab the decoder against transformers' assisted 
 bench-distill: setup $(DRAFT_LM) #lab the loss and the training against plain ways and TRL, tau before and after, into docs/results/distill.json
 	$(PY) scripts/lab/benchmark.py distill
 
-bench-heads: setup #lab Hydra and EAGLE-3 trained and measured, into docs/results/heads.json (an hour)
+bench-heads: setup #lab Hydra and EAGLE-3 trained on prompts of many kinds and measured, into docs/results/heads.json (a night)
 	$(PY) scripts/lab/benchmark.py heads
 
 bench-demo: setup #lab the figures of the demo's reports and checks, into docs/results/demo.json (after make demo, or make demo-serve)
 	$(PY) scripts/lab/benchmark.py demo
-
-bench-mixed: setup #lab Hydra and EAGLE-3 on a mixture of public prompts and the target's own, into docs/results/heads_mixed.json (two hours)
-	$(PY) scripts/lab/benchmark.py heads --config scripts/lab/configs/bench/heads_mixed.yaml
 
 bench-eval: setup $(DRAFT_LM) #lab predicted speed against measured, the evaluator's own cost, into docs/results/eval.json
 	$(PY) scripts/lab/benchmark.py eval

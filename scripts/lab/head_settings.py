@@ -10,23 +10,27 @@ from pydantic import field_validator
 from configs.schema.base import PositiveInt, PositiveShare, Setting, Settings, dotted, unless_names
 from configs.schema.evaluation import LosslessConfig, SuiteConfig
 
+OVERNIGHT = ["scripts/lab/configs/heads/hydra_overnight.yaml", "scripts/lab/configs/heads/eagle3_overnight.yaml"]
 HOME_SUITE = "home"  # what tables call held-out prompts of the kinds that the drafts were trained on
 
 
 class HeadsSettings(Settings):
     """Heads trained on one target and one set of data, and the prompts that they are decoded on."""
 
-    data: str | None = "configs/data/heads.yaml"  # of `scripts/make_data.py`, run where its output is not there; None: never
+    # Of `scripts/make_data.py`, run where its output is not there; None: never
+    data: str | None = "scripts/lab/configs/data/curve.yaml"
     # of `scripts/make_cache.py`, made once of that data and read by every head's training; None: the target runs on every batch
-    cache: str | None = "configs/cache/heads.yaml"
-    # Of `train/heads.py`, all on the same target and data
-    recipes: list[str] = ["configs/heads/hydra.yaml", "configs/heads/eagle3.yaml"]
-    runs: str = "runs/heads/bench"  # folder: what was trained, kept for the next time
-    num_prompts: PositiveInt = 32  # held-out prompts decoded, the last of the file: the first chose the checkpoints
+    cache: str | None = "scripts/lab/configs/cache/curve.yaml"
+    recipes: list[str] = OVERNIGHT  # of `train/heads.py`, all on the same target and data
+    runs: str = "runs/curve/bench"  # folder: what was trained, kept for the next time
+    num_prompts: PositiveInt = 48  # held-out prompts decoded, the last of the file: the first chose the checkpoints
     # Suites of held-out prompts by name, so many prompts each, as many of each of the sources named (`prompts.sources` of the
     # data); []: of all
-    held_out: dict[str, list[str]] = {HOME_SUITE: []}
-    suites: list[SuiteConfig] = [SuiteConfig(name="house", num_prompts=32)]  # decoded as well, rows of their own
+    held_out: dict[str, list[str]] = {
+        HOME_SUITE: ["own"],
+        "mixed": ["code", "completion", "maths", "questions", "reading", "stories", "requests"],
+    }
+    suites: list[SuiteConfig] = [SuiteConfig(name="house", num_prompts=48)]  # decoded as well, rows of their own
     # The prompts of the first of `held_out` again: under other system messages, by the name of the suite; and some of them at
     # the end of chats of about so many tokens, made of other held-out conversations
     systems: dict[str, str] = {}
@@ -45,16 +49,17 @@ class HeadsSettings(Settings):
 class BenchHeadsConfig(HeadsSettings):
     """`scripts/lab/benchmark.py heads`: head families trained and measured on one target and one set of data."""
 
+    recipes: list[str] = [*OVERNIGHT, "scripts/lab/configs/heads/hydra_short.yaml"]
     draft_models: list[str] = []  # of `train/distill.py`, measured beside the heads
     # Heads by the first recipe but for some keys, dotted or in sections, as {two_layers: {head.num_layers: 2}}; a row each, and
     # the tokens per target step of each over those of the first variant
     variants: dict[str, dict[str, Setting]] = {}
-    with_lookup: bool = True  # each head is measured after suffix lookup as well, which knows the answers trained on
+    with_lookup: bool = True  # each head's chains are measured after suffix lookup as well, which knows the answers trained on
     # Recipes, by the names of their files, whose chains are also measured where the cost rule ends them (decode.stopping, by
     # the head's estimate where it makes one), fitted on the prompts that chose checkpoints
     stopped: list[str] = []
     # Likewise, recipes that are measured with a tree as well: the one expected to be fastest, fitted on these prompts
-    trees: list[str] = ["hydra", "eagle3"]
+    trees: list[str] = ["hydra_overnight", "eagle3_overnight", "hydra_short"]
     repeats: PositiveInt = 1  # timed runs of every prompt
     lossless: LosslessConfig = LosslessConfig()
     output: str = "docs/results/heads.json"
@@ -73,6 +78,15 @@ class BenchHeadsConfig(HeadsSettings):
         yield from unless_names("variants", self.variants)
 
 
+# Heads of a few minutes, trained on what the target writes alone: those that other benchmarks and the checks of engines take
+OWN_HEADS = BenchHeadsConfig(
+    data="configs/data/heads.yaml",
+    cache="configs/cache/heads.yaml",
+    recipes=["configs/heads/hydra.yaml", "configs/heads/eagle3.yaml"],
+    runs="runs/heads/bench",
+)
+
+
 class CurvePoint(Settings):
     """A training of the curve."""
 
@@ -84,9 +98,6 @@ class CurvePoint(Settings):
 class BenchCurveConfig(HeadsSettings):
     """`scripts/lab/benchmark.py curve`: tokens per target step by the answer tokens trained on, and the law of it."""
 
-    data: str | None = "scripts/lab/configs/data/curve.yaml"
-    cache: str | None = "scripts/lab/configs/cache/curve.yaml"
-    recipes: list[str] = ["scripts/lab/configs/heads/hydra_mixed.yaml", "scripts/lab/configs/heads/eagle3_mixed.yaml"]
     # Every recipe is trained at each; the fewer the conversations, the more epochs they bear
     points: list[CurvePoint] = [
         CurvePoint(share=1 / 16, epochs=6),
@@ -98,13 +109,6 @@ class BenchCurveConfig(HeadsSettings):
     variants: dict[str, CurvePoint] = {
         "a_block_more": CurvePoint(share=1 / 8, epochs=5, changes={"head.num_layers": 2}),
     }
-    runs: str = "runs/curve/bench"
-    num_prompts: PositiveInt = 48
-    held_out: dict[str, list[str]] = {
-        HOME_SUITE: ["own"],
-        "mixed": ["code", "completion", "maths", "questions", "reading", "stories", "requests"],
-    }
-    suites: list[SuiteConfig] = [SuiteConfig(name="house", num_prompts=48)]
     systems: dict[str, str] = {"another system message": "You are a careful expert. Answer in short, plain sentences."}
     batch_size: PositiveInt = 16  # prompts decoded together, which tokens per target step do not depend on
     plot: str | None = "docs/curve.svg"  # None: none, as of a single size

@@ -19,7 +19,7 @@ from configs.schema.base import (
 )
 from configs.schema.evaluation import CostConfig, LosslessConfig, SuiteConfig
 from configs.schema.target import TargetConfig
-from scripts.lab.head_settings import BenchHeadsConfig
+from scripts.lab.head_settings import OWN_HEADS, BenchHeadsConfig
 
 
 class BenchLossConfig(Settings):
@@ -73,7 +73,7 @@ class BenchDecodeConfig(Settings):
 
     target: TargetConfig = TargetConfig()
     draft: str = "runs/heads/draft_lm/artifact"  # the artifact of a draft LM
-    heads: BenchHeadsConfig | None = BenchHeadsConfig()  # whose heads join the table, trained where they are not; None: none
+    heads: BenchHeadsConfig | None = OWN_HEADS  # whose heads join the table, trained where they are not; None: none
     held_out: str = "runs/heads/data/held_out.jsonl"  # conversations on which nothing was trained
     num_choosing: PositiveInt = 16  # at the file's beginning, which chose checkpoints and choose trees and lengths here
     num_prompts: PositiveInt = 24  # measured, the last of the file
@@ -229,7 +229,7 @@ class ServeCheckConfig(Settings):
 
     cases: list[ServeCase] = []  # scripts/lab/configs/serve/ has some
     # Data, cache and folder of the heads that cases name by recipe; its own recipes, variants and measurements are not read
-    heads: BenchHeadsConfig = BenchHeadsConfig()
+    heads: BenchHeadsConfig = OWN_HEADS
     # Greedy answers are compared in float32, where near ties are rare; in bfloat16 more of them may differ.
     target: TargetConfig = TargetConfig(dtype="float32", device="cpu")
     prompts: str = "runs/heads/data/held_out.jsonl"  # conversations; the last of the file, which chose no checkpoint

@@ -189,7 +189,7 @@ def measure_run(
     *,
     suite: str,
 ) -> MeasuredRun:
-    """Decode with a run's drafts, alone and after a lookup, and the baselines, plain decoding in turns; a row each.
+    """Decode with a run's drafts, its chains after a lookup as well, and the baselines, plain decoding in turns; a row each.
 
     Suffix lookup knows the `answers`, those that were trained on.
     """
@@ -198,12 +198,11 @@ def measure_run(
     proposers: dict[str, Proposer] = {name: side.draft.proposer for name, side in sides.items()}
     by_mode = {name: side.settings for name, side in sides.items()}
     stopped = [name for name, each in by_mode.items() if each.stopping is not None]
-    after_lookup: dict[str, Proposer] = {}
-    for name in [name for name in sides if name not in stopped] if config.with_lookup else []:
-        joined = evaluation.model_copy(update={"decode": by_mode[name]})
-        after_lookup[f"{name} {WITH_LOOKUP}"] = add_lookup(proposers[name], joined, target, answers)
-        by_mode[f"{name} {WITH_LOOKUP}"] = by_mode[name]
-    decoded_by: dict[str, Proposer] = proposers | after_lookup | make_baselines(evaluation, target, answers)
+    decoded_by = proposers | make_baselines(evaluation, target, answers)
+    with_lookup = f"{run.name} {WITH_LOOKUP}"
+    if config.with_lookup:
+        decoded_by[with_lookup] = add_lookup(proposers[run.name], evaluation, target, answers)
+        by_mode[with_lookup] = settings
     records = measure(target, requests, evaluation, decoded_by, settings=by_mode)
     check_finite(records.generations, f"recipe {run.name}")
 
@@ -219,8 +218,8 @@ def measure_run(
         rows.append(row(kind, name, name, side.cost))
         found = rows[-1]["tau"].point, rows[-1]["speedup"].point
         log.info("%s on %s: %.3f tokens per target step, %.2f times plain decoding's speed", name, suite, *found)
-        if (with_lookup := f"{name} {WITH_LOOKUP}") in after_lookup:
-            rows.append(row(f"suffix_lookup + {kind}", name, with_lookup, side.cost))
+    if config.with_lookup:
+        rows.append(row(f"suffix_lookup + {kind}", run.name, with_lookup, sides[run.name].cost))
     rows += [row(name, None, name, NO_COST) for name in baselines]
     ratios = {
         f"{run.name}_stopped_vs_fixed_{suite}": decode_speed_ratio(
