@@ -80,6 +80,7 @@ def render_run(run: Run) -> str:
         refresh=None if run.is_over else REFRESH_SECONDS,
         cards=_cards(run),
         measured="" if run.report is None else headline(run.report),
+        outlook=text.outlook(run),
         stages=[_row(run, stage) for stage in run.stages],
         figures=_figures(run),
         samples=[] if run.samples is None else run.samples.samples,

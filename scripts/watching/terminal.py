@@ -86,6 +86,8 @@ def _parts(run: Run) -> Iterator[RenderableType]:
         yield _line(f"tau on held-out prompts: {values}; best {text.at(run.best)}")
     if run.report is not None:
         yield _line(headline(run.report))
+    if outlook := text.outlook(run):
+        yield _line(outlook, "dim")
     for check in text.failed_checks(run):
         yield _line(f"the gate: {check}", "red")
     if run.check is not None:

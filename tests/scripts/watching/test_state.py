@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -197,3 +198,24 @@ def test_a_folder_that_is_no_run_is_refused_with_the_nearest_that_is_one(run, tm
 def test_reading_and_showing_a_run_imports_no_torch():
     code = "import sys, scripts.watching.__main__, scripts.watching.page; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def ended(tau, *, kind="eagle3", tree=None, state="ended"):
+    """A run that has ended with a head of three drafts a round."""
+    decode = SimpleNamespace(num_speculative_tokens=3, tree=tree)
+    acceptance = SimpleNamespace(tokens_per_target_step=tau)
+    report = SimpleNamespace(decode=decode, acceptance=acceptance, draft=SimpleNamespace(kind=kind))
+    return SimpleNamespace(state=state, report=report)
+
+
+def test_what_twice_the_answers_would_bring_is_a_share_of_what_a_round_misses():
+    assert "bring 0.10 tokens per target step more" in text.outlook(ended(1.9))
+    assert "bring 0.05 tokens per target step more" in text.outlook(ended(3.0))
+    assert "bring 0.00 tokens" in text.outlook(ended(4.0))
+    assert {text.outlook(ended(1.9, **other)) for other in ({"kind": "draft_lm"}, {"tree": {}}, {"state": "running"})} == {""}
+
+
+def test_the_exponent_is_the_one_measured():
+    rows = json.loads((ROOT / "docs" / "results" / "curve.json").read_text())["rows"]
+    (law,) = [row for row in rows if (row["row"], row["family"], row["suite"]) == ("law", "eagle3", "home")]
+    assert round(law["exponent"], 3) == text.EXPONENT

@@ -48,6 +48,7 @@ def make_config(folder, tmp_path_factory):
             "draft_models": [str(folder / "draft_lm.yaml")],
             "runs": str(output / "runs"),
             "num_prompts": 3,
+            "held_out": {"home": []},
             "suites": [{"name": "other", "path": str(folder / "elsewhere.jsonl")}],
             "max_new_tokens": 10,
             "repeats": 1,
