@@ -16,7 +16,7 @@ from typing import Any, Literal
 from httpx2 import HTTPError
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from transformers import AutoConfig, AutoTokenizer
 
 from configs.runtime.errors import InputError, first_line
@@ -47,6 +47,13 @@ class HiddenStates(BaseModel):
     last_is_post_norm: bool
 
 
+# Settings that came later, as they are of a head that was written before them
+BEFORE: dict[str, dict[str, Any]] = {
+    "hydra": {"norm_embeddings": False},
+    "eagle3": {"norm_taps": False, "norm_feedback": False},
+}
+
+
 class Metadata(BaseModel):
     """The content of `draftsmith.json`."""
 
@@ -63,6 +70,13 @@ class Metadata(BaseModel):
     training: dict[str, Any]  # the resolved config it was trained with
     provenance: dict[str, Any]  # command, versions, git state, step and held-out score
     exact_target: bool = False  # whether the target kept in float32 what transformers keeps there, as it does today
+
+    @model_validator(mode="before")
+    @classmethod
+    def _add_settings_that_came_later(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or not isinstance(head := values.get("head"), dict):
+            return values
+        return {**values, "head": {**BEFORE.get(str(values.get("kind")), {}), **head}}
 
 
 def head_metadata(

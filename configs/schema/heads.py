@@ -97,6 +97,7 @@ class HydraSettings(HeadSettings):
     num_depths: PositiveInt = 4  # future tokens, a head each
     num_layers: PositiveInt = 1  # residual blocks after the one that joins state and embeddings
     prefix_attention: bool = False  # Hydra++: a decoder layer over the final states first
+    norm_embeddings: bool = True  # an RMS norm of the tokens' embeddings
     layer: LayerSettings | None = None  # sizes of the prefix layer; None: those of the target's blocks
     window: PositiveInt | None = None  # positions that the prefix layer reads, the last so many; None: all
 
@@ -130,7 +131,9 @@ class Eagle3Settings(EagleSettings):
 
     kind: Literal["eagle3"]
     num_depths: PositiveInt = 4  # steps unrolled in training, each fed the one before ("training-time test")
-    norm_feedback: bool = False  # the state fed back is the normed one
+    # As in EAGLE-3.1 (arXiv 2605.09992); llama.cpp and OpenVINO know neither
+    norm_taps: bool = True  # an RMS norm of each tap before they are joined
+    norm_feedback: bool = True  # the state fed back is the normed one
     # Positions that attention reads, the last so many and a query's own counted; None: all
     window: PositiveInt | None = None
 

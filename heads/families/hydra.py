@@ -6,8 +6,9 @@ first block narrows that to the target's width, by R z + SiLU(W z), then come re
 final states through one decoder layer first ("prefix attention"), so that a head knows more of the text than its last state.
 
 Departures: W starts at 0 and R as a copy of the state, so that an untrained head gives the target's distribution of x_{j+1};
-blocks never share weights; no norm follows the prefix layer, whose output the target's own head can then read; one output head
-serves all depths. Left out: dropout.
+embeddings are normed, since many targets' are small beside their states, and W would learn from them slowly; blocks never share
+weights; no norm follows the prefix layer, whose output the target's own head can then read; one output head serves all depths.
+Left out: dropout.
 B batch, T positions, N rows of one depth, E width of the target, K depths, F width of what a head reads.
 """
 
@@ -28,7 +29,7 @@ from heads.modules.attention import causal_ranges
 from heads.modules.autoregressive import ChainHead, FeatureChain
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins
 from heads.modules.layer_keys import CachedKeys, RowKeys, visible_slots
-from heads.modules.layers import DraftLayer, HeadLayer, Rotary, layer_shape
+from heads.modules.layers import DraftLayer, HeadLayer, Rotary, layer_shape, norm
 from heads.modules.output_head import DraftHead
 from heads.vocabulary import DraftVocabulary
 
@@ -45,6 +46,7 @@ class Hydra(ChainHead):
         shape = layer_shape(target, settings.layer)
         self.rotary = Rotary(shape)
         self.prefix_layer = DraftLayer(shape) if settings.prefix_attention else None
+        self.embedding_norm = norm(shape) if settings.norm_embeddings else nn.Identity()
         self.blocks = nn.ModuleList(
             GroundedBlocks(shape.width, depth + 2, settings.num_layers) for depth in range(settings.num_depths)
         )
@@ -56,7 +58,7 @@ class Hydra(ChainHead):
         if self.prefix_layer is not None:
             ranges = causal_ranges(batch.position_ids_BT, self.settings.window)
             states_BTE = self.prefix_layer(states_BTE, self.rotary(states_BTE, batch.position_ids_BT), RowKeys(ranges))
-        embedded_BTE = self.embed(batch.input_ids_BT)
+        embedded_BTE = self.embedding_norm(self.embed(batch.input_ids_BT))
         depths = []
         for depth, blocks in enumerate(self.blocks):
             origins_N = labelled_origins(batch, depth)
@@ -71,7 +73,7 @@ class Hydra(ChainHead):
             window = self.settings.window
             keys = CachedKeys(cache, 0, visible_slots(cache, positions_BT, window), window)
             features_BTF = self.prefix_layer(features_BTF, self.rotary.drafting(positions_BT), keys)
-        return torch.cat([features_BTF, self.embed(ids_BT)], -1)
+        return torch.cat([features_BTF, self.embedding_norm(self.embed(ids_BT))], -1)
 
     def to_head(self, states_BD: Tensor, depth: int) -> Tensor:
         return cast(Tensor, self.blocks[depth](states_BD))

@@ -26,7 +26,7 @@ from distill.generation.prompts import Prompt
 from distill.generation.sources import read_prompts
 from distill.generation.split import split_positions
 from heads.device import CPU, default_device
-from heads.formats.exporting.table import FORMS, form_of
+from heads.formats.exporting.table import FORMS, WITHOUT_NORMS, form_of
 from heads.frozen.checkpoint_files import UNREADABLE
 from heads.frozen.identity import PREFIX
 from scripts.doctor.machine import BFLOAT16, instructions
@@ -136,11 +136,18 @@ def _recipe(run: RunConfig) -> tuple[Plan, list[Choice]]:
             if type(embedding) is torch.nn.Embedding and type(head) is torch.nn.Linear and head.bias is None:
                 reason = f"EAGLE-3 drafts most tokens for its size, and {engine} takes it"
                 depths = Choice("train.head.num_depths", plan.config.num_speculative_tokens, "as many as a round drafts")
-                return plan, [Choice("recipe", HEAD, reason), depths, *smaller]
+                return plan, [Choice("recipe", HEAD, reason), depths, *_norms(run.engine), *smaller]
             why = "engines share only weights with a head, and this target's embedding or output head does more"
     draft_lm = Choice("recipe", DRAFT_LM, f"a draft LM: {why}")
     plan, smaller = _fitting(apply(run, [draft_lm]))  # which refuses what is no causal LM
     return plan, [draft_lm, *smaller]
+
+
+def _norms(engine: str | None) -> list[Choice]:
+    """Leave EAGLE-3's norms out for an engine that does not know them."""
+    if engine not in WITHOUT_NORMS:
+        return []
+    return [Choice(f"train.head.{name}", False, f"{engine} knows no such norm") for name in ("norm_taps", "norm_feedback")]
 
 
 def _fitting(run: RunConfig) -> tuple[Plan, list[Choice]]:

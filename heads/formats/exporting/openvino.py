@@ -44,11 +44,7 @@ def draft_lm(source: Source) -> ExportLayout:
 
 def eagle3(source: Source) -> ExportLayout:
     """Return EAGLE-3 for OpenVINO GenAI: with one layer, three taps and none of the norms that it does not know."""
-    settings = source.settings
-    if settings.norm_taps or settings.norm_feedback:
-        raise InputError(
-            "it norms each state or the one it feeds back (norm_taps, norm_feedback), which OpenVINO GenAI does not"
-        )
+    source.check_no_norms("OpenVINO GenAI")
     layout, ids = flat.sglang_eagle(source), flat.block_ids(source)
     # The engine puts the target's in its place; without one, and without a tokenizer, the converter would make them up.
     embedding = source.target.embedding().cast(source.dtype)

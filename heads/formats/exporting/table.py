@@ -41,6 +41,7 @@ FORMS: dict[str, dict[str, Form]] = {
     "gguf": {"draft_lm": gguf.draft_lm, "eagle3": gguf.eagle3, "dflash": gguf.dflash},
     "openvino": {"draft_lm": openvino.draft_lm, "eagle3": openvino.eagle3},
 }
+WITHOUT_NORMS = ("gguf", "openvino")  # their EAGLE-3 norms neither its taps nor the state that it feeds back
 # Words in the path of a draft's folder that vLLM 0.32 takes for the method, whatever the config says.
 PATH_WORDS = ("eagle-", "eagle3", "dflash", "dspark")
 
