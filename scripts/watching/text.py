@@ -7,7 +7,7 @@ from configs.runtime.terminal import clock, rate
 from eval.report.text import NOT_AVAILABLE, number, percent, speedup_of, times
 from scripts.watching.state import SILENT_SECONDS, Point, Progress, Run, Stage
 
-# What a round misses falls as a power of the training answers; the exponent of an EAGLE-3 head on SmolLM2, docs/results/curve.json
+# What a round misses falls as a power of the training answers: that of an EAGLE-3 head on SmolLM2, docs/results/curve.json
 EXPONENT = 0.069
 VERDICTS = {GATE_FAILED: "fail", INCONCLUSIVE: "inconclusive"}  # of stages that judge, by their codes
 
@@ -36,13 +36,15 @@ def headline(run: Run) -> str:
 
 
 def outlook(run: Run) -> str:
-    """Say what twice the training answers would bring a head that drafts chains; nothing of other drafts, and before the end."""
+    """Say what twice the training answers would bring a head that drafts chains; of other drafts, and before the end, nothing."""
     report = run.report
     if run.state != "ended" or report is None or report.decode.tree is not None or report.draft.kind == "draft_lm":
         return ""
     missed = report.decode.num_speculative_tokens + 1 - report.acceptance.tokens_per_target_step
     gain = number(missed * (1 - 2**-EXPONENT))
-    return f"Twice the training answers would bring {gain} tokens per target step more, if they bring what they brought on SmolLM2"
+    return (
+        f"Twice the training answers would bring {gain} tokens per target step more, if they bring what they brought on SmolLM2"
+    )
 
 
 def stage_progress(run: Run) -> str:

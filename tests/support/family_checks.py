@@ -71,6 +71,7 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 OWN_HEADS = {"own_output_heads": True, "train_head": True}
 TAPS = {"taps": [1, 2, 4], "num_depths": 3}
+NO_NORMS = {"norm_taps": False, "norm_feedback": False}
 OPTIONS = {"norm_taps": True, "norm_before_residual": True}
 BLOCK = {"taps": [1, 3], "num_layers": 2, "block_size": 5, "mask_token_id": 2}
 OWN_LAYER = LayerSettings(
@@ -88,13 +89,13 @@ SETTINGS = {
     "medusa, own output heads": MedusaSettings(kind="medusa", num_depths=3, **OWN_HEADS),
     "hydra": HydraSettings(kind="hydra", num_depths=3, num_layers=2),
     "hydra, prefix": HydraSettings(kind="hydra", num_depths=3, prefix_attention=True),
-    "hydra, window": HydraSettings(kind="hydra", num_depths=3, prefix_attention=True, window=3),
+    "hydra, window": HydraSettings(kind="hydra", num_depths=3, prefix_attention=True, norm_embeddings=False, window=3),
     "eagle3": Eagle3Settings(kind="eagle3", **TAPS),
     "eagle3, window": Eagle3Settings(kind="eagle3", **TAPS, num_layers=2, window=4, qk_norm=True),
-    "eagle3, all options": Eagle3Settings(
-        kind="eagle3", taps=[0, 3], num_depths=3, num_layers=2, norm_feedback=True, **OPTIONS
+    "eagle3, all options": Eagle3Settings(kind="eagle3", taps=[0, 3], num_depths=3, num_layers=2, **OPTIONS),
+    "eagle3, own parts": Eagle3Settings(
+        kind="eagle3", **TAPS, **NO_NORMS, norm_joined_taps=True, own_embedding=True, layer=OWN_LAYER
     ),
-    "eagle3, own parts": Eagle3Settings(kind="eagle3", **TAPS, norm_joined_taps=True, own_embedding=True, layer=OWN_LAYER),
     "peagle": PEagleSettings(kind="peagle", **TAPS, num_layers=2, mask_token_id=2),
     "peagle, all options": PEagleSettings(kind="peagle", **TAPS | {"num_depths": 4}, num_layers=3, mask_token_id=2, **OPTIONS),
     "dflash": DFlashSettings(kind="dflash", **BLOCK),

@@ -13,7 +13,7 @@ from configs.schema.training import DistillConfig, HeadsConfig
 
 PresetName = Literal["laptop_cpu", "a100_80gb", "h100_80gb", "h200_141gb"]
 
-# FLOPs (`train.plan`) over training seconds and the processor's 0.47 TFLOP/s, of one training by configs/heads/eagle3.yaml from a
+# FLOPs (`train.plan`) over training seconds and the processor's 0.47 TFLOP/s, of a training by configs/heads/eagle3.yaml from a
 # cache. No GPU was measured; docs/scaling.md says so.
 MEASURED_UTILISATION = 0.64
 

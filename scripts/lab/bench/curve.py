@@ -18,7 +18,6 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from configs.runtime.command import DONE
 from configs.runtime.loading import load_config
-from configs.runtime.resumable import Journal
 from configs.schema.data import DataConfig
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import EvalConfig
@@ -30,7 +29,7 @@ from eval.decoder.decode import Request
 from eval.measure.proposers import Answers, add_lookup
 from eval.stats.bootstrap import ratio_interval
 from heads.artifact import load_draft
-from heads.frozen.loading import Target, load_target
+from heads.frozen.loading import Target
 from heads.proposers.lookup import SuffixLookup
 from heads.proposers.protocol import Proposer
 from scripts.advice.curve import fit_curve
@@ -38,8 +37,8 @@ from scripts.advice.measuring import SEED, Counts, columns
 from scripts.advice.trained_runs import TrainingRun, in_own_folder, load_changed
 from scripts.lab.bench.harness import flat, write_results
 from scripts.lab.bench.head_recipes import check_comparable, make_cache, make_data, with_cache
-from scripts.lab.bench.heads import MEASURED, measuring_fingerprint, suite_requests
 from scripts.lab.bench.provenance import check_trained_here, read_git, read_outcome, train_all
+from scripts.lab.bench.suites import open_suites
 from scripts.lab.bench.turns import count_rounds
 from scripts.lab.head_settings import BenchCurveConfig, CurvePoint
 
@@ -83,12 +82,7 @@ def measure_curve(config: BenchCurveConfig) -> int:
     runs = [each.run for each in trainings]
     check_trained_here([run.artifact for run in runs if run.is_trained], config.output)
     train_all(runs, "training")
-    target = load_target(recipes[0].target)
-    num_choosing = max(recipe.held_out.num_prompts for recipe in recipes)
-    requests, prompts = suite_requests(config, Path(recipes[0].data.held_out), num_choosing, target)
-    journal = Journal(
-        Path(config.runs) / MEASURED.format(name=Path(config.output).stem), measuring_fingerprint(config, runs, requests)
-    )
+    target, requests, prompts, _, journal = open_suites(config, runs)
     done: dict[str, list[Measured]] = journal.read()
     for each in trainings:
         if each.run.name not in done:

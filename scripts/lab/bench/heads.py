@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,71 +12,51 @@ import torch
 from safetensors import safe_open
 
 from configs.runtime.command import DONE, GATE_FAILED
-from configs.runtime.files import sha256_of
-from configs.runtime.resumable import Journal, fingerprint
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import FastestTree, StaticTree
 from configs.schema.evaluation import EvalConfig, FreeDraft
 from distill.dataset.batches import ConversationDataset
 from distill.dataset.conversations import read_conversations
-from distill.generation.prompts import Prompt
 from eval.cost.tree_choice import choose_tree
-from eval.decoder.decode import Request, check_decodable
+from eval.decoder.decode import Request
 from eval.decoder.records import AUTOREGRESSIVE, WITH_LOOKUP
 from eval.lossless.verdict import NOT_LOSSLESS, judge_lossless
 from eval.measure.proposers import add_lookup, known_answers, make_baselines
 from eval.measure.record_files import Records
-from eval.measure.suite import Turns, fit_suite, load_suite
 from eval.metrics.acceptance import Acceptance
 from eval.metrics.speed import Sums, decode_speed_ratio, sums_ratio
 from eval.stats.bootstrap import Interval
 from heads.artifact import Draft, load_draft
-from heads.frozen.loading import Target, load_target
+from heads.frozen.loading import Target
 from heads.metadata import WEIGHTS_FILE, read_metadata
 from heads.proposers.protocol import Proposer
-from scripts.advice.measuring import SEED, check_finite, to_request
+from scripts.advice.measuring import SEED, check_finite
 from scripts.advice.trained_runs import TrainingRun
 from scripts.lab.bench.harness import flat, write_results
 from scripts.lab.bench.head_recipes import read_cache_seconds, train_recipes
-from scripts.lab.bench.provenance import describe_origin, read_git, read_outcome
+from scripts.lab.bench.provenance import read_git, read_outcome
 from scripts.lab.bench.stopping import choose_stopping
+from scripts.lab.bench.suites import open_suites
 from scripts.lab.bench.tables import NOT_AVAILABLE
-from scripts.lab.bench.turns import (
-    after_messages,
-    count_per_prompt,
-    first_requests,
-    first_turns,
-    in_long_chat,
-    measure,
-    measured_rows,
-    speedup,
-)
-from scripts.lab.head_settings import BenchHeadsConfig, HeadsSettings
+from scripts.lab.bench.turns import count_per_prompt, measure, speedup
+from scripts.lab.head_settings import BenchHeadsConfig
 
 log = logging.getLogger("draftsmith")
 
 BASELINES: list[FreeDraft] = ["prompt_lookup", "suffix_lookup"]
-MEASURED = "{name}.partial.jsonl"  # in the folder of the runs, for each results file: what a run that was cut off had measured
 COSTS = ("parameters", "trained_parameters", "answer_tokens", "labels", "training_seconds", "run_seconds")
 NO_COST = dict.fromkeys(COSTS, 0)
 
 
 def compare_heads(config: BenchHeadsConfig) -> int:
     runs = train_recipes(config)
-    recipes = [run.recipe for run in runs]
-    num_choosing = max(recipe.held_out.num_prompts for recipe in recipes)
-    choosing = first_requests(read_conversations(Path(recipes[0].data.held_out))[:num_choosing])
-    target = load_target(recipes[0].target)
-    requests, prompts = suite_requests(config, Path(recipes[0].data.held_out), num_choosing, target)
-    trained_on = EvalConfig(lookup_answers=recipes[0].data.train)
+    target, requests, prompts, choosing, journal = open_suites(config, runs)
+    trained_on = EvalConfig(lookup_answers=runs[0].recipe.data.train)
     answers = known_answers(trained_on, prompts, target.identity) if config.with_lookup else []
     ratios: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     first_variant = next(iter(config.variants), None)
     first_counts: dict[str, Sums] = {}  # of the first variant, by suite
-    journal = Journal(
-        Path(config.runs) / MEASURED.format(name=Path(config.output).stem), measuring_fingerprint(config, runs, requests)
-    )
     done = journal.read()
     for run in runs:
         baselines: list[FreeDraft] = [] if rows else BASELINES
@@ -108,40 +87,6 @@ def compare_heads(config: BenchHeadsConfig) -> int:
     )
     journal.path.unlink(missing_ok=True)
     return verdict(rows)
-
-
-def suite_requests(
-    config: HeadsSettings, held_out: Path, num_choosing: int, target: Target
-) -> tuple[dict[str, list[Request]], list[Prompt]]:
-    """Return what is decoded, by suite, and the prompts of those suites that are not of the held-out conversations."""
-    rows = {
-        name: first_turns(measured_rows(held_out, config.num_prompts, num_choosing, sources))
-        for name, sources in config.held_out.items()
-    }
-    requests = {name: list(map(to_request, own)) for name, own in rows.items()}
-    first = next(iter(rows.values()))
-    for name, system in config.systems.items():
-        requests[name] = [after_messages(target, row, [{"role": "system", "content": system}]) for row in first]
-    others = first_turns(read_conversations(held_out)[num_choosing:])
-    for length in config.lengths:
-        few = first[-config.num_long_prompts :]
-        requests[f"{length} tokens"] = [
-            in_long_chat(target, row, random.Random(row.prompt_id).sample(others, len(others)), length) for row in few
-        ]
-    suites = [load_suite(each) for each in config.suites]
-    for suite, each in zip(suites, config.suites, strict=True):
-        requests[suite.name] = Turns(target, fit_suite(suite, target, each.on_too_long, config.max_new_tokens).prompts).first
-    for of_suite in requests.values():
-        check_decodable(target, of_suite)
-    return requests, [prompt for suite in suites for prompt in suite.prompts]
-
-
-def measuring_fingerprint(config: HeadsSettings, runs: Sequence[TrainingRun], requests: Mapping[str, Sequence[Request]]) -> str:
-    """Return a hash of all that decides what is measured, the machine and the commit included."""
-    settings = config.model_dump(mode="json", exclude={"output", "plot"})
-    prompts = [[name, *([each.prompt_id, *each.tokens] for each in of_suite)] for name, of_suite in requests.items()]
-    artifacts = [[run.name, sha256_of(run.artifact / WEIGHTS_FILE)] for run in runs]
-    return fingerprint(settings, prompts, artifacts, describe_origin(), torch.get_num_threads())
 
 
 class MeasuredDraft(NamedTuple):

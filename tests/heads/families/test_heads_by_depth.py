@@ -55,6 +55,8 @@ def test_each_depth_is_its_own_blocks_on_the_state_of_the_origin_and_the_tokens_
         for place, hidden_E in zip(depth.origins_N.tolist(), depth.hidden_ND, strict=True):
             row, origin = divmod(place, 6)
             embedded = [embedding(torch.tensor(ROWS[row][origin + 1 + ahead])) for ahead in range(number + 1)]
+            if getattr(settings, "norm_embeddings", False):
+                embedded = [NaiveBody(head, model, []).norm(head.embedding_norm.weight, each) for each in embedded]
             expected_E = naive_head(head.blocks[number], read[row][origin], embedded)
             # transformers turns queries and keys by float32 angles, whatever the dtype.
             torch.testing.assert_close(hidden_E, expected_E, atol=1e-5, rtol=1e-5)

@@ -1,5 +1,6 @@
 """What every family has to show: drafting is the training forward, greedy output is plain output, documents are kept apart."""
 
+import json
 from itertools import cycle
 
 import pytest
@@ -8,13 +9,15 @@ from safetensors.torch import load_file
 
 from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import MtpSettings
+from heads.artifact import load_draft
 from heads.families.registry import FAMILIES, serve
 from heads.frozen.hidden_states import read_states
 from heads.frozen.loading import recast
-from heads.metadata import WEIGHTS_FILE
+from heads.metadata import METADATA_FILE, WEIGHTS_FILE
 from heads.sampling.counter_rng import CounterRNG
 from scripts.lab.models_check import architectures
 from tests.support import family_checks as checks
+from tests.support.artifacts import save_artifact
 from tests.support.family_checks import SETTINGS
 
 PLAIN = [name for name in SETTINGS if "," not in name]
@@ -77,7 +80,7 @@ def test_it_learns_a_conversation(name, as_target):
 @pytest.mark.parametrize(("model", "name"), ON_ONE_TARGET)
 def test_gradients_reach_every_parameter_and_none_of_the_target(model, name, as_target):
     settings, target = SETTINGS[name], as_target(checks.tiny_target(model))
-    from_zero = settings.kind in ("medusa", "hydra")  # whose new layers add nothing yet
+    from_zero = settings.kind == "medusa"  # whose new layers add nothing yet
     head = checks.build(settings.model_copy(update={"train_head": True}), target.model, stir=0.0 if from_zero else 0.2)
     assert all(parameter.requires_grad for parameter in head.parameters())
     checks.assert_gradients_reach_everything(head, target)
@@ -111,9 +114,9 @@ EAGLE = weights("fc", "norm", "layers.0.hidden_norm")
 NAMES = {
     "medusa": numbered("blocks", 3, linear("layers.0", "layers.1")),
     "medusa, own output heads": numbered("blocks", 3, linear("layers.0")) | weights(*(f"lm_heads.{n}" for n in range(3))),
-    "hydra": numbered("blocks", 3, GROUNDED | linear("blocks.layers.1")),
-    "hydra, prefix": numbered("blocks", 3, GROUNDED) | {f"prefix_layer.{name}" for name in LAYER},
-    "eagle3": EAGLE | numbered("layers", 1, LAYER),
+    "hydra": numbered("blocks", 3, GROUNDED | linear("blocks.layers.1")) | weights("embedding_norm"),
+    "hydra, prefix": numbered("blocks", 3, GROUNDED) | weights("embedding_norm") | {f"prefix_layer.{name}" for name in LAYER},
+    "eagle3": EAGLE | numbered("fc_norm", 3, {"weight"}) | numbered("layers", 1, LAYER),
     "eagle3, all options": EAGLE | weights("fc_norm.0", "fc_norm.1") | numbered("layers", 2, LAYER),
     "eagle3, own parts": EAGLE | weights("input_norm", "embed_tokens") | numbered("layers", 1, LAYER),
     "peagle": EAGLE | {"mask_hidden"} | numbered("layers", 2, LAYER),
@@ -135,6 +138,19 @@ def test_it_comes_back_from_its_artifact_under_the_names_that_engines_know(tmp_p
     target, vocabulary = as_target(checks.tiny_target("llama")), checks.SOME_TOKENS if reduced else None
     checks.assert_comes_back(tmp_path / "head", checks.build(SETTINGS[name], target.model, vocabulary), target, vocabulary)
     assert load_file(tmp_path / "head" / WEIGHTS_FILE).keys() == NAMES[name] | ({"lm_head.weight"} if reduced else set())
+
+
+@pytest.mark.parametrize("name", ["hydra, window", "eagle3, own parts"])
+def test_one_written_before_norms_were_settings_comes_back_without_them(tmp_path, name, as_target):
+    target = as_target(checks.tiny_target("llama"))
+    head = checks.build(SETTINGS[name], target.model)
+    save_artifact(tmp_path / "head", head, target.identity.to_dict(), None)
+    path = tmp_path / "head" / METADATA_FILE
+    content = json.loads(path.read_text())
+    for key in ("norm_embeddings", "norm_taps", "norm_feedback"):
+        content["head"].pop(key, None)
+    path.write_text(json.dumps(content))
+    assert load_draft(tmp_path / "head", target.identity, target.model).metadata.head == head.settings.model_dump(mode="json")
 
 
 # --- how many drafts ----------------------------------------------------------------------------------------------

@@ -62,10 +62,10 @@ def own_depths(written, ids_BT):
     "options",
     [
         {},
-        {"norm_before_residual": True, "norm_joined_taps": True, "own_embedding": True},
+        {"norm_before_residual": True, "norm_taps": False, "norm_joined_taps": True, "own_embedding": True},
         {"layer": LayerSettings(mlp_width=80, num_heads=8, num_key_value_heads=2, head_width=6, rope_scaling=checks.YARN)},
         {"layer": LayerSettings(norm_epsilon=1e-2, rope_theta=500.0, rope_scaling=checks.LLAMA3)},
-        {"norm_taps": True, "norm_feedback": True},
+        checks.NO_NORMS,
         {"num_layers": 2, "taps": [0, 2], "train_head": True},
     ],
     ids=lambda options: ",".join(options) or "plain",

@@ -33,3 +33,13 @@ def test_a_recipe_that_nobody_asked_for_is_chosen_for_the_engine(engine, recipe,
     chosen, _, choices = request.examine(RunConfig(target=TargetConfig(name=str(tmp_path)), engine=engine))
     assert chosen.recipe == recipe
     assert any(each.key == "recipe" and reason in each.reason for each in choices)
+
+
+@pytest.mark.parametrize(
+    ("engine", "left_out"), [("vllm", set()), ("openvino", {"train.head.norm_taps", "train.head.norm_feedback"})]
+)
+def test_an_engine_that_knows_no_norms_gets_a_head_without_them(engine, left_out, tiny_llama, tiny_tokenizer, tmp_path):
+    tiny_llama(layers=8).save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    _, _, choices = request.examine(RunConfig(target=TargetConfig(name=str(tmp_path)), engine=engine))
+    assert {each.key.removeprefix("train.head.") for each in choices if each.value is False} == left_out

@@ -89,7 +89,7 @@ def test_medusa_is_widened_by_rows_that_never_win(write, own_output_heads):
         (EAGLE, {"norm_before_residual": True}, "sglang", "starts from the normed feature"),
         (EAGLE, {"num_layers": 2}, "sglang", "has 2 layers"),
         (EAGLE, {"taps": [0, 1, 2]}, "sglang", "reads h_0"),
-        (EAGLE, {"norm_joined_taps": True}, "sglang", "norms all taps as one vector"),
+        (EAGLE, {"norm_taps": False, "norm_joined_taps": True}, "sglang", "norms all taps as one vector"),
         (EAGLE, {"own_embedding": True}, "sglang", "an embedding of its own"),
         (EAGLE, {"window": 9}, "sglang", "reads 9 positions"),
         (EAGLE, {"qk_norm": True}, "sglang", "norms queries and keys"),

@@ -22,8 +22,8 @@ DFLASH, DSPARK, DFLASH2, XPRESS, DOMINO, MEDUSA, MTP = (
 )
 HIDDEN_FIRST = {"concat_order": "hidden_first"}
 OWN_LAYER = LayerSettings(mlp_width=96, num_heads=8, num_key_value_heads=2, norm_epsilon=1e-3, rope_scaling=checks.LLAMA3)
-OWN_PARTS = {"layer": OWN_LAYER, "norm_joined_taps": True, "own_embedding": True}
-NORMED = {"norm_taps": True, "norm_feedback": True, "train_head": True}
+OWN_PARTS = {"layer": OWN_LAYER, "norm_taps": False, "norm_joined_taps": True, "own_embedding": True}
+PLAIN = {**checks.NO_NORMS, "train_head": True}
 TRIPS = [
     (EAGLE, {}, "llama", "vllm"),
     (EAGLE, {}, "llama", "speculators"),
@@ -31,7 +31,7 @@ TRIPS = [
     (PEAGLE, {"qk_norm": True}, "qwen3", "vllm"),
     (EAGLE, {}, "llama", "sglang"),
     (EAGLE, {"norm_before_residual": True, "num_layers": 2}, "qwen3", "vllm"),
-    (EAGLE, NORMED, "llama", "sglang"),
+    (EAGLE, PLAIN, "llama", "sglang"),
     (EAGLE, OWN_PARTS, "llama", "vllm"),
     (EAGLE, {"layer": OWN_LAYER.model_copy(update={"rope_scaling": checks.YARN})}, "llama", "sglang"),
     (PEAGLE, {}, "llama", "vllm"),
