@@ -36,7 +36,7 @@ def headline(run: Run) -> str:
 
 
 def outlook(run: Run) -> str:
-    """Say what twice the training answers would bring a head that drafts chains; of other drafts, and before the end, nothing."""
+    """Say what twice the training answers would bring a head that drafts chains; nothing of other drafts or before the end."""
     report = run.report
     if run.state != "ended" or report is None or report.decode.tree is not None or report.draft.kind == "draft_lm":
         return ""
