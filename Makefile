@@ -66,7 +66,7 @@ bench-demo: setup #lab the figures of the demo's reports and checks, into docs/r
 bench-eval: setup $(DRAFT_LM) #lab predicted speed against measured, the evaluator's own cost, into docs/results/eval.json
 	$(PY) scripts/lab/benchmark.py eval
 
-bench-scale: setup #lab two processes beside one, padding, checkpoints, waiting for data, into docs/results/scale.json (after bench-heads)
+bench-scale: setup #lab two processes beside one, padding, checkpoints, waiting for data, into docs/results/scale.json (after bench-decode)
 	$(PY) scripts/lab/benchmark.py scale
 
 distribution-check: setup #lab 100,000 samples of the whole decoder for every rule and shape against the target's exact distribution (minutes)
