@@ -35,9 +35,7 @@ def test_a_recipe_that_nobody_asked_for_is_chosen_for_the_engine(engine, recipe,
     assert any(each.key == "recipe" and reason in each.reason for each in choices)
 
 
-@pytest.mark.parametrize(
-    ("engine", "left_out"), [("vllm", set()), ("openvino", {"train.head.norm_taps", "train.head.norm_feedback"})]
-)
+@pytest.mark.parametrize(("engine", "left_out"), [("vllm", set()), ("openvino", {"norm_taps", "norm_feedback"})])
 def test_an_engine_that_knows_no_norms_gets_a_head_without_them(engine, left_out, tiny_llama, tiny_tokenizer, tmp_path):
     tiny_llama(layers=8).save_pretrained(tmp_path)
     tiny_tokenizer.save_pretrained(tmp_path)
