@@ -38,6 +38,7 @@ class HeadsSettings(Settings):
     num_long_prompts: PositiveInt = 16  # by length
     max_new_tokens: PositiveInt = 64
     bootstrap_samples: PositiveInt = 2000
+    output: str = "docs/results/heads.json"
 
     def objections(self) -> Iterator[str]:
         names = [*(suite.label for suite in self.suites), *self.systems]
@@ -62,7 +63,6 @@ class BenchHeadsConfig(HeadsSettings):
     trees: list[str] = ["hydra_overnight", "eagle3_overnight", "hydra_short"]
     repeats: PositiveInt = 1  # timed runs of every prompt
     lossless: LosslessConfig = LosslessConfig()
-    output: str = "docs/results/heads.json"
 
     @field_validator("variants", mode="before")
     @classmethod

@@ -40,7 +40,9 @@ def outlook(run: Run) -> str:
     report = run.report
     if run.state != "ended" or report is None or report.decode.tree is not None or report.draft.kind == "draft_lm":
         return ""
-    missed = report.decode.num_speculative_tokens + 1 - report.acceptance.tokens_per_target_step
+    if (tau := report.acceptance.tokens_per_target_step) is None:
+        return ""
+    missed = report.decode.num_speculative_tokens + 1 - tau
     gain = number(missed * (1 - 2**-EXPONENT))
     return (
         f"Twice the training answers would bring {gain} tokens per target step more, if they bring what they brought on SmolLM2"

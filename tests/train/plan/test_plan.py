@@ -178,7 +178,7 @@ def kept_over_planned(folder, head_task):
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_what_a_head_keeps_for_its_backward_is_planned(kept_over_planned, batch, kind):
-    # Of Medusa's rows the state is counted twice, which shows beside so small a head; Hydra's norm keeps all embeddings of a row.
+    # Of Medusa's rows the state is counted twice, which shows beside so small a head; Hydra's norm keeps all embeddings.
     assert (0.75 if kind == "medusa" else 0.9) < kept_over_planned(kind, batch) < (1.12 if kind == "hydra" else 1.1)
 
 
