@@ -15,7 +15,7 @@ from eval.report.markdown import render_markdown
 from eval.report.schema import load_report, write_report
 from heads.families.registry import FAMILIES
 from heads.proposers.draft_lm import DraftLM
-from tests.support.decoding import HEADS, PROMPTS, head_proposer, requests_for
+from tests.support.decoding import HEADS, PROMPTS, requests_for
 from tests.support.evaluations import tiny_evaluation
 from tests.support.family_checks import NO_NORMS, build, tiny_target
 from tests.support.reports import changed
@@ -52,10 +52,11 @@ def guesses(target, draft, num_drafts):
 @pytest.mark.parametrize("kind", ["draft_lm", "early_exit", "eagle3"])
 def test_drafts_that_are_told_by_the_text_alone_guess_the_same_wherever_a_round_begins(kind, tiny_llama, as_target):
     target = as_target(tiny_target("llama"))
-    draft = DraftLM(tiny_llama(seed=2), 64) if kind == "draft_lm" else head_proposer(kind, target.model)
-    if kind == "eagle3":  # with norms an untrained one guesses the same anywhere
-        head = build(HEADS[kind].model_copy(update=NO_NORMS), target.model)
-        draft = FAMILIES[kind].propose(head, target.device)
+    if kind == "draft_lm":
+        draft = DraftLM(tiny_llama(seed=2), 64)
+    else:  # with norms an untrained EAGLE-3 head guesses the same anywhere
+        settings = HEADS[kind].model_copy(update=NO_NORMS if kind == "eagle3" else {})
+        draft = FAMILIES[kind].propose(build(settings, target.model), target.device)
     short, long = guesses(target, draft, 1), guesses(target, draft, 4)
     both = short.keys() & long.keys()
     assert len(both) > 10
