@@ -26,7 +26,7 @@ from distill.generation.prompts import Prompt
 from distill.generation.sources import read_prompts
 from distill.generation.split import split_positions
 from heads.device import CPU, default_device
-from heads.formats.exporting.table import FORMS, WITHOUT_NORMS, form_of
+from heads.formats.exporting.table import FORMS, WITHOUT_NORMS, check_norms, form_of
 from heads.frozen.checkpoint_files import UNREADABLE
 from heads.frozen.identity import PREFIX
 from scripts.doctor.machine import BFLOAT16, instructions
@@ -122,6 +122,7 @@ def _recipe(run: RunConfig) -> tuple[Plan, list[Choice]]:
         plan, smaller = _fitting(run)
         if run.engine is not None:
             form_of(run.engine, kind_of(plan.config))
+            check_norms(run.engine, getattr(plan.config, "head", None))
         return plan, [Choice("recipe", run.recipe, "as asked"), *smaller]
     engine = run.engine or "draftsmith"
     if run.engine is not None and "eagle3" not in FORMS[run.engine]:

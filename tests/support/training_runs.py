@@ -64,7 +64,8 @@ def kept_bytes(step):
     kept: dict[int, int] = {}
 
     def note(tensor):
-        if not isinstance(tensor, torch.nn.Parameter):
+        whole = tensor if tensor._base is None else tensor._base  # a product keeps a view of its weight
+        if not isinstance(whole, torch.nn.Parameter):
             storage = tensor.untyped_storage()
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor

@@ -9,13 +9,12 @@ import torch
 from configs.runtime.errors import InputError
 from configs.runtime.files import new_folder, write_json, write_text
 from heads.formats.exporting.source import Source
-from heads.formats.exporting.table import check_path, form_of
+from heads.formats.exporting.table import PROGRAMS, check_norms, check_path, form_of
 from heads.formats.layout import ExportLayout
 from heads.frozen.checkpoint_files import SINGLE_FILE, link_or_copy, read_weights, write_weights
 from heads.frozen.identity import hash_weights
 
 SERVE_FILE = "serve.txt"
-PROGRAMS = {"gguf": "llama.cpp", "openvino": "OpenVINO GenAI"}  # where the form is not called like what serves it
 
 
 def export(
@@ -40,6 +39,7 @@ def export(
     form = form_of(engine, source.metadata.kind)
     try:
         source.check_complete()
+        check_norms(engine, source.settings)
         layout = form(source)
     except InputError as error:
         raise InputError(f"{source.folder} cannot be written for {engine}: {error}") from error

@@ -41,7 +41,6 @@ def eagle3(source: Source) -> ExportLayout:
     settings = source.settings
     if settings.num_layers != 1:
         raise InputError(f"it has {settings.num_layers} layers, and llama.cpp's converter knows EAGLE-3 with one")
-    source.check_no_norms("llama.cpp")
     if settings.qk_norm:
         raise InputError("it norms queries and keys (qk_norm), which llama.cpp's EAGLE-3 does not")
     if settings.window is not None:

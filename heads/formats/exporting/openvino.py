@@ -44,7 +44,6 @@ def draft_lm(source: Source) -> ExportLayout:
 
 def eagle3(source: Source) -> ExportLayout:
     """Return EAGLE-3 for OpenVINO GenAI: with one layer, three taps and none of the norms that it does not know."""
-    source.check_no_norms("OpenVINO GenAI")
     layout, ids = flat.sglang_eagle(source), flat.block_ids(source)
     # The engine puts the target's in its place; without one, and without a tokenizer, the converter would make them up.
     embedding = source.target.embedding().cast(source.dtype)

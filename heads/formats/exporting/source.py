@@ -177,14 +177,6 @@ class Source:
             f"draft with the {self.draft_vocab_size} it was trained for, so acceptance may differ a little.",
         )
 
-    def check_no_norms(self, engine: str) -> None:
-        """Refuse EAGLE-3 with norms that the engine does not know."""
-        if self.settings.norm_taps or self.settings.norm_feedback:
-            raise InputError(
-                f"it norms each tap or the state that it feeds back, which {engine} does not: train it with "
-                "head.norm_taps=false head.norm_feedback=false"
-            )
-
     def check_drafts_after_the_anchor(self, engine: str) -> None:
         """Refuse a block that drafts from the pending token's slot, for an engine that does not."""
         if self.settings.sample_from_anchor:

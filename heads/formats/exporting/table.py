@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from configs.runtime.errors import InputError
+from configs.schema.heads import Eagle3Settings
 from heads.formats.exporting import draft_lm, flat, gguf, mtp, openvino, speculators
 from heads.formats.exporting.source import Source
 from heads.formats.layout import ExportLayout
@@ -41,6 +43,7 @@ FORMS: dict[str, dict[str, Form]] = {
     "gguf": {"draft_lm": gguf.draft_lm, "eagle3": gguf.eagle3, "dflash": gguf.dflash},
     "openvino": {"draft_lm": openvino.draft_lm, "eagle3": openvino.eagle3},
 }
+PROGRAMS = {"gguf": "llama.cpp", "openvino": "OpenVINO GenAI"}  # where the form is not called like what serves it
 WITHOUT_NORMS = ("gguf", "openvino")  # their EAGLE-3 norms neither its taps nor the state that it feeds back
 # Words in the path of a draft's folder that vLLM 0.32 takes for the method, whatever the config says.
 PATH_WORDS = ("eagle-", "eagle3", "dflash", "dspark")
@@ -58,6 +61,15 @@ def form_of(engine: str, kind: str) -> Form:
         return forms[kind]
     engines = ", ".join(engines_of(kind)) or "no engine yet"
     raise InputError(f"{engine} has no form for {kind}; {kind} goes to {engines}, {engine} takes {', '.join(forms)}")
+
+
+def check_norms(engine: str, settings: Any) -> None:
+    """Refuse a head of these settings, of its family, for an engine that does not know its norms; None: a draft LM."""
+    if engine in WITHOUT_NORMS and isinstance(settings, Eagle3Settings) and (settings.norm_taps or settings.norm_feedback):
+        raise InputError(
+            f"it norms each tap or the state that it feeds back, which {PROGRAMS[engine]} does not: train it with "
+            "head.norm_taps=false head.norm_feedback=false"
+        )
 
 
 def check_path(engine: str, kind: str, path: str) -> None:

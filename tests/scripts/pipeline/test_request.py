@@ -2,6 +2,7 @@
 
 import pytest
 
+from configs.runtime.errors import InputError
 from configs.schema.commands.planning import HardwareConfig
 from configs.schema.commands.running import RunConfig
 from configs.schema.target import TargetConfig
@@ -41,3 +42,10 @@ def test_an_engine_that_knows_no_norms_gets_a_head_without_them(engine, left_out
     tiny_tokenizer.save_pretrained(tmp_path)
     _, _, choices = request.examine(RunConfig(target=TargetConfig(name=str(tmp_path)), engine=engine))
     assert {each.key.removeprefix("train.head.") for each in choices if each.value is False} == left_out
+
+
+def test_a_named_recipe_with_norms_is_refused_for_such_an_engine_before_anything_is_run(tiny_llama, tiny_tokenizer, tmp_path):
+    tiny_llama(layers=8).save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"llama\.cpp does not: train it with head\.norm_taps=false"):
+        request.examine(RunConfig(target=TargetConfig(name=str(tmp_path)), engine="gguf", recipe=request.HEAD))

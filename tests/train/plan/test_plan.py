@@ -178,15 +178,16 @@ def kept_over_planned(folder, head_task):
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_what_a_head_keeps_for_its_backward_is_planned(kept_over_planned, batch, kind):
-    # Of Medusa's rows the state is counted twice, which shows beside so small a head; Hydra's norm keeps all embeddings.
-    assert (0.75 if kind == "medusa" else 0.9) < kept_over_planned(kind, batch) < (1.12 if kind == "hydra" else 1.1)
+    # The state that becomes logits is planned for all, and is not kept for the backward; beside so small a head it shows.
+    least = {"medusa": 0.7, "hydra": 0.85}.get(kind, 0.9)
+    assert least < kept_over_planned(kind, batch) < 1.05
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dflash"])
 def test_what_is_kept_of_long_rows_is_planned(kept_over_planned, kind):
     long = batch_of(2, 240, 192)
-    assert 0.9 < kept_over_planned(kind, long) < 1.1
-    assert 0.8 < kept_over_planned(kind, long, "bf16") < 1.25
+    assert 0.9 < kept_over_planned(kind, long) < 1.05
+    assert 0.9 < kept_over_planned(kind, long, "bf16") < 1.05
 
 
 @pytest.mark.parametrize("model", [MixtralConfig, Qwen3MoeConfig])
