@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from configs.runtime.errors import InputError
 from distill.dataset.conversations import media_names, text_hash
@@ -26,7 +27,10 @@ NEAR_SHARE, NEAR_WORDS = 0.5, 4  # near-duplicates share this part of the runs o
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """Which prompts are trained on and which are held out, each in the order given, and how many were dropped, by reason."""
+    """Which prompts are trained on, in the order given, which are held out, and how many were dropped, by reason.
+
+    Held-out prompts are in the order of the hash that splits them, so that the first are a sample of all sources.
+    """
 
     train: tuple[Prompt, ...]
     held_out: tuple[Prompt, ...]
@@ -41,7 +45,7 @@ def split_prompts(prompts: Sequence[Prompt], held_out_share: float) -> Split:
     """
     distinct = without_duplicates(prompts)
     placed = list(zip(distinct, split_positions(distinct), strict=True))
-    held_out = [prompt for prompt, position in placed if position < held_out_share]
+    held_out = [prompt for prompt, position in sorted(placed, key=itemgetter(1)) if position < held_out_share]
     candidates = [prompt for prompt, position in placed if position >= held_out_share]
     known = {gram for prompt in held_out for gram in _guarded(prompt)}
     sharing = Counter(gram for prompt in candidates for gram in known.intersection(_guarded(prompt)))

@@ -1,6 +1,7 @@
 """Reading prompts: both forms, both sources, complaints that name the place; and the split into two sides."""
 
 import json
+from dataclasses import replace
 
 import datasets
 import pytest
@@ -153,7 +154,12 @@ def test_about_the_share_asked_for_is_held_out_and_nothing_is_lost():
     assert 20 <= len(split.held_out) <= 60
     assert texts(split.train) | texts(split.held_out) == texts(PROMPTS)
     assert not texts(split.train) & texts(split.held_out)
-    assert texts(split.held_out) < texts(split_prompts(PROMPTS, 0.3).held_out)  # a larger share only adds
+    assert split_prompts(PROMPTS, 0.3).held_out[: len(split.held_out)] == split.held_out  # a larger share only adds
+
+
+def test_the_first_prompts_held_out_are_of_all_sources():
+    sources = [replace(each, category="ab"[number >= 200]) for number, each in enumerate(PROMPTS)]
+    assert {each.category for each in split_prompts(sources, 0.1).held_out[:8]} == {"a", "b"}
 
 
 def test_a_prompt_stays_on_its_side_whatever_else_is_there():
