@@ -37,6 +37,7 @@ GIB = 2**30
 HEAD, DRAFT_LM = "configs/heads/eagle3.yaml", "configs/distill/draft_lm.yaml"
 MANY = 1_000_000  # prompts, of which a run takes what its budget lets it
 FEWEST_PROMPTS = 8
+SMALL_STEP = 4  # conversations
 FILES = {".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".gz"}
 WORDS = 6144
 SWEPT_FROM_MINUTES = 30
@@ -128,8 +129,9 @@ def _recipe(run: RunConfig) -> tuple[Plan, list[Choice]]:
     if run.engine is not None and "eagle3" not in FORMS[run.engine]:
         why = f"{engine} takes no EAGLE-3"
     else:
+        steps = _steps()
         try:
-            plan, smaller = _fitting(run)
+            plan, smaller = _fitting(apply(run, steps))
         except InputError as error:
             why = str(error)
         else:
@@ -137,7 +139,7 @@ def _recipe(run: RunConfig) -> tuple[Plan, list[Choice]]:
             if type(embedding) is torch.nn.Embedding and type(head) is torch.nn.Linear and head.bias is None:
                 reason = f"EAGLE-3 drafts most tokens for its size, and {engine} takes it"
                 depths = Choice("train.head.num_depths", plan.config.num_speculative_tokens, "as many as a round drafts")
-                return plan, [Choice("recipe", HEAD, reason), depths, *_norms(run.engine), *smaller]
+                return plan, [Choice("recipe", HEAD, reason), depths, *_norms(run.engine), *steps, *smaller]
             why = "engines share only weights with a head, and this target's embedding or output head does more"
     draft_lm = Choice("recipe", DRAFT_LM, f"a draft LM: {why}")
     plan, smaller = _fitting(apply(run, [draft_lm]))  # which refuses what is no causal LM
@@ -149,6 +151,14 @@ def _norms(engine: str | None) -> list[Choice]:
     if engine not in WITHOUT_NORMS:
         return []
     return [Choice(f"train.head.{name}", False, f"{engine} knows no such norm") for name in ("norm_taps", "norm_feedback")]
+
+
+def _steps() -> list[Choice]:
+    """Take few conversations a step on a processor, where a run has few steps and larger ones are no faster."""
+    if hardware().preset != HardwareConfig().preset:
+        return []
+    reason = "few answers teach more in small steps, which are as fast on a processor"
+    return [Choice("train.schedule.batch_size", SMALL_STEP, reason)]
 
 
 def _fitting(run: RunConfig) -> tuple[Plan, list[Choice]]:
@@ -217,12 +227,13 @@ def _prompts(prompts: PromptsConfig) -> tuple[int | None, Sequence[Prompt]]:
 
 def _plan_config(run: RunConfig) -> PlanConfig:
     """Return the plan of the recipe's training on this machine, for conversations of a thousand tokens."""
-    target = as_overrides({"target.name": run.stage_target.name, "target.dtype": run.target.dtype})
+    target = {"target.name": run.stage_target.name, "target.dtype": run.target.dtype}
+    given = as_overrides(target | (run.train or {}))
     config: PlanConfig
     if training_schema(run.recipe) is HeadsConfig:
-        config = load_config(PlanHeadsConfig, run.recipe, target)
+        config = load_config(PlanHeadsConfig, run.recipe, given)
     else:
-        config = load_config(PlanDistillConfig, run.recipe, target)
+        config = load_config(PlanDistillConfig, run.recipe, given)
     workload = WorkloadConfig(num_conversations=1000, mean_tokens=1000.0, label_share=0.5)
     return config.model_copy(update={"hardware": hardware(), "workload": workload})
 

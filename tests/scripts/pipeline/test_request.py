@@ -34,6 +34,7 @@ def test_a_recipe_that_nobody_asked_for_is_chosen_for_the_engine(engine, recipe,
     chosen, _, choices = request.examine(RunConfig(target=TargetConfig(name=str(tmp_path)), engine=engine))
     assert chosen.recipe == recipe
     assert any(each.key == "recipe" and reason in each.reason for each in choices)
+    assert any(each.key == "train.schedule.batch_size" for each in choices) == (recipe == request.HEAD)  # on a processor
 
 
 @pytest.mark.parametrize(("engine", "left_out"), [("vllm", set()), ("openvino", {"norm_taps", "norm_feedback"})])
