@@ -126,8 +126,8 @@ class EvalConfig(Settings):
 
     target: TargetConfig = TargetConfig()
     # An artifact, the output folder of its training, or any causal LM with the target's tokenizer: a folder, or
-    # owner/name[@revision] on the Hub. Or a list, merged into one tree; with prompt_lookup or suffix_lookup in it and no
-    # decode.tree a round takes the lookup where that has a match, and else the artifact
+    # owner/name[@revision] on the Hub. Or a list, merged into one tree; of an artifact and suffix_lookup, or without
+    # decode.tree prompt_lookup, a round takes the lookup where that has a match, and else the artifact
     draft: str | list[str] = "runs/distill/artifact"
     lookup_match: PositiveInt = 3  # tokens that must have stood in the text before, for prompt lookup beside a draft to copy
     # Accepted drafts that suffix lookup must expect, to take a draft's place in a round. None: where it pays by the draft's
@@ -195,8 +195,7 @@ class EvalConfig(Settings):
     @property
     def tries_lookup(self) -> bool:
         """Whether the draft is also measured with suffix lookup before it."""
-        decode = self.decode
-        fits = decode.num_speculative_tokens > 0 and decode.lossy is None and decode.tree is None
+        fits = self.decode.num_speculative_tokens > 0 and self.decode.lossy is None
         return self.try_with_lookup and not set(LOOKUPS).isdisjoint(self.baselines) and len(self._named) == 1 and fits
 
     @property

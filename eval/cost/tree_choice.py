@@ -127,12 +127,14 @@ def row_seconds(target: Target, request: Request, max_rows: int) -> list[float]:
 def measure_profile(generations: Sequence[Generation], paths: Sequence[TreePath]) -> Profile:
     """Return the acceptance profile of decoding with one static tree; what was never tried is 0.
 
-    A child counts as tried where its parent was accepted, the round drafted that deep and the text had not ended.
+    A child counts as tried where its parent was accepted, the round drafted that deep and the text had not ended. Rounds of a
+    lookup do not count.
     """
     known = set(paths)
     shape = max(map(len, known)), 1 + max(path[-1] for path in known)
     tried, accepted = np.zeros(shape), np.zeros(shape)
-    for round_ in (round_ for generation in generations for round_ in generation.rounds if round_.drafted):
+    rounds = (round_ for generation in generations for round_ in generation.rounds)
+    for round_ in (round_ for round_ in rounds if round_.drafted and not round_.by_lookup):
         if round_.ranks is None or (round_.ranks and round_.ranks not in known):
             raise ValueError(f"a round accepted the path {round_.ranks}, which the tree does not hold")
         for depth in range(min(len(round_.drafted), round_.num_accepted + (not round_.was_cut))):

@@ -26,7 +26,7 @@ ENDED = frozenset(("eos", "stop"))  # by what was written, not by a limit
 AUTOREGRESSIVE = "autoregressive"
 SPECULATIVE = "speculative"
 PHASES = ("prefill", "decode", "draft", "verify", "sample", "measure")  # that a clock tells apart
-WITH_LOOKUP = "with_lookup"  # speculative decoding by the same draft, after suffix lookup
+WITH_LOOKUP = "with_lookup"  # speculative decoding by the same draft, with suffix lookup
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from accelerate import PartialState
 
@@ -28,8 +28,8 @@ from heads.frozen.loading import Target
 from heads.metadata import agreed, hash_together
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.lookup import PromptLookup, SuffixLookup
-from heads.proposers.merged import LookupFirst, MergedDrafts
-from heads.proposers.protocol import LooksUp, Proposer
+from heads.proposers.merged import LookupFirst, LookupFirstTrees, MergedDrafts
+from heads.proposers.protocol import LooksUp, Proposer, TreeProposer
 from heads.proposers.self_speculation import early_exit
 from heads.proposers.suffixes import KNOWN_TOKENS
 
@@ -38,7 +38,8 @@ log = logging.getLogger("draftsmith")
 LOOKUP_LENGTHS = (2, 4, 8)  # beside the draft's own number
 LOOKUP_PROMPTS = 4
 LONGEST_MATCH = 8  # tokens by which prompt lookup beside a draft tells one place of a text from another
-EXPECTED = 0.5  # `lookup_expects` where nothing was measured
+EXPECTED = 1.75  # `lookup_expects` at most, and where nothing was measured
+HELD = 0.5  # of what suffix lookup expects below that comes true
 
 Answers = Sequence[Sequence[int]]  # token ids
 
@@ -93,7 +94,7 @@ def load_evaluated(config: EvalConfig, target: Target, answers: Answers = ()) ->
 
 
 def add_lookup(draft: Proposer, config: EvalConfig, target: Target, answers: Answers = ()) -> Proposer:
-    """Return the draft with suffix lookup before it; the two may not decode at the same time."""
+    """Return the draft with suffix lookup beside it; the two may not decode at the same time."""
     return _as_one([draft], ["suffix_lookup"], config, target, answers)
 
 
@@ -101,15 +102,16 @@ def _as_one(
     drafts: Sequence[Proposer], names: Sequence[FreeDraft], config: EvalConfig, target: Target, answers: Answers
 ) -> Proposer:
     shortest, longest = config.lookup_match, max(config.lookup_match, LONGEST_MATCH)
-    is_chain = config.decode.tree is None and len(drafts) == len(names) == 1
+    is_pair, is_chain = len(drafts) == len(names) == 1, config.decode.tree is None
     expects = EXPECTED if config.lookup_expects is None else config.lookup_expects
+    in_turns = is_pair and (is_chain or (names[0] == "suffix_lookup" and isinstance(drafts[0], TreeProposer)))
     lookups: dict[str, Callable[[], LooksUp]] = {
         "prompt_lookup": lambda: PromptLookup(target.device, longest=longest, shortest=shortest),
-        "suffix_lookup": lambda: SuffixLookup(target.device, answers, min_expected=expects if is_chain else 0.0),
+        "suffix_lookup": lambda: SuffixLookup(target.device, answers, min_expected=expects if in_turns else 0.0),
     }
     found = [lookups[name]() for name in names]
-    if is_chain:
-        return LookupFirst(found[0], drafts[0])
+    if in_turns:
+        return LookupFirst(found[0], drafts[0]) if is_chain else LookupFirstTrees(found[0], cast(TreeProposer, drafts[0]))
     several = [*drafts, *found]
     return several[0] if len(several) == 1 else MergedDrafts(several, target.device)
 
@@ -182,13 +184,15 @@ def fastest_length(config: EvalConfig, requests: Sequence[Request], target: Targ
 def break_even(timings: Sequence[Timing]) -> float:
     """Return how many drafts a lookup must expect to be accepted to be worth a round of the draft, whose timings these are.
 
-    With r tokens a second, a round of the draft that takes d seconds longer has to bring r * d tokens more.
+    With r tokens a second, a round of the draft that takes d seconds longer has to bring r * d tokens more. From `EXPECTED`
+    on, what a lookup expects comes true, and a draft that has its counts mixed in does no better.
     """
     tokens, rounds = sum(each.num_tokens for each in timings), sum(each.num_rounds for each in timings)
     seconds, drafting = sum(each.decode_seconds for each in timings), sum(each.draft_seconds for each in timings)
     if not rounds or not seconds:
         return EXPECTED
-    return max(0.0, tokens / rounds - 1 - tokens / seconds * drafting / rounds)
+    worth = tokens / rounds - 1 - tokens / seconds * drafting / rounds
+    return min(max(0.0, worth / HELD), EXPECTED)
 
 
 def _decode(config: EvalConfig, requests: Sequence[Request], target: Target, draft: Proposer) -> list[Timing]:

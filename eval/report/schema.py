@@ -167,7 +167,7 @@ class BaselineSection(OtherWaySection):
 
 
 class WithLookupSection(OtherWaySection):
-    """The draft after a lookup; the ratios are its numbers over the draft's alone."""
+    """The draft with a lookup; the ratios are its numbers over the draft's alone."""
 
     lookup: str
     lookup_rounds_share: Number  # of all rounds, those in which the lookup drafted
@@ -188,8 +188,8 @@ class SuiteSection(ClosedSection):
     that the same process decoded before. Self-speculation drafts with the target's own first blocks. A ratio is this draft's
     number over theirs, on the same prompts."""
     with_lookup: WithLookupSection | None = None
-    """The same draft after suffix lookup, which takes a round where it expects `decode.lookup_expects` accepted drafts or more.
-    A ratio is its number over the draft's alone."""
+    """The same draft with suffix lookup, which takes a round where it expects `decode.lookup_expects` accepted drafts or more,
+    and in the others mixes its counts into the draft's distributions. A ratio is its number over the draft's alone."""
 
 
 class AnswerSpan(ClosedSection):

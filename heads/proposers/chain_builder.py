@@ -8,7 +8,8 @@ A stopping rule sees each distribution before a token is drawn from it, or the d
 the token, which would bias the output: let p = q put 1/2 on each of a and b, and drop b when it is drawn; then a comes out with
 probability 3/4. Given that the drafts before position i were kept, both "draw from q_i, test, take the residual" and "draft
 nothing, take the target's own token" put p_i there; `tests/eval/decoder/test_stopping.py` enumerates this, also for block
-verification. Rows decide for themselves, so that a request gets the same tokens in any batch.
+verification. Rows decide for themselves, so that a request gets the same tokens in any batch. Counts that are mixed in
+(`heads.proposers.counted`) change the distribution before anything sees it.
 B batch, G drafts, K further drafts, W draft vocabulary, V target vocabulary.
 """
 
@@ -25,10 +26,11 @@ from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig, SamplingConfig
 from configs.schema.drafting import CalibrationPoint, ConfidenceStopping, CostStopping, EntropyStopping
 from heads.device import RowNumbers, constant
+from heads.proposers.counted import counted_here, mixed
 from heads.proposers.protocol import Proposal
 from heads.sampling.counter_rng import CounterRNG, Role
 from heads.sampling.probabilities import draw, greedy_token, token_probabilities
-from heads.vocabulary import DraftVocabulary, over_target, target_ids
+from heads.vocabulary import DraftVocabulary, target_ids
 
 AT_ONCE = 8  # drafts whose random numbers are made together, where nothing says how many there will be
 
@@ -52,6 +54,7 @@ class ChainBuilder:
         self.sampling, self.rng, self.keep_logits = sampling, rng, keep_logits
         self.vocabulary = vocabulary
         self.lengths, self.device = lengths, rng.device
+        self._counted = counted_here()
         self._rule = rule_for(sampling)
         at_1 = self._rule is not None and sampling.temperature == 0  # rules see greedy drafts' distributions at temperature 1
         self._shown = sampling.model_copy(update={"temperature": 1.0}) if at_1 else sampling
@@ -70,30 +73,37 @@ class ChainBuilder:
         (`Proposal.estimates_BG`), if it makes one.
         """
         step, greedy = len(self._drafted), self.sampling.temperature == 0
+        mixture = mixed(logits_BW, self.vocabulary, self._counted, self.sampling.temperature)
+        logits_BW = mixture.logits
         if self._rule is not None or not greedy:
             probs_BW = token_probabilities(logits_BW, self._shown)
         if self._rule is not None:
             drafts_B, continues_B = self._rule.decide(probs_BW, estimate_B)
             self._num_drafted_B += self._open_B & drafts_B
             self._open_B &= continues_B
-        if greedy:
-            drafted_B = target_ids(self.vocabulary, greedy_token(logits_BW))
-        else:
-            drafted_B = self._drawn(step, probs_BW)
-            self._distributions.append(over_target(self.vocabulary, probs_BW, 0.0))
+        chosen_B = greedy_token(logits_BW) if greedy else self._drawn(step, probs_BW)
+        drafted_B = mixture.target_ids(chosen_B)
+        if not greedy:
+            self._distributions.append(mixture.over_target(probs_BW, 0.0))
         self._drafted.append(drafted_B)
+        if self._counted is not None:
+            self._counted.follow(drafted_B.unsqueeze(1), torch.zeros_like(drafted_B).unsqueeze(1))
         if self.keep_logits:
-            self._logits.append(over_target(self.vocabulary, logits_BW, float("-inf")))
+            self._logits.append(mixture.over_target(logits_BW, float("-inf")))
         if estimate_B is not None:
             self._estimates.append(estimate_B)
         return drafted_B
 
     def peek(self, logits_BGW: Tensor) -> Tensor:
-        """Return the target's ids `[B, G]` that `add` would choose from these logits for the first G drafts; adds none."""
+        """Return the target's ids `[B, G]` that `add` would choose from these logits for the first G drafts; adds none.
+
+        Counts are not mixed in.
+        """
         if self.sampling.temperature == 0:
             return target_ids(self.vocabulary, greedy_token(logits_BGW))
         probs_BGW = token_probabilities(logits_BGW, self.sampling)
-        return torch.stack([self._drawn(step, probs_BW) for step, probs_BW in enumerate(probs_BGW.unbind(1))], 1)
+        drawn = [self._drawn(step, probs_BW) for step, probs_BW in enumerate(probs_BGW.unbind(1))]
+        return target_ids(self.vocabulary, torch.stack(drawn, 1))
 
     @property
     def finished(self) -> bool:
@@ -122,7 +132,7 @@ class ChainBuilder:
         if self._uniform_BG is None or step >= self._uniform_BG.shape[1]:  # in one copy for most rounds
             asked = self.sampling.num_speculative_tokens if isinstance(self.sampling, DecodeConfig) else AT_ONCE
             self._uniform_BG = self.rng.along(Role.DRAFT, self.lengths, max(asked, 2 * step), self.lengths)
-        return target_ids(self.vocabulary, draw(probs_BW, self._uniform_BG[:, step]))
+        return draw(probs_BW, self._uniform_BG[:, step])
 
 
 class StopDecision(NamedTuple):

@@ -6,6 +6,7 @@ B batch, G drafts, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import cast
 
@@ -15,9 +16,11 @@ from torch.nn import functional
 
 from configs.runtime.errors import InputError
 from configs.schema.decoding import SamplingConfig
-from heads.device import RowNumbers, on_device, token_rows
+from heads.device import RowNumbers, TokenRows, on_device, token_rows
 from heads.frozen.hidden_states import TargetStates
+from heads.proposers.counted import beside
 from heads.proposers.draft_lm import DraftLM
+from heads.proposers.lookup import SuffixLookup
 from heads.proposers.protocol import LearningProposer, LooksUp, Proposal, Proposer, Tokens, TreeProposer, deterministic_proposal
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree
@@ -29,10 +32,11 @@ MAX_BEHIND = 64  # tokens that a draft may have left unread; a text that is copi
 class LookupFirst:
     """A lookup and a draft as one proposer of chains (`heads.proposers.protocol.Proposer`).
 
-    A row takes the lookup's drafts where that has found a match, as long as its own settings ask, else the draft's. The choice
-    depends on the committed text alone, so each round is lossless by the rule that verifies its drafts; a lookup's are a point
-    mass. The draft is run in a round where any row needs it. What was committed since it ran last it reads in the forward that
-    drafts, so that a round of the lookup costs it nothing; only from `MAX_BEHIND` tokens on is it run to keep up.
+    A row takes the lookup's drafts where that has found a match, as long as its own settings ask, else the draft's, which
+    suffix lookup mixes its counts into (`heads.proposers.counted`). The choice depends on the committed text alone, so each
+    round is lossless by the rule that verifies its drafts; a lookup's are a point mass. The draft is run in a round where any
+    row needs it. What was committed since it ran last it reads in the forward that drafts, so that a round of the lookup costs
+    it nothing; only from `MAX_BEHIND` tokens on is it run to keep up.
     """
 
     def __init__(self, lookup: LooksUp, draft: Proposer) -> None:
@@ -51,17 +55,31 @@ class LookupFirst:
     ) -> Proposal:
         text = token_rows(tokens, self.lookup.device)
         found = self.lookup.look_up(text, num_tokens)
-        # Added before the draft reads anything, it goes to the device along with what that needs.
-        by_lookup = text.uploads.numbers([bool(drafts) for drafts in found])
-        behind = max(len(row) - read for row, read in zip(tokens, self._read, strict=True))
-        self._overruled = []
-        if all(by_lookup) and behind + num_tokens < MAX_BEHIND:
+        by_lookup = self._by_lookup(text, found)
+        if all(by_lookup) and self._may_wait(text, num_tokens):
             return replace(deterministic_proposal(found, text.uploads), by_lookup=by_lookup)
         found_ids, found_counts = text.uploads.rows(found), text.uploads.numbers(list(map(len, found)))
-        own = self.draft.propose(text, num_tokens, sampling, rng, keep_logits=keep_logits)
-        self._read = [len(row) for row in tokens]
-        self._overruled = [row for row, is_found in enumerate(by_lookup) if is_found]
+        with self._mixing():
+            own = self.draft.propose(text, num_tokens, sampling, rng, keep_logits=keep_logits)
+        self._note_read(text, by_lookup)
         return _chosen(found_ids.tensor, found_counts, own, by_lookup)
+
+    def _by_lookup(self, text: TokenRows, found: Sequence[Sequence[int]]) -> RowNumbers:
+        """Return which rows take the lookup's drafts; added before the draft reads anything, that goes along to the device."""
+        self._overruled = []
+        return text.uploads.numbers([bool(drafts) for drafts in found])
+
+    def _may_wait(self, text: TokenRows, num_tokens: int) -> bool:
+        """Return whether the draft may leave this round's tokens unread as well."""
+        behind = max(len(row) - read for row, read in zip(text, self._read, strict=True))
+        return behind + num_tokens < MAX_BEHIND
+
+    def _mixing(self) -> AbstractContextManager[None]:
+        return beside(self.lookup.counted()) if isinstance(self.lookup, SuffixLookup) else nullcontext()
+
+    def _note_read(self, text: TokenRows, by_lookup: Sequence[int]) -> None:
+        self._read = [len(row) for row in text]
+        self._overruled = [row for row, is_found in enumerate(by_lookup) if is_found]
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
         if self._overruled and isinstance(self.draft, DraftLM):
@@ -73,6 +91,45 @@ class LookupFirst:
         for each in (self.lookup, self.draft):
             each.keep_rows(rows)
         self._read = [self._read[row] for row in rows]
+
+
+class LookupFirstTrees(LookupFirst):
+    """The same for a draft that proposes trees (`heads.proposers.protocol.TreeProposer`); a lookup's drafts are a chain.
+
+    Where trees are drawn, every round is the draft's: a lookup's tokens are not drawn.
+    """
+
+    num_trees = 1
+    draft: TreeProposer
+
+    def __init__(self, lookup: LooksUp, draft: TreeProposer) -> None:
+        super().__init__(lookup, draft)
+
+    def propose_tree(
+        self, tokens: Tokens, tree: Tree | DynamicTreeSpec, drawn_by: SamplingConfig | None, rng: CounterRNG
+    ) -> Proposal:
+        text = token_rows(tokens, self.lookup.device)
+        found = self.lookup.look_up(text, tree.depth)
+        if drawn_by is not None:
+            found = [[] for _ in found]
+        by_lookup = self._by_lookup(text, found)
+        if all(by_lookup) and self._may_wait(text, tree.depth):
+            return replace(deterministic_proposal(found, text.uploads), by_lookup=by_lookup)
+        with self._mixing():
+            own = self.draft.propose_tree(text, tree, drawn_by, rng)
+        self._note_read(text, by_lookup)
+        if not any(by_lookup):
+            return own
+        width, parents_BN = own.tokens_BG.shape[1], cast(Tensor, own.parents_BN)
+        ids = text.uploads.rows([[*row, *[0] * (width - len(row))] for row in found])
+        parents = text.uploads.rows([[*range(len(row)), *[-1] * (width - len(row))] for row in found])
+        by_lookup_B1 = by_lookup.tensor_B.bool().unsqueeze(1)
+        return Proposal(
+            tokens_BG=torch.where(by_lookup_B1, ids.tensor, own.tokens_BG),
+            num_drafted=[len(row) or count for row, count in zip(found, own.num_drafted, strict=True)],
+            parents_BN=torch.where(by_lookup_B1, parents.tensor, parents_BN),
+            by_lookup=by_lookup,
+        )
 
 
 class MergedDrafts:

@@ -55,7 +55,7 @@ class BenchHeadsConfig(HeadsSettings):
     # Heads by the first recipe but for some keys, dotted or in sections, as {two_layers: {head.num_layers: 2}}; a row each, and
     # the tokens per target step of each over those of the first variant
     variants: dict[str, dict[str, Setting]] = {}
-    with_lookup: bool = True  # each head's chains are measured after suffix lookup as well, which knows the answers trained on
+    with_lookup: bool = True  # heads are also measured with suffix lookup, which knows the answers trained on
     # Recipes, by the names of their files, whose chains are also measured where the cost rule ends them (decode.stopping, by
     # the head's estimate where it makes one), fitted on the prompts that chose checkpoints
     stopped: list[str] = []

@@ -21,7 +21,7 @@ from eval.cost.tree_choice import choose_tree
 from eval.decoder.decode import Request
 from eval.decoder.records import AUTOREGRESSIVE, WITH_LOOKUP
 from eval.lossless.verdict import NOT_LOSSLESS, judge_lossless
-from eval.measure.proposers import add_lookup, known_answers, make_baselines
+from eval.measure.proposers import Answers, add_lookup, known_answers, make_baselines
 from eval.measure.record_files import Records
 from eval.metrics.acceptance import Acceptance
 from eval.metrics.speed import Sums, decode_speed_ratio, sums_ratio
@@ -43,6 +43,7 @@ from scripts.lab.head_settings import BenchHeadsConfig
 
 log = logging.getLogger("draftsmith")
 
+WIDE = FastestTree(kind="fastest")
 BASELINES: list[FreeDraft] = ["prompt_lookup", "suffix_lookup"]
 COSTS = ("parameters", "trained_parameters", "answer_tokens", "labels", "training_seconds", "run_seconds")
 NO_COST = dict.fromkeys(COSTS, 0)
@@ -63,7 +64,7 @@ def compare_heads(config: BenchHeadsConfig) -> int:
         sides: dict[str, MeasuredDraft] = {}
         for name, of_suite in requests.items():
             if (key := f"{run.name} {name}") not in done:
-                sides = sides or load_sides(config, target, run, choosing)
+                sides = sides or load_sides(config, target, run, choosing, answers)
                 measured = measure_run(config, target, of_suite, run, sides, baselines, answers, suite=name)
                 done[key] = measured._asdict() | {"rows": [flat(row) for row in measured.rows], "ratios": flat(measured.ratios)}
                 journal.append(key, done[key])
@@ -93,28 +94,51 @@ class MeasuredDraft(NamedTuple):
     draft: Draft
     settings: DecodeConfig
     cost: dict[str, Any]
+    proposer: Proposer
+    has_lookup: bool = False
 
 
 def load_sides(
-    config: BenchHeadsConfig, target: Target, run: TrainingRun, choosing: Sequence[Request]
+    config: BenchHeadsConfig, target: Target, run: TrainingRun, choosing: Sequence[Request], answers: Answers
 ) -> dict[str, MeasuredDraft]:
-    """Return a run's draft, and the same as `stopped` and `trees` ask for it, fitted on the prompts of `choosing`."""
+    """Return a run's draft, and as `stopped`, `trees` and `with_lookup` ask for it, fitted on the prompts of `choosing`.
+
+    Suffix lookup knows the `answers` that were trained on.
+    """
     draft = load_draft(run.artifact, target.identity, target.model)
     settings = DecodeConfig(
         num_speculative_tokens=draft.metadata.num_speculative_tokens, max_new_tokens=config.max_new_tokens, batch_size=1
     )
-    sides = {run.name: MeasuredDraft(draft, settings, cost_of(run))}
+    chain = MeasuredDraft(draft, settings, cost_of(run), draft.proposer)
+    sides = {run.name: chain}
     if run.name in config.stopped:
         stopping = choose_stopping(target, draft, choosing, settings)
         stopped = settings.model_copy(update={"stopping": stopping})
-        sides[f"{run.name}, stopped by {stopping.by}"] = MeasuredDraft(draft, stopped, sides[run.name].cost)
+        sides[f"{run.name}, stopped by {stopping.by}"] = chain._replace(settings=stopped)
+    if config.with_lookup:
+        with_lookup = add_lookup(draft.proposer, EvalConfig(decode=settings), target, answers)
+        sides[f"{run.name} {WITH_LOOKUP}"] = chain._replace(proposer=with_lookup, has_lookup=True)
     if run.name in config.trees:
-        chosen = choose_tree(target, draft.proposer, draft.metadata.kind, choosing, settings, FastestTree(kind="fastest"))
-        log.info("of the static trees %s is expected to be the fastest", chosen.paths)
-        tree = StaticTree(kind="static", paths=[list(path) for path in chosen.paths])
-        by_tree = settings.model_copy(update={"tree": tree})
-        sides[f"{run.name}, fastest tree"] = MeasuredDraft(draft, by_tree, sides[run.name].cost)
+        by_tree = settings.model_copy(update={"tree": fastest(target, draft, draft.proposer, choosing, settings)})
+        sides[f"{run.name}, fastest tree"] = chain._replace(settings=by_tree)
+    if run.name in config.trees and config.with_lookup:
+        # The tree of the rounds that the lookup leaves to the draft, whose counts are mixed in.
+        asked = EvalConfig(decode=settings.model_copy(update={"tree": WIDE}))
+        never = asked.model_copy(update={"lookup_expects": 1.0 + settings.num_speculative_tokens})
+        tree = fastest(target, draft, add_lookup(draft.proposer, never, target, answers), choosing, settings)
+        with_lookup = add_lookup(draft.proposer, asked, target, answers)
+        sides[f"{run.name}, fastest tree {WITH_LOOKUP}"] = chain._replace(
+            settings=settings.model_copy(update={"tree": tree}), proposer=with_lookup, has_lookup=True
+        )
     return sides
+
+
+def fastest(
+    target: Target, draft: Draft, proposer: Proposer, choosing: Sequence[Request], settings: DecodeConfig
+) -> StaticTree:
+    chosen = choose_tree(target, proposer, draft.metadata.kind, choosing, settings, WIDE)
+    log.info("of the static trees %s is expected to be the fastest", chosen.paths)
+    return StaticTree(kind="static", paths=[list(path) for path in chosen.paths])
 
 
 class MeasuredRun(NamedTuple):
@@ -130,24 +154,19 @@ def measure_run(
     run: TrainingRun,
     sides: Mapping[str, MeasuredDraft],
     baselines: list[FreeDraft],
-    answers: Sequence[Sequence[int]],
+    answers: Answers,
     *,
     suite: str,
 ) -> MeasuredRun:
-    """Decode with a run's drafts, its chains after a lookup as well, and the baselines, plain decoding in turns; a row each.
+    """Decode with a run's drafts, the baselines and plain decoding in turns; a row each.
 
     Suffix lookup knows the `answers`, those that were trained on.
     """
-    draft, settings, _ = sides[run.name]
+    draft, settings, *_ = sides[run.name]
     evaluation = EvalConfig(decode=settings, repeats=config.repeats, baselines=baselines)
-    proposers: dict[str, Proposer] = {name: side.draft.proposer for name, side in sides.items()}
     by_mode = {name: side.settings for name, side in sides.items()}
     stopped = [name for name, each in by_mode.items() if each.stopping is not None]
-    decoded_by = proposers | make_baselines(evaluation, target, answers)
-    with_lookup = f"{run.name} {WITH_LOOKUP}"
-    if config.with_lookup:
-        decoded_by[with_lookup] = add_lookup(proposers[run.name], evaluation, target, answers)
-        by_mode[with_lookup] = settings
+    decoded_by = {name: side.proposer for name, side in sides.items()} | make_baselines(evaluation, target, answers)
     records = measure(target, requests, evaluation, decoded_by, settings=by_mode)
     check_finite(records.generations, f"recipe {run.name}")
 
@@ -160,11 +179,10 @@ def measure_run(
 
     kind, rows = draft.metadata.kind, []
     for name, side in sides.items():
-        rows.append(row(kind, name, name, side.cost))
+        family = f"suffix_lookup + {kind}" if side.has_lookup else kind
+        rows.append(row(family, name.removesuffix(f" {WITH_LOOKUP}"), name, side.cost))
         found = rows[-1]["tau"].point, rows[-1]["speedup"].point
         log.info("%s on %s: %.3f tokens per target step, %.2f times plain decoding's speed", name, suite, *found)
-    if config.with_lookup:
-        rows.append(row(f"suffix_lookup + {kind}", run.name, with_lookup, sides[run.name].cost))
     rows += [row(name, None, name, NO_COST) for name in baselines]
     ratios = {
         f"{run.name}_stopped_vs_fixed_{suite}": decode_speed_ratio(

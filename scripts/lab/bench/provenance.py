@@ -17,6 +17,9 @@ log = logging.getLogger("draftsmith")
 
 RESULTS = CHECKOUT / "docs" / "results"
 TRAINING_CODE = ("configs/runtime", "configs/schema", "heads", "distill", "eval", "train")
+# Of these, what decides a draft's weights: decoding only chooses among checkpoints, by answers that no draft changes
+DECODING_CODE = ("eval", "heads/proposers", "heads/sampling", "heads/formats", "configs/schema/evaluation.py")
+WEIGHTS_CODE = (*TRAINING_CODE, *(f":(exclude){path}" for path in DECODING_CODE))
 
 
 def is_published(path: str | Path) -> bool:
@@ -46,7 +49,7 @@ def check_trained_here(artifacts: Iterable[str | Path], output: str | Path) -> N
         metadata = read_json(Path(artifact) / "draftsmith.json", "artifact metadata")
         trained = metadata.get("provenance", {}).get("git", {})
         commit = trained.get("commit")
-        changed = None if commit is None else changed_files(commit, TRAINING_CODE)
+        changed = None if commit is None else changed_files(commit, WEIGHTS_CODE)
         if trained.get("dirty") is not False or changed != []:
             by = f"commit {str(commit)[:12]}" + (", with changes that are not committed" if trained.get("dirty") else "")
             since = f"; since then changed: {_listed(changed)}" if changed else ""

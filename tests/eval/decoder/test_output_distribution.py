@@ -11,6 +11,8 @@ from eval.decoder import rules as candidates
 from eval.decoder import verifier
 from eval.stats.significance import holm
 from heads.families.registry import FAMILIES, serve
+from heads.proposers.chain_builder import ChainBuilder
+from heads.sampling.probabilities import token_probabilities
 from tests.support import distribution_checks as checks
 from tests.support.decoding import held_against
 from tests.support.family_checks import build
@@ -34,7 +36,7 @@ def distribution_of(pair, exact_distribution):
 @pytest.mark.parametrize("name", checks.CASES)
 def test_samples_follow_the_targets_distribution(pair, distribution_of, name):
     config = checks.CASES[name]
-    counts, rounds = checks.sample(*pair, config, QUICK, looks_up=name.startswith("lookup"))
+    counts, rounds = checks.sample(*pair, config, QUICK, lookup=checks.lookup_of(name))
     assert QUICK < rounds < 3.5 * QUICK  # drafts are accepted and rejected
     assert held_against(distribution_of(config), counts).p_value > LEVEL
 
@@ -43,7 +45,7 @@ def test_samples_follow_it_where_the_targets_first_block_drafts(pair, distributi
     target, config = pair[0], checks.CASES["lookup or chain, block"]
     head = serve(build(EarlyExitSettings(kind="early_exit", taps=[1]), target.model, stir=0.5), target.model)
     proposer = FAMILIES["early_exit"].propose(head, target.device)
-    counts, rounds = checks.sample(target, proposer, config, QUICK, looks_up=True)
+    counts, rounds = checks.sample(target, proposer, config, QUICK, lookup=checks.lookup_of("lookup"))
     assert QUICK < rounds < 3.5 * QUICK
     assert held_against(distribution_of(config), counts).p_value > LEVEL
 
@@ -75,7 +77,20 @@ def test_a_planted_bug_is_found_by_the_quick_test_where_it_is_gross(pair, distri
 @pytest.mark.parametrize("name", ["lookup or chain, token", "lookup or chain, block"])
 def test_it_is_found_that_looked_up_drafts_are_judged_as_if_the_draft_had_drawn_them(pair, distribution_of, monkeypatch, name):
     monkeypatch.setattr(verifier, "_drawn_by", lambda proposal, like_BKV: proposal.probs_BGV)
-    counts, _ = checks.sample(*pair, checks.CASES[name], QUICK, looks_up=True)
+    counts, _ = checks.sample(*pair, checks.CASES[name], QUICK, lookup=checks.lookup_of("lookup"))
+    assert held_against(distribution_of(checks.SAMPLED), counts).p_value < LEVEL
+
+
+def test_it_is_found_that_drafts_of_a_mixture_are_judged_as_the_drafts_own(pair, distribution_of, monkeypatch):
+    add, name = ChainBuilder.add, "chain with counts, token"
+
+    def adding(chain, logits_BV):
+        drafted_B = add(chain, logits_BV)
+        chain._distributions[-1] = token_probabilities(logits_BV, chain.sampling)
+        return drafted_B
+
+    monkeypatch.setattr(ChainBuilder, "add", adding)
+    counts, _ = checks.sample(*pair, checks.CASES[name], QUICK, lookup=checks.lookup_of(name))
     assert held_against(distribution_of(checks.SAMPLED), counts).p_value < LEVEL
 
 
@@ -85,7 +100,7 @@ def test_many_samples_follow_the_targets_distribution(pair, distribution_of, dsp
     found, by_estimate = {}, "dspark, stopped by estimate"
     for name, config in (*checks.CASES.items(), (by_estimate, checks.BY_ESTIMATE)):
         draft = dspark if name == by_estimate else pair[1]
-        counts, rounds = checks.sample(pair[0], draft, config, SLOW, looks_up=name.startswith("lookup"))
+        counts, rounds = checks.sample(pair[0], draft, config, SLOW, lookup=checks.lookup_of(name))
         found[name] = held_against(distribution_of(config), counts)
         with capsys.disabled():
             cells, p_value = found[name].degrees_of_freedom + 1, found[name].p_value

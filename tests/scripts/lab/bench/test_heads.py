@@ -108,9 +108,11 @@ def test_chains_that_the_cost_rule_ends_and_trees_are_measured_beside_the_fixed_
     }
     assert compare_heads(make_config(**only, output=str(tmp_path / "heads.json"))) == DONE
     content = json.loads((tmp_path / "heads.json").read_text())
-    fixed, stopped, by_tree, after_lookup = content["rows"][:4]
+    fixed, stopped, with_lookup, by_tree, tree_with_lookup = content["rows"][:5]
     assert [row["recipe"] for row in (stopped, by_tree)] == ["eagle3, stopped by distribution", "eagle3, fastest tree"]
-    assert (after_lookup["recipe"], after_lookup["lossless"]) == (fixed["recipe"], by_tree["lossless"])
+    pairs = [(with_lookup, fixed), (tree_with_lookup, by_tree)]
+    assert all((one["recipe"], one["lossless"]) == (other["recipe"], other["lossless"]) for one, other in pairs)
+    assert {one["family"] for one, _ in pairs} == {"suffix_lookup + eagle3"}
     assert by_tree["tau"] > fixed["tau"]
     assert (stopped["tau"], stopped["lossless"]) == (1.0, "lossless")  # no draft is worth a row
     names = ["eagle3_stopped_vs_fixed_home", "eagle3_stopped_vs_fixed_other"]
