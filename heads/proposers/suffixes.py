@@ -17,6 +17,7 @@ from typing import NamedTuple
 MIN_PROBABILITY = 0.2  # a chain ends before the draft that makes its probability less
 OWN_WEIGHT = 3.0  # of what the text itself holds, beside earlier answers
 MAX_SUFFIX = 8  # tokens of a suffix that is told from longer ones
+NEGLIGIBLE = 1e-3  # probability that shorter suffixes would share
 LIKELIEST = 8  # tokens after a suffix that are considered, those of the highest counts
 KNOWN_TOKENS = 1_000_000  # of answers that are known from the start: four seconds, and half a gigabyte
 # A token is counted for this many suffixes, longest first. Text has a handful of them, one token repeated n times has n; there
@@ -207,16 +208,20 @@ class SuffixText:
 def interpolated(own: Iterable[Context], past: Iterable[Context]) -> dict[int, float]:
     """Return the probabilities of the likeliest next tokens, by the suffixes of a text in itself and in earlier answers.
 
-    From the shortest suffix to the longest, n tokens after one of which d are different give its shares the weight n / (n + d),
-    and the shorter suffixes the rest. Those of the text itself count `OWN_WEIGHT` times.
+    From the longest suffix to the shortest, n tokens after one of which d are different get n / (n + d) of what the longer ones
+    leave, and share that. Those of the text itself count `OWN_WEIGHT` times. What is left below `NEGLIGIBLE` is not shared out.
     """
+    weighted = [*((each.length, OWN_WEIGHT, each) for each in own), *((each.length, 1.0, each) for each in past)]
     probs: dict[int, float] = {}
-    weighted = [*((each.length, 1.0, each) for each in past), *((each.length, OWN_WEIGHT, each) for each in own)]
-    for _, weight, context in sorted(weighted, key=lambda each: each[:2]):
+    left = 1.0
+    for _, weight, context in sorted(weighted, key=lambda each: each[:2], reverse=True):
         share = weight * context.total / (weight * context.total + context.num_distinct)
-        probs = {token: (1 - share) * prob for token, prob in probs.items()}
+        each = left * share / context.total
         for token, count in context.likeliest:
-            probs[token] = probs.get(token, 0.0) + share * count / context.total
+            probs[token] = probs.get(token, 0.0) + each * count
+        left *= 1 - share
+        if left < NEGLIGIBLE:
+            break
     return probs
 
 
