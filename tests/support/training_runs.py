@@ -59,8 +59,8 @@ def distil(config, target, rows, stop_after=None):
     return train_task(draft_task(config, target, rows), rows, stop_after)[0]
 
 
-def kept_bytes(step):
-    """Run a forward; return the bytes of what it keeps for its backward, parameters apart."""
+def kept_bytes(step, head=None):
+    """Run a forward; return the bytes of what it keeps for its backward, parameters apart, and of the states that a head gives."""
     kept: dict[int, int] = {}
 
     def note(tensor):
@@ -70,8 +70,15 @@ def kept_bytes(step):
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
+    def note_states(module, arguments, depths):
+        for depth in depths:
+            note(depth.hidden_ND)
+
+    hook = None if head is None else head.register_forward_hook(note_states)
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         alive = step()
+    if hook is not None:
+        hook.remove()
     del alive
     return sum(kept.values())
 
