@@ -194,7 +194,7 @@ class EvalConfig(Settings):
 
     @property
     def tries_lookup(self) -> bool:
-        """Whether the draft is also measured with suffix lookup before it."""
+        """Whether the draft is also measured with suffix lookup beside it."""
         fits = self.decode.num_speculative_tokens > 0 and self.decode.lossy is None
         return self.try_with_lookup and not set(LOOKUPS).isdisjoint(self.baselines) and len(self._named) == 1 and fits
 

@@ -1,6 +1,6 @@
 """The proposers of an evaluation: the draft under evaluation (`load_evaluated`), and the baselines (`make_baselines`).
 
-The draft is one artifact, or several whose candidates are merged into one tree, or one after a lookup
+The draft is one artifact, or several whose candidates are merged into one tree, or one with a lookup
 (`heads.proposers.merged`). Baselines need no training; suffix lookup knows the answers of `lookup_answers`, and those to the
 prompts that this process measured before (`Measurement.teach`).
 """
@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from accelerate import PartialState
 
@@ -102,16 +102,18 @@ def _as_one(
     drafts: Sequence[Proposer], names: Sequence[FreeDraft], config: EvalConfig, target: Target, answers: Answers
 ) -> Proposer:
     shortest, longest = config.lookup_match, max(config.lookup_match, LONGEST_MATCH)
-    is_pair, is_chain = len(drafts) == len(names) == 1, config.decode.tree is None
     expects = EXPECTED if config.lookup_expects is None else config.lookup_expects
-    in_turns = is_pair and (is_chain or (names[0] == "suffix_lookup" and isinstance(drafts[0], TreeProposer)))
+    in_turns = len(drafts) == len(names) == 1 and (
+        config.decode.tree is None or (names[0] == "suffix_lookup" and isinstance(drafts[0], TreeProposer))
+    )
     lookups: dict[str, Callable[[], LooksUp]] = {
         "prompt_lookup": lambda: PromptLookup(target.device, longest=longest, shortest=shortest),
         "suffix_lookup": lambda: SuffixLookup(target.device, answers, min_expected=expects if in_turns else 0.0),
     }
     found = [lookups[name]() for name in names]
     if in_turns:
-        return LookupFirst(found[0], drafts[0]) if is_chain else LookupFirstTrees(found[0], cast(TreeProposer, drafts[0]))
+        (draft,), (lookup,) = drafts, found
+        return LookupFirstTrees(lookup, draft) if isinstance(draft, TreeProposer) else LookupFirst(lookup, draft)
     several = [*drafts, *found]
     return several[0] if len(several) == 1 else MergedDrafts(several, target.device)
 

@@ -60,7 +60,7 @@ def distil(config, target, rows, stop_after=None):
 
 
 def kept_bytes(step, head=None):
-    """Run a forward; return the bytes of what it keeps for its backward, parameters apart, and of the states that a head gives."""
+    """Run a forward; return the bytes of what it keeps for its backward, parameters apart, and of a head's states."""
     kept: dict[int, int] = {}
 
     def note(tensor):

@@ -115,21 +115,19 @@ def load_sides(
         stopping = choose_stopping(target, draft, choosing, settings)
         stopped = settings.model_copy(update={"stopping": stopping})
         sides[f"{run.name}, stopped by {stopping.by}"] = chain._replace(settings=stopped)
+    asked = EvalConfig(decode=settings)
     if config.with_lookup:
-        with_lookup = add_lookup(draft.proposer, EvalConfig(decode=settings), target, answers)
-        sides[f"{run.name} {WITH_LOOKUP}"] = chain._replace(proposer=with_lookup, has_lookup=True)
+        with_lookup = chain._replace(proposer=add_lookup(draft.proposer, asked, target, answers), has_lookup=True)
+        sides[f"{run.name} {WITH_LOOKUP}"] = with_lookup
     if run.name in config.trees:
         by_tree = settings.model_copy(update={"tree": fastest(target, draft, draft.proposer, choosing, settings)})
         sides[f"{run.name}, fastest tree"] = chain._replace(settings=by_tree)
     if run.name in config.trees and config.with_lookup:
         # The tree of the rounds that the lookup leaves to the draft, whose counts are mixed in.
-        asked = EvalConfig(decode=settings.model_copy(update={"tree": WIDE}))
         never = asked.model_copy(update={"lookup_expects": 1.0 + settings.num_speculative_tokens})
         tree = fastest(target, draft, add_lookup(draft.proposer, never, target, answers), choosing, settings)
-        with_lookup = add_lookup(draft.proposer, asked, target, answers)
-        sides[f"{run.name}, fastest tree {WITH_LOOKUP}"] = chain._replace(
-            settings=settings.model_copy(update={"tree": tree}), proposer=with_lookup, has_lookup=True
-        )
+        by_tree = settings.model_copy(update={"tree": tree})
+        sides[f"{run.name}, fastest tree {WITH_LOOKUP}"] = with_lookup._replace(settings=by_tree)
     return sides
 
 

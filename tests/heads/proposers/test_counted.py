@@ -8,6 +8,7 @@ from configs.schema.drafting import DynamicTree, StaticTree
 from eval.decoder.decode import decode, generate
 from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.counted import SHARE, CountedTexts, beside, mixed
+from heads.proposers.draft_lm import DraftLM
 from heads.proposers.lookup import SuffixLookup
 from heads.proposers.merged import LookupFirstTrees
 from heads.proposers.suffixes import SuffixText, automaton_of
@@ -88,15 +89,15 @@ TREES = {
 
 
 @pytest.mark.parametrize("shape", TREES)
-@pytest.mark.parametrize("name", ["eagle3", "medusa"])
-def test_counts_of_the_answers_help_a_head_that_knows_nothing_and_change_no_answer(as_target, name, shape):
+@pytest.mark.parametrize("name", ["eagle3", "medusa", "draft_lm"])
+def test_counts_of_the_answers_help_a_draft_that_knows_nothing_and_change_no_answer(tiny_llama, as_target, name, shape):
     target = as_target(checks.tiny_target("llama"))
     config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=24, batch_size=3, tree=TREES[shape])
     answers = generate(target, PROMPTS, config.model_copy(update={"num_speculative_tokens": 0, "tree": None}))
-    head = head_proposer(name, target.model)
+    draft = DraftLM(tiny_llama(seed=2), 64) if name == "draft_lm" else head_proposer(name, target.model)
     num_rounds = []
     for expects in (99.0, 1.5, None):
-        both = head if expects is None else LookupFirstTrees(SuffixLookup(target.device, answers, min_expected=expects), head)
+        both = draft if expects is None else LookupFirstTrees(SuffixLookup(target.device, answers, min_expected=expects), draft)
         generations, _ = decode(target, requests_for(PROMPTS), config, both, measure_overlap=shape == "chain")
         assert [list(each.tokens) for each in generations] == answers
         num_rounds.append(sum(len(each.rounds) for each in generations))
