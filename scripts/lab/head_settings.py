@@ -50,7 +50,7 @@ class HeadsSettings(Settings):
 class BenchHeadsConfig(HeadsSettings):
     """`scripts/lab/benchmark.py heads`: head families trained and measured on one target and one set of data."""
 
-    recipes: list[str] = [*OVERNIGHT, "scripts/lab/configs/heads/hydra_short.yaml"]
+    recipes: list[str] = [*OVERNIGHT, "scripts/lab/configs/heads/eagle3_short.yaml"]
     draft_models: list[str] = []  # of `train/distill.py`, measured beside the heads
     # Heads by the first recipe but for some keys, dotted or in sections, as {two_layers: {head.num_layers: 2}}; a row each, and
     # the tokens per target step of each over those of the first variant
@@ -60,7 +60,7 @@ class BenchHeadsConfig(HeadsSettings):
     # the head's estimate where it makes one), fitted on the prompts that chose checkpoints
     stopped: list[str] = []
     # Likewise, recipes that are measured with a tree as well: the one expected to be fastest, fitted on these prompts
-    trees: list[str] = ["hydra_overnight", "eagle3_overnight", "hydra_short"]
+    trees: list[str] = ["hydra_overnight", "eagle3_overnight", "eagle3_short"]
     repeats: PositiveInt = 1  # timed runs of every prompt
     lossless: LosslessConfig = LosslessConfig()
 
