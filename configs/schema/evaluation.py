@@ -119,6 +119,7 @@ class LosslessConfig(Settings):
 
 FreeDraft = Literal["prompt_lookup", "suffix_lookup", "self_speculation"]  # ways of drafting that need no training
 LOOKUPS: tuple[FreeDraft, ...] = ("prompt_lookup", "suffix_lookup")  # those that copy from a text
+SUFFIX_DRAFTS = 8  # of suffix lookup a round at most; it ends a chain where that has become improbable
 
 
 class EvalConfig(Settings):
@@ -147,7 +148,7 @@ class EvalConfig(Settings):
     generate_prompts: NonNegativeInt = 4
     warmup_prompts: NonNegativeInt = 1  # decoded before timing starts
     baselines: list[FreeDraft] = ["prompt_lookup"]  # measured beside the draft (`eval.measure.proposers`)
-    # Drafts a round of the lookups among them, which are rivals at their best only; None: the fastest of a few
+    # Drafts a round of prompt lookup among them, which is a rival at its best only; None: the fastest of a few
     lookup_num_speculative_tokens: PositiveInt | None = None
     # Where a lookup is one of the baselines, also measure the draft with suffix lookup before it: what would that add?
     try_with_lookup: bool = True
@@ -189,8 +190,14 @@ class EvalConfig(Settings):
 
     @property
     def lookup_length(self) -> int:
-        """Drafts a round of the lookups among the baselines."""
+        """Drafts a round of prompt lookup among the baselines."""
         return self.lookup_num_speculative_tokens or self.decode.num_speculative_tokens
+
+    @property
+    def suffix_length(self) -> int:
+        """Drafts a round of suffix lookup at most, among the baselines and where it takes a round from the draft."""
+        own = self.decode.num_speculative_tokens
+        return max(SUFFIX_DRAFTS, own) if own else 0
 
     @property
     def tries_lookup(self) -> bool:

@@ -61,7 +61,7 @@ class BatchRun:
         self.tree, num_slots = None, config.num_speculative_tokens
         if config.tree is not None and isinstance(proposer, TreeProposer):
             self.tree = tree_from(config.tree, config.num_speculative_tokens)
-            num_slots = self.tree.num_slots * proposer.num_trees
+            num_slots = max(num_slots, self.tree.num_slots * proposer.num_trees)
         longest = max(len(request.tokens) for request in requests)
         self.capacity = min(longest + config.max_new_tokens, target.max_positions) + num_slots + 1
         self.cache = new_cache(target.model, self.capacity, LAYERS[config.kv_cache])
@@ -184,7 +184,8 @@ class BatchRun:
         walked = self.verifier.tree(logits_BKV, proposal, attention.depths_BX, text.lengths, tree)
         summary_B3 = torch.stack([walked.num_accepted_B, walked.next_token_B, finite_B], 1)
         table = torch.cat([summary_B3, walked.path_BD, proposal.tokens_BG, cast(Tensor, proposal.parents_BN)], 1).tolist()
-        return [_tree_round(row, tree.depth) for row in table], [row[3 : 3 + row[0]] for row in table], walked
+        depth = walked.path_BD.shape[1]
+        return [_tree_round(row, depth) for row in table], [row[3 : 3 + row[0]] for row in table], walked
 
     def _compare(self, logits_BKV: Tensor, proposal: Proposal, rounds: Sequence[Round]) -> list[list[list[float]]] | None:
         """Return the numbers of `compare_distributions` by row and draft, after them the draft's estimate if it makes one; None
@@ -244,7 +245,7 @@ def _chain_round(num_accepted: int, next_token: int, finite: int, *drafts: int, 
 def _tree_round(numbers: Sequence[int], depth: int) -> Round:
     """Read `[accepted, next token, finite, path..., drafts..., parents...]`.
 
-    The path names target rows and has the `depth` of the tree asked for; the parent of a draft that does not count is -1. Of
+    The path names target rows and is filled up to `depth`; the parent of a draft that does not count is -1. Of
     the drafts, those on the path are recorded, then the first child at each depth below it, which is the likeliest.
     """
     accepted, next_token, finite, *rest = numbers

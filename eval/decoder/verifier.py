@@ -67,11 +67,13 @@ class Verifier:
         """Apply the rule to the tree that was asked for; the path that stays names rows, so draft i as i + 1.
 
         Row k of the logits predicts the token at position (the row's length + depth of k), 0 the depth of the pending token.
+        Chains of a lookup may be deeper than the tree.
         """
         tokens_BK, parents_BK = rooted(proposal)
+        depth = tree.depth if proposal.by_lookup is None else self.config.num_speculative_tokens
         if self.config.temperature == 0:
             greedy_BK = greedy_token(logits_BKV)
-            return match_tree(lambda node_B, _: values_at(greedy_BK, node_B), tokens_BK, parents_BK, tree.depth)
+            return match_tree(lambda node_B, _: values_at(greedy_BK, node_B), tokens_BK, parents_BK, depth)
         rows_B = torch.arange(len(tokens_BK), device=tokens_BK.device)
         first_B1 = on_device(lengths, logits_BKV.device).unsqueeze(1)
         probs_BKV = None if self.candidate_rule is None else proposal.probs_BKV
@@ -81,7 +83,7 @@ class Verifier:
             tokens_BK,
             parents_BK,
             self.rng.uniform(Role.ACCEPT, distinct_positions(first_B1 + depths_BK - 1), first_B1),
-            self.rng.uniform(Role.TARGET, first_B1 + torch.arange(tree.depth + 1, device=tokens_BK.device)),
+            self.rng.uniform(Role.TARGET, first_B1 + torch.arange(depth + 1, device=tokens_BK.device)),
             width=tree.width,
             rule=self.candidate_rule or without_replacement,
         )

@@ -20,7 +20,7 @@ from accelerate.utils import broadcast_object_list
 
 from configs.runtime.errors import RunFailed
 from configs.runtime.terminal import progress
-from configs.schema.evaluation import LOOKUPS, EvalConfig
+from configs.schema.evaluation import EvalConfig
 from eval.decoder.decode import Request, decode
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP, Generation, Timing
 from eval.measure.record_files import BatchFiles, Records
@@ -57,8 +57,8 @@ def measure_share(
     share = share_of(target.group, state)
     mine = range(share.number, len(batches), share.count)
     measurement = Measurement(target, config, proposers, turns.follow, meter)
-    lengths: dict[str, int] = dict.fromkeys(LOOKUPS, config.lookup_length)
-    tallies = {requests[0].suite: Tally(config.decode.num_speculative_tokens, lengths) for requests in by_suite}
+    drafts = drafts_by_mode(config)
+    tallies = {requests[0].suite: Tally(config.decode.num_speculative_tokens, drafts) for requests in by_suite}
     (job,) = broadcast_object_list([job])  # the machines of several processes may differ
     files = BatchFiles(Path(config.output), job)
     measurement.warm_up([batches[number] for number in mine])
@@ -97,6 +97,11 @@ def in_batches(requests: Sequence[Request], size: int) -> list[Sequence[Request]
     return [requests[start : start + size] for start in range(0, len(requests), size)]
 
 
+def drafts_by_mode(config: EvalConfig) -> dict[str, int]:
+    """Return how many drafts a round has at most, in the modes where that is not `decode.num_speculative_tokens`."""
+    return {"prompt_lookup": config.lookup_length, "suffix_lookup": config.suffix_length, WITH_LOOKUP: config.suffix_length}
+
+
 class Measurement:
     """Decodes batches in every mode, plain decoding first; the energy of what is timed is measured where there is a meter."""
 
@@ -112,9 +117,11 @@ class Measurement:
         self.modes: dict[str, Proposer | None] = {AUTOREGRESSIVE: None, **proposers}
         # The baselines draft chains to their full length and without loss, whatever the draft under evaluation does.
         chains = config.decode.model_copy(update={"tree": None, "stopping": None, "lossy": None})
-        lookups = chains.model_copy(update={"num_speculative_tokens": config.lookup_length})
+        drafts = drafts_by_mode(config)
         self.settings = {
-            mode: config.decode if mode in (SPECULATIVE, WITH_LOOKUP) else lookups if mode in LOOKUPS else chains
+            mode: (config.decode if mode in (SPECULATIVE, WITH_LOOKUP) else chains).model_copy(
+                update={"num_speculative_tokens": drafts.get(mode, config.decode.num_speculative_tokens)}
+            )
             for mode in self.modes
         }
 

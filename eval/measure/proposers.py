@@ -38,8 +38,8 @@ log = logging.getLogger("draftsmith")
 LOOKUP_LENGTHS = (2, 4, 8)  # beside the draft's own number
 LOOKUP_PROMPTS = 4
 LONGEST_MATCH = 8  # tokens by which prompt lookup beside a draft tells one place of a text from another
-EXPECTED = 1.75  # `lookup_expects` at most, and where nothing was measured
-HELD = 0.5  # of what suffix lookup expects below that comes true
+EXPECTED = 2.25  # `lookup_expects` at most, and where nothing was measured
+HELD = 0.5  # of what suffix lookup expects below that comes true, about
 
 Answers = Sequence[Sequence[int]]  # token ids
 
@@ -94,12 +94,20 @@ def load_evaluated(config: EvalConfig, target: Target, answers: Answers = ()) ->
 
 
 def add_lookup(draft: Proposer, config: EvalConfig, target: Target, answers: Answers = ()) -> Proposer:
-    """Return the draft with suffix lookup beside it; the two may not decode at the same time."""
-    return _as_one([draft], ["suffix_lookup"], config, target, answers)
+    """Return the draft with suffix lookup beside it; the two may not decode at the same time.
+
+    It decodes with `config.suffix_length` as `num_speculative_tokens`; the draft makes those of `config.decode` at most.
+    """
+    return _as_one([draft], ["suffix_lookup"], config, target, answers, config.suffix_length)
 
 
 def _as_one(
-    drafts: Sequence[Proposer], names: Sequence[FreeDraft], config: EvalConfig, target: Target, answers: Answers
+    drafts: Sequence[Proposer],
+    names: Sequence[FreeDraft],
+    config: EvalConfig,
+    target: Target,
+    answers: Answers,
+    looked_up: int | None = None,
 ) -> Proposer:
     shortest, longest = config.lookup_match, max(config.lookup_match, LONGEST_MATCH)
     expects = EXPECTED if config.lookup_expects is None else config.lookup_expects
@@ -113,7 +121,10 @@ def _as_one(
     found = [lookups[name]() for name in names]
     if in_turns:
         (draft,), (lookup,) = drafts, found
-        return LookupFirstTrees(lookup, draft) if isinstance(draft, TreeProposer) else LookupFirst(lookup, draft)
+        own = config.decode.num_speculative_tokens
+        if isinstance(draft, TreeProposer):
+            return LookupFirstTrees(lookup, draft, num_drafts=own, num_looked_up=looked_up or own)
+        return LookupFirst(lookup, draft, num_drafts=own)
     several = [*drafts, *found]
     return several[0] if len(several) == 1 else MergedDrafts(several, target.device)
 
@@ -187,7 +198,7 @@ def break_even(timings: Sequence[Timing]) -> float:
     """Return how many drafts a lookup must expect to be accepted to be worth a round of the draft, whose timings these are.
 
     With r tokens a second, a round of the draft that takes d seconds longer has to bring r * d tokens more. From `EXPECTED`
-    on, what a lookup expects comes true, and a draft that has its counts mixed in does no better.
+    on, a draft that has its counts mixed in does no better.
     """
     tokens, rounds = sum(each.num_tokens for each in timings), sum(each.num_rounds for each in timings)
     seconds, drafting = sum(each.decode_seconds for each in timings), sum(each.draft_seconds for each in timings)

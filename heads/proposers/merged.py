@@ -37,10 +37,13 @@ class LookupFirst:
     round is lossless by the rule that verifies its drafts; a lookup's are a point mass. The draft is run in a round where any
     row needs it. What was committed since it ran last it reads in the forward that drafts, so that a round of the lookup costs
     it nothing; only from `MAX_BEHIND` tokens on is it run to keep up.
+
+    Args:
+        num_drafts: that the draft makes a round at most; None: as many as are asked for.
     """
 
-    def __init__(self, lookup: LooksUp, draft: Proposer) -> None:
-        self.lookup, self.draft = lookup, draft
+    def __init__(self, lookup: LooksUp, draft: Proposer, *, num_drafts: int | None = None) -> None:
+        self.lookup, self.draft, self.num_drafts = lookup, draft, num_drafts
         self.taps = draft.taps
         self._read: list[int] = []  # by row: its tokens when the draft was last run
         self._overruled: list[int] = []  # rows whose drafts of this round were dropped for the lookup's
@@ -60,7 +63,7 @@ class LookupFirst:
             return replace(deterministic_proposal(found, text.uploads), by_lookup=by_lookup)
         found_ids, found_counts = text.uploads.rows(found), text.uploads.numbers(list(map(len, found)))
         with self._mixing():
-            own = self.draft.propose(text, num_tokens, sampling, rng, keep_logits=keep_logits)
+            own = self.draft.propose(text, self._at_most(num_tokens), sampling, rng, keep_logits=keep_logits)
         self._note_read(text, by_lookup)
         return _chosen(found_ids.tensor, found_counts, own, by_lookup)
 
@@ -73,6 +76,9 @@ class LookupFirst:
         """Return whether the draft may leave this round's tokens unread as well."""
         behind = max(len(row) - read for row, read in zip(text, self._read, strict=True))
         return behind + num_tokens < MAX_BEHIND
+
+    def _at_most(self, num_tokens: int) -> int:
+        return num_tokens if self.num_drafts is None else min(num_tokens, self.num_drafts)
 
     def _mixing(self) -> AbstractContextManager[None]:
         return beside(self.lookup.counted()) if isinstance(self.lookup, SuffixLookup) else nullcontext()
@@ -97,37 +103,47 @@ class LookupFirstTrees(LookupFirst):
     """The same for a draft that proposes trees (`heads.proposers.protocol.TreeProposer`); a lookup's drafts are a chain.
 
     Where trees are drawn, every round is the draft's: a lookup's tokens are not drawn.
+
+    Args:
+        num_looked_up: drafts of the lookup's chains of trees at most, which may be deeper than the trees; None: as deep.
     """
 
     num_trees = 1
     draft: TreeProposer
 
-    def __init__(self, lookup: LooksUp, draft: TreeProposer) -> None:
-        super().__init__(lookup, draft)
+    def __init__(
+        self, lookup: LooksUp, draft: TreeProposer, *, num_drafts: int | None = None, num_looked_up: int | None = None
+    ) -> None:
+        super().__init__(lookup, draft, num_drafts=num_drafts)
+        self.num_looked_up = num_looked_up
 
     def propose_tree(
         self, tokens: Tokens, tree: Tree | DynamicTreeSpec, drawn_by: SamplingConfig | None, rng: CounterRNG
     ) -> Proposal:
         text = token_rows(tokens, self.lookup.device)
-        found = self.lookup.look_up(text, tree.depth)
+        num_looked_up = self.num_looked_up or tree.depth
+        found = self.lookup.look_up(text, num_looked_up)
         if drawn_by is not None:
             found = [[] for _ in found]
         by_lookup = self._by_lookup(text, found)
-        if all(by_lookup) and self._may_wait(text, tree.depth):
+        if all(by_lookup) and self._may_wait(text, num_looked_up):
             return replace(deterministic_proposal(found, text.uploads), by_lookup=by_lookup)
         with self._mixing():
-            own = self.draft.propose_tree(text, tree, drawn_by, rng)
+            own = self.draft.propose_tree(text, tree.cut(self._at_most(tree.depth)), drawn_by, rng)
         self._note_read(text, by_lookup)
         if not any(by_lookup):
             return own
-        width, parents_BN = own.tokens_BG.shape[1], cast(Tensor, own.parents_BN)
+        width = max(own.tokens_BG.shape[1], *map(len, found))
+        padding = (0, width - own.tokens_BG.shape[1])
+        own_ids = functional.pad(own.tokens_BG, padding)
+        own_parents = functional.pad(cast(Tensor, own.parents_BN), padding, value=-1)
         ids = text.uploads.rows([[*row, *[0] * (width - len(row))] for row in found])
         parents = text.uploads.rows([[*range(len(row)), *[-1] * (width - len(row))] for row in found])
         by_lookup_B1 = by_lookup.tensor_B.bool().unsqueeze(1)
         return Proposal(
-            tokens_BG=torch.where(by_lookup_B1, ids.tensor, own.tokens_BG),
+            tokens_BG=torch.where(by_lookup_B1, ids.tensor, own_ids),
             num_drafted=[len(row) or count for row, count in zip(found, own.num_drafted, strict=True)],
-            parents_BN=torch.where(by_lookup_B1, parents.tensor, parents_BN),
+            parents_BN=torch.where(by_lookup_B1, parents.tensor, own_parents),
             by_lookup=by_lookup,
         )
 

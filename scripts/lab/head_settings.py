@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import field_validator
 
-from configs.schema.base import PositiveInt, PositiveShare, Setting, Settings, dotted, unless_names
-from configs.schema.evaluation import LosslessConfig, SuiteConfig
+from configs.schema.base import PositiveInt, PositiveShare, Setting, Settings, Temperature, dotted, unless_names
+from configs.schema.evaluation import FreeDraft, LosslessConfig, SuiteConfig
 
 OVERNIGHT = ["scripts/lab/configs/heads/hydra_overnight.yaml", "scripts/lab/configs/heads/eagle3_overnight.yaml"]
 HOME_SUITE = "home"  # what tables call held-out prompts of the kinds that the drafts were trained on
@@ -31,9 +31,10 @@ class HeadsSettings(Settings):
         "mixed": ["code", "completion", "maths", "questions", "reading", "stories", "requests"],
     }
     suites: list[SuiteConfig] = [SuiteConfig(name="house", num_prompts=48)]  # decoded as well, rows of their own
-    # The prompts of the first of `held_out` again: under other system messages, by the name of the suite; and some of them at
-    # the end of chats of about so many tokens, made of other held-out conversations
+    # The prompts of the first of `held_out` again: under other system messages and in other chat templates (Jinja), by the name
+    # of the suite; and some of them at the end of chats of about so many tokens, made of other held-out conversations
     systems: dict[str, str] = {}
+    templates: dict[str, str] = {}
     lengths: list[PositiveInt] = []
     num_long_prompts: PositiveInt = 16  # by length
     max_new_tokens: PositiveInt = 64
@@ -41,7 +42,7 @@ class HeadsSettings(Settings):
     output: str = "docs/results/heads.json"
 
     def objections(self) -> Iterator[str]:
-        names = [*(suite.label for suite in self.suites), *self.systems]
+        names = [*(suite.label for suite in self.suites), *self.systems, *self.templates]
         if len({*self.held_out, *names}) < len(self.held_out) + len(names):
             held_out = " or ".join(map(repr, self.held_out))
             yield f"suites must have different names, and none may be {held_out}, got {names}: give each a `name`"
@@ -52,9 +53,11 @@ class BenchHeadsConfig(HeadsSettings):
 
     recipes: list[str] = [*OVERNIGHT, "scripts/lab/configs/heads/eagle3_short.yaml"]
     draft_models: list[str] = []  # of `train/distill.py`, measured beside the heads
+    temperature: Temperature = 0.0
     # Heads by the first recipe but for some keys, dotted or in sections, as {two_layers: {head.num_layers: 2}}; a row each, and
     # the tokens per target step of each over those of the first variant
     variants: dict[str, dict[str, Setting]] = {}
+    baselines: list[FreeDraft] = ["prompt_lookup", "suffix_lookup"]  # measured beside the first head
     with_lookup: bool = True  # heads are also measured with suffix lookup, which knows the answers trained on
     # Recipes, by the names of their files, whose chains are also measured where the cost rule ends them (decode.stopping, by
     # the head's estimate where it makes one), fitted on the prompts that chose checkpoints

@@ -21,6 +21,7 @@ from eval.cost.tree_choice import choose_tree
 from eval.decoder.decode import Request
 from eval.decoder.records import AUTOREGRESSIVE, WITH_LOOKUP
 from eval.lossless.verdict import NOT_LOSSLESS, judge_lossless
+from eval.measure.interleaved import drafts_by_mode
 from eval.measure.proposers import Answers, add_lookup, known_answers, make_baselines
 from eval.measure.record_files import Records
 from eval.metrics.acceptance import Acceptance
@@ -44,7 +45,6 @@ from scripts.lab.head_settings import BenchHeadsConfig
 log = logging.getLogger("draftsmith")
 
 WIDE = FastestTree(kind="fastest")
-BASELINES: list[FreeDraft] = ["prompt_lookup", "suffix_lookup"]
 COSTS = ("parameters", "trained_parameters", "answer_tokens", "labels", "training_seconds", "run_seconds")
 NO_COST = dict.fromkeys(COSTS, 0)
 
@@ -60,7 +60,7 @@ def compare_heads(config: BenchHeadsConfig) -> int:
     first_counts: dict[str, Sums] = {}  # of the first variant, by suite
     done = journal.read()
     for run in runs:
-        baselines: list[FreeDraft] = [] if rows else BASELINES
+        baselines: list[FreeDraft] = [] if rows else config.baselines
         sides: dict[str, MeasuredDraft] = {}
         for name, of_suite in requests.items():
             if (key := f"{run.name} {name}") not in done:
@@ -78,7 +78,7 @@ def compare_heads(config: BenchHeadsConfig) -> int:
         config.output,
         "heads",
         config,
-        rows=sorted(rows, key=lambda row: row["family"] in BASELINES),
+        rows=sorted(rows, key=lambda row: row["family"] in config.baselines),
         ratios=ratios,
         data=rows[0]["data"],
         runs=[{"recipe": run.name, "artifact": str(run.artifact), "git": read_git(run)} for run in runs],
@@ -107,7 +107,10 @@ def load_sides(
     """
     draft = load_draft(run.artifact, target.identity, target.model)
     settings = DecodeConfig(
-        num_speculative_tokens=draft.metadata.num_speculative_tokens, max_new_tokens=config.max_new_tokens, batch_size=1
+        num_speculative_tokens=draft.metadata.num_speculative_tokens,
+        temperature=config.temperature,
+        max_new_tokens=config.max_new_tokens,
+        batch_size=1,
     )
     chain = MeasuredDraft(draft, settings, cost_of(run), draft.proposer)
     sides = {run.name: chain}
@@ -116,17 +119,19 @@ def load_sides(
         stopped = settings.model_copy(update={"stopping": stopping})
         sides[f"{run.name}, stopped by {stopping.by}"] = chain._replace(settings=stopped)
     asked = EvalConfig(decode=settings)
+    longer = {"num_speculative_tokens": asked.suffix_length}
     if config.with_lookup:
-        with_lookup = chain._replace(proposer=add_lookup(draft.proposer, asked, target, answers), has_lookup=True)
+        proposer = add_lookup(draft.proposer, asked, target, answers)
+        with_lookup = MeasuredDraft(draft, settings.model_copy(update=longer), chain.cost, proposer, has_lookup=True)
         sides[f"{run.name} {WITH_LOOKUP}"] = with_lookup
     if run.name in config.trees:
         by_tree = settings.model_copy(update={"tree": fastest(target, draft, draft.proposer, choosing, settings)})
         sides[f"{run.name}, fastest tree"] = chain._replace(settings=by_tree)
     if run.name in config.trees and config.with_lookup:
         # The tree of the rounds that the lookup leaves to the draft, whose counts are mixed in.
-        never = asked.model_copy(update={"lookup_expects": 1.0 + settings.num_speculative_tokens})
+        never = asked.model_copy(update={"lookup_expects": 1.0 + asked.suffix_length})
         tree = fastest(target, draft, add_lookup(draft.proposer, never, target, answers), choosing, settings)
-        by_tree = settings.model_copy(update={"tree": tree})
+        by_tree = settings.model_copy(update={"tree": tree, **longer})
         sides[f"{run.name}, fastest tree {WITH_LOOKUP}"] = with_lookup._replace(settings=by_tree)
     return sides
 
@@ -163,6 +168,7 @@ def measure_run(
     draft, settings, *_ = sides[run.name]
     evaluation = EvalConfig(decode=settings, repeats=config.repeats, baselines=baselines)
     by_mode = {name: side.settings for name, side in sides.items()}
+    drafts = drafts_by_mode(evaluation) | {name: each.num_speculative_tokens for name, each in by_mode.items()}
     stopped = [name for name, each in by_mode.items() if each.stopping is not None]
     decoded_by = {name: side.proposer for name, side in sides.items()} | make_baselines(evaluation, target, answers)
     records = measure(target, requests, evaluation, decoded_by, settings=by_mode)
@@ -170,8 +176,8 @@ def measure_run(
 
     def row(family: str, recipe: str | None, mode: str, cost: Mapping[str, Any]) -> dict[str, Any]:
         pair = records.of(AUTOREGRESSIVE), records.of(mode)
-        judged = judge_lossless(target, *pair, settings, config.lossless, decoded_by[mode])
-        figures = summarise(records, mode, settings.num_speculative_tokens, config.bootstrap_samples)
+        judged = judge_lossless(target, *pair, by_mode.get(mode, settings), config.lossless, decoded_by[mode])
+        figures = summarise(records, mode, drafts[mode], config.bootstrap_samples)
         names = {"family": family, "recipe": recipe, "data": Path(config.data or run.recipe.data.train).stem, "suite": suite}
         return {**names, **figures, **cost, "lossless": judged["verdict"]}
 

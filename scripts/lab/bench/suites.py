@@ -20,7 +20,7 @@ from heads.metadata import WEIGHTS_FILE
 from scripts.advice.measuring import to_request
 from scripts.advice.trained_runs import TrainingRun
 from scripts.lab.bench.provenance import describe_origin
-from scripts.lab.bench.turns import after_messages, first_requests, first_turns, in_long_chat, measured_rows
+from scripts.lab.bench.turns import after_messages, first_requests, first_turns, in_chat_template, in_long_chat, measured_rows
 from scripts.lab.head_settings import HeadsSettings
 
 MEASURED = "{name}.partial.jsonl"  # in the folder of the runs, for each results file: what a run that was cut off had measured
@@ -65,6 +65,8 @@ def suite_requests(
     first = next(iter(rows.values()))
     for name, system in config.systems.items():
         requests[name] = [after_messages(target, row, [{"role": "system", "content": system}]) for row in first]
+    for name, template in config.templates.items():
+        requests[name] = [in_chat_template(target, row, template) for row in first]
     others = first_turns(read_conversations(held_out)[num_choosing:])
     for length in config.lengths:
         few = first[-config.num_long_prompts :]

@@ -25,6 +25,7 @@ from eval.measure.record_files import Records
 from eval.metrics.speed import compare_speed
 from eval.stats.bootstrap import Interval, paired_ratio_interval
 from heads.frozen.loading import Target
+from heads.frozen.tokenizer import in_template
 from heads.proposers.protocol import Proposer
 from scripts.advice.measuring import SEED, decode_in_batches, to_request
 
@@ -143,6 +144,12 @@ def after_messages(target: Target, row: Conversation, before: Sequence[Message])
     """Return a conversation's prompt after these messages."""
     ids = target.encode_chat([*before, *row.messages[:-1]], tools=row.tools)
     return replace(to_request(row), tokens=tuple(ids))
+
+
+def in_chat_template(target: Target, row: Conversation, template: str) -> Request:
+    """Return a conversation's prompt in another chat template than the target's."""
+    text = in_template(target.tokenizer, target.identity.name, row.messages[:-1], tools=row.tools, template=template)
+    return replace(to_request(row), tokens=tuple(target.tokenizer(text, add_special_tokens=False)["input_ids"]))
 
 
 def in_long_chat(target: Target, row: Conversation, others: Sequence[Conversation], length: int) -> Request:

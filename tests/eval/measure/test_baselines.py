@@ -92,7 +92,7 @@ def test_a_lookup_takes_the_place_of_a_draft_whose_tokens_take_longer_than_they_
     # 20 tokens in 10 rounds of 1 s, half of it drafting: a round without it takes 0.5 s, in which 1 token comes at that speed.
     assert break_even([timed(15, 8, 8.0, 4.0), timed(5, 2, 2.0, 1.0)]) == 0
     assert break_even([timed(16, 10, 10.0, 1.0)]) == pytest.approx((0.6 - 0.16) / 0.5)
-    assert break_even([timed(22, 10, 10.0, 1.0)]) == EXPECTED
+    assert break_even([timed(25, 10, 10.0, 1.0)]) == EXPECTED
     assert break_even([timed(12, 10, 10.0, 5.0)]) == 0
     assert break_even([timed(0, 0, 0.0, 0.0)]) == EXPECTED
 

@@ -11,7 +11,7 @@ from configs.schema.drafting import DynamicTree, StaticTree
 from eval.decoder.decode import decode, generate
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.lookup import PromptLookup
-from heads.proposers.merged import MAX_BEHIND, LookupFirst, MergedDrafts, merge
+from heads.proposers.merged import MAX_BEHIND, LookupFirst, LookupFirstTrees, MergedDrafts, merge
 from tests.support import family_checks as checks
 from tests.support.decoding import HEADS, assert_same_alone, head_proposer, requests_for
 
@@ -113,9 +113,28 @@ def test_the_drafts_after_a_round_of_the_lookups_are_those_of_a_draft_that_read_
 @pytest.mark.parametrize("settings", [{}, {"verification": "token"}, {"verification": "match"}])
 def test_a_row_gets_the_same_tokens_in_any_batch_also_where_rows_differ_in_their_source(target, tiny_llama, settings):
     config = GREEDY.model_copy(update={"temperature": 1.0, **settings})
-    both = LookupFirst(PromptLookup(target.device, shortest=1), DraftLM(tiny_llama(seed=2), 64))
+    both = LookupFirst(PromptLookup(target.device, shortest=1), DraftLM(tiny_llama(seed=2), 64), num_drafts=2)
     together = assert_same_alone(target, config, both, PROMPTS)
-    assert {round_.by_lookup for each in together for round_ in each.rounds} == {False, True}
+    drafted = {(round_.by_lookup, len(round_.drafted)) for each in together for round_ in each.rounds}
+    assert (True, 3) in drafted
+    assert max(count for by_lookup, count in drafted if not by_lookup) == 2
+
+
+@pytest.mark.parametrize(
+    "tree", [StaticTree(kind="static", branching=[2, 1]), DynamicTree(kind="dynamic", num_nodes=4, width=2)]
+)
+@pytest.mark.parametrize("wrong", [True, False])
+def test_chains_of_a_lookup_may_be_longer_than_the_trees_of_the_draft_beside_it(target, texts, tiny_llama, tree, wrong):
+    config = GREEDY.model_copy(update={"num_speculative_tokens": 7, "tree": tree})
+    lookup = Sometimes(texts, target.device, every=3, wrong=wrong)
+    both = LookupFirstTrees(lookup, DraftLM(tiny_llama(seed=2), 64), num_drafts=2, num_looked_up=7)
+    generations, _ = decode(target, requests_for(PROMPTS), config, both)
+    assert [[*prompt, *each.tokens] for prompt, each in zip(PROMPTS, generations, strict=True)] == [
+        text[: len(prompt) + 24] for prompt, text in zip(PROMPTS, texts, strict=True)
+    ]
+    rounds = [round_ for each in generations for round_ in each.rounds if round_.drafted]
+    assert max(round_.num_accepted for round_ in rounds if round_.by_lookup) == 7 - wrong
+    assert {len(round_.drafted) for round_ in rounds if not round_.by_lookup} <= {1, 2}
 
 
 def test_the_draft_is_not_run_in_rounds_of_the_lookup_and_keeps_up_with_a_long_copy(target, texts):

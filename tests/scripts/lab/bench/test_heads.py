@@ -71,7 +71,7 @@ def test_every_draft_has_a_row_for_each_suite_alone_and_after_a_lookup(results, 
     known = [row.answer_ids for row in read_conversations(Path(recipe["data"]["train"]))]
 
     def after_lookup(draft):
-        return LookupFirst(SuffixLookup(target.device, known, min_expected=EXPECTED), draft)
+        return LookupFirst(SuffixLookup(target.device, known, min_expected=EXPECTED), draft, num_drafts=2)
 
     proposers = [each for draft in drafts for each in (draft, after_lookup(draft))]
     found = {"home": list(at_home), "other": elsewhere}
@@ -81,14 +81,15 @@ def test_every_draft_has_a_row_for_each_suite_alone_and_after_a_lookup(results, 
             assert row["tau"] >= 1
             continue
         requests = [Request(prompt_id=str(ids), category="", tokens=tuple(ids)) for ids in found[row["suite"]]]
-        settings = DecodeConfig(num_speculative_tokens=2, max_new_tokens=10)
+        length = 8 if isinstance(proposer, LookupFirst) else 2
+        settings = DecodeConfig(num_speculative_tokens=length, max_new_tokens=10)
         rounds = [each for request in requests for each in decode(target, [request], settings, proposer)[0][0].rounds]
         assert row["tau"] == pytest.approx(sum(len(round_.committed) for round_ in rounds) / len(rounds))
         first = [round_.num_accepted > 0 for round_ in rounds if round_.drafted]
         assert row["alpha_by_position"].split(" / ")[0] == (f"{sum(first) / len(first):.2f}" if first else "–")
         assert row["tau_low"] <= row["tau"] <= row["tau_high"]
         assert 0 < row["speedup_low"] <= row["speedup"] <= row["speedup_high"]
-        assert (row["num_speculative_tokens"], row["lossless"]) == (2, "lossless")
+        assert (row["num_speculative_tokens"], row["lossless"]) == (length, "lossless")
 
 
 def test_chains_that_the_cost_rule_ends_and_trees_are_measured_beside_the_fixed_length(
@@ -140,6 +141,28 @@ def test_variants_are_compared_with_the_first_of_them_and_a_lookup_can_be_left_o
     for suite in ("home", "other"):
         assert tau["one", suite] != tau["two", suite]
         assert content["ratios"][f"two_tau_vs_one_{suite}"] == pytest.approx(tau["two", suite] / tau["one", suite])
+
+
+def test_chains_and_trees_are_measured_at_a_temperature_and_in_another_template(
+    results, make_config, folder, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(trained_runs, "run_training", None)
+    only = {
+        "recipes": [str(folder / "eagle3.yaml")],
+        "draft_models": [],
+        "trees": ["eagle3"],
+        "temperature": 1.0,
+        "templates": {"bare": "{{ messages[0]['content'] }}"},
+        "baselines": ["suffix_lookup"],
+    }
+    assert compare_heads(make_config(**only, output=str(tmp_path / "heads.json"))) == DONE
+    rows = json.loads((tmp_path / "heads.json").read_text())["rows"]
+    assert {row["suite"] for row in rows} == {"home", "bare", "other"}
+    assert {row["lossless"] for row in rows} <= {"lossless", "inconclusive"}  # three prompts show little of a distribution
+    assert {(row["family"], row["recipe"]) for row in rows} == {
+        *((family, name) for family in ("eagle3", "suffix_lookup + eagle3") for name in ("eagle3", "eagle3, fastest tree")),
+        ("suffix_lookup", None),
+    }
 
 
 def test_a_run_that_was_cut_off_finds_what_it_had_measured(results, make_config, folder, tmp_path, monkeypatch):

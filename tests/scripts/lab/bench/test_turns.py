@@ -8,7 +8,7 @@ from configs.schema.target import TargetConfig
 from distill.dataset.conversations import Conversation
 from heads.frozen.loading import load_target
 from scripts.lab.bench import turns as turns_module
-from scripts.lab.bench.turns import Turn, after_messages, in_long_chat, speed_ratio, take_turns
+from scripts.lab.bench.turns import Turn, after_messages, in_chat_template, in_long_chat, speed_ratio, take_turns
 
 
 def test_sides_are_timed_one_after_another_and_every_second_time_in_reverse(monkeypatch):
@@ -66,3 +66,6 @@ def test_a_prompt_stands_again_under_another_system_message_and_at_the_end_of_a_
     expected = tuple(target.encode_chat([*before, asked.messages[0]]))
     request = in_long_chat(target, asked, [asked, *others], len(expected) + 3)
     assert (request.prompt_id, request.tokens) == ("0/0", expected)
+    template = "w7 {{ messages[0]['content'] }}"
+    words = tuple(target.tokenizer("w7 w0", add_special_tokens=False)["input_ids"])
+    assert in_chat_template(target, asked, template).tokens == words
