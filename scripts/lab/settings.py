@@ -233,6 +233,7 @@ class ServeCheckConfig(Settings):
     # Greedy answers are compared in float32, where near ties are rare; in bfloat16 more of them may differ.
     target: TargetConfig = TargetConfig(dtype="float32", device="cpu")
     prompts: str = "runs/heads/data/held_out.jsonl"  # conversations; the last of the file, which chose no checkpoint
+    sources: list[str] = []  # of these prompts, as many of each (`prompts.sources` of the data); []: of all
     num_prompts: Annotated[int, Field(ge=2)] = 12  # an interval over prompts needs two
     max_new_tokens: Annotated[int, Field(ge=2)] = 64  # an answer ends there, or where plain decoding ends the text before
     lossless: LosslessConfig = LosslessConfig()  # of it only tie_noise is read

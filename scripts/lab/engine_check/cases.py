@@ -133,7 +133,7 @@ def form_for(engine: str) -> str:
 
 
 def open_check(config: ServeCheckConfig, scratch: Path) -> Check:
-    requests = first_requests(measured_rows(Path(config.prompts), config.num_prompts, 0))
+    requests = first_requests(measured_rows(Path(config.prompts), config.num_prompts, 0, config.sources))
     torch.set_num_threads(config.threads)
     target = load_target(config.target)
     check_decodable(target, requests)
