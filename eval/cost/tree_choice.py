@@ -3,8 +3,8 @@
 Decoding with a wide tree gives the acceptance profile `[D, R]`: entry (d, r) is how often the target, having followed the tree
 to depth d, continues with the child of rank r. It is taken to be the same on every branch of a depth; the expected accepted
 drafts of a tree are then the sum over its tokens of the products of entries on their paths (Cai et al. 2024, Medusa,
-2401.10774). A round's seconds are those of drafting, a depth at a time or in one forward, and of the target's forward over its
-rows. Trees are paths of ranks, as in `configs.schema.drafting.StaticTree`. D depths, R ranks.
+2401.10774). A round's seconds are those of drafting, a depth at a time or in one forward, and the others, which are measured in
+rounds with trees of a few sizes. Trees are paths of ranks, as in `configs.schema.drafting.StaticTree`. D depths, R ranks.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from heads.proposers.protocol import Proposer
 log = logging.getLogger("draftsmith")
 
 TIMED_FORWARDS = 9  # by number of rows
+TIMED_PROMPTS = 8  # by size of tree
 
 Profile = NDArray[np.float64]
 
@@ -99,10 +100,36 @@ def choose_tree(
     profile = measure_profile([each for generations, _ in decoded for each in generations], wide.all_paths())
     # Of a round. The median, as the first prompt's holds what the draft does once (compiling).
     drafting = median([timing.draft_seconds / timing.num_rounds for _, timing in decoded if timing.num_rounds] or [0.0])
-    rows = row_seconds(target, requests[0], asked.num_nodes + 1)
+    rows = round_seconds(target, draft, requests[:TIMED_PROMPTS], settings, profile, asked)
     if drafts_in_one_forward(kind):  # a deeper tree takes the draft no longer
         return fastest_tree(profile, [each + drafting for each in rows], 0.0)
     return fastest_tree(profile, rows, drafting / wide.depth)
+
+
+def round_seconds(
+    target: Target,
+    draft: Proposer,
+    requests: Sequence[Request],
+    settings: DecodeConfig,
+    profile: Profile,
+    asked: FastestTree,
+) -> list[float]:
+    """Return the seconds of a round, but for drafting, with trees of 0, 1, ... `asked.num_nodes` tokens.
+
+    They are the medians of prompts decoded with the likeliest trees of one token, of half of that and of all, by turns;
+    between these sizes they are interpolated.
+    """
+    likeliest = [list(path) for path, _ in _likeliest(-np.sort(-profile, axis=1), asked.num_nodes)]
+    sizes = sorted({1, (len(likeliest) + 1) // 2, len(likeliest)})
+    trees = {size: StaticTree(kind="static", paths=likeliest[:size], candidates=asked.candidates) for size in sizes}
+    seconds: dict[int, list[float]] = {size: [] for size in sizes}
+    for number, request in enumerate(requests):
+        for size in sizes[:: -1 if number % 2 else 1]:
+            _, timing = decode(target, [request], settings.model_copy(update={"tree": trees[size]}), draft, mode=SPECULATIVE)
+            if timing.num_rounds:
+                seconds[size].append((timing.decode_seconds - timing.draft_seconds) / timing.num_rounds)
+    medians = [median(seconds[size] or [0.0]) for size in sizes]
+    return [float(each) for each in np.interp(range(asked.num_nodes + 1), sizes, medians)]
 
 
 @torch.inference_mode()
@@ -148,9 +175,9 @@ def measure_profile(generations: Sequence[Generation], paths: Sequence[TreePath]
 def fastest_tree(profile: Profile, target_seconds: Sequence[float], draft_step_seconds: float) -> ChosenTree:
     """Return the tree with the most expected tokens a second.
 
-    `target_seconds` are those of the target's forward over 1, 2, ... rows, of which the last bounds the tree, and
-    `draft_step_seconds` those of drafting one depth, whatever its width. Where a rank showed more than the one before it, which
-    only chance explains, the two change places.
+    `target_seconds` are those of a round but for drafting, with trees of 0, 1, ... tokens, the last of which bounds the tree,
+    and `draft_step_seconds` those of drafting one depth, whatever its width. Where a rank showed more than the one before it,
+    which only chance explains, the two change places.
     """
     falling = -np.sort(-profile, axis=1)
     best = ChosenTree(paths=[], tokens_per_round=1.0, seconds_per_round=float("inf"))

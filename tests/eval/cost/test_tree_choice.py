@@ -38,7 +38,7 @@ def test_an_evaluation_drafts_the_fastest_tree_by_prompts_that_it_does_not_measu
         raise KeyboardInterrupt
 
     monkeypatch.setattr(tree_choice, "decode", watched)
-    monkeypatch.setattr(tree_choice, "row_seconds", lambda target, request, most: [1000.0] * most)  # only tokens count
+    monkeypatch.setattr(tree_choice, "round_seconds", lambda *_: [1000.0] * 4)  # only tokens count
     config = tiny_evaluation(tiny_run, tmp_path / "out", num_prompts=3, decode={"tree": FASTEST})
     measure_share = evaluation.measure_share
     monkeypatch.setattr(evaluation, "measure_share", cut_off)
@@ -76,12 +76,29 @@ def test_drafting_takes_a_depth_or_a_round_its_time_and_the_first_prompts_may_be
         return generations, replace(timing, draft_seconds=next(seconds) * timing.num_rounds)
 
     monkeypatch.setattr(tree_choice, "decode", timed)
-    monkeypatch.setattr(tree_choice, "row_seconds", lambda target, request, most: [10.0] * most)
+    monkeypatch.setattr(tree_choice, "round_seconds", lambda *_: [10.0] * 3)
     settings = DecodeConfig(num_speculative_tokens=2, max_new_tokens=12)
     asked = FastestTree(kind="fastest", num_nodes=2, branching=[1, 1])
     draft = DraftLM(tiny_llama(seed=1), 64)  # always right, so that the deepest tree is the fastest
     chosen = tree_choice.choose_tree(target, draft, kind, requests_for(PROMPTS[:3]), settings, asked)
     assert (chosen.paths, chosen.seconds_per_round) == ([(0,), (0, 0)], pytest.approx(expected))
+
+
+def test_what_a_round_takes_beside_drafting_is_measured_at_three_sizes_and_interpolated(make_timing, monkeypatch):
+    sizes = []
+
+    def timed(target, requests, settings, draft, *, mode):
+        sizes.append(len(settings.tree.all_paths()))
+        slow = 100.0 if requests[0].prompt_id == "p1" else 0.0  # one prompt in three: a median does not see it
+        rounds, shared_out = 2, 0.8  # the rest is drafting
+        return [], make_timing(mode, ("p",), rounds * (10.0 + sizes[-1] ** 2 + slow) / shared_out, rounds)
+
+    monkeypatch.setattr(tree_choice, "decode", timed)
+    asked, settings = FastestTree(kind="fastest", num_nodes=5, branching=[3, 2]), DecodeConfig(num_speculative_tokens=2)
+    profile = np.array([[0.6, 0.2, 0.1], [0.5, 0.4, 0.0]])
+    found = tree_choice.round_seconds(None, None, requests_for(PROMPTS[:3]), settings, profile, asked)
+    assert sizes == [1, 3, 5, 5, 3, 1, 1, 3, 5]
+    np.testing.assert_allclose(found, [11.0, 11.0, 15.0, 19.0, 27.0, 35.0])
 
 
 def test_where_no_prompt_is_left_to_choose_by_the_evaluation_says_so(tiny_run, tmp_path):
