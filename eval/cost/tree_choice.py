@@ -10,7 +10,6 @@ rounds with trees of a few sizes. Trees are paths of ranks, as in `configs.schem
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -20,7 +19,6 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-import torch
 from accelerate import PartialState
 from numpy.typing import NDArray
 
@@ -36,14 +34,11 @@ from eval.measure.proposers import EvaluatedDraft
 from eval.measure.record_files import choose_once
 from eval.measure.suite import Suite, Turns
 from heads.families.registry import drafts_in_one_forward
-from heads.frozen.hidden_states import forward_states
 from heads.frozen.loading import Target
-from heads.inference.causal_lm import head_logits, new_cache
 from heads.proposers.protocol import Proposer
 
 log = logging.getLogger("draftsmith")
 
-TIMED_FORWARDS = 9  # by number of rows
 TIMED_PROMPTS = 8  # by size of tree
 
 Profile = NDArray[np.float64]
@@ -119,7 +114,7 @@ def round_seconds(
     They are the medians of prompts decoded with the likeliest trees of one token, of half of that and of all, by turns;
     between these sizes they are interpolated.
     """
-    likeliest = [list(path) for path, _ in _likeliest(-np.sort(-profile, axis=1), asked.num_nodes)]
+    likeliest = [list(path) for path, _ in _likeliest(profile, asked.num_nodes)]
     sizes = sorted({1, (len(likeliest) + 1) // 2, len(likeliest)})
     trees = {size: StaticTree(kind="static", paths=likeliest[:size], candidates=asked.candidates) for size in sizes}
     seconds: dict[int, list[float]] = {size: [] for size in sizes}
@@ -130,25 +125,6 @@ def round_seconds(
                 seconds[size].append((timing.decode_seconds - timing.draft_seconds) / timing.num_rounds)
     medians = [median(seconds[size] or [0.0]) for size in sizes]
     return [float(each) for each in np.interp(range(asked.num_nodes + 1), sizes, medians)]
-
-
-@torch.inference_mode()
-def row_seconds(target: Target, request: Request, max_rows: int) -> list[float]:
-    """Return the median seconds of the target's forward over 1, 2, ... `max_rows` rows that follow a prompt."""
-    length = len(request.tokens)
-    cache = new_cache(target.model, length + max_rows)
-    ids_1T = torch.tensor([request.tokens], device=target.device)
-    media = target.media_inputs([request.media_prompt], [request.tokens])
-    forward_states(target.model, cache, ids_1T, [0], (), media=media)
-    seconds: list[list[float]] = [[] for _ in range(max_rows)]
-    for _ in range(TIMED_FORWARDS):
-        for rows in range(1, max_rows + 1):
-            ids_1K = ids_1T[:, -1:].expand(1, rows)
-            started = time.perf_counter()
-            states = forward_states(target.model, cache, ids_1K, [length], ())
-            float(head_logits(target.model, states.final_BTE).amax())  # waits for the device
-            seconds[rows - 1].append(time.perf_counter() - started)
-    return [median(each) for each in seconds]
 
 
 def measure_profile(generations: Sequence[Generation], paths: Sequence[TreePath]) -> Profile:
@@ -176,13 +152,11 @@ def fastest_tree(profile: Profile, target_seconds: Sequence[float], draft_step_s
     """Return the tree with the most expected tokens a second.
 
     `target_seconds` are those of a round but for drafting, with trees of 0, 1, ... tokens, the last of which bounds the tree,
-    and `draft_step_seconds` those of drafting one depth, whatever its width. Where a rank showed more than the one before it,
-    which only chance explains, the two change places.
+    and `draft_step_seconds` those of drafting one depth, whatever its width.
     """
-    falling = -np.sort(-profile, axis=1)
     best = ChosenTree(paths=[], tokens_per_round=1.0, seconds_per_round=float("inf"))
-    for depth in range(1, len(falling) + 1):
-        tokens = _likeliest(falling[:depth], len(target_seconds) - 1)
+    for depth in range(1, len(profile) + 1):
+        tokens = _likeliest(profile[:depth], len(target_seconds) - 1)
         for size, accepted in enumerate(accumulate(chance for _, chance in tokens), 1):
             seconds = target_seconds[size] + depth * draft_step_seconds
             if (1.0 + accepted) / seconds > best.tokens_per_round / best.seconds_per_round:
@@ -191,8 +165,12 @@ def fastest_tree(profile: Profile, target_seconds: Sequence[float], draft_step_s
     return best
 
 
-def _likeliest(falling: Profile, num_nodes: int) -> list[tuple[TreePath, float]]:
-    """Return the tokens that are accepted most often, with their chances: the best tree of each size is the first of them."""
+def _likeliest(profile: Profile, num_nodes: int) -> list[tuple[TreePath, float]]:
+    """Return the tokens that are accepted most often, with their chances: the best tree of each size is the first of them.
+
+    Where a rank showed more than the one before it, which only chance explains, the two change places.
+    """
+    falling = -np.sort(-profile, axis=1)
     found: list[tuple[TreePath, float]] = []
     # The chance, negative, the path, and the parent's chance.
     waiting: list[tuple[float, TreePath, float]] = [(-float(falling[0, 0]), (0,), 1.0)]

@@ -245,8 +245,8 @@ def _chain_round(num_accepted: int, next_token: int, finite: int, *drafts: int, 
 def _tree_round(numbers: Sequence[int], depth: int) -> Round:
     """Read `[accepted, next token, finite, path..., drafts..., parents...]`.
 
-    The path names target rows and is filled up to `depth`; the parent of a draft that does not count is -1. Of
-    the drafts, those on the path are recorded, then the first child at each depth below it, which is the likeliest.
+    The path names target rows and is filled up to `depth`; the parent of a draft that does not count is -1. Of the drafts,
+    those on the path are recorded, then the first child at each depth below it, which is the likeliest.
     """
     accepted, next_token, finite, *rest = numbers
     path, nodes = rest[:accepted], rest[depth:]

@@ -12,10 +12,10 @@ import pytest
 from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from configs.schema.target import TargetConfig
-from eval.cost.tree_choice import row_seconds
 from eval.decoder.decode import decode
 from heads.frozen.loading import load_target
 from heads.frozen.tokenizer import OBJECT, SOUND
+from scripts.lab.bench.stopping import row_seconds
 from scripts.lab.models_check.architectures import tiny_model
 from scripts.lab.models_check.cases import Case
 from scripts.lab.models_check.media_models import sound
@@ -47,7 +47,7 @@ def test_a_place_for_an_image_without_it_a_changed_image_and_a_target_without_im
         without.encode_chat([{"role": "user", "content": TEXT}], media=["a.png"])
 
 
-def test_a_tree_can_be_chosen_by_prompts_with_pictures(images):
+def test_the_time_of_rows_is_measured_after_a_prompt_with_pictures(images):
     seconds = row_seconds(images, media_requests(images, [(TEXT, ["a.png"])])[0], 2)
     assert len(seconds) == 2
     assert min(seconds) > 0
