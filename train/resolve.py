@@ -11,7 +11,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from configs.schema.base import AUTO
-from configs.schema.heads import EagleSettings
+from configs.schema.heads import Eagle3Settings, EagleSettings, HydraSettings
 from configs.schema.training import DistillConfig, HeadsConfig
 from distill.dataset.conversations import Conversation, index_of
 from heads.families.eagle3 import block_to_copy
@@ -20,6 +20,7 @@ from heads.metadata import locate_artifact, read_metadata
 
 LONGEST = 2048  # tokens of a conversation
 VOCABULARY_STEP, LARGEST_VOCABULARY = 1024, 32_768
+WINDOW_STEP, WINDOW_SHARE = 128, 0.9  # a window holds this share of the conversations whole
 WIDTH = 576  # of the target that these learning rates were found with (docs/benchmarks.md)
 HEAD_RATE, DRAFT_LM_RATE = 1e-3, 3e-3
 DEPTH_SHARE = 10  # a draft LM keeps one of so many of the target's blocks
@@ -58,11 +59,11 @@ def _resolved(
     config: HeadsConfig | DistillConfig, target: PreTrainedModel, train: Sequence[Conversation] | None
 ) -> Iterator[Resolved]:
     text, heads = target.config.get_text_config(), isinstance(config, HeadsConfig)
-    if config.data.max_length == AUTO:
+    max_length = config.data.max_length
+    if max_length == AUTO:
         context = int(getattr(text, "max_position_embeddings", None) or LONGEST)
-        yield Resolved(
-            "data.max_length", min(LONGEST, context, config.data.pack_length or LONGEST), f"of a context of {context}"
-        )
+        max_length = min(LONGEST, context, config.data.pack_length or LONGEST)
+        yield Resolved("data.max_length", max_length, f"of a context of {context}")
     if config.optimizer.learning_rate == AUTO:
         rate = (HEAD_RATE if heads else DRAFT_LM_RATE) * min(1.0, math.sqrt(WIDTH / text.hidden_size))
         yield Resolved("optimizer.learning_rate", float(f"{rate:.2g}"), f"for a width of {text.hidden_size}")
@@ -73,12 +74,23 @@ def _resolved(
             number, complaint = block_to_copy(target, config.head)
             reason = "the block that reads the last tap" if complaint is None else f"as block {number} {complaint}"
             yield Resolved("head.init_block", number if complaint is None else None, reason)
+        if isinstance(config.head, Eagle3Settings | HydraSettings) and config.head.window == AUTO:
+            yield Resolved("head.window", *_window(max_length, train))
         return
     if config.student.draft_vocab_size == AUTO:
         yield Resolved("student.draft_vocab_size", *_vocabulary(int(text.vocab_size), train))
     if config.student.layers == AUTO:
         kept = list(range(max(1, num_blocks(target) // DEPTH_SHARE)))
         yield Resolved("student.layers", kept, f"the first of {num_blocks(target)} blocks")
+
+
+def _window(max_length: int, train: Sequence[Conversation] | None) -> tuple[int | None, str]:
+    """Return a multiple of `WINDOW_STEP` that `WINDOW_SHARE` of the conversations fit in: few show what stands farther back."""
+    if train is None:
+        return None, "for data yet to be made"
+    lengths = index_of(train).prompt_lengths + index_of(train).answer_lengths
+    length = int(np.quantile(np.minimum(lengths, max_length), WINDOW_SHARE, method="inverted_cdf"))
+    return WINDOW_STEP * math.ceil(length / WINDOW_STEP), f"{WINDOW_SHARE:.0%} of the conversations fit in {length} tokens"
 
 
 def _vocabulary(size: int, train: Sequence[Conversation] | None, init: str | None = None) -> tuple[int | None, str]:

@@ -99,7 +99,7 @@ class HydraSettings(HeadSettings):
     prefix_attention: bool = False  # Hydra++: a decoder layer over the final states first
     norm_embeddings: bool = True  # an RMS norm of the tokens' embeddings
     layer: LayerSettings | None = None  # sizes of the prefix layer; None: those of the target's blocks
-    window: PositiveInt | None = None  # positions that the prefix layer reads, the last so many; None: all
+    window: AutoInt | None = None  # positions that the prefix layer reads, the last so many; auto and None as for EAGLE-3
 
     @property
     def longest_draft(self) -> int:
@@ -134,12 +134,13 @@ class Eagle3Settings(EagleSettings):
     # As in EAGLE-3.1 (arXiv 2605.09992); llama.cpp and OpenVINO know neither
     norm_taps: bool = True  # an RMS norm of each tap before they are joined
     norm_feedback: bool = True  # the state fed back is the normed one
-    # Positions that attention reads, the last so many and a query's own counted; None: all
-    window: PositiveInt | None = None
+    # Positions that attention reads, the last so many and a query's own counted; auto: about as many as nine tenths of the
+    # training conversations have; None: all
+    window: AutoInt | None = None
 
     def objections(self) -> Iterator[str]:
         yield from super().objections()
-        if self.window is not None and self.window <= self.num_depths:
+        if isinstance(self.window, int) and self.window <= self.num_depths:
             yield f"window must be larger than num_depths, whose own states a draft reads, got {self.window}"
 
 

@@ -183,7 +183,9 @@ def test_a_head_starts_from_an_artifact_with_its_vocabulary_and_goes_on_from_its
     artifact = Path(first.config.output) / "artifact"
     recorded = json.loads((artifact / "draftsmith.json").read_text())["provenance"]["held_out"]
     train = {"schedule": {"batch_size": 4, "max_steps": 1, "mixed_precision": "no", "trackers": []}}
-    other = head_task(head=head | {"draft_vocab_size": 20}, init=str(artifact), output=str(tmp_path / "next"), **train)
+    other = head_task(
+        head=head | {"draft_vocab_size": 20, "window": 64}, init=str(artifact), output=str(tmp_path / "next"), **train
+    )
     assert torch.equal(other.vocabulary.token_ids_W, load_file(artifact / "draft_vocabulary.safetensors")["d2t"])
     again = other.evaluate(other.module)
     assert again["tokens_per_target_step"] == recorded["tokens_per_target_step"]

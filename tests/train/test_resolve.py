@@ -67,7 +67,7 @@ def test_a_head_follows_its_target(name, rate, length, taps, block, caplog):
     assert (found.head.draft_vocab_size, found.head.init_block) == (32_768, block)
     assert default_taps(target(name)) == taps
     assert [message.split(": ")[0].removesuffix(" auto") for message in caplog.messages] == [
-        "data.max_length", "optimizer.learning_rate", "head.draft_vocab_size", "head.init_block",
+        "data.max_length", "optimizer.learning_rate", "head.draft_vocab_size", "head.init_block", "head.window",
     ]  # fmt: skip
 
 
@@ -94,6 +94,14 @@ def test_a_draft_lm_keeps_a_tenth_of_the_blocks():
 def test_the_draft_vocabulary_holds_the_tokens_that_answers_use(used, size):
     assert resolved(EAGLE3, "smollm2", [row(list(used) * 2)]).head.draft_vocab_size == size
     assert resolved(DRAFT_LM, "smollm2", [row(list(used))]).student.draft_vocab_size == size
+
+
+@pytest.mark.parametrize(("long", "max_length", "window"), [(1, 768, 256), (2, 768, 768), (2, 300, 384), (10, 5000, 1408)])
+def test_attention_reads_what_nine_tenths_of_the_conversations_have(long, max_length, window):
+    train = [conversation([1] * 900, [2] * 400, str(number)) for number in range(long)]
+    train += [conversation([1] * 100, [2] * 100, str(number)) for number in range(long, 10)]
+    assert resolved(EAGLE3, "smollm2", train, None, f"data.max_length={max_length}").head.window == window
+    assert resolved(EAGLE3, "smollm2", None, None, "head.window=null").head.window is None
 
 
 def test_a_run_that_is_resumed_has_the_values_that_it_began_with():

@@ -42,8 +42,8 @@ log = logging.getLogger("draftsmith")
 
 TRAIN_SAMPLE, HELD_OUT_SAMPLE = 512, 256  # conversations, evenly spaced
 BY_MASS = "draft_vocabulary.json"
-# Settings that change what is learnt, or the weights at the start, and not what the weights compute
-OF_TRAINING = {"draft_vocab_size", "draft_vocab_by", "depth_decay", "init_block"}
+# Settings in which a head may differ from the one that it starts from
+MAY_DIFFER = {"draft_vocab_size", "draft_vocab_by", "depth_decay", "init_block", "window"}
 
 
 def choose_vocabulary(
@@ -152,7 +152,7 @@ class InitialHead:
         if self.metadata.hidden_states is not None:
             theirs["taps"] = self.metadata.hidden_states.taps
         ours = {**built.settings.model_dump(mode="json"), "taps": list(built.taps)}
-        for key in [name for name in ("kind", *ours) if name in theirs and name not in OF_TRAINING]:
+        for key in [name for name in ("kind", *ours) if name in theirs and name not in MAY_DIFFER]:
             if ours[key] != theirs[key]:
                 raise ConfigError(
                     f"init: {self.folder} is a head with {key} {theirs[key]}, and head.{key} is {ours[key]}: give head what "

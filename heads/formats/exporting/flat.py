@@ -46,8 +46,6 @@ def sglang_eagle(source: Source) -> ExportLayout:
         raise InputError("it has an embedding of its own (own_embedding), and the engine shares the target's with it")
     if settings.qk_norm:
         raise InputError("it norms queries and keys (qk_norm), and the form's layers are Llama's")
-    if settings.window is not None:
-        raise InputError(f"its attention reads {settings.window} positions (window), and the form has no key for that")
     shape, vocab_size = source.shape, source.target.vocab_size
     config = layer_config(shape, "llama", 1, vocab_size) | {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -73,6 +71,7 @@ def sglang_eagle(source: Source) -> ExportLayout:
         notes=(
             UNTRIED,
             "Not for vLLM: it takes the ids of hidden states as they stand, one further than meant here; export for vllm.",
+            *source.window_note("SGLang"),
         ),
     )
 

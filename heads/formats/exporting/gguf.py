@@ -43,11 +43,10 @@ def eagle3(source: Source) -> ExportLayout:
         raise InputError(f"it has {settings.num_layers} layers, and llama.cpp's converter knows EAGLE-3 with one")
     if settings.qk_norm:
         raise InputError("it norms queries and keys (qk_norm), which llama.cpp's EAGLE-3 does not")
-    if settings.window is not None:
-        raise InputError(f"its attention reads {settings.window} positions (window), and llama.cpp's EAGLE-3 reads all")
     if len(settings.taps or ()) != 3:
         raise InputError(f"it reads {len(settings.taps or ())} of the target's states, and llama.cpp's EAGLE-3 reads three")
-    return _converted(source, speculators.eagle(source), "draft-eagle3", ())
+    whole = replace(source, settings=settings.model_copy(update={"window": None}))
+    return _converted(whole, speculators.eagle(whole), "draft-eagle3", source.window_note("llama.cpp"))
 
 
 def dflash(source: Source) -> ExportLayout:

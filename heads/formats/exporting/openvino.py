@@ -52,7 +52,7 @@ def eagle3(source: Source) -> ExportLayout:
         weights=layout.weights | {"embed_tokens.weight": embedding},
         files={name: source.target.folder / name for name in TOKENIZER if (source.target.folder / name).is_file()},
     )
-    return _converted(source, layout, ids, ())
+    return _converted(source, layout, ids, source.window_note("OpenVINO GenAI"))
 
 
 def _converted(source: Source, layout: ExportLayout, block_ids: Sequence[int] | None, notes: tuple[str, ...]) -> ExportLayout:

@@ -177,6 +177,14 @@ class Source:
             f"draft with the {self.draft_vocab_size} it was trained for, so acceptance may differ a little.",
         )
 
+    def window_note(self, engine: str) -> tuple[str, ...]:
+        """Return a note for an engine whose attention knows no window, if the draft's has one."""
+        if (window := self.settings.window) is None:
+            return ()
+        return (
+            f"{engine} attends to all of a text, training to {window} tokens of it: in longer texts fewer drafts are accepted.",
+        )
+
     def check_drafts_after_the_anchor(self, engine: str) -> None:
         """Refuse a block that drafts from the pending token's slot, for an engine that does not."""
         if self.settings.sample_from_anchor:

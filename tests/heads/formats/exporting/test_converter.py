@@ -119,6 +119,15 @@ def test_eagle_keeps_its_ids_and_offsets(write, llama_cpp):
     assert "--spec-type draft-eagle3 --spec-draft-n-max 3" in (written.out / SERVE_FILE).read_text()
 
 
+@pytest.mark.parametrize("engine", ["gguf", "openvino", "sglang"])
+def test_a_window_that_an_engine_does_not_know_is_told_to_who_serves_it(write, llama_cpp, optimum, engine):
+    written = write(EAGLE.model_copy(update={"window": 9}))
+    export(written.source(), engine, written.out)
+    assert "training to 9 tokens of it: in longer texts fewer drafts are accepted" in (written.out / SERVE_FILE).read_text()
+    if engine == "gguf":
+        assert "sliding" not in json.dumps(seen(llama_cpp)["config"])
+
+
 def test_dflash_names_the_blocks_and_drafts_whole_ones_and_no_other_number(write, llama_cpp):
     written = write(DFLASH, num_speculative_tokens=2)
     assert [written.source(num_speculative_tokens=asked).num_speculative_tokens for asked in (None, 3)] == [3, 3]
@@ -162,7 +171,6 @@ def test_eagle_says_which_blocks_states_it_reads(write, optimum):
         ("gguf", {"norm_feedback": True}, "llama.cpp does not: train it with head.norm_taps=false head.norm_feedback=false"),
         ("openvino", {"norm_taps": True}, "OpenVINO GenAI does not"),
         ("gguf", {"taps": [1, 3]}, "reads 2 of the target's states"),
-        ("gguf", {"window": 9}, "reads 9 positions"),
         ("gguf", {"qk_norm": True}, "norms queries and keys"),
         ("openvino", {"taps": [0, 1, 3]}, "reads h_0"),
     ],

@@ -91,7 +91,6 @@ def test_medusa_is_widened_by_rows_that_never_win(write, own_output_heads):
         (EAGLE, {"taps": [0, 1, 2]}, "sglang", "reads h_0"),
         (EAGLE, {"norm_taps": False, "norm_joined_taps": True}, "sglang", "norms all taps as one vector"),
         (EAGLE, {"own_embedding": True}, "sglang", "an embedding of its own"),
-        (EAGLE, {"window": 9}, "sglang", "reads 9 positions"),
         (EAGLE, {"qk_norm": True}, "sglang", "norms queries and keys"),
         (DFLASH, {"taps": [2, 4]}, "transformers", "h_4, the last block's state"),
         (MTP, {"reads": "pre_norm"}, "vllm", "before the final norm"),
