@@ -11,7 +11,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from configs.schema.base import AUTO
-from configs.schema.heads import Eagle3Settings, EagleSettings, HydraSettings
+from configs.schema.heads import EagleSettings
 from configs.schema.training import DistillConfig, HeadsConfig
 from distill.dataset.conversations import Conversation, index_of
 from heads.families.eagle3 import block_to_copy
@@ -74,7 +74,7 @@ def _resolved(
             number, complaint = block_to_copy(target, config.head)
             reason = "the block that reads the last tap" if complaint is None else f"as block {number} {complaint}"
             yield Resolved("head.init_block", number if complaint is None else None, reason)
-        if isinstance(config.head, Eagle3Settings | HydraSettings) and config.head.window == AUTO:
+        if getattr(config.head, "window", None) == AUTO:
             yield Resolved("head.window", *_window(max_length, train))
         return
     if config.student.draft_vocab_size == AUTO:
@@ -88,8 +88,9 @@ def _window(max_length: int, train: Sequence[Conversation] | None) -> tuple[int 
     """Return a multiple of `WINDOW_STEP` that `WINDOW_SHARE` of the conversations fit in: few show what stands farther back."""
     if train is None:
         return None, "for data yet to be made"
-    lengths = index_of(train).prompt_lengths + index_of(train).answer_lengths
-    length = int(np.quantile(np.minimum(lengths, max_length), WINDOW_SHARE, method="inverted_cdf"))
+    index = index_of(train)
+    lengths = np.minimum(index.prompt_lengths + index.answer_lengths, max_length)
+    length = int(np.quantile(lengths, WINDOW_SHARE, method="inverted_cdf"))
     return WINDOW_STEP * math.ceil(length / WINDOW_STEP), f"{WINDOW_SHARE:.0%} of the conversations fit in {length} tokens"
 
 

@@ -42,7 +42,8 @@ log = logging.getLogger("draftsmith")
 
 TRAIN_SAMPLE, HELD_OUT_SAMPLE = 512, 256  # conversations, evenly spaced
 BY_MASS = "draft_vocabulary.json"
-# Settings in which a head may differ from the one that it starts from
+# In these a head may differ from the one that it starts from: they are of training, of weights at the start, or say how far
+# back attention reads
 MAY_DIFFER = {"draft_vocab_size", "draft_vocab_by", "depth_decay", "init_block", "window"}
 
 

@@ -16,11 +16,7 @@ from distill.cache.rows import encode
 from distill.cache.storage import Folder
 from distill.dataset.batches import ConversationDataset
 from distill.loss.draft_objective import DraftObjective
-from tests.support.caches import (
-    batch_of,
-    flip_a_bit,
-    run,
-)
+from tests.support.caches import batch_of, flip_a_bit, run
 from tests.support.losses import target_hidden
 
 
