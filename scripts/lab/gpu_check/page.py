@@ -52,7 +52,7 @@ def page_of(lines: Sequence[Line], origin: Mapping[str, Any], device: str) -> st
     """Return the page, in Markdown."""
     failed = sum(line.verdict == "fails" for line in lines)
     verdict = f"{failed} of {len(lines)} lines fail" if failed else f"none of {len(lines)} lines fails"
-    machine = ", ".join(origin["hardware"]["gpus"]) or origin["hardware"]["cpu"]
+    machine = ", ".join(gpu["name"] for gpu in origin["hardware"]["gpus"]) or origin["hardware"]["cpu"]
     versions = ", ".join(f"{name} {version}" for name, version in origin["versions"].items())
     rows = [tuple(map(escape, (line.part, line.what, line.found, line.expected, line.verdict))) for line in lines]
     return "\n\n".join(

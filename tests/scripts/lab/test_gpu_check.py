@@ -1,6 +1,7 @@
 """`make gpu-check` on the CPU: its lines, what it writes, and that it sees a device that computes something else."""
 
 import json
+import os
 from functools import cached_property
 
 import pytest
@@ -9,8 +10,10 @@ from accelerate.state import AcceleratorState
 
 from configs.runtime.command import DONE, GATE_FAILED
 from configs.runtime.errors import InputError
+from configs.runtime.run_record import describe_hardware
 from configs.schema.commands.planning import HardwareConfig
 from scripts.lab.gpu_check import check, speed
+from scripts.lab.gpu_check.page import page_of
 from scripts.lab.gpu_check.setup import Setup
 from scripts.lab.settings import GpuCheckConfig
 from train.plan.plan import with_measured
@@ -92,3 +95,12 @@ def test_a_file_that_is_no_measurement_is_refused(tmp_path):
     file.write_text('{"measured": {"tflops": -1}}')
     with pytest.raises(InputError, match=r"hardware\.measured"):
         with_measured(HardwareConfig(measured=str(file)))
+
+
+def test_the_page_names_the_gpus_of_nvidia_smi(tmp_path, monkeypatch):
+    command = tmp_path / "nvidia-smi"
+    command.write_text("#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, 81559, 570.86'\necho 'NVIDIA A100-SXM4-80GB, [N/A], 570.86'\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    origin = {"hardware": describe_hardware(), "versions": {"torch": "2.13.0"}, "git": {"commit": "abc"}}
+    assert "NVIDIA H100 80GB HBM3, NVIDIA A100-SXM4-80GB, device cuda" in page_of([], origin, "cuda")
