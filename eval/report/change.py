@@ -16,9 +16,9 @@ from eval.report.schema import DecodeSection, PromptsSection, Report, SuiteSecti
 from eval.report.sections import BatchSection
 from eval.report.text import short
 from eval.stats.change import Change, Side, compare_sides
+from heads.frozen.identity import IDENTITY
 
 Aspect = Literal["target", "suite", "num_speculative_tokens", "decode", "machine"]
-IDENTITY = {"weights_sha256": "target weights", "tokenizer_sha256": "tokenizer", "chat_template_sha256": "chat template"}
 MACHINE = ("cpu", "cores", "device", "threads", "processes")
 SOFTWARE = ("torch", "transformers")  # whose versions decide the seconds too
 SAME_DISTRIBUTION = ("seed", "warmup_prompts", "num_speculative_tokens")  # the last is an aspect of its own

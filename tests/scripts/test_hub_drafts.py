@@ -57,6 +57,15 @@ def test_a_second_copy_of_a_targets_weights_is_not_fetched(hub, target, tmp_path
     assert {path.name for path in folder.glob("*.safetensors")} == weights
 
 
+def test_code_of_a_target_is_fetched_where_it_is_trusted(hub, target, tmp_path):
+    target.model.save_pretrained(tmp_path / "target")
+    upload(hub, NAME, tmp_path / "target", **{"modeling_own.py": b"", "qwen.tiktoken": b"IQ== 0"})
+    for trusted in (False, True):
+        folder = locate(TargetConfig(name=NAME, trust_remote_code=trusted))
+        assert (folder / "modeling_own.py").exists() == trusted
+        assert (folder / "qwen.tiktoken").exists()
+
+
 def test_what_was_pushed_is_loaded_gated_evaluated_and_exported_by_its_name(push, hub, release, target, tmp_path):
     assert push()[0] == DONE
     report = tmp_path / "report.json"
