@@ -63,9 +63,10 @@ class DraftLM:
         self._cache = new_cache(self.model, capacity)
         prompts = [list(row[:-1]) for row in tokens]
         longest = max(map(len, prompts))
-        padded = [row + [0] * (longest - len(row)) for row in prompts]
-        ids_BT = torch.tensor(padded, device=self.model.device).clamp(max=self._last_id)
-        forward_rows(self.model, self._cache, ids_BT, [0] * len(prompts))
+        if longest:  # else each is one token, which the first round reads
+            padded = [row + [0] * (longest - len(row)) for row in prompts]
+            ids_BT = torch.tensor(padded, device=self.model.device).clamp(max=self._last_id)
+            forward_rows(self.model, self._cache, ids_BT, [0] * len(prompts))
         self._cached = [len(row) for row in prompts]
         self._proposed_from = list(self._cached)
 
