@@ -20,9 +20,10 @@ from configs.runtime.resumable import Journal, Place
 from configs.runtime.terminal import Tokens, progress
 from configs.schema.data import AnswersConfig
 from distill.dataset.conversations import Conversation, Message
-from distill.generation.continuation import Ask, continue_texts, request_number, up_to_end
+from distill.generation.continuation import Ask, continue_texts, up_to_end
 from distill.generation.prompts import Prompt, encode_prompt
 from heads.frozen.loading import Target
+from heads.sampling.counter_rng import request_number
 
 # Why a turn has no answer.
 EMPTY = "empty_answer"  # it ended at once

@@ -8,7 +8,6 @@ B batch, T positions, D width, V vocabulary.
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -272,11 +271,6 @@ def up_to_end(ids: Sequence[int], end_ids: Collection[int]) -> list[int]:
     """Return token ids up to and including the first that ends an answer."""
     end = next((place for place, token in enumerate(ids) if token in end_ids), len(ids))
     return list(ids[: end + 1])
-
-
-def request_number(name: str) -> int:
-    """Return the 63-bit number that names a request's random numbers, the same in every process."""
-    return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8], "big") >> 1
 
 
 def _append(row: TokenRow, tokens: Sequence[int], has_ended: Callable[[TokenRow], bool]) -> bool:

@@ -25,12 +25,13 @@ from configs.runtime.terminal import progress
 from configs.schema.data import DataConfig
 from distill.dataset.conversations import FORMAT_VERSION
 from distill.generation.answers import ANSWER_JOURNALS, NO_ROOM, AnswerJob, answer_turns
-from distill.generation.continuation import request_number, up_to_end
+from distill.generation.continuation import up_to_end
 from distill.generation.prompts import Prompt
 from distill.server.connection import Completion, Connection, GaveUp, Refused
 from heads.frozen.hidden_states import read_states
 from heads.frozen.loading import Target
 from heads.inference.causal_lm import head_logits
+from heads.sampling.counter_rng import request_number
 
 logger = logging.getLogger("draftsmith")
 

@@ -25,9 +25,10 @@ from configs.runtime.terminal import Tokens
 from configs.schema.data import SELF_SEEDED, PromptsConfig
 from configs.schema.decoding import SamplingConfig
 from distill.dataset.conversations import Message
-from distill.generation.continuation import Ask, TokenRow, continue_texts, request_number
+from distill.generation.continuation import Ask, TokenRow, continue_texts
 from heads.frozen.loading import Target
 from heads.frozen.tokenizer import in_template
+from heads.sampling.counter_rng import request_number
 
 SEEDS = Path(__file__).with_name("seeds.yaml")
 REGISTER_SHARE = 0.3

@@ -17,11 +17,11 @@ import torch
 from configs.schema.decoding import SamplingConfig
 from configs.schema.training import DistillConfig
 from distill.dataset.batches import Example, collate
-from distill.generation.continuation import TokenRow, TokenSource, continue_rows, request_number
+from distill.generation.continuation import TokenRow, TokenSource, continue_rows
 from heads.frozen.loading import Target
 from heads.modules.interface import NO_DOCUMENT, Batch
 from heads.proposers.draft_lm import DraftLM
-from heads.sampling.counter_rng import CounterRNG
+from heads.sampling.counter_rng import CounterRNG, request_number
 
 # Tokens drafted between two checks of which rows have ended. Their distributions are all held until then, [B, G, V].
 STRIDE = 16
@@ -43,6 +43,7 @@ class Rewriter:
         self.max_length = min(config.data.max_length, target.max_positions)
         self.sampling = SamplingConfig(temperature=config.policy.temperature)
         self.end_ids = frozenset(target.eos_token_ids)
+        self.placeholder = target.runner.placeholder
 
     def choose(self, batch_size: int, *, step: int, micro_batch: int) -> RowSelection:
         """Choose the rows of a micro-batch, the same places in every process; on average they are the policy's share."""
@@ -61,9 +62,15 @@ class Rewriter:
         if not rows:
             return batch, 0
         source = _DraftSource(draft, self.sampling, device)
-        for row in continue_rows(source, rows, seed=self.seed, has_ended=lambda row: row.tokens[-1] in self.end_ids):
-            examples[row.key] = examples[row.key]._replace(input_ids=tuple(row.tokens))
+        for row in continue_rows(source, rows, seed=self.seed, has_ended=self._has_ended):
+            if row.tokens[-1] == self.placeholder:  # for which an answer has no image or sound
+                row.tokens.pop()
+            if row.written:
+                examples[row.key] = examples[row.key]._replace(input_ids=tuple(row.tokens))
         return collate(examples).to(device), sum(len(row.written) for row in rows)
+
+    def _has_ended(self, row: TokenRow) -> bool:
+        return row.tokens[-1] == self.placeholder or row.tokens[-1] in self.end_ids
 
     def _unanswered(self, row: int, example: Example, key: str) -> TokenRow:
         start = example.answer_start

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +13,7 @@ from eval.decoder.records import Generation, Round, StopReason
 from heads.frozen.loading import Target
 from heads.frozen.media import MediaPrompt
 from heads.frozen.tokenizer import count_thinking
+from heads.sampling.counter_rng import request_number
 
 MARGIN = 8  # characters of a tail before those that may belong to a stop string
 
@@ -32,8 +32,7 @@ class Request:
     @property
     def number(self) -> int:
         """A 63-bit hash of its name, the same in every process."""
-        name = f"{self.prompt_id}/{self.turn}" if self.turn else self.prompt_id
-        return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8], "big") >> 1
+        return request_number(f"{self.prompt_id}/{self.turn}" if self.turn else self.prompt_id)
 
 
 @dataclass

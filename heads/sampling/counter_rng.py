@@ -9,6 +9,7 @@ The mixing function is the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from functools import cached_property
@@ -146,3 +147,8 @@ def _mix(x: Any) -> Any:
 def _shift_right(x: Any, bits: int) -> Any:
     """Shift in zeros; torch's own shift of a negative number shifts in ones."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def request_number(name: str) -> int:
+    """Return the 63-bit number that names a request's random numbers, the same in every process."""
+    return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8], "big") >> 1

@@ -110,6 +110,26 @@ def test_a_row_ends_with_the_first_token_that_ends_a_text_and_its_neighbours_go_
     assert batch.loss_mask_BT[1, : len(ended.input_ids)].tolist() == [place >= 5 for place in range(len(ended.input_ids))]
 
 
+def test_prompts_of_one_token_are_answered(rewriter, draft):
+    examples = [Example((7, 12, 3, 20), 1, 0), Example((9, 4, 5), 1, 1)]
+    batch, num_written = rewriter(temperature=0.0).rewrite(collate(examples), chosen(0, 1), draft)
+    assert [each.input_ids for each in examples_of(batch)] == [naive_greedy(draft, (7,), 3), naive_greedy(draft, (9,), 2)]
+    assert num_written == 5
+
+
+@pytest.mark.parametrize("place", [0, 10])
+def test_an_answer_ends_before_a_token_that_stands_for_an_image_and_an_empty_one_is_none(
+    rewriter, draft, tiny_llama, as_target, place
+):
+    prompt, whole = EXAMPLES[1].input_ids[:5], naive_greedy(draft, EXAMPLES[1].input_ids[:5], 45)
+    target = as_target(tiny_llama(seed=1))
+    target.runner.placeholder = whole[5 + place]
+    first = whole.index(target.runner.placeholder, 5)
+    batch, num_written = rewriter(temperature=0.0, target=target).rewrite(collate(EXAMPLES), chosen(1), draft)
+    assert examples_of(batch)[1].input_ids == (whole[:first] if first > 5 else EXAMPLES[1].input_ids)
+    assert num_written == first - len(prompt)
+
+
 def test_draws_belong_to_a_conversation_in_a_micro_batch_of_a_run(rewriter, draft):
     def written(examples, row, key="0/0/0", seed=0):
         return examples_of(rewriter(seed=seed).rewrite(collate(examples), chosen(row, key=key), draft)[0])[row].input_ids
