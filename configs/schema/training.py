@@ -236,8 +236,12 @@ class HeldOutDecodingConfig(Settings):
 
 def unless_read(target: TargetConfig, held_out: HeldOutDecodingConfig) -> Iterator[str]:
     """Object to what cannot be had of a target that servers run."""
-    if target.states is not None and held_out.decode.tree is not None:
+    if target.states is None:
+        return
+    if held_out.decode.tree is not None:
         yield "held_out.decode.tree: target.states gives the states of texts, and drafts of a tree are none; set it to null"
+    if held_out.decode.kv_cache is not None:
+        yield "held_out.decode.kv_cache: with target.states the servers keep the target's keys and values; set it to null"
 
 
 class DistillConfig(Settings):

@@ -53,8 +53,15 @@ class _CachedHead:
         dtypes = {name: autocast_dtype(weight) for name, weight in self._head.named_parameters()}
         return {name: self._head.get_parameter(name).to(dtype) for name, dtype in dtypes.items() if dtype is not None}
 
-    def get_output_embeddings(self) -> Callable[[Tensor], Tensor]:
+    @property
+    def weight(self) -> Tensor | None:  # by whose dtype `apply_head` casts the states
+        return getattr(self._head, "weight", None)
+
+    def get_output_embeddings(self) -> _CachedHead:
+        return self
+
+    def __call__(self, hidden: Tensor) -> Tensor:
         if type(self._head) is not nn.Linear:
-            return lambda hidden: functional_call(self._head, self._cast_weights, (hidden,))
+            return functional_call(self._head, self._cast_weights, (hidden,))
         weights = {**dict(self._head.named_parameters()), **self._cast_weights}
-        return lambda hidden: functional.linear(hidden, weights["weight"], weights.get("bias"))
+        return functional.linear(hidden, weights["weight"], weights.get("bias"))

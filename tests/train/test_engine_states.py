@@ -264,3 +264,5 @@ def test_what_cannot_be_had_is_said_in_one_sentence(
         load_target(TargetConfig.model_validate(settings))
     with pytest.raises(ValueError, match=r"held_out\.decode\.tree: target.states gives the states of texts"):
         heads_config(settings, data, tmp_path / "out", held_out={"decode": {"tree": {"kind": "static", "branching": [2, 2]}}})
+    with pytest.raises(ValueError, match=r"held_out\.decode\.kv_cache: with target.states the servers keep"):
+        heads_config(settings, data, tmp_path / "out", held_out={"decode": {"kv_cache": "int8"}})

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -201,6 +201,19 @@ def test_autocast_casts_a_head_once_and_not_for_every_chunk(tiny_llama, trained)
         assert casts.count((64, 32)) == 1 + ROWS * trained
         pair = dense_pair(heads[1].logits_of(hidden_ND.detach()), head_logits(model, hidden_ND))
         torch.testing.assert_close(result.loss, forward_kl(pair).sum(), rtol=1e-6, atol=0)
+
+
+def test_a_head_takes_states_of_a_wider_dtype_where_autocast_does_not_cast_them(tiny_llama):
+    """Mamba's last states are float32 beside a head in bfloat16."""
+
+    class OtherLinear(nn.Linear):
+        pass
+
+    model = tiny_llama(dtype=torch.bfloat16)
+    hidden_ND = torch.randn(ROWS, 32)
+    for head in (model.lm_head, OtherLinear(32, 64, bias=False, dtype=torch.bfloat16)):
+        model.set_output_embeddings(head)
+        assert torch.equal(model_head(model).logits_of(hidden_ND), head_logits(model, hidden_ND))
 
 
 # --- what counts for nothing --------------------------------------------------------------------------------------
