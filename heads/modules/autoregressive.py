@@ -44,15 +44,15 @@ class PendingFeatures:
     def move_on(self, features_BTF: Tensor, counts: Sequence[int], kept: Sequence[int]) -> None:
         """Take what follows the features held so far, of which the last `kept[b]` of each row stay before it."""
         self._first = [first + len(row) - n for first, row, n in zip(self._first, self._columns, kept, strict=True)]
-        features_BTF, begin = features_BTF[:, : max(counts)], 0
-        if max(kept) > 0:
-            begin = self._kept_BSF.shape[1]
-            features_BTF = torch.cat([self._kept_BSF, features_BTF], 1)
+        staying = [row[len(row) - n :] for row, n in zip(self._columns, kept, strict=True)]
+        oldest = min((column for row in staying for column in row), default=self._kept_BSF.shape[1])
+        stay_BSF = self._kept_BSF[:, oldest:]
+        begin = stay_BSF.shape[1]
         self._columns = [
-            [*row[len(row) - before :], *range(begin, begin + new)]
-            for row, before, new in zip(self._columns, kept, counts, strict=True)
+            [*(column - oldest for column in row), *range(begin, begin + new)] for row, new in zip(staying, counts, strict=True)
         ]
-        self._kept_BSF = features_BTF
+        new_BTF = features_BTF[:, : max(counts)]
+        self._kept_BSF = torch.cat([stay_BSF, new_BTF], 1) if begin else new_BTF
 
     def read(self, text: TokenRows) -> Window:
         """Return what a forward reads of the features and of the text, in one upload."""
