@@ -158,4 +158,4 @@ def _check_size(size: int, target: Target) -> None:
     ends = len(target.eos_token_ids)
     if not ends <= size <= target.vocab_size:
         limits = f"{max(1, ends)} (tokens that end an answer) to {target.vocab_size} (the target's vocabulary)"
-        raise ConfigError(f"student.draft_vocab_size: expected {limits}, got {size}")
+        raise ConfigError(f"draft_vocab_size: expected {limits}, got {size}")
