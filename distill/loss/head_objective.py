@@ -43,7 +43,6 @@ class HeadLoss:
         agrees_K: rows where the most likely tokens agree.
         origins_K: origins that drafting would start from (the pending token is an answer's) with a row at every depth up
             to this one; among them
-        joint_K: the sum of the product of acceptances up to this depth,
         joint_agrees_K: those where every depth up to this one agrees,
         reached_K: those where every depth before this one agrees.
         accepted_P: int64, how many depths in a row agree, at the flat place b * T + j of each of those origins; 0 elsewhere.
@@ -55,7 +54,6 @@ class HeadLoss:
     acceptance_K: Tensor
     agrees_K: Tensor
     origins_K: Tensor
-    joint_K: Tensor
     joint_agrees_K: Tensor
     reached_K: Tensor
     accepted_P: Tensor
@@ -192,11 +190,10 @@ def _on_device(depths: list[Depth], device: torch.device) -> list[Depth]:
 def _sums(batch: Batch, depths: list[Depth], loss: Tensor, results: list[ChunkedLoss]) -> HeadLoss:
     """Sum each depth's statistics, alone and along the chains from the origins that drafting would start from."""
     alive_P = before_labels(batch).flatten()
-    joint_P, joint_agrees_P, accepted_P = alive_P.float(), alive_P.clone(), torch.zeros_like(alive_P, dtype=torch.long)
+    joint_agrees_P, accepted_P = alive_P.clone(), torch.zeros_like(alive_P, dtype=torch.long)
     sums: list[dict[str, Tensor]] = []
     for depth, result in zip(depths, results, strict=True):
         alive_P = alive_P & _placed(torch.ones_like(result.top1_agrees_N), depth.origins_N, alive_P)
-        joint_P = joint_P * _placed(result.acceptance_N.float(), depth.origins_N, joint_P) * alive_P
         reached_P = joint_agrees_P & alive_P
         joint_agrees_P = reached_P & _placed(result.top1_agrees_N, depth.origins_N, alive_P)
         accepted_P += joint_agrees_P
@@ -205,7 +202,6 @@ def _sums(batch: Batch, depths: list[Depth], loss: Tensor, results: list[Chunked
             "acceptance_K": result.acceptance_N,
             "agrees_K": result.top1_agrees_N,
             "origins_K": alive_P,
-            "joint_K": joint_P,
             "joint_agrees_K": joint_agrees_P,
             "reached_K": reached_P,
         }

@@ -25,7 +25,7 @@ from heads.device import on_device
 from heads.inference.kv_cache import RowCache, RowLayer
 from heads.inference.masks import by_axis, masks_of, rope_limit, within_context
 from heads.inference.recurrent_cache import RecurrentCache
-from heads.inference.runner import apply_head, backbone, runner_of, twice
+from heads.inference.runner import CAPS, apply_head, backbone, runner_of, twice
 from heads.sampling.token_tree import TreeAttention
 
 SCALING = ("cohere_compass", "granite4_vision", "granite_docling")  # others with images leave out their text part's logit scale
@@ -52,7 +52,7 @@ def head_logits(model: HasOutputHead, hidden_BTD: Tensor) -> Tensor:
     for name in ("logits_scaling", "logits_mup_width_multiplier"):  # Granite, Inkling; HyperCLOVA X multiplies
         if (divisor := getattr(config, name, None)) is not None:
             logits_BTV = logits_BTV * divisor if config.model_type == "hyperclovax" else logits_BTV / divisor
-    for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):  # Gemma, RecurrentGemma, xLSTM
+    for name in CAPS:
         if (cap := getattr(config.get_text_config(), name, None)) is not None:
             logits_BTV = cap * torch.tanh(logits_BTV / cap)
     return logits_BTV

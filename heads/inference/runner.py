@@ -23,7 +23,7 @@ from heads.inference.masks import Masks, first_of_equals
 from heads.inference.recurrent_cache import MixerSlot, cache_argument, find_mixers
 from heads.inference.storage import Storage
 
-CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma, RecurrentGemma, xLSTM
 STATE_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # the last two have keys and values beside a state
 WRONG_STATES = {
     "batches": "for rows of unequal lengths in a batch than for each alone; decode one text at a time, with batch_size 1",
