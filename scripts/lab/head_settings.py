@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-from pydantic import field_validator
-
-from configs.schema.base import PositiveInt, PositiveShare, Setting, Settings, Temperature, dotted, unless_names
+from configs.schema.base import PositiveInt, PositiveShare, Setting, Settings, Temperature, unless_names
 from configs.schema.evaluation import FreeDraft, LosslessConfig, SuiteConfig
 
 OVERNIGHT = ["scripts/lab/configs/heads/hydra_overnight.yaml", "scripts/lab/configs/heads/eagle3_overnight.yaml"]
@@ -52,33 +49,14 @@ class BenchHeadsConfig(HeadsSettings):
     """`scripts/lab/benchmark.py heads`: head families trained and measured on one target and one set of data."""
 
     recipes: list[str] = [*OVERNIGHT, "scripts/lab/configs/heads/eagle3_short.yaml"]
-    draft_models: list[str] = []  # of `train/distill.py`, measured beside the heads
     temperature: Temperature = 0.0
-    # Heads by the first recipe but for some keys, dotted or in sections, as {two_layers: {head.num_layers: 2}}; a row each, and
-    # the tokens per target step of each over those of the first variant
-    variants: dict[str, dict[str, Setting]] = {}
     baselines: list[FreeDraft] = ["prompt_lookup", "suffix_lookup"]  # measured beside the first head
     with_lookup: bool = True  # heads are also measured with suffix lookup, which knows the answers trained on
-    # Recipes, by the names of their files, whose chains are also measured where the cost rule ends them (decode.stopping, by
-    # the head's estimate where it makes one), fitted on the prompts that chose checkpoints
-    stopped: list[str] = []
-    # Likewise, recipes that are measured with a tree as well: the one expected to be fastest, fitted on these prompts
+    # Recipes, by the names of their files, that are measured with a tree as well: the one expected to be fastest, fitted on the
+    # prompts that chose checkpoints
     trees: list[str] = ["hydra_overnight", "eagle3_overnight", "eagle3_short"]
     repeats: PositiveInt = 1  # timed runs of every prompt
     lossless: LosslessConfig = LosslessConfig()
-
-    @field_validator("variants", mode="before")
-    @classmethod
-    def _sections_become_dotted_keys(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        return {name: dict(dotted(changes)) if isinstance(changes, dict) else changes for name, changes in value.items()}
-
-    def objections(self) -> Iterator[str]:
-        yield from super().objections()
-        if self.variants and not self.recipes:
-            yield "variants are changes to the first of `recipes`, and there is none: name one"
-        yield from unless_names("variants", self.variants)
 
 
 # Heads of a few minutes, trained on what the target writes alone: those that other benchmarks and the checks of engines take

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from configs.runtime.command import BAD_INPUT
 from configs.runtime.errors import ConfigError, InputError
-from configs.runtime.files import CHECKOUT, read_json, write_json
+from configs.runtime.files import CHECKOUT, read_json
 from configs.runtime.loading import load_config
 from configs.schema.data import CacheConfig, DataConfig
-from configs.schema.training import DistillConfig, HeadsConfig
+from configs.schema.training import HeadsConfig
 from distill.cache.format import MANIFEST as CACHE_MANIFEST
 from distill.cache.storage import Folder
 from distill.dataset.conversations import MANIFEST
-from scripts.advice.trained_runs import Recipe, TrainingRun, in_own_folder, load_changed
+from scripts.advice.trained_runs import Recipe, TrainingRun, in_own_folder
 from scripts.lab.bench.provenance import check_trained_here, train_all
 from scripts.lab.head_settings import BenchHeadsConfig, HeadsSettings
-
-CACHE_TIME = "cache_time.json"
 
 
 def train_recipes(config: BenchHeadsConfig, *, output: str | None = None) -> list[TrainingRun]:
@@ -39,19 +36,14 @@ def train_recipes(config: BenchHeadsConfig, *, output: str | None = None) -> lis
     return runs
 
 
-def read_recipes(config: BenchHeadsConfig) -> dict[str, Recipe]:
-    """Return the recipes by the names of their files, of which each must have its own, and the variants by theirs."""
-    paths = [Path(path) for path in (*config.recipes, *config.draft_models)]
-    names = [*(path.stem for path in paths), *config.variants]
+def read_recipes(config: BenchHeadsConfig) -> dict[str, HeadsConfig]:
+    """Return the recipes by the names of their files, of which each must have its own."""
+    names = [Path(path).stem for path in config.recipes]
     if not names:
         raise ConfigError("recipes: there is none; name at least one file of configs/heads")
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"recipes: two are called {twice[0]}; give each a file name of its own")
-    recipes: list[Recipe] = [load_config(HeadsConfig, path) for path in config.recipes]
-    recipes += [load_config(DistillConfig, path) for path in config.draft_models]
-    for name, changes in config.variants.items():
-        recipes.append(load_changed(HeadsConfig, config.recipes[0], changes, f"variants.{name}"))
-    return dict(zip(names, recipes, strict=True))
+    return {name: load_config(HeadsConfig, path) for name, path in zip(names, config.recipes, strict=True)}
 
 
 def check_comparable(recipes: Sequence[Recipe]) -> None:
@@ -68,27 +60,25 @@ def check_comparable(recipes: Sequence[Recipe]) -> None:
 
 
 def make_data(config: HeadsSettings) -> None:
-    if config.data is not None and not (Path(load_config(DataConfig, config.data).output) / MANIFEST).is_file():
+    """Make the data where they are not there; an InputError where those that are were made by another config."""
+    if config.data is None:
+        return
+    asked = load_config(DataConfig, config.data)
+    manifest = Path(asked.output) / MANIFEST
+    if not manifest.is_file():
         _run_script("make_data", config.data)
+    elif DataConfig.model_validate(read_json(manifest, "manifest of the data")["config"]) != asked:
+        raise InputError(f"data: {asked.output} was made by another config than {config.data}; remove it, and it is made anew")
 
 
 def make_cache(config: HeadsSettings) -> None:
-    if config.cache is None or Folder(load_config(CacheConfig, config.cache).output).has(CACHE_MANIFEST):
-        return
-    started = time.perf_counter()
-    _run_script("make_cache", config.cache)
-    write_json(Path(config.runs) / CACHE_TIME, {"seconds": time.perf_counter() - started})
+    if config.cache is not None and not Folder(load_config(CacheConfig, config.cache).output).has(CACHE_MANIFEST):
+        _run_script("make_cache", config.cache)
 
 
-def read_cache_seconds(config: BenchHeadsConfig) -> float | None:
-    """Return how long the cache took to make; None without one, and where it was made apart from this benchmark."""
-    path = Path(config.runs) / CACHE_TIME
-    return read_json(path, "time of the cache")["seconds"] if config.cache is not None and path.is_file() else None
-
-
-def with_cache(recipe: Recipe, cache: str | None) -> Recipe:
-    """Return a head's recipe that reads the cache; a draft LM's stays as it is."""
-    if cache is None or not isinstance(recipe, HeadsConfig):
+def with_cache(recipe: HeadsConfig, cache: str | None) -> HeadsConfig:
+    """Return a recipe that reads the cache."""
+    if cache is None:
         return recipe
     folder = load_config(CacheConfig, cache).output
     return recipe.model_copy(update={"data": recipe.data.model_copy(update={"cache": folder})})

@@ -25,7 +25,6 @@ from eval.measure.interleaved import drafts_by_mode
 from eval.measure.proposers import Answers, add_lookup, known_answers, make_baselines
 from eval.measure.record_files import Records
 from eval.metrics.acceptance import Acceptance
-from eval.metrics.speed import Sums, decode_speed_ratio, sums_ratio
 from eval.stats.bootstrap import Interval
 from heads.artifact import Draft, load_draft
 from heads.frozen.loading import Target
@@ -34,12 +33,11 @@ from heads.proposers.protocol import Proposer
 from scripts.advice.measuring import SEED, check_finite
 from scripts.advice.trained_runs import TrainingRun
 from scripts.lab.bench.harness import flat, write_results
-from scripts.lab.bench.head_recipes import read_cache_seconds, train_recipes
+from scripts.lab.bench.head_recipes import train_recipes
 from scripts.lab.bench.provenance import read_git, read_outcome
-from scripts.lab.bench.stopping import choose_stopping
 from scripts.lab.bench.suites import open_suites
 from scripts.lab.bench.tables import NOT_AVAILABLE
-from scripts.lab.bench.turns import count_per_prompt, measure, speedup
+from scripts.lab.bench.turns import measure, speedup
 from scripts.lab.head_settings import BenchHeadsConfig
 
 log = logging.getLogger("draftsmith")
@@ -54,10 +52,7 @@ def compare_heads(config: BenchHeadsConfig) -> int:
     target, requests, prompts, choosing, journal = open_suites(config, runs)
     trained_on = EvalConfig(lookup_answers=runs[0].recipe.data.train)
     answers = known_answers(trained_on, prompts, target.identity) if config.with_lookup else []
-    ratios: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
-    first_variant = next(iter(config.variants), None)
-    first_counts: dict[str, Sums] = {}  # of the first variant, by suite
     done = journal.read()
     for run in runs:
         baselines: list[FreeDraft] = [] if rows else config.baselines
@@ -66,23 +61,16 @@ def compare_heads(config: BenchHeadsConfig) -> int:
             if (key := f"{run.name} {name}") not in done:
                 sides = sides or load_sides(config, target, run, choosing, answers)
                 measured = measure_run(config, target, of_suite, run, sides, baselines, answers, suite=name)
-                done[key] = measured._asdict() | {"rows": [flat(row) for row in measured.rows], "ratios": flat(measured.ratios)}
+                done[key] = [flat(row) for row in measured]
                 journal.append(key, done[key])
-            rows, ratios = rows + done[key]["rows"], ratios | done[key]["ratios"]
-            if run.name == first_variant:
-                first_counts[name] = done[key]["counts"]
-            elif run.name in config.variants:
-                tau_ratio = sums_ratio(done[key]["counts"], first_counts[name], config.bootstrap_samples, SEED)
-                ratios[f"{run.name}_tau_vs_{first_variant}_{name}"] = tau_ratio
+            rows += done[key]
     write_results(
         config.output,
         "heads",
         config,
         rows=sorted(rows, key=lambda row: row["family"] in config.baselines),
-        ratios=ratios,
-        data=rows[0]["data"],
+        ratios={},
         runs=[{"recipe": run.name, "artifact": str(run.artifact), "git": read_git(run)} for run in runs],
-        cache_seconds=read_cache_seconds(config),
         device=str(target.device),
         threads=torch.get_num_threads(),
     )
@@ -101,7 +89,7 @@ class MeasuredDraft(NamedTuple):
 def load_sides(
     config: BenchHeadsConfig, target: Target, run: TrainingRun, choosing: Sequence[Request], answers: Answers
 ) -> dict[str, MeasuredDraft]:
-    """Return a run's draft, and as `stopped`, `trees` and `with_lookup` ask for it, fitted on the prompts of `choosing`.
+    """Return a run's draft, and as `trees` and `with_lookup` ask for it, fitted on the prompts of `choosing`.
 
     Suffix lookup knows the `answers` that were trained on.
     """
@@ -114,10 +102,6 @@ def load_sides(
     )
     chain = MeasuredDraft(draft, settings, cost_of(run), draft.proposer)
     sides = {run.name: chain}
-    if run.name in config.stopped:
-        stopping = choose_stopping(target, draft, choosing, settings)
-        stopped = settings.model_copy(update={"stopping": stopping})
-        sides[f"{run.name}, stopped by {stopping.by}"] = chain._replace(settings=stopped)
     asked = EvalConfig(decode=settings)
     longer = {"num_speculative_tokens": asked.suffix_length}
     if config.with_lookup:
@@ -144,12 +128,6 @@ def fastest(
     return StaticTree(kind="static", paths=[list(path) for path in chosen.paths])
 
 
-class MeasuredRun(NamedTuple):
-    rows: list[dict[str, Any]]
-    ratios: dict[str, Interval]
-    counts: Sums
-
-
 def measure_run(
     config: BenchHeadsConfig,
     target: Target,
@@ -160,7 +138,7 @@ def measure_run(
     answers: Answers,
     *,
     suite: str,
-) -> MeasuredRun:
+) -> list[dict[str, Any]]:
     """Decode with a run's drafts, the baselines and plain decoding in turns; a row each.
 
     Suffix lookup knows the `answers`, those that were trained on.
@@ -169,7 +147,6 @@ def measure_run(
     evaluation = EvalConfig(decode=settings, repeats=config.repeats, baselines=baselines)
     by_mode = {name: side.settings for name, side in sides.items()}
     drafts = drafts_by_mode(evaluation) | {name: each.num_speculative_tokens for name, each in by_mode.items()}
-    stopped = [name for name, each in by_mode.items() if each.stopping is not None]
     decoded_by = {name: side.proposer for name, side in sides.items()} | make_baselines(evaluation, target, answers)
     records = measure(target, requests, evaluation, decoded_by, settings=by_mode)
     check_finite(records.generations, f"recipe {run.name}")
@@ -179,7 +156,9 @@ def measure_run(
         judged = judge_lossless(target, *pair, by_mode.get(mode, settings), config.lossless, decoded_by[mode])
         figures = summarise(records, mode, drafts[mode], config.bootstrap_samples)
         names = {"family": family, "recipe": recipe, "data": Path(config.data or run.recipe.data.train).stem, "suite": suite}
-        return {**names, **figures, **cost, "lossless": judged["verdict"]}
+        tree = by_mode[mode].tree if mode in by_mode else None
+        paths = tree.paths if isinstance(tree, StaticTree) else None
+        return {**names, "tree": paths, **figures, **cost, "lossless": judged["verdict"]}
 
     kind, rows = draft.metadata.kind, []
     for name, side in sides.items():
@@ -187,14 +166,7 @@ def measure_run(
         rows.append(row(family, name.removesuffix(f" {WITH_LOOKUP}"), name, side.cost))
         found = rows[-1]["tau"].point, rows[-1]["speedup"].point
         log.info("%s on %s: %.3f tokens per target step, %.2f times plain decoding's speed", name, suite, *found)
-    rows += [row(name, None, name, NO_COST) for name in baselines]
-    ratios = {
-        f"{run.name}_stopped_vs_fixed_{suite}": decode_speed_ratio(
-            records.timings, name, run.name, samples=config.bootstrap_samples, seed=SEED
-        )
-        for name in stopped
-    }
-    return MeasuredRun(rows, ratios, count_per_prompt(records.of(run.name)))
+    return rows + [row(name, None, name, NO_COST) for name in baselines]
 
 
 def summarise(records: Records, mode: str, num_speculative_tokens: int, samples: int) -> dict[str, Any]:

@@ -99,14 +99,13 @@ def run_checks(config: ServeCheckConfig) -> int:
         for case in cases:
             rows.append(run_case(check, case))
             log.info("%s", describe(rows[-1]))
-            # After each case, so that nothing is lost where a later one fails.
-            write_results(config.output, "serve", config, rows=rows, ratios={}, threads=config.threads)
+    write_results(config.output, "serve", config, rows=rows, ratios={}, threads=config.threads)
     return GATE_FAILED if any(row["verdict"] == DISAGREES for row in rows) else DONE
 
 
 def find_artifacts(config: ServeCheckConfig) -> list[Case]:
     recipes = list(dict.fromkeys(case.recipe for case in config.cases if case.recipe is not None))
-    heads = config.heads.model_copy(update={"recipes": recipes, "draft_models": [], "variants": {}})
+    heads = config.heads.model_copy(update={"recipes": recipes})
     check_trained_here([case.artifact for case in config.cases if case.artifact is not None], config.output)
     trained = {run.name: run.artifact for run in train_recipes(heads, output=config.output)} if recipes else {}
     return [

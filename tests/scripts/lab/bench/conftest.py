@@ -14,7 +14,7 @@ ELSEWHERE = ("a b c a b c a b", "what is that", "say it")
 
 @pytest.fixture(scope="module")
 def folder(tiny_data, recipe, tmp_path_factory):
-    """A folder with recipes `medusa`, `eagle3` and `draft_lm` for the tiny target, and their data; only for reading."""
+    """A folder with recipes `medusa` and `eagle3` for the tiny target, and their data; only for reading."""
     folder = tmp_path_factory.mktemp("heads")
     (folder / "data.yaml").write_text(json.dumps(tiny_data.model_dump(mode="json")))
     train = recipe["data"]["train"]
@@ -28,7 +28,6 @@ def folder(tiny_data, recipe, tmp_path_factory):
             "head": {"kind": "eagle3", "num_depths": 3, "taps": [0, 1, 2], "draft_vocab_size": 32},
             "sanity": ungated,
         },
-        "draft_lm": {"student": {"layers": [0]}},
     }
     for name, own in special.items():
         (folder / f"{name}.yaml").write_text(json.dumps(recipe | own))
@@ -45,7 +44,6 @@ def make_config(folder, tmp_path_factory):
             "data": str(folder / "data.yaml"),
             "cache": None,
             "recipes": [str(folder / "medusa.yaml"), str(folder / "eagle3.yaml")],
-            "draft_models": [str(folder / "draft_lm.yaml")],
             "runs": str(output / "runs"),
             "num_prompts": 3,
             "held_out": {"home": []},

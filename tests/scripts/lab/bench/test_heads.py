@@ -1,7 +1,6 @@
 """The head benchmark on a tiny target: what its rows say, and what is kept."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,12 +8,11 @@ import pytest
 from safetensors.torch import load_file
 
 from configs.runtime.command import DONE
-from configs.runtime.errors import ConfigError
+from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.files import CHECKOUT
 from configs.runtime.loading import load_config
 from configs.schema.decoding import DecodeConfig
-from configs.schema.drafting import CostStopping
-from configs.schema.training import DistillConfig, HeadsConfig
+from configs.schema.training import HeadsConfig
 from distill.dataset.conversations import read_conversations
 from eval.cost.tree_choice import ChosenTree
 from eval.decoder.decode import Request, decode
@@ -24,36 +22,28 @@ from heads.proposers.lookup import PromptLookup, SuffixLookup
 from heads.proposers.merged import LookupFirst
 from scripts.advice import trained_runs
 from scripts.lab.bench import head_recipes, heads
-from scripts.lab.bench.head_recipes import make_cache, make_data, read_cache_seconds, with_cache
+from scripts.lab.bench.head_recipes import make_cache, make_data, with_cache
 from scripts.lab.bench.heads import compare_heads
 from tests.scripts.lab.bench.conftest import ELSEWHERE
-from train.launch import run_distillation, run_heads
+from train.launch import run_heads
 
 
 @pytest.fixture(scope="module")
 def results(make_config):
-    """What the benchmark wrote, and the names of the entries that it trained by, in this process."""
-    entries = []
-
-    def run_training(entry, path):
-        entries.append(entry.name)
-        schema, run = {"heads.py": (HeadsConfig, run_heads), "distill.py": (DistillConfig, run_distillation)}[entry.name]
-        return run(load_config(schema, path))
-
+    """What the benchmark wrote, its heads trained in this process."""
     config = make_config()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trained_runs, "run_training", run_training)
+        patch.setattr(trained_runs, "run_training", lambda entry, path: run_heads(load_config(HeadsConfig, path)))
         assert compare_heads(config) == DONE
-    return SimpleNamespace(content=json.loads(Path(config.output).read_text()), entries=entries)
+    return json.loads(Path(config.output).read_text())
 
 
 # --- rows ---------------------------------------------------------------------------------------------------------
 
 
 def test_every_draft_has_a_row_for_each_suite_alone_and_after_a_lookup(results, target, recipe):
-    content, rows = results.content, results.content["rows"]
-    drafts = [("medusa", "medusa"), ("eagle3", "eagle3"), ("draft_lm", "draft_lm")]
-    pairs = [pair for kind, name in drafts for pair in ((kind, name), (f"suffix_lookup + {kind}", name))]
+    rows = results["rows"]
+    pairs = [pair for kind in ("medusa", "eagle3") for pair in ((kind, kind), (f"suffix_lookup + {kind}", kind))]
     for suite, count in (("home", 3), ("other", len(ELSEWHERE))):
         of_suite = [row for row in rows if row["suite"] == suite]
         assert [(row["family"], row["recipe"]) for row in of_suite] == [
@@ -62,12 +52,11 @@ def test_every_draft_has_a_row_for_each_suite_alone_and_after_a_lookup(results, 
             ("suffix_lookup", None),
         ]
         assert {row["prompts"] for row in of_suite} == {count}
-    assert results.entries == ["heads.py", "heads.py", "distill.py"]
     assert len({tuple(row) for row in rows}) == 1  # the same columns, for one table
-    assert (content["name"], content["ratios"]) == ("heads", {})
+    assert (results["name"], results["ratios"]) == ("heads", {})
     at_home = [row.prompt_ids for row in read_conversations(Path(recipe["data"]["held_out"]))[-3:]]
     elsewhere = [target.encode_chat([{"role": "user", "content": text}]) for text in ELSEWHERE]
-    drafts = [load_draft(run["artifact"], target.identity, target.model).proposer for run in content["runs"]]
+    drafts = [load_draft(run["artifact"], target.identity, target.model).proposer for run in results["runs"]]
     known = [row.answer_ids for row in read_conversations(Path(recipe["data"]["train"]))]
 
     def after_lookup(draft):
@@ -92,55 +81,18 @@ def test_every_draft_has_a_row_for_each_suite_alone_and_after_a_lookup(results, 
         assert (row["num_speculative_tokens"], row["lossless"]) == (length, "lossless")
 
 
-def test_chains_that_the_cost_rule_ends_and_trees_are_measured_beside_the_fixed_length(
-    results, make_config, folder, tmp_path, monkeypatch
-):
+def test_trees_are_measured_beside_chains(results, make_config, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(trained_runs, "run_training", None)
     chosen = ChosenTree(paths=[(0,), (1,), (0, 0)], tokens_per_round=2.0, seconds_per_round=1.0)
     monkeypatch.setattr(heads, "choose_tree", lambda *_: chosen)
-    dear = CostStopping(rule="cost", draft_step_milliseconds=1.0, target_step_milliseconds=[1.0, 1e6, 1e6])
-    monkeypatch.setattr(heads, "choose_stopping", lambda target, draft, requests, settings: dear)
-    only = {
-        "recipes": [str(folder / "eagle3.yaml")],
-        "draft_models": [],
-        "stopped": ["eagle3"],
-        "trees": ["eagle3"],
-        "max_new_tokens": 24,
-    }
+    only = {"recipes": [str(folder / "eagle3.yaml")], "trees": ["eagle3"], "max_new_tokens": 24}
     assert compare_heads(make_config(**only, output=str(tmp_path / "heads.json"))) == DONE
-    content = json.loads((tmp_path / "heads.json").read_text())
-    fixed, stopped, with_lookup, by_tree, tree_with_lookup = content["rows"][:5]
-    assert [row["recipe"] for row in (stopped, by_tree)] == ["eagle3, stopped by distribution", "eagle3, fastest tree"]
+    fixed, with_lookup, by_tree, tree_with_lookup = json.loads((tmp_path / "heads.json").read_text())["rows"][:4]
+    assert by_tree["recipe"] == "eagle3, fastest tree"
     pairs = [(with_lookup, fixed), (tree_with_lookup, by_tree)]
     assert all((one["recipe"], one["lossless"]) == (other["recipe"], other["lossless"]) for one, other in pairs)
     assert {one["family"] for one, _ in pairs} == {"suffix_lookup + eagle3"}
     assert by_tree["tau"] > fixed["tau"]
-    assert (stopped["tau"], stopped["lossless"]) == (1.0, "lossless")  # no draft is worth a row
-    names = ["eagle3_stopped_vs_fixed_home", "eagle3_stopped_vs_fixed_other"]
-    assert [name for name in content["ratios"] if not name.endswith(("_low", "_high"))] == names
-    assert content["ratios"][names[0]] == pytest.approx(stopped["speedup"] / fixed["speedup"])
-
-
-def test_variants_are_compared_with_the_first_of_them_and_a_lookup_can_be_left_out(
-    results, make_config, folder, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(trained_runs, "run_training", None)
-    medusa, eagle3, _ = head_recipes.train_recipes(make_config())
-    runs = [eagle3, replace(eagle3, name="one"), replace(medusa, name="two")]
-    monkeypatch.setattr(heads, "train_recipes", lambda config: runs)
-    only = {"recipes": [str(folder / "eagle3.yaml")], "draft_models": [], "with_lookup": False}
-    variants = {"one": {"head.depth_decay": 1.0}, "two": {"head.depth_decay": 0.5}}
-    assert compare_heads(make_config(**only, variants=variants, output=str(tmp_path / "heads.json"))) == DONE
-
-    content = json.loads((tmp_path / "heads.json").read_text())
-    tau = {(row["recipe"], row["suite"]): row["tau"] for row in content["rows"]}
-    assert list(tau) == [(name, suite) for name in ("eagle3", "one", "two", None) for suite in ("home", "other")]
-    assert {name for name in content["ratios"] if not name.endswith(("_low", "_high"))} == {
-        f"two_tau_vs_one_{suite}" for suite in ("home", "other")
-    }
-    for suite in ("home", "other"):
-        assert tau["one", suite] != tau["two", suite]
-        assert content["ratios"][f"two_tau_vs_one_{suite}"] == pytest.approx(tau["two", suite] / tau["one", suite])
 
 
 def test_chains_and_trees_are_measured_at_a_temperature_and_in_another_template(
@@ -149,7 +101,6 @@ def test_chains_and_trees_are_measured_at_a_temperature_and_in_another_template(
     monkeypatch.setattr(trained_runs, "run_training", None)
     only = {
         "recipes": [str(folder / "eagle3.yaml")],
-        "draft_models": [],
         "trees": ["eagle3"],
         "temperature": 1.0,
         "templates": {"bare": "{{ messages[0]['content'] }}"},
@@ -176,7 +127,7 @@ def test_a_run_that_was_cut_off_finds_what_it_had_measured(results, make_config,
         return whole(config, target, requests, run, *others, suite=suite)
 
     monkeypatch.setattr(heads, "measure_run", measure_run)
-    only = {"recipes": [str(folder / "eagle3.yaml")], "draft_models": [], "output": str(tmp_path / "heads.json")}
+    only = {"recipes": [str(folder / "eagle3.yaml")], "output": str(tmp_path / "heads.json")}
     cut_off = True
     with pytest.raises(KeyboardInterrupt):
         compare_heads(make_config(**only))
@@ -188,10 +139,10 @@ def test_a_run_that_was_cut_off_finds_what_it_had_measured(results, make_config,
 
 def test_costs_are_those_of_the_artifact_the_data_and_the_run(results, recipe):
     answer_tokens = sum(len(row.answer_ids) for row in read_conversations(Path(recipe["data"]["train"])))
-    frozen = {"medusa": 0, "eagle3": 32 * 32, "draft_lm": 2 * 64 * 32}  # rows of embedding and output head in the artifact
-    at_home = [row for row in results.content["rows"] if row["suite"] == "home"]
+    frozen = {"medusa": 0, "eagle3": 32 * 32}  # rows of the output head in the artifact
+    at_home = [row for row in results["rows"] if row["suite"] == "home"]
     trained, lookup = [row for row in at_home if row["family"] == row["recipe"]], at_home[-1]
-    for run, row in zip(results.content["runs"], trained, strict=True):
+    for run, row in zip(results["runs"], trained, strict=True):
         tensors = load_file(f"{run['artifact']}/model.safetensors")
         assert row["parameters"] == sum(tensor.numel() for tensor in tensors.values())
         assert row["trained_parameters"] == row["parameters"] - frozen[row["family"]]
@@ -206,8 +157,8 @@ def test_finished_runs_are_kept(results, make_config, folder, monkeypatch):
     output = str(folder / "again.json")
     assert compare_heads(make_config(output=output)) == DONE
     again = json.loads(Path(output).read_text())
-    assert [row["tau"] for row in again["rows"]] == [row["tau"] for row in results.content["rows"]]
-    assert again["runs"] == results.content["runs"]
+    assert [row["tau"] for row in again["rows"]] == [row["tau"] for row in results["rows"]]
+    assert again["runs"] == results["runs"]
 
 
 # --- what is refused, and what is made -----------------------------------------------------------------------------
@@ -221,7 +172,7 @@ def test_data_and_cache_are_made_once_by_their_commands(make_config, folder, tmp
         commands.append(command[1:])
         folder = made[Path(command[1]).stem]
         folder.mkdir(exist_ok=True)
-        (folder / "manifest.json").touch()
+        (folder / "manifest.json").write_text(json.dumps({"config": json.loads(Path(command[3]).read_text())}))
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(head_recipes.subprocess, "run", run)
@@ -235,10 +186,12 @@ def test_data_and_cache_are_made_once_by_their_commands(make_config, folder, tmp
         make_data(config)
         make_cache(config)
     assert commands == [[str(CHECKOUT / "scripts" / f"{kind}.py"), "--config", str(file)] for kind, file in files.items()]
-    assert read_cache_seconds(config) > 0
-    head, draft = load_config(HeadsConfig, folder / "eagle3.yaml"), load_config(DistillConfig, folder / "draft_lm.yaml")
+    head = load_config(HeadsConfig, folder / "eagle3.yaml")
     assert with_cache(head, config.cache).data.cache == str(made["make_cache"])
-    assert with_cache(draft, config.cache) == draft
+    values = json.loads(files["make_data"].read_text())
+    files["make_data"].write_text(json.dumps(values | {"held_out_share": 0.3}))
+    with pytest.raises(InputError, match="was made by another config than"):
+        make_data(config)
 
 
 def test_recipes_that_make_no_table_are_refused(make_config, folder, tmp_path):
@@ -246,6 +199,6 @@ def test_recipes_that_make_no_table_are_refused(make_config, folder, tmp_path):
     recipe["data"]["held_out"] = recipe["data"]["train"]
     (tmp_path / "eagle3.yaml").write_text(json.dumps(recipe))
     with pytest.raises(ConfigError, match="recipes: two are called eagle3; give each a file name of its own"):
-        compare_heads(make_config(draft_models=[str(tmp_path / "eagle3.yaml")]))
+        compare_heads(make_config(recipes=[str(folder / "eagle3.yaml"), str(tmp_path / "eagle3.yaml")]))
     with pytest.raises(ConfigError, match=r"recipes: all must have the same data\.held_out, got"):
-        compare_heads(make_config(recipes=[str(tmp_path / "eagle3.yaml")]))
+        compare_heads(make_config(recipes=[str(folder / "medusa.yaml"), str(tmp_path / "eagle3.yaml")]))
