@@ -70,6 +70,7 @@ class Measured(TypedDict):
     answer_tokens: int
     epochs: int | None
     training_seconds: float | None
+    most: int  # tokens that a round commits
     counts: list[list[int]]  # by prompt: committed tokens and rounds
 
 
@@ -89,7 +90,7 @@ def measure_curve(config: BenchCurveConfig) -> int:
             done[each.run.name] = list(measure_training(config, target, each, requests, prompts))
             journal.append(each.run.name, done[each.run.name])
     measured = [row for each in trainings for row in done[each.run.name]]
-    rows = summarise(measured, recipes[0].num_speculative_tokens + 1, config.bootstrap_samples)
+    rows = summarise(measured, config.bootstrap_samples)
     if config.plot is not None:
         plot_curve(rows, Path(config.plot))
     write_results(
@@ -148,16 +149,18 @@ def measure_training(
         batch_size=config.batch_size,
     )
     drafts: dict[str, Callable[[], Proposer]] = {draft.metadata.kind: lambda: draft.proposer}
+    joined = EvalConfig(decode=settings)
     if training.variant is None and training.recipe == Path(config.recipes[0]).stem:
         answers = known_answers(training.dataset, prompts)
-        joined = EvalConfig(decode=settings)
         drafts[SUFFIX_LOOKUP] = lambda: SuffixLookup(target.device, answers)
         drafts[f"{SUFFIX_LOOKUP} + {draft.metadata.kind}"] = lambda: add_lookup(draft.proposer, joined, target, answers)
     outcome = read_outcome(training.run)
     for family, make in drafts.items():
         trained = family != SUFFIX_LOOKUP
+        longest = joined.suffix_length if family.startswith(SUFFIX_LOOKUP) else settings.num_speculative_tokens
+        by = settings.model_copy(update={"num_speculative_tokens": longest})
         for suite, of_suite in requests.items():
-            counts = count_rounds(target, of_suite, settings, make(), what=training.run.name)
+            counts = count_rounds(target, of_suite, by, make(), what=training.run.name)
             row = Measured(
                 family=family,
                 recipe=training.recipe if trained else None,
@@ -166,6 +169,7 @@ def measure_training(
                 answer_tokens=training.dataset.num_labels,
                 epochs=training.point.epochs if trained else None,
                 training_seconds=outcome["training_seconds"] if trained else None,
+                most=longest + 1,
                 counts=[counts[request.prompt_id] for request in of_suite],
             )
             found = ratio_interval(*columns(_pairs(row)), samples=config.bootstrap_samples, seed=SEED).point
@@ -180,17 +184,14 @@ def known_answers(dataset: ConversationDataset, prompts: Sequence[Prompt]) -> An
     return [row.answer_ids for row in rows if text_hash(row.user_text) not in asked]
 
 
-def summarise(measured: Sequence[Measured], most: int, samples: int) -> list[dict[str, Any]]:
-    """Return a row for each measurement, with what the law through its curve leaves over, and one for each law.
-
-    A round commits `most` tokens at most.
-    """
-    curves: dict[tuple[str, str], dict[int, Counts]] = {}
+def summarise(measured: Sequence[Measured], samples: int) -> list[dict[str, Any]]:
+    """Return a row for each measurement, with what the law through its curve leaves over, and one for each law."""
+    curves: dict[tuple[str, str, int], dict[int, Counts]] = {}
     for row in measured:
         if row["variant"] is None:
-            curves.setdefault((row["family"], row["suite"]), {})[row["answer_tokens"]] = _pairs(row)
+            curves.setdefault((row["family"], row["suite"], row["most"]), {})[row["answer_tokens"]] = _pairs(row)
     laws, fitted = [], dict[tuple[str, str, int], Any]()
-    for (family, suite), counts in curves.items():
+    for (family, suite, most), counts in curves.items():
         if len(counts) < 2:
             continue
         last = max(counts)

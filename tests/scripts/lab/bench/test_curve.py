@@ -73,7 +73,7 @@ def test_a_row_for_each_family_size_and_suite_and_a_law_for_each_family_and_suit
     lookup = SuffixLookup(target.device, [conversations[number].answer_ids for number in dataset.numbers])
     at_home = read_conversations(Path(recipe["data"]["held_out"]))[-3:]
     requests = [Request(prompt_id=row.prompt_id, category="", tokens=row.prompt_ids) for row in at_home]
-    settings = DecodeConfig(num_speculative_tokens=2, max_new_tokens=10, batch_size=len(requests))
+    settings = DecodeConfig(num_speculative_tokens=8, max_new_tokens=10, batch_size=len(requests))
     rounds = [each for done in decode(target, requests, settings, lookup)[0] for each in done.rounds]
     row = next(
         row for row in measured if (row["family"], row["suite"], row["answer_tokens"]) == (families[2], "home", tokens[0])
@@ -95,13 +95,14 @@ def test_the_law_is_that_of_the_sizes_and_variants_are_no_part_of_it():
             "answer_tokens": tokens,
             "epochs": 1,
             "training_seconds": 1.0,
+            "most": 4,
             "counts": [[committed, 10], [committed, 10]],
         }
 
-    *rows, law = summarise([row(100, 20), row(400, 30), row(400, 11, "worse")], most=4, samples=20)
+    *rows, law = summarise([row(100, 20), row(400, 30), row(400, 11, "worse")], samples=20)
     assert law["exponent"] == pytest.approx(0.5)
     assert law["tau_at_4_times"] == pytest.approx(3.5)
     assert [each["less_law"] for each in rows] == [pytest.approx(0, abs=1e-9), pytest.approx(0, abs=1e-9), None]
-    *rows, law = summarise([row(100, 20), row(200, 20), row(400, 30)], most=4, samples=20)
+    *rows, law = summarise([row(100, 20), row(200, 20), row(400, 30)], samples=20)
     assert [each["less_law"] > 0 for each in rows] == [True, False, True]
     assert law["last_less_predicted"] == pytest.approx(1.0)  # the first two say that data bring nothing
