@@ -29,6 +29,7 @@ from eval.stats.bootstrap import Interval, ratio_interval
 from heads.artifact import load_draft
 from heads.frozen.loading import load_target
 from scripts.lab.bench.harness import write_results
+from scripts.lab.bench.provenance import check_trained_here
 from scripts.lab.bench.turns import SideTurns, speedup, take_turns
 from scripts.lab.settings import BenchEvalConfig
 
@@ -38,6 +39,7 @@ TurnsOfSpeeds = dict[str, SideTurns[Timing]]
 
 
 def compare_predictions(config: BenchEvalConfig) -> int:
+    check_trained_here([config.draft], config.output)
     laps = Laps()
     report, costs = evaluate_once(config, laps)
     measured = measure_speeds(config)
@@ -56,8 +58,6 @@ def compare_predictions(config: BenchEvalConfig) -> int:
             "predicted_vs_measured_speedup_max_error": Interval(max(abs(row["relative_error"]) for row in speeds)),
             "interval_coverage": interval_coverage(config.simulations),
         },
-        sweep=[each.model_dump() for each in prediction_in(report, "the benchmark's report").sweep],
-        position_conditional=report.acceptance.position_conditional,
         device=report.hardware["device"],
         threads=torch.get_num_threads(),
     )

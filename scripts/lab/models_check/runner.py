@@ -20,6 +20,7 @@ from configs.runtime.command import DONE, GATE_FAILED
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import CHECKOUT
 from scripts.lab.bench.harness import write_results
+from scripts.lab.bench.provenance import is_published
 from scripts.lab.bench.tables import update_tables
 from scripts.lab.models_check.architectures import family_of, names, not_a_decoder
 from scripts.lab.models_check.cases import Case, Mismatch, NotApplicable, open_case
@@ -39,6 +40,8 @@ def check_models(config: ModelsCheckConfig) -> int:
         raise InputError(f"names: {unknown[0]!r} is neither in transformers' causal-LM mapping nor a variant of one in it")
     if unknown := [stage for stage in config.stages if stage not in STAGES]:
         raise InputError(f"stages: there is no {unknown[0]!r}; known are {', '.join(STAGES)}")
+    if (config.names or config.stages) and is_published(config.output):
+        raise InputError(f"output: {config.output} is for all names and stages; set it to another file, and document to null")
     check = partial(check_family, stages=config.stages)
     rows, findings, not_built = collect(config.names or known, config, check)
     write_results(

@@ -69,7 +69,6 @@ def compare_distillation(config: BenchDistillConfig) -> int:
             **training_ratios(cached, beside_trl, samples),
             "tau_distilled_vs_undistilled": tau_ratio(counts, samples),
         },
-        loss_values=losses.values,
         device=str(setup.target.device),
         threads=torch.get_num_threads(),
     )
@@ -182,6 +181,7 @@ def verdict(losses: LossMeasurement) -> int:
 
 def train_variants(config: BenchDistillConfig, training: DistillConfig) -> list[TrainingRun]:
     runs = [_run(config, training, name) for name in config.variants]
+    check_trained_here([run.artifact for run in runs if run.is_trained], config.output)
     train_all(runs, "recipe")
     return runs
 
@@ -201,7 +201,7 @@ def variant_rows(
             f"tau_t{heat:g}_vs_first": paired_ratio_interval(*columns(each), *columns(first[heat]), samples=samples, seed=SEED)
             for heat, each in counts.items()
         }
-        rows.append(row | {"training_seconds": outcome["seconds"], "labels": int(outcome["labels"])})
+        rows.append(row | {"training_seconds": outcome["training_seconds"], "labels": int(outcome["labels"])})
     return rows
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from configs.runtime.command import DONE, GATE_FAILED
+from configs.runtime.errors import InputError
 from heads.frozen.loading import load_target
 from heads.inference.runner import TransformersForward
 from scripts.lab.models_check import runner, stages
@@ -51,6 +52,12 @@ def test_refusals_are_a_result_and_go_into_the_table(run):
     assert refused["reason"] == "batch, tree: set decode.batch_size to 1"
     assert "2 architectures built, 1 names not (" in document
     assert "| refused | ok |" in document
+
+
+def test_a_part_of_the_check_does_not_replace_the_published_whole():
+    for part in ({"names": ["llama"]}, {"stages": ["load"]}):
+        with pytest.raises(InputError, match=r"output: docs/results/models\.json is for all names and stages"):
+            check_models(ModelsCheckConfig(**part))
 
 
 def test_wrong_tokens_fail_the_check(run):
