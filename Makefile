@@ -60,7 +60,7 @@ bench-distill: setup $(DRAFT_LM) #lab the loss and the training against plain wa
 bench-heads: setup #lab Hydra and EAGLE-3 trained on prompts of many kinds and measured, into docs/results/heads.json (a night)
 	$(PY) scripts/lab/benchmark.py heads
 
-bench-demo: setup #lab the figures of the demo's reports and checks, into docs/results/demo.json (after make demo, or make demo-serve)
+bench-demo: setup #lab the figures of the demo's reports, into docs/results/demo.json (after make demo)
 	$(PY) scripts/lab/benchmark.py demo
 
 bench-eval: setup $(DRAFT_LM) #lab predicted speed against measured, the evaluator's own cost, into docs/results/eval.json

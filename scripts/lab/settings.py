@@ -58,13 +58,9 @@ class BenchDistillConfig(Settings):
 
 
 class BenchDemoConfig(Settings):
-    """`scripts/lab/benchmark.py demo`: the figures of the demo's reports, and of `make demo-serve` where it has run."""
+    """`scripts/lab/benchmark.py demo`: the figures of the demo's reports."""
 
     reports: list[str] = ["runs/demo/eval/report.json"]
-    checks: dict[str, str] = {
-        "eagle3": "runs/demo/serve/check.json",
-        "suffix_lookup": "runs/demo/serve_lookup/check.json",
-    }
     output: str = "docs/results/demo.json"
 
 
@@ -159,7 +155,6 @@ class EngineComparisonSettings(Settings):
     tasks: list[Literal["distill", "heads"]] = ["distill", "heads"]
     steps: PositiveInt = 20
     tolerance: PositiveFloat = 1e-4  # largest difference of a step's loss, as a share of it
-    python: str | None = None  # interpreter for DeepSpeed's engines, where it is installed elsewhere; None: this one
     on_gpus: bool = False  # a GPU a process, else the CPU for all
     seconds: PositiveInt = 600  # that one run may take
     target: str = (

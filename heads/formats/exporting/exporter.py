@@ -32,13 +32,15 @@ def export(
     check_path(engine, source.metadata.kind, place)
     known = source.metadata.target
     if not allow_target_mismatch and hash_weights(source.target.folder) != known.get("weights_sha256"):
-        is_guided = (source.metadata.training.get("target") or {}).get("guidance") is not None
-        why = (
-            "was trained for a guided target (target.guidance), and no engine guides it"
-            if is_guided
-            else f"was trained for {known.get('name')}, and the weights in {source.target.folder} are others"
+        if (source.metadata.training.get("target") or {}).get("guidance") is not None:
+            raise InputError(
+                f"{source.folder} was trained for a guided target (target.guidance), and no engine guides it "
+                "(--set allow_target_mismatch=true exports it anyway)"
+            )
+        raise InputError(
+            f"{source.folder} was trained for {known.get('name')}, and the weights in {source.target.folder} are others "
+            "(--set allow_target_mismatch=true exports it anyway)"
         )
-        raise InputError(f"{source.folder} {why} (--set allow_target_mismatch=true exports it anyway)")
     form = form_of(engine, source.metadata.kind)
     try:
         source.check_complete()

@@ -6,7 +6,6 @@ that several share.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
@@ -25,7 +24,6 @@ from configs.schema.target import TargetConfig
 from configs.schema.training import HeadsConfig
 from heads.frozen.loading import Target, load_target
 from heads.frozen.processes import join_processes
-from scripts.lab.bench.harness import read_kibibytes
 from scripts.lab.fault_injection.children import Child
 from scripts.lab.fault_injection.setup import TinyProject
 from scripts.lab.settings import EngineComparisonSettings
@@ -57,7 +55,7 @@ def compare_engines(settings: EngineComparisonSettings) -> list[dict[str, object
 
 
 def hold_shares(settings: EngineComparisonSettings, kind: str, size: int) -> dict[str, Any]:
-    """Load the target in so many processes that share it, and in one; return what the one that holds most has of it."""
+    """Load the target in so many processes that share it; return what the one that holds most has of it."""
     with TemporaryDirectory(prefix="split-") as scratch:
         folder = Path(scratch)
         own = load_target(TargetConfig(name=settings.target, device="cpu", dtype="float32"))
@@ -67,15 +65,13 @@ def hold_shares(settings: EngineComparisonSettings, kind: str, size: int) -> dic
             name = str(folder / "target")
             _save_divisible(own, size, Path(name))
         del own
-        whole, shares = (_load_in(folder, name, parallel, n) for parallel, n in ((None, 1), ({kind: size}, size)))
+        shares = _load_in(folder, name, {kind: size}, size)
     most = max(shares, key=lambda each: each["held"])
     return {
         "parallel": f"{kind} {size}",
         "target": settings.target if name == settings.target else f"random weights, {heads + heads % size} key and value heads",
         "held_bytes": most["held"],
         "whole_bytes": most["whole"],
-        "resident_bytes": max(each["resident"] for each in shares),
-        "whole_resident_bytes": whole[0]["resident"],
     }
 
 
@@ -91,7 +87,7 @@ def _save_divisible(target: Target, size: int, folder: Path) -> None:
     target.tokenizer.save_pretrained(folder)
 
 
-def _load_in(folder: Path, name: str, parallel: dict[str, int] | None, num_processes: int) -> list[dict[str, int]]:
+def _load_in(folder: Path, name: str, parallel: dict[str, int], num_processes: int) -> list[dict[str, int]]:
     output = folder / f"held-{num_processes}"
     output.mkdir()
     target = {"name": name, "device": "cpu", "dtype": "float32", "parallel": parallel}
@@ -102,7 +98,7 @@ def _load_in(folder: Path, name: str, parallel: dict[str, int] | None, num_proce
     children = []
     for rank in range(num_processes):
         ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_processes, "LOCAL_WORLD_SIZE": num_processes}
-        environment = place | {key: str(value) for key, value in ranks.items()} if num_processes > 1 else {}
+        environment = place | {key: str(value) for key, value in ranks.items()}
         children.append(Child(_hold, config, folder, f"holding-{num_processes}-{rank}", environment=environment))
     for child in children:
         if child.end(600) != DONE:
@@ -111,25 +107,17 @@ def _load_in(folder: Path, name: str, parallel: dict[str, int] | None, num_proce
 
 
 def _hold(config: HeadsConfig) -> int:
-    state, before = join_processes(config.target), _bytes_in_use()
+    state = join_processes(config.target)
     target = load_target(config.target)
     weights = list(target.model.parameters())
     local = [getattr(each, "_local_tensor", each) for each in weights]
     held = {
         "held": sum(each.nbytes for each in local if not each.is_meta),
         "whole": sum(each.numel() * each.element_size() for each in weights),
-        "resident": _bytes_in_use() - before,
     }
     (Path(config.output) / f"{state.process_index}.json").write_text(json.dumps(held))
     state.wait_for_everyone()
     return DONE
-
-
-def _bytes_in_use() -> int:
-    """Return this process's own memory without what was freed: glibc keeps several times what is in use of gathered blocks."""
-    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        trim(0)
-    return 1024 * read_kibibytes("/proc/self/status", "RssAnon")
 
 
 def largest_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
@@ -180,15 +168,14 @@ def _write_inputs(folder: Path, settings: EngineComparisonSettings) -> None:
 
 def _train(folder: Path, settings: EngineComparisonSettings, task: str, engine: str | None) -> list[float]:
     """Train from the entry and return the loss of each step; `engine` None: in one process."""
-    output, python = folder / f"{task}-{engine}", sys.executable
+    output = folder / f"{task}-{engine}"
     launcher: list[str] = []
     if engine is not None:
-        python = settings.python or python if engine.startswith("zero") else python
         recipe = split_everything(CHECKOUT / "configs" / "accelerate" / f"{engine}.yaml", folder)
         launcher = ["-m", "accelerate.commands.launch", "--config_file", str(recipe), "--num_processes", str(WORLD_SIZE)]
     accumulated = WORLD_SIZE if engine is None else 1
     changes = [f"output={output}", f"schedule.gradient_accumulation_steps={accumulated}"]
-    command = [python, *launcher, str(CHECKOUT / "train" / f"{task}.py"), "--config", str(folder / f"{task}.yaml")]
+    command = [sys.executable, *launcher, str(CHECKOUT / "train" / f"{task}.py"), "--config", str(folder / f"{task}.yaml")]
     done = subprocess.run(
         [*command, *(part for change in changes for part in ("--set", change))],
         cwd=CHECKOUT,

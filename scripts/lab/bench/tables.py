@@ -28,9 +28,7 @@ from scripts.lab.settings import ResultsPart, ResultsTableConfig
 # Where commands and recipes have moved since files were written: a document names where they are now.
 MOVED = {
     " scripts/benchmark.py ": " scripts/lab/benchmark.py ",
-    " scripts/serve_check.py ": " scripts/lab/benchmark.py serve ",
     " configs/bench/": " scripts/lab/configs/bench/",
-    " configs/serve/": " scripts/lab/configs/serve/",
 }
 OPENING = re.compile(r"<!-- table: ([\w-]+)( \{[^\n]*\})? -->")
 TABLE = re.compile(OPENING.pattern + r"\n.*?(?=<!-- end -->)", re.DOTALL)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -30,7 +29,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(description="Pictures or speech: data, training, strict and relaxed.", epilog=EPILOG, allow_abbrev=False)
     parser.add_argument("kind", choices=RUNS, help="images: scikit-learn's digits; speech: your recordings")
     parser.add_argument("--wavs", type=Path, help="speech: folder of WAV files, named WORD_....wav")
-    parser.add_argument("--fresh", action="store_true", help="remove the run's folder and run every step anew")
 
     def run() -> int:
         arguments = parser.parse_args(argv)
@@ -39,8 +37,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise InputError("speech needs recordings, and images take none: make demo-speech WAVS=folder, make demo-images")
         signal.signal(signal.SIGTERM, stop)
         with folder_lock(RUNS[kind], beside=True):
-            if arguments.fresh:
-                shutil.rmtree(RUNS[kind], ignore_errors=True)
             made_of = "" if wavs is None else files_fingerprint([wavs])
             return run_steps(RUNS[kind], [_step(*each) for each in steps(kind, wavs).items()], made_of)
 

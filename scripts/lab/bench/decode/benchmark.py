@@ -140,7 +140,6 @@ def summarise_ratios(setup: DecodeSetup, greedy: Turns, batched: Turns) -> dict[
         ratios |= {
             "lean_speed_vs_transformers_assisted": speed(greedy[LEAN], greedy[ASSISTED]),
             "lean_plain_speed_vs_transformers_generate": speed(greedy[LEAN_PLAIN], greedy[GENERATE]),
-            "compiled_speed_vs_eager": speed(greedy[LEAN_PLAIN], greedy[AUTOREGRESSIVE]),
             "lean_overhead_share": _overhead_share(greedy[LEAN], samples),
         }
     if batched:

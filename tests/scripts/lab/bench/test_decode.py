@@ -25,7 +25,6 @@ RATIOS = {
     "batch8_vs_batch1",
     "lean_speed_vs_transformers_assisted",
     "lean_plain_speed_vs_transformers_generate",
-    "compiled_speed_vs_eager",
     "lean_overhead_share",
 }
 NUM_PROMPTS, NUM_CHOOSING = 9, 4

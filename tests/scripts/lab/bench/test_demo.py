@@ -1,12 +1,10 @@
 """The demo's figures are those of its reports, a row for each draft and suite."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 from scripts.lab.bench.demo import record_demo
 from scripts.lab.settings import BenchDemoConfig
-from scripts.serving.comparison import EngineCheck
 
 REPORT = Path(__file__).resolve().parents[3] / "compatibility" / "written_before" / "report.json"
 
@@ -17,12 +15,8 @@ def test_each_suite_of_each_report_has_a_row(tmp_path):
         (tmp_path / f"{name}.json").write_text(json.dumps(report | {"draft": report["draft"] | {"kind": name}}))
     output = tmp_path / "demo.json"
     reports = [str(tmp_path / f"{name}.json") for name in ("one", "two")]
-    check = EngineCheck(engine="vllm", checked=True, version="9", dtype="float32", num_prompts=4, tokens_per_target_step=1.5)
-    (tmp_path / "check.json").write_text(json.dumps(asdict(check)))
-    checks = {"suffix_lookup": str(tmp_path / "check.json"), "other": str(tmp_path / "none.json")}
-    record_demo(BenchDemoConfig(reports=reports, checks=checks, output=str(output)))
-    *rows, served = json.loads(output.read_text())["rows"]
-    assert (served["served"], served["engine"], served["tau"]) == ("suffix_lookup", "vllm 9, float32", 1.5)
+    record_demo(BenchDemoConfig(reports=reports, output=str(output)))
+    rows = json.loads(output.read_text())["rows"]
     assert {row["draft"] for row in rows} == {"one", "two"}
     assert len(rows) == 2 * (1 + len(report.get("suites", {})))
     assert rows[0]["tau"] == report["acceptance"]["tokens_per_target_step"]
