@@ -11,8 +11,10 @@ from configs.runtime.loading import load_config
 from configs.schema.base import Settings
 from configs.schema.evaluation import EvalConfig
 from eval.cost.draft_length import stopping_from_report
+from eval.evaluation import evaluate
 from eval.fit_stopping import add_arguments, main
 from eval.report.schema import write_report
+from tests.support.evaluations import report_in, tiny_evaluation
 from tests.support.reports import REMOVED, changed
 
 
@@ -83,3 +85,14 @@ def test_the_command_writes_a_config(report, tmp_path, monkeypatch, capsys):
     assert run_command(Settings, main, description="", argv=argv, add_arguments=add_arguments) == DONE
     assert capsys.readouterr().out == Path("stopping.yaml").read_text()
     assert load_config(EvalConfig, "stopping.yaml").decode.stopping == stopping_from_report(report)
+
+
+def test_an_evaluation_decodes_by_the_rule_that_was_fitted_to_the_one_before_also_beside_a_lookup(tiny_run, tmp_path):
+    settings = {"batch_size": 1, "max_new_tokens": 24}
+    fixed = tiny_evaluation(tiny_run, tmp_path / "fixed", num_prompts=3, decode=settings, lookup_expects=1e9)
+    assert evaluate(fixed) == DONE
+    stopping = stopping_from_report(report_in(fixed))
+    stopped = fixed.decode.model_copy(update={"stopping": stopping})
+    again = fixed.model_copy(update={"decode": stopped, "output": str(tmp_path / "stopped")})
+    assert evaluate(again) == DONE
+    assert report_in(again).with_lookup.lookup_rounds_share < 1  # the others are the draft's, which ends them by the rule
