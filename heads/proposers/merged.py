@@ -104,6 +104,11 @@ class LookupFirst:
             each.keep_rows(rows)
         self._read = [self._read[row] for row in rows]
 
+    def learn(self, answer: Sequence[int]) -> None:
+        """See `heads.proposers.protocol.LearningProposer`."""
+        if isinstance(self.lookup, LearningProposer):
+            self.lookup.learn(answer)
+
 
 class LookupFirstTrees(LookupFirst):
     """The same for a draft that proposes trees (`heads.proposers.protocol.TreeProposer`); a lookup's drafts are a chain.

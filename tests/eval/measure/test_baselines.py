@@ -12,10 +12,10 @@ from configs.schema.evaluation import EvalConfig
 from distill.dataset.conversations import Conversation
 from distill.generation.prompts import Prompt
 from eval.decoder.decode import Request
-from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE
+from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP
 from eval.measure import interleaved, proposers
 from eval.measure.interleaved import Measurement
-from eval.measure.proposers import EXPECTED, break_even, fastest_length, known_answers, make_baselines
+from eval.measure.proposers import EXPECTED, add_lookup, break_even, fastest_length, known_answers, make_baselines
 from heads.frozen.hidden_states import num_blocks
 from heads.proposers.draft_lm import DraftLM
 from scripts.lab.bench.turns import measure
@@ -53,6 +53,17 @@ def test_every_repeat_of_suffix_lookup_takes_the_same_rounds_and_earlier_prompts
                 rounds.setdefault(each.prompt_ids, set()).add(each.num_rounds)
     assert all(len(each) == 1 for each in rounds.values())
     assert rounds["again",] < rounds["q0",] or min(rounds["again",]) < min(rounds["q0",])
+
+
+@pytest.mark.parametrize("tree", [None, StaticTree(kind="static", branching=[2, 1])])
+def test_suffix_lookup_beside_a_draft_learns_from_earlier_prompts_as_it_does_alone(target, requests, config, tiny_llama, tree):
+    decode = config.decode.model_copy(update={"tree": tree})
+    settings = config.model_copy(update={"decode": decode, "baselines": [], "lookup_expects": 2.0})
+    both = add_lookup(DraftLM(tiny_llama(seed=2), 64), settings, target)
+    asked = [requests[0], Request(prompt_id="again", category="c", tokens=PROMPTS[0])]
+    first, again = measure(target, asked, settings, {WITH_LOOKUP: both}).of(WITH_LOOKUP)
+    assert again.tokens == first.tokens
+    assert len(again.rounds) < len(first.rounds)
 
 
 def test_answers_to_prompts_of_the_suites_are_not_known(target, tmp_path, monkeypatch):
