@@ -90,10 +90,10 @@ def _settings(report: Report, other: Report) -> Iterator[Difference]:
     greedy = ours.temperature == theirs.temperature == 0  # every rule is the same one then
     has_lookup = any("suffix_lookup" in each.draft.lookups for each in (report, other))
     ignored = {*SAME_DISTRIBUTION, *(["verification"] if greedy else []), *([] if has_lookup else OF_SUFFIX_LOOKUP)}
-    one, other = (decode.model_dump(exclude_unset=True) for decode in (ours, theirs))
-    for key in dict.fromkeys([*one, *other]):
+    here, there = (decode.model_dump(exclude_unset=True) for decode in (ours, theirs))
+    for key in dict.fromkeys([*here, *there]):
         if key not in ignored:
-            yield Difference("decode", f"decode.{key}", one.get(key), other.get(key))
+            yield Difference("decode", f"decode.{key}", here.get(key), there.get(key))
 
 
 def _machine(ours: Report, theirs: Report) -> Iterator[Difference]:
