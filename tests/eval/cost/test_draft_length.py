@@ -60,6 +60,16 @@ def test_a_drafts_own_estimate_is_calibrated_where_it_makes_one(report):
     assert (settings.by, points, settings.acceptance) == ("estimate", [(0.35, 0.2), (0.85, 0.6)], pytest.approx(0.3))
 
 
+def lossy(kind, drafts):
+    """The settings of a lossy mode at a temperature other than 0 and 1."""
+    return {"temperature": 0.5, "verification": kind, "lossy": {"kind": kind, "drafts": drafts}}
+
+
+@pytest.mark.parametrize("kind", ["typical", "tolerance"])
+def test_drafts_that_were_drawn_tell_at_any_temperature(report, kind):
+    assert stopping_from_report(changed(report, {"decode": lossy(kind, "drawn")})) == stopping_from_report(report)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -67,6 +77,7 @@ def test_a_drafts_own_estimate_is_calibrated_where_it_makes_one(report):
         ({"draft.lookups": ["prompt_lookup"]}, "rounds drafted by prompt_lookup"),
         ({"decode.batch_size": 4}, "batches of 4"),
         ({"decode.temperature": 0.5, "decode.verification": "match"}, "likeliest drafts at temperature 0.5"),
+        *(({"decode": lossy(kind, "likeliest")}, "likeliest drafts at temperature 0.5") for kind in ("typical", "tolerance")),
         ({"decode.tree": {"kind": "static"}}, "has decode.tree"),
         ({"decode.stopping": {"rule": "entropy"}}, "has decode.stopping"),
         ({"acceptance.stopping_reliability": REMOVED}, "no stopping_reliability"),
