@@ -96,8 +96,8 @@ class HeldOut:
     def predict(self, objective: HeadObjective, states_of: Callable[[Batch], TargetStates]) -> dict[str, float]:
         """Return the predicted metrics by the unwrapped head under training, which keeps its mode.
 
-        `predicted_tau` (greedy decoding without a stopping rule only), and for each draft k of a round the share of positions that agree at depth k
-        given all before (`conditional_k`), and at all depths up to k (`joint_k`).
+        `predicted_tau` (greedy decoding without a stopping rule only), and for each draft k of a round the share of positions
+        that agree at depth k given all before (`conditional_k`), and at all depths up to k (`joint_k`).
         """
         was_training = objective.training
         objective.eval()
