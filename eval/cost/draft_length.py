@@ -70,7 +70,8 @@ def stopping_from_report(report: Report) -> CostStopping:
         raise InputError(f"the report has rounds drafted by {lookups}: fit to one of the artifact alone")
     if decode.batch_size != 1:
         raise InputError(f"the report is of batches of {decode.batch_size}: measure with decode.batch_size 1")
-    if decode.verification in ("match", "typical") and decode.temperature not in (0, 1):
+    likeliest = decode.verification == "match" or (decode.lossy or {}).get("drafts") == "likeliest"
+    if likeliest and decode.temperature not in (0, 1):
         raise InputError(
             f"the report is of likeliest drafts at temperature {decode.temperature:g}, and stopping uses distributions at "
             "temperature 1: measure with decode.temperature 0 or 1"

@@ -70,7 +70,7 @@ def sweep_rounds(
 ) -> list[TimedRound]:
     """Time rounds of every number of drafts, up to as many as the draft can, at the batches and contexts asked for.
 
-    The prompts are taken from anywhere in `text`, token ids that are repeated where they end. None where nothing is drafted.
+    The prompts are taken from anywhere in `text`, token ids that are repeated where they end. Empty where nothing is drafted.
     """
     check_sweep(target, config)
     target = replace(target, eos_token_ids=())  # no round may end the text

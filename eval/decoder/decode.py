@@ -77,7 +77,7 @@ def decode(
 
     Args:
         target, requests: the model whose distribution the output follows, and the batch.
-        config: how; `batch_size` is not read here.
+        config: how; `requests` are one batch whatever `batch_size` says, which `check_decodable` alone reads.
         proposer: the draft; None, or `num_speculative_tokens` 0, is plain decoding.
         mode, repeat: labels for the records.
         measure_overlap: also compare the two distributions at each verified draft of a chain
@@ -144,6 +144,7 @@ def check_decodable(target: Target, requests: Sequence[Request], config: DecodeC
     check_rolls_back(target.model)
     if config is not None:
         num_drafts = config.num_speculative_tokens
+        # Particles of one prompt need no batches: they are equally long in every cycle.
         target.runner.check_forwards(batches=config.batch_size > 1, trees=config.tree is not None and num_drafts > 0)
         if num_drafts >= target.max_positions:
             raise InputError(

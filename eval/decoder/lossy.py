@@ -120,8 +120,8 @@ def verify_typical_tree(
 class RelaxedVerifier(Verifier):
     """Verifies by the lossless rule of the settings without `lossy`, after moving probability to the drafts.
 
-    Neighbourhoods judge drafts that were not drawn from a distribution, such as a lookup's beside another draft's, without
-    loss; tolerance takes them for point masses.
+    Neighbourhoods match drafts that come without a distribution, such as a lookup's, without loss; tolerance takes them for
+    point masses.
 
     Raises:
         InputError: the table cannot be read, or has fewer than k neighbours.

@@ -34,7 +34,7 @@ REST = -1  # in a prefix: any token but those that were followed
 DEPTH = 3  # tokens tested: the prefill's and two from rounds
 MIN_EXPECTED = 5.0  # samples a cell should expect; with fewer, G is not near chi-square
 CANDIDATES, MAX_START = 8, 16  # answers, and tokens of each, among which the text to continue is chosen
-AT_ONCE = 32  # samples decoded, or prefixes read, together
+AT_ONCE = 32  # samples decoded where the target takes batches, or prefixes read, together
 
 
 @dataclass
@@ -188,9 +188,10 @@ def _sample(
     """Yield the first tokens of each sample, `DEPTH` or more unless the answer ended; `None` for one that failed."""
     settings = config.model_copy(update={"max_new_tokens": _answer_length(config), "stop": None})
     requests = [replace(start, prompt_id=f"{start.prompt_id}/sample {n}", turn=0) for n in range(num_samples)]
+    at_once = 1 if "batches" in target.runner.refused else AT_ONCE  # after a round the samples are of unequal lengths
     with progress("sampling first tokens", num_samples, "samples") as advance:
-        for first in range(0, num_samples, AT_ONCE):
-            run = BatchRun(target, requests[first : first + AT_ONCE], settings, proposer)
+        for first in range(0, num_samples, at_once):
+            run = BatchRun(target, requests[first : first + at_once], settings, proposer)
             run.prefill()
             while any(row.num_answered < DEPTH for row in run.active):
                 run.round()

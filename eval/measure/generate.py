@@ -30,7 +30,10 @@ def time_generate(target: Target, requests: Sequence[Request], config: EvalConfi
     )
     sides: dict[str, Callable[[Request], int]] = {
         "autoregressive": lambda request: len(decode(target, [request], settings, None)[0][0].tokens),
-        "generate": lambda request: _generate(target, request, settings.max_new_tokens),
+        # `generate` goes on beyond the context, where learned positions have an end.
+        "generate": lambda request: _generate(
+            target, request, min(settings.max_new_tokens, target.max_positions - len(request.tokens))
+        ),
     }
     seconds, tokens = dict.fromkeys(sides, 0.0), dict.fromkeys(sides, 0)
     # As `from_pretrained` leaves them: the product of a frozen head in bfloat16 is far slower on a CPU.

@@ -20,6 +20,7 @@ from distill.dataset.conversations import check_written_for, first_answers
 from distill.generation.prompts import Prompt
 from eval.decoder.decode import Request, decode
 from eval.decoder.records import Timing
+from eval.measure.interleaved import in_batches
 from eval.measure.record_files import choose_once
 from heads.artifact import Draft, load_draft
 from heads.frozen.hidden_states import num_blocks
@@ -185,12 +186,12 @@ def fastest_length(config: EvalConfig, requests: Sequence[Request], target: Targ
     plain = config.decode.model_copy(update={"tree": None, "stopping": None, "lossy": None})
     settings = {length: plain.model_copy(update={"num_speculative_tokens": length}) for length in lengths}
     seconds, tokens = dict.fromkeys(lengths, 0.0), dict.fromkeys(lengths, 0)
-    for start in range(0, len(requests), plain.batch_size):
-        batch = requests[start : start + plain.batch_size]
-        for length in lengths[:: -1 if start % 2 else 1]:
+    for number, batch in enumerate(_warm_up_first(requests, plain.batch_size)):
+        for length in lengths[:: -1 if number % 2 else 1]:
             _, timing = decode(target, batch, settings[length], PromptLookup(target.device))
-            seconds[length] += timing.decode_seconds
-            tokens[length] += timing.num_tokens
+            if number:
+                seconds[length] += timing.decode_seconds
+                tokens[length] += timing.num_tokens
     return max(lengths, key=lambda length: tokens[length] / max(seconds[length], 1e-9)), lengths, len(requests)
 
 
@@ -209,8 +210,14 @@ def break_even(timings: Sequence[Timing]) -> float:
 
 
 def _decode(config: EvalConfig, requests: Sequence[Request], target: Target, draft: Proposer) -> list[Timing]:
-    size = config.decode.batch_size
-    return [decode(target, requests[start : start + size], config.decode, draft)[1] for start in range(0, len(requests), size)]
+    batches = _warm_up_first(requests, config.decode.batch_size)
+    return [decode(target, batch, config.decode, draft)[1] for batch in batches][1:]
+
+
+def _warm_up_first(requests: Sequence[Request], size: int) -> list[Sequence[Request]]:
+    """Return batches, the first of them twice: the first time, in which a forward may be compiled, is not to be counted."""
+    batches = in_batches(requests, size)
+    return [*batches[:1], *batches]
 
 
 def _spread(config: EvalConfig, requests: Sequence[Request]) -> list[Request]:

@@ -23,7 +23,7 @@ from configs.schema.evaluation import RELATIVE, GateConfig, GateRule
 from eval.release.verdict import Finding, GateOutcome, GateVerdict
 from eval.report.change import IDENTITY, Difference, differences, prompt_differences, speed_change, tau_change
 from eval.report.schema import PromptsSection, Report, SuiteSection
-from eval.report.text import describe_checks, exactness, short
+from eval.report.text import UNTESTED, describe_checks, exactness, short
 from eval.stats.bootstrap import Interval
 
 MIN_RESAMPLES = 200  # of the bootstrap behind a report's intervals
@@ -114,8 +114,9 @@ def _judge_lossless(report: Report, config: GateConfig) -> Finding:
     required = " or ".join(config.lossless) or "nothing (the gate allows no verdict)"
     reason = ""
     if section.verdict == "inconclusive":
-        checks = describe_checks(section, section.inconclusive_checks)
-        reason = "the losslessness check needs more answers or samples than it got" + (f": {checks}" if checks else "")
+        reason = f"{UNTESTED}: evaluate with that as it is by default"
+        if checks := describe_checks(section, section.inconclusive_checks):
+            reason = f"the losslessness check needs more answers or samples than it got: {checks}"
         return Finding(check="lossless", outcome="inconclusive", value=section.verdict, required=required, reason=reason)
     if section.verdict not in config.lossless:
         reason = f"{exactness(report)}; the gate does not allow this verdict"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from configs.runtime.errors import InputError
-from eval.report.schema import DecodeSection, PromptsSection, Report, SuiteSection, TargetSection
+from eval.report.schema import PromptsSection, Report, SuiteSection, TargetSection
 from eval.report.sections import BatchSection
 from eval.report.text import short
 from eval.stats.change import Change, Side, compare_sides
@@ -22,6 +22,7 @@ Aspect = Literal["target", "suite", "num_speculative_tokens", "decode", "machine
 MACHINE = ("cpu", "cores", "device", "threads", "processes")
 SOFTWARE = ("torch", "transformers")  # whose versions decide the seconds too
 SAME_DISTRIBUTION = ("seed", "warmup_prompts", "num_speculative_tokens")  # the last is an aspect of its own
+OF_SUFFIX_LOOKUP = ("lookup_expects", "lookup_answer_tokens")  # the first is fitted to times
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def differences(report: Report, other: Report) -> list[Difference]:
     """Return what `report` (ours, here) and `other` (theirs, there) differ in, the most important first."""
     lookups = (", ".join(each.draft.lookups) or "none" for each in (report, other))
     settings = [
-        *_settings(report.decode, other.decode),
+        *_settings(report, other),
         Difference("decode", "lookups with the draft", *lookups),  # whose tokens are counted with the draft's own
         *_machine(report, other),
     ]
@@ -78,16 +79,21 @@ def prompt_differences(ours: PromptsSection, theirs: PromptsSection) -> list[Dif
     return [Difference("suite", "prompts", *counts)]
 
 
-def _settings(ours: DecodeSection, theirs: DecodeSection) -> Iterator[Difference]:
-    """Compare the decoding settings; one that a report does not name counts as off."""
+def _settings(report: Report, other: Report) -> Iterator[Difference]:
+    """Compare the decoding settings; one that a report does not name counts as off.
+
+    Those of suffix lookup decide what a draft does only where it is a part of it, not where it is measured beside it.
+    """
+    ours, theirs = report.decode, other.decode
     gamma: Aspect = "num_speculative_tokens"
     yield Difference(gamma, gamma, ours.num_speculative_tokens, theirs.num_speculative_tokens)
     greedy = ours.temperature == theirs.temperature == 0  # every rule is the same one then
-    ignored = (*SAME_DISTRIBUTION, "verification") if greedy else SAME_DISTRIBUTION
-    one, other = (decode.model_dump(exclude_unset=True) for decode in (ours, theirs))
-    for key in dict.fromkeys([*one, *other]):
+    has_lookup = any("suffix_lookup" in each.draft.lookups for each in (report, other))
+    ignored = {*SAME_DISTRIBUTION, *(["verification"] if greedy else []), *([] if has_lookup else OF_SUFFIX_LOOKUP)}
+    here, there = (decode.model_dump(exclude_unset=True) for decode in (ours, theirs))
+    for key in dict.fromkeys([*here, *there]):
         if key not in ignored:
-            yield Difference("decode", f"decode.{key}", one.get(key), other.get(key))
+            yield Difference("decode", f"decode.{key}", here.get(key), there.get(key))
 
 
 def _machine(ours: Report, theirs: Report) -> Iterator[Difference]:

@@ -188,8 +188,9 @@ class SuiteSection(ClosedSection):
     that the same process decoded before. Self-speculation drafts with the target's own first blocks. A ratio is this draft's
     number over theirs, on the same prompts."""
     with_lookup: WithLookupSection | None = None
-    """The same draft with suffix lookup, which takes a round where it expects `decode.lookup_expects` accepted drafts or more,
-    and in the others mixes its counts into the draft's distributions. A ratio is its number over the draft's alone."""
+    """The same draft with suffix lookup, which counts what the baseline of that name does, takes a round where it expects
+    `decode.lookup_expects` accepted drafts or more, and in the others mixes its counts into the draft's distributions. A ratio
+    is its number over the draft's alone."""
 
 
 class AnswerSpan(ClosedSection):

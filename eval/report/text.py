@@ -16,6 +16,7 @@ VERDICTS: dict[LosslessVerdict, str] = {
     "lossy_by_design": "Lossy by design",
     "inconclusive": "Not decided",
 }
+UNTESTED = "no test of samples was run (lossless.false_alarm_rate was null)"  # of a verdict without a check
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -132,7 +133,8 @@ def exactness(report: Report) -> str:
     if section.verdict == "lossy_by_design":
         return "the rule changes the target's distribution by design"
     if section.verdict == "inconclusive":
-        return f"not decided whether the output is the target's: {describe_checks(section, section.inconclusive_checks)}"
+        grounds = describe_checks(section, section.inconclusive_checks) or UNTESTED
+        return f"not decided whether the output is the target's: {grounds}"
     return _sampled_exactness(section) if report.decode.temperature > 0 else _greedy_exactness(section)
 
 
@@ -160,8 +162,6 @@ def _sampled_exactness(section: LosslessSection) -> str:
         for name, (key, what) in counts.items()
         if (check := section.checks.get(name)) is not None
     ]
-    if not grounds:
-        return "the rule keeps the target's distribution; no samples were tested"
     return f"no difference from the target's distribution found ({'; '.join(grounds)})"
 
 

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
-from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
 from transformers.distributed.tensor_parallel import TensorParallelLayer
 
 from configs.runtime.errors import ConfigError, InputError, RunFailed, first_line
@@ -263,6 +263,12 @@ def join_group(model: PreTrainedModel, config: TargetConfig, device: torch.devic
         same_inputs=parallel.kind != "shard",
         processes=mesh["members"].get_group(),
     )
+
+
+def expert_weights(model: PreTrainedModel) -> list[nn.Parameter]:
+    """Return the weights of a model that `target.parallel.expert` splits."""
+    named, plan = model.named_parameters(), model.ep_plan
+    return [each for name, each in named if plan.get(replace_layer_number_by_wildcard(name)) == EXPERT_WEIGHTS]
 
 
 def _groups_of(config: TargetConfig) -> tuple[ParallelConfig, int]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from configs.runtime.errors import InputError
-from configs.schema.decoding import SamplingConfig
+from configs.schema.decoding import DecodeConfig, SamplingConfig
 from heads.device import RowNumbers, TokenRows, on_device, token_rows
 from heads.frozen.hidden_states import TargetStates
 from heads.proposers.counted import beside
@@ -63,7 +63,7 @@ class LookupFirst:
             return replace(deterministic_proposal(found, text.uploads), by_lookup=by_lookup)
         found_ids, found_counts = text.uploads.rows(found), text.uploads.numbers(list(map(len, found)))
         with self._mixing():
-            own = self.draft.propose(text, self._at_most(num_tokens), sampling, rng, keep_logits=keep_logits)
+            own = self.draft.propose(text, self._at_most(num_tokens), self._own(sampling), rng, keep_logits=keep_logits)
         self._note_read(text, by_lookup)
         return _chosen(found_ids.tensor, found_counts, own, by_lookup)
 
@@ -79,6 +79,12 @@ class LookupFirst:
 
     def _at_most(self, num_tokens: int) -> int:
         return num_tokens if self.num_drafts is None else min(num_tokens, self.num_drafts)
+
+    def _own(self, sampling: SamplingConfig) -> SamplingConfig:
+        """Return the draft's settings: a rule that ends chains early knows the times of as many drafts as it makes."""
+        if not isinstance(sampling, DecodeConfig):
+            return sampling
+        return sampling.model_copy(update={"num_speculative_tokens": self._at_most(sampling.num_speculative_tokens)})
 
     def _mixing(self) -> AbstractContextManager[None]:
         return beside(self.lookup.counted()) if isinstance(self.lookup, SuffixLookup) else nullcontext()
@@ -97,6 +103,11 @@ class LookupFirst:
         for each in (self.lookup, self.draft):
             each.keep_rows(rows)
         self._read = [self._read[row] for row in rows]
+
+    def learn(self, answer: Sequence[int]) -> None:
+        """See `heads.proposers.protocol.LearningProposer`."""
+        if isinstance(self.lookup, LearningProposer):
+            self.lookup.learn(answer)
 
 
 class LookupFirstTrees(LookupFirst):

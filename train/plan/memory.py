@@ -9,6 +9,7 @@ buffers except DDP's, and what interpreter and libraries take.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
@@ -16,6 +17,7 @@ from torch import nn
 from configs.schema.commands.planning import PlanConfig, PlanHeadsConfig
 from distill.loss.chunked import rows_of_chunk
 from heads.frozen.hidden_states import blocks
+from heads.frozen.processes import expert_weights
 from heads.modules.layers import shape_like
 from train.plan.models import PlannedModels, count, draft_columns, frozen_copies, target_columns
 from train.plan.step import cached_bytes, draft_step
@@ -37,8 +39,8 @@ class Sharing:
     stage: int = 0  # what is split over the processes, by ZeRO's numbers
     spreads_target: bool = False  # one process holds the target on all accelerators of a node (`target.device_map`)
     offloads_states: bool = False  # the optimiser's states and the float32 weights that it steps lie in the host's memory
-    group: int = 1  # processes that share the target's blocks by `target.parallel`; the rest is whole in each
-    kind: str = ""  # by what they share it, `tensor` or `shard`
+    group: int = 1  # processes that share the target's blocks, or experts, by `target.parallel`; the rest is whole in each
+    kind: str = ""  # by what they share it, `tensor`, `shard` or `expert`
 
     @property
     def name(self) -> str:
@@ -98,7 +100,7 @@ def memory_of(config: PlanConfig, models: PlannedModels, label_share: float) -> 
     # The states after each token of a round are kept until it is known which of its drafts stay.
     of_row = (config.data.max_length + decode.max_new_tokens) * a_token + (decode.num_speculative_tokens + 1) * a_state
     return Memory(
-        target_weights=_bytes_of(models.target),
+        target_weights=_bytes_of(models.target.parameters()),
         draft_weights=WIDE * trained,
         frozen_draft=WIDE * frozen_copies(models.draft),
         gradients=WIDE * trained,
@@ -155,7 +157,8 @@ def try_engines(config: PlanConfig, models: PlannedModels, memory: Memory) -> li
     """Return the ways for this number of processes, each with the bytes it needs and the reason why it does not fit."""
     hardware, machine, n = config.hardware, config.hardware.machine, config.hardware.num_accelerators
     room = machine.memory_gib * GIBIBYTE * HEADROOM
-    of_blocks = [_bytes_of(each) for each in blocks(models.target)]
+    of_blocks = [_bytes_of(each.parameters()) for each in blocks(models.target)]
+    of_experts = _bytes_of(expert_weights(models.target))
     ends = models.target.get_input_embeddings(), models.target.get_output_embeddings()
     engines = [engine for engine in ENGINES if engine.several in (None, n > 1)]
     spreading = [SPREADING] if 1 < n <= hardware.accelerators_per_node else []
@@ -167,8 +170,8 @@ def try_engines(config: PlanConfig, models: PlannedModels, memory: Memory) -> li
             memory,
             engine,
             n,
-            target_block=max(*of_blocks, *map(_bytes_of, ends)),
-            target_outside=memory.target_weights - sum(of_blocks),
+            target_block=max(*of_blocks, *(_bytes_of(each.parameters()) for each in ends)),
+            target_outside=memory.target_weights - (of_experts if engine.kind == "expert" else sum(of_blocks)),
             head=isinstance(config, PlanHeadsConfig),
             accumulates=config.schedule.gradient_accumulation_steps > 1,
         )
@@ -212,5 +215,5 @@ def _activation_size(config: PlanConfig) -> int:
     return WIDE if config.schedule.mixed_precision == "no" else 2
 
 
-def _bytes_of(module: nn.Module) -> int:
-    return sum(each.numel() * each.element_size() for each in module.parameters())
+def _bytes_of(weights: Iterable[nn.Parameter]) -> int:
+    return sum(each.numel() * each.element_size() for each in weights)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError
+from configs.schema.target import TargetConfig
 from configs.schema.training import DistillConfig
 from distill.cache.reader import TargetCache
 from distill.dataset.conversations import Conversation
@@ -24,6 +25,7 @@ from distill.student.on_policy import Rewriter
 from heads.artifact import save_draft_lm
 from heads.device import restored_random_state
 from heads.frozen.hidden_states import blocks
+from heads.frozen.identity import locate
 from heads.frozen.loading import Target, move, recast
 from heads.inference.model_checks import check_keeps_apart
 from heads.metadata import Metadata
@@ -68,7 +70,8 @@ class DraftTask:
         self.rewriter = Rewriter(config, target) if config.policy.on_policy else None
         self.drafts_while_training = self.rewriter is not None
         self.source = SignalSource(target, cache=cache, own_batches=True, known_ahead=self.rewriter is None)
-        self.training_prompts = training_prompts(train, config.student.path)
+        path = config.student.path
+        self.training_prompts = training_prompts(train, None if path is None else locate(TargetConfig(name=path)))
         self.held_out = HeldOut(config, target, held_out, accelerator)
 
     def copy_of_module(self) -> nn.Module:

@@ -83,7 +83,7 @@ class HeadTask:
             checkpoint_activations(head)
         self.config = config
         self.module: nn.Module = HeadObjective(head, target, config.loss, self.clock)
-        self.training_prompts = training_prompts(train, config.init)
+        self.training_prompts = training_prompts(train, None if start is None else start.folder)
         self.held_out = HeldOut(config, target, held_out, accelerator)
         if config.held_out.decode.tree is not None:
             check_drafts(self.proposer(self.module), config.held_out.decode)  # now, not at the first held-out decoding

@@ -4,7 +4,7 @@
 many drafts in a row would be right, and walks through each answer by these numbers, a round at a time. Where the answers are
 the target's greedy ones, that is exactly the number of tokens per target step that greedy decoding must yield, so a difference
 is a fault in training or in drafting. The mean joint agreement plus one would not do: decoding passes easy positions in large
-steps and meets hard ones more often. Sampled decoding has no such prediction.
+steps and meets hard ones more often. Sampled decoding and chains that a rule ends have no such prediction.
 B batch, T positions, K depths, P positions of all rows.
 """
 
@@ -83,7 +83,7 @@ class HeldOut:
             rounds = [round_ for generation in generations for round_ in generation.rounds]
             committed = sum(len(round_.committed) for round_ in rounds)
             accepted = sum(round_.num_accepted for round_ in rounds)
-            drafted = sum(len(round_.drafted) for round_ in rounds)
+            drafted = sum(round_.num_drafted for round_ in rounds)
             counts += torch.tensor([committed, len(rounds), accepted, drafted], device=counts.device)
         if self.accelerator.is_main_process:
             shown = [each for each in first if each.rounds]
@@ -96,8 +96,8 @@ class HeldOut:
     def predict(self, objective: HeadObjective, states_of: Callable[[Batch], TargetStates]) -> dict[str, float]:
         """Return the predicted metrics by the unwrapped head under training, which keeps its mode.
 
-        `predicted_tau` (greedy decoding only), and for each draft k of a round the share of positions that agree at depth k
-        given all before (`conditional_k`), and at all depths up to k (`joint_k`).
+        `predicted_tau` (greedy decoding without a stopping rule only), and for each draft k of a round the share of positions
+        that agree at depth k given all before (`conditional_k`), and at all depths up to k (`joint_k`).
         """
         was_training = objective.training
         objective.eval()
@@ -109,7 +109,8 @@ class HeldOut:
             objective.train(was_training)
         num_depths = len(by_depth) // 3
         columns = zip(*(by_depth[start : start + num_depths] for start in range(0, len(by_depth), num_depths)), strict=True)
-        metrics = {} if self.decode.temperature else {"predicted_tau": tokens / max(rounds, 1)}
+        is_predicted = self.decode.temperature == 0 and self.decode.stopping is None
+        metrics = {"predicted_tau": tokens / max(rounds, 1)} if is_predicted else {}
         for number, (agreed, reached, origins) in enumerate(list(columns)[: self.decode.num_speculative_tokens], start=1):
             if reached:
                 metrics[f"conditional_{number}"] = agreed / reached

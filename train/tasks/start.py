@@ -33,7 +33,15 @@ from distill.student.vocabulary import MassChoice, choose_by_mass, log_choice, m
 from heads.artifact import read_training_prompts
 from heads.frozen.loading import Target
 from heads.frozen.processes import share_of
-from heads.metadata import VOCABULARY_FILE, WEIGHTS_FILE, Metadata, check_made_for, locate_artifact, read_metadata
+from heads.metadata import (
+    METADATA_FILE,
+    VOCABULARY_FILE,
+    WEIGHTS_FILE,
+    Metadata,
+    check_made_for,
+    locate_artifact,
+    read_metadata,
+)
 from heads.modules.output_head import HeadModule
 from heads.vocabulary import DraftVocabulary, read_draft_vocabulary
 from train.loop.checkpoints import resumes, writing
@@ -189,8 +197,13 @@ def read_initial_head(name: str, target: Target) -> InitialHead:
     return InitialHead(folder=folder, metadata=metadata, vocabulary=vocabulary, tensors=tensors)
 
 
-def training_prompts(train: Sequence[Conversation], start: str | None) -> np.ndarray:
-    """Return hashes of the prompts trained on, int64 `[N]`, with those of the artifact's folder that the run started from."""
+def training_prompts(train: Sequence[Conversation], start: Path | None) -> np.ndarray | None:
+    """Return hashes of the prompts trained on, int64 `[N]`, with those of the folder that the run started from.
+
+    None where that is an artifact that does not say, as none does that was published; a plain model counts as trained on none.
+    """
     hashes = index_of(train).user_texts
-    earlier = None if start is None or not Path(start).is_dir() else read_training_prompts(start)
-    return hashes if earlier is None else np.concatenate([hashes, earlier])
+    if start is None or not (start / METADATA_FILE).is_file():
+        return hashes
+    earlier = read_training_prompts(start)
+    return None if earlier is None else np.concatenate([hashes, earlier])

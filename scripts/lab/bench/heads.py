@@ -83,7 +83,7 @@ class MeasuredDraft(NamedTuple):
     settings: DecodeConfig
     cost: dict[str, Any]
     proposer: Proposer
-    has_lookup: bool = False
+    has_lookup: bool = False  # beside it, in decoding
 
 
 def load_sides(
@@ -91,7 +91,7 @@ def load_sides(
 ) -> dict[str, MeasuredDraft]:
     """Return a run's draft, and as `trees` and `with_lookup` ask for it, fitted on the prompts of `choosing`.
 
-    Suffix lookup knows the `answers` that were trained on.
+    The suffix lookup that a tree is fitted beside knows the `answers` that were trained on.
     """
     draft = load_draft(run.artifact, target.identity, target.model)
     settings = DecodeConfig(
@@ -105,8 +105,7 @@ def load_sides(
     asked = EvalConfig(decode=settings)
     longer = {"num_speculative_tokens": asked.suffix_length}
     if config.with_lookup:
-        proposer = add_lookup(draft.proposer, asked, target, answers)
-        with_lookup = MeasuredDraft(draft, settings.model_copy(update=longer), chain.cost, proposer, has_lookup=True)
+        with_lookup = chain._replace(settings=settings.model_copy(update=longer), has_lookup=True)
         sides[f"{run.name} {WITH_LOOKUP}"] = with_lookup
     if run.name in config.trees:
         by_tree = settings.model_copy(update={"tree": fastest(target, draft, draft.proposer, choosing, settings)})
@@ -141,13 +140,18 @@ def measure_run(
 ) -> list[dict[str, Any]]:
     """Decode with a run's drafts, the baselines and plain decoding in turns; a row each.
 
-    Suffix lookup knows the `answers`, those that were trained on.
+    Suffix lookup knows the `answers`, those that were trained on, and learns those to the prompts before.
     """
     draft, settings, *_ = sides[run.name]
     evaluation = EvalConfig(decode=settings, repeats=config.repeats, baselines=baselines)
     by_mode = {name: side.settings for name, side in sides.items()}
     drafts = drafts_by_mode(evaluation) | {name: each.num_speculative_tokens for name, each in by_mode.items()}
-    decoded_by = {name: side.proposer for name, side in sides.items()} | make_baselines(evaluation, target, answers)
+    # A lookup of its own for each mode and suite, as the baselines have: it learns what it decodes.
+    proposers = {
+        name: add_lookup(side.proposer, evaluation, target, answers) if side.has_lookup else side.proposer
+        for name, side in sides.items()
+    }
+    decoded_by = proposers | make_baselines(evaluation, target, answers)
     records = measure(target, requests, evaluation, decoded_by, settings=by_mode)
     check_finite(records.generations, f"recipe {run.name}")
 

@@ -11,8 +11,10 @@ from configs.runtime.loading import load_config
 from configs.schema.base import Settings
 from configs.schema.evaluation import EvalConfig
 from eval.cost.draft_length import stopping_from_report
+from eval.evaluation import evaluate
 from eval.fit_stopping import add_arguments, main
 from eval.report.schema import write_report
+from tests.support.evaluations import report_in, tiny_evaluation
 from tests.support.reports import REMOVED, changed
 
 
@@ -58,6 +60,16 @@ def test_a_drafts_own_estimate_is_calibrated_where_it_makes_one(report):
     assert (settings.by, points, settings.acceptance) == ("estimate", [(0.35, 0.2), (0.85, 0.6)], pytest.approx(0.3))
 
 
+def lossy(kind, drafts):
+    """The settings of a lossy mode at a temperature other than 0 and 1."""
+    return {"temperature": 0.5, "verification": kind, "lossy": {"kind": kind, "drafts": drafts}}
+
+
+@pytest.mark.parametrize("kind", ["typical", "tolerance"])
+def test_drafts_that_were_drawn_tell_at_any_temperature(report, kind):
+    assert stopping_from_report(changed(report, {"decode": lossy(kind, "drawn")})) == stopping_from_report(report)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -65,6 +77,7 @@ def test_a_drafts_own_estimate_is_calibrated_where_it_makes_one(report):
         ({"draft.lookups": ["prompt_lookup"]}, "rounds drafted by prompt_lookup"),
         ({"decode.batch_size": 4}, "batches of 4"),
         ({"decode.temperature": 0.5, "decode.verification": "match"}, "likeliest drafts at temperature 0.5"),
+        *(({"decode": lossy(kind, "likeliest")}, "likeliest drafts at temperature 0.5") for kind in ("typical", "tolerance")),
         ({"decode.tree": {"kind": "static"}}, "has decode.tree"),
         ({"decode.stopping": {"rule": "entropy"}}, "has decode.stopping"),
         ({"acceptance.stopping_reliability": REMOVED}, "no stopping_reliability"),
@@ -83,3 +96,14 @@ def test_the_command_writes_a_config(report, tmp_path, monkeypatch, capsys):
     assert run_command(Settings, main, description="", argv=argv, add_arguments=add_arguments) == DONE
     assert capsys.readouterr().out == Path("stopping.yaml").read_text()
     assert load_config(EvalConfig, "stopping.yaml").decode.stopping == stopping_from_report(report)
+
+
+def test_an_evaluation_decodes_by_the_rule_that_was_fitted_to_the_one_before_also_beside_a_lookup(tiny_run, tmp_path):
+    settings = {"batch_size": 1, "max_new_tokens": 24}
+    fixed = tiny_evaluation(tiny_run, tmp_path / "fixed", num_prompts=3, decode=settings, lookup_expects=1e9)
+    assert evaluate(fixed) == DONE
+    stopping = stopping_from_report(report_in(fixed))
+    stopped = fixed.decode.model_copy(update={"stopping": stopping})
+    again = fixed.model_copy(update={"decode": stopped, "output": str(tmp_path / "stopped")})
+    assert evaluate(again) == DONE
+    assert report_in(again).with_lookup.lookup_rounds_share < 1  # the others are the draft's, which ends them by the rule

@@ -3,6 +3,7 @@ do not."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import numpy as np
@@ -14,6 +15,7 @@ from eval.decoder.decode import Request, decode
 from eval.lossless.first_tokens import MIN_EXPECTED, check_first_tokens, choose_start, find_cells
 from eval.metrics.likelihood import answer_logits
 from heads.proposers.draft_lm import DraftLM
+from tests.support.family_configs import VOCAB_SIZE, tiny_model
 
 VOCAB = 10
 PROMPT = (7, 2, 3)
@@ -127,3 +129,18 @@ def test_samples_that_fail_leave_the_test_open(target, draft, plain, monkeypatch
     found = check_first_tokens(target, draft, plain, SAMPLED, 128)
     assert (found["p_value"], found["reason"]) == (None, "samples_failed")
     assert found["num_failed"] > 0
+
+
+def test_a_target_that_takes_no_batches_is_sampled_one_by_one(as_target):
+    target = as_target(tiny_model("gpt_neo"))
+    model = copy.deepcopy(target.model)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * parameter.std() * torch.randn_like(parameter))
+    draft, alone = DraftLM(model, VOCAB_SIZE), SAMPLED.model_copy(update={"batch_size": 1, "top_k": 2})
+    plain, _ = decode(target, [START], alone)
+    assert "batches" in target.runner.refused
+    found = check_first_tokens(target, draft, plain, alone, 64)
+    assert (found["num_samples"], found["num_failed"]) == (64, 0)
+    assert found["p_value"] > 0.001

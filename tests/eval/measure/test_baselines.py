@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from accelerate import PartialState
 
 from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
@@ -12,10 +13,18 @@ from configs.schema.evaluation import EvalConfig
 from distill.dataset.conversations import Conversation
 from distill.generation.prompts import Prompt
 from eval.decoder.decode import Request
-from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE
+from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP
 from eval.measure import interleaved, proposers
 from eval.measure.interleaved import Measurement
-from eval.measure.proposers import EXPECTED, break_even, fastest_length, known_answers, make_baselines
+from eval.measure.proposers import (
+    EXPECTED,
+    add_lookup,
+    break_even,
+    choose_lookup,
+    fastest_length,
+    known_answers,
+    make_baselines,
+)
 from heads.frozen.hidden_states import num_blocks
 from heads.proposers.draft_lm import DraftLM
 from scripts.lab.bench.turns import measure
@@ -53,6 +62,17 @@ def test_every_repeat_of_suffix_lookup_takes_the_same_rounds_and_earlier_prompts
                 rounds.setdefault(each.prompt_ids, set()).add(each.num_rounds)
     assert all(len(each) == 1 for each in rounds.values())
     assert rounds["again",] < rounds["q0",] or min(rounds["again",]) < min(rounds["q0",])
+
+
+@pytest.mark.parametrize("tree", [None, StaticTree(kind="static", branching=[2, 1])])
+def test_suffix_lookup_beside_a_draft_learns_from_earlier_prompts_as_it_does_alone(target, requests, config, tiny_llama, tree):
+    decode = config.decode.model_copy(update={"tree": tree})
+    settings = config.model_copy(update={"decode": decode, "baselines": [], "lookup_expects": 2.0})
+    both = add_lookup(DraftLM(tiny_llama(seed=2), 64), settings, target)
+    asked = [requests[0], Request(prompt_id="again", category="c", tokens=PROMPTS[0])]
+    first, again = measure(target, asked, settings, {WITH_LOOKUP: both}).of(WITH_LOOKUP)
+    assert again.tokens == first.tokens
+    assert len(again.rounds) < len(first.rounds)
 
 
 def test_answers_to_prompts_of_the_suites_are_not_known(target, tmp_path, monkeypatch):
@@ -134,6 +154,35 @@ def test_a_lookups_number_of_drafts_is_the_fastest_of_a_few(target, requests, co
     monkeypatch.setattr(proposers, "decode", decode)
     config = config.model_copy(update={"baselines": ["prompt_lookup"]})
     assert fastest_length(config, requests, target) == (4, [2, 3, 4, 8], 3)
+
+
+def test_lengths_take_turns_batch_by_batch_and_the_first_batch_warms_up_uncounted(requests, config, monkeypatch):
+    calls = []
+
+    def decode(target, batch, settings, proposer):
+        calls.append((settings.num_speculative_tokens, batch[0].prompt_id))
+        cold = calls[-1] not in calls[:-1] and batch[0].prompt_id == "q0"
+        seconds = 100.0 * (calls[-1][0] == 4) if cold else {2: 3.0, 3: 2.0, 4: 1.0, 8: 2.5}[calls[-1][0]]
+        return [], SimpleNamespace(decode_seconds=seconds, num_tokens=10)
+
+    monkeypatch.setattr(proposers, "decode", decode)
+    pairs = config.model_copy(update={"decode": config.decode.model_copy(update={"batch_size": 2})})
+    assert fastest_length(pairs, requests, SimpleNamespace(device=None))[0] == 4
+    lengths = [2, 3, 4, 8]
+    in_turns = [(lengths, "q0"), (lengths[::-1], "q0"), (lengths, "q2")]
+    assert calls == [(length, first) for order, first in in_turns for length in order]
+
+
+def test_what_a_lookup_must_expect_is_found_by_the_draft_when_it_is_warm(requests, config, monkeypatch, tmp_path):
+    seconds = iter([1000.0, 10.0, 10.0])
+
+    def decode(target, batch, settings, proposer):
+        return [], SimpleNamespace(decode_seconds=next(seconds), num_tokens=16, num_rounds=10, draft_seconds=1.0)
+
+    monkeypatch.setattr(proposers, "decode", decode)
+    changes = {"decode": config.decode.model_copy(update={"batch_size": 2}), "lookup_num_speculative_tokens": 2}
+    asked = config.model_copy(update={**changes, "output": str(tmp_path)})
+    assert choose_lookup(asked, requests, None, None, PartialState(), "job").lookup_expects == pytest.approx((0.6 - 0.16) / 0.5)
 
 
 def test_self_speculation_drafts_with_a_quarter_of_the_blocks_or_as_many_as_are_named(target, config):

@@ -4,6 +4,7 @@ from itertools import count
 from types import SimpleNamespace
 
 import pytest
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from configs.schema.decoding import DecodeConfig
 from eval.decoder.decode import Request, generate
@@ -29,6 +30,17 @@ def test_both_sides_write_the_same_tokens_and_the_first_pair_is_not_counted(conf
     pace = pytest.approx(1000 * 2 / sum(map(len, plain)))
     assert found == {"num_prompts": 2, "milliseconds_per_token_autoregressive": pace, "milliseconds_per_token_generate": pace}
     assert not any(parameter.requires_grad for parameter in target.model.parameters())
+
+
+def test_an_answer_ends_with_the_context_on_both_sides(config, as_target, monkeypatch):
+    settings = GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None)
+    own, written = timing._generate, []
+    monkeypatch.setattr(timing, "_generate", lambda *args: written.append(own(*args)) or written[-1])
+    target = as_target(GPT2LMHeadModel(settings).eval())
+    longer = config.model_copy(update={"decode": DecodeConfig(num_speculative_tokens=0, max_new_tokens=40)})
+    assert timing.time_generate(target, REQUESTS, longer)["num_prompts"] == 2
+    (plain,) = generate(target, [REQUESTS[0].tokens], longer.decode)
+    assert (written, len(plain)) == ([29, 29, 29], 29)
 
 
 @pytest.mark.parametrize("changes", [{"generate_prompts": 0}, {"decode": DecodeConfig(temperature=1.0)}])

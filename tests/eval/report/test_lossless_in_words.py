@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from configs.schema.evaluation import GateConfig
+from configs.schema.decoding import DecodeConfig
+from configs.schema.evaluation import GateConfig, LosslessConfig
+from eval.lossless.verdict import judge_lossless
 from eval.release.checks import judge
 from eval.report.text import headline, lossless_detail
 from tests.support.reports import changed
@@ -56,3 +58,14 @@ def test_tests_of_samples_are_named_with_their_p_values_and_what_they_lack(repor
     findings = judge(sampled("inconclusive", inconclusive_checks=["likelihood"]), GateConfig()).findings
     (found,) = (each for each in findings if each.check == "lossless")
     assert (found.outcome, found.reason.endswith(": likelihood (too few prompts)")) == ("inconclusive", True)
+
+
+def test_where_no_test_of_samples_was_run_headline_and_gate_name_the_setting_that_says_so(tiny_llama, as_target, report):
+    """The section is the one that an evaluation at a temperature writes with `lossless.false_alarm_rate` null."""
+    sampled = DecodeConfig(temperature=1.0)
+    section = judge_lossless(as_target(tiny_llama()), [], [], sampled, LosslessConfig(false_alarm_rate=None), None)
+    untested = changed(report, {"decode.temperature": 1.0, "lossless": section})
+    sentence = "no test of samples was run (lossless.false_alarm_rate was null)"
+    assert headline(untested).endswith(f"; not decided whether the output is the target's: {sentence}.")
+    (found,) = (each for each in judge(untested, GateConfig()).findings if each.check == "lossless")
+    assert (found.outcome, found.reason) == ("inconclusive", f"{sentence}: evaluate with that as it is by default")

@@ -8,6 +8,8 @@ import torch
 from configs.runtime.errors import InputError
 from configs.schema.training import HeadsConfig
 from distill.dataset.batches import Example, collate
+from eval.decoder.decode import decode
+from eval.metrics.acceptance import Acceptance
 from tests.support.tiny_heads import HEADS
 from train.tasks.head import HeadTask
 from train.tasks.held_out import walk
@@ -90,15 +92,30 @@ def test_the_first_answers_are_kept_in_pieces_by_who_wrote_them(head_task, greed
     assert {"prefill", "accepted", "target"} <= kinds
 
 
-def test_sampled_decoding_has_no_prediction(head_task, greedy_rows):
-    decode = {"num_speculative_tokens": 2, "max_new_tokens": 8, "temperature": 1.0}
+@pytest.mark.parametrize(
+    "changes", [{"temperature": 1.0}, {"stopping": {"rule": "confidence", "threshold": 0.9}}], ids=["sampled", "stopped"]
+)
+def test_what_is_drawn_or_stopped_has_no_prediction(head_task, greedy_rows, changes):
+    decode = {"num_speculative_tokens": 2, "max_new_tokens": 8, **changes}
     task = head_task("medusa", held_out=greedy_rows[:3])
     settings = HeadsConfig.model_validate(task.config.model_dump() | {"held_out": {"num_prompts": 3, "decode": decode}})
-    drawn = HeadTask(settings, task.target, greedy_rows, greedy_rows, task.held_out.accelerator)
-    metrics = drawn.held_out.predict(task.module, task.states)
+    other = HeadTask(settings, task.target, greedy_rows, greedy_rows, task.held_out.accelerator)
+    metrics = other.held_out.predict(task.module, task.states)
     assert "predicted_tau" not in metrics
     assert "joint_2" in metrics
     assert "joint_3" not in metrics
+
+
+def test_the_yield_of_a_tree_counts_all_its_drafts_as_a_report_does(head_task, greedy_target, greedy_rows):
+    by_tree = {"num_speculative_tokens": 2, "max_new_tokens": 12, "tree": {"kind": "static", "branching": [2, 2]}}
+    task = head_task("medusa", held_out=greedy_rows[:3])
+    train_some(task, greedy_rows, steps=30)
+    settings = HeadsConfig.model_validate(task.config.model_dump() | {"held_out": {"num_prompts": 3, "decode": by_tree}})
+    held_out = HeadTask(settings, greedy_target, greedy_rows, greedy_rows, task.held_out.accelerator).held_out
+    proposer = task.proposer(task.module)
+    generations, _ = decode(greedy_target, held_out.requests, held_out.decode, proposer)
+    found = Acceptance(2, generations).summarise(samples=10, seed=0)
+    assert held_out.score(proposer)["draft_token_yield"] == pytest.approx(found["draft_token_yield"])
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from eval.measure.proposers import EXPECTED
 from heads.artifact import load_draft
 from heads.proposers.lookup import PromptLookup, SuffixLookup
 from heads.proposers.merged import LookupFirst
+from heads.proposers.protocol import LearningProposer
 from scripts.advice import trained_runs
 from scripts.lab.bench import head_recipes, heads
 from scripts.lab.bench.head_recipes import make_cache, make_data, with_cache
@@ -59,20 +60,23 @@ def test_every_draft_has_a_row_for_each_suite_alone_and_after_a_lookup(results, 
     drafts = [load_draft(run["artifact"], target.identity, target.model).proposer for run in results["runs"]]
     known = [row.answer_ids for row in read_conversations(Path(recipe["data"]["train"]))]
 
-    def after_lookup(draft):
-        return LookupFirst(SuffixLookup(target.device, known, min_expected=EXPECTED), draft, num_drafts=2)
+    def proposers():
+        for draft in drafts:
+            yield draft
+            yield LookupFirst(SuffixLookup(target.device, known, min_expected=EXPECTED), draft, num_drafts=2)
+        yield from (PromptLookup(target.device), SuffixLookup(target.device, known))
 
-    proposers = [each for draft in drafts for each in (draft, after_lookup(draft))]
     found = {"home": list(at_home), "other": elsewhere}
     rows_of = sorted(rows, key=lambda row: row["suite"] == "other")
-    for proposer, row in zip([*proposers, PromptLookup(target.device), None] * 2, rows_of, strict=True):
-        if proposer is None:  # suffix lookup, which learns from the prompts before
-            assert row["tau"] >= 1
-            continue
+    for proposer, row in zip([*proposers(), *proposers()], rows_of, strict=True):
         requests = [Request(prompt_id=str(ids), category="", tokens=tuple(ids)) for ids in found[row["suite"]]]
-        length = 8 if isinstance(proposer, LookupFirst) else 2
-        settings = DecodeConfig(num_speculative_tokens=length, max_new_tokens=10)
-        rounds = [each for request in requests for each in decode(target, [request], settings, proposer)[0][0].rounds]
+        length = 8 if isinstance(proposer, LookupFirst | SuffixLookup) else 2
+        settings, rounds = DecodeConfig(num_speculative_tokens=length, max_new_tokens=10), []
+        for request in requests:
+            answer = decode(target, [request], settings, proposer)[0][0]
+            rounds += answer.rounds
+            if isinstance(proposer, LearningProposer):  # beside a head as alone, from the prompts of the suite before
+                proposer.learn(answer.tokens)
         assert row["tau"] == pytest.approx(sum(len(round_.committed) for round_ in rounds) / len(rounds))
         first = [round_.num_accepted > 0 for round_ in rounds if round_.drafted]
         assert row["alpha_by_position"].split(" / ")[0] == (f"{sum(first) / len(first):.2f}" if first else "–")
@@ -93,6 +97,22 @@ def test_trees_are_measured_beside_chains(results, make_config, folder, tmp_path
     assert all((one["recipe"], one["lossless"]) == (other["recipe"], other["lossless"]) for one, other in pairs)
     assert {one["family"] for one, _ in pairs} == {"suffix_lookup + eagle3"}
     assert by_tree["tau"] > fixed["tau"]
+
+
+def test_each_side_of_each_suite_has_a_lookup_that_learns_for_it_alone(results, make_config, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(trained_runs, "run_training", None)
+    chosen = ChosenTree(paths=[(0,), (1,), (0, 0)], tokens_per_round=2.0, seconds_per_round=1.0)
+    monkeypatch.setattr(heads, "choose_tree", lambda *_: chosen)
+    lookups, plain = [], heads.measure
+
+    def measure(target, requests, config, proposers, **others):
+        lookups.extend(each.lookup for each in proposers.values() if isinstance(each, LookupFirst))
+        return plain(target, requests, config, proposers, **others)
+
+    monkeypatch.setattr(heads, "measure", measure)
+    only = {"recipes": [str(folder / "eagle3.yaml")], "trees": ["eagle3"], "baselines": []}
+    assert compare_heads(make_config(**only, output=str(tmp_path / "heads.json"))) == DONE
+    assert len(set(lookups)) == len(lookups) == 4  # of chains and trees, on two suites
 
 
 def test_chains_and_trees_are_measured_at_a_temperature_and_in_another_template(
