@@ -15,11 +15,12 @@ from eval.decoder.verifier import Verifier
 from heads.frozen.hidden_states import forward_states
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.lookup import PromptLookup
+from heads.proposers.merged import LookupFirstTrees
 from heads.proposers.protocol import Proposal
 from heads.sampling.counter_rng import CounterRNG
 from heads.vocabulary import DraftVocabulary, keep_head_rows
 from tests.support import family_checks as checks
-from tests.support.decoding import PROMPTS, head_proposer, requests_for, samples_against
+from tests.support.decoding import PROMPTS, KnownAnswers, assert_same_alone, head_proposer, requests_for, samples_against
 
 PLAIN = DecodeConfig(num_speculative_tokens=0, max_new_tokens=24)
 
@@ -205,6 +206,27 @@ def test_greedy_output_with_a_head_is_plain_in_a_target_with_a_sliding_window(as
     config = with_tree(tree, max_new_tokens=12, batch_size=3)
     found = generate(target, checks.PROMPTS, config, head_proposer(head, target.model))
     assert found == generate(target, checks.PROMPTS, plain)
+
+
+class SometimesKnown(KnownAnswers):
+    """Drafts nothing after every third token."""
+
+    def _continue(self, row, number, num_tokens):
+        return super()._continue(row, number, num_tokens) if len(row) % 3 else []
+
+
+@pytest.mark.parametrize(
+    "tree", [StaticTree(kind="static", branching=[2, 1]), DynamicTree(kind="dynamic", num_nodes=4, width=2)]
+)
+def test_a_lookups_chain_that_is_deeper_than_the_tree_is_matched_to_its_end_at_a_temperature(target, tree):
+    config = DecodeConfig(num_speculative_tokens=7, max_new_tokens=40, temperature=1.0, verification="match", tree=tree)
+    plain = tokens_of(decode(target, requests_for(PROMPTS), config.model_copy(update={"num_speculative_tokens": 0}))[0])
+    known, draft = SometimesKnown(PROMPTS, plain), DraftLM(target.model, 64)
+    both = LookupFirstTrees(known, draft, num_drafts=2, num_looked_up=7)
+    generations = assert_same_alone(target, config, both)
+    assert tokens_of(generations) == plain
+    accepted = {(round_.by_lookup, round_.num_accepted) for round_ in rounds_of(generations)}
+    assert {(True, 7), (False, 0), (False, 1)} <= accepted
 
 
 def test_a_perfect_draft_is_accepted_down_to_the_leaves_and_recorded_by_its_ranks(target):
