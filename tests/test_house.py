@@ -153,24 +153,40 @@ def missing_from(command: str) -> list[str]:
     ]
 
 
+UNKNOWN_KEY = ("--set", "nosuch.key=1")
+UNKNOWN = "error: --set nosuch.key: unknown key 'nosuch'; --keys lists the known ones\n"
+
+
+@pytest.fixture
+def run_entry(monkeypatch, tmp_path):
+    """A function that runs an entry in this process, in an empty folder, and returns its exit code."""
+
+    def run(entry, *arguments):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        monkeypatch.setattr(sys, "argv", [str(ROOT / entry), *arguments])
+        monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / entry), run_name="__main__")
+        return ended.value.code
+
+    return run
+
+
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_each_entry_has_a_help(entry, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "argv", [str(ROOT / entry), "--help"])
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / entry), run_name="__main__")
-    assert ended.value.code == 0
+def test_each_entry_has_a_help_and_answers_an_unknown_key_with_one_line(entry, run_entry, capsys, tmp_path):
+    assert run_entry(entry, "--help") == 0
     assert "--config FILE" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_each_entry_runs_from_another_folder_and_answers_an_unknown_key_with_one_line(entry, tmp_path):
-    command = [sys.executable, str(ROOT / entry), *ENTRIES[entry], "--set", "nosuch.key=1"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2, done.stderr
-    assert re.fullmatch(r"error: --set nosuch\.key: unknown key 'nosuch'; --keys lists the known ones\n", done.stderr)
+    assert run_entry(entry, *ENTRIES[entry], *UNKNOWN_KEY) == 2
+    assert capsys.readouterr().err == UNKNOWN
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("entry", ["train/heads.py", "scripts/lab/benchmark.py"])
+def test_an_entry_runs_as_a_script_from_another_folder(entry, tmp_path):
+    command = [sys.executable, str(ROOT / entry), *ENTRIES[entry], *UNKNOWN_KEY]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (2, UNKNOWN)
 
 
 @pytest.mark.parametrize(
@@ -187,12 +203,16 @@ def test_an_entry_whose_imports_fail_does_not_end_like_a_failed_gate(error, code
         assert lines is None or done.stderr.count("\n") == lines
 
 
-def test_a_config_is_read_and_checked_without_importing_torch():
-    modules = ", ".join(
-        f"configs.{name}" for name in ("runtime.command", "runtime.run_record", "schema.training", "schema.evaluation")
-    )
-    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+WITHOUT_TORCH = (
+    *("configs.runtime.command", "configs.runtime.run_record", "configs.schema.training", "configs.schema.evaluation"),
+    *("eval.gate", "scripts.watching.__main__", "scripts.watching.page"),
+)
+
+
+def test_configs_the_gate_and_looking_in_on_a_run_do_without_torch():
+    imports = "; ".join(f"import {name}; 'torch' in sys.modules and sys.exit('{name}')" for name in WITHOUT_TORCH)
+    command = [sys.executable, "-c", f"import sys; {imports}"]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stderr == ""
 
 
 # --- set-up -------------------------------------------------------------------------------------------------------

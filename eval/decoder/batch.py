@@ -122,7 +122,8 @@ class BatchRun:
                 self.proposer.commit(RowNumbers(accepted, self.target.device, lambda: decided.num_accepted_B), states)
         for number, (row, round_) in enumerate(zip(self.active, rounds, strict=True)):
             if proposal.by_lookup is not None and proposal.by_lookup[number]:
-                _record(row, replace(round_, by_lookup=bool(round_.drafted)), None)
+                # A chain, also where other rows have trees: records do not depend on the batch.
+                _record(row, replace(round_, ranks=None, num_nodes=None, by_lookup=bool(round_.drafted)), None)
             else:
                 _record(row, round_, None if compared is None else compared[number])
         self._drop_ended()

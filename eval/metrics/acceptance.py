@@ -24,7 +24,8 @@ from eval.stats.bootstrap import Floats, ratio_interval
 
 # What is kept of each prompt: sums over the rounds of all its turns.
 COLUMNS = (
-    *("committed", "rounds", "accepted", "drafted", "compared", "overlap", "kl", "agrees", "looked_up", "copied"),
+    *("committed", "rounds", "accepted", "drafted", "looked_up", "copied"),
+    *("overlap", "overlapped", "kl", "agrees", "compared"),  # a round may have overlaps without the rest
     *("thought", "thinking_rounds"),  # committed tokens and rounds, of rounds that began inside the thinking
 )
 # Then come committed tokens and rounds by class of how many tokens of prompt and answer stood before the round.
@@ -34,7 +35,7 @@ RATIOS = {
     "tokens_per_target_step": ("committed", "rounds"),
     "accepted_per_round": ("accepted", "rounds"),
     "draft_token_yield": ("accepted", "drafted"),
-    "overlap_alpha": ("overlap", "compared"),
+    "overlap_alpha": ("overlap", "overlapped"),
     "top1_agreement": ("agrees", "compared"),
     "kl_divergence": ("kl", "compared"),
 }
@@ -254,7 +255,8 @@ def _sums_by_prompt(table: RoundTable) -> Floats:
         "thinking_rounds": table.thinking_R,
     }
     by_draft = {name: table.number_of(name).nan_to_num(0.0) for name in ("overlap", "kl", "agrees")}
-    by_draft["compared"] = torch.ones_like(by_draft["overlap"])
+    by_draft["overlapped"] = torch.ones_like(by_draft["overlap"])
+    by_draft["compared"] = (~table.number_of("kl").isnan()).double()
     num_prompts, num_classes = len(table.prompt_ids), len(CLASSES_FROM)
     places = [(by_round, table.prompt_R), (by_draft, table.prompt_R[table.round_N])]
     sums = {

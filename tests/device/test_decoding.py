@@ -74,7 +74,6 @@ def noisy(model):
 
 PROPOSERS = {name: partial(head, name) for name in HEADS} | {
     "draft_lm": lambda model: DraftLM(noisy(model), 64),
-    "early_exit": lambda model: DraftLM(early_exit(model, 3), 64),
     "self_speculation": lambda model: DraftLM(early_exit(model, 3), 64),
     "prompt_lookup": lambda model: PromptLookup(model.device),
     "suffix_lookup": lambda model: SuffixLookup(model.device),
@@ -86,8 +85,7 @@ PROPOSERS = {name: partial(head, name) for name in HEADS} | {
         [DraftLM(noisy(model), 64), head("medusa", model), PromptLookup(model.device)], model.device
     ),
 }
-TREES = {"draft_lm", "early_exit", "medusa", "hydra", "eagle3", "mtp", "eagle3 some tokens", "medusa some tokens"}
-LOOKUPS = {"prompt_lookup", "suffix_lookup"}
+TREES = {"draft_lm", "self_speculation", "medusa", "hydra", "eagle3", "mtp", "eagle3 some tokens", "medusa some tokens"}
 FEW = ["chain greedy", "chain block", "static greedy", "static without_replacement", "dynamic greedy"]
 
 

@@ -81,19 +81,10 @@ def test_a_run_of_fewer_steps_than_a_checkpoint_has_is_refused(tmp_path, greedy_
         distil(distill_config(tmp_path, max_steps=5, **epochs), greedy_target, greedy_rows)
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"batch_size": 3}, r"another config or other data \(schedule.batch_size 4 -> 3\)"),
-        ({"student": {"layers": [1]}}, "another config .*student.layers"),
-        ({"max_steps": 4}, r"a longer run \(schedule.max_steps 5 -> 4\)"),
-    ],
-    ids=["schedule", "weights", "fewer steps"],
-)
-def test_a_checkpoint_of_another_config_is_refused(tmp_path, greedy_target, greedy_rows, change, named):
+def test_a_finished_run_is_not_cut_down_to_fewer_steps(tmp_path, greedy_target, greedy_rows):
     distil(distill_config(tmp_path, max_steps=5), greedy_target, greedy_rows)
-    with pytest.raises(InputError, match=named):
-        distil(distill_config(tmp_path, **{"max_steps": 5, **change}), greedy_target, greedy_rows)
+    with pytest.raises(InputError, match=r"a longer run \(schedule.max_steps 5 -> 4\)"):
+        distil(distill_config(tmp_path, max_steps=4), greedy_target, greedy_rows)
 
 
 def test_a_held_out_prompt_that_cannot_be_decoded_is_refused_before_training(tmp_path, greedy_target, greedy_rows):

@@ -53,7 +53,7 @@ def trained(task, rows):
     return train_task(task, rows)
 
 
-@pytest.mark.parametrize(("kind", "head"), [("eagle3", {}), ("medusa", {}), ("mtp", {"reads": "pre_norm"})])
+@pytest.mark.parametrize(("kind", "head"), [("eagle3", {}), ("mtp", {"reads": "pre_norm"})])
 def test_a_head_from_the_cache_ends_in_the_same_bits(make_task, equal_rows, make_cache, kind, head):
     # Of equal lengths and in batches of equal size: forwards of the same shape then round alike wherever a row stands.
     cache = make_cache(equal_rows, **ALL_STATES)

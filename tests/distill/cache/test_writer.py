@@ -114,12 +114,13 @@ def test_shards_of_another_job_are_not_taken_for_ones_own(job, tmp_path, wanted,
 
 
 def test_two_processes_write_what_one_writes_and_show_what_both_have_done(job, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
     run(job("one", shard_megabytes=0.003))
     shared = job("two", shard_megabytes=0.003)
     shared.prepare()
+    assert caplog.messages[-1].startswith("target cache: 64 bytes a token, ")
     with pytest.raises(RuntimeError, match="the first is 0"):
         shared.finish()
-    caplog.set_level(logging.INFO)
     workers = [threading.Thread(target=shared.work, kwargs={"rank": rank, "num_processes": 2}) for rank in (0, 1)]
     for worker in workers:
         worker.start()

@@ -28,10 +28,6 @@ def sampler_of(lengths, batch_size=4, **settings):
     return PackedBatchSampler(lengths, batch_size, **{"pack_length": PACK_LENGTH, "seed": 0} | settings)
 
 
-def conversations_in(batches):
-    return [batch.conversations_BC.tolist() for batch in batches]
-
-
 # --- what a row holds ---------------------------------------------------------------------------------------------
 
 

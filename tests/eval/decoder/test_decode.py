@@ -14,12 +14,11 @@ from eval.decoder.decode import decode, generate
 from eval.decoder.verifier import Verifier
 from heads.frozen.hidden_states import forward_states
 from heads.proposers.draft_lm import DraftLM
-from heads.proposers.lookup import PromptLookup
+from heads.proposers.merged import LookupFirstTrees
 from heads.proposers.protocol import Proposal
 from heads.sampling.counter_rng import CounterRNG
 from heads.vocabulary import DraftVocabulary, keep_head_rows
-from tests.support import family_checks as checks
-from tests.support.decoding import PROMPTS, head_proposer, requests_for, samples_against
+from tests.support.decoding import PROMPTS, KnownAnswers, assert_same_alone, requests_for, samples_against
 
 PLAIN = DecodeConfig(num_speculative_tokens=0, max_new_tokens=24)
 
@@ -187,40 +186,44 @@ def test_rows_of_a_batch_are_judged_by_the_distribution_of_whoever_drafted_them(
 # --- trees --------------------------------------------------------------------------------------------------------
 
 
-TREES = {
-    "bushy": StaticTree(kind="static", branching=[3, 2, 1]),
-    "uneven": StaticTree(kind="static", paths=[[0], [1], [2], [0, 0], [0, 1], [2, 0], [0, 1, 0], [0, 1, 0, 0]]),
-    "grown": DynamicTree(kind="dynamic", num_nodes=9, width=3),
-}
+def bushy(**others):
+    """A config of trees of 3, 6 and 6 drafts by depth."""
+    tree = StaticTree(kind="static", branching=[3, 2, 1])
+    return DecodeConfig(**({"num_speculative_tokens": 3, "max_new_tokens": 17, "tree": tree} | others))
 
 
-def with_tree(name, **others):
-    return DecodeConfig(**({"num_speculative_tokens": 4, "max_new_tokens": 20, "tree": TREES[name]} | others))
+class SometimesKnown(KnownAnswers):
+    """Drafts nothing after every third token."""
+
+    def _continue(self, row, number, num_tokens):
+        return super()._continue(row, number, num_tokens) if len(row) % 3 else []
 
 
-@pytest.mark.parametrize(("head", "tree"), [("medusa", "uneven"), ("hydra", "grown"), ("eagle3", "uneven"), ("mtp", "grown")])
-def test_greedy_output_with_a_head_is_plain_in_a_target_with_a_sliding_window(as_target, head, tree):
-    target = as_target(checks.tiny_target("gemma3"))
-    plain = DecodeConfig(num_speculative_tokens=0, max_new_tokens=12, batch_size=3)
-    config = with_tree(tree, max_new_tokens=12, batch_size=3)
-    found = generate(target, checks.PROMPTS, config, head_proposer(head, target.model))
-    assert found == generate(target, checks.PROMPTS, plain)
+@pytest.mark.parametrize(
+    "tree", [StaticTree(kind="static", branching=[2, 1]), DynamicTree(kind="dynamic", num_nodes=4, width=2)]
+)
+def test_a_lookups_chain_that_is_deeper_than_the_tree_is_matched_to_its_end_at_a_temperature(target, tree):
+    config = DecodeConfig(num_speculative_tokens=7, max_new_tokens=40, temperature=1.0, verification="match", tree=tree)
+    plain = tokens_of(decode(target, requests_for(PROMPTS), config.model_copy(update={"num_speculative_tokens": 0}))[0])
+    known, draft = SometimesKnown(PROMPTS, plain), DraftLM(target.model, 64)
+    both = LookupFirstTrees(known, draft, num_drafts=2, num_looked_up=7)
+    generations = assert_same_alone(target, config, both)
+    assert tokens_of(generations) == plain
+    accepted = {(round_.by_lookup, round_.num_accepted) for round_ in rounds_of(generations)}
+    assert {(True, 7), (False, 0), (False, 1)} <= accepted
 
 
 def test_a_perfect_draft_is_accepted_down_to_the_leaves_and_recorded_by_its_ranks(target):
-    config = with_tree("bushy", num_speculative_tokens=3, max_new_tokens=17)
-    generations, timing = decode(target, requests_for(PROMPTS), config, DraftLM(target.model, 64))
+    generations, timing = decode(target, requests_for(PROMPTS), bushy(), DraftLM(target.model, 64))
     for generation in generations:
         seen = [(round_.num_accepted, round_.ranks, round_.num_nodes) for round_ in generation.rounds]
         assert seen == [(3, (0, 0, 0), 15)] * 4
     assert timing.num_rounds == 4 * 4
 
 
-def test_settings_and_drafts_that_do_not_go_with_a_tree_are_refused(target):
-    with pytest.raises(InputError, match="PromptLookup drafts chains only"):
-        generate(target, PROMPTS, with_tree("bushy"), PromptLookup(target.device))
+def test_settings_that_do_not_go_with_a_tree_are_refused():
     with pytest.raises(ValidationError, match="num_speculative_tokens"):
-        with_tree("bushy", num_speculative_tokens=2)
+        bushy(num_speculative_tokens=2)
     with pytest.raises(ValidationError, match="stopping"):
-        with_tree("bushy", stopping={"rule": "confidence"})
-    assert with_tree("bushy", num_speculative_tokens=0).tree is not None
+        bushy(stopping={"rule": "confidence"})
+    assert bushy(num_speculative_tokens=0).tree is not None

@@ -27,11 +27,10 @@ trees = st.integers(1, 9).flatmap(lambda n: st.tuples(*(st.integers(0, draft) fo
 
 @dataclass
 class Known:
-    """A target, what it writes after each prompt of the pool, and the closest of its choices, in logits."""
+    """A target, and what it writes after each prompt of the pool."""
 
     model: torch.nn.Module
     texts: list
-    margin: float
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +45,8 @@ def known(tiny_llama):
                 margins.append(float((best.values[:, 0] - best.values[:, 1]).min()))
                 for text, token in zip(own, best.indices[:, 0].tolist(), strict=True):
                     text.append(token)
-    return Known(model, texts, min(margins))
+    assert min(margins) > 1e-4  # in logits: clear enough for float32
+    return Known(model, texts)
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +98,6 @@ def check_counts(generation):
         assert round_.committed[: round_.num_accepted] == round_.drafted[: round_.num_accepted]
         cut = last and generation.stop_reason == "eos" and len(round_.committed) == round_.num_accepted
         assert cut or len(round_.committed) == round_.num_accepted + 1
-
-
-def test_the_choices_are_clear_enough_for_float32(known):
-    assert known.margin > 1e-4
 
 
 @given(

@@ -36,15 +36,21 @@ SHAPES = {
 }
 STOPPING = ConfidenceStopping(rule="confidence", threshold=0.05)
 OTHERS = {
-    "draft_lm": lambda model: DraftLM(early_exit(model, 3), 64),
+    "draft_lm": lambda model: DraftLM(early_exit(model, 2), 64),
     "prompt_lookup": lambda model: PromptLookup(model.device),
     "suffix_lookup": lambda model: SuffixLookup(model.device),
-    "self_speculation": lambda model: DraftLM(early_exit(model, 2), 64),
     "lookup_first": lambda model: LookupFirst(PromptLookup(model.device), DraftLM(early_exit(model, 2), 64)),
     "merged": lambda model: MergedDrafts([PromptLookup(model.device), DraftLM(early_exit(model, 2), 64)], model.device),
 }
 BLOCKS = {"dflash", "dspark", "dflash2", "xpress", "domino"}
-DRAFTS_NO_TREES = {"mtp_by_depth", "peagle", "prompt_lookup", "suffix_lookup", "lookup_first", "early_exit"} | BLOCKS
+CHAINS_ONLY = sorted({"mtp_by_depth", "peagle", "prompt_lookup", "suffix_lookup", "lookup_first", "early_exit"} | BLOCKS)
+TREES_ONLY = {"merged"}
+CASES = [
+    (name, shape)
+    for name in (*HEADS, *OTHERS)
+    for shape, tree in SHAPES.items()
+    if name not in (CHAINS_ONLY if tree else TREES_ONLY)
+]
 
 
 @cache
@@ -54,7 +60,7 @@ def model_of(dtype):
 
 @cache
 def answers():
-    """Greedy answers by forwards over whole texts, and how clear the closest choice was, in logits."""
+    """Greedy answers by forwards over whole texts, whose closest choice is clear enough for float32."""
     model, texts, margins = model_of(torch.float32), [list(prompt) for prompt in PROMPTS], []
     with torch.no_grad():
         for text in texts:
@@ -62,7 +68,8 @@ def answers():
                 best = model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1].topk(2)
                 text.append(int(best.indices[0]))
                 margins.append(float(best.values[0] - best.values[1]))
-    return texts, min(margins)
+    assert min(margins) > 1e-3  # in logits
+    return texts
 
 
 def proposer_of(name):
@@ -80,29 +87,23 @@ def decode_all(target, config, proposer):
     return [each for batch in (requests[:2], requests[2:]) for each in decode(target, batch, config, proposer)[0]]
 
 
-def test_the_choices_are_clear_enough_for_float32():
-    _, margin = answers()
-    assert margin > 1e-3
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", [*HEADS, *OTHERS])
+@pytest.mark.parametrize(("name", "shape"), CASES)
 def test_greedy_output_is_plain_greedy_output(as_target, name, shape):
-    texts, _ = answers()
-    target = as_target(model_of(torch.float32))
-    inner = proposer_of(name)
+    texts, target, inner = answers(), as_target(model_of(torch.float32)), proposer_of(name)
     proposer = (CorrectedTrees if isinstance(inner, TreeProposer) else Corrected)(inner, texts, DEPTHS)
-    is_chain = shape.endswith("chain")
     stopping = STOPPING if shape == "stopped chain" else None
     config = DecodeConfig(num_speculative_tokens=4, max_new_tokens=NUM_TOKENS, tree=SHAPES[shape], stopping=stopping)
-    if (not is_chain and name in DRAFTS_NO_TREES) or (is_chain and name == "merged"):
-        with pytest.raises(InputError, match="tree"):
-            decode_all(target, config, proposer)
-        return
     generations = decode_all(target, config, proposer)
     assert [[*each.prompt_tokens, *each.tokens] for each in generations] == texts
     accepted = {round_.num_accepted for each in generations for round_ in each.rounds}
     assert name.endswith("lookup") or stopping or len(accepted) > 2  # or little was put to the test
+
+
+@pytest.mark.parametrize("name", CHAINS_ONLY)
+def test_a_tree_is_refused_where_a_proposer_drafts_chains_only(as_target, name):
+    config = DecodeConfig(num_speculative_tokens=4, max_new_tokens=NUM_TOKENS, tree=SHAPES["static"])
+    with pytest.raises(InputError, match=r"tree: \w+ drafts chains only"):
+        decode_all(as_target(model_of(torch.float32)), config, proposer_of(name))
 
 
 @pytest.fixture(scope="module")

@@ -137,6 +137,17 @@ def test_the_same_holds_for_siblings_of_a_tree(name, move):
         assert found.total_variation <= delta + 1e-10
 
 
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+@pytest.mark.parametrize("name", CANDIDATE_RULES)
+def test_the_same_holds_for_each_step_down_a_tree(name, move):
+    """At a leaf nothing is moved, nor once no sibling stays: that would be a further step."""
+    for delta in (0.0, 0.1):
+        verify = partial(verify_tree, rule=step_candidates(CANDIDATE_RULES[name], RING[:3], delta, move))
+        found = enumerate_tree(verify, random_toy(1, 3, 2), [-1, 0, 0, 1, 1], distribution_of_draws(DRAWS[name]))
+        assert found.total_variation <= 1 - (1 - delta) ** 2 + 1e-12
+    assert found.total_variation > 0.04
+
+
 def test_what_is_moved_is_what_neighbours_can_give_and_never_more_than_delta():
     p, q = torch.tensor([0.5, 0.3, 0.1, 0.1], dtype=torch.float64), torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
     near = torch.tensor([[1], [0], [0], [0]])  # tokens 2 and 3 share token 0; token 1 could give 0.1 and is nobody's

@@ -15,7 +15,6 @@ from configs.schema.target import TargetConfig
 from eval.decoder.decode import decode
 from heads.frozen.loading import load_target
 from heads.frozen.tokenizer import OBJECT, SOUND
-from scripts.lab.bench.stopping import row_seconds
 from scripts.lab.models_check.architectures import tiny_model
 from scripts.lab.models_check.cases import Case
 from scripts.lab.models_check.media_models import sound
@@ -45,12 +44,6 @@ def test_a_place_for_an_image_without_it_a_changed_image_and_a_target_without_im
     without = load_target(TargetConfig(name=images.identity.name, dtype="float32", device="cpu"))
     with pytest.raises(InputError, match=r"a prompt brings image a\.png, and target\.images is null"):
         without.encode_chat([{"role": "user", "content": TEXT}], media=["a.png"])
-
-
-def test_the_time_of_rows_is_measured_after_a_prompt_with_pictures(images):
-    seconds = row_seconds(images, media_requests(images, [(TEXT, ["a.png"])])[0], 2)
-    assert len(seconds) == 2
-    assert min(seconds) > 0
 
 
 def test_a_sound_in_a_url_is_that_of_a_file_and_one_longer_than_the_model_reads_is_refused(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 
 from eval.decoder.records import DistributionComparison
 from eval.metrics.acceptance import NUM_CLASSES, Acceptance
+from eval.stats.bootstrap import ratio_interval
 
 
 def measured(generations, num_positions=3):
@@ -75,6 +76,36 @@ def test_rounds_count_as_thinking_by_where_they_begin(make_round, make_generatio
     assert found == {"inside": (2, 1), "outside": (2, 2)}
     assert [part["tokens_per_target_step"] for part in parts.values()] == [3.0, 2.0]
     assert Acceptance(3, [plain]).by_thinking(samples=20, seed=0) == {}
+
+
+def test_rounds_count_by_how_many_tokens_stand_before_them(make_round, make_generation):
+    """The answer's first token is the prefill's: after a prompt of 15 tokens the first round begins at 16."""
+    # By prompt: its length, and what its rounds accept; each commits one more. Rounds begin at
+    # 3, 7, 11, 15 and 19; at 16 and 17; at 17, 21, 25, 29 and 33; at 32.
+    texts = [(2, [3, 3, 3, 3, 3]), (15, [0, 1]), (16, [3, 3, 3, 3, 2]), (31, [1])]
+    generations = [
+        make_generation([make_round(3, each) for each in accepted], prompt_id=f"p{length}", prompt_tokens=(7,) * length)
+        for length, accepted in texts
+    ]
+    parts = Acceptance(3, generations).by_context(samples=20, seed=0)
+    ends = [(part["from_tokens"], part["to_tokens"]) for part in parts]
+    counts = [(part["num_prompts"], part["num_rounds"], part["tokens_per_target_step"]) for part in parts]
+    assert ends == [(0, 16), (16, 32), (32, 64)]
+    assert counts == [(1, 4, 16 / 4), (3, 1 + 2 + 4, (4 + 3 + 16) / 7), (2, 1 + 1, (3 + 2) / 2)]
+    intervals = [
+        None,
+        *(ratio_interval(*each, samples=20, seed=0).bounds for each in (([3, 16, 4], [2, 4, 1]), ([3, 2], [1, 1]))),
+    ]
+    assert [part["tokens_per_target_step_ci"] for part in parts] == intervals
+
+
+def test_the_lookups_shares_are_of_all_rounds_and_of_all_accepted_drafts(make_round, make_generation):
+    rounds = [make_round(3, accepted, by_lookup=looked_up) for accepted, looked_up in ((3, True), (1, False), (0, True))]
+    other = make_generation([make_round(3, 2), make_round(3, 1, by_lookup=True)], prompt_id="writing-2")
+    counted = Acceptance(3, [make_generation(rounds), other])
+    assert counted.lookup_shares() == {"lookup_rounds_share": 3 / 5, "lookup_tokens_share": 4 / 7}
+    refused = Acceptance(3, [make_generation([make_round(3, 0, by_lookup=True)])])
+    assert refused.lookup_shares() == {"lookup_rounds_share": 1.0, "lookup_tokens_share": None}
 
 
 def test_nothing_drafted_and_nothing_measured_give_none_and_never_nan(make_round, make_generation):
@@ -146,6 +177,38 @@ def test_means_and_reliability_curves_equal_counting_in_plain_python(random_gene
     kept, refused = ([each["estimate"] for _, each in drafts if each["accepted"] is wanted] for wanted in (True, False))
     wins = sum((one > other) + (one == other) / 2 for one in kept for other in refused)
     assert fields["estimate_auroc"] == pytest.approx(wins / (len(kept) * len(refused)))
+
+
+def test_every_interval_is_of_the_sums_by_prompt_that_its_number_divides(random_generations):
+    """Every fourth round has an overlap and nothing else of the comparison."""
+    generations = [
+        replace(
+            each, rounds=tuple(replace(one, distributions=None) if n % 4 == 0 else one for n, one in enumerate(each.rounds))
+        )
+        for each in random_generations
+    ]
+    fields = measured(generations)
+    by_prompt = [each.rounds for each in sorted(generations, key=lambda each: each.prompt_id)]
+
+    def sums(value_of):
+        return [sum(value_of(round_) for round_ in rounds) for rounds in by_prompt]
+
+    def all_of(name):
+        return sums(lambda round_: sum(getattr(round_.distributions, name, ())))
+
+    accepted, num_rounds = sums(lambda round_: round_.num_accepted), sums(lambda _: 1)
+    compared = sums(lambda round_: len(getattr(round_.distributions, "kl", ())))
+    columns = {
+        "tokens_per_target_step": (sums(lambda round_: len(round_.committed)), num_rounds),
+        "accepted_per_round": (accepted, num_rounds),
+        "draft_token_yield": (accepted, sums(lambda round_: len(round_.drafted))),
+        "overlap_alpha": (sums(lambda round_: sum(round_.overlap or ())), sums(lambda round_: len(round_.overlap or ()))),
+        "top1_agreement": (all_of("agrees"), compared),
+        "kl_divergence": (all_of("kl"), compared),
+    }
+    for name, (above, below) in columns.items():
+        assert fields[name] == pytest.approx(sum(above) / sum(below), rel=1e-12)
+        assert fields[f"{name}_ci"] == pytest.approx(ratio_interval(above, below, samples=20, seed=0).bounds, rel=1e-12)
 
 
 def test_drafts_without_distributions_are_not_counted_and_older_records_give_no_stopping_curve(make_round, make_generation):

@@ -1,8 +1,6 @@
 """The gate: bounds and not points, paired with the previous draft, strict about what was measured, honest exit codes."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -335,8 +333,3 @@ def test_every_gate_that_comes_along_fails_a_draft_that_prompt_lookup_beats(repo
     failed = [each.check for each in judge(beaten, config, report).findings if each.outcome == "fail"]
     assert len(failed) == 1
     assert "prompt_lookup" in failed[0]
-
-
-def test_the_gate_starts_without_torch():
-    code = "import sys, eval.gate; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False).returncode == 0

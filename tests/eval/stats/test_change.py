@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
+from eval.stats import bootstrap
 from eval.stats.change import Side, compare_sides
 
 FAST = {"samples": 300, "seed": 0}
@@ -35,14 +37,22 @@ def test_a_small_change_is_found_with_enough_prompts_and_left_open_with_too_few(
     assert enough.detectable_percent < 3.0 < too_few.detectable_percent
 
 
-def test_numbers_are_those_of_a_plain_loop():
-    ours, theirs = Side(above=([6.0, 9.0],), below=([2.0, 4.0],)), Side(above=([4.0, 6.0],), below=([2.0, 3.0],))
-    change = compare_sides(ours, theirs, **FAST)
-    assert (change.ours, change.theirs) == (2.5, 2.0)
-    assert (change.ratio, change.num_clusters) == (1.25, 2)
-    drawn = np.random.default_rng(0).integers(2, size=(300, 2))
-    ratios = [np.sum(np.array([6, 9])[row]) / np.sum(np.array([2, 4])[row]) / 2.0 for row in drawn]
-    assert min(ratios) <= change.ratio_ci[0] <= change.ratio_ci[1] <= max(ratios)
+def test_numbers_are_those_of_a_plain_loop_that_draws_both_sides_together(monkeypatch):
+    monkeypatch.setattr(bootstrap, "student_quantile", lambda _, degrees: 1.959964 * np.sqrt(degrees / (degrees + 1)))
+    columns = np.random.default_rng(1).integers(1, 9, (2, 4, 5)).astype(float)  # sides, two above and two below, clusters
+    ours, theirs = (Side(above=tuple(side[:2]), below=tuple(side[2:])) for side in columns)
+    change = compare_sides(ours, theirs, samples=50, seed=7)
+
+    def number(side, clusters):
+        a, b, c, d = (sum(column[cluster] for cluster in clusters) for column in side)
+        return a * b / (c * d)
+
+    own, their = (number(side, range(5)) for side in columns)
+    assert (change.ours, change.theirs, change.num_clusters) == (pytest.approx(own), pytest.approx(their), 5)
+    assert change.ratio == pytest.approx(own / their)
+    drawn = np.random.default_rng(7).integers(5, size=(50, 5))
+    ratios = [number(columns[0], row) / number(columns[1], row) for row in drawn]
+    assert change.ratio_ci == pytest.approx(np.quantile(ratios, [0.025, 0.975]), rel=1e-6)
 
 
 def test_nothing_to_divide_by_is_none():

@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from eval.stats.bootstrap import ratio_interval
 from eval.stats.significance import detectable_mean, detectable_percent, detectable_variation, g_test, holm, sign_flip_test
@@ -102,8 +103,22 @@ def test_what_two_sides_share_needs_no_prompts_and_prompts_without_a_round_do_no
     alone = detectable_percent([committed], [rounds])
     assert detectable_percent([np.append(committed, 0.0)], [np.append(rounds, 0.0)]) == alone
     assert detectable_percent([committed, rounds], [rounds, 1.1 * committed]) == pytest.approx(0.0, abs=1e-12)
-    other, other_rounds = made_up(64, seed=1)
-    assert detectable_percent([committed, other_rounds], [rounds, other]) == pytest.approx(math.sqrt(2) * alone, rel=0.3)
+
+
+@pytest.mark.parametrize(("num_above", "num_below"), [(1, 1), (2, 2), (2, 1)], ids=["ratio", "two sides", "product"])
+def test_what_is_detectable_is_what_the_weight_of_each_prompt_moves(num_above, num_below):
+    """By weights w, log(prod_f sum_i w_i c_fi / prod_g sum_i w_i r_gi) has slopes sum_f c_fi / C_f - sum_g r_gi / R_g."""
+    generator, num_prompts = np.random.default_rng(3), 9
+    above, below = (generator.integers(1, 50, (count, num_prompts)).astype(float) for count in (num_above, num_below))
+    moves = []
+    for prompt in range(num_prompts):
+        gains = sum(column[prompt] / sum(column) for column in above)
+        moves.append(gains - sum(column[prompt] / sum(column) for column in below))
+    variance = sum((move - sum(moves) / num_prompts) ** 2 for move in moves) * num_prompts / (num_prompts - 1)
+    errors = stats.t.ppf(0.975, num_prompts - 1) + stats.t.ppf(0.8, num_prompts - 1)
+    found = detectable_percent(above, below)
+    assert found == pytest.approx(100 * errors * math.sqrt(variance), rel=1e-12)
+    assert detectable_percent(3.7 * above, [below[0] / 11, *below[1:]]) == pytest.approx(found, rel=1e-12)
 
 
 @pytest.mark.parametrize("columns", [([], []), ([3.0], [2.0]), ([0.0, 0.0], [1.0, 2.0]), ([1.0, 2.0], [0.0, 0.0])])

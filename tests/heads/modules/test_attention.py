@@ -44,37 +44,37 @@ def seen(ranges, T):
 
 
 # `flex_attention` uncompiled is torch's own dense reference, gradients included: it reads the mask by pairs, not by blocks.
-BOTH = pytest.mark.parametrize("read", [read_ranges, partial(read_by_flex, flex_attention)], ids=["parts", "flex"])
+READS = {"parts": read_ranges, "flex": partial(read_by_flex, flex_attention)}
+BOTH = pytest.mark.parametrize("read", READS.values(), ids=READS)
+IN_PARTS_AND_AT_ONCE = pytest.mark.parametrize(("name", "at_once"), [("parts", 1), ("parts", 2**26), ("flex", None)])
 RAGGED = [((37,), (37,)), ((5, 20, 1, 11), (30, 7)), ((16,), (1,) * 16), ((1,),)]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 2), (6, 1), (3, 3)])
 @pytest.mark.parametrize("rows", RAGGED, ids=["one document", "packed", "documents of one token", "one token"])
-@pytest.mark.parametrize("at_once", [1, 3000, 2**26])
-@BOTH
-def test_values_sums_and_gradients_are_those_of_a_dense_causal_mask(read, heads, kv_heads, rows, at_once, monkeypatch):
+@IN_PARTS_AND_AT_ONCE
+def test_values_sums_and_gradients_are_those_of_a_dense_causal_mask(name, heads, kv_heads, rows, at_once, monkeypatch):
     monkeypatch.setattr("heads.modules.attention.AT_ONCE_IN_CACHE", at_once)
     position_ids_BT = positions(*rows)
     B, T = position_ids_BT.shape
     parts, ranges = inputs(B, heads, kv_heads, T, T), causal_ranges(position_ids_BT)
     document_ids_BT = (position_ids_BT == 0).cumsum(1)
     visible_BTT = (document_ids_BT.unsqueeze(1) == document_ids_BT.unsqueeze(2)) & torch.ones(T, T).tril().bool()
-    found, expected = read(*parts, ranges), dense(*parts, visible_BTT)
+    found, expected = READS[name](*parts, ranges), dense(*parts, visible_BTT)
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
     ahead = [torch.randn_like(each) for each in expected]  # the sums have gradients of their own
     gradients = [torch.autograd.grad(each, parts, ahead) for each in (found, expected)]
     torch.testing.assert_close(*gradients, atol=1e-12, rtol=1e-12)
 
 
-@pytest.mark.parametrize("at_once", [1, 2**26])
-@BOTH
-def test_queries_in_any_order_read_any_ranges(read, at_once, monkeypatch):
+@IN_PARTS_AND_AT_ONCE
+def test_queries_in_any_order_read_any_ranges(name, at_once, monkeypatch):
     monkeypatch.setattr("heads.modules.attention.AT_ONCE_IN_CACHE", at_once)
     B, X, T = 2, 45, 33
     parts = inputs(B, 4, 2, X, T)
     first_BX = torch.randint(0, T, (B, X))
     ranges = Ranges(first_BX=first_BX, end_BX=(first_BX + torch.randint(1, T, (B, X))).clamp(max=T))
-    found, expected = read(*parts, ranges), dense(*parts, seen(ranges, T))
+    found, expected = READS[name](*parts, ranges), dense(*parts, seen(ranges, T))
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
     gradients = [torch.autograd.grad([each.sum() for each in pair], parts) for pair in (found, expected)]
     torch.testing.assert_close(*gradients, atol=1e-12, rtol=1e-12)

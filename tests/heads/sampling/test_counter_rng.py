@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from heads.sampling.counter_rng import CounterRNG, Role
+from heads.sampling.token_tree import distinct_positions
 
 CPU = torch.device("cpu")
 
@@ -13,14 +14,26 @@ def test_numbers_are_uniform_and_uncorrelated_over_positions_requests_and_roles(
     positions = torch.arange(200).expand(200, 200)
     numbers = {role: rng.uniform(role, positions, positions[:, :1]) for role in Role}
     for values in numbers.values():
-        assert values.min() >= 0
-        assert values.max() < 1
-        counts = torch.histc(values.float(), 20, 0, 1)
-        assert float(((counts - 2000) ** 2 / 2000).sum()) < 19 + 4 * (2 * 19) ** 0.5
-        for one, other in ((values[:, 1:], values[:, :-1]), (values[1:], values[:-1])):
-            assert abs(float(torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1])) < 0.02
+        assert_uniform_and_uncorrelated(values)
     table = torch.stack([values.flatten() for values in numbers.values()])
     assert (torch.corrcoef(table) - torch.eye(4)).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("role", [Role.DRAFT, Role.ACCEPT])
+def test_tokens_of_a_tree_at_one_position_have_numbers_that_are_uniform_and_uncorrelated(role):
+    positions = torch.full((200, 200), 9)
+    assert_uniform_and_uncorrelated(
+        CounterRNG(0, range(200), CPU).uniform(role, distinct_positions(positions), positions[:, :1])
+    )
+
+
+def assert_uniform_and_uncorrelated(values):
+    assert values.min() >= 0
+    assert values.max() < 1
+    counts = torch.histc(values.float(), 20, 0, 1)
+    assert float(((counts - 2000) ** 2 / 2000).sum()) < 19 + 4 * (2 * 19) ** 0.5
+    for one, other in ((values[:, 1:], values[:, :-1]), (values[1:], values[:-1])):
+        assert abs(float(torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1])) < 0.02
 
 
 def test_a_request_gets_the_same_numbers_wherever_it_stands_and_others_by_another_seed():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -193,11 +191,6 @@ def test_a_folder_that_is_no_run_is_refused_with_the_nearest_that_is_one(run, tm
     for wrong, said in (("rum", "is not there"), ("", "holds no run, neither steps.json nor metrics.jsonl")):
         with pytest.raises(InputError, match=rf"{said}; name the folder .* such as .*run"):
             find_run(str(tmp_path / wrong))
-
-
-def test_reading_and_showing_a_run_imports_no_torch():
-    code = "import sys, scripts.watching.__main__, scripts.watching.page; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
 def ended(tau, *, kind="eagle3", tree=None, state="ended"):
