@@ -17,6 +17,8 @@ from configs.schema.base import Dtype, NonNegativeInt, PositiveFloat, PositiveIn
 DeviceMap = Literal["auto", "balanced", "sequential"] | dict[str, int | str] | None
 MaxMemory = dict[int | str, int | str] | None
 
+# The hashes that make two targets one for a draft (`heads.frozen.identity.TargetIdentity`), in words
+IDENTITY = {"weights_sha256": "target weights", "tokenizer_sha256": "tokenizer", "chat_template_sha256": "chat template"}
 BYTES = re.compile(r"\d+(\.\d+)?\s*[KMGT]i?B", re.IGNORECASE)
 
 

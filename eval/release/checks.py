@@ -20,8 +20,9 @@ from pydantic import BaseModel
 
 from configs.runtime.errors import InputError
 from configs.schema.evaluation import RELATIVE, GateConfig, GateRule
+from configs.schema.target import IDENTITY
 from eval.release.verdict import Finding, GateOutcome, GateVerdict
-from eval.report.change import IDENTITY, Difference, differences, prompt_differences, speed_change, tau_change
+from eval.report.change import Difference, differences, prompt_differences, speed_change, tau_change
 from eval.report.schema import PromptsSection, Report, SuiteSection
 from eval.report.text import UNTESTED, describe_checks, exactness, short
 from eval.stats.bootstrap import Interval
@@ -37,7 +38,7 @@ class Artifact:
     """What the artifact that is to be released says of itself."""
 
     sha256: str
-    target: Mapping[str, str | None]  # the hashes of what it was made for, keyed as in `eval.report.change.IDENTITY`
+    target: Mapping[str, str | None]  # the hashes of what it was made for, keyed as in `configs.schema.target.IDENTITY`
 
 
 def read_artifact(folders: Sequence[str | Path]) -> Artifact:

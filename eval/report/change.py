@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from configs.runtime.errors import InputError
+from configs.schema.target import IDENTITY
 from eval.report.schema import PromptsSection, Report, SuiteSection, TargetSection
 from eval.report.sections import BatchSection
 from eval.report.text import short
 from eval.stats.change import Change, Side, compare_sides
-from heads.frozen.identity import IDENTITY
 
 Aspect = Literal["target", "suite", "num_speculative_tokens", "decode", "machine"]
 MACHINE = ("cpu", "cores", "device", "threads", "processes")

@@ -27,13 +27,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import downloads_folder, fetch_wheel, new_folder, sha256_of, write_text
 from configs.runtime.resumable import fingerprint
-from configs.schema.target import TargetConfig
+from configs.schema.target import IDENTITY, TargetConfig
 from heads.frozen.checkpoint_files import INDEX_FILE, SINGLE_FILE, files_by_key, indexed_files
 
 REMEMBERED_BYTES = 2**27  # smaller files are hashed in a blink
 START_BYTES = 2**20
 SHA256 = re.compile("[0-9a-f]{64}")
-IDENTITY = {"weights_sha256": "target weights", "tokenizer_sha256": "tokenizer", "chat_template_sha256": "chat template"}
 WEIGHT_PATTERNS = ("*.safetensors", "*.gguf")
 HUB_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]  # besides the weights
 CODE_FILES = ["*.py"]  # that a model brings along
