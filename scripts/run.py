@@ -12,7 +12,6 @@ exported, each by its own command with a config in OUTPUT/configs. Rerun the sam
 from __future__ import annotations
 
 import argparse
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -36,7 +35,7 @@ def main(asked: RunConfig, arguments: argparse.Namespace) -> int:
     """Run what is not finished of a run; return the exit code."""
     config = _requested(asked, arguments)
     # torch and transformers take seconds to import: a mistyped argument is reported before that.
-    from scripts.pipeline.run import go_on, run_stage, submit
+    from scripts.pipeline.run import go_on, remove, run_stage, submit
     from scripts.steps import stop
 
     if arguments.on != "here":
@@ -44,7 +43,7 @@ def main(asked: RunConfig, arguments: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, stop)
     with folder_lock(Path(config.output), beside=True):
         if arguments.fresh:
-            shutil.rmtree(config.output, ignore_errors=True)
+            remove(config)
         if arguments.stage is not None:
             return run_stage(config, arguments.stage)
         return go_on(config, ask=not arguments.yes and sys.stdin.isatty())
@@ -53,7 +52,12 @@ def main(asked: RunConfig, arguments: argparse.Namespace) -> int:
 def _requested(asked: RunConfig, arguments: argparse.Namespace) -> RunConfig:
     """Return the run that the arguments ask for: one that was begun, or a new one."""
     model, given = arguments.model, [name for name in ("prompts", "budget", "engine", "output") if getattr(arguments, name)]
+    for name in ("stage", "fresh"):
+        if arguments.on != "here" and getattr(arguments, name):
+            raise InputError(f"--{name}: a job goes on with the whole of a run, got --on {arguments.on}; give one of the two")
     if model is not None and model.endswith((".yaml", ".yml")):
+        if arguments.fresh:
+            raise InputError(f"--fresh: {model} would be removed with its run; name the model, as when the run was begun")
         if given:
             raise InputError(f"--{given[0].replace('engine', 'for')}: {model} says it already; change it there")
         return load_config(RunConfig, model, arguments.overrides)

@@ -59,8 +59,28 @@ def run_stage(run: RunConfig, stage: Stage) -> int:
 
 def inputs_of(run: RunConfig) -> str:
     """Return a fingerprint of the files that a run reads."""
+    return files_fingerprint(_files_of(run))
+
+
+def _files_of(run: RunConfig) -> list[Path]:
+    """Return the target and the prompts of a run, where they are files or folders."""
     named = [run.target.name, run.prompts.path if run.prompts.source == "file" else None]
-    return files_fingerprint(Path(each) for each in named if each is not None and Path(each).exists())
+    return [Path(each) for each in named if each is not None and Path(each).exists()]
+
+
+def remove(run: RunConfig) -> None:
+    """Remove the folder of a run that is to begin anew; an InputError where it holds something else."""
+    folder = Path(run.output)
+    if not folder.exists():
+        return
+    if not (folder / DRAFT_FILE).is_file() and (folder.is_file() or any(folder.iterdir())):
+        raise InputError(
+            f"--fresh: {folder} holds no run, for want of a {DRAFT_FILE}; remove it yourself, or name another --output"
+        )
+    for path in _files_of(run):
+        if path.resolve().is_relative_to(folder.resolve()):
+            raise InputError(f"--fresh: {path} would be removed with {folder}; move it, or name another --output")
+    shutil.rmtree(folder)
 
 
 def choose_stages(run: RunConfig) -> RunConfig:

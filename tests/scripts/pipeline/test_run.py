@@ -3,6 +3,7 @@
 import csv
 import json
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -147,8 +148,34 @@ def test_a_run_that_was_begun_is_not_taken_for_another(model, prompts, draftsmit
     ):
         assert draftsmith_run("run", model, *arguments) == BAD_INPUT
         assert sentence in capsys.readouterr().err
-    assert draftsmith_run("eval", tmp_path / "runs" / "mine" / "draft.yaml") == BAD_INPUT
+    file = tmp_path / "runs" / "mine" / "draft.yaml"
+    assert draftsmith_run("eval", file) == BAD_INPUT
     assert "has no choices yet" in capsys.readouterr().err
+    assert draftsmith_run("run", file, "--fresh") == BAD_INPUT
+    assert "draft.yaml would be removed with its run; name the model" in capsys.readouterr().err
+    (file.parent / "data").mkdir()
+    draftsmith_run.stopped.append("scripts/make_data.py")
+    assert draftsmith_run("run", model, "--prompts", prompts, "--budget", "5m", "--fresh") == TERMINATED
+    assert load_config(RunConfig, file).budget_minutes == 5
+    assert not (file.parent / "data").exists()
+
+
+@pytest.mark.parametrize(
+    ("read", "sentence"),
+    [(None, "holds no run"), ("mine", "mine would be removed with"), ("prompts.csv", "prompts.csv would be removed with")],
+)
+def test_fresh_removes_only_a_runs_folder_that_the_run_does_not_read(
+    model, prompts, draftsmith_run, capsys, tmp_path, read, sentence
+):
+    output = tmp_path / "output"
+    shutil.copytree(model, output / model.name)
+    shutil.copy(prompts, output)
+    if read is not None:
+        (output / "draft.yaml").touch()
+    model, prompts = (output / path.name if path.name == read else path for path in (model, prompts))
+    assert draftsmith_run("run", model, "--prompts", prompts, "--output", output, "--fresh") == BAD_INPUT
+    assert sentence in capsys.readouterr().err
+    assert {path.name for path in output.iterdir()} >= {"mine", "prompts.csv"}
 
 
 @pytest.mark.parametrize(
@@ -158,6 +185,8 @@ def test_a_run_that_was_begun_is_not_taken_for_another(model, prompts, draftsmit
         (["--budget", "soon"], "--budget must be a time above 0"),
         (["--for", "abacus"], "invalid choice: 'abacus'"),
         (["--stage", "train"], "--stage: name the draft.yaml of a run"),
+        (["--on", "slurm", "--stage", "train"], "--stage: a job goes on with the whole of a run, got --on slurm"),
+        (["--on", "k8s", "--fresh"], "--fresh: a job goes on with the whole of a run, got --on k8s"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_runs(model, draftsmith_run, arguments, sentence, capsys):
