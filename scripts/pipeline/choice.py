@@ -7,7 +7,6 @@ evaluation, and the rest to as many answers as can be made and trained on for `E
 from __future__ import annotations
 
 import math
-import shutil
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +17,7 @@ from configs.schema.commands.planning import PlanHeadsConfig
 from configs.schema.commands.release import CheckConfig
 from configs.schema.commands.running import RunConfig, Stage
 from distill.generation.split import share_for
+from scripts.doctor.machine import describe_disk
 from scripts.pipeline.draft_file import Choice
 from scripts.pipeline.rehearsal import Rates
 from scripts.pipeline.request import Facts
@@ -144,7 +144,7 @@ class Budget:
     def is_cached(self, limit: int, epochs: int) -> bool:
         """Return whether the disk holds a cache of the states that `epochs` would read."""
         tokens = self.num_trained(limit, epochs, True) * (self.rates.prompt_tokens + self.answer(limit))
-        free = shutil.disk_usage(Path(self.run.output).absolute().anchor).free
+        free = describe_disk(Path(self.run.output))["free_bytes"]
         return tokens * self.cache_row_bytes < DISK_SHARE * free
 
     def steps(self, num_trained: int, epochs: int) -> int:

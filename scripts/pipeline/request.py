@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ from heads.device import CPU, default_device
 from heads.formats.exporting.table import FORMS, WITHOUT_NORMS, check_norms, form_of
 from heads.frozen.checkpoint_files import UNREADABLE
 from heads.frozen.identity import PREFIX
-from scripts.doctor.machine import BFLOAT16, instructions
+from scripts.doctor.machine import BFLOAT16, describe_disk, instructions
 from scripts.pipeline.draft_file import Choice, apply
 from train.plan.plan import Plan, make_plan
 
@@ -272,12 +271,11 @@ def _check_room(run: RunConfig, plan: Plan) -> None:
             f"and this machine has {plan.config.hardware.machine.memory_gib:.1f} GiB free: take a larger one, or more GPUs; "
             "scripts/plan.py says what fits where"
         )
-    there = next(folder for folder in Path(run.output).absolute().parents if folder.exists())
-    free, needed = shutil.disk_usage(there).free, 3 * plan.checkpoint_bytes
+    free, needed = describe_disk(Path(run.output))["free_bytes"], 3 * plan.checkpoint_bytes
     if free < needed:
         raise InputError(
-            f"--output: {there} has {free / GIB:.1f} GiB free, and checkpoints take {needed / GIB:.1f} GiB; free space there, "
-            "or name a folder on another disk"
+            f"--output: the disk of {run.output} has {free / GIB:.1f} GiB free, and checkpoints take {needed / GIB:.1f} GiB; "
+            "free space there, or name a folder on another disk"
         )
 
 

@@ -1,6 +1,8 @@
 """What a run does with its budget, from made-up rates: it is used, not exceeded, and spent on what is scarce."""
 
+import shutil
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -37,8 +39,8 @@ def rates(**changed):
     return Rates(**(found | changed))
 
 
-def fit(minutes, num_prompts=None, cache_row_bytes=5768, engine="vllm", **changed):
-    run = RunConfig(budget_minutes=minutes, engine=engine)
+def fit(minutes, num_prompts=None, cache_row_bytes=5768, engine="vllm", output="runs/draft", **changed):
+    run = RunConfig(budget_minutes=minutes, engine=engine, output=str(output))
     facts = SimpleNamespace(num_prompts=num_prompts, decoded_tokens=64, on_cpu=True)
     budget = Budget(run=run, facts=facts, rates=rates(**changed), checks=False, cache_row_bytes=cache_row_bytes, step_size=8)
     return budget.spend()
@@ -97,6 +99,14 @@ def test_a_cache_that_the_disk_does_not_hold_is_left_out_and_the_target_runs_in_
     assert not without.cached
     assert "cache" not in without.seconds
     assert without.num_prompts < with_cache.num_prompts
+
+
+def test_the_disk_that_is_asked_is_that_of_the_outputs_nearest_folder(monkeypatch, tmp_path):
+    (tmp_path / "full" / "begun").mkdir(parents=True)
+    free = {Path("/"): 10**12, tmp_path / "full": 10**6, tmp_path / "full" / "begun": 10**6}
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free[Path(path)]))
+    assert not fit(30, output=tmp_path / "full" / "runs" / "new").cached
+    assert not fit(30, output=tmp_path / "full" / "begun").cached
 
 
 def test_of_a_file_of_which_some_prompts_are_taken_as_many_are_held_out_as_are_decoded(tiny_llama, tiny_tokenizer, tmp_path):
