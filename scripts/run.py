@@ -27,6 +27,7 @@ from configs.runtime.command import minutes, run_command
 from configs.runtime.errors import InputError
 from configs.runtime.files import folder_lock
 from configs.runtime.loading import load_config
+from configs.schema.base import dotted
 from configs.schema.commands.release import ENGINES
 from configs.schema.commands.running import DRAFT_FILE, STAGES, RunConfig
 
@@ -86,18 +87,27 @@ def _from_arguments(asked: RunConfig, arguments: argparse.Namespace) -> dict[str
 def _same_request(asked: RunConfig, path: Path) -> RunConfig:
     """Return a run that was begun before; an InputError where it was asked for otherwise."""
     kept = load_config(RunConfig, path)
-    for name, one, other in (
-        ("model", kept.target.name, asked.target.name),
-        ("budget_minutes", kept.budget_minutes, asked.budget_minutes),
-        ("engine", kept.engine, asked.engine),
-        ("prompts", kept.prompts.path, asked.prompts.path),
-    ):
-        if one != other:
+    always = {  # left out, they ask for their defaults, and other settings for what the run has
+        "target.name": asked.target.name,
+        "budget_minutes": asked.budget_minutes,
+        "engine": asked.engine,
+        "prompts.path": asked.prompts.path,
+    }
+    given = always | _by_keys(asked, exclude_unset=True)
+    begun = _by_keys(kept) | _by_keys(kept, exclude_unset=True)  # the latter for sections that are there, and empty
+    for name, other in given.items():
+        one = begun.get(name)
+        is_fewer = name == "prompts.num_prompts" and kept.prompts.num_prompts < asked.prompts.num_prompts  # than the most
+        if one != other and name != "output" and not is_fewer:
             raise InputError(
                 f"{path} is of a run with the {name} {one}, and {other} is asked for: name another --output, or give --fresh "
                 "to begin anew"
             )
     return kept
+
+
+def _by_keys(run: RunConfig, *, exclude_unset: bool = False) -> dict[str, Any]:
+    return dict(dotted(run.model_dump(mode="json", exclude_unset=exclude_unset), takes_all=True))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

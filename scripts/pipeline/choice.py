@@ -142,7 +142,9 @@ class Budget:
         return found if self.facts.num_prompts is None else min(found, self.facts.num_prompts - self.held_out)
 
     def is_cached(self, limit: int, epochs: int) -> bool:
-        """Return whether the disk holds a cache of the states that `epochs` would read."""
+        """Return whether a cache was asked for, else whether the disk holds one of the states that `epochs` would read."""
+        if "cache" in self.run.model_fields_set:
+            return self.run.cache is not None
         tokens = self.num_trained(limit, epochs, True) * (self.rates.prompt_tokens + self.answer(limit))
         free = describe_disk(Path(self.run.output))["free_bytes"]
         return tokens * self.cache_row_bytes < DISK_SHARE * free
@@ -158,13 +160,14 @@ class Budget:
 
     def fit(self, limit: int) -> Amounts:
         """Return what fits with answers of at most `limit` tokens."""
-        epochs = FEWEST_EPOCHS
+        asked = (self.run.train or {}).get("schedule.epochs")
+        epochs = asked or FEWEST_EPOCHS
         for most, passes in reversed(EPOCHS):
-            if self.num_trained(limit, passes, self.is_cached(limit, passes)) * self.answer(limit) <= most:
+            if asked is None and self.num_trained(limit, passes, self.is_cached(limit, passes)) * self.answer(limit) <= most:
                 epochs = passes
         cached = self.is_cached(limit, epochs)
         number = self.num_trained(limit, epochs, cached, self.spared(self.num_trained(limit, epochs, cached), epochs))
-        if self.facts.num_prompts is not None and number == self.facts.num_prompts - self.held_out:
+        if asked is None and self.facts.num_prompts is not None and number == self.facts.num_prompts - self.held_out:
             while epochs < MOST_EPOCHS and self.num_trained(limit, epochs + 1, cached) == number:
                 epochs += 1
         trained = number * self.trained(limit, epochs, cached)
@@ -190,6 +193,8 @@ class Budget:
         """Return the best use: many prompts first, then longer answers; an InputError where there is time for neither."""
         seen = max(self.rates.answer_lengths)
         limits = [limit for limit in ANSWER_LIMITS if limit <= max(ANSWER_LIMITS[0], seen)]
+        if (asked := (self.run.data or {}).get("answers.max_new_tokens")) is not None:
+            limits = [asked]
         wanted = min(MANY_PROMPTS, self.facts.num_prompts or MANY_PROMPTS)
         fits = [self.fit(limit) for limit in limits]
         best = [fits[0], *(each for each in fits[1:] if each.num_prompts >= wanted)][-1]
@@ -209,7 +214,7 @@ def evaluated_every(steps: int) -> int:
 
 
 def choose(run: RunConfig, facts: Facts, rates: Rates, *, checks: bool, data_batch: int) -> list[Choice]:
-    """Return what a run does, each with its reason."""
+    """Return what a run does, each with its reason; what was asked for of epochs, answers and cache is reckoned with."""
     plan, schedule = facts.plan, facts.plan.config.schedule
     budget = Budget(
         run=run,
@@ -249,10 +254,10 @@ def choose(run: RunConfig, facts: Facts, rates: Rates, *, checks: bool, data_bat
         choices.append(
             Choice("train.sanity.enabled", False, "the rehearsal has checked that this head learns and is read back")
         )
-    if (cost := facts.cost(run)) is None:
+    if not (cost := facts.cost(run)):
         choices.append(Choice("eval.generate_prompts", 0, "no time for transformers' own generation beside it"))
-    else:
-        choices.append(Choice("eval.cost", cost, "times rounds, to predict the speed at other batch sizes"))
+    for key, value in cost.items():
+        choices.append(Choice(f"eval.{key}", value, "times rounds, to predict the speed at other batch sizes"))
     if found.cached:
         taps = facts.plan.models.taps
         size = found.num_prompts * (rates.prompt_tokens + answer) * plan.cache_row_bytes / 2**30

@@ -29,7 +29,7 @@ from heads.formats.exporting.table import FORMS, WITHOUT_NORMS, check_norms, for
 from heads.frozen.checkpoint_files import UNREADABLE
 from heads.frozen.identity import PREFIX
 from scripts.doctor.machine import BFLOAT16, describe_disk, instructions
-from scripts.pipeline.draft_file import Choice, apply
+from scripts.pipeline.draft_file import Choice, apply, asked_first
 from train.plan.plan import Plan, make_plan
 
 GIB = 2**30
@@ -48,7 +48,7 @@ class Facts:
     """What is known before anything is run."""
 
     plan: Plan  # of the recipe's training with conversations of a thousand tokens
-    num_prompts: int | None  # different ones; None: the target writes as many as are asked for
+    num_prompts: int | None  # different ones, at most; None: as many as are asked for
     prompts: Sequence[Prompt]  # of the file, in its order
     on_cpu: bool
     rehearsed: dict[str, Any]  # what the rehearsal's few answers would make too small, by keys of the recipe
@@ -58,12 +58,15 @@ class Facts:
         """Tokens of each answer of the evaluation."""
         return 64 if self.on_cpu else 256
 
-    def cost(self, run: RunConfig) -> dict[str, Any] | None:
-        """Return the timing sweep that speeds at other sizes are predicted from; None without time or a whole target for it."""
-        if run.budget_minutes < SWEPT_FROM_MINUTES or run.target.parallel is not None:
-            return None
+    def cost(self, run: RunConfig) -> dict[str, Any]:
+        """Return the timing sweep that speeds at other sizes are predicted from, by keys of the evaluation's config.
+
+        There is none without time or a whole target for it, or where all of it was asked for.
+        """
+        if run.budget_minutes < SWEPT_FROM_MINUTES or run.target.parallel is not None or "cost" in (run.eval or {}):
+            return {}
         contexts = [min(128, self.context // 4), min(512, self.context // 2)]
-        return {"num_speculative_tokens": 5, "context_tokens": contexts, "repeats": 2}
+        return {"cost.num_speculative_tokens": 5, "cost.context_tokens": contexts, "cost.repeats": 2}
 
     @property
     def context(self) -> int:
@@ -78,34 +81,34 @@ def output_of(name: str) -> str:
 
 def prompts_of(path: str | None, given: PromptsConfig) -> PromptsConfig:
     """Return where prompts come from: a file, a folder or a data set of the Hub; None: as the config says, else the target."""
-    if path is None and "source" in given.model_fields_set:
-        return given
-    changes: dict[str, Any] = {"num_prompts": MANY}
-    if path is None:
-        changes |= {"temperature": 0.8, "top_p": 1.0}  # drawing from all tokens needs no sorting
-    elif Path(path).exists():
-        changes |= {"source": "file", "path": str(Path(path).absolute()), "on_too_long": "skip"}
-    elif HUB_ID.fullmatch(path) and Path(path).suffix not in FILES:
-        changes |= {"source": "dataset", "path": path, "on_too_long": "skip"}
-    else:
-        raise InputError(
-            f"--prompts: {path} is not there; name a file, a folder of files, or a data set of the Hub (owner/name)"
-        )
-    return PromptsConfig.model_validate(given.model_dump(exclude_unset=True) | changes)
+    named: dict[str, Any] = {}
+    unless_given: dict[str, Any] = {"num_prompts": MANY}
+    if path is None and "source" not in given.model_fields_set:
+        unless_given |= {"temperature": 0.8, "top_p": 1.0}  # drawing from all tokens needs no sorting
+    elif path is not None:
+        unless_given["on_too_long"] = "skip"
+        named = _source_of(path)
+    return PromptsConfig.model_validate(unless_given | given.model_dump(exclude_unset=True) | named)
+
+
+def _source_of(path: str) -> dict[str, str]:
+    if Path(path).exists():
+        return {"source": "file", "path": str(Path(path).absolute())}
+    if HUB_ID.fullmatch(path) and Path(path).suffix not in FILES:
+        return {"source": "dataset", "path": path}
+    raise InputError(f"--prompts: {path} is not there; name a file, a folder of files, or a data set of the Hub (owner/name)")
 
 
 def examine(run: RunConfig) -> tuple[RunConfig, Facts, list[Choice]]:
     """Return the request with what its target and machine decide, and the facts; an InputError says what cannot be done."""
-    on_cpu = default_device().type == CPU.type
+    asked, on_cpu = run, default_device().type == CPU.type
     arithmetic = _arithmetic(run) if on_cpu else []
     run = apply(run, arithmetic)
     plan, recipe = _recipe(run)
-    choices = [*recipe, *_template(run), *arithmetic]
-    run = apply(run, choices)
     number, prompts = _prompts(run.prompts)
     _check_room(run, plan)
-    launcher = _launcher(plan, on_cpu)
-    run = apply(run, launcher)
+    choices = asked_first(asked, [*recipe, *_template(run), *arithmetic, *_launcher(plan, on_cpu)])
+    run = apply(asked, choices)
     facts = Facts(
         plan=plan,
         num_prompts=number,
@@ -113,7 +116,7 @@ def examine(run: RunConfig) -> tuple[RunConfig, Facts, list[Choice]]:
         on_cpu=on_cpu,
         rehearsed=_rehearsed(run, plan),
     )
-    return run, facts, [*choices, *launcher]
+    return run, facts, choices
 
 
 def _recipe(run: RunConfig) -> tuple[Plan, list[Choice]]:
@@ -130,7 +133,7 @@ def _recipe(run: RunConfig) -> tuple[Plan, list[Choice]]:
     else:
         steps = _steps()
         try:
-            plan, smaller = _fitting(apply(run, steps))
+            plan, smaller = _fitting(run, steps)
         except InputError as error:
             why = str(error)
         else:
@@ -141,7 +144,7 @@ def _recipe(run: RunConfig) -> tuple[Plan, list[Choice]]:
                 return plan, [Choice("recipe", HEAD, reason), depths, *_norms(run.engine), *steps, *smaller]
             why = "engines share only weights with a head, and this target's embedding or output head does more"
     draft_lm = Choice("recipe", DRAFT_LM, f"a draft LM: {why}")
-    plan, smaller = _fitting(apply(run, [draft_lm]))  # which refuses what is no causal LM
+    plan, smaller = _fitting(run, [draft_lm])  # which refuses what is no causal LM
     return plan, [draft_lm, *smaller]
 
 
@@ -160,11 +163,14 @@ def _steps() -> list[Choice]:
     return [Choice("train.schedule.batch_size", SMALL_STEP, reason)]
 
 
-def _fitting(run: RunConfig) -> tuple[Plan, list[Choice]]:
+def _fitting(run: RunConfig, choices: Sequence[Choice] = ()) -> tuple[Plan, list[Choice]]:
     """Plan the recipe's training; where its batch does not fit into memory, in micro-batches of half the size, or a quarter."""
-    config = _plan_config(run)
+    config = _plan_config(apply(run, asked_first(run, choices)))
     plan, schedule, parts = make_plan(config), config.schedule, 1
-    while plan.fitting is None and schedule.micro_batches_per_step is None and schedule.batch_size % (2 * parts) == 0:
+    is_open = not {"schedule.batch_size", "schedule.gradient_accumulation_steps"} & set(run.train or {})
+    while (
+        is_open and plan.fitting is None and schedule.micro_batches_per_step is None and schedule.batch_size % (2 * parts) == 0
+    ):
         parts *= 2
         size = {
             "batch_size": schedule.batch_size // parts,
@@ -211,9 +217,13 @@ def kind_of(config: PlanConfig) -> str:
 
 
 def _prompts(prompts: PromptsConfig) -> tuple[int | None, Sequence[Prompt]]:
-    """Return how many different prompts a file holds, and all of them; None for prompts that are not in one."""
+    """Return how many different prompts there are at most, None where nothing limits them, and those of a file."""
+    if prompts.num_prompts < FEWEST_PROMPTS:
+        raise InputError(
+            f"prompts.num_prompts must be at least {FEWEST_PROMPTS}, to train and to judge, got {prompts.num_prompts}"
+        )
     if prompts.source != "file":
-        return None, ()
+        return None if prompts.num_prompts == MANY else prompts.num_prompts, ()
     read = read_prompts(prompts)
     number = len(set(split_positions(read)))
     if number < FEWEST_PROMPTS:

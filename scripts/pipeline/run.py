@@ -17,7 +17,7 @@ from distill.generation.split import share_for
 from eval.report.markdown import table
 from heads.frozen.identity import save_dequantised
 from scripts.pipeline.choice import choose
-from scripts.pipeline.draft_file import apply, write_draft_file
+from scripts.pipeline.draft_file import apply, asked_first, write_draft_file
 from scripts.pipeline.jobs import submit_job
 from scripts.pipeline.rehearsal import FOLDER, rehearse
 from scripts.pipeline.request import Facts, examine
@@ -85,10 +85,10 @@ def remove(run: RunConfig) -> None:
 
 def choose_stages(run: RunConfig) -> RunConfig:
     """Examine and rehearse a run, and write what was chosen for each stage into its draft.yaml."""
-    output = Path(run.output)
+    asked, output = run, Path(run.output)
     unpack(run)
-    run, facts, choices = examine(run)
-    write_draft_file(run, choices)
+    run, facts, choices = examine(asked)
+    write_draft_file(asked)  # alone: what a rehearsal that is cut off had chosen is not what was asked for
     say(f"draftsmith run: a draft for {run.target.name} in {run.budget_minutes:g} minutes, in {output}\n")
     say("\n".join(map(str, choices)))
     say("\n== rehearsal: every stage once in small, to measure this machine")
@@ -100,8 +100,8 @@ def choose_stages(run: RunConfig) -> RunConfig:
         rates = rehearse(
             run.model_copy(
                 update={
-                    "cache": cache_of(facts),
-                    "eval": {"cost": facts.cost(run)},
+                    "cache": {**cache_of(facts), **(run.cache or {})},
+                    "eval": {**facts.cost(run), **(run.eval or {})},
                     "train": {**(run.train or {}), **facts.rehearsed},
                 }
             ),
@@ -111,7 +111,7 @@ def choose_stages(run: RunConfig) -> RunConfig:
             held_out_share=share,
         )
         entry.update(done=True, code=DONE)
-    chosen = choose(run, facts, rates, checks=is_checked_here(run.engine), data_batch=batch)
+    chosen = asked_first(asked, choose(run, facts, rates, checks=is_checked_here(run.engine), data_batch=batch))
     run = apply(run, chosen)
     write_draft_file(run, [*choices, *chosen])
     shutil.rmtree(output / FOLDER)

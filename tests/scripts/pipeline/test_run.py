@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import runpy
 import shutil
 import signal
@@ -75,6 +76,7 @@ def draftsmith_run(monkeypatch, tmp_path):
 
 def test_a_run_leads_to_a_verdict_and_an_export_and_its_file_goes_on(model, prompts, draftsmith_run, capsys, tmp_path):
     asked = ["run", model, "--prompts", prompts, "--budget", "20m", "--for", "sglang", "--yes"]
+    asked += ["--set", f"prompts.num_prompts={NUM_PROMPTS + 1}", "train.schedule={log_every_steps: 5}"]
     draftsmith_run.stopped.append("eval/gate.py")
     assert draftsmith_run(*asked) == TERMINATED
     assert draftsmith_run.called[5:] == [
@@ -140,11 +142,15 @@ def test_an_evaluation_asks_for_no_more_prompts_than_the_data_hold_out(tmp_path)
 
 def test_a_run_that_was_begun_is_not_taken_for_another(model, prompts, draftsmith_run, capsys, tmp_path):
     draftsmith_run.stopped.append("scripts/make_data.py")
-    assert draftsmith_run("run", model, "--prompts", prompts, "--budget", "4m", "--for", "vllm") == TERMINATED
+    same, other = ["--prompts", prompts, "--budget", "4m"], "configs/heads/dflash.yaml"
+    assert draftsmith_run("run", model, *same, "--for", "vllm") == TERMINATED
     for arguments, sentence in (
         (["--budget", "5m"], "is of a run with the budget_minutes 4.0, and 5.0 is asked for"),
         (["--budget", "4m", "--for", "gguf"], "is of a run with the engine vllm, and gguf is asked for"),
         (["--budget", "4m"], "is of a run with the prompts"),
+        ([*same, "--set", f"recipe={other}"], f"the recipe configs/heads/eagle3.yaml, and {other} is asked for"),
+        ([*same, "--set", "train.schedule.epochs=3"], "the train.schedule.epochs None, and 3 is asked for"),
+        ([*same, "--set", "prompts.num_prompts=20", "target.images={}"], "the target.images None, and {} is asked for"),
     ):
         assert draftsmith_run("run", model, *arguments) == BAD_INPUT
         assert sentence in capsys.readouterr().err
@@ -212,9 +218,19 @@ def test_a_model_that_cannot_be_drafted_for_is_refused(draftsmith_run, tmp_path,
 def test_a_terminal_is_asked_once_everything_is_chosen(model, prompts, draftsmith_run, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda question: "")
-    assert draftsmith_run("run", model, "--prompts", prompts, "--budget", "4m", "--for", "sglang") == INTERRUPTED
+    asked = ["data.held_out_share=0.3", "train.schedule={epochs: 3, seed: 7}", "eval.repeats=2", "num_processes=1"]
+    arguments = ["--prompts", prompts, "--budget", "4m", "--for", "sglang", "--set", *asked]
+    assert draftsmith_run("run", model, *arguments) == INTERRUPTED
     assert len(draftsmith_run.called) == 5  # of the rehearsal
-    assert "goes on" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "goes on" in said
+    assert all(
+        re.search(rf"{key} +as asked\n", said) for key in ("train.schedule.epochs: 3", "eval.repeats: 2", "num_processes: 1")
+    )
+    chosen = load_config(RunConfig, "runs/mine/draft.yaml")
+    assert chosen.train.items() >= {"schedule.epochs": 3, "schedule.seed": 7}.items()
+    assert "schedule.checkpoint_every_steps" in chosen.train
+    assert (chosen.data["held_out_share"], chosen.eval["repeats"]) == (0.3, 2)
 
 
 def test_make_passes_its_arguments_on_and_takes_none_from_the_environment(monkeypatch):
