@@ -61,12 +61,25 @@ def _requested(asked: RunConfig, arguments: argparse.Namespace) -> RunConfig:
             raise InputError(f"--fresh: {model} would be removed with its run; name the model, as when the run was begun")
         if given:
             raise InputError(f"--{given[0].replace('engine', 'for')}: {model} says it already; change it there")
-        return load_config(RunConfig, model, arguments.overrides)
+        return _in_its_folder(load_config(RunConfig, model, arguments.overrides), Path(model))
     if arguments.stage is not None:
         raise InputError(f"--stage: name the {DRAFT_FILE} of a run, got {model}")
     config = asked.model_copy(update=_from_arguments(asked, arguments))
     kept = Path(config.output) / DRAFT_FILE
     return _same_request(config, kept) if kept.is_file() and not arguments.fresh else config
+
+
+def _in_its_folder(run: RunConfig, path: Path) -> RunConfig:
+    """Return the run of a draft.yaml; an InputError where its output, relative to the caller's folder, is another folder."""
+    folder, output = path.resolve().parent, Path(run.output)
+    if output.resolve() == folder:
+        return run
+    depth = len(output.parts)
+    here = not output.is_absolute() and folder.parts[-depth:] == output.parts
+    instead = f"call from {Path(*folder.parts[:-depth])}, or " if here else ""
+    raise InputError(
+        f"{path}: output is {output}, from here {output.resolve()}, not this file's folder; {instead}set it to {folder}"
+    )
 
 
 def _from_arguments(asked: RunConfig, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -103,7 +116,7 @@ def _same_request(asked: RunConfig, path: Path) -> RunConfig:
                 f"{path} is of a run with the {name} {one}, and {other} is asked for: name another --output, or give --fresh "
                 "to begin anew"
             )
-    return kept
+    return kept.model_copy(update={"output": asked.output})  # as it is called from here
 
 
 def _by_keys(run: RunConfig, *, exclude_unset: bool = False) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from distill.generation.split import share_for
 from eval.report.markdown import table
 from heads.frozen.identity import save_dequantised
 from scripts.pipeline.choice import choose
-from scripts.pipeline.draft_file import apply, asked_first, write_draft_file
+from scripts.pipeline.draft_file import apply, asked_first, read_choices, write_draft_file
 from scripts.pipeline.jobs import submit_job
 from scripts.pipeline.rehearsal import FOLDER, rehearse
 from scripts.pipeline.request import Facts, examine
@@ -142,6 +142,7 @@ def unpack(run: RunConfig) -> None:
 
 
 def submit(run: RunConfig, where: Where) -> int:
-    """Write the request, and hand it to a cluster as a job that runs it there."""
-    path = write_draft_file(run.model_copy(update={"output": str(Path(run.output).absolute())}))
-    return submit_job(path, where)
+    """Write the run with an output that any folder finds, and hand it to a cluster as a job that runs it there."""
+    output = Path(run.output).absolute()
+    reasons = list(read_choices(output / DRAFT_FILE))
+    return submit_job(write_draft_file(run.model_copy(update={"output": str(output)}), reasons), where)

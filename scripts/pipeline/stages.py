@@ -142,10 +142,10 @@ def make_step(run: RunConfig, stage: Stage) -> Step:
 
 
 def decided_by(run: RunConfig, stage: Stage) -> Any:
-    """Return what decides a stage's results, besides the stages before it."""
+    """Return what decides a stage's results, besides the stages before it: where the output lies does not."""
     if stage == "check":
         return [stage, run.engine, is_checked_here(run.engine)]
-    config = stage_config(run, stage)
+    config = stage_config(run.model_copy(update={"output": "."}), stage)
     return [stage, run.engine if config is None else json.loads(config.model_dump_json())]
 
 

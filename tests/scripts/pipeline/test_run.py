@@ -21,7 +21,7 @@ from configs.runtime.loading import load_config
 from configs.schema.commands.running import RunConfig
 from configs.schema.target import TargetConfig
 from scripts import draftsmith
-from scripts.pipeline import rehearsal, stages
+from scripts.pipeline import jobs, rehearsal, stages
 
 NUM_PROMPTS = 30
 
@@ -74,7 +74,9 @@ def draftsmith_run(monkeypatch, tmp_path):
     signal.signal(signal.SIGTERM, before)
 
 
-def test_a_run_leads_to_a_verdict_and_an_export_and_its_file_goes_on(model, prompts, draftsmith_run, capsys, tmp_path):
+def test_a_run_leads_to_a_verdict_and_an_export_and_its_file_goes_on(
+    model, prompts, draftsmith_run, capsys, monkeypatch, tmp_path
+):
     asked = ["run", model, "--prompts", prompts, "--budget", "20m", "--for", "sglang", "--yes"]
     asked += ["--set", f"prompts.num_prompts={NUM_PROMPTS + 1}", "train.schedule={log_every_steps: 5}"]
     draftsmith_run.stopped.append("eval/gate.py")
@@ -106,12 +108,28 @@ def test_a_run_leads_to_a_verdict_and_an_export_and_its_file_goes_on(model, prom
     assert json.loads((output / "steps.json").read_text())["planned_minutes"] == chosen.minutes
     assert not (output / "rehearsal").exists()
 
+    before, output_here = file.read_text().splitlines(), 'output: "runs/mine"'
+    monkeypatch.setattr(jobs.shutil, "which", lambda name: None)
+    assert draftsmith_run("run", file, "--on", "slurm") == DONE  # says what to type where Slurm is
+    assert output_here in before
+    there = [line.replace(output_here, f'output: "{output}"') for line in before]
+    assert file.read_text().splitlines()[2:] == there[2:]  # the reasons, too
+    monkeypatch.chdir(model)  # as a job, whose folder is another
     assert draftsmith_run("run", file, "--yes") == GATE_FAILED
     assert draftsmith_run.called == []
+    monkeypatch.chdir(tmp_path)
     file.write_text(file.read_text().replace("schedule.epochs: 10", "schedule.epochs: 1"))
     assert draftsmith_run("train", file) == 0
     assert draftsmith_run.called == ["train/heads.py"]
     assert (output / "train.before-1").is_dir()
+
+
+@pytest.mark.parametrize("name", ["base", "base.gguf"])
+def test_what_decides_a_stage_is_the_same_however_the_output_is_spelled(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    run = RunConfig(target=TargetConfig(name=name), output="runs/mine", cache={}, train={}, data={}, eval={})
+    there = run.model_copy(update={"output": str(tmp_path / "runs" / "mine")})
+    assert [stages.decided_by(run, stage) for stage in run.stages] == [stages.decided_by(there, stage) for stage in run.stages]
 
 
 @pytest.mark.parametrize(("engine", "written"), [("vllm", ["vllm", "suffix_lookup"]), ("sglang", ["sglang"])])
@@ -140,7 +158,7 @@ def test_an_evaluation_asks_for_no_more_prompts_than_the_data_hold_out(tmp_path)
     assert json.loads((tmp_path / "configs" / "eval.json").read_text())["suite"]["num_prompts"] == 12
 
 
-def test_a_run_that_was_begun_is_not_taken_for_another(model, prompts, draftsmith_run, capsys, tmp_path):
+def test_a_run_that_was_begun_is_not_taken_for_another(model, prompts, draftsmith_run, capsys, monkeypatch, tmp_path):
     draftsmith_run.stopped.append("scripts/make_data.py")
     same, other = ["--prompts", prompts, "--budget", "4m"], "configs/heads/dflash.yaml"
     assert draftsmith_run("run", model, *same, "--for", "vllm") == TERMINATED
@@ -159,6 +177,14 @@ def test_a_run_that_was_begun_is_not_taken_for_another(model, prompts, draftsmit
     assert "has no choices yet" in capsys.readouterr().err
     assert draftsmith_run("run", file, "--fresh") == BAD_INPUT
     assert "draft.yaml would be removed with its run; name the model" in capsys.readouterr().err
+    monkeypatch.chdir(file.parent)
+    for arguments in (["run", "draft.yaml"], ["eval", file]):
+        assert draftsmith_run(*arguments) == BAD_INPUT
+        assert f"not this file's folder; call from {tmp_path}, or set it to {file.parent}" in capsys.readouterr().err
+    draftsmith_run.stopped.append("scripts/make_data.py")
+    assert draftsmith_run("run", model, *same, "--output", file.parent) == TERMINATED
+    assert not (file.parent / "runs").exists()
+    monkeypatch.chdir(tmp_path)
     (file.parent / "data").mkdir()
     draftsmith_run.stopped.append("scripts/make_data.py")
     assert draftsmith_run("run", model, "--prompts", prompts, "--budget", "5m", "--fresh") == TERMINATED
