@@ -189,7 +189,9 @@ def _template(run: RunConfig) -> list[Choice]:
     if run.target.chat_template is not None or name.startswith(PREFIX):
         return []
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=run.target.revision)
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, revision=run.target.revision, trust_remote_code=run.target.trust_remote_code
+        )
     except (*UNREADABLE, ImportError) as error:
         raise InputError(f"{name} has no tokenizer that can be read: {first_line(error)}") from error
     if tokenizer.chat_template is not None:
@@ -236,8 +238,7 @@ def _prompts(prompts: PromptsConfig) -> tuple[int | None, Sequence[Prompt]]:
 
 def _plan_config(run: RunConfig) -> PlanConfig:
     """Return the plan of the recipe's training on this machine, for conversations of a thousand tokens."""
-    target = {"target.name": run.stage_target.name, "target.dtype": run.target.dtype}
-    given = as_overrides(target | (run.train or {}))
+    given = as_overrides({"target": run.stage_target.model_dump(mode="json"), **(run.train or {})})
     config: PlanConfig
     if training_schema(run.recipe) is HeadsConfig:
         config = load_config(PlanHeadsConfig, run.recipe, given)

@@ -1,5 +1,7 @@
 """What a run finds out of a target's config and a machine's memory."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from configs.runtime.errors import InputError
@@ -43,6 +45,20 @@ def test_an_engine_that_knows_no_norms_gets_a_head_without_them(engine, left_out
     tiny_tokenizer.save_pretrained(tmp_path)
     _, _, choices = request.examine(RunConfig(target=TargetConfig(name=str(tmp_path)), engine=engine))
     assert {each.key.removeprefix("train.head.") for each in choices if each.value is False} == left_out
+
+
+def test_the_plan_and_the_tokenizer_are_those_of_the_revision_and_of_code_that_is_trusted(monkeypatch):
+    target = TargetConfig(name="ann/target", revision="abc", trust_remote_code=True, attention="eager")
+    assert request._plan_config(RunConfig(target=target)).target == target
+    asked = []
+
+    def from_pretrained(name, **options):
+        asked.append((name, options))
+        return SimpleNamespace(chat_template="")
+
+    monkeypatch.setattr(request.AutoTokenizer, "from_pretrained", from_pretrained)
+    assert request._template(RunConfig(target=target)) == []
+    assert asked == [("ann/target", {"revision": "abc", "trust_remote_code": True})]
 
 
 def test_a_named_recipe_with_norms_is_refused_for_such_an_engine_before_anything_is_run(tiny_llama, tiny_tokenizer, tmp_path):

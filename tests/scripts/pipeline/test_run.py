@@ -18,10 +18,12 @@ from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED, INTERRUPTED, T
 from configs.runtime.errors import Stopped
 from configs.runtime.files import CHECKOUT
 from configs.runtime.loading import load_config
+from configs.schema.commands.refreshing import RefreshConfig
 from configs.schema.commands.running import RunConfig
 from configs.schema.target import TargetConfig
 from scripts import draftsmith
 from scripts.pipeline import jobs, rehearsal, stages
+from scripts.refresh_steps import commands
 
 NUM_PROMPTS = 30
 
@@ -140,6 +142,21 @@ def test_vllm_gets_suffix_lookup_beside_the_draft(tmp_path, monkeypatch, engine,
     assert stages.make_step(run, "export").run() == DONE
     assert [Path(arguments[arguments.index("--out") + 1]).name for arguments in called] == written
     assert [arguments[1] for arguments in called][1:] == [str(tmp_path / "data" / "train.jsonl")] * (len(written) - 1)
+
+
+def test_an_export_finds_a_target_on_the_hub_by_the_artifact_with_its_revision(tmp_path, monkeypatch):
+    called = []
+    monkeypatch.setattr(commands.steps, "run_step", lambda arguments: called.append(arguments) or DONE)
+    for name, named in (
+        ("ann/target", []),
+        ("embedded:smollm2-135m-instruct", []),
+        (str(tmp_path), ["--target", str(tmp_path)]),
+    ):
+        target = TargetConfig(name=name, revision="abc" if name == "ann/target" else None)
+        run = RunConfig(target=target, output=str(tmp_path), engine="vllm")
+        assert stages.stage_command(run, "export")[6:] == named
+        assert commands.export(RefreshConfig(target=target, exports=["vllm"]), tmp_path, tmp_path) == DONE
+        assert called.pop()[6:] == named
 
 
 def test_the_engine_gets_the_chat_template_that_the_draft_was_trained_with(tmp_path):
