@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from heads.frozen.checkpoint_files import UNREADABLE
 from heads.frozen.identity import PREFIX
 from scripts.doctor.machine import BFLOAT16, describe_disk, instructions
 from scripts.pipeline.draft_file import Choice, apply, asked_first
+from train.plan.memory import Fit
 from train.plan.plan import Plan, make_plan
 
 GIB = 2**30
@@ -164,23 +166,43 @@ def _steps() -> list[Choice]:
 
 
 def _fitting(run: RunConfig, choices: Sequence[Choice] = ()) -> tuple[Plan, list[Choice]]:
-    """Plan the recipe's training; where its batch does not fit into memory, in micro-batches of half the size, or a quarter."""
+    """Plan the recipe's training; where its batch does not fit into memory, in micro-batches of half the size, or a quarter.
+
+    ZeRO, which needs DeepSpeed and sends what it splits, is taken where no smaller batch fits without it.
+    """
     config = _plan_config(apply(run, asked_first(run, choices)))
-    plan, schedule, parts = make_plan(config), config.schedule, 1
+    schedule, parts, size = config.schedule, 1, dict[str, int]()
+    tried = [(_startable(config), size)]
     is_open = not {"schedule.batch_size", "schedule.gradient_accumulation_steps"} & set(run.train or {})
-    while (
-        is_open and plan.fitting is None and schedule.micro_batches_per_step is None and schedule.batch_size % (2 * parts) == 0
-    ):
+    is_open = is_open and schedule.micro_batches_per_step is None
+    while is_open and _effort(tried[-1][0]) > 0 and schedule.batch_size % (2 * parts) == 0:
         parts *= 2
         size = {
             "batch_size": schedule.batch_size // parts,
             "gradient_accumulation_steps": parts * schedule.gradient_accumulation_steps,
         }
-        plan = make_plan(config.model_copy(update={"schedule": schedule.model_copy(update=size)}))
-    if parts == 1 or plan.fitting is None:
-        return plan, []
+        tried.append((_startable(config.model_copy(update={"schedule": schedule.model_copy(update=size)})), size))
+    plan, size = min(tried, key=lambda each: _effort(each[0]))
+    if plan.fitting is None:
+        return tried[-1][0], []
     reason = f"the recipe's {schedule.batch_size} conversations do not fit into memory at once"
     return plan, [Choice(f"train.schedule.{key}", value, reason) for key, value in size.items()]
+
+
+def _startable(config: PlanConfig) -> Plan:
+    """Return a plan by the ways that can be started here."""
+    plan = make_plan(config)
+    has_deepspeed = find_spec("deepspeed") is not None
+    return replace(plan, fits=[fit for fit in plan.fits if has_deepspeed or not _is_zero(fit)])
+
+
+def _effort(plan: Plan) -> int:
+    """Return 0 where a plan fits, 1 where it does by ZeRO, 2 where it does not."""
+    return 2 if plan.fitting is None else int(_is_zero(plan.fitting))
+
+
+def _is_zero(fit: Fit) -> bool:
+    return fit.engine.recipe.startswith("zero")
 
 
 def _template(run: RunConfig) -> list[Choice]:

@@ -11,6 +11,12 @@ from configs.schema.target import TargetConfig
 from scripts.pipeline import request
 
 
+def planned(monkeypatch, name, **hardware):
+    gpus = HardwareConfig(preset="h100_80gb", **hardware)
+    monkeypatch.setattr(request, "hardware", lambda: gpus)
+    return request._recipe(RunConfig(target=TargetConfig(name=name)))
+
+
 @pytest.mark.parametrize(
     ("name", "number", "changed"),
     [
@@ -19,11 +25,26 @@ from scripts.pipeline import request
     ],
 )
 def test_a_batch_that_does_not_fit_is_taken_in_parts(name, number, changed, monkeypatch):
-    gpus = HardwareConfig(preset="h100_80gb", num_accelerators=number, accelerators_per_node=number)
-    monkeypatch.setattr(request, "hardware", lambda: gpus)
-    plan, choices = request._recipe(RunConfig(target=TargetConfig(name=name)))
+    plan, choices = planned(monkeypatch, name, num_accelerators=number, accelerators_per_node=number)
     assert plan.fitting is not None
     assert {each.key: each.value for each in choices} == {"recipe": request.HEAD, "train.head.num_depths": 3, **changed}
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "deepspeed", "engine", "batch_size"),
+    [
+        (46.0, True, "one_gpu", 4),  # by ZeRO-3 with offloading all 8 would fit
+        (30.0, True, "zero3_offload", 2),
+        (30.0, False, None, None),
+    ],
+)
+def test_zero_is_taken_where_no_smaller_batch_fits_without_it_and_deepspeed_is_there(
+    monkeypatch, memory_gib, deepspeed, engine, batch_size
+):
+    monkeypatch.setattr(request, "find_spec", lambda name: deepspeed or None)
+    plan, choices = planned(monkeypatch, "configs/plan/llama_8b", memory_gib=memory_gib)
+    assert (plan.fitting and plan.fitting.engine.recipe) == engine
+    assert {each.key: each.value for each in choices}.get("train.schedule.batch_size") == batch_size
 
 
 @pytest.mark.parametrize(
