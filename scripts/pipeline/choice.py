@@ -42,7 +42,7 @@ START_SECONDS, START_SECONDS_ON_CPU = 90.0, 40.0  # on a GPU assumed
 ENGINE_PACE = 1.6  # times a plain token here is one in vLLM, in float32 on a CPU
 CHECK = CheckConfig()
 DISK_SHARE = 0.5  # of the free disk that a cache may take
-ANSWER_LIMITS = (64, 128, 256, 512, 1024)
+ANSWER_LIMITS = (64, 128, 256, 512)  # the last as long as a rehearsal lets answers go
 LEAST_PROMPTS = 32  # to train on
 
 

@@ -14,7 +14,6 @@ import torch
 from transformers import AutoTokenizer
 
 from configs.runtime.errors import InputError, first_line
-from configs.runtime.files import find_shipped
 from configs.runtime.loading import as_overrides, load_config
 from configs.schema.base import AUTO
 from configs.schema.commands.planning import HardwareConfig, PlanConfig, PlanDistillConfig, PlanHeadsConfig, WorkloadConfig
@@ -318,7 +317,6 @@ def _launcher(plan: Plan, on_cpu: bool) -> list[Choice]:
     engine, number = plan.fitting.engine, plan.num_processes
     name = engine.on_cpu if on_cpu and engine.on_cpu else engine.recipe
     launcher = f"configs/accelerate/{name}.yaml"
-    find_shipped(launcher)
     what = "the processor" if on_cpu else f"{plan.config.hardware.num_accelerators} accelerators"
     choices = [
         Choice("launcher", launcher, f"the simplest that fits: {plan.fitting.num_bytes / GIB:.1f} GiB"),
