@@ -2,7 +2,8 @@
 
 The engine answers chat prompts greedily, plainly and with the draft, as the export's `serve.txt` says. Writes `check.json`:
 both speeds, acceptance by the engine's own counters, and where answers differ. It ends with 1 where the engine refuses the
-draft, accepts nothing of it, or gives other answers with it; an engine that is not installed is no failure.
+draft, accepts nothing of it, or gives other answers with it. An engine that is not installed, or does not serve the target
+without the draft, is no failure: of the draft nothing was learnt.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Write an artifact in the form that an engine serves: `python scripts/export.py ARTIFACT --to vllm --out DIR`.
 
-Writes a folder with config, weights and `serve.txt`, the command that serves it. The target is found by its name in the
-artifact; `--target` gives another folder or Hub id of it. A data file in place of an artifact, such as the `train.jsonl` of its
-training, is written as suffix lookup that knows its answers.
+Writes a folder with config, weights and `serve.txt`, the command that serves it. The target is found by its name and
+revision in the artifact; `--target` gives another folder or Hub id of it. A data file in place of an artifact, such as the
+`train.jsonl` of its training, is written as suffix lookup that knows its answers.
 """
 
 from __future__ import annotations
@@ -42,13 +42,15 @@ def main(config: ExportConfig, args: argparse.Namespace) -> None:
     artifact = None if data.suffix == ".jsonl" else locate_artifact(args.artifact)
     known = target_of(data) if artifact is None else read_metadata(artifact).target
     name = args.target or known.get("name", "")
-    folder = locate(TargetConfig(name=name, revision=None if args.target else known.get("revision")))
+    revision = None if args.target else known.get("revision")
+    folder = locate(TargetConfig(name=name, revision=revision))
     if folder.is_file():
         raise InputError(
             f"--target: {folder} is a single file, and an export needs a folder with config and safetensors, or a Hub id: give "
             "the checkpoint that the file was made from, with --set allow_target_mismatch=true, as it is not rounded alike"
         )
-    target_name = name if not Path(name).exists() and not name.startswith("embedded:") else str(folder.resolve())
+    is_hub_id = not Path(name).exists() and not name.startswith("embedded:")
+    target_name = name if is_hub_id and revision is None else str(folder.resolve())  # which is of the revision in every engine
     if artifact is None:
         tokenizer = load_tokenizer(folder, TargetConfig(name=name))
         if hash_tokenizer(tokenizer) != known.get("tokenizer_sha256") and not config.allow_target_mismatch:

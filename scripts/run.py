@@ -12,7 +12,6 @@ exported, each by its own command with a config in OUTPUT/configs. Rerun the sam
 from __future__ import annotations
 
 import argparse
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -28,6 +27,7 @@ from configs.runtime.command import minutes, run_command
 from configs.runtime.errors import InputError
 from configs.runtime.files import folder_lock
 from configs.runtime.loading import load_config
+from configs.schema.base import dotted
 from configs.schema.commands.release import ENGINES
 from configs.schema.commands.running import DRAFT_FILE, STAGES, RunConfig
 
@@ -36,7 +36,7 @@ def main(asked: RunConfig, arguments: argparse.Namespace) -> int:
     """Run what is not finished of a run; return the exit code."""
     config = _requested(asked, arguments)
     # torch and transformers take seconds to import: a mistyped argument is reported before that.
-    from scripts.pipeline.run import go_on, run_stage, submit
+    from scripts.pipeline.run import go_on, remove, run_stage, submit
     from scripts.steps import stop
 
     if arguments.on != "here":
@@ -44,7 +44,7 @@ def main(asked: RunConfig, arguments: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, stop)
     with folder_lock(Path(config.output), beside=True):
         if arguments.fresh:
-            shutil.rmtree(config.output, ignore_errors=True)
+            remove(config)
         if arguments.stage is not None:
             return run_stage(config, arguments.stage)
         return go_on(config, ask=not arguments.yes and sys.stdin.isatty())
@@ -53,15 +53,33 @@ def main(asked: RunConfig, arguments: argparse.Namespace) -> int:
 def _requested(asked: RunConfig, arguments: argparse.Namespace) -> RunConfig:
     """Return the run that the arguments ask for: one that was begun, or a new one."""
     model, given = arguments.model, [name for name in ("prompts", "budget", "engine", "output") if getattr(arguments, name)]
+    for name in ("stage", "fresh"):
+        if arguments.on != "here" and getattr(arguments, name):
+            raise InputError(f"--{name}: a job goes on with the whole of a run, got --on {arguments.on}; give one of the two")
     if model is not None and model.endswith((".yaml", ".yml")):
+        if arguments.fresh:
+            raise InputError(f"--fresh: {model} would be removed with its run; name the model, as when the run was begun")
         if given:
             raise InputError(f"--{given[0].replace('engine', 'for')}: {model} says it already; change it there")
-        return load_config(RunConfig, model, arguments.overrides)
+        return _in_its_folder(load_config(RunConfig, model, arguments.overrides), Path(model))
     if arguments.stage is not None:
         raise InputError(f"--stage: name the {DRAFT_FILE} of a run, got {model}")
     config = asked.model_copy(update=_from_arguments(asked, arguments))
     kept = Path(config.output) / DRAFT_FILE
     return _same_request(config, kept) if kept.is_file() and not arguments.fresh else config
+
+
+def _in_its_folder(run: RunConfig, path: Path) -> RunConfig:
+    """Return the run of a draft.yaml; an InputError where its output, relative to the caller's folder, is another folder."""
+    folder, output = path.resolve().parent, Path(run.output)
+    if output.resolve() == folder:
+        return run
+    depth = len(output.parts)
+    here = not output.is_absolute() and folder.parts[-depth:] == output.parts
+    instead = f"call from {Path(*folder.parts[:-depth])}, or " if here else ""
+    raise InputError(
+        f"{path}: output is {output}, from here {output.resolve()}, not this file's folder; {instead}set it to {folder}"
+    )
 
 
 def _from_arguments(asked: RunConfig, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -82,18 +100,27 @@ def _from_arguments(asked: RunConfig, arguments: argparse.Namespace) -> dict[str
 def _same_request(asked: RunConfig, path: Path) -> RunConfig:
     """Return a run that was begun before; an InputError where it was asked for otherwise."""
     kept = load_config(RunConfig, path)
-    for name, one, other in (
-        ("model", kept.target.name, asked.target.name),
-        ("budget_minutes", kept.budget_minutes, asked.budget_minutes),
-        ("engine", kept.engine, asked.engine),
-        ("prompts", kept.prompts.path, asked.prompts.path),
-    ):
-        if one != other:
+    always = {  # left out, they ask for their defaults, and other settings for what the run has
+        "target.name": asked.target.name,
+        "budget_minutes": asked.budget_minutes,
+        "engine": asked.engine,
+        "prompts.path": asked.prompts.path,
+    }
+    given = always | _by_keys(asked, exclude_unset=True)
+    begun = _by_keys(kept) | _by_keys(kept, exclude_unset=True)  # the latter for sections that are there, and empty
+    for name, other in given.items():
+        one = begun.get(name)
+        is_fewer = name == "prompts.num_prompts" and kept.prompts.num_prompts < asked.prompts.num_prompts  # than the most
+        if one != other and name != "output" and not is_fewer:
             raise InputError(
                 f"{path} is of a run with the {name} {one}, and {other} is asked for: name another --output, or give --fresh "
                 "to begin anew"
             )
-    return kept
+    return kept.model_copy(update={"output": asked.output})  # as it is called from here
+
+
+def _by_keys(run: RunConfig, *, exclude_unset: bool = False) -> dict[str, Any]:
+    return dict(dotted(run.model_dump(mode="json", exclude_unset=exclude_unset), takes_all=True))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -100,6 +100,12 @@ def test_every_recipe_loads_under_the_schema_of_its_folder_and_opens_with_its_la
         assert missing_from(launch.lstrip("# ")) == []
 
 
+def test_every_test_that_the_makefile_runs_exists():
+    named = re.findall(r"\btests/[\w/.]*\w", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert named
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 def test_the_commands_of_the_readme_exist():
     assert_commands_exist((ROOT / "README.md").read_text(encoding="utf-8"))
 

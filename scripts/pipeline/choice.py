@@ -7,7 +7,6 @@ evaluation, and the rest to as many answers as can be made and trained on for `E
 from __future__ import annotations
 
 import math
-import shutil
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +17,7 @@ from configs.schema.commands.planning import PlanHeadsConfig
 from configs.schema.commands.release import CheckConfig
 from configs.schema.commands.running import RunConfig, Stage
 from distill.generation.split import share_for
+from scripts.doctor.machine import describe_disk
 from scripts.pipeline.draft_file import Choice
 from scripts.pipeline.rehearsal import Rates
 from scripts.pipeline.request import Facts
@@ -42,7 +42,7 @@ START_SECONDS, START_SECONDS_ON_CPU = 90.0, 40.0  # on a GPU assumed
 ENGINE_PACE = 1.6  # times a plain token here is one in vLLM, in float32 on a CPU
 CHECK = CheckConfig()
 DISK_SHARE = 0.5  # of the free disk that a cache may take
-ANSWER_LIMITS = (64, 128, 256, 512, 1024)
+ANSWER_LIMITS = (64, 128, 256, 512)  # the last as long as a rehearsal lets answers go
 LEAST_PROMPTS = 32  # to train on
 
 
@@ -142,9 +142,11 @@ class Budget:
         return found if self.facts.num_prompts is None else min(found, self.facts.num_prompts - self.held_out)
 
     def is_cached(self, limit: int, epochs: int) -> bool:
-        """Return whether the disk holds a cache of the states that `epochs` would read."""
+        """Return whether a cache was asked for, else whether the disk holds one of the states that `epochs` would read."""
+        if "cache" in self.run.model_fields_set:
+            return self.run.cache is not None
         tokens = self.num_trained(limit, epochs, True) * (self.rates.prompt_tokens + self.answer(limit))
-        free = shutil.disk_usage(Path(self.run.output).absolute().anchor).free
+        free = describe_disk(Path(self.run.output))["free_bytes"]
         return tokens * self.cache_row_bytes < DISK_SHARE * free
 
     def steps(self, num_trained: int, epochs: int) -> int:
@@ -158,13 +160,14 @@ class Budget:
 
     def fit(self, limit: int) -> Amounts:
         """Return what fits with answers of at most `limit` tokens."""
-        epochs = FEWEST_EPOCHS
+        asked = (self.run.train or {}).get("schedule.epochs")
+        epochs = asked or FEWEST_EPOCHS
         for most, passes in reversed(EPOCHS):
-            if self.num_trained(limit, passes, self.is_cached(limit, passes)) * self.answer(limit) <= most:
+            if asked is None and self.num_trained(limit, passes, self.is_cached(limit, passes)) * self.answer(limit) <= most:
                 epochs = passes
         cached = self.is_cached(limit, epochs)
         number = self.num_trained(limit, epochs, cached, self.spared(self.num_trained(limit, epochs, cached), epochs))
-        if self.facts.num_prompts is not None and number == self.facts.num_prompts - self.held_out:
+        if asked is None and self.facts.num_prompts is not None and number == self.facts.num_prompts - self.held_out:
             while epochs < MOST_EPOCHS and self.num_trained(limit, epochs + 1, cached) == number:
                 epochs += 1
         trained = number * self.trained(limit, epochs, cached)
@@ -190,6 +193,8 @@ class Budget:
         """Return the best use: many prompts first, then longer answers; an InputError where there is time for neither."""
         seen = max(self.rates.answer_lengths)
         limits = [limit for limit in ANSWER_LIMITS if limit <= max(ANSWER_LIMITS[0], seen)]
+        if (asked := (self.run.data or {}).get("answers.max_new_tokens")) is not None:
+            limits = [asked]
         wanted = min(MANY_PROMPTS, self.facts.num_prompts or MANY_PROMPTS)
         fits = [self.fit(limit) for limit in limits]
         best = [fits[0], *(each for each in fits[1:] if each.num_prompts >= wanted)][-1]
@@ -209,7 +214,7 @@ def evaluated_every(steps: int) -> int:
 
 
 def choose(run: RunConfig, facts: Facts, rates: Rates, *, checks: bool, data_batch: int) -> list[Choice]:
-    """Return what a run does, each with its reason."""
+    """Return what a run does, each with its reason; what was asked for of epochs, answers and cache is reckoned with."""
     plan, schedule = facts.plan, facts.plan.config.schedule
     budget = Budget(
         run=run,
@@ -249,10 +254,10 @@ def choose(run: RunConfig, facts: Facts, rates: Rates, *, checks: bool, data_bat
         choices.append(
             Choice("train.sanity.enabled", False, "the rehearsal has checked that this head learns and is read back")
         )
-    if (cost := facts.cost(run)) is None:
+    if not (cost := facts.cost(run)):
         choices.append(Choice("eval.generate_prompts", 0, "no time for transformers' own generation beside it"))
-    else:
-        choices.append(Choice("eval.cost", cost, "times rounds, to predict the speed at other batch sizes"))
+    for key, value in cost.items():
+        choices.append(Choice(f"eval.{key}", value, "times rounds, to predict the speed at other batch sizes"))
     if found.cached:
         taps = facts.plan.models.taps
         size = found.num_prompts * (rates.prompt_tokens + answer) * plan.cache_row_bytes / 2**30

@@ -46,6 +46,18 @@ def apply(config: RunConfig, choices: Iterable[Choice]) -> RunConfig:
     return RunConfig.model_validate(values)
 
 
+def asked_first(asked: RunConfig, choices: Iterable[Choice]) -> list[Choice]:
+    """Return choices with what was asked for in place of what was chosen."""
+    values = asked.model_dump(mode="json", exclude_unset=True)
+    found = []
+    for each in choices:
+        section, _, rest = each.key.partition(".")
+        given, name = (values.get(section) or {}, rest) if rest else (values, section)
+        is_asked = name in given and each.key != "prompts"  # which are those asked for, or as many as there is time for
+        found.append(Choice(each.key, given[name], "as asked") if is_asked else each)
+    return found
+
+
 def write_draft_file(config: RunConfig, choices: Sequence[Choice] = ()) -> Path:
     """Write `draft.yaml` into the output folder: what differs from the defaults, with the reasons of what was chosen."""
     path = Path(config.output) / DRAFT_FILE

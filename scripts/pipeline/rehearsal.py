@@ -91,7 +91,7 @@ def _in_small(
             "output": str(output),
             "target": run.stage_target,
             "prompts": run.prompts.model_copy(update={"num_prompts": num_prompts}),
-            "data": {**answers, "held_out_share": held_out_share},
+            "data": {**(run.data or {}), **answers, "held_out_share": held_out_share},
             "train": {**(run.train or {}), **train},
             "eval": {**(run.eval or {}), **evaluation, "suites": [HOUSE | {"num_prompts": PROMPTS}]},
         }

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 from transformers import AutoTokenizer
 
 from configs.runtime.errors import InputError, first_line
-from configs.runtime.files import find_shipped
 from configs.runtime.loading import as_overrides, load_config
 from configs.schema.base import AUTO
 from configs.schema.commands.planning import HardwareConfig, PlanConfig, PlanDistillConfig, PlanHeadsConfig, WorkloadConfig
@@ -29,8 +28,9 @@ from heads.device import CPU, default_device
 from heads.formats.exporting.table import FORMS, WITHOUT_NORMS, check_norms, form_of
 from heads.frozen.checkpoint_files import UNREADABLE
 from heads.frozen.identity import PREFIX
-from scripts.doctor.machine import BFLOAT16, instructions
-from scripts.pipeline.draft_file import Choice, apply
+from scripts.doctor.machine import BFLOAT16, describe_disk, instructions
+from scripts.pipeline.draft_file import Choice, apply, asked_first
+from train.plan.memory import Fit
 from train.plan.plan import Plan, make_plan
 
 GIB = 2**30
@@ -49,7 +49,7 @@ class Facts:
     """What is known before anything is run."""
 
     plan: Plan  # of the recipe's training with conversations of a thousand tokens
-    num_prompts: int | None  # different ones; None: the target writes as many as are asked for
+    num_prompts: int | None  # different ones, at most; None: as many as are asked for
     prompts: Sequence[Prompt]  # of the file, in its order
     on_cpu: bool
     rehearsed: dict[str, Any]  # what the rehearsal's few answers would make too small, by keys of the recipe
@@ -59,12 +59,15 @@ class Facts:
         """Tokens of each answer of the evaluation."""
         return 64 if self.on_cpu else 256
 
-    def cost(self, run: RunConfig) -> dict[str, Any] | None:
-        """Return the timing sweep that speeds at other sizes are predicted from; None without time or a whole target for it."""
-        if run.budget_minutes < SWEPT_FROM_MINUTES or run.target.parallel is not None:
-            return None
+    def cost(self, run: RunConfig) -> dict[str, Any]:
+        """Return the timing sweep that speeds at other sizes are predicted from, by keys of the evaluation's config.
+
+        There is none without time or a whole target for it, or where all of it was asked for.
+        """
+        if run.budget_minutes < SWEPT_FROM_MINUTES or run.target.parallel is not None or "cost" in (run.eval or {}):
+            return {}
         contexts = [min(128, self.context // 4), min(512, self.context // 2)]
-        return {"num_speculative_tokens": 5, "context_tokens": contexts, "repeats": 2}
+        return {"cost.num_speculative_tokens": 5, "cost.context_tokens": contexts, "cost.repeats": 2}
 
     @property
     def context(self) -> int:
@@ -79,34 +82,34 @@ def output_of(name: str) -> str:
 
 def prompts_of(path: str | None, given: PromptsConfig) -> PromptsConfig:
     """Return where prompts come from: a file, a folder or a data set of the Hub; None: as the config says, else the target."""
-    if path is None and "source" in given.model_fields_set:
-        return given
-    changes: dict[str, Any] = {"num_prompts": MANY}
-    if path is None:
-        changes |= {"temperature": 0.8, "top_p": 1.0}  # drawing from all tokens needs no sorting
-    elif Path(path).exists():
-        changes |= {"source": "file", "path": str(Path(path).absolute()), "on_too_long": "skip"}
-    elif HUB_ID.fullmatch(path) and Path(path).suffix not in FILES:
-        changes |= {"source": "dataset", "path": path, "on_too_long": "skip"}
-    else:
-        raise InputError(
-            f"--prompts: {path} is not there; name a file, a folder of files, or a data set of the Hub (owner/name)"
-        )
-    return PromptsConfig.model_validate(given.model_dump(exclude_unset=True) | changes)
+    named: dict[str, Any] = {}
+    unless_given: dict[str, Any] = {"num_prompts": MANY}
+    if path is None and "source" not in given.model_fields_set:
+        unless_given |= {"temperature": 0.8, "top_p": 1.0}  # drawing from all tokens needs no sorting
+    elif path is not None:
+        unless_given["on_too_long"] = "skip"
+        named = _source_of(path)
+    return PromptsConfig.model_validate(unless_given | given.model_dump(exclude_unset=True) | named)
+
+
+def _source_of(path: str) -> dict[str, str]:
+    if Path(path).exists():
+        return {"source": "file", "path": str(Path(path).absolute())}
+    if HUB_ID.fullmatch(path) and Path(path).suffix not in FILES:
+        return {"source": "dataset", "path": path}
+    raise InputError(f"--prompts: {path} is not there; name a file, a folder of files, or a data set of the Hub (owner/name)")
 
 
 def examine(run: RunConfig) -> tuple[RunConfig, Facts, list[Choice]]:
     """Return the request with what its target and machine decide, and the facts; an InputError says what cannot be done."""
-    on_cpu = default_device().type == CPU.type
+    asked, on_cpu = run, default_device().type == CPU.type
     arithmetic = _arithmetic(run) if on_cpu else []
     run = apply(run, arithmetic)
     plan, recipe = _recipe(run)
-    choices = [*recipe, *_template(run), *arithmetic]
-    run = apply(run, choices)
     number, prompts = _prompts(run.prompts)
     _check_room(run, plan)
-    launcher = _launcher(plan, on_cpu)
-    run = apply(run, launcher)
+    choices = asked_first(asked, [*recipe, *_template(run), *arithmetic, *_launcher(plan, on_cpu)])
+    run = apply(asked, choices)
     facts = Facts(
         plan=plan,
         num_prompts=number,
@@ -114,7 +117,7 @@ def examine(run: RunConfig) -> tuple[RunConfig, Facts, list[Choice]]:
         on_cpu=on_cpu,
         rehearsed=_rehearsed(run, plan),
     )
-    return run, facts, [*choices, *launcher]
+    return run, facts, choices
 
 
 def _recipe(run: RunConfig) -> tuple[Plan, list[Choice]]:
@@ -131,7 +134,7 @@ def _recipe(run: RunConfig) -> tuple[Plan, list[Choice]]:
     else:
         steps = _steps()
         try:
-            plan, smaller = _fitting(apply(run, steps))
+            plan, smaller = _fitting(run, steps)
         except InputError as error:
             why = str(error)
         else:
@@ -142,7 +145,7 @@ def _recipe(run: RunConfig) -> tuple[Plan, list[Choice]]:
                 return plan, [Choice("recipe", HEAD, reason), depths, *_norms(run.engine), *steps, *smaller]
             why = "engines share only weights with a head, and this target's embedding or output head does more"
     draft_lm = Choice("recipe", DRAFT_LM, f"a draft LM: {why}")
-    plan, smaller = _fitting(apply(run, [draft_lm]))  # which refuses what is no causal LM
+    plan, smaller = _fitting(run, [draft_lm])  # which refuses what is no causal LM
     return plan, [draft_lm, *smaller]
 
 
@@ -161,21 +164,44 @@ def _steps() -> list[Choice]:
     return [Choice("train.schedule.batch_size", SMALL_STEP, reason)]
 
 
-def _fitting(run: RunConfig) -> tuple[Plan, list[Choice]]:
-    """Plan the recipe's training; where its batch does not fit into memory, in micro-batches of half the size, or a quarter."""
-    config = _plan_config(run)
-    plan, schedule, parts = make_plan(config), config.schedule, 1
-    while plan.fitting is None and schedule.micro_batches_per_step is None and schedule.batch_size % (2 * parts) == 0:
+def _fitting(run: RunConfig, choices: Sequence[Choice] = ()) -> tuple[Plan, list[Choice]]:
+    """Plan the recipe's training; where its batch does not fit into memory, in micro-batches of half the size, or a quarter.
+
+    ZeRO, which needs DeepSpeed and sends what it splits, is taken where no smaller batch fits without it.
+    """
+    config = _plan_config(apply(run, asked_first(run, choices)))
+    schedule, parts, size = config.schedule, 1, dict[str, int]()
+    tried = [(_startable(config), size)]
+    is_open = not {"schedule.batch_size", "schedule.gradient_accumulation_steps"} & set(run.train or {})
+    is_open = is_open and schedule.micro_batches_per_step is None
+    while is_open and _effort(tried[-1][0]) > 0 and schedule.batch_size % (2 * parts) == 0:
         parts *= 2
         size = {
             "batch_size": schedule.batch_size // parts,
             "gradient_accumulation_steps": parts * schedule.gradient_accumulation_steps,
         }
-        plan = make_plan(config.model_copy(update={"schedule": schedule.model_copy(update=size)}))
-    if parts == 1 or plan.fitting is None:
-        return plan, []
+        tried.append((_startable(config.model_copy(update={"schedule": schedule.model_copy(update=size)})), size))
+    plan, size = min(tried, key=lambda each: _effort(each[0]))
+    if plan.fitting is None:
+        return tried[-1][0], []
     reason = f"the recipe's {schedule.batch_size} conversations do not fit into memory at once"
     return plan, [Choice(f"train.schedule.{key}", value, reason) for key, value in size.items()]
+
+
+def _startable(config: PlanConfig) -> Plan:
+    """Return a plan by the ways that can be started here."""
+    plan = make_plan(config)
+    has_deepspeed = find_spec("deepspeed") is not None
+    return replace(plan, fits=[fit for fit in plan.fits if has_deepspeed or not _is_zero(fit)])
+
+
+def _effort(plan: Plan) -> int:
+    """Return 0 where a plan fits, 1 where it does by ZeRO, 2 where it does not."""
+    return 2 if plan.fitting is None else int(_is_zero(plan.fitting))
+
+
+def _is_zero(fit: Fit) -> bool:
+    return fit.engine.recipe.startswith("zero")
 
 
 def _template(run: RunConfig) -> list[Choice]:
@@ -184,7 +210,9 @@ def _template(run: RunConfig) -> list[Choice]:
     if run.target.chat_template is not None or name.startswith(PREFIX):
         return []
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=run.target.revision)
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, revision=run.target.revision, trust_remote_code=run.target.trust_remote_code
+        )
     except (*UNREADABLE, ImportError) as error:
         raise InputError(f"{name} has no tokenizer that can be read: {first_line(error)}") from error
     if tokenizer.chat_template is not None:
@@ -212,9 +240,13 @@ def kind_of(config: PlanConfig) -> str:
 
 
 def _prompts(prompts: PromptsConfig) -> tuple[int | None, Sequence[Prompt]]:
-    """Return how many different prompts a file holds, and all of them; None for prompts that are not in one."""
+    """Return how many different prompts there are at most, None where nothing limits them, and those of a file."""
+    if prompts.num_prompts < FEWEST_PROMPTS:
+        raise InputError(
+            f"prompts.num_prompts must be at least {FEWEST_PROMPTS}, to train and to judge, got {prompts.num_prompts}"
+        )
     if prompts.source != "file":
-        return None, ()
+        return None if prompts.num_prompts == MANY else prompts.num_prompts, ()
     read = read_prompts(prompts)
     number = len(set(split_positions(read)))
     if number < FEWEST_PROMPTS:
@@ -227,8 +259,7 @@ def _prompts(prompts: PromptsConfig) -> tuple[int | None, Sequence[Prompt]]:
 
 def _plan_config(run: RunConfig) -> PlanConfig:
     """Return the plan of the recipe's training on this machine, for conversations of a thousand tokens."""
-    target = {"target.name": run.stage_target.name, "target.dtype": run.target.dtype}
-    given = as_overrides(target | (run.train or {}))
+    given = as_overrides({"target": run.stage_target.model_dump(mode="json"), **(run.train or {})})
     config: PlanConfig
     if training_schema(run.recipe) is HeadsConfig:
         config = load_config(PlanHeadsConfig, run.recipe, given)
@@ -272,12 +303,11 @@ def _check_room(run: RunConfig, plan: Plan) -> None:
             f"and this machine has {plan.config.hardware.machine.memory_gib:.1f} GiB free: take a larger one, or more GPUs; "
             "scripts/plan.py says what fits where"
         )
-    there = next(folder for folder in Path(run.output).absolute().parents if folder.exists())
-    free, needed = shutil.disk_usage(there).free, 3 * plan.checkpoint_bytes
+    free, needed = describe_disk(Path(run.output))["free_bytes"], 3 * plan.checkpoint_bytes
     if free < needed:
         raise InputError(
-            f"--output: {there} has {free / GIB:.1f} GiB free, and checkpoints take {needed / GIB:.1f} GiB; free space there, "
-            "or name a folder on another disk"
+            f"--output: the disk of {run.output} has {free / GIB:.1f} GiB free, and checkpoints take {needed / GIB:.1f} GiB; "
+            "free space there, or name a folder on another disk"
         )
 
 
@@ -287,7 +317,6 @@ def _launcher(plan: Plan, on_cpu: bool) -> list[Choice]:
     engine, number = plan.fitting.engine, plan.num_processes
     name = engine.on_cpu if on_cpu and engine.on_cpu else engine.recipe
     launcher = f"configs/accelerate/{name}.yaml"
-    find_shipped(launcher)
     what = "the processor" if on_cpu else f"{plan.config.hardware.num_accelerators} accelerators"
     choices = [
         Choice("launcher", launcher, f"the simplest that fits: {plan.fitting.num_bytes / GIB:.1f} GiB"),

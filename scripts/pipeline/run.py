@@ -17,7 +17,7 @@ from distill.generation.split import share_for
 from eval.report.markdown import table
 from heads.frozen.identity import save_dequantised
 from scripts.pipeline.choice import choose
-from scripts.pipeline.draft_file import apply, write_draft_file
+from scripts.pipeline.draft_file import apply, asked_first, read_choices, write_draft_file
 from scripts.pipeline.jobs import submit_job
 from scripts.pipeline.rehearsal import FOLDER, rehearse
 from scripts.pipeline.request import Facts, examine
@@ -59,16 +59,36 @@ def run_stage(run: RunConfig, stage: Stage) -> int:
 
 def inputs_of(run: RunConfig) -> str:
     """Return a fingerprint of the files that a run reads."""
+    return files_fingerprint(_files_of(run))
+
+
+def _files_of(run: RunConfig) -> list[Path]:
+    """Return the target and the prompts of a run, where they are files or folders."""
     named = [run.target.name, run.prompts.path if run.prompts.source == "file" else None]
-    return files_fingerprint(Path(each) for each in named if each is not None and Path(each).exists())
+    return [Path(each) for each in named if each is not None and Path(each).exists()]
+
+
+def remove(run: RunConfig) -> None:
+    """Remove the folder of a run that is to begin anew; an InputError where it holds something else."""
+    folder = Path(run.output)
+    if not folder.exists():
+        return
+    if not (folder / DRAFT_FILE).is_file() and (folder.is_file() or any(folder.iterdir())):
+        raise InputError(
+            f"--fresh: {folder} holds no run, for want of a {DRAFT_FILE}; remove it yourself, or name another --output"
+        )
+    for path in _files_of(run):
+        if path.resolve().is_relative_to(folder.resolve()):
+            raise InputError(f"--fresh: {path} would be removed with {folder}; move it, or name another --output")
+    shutil.rmtree(folder)
 
 
 def choose_stages(run: RunConfig) -> RunConfig:
     """Examine and rehearse a run, and write what was chosen for each stage into its draft.yaml."""
-    output = Path(run.output)
+    asked, output = run, Path(run.output)
     unpack(run)
-    run, facts, choices = examine(run)
-    write_draft_file(run, choices)
+    run, facts, choices = examine(asked)
+    write_draft_file(asked)  # alone: what a rehearsal that is cut off had chosen is not what was asked for
     say(f"draftsmith run: a draft for {run.target.name} in {run.budget_minutes:g} minutes, in {output}\n")
     say("\n".join(map(str, choices)))
     say("\n== rehearsal: every stage once in small, to measure this machine")
@@ -80,8 +100,8 @@ def choose_stages(run: RunConfig) -> RunConfig:
         rates = rehearse(
             run.model_copy(
                 update={
-                    "cache": cache_of(facts),
-                    "eval": {"cost": facts.cost(run)},
+                    "cache": {**cache_of(facts), **(run.cache or {})},
+                    "eval": {**facts.cost(run), **(run.eval or {})},
                     "train": {**(run.train or {}), **facts.rehearsed},
                 }
             ),
@@ -91,7 +111,7 @@ def choose_stages(run: RunConfig) -> RunConfig:
             held_out_share=share,
         )
         entry.update(done=True, code=DONE)
-    chosen = choose(run, facts, rates, checks=is_checked_here(run.engine), data_batch=batch)
+    chosen = asked_first(asked, choose(run, facts, rates, checks=is_checked_here(run.engine), data_batch=batch))
     run = apply(run, chosen)
     write_draft_file(run, [*choices, *chosen])
     shutil.rmtree(output / FOLDER)
@@ -122,6 +142,7 @@ def unpack(run: RunConfig) -> None:
 
 
 def submit(run: RunConfig, where: Where) -> int:
-    """Write the request, and hand it to a cluster as a job that runs it there."""
-    path = write_draft_file(run.model_copy(update={"output": str(Path(run.output).absolute())}))
-    return submit_job(path, where)
+    """Write the run with an output that any folder finds, and hand it to a cluster as a job that runs it there."""
+    output = Path(run.output).absolute()
+    reasons = list(read_choices(output / DRAFT_FILE))
+    return submit_job(write_draft_file(run.model_copy(update={"output": str(output)}), reasons), where)

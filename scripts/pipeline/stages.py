@@ -17,6 +17,7 @@ from configs.schema.commands.release import Engine
 from configs.schema.commands.running import RunConfig, Stage
 from configs.schema.data import CacheConfig, DataConfig
 from configs.schema.evaluation import EvalConfig, GateConfig, SuiteConfig
+from configs.schema.target import TargetConfig
 from configs.schema.training import DistillConfig, HeadsConfig, training_schema
 from scripts.serving.vllm_server import find_vllm
 from scripts.steps import GATE_ENTRY, LAUNCH, Step, run_step, run_steps
@@ -112,8 +113,12 @@ def _arguments_alone(run: RunConfig, stage: Stage) -> list[str]:
 
 
 def _export(run: RunConfig, what: Path, folder: str) -> list[str]:
-    named = [] if run.target.name.startswith("embedded:") else ["--target", run.stage_target.name]
-    return ["scripts/export.py", str(what), "--to", str(run.engine), "--out", folder, *named]
+    return ["scripts/export.py", str(what), "--to", str(run.engine), "--out", folder, *target_folder(run.stage_target)]
+
+
+def target_folder(target: TargetConfig) -> list[str]:
+    """Return the option by which an export finds a target in a folder; others it finds by the artifact, with their revision."""
+    return ["--target", target.name] if Path(target.name).exists() else []
 
 
 def make_step(run: RunConfig, stage: Stage) -> Step:
@@ -142,10 +147,10 @@ def make_step(run: RunConfig, stage: Stage) -> Step:
 
 
 def decided_by(run: RunConfig, stage: Stage) -> Any:
-    """Return what decides a stage's results, besides the stages before it."""
+    """Return what decides a stage's results, besides the stages before it: where the output lies does not."""
     if stage == "check":
         return [stage, run.engine, is_checked_here(run.engine)]
-    config = stage_config(run, stage)
+    config = stage_config(run.model_copy(update={"output": "."}), stage)
     return [stage, run.engine if config is None else json.loads(config.model_dump_json())]
 
 

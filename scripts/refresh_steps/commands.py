@@ -14,7 +14,7 @@ from configs.schema.evaluation import EvalConfig, SuiteConfig
 from configs.schema.training import DistillConfig, HeadsConfig
 from heads.metadata import Metadata
 from scripts import steps
-from scripts.pipeline.stages import ENTRIES
+from scripts.pipeline.stages import ENTRIES, target_folder
 
 Config = DataConfig | DistillConfig | HeadsConfig | EvalConfig
 FROM_ARTIFACT = {"init": "model", "layers": None, "overrides": None}
@@ -112,8 +112,7 @@ def judge(config: RefreshConfig, artifact: Path, report: Path, baseline: Path, o
 
 def export(config: RefreshConfig, artifact: Path, folder: Path) -> int:
     """Export the new draft for each engine named; return the first code that is not 0."""
-    name = config.target.name
-    target = [] if name.startswith("embedded:") else ["--target", name]
+    target = target_folder(config.target)
     for engine in config.exports:
         code = call("scripts/export.py", str(artifact), "--to", engine, "--out", str(folder / engine), *target)
         if code != DONE:

@@ -55,7 +55,7 @@ class Run:
 
 
 def check_vllm(serve: str, prompts: Sequence[Prompt], config: CheckConfig, *, vllm: str | None, out: Path) -> EngineCheck:
-    """Serve the target without and with the draft of a `serve.txt`, and compare."""
+    """Serve the target without and with the draft of a `serve.txt`, and compare; no verdict where it does not serve alone."""
     line, command = read_line(serve), find_vllm(vllm)
     if command is None:
         return EngineCheck(engine="vllm", checked=False, reason=f"not installed: {INSTALL}")
@@ -71,7 +71,7 @@ def check_vllm(serve: str, prompts: Sequence[Prompt], config: CheckConfig, *, vl
         with serving(engine, (*line.plain, *more), out / "plain.log", seconds=config.start_seconds) as url:
             plain = ask(engine, url, requests, config, "plain")
     except EngineFailed as error:
-        return EngineCheck(engine="vllm", checked=False, passed=False, reason=f"vLLM without the draft {error}", **known)
+        return EngineCheck(engine="vllm", checked=False, reason=f"vLLM without the draft {error}", **known)
     try:
         log = out / "draft.log"
         with serving(engine, (*line.options, *more), log, seconds=config.start_seconds, variables=line.variables) as url:

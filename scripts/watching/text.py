@@ -97,9 +97,9 @@ def time_left(run: Run) -> str:
     return NOT_AVAILABLE if run.seconds_left is None else _clock(run.seconds_left)
 
 
-def at(point: Point | None, digits: int = 2) -> str:
+def at(point: Point | None) -> str:
     """Return a value and its step."""
-    return NOT_AVAILABLE if point is None else f"{number(point.value, digits)} at step {point.step:,}"
+    return NOT_AVAILABLE if point is None else f"{number(point.value)} at step {point.step:,}"
 
 
 def failed_checks(run: Run) -> list[str]:

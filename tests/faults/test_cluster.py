@@ -167,7 +167,7 @@ kill -TERM "$(cat step-three)"
 LINE_OR_LAUNCHER = """#!/usr/bin/env bash
 if [[ "$1" == scripts/serve_states.py ]]; then
     echo "$@" > asked
-    echo "sleep 60; #"
+    echo 'VLLM_API_KEY="${SERVER_KEY:?}" serve'
     exit
 fi
 echo "$@" > trained
@@ -177,20 +177,30 @@ for _ in {1..500}; do [[ -n "${told:-}" ]] && break; sleep 0.02; done
 echo "a checkpoint is there" >> "$DRAFTSMITH_STOPPED_FILE"
 exit 1
 """
+SERVER = """#!/usr/bin/env bash
+echo "$VLLM_API_KEY" > served
+exec sleep 60
+"""
+HEALTH = """#!/usr/bin/env bash
+[[ -s served ]]
+"""
 
 
 def test_a_job_with_servers_gives_training_their_addresses_and_asks_training_alone_to_stop(tmp_path):
     tools = tmp_path / "tools"
     tools.mkdir()
     hosts = SCONTROL.replace("localhost\\nnever-asked", "one\\ntwo\\nthree")
-    write_tools(tools, srun=STEP, scontrol=hosts, curl="#!/bin/sh\n", scancel=SCANCEL, python=LINE_OR_LAUNCHER)
+    write_tools(tools, srun=STEP, scontrol=hosts, scancel=SCANCEL, python=LINE_OR_LAUNCHER, serve=SERVER, curl=HEALTH)
     disk = tmp_path / "disk"
     disk.mkdir()
     (disk / "of others").touch()
     told = {"SERVER_NODES": "2", "STATES": str(disk), "SERVER_SETUP": "true", "PYTHON": str(tools / "python")}
+    told["SERVER_KEY"] = "the-key"
     job = partial(run_slurm_job, tmp_path, tools, "train/heads.py", "--config", "a.yaml", script="slurm_states.sbatch")
     ended = job(**told, SLURM_JOB_NUM_NODES="3")
     assert ended.returncode == TERMINATED, ended.stderr
+    assert (tmp_path / "served").read_text() == "the-key\n"
+    assert "the-key" not in ended.stdout + ended.stderr
     assert (tmp_path / "requeued").read_text() == "77\n"
     assert (tmp_path / "stopped").read_text() == "--signal=TERM 77.1\n"
     given = f"--config a.yaml --set target.states.urls=[http://one:8000/v1,http://two:8000/v1] target.states.path={disk}/77"

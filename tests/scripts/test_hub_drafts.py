@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 
 import pytest
 import torch
@@ -82,6 +83,21 @@ def test_what_was_pushed_is_loaded_gated_evaluated_and_exported_by_its_name(push
     out = ["--to", "transformers", "--out", str(tmp_path / "out"), "--target", str(release / "target")]
     assert run(ExportConfig, exporting, NAME, *out) == DONE
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.num_assistant_tokens == 3
+
+
+def test_an_export_serves_the_revision_of_the_target_that_the_draft_was_trained_for(hub, release, tmp_path):
+    repository = upload(hub, "ann/target", release / "target")
+    first, files, metadata = repository.head, repository.files, release / "artifact" / "draftsmith.json"
+    for revision, now, named in (
+        (first, {**files, "config.json": b"{}"}, rf"'/\S+/snapshots/{first}'"),
+        (None, files, "'ann/target'"),
+    ):
+        repository.commit(now)
+        values = json.loads(metadata.read_text())
+        metadata.write_text(json.dumps(values | {"target": values["target"] | {"name": "ann/target", "revision": revision}}))
+        out = tmp_path / f"out-{revision}"
+        assert run(ExportConfig, exporting, str(release / "artifact"), "--to", "transformers", "--out", str(out)) == DONE
+        assert re.search(rf"from_pretrained\({named}", (out / "serve.txt").read_text())
 
 
 def test_a_revision_is_loaded_as_it_was_and_by_those_who_may(push, hub, monkeypatch):

@@ -42,7 +42,7 @@ def test_the_page_says_what_fits_and_what_does_not(capsys):
     assert "70,553,706,496 parameters" in page  # Llama-3-70B's
     assert re.search(r"\| ddp_gpus \| [\d.]+ GiB \| no: more than 71.1 GiB", page)
     assert re.search(r"\| ddp_gpus with target.parallel.tensor=2 \| [\d.]+ GiB \| no: ", page)
-    assert "| one_gpu --gpu_ids all with target.device_map |" in page
+    assert "| one_gpu with target.device_map |" in page
     assert "recipe: take ddp_gpus with target.parallel.tensor=4" in page
     assert "PROCESSES_PER_NODE=8 scripts/cluster/node.sh train/heads.py --config mine.yaml --set target.parallel" in page
 
@@ -76,8 +76,7 @@ def test_a_mistake_is_one_line(argv, complaint, capsys):
             SPREADING,
             "h100_80gb",
             8,
-            "accelerate launch --quiet --gpu_ids all --config_file configs/accelerate/one_gpu.yaml COMMAND "
-            "--set target.device_map=auto",
+            "accelerate launch --quiet --config_file configs/accelerate/one_gpu.yaml COMMAND --set target.device_map=auto",
         ),
         (
             Sharing(recipe="one_gpu", on_cpu="one_process_cpu", several=False),

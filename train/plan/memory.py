@@ -47,7 +47,7 @@ class Sharing:
         """The recipe, and whether the target is split or spread beside it."""
         if self.group > 1:
             return f"{self.recipe} with target.parallel.{self.kind}={self.group}"
-        return f"{self.recipe} --gpu_ids all with target.device_map" if self.spreads_target else self.recipe
+        return f"{self.recipe} with target.device_map" if self.spreads_target else self.recipe
 
 
 # From the simplest to the one that needs least of an accelerator.

@@ -45,7 +45,7 @@ def launch_line(engine: Sharing, hardware: HardwareConfig, command: str) -> str:
         return f"{recipe}sbatch --nodes={nodes} --gpus-per-node={per_node} scripts/cluster/slurm.sbatch {command}"
     if engine.spreads_target:
         file = f"configs/accelerate/{engine.recipe}.yaml"
-        return f"accelerate launch --quiet --gpu_ids all --config_file {file} {command} --set target.device_map=auto"
+        return f"accelerate launch --quiet --config_file {file} {command} --set target.device_map=auto"
     on_cpu = hardware.preset == "laptop_cpu"
     if engine.several is False:
         name = engine.on_cpu if on_cpu else engine.recipe

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
-from configs.schema.base import PositiveFloat, Settings
+from pydantic import field_validator
+
+from configs.schema.base import PositiveFloat, Settings, dotted
 from configs.schema.commands.release import Engine
 from configs.schema.data import PromptsConfig
 from configs.schema.target import TargetConfig
@@ -18,8 +20,8 @@ Where = Literal["here", "slurm", "k8s"]
 class RunConfig(Settings):
     """`draft.yaml`: train a draft for a target and its prompts within a budget, judge it and export it.
 
-    `data`, `cache`, `train` and `eval` change the configs of those stages' commands, by dotted keys. They are chosen after the
-    rehearsal, and may be changed by hand before their stage begins; None: not chosen yet, of `cache`: no cache.
+    `data`, `cache`, `train` and `eval` change the configs of those stages' commands, by dotted keys or in sections. What is not
+    asked for is chosen after the rehearsal, and may be changed by hand before the stage begins; `cache` None: no cache.
     """
 
     target: TargetConfig = TargetConfig()
@@ -36,8 +38,13 @@ class RunConfig(Settings):
     cache: dict[str, Any] | None = None
     train: dict[str, Any] | None = None
     eval: dict[str, Any] | None = None
-    minutes: dict[str, float] = {}  # planned for each stage
+    minutes: dict[str, float] = {}  # planned for each stage; none: nothing was chosen yet
     output: str = "runs/draft"  # folder
+
+    @field_validator("data", "cache", "train", "eval", mode="before")
+    @classmethod
+    def _sections_become_dotted_keys(cls, value: Any) -> Any:
+        return dict(dotted(value, takes_all=True)) if isinstance(value, dict) else value
 
     @property
     def unpacked(self) -> str | None:
@@ -52,7 +59,7 @@ class RunConfig(Settings):
     @property
     def is_chosen(self) -> bool:
         """Whether the rehearsal has been held and the stages' settings were chosen."""
-        return self.data is not None and self.train is not None and self.eval is not None
+        return bool(self.minutes)
 
     @property
     def stages(self) -> tuple[Stage, ...]:

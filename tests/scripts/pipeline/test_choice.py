@@ -1,12 +1,15 @@
 """What a run does with its budget, from made-up rates: it is used, not exceeded, and spent on what is scarce."""
 
+import shutil
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from configs.runtime.errors import InputError
+from configs.runtime.loading import as_overrides, load_config
 from configs.schema.commands.running import RunConfig
 from configs.schema.data import PromptsConfig
 from configs.schema.evaluation import EvalConfig
@@ -37,8 +40,9 @@ def rates(**changed):
     return Rates(**(found | changed))
 
 
-def fit(minutes, num_prompts=None, cache_row_bytes=5768, engine="vllm", **changed):
-    run = RunConfig(budget_minutes=minutes, engine=engine)
+def fit(minutes, num_prompts=None, cache_row_bytes=5768, engine="vllm", output="runs/draft", **changed):
+    asked = {key: changed.pop(key) for key in ("data", "cache", "train") if key in changed}
+    run = RunConfig(budget_minutes=minutes, engine=engine, output=str(output), **asked)
     facts = SimpleNamespace(num_prompts=num_prompts, decoded_tokens=64, on_cpu=True)
     budget = Budget(run=run, facts=facts, rates=rates(**changed), checks=False, cache_row_bytes=cache_row_bytes, step_size=8)
     return budget.spend()
@@ -99,6 +103,40 @@ def test_a_cache_that_the_disk_does_not_hold_is_left_out_and_the_target_runs_in_
     assert without.num_prompts < with_cache.num_prompts
 
 
+def test_epochs_answers_and_a_cache_that_were_asked_for_are_reckoned_with():
+    found = fit(
+        30, train={"schedule": {"epochs": 1}}, data={"answers": {"max_new_tokens": 96}}, cache={}, cache_row_bytes=10**9
+    )
+    assert (found.epochs, found.max_new_tokens, found.cached) == (1, 96, True)
+    assert fit(30).epochs > 1
+    assert fit(30, num_prompts=200, train={"schedule": {"epochs": 3}}).epochs == 3
+    assert not fit(30, cache=None).cached
+
+
+def test_no_more_prompts_are_used_than_were_asked_for_and_own_settings_of_prompts_stay(tiny_llama, tiny_tokenizer, tmp_path):
+    tiny_llama(layers=8).save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    run = RunConfig(target=TargetConfig(name=str(tmp_path)), budget_minutes=60, engine="vllm")
+    given = PromptsConfig(num_prompts=100, temperature=1.3)
+    for asked, most in ((given, 100), (PromptsConfig(), None)):
+        examined, facts, _ = examine(run.model_copy(update={"prompts": prompts_of(None, asked)}))
+        assert facts.num_prompts == most
+        chosen = apply(examined, choose(examined, facts, rates(), checks=False, data_batch=4)).prompts
+        assert (chosen.num_prompts == 100) == (most == 100)
+        assert chosen.temperature == (1.3 if most else 0.8)
+    (tmp_path / "prompts.txt").write_text("".join(f"w{n % 50} w{n // 50}\n" for n in range(300)))
+    own = prompts_of(str(tmp_path / "prompts.txt"), PromptsConfig(num_prompts=100, on_too_long="truncate"))
+    assert (own.num_prompts, own.on_too_long, own.source) == (100, "truncate", "file")
+
+
+def test_the_disk_that_is_asked_is_that_of_the_outputs_nearest_folder(monkeypatch, tmp_path):
+    (tmp_path / "full" / "begun").mkdir(parents=True)
+    free = {Path("/"): 10**12, tmp_path / "full": 10**6, tmp_path / "full" / "begun": 10**6}
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free[Path(path)]))
+    assert not fit(30, output=tmp_path / "full" / "runs" / "new").cached
+    assert not fit(30, output=tmp_path / "full" / "begun").cached
+
+
 def test_of_a_file_of_which_some_prompts_are_taken_as_many_are_held_out_as_are_decoded(tiny_llama, tiny_tokenizer, tmp_path):
     tiny_llama(seed=1, dtype=torch.float32, layers=8).save_pretrained(tmp_path / "model")
     tiny_tokenizer.save_pretrained(tmp_path / "model")
@@ -124,8 +162,9 @@ def test_a_budget_that_is_too_short_is_refused_with_one_that_is_not():
 def test_rounds_are_timed_where_the_target_is_whole_in_its_process(parallel, swept):
     run = RunConfig(budget_minutes=60, target={"parallel": parallel})
     cost = Facts.cost(SimpleNamespace(context=2048), run)
-    assert (cost is not None) == swept
-    EvalConfig(target=run.target, cost=cost)  # which refuses the sweep of a target that processes share
+    assert bool(cost) == swept
+    target = {"target": run.target.model_dump(mode="json")}
+    load_config(EvalConfig, None, as_overrides(target | cost))  # which refuses the sweep of a target that processes share
 
 
 def test_an_engine_that_is_installed_takes_time_of_its_own_and_more_for_a_slow_target():

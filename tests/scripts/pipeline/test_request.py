@@ -1,5 +1,7 @@
 """What a run finds out of a target's config and a machine's memory."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from configs.runtime.errors import InputError
@@ -7,6 +9,12 @@ from configs.schema.commands.planning import HardwareConfig
 from configs.schema.commands.running import RunConfig
 from configs.schema.target import TargetConfig
 from scripts.pipeline import request
+
+
+def planned(monkeypatch, name, **hardware):
+    gpus = HardwareConfig(preset="h100_80gb", **hardware)
+    monkeypatch.setattr(request, "hardware", lambda: gpus)
+    return request._recipe(RunConfig(target=TargetConfig(name=name)))
 
 
 @pytest.mark.parametrize(
@@ -17,11 +25,26 @@ from scripts.pipeline import request
     ],
 )
 def test_a_batch_that_does_not_fit_is_taken_in_parts(name, number, changed, monkeypatch):
-    gpus = HardwareConfig(preset="h100_80gb", num_accelerators=number, accelerators_per_node=number)
-    monkeypatch.setattr(request, "hardware", lambda: gpus)
-    plan, choices = request._recipe(RunConfig(target=TargetConfig(name=name)))
+    plan, choices = planned(monkeypatch, name, num_accelerators=number, accelerators_per_node=number)
     assert plan.fitting is not None
     assert {each.key: each.value for each in choices} == {"recipe": request.HEAD, "train.head.num_depths": 3, **changed}
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "deepspeed", "engine", "batch_size"),
+    [
+        (46.0, True, "one_gpu", 4),  # by ZeRO-3 with offloading all 8 would fit
+        (30.0, True, "zero3_offload", 2),
+        (30.0, False, None, None),
+    ],
+)
+def test_zero_is_taken_where_no_smaller_batch_fits_without_it_and_deepspeed_is_there(
+    monkeypatch, memory_gib, deepspeed, engine, batch_size
+):
+    monkeypatch.setattr(request, "find_spec", lambda name: deepspeed or None)
+    plan, choices = planned(monkeypatch, "configs/plan/llama_8b", memory_gib=memory_gib)
+    assert (plan.fitting and plan.fitting.engine.recipe) == engine
+    assert {each.key: each.value for each in choices}.get("train.schedule.batch_size") == batch_size
 
 
 @pytest.mark.parametrize(
@@ -43,6 +66,20 @@ def test_an_engine_that_knows_no_norms_gets_a_head_without_them(engine, left_out
     tiny_tokenizer.save_pretrained(tmp_path)
     _, _, choices = request.examine(RunConfig(target=TargetConfig(name=str(tmp_path)), engine=engine))
     assert {each.key.removeprefix("train.head.") for each in choices if each.value is False} == left_out
+
+
+def test_the_plan_and_the_tokenizer_are_those_of_the_revision_and_of_code_that_is_trusted(monkeypatch):
+    target = TargetConfig(name="ann/target", revision="abc", trust_remote_code=True, attention="eager")
+    assert request._plan_config(RunConfig(target=target)).target == target
+    asked = []
+
+    def from_pretrained(name, **options):
+        asked.append((name, options))
+        return SimpleNamespace(chat_template="")
+
+    monkeypatch.setattr(request.AutoTokenizer, "from_pretrained", from_pretrained)
+    assert request._template(RunConfig(target=target)) == []
+    assert asked == [("ann/target", {"revision": "abc", "trust_remote_code": True})]
 
 
 def test_a_named_recipe_with_norms_is_refused_for_such_an_engine_before_anything_is_run(tiny_llama, tiny_tokenizer, tmp_path):

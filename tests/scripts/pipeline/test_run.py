@@ -2,7 +2,9 @@
 
 import csv
 import json
+import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,10 +18,12 @@ from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED, INTERRUPTED, T
 from configs.runtime.errors import Stopped
 from configs.runtime.files import CHECKOUT
 from configs.runtime.loading import load_config
+from configs.schema.commands.refreshing import RefreshConfig
 from configs.schema.commands.running import RunConfig
 from configs.schema.target import TargetConfig
 from scripts import draftsmith
-from scripts.pipeline import rehearsal, stages
+from scripts.pipeline import jobs, rehearsal, stages
+from scripts.refresh_steps import commands
 
 NUM_PROMPTS = 30
 
@@ -72,8 +76,11 @@ def draftsmith_run(monkeypatch, tmp_path):
     signal.signal(signal.SIGTERM, before)
 
 
-def test_a_run_leads_to_a_verdict_and_an_export_and_its_file_goes_on(model, prompts, draftsmith_run, capsys, tmp_path):
+def test_a_run_leads_to_a_verdict_and_an_export_and_its_file_goes_on(
+    model, prompts, draftsmith_run, capsys, monkeypatch, tmp_path
+):
     asked = ["run", model, "--prompts", prompts, "--budget", "20m", "--for", "sglang", "--yes"]
+    asked += ["--set", f"prompts.num_prompts={NUM_PROMPTS + 1}", "train.schedule={log_every_steps: 5}"]
     draftsmith_run.stopped.append("eval/gate.py")
     assert draftsmith_run(*asked) == TERMINATED
     assert draftsmith_run.called[5:] == [
@@ -103,12 +110,28 @@ def test_a_run_leads_to_a_verdict_and_an_export_and_its_file_goes_on(model, prom
     assert json.loads((output / "steps.json").read_text())["planned_minutes"] == chosen.minutes
     assert not (output / "rehearsal").exists()
 
+    before, output_here = file.read_text().splitlines(), 'output: "runs/mine"'
+    monkeypatch.setattr(jobs.shutil, "which", lambda name: None)
+    assert draftsmith_run("run", file, "--on", "slurm") == DONE  # says what to type where Slurm is
+    assert output_here in before
+    there = [line.replace(output_here, f'output: "{output}"') for line in before]
+    assert file.read_text().splitlines()[2:] == there[2:]  # the reasons, too
+    monkeypatch.chdir(model)  # as a job, whose folder is another
     assert draftsmith_run("run", file, "--yes") == GATE_FAILED
     assert draftsmith_run.called == []
+    monkeypatch.chdir(tmp_path)
     file.write_text(file.read_text().replace("schedule.epochs: 10", "schedule.epochs: 1"))
     assert draftsmith_run("train", file) == 0
     assert draftsmith_run.called == ["train/heads.py"]
     assert (output / "train.before-1").is_dir()
+
+
+@pytest.mark.parametrize("name", ["base", "base.gguf"])
+def test_what_decides_a_stage_is_the_same_however_the_output_is_spelled(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    run = RunConfig(target=TargetConfig(name=name), output="runs/mine", cache={}, train={}, data={}, eval={})
+    there = run.model_copy(update={"output": str(tmp_path / "runs" / "mine")})
+    assert [stages.decided_by(run, stage) for stage in run.stages] == [stages.decided_by(there, stage) for stage in run.stages]
 
 
 @pytest.mark.parametrize(("engine", "written"), [("vllm", ["vllm", "suffix_lookup"]), ("sglang", ["sglang"])])
@@ -119,6 +142,21 @@ def test_vllm_gets_suffix_lookup_beside_the_draft(tmp_path, monkeypatch, engine,
     assert stages.make_step(run, "export").run() == DONE
     assert [Path(arguments[arguments.index("--out") + 1]).name for arguments in called] == written
     assert [arguments[1] for arguments in called][1:] == [str(tmp_path / "data" / "train.jsonl")] * (len(written) - 1)
+
+
+def test_an_export_finds_a_target_on_the_hub_by_the_artifact_with_its_revision(tmp_path, monkeypatch):
+    called = []
+    monkeypatch.setattr(commands.steps, "run_step", lambda arguments: called.append(arguments) or DONE)
+    for name, named in (
+        ("ann/target", []),
+        ("embedded:smollm2-135m-instruct", []),
+        (str(tmp_path), ["--target", str(tmp_path)]),
+    ):
+        target = TargetConfig(name=name, revision="abc" if name == "ann/target" else None)
+        run = RunConfig(target=target, output=str(tmp_path), engine="vllm")
+        assert stages.stage_command(run, "export")[6:] == named
+        assert commands.export(RefreshConfig(target=target, exports=["vllm"]), tmp_path, tmp_path) == DONE
+        assert called.pop()[6:] == named
 
 
 def test_the_engine_gets_the_chat_template_that_the_draft_was_trained_with(tmp_path):
@@ -137,18 +175,56 @@ def test_an_evaluation_asks_for_no_more_prompts_than_the_data_hold_out(tmp_path)
     assert json.loads((tmp_path / "configs" / "eval.json").read_text())["suite"]["num_prompts"] == 12
 
 
-def test_a_run_that_was_begun_is_not_taken_for_another(model, prompts, draftsmith_run, capsys, tmp_path):
+def test_a_run_that_was_begun_is_not_taken_for_another(model, prompts, draftsmith_run, capsys, monkeypatch, tmp_path):
     draftsmith_run.stopped.append("scripts/make_data.py")
-    assert draftsmith_run("run", model, "--prompts", prompts, "--budget", "4m", "--for", "vllm") == TERMINATED
+    same, other = ["--prompts", prompts, "--budget", "4m"], "configs/heads/dflash.yaml"
+    assert draftsmith_run("run", model, *same, "--for", "vllm") == TERMINATED
     for arguments, sentence in (
         (["--budget", "5m"], "is of a run with the budget_minutes 4.0, and 5.0 is asked for"),
         (["--budget", "4m", "--for", "gguf"], "is of a run with the engine vllm, and gguf is asked for"),
         (["--budget", "4m"], "is of a run with the prompts"),
+        ([*same, "--set", f"recipe={other}"], f"the recipe configs/heads/eagle3.yaml, and {other} is asked for"),
+        ([*same, "--set", "train.schedule.epochs=3"], "the train.schedule.epochs None, and 3 is asked for"),
+        ([*same, "--set", "prompts.num_prompts=20", "target.images={}"], "the target.images None, and {} is asked for"),
     ):
         assert draftsmith_run("run", model, *arguments) == BAD_INPUT
         assert sentence in capsys.readouterr().err
-    assert draftsmith_run("eval", tmp_path / "runs" / "mine" / "draft.yaml") == BAD_INPUT
+    file = tmp_path / "runs" / "mine" / "draft.yaml"
+    assert draftsmith_run("eval", file) == BAD_INPUT
     assert "has no choices yet" in capsys.readouterr().err
+    assert draftsmith_run("run", file, "--fresh") == BAD_INPUT
+    assert "draft.yaml would be removed with its run; name the model" in capsys.readouterr().err
+    monkeypatch.chdir(file.parent)
+    for arguments in (["run", "draft.yaml"], ["eval", file]):
+        assert draftsmith_run(*arguments) == BAD_INPUT
+        assert f"not this file's folder; call from {tmp_path}, or set it to {file.parent}" in capsys.readouterr().err
+    draftsmith_run.stopped.append("scripts/make_data.py")
+    assert draftsmith_run("run", model, *same, "--output", file.parent) == TERMINATED
+    assert not (file.parent / "runs").exists()
+    monkeypatch.chdir(tmp_path)
+    (file.parent / "data").mkdir()
+    draftsmith_run.stopped.append("scripts/make_data.py")
+    assert draftsmith_run("run", model, "--prompts", prompts, "--budget", "5m", "--fresh") == TERMINATED
+    assert load_config(RunConfig, file).budget_minutes == 5
+    assert not (file.parent / "data").exists()
+
+
+@pytest.mark.parametrize(
+    ("read", "sentence"),
+    [(None, "holds no run"), ("mine", "mine would be removed with"), ("prompts.csv", "prompts.csv would be removed with")],
+)
+def test_fresh_removes_only_a_runs_folder_that_the_run_does_not_read(
+    model, prompts, draftsmith_run, capsys, tmp_path, read, sentence
+):
+    output = tmp_path / "output"
+    shutil.copytree(model, output / model.name)
+    shutil.copy(prompts, output)
+    if read is not None:
+        (output / "draft.yaml").touch()
+    model, prompts = (output / path.name if path.name == read else path for path in (model, prompts))
+    assert draftsmith_run("run", model, "--prompts", prompts, "--output", output, "--fresh") == BAD_INPUT
+    assert sentence in capsys.readouterr().err
+    assert {path.name for path in output.iterdir()} >= {"mine", "prompts.csv"}
 
 
 @pytest.mark.parametrize(
@@ -158,6 +234,8 @@ def test_a_run_that_was_begun_is_not_taken_for_another(model, prompts, draftsmit
         (["--budget", "soon"], "--budget must be a time above 0"),
         (["--for", "abacus"], "invalid choice: 'abacus'"),
         (["--stage", "train"], "--stage: name the draft.yaml of a run"),
+        (["--on", "slurm", "--stage", "train"], "--stage: a job goes on with the whole of a run, got --on slurm"),
+        (["--on", "k8s", "--fresh"], "--fresh: a job goes on with the whole of a run, got --on k8s"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_runs(model, draftsmith_run, arguments, sentence, capsys):
@@ -183,9 +261,19 @@ def test_a_model_that_cannot_be_drafted_for_is_refused(draftsmith_run, tmp_path,
 def test_a_terminal_is_asked_once_everything_is_chosen(model, prompts, draftsmith_run, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda question: "")
-    assert draftsmith_run("run", model, "--prompts", prompts, "--budget", "4m", "--for", "sglang") == INTERRUPTED
+    asked = ["data.held_out_share=0.3", "train.schedule={epochs: 3, seed: 7}", "eval.repeats=2", "num_processes=1"]
+    arguments = ["--prompts", prompts, "--budget", "4m", "--for", "sglang", "--set", *asked]
+    assert draftsmith_run("run", model, *arguments) == INTERRUPTED
     assert len(draftsmith_run.called) == 5  # of the rehearsal
-    assert "goes on" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "goes on" in said
+    assert all(
+        re.search(rf"{key} +as asked\n", said) for key in ("train.schedule.epochs: 3", "eval.repeats: 2", "num_processes: 1")
+    )
+    chosen = load_config(RunConfig, "runs/mine/draft.yaml")
+    assert chosen.train.items() >= {"schedule.epochs": 3, "schedule.seed": 7}.items()
+    assert "schedule.checkpoint_every_steps" in chosen.train
+    assert (chosen.data["held_out_share"], chosen.eval["repeats"]) == (0.3, 2)
 
 
 def test_make_passes_its_arguments_on_and_takes_none_from_the_environment(monkeypatch):

@@ -118,6 +118,15 @@ def test_a_draft_that_the_engine_cannot_use_fails_in_one_sentence(export, behavi
         assert "Traceback" in capsys.readouterr().err
 
 
+def test_a_target_that_the_engine_does_not_serve_alone_says_nothing_of_the_draft(export, capsys):
+    serve = export / "draft" / "serve.txt"
+    serve.write_text(serve.read_text().replace(f"vllm serve {export / 'target'}", "vllm serve ann/needs-more-gpus"))
+    assert check(export) == DONE
+    found = result_of(export)
+    assert (found["checked"], found["passed"]) == (False, None)
+    assert "vllm: not checked; vLLM without the draft ended with code 1" in capsys.readouterr().out
+
+
 def test_an_interrupt_leaves_no_process(export, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt if (export / "processes").exists() else vllm_server.httpx2.ConnectError("not yet")

@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils.launch import prepare_deepspeed_cmd_env
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_simple_launcher_cmd_env
 
 from configs.runtime.command import DONE
 from configs.runtime.errors import ConfigError, InputError
@@ -210,6 +210,18 @@ def test_a_recipe_opens_with_its_launch_line_and_is_one_that_is_started(recipe):
         file = ROOT / config["deepspeed_config"]["deepspeed_config_file"]
         assert file.stem == recipe.stem
         assert json.loads(file.read_text())["zero_optimization"]["stage"] == int(recipe.stem[4])
+
+
+@pytest.mark.parametrize("visible", ["3", "0,1,2,3", None])
+def test_one_process_on_gpus_sees_those_that_its_caller_does(monkeypatch, visible):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    arguments = launch_arguments(ROOT / "configs" / "accelerate" / "one_gpu.yaml")
+    assert not any((arguments.multi_gpu, arguments.use_fsdp, arguments.use_deepspeed))
+    command, environment = prepare_simple_launcher_cmd_env(arguments)
+    assert command[-1] == "train/distill.py"
+    assert environment.get("CUDA_VISIBLE_DEVICES") == visible
 
 
 def test_the_deepspeed_file_that_a_recipe_names_is_found_from_any_folder(monkeypatch, tmp_path):
