@@ -223,7 +223,7 @@ class ServeCheckConfig(Settings):
     """`scripts/lab/benchmark.py serve`: drafts in real engines, beside our decoder on the same prompts."""
 
     cases: list[ServeCase] = []  # scripts/lab/configs/serve/ has some
-    # Data, cache and folder of the heads that cases name by recipe; its own recipes, variants and measurements are not read
+    # Data, cache and folder of the heads that cases name by recipe; its own recipes and measurements are not read
     heads: BenchHeadsConfig = OWN_HEADS
     # Greedy answers are compared in float32, where near ties are rare; in bfloat16 more of them may differ.
     target: TargetConfig = TargetConfig(dtype="float32", device="cpu")
