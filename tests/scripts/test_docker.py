@@ -107,7 +107,12 @@ def test_a_built_image_is_set_up_and_answers(tools, tmp_path):
     assert doctor["versions"]["other_than_pinned"] == {}
     assert doctor["disks"]["downloads"]["folder"] == f"{root}/cache/draftsmith"
     planned = subprocess.run(
-        ["make", "--dry-run", "demo"], cwd=folder, env=variables, capture_output=True, text=True, check=True
+        ["make", "--no-print-directory", "--dry-run", "demo"],
+        cwd=folder,
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert planned.stdout.startswith(".venv/bin/python scripts/")  # nothing is set up again
 
