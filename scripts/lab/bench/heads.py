@@ -82,7 +82,6 @@ class MeasuredDraft(NamedTuple):
     draft: Draft
     settings: DecodeConfig
     cost: dict[str, Any]
-    proposer: Proposer
     has_lookup: bool = False  # beside it, in decoding
 
 
@@ -100,7 +99,7 @@ def load_sides(
         max_new_tokens=config.max_new_tokens,
         batch_size=1,
     )
-    chain = MeasuredDraft(draft, settings, cost_of(run), draft.proposer)
+    chain = MeasuredDraft(draft, settings, cost_of(run))
     sides = {run.name: chain}
     asked = EvalConfig(decode=settings)
     longer = {"num_speculative_tokens": asked.suffix_length}
@@ -148,7 +147,7 @@ def measure_run(
     drafts = drafts_by_mode(evaluation) | {name: each.num_speculative_tokens for name, each in by_mode.items()}
     # A lookup of its own for each mode and suite, as the baselines have: it learns what it decodes.
     proposers = {
-        name: add_lookup(side.proposer, evaluation, target, answers) if side.has_lookup else side.proposer
+        name: add_lookup(draft.proposer, evaluation, target, answers) if side.has_lookup else draft.proposer
         for name, side in sides.items()
     }
     decoded_by = proposers | make_baselines(evaluation, target, answers)
