@@ -6,6 +6,7 @@ B batch, T columns.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property, lru_cache
@@ -16,6 +17,8 @@ from accelerate.utils import parse_flag_from_env
 from torch import Tensor
 
 from configs.runtime.errors import InputError, first_line
+
+log = logging.getLogger("draftsmith")
 
 CPU = torch.device("cpu")
 T = TypeVar("T")
@@ -152,6 +155,19 @@ def keeps_small_tensors_near(device: torch.device) -> bool:
 def has_graphs(device: torch.device) -> bool:
     """Return whether torch.compile can record CUDA graphs on the device; peers' CUDA kernels run there too."""
     return device.type == "cuda"
+
+
+@cache
+def has_compiler(device: torch.device) -> bool:
+    """Return whether torch.compile makes code for the device; for a CPU that takes a C++ compiler and Python's headers."""
+    if device.type != "cpu":
+        return has_graphs(device)
+    try:
+        torch.compile(torch.neg)(torch.ones(2))
+    except MISSING as error:
+        log.info("nothing is compiled for the CPU: %s", first_line(error))
+        return False
+    return True
 
 
 @cache

@@ -27,12 +27,14 @@ from torch.autograd.function import once_differentiable
 from distill.loss.divergences import ClosedForm, Divergence, acceptance, closed_form
 from distill.loss.logit_head import LogitHead
 from distill.loss.pairs import DenseChunk, Pair, PlacedRows, TargetChunk, TargetRows, at_least_float32
-from heads.device import has_graphs, keeps_small_tensors_near
+from heads.device import has_compiler, keeps_small_tensors_near
 from heads.sampling.probabilities import greedy_token
 
 # Bytes of a float32 tensor over the vocabulary, about ten of which are in use at a time: they should stay in the cache.
 # Of 0.6 to 80 MB, 1 to 2 were fastest on one core with 1 MiB of L2 and 32 MiB of shared L3 cache.
 TILE_BYTES = 2**21
+# Columns from which on a CPU's loss is compiled, if it is not said: with fewer, compiling takes longer than it saves.
+COMPILED_COLUMNS = 1024
 # Rows of a chunk where none are given. On a GPU a product of few rows waits for the head's weights.
 CHUNK_ON_CPU, CHUNK = 128, 2048
 
@@ -249,11 +251,15 @@ def compare(
     """
     form = closed_form(divergence) if isinstance(target, DenseChunk) else None
     own = {"temperature": temperature, "draft_token_ids_W": draft_token_ids_W}
-    if form is not None and weights_C is not None and (has_graphs(draft_logits_CW.device) if compiled is None else compiled):
-        found: tuple[RowStatistics, Tensor] = _compiled()(form, target, draft_logits_CW, labels_C, weights_C, **own)
-        return found
     num_rows, num_columns = draft_logits_CW.shape
     near = keeps_small_tensors_near(draft_logits_CW.device)
+    if compiled is None:
+        compiled = form is not None and (not near or num_columns >= COMPILED_COLUMNS) and has_compiler(draft_logits_CW.device)
+    if form is not None and compiled:
+        # Without weights the gradient is made for nothing, but by the same graph.
+        ones_C = draft_logits_CW.new_ones(num_rows, dtype=torch.float32) if weights_C is None else weights_C
+        statistics, gradient = _compiled()(form, target, draft_logits_CW, labels_C, ones_C, **own)
+        return statistics, None if weights_C is None else gradient
     size = max(1, TILE_BYTES // (4 * max(num_columns, target.num_columns)) if near else num_rows)
     gradient_CW = None if weights_C is None else torch.empty_like(draft_logits_CW)
     tiles = []

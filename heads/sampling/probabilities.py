@@ -50,7 +50,7 @@ def greedy_token(logits: Tensor) -> Tensor:
     # `argmax` and `max` of a row take a CPU six and two times as long: only `amax` is vectorised there.
     blocks = logits.unflatten(-1, (-1, BLOCK))
     block = blocks.amax(-1).max(-1, keepdim=True).indices.unsqueeze(-1)
-    within = blocks.take_along_dim(block, -2).squeeze(-2).max(-1).indices
+    within = blocks.gather(-2, block.expand(*block.shape[:-1], BLOCK)).squeeze(-2).max(-1).indices
     return block.squeeze(-1).squeeze(-1) * BLOCK + within
 
 

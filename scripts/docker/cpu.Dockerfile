@@ -10,7 +10,7 @@ FROM python:3.11-slim-bookworm
 ARG PIP_INDEX_URL
 ARG TORCH_INDEX_URL
 
-# g++ for target.forward: compiled, git for the commit of a run in a checkout that is mounted over this one
+# g++ for what torch.compile makes, git for the commit of a run in a checkout that is mounted over this one
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ git make \
     && rm -rf /var/lib/apt/lists/*

@@ -19,7 +19,8 @@ ENGINES = {
 }
 TOOLS = {
     "deepspeed": "deepspeed is not installed: configs/accelerate/zero*.yaml need it; `pip install 'draftsmith[cluster]'`",
-    "C++ compiler": "no C++ compiler is on the PATH (g++, or the one in CXX): `target.forward: compiled` needs one",
+    "C++ compiler": "no C++ compiler is on the PATH (g++, or the one in CXX): on a CPU training is slower, as the loss is not "
+    "compiled, and `target.forward: compiled` cannot run",
     "git": "git is not here: run.json names no commit",
     "sbatch": "sbatch is not here: `draftsmith run --on slurm` and scripts/cluster/slurm.sbatch need Slurm",
     "kubectl": "kubectl is not here: `draftsmith run --on k8s` and scripts/cluster/kubernetes_job.yaml need it",

@@ -19,6 +19,7 @@ from distill.loss.divergences import DIVERGENCES, Mix, configured_divergence, cr
 from distill.loss.logit_head import LogitHead, model_head
 from distill.loss.pairs import DenseChunk
 from heads.inference.causal_lm import head_logits
+from heads.sampling.probabilities import BLOCK
 from tests.support.losses import dense_loss, dense_pair, linear_head, random_logits
 
 ROWS, DRAFT_WIDTH, TARGET_WIDTH, VOCABULARY = 7, 6, 10, 23
@@ -330,14 +331,32 @@ def test_a_compiled_chunk_is_one_graph_with_the_values_and_gradients_of_the_tile
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
 
-def test_chunks_of_any_number_of_rows_and_divergences_made_anew_share_a_few_graphs(captured):
+@pytest.mark.parametrize("num_tokens", [11, 2 * BLOCK])
+def test_chunks_of_any_number_of_rows_and_divergences_made_anew_share_a_few_graphs(num_tokens, captured):
     """Beyond a limit of graphs torch.compile ends the run."""
     counters.clear()
     for num_rows in (7, 7, 5, 7, 3, 1, 0, 2, 6, 4, 7, 5):
-        target, draft = (random_logits(seed).float()[:num_rows] for seed in (1, 2))
+        target, draft = (random_logits(seed, num_tokens).float()[:num_rows] for seed in (1, 2))
         divergence = configured_divergence(LossConfig(mix={"forward_kl": 1.0, "total_variation": 0.5}, divergence=None))
         compare(divergence, DenseChunk(logits_CX=target), draft, torch.ones(num_rows), compiled=True)
     assert counters["stats"]["unique_graphs"] <= 4
+
+
+@pytest.mark.parametrize(
+    ("has_compiler", "num_tokens", "is_compiled"), [(True, 1024, True), (True, 1023, False), (False, 1024, False)]
+)
+def test_the_loss_of_a_large_vocabulary_is_compiled_where_there_is_a_compiler(
+    has_compiler, num_tokens, is_compiled, captured, monkeypatch
+):
+    monkeypatch.setattr(chunked, "has_compiler", lambda device: has_compiler)
+    counters.clear()
+    target, draft = (random_logits(seed, num_tokens).float() for seed in (1, 2))
+    statistics, gradient = compare(forward_kl, DenseChunk(logits_CX=target), draft, None)
+    assert counters["stats"]["unique_graphs"] == is_compiled
+    assert gradient is None
+    expected, _ = compare(forward_kl, DenseChunk(logits_CX=target), draft, None, compiled=False)
+    for one, other in zip(statistics, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
 # --- memory and mistakes ------------------------------------------------------------------------------------------

@@ -143,7 +143,10 @@ def loss_sides(chunk_size: int) -> dict[Key, LossSide]:
 
 
 def chunked_divergence(inputs: LossInputs, *, beta: float, chunk_size: int) -> Tensor:
-    """Return the loss by `distill.loss.chunked`, divided between the ends by what our JSD is larger by."""
+    """Return the loss by `distill.loss.chunked`, divided between the ends by what our JSD is larger by.
+
+    It is not compiled: that would count as memory and time of the one pass that a process makes.
+    """
     num_positions = len(inputs.draft_hidden_ND)
     weight_VD = inputs.draft_head_VD
     part = LossPart(
@@ -152,7 +155,7 @@ def chunked_divergence(inputs: LossInputs, *, beta: float, chunk_size: int) -> T
         draft_head=LogitHead(logits_of=partial(F.linear, weight=weight_VD), parameters=(weight_VD,)),
         weights_N=torch.full((num_positions,), 1 / num_positions),
     )
-    (result,) = chunked_losses([part], partial(jsd, beta=beta), chunk_size=chunk_size)
+    (result,) = chunked_losses([part], partial(jsd, beta=beta), chunk_size=chunk_size, compiled=False)
     return result.loss * (beta * (1 - beta) or 1)
 
 
