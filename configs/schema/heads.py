@@ -188,7 +188,8 @@ class DFlashSettings(TappedSettings):
     num_layers: PositiveInt = 2  # decoder layers of the head
     block_size: Annotated[int, Field(ge=2)] = 8  # slots: the pending token's and masks
     num_anchors: PositiveInt = 64  # blocks a conversation and step, drawn at random
-    position_decay: PositiveFloat = 4.0  # depth k, from 1, weighs exp(-(k - 1) / position_decay)
+    # depth k, from 1, weighs exp(-(k - 1) / position_decay); None: as the blocks' acceptance says (D-PACE, arXiv 2605.18810)
+    position_decay: PositiveFloat | None = None
     depth_decay: Annotated[float, Field(ge=1, le=1)] = 1.0  # fixed: position_decay says what a depth weighs
     mask_token_id: NonNegativeInt | None = None  # None: the padding or the first end-of-text id
     sample_from_anchor: bool = False  # the pending token's slot drafts too, the token after it, and each slot one further

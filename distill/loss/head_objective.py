@@ -100,18 +100,13 @@ class HeadObjective(nn.Module):
         for depth, rows in zip(depths, target_rows, strict=True):
             weights_N = (world_size * depth.weight / (total_weight * num_labels)).expand(len(depth.origins_N))
             parts.append(self._part(batch, depth, depth, rows, weights_N))
+        if self.training and cast(HeadModule, self.head).weighs_by_acceptance:
+            parts = self._weighed_by_acceptance(parts, depths, batch.input_ids_BT.numel())
         for number, depth in enumerate(depths):
             for each in depth.auxiliaries:
                 weights_N = parts[number].weights_N * each.weight
                 parts.append(self._part(batch, depth, each, target_rows[number], weights_N))
-        config = self._config
-        results = chunked_losses(
-            parts,
-            self._divergence,
-            chunk_size=self._chunk_size,
-            temperature=config.temperature,
-            compiled=config.compiled,
-        )
+        results = self._compared(parts)
         losses = [results[0].loss]
         for depth, result, part in zip(depths, results, parts, strict=False):
             if depth.confidence_N is not None:  # a head's estimates of its acceptance, which itself carries no graph
@@ -120,6 +115,30 @@ class HeadObjective(nn.Module):
                 losses.append(depth.confidence_weight * (part.weights_N * entropies_N).sum())
         loss = torch.stack(losses).sum()
         return _sums(batch, depths, loss, results[: len(depths)])
+
+    def _compared(self, parts: list[LossPart]) -> list[ChunkedLoss]:
+        config, size = self._config, self._chunk_size
+        return chunked_losses(
+            parts, self._divergence, chunk_size=size, temperature=config.temperature, compiled=config.compiled
+        )
+
+    @torch.no_grad()
+    def _weighed_by_acceptance(self, parts: list[LossPart], depths: list[Depth], num_places: int) -> list[LossPart]:
+        """Weigh each row by how much of the accepted length depends on its draft (D-PACE, arXiv 2605.18810).
+
+        A block is accepted to depth m with chance a_1 * ... * a_m, where a_i is the acceptance sum_v min(p, q) at depth i.
+        The row at depth d weighs the sum of these chances over m >= d, each a_i smoothed to (1 + a_i) / 2. The paper has the
+        chance of the text's token for a_i. An origin's rows after a depth at which it has none weigh nothing.
+        """
+        found = self._compared(parts)
+        smoothed_KP = found[0].acceptance_N.new_zeros(len(depths), num_places)
+        for smoothed_P, depth, each in zip(smoothed_KP, depths, found, strict=True):
+            smoothed_P[depth.origins_N] = (1 + each.acceptance_N) / 2
+        sums_KP = smoothed_KP.cumprod(0).flip(0).cumsum(0).flip(0)
+        return [
+            replace(part, weights_N=part.weights_N * sums_P[depth.origins_N])
+            for part, depth, sums_P in zip(parts, depths, sums_KP, strict=True)
+        ]
 
     def _part(self, batch: Batch, depth: Depth, prediction: Depth | Auxiliary, rows: TargetRows, weights_N: Tensor) -> LossPart:
         if depth.row_weights_N is not None and prediction is depth:

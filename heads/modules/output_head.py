@@ -154,6 +154,11 @@ class HeadModule(nn.Module):
         """Return the weight in the loss of a depth, counted from 0."""
         return self.settings.depth_decay**depth
 
+    @property
+    def weighs_by_acceptance(self) -> bool:
+        """Whether training weighs each row by how far its draft is likely to be accepted (`HeadObjective`)."""
+        return False
+
     def at_depth(self, depth: int, hidden_ND: Tensor, origins_N: Tensor, *, row_weights_N: Tensor | None = None) -> Depth:
         """Return the `Depth` of the tokens at a depth, counted from 0, from final states at these origins."""
         head = self.output_head(depth)

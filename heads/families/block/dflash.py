@@ -89,7 +89,11 @@ class DFlash(HeadModule):
         return self.at_depth(number, hidden_ND, origins_N, row_weights_N=row_weights_N)
 
     def depth_weight(self, depth: int) -> float:
-        return math.exp(-depth / self.settings.position_decay)
+        return 1.0 if self.settings.position_decay is None else math.exp(-depth / self.settings.position_decay)
+
+    @property
+    def weighs_by_acceptance(self) -> bool:
+        return self.settings.position_decay is None
 
     def features(self, states: TargetStates) -> Tensor:
         """Return what every layer makes keys and values of, `[B, T, D]`."""

@@ -25,6 +25,7 @@ class RandomHead(nn.Module):
     """Says something random, but always the same, at every place and depth; in the order that the origins are given in."""
 
     taps = ()
+    weighs_by_acceptance = False
 
     def __init__(self, token_ids_W=None, *, row_weights=False, confidence=False, keep=lambda depth, origins_N: origins_N):
         super().__init__()
@@ -136,6 +137,34 @@ def test_value_and_gradient_are_those_of_the_sum_written_out(target, states, nam
     ours, theirs = (torch.autograd.grad(loss, list(head.parameters())) for loss in (found.loss, expected))
     for gradient, wanted in zip(ours, theirs, strict=True):
         torch.testing.assert_close(gradient, wanted, atol=1e-6, rtol=1e-5)
+
+
+@REDUCED
+def test_a_block_weighs_its_rows_by_the_chances_of_being_accepted_so_far(target, states, token_ids_W):
+    head = RandomHead(token_ids_W)
+    head.weighs_by_acceptance = True
+    objective = HeadObjective(head, target, LossConfig(divergence="forward_kl", chunk_size=3))
+    num_labels = torch.tensor(20.0, dtype=torch.float64)
+    found, expected = objective(BATCH, states, num_labels, 2), torch.zeros((), dtype=torch.float64)
+    for place in origins_by_hand(0):
+        smoothed, values = [], []
+        for depth in range(NUM_DEPTHS):
+            if place not in origins_by_hand(depth):
+                break  # what is drafted after the end of an answer weighs nothing
+            p_V, q_V = distributions(head, states, target, depth, place)
+            smoothed.append((1 + float(torch.minimum(p_V, q_V).sum().detach())) / 2)
+            values.append(0.5**depth / 1.75 * naive_value("forward_kl", p_V, q_V, place + depth + 1) * 2 / 20)
+        for depth, value in enumerate(values):
+            expected = expected + value * sum(math.prod(smoothed[: end + 1]) for end in range(depth, len(values)))
+    torch.testing.assert_close(found.loss.double(), expected, atol=1e-6, rtol=1e-6)
+    ours, theirs = (torch.autograd.grad(loss, list(head.parameters())) for loss in (found.loss, expected))
+    for gradient, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(gradient, wanted, atol=1e-6, rtol=1e-5)
+    # Held-out rows all weigh the same.
+    head.weighs_by_acceptance = False
+    plain = objective.eval()(BATCH, states, num_labels, 2).loss
+    head.weighs_by_acceptance = True
+    torch.testing.assert_close(objective(BATCH, states, num_labels, 2).loss, plain)
 
 
 @REDUCED

@@ -109,7 +109,7 @@ def test_the_training_forward_is_the_block_written_out(settings, name):
 
 def test_depths_weigh_as_their_slots_and_rows_as_the_anchors_they_stand_for():
     model = tiny_target("llama")
-    head = build(DFLASH.model_copy(update={"num_anchors": 4}), model).train()
+    head = build(DFLASH.model_copy(update={"num_anchors": 4, "position_decay": 4.0}), model).train()
     torch.manual_seed(0)
     depths = head(*inputs_of(model, [list(range(1, 20)), list(range(1, 5))], head.taps))
     assert [depth.weight for depth in depths] == pytest.approx([math.exp(-slot / 4.0) for slot in range(4)])
@@ -273,7 +273,8 @@ def test_the_estimates_of_a_dspark_proposal_are_those_of_the_training_forward():
 @pytest.mark.parametrize(("kind", "weight", "first"), [("dflash2", "unary_weight", 0), ("domino", "base_weight", 1)])
 def test_the_logits_without_correction_are_trained_beside_those_with_it(kind, weight, first, as_target):
     target = as_target(tiny_target("llama"))
-    head, alone = (build(SETTINGS[kind].model_copy(update={weight: each}), target.model).train() for each in (0.5, 0.0))
+    settings = SETTINGS[kind].model_copy(update={"position_decay": 4.0})
+    head, alone = (build(settings.model_copy(update={weight: each}), target.model).train() for each in (0.5, 0.0))
     batch, states = inputs_of(target.model, PROMPTS, head.taps)
     both, without = (HeadObjective(each, target, LossConfig())(batch, states, torch.tensor(9), 1) for each in (head, alone))
     depths, expected = head(batch, states), 0.0
@@ -288,7 +289,8 @@ def test_the_logits_without_correction_are_trained_beside_those_with_it(kind, we
 
 def test_an_estimate_costs_its_cross_entropy_with_the_acceptance_and_no_gradient_flows_into_that(as_target):
     target = as_target(tiny_target("llama"))
-    head, silent = (build(DSPARK.model_copy(update={"confidence_weight": w}), target.model).train() for w in (0.7, 0.0))
+    settings = DSPARK.model_copy(update={"position_decay": 4.0})
+    head, silent = (build(settings.model_copy(update={"confidence_weight": w}), target.model).train() for w in (0.7, 0.0))
     batch, states = inputs_of(target.model, PROMPTS, head.taps)
     num_labels = torch.tensor(11)
     loss, without = (HeadObjective(each, target, LossConfig())(batch, states, num_labels, 2).loss for each in (head, silent))
@@ -313,7 +315,7 @@ def test_an_estimate_costs_its_cross_entropy_with_the_acceptance_and_no_gradient
 
 def test_xpress_is_trained_before_the_refiner_and_on_its_own_tokens_too(as_target):
     model, prompt = tiny_target("llama"), PROMPTS[1]
-    weights = {"consistency_weight": 0.4, "consistency_passes": 2, "base_weight": 0.7, "num_anchors": 50}
+    weights = {"consistency_weight": 0.4, "consistency_passes": 2, "base_weight": 0.7, "num_anchors": 50, "position_decay": 4.0}
     head = build(XPRESS.model_copy(update=weights), model).train()
     silent = build(XPRESS.model_copy(update=weights | {"consistency_weight": 0.0, "base_weight": 0.0}), model).train()
     batch, states = inputs_of(model, [prompt], head.taps)
