@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from configs.schema.base import PositiveInt, PositiveShare, Setting, Settings, Temperature, unless_names
+from configs.schema.base import PositiveInt, PositiveShare, Settings, Temperature
 from configs.schema.evaluation import FreeDraft, LosslessConfig, SuiteConfig
 
 OVERNIGHT = ["scripts/lab/configs/heads/hydra_overnight.yaml", "scripts/lab/configs/heads/eagle3_overnight.yaml"]
@@ -72,8 +72,7 @@ class CurvePoint(Settings):
     """A training of the curve."""
 
     share: PositiveShare  # of the conversations
-    epochs: PositiveInt
-    changes: dict[str, Setting] = {}  # dotted keys of the recipe
+    epochs: PositiveInt | None = None  # None: the recipe's own
 
 
 class BenchCurveConfig(HeadsSettings):
@@ -84,12 +83,8 @@ class BenchCurveConfig(HeadsSettings):
         CurvePoint(share=1 / 16, epochs=6),
         CurvePoint(share=1 / 8, epochs=5),
         CurvePoint(share=1 / 4, epochs=4),
-        CurvePoint(share=1, epochs=2),
+        CurvePoint(share=1),
     ]
-    # Trainings of the first recipe that tell what else would bring as much, by name
-    variants: dict[str, CurvePoint] = {
-        "a_block_more": CurvePoint(share=1 / 8, epochs=5, changes={"head.num_layers": 2}),
-    }
     systems: dict[str, str] = {"another system message": "You are a careful expert. Answer in short, plain sentences."}
     batch_size: PositiveInt = 16  # prompts decoded together, which tokens per target step do not depend on
     plot: str | None = "docs/curve.svg"  # None: none, as of a single size
@@ -99,4 +94,3 @@ class BenchCurveConfig(HeadsSettings):
         yield from super().objections()
         if self.plot is not None and len({point.share for point in self.points}) < 2:
             yield "points need two shares at least for a line through them; give more, or set plot to null"
-        yield from unless_names("variants", self.variants)

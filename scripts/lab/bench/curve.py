@@ -40,12 +40,12 @@ from scripts.lab.bench.head_recipes import check_comparable, make_cache, make_da
 from scripts.lab.bench.provenance import check_trained_here, read_git, read_outcome, train_all
 from scripts.lab.bench.suites import open_suites
 from scripts.lab.bench.turns import count_rounds
-from scripts.lab.head_settings import BenchCurveConfig, CurvePoint
+from scripts.lab.head_settings import BenchCurveConfig
 
 log = logging.getLogger("draftsmith")
 
 SUFFIX_LOOKUP = "suffix_lookup"
-NAMED = ("family", "recipe", "variant", "suite", "answer_tokens", "epochs", "training_seconds")
+NAMED = ("family", "recipe", "suite", "answer_tokens", "epochs", "training_seconds")
 DOUBLINGS = (2, 4)  # of the most answer tokens that were trained on: what so many would bring is predicted
 
 
@@ -54,9 +54,7 @@ class CurveTraining:
     """A head trained at one point of the curve."""
 
     run: TrainingRun
-    point: CurvePoint
     recipe: str
-    variant: str | None  # None: the curve's own
     dataset: ConversationDataset
 
 
@@ -65,7 +63,6 @@ class Measured(TypedDict):
 
     family: str
     recipe: str | None
-    variant: str | None
     suite: str
     answer_tokens: int
     epochs: int | None
@@ -106,32 +103,32 @@ def measure_curve(config: BenchCurveConfig) -> int:
 
 
 def list_trainings(config: BenchCurveConfig) -> list[CurveTraining]:
-    """Return the trainings of all recipes at all points, the variants of the first recipe among them, the smallest first."""
+    """Return the trainings of all recipes at all points, the smallest first.
+
+    With all conversations and its own epochs a recipe is the one that `scripts.lab.bench.heads` trains, in the same folder.
+    """
     of_data: dict[str, str] = {}  # in place of the data that a recipe names
     if config.data is not None:
         folder = Path(load_config(DataConfig, config.data).output)
         of_data = {f"data.{name}": str(folder / f"{name}.jsonl") for name in ("train", "held_out")}
-    named: list[tuple[str, CurvePoint, str | None]]
-    named = [(path, point, None) for path in config.recipes for point in config.points]
-    named += [(config.recipes[0], point, name) for name, point in config.variants.items()]
     trainings = []
-    for path, point, variant in named:
-        recipe = load_changed(HeadsConfig, path, {**of_data, **point.changes, "schedule.epochs": point.epochs}, "points")
-        rows = open_conversations(Path(recipe.data.train))
-        number = max(1, round(point.share * len(rows)))
-        data = recipe.data.model_copy(update={"num_conversations": number})
-        recipe = recipe.model_copy(update={"data": data})
-        name = "-".join(filter(None, (Path(path).stem, str(number), variant)))
-        trainings.append(
-            CurveTraining(
-                run=TrainingRun(name=name, recipe=in_own_folder(with_cache(recipe, config.cache), Path(config.runs), name)),
-                point=point,
-                recipe=Path(path).stem,
-                variant=variant,
-                dataset=ConversationDataset(rows, recipe.data.max_length, number),
+    for point in sorted(config.points, key=lambda point: point.share):
+        for path in sorted(config.recipes):
+            epochs = {} if point.epochs is None else {"schedule.epochs": point.epochs}
+            recipe = load_changed(HeadsConfig, path, {**of_data, **epochs}, "points")
+            rows = open_conversations(Path(recipe.data.train))
+            number = None if point.share == 1 else max(1, round(point.share * len(rows)))
+            data = recipe.data.model_copy(update={"num_conversations": number})
+            recipe = with_cache(recipe.model_copy(update={"data": data}), config.cache)
+            name = Path(path).stem if number is None else f"{Path(path).stem}-{number}"
+            trainings.append(
+                CurveTraining(
+                    run=TrainingRun(name=name, recipe=in_own_folder(recipe, Path(config.runs), name)),
+                    recipe=Path(path).stem,
+                    dataset=ConversationDataset(rows, recipe.data.max_length, number),
+                )
             )
-        )
-    return sorted(trainings, key=lambda each: (each.point.share, each.variant or "", each.recipe))
+    return trainings
 
 
 def measure_training(
@@ -141,7 +138,7 @@ def measure_training(
     requests: Mapping[str, Sequence[Request]],
     prompts: Sequence[Prompt],
 ) -> Iterator[Measured]:
-    """Decode all suites with a head; of the first recipe's own curve also by suffix lookup, alone and before the head."""
+    """Decode all suites with a head; of the first recipe also by suffix lookup, alone and before the head."""
     draft = load_draft(training.run.artifact, target.identity, target.model)
     settings = DecodeConfig(
         num_speculative_tokens=draft.metadata.num_speculative_tokens,
@@ -150,7 +147,7 @@ def measure_training(
     )
     drafts: dict[str, Callable[[], Proposer]] = {draft.metadata.kind: lambda: draft.proposer}
     joined = EvalConfig(decode=settings)
-    if training.variant is None and training.recipe == Path(config.recipes[0]).stem:
+    if training.recipe == Path(config.recipes[0]).stem:
         answers = known_answers(training.dataset, prompts)
         drafts[SUFFIX_LOOKUP] = lambda: SuffixLookup(target.device, answers)
         drafts[f"{SUFFIX_LOOKUP} + {draft.metadata.kind}"] = lambda: add_lookup(draft.proposer, joined, target, answers)
@@ -164,10 +161,9 @@ def measure_training(
             row = Measured(
                 family=family,
                 recipe=training.recipe if trained else None,
-                variant=training.variant,
                 suite=suite,
                 answer_tokens=training.dataset.num_labels,
-                epochs=training.point.epochs if trained else None,
+                epochs=training.run.recipe.schedule.epochs if trained else None,
                 training_seconds=outcome["training_seconds"] if trained else None,
                 most=longest + 1,
                 counts=[counts[request.prompt_id] for request in of_suite],
@@ -188,8 +184,7 @@ def summarise(measured: Sequence[Measured], samples: int) -> list[dict[str, Any]
     """Return a row for each measurement, with what the law through its curve leaves over, and one for each law."""
     curves: dict[tuple[str, str, int], dict[int, Counts]] = {}
     for row in measured:
-        if row["variant"] is None:
-            curves.setdefault((row["family"], row["suite"], row["most"]), {})[row["answer_tokens"]] = _pairs(row)
+        curves.setdefault((row["family"], row["suite"], row["most"]), {})[row["answer_tokens"]] = _pairs(row)
     laws, fitted = [], dict[tuple[str, str, int], Any]()
     for (family, suite, most), counts in curves.items():
         if len(counts) < 2:
@@ -207,9 +202,9 @@ def summarise(measured: Sequence[Measured], samples: int) -> list[dict[str, Any]
         values: dict[str, Any] = dict(row)
         tau = ratio_interval(*columns(_pairs(row)), samples=samples, seed=SEED)
         own = flat({"row": "measured", **{name: values[name] for name in NAMED}, "tau": tau, "less_law": None})
-        if row["variant"] is None and fitted:
+        if fitted:
             own["less_law"] = own["tau"] - fitted[row["family"], row["suite"], row["answer_tokens"]]
-        rows.append(own | ({} if row["variant"] is None else {"row": "variant"}))
+        rows.append(own)
     return rows + laws
 
 

@@ -15,10 +15,11 @@ from eval.decoder.decode import Request, decode
 from heads.proposers.lookup import SuffixLookup
 from scripts.advice import trained_runs
 from scripts.lab.bench.curve import measure_curve, summarise
-from scripts.lab.head_settings import BenchCurveConfig
+from scripts.lab.bench.head_recipes import train_recipes
+from scripts.lab.head_settings import BenchCurveConfig, BenchHeadsConfig
 from train.launch import run_heads
 
-POINTS = [{"share": 0.5, "epochs": 2}, {"share": 1.0, "epochs": 1}]
+POINTS = [{"share": 0.5, "epochs": 2}, {"share": 1.0}]
 
 
 @pytest.fixture
@@ -29,7 +30,6 @@ def config(folder, tmp_path):
             "cache": str(folder / "cache.yaml"),
             "recipes": [str(folder / "medusa.yaml"), str(folder / "eagle3.yaml")],
             "points": POINTS,
-            "variants": {"two_layers": {"share": 0.5, "epochs": 1, "changes": {"head.num_layers": 2}}},
             "runs": str(tmp_path / "runs"),
             "num_prompts": 3,
             "held_out": {"home": []},
@@ -52,7 +52,7 @@ def test_a_row_for_each_family_size_and_suite_and_a_law_for_each_family_and_suit
     monkeypatch.setattr(trained_runs, "run_training", run_training)
     assert measure_curve(config) == DONE
     rows = json.loads(Path(config.output).read_text())["rows"]
-    measured, variants, laws = ([row for row in rows if row["row"] == kind] for kind in ("measured", "variant", "law"))
+    measured, laws = ([row for row in rows if row["row"] == kind] for kind in ("measured", "law"))
     conversations = read_conversations(Path(recipe["data"]["train"]))
     half, length = round(len(conversations) / 2), recipe["data"]["max_length"]
     tokens = [ConversationDataset(conversations, length, number).num_labels for number in (half, len(conversations))]
@@ -61,14 +61,15 @@ def test_a_row_for_each_family_size_and_suite_and_a_law_for_each_family_and_suit
         found = sorted((row["family"], row["answer_tokens"]) for row in measured if row["suite"] == suite)
         assert found == [(family, size) for family in families for size in tokens]
         assert sorted(law["family"] for law in laws if law["suite"] == suite) == families
-        assert [row["variant"] for row in variants if row["suite"] == suite] == ["two_layers"]
-    # The smallest first, all from one cache.
-    assert [each.data.num_conversations for each in trained] == [half, half, half, len(conversations), len(conversations)]
-    assert {(each.schedule.epochs, each.data.num_conversations) for each in trained if each.head.kind == "eagle3"} == {
-        (2, half),
-        (1, len(conversations)),
-    }
+    # The smallest first, all from one cache; those of all conversations are the recipes that the benchmark of heads trains.
+    epochs = load_config(HeadsConfig, config.recipes[1]).schedule.epochs
+    found = [(each.data.num_conversations, each.schedule.epochs) for each in trained]
+    assert found == [(half, 2), (half, 2), (None, epochs), (None, epochs)]
+    assert {row["epochs"] for row in measured if row["family"] == "eagle3"} == {2, epochs}
     assert len({each.data.cache for each in trained}) == 1
+    shared = {name: getattr(config, name) for name in ("data", "cache", "recipes", "runs")}
+    train_recipes(BenchHeadsConfig(**shared, output=config.output))
+    assert len(trained) == 4
     dataset = ConversationDataset(conversations, length, half)
     lookup = SuffixLookup(target.device, [conversations[number].answer_ids for number in dataset.numbers])
     at_home = read_conversations(Path(recipe["data"]["held_out"]))[-3:]
@@ -83,14 +84,13 @@ def test_a_row_for_each_family_size_and_suite_and_a_law_for_each_family_and_suit
     assert "<svg" in Path(config.plot).read_text()
 
 
-def test_the_law_is_that_of_the_sizes_and_variants_are_no_part_of_it():
+def test_the_law_is_that_of_the_sizes():
     """Tau falls short of 4 by 2 at 100 tokens and by 1 at 400: half of it for four times the tokens."""
 
-    def row(tokens, committed, variant=None):
+    def row(tokens, committed):
         return {
             "family": "hydra",
             "recipe": "hydra",
-            "variant": variant,
             "suite": "home",
             "answer_tokens": tokens,
             "epochs": 1,
@@ -99,10 +99,10 @@ def test_the_law_is_that_of_the_sizes_and_variants_are_no_part_of_it():
             "counts": [[committed, 10], [committed, 10]],
         }
 
-    *rows, law = summarise([row(100, 20), row(400, 30), row(400, 11, "worse")], samples=20)
+    *rows, law = summarise([row(100, 20), row(400, 30)], samples=20)
     assert law["exponent"] == pytest.approx(0.5)
     assert law["tau_at_4_times"] == pytest.approx(3.5)
-    assert [each["less_law"] for each in rows] == [pytest.approx(0, abs=1e-9), pytest.approx(0, abs=1e-9), None]
+    assert [each["less_law"] for each in rows] == [pytest.approx(0, abs=1e-9), pytest.approx(0, abs=1e-9)]
     *rows, law = summarise([row(100, 20), row(200, 20), row(400, 30)], samples=20)
     assert [each["less_law"] > 0 for each in rows] == [True, False, True]
     assert law["last_less_predicted"] == pytest.approx(1.0)  # the first two say that data bring nothing
