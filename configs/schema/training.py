@@ -115,7 +115,7 @@ class LossConfig(Settings):
     settings: DivergenceSettings = DivergenceSettings()
     temperature: PositiveFloat = 1.0  # divides both sides' logits; cross-entropy stays at 1
     chunk_size: PositiveInt | None = None  # positions whose logits live at one time; null: 128, on a GPU 2,048
-    # torch.compile joins the passes over a chunk's logits; null: on CUDA devices, and on CPUs that have a C++ compiler where the
+    # torch.compile joins the passes over a chunk's logits; null: on CUDA devices, and on CPUs with a C++ compiler where the
     # draft's vocabulary has 1,024 tokens or more
     compiled: bool | None = None
 
