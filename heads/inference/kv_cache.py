@@ -272,6 +272,11 @@ class RowCache(Cache):
             visible_BTS = visible_BTS & (key_positions // chunk == positions_BT.unsqueeze(-1) // chunk)
         return visible_BTS if window is None else visible_BTS & (key_positions > positions_BT.unsqueeze(-1) - window)
 
+    def first_seen(self, window: int) -> int:
+        """Return the first slot that any token of the current forward sees if each sees the last `window` positions."""
+        slots = self._slots
+        return max(0, min(slots.starts if slots.attention is None else slots.attention.roots) + 1 - window)
+
     def keep_path(self, starts: Sequence[int], columns: Sequence[Sequence[int]], columns_BA: Tensor | None = None) -> None:
         """Move the states of a tree's accepted tokens to consecutive slots, as if they alone had been read.
 

@@ -29,7 +29,8 @@ class CachedKeys(LayerKeys):
     """Keys and values of one layer in a cache, for drafting; those of the placed positions are added.
 
     `visible` is the mask `[B, 1, T, S]`, of one row where all positions see the same; None where `RowCache.is_causal`. With a
-    `window` that is shorter than the text, attention from its beginning reads the keys of some queries at a time.
+    `window` that is shorter than the text, attention from its beginning reads the keys of some queries at a time, and later
+    tokens read as many as the window has: what a draft takes does not grow with the text.
     """
 
     def __init__(self, cache: RowCache, layer: int, visible: Tensor | None, window: int | None = None) -> None:
@@ -45,8 +46,12 @@ class CachedKeys(LayerKeys):
             return attention.output(
                 functional.scaled_dot_product_attention(q_BNTH, k_BMSH, v_BMSH, is_causal=True, enable_gqa=G > 1)
             )
+        visible = self.visible
+        if visible is not None and self.window is not None:
+            seen = slice(self.cache.first_seen(self.window), None)
+            k_BMSH, v_BMSH, visible = k_BMSH[:, :, seen], v_BMSH[:, :, seen], visible[..., seen]
         # Heads that share keys as rows: with a mask, kernels that know of such heads are those that hold all scores.
-        q_BMXH, visible = q_BNTH.unflatten(1, (-1, G)).flatten(2, 3), self.visible
+        q_BMXH = q_BNTH.unflatten(1, (-1, G)).flatten(2, 3)
         if visible is not None and visible.shape[2] > 1:
             visible = visible.repeat(1, 1, G, 1)
         mixed_BMXH = functional.scaled_dot_product_attention(q_BMXH, k_BMSH, v_BMSH, attn_mask=visible)

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from torch.nn import functional
 
 from configs.runtime.errors import InputError
 from configs.schema.heads import LayerSettings
 from heads.inference.kv_cache import RowCache
-from heads.modules.layer_keys import visible_slots
+from heads.modules.layer_keys import CachedKeys, visible_slots
 from heads.modules.layers import layer_shape
+from heads.sampling.token_tree import TreeAttention, ancestor_mask
 from tests.support import family_checks as checks
 
 
@@ -32,3 +34,35 @@ def test_a_token_sees_the_last_positions_of_a_window():
         seen = list(range(place + 1)) if visible is None else visible[0, 0, 0].nonzero().flatten().tolist()
         assert seen == list(range(max(0, place - 3), place + 1))
         assert visible_slots(cache, torch.tensor([[place]])) is None
+
+
+@torch.no_grad()
+def test_tokens_read_as_many_keys_as_their_window_has_however_long_the_text_is(monkeypatch):
+    head = checks.build(checks.SETTINGS["eagle3, window"], checks.tiny_target("llama"))
+    attention, width = head.layers[0].self_attn, 2 * head.fc.out_features
+    twins = ancestor_mask(torch.tensor([[0, 0]] * 2))  # two drafts after the same token, read one at a time
+    trees = [
+        TreeAttention(roots=[23, 21], depths_BX=twins[:, : n + 1].sum(-1) - 1, visible_BTX=twins[:, n : n + 1, : n + 1])
+        for n in range(3)
+    ]
+    steps = [([0, 0], 20, None), ([20, 18], 1, None), ([21, 19], 2, None), *((tree.starts, 1, tree) for tree in trees)]
+    states = [torch.randn(2, length, width, dtype=head.dtype) for _, length, _ in steps]
+
+    def outputs():
+        cache = RowCache(1, 40)
+        for (starts, length, tree), states_BTX in zip(steps, states, strict=True):
+            cache.place(starts, length, torch.device("cpu"), tree)
+            positions_BT = torch.tensor(starts).unsqueeze(1) + torch.arange(length) if tree is None else tree.positions_BT
+            keys = CachedKeys(cache, 0, visible_slots(cache, positions_BT, 4), 4)
+            yield keys.attend(attention, states_BTX, head.rotary(states_BTX, positions_BT))
+
+    read, attend = [], functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        functional,
+        "scaled_dot_product_attention",
+        lambda q, k, *rest, **how: read.append(k.shape[2]) or attend(q, k, *rest, **how),
+    )
+    found = list(outputs())
+    assert read[-5:] == [6, 7, 6, 7, 8]  # of rows that are two positions apart; those of a tree read all of it
+    monkeypatch.setattr(RowCache, "first_seen", lambda self, window: 0)
+    torch.testing.assert_close(found, list(outputs()))
