@@ -143,7 +143,7 @@ def test_the_unchunked_loss_peaks_at_several_logit_tensors_and_the_chunked_below
     unchunked = measure_pass(config, Key("jsd", "unchunked"), 1024)
     chunked = measure_pass(config, Key("jsd", "chunked"), 1024)
     # Five tensors are alive at once; resident memory is counted in pages that the allocator may hold already.
-    assert 4.5 * tensor < unchunked.peak_mebibytes < loss_comparison.TENSORS_AT_PEAK * tensor
+    assert 4.5 * tensor < unchunked.peak_mebibytes < 1.1 * loss_comparison.TENSORS_AT_PEAK * tensor
     assert chunked.peak_mebibytes < tensor
     assert chunked.value == pytest.approx(unchunked.value, rel=1e-5)
     assert chunked.seconds > 0
