@@ -177,7 +177,9 @@ def flops_of(config: PlanConfig, models: PlannedModels, work: Workload) -> Flops
     step = draft_step(config, models, length=work.mean_tokens, label_share=work.label_share)
     text, cached = models.target.config.get_text_config(), config.data.cache is not None
     columns = target_columns(config, models)
-    target_logits = 2.0 * step.target_rows * text.hidden_size * columns
+    # Those that weigh drafts by their acceptance compare each with the target once before, without a gradient.
+    comparisons = 2 if getattr(models.draft, "weighs_by_acceptance", False) else 1
+    target_logits = 2.0 * comparisons * step.target_rows * text.hidden_size * columns
     if columns < text.vocab_size and not cached:  # the sums over the whole vocabulary, once a position
         target_logits += 2.0 * work.label_share * text.hidden_size * text.vocab_size
     if isinstance(config, PlanHeadsConfig):
@@ -185,7 +187,7 @@ def flops_of(config: PlanConfig, models: PlannedModels, work: Workload) -> Flops
     else:
         assert isinstance(models.draft, PreTrainedModel)
         trains_head = any(each.requires_grad for each in models.draft.get_output_embeddings().parameters())
-    a_logit = (6.0 if trains_head else 4.0) * models.draft_width
+    a_logit = ((6.0 if trains_head else 4.0) + 2.0 * (comparisons - 1)) * models.draft_width
     return Flops(
         target_forward=0.0 if cached else forward_flops(models.target, work.mean_tokens),
         target_logits=target_logits,
