@@ -158,7 +158,7 @@ def test_the_flops_of_a_step_are_those_that_torch_counts(folder, head_task, gree
         task.loss(task.module, batch, task.source.read(batch), torch.tensor(128), 1).loss.backward()
 
     planned = flops_of(config, plan_models(config), WORK).total * batch.input_ids_BT.numel()
-    assert counted(step) == pytest.approx(planned, rel=0.03 if kind == "peagle" else 0.006)  # that draws its rows
+    assert counted(step) == pytest.approx(planned, rel=0.02 if kind == "peagle" else 0.006)  # it draws its rows
 
 
 @pytest.fixture

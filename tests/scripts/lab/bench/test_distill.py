@@ -37,6 +37,7 @@ from scripts.lab.bench.distill.training import (
     ONLINE,
     compare_cached,
 )
+from scripts.lab.bench.harness import in_fresh_process
 from scripts.lab.settings import BenchDistillConfig, BenchLossConfig
 from train.launch import make_accelerator, run_distillation
 from train.loop.checkpoints import Progress
@@ -137,13 +138,13 @@ def test_the_sides_of_the_loss_give_the_same_value_and_gradient():
 
 
 def test_the_unchunked_loss_peaks_at_several_logit_tensors_and_the_chunked_below_one():
-    # 64 MB a tensor of float32 logits: too large for the allocator to keep, so that no process of its own is needed.
+    # 64 MB a tensor of float32 logits, in processes of their own: what tests before leave in this one counts as well.
     config = TINY_LOSS.model_copy(update={"vocab_size": 16384, "chunk_size": 16})
     tensor = 1024 * 16384 * 4 / 2**20
-    unchunked = measure_pass(config, Key("jsd", "unchunked"), 1024)
-    chunked = measure_pass(config, Key("jsd", "chunked"), 1024)
+    unchunked = in_fresh_process(measure_pass, config, Key("jsd", "unchunked"), 1024)
+    chunked = in_fresh_process(measure_pass, config, Key("jsd", "chunked"), 1024)
     # Five tensors are alive at once; resident memory is counted in pages that the allocator may hold already.
-    assert 4.5 * tensor < unchunked.peak_mebibytes < 1.1 * loss_comparison.TENSORS_AT_PEAK * tensor
+    assert 4.5 * tensor < unchunked.peak_mebibytes < loss_comparison.TENSORS_AT_PEAK * tensor
     assert chunked.peak_mebibytes < tensor
     assert chunked.value == pytest.approx(unchunked.value, rel=1e-5)
     assert chunked.seconds > 0
