@@ -67,12 +67,14 @@ def write_draft_file(config: RunConfig, choices: Sequence[Choice] = ()) -> Path:
         if rest and section not in SECTIONS:  # which are on one line
             reasons[section] = "; ".join(filter(None, (reasons.get(section), f"{rest}: {reason}")))
     values = config.model_dump(mode="json", exclude_defaults=True)
+    if config.cache is None and "cache" in config.model_fields_set:  # asked for: without this line one would be chosen
+        values["cache"] = None
     lines = [
         f"# draftsmith run {path}    goes on",
         f"# draftsmith STAGE {path}  runs one stage: {', '.join(STAGES[1:])}",
     ]
     for key, value in values.items():
-        if key in SECTIONS:
+        if key in SECTIONS and value is not None:
             lines.append(f"{key}:  # changes to the config of this stage, until it has begun" if value else f"{key}: {{}}")
             lines += [_line(f"  {name}", each, reasons.get(f"{key}.{name}")) for name, each in value.items()]
         else:
