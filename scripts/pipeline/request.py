@@ -89,6 +89,8 @@ def prompts_of(path: str | None, given: PromptsConfig) -> PromptsConfig:
     elif path is not None:
         unless_given["on_too_long"] = "skip"
         named = _source_of(path)
+    elif given.path is not None and Path(given.path).exists():
+        named = {"path": str(Path(given.path).absolute())}  # a job of a cluster begins in another folder
     return PromptsConfig.model_validate(unless_given | given.model_dump(exclude_unset=True) | named)
 
 

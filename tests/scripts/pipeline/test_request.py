@@ -1,5 +1,6 @@
 """What a run finds out of a target's config and a machine's memory."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from configs.runtime.errors import InputError
 from configs.schema.commands.planning import HardwareConfig
 from configs.schema.commands.running import RunConfig
+from configs.schema.data import PromptsConfig
 from configs.schema.target import TargetConfig
 from scripts.pipeline import request
 
@@ -87,3 +89,10 @@ def test_a_named_recipe_with_norms_is_refused_for_such_an_engine_before_anything
     tiny_tokenizer.save_pretrained(tmp_path)
     with pytest.raises(InputError, match=r"llama\.cpp does not: train it with head\.norm_taps=false"):
         request.examine(RunConfig(target=TargetConfig(name=str(tmp_path)), engine="gguf", recipe=request.HEAD))
+
+
+def test_a_file_of_prompts_is_found_from_any_folder_also_where_a_config_names_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.txt").write_text("w1 w2\n")
+    named = request.prompts_of(None, PromptsConfig(source="file", path="prompts.txt"))
+    assert named.path == request.prompts_of("prompts.txt", PromptsConfig()).path == str(tmp_path / "prompts.txt")
