@@ -3,14 +3,14 @@
 Decoding with a wide tree gives the acceptance profile `[D, R]`: entry (d, r) is how often the target, having followed the tree
 to depth d, continues with the child of rank r. It is taken to be the same on every branch of a depth; the expected accepted
 drafts of a tree are then the sum over its tokens of the products of entries on their paths (Cai et al. 2024, Medusa,
-2401.10774). A round's seconds are those of drafting, a depth at a time or in one forward, and the others, which are measured in
+2401.10774). A round's seconds are those of drafting, a depth at a time or in one forward, and the others; both are measured in
 rounds with trees of a few sizes. Trees are paths of ranks, as in `configs.schema.drafting.StaticTree`. D depths, R ranks.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import accumulate
@@ -93,12 +93,11 @@ def choose_tree(
     settings = settings.model_copy(update={"tree": wide})
     decoded = [decode(target, [request], settings, draft, mode=SPECULATIVE) for request in requests]
     profile = measure_profile([each for generations, _ in decoded for each in generations], wide.all_paths())
-    # Of a round. The median, as the first prompt's holds what the draft does once (compiling).
-    drafting = median([timing.draft_seconds / timing.num_rounds for _, timing in decoded if timing.num_rounds] or [0.0])
-    rows = round_seconds(target, draft, requests[:TIMED_PROMPTS], settings, profile, asked)
-    if drafts_in_one_forward(kind):  # a deeper tree takes the draft no longer
-        return fastest_tree(profile, [each + drafting for each in rows], 0.0)
-    return fastest_tree(profile, rows, drafting / wide.depth)
+    at_once = drafts_in_one_forward(kind)  # a deeper tree takes the draft no longer
+    rows, steps = round_seconds(target, draft, requests[:TIMED_PROMPTS], settings, profile, asked, at_once=at_once)
+    if at_once:
+        return fastest_tree(profile, [other + step for other, step in zip(rows, steps, strict=True)], [0.0] * len(rows))
+    return fastest_tree(profile, rows, steps)
 
 
 def round_seconds(
@@ -108,23 +107,32 @@ def round_seconds(
     settings: DecodeConfig,
     profile: Profile,
     asked: FastestTree,
-) -> list[float]:
-    """Return the seconds of a round, but for drafting, with trees of 0, 1, ... `asked.num_nodes` tokens.
+    *,
+    at_once: bool,
+) -> tuple[list[float], list[float]]:
+    """Return the seconds of a round but for drafting, and those of drafting a depth, with trees of 0, 1, ... tokens.
 
-    They are the medians of prompts decoded with the likeliest trees of one token, of half of that and of all, by turns;
-    between these sizes they are interpolated.
+    They are the medians of prompts decoded with the likeliest trees of 1, 3, 7, ... tokens and of all, by turns; between these
+    sizes they are interpolated. Where a draft makes all drafts `at_once`, the latter are those of all depths.
     """
     likeliest = [list(path) for path, _ in _likeliest(profile, asked.num_nodes)]
-    sizes = sorted({1, (len(likeliest) + 1) // 2, len(likeliest)})
+    most = len(likeliest)
+    sizes = sorted({1, *(2**power - 1 for power in range(2, most) if 2**power < most), most})
     trees = {size: StaticTree(kind="static", paths=likeliest[:size], candidates=asked.candidates) for size in sizes}
-    seconds: dict[int, list[float]] = {size: [] for size in sizes}
+    others: dict[int, list[float]] = {size: [] for size in sizes}
+    drafting: dict[int, list[float]] = {size: [] for size in sizes}
     for number, request in enumerate(requests):
         for size in sizes[:: -1 if number % 2 else 1]:
             _, timing = decode(target, [request], settings.model_copy(update={"tree": trees[size]}), draft, mode=SPECULATIVE)
             if timing.num_rounds:
-                seconds[size].append((timing.decode_seconds - timing.draft_seconds) / timing.num_rounds)
-    medians = [median(seconds[size] or [0.0]) for size in sizes]
-    return [float(each) for each in np.interp(range(asked.num_nodes + 1), sizes, medians)]
+                others[size].append((timing.decode_seconds - timing.draft_seconds) / timing.num_rounds)
+                drafting[size].append(timing.draft_seconds / timing.num_rounds / (1 if at_once else trees[size].depth))
+
+    def by_size(seconds: Mapping[int, Sequence[float]]) -> list[float]:
+        medians = [median(seconds[size] or [0.0]) for size in sizes]
+        return [float(each) for each in np.interp(range(asked.num_nodes + 1), sizes, medians)]
+
+    return by_size(others), by_size(drafting)
 
 
 def measure_profile(generations: Sequence[Generation], paths: Sequence[TreePath]) -> Profile:
@@ -148,17 +156,17 @@ def measure_profile(generations: Sequence[Generation], paths: Sequence[TreePath]
     return np.divide(accepted, tried, out=np.zeros(shape), where=tried > 0)
 
 
-def fastest_tree(profile: Profile, target_seconds: Sequence[float], draft_step_seconds: float) -> ChosenTree:
+def fastest_tree(profile: Profile, target_seconds: Sequence[float], draft_step_seconds: Sequence[float]) -> ChosenTree:
     """Return the tree with the most expected tokens a second.
 
     `target_seconds` are those of a round but for drafting, with trees of 0, 1, ... tokens, the last of which bounds the tree,
-    and `draft_step_seconds` those of drafting one depth, whatever its width.
+    and `draft_step_seconds` those of drafting one depth of them.
     """
     best = ChosenTree(paths=[], tokens_per_round=1.0, seconds_per_round=float("inf"))
     for depth in range(1, len(profile) + 1):
         tokens = _likeliest(profile[:depth], len(target_seconds) - 1)
         for size, accepted in enumerate(accumulate(chance for _, chance in tokens), 1):
-            seconds = target_seconds[size] + depth * draft_step_seconds
+            seconds = target_seconds[size] + depth * draft_step_seconds[size]
             if (1.0 + accepted) / seconds > best.tokens_per_round / best.seconds_per_round:
                 paths = sorted((path for path, _ in tokens[:size]), key=lambda path: (len(path), path))
                 best = ChosenTree(paths=paths, tokens_per_round=1.0 + accepted, seconds_per_round=seconds)

@@ -1,7 +1,5 @@
 """`decode.tree: fastest`: chosen by prompts that are not measured, decoded by, reported, and kept by a run that goes on."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -38,7 +36,7 @@ def test_an_evaluation_drafts_the_fastest_tree_by_prompts_that_it_does_not_measu
         raise KeyboardInterrupt
 
     monkeypatch.setattr(tree_choice, "decode", watched)
-    monkeypatch.setattr(tree_choice, "round_seconds", lambda *_: [1000.0] * 4)  # only tokens count
+    monkeypatch.setattr(tree_choice, "round_seconds", lambda *_, **__: ([1000.0] * 4, [0.0] * 4))  # only tokens count
     config = tiny_evaluation(tiny_run, tmp_path / "out", num_prompts=3, decode={"tree": FASTEST})
     measure_share = evaluation.measure_share
     monkeypatch.setattr(evaluation, "measure_share", cut_off)
@@ -48,7 +46,7 @@ def test_an_evaluation_drafts_the_fastest_tree_by_prompts_that_it_does_not_measu
     monkeypatch.setattr(tree_choice, "choose_tree", cut_off)  # the run that goes on has the tree already
     assert evaluate(config) == 0
 
-    chosen = fastest_tree(measure_profile(shown, WIDE), [1000.0] * 4, 0.0)
+    chosen = fastest_tree(measure_profile(shown, WIDE), [1000.0] * 4, [0.0] * 4)
     report = report_in(config)
     paths = StaticTree.model_validate(report.decode.tree).all_paths()
     assert paths == chosen.paths
@@ -65,18 +63,10 @@ def test_an_evaluation_drafts_the_fastest_tree_by_prompts_that_it_does_not_measu
     assert not list((tmp_path / "out").glob(".*tree*"))
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("draft_lm", 10.0 + 2 * 1.0), ("dflash", 10.0 + 2.0)])
-def test_drafting_takes_a_depth_or_a_round_its_time_and_the_first_prompts_may_be_longer(
-    kind, expected, tiny_llama, as_target, monkeypatch
-):
-    target, decode, seconds = as_target(tiny_llama(seed=1)), tree_choice.decode, iter([500.0, 2.0, 2.0])
-
-    def timed(*arguments, **settings):
-        generations, timing = decode(*arguments, **settings)
-        return generations, replace(timing, draft_seconds=next(seconds) * timing.num_rounds)
-
-    monkeypatch.setattr(tree_choice, "decode", timed)
-    monkeypatch.setattr(tree_choice, "round_seconds", lambda *_: [10.0] * 3)
+@pytest.mark.parametrize(("kind", "expected"), [("draft_lm", 10.0 + 2 * 3.0), ("dflash", 10.0 + 3.0)])
+def test_drafting_takes_a_depth_or_a_round_its_time(kind, expected, tiny_llama, as_target, monkeypatch):
+    target = as_target(tiny_llama(seed=1))
+    monkeypatch.setattr(tree_choice, "round_seconds", lambda *_, **__: ([10.0] * 3, [1.0, 2.0, 3.0]))
     settings = DecodeConfig(num_speculative_tokens=2, max_new_tokens=12)
     asked = FastestTree(kind="fastest", num_nodes=2, branching=[1, 1])
     draft = DraftLM(tiny_llama(seed=1), 64)  # always right, so that the deepest tree is the fastest
@@ -84,7 +74,8 @@ def test_drafting_takes_a_depth_or_a_round_its_time_and_the_first_prompts_may_be
     assert (chosen.paths, chosen.seconds_per_round) == ([(0,), (0, 0)], pytest.approx(expected))
 
 
-def test_what_a_round_takes_beside_drafting_is_measured_at_three_sizes_and_interpolated(make_timing, monkeypatch):
+@pytest.mark.parametrize("at_once", [False, True])
+def test_the_seconds_of_a_round_are_measured_at_a_few_sizes_and_interpolated(at_once, make_timing, monkeypatch):
     sizes = []
 
     def timed(target, requests, settings, draft, *, mode):
@@ -96,9 +87,14 @@ def test_what_a_round_takes_beside_drafting_is_measured_at_three_sizes_and_inter
     monkeypatch.setattr(tree_choice, "decode", timed)
     asked, settings = FastestTree(kind="fastest", num_nodes=5, branching=[3, 2]), DecodeConfig(num_speculative_tokens=2)
     profile = np.array([[0.6, 0.2, 0.1], [0.5, 0.4, 0.0]])
-    found = tree_choice.round_seconds(None, None, requests_for(PROMPTS[:3]), settings, profile, asked)
+    arguments = (None, None, requests_for(PROMPTS[:3]), settings, profile, asked)
+    others, drafting = tree_choice.round_seconds(*arguments, at_once=at_once)
     assert sizes == [1, 3, 5, 5, 3, 1, 1, 3, 5]
-    np.testing.assert_allclose(found, [11.0, 11.0, 15.0, 19.0, 27.0, 35.0])
+    np.testing.assert_allclose(others, [11.0, 11.0, 15.0, 19.0, 27.0, 35.0])
+    one, three, five = 0.25 * 11.0, 0.25 * 19.0, 0.25 * 35.0
+    if not at_once:  # trees of three and five tokens have two depths
+        three, five = three / 2, five / 2
+    np.testing.assert_allclose(drafting, [one, one, (one + three) / 2, three, (three + five) / 2, five])
 
 
 def test_where_no_prompt_is_left_to_choose_by_the_evaluation_says_so(tiny_run, tmp_path):
@@ -147,13 +143,13 @@ def every_tree(depth, num_ranks, num_nodes):
 @pytest.mark.parametrize("profile", [FALLING, RISING, WITH_GAPS], ids=["falling", "rising", "with_gaps"])
 @pytest.mark.parametrize("step", [0.0, 0.15])
 def test_the_fastest_tree_has_the_most_tokens_a_second_of_all_trees(profile, step):
-    target_seconds = [1.0, 1.02, 1.1, 1.3, 2.0, 2.8]
-    chosen = fastest_tree(profile, target_seconds, step)
+    target_seconds, steps = [1.0, 1.02, 1.1, 1.3, 2.0, 2.8], [step * (1 + 0.1 * size) for size in range(6)]
+    chosen = fastest_tree(profile, target_seconds, steps)
     profile = -np.sort(-profile, axis=1)
 
     def rate(tree):
         depth = max(map(len, tree))
-        return expected_tokens(list(tree), profile) / (target_seconds[len(tree)] + depth * step)
+        return expected_tokens(list(tree), profile) / (target_seconds[len(tree)] + depth * steps[len(tree)])
 
     best = max(rate(tree) for size in range(1, 6) for tree in every_tree(*profile.shape, size))
     assert chosen.tokens_per_round / chosen.seconds_per_round == pytest.approx(best, abs=1e-12)
