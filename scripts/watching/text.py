@@ -8,7 +8,7 @@ from eval.report.text import NOT_AVAILABLE, number, percent, speedup_of, times
 from scripts.watching.state import SILENT_SECONDS, Point, Progress, Run, Stage
 
 # What a round misses falls as a power of the training answers: that of an EAGLE-3 head on SmolLM2, docs/results/curve.json
-EXPONENT = 0.069
+EXPONENT = 0.089
 VERDICTS = {GATE_FAILED: "fail", INCONCLUSIVE: "inconclusive"}  # of stages that judge, by their codes
 
 

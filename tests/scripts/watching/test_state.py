@@ -202,8 +202,8 @@ def ended(tau, *, kind="eagle3", tree=None, state="ended"):
 
 
 def test_what_twice_the_answers_would_bring_is_a_share_of_what_a_round_misses():
-    assert "bring 0.10 tokens per target step more" in text.outlook(ended(1.9))
-    assert "bring 0.05 tokens per target step more" in text.outlook(ended(3.0))
+    assert "bring 0.13 tokens per target step more" in text.outlook(ended(1.9))
+    assert "bring 0.06 tokens per target step more" in text.outlook(ended(3.0))
     assert "bring 0.00 tokens" in text.outlook(ended(4.0))
     assert {text.outlook(ended(1.9, **other)) for other in ({"kind": "draft_lm"}, {"tree": {}}, {"state": "running"})} == {""}
 
