@@ -48,13 +48,17 @@ class HeadsSettings(Settings):
 class BenchHeadsConfig(HeadsSettings):
     """`scripts/lab/benchmark.py heads`: head families trained and measured on one target and one set of data."""
 
-    recipes: list[str] = [*OVERNIGHT, "scripts/lab/configs/heads/eagle3_short.yaml"]
+    recipes: list[str] = [
+        *OVERNIGHT,
+        "scripts/lab/configs/heads/eagle3_short.yaml",
+        "scripts/lab/configs/heads/eagle3_long.yaml",
+    ]
     temperature: Temperature = 0.0
     baselines: list[FreeDraft] = ["prompt_lookup", "suffix_lookup"]  # measured beside the first head
     with_lookup: bool = True  # heads are also measured with suffix lookup, which knows the answers trained on
     # Recipes, by the names of their files, that are measured with a tree as well: the one expected to be fastest, fitted on the
     # prompts that chose checkpoints
-    trees: list[str] = ["hydra_overnight", "eagle3_overnight", "eagle3_short"]
+    trees: list[str] = ["hydra_overnight", "eagle3_overnight", "eagle3_short", "eagle3_long"]
     repeats: PositiveInt = 1  # timed runs of every prompt
     lossless: LosslessConfig = LosslessConfig()
 
