@@ -131,8 +131,8 @@ class EvalConfig(Settings):
     # decode.tree prompt_lookup, a round takes the lookup where that has a match, and else the artifact
     draft: str | list[str] = "runs/distill/artifact"
     lookup_match: PositiveInt = 3  # tokens that must have stood in the text before, for prompt lookup beside a draft to copy
-    # Accepted drafts that suffix lookup must expect, to take a draft's place in a round. None: 2.25; for `try_with_lookup`
-    # where it pays by the draft's acceptance and cost on a few prompts, 2.25 at most
+    # Accepted drafts that suffix lookup must expect, to take a draft's place in a round. None: 2.25, of drawn answers more, 6.1
+    # at temperature 1; for `try_with_lookup` as many as pay by the draft's acceptance and cost on a few prompts, if fewer
     lookup_expects: NonNegativeFloat | None = None
     # A data file, such as the one the draft was trained on, whose answers suffix lookup knows from the start, but those to
     # prompts of the suites

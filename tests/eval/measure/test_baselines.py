@@ -24,6 +24,7 @@ from eval.measure.proposers import (
     fastest_length,
     known_answers,
     make_baselines,
+    must_expect,
 )
 from heads.frozen.hidden_states import num_blocks
 from heads.proposers.draft_lm import DraftLM
@@ -115,6 +116,17 @@ def test_a_lookup_takes_the_place_of_a_draft_whose_tokens_take_longer_than_they_
     assert break_even([timed(25, 10, 10.0, 1.0)]) == EXPECTED
     assert break_even([timed(12, 10, 10.0, 5.0)]) == 0
     assert break_even([timed(0, 0, 0.0, 0.0)]) == EXPECTED
+
+
+def test_a_lookup_must_expect_more_of_answers_that_are_drawn_unless_a_number_is_given(target, config, tiny_llama):
+    def expected_at(temperature, **changes):
+        decode = config.decode.model_copy(update={"temperature": temperature})
+        settings = config.model_copy(update={"decode": decode, **changes})
+        return add_lookup(DraftLM(tiny_llama(seed=2), 64), settings, target).lookup.min_expected
+
+    assert expected_at(0.0) == EXPECTED
+    assert EXPECTED < expected_at(0.6) < expected_at(1.0) == expected_at(1.5) == must_expect(EXPECTED, 1.0)
+    assert expected_at(1.0, lookup_expects=1.5) == 1.5
 
 
 def test_baselines_draft_whole_chains_whatever_is_asked_of_the_draft(target, config):
