@@ -85,6 +85,8 @@ def test_what_suffix_lookup_adds_to_a_draft_is_measured_beside_it_unless_switche
     counted = [each for each in read_records(Path(config.output) / "records.jsonl") if getattr(each, "mode", "") == WITH_LOOKUP]
     rounds = [round_ for each in counted if isinstance(each, Generation) for round_ in each.rounds]
     assert found.lookup_rounds_share == pytest.approx(sum(each.by_lookup for each in rounds) / len(rounds))
+    accepted = [sum(each.num_accepted for each in some) for some in ([r for r in rounds if r.by_lookup], rounds)]
+    assert found.lookup_tokens_share == pytest.approx(accepted[0] / accepted[1])
     assert "suffix_lookup, then this draft" in (Path(config.output) / "report.html").read_text()
 
 
