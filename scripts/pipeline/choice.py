@@ -237,7 +237,7 @@ def choose(run: RunConfig, facts: Facts, rates: Rates, *, checks: bool, data_bat
     pace = f"{minutes['data']:g} minutes of answers at {60 / rates.prompt_seconds:.0f} a minute"
     every = evaluated_every(steps)
     choices = [
-        Choice("prompts", asked, "all there are" if limited else pace),
+        Choice("prompts", asked, "all there are, or as many as asked" if limited else pace),
         Choice("data.answers.max_new_tokens", found.max_new_tokens, f"answers of {answer:.0f} tokens on average"),
         Choice("data.answers.batch_size", data_batch, "prompts answered together"),
         Choice("data.held_out_share", share, f"{found.held_out} prompts, or some more, are held out"),

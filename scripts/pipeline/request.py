@@ -19,7 +19,7 @@ from configs.schema.base import AUTO
 from configs.schema.commands.planning import HardwareConfig, PlanConfig, PlanDistillConfig, PlanHeadsConfig, WorkloadConfig
 from configs.schema.commands.release import HUB_ID
 from configs.schema.commands.running import RunConfig
-from configs.schema.data import PromptsConfig
+from configs.schema.data import PromptsConfig, PromptSettings
 from configs.schema.training import HeadsConfig, training_schema
 from distill.generation.prompts import Prompt
 from distill.generation.sources import read_prompts
@@ -82,19 +82,26 @@ def output_of(name: str) -> str:
 
 def prompts_of(path: str | None, given: PromptsConfig) -> PromptsConfig:
     """Return where prompts come from: a file, a folder or a data set of the Hub; None: as the config says, else the target."""
-    named: dict[str, Any] = {}
     unless_given: dict[str, Any] = {"num_prompts": MANY}
-    if path is None and "source" not in given.model_fields_set:
-        unless_given |= {"temperature": 0.8, "top_p": 1.0}  # drawing from all tokens needs no sorting
-    elif path is not None:
+    if path is not None:
         unless_given["on_too_long"] = "skip"
         named = _source_of(path)
-    elif given.path is not None and Path(given.path).exists():
-        named = {"path": str(Path(given.path).absolute())}  # a job of a cluster begins in another folder
+    elif given.sources is not None:
+        named = {"sources": [each.model_dump(exclude_defaults=True) | _absolute(each) for each in given.sources]}
+    else:
+        if "source" not in given.model_fields_set:
+            unless_given |= {"temperature": 0.8, "top_p": 1.0}  # drawing from all tokens needs no sorting
+        named = _absolute(given)
     return PromptsConfig.model_validate(unless_given | given.model_dump(exclude_unset=True) | named)
 
 
-def _source_of(path: str) -> dict[str, str]:
+def _absolute(given: PromptSettings) -> dict[str, Any]:
+    """Return the path of a file or folder from the root: a job of a cluster begins in another folder."""
+    is_here = given.path is not None and given.source != "package" and Path(given.path).exists()
+    return {"path": str(Path(str(given.path)).absolute())} if is_here else {}
+
+
+def _source_of(path: str) -> dict[str, Any]:
     if Path(path).exists():
         return {"source": "file", "path": str(Path(path).absolute())}
     if HUB_ID.fullmatch(path) and Path(path).suffix not in FILES:
@@ -242,21 +249,22 @@ def kind_of(config: PlanConfig) -> str:
 
 
 def _prompts(prompts: PromptsConfig) -> tuple[int | None, Sequence[Prompt]]:
-    """Return how many different prompts there are at most, None where nothing limits them, and those of a file."""
+    """Return how many different prompts there are at most, None where nothing limits them, and those of a single file."""
     if prompts.num_prompts < FEWEST_PROMPTS:
         raise InputError(
             f"prompts.num_prompts must be at least {FEWEST_PROMPTS}, to train and to judge, got {prompts.num_prompts}"
         )
-    if prompts.source != "file":
+    parts = [part for _, part in prompts.parts]
+    if any(each.source != "file" for each in parts):
         return None if prompts.num_prompts == MANY else prompts.num_prompts, ()
-    read = read_prompts(prompts)
-    number = len(set(split_positions(read)))
+    read = [read_prompts(each) for each in parts]
+    number = sum(len(set(split_positions(each))) for each in read)
     if number < FEWEST_PROMPTS:
         raise InputError(
-            f"--prompts: {prompts.path} holds {number} different prompts; at least {FEWEST_PROMPTS} are needed to "
-            "train and to judge. Leave --prompts out, and the target writes them"
+            f"--prompts: {', '.join(str(each.path) for each in parts)} holds {number} different prompts; at least "
+            f"{FEWEST_PROMPTS} are needed to train and to judge. Leave --prompts out, and the target writes them"
         )
-    return number, read
+    return min(number, prompts.num_prompts), read[0] if prompts.sources is None else ()
 
 
 def _plan_config(run: RunConfig) -> PlanConfig:
