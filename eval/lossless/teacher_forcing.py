@@ -97,33 +97,43 @@ class _Reading(NamedTuple):
     largest_T: Tensor  # the largest logit
 
 
+Readings = dict[tuple[Any, ...], _Reading]
+
+
 def check_tokens(
     target: Target,
     plain: Sequence[Generation],
     speculative: Sequence[Generation],
     tie_noise: float,
     kv_cache: KVCache = None,
+    readings: Readings | None = None,
 ) -> TokenCheck:
     """Judge every token of greedy answers, and find their first differences from plain decoding's.
+
+    `readings`, which begin empty, are for several decoders' answers to the same prompts: the same answer is read once.
 
     The tolerance is `tie_noise` times the rounding error at a position, or the usual error where that is larger. An int8
     `kv_cache` of the decoder changes the target's distribution, so the answers are read through one as well.
     """
     pairs = pair_answers(plain, speculative)
     departures = [_first_difference(one.tokens, other.tokens) for one, other in pairs]
-    exact, readings = widened(target), []
+    known, found = {} if readings is None else readings, list[_Reading]()
+    exact = widened(target)
     with progress("checking the answers' tokens", len(pairs), "answers") as advance:
         for (one, other), place in zip(pairs, departures, strict=True):
             others = list(other.tokens)
             if place is not None and place < min(len(one.tokens), len(other.tokens)):
                 others[place] = one.tokens[place]
-            readings.append(_read(target, exact, other, others, kv_cache))
+            key = (other.prompt_id, other.turn, other.tokens, tuple(others), kv_cache)
+            if key not in known:
+                known[key] = _read(target, exact, other, others, kv_cache)
+            found.append(known[key])
             advance(1)
-    errors_N = torch.cat([torch.zeros(0).double(), *(each.errors_T for each in readings)])
+    errors_N = torch.cat([torch.zeros(0).double(), *(each.errors_T for each in found)])
     usual = float(np.quantile(errors_N.numpy(), USUAL)) if len(errors_N) else 0.0
     precision = torch.finfo(target.model.dtype).eps
     wrong, divergences, tolerances = [], [], []
-    for (one, other), place, reading in zip(pairs, departures, readings, strict=True):
+    for (one, other), place, reading in zip(pairs, departures, found, strict=True):
         tolerance_T = tie_noise * torch.maximum(reading.errors_T.clamp(min=usual), precision * reading.largest_T.abs())
         gap_T = reading.gaps_T2[:, 0]
         for position in torch.nonzero(gap_T > tolerance_T).flatten().tolist():
@@ -133,7 +143,7 @@ def check_tokens(
         if place is not None:
             divergences.append(_divergence(one, other, place, reading, tolerance_T))
     none = torch.zeros(0 if len(errors_N) else 1).double()
-    gap_N, tolerance_N = torch.cat([none, *(each.gaps_T2[:, 0] for each in readings)]), torch.cat([none, *tolerances])
+    gap_N, tolerance_N = torch.cat([none, *(each.gaps_T2[:, 0] for each in found)]), torch.cat([none, *tolerances])
     return TokenCheck(
         num_answers=len(pairs),
         num_tokens=sum(len(other.tokens) for _, other in pairs),

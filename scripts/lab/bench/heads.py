@@ -20,6 +20,7 @@ from distill.dataset.conversations import read_conversations
 from eval.cost.tree_choice import choose_tree
 from eval.decoder.decode import Request
 from eval.decoder.records import AUTOREGRESSIVE, WITH_LOOKUP
+from eval.lossless.teacher_forcing import Readings
 from eval.lossless.verdict import NOT_LOSSLESS, judge_lossless
 from eval.measure.interleaved import drafts_by_mode
 from eval.measure.proposers import Answers, add_lookup, known_answers, make_baselines
@@ -153,10 +154,12 @@ def measure_run(
     decoded_by = proposers | make_baselines(evaluation, target, answers)
     records = measure(target, requests, evaluation, decoded_by, settings=by_mode)
     check_finite(records.generations, f"recipe {run.name}")
+    readings: Readings = {}
 
     def row(family: str, recipe: str | None, mode: str, cost: Mapping[str, Any]) -> dict[str, Any]:
         pair = records.of(AUTOREGRESSIVE), records.of(mode)
-        judged = judge_lossless(target, *pair, by_mode.get(mode, settings), config.lossless, decoded_by[mode])
+        how = by_mode.get(mode, settings), config.lossless
+        judged = judge_lossless(target, *pair, *how, decoded_by[mode], readings)
         figures = summarise(records, mode, drafts[mode], config.bootstrap_samples)
         names = {"family": family, "recipe": recipe, "data": Path(config.data or run.recipe.data.train).stem, "suite": suite}
         tree = by_mode[mode].tree if mode in by_mode else None
