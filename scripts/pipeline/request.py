@@ -257,14 +257,14 @@ def _prompts(prompts: PromptsConfig) -> tuple[int | None, Sequence[Prompt]]:
     parts = [part for _, part in prompts.parts]
     if any(each.source != "file" for each in parts):
         return None if prompts.num_prompts == MANY else prompts.num_prompts, ()
-    read = [read_prompts(each) for each in parts]
-    number = sum(len(set(split_positions(each))) for each in read)
+    read = [prompt for each in parts for prompt in read_prompts(each)]
+    number = len(set(split_positions(read)))
     if number < FEWEST_PROMPTS:
         raise InputError(
             f"--prompts: {', '.join(str(each.path) for each in parts)} holds {number} different prompts; at least "
             f"{FEWEST_PROMPTS} are needed to train and to judge. Leave --prompts out, and the target writes them"
         )
-    return min(number, prompts.num_prompts), read[0] if prompts.sources is None else ()
+    return min(number, prompts.num_prompts), read if prompts.sources is None else ()
 
 
 def _plan_config(run: RunConfig) -> PlanConfig:

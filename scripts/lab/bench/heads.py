@@ -158,8 +158,7 @@ def measure_run(
 
     def row(family: str, recipe: str | None, mode: str, cost: Mapping[str, Any]) -> dict[str, Any]:
         pair = records.of(AUTOREGRESSIVE), records.of(mode)
-        how = by_mode.get(mode, settings), config.lossless
-        judged = judge_lossless(target, *pair, *how, decoded_by[mode], readings)
+        judged = judge_lossless(target, *pair, by_mode.get(mode, settings), config.lossless, decoded_by[mode], readings)
         figures = summarise(records, mode, drafts[mode], config.bootstrap_samples)
         names = {"family": family, "recipe": recipe, "data": Path(config.data or run.recipe.data.train).stem, "suite": suite}
         tree = by_mode[mode].tree if mode in by_mode else None

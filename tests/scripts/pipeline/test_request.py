@@ -106,6 +106,9 @@ def test_several_sources_of_prompts_are_found_from_any_folder_and_counted_unless
     named = request.prompts_of(None, PromptsConfig(sources=files))
     assert [each.path for each in named.sources] == [str(tmp_path / "few.txt"), str(tmp_path / "more.txt")]
     assert request._prompts(named) == (12, ())
+    with Path("more.txt").open("a") as more:
+        more.write("w1 w2 0\n")  # which is taken from the first
+    assert request._prompts(named) == (12, ())
     assert request._prompts(named.model_copy(update={"num_prompts": 10})) == (10, ())
     assert request._prompts(request.prompts_of(None, PromptsConfig(sources=[*files, {"name": "own"}]))) == (None, ())
     with pytest.raises(InputError, match=r"few\.txt holds 5 different prompts"):
