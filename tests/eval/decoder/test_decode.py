@@ -3,6 +3,8 @@
 That what it gives is plain decoding's is tested in `test_decode_properties` by scripts, in `test_greedy_matrix` by proposer.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from pydantic import ValidationError
@@ -74,6 +76,14 @@ def test_a_draft_equal_to_the_target_is_always_accepted(target, temperature, ver
 def test_a_prompt_that_cannot_be_continued_is_refused(target, prompt):
     with pytest.raises(InputError, match="prompt p0"):
         decode(target, requests_for([prompt]), DecodeConfig())
+
+
+def test_a_later_turn_draws_other_numbers_than_the_first(target, draft):
+    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=12, temperature=1.0)
+    (request,) = requests_for(PROMPTS[:1])
+    for proposer in (None, draft):
+        first, again, later = tokens_of(decode(target, [request, request, replace(request, turn=1)], config, proposer)[0])
+        assert first == again != later
 
 
 def test_a_request_that_fails_under_way_leaves_nothing_that_is_no_number(failing_after, draft, answers):
