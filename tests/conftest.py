@@ -13,6 +13,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from configs.runtime import redaction
 from configs.schema.target import TargetConfig
 from heads.artifact import save_draft_lm
 from heads.frozen.identity import TargetIdentity, hash_chat_template, hash_tokenizer
@@ -32,6 +33,12 @@ SPECIAL = ["<pad>", "<end>", "<user>", "<assistant>", "<system>"]
 def pytest_collection_modifyitems(items):
     """Begin with the tests that start processes, which take longest: at the end one worker would be left with them."""
     items.sort(key=lambda item: not item.nodeid.startswith(("tests/train/", "tests/faults/", "tests/scripts/")))
+
+
+@pytest.fixture(autouse=True)
+def _no_key_of_another_test(monkeypatch):
+    """Forget the keys that other tests had masked: `hide` is for the rest of a process."""
+    monkeypatch.setattr(redaction, "_hidden", set())
 
 
 @pytest.fixture(scope="session")

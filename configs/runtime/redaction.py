@@ -180,7 +180,8 @@ def holds_token(path: Path) -> bool:
         before = ""
         while piece := file.read(PIECE_BYTES):
             text = before + piece.decode("latin-1").replace("\0", "")  # a character a byte, also of UTF-16
-            if FORMS.search(text) or DOCKER_LOGIN.search(text) or any(secret in text for secret in _hidden):
+            known = any(secret in text for secret in _hidden if len(secret) >= SHORTEST)
+            if known or FORMS.search(text) or DOCKER_LOGIN.search(text):
                 return True
             before = text[-LONGEST:]
     return False

@@ -113,6 +113,7 @@ def hub(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # as clusters set it: this Hub is on the machine
     monkeypatch.setenv("HF_TOKEN", hub_server.TOKEN)
     state.address = address
     yield state

@@ -12,16 +12,21 @@ import pytest
 from configs.runtime import redaction
 from configs.runtime.command import BAD_INPUT, run_command
 from configs.runtime.errors import InputError
-from configs.runtime.redaction import hide, mask_arguments, mask_counting, mask_secrets, redact, scrub, scrub_value
+from configs.runtime.redaction import (
+    PIECE_BYTES,
+    hide,
+    holds_token,
+    mask_arguments,
+    mask_counting,
+    mask_secrets,
+    redact,
+    scrub,
+    scrub_value,
+)
 from configs.schema.decoding import DecodeConfig
 
 HUB = "hf_" + "aB3" * 11
 LETTERS = "abcDEF123" * 3
-
-
-@pytest.fixture(autouse=True)
-def _nothing_hidden(monkeypatch):
-    monkeypatch.setattr(redaction, "_hidden", set())
 
 
 def test_an_argument_with_a_secret_key_loses_its_value_and_one_that_only_speaks_of_tokens_stays():
@@ -177,3 +182,18 @@ def test_secrets_in_texts_that_people_wrote_are_masked_and_counted(text, kind):
     assert "***" in masked
     assert +found == Counter({kind: 1})
     assert mask_counting(masked, Counter()) == masked
+
+
+@pytest.mark.parametrize("start", [0, PIECE_BYTES - len(HUB) // 2, PIECE_BYTES - 1, PIECE_BYTES])
+def test_a_token_in_a_file_is_found_also_where_two_pieces_that_are_read_meet(tmp_path, start):
+    path = tmp_path / "merges.txt"
+    path.write_bytes(b"\n" * start + HUB.encode() + b"\n")
+    assert holds_token(path)
+
+
+def test_a_hidden_value_in_a_file_is_found_and_one_that_may_be_part_of_a_word_is_not(tmp_path):
+    (tmp_path / "report.json").write_text('{"wrong_tokens": 1, "said": "quite-plain"}')
+    hide("wrong")
+    assert not holds_token(tmp_path / "report.json")
+    hide("quite-plain")
+    assert holds_token(tmp_path / "report.json")
