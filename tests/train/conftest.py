@@ -52,7 +52,7 @@ def head_task(tmp_path, greedy_target, greedy_rows):
         config = {
             "head": HEADS[kind] | settings.pop("head", {}),
             "schedule": {"batch_size": 4, "max_steps": 6, "mixed_precision": "no", "trackers": [], "log_every_steps": 3},
-            "held_out": {"num_prompts": 5, "decode": decode},
+            "held_out": settings.pop("scored", {"num_prompts": 5, "decode": decode}),
             "sanity": {"learning_rate": 1e-2},
             "output": str(tmp_path / "run"),
         }

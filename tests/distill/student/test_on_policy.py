@@ -110,6 +110,13 @@ def test_a_row_ends_with_the_first_token_that_ends_a_text_and_its_neighbours_go_
     assert batch.loss_mask_BT[1, : len(ended.input_ids)].tolist() == [place >= 5 for place in range(len(ended.input_ids))]
 
 
+def test_no_row_grows_beyond_the_length_that_training_allows(rewriter, draft):
+    policy = rewriter(temperature=0.0, max_length=12, max_new_tokens=30)
+    batch, num_written = policy.rewrite(collate(EXAMPLES), chosen(0, 1), draft)
+    assert [len(each.input_ids) for each in examples_of(batch)[:2]] == [12, 12]
+    assert num_written == 9 + 7
+
+
 def test_prompts_of_one_token_are_answered(rewriter, draft):
     examples = [Example((7, 12, 3, 20), 1, 0), Example((9, 4, 5), 1, 1)]
     batch, num_written = rewriter(temperature=0.0).rewrite(collate(examples), chosen(0, 1), draft)

@@ -1,6 +1,7 @@
 """The prediction from training is what decoding yields, to the last round, as long as both do the same thing."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -90,6 +91,24 @@ def test_the_first_answers_are_kept_in_pieces_by_who_wrote_them(head_task, greed
         assert sample["prompt"] == row.user_text
     kinds = {piece["kind"] for sample in task.samples for piece in sample["pieces"]}
     assert {"prefill", "accepted", "target"} <= kinds
+
+
+def test_the_score_is_of_the_first_prompts_and_counts_a_round_that_an_accepted_end_of_text_closes(
+    head_task, greedy_target, greedy_rows
+):
+    ending = replace(greedy_target, eos_token_ids=(greedy_rows[4].answer_ids[3],))
+    settings = {"num_speculative_tokens": 3, "max_new_tokens": 12, "batch_size": 2}
+    scored = {"num_prompts": 3, "decode": settings}
+    task = head_task("eagle3", target=ending, held_out=greedy_rows[4:12], scored=scored)
+    train_some(task, greedy_rows, steps=60)
+    requests = task.held_out.requests
+    assert [each.prompt_id for each in requests] == [f"{row.prompt_id}/0" for row in greedy_rows[4:7]]
+    proposer = task.proposer(task.module)
+    generations, _ = decode(ending, requests, task.held_out.decode, proposer)
+    rounds = [each for generation in generations for each in generation.rounds]
+    assert any(len(each.committed) == each.num_accepted for each in rounds)
+    expected = sum(len(each.committed) for each in rounds) / len(rounds)
+    assert task.held_out.score(proposer)["tokens_per_target_step"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
