@@ -131,8 +131,9 @@ def test_what_was_measured_is_not_lost_where_a_scorer_fails_on_an_answer(config,
 
 def test_a_draft_that_was_trained_on_a_prompt_of_the_suite_is_warned_of_and_fails_the_gate(config, tiny_run, tmp_path):
     draft = Path(shutil.copytree(tiny_run / "artifact", tmp_path / "trained"))
-    save_file({"user_texts": torch.tensor([text_hash(" W1  w2 w7"), 5])}, draft / PROMPTS_FILE)
-    evaluate(config.model_copy(update={"draft": str(draft)}))
+    save_file({"user_texts": torch.tensor([text_hash(" W3\nw1 w2  w7"), 5])}, draft / PROMPTS_FILE)
+    suite = write_suite(tmp_path / "turns.jsonl", [{"question_id": f"q{n}", "turns": ["w3", f"w{n} w2 w7"]} for n in range(3)])
+    evaluate(config.model_copy(update={"draft": str(draft), "suite": suite}))
     report = report_in(config)
     assert "the draft was trained on 1 of the suite's 3 prompts, q1 among them" in report.warnings[0]
     (finding,) = (each for each in judge(report, GateConfig()).findings if each.check == "prompts")

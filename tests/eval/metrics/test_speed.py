@@ -23,6 +23,7 @@ def test_the_decode_speedup_is_a_ratio_of_totals_without_prefill(make_timing):
     assert speed["decode_speedup"] == pytest.approx(44 / 40)
     assert speed["end_to_end_speedup"] == pytest.approx(46 / 42)
     assert (speed["decode_seconds_autoregressive"], speed["decode_seconds_speculative"]) == (44, 40)
+    assert speed["milliseconds_per_token_autoregressive"] == pytest.approx(400.0)  # 44 s for 110 tokens
 
 
 def test_repeats_of_a_batch_are_no_independent_evidence(make_timing):

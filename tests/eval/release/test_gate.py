@@ -23,6 +23,7 @@ SPEEDUP = "speed.decode_speedup"
 TAU_OF_2 = {"acceptance": {"tokens_per_target_step": 2.0, "tokens_per_target_step_ci": [1.8, 2.2]}}
 NOT_MEASURED = "not measured in this report"
 F = "f" * 64
+SUITE = ("prompts", "acceptance", "speed", "by_category", "baselines")  # sections of a suite
 
 
 def outcome(report, metric, baseline=None, **rule):
@@ -128,8 +129,7 @@ def test_a_baseline_made_with_something_else_is_refused_with_the_reason(report, 
     ],
 )
 def test_a_further_suite_of_other_prompts_is_refused_for_rules_relative_to_it_only(report, path, value, sentence):
-    fields = ("prompts", "acceptance", "speed", "by_category", "baselines")
-    ours = changed(report, {"suites": {"house": {field: report.to_dict()[field] for field in fields}}})
+    ours = changed(report, {"suites": {"house": {field: report.to_dict()[field] for field in SUITE}}})
     where = f"suites.house.prompts.{path}"
     rules = [GateRule(metric=TAU, suite="house", min=0.5, relative_to_baseline=True)]
     with pytest.raises(InputError, match=sentence):
@@ -222,6 +222,20 @@ def test_a_gate_without_rules_still_stops_an_unsound_report(report, path, value,
     verdict = judge(changed(report, {path: value}), GateConfig())
     assert verdict.outcome == expected
     assert [each.check for each in verdict.findings if each.outcome != "pass" and each.reason] == [check]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_prompts", 31),
+        ("failed", [{"prompt_id": "a", "mode": "speculative", "stop_reason": "error"}]),
+        ("num_trained_on", 2),
+    ],
+)
+def test_a_further_suite_that_was_not_answered_whole_or_was_trained_on_fails_the_gate(report, field, value):
+    report = changed(report, {"suites": {"house": {name: report.to_dict()[name] for name in SUITE}}})
+    assert check_of(report, "prompts of house").outcome == "pass"
+    assert check_of(changed(report, {f"suites.house.prompts.{field}": value}), "prompts of house").outcome == "fail"
 
 
 @pytest.mark.parametrize(
@@ -325,8 +339,7 @@ def test_the_command_compares_the_report_with_the_artifact(gate, tiny_run):
 @pytest.mark.parametrize("name", ["run", "first_release", "release"])
 def test_every_gate_that_comes_along_fails_a_draft_that_prompt_lookup_beats(report, name):
     config = load_config(GateConfig, str(ROOT / f"configs/gates/{name}.yaml"), ["min_prompts=32"])
-    fields = ("prompts", "acceptance", "speed", "by_category", "baselines")
-    report = changed(report, {"suites": {"house": {field: report.to_dict()[field] for field in fields}}})
+    report = changed(report, {"suites": {"house": {field: report.to_dict()[field] for field in SUITE}}})
     assert judge(report, config, report).outcome == "pass"
     lookup = {"tokens_per_target_step_ratio": 0.95, "tokens_per_target_step_ratio_ci": [0.9, 0.99]}
     beaten = changed(report, {"baselines.prompt_lookup": lookup})
