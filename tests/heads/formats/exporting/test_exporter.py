@@ -95,6 +95,8 @@ def test_medusa_is_widened_by_rows_that_never_win(write, own_output_heads):
         (DFLASH, {"taps": [2, 4]}, "transformers", "h_4, the last block's state"),
         (MTP, {"reads": "pre_norm"}, "vllm", "before the final norm"),
         (MTP, {"shared_depths": False}, "vllm", "one for each"),
+        (MTP, {"train_head": True}, "vllm", "head.train_head"),
+        (DFLASH, {"train_head": True}, "sglang", "head.train_head"),
         (MTP, {}, "speculators", "got llama"),
         (HydraSettings(kind="hydra"), {}, "vllm", "hydra goes to no engine yet"),
     ],
