@@ -18,14 +18,13 @@ from typing import Any, NoReturn
 
 from pydantic import BaseModel
 
-from configs.runtime.allocator import keep_freed_memory
 from configs.runtime.errors import InputError, RunFailed, Stopped, first_line
 from configs.runtime.files import out_of_space
 from configs.runtime.key_list import render_config, render_keys
 from configs.runtime.loading import load_config
 from configs.runtime.redaction import redact
 from configs.runtime.terminal import is_main_process, one_line, say, setup_logging, show
-from configs.startup import BAD_INPUT, FAILED, INTERRUPTED
+from configs.startup import BAD_INPUT, FAILED, INTERRUPTED, keep_freed_memory
 
 DONE = 0
 GATE_FAILED = 1

@@ -1,9 +1,5 @@
 """From a YAML file and `--set` overrides to a checked, frozen config; every mistake becomes one sentence.
 
-The YAML is that of YAML 1.2, without repeated keys, tags, aliases and deep nesting. PyYAML reads YAML 1.1, in which `3e-4` is
-text, `no` is false and the last of repeated keys wins, so only its scanner and composer are used here. Without aliases a file's
-size bounds its memory.
-
 The order of precedence is schema default, file, overrides from left to right. `extends: other.yaml` in a file, relative to it,
 names the one whose values it changes: section by section, lists as a whole. A key that is not given keeps its default at every
 depth: `held_out: {decode: {seed: 1}}` keeps the other values that `held_out.decode` has by default.
@@ -30,12 +26,6 @@ from configs.runtime.redaction import redact
 T = TypeVar("T", bound=BaseModel)
 
 MAX_SHOWN = 60  # characters of a wrong value repeated in an error
-MAX_DEPTH = 32
-NULLS = {"", "~", "null", "Null", "NULL"}
-BOOLEANS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
-INTEGER = re.compile(r"[-+]?[0-9]+")
-FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
-FLOAT_WORDS = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 # What was expected, in words, by pydantic's name of the finding; braces are filled from its context.
 EXPECTED = {
     "int_type": "a whole number",
@@ -148,7 +138,7 @@ def _apply_override(values: dict[str, Any], override: str) -> str:
 def _sentence(schema: type[BaseModel], finding: ErrorDetails, where: str, override_keys: Sequence[str]) -> str:
     """Return one of pydantic's findings as a sentence that begins with the place to change."""
     kind, context = finding["type"], finding.get("ctx", {})
-    keys, section = _located(schema, finding["loc"])
+    keys = _keys(schema, finding["loc"])
     if kind in ("union_tag_invalid", "union_tag_not_found"):  # the finding stands at the section, the mistake in its tag
         keys = [*keys, context["discriminator"].strip("'")]
     key = ".".join(keys)
@@ -159,7 +149,7 @@ def _sentence(schema: type[BaseModel], finding: ErrorDetails, where: str, overri
     subject = place if not key or place == f"--set {key}" else f"{place}: {key}"
     got = _shown(context["tag"] if kind == "union_tag_invalid" else finding["input"])
     if kind == "extra_forbidden":
-        return f"{place}: unknown key {key!r}{_suggestion(schema, keys, section)}"
+        return f"{place}: unknown key {key!r}{_suggestion(schema, keys)}"
     if kind in ("missing", "union_tag_not_found"):
         return f"{place}: {key!r} is missing"
     if kind == "value_error":
@@ -168,25 +158,19 @@ def _sentence(schema: type[BaseModel], finding: ErrorDetails, where: str, overri
     return f"{subject}: expected {expected}, got {got}"
 
 
-def _located(schema: type[BaseModel], location: tuple[int | str, ...]) -> tuple[list[str], type[BaseModel]]:
-    """Return the keys that lead to a finding, as a file has them, and the model in which the last one stands.
-
-    Where a section is one of several kinds, pydantic puts the kind between its key and those in it.
-    """
+def _keys(schema: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
+    """Return the keys of a finding as a file has them: pydantic also gives the kind of a section that is one of several."""
     keys: list[str] = []
-    section, inside, tagged = schema, [schema], False
+    models: list[type[BaseModel]] = [schema]
     for part in location:
-        if tagged:
-            inside, tagged = [model for model in inside if part in _tags(model)], False
+        fields = [model.model_fields[part] for model in models if part in model.model_fields]
+        if not fields and any(part in _tags(model) for model in models):
+            models = [model for model in models if part in _tags(model)]
             continue
         keys.append(str(part))
-        if isinstance(part, int) or not inside:
-            continue
-        section = inside[0]
-        field = section.model_fields.get(part)
-        inside = [] if field is None else [model for model, _ in models_in(field.annotation)]
-        tagged = field is not None and field.discriminator is not None
-    return keys, section
+        if isinstance(part, str):
+            models = [model for field in fields for model, _ in models_in(field.annotation)]
+    return keys
 
 
 def _tags(model: type[BaseModel]) -> set[Any]:
@@ -195,19 +179,17 @@ def _tags(model: type[BaseModel]) -> set[Any]:
     return {value for literal in literals for value in get_args(literal)}
 
 
-def _suggestion(schema: type[BaseModel], keys: list[str], section: type[BaseModel]) -> str:
-    """Return what an unknown dotted key may have been meant to be: its name elsewhere, or a close one, here before others."""
-    *above, name = keys
-    pattern = ["0" if part.isdigit() else part for part in keys]
+def _suggestion(schema: type[BaseModel], keys: list[str]) -> str:
+    """Return what an unknown key may have been meant to be: its name elsewhere, or a close one, beside it before others."""
+    *above, name = ["0" if part.isdigit() else part for part in keys]
     known = list(_known_keys(schema))
-    if pattern in known:
+    if [*above, name] in known:
         return "; another kind of this section has it"
-    same = [key for key in known if key[-1] == name]
-    beside = [[*above, close] for close in difflib.get_close_matches(name, section.model_fields, n=1)]
-    close_names = difflib.get_close_matches(name, [key[-1] for key in known], n=1)
-    anywhere = [key for key in known if key[-1] in close_names]
-    if near := [*same, *beside, *anywhere]:
-        return f"; the nearest known key is {'.'.join(near[0])!r}"
+    beside = [key for key in known if key[:-1] == above]
+    for candidates, cutoff in ((known, 1.0), (beside, 0.6), (known, 0.6)):
+        if close := difflib.get_close_matches(name, [key[-1] for key in candidates], n=1, cutoff=cutoff):
+            nearest = next(key for key in candidates if key[-1] == close[0])
+            return f"; the nearest known key is {'.'.join(nearest)!r}"
     return "; --keys lists the known ones"
 
 
@@ -237,68 +219,53 @@ def parse_yaml(text: str, where: str) -> Any:
     `where` names the document in errors (`ConfigError`), which say the line.
     """
     try:
-        node = yaml.compose(text, Loader=_Composer)
-        return None if node is None else _value(node)
+        return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}" if mark is not None else ""
         raise ConfigError(f"{where}{line}: {error.problem or error.context}") from error
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # the last two of an escape such as "\UFFFFFFFF"
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:  # such as the escape "\UFFFFFFFF"
         raise ConfigError(f"{where}: not YAML: {' '.join(str(error).split())}") from error
 
 
-class _Composer(yaml.BaseLoader):
-    """PyYAML's composer, which stops at the first event that is not accepted."""
-
-    def __init__(self, stream: str) -> None:
-        super().__init__(stream)
-        self._depth = 0
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with YAML 1.2's plain scalars (`3e-4` is a number, `no` is text), no aliases, no repeated keys."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose one node and what is below it."""
-        event = self.peek_event()
-        if isinstance(event, yaml.AliasEvent):
-            raise _refusal(f"aliases (*{event.anchor}) are not accepted, write the value out", event.start_mark)
-        if event.tag is not None:
-            raise _refusal(f"tags ({event.tag}) are not accepted, write a plain or quoted value", event.start_mark)
-        if self._depth == MAX_DEPTH:
-            raise _refusal(f"nested deeper than {MAX_DEPTH} levels", event.start_mark)
-        self._depth += 1
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        return node
+        """Compose one node; aliases are refused, so that a file's size bounds its memory."""
+        if self.check_event(yaml.AliasEvent):
+            raise _refusal("aliases are not accepted, write the value out", self.peek_event().start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return a mapping, whose keys are words as they stand there, each once."""
+        result: dict[Any, Any] = {}
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise _refusal("a key must be a word, not a list or a mapping", key.start_mark)
+            if key.value in result:
+                raise _refusal(f"key {key.value!r} is given twice", key.start_mark)
+            result[key.value] = self.construct_object(value, deep=True)
+        return result
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        """Return a whole number in decimal digits: PyYAML would read 010 as 8."""
+        return int(node.value)
 
 
-def _value(node: yaml.Node) -> Any:
-    if isinstance(node, yaml.ScalarNode):
-        return node.value if node.style is not None else _plain_scalar(node)
-    if isinstance(node, yaml.SequenceNode):
-        return [_value(item) for item in node.value]
-    result: dict[str, Any] = {}
-    for key_node, value_node in node.value:
-        if not isinstance(key_node, yaml.ScalarNode):
-            raise _refusal("a key must be a word, not a list or a mapping", key_node.start_mark)
-        if key_node.value in result:
-            raise _refusal(f"key {key_node.value!r} is given twice", key_node.start_mark)
-        result[key_node.value] = _value(value_node)
-    return result
-
-
-def _plain_scalar(node: yaml.ScalarNode) -> Any:
-    """Resolve an unquoted scalar as YAML 1.2's core schema does, decimal integers only."""
-    text = node.value
-    if text in NULLS:
-        return None
-    if text in BOOLEANS:
-        return BOOLEANS[text]
-    if INTEGER.fullmatch(text):
-        try:
-            return int(text)
-        except ValueError as error:  # Python's limit on the digits it converts
-            raise _refusal(f"a number of {len(text)} digits is too long", node.start_mark) from error
-    if FLOAT.fullmatch(text):
-        return float(text)
-    return float(text.replace(".", "")) if FLOAT_WORDS.fullmatch(text) else text
+_Loader.yaml_implicit_resolvers = {}
+for _tag, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?[0-9]+", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first)
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def _refusal(problem: str, mark: Any) -> yaml.MarkedYAMLError:

@@ -9,8 +9,6 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, WrapValidator, model_validator
 
-from configs.schema.retired import read_retired
-
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -49,11 +47,6 @@ class Settings(BaseModel):
     """A section of a config: immutable, strict types, no unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _reads_keys_of_before(cls, values: Any) -> Any:
-        return read_retired((each.__name__ for each in cls.__mro__), values)
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:

@@ -18,7 +18,6 @@ from configs.runtime.errors import ConfigError
 from configs.runtime.redaction import mask_secrets
 from configs.runtime.run_record import changes_no_weight, deciding_settings, training_fingerprint
 from configs.schema.base import PositiveInt, Settings
-from configs.schema.retired import was_off
 from configs.schema.training import ScheduleConfig
 from train.telemetry.records import flatten
 
@@ -65,8 +64,7 @@ class Lineage(Settings):
 
     def changes(self, then: Lineage) -> dict[str, tuple[Any, Any]]:
         """Return the settings that differ, as dotted key -> (value then, value now); None where a key is not set."""
-        new = flatten(self.settings or {})
-        old = {key: value for key, value in flatten(then.settings or {}).items() if key in new or not was_off(key, value)}
+        new, old = flatten(self.settings or {}), flatten(then.settings or {})
         return {key: (old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)}
 
     def objection_to_settings(self, then: Lineage) -> str | None:
