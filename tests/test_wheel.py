@@ -18,16 +18,8 @@ import torch
 from configs.runtime.command import GATE_FAILED
 
 ROOT = Path(__file__).resolve().parent.parent
-REPORT = ROOT / "tests" / "compatibility" / "written_before" / "report.json"
 # What is read beside the code in a checkout only: set-up, and what the images are made of.
 CHECKOUT_ONLY = re.compile(r"scripts/(\w+\.(sh|txt)|docker/.*)")
-RENDER = """
-import sys, eval.report.page as html
-from pathlib import Path
-from eval.report.schema import load_report
-print(html.__file__)
-Path("report.html").write_text(html.render_html(load_report(Path(sys.argv[1]))))
-"""
 # A command, a part of what it says, and what it writes into the folder that it is run in.
 COMMANDS = {
     "--help": ("doctor", []),
@@ -103,12 +95,6 @@ def test_a_run_leads_from_a_model_to_an_export_in_any_folder(run, tiny_llama, ti
     run("draftsmith", *asked, code=GATE_FAILED)  # a random target's tokens are not to be guessed
     assert {path.name for path in work.iterdir()} == {"mine", "prompts.csv", "runs"}
     assert (work / "runs" / "mine" / "export" / "sglang" / "serve.txt").is_file()
-
-
-def test_the_report_page_is_rendered(run, installed):
-    said, folder = run("python", "-c", RENDER, str(REPORT))
-    assert said.startswith(str(installed))
-    assert "tokens per target step" in (folder / "report.html").read_text()
 
 
 def test_what_is_read_beside_the_code_came_along(installed):

@@ -3,7 +3,6 @@
 import json
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -44,19 +43,6 @@ VALUES = st.recursive(
     max_leaves=6,
 )
 
-WRITTEN = Path(__file__).parents[1] / "compatibility" / "written_before"
-
-
-def written(name):
-    return json.loads((WRITTEN / name).read_text())
-
-
-CACHE = written("cache/manifest.json") | {"server": {"url": "http://host/v1", "model": "m"}}
-ARTIFACT = written("artifacts/eagle3/draftsmith.json") | {"head": {"kind": "eagle3"}, "training": {}, "provenance": {}}
-CHECKPOINT = written("checkpoints/heads/step-00000003/checkpoint.json") | {"sha256": {"progress.json": "0" * 64}}
-DATA = {name: value for name, value in written("data/manifest.json").items() if name not in ("config", "counts", "sha256")}
-IDENTITY = TargetIdentity.from_dict(DATA["target"], "data")
-ROW = json.loads((WRITTEN / "data/train.jsonl").read_text().splitlines()[0])
 PROMPT = {"question_id": "q", "category": "c", "turns": ["hello"]}
 CHAT = {"id": 1, "messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"}]}
 METRICS = {"step": 1, "seconds": 0.5, "tokens_per_target_step": 1.5}
@@ -67,46 +53,59 @@ def read_artifact(folder):
 
 
 def read_data(folder):
-    check_written_for(folder / "train.jsonl", IDENTITY)
+    identity = TargetIdentity.from_dict(json.loads((folder / "target.json").read_text()), "data")
+    check_written_for(folder / "train.jsonl", identity)
     is_written_by_target(folder / "train.jsonl")
 
 
-PARSERS = {
-    "cache manifest": ("manifest.json", CACHE, read_cache_manifest),
-    "draftsmith.json": ("draftsmith.json", ARTIFACT, read_artifact),
-    "checkpoint manifest": ("checkpoint.json", CHECKPOINT, read_checkpoint_manifest),
-    "data manifest": ("manifest.json", DATA, read_data),
+PARSERS = {  # the file, its content or where an undisturbed run has written one, and what reads it
+    "cache manifest": ("manifest.json", "cache/manifest.json", read_cache_manifest),
+    "draftsmith.json": ("draftsmith.json", "distill/artifact/draftsmith.json", read_artifact),
+    "checkpoint manifest": ("checkpoint.json", "distill/checkpoints/step-00000012/checkpoint.json", read_checkpoint_manifest),
+    "data manifest": ("manifest.json", "data/manifest.json", read_data),
     "prompts": ("prompts.jsonl", PROMPT, prompts_in),
     "chats": ("prompts.jsonl", CHAT, prompts_in),
-    "conversations": ("train.jsonl", ROW, lambda folder: read_conversations(folder / "train.jsonl")),
+    "conversations": ("train.jsonl", "data/train.jsonl", lambda folder: read_conversations(folder / "train.jsonl")),
     "metrics": ("metrics.jsonl", METRICS, lambda folder: read_lines(folder / "metrics.jsonl")),
 }
-EACH = pytest.mark.parametrize(("name", "content", "read"), PARSERS.values(), ids=PARSERS)
 
 
-@EACH
+@pytest.fixture(params=PARSERS)
+def parsed(request, undisturbed, tmp_path):
+    """A file's path, its content, and the function that reads it in its folder."""
+    name, content, read = PARSERS[request.param]
+    if isinstance(content, str):
+        command, _, path = content.partition("/")
+        text = (undisturbed[command] / path).read_text()
+        content = json.loads(text.splitlines()[0] if path.endswith(".jsonl") else text)
+    target = json.loads((undisturbed["data"] / "manifest.json").read_text())["target"]
+    (tmp_path / "target.json").write_text(json.dumps(target))
+    return tmp_path / name, content, read
+
+
 @given(data=st.data())
 @FUZZ
-def test_a_file_changed_anywhere_is_content_or_a_sentence(tmp_path, name, content, read, data):
-    (tmp_path / name).write_text(json.dumps(content))
-    read(tmp_path)
+def test_a_file_changed_anywhere_is_content_or_a_sentence(parsed, data):
+    path, content, read = parsed
+    path.write_text(json.dumps(content))
+    read(path.parent)
     if data.draw(st.booleans()):
-        (tmp_path / name).write_text(json.dumps(spoil(content, data)))
+        path.write_text(json.dumps(spoil(content, data)))
     else:
         whole = json.dumps(content).encode()
         start = data.draw(st.integers(0, len(whole)))
         end = data.draw(st.integers(start, len(whole)))
-        (tmp_path / name).write_bytes(whole[:start] + data.draw(st.binary(max_size=12)) + whole[end:])
+        path.write_bytes(whole[:start] + data.draw(st.binary(max_size=12)) + whole[end:])
     with suppress(InputError):
-        read(tmp_path)
+        read(path.parent)
 
 
-@EACH
-@pytest.mark.parametrize("content_of", ["[" * 100_000, "9" * 5000, '{"a":' * 50_000, "\ufeff{}", "null", "", "\n\n"])
-def test_hostile_files_are_a_sentence(tmp_path, name, content, read, content_of):
-    (tmp_path / name).write_text(content_of)
+@pytest.mark.parametrize("content", ["[" * 100_000, "9" * 5000, '{"a":' * 50_000, "\ufeff{}", "null", "", "\n\n"])
+def test_hostile_files_are_a_sentence(parsed, content):
+    path, _, read = parsed
+    path.write_text(content)
     with pytest.raises(InputError) as caught:
-        read(tmp_path)
+        read(path.parent)
     assert "\n" not in str(caught.value).strip()
 
 
