@@ -43,10 +43,9 @@ class LayerSettings(Settings):
 class HeadSettings(Settings):
     """Settings of every family."""
 
-    # tokens the head can propose, the most frequent in answers; None: all, or by mass the number expected to decode fastest;
-    # auto: those that the answers use, rounded up to a multiple of 1,024, at most 32,768
+    # tokens the head can propose, the most frequent in answers; None: all; auto: those that the answers use, rounded up to a
+    # multiple of 1,024, at most 32,768
     draft_vocab_size: AutoInt | None = None
-    draft_vocab_by: Literal["mass"] | None = None  # mass: the tokens of most probability by the target in a sample of answers
     train_head: bool = False  # learn the rows of the output head too; they start as the target's
     depth_decay: PositiveShare = 0.8  # weight in the loss of each depth over the one before it
 

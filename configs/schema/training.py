@@ -54,10 +54,8 @@ class StudentConfig(Settings):
     # fresh: what differs from the target's own config, e.g. {num_hidden_layers: 4, hidden_size: 256}
     overrides: dict[str, bool | int | float | str] | None = None
     train_embeddings: bool = False  # those of init fresh are trained in any case
-    # tokens the draft can propose, the most frequent in answers; None: all, or by mass the number expected to decode fastest;
-    # auto: as of heads
+    # tokens the draft can propose, the most frequent in answers; None: all; auto: as of heads
     draft_vocab_size: AutoInt | None = None
-    draft_vocab_by: Literal["mass"] | None = None  # mass: the tokens of most probability by the target in a sample of answers
     lora: LoraSettings | None = None  # None: train the weights themselves
 
     def objections(self) -> Iterator[str]:

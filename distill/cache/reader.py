@@ -157,8 +157,8 @@ def check_fits(cache: TargetCache, dataset: ConversationDataset, config: Distill
     serves = f"with top_k cache {cache.folder}; a last_hidden cache serves any"
     if config.loss.temperature != 1:
         raise ConfigError(f"loss.temperature: expected 1, got {config.loss.temperature}, {serves}")
-    if config.student.draft_vocab_size is not None or config.student.draft_vocab_by is not None:
-        raise ConfigError(f"student.draft_vocab_size and draft_vocab_by: expected null {serves}")
+    if config.student.draft_vocab_size is not None:
+        raise ConfigError(f"student.draft_vocab_size: expected null {serves}")
 
 
 def _placed(values_N: Tensor, where_BT: Tensor) -> Tensor:

@@ -58,8 +58,7 @@ class DraftTask:
     ) -> None:
         self.config, self.target, self.accelerator = config, target, accelerator
         self.clock = StepClock(accelerator.device)
-        self.choice = choose_vocabulary(config, target, train, held_out, accelerator, cache)
-        self.vocabulary = self.choice.vocabulary
+        self.vocabulary = choose_vocabulary(config, target, train, accelerator)
         draft = initial_draft(config.student, target)
         if config.data.packing:
             for model in (draft, *([target.model] if cache is None else [])):
@@ -117,7 +116,7 @@ class DraftTask:
 
     def evaluate(self, module: nn.Module) -> dict[str, float]:
         """Decode held-out prompts with the draft as it stands."""
-        return self.held_out.score(self._proposer(module)) | self.choice.metrics
+        return self.held_out.score(self._proposer(module))
 
     @property
     def samples(self) -> Sequence[Mapping[str, Any]]:
@@ -132,7 +131,7 @@ class DraftTask:
             draft_vocabulary="target" if self.vocabulary is None else "reduced",
             num_speculative_tokens=self.config.num_speculative_tokens,
             training=self.config.model_dump(mode="json"),
-            provenance=training_provenance(progress, metrics, self.config.data.train, self.choice.report),
+            provenance=training_provenance(progress, metrics, self.config.data.train),
             exact_target=True,
         )
         artifact = Path(self.config.output) / "artifact"

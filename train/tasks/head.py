@@ -15,7 +15,6 @@ from distill.cache.reader import TargetCache
 from distill.dataset.conversations import Conversation
 from distill.loss.head_objective import HeadLoss, HeadObjective
 from distill.signals import SignalSource, TargetSignals
-from distill.student.vocabulary import MassChoice
 from eval.decoder.decode import check_drafts
 from heads.artifact import save_head
 from heads.device import restored_random_state
@@ -59,12 +58,8 @@ class HeadTask:
             check_keeps_apart(target.model)
         self.family = FAMILIES[config.head.kind]
         start = None if config.init is None else read_initial_head(config.init, target)
-        if start is None:
-            self.choice = choose_vocabulary(config, target, train, held_out, accelerator, cache)
-        else:
-            self.choice = MassChoice(vocabulary=start.vocabulary, report={})
-        self.vocabulary = self.choice.vocabulary
-        if start is not None or config.head.draft_vocab_by is not None:
+        self.vocabulary = choose_vocabulary(config, target, train, accelerator) if start is None else start.vocabulary
+        if start is not None:
             size = None if self.vocabulary is None else len(self.vocabulary)
             config = config.model_copy(update={"head": config.head.model_copy(update={"draft_vocab_size": size})})
         head = self.family.build(config.head, target.model, self.vocabulary).float()
@@ -119,7 +114,7 @@ class HeadTask:
     def evaluate(self, module: nn.Module) -> dict[str, float]:
         """Decode held-out prompts with the head, and predict the result from its agreement with the answers."""
         assert isinstance(module, HeadObjective)
-        return self.held_out.score(self.proposer(module)) | self.held_out.predict(module, self.states) | self.choice.metrics
+        return self.held_out.score(self.proposer(module)) | self.held_out.predict(module, self.states)
 
     @property
     def samples(self) -> Sequence[Mapping[str, Any]]:
@@ -142,7 +137,7 @@ class HeadTask:
             self.target.vocab_size,
             num_speculative_tokens=self.config.num_speculative_tokens,
             training=self.config.model_dump(mode="json"),
-            provenance=training_provenance(progress, metrics, self.config.data.train, self.choice.report),
+            provenance=training_provenance(progress, metrics, self.config.data.train),
         )
         save_head(folder, serve(self.copy_of(module), self.target.model), metadata, self.vocabulary, self.training_prompts)
 

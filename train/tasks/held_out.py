@@ -11,7 +11,7 @@ B batch, T positions, K depths, P positions of all rows.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,13 +154,10 @@ def walk(accepted_T: Sequence[int], start: int, end: int, num_tokens: int) -> tu
     return end - 1 - start, rounds
 
 
-def training_provenance(
-    progress: Progress, metrics: dict[str, float], train: str, vocabulary: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the provenance of a run for an artifact's metadata; `vocabulary`: how it was chosen, empty if by counts."""
+def training_provenance(progress: Progress, metrics: dict[str, float], train: str) -> dict[str, Any]:
+    """Return the provenance of a run for an artifact's metadata."""
     return {
         "data": describe_data(Path(train)),
-        **({"draft_vocabulary": dict(vocabulary)} if vocabulary else {}),
         "command": mask_arguments(sys.orig_argv),
         "versions": describe_versions(),
         "git": describe_git(),

@@ -176,7 +176,7 @@ def test_conversations_longer_than_the_caches_are_refused(job, tmp_path, data_fi
     ("settings", "complaint"),
     [
         ({"loss": {"temperature": 2.0}}, r"loss\.temperature: expected 1"),
-        ({"student": {"draft_vocab_size": 100}}, r"student\.draft_vocab_size and draft_vocab_by: expected null"),
+        ({"student": {"draft_vocab_size": 100}}, r"student\.draft_vocab_size: expected null"),
     ],
 )
 def test_a_top_k_cache_is_refused_where_it_cannot_answer_and_hidden_states_are_not(

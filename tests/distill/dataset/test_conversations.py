@@ -28,7 +28,7 @@ from distill.dataset.conversations import (
 )
 from distill.dataset.packing import PackedBatchSampler
 from distill.generation.make_dataset import check_output
-from distill.student.vocabulary import most_frequent_answer_tokens
+from distill.vocabulary import most_frequent_answer_tokens
 from heads.frozen import identity
 from heads.frozen.identity import TargetIdentity
 

@@ -1,7 +1,6 @@
 """The training loop against the same steps written out in plain torch: weights, number of steps, precision."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -76,19 +75,21 @@ def test_the_last_partial_step_of_an_epoch_is_taken(tmp_path, greedy_target, gre
     assert [row["step"] for row in read_metrics(tmp_path / METRICS_FILE)] == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "FSDP2"])
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("no", torch.float32)])
-def test_products_of_training_are_in_the_precision_of_the_recipe(tmp_path, greedy_target, greedy_rows, precision, dtype):
+def test_products_of_training_are_in_the_precision_of_the_recipe(
+    tmp_path, greedy_target, greedy_rows, monkeypatch, precision, dtype, sharded
+):
+    if sharded:  # whose module accelerate does not wrap
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+        monkeypatch.setenv("FSDP_VERSION", "2")
     AcceleratorState._reset_state(reset_partial_state=True)
-    config = distill_config(Path(tmp_path), max_steps=1, eval_every_steps=None, mixed_precision=precision)
-    task = draft_task(config, greedy_target, greedy_rows)
+    task = draft_task(distill_config(tmp_path, max_steps=1, mixed_precision=precision), greedy_target, greedy_rows)
     seen = []
-    handle = task.module.draft.model.layers[0].mlp.down_proj.register_forward_hook(
+    task.module.draft.model.layers[0].mlp.down_proj.register_forward_hook(
         lambda module, args, output: seen.append(output.dtype) if module.training else None
     )
-    try:
-        weights, _ = train_task(task, greedy_rows)
-    finally:
-        handle.remove()
-        AcceleratorState._reset_state(reset_partial_state=True)
+    weights, _ = train_task(task, greedy_rows)
+    AcceleratorState._reset_state(reset_partial_state=True)
     assert set(seen) == {dtype}
     assert {each.dtype for each in weights.values() if each.is_floating_point()} == {torch.float32}
