@@ -1,0 +1,1 @@
+"""Benchmarks, and what compares two commits. No part of the wheel."""
