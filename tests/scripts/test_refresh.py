@@ -18,7 +18,7 @@ from eval.report.schema import load_report
 from scripts import refresh, steps
 from scripts.refresh_steps.mixing import mix
 from scripts.refresh_steps.run import write_weeks
-from scripts.refresh_steps.traffic import read_traffic
+from scripts.refresh_steps.traffic import read_traffic, write_traffic
 from train.launch import run_heads
 
 SCHEMAS = {
@@ -219,6 +219,26 @@ def test_a_served_draft_of_another_target_and_one_in_the_output_are_one_sentence
     assert run(output=str(head.parent)) == BAD_INPUT
     assert "lies in output, which a refresh replaces" in capsys.readouterr().err
     assert run.ran == []
+
+
+def test_the_newest_conversations_are_taken_whatever_their_order_in_the_log(tiny_run, tmp_path):
+    rows = [{"prompt": f"w{number}", "time": 1_790_000_000 + number} for number in (4, 0, 8, 2, 6, 1, 7, 3, 5)]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    log = {"path": str(tmp_path / "log.jsonl"), "num_conversations": 5}
+    write_traffic(RefreshConfig.model_validate({"target": {"name": str(tiny_run / "target")}, "log": log}), tmp_path / "out")
+    taken = [json.loads(line)["messages"][0]["content"] for line in lines_of(tmp_path / "out" / "prompts.jsonl")]
+    assert sorted(taken) == ["w4", "w5", "w6", "w7", "w8"]
+
+
+def test_drift_is_measured_on_no_prompt_that_the_draft_was_trained_on(tiny_run, tiny_data, head, tmp_path):
+    known = json.loads(lines_of(f"{tiny_data.output}/train.jsonl")[0])["messages"][:-1]
+    rows = [{"messages": each, "time": 1_790_000_000} for each in (known, [user("w40 w41 w42")])]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {"target": {"name": str(tiny_run / "target")}, "log": {"path": str(tmp_path / "log.jsonl")}}
+    config = RefreshConfig.model_validate(values | {"drift": {"min_prompts": 1}})
+    write_weeks(config, head, read_traffic(config), tmp_path / "weeks")
+    (week,) = (tmp_path / "weeks").glob("*.jsonl")
+    assert [json.loads(line)["messages"] for line in lines_of(week)] == [[user("w40 w41 w42")]]
 
 
 def test_conversations_that_begin_alike_are_one_prompt_of_their_week(tiny_run, tmp_path):
