@@ -108,7 +108,7 @@ $(VLLM_STAMP) $(OPENVINO_STAMP): .cache/venvs/%/.installed: scripts/setup_engine
 
 # What the laboratory compares: prompts and answers of the embedded target, and a draft LM trained on them.
 $(HEADS_DATA): | setup
-	$(PY) scripts/make_data.py --config configs/data/heads.yaml
+	$(PY) scripts/data.py --config configs/data/heads.yaml
 
 $(DRAFT_LM): $(HEADS_DATA)
 	$(PY) train/distill.py --config configs/distill/draft_lm.yaml

@@ -204,7 +204,7 @@ class AnswersConfig(SamplingConfig):
 
 
 class DataConfig(Settings):
-    """`scripts/make_data.py`: prompts, answered by the target, split into train and held-out."""
+    """`scripts/data.py`: prompts, answered by the target, split into train and held-out."""
 
     target: TargetConfig = TargetConfig()
     prompts: PromptsConfig = PromptsConfig()
@@ -239,10 +239,10 @@ CacheDtype = Dtype | Literal["float8_e4m3fn"]
 
 
 class CacheConfig(Settings):
-    """`scripts/make_cache.py`: the target's outputs on training conversations, computed once and kept."""
+    """`scripts/cache.py`: the target's outputs on training conversations, computed once and kept."""
 
     target: TargetConfig = TargetConfig()
-    data: str = "runs/data/train.jsonl"  # conversations written by `scripts/make_data.py`
+    data: str = "runs/data/train.jsonl"  # conversations written by `scripts/data.py`
     max_length: PositiveInt = 512  # tokens; longer conversations are cut at the end. Training may cut shorter, not longer
     kind: Literal["last_hidden", "top_k"] = "last_hidden"  # top_k is smaller and only approximates the distribution
     k: PositiveInt = 32  # top_k: how many of the likeliest tokens are kept at each position

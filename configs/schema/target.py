@@ -74,7 +74,7 @@ class EngineStatesConfig(Settings):
     api_key_variable: str | None = None  # name of the environment variable that holds the servers' key
     # requests in flight at each server, of one process; a list: a number for each of urls
     concurrency: PositiveInt | list[PositiveInt] = 16
-    # micro-batches whose states are requested ahead, and wait in memory; scripts/make_cache.py requests those of a shard
+    # micro-batches whose states are requested ahead, and wait in memory; scripts/cache.py requests those of a shard
     prefetch: PositiveInt = 4
     timeout_seconds: PositiveFloat = 120.0  # of a request, and of waiting for its file
     retries: NonNegativeInt = 2  # further attempts after a failed connection or timeout; a server that fails them is left out

@@ -156,7 +156,7 @@ class PolicyConfig(Settings):
 
 
 class TrainingDataConfig(Settings):
-    """Conversations written by `scripts/make_data.py`."""
+    """Conversations written by `scripts/data.py`."""
 
     train: str = "runs/data/train.jsonl"  # conversations to train on
     held_out: str = "runs/data/held_out.jsonl"  # conversations that are never trained on
@@ -165,7 +165,7 @@ class TrainingDataConfig(Settings):
     num_conversations: PositiveInt | None = None
     # tokens; longer conversations are cut at the end; auto: the target's context, at most 2,048
     max_length: AutoInt = 512
-    cache: str | None = None  # a folder made of `train` by `scripts/make_cache.py`; None: the target runs on every batch
+    cache: str | None = None  # a folder made of `train` by `scripts/cache.py`; None: the target runs on every batch
     # Several conversations in a row, kept apart; schedule.batch_size then counts rows. None: a row is one, padded to its batch
     packing: Literal[True] | None = None
     # packing: tokens a row. None: four times max_length. Longer rows pad less, and cost more attention where it is dense

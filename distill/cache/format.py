@@ -53,7 +53,7 @@ INDEX_COLUMNS = ("shard", "offset", "length")
 OFFSETS, CHECKSUMS = "offsets", "checksums"
 JOB_OF_SHARD = "job"  # metadata of a shard: what it is made of, as in the manifest
 FP8 = "float8_e4m3fn"
-REMAKE = "make the cache again with scripts/make_cache.py"
+REMAKE = "make the cache again with scripts/cache.py"
 CONVENTION = str(HiddenStates.model_fields["convention"].default)  # what a tap's number means, here and in artifacts
 
 # Files that a run may leave behind (scratch files of a killed one among them) and may delete.
@@ -159,7 +159,7 @@ def read_manifest(folder: Folder | Path) -> CacheManifest:
     folder = Folder(folder) if isinstance(folder, Path) else folder
     where, content = f"target cache {folder.place(MANIFEST)}", folder.read(MANIFEST)
     if content is None:
-        cut_off = f"target cache {folder} has no {MANIFEST}, so making it was cut off; run scripts/make_cache.py again"
+        cut_off = f"target cache {folder} has no {MANIFEST}, so making it was cut off; run scripts/cache.py again"
         raise InputError(cut_off if folder.names() else f"target cache not found: {folder}")
     value = json_object(content, where)
     if (version := value.get("format_version")) != FORMAT_VERSION:

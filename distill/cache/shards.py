@@ -130,7 +130,7 @@ class Shards:
         where = self._folder.place(_file(number))
         return InputError(
             f"target cache shard {where} is damaged, or was changed since the cache was made: {how}; delete it and run "
-            "scripts/make_cache.py again, which makes what is missing"
+            "scripts/cache.py again, which makes what is missing"
         )
 
 

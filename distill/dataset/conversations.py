@@ -95,7 +95,7 @@ class Conversation:
             name = str(finding["loc"][0])
         if finding["type"] == "missing":
             raise InputError(
-                f"{where}: the conversation has no {name!r}; make the data with scripts/make_data.py, which takes a file of "
+                f"{where}: the conversation has no {name!r}; make the data with scripts/data.py, which takes a file of "
                 "chats by prompts.source=file and prompts.path"
             )
         accepted = _ROW.json_schema()["properties"][name]["description"]
@@ -194,7 +194,7 @@ def check_held_out(train: Sequence[Conversation], held_out: Sequence[Conversatio
         first = held_out[int(shared.argmax())].prompt_id
         raise InputError(
             f"data.held_out: {shared.sum()} of its {len(shared)} conversations ask what data.train asks, prompt {first} for "
-            "one: scores on them would say nothing; give the two files that scripts/make_data.py writes"
+            "one: scores on them would say nothing; give the two files that scripts/data.py writes"
         )
 
 

@@ -156,7 +156,7 @@ def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: 
     """
     if config.states is not None and not takes_states:
         raise ConfigError(
-            "target.states is for training and scripts/make_cache.py; this command runs the target itself: set it to null"
+            "target.states is for training and scripts/cache.py; this command runs the target itself: set it to null"
         )
     if not sys.stderr.isatty():
         disable_progress_bar()  # in a log, redrawn bars hide the other lines

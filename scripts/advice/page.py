@@ -141,5 +141,5 @@ def _recipe(findings: Findings, output: Path) -> str:
     return (
         f"# {launch} {entry} --config {output / RECIPE}\n#\n"
         f"# {findings.best.name}: advised for {findings.config.target.name}, on the trials' conversations.\n"
-        f"# For more of them see scripts/make_data.py, and name them in data.train.\n{render_config(recipe)}\n"
+        f"# For more of them see scripts/data.py, and name them in data.train.\n{render_config(recipe)}\n"
     )

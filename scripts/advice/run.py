@@ -88,7 +88,7 @@ def _make_data(config: AdviceConfig, num_prompts: int, folder: Path, output: str
     if code == BAD_INPUT:
         raise InputError("prompts: the target could not answer them, see above")
     if code != DONE:
-        raise RunFailed(f"the target's answers: scripts/make_data.py ended with code {code}, see above")
+        raise RunFailed(f"the target's answers: scripts/data.py ended with code {code}, see above")
 
 
 def held_out_rows(data: Path, config: AdviceConfig) -> list[Conversation]:

@@ -14,9 +14,9 @@ HOME_SUITE = "home"  # what tables call held-out prompts of the kinds that the d
 class HeadsSettings(Settings):
     """Heads trained on one target and one set of data, and the prompts that they are decoded on."""
 
-    # Of `scripts/make_data.py`, run where its output is not there; None: never
+    # Of `scripts/data.py`, run where its output is not there; None: never
     data: str | None = "scripts/lab/configs/data/curve.yaml"
-    # of `scripts/make_cache.py`, made once of that data and read by every head's training; None: the target runs on every batch
+    # of `scripts/cache.py`, made once of that data and read by every head's training; None: the target runs on every batch
     cache: str | None = "scripts/lab/configs/cache/curve.yaml"
     recipes: list[str] = OVERNIGHT  # of `train/heads.py`, all on the same target and data
     runs: str = "runs/curve/bench"  # folder: what was trained, kept for the next time

@@ -33,8 +33,8 @@ TITLES: dict[Stage, str] = {
     "check": "decode with the draft in the engine",
 }
 ENTRIES: dict[type[BaseModel], str] = {
-    DataConfig: "scripts/make_data.py",
-    CacheConfig: "scripts/make_cache.py",
+    DataConfig: "scripts/data.py",
+    CacheConfig: "scripts/cache.py",
     DistillConfig: "train/distill.py",
     HeadsConfig: "train/heads.py",
     EvalConfig: "eval/run.py",

@@ -22,14 +22,14 @@ from scripts.refresh_steps.traffic import read_traffic, write_traffic
 from train.launch import run_heads
 
 SCHEMAS = {
-    "scripts.make_data": DataConfig,
+    "scripts.data": DataConfig,
     "train.distill": DistillConfig,
     "train.heads": HeadsConfig,
     "eval.run": EvalConfig,
     "eval.gate": GateConfig,
     "scripts.export": ExportConfig,
 }
-STEPS = ["scripts.make_data", "eval.run", "train.heads", "eval.run", "eval.gate"]
+STEPS = ["scripts.data", "eval.run", "train.heads", "eval.run", "eval.gate"]
 KEY, MAIL = "sk-" + "a1B2" * 8, "ann@example.com"
 PEM = "-----BEGIN RSA PRIVATE KEY-----\\nMIIEow\\n-----END RSA PRIVATE KEY-----"
 

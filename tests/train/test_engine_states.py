@@ -260,7 +260,7 @@ def test_what_cannot_be_had_is_said_in_one_sentence(
     servers[0].name = "states-1-2-3"
     with pytest.raises(InputError, match=r"taps .* and \[0, 3\] are needed: \[0\] are missing"):
         opened().states_from.serve([0])
-    with pytest.raises(ConfigError, match=r"target\.states is for training and scripts/make_cache.py"):
+    with pytest.raises(ConfigError, match=r"target\.states is for training and scripts/cache.py"):
         load_target(TargetConfig.model_validate(settings))
     with pytest.raises(ValueError, match=r"held_out\.decode\.tree: target.states gives the states of texts"):
         heads_config(settings, data, tmp_path / "out", held_out={"decode": {"tree": {"kind": "static", "branching": [2, 2]}}})

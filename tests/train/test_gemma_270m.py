@@ -3,7 +3,7 @@
 Slow: `make gemma-check` fetches the weights and runs this. The tiny random Gemma of `tests/heads` has layers of the same kind;
 here they have learnt magnitudes, 262,144 tokens and a window of 512 positions. All is in float32, where decoding with a head
 and without must agree on every token. The weights are those of a pretrained model without a chat template, so prompts are
-plain text; `scripts/make_data.py`, which wants one, is left out. Runs read a folder that the GGUF file was turned into, because
+plain text; `scripts/data.py`, which wants one, is left out. Runs read a folder that the GGUF file was turned into, because
 reading the file takes longer than training on it.
 """
 
@@ -94,7 +94,7 @@ def answers(target, prompts):
 
 @pytest.fixture(scope="module")
 def data(target, prompts, answers, tmp_path_factory):
-    """A folder with the short conversations, as `scripts/make_data.py` writes them; held out are ends of the same answers."""
+    """A folder with the short conversations, as `scripts/data.py` writes them; held out are ends of the same answers."""
     folder = tmp_path_factory.mktemp("data")
     for name, told in (("train", 0), ("held_out", 4)):
         rows = []

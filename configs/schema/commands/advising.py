@@ -39,7 +39,7 @@ class AdviceConfig(Settings):
     target: TargetConfig = TargetConfig()  # its name is the command's TARGET
     # What the draft will be asked; path is the command's --prompts, and num_prompts the most that are answered
     prompts: PromptsConfig = PromptsConfig(source="file", path="prompts.jsonl", num_prompts=4000, on_too_long="skip")
-    # A folder of scripts/make_data.py with this target's answers, which are then taken as they are, and no prompts are answered
+    # A folder of scripts/data.py with this target's answers, which are then taken as they are, and no prompts are answered
     data: str | None = None
     answers: AnswersConfig = AnswersConfig(max_new_tokens=64)  # the target's, which drafts are trained on
     held_out_share: BelowOne = 0.15  # of the prompts, for measuring

@@ -66,14 +66,14 @@ def make_data(config: HeadsSettings) -> None:
     asked = load_config(DataConfig, config.data)
     manifest = Path(asked.output) / MANIFEST
     if not manifest.is_file():
-        _run_script("make_data", config.data)
+        _run_script("data", config.data)
     elif DataConfig.model_validate(read_json(manifest, "manifest of the data")["config"]) != asked:
         raise InputError(f"data: {asked.output} was made by another config than {config.data}; remove it, and it is made anew")
 
 
 def make_cache(config: HeadsSettings) -> None:
     if config.cache is not None and not Folder(load_config(CacheConfig, config.cache).output).has(CACHE_MANIFEST):
-        _run_script("make_cache", config.cache)
+        _run_script("cache", config.cache)
 
 
 def with_cache(recipe: HeadsConfig, cache: str | None) -> HeadsConfig:

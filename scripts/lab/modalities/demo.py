@@ -64,7 +64,7 @@ def steps(kind: str, wavs: Path | None = None) -> dict[str, list[str]]:
     return {
         "target: codes, a classifier, a model": [f"scripts/lab/modalities/{name}.py", *recordings],
         "neighbours: the nearest codes of each": ["eval/neighbours.py", *(part for each in table for part in ("--set", each))],
-        "data: the target writes answers": ["scripts/make_data.py", "--config", f"scripts/lab/configs/data/{name}.yaml"],
+        "data: the target writes answers": ["scripts/data.py", "--config", f"scripts/lab/configs/data/{name}.yaml"],
         "head: train EAGLE-3": [*LAUNCH, CPU_LAUNCH, "train/heads.py", "--config", f"scripts/lab/configs/heads/{name}.yaml"],
         "evaluate: decode strictly": ["eval/run.py", "--config", f"scripts/lab/configs/eval/{name}.yaml"],
         "evaluate: decode relaxed": ["eval/run.py", "--config", f"scripts/lab/configs/eval/{name}_relaxed.yaml"],

@@ -99,7 +99,7 @@ def test_prompts_become_a_page_a_recipe_that_loads_and_a_resumed_run_repeats_not
     assert recipe.schedule.max_steps == 3  # the whole recipe's own, not the trial's
 
     ran = list(run.ran)
-    assert ran[:2] == ["scripts.make_data", "scripts.make_data"]
+    assert ran[:2] == ["scripts.data", "scripts.data"]
     assert len(ran) == 2 + 4 + 2
     assert run() == DONE
     assert run.ran == ran
@@ -112,7 +112,7 @@ def test_of_data_that_are_there_a_candidate_that_cannot_be_trained_is_named_and_
         trained_runs, "run_training", lambda entry, path: BAD_INPUT if entry.name == "heads.py" else train(entry, path)
     )
     assert run(prompts=None, data=tiny_data.output, draft_vocab_sizes=[16]) == DONE
-    assert "scripts.make_data" not in run.ran
+    assert "scripts.data" not in run.ran
     found = json.loads(Path("out/advice.json").read_text())
     assert {row["family"] for row in found["trials"]} == {"draft_lm"}
     assert "failed: medusa, draft_vocab_size 16" in Path("out/advice.md").read_text()
@@ -129,7 +129,7 @@ def test_of_a_draft_that_no_engine_takes_the_advice_names_the_best_that_one_does
 
 def test_a_budget_that_is_spent_begins_no_trial(run, capsys):
     assert run(budget="0.001s") == FAILED
-    assert run.ran == ["scripts.make_data"]  # there is no time for more answers than the first
+    assert run.ran == ["scripts.data"]  # there is no time for more answers than the first
     assert "raise --budget" in capsys.readouterr().err
 
 

@@ -84,8 +84,8 @@ def test_a_run_leads_to_a_verdict_and_an_export_and_its_file_goes_on(
     draftsmith_run.stopped.append("eval/gate.py")
     assert draftsmith_run(*asked) == TERMINATED
     assert draftsmith_run.called[5:] == [
-        "scripts/make_data.py",
-        "scripts/make_cache.py",
+        "scripts/data.py",
+        "scripts/cache.py",
         "train/heads.py",
         "eval/run.py",
         "eval/gate.py",
@@ -176,7 +176,7 @@ def test_an_evaluation_asks_for_no_more_prompts_than_the_data_hold_out(tmp_path)
 
 
 def test_a_run_that_was_begun_is_not_taken_for_another(model, prompts, draftsmith_run, capsys, monkeypatch, tmp_path):
-    draftsmith_run.stopped.append("scripts/make_data.py")
+    draftsmith_run.stopped.append("scripts/data.py")
     same, other = ["--prompts", prompts, "--budget", "4m"], "configs/heads/dflash.yaml"
     assert draftsmith_run("run", model, *same, "--for", "vllm") == TERMINATED
     for arguments, sentence in (
@@ -198,12 +198,12 @@ def test_a_run_that_was_begun_is_not_taken_for_another(model, prompts, draftsmit
     for arguments in (["run", "draft.yaml"], ["eval", file]):
         assert draftsmith_run(*arguments) == BAD_INPUT
         assert f"not this file's folder; call from {tmp_path}, or set it to {file.parent}" in capsys.readouterr().err
-    draftsmith_run.stopped.append("scripts/make_data.py")
+    draftsmith_run.stopped.append("scripts/data.py")
     assert draftsmith_run("run", model, *same, "--output", file.parent) == TERMINATED
     assert not (file.parent / "runs").exists()
     monkeypatch.chdir(tmp_path)
     (file.parent / "data").mkdir()
-    draftsmith_run.stopped.append("scripts/make_data.py")
+    draftsmith_run.stopped.append("scripts/data.py")
     assert draftsmith_run("run", model, "--prompts", prompts, "--budget", "5m", "--fresh") == TERMINATED
     assert load_config(RunConfig, file).budget_minutes == 5
     assert not (file.parent / "data").exists()

@@ -185,7 +185,7 @@ def test_finished_runs_are_kept(results, make_config, folder, monkeypatch):
 
 
 def test_data_and_cache_are_made_once_by_their_commands(make_config, folder, tmp_path, monkeypatch):
-    made = {"make_data": tmp_path / "data", "make_cache": tmp_path / "cache"}
+    made = {"data": tmp_path / "data", "cache": tmp_path / "cache"}
     commands = []
 
     def run(command, check):
@@ -198,18 +198,18 @@ def test_data_and_cache_are_made_once_by_their_commands(make_config, folder, tmp
     monkeypatch.setattr(head_recipes.subprocess, "run", run)
     files = {}
     for kind, place in made.items():
-        values = json.loads((folder / f"{kind.removeprefix('make_')}.yaml").read_text()) | {"output": str(place)}
-        files[kind] = tmp_path / f"{kind}.yaml"
+        values = json.loads((folder / f"{kind}.yaml").read_text()) | {"output": str(place)}
+        files[kind] = tmp_path / f"my_{kind}.yaml"
         files[kind].write_text(json.dumps(values))
-    config = make_config(data=str(files["make_data"]), cache=str(files["make_cache"]), runs=str(tmp_path))
+    config = make_config(data=str(files["data"]), cache=str(files["cache"]), runs=str(tmp_path))
     for _ in range(2):
         make_data(config)
         make_cache(config)
     assert commands == [[str(CHECKOUT / "scripts" / f"{kind}.py"), "--config", str(file)] for kind, file in files.items()]
     head = load_config(HeadsConfig, folder / "eagle3.yaml")
-    assert with_cache(head, config.cache).data.cache == str(made["make_cache"])
-    values = json.loads(files["make_data"].read_text())
-    files["make_data"].write_text(json.dumps(values | {"held_out_share": 0.3}))
+    assert with_cache(head, config.cache).data.cache == str(made["cache"])
+    values = json.loads(files["data"].read_text())
+    files["data"].write_text(json.dumps(values | {"held_out_share": 0.3}))
     with pytest.raises(InputError, match="was made by another config than"):
         make_data(config)
 

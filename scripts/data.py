@@ -1,4 +1,4 @@
-"""Prompts in, conversations written by the target out: `python scripts/make_data.py --config configs/data/heads.yaml`.
+"""Prompts in, conversations written by the target out: `python scripts/data.py --config configs/data/heads.yaml`.
 
 Under `accelerate launch` several processes share the work. Rerun the same command to resume.
 """

@@ -1,4 +1,4 @@
-"""Write the target's outputs for training data to disk: `python scripts/make_cache.py --config configs/cache/heads.yaml`.
+"""Write the target's outputs for training data to disk: `python scripts/cache.py --config configs/cache/heads.yaml`.
 
 Under `accelerate launch` several processes share the work. An interrupted run resumes.
 """
