@@ -20,7 +20,6 @@ if not __package__:  # run as a script: the checkout's root takes the place of t
 from pydantic import BaseModel
 
 from configs.runtime.command import BAD_INPUT, DONE, exit_code
-from configs.schema.commands.advising import AdviceConfig
 from configs.schema.commands.planning import PlanHeadsConfig
 from configs.schema.commands.refreshing import RefreshConfig
 from configs.schema.commands.release import CheckConfig, ExportConfig, ImportConfig, PushConfig
@@ -33,7 +32,6 @@ from configs.schema.training import DistillConfig, HeadsConfig
 COMMANDS: dict[str, tuple[str, type[BaseModel] | str]] = {
     "run": ("scripts.run", RunConfig),
     "plan": ("scripts.plan", PlanHeadsConfig),
-    "advise": ("scripts.advise", AdviceConfig),
     "data": ("scripts.data", DataConfig),
     "cache": ("scripts.cache", CacheConfig),
     "distill": ("train.distill", DistillConfig),

@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 
 from configs.runtime.loading import load_config, parse_yaml
-from configs.schema.commands.advising import AdviceConfig
 from configs.schema.commands.planning import PlanHeadsConfig
 from configs.schema.commands.refreshing import RefreshConfig
 from configs.schema.data import CacheConfig, DataConfig
@@ -29,7 +28,6 @@ from scripts.lab.settings import ServeCheckConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 SCHEMAS = {
-    "advice": AdviceConfig,
     "bench": BenchHeadsConfig,
     "curve": BenchCurveConfig,
     "cache": CacheConfig,
@@ -51,7 +49,6 @@ PAGES_WITH_COMMANDS = (
     "decoding",
     "releasing",
     "modalities",
-    "advice",
 )
 OTHER_TOOLS = {"accelerate", "deepspeed"}  # their files are YAML, and checked by the tool itself
 RECIPES = sorted([*(ROOT / "configs").glob("*/*.yaml"), *(ROOT / "scripts" / "lab" / "configs").glob("*/*.yaml")])
@@ -65,7 +62,6 @@ ENTRIES = {
     "eval/neighbours.py": ["--set", "codebook=codes.npy", "--set", "vocab_size=64"],
     "scripts/run.py": [],
     "scripts/check.py": ["export", "--engine", "vllm", "--out", "out"],
-    "scripts/advise.py": ["target", "--prompts", "prompts.jsonl"],
     "scripts/cache.py": [],
     "scripts/data.py": [],
     "scripts/plan.py": [],

@@ -30,7 +30,6 @@ COMMANDS = {
     "plan --config configs/plan/eagle3_70b.yaml": ("recipe: take ddp_gpus", []),
     "data --config configs/data/heads.yaml --print-config": ("output: runs/heads/data", []),
     "run --print-config": ("budget_minutes: 60", []),
-    "advise --help": ("--budget", []),
     "watch --help": ("RUN", []),
 }
 

@@ -1,6 +1,6 @@
 """The data curve: tokens per target step of heads by the answer tokens they were trained on, and the law through them.
 
-Nothing is timed: tokens per target step are counts. The law is that of `scripts.advice.curve`, fitted by suite and family.
+Nothing is timed: tokens per target step are counts. The law is that of `scripts.lab.curve_fit`, fitted by suite and family.
 Suffix lookup knows the answers that the heads beside it were trained on.
 """
 
@@ -32,15 +32,15 @@ from heads.artifact import load_draft
 from heads.frozen.loading import Target
 from heads.proposers.lookup import SuffixLookup
 from heads.proposers.protocol import Proposer
-from scripts.advice.curve import fit_curve
-from scripts.advice.measuring import SEED, Counts, columns
-from scripts.advice.trained_runs import TrainingRun, in_own_folder, load_changed
 from scripts.lab.bench.harness import flat, write_results
 from scripts.lab.bench.head_recipes import check_comparable, make_cache, make_data, with_cache
 from scripts.lab.bench.provenance import check_trained_here, read_git, read_outcome, train_all
 from scripts.lab.bench.suites import open_suites
 from scripts.lab.bench.turns import count_rounds
+from scripts.lab.curve_fit import fit_curve
 from scripts.lab.head_settings import BenchCurveConfig
+from scripts.lab.measuring import SEED, Counts, columns
+from scripts.lab.trained_runs import TrainingRun, in_own_folder, load_changed
 
 log = logging.getLogger("draftsmith")
 

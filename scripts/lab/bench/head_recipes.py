@@ -16,9 +16,9 @@ from configs.schema.training import HeadsConfig
 from distill.cache.format import MANIFEST as CACHE_MANIFEST
 from distill.cache.storage import Folder
 from distill.dataset.conversations import MANIFEST
-from scripts.advice.trained_runs import Recipe, TrainingRun, in_own_folder
 from scripts.lab.bench.provenance import check_trained_here, train_all
 from scripts.lab.head_settings import BenchHeadsConfig, HeadsSettings
+from scripts.lab.trained_runs import Recipe, TrainingRun, in_own_folder
 
 
 def train_recipes(config: BenchHeadsConfig, *, output: str | None = None) -> list[TrainingRun]:

@@ -31,8 +31,6 @@ from heads.artifact import Draft, load_draft
 from heads.frozen.loading import Target
 from heads.metadata import WEIGHTS_FILE, read_metadata
 from heads.proposers.protocol import Proposer
-from scripts.advice.measuring import SEED, check_finite
-from scripts.advice.trained_runs import TrainingRun
 from scripts.lab.bench.harness import flat, write_results
 from scripts.lab.bench.head_recipes import train_recipes
 from scripts.lab.bench.provenance import read_git, read_outcome
@@ -40,6 +38,8 @@ from scripts.lab.bench.suites import open_suites
 from scripts.lab.bench.tables import NOT_AVAILABLE
 from scripts.lab.bench.turns import measure, speedup
 from scripts.lab.head_settings import BenchHeadsConfig
+from scripts.lab.measuring import SEED, check_finite
+from scripts.lab.trained_runs import TrainingRun
 
 log = logging.getLogger("draftsmith")
 

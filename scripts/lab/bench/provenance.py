@@ -11,7 +11,7 @@ from typing import Any
 from configs.runtime.errors import InputError
 from configs.runtime.files import CHECKOUT, read_json
 from configs.runtime.run_record import describe_git, describe_hardware, describe_versions, output_of
-from scripts.advice.trained_runs import OUTCOME, TrainingRun, train_run
+from scripts.lab.trained_runs import OUTCOME, TrainingRun, train_run
 
 log = logging.getLogger("draftsmith")
 

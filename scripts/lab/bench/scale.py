@@ -24,12 +24,12 @@ from distill.dataset.batches import BucketedBatchSampler, ConversationDataset
 from distill.dataset.conversations import read_conversations
 from distill.dataset.packing import PackedBatchSampler
 from eval.stats.bootstrap import Interval, paired_ratio_interval, ratio_interval
-from scripts.advice.measuring import SEED
-from scripts.advice.trained_runs import OUTCOME
 from scripts.lab.bench.engines import SPLITS, compare_engines, hold_shares
 from scripts.lab.bench.harness import write_results
 from scripts.lab.bench.turns import take_turns
+from scripts.lab.measuring import SEED
 from scripts.lab.settings import BenchScaleConfig, EngineComparisonSettings
+from scripts.lab.trained_runs import OUTCOME
 from train.plan.plan import make_plan
 from train.telemetry.records import METRICS_FILE, read_lines
 

@@ -17,11 +17,11 @@ from eval.decoder.decode import Request, check_decodable
 from eval.measure.suite import Turns, fit_suite, load_suite
 from heads.frozen.loading import Target, load_target
 from heads.metadata import WEIGHTS_FILE
-from scripts.advice.measuring import to_request
-from scripts.advice.trained_runs import TrainingRun
 from scripts.lab.bench.provenance import describe_origin
 from scripts.lab.bench.turns import after_messages, first_requests, first_turns, in_chat_template, in_long_chat, measured_rows
 from scripts.lab.head_settings import HeadsSettings
+from scripts.lab.measuring import to_request
+from scripts.lab.trained_runs import TrainingRun
 
 MEASURED = "{name}.partial.jsonl"  # in the folder of the runs, for each results file: what a run that was cut off had measured
 

@@ -27,7 +27,7 @@ from eval.stats.bootstrap import Interval, paired_ratio_interval
 from heads.frozen.loading import Target
 from heads.frozen.tokenizer import in_template
 from heads.proposers.protocol import Proposer
-from scripts.advice.measuring import SEED, decode_in_batches, to_request
+from scripts.lab.measuring import SEED, decode_in_batches, to_request
 
 C = TypeVar("C")
 R = TypeVar("R")

@@ -27,13 +27,13 @@ from heads.formats.exporting.table import engines_of, form_of
 from heads.frozen.identity import locate
 from heads.frozen.loading import Target, load_target
 from heads.metadata import read_metadata
-from scripts.advice.measuring import SEED
 from scripts.lab.bench.harness import flat, write_results
 from scripts.lab.bench.head_recipes import train_recipes
 from scripts.lab.bench.provenance import check_trained_here
 from scripts.lab.bench.turns import first_requests, measured_rows
 from scripts.lab.engine_check.engines import ENGINES, EngineAnswer, EngineRun, find_engine, run_engine
 from scripts.lab.engine_check.ours import Counts, PlainAnswers, count_ours, decode_plainly, tau
+from scripts.lab.measuring import SEED
 from scripts.lab.settings import CheckedEngine, ServeCase, ServeCheckConfig
 
 log = logging.getLogger("draftsmith")

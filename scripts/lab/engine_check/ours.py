@@ -26,7 +26,7 @@ from eval.stats.bootstrap import Interval, ratio_interval
 from heads.artifact import load_draft
 from heads.frozen.loading import Target
 from heads.modules.output_head import DraftHead
-from scripts.advice.measuring import SEED, check_finite
+from scripts.lab.measuring import SEED, check_finite
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,10 @@ from heads.device import allocated_peak, has_graphs, synchronize
 from heads.frozen.loading import Target
 from heads.modules.interface import Batch
 from heads.proposers.protocol import Proposer
-from scripts.advice.trained_runs import load_changed
 from scripts.lab.bench.turns import speed_ratio, take_turns
 from scripts.lab.gpu_check.page import Line, absent, held
 from scripts.lab.gpu_check.setup import Setup
+from scripts.lab.trained_runs import load_changed
 from train.launch import make_accelerator
 from train.loop.checkpoints import Progress
 from train.loop.engines import make_optimizer

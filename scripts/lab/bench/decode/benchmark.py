@@ -22,12 +22,12 @@ from eval.metrics.quality import nats_of
 from eval.stats.bootstrap import Interval, paired_ratio_interval, ratio_interval
 from heads.frozen.loading import Target
 from heads.proposers.protocol import Proposer
-from scripts.advice.measuring import SEED
 from scripts.lab.bench.decode.setup import DRAFT_LM, Answers, DecodeSetup, Requests, Side, load_for_transformers, load_setup
 from scripts.lab.bench.decode.ways import COMPARED, Way, list_ways
 from scripts.lab.bench.harness import write_results
 from scripts.lab.bench.peers.transformers_generate import TransformersPeer
 from scripts.lab.bench.turns import SideTurns, count_per_prompt, speed_ratio, speedup, take_turns
+from scripts.lab.measuring import SEED
 from scripts.lab.settings import BenchDecodeConfig
 
 log = logging.getLogger("draftsmith")

@@ -22,15 +22,15 @@ from eval.stats.bootstrap import Interval, paired_ratio_interval, ratio_interval
 from heads.artifact import load_draft
 from heads.frozen.loading import load_target
 from heads.metadata import read_metadata
-from scripts.advice.measuring import SEED, Counts, columns, to_request
-from scripts.advice.trained_runs import TrainingRun, in_own_folder
 from scripts.lab.bench.distill.loss import LossMeasurement, measure_losses
 from scripts.lab.bench.distill.training import DistillSetup, compare_cached, compare_with_trl, training_ratios, training_rows
 from scripts.lab.bench.harness import write_results
 from scripts.lab.bench.peers.trl_gkd import trl_is_installed
 from scripts.lab.bench.provenance import check_trained_here, read_outcome, train_all
 from scripts.lab.bench.turns import count_rounds
+from scripts.lab.measuring import SEED, Counts, columns, to_request
 from scripts.lab.settings import BenchDistillConfig
+from scripts.lab.trained_runs import TrainingRun, in_own_folder
 from train.launch import make_accelerator
 from train.loop.checkpoints import Progress
 

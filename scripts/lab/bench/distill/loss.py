@@ -23,10 +23,10 @@ from distill.loss.divergences import jsd
 from distill.loss.logit_head import LogitHead
 from distill.loss.pairs import HiddenRows
 from eval.stats.bootstrap import Interval, paired_ratio_interval
-from scripts.advice.measuring import SEED
 from scripts.lab.bench.harness import in_fresh_process, measure_growth, read_kibibytes
 from scripts.lab.bench.peers.trl_gkd import trl_is_installed
 from scripts.lab.bench.turns import take_turns
+from scripts.lab.measuring import SEED
 from scripts.lab.settings import BenchLossConfig
 
 OURS, UNCHUNKED, TRL = "chunked", "unchunked", "trl_chunked"

@@ -13,7 +13,7 @@ from distill.dataset.batches import ConversationDataset
 from distill.dataset.conversations import read_conversations
 from eval.decoder.decode import Request, decode
 from heads.proposers.lookup import SuffixLookup
-from scripts.advice import trained_runs
+from scripts.lab import trained_runs
 from scripts.lab.bench.curve import measure_curve, summarise
 from scripts.lab.bench.head_recipes import train_recipes
 from scripts.lab.head_settings import BenchCurveConfig, BenchHeadsConfig

@@ -14,7 +14,7 @@ from distill.dataset.batches import Example, collate
 from distill.dataset.conversations import read_conversations
 from heads.frozen.loading import load_target
 from heads.inference.model_checks import check_rolls_back
-from scripts.advice import trained_runs
+from scripts.lab import trained_runs
 from scripts.lab.bench.distill import benchmark as distill_comparison
 from scripts.lab.bench.distill import loss as loss_comparison
 from scripts.lab.bench.distill import training as training_comparison

@@ -21,7 +21,7 @@ from heads.artifact import load_draft
 from heads.proposers.lookup import PromptLookup, SuffixLookup
 from heads.proposers.merged import LookupFirst
 from heads.proposers.protocol import LearningProposer
-from scripts.advice import trained_runs
+from scripts.lab import trained_runs
 from scripts.lab.bench import head_recipes, heads
 from scripts.lab.bench.head_recipes import make_cache, make_data, with_cache
 from scripts.lab.bench.heads import compare_heads

@@ -14,7 +14,6 @@ from configs.runtime.errors import InputError
 from configs.schema.training import HeadsConfig
 from heads.formats.exporting.serving import vllm_command
 from heads.formats.exporting.table import FORMS
-from scripts.advice.trained_runs import TrainingRun
 from scripts.lab.engine_check import engines as serve_engines
 from scripts.lab.engine_check import run_transformers as serve_transformers
 from scripts.lab.engine_check import run_vllm as serve_vllm
@@ -22,6 +21,7 @@ from scripts.lab.engine_check.cases import AGREES, CHECKED, DISAGREES, NO_ENGINE
 from scripts.lab.engine_check.engines import EngineDriver, run_engine
 from scripts.lab.engine_check.ours import count_ours
 from scripts.lab.settings import ServeCheckConfig
+from scripts.lab.trained_runs import TrainingRun
 from tests.scripts.lab.engine_check.conftest import PROMPTS, K
 from tests.support.caches import conversation
 

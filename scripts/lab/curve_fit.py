@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from eval.stats.bootstrap import Floats, Interval, statistic_interval
-from scripts.advice.measuring import SEED, Counts, columns
+from scripts.lab.measuring import SEED, Counts, columns
 
 MIN_GAP = 1e-6
 

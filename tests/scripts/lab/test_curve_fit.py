@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from scripts.advice.curve import fit_curve
+from scripts.lab.curve_fit import fit_curve
 
 MOST, FACTOR, EXPONENT = 6, 12.0, 0.15
 
