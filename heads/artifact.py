@@ -9,15 +9,13 @@ other programs need not know of the reduction; `draft_vocabulary.safetensors` li
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
 from pydantic import ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.runtime.errors import InputError, first_line
@@ -25,7 +23,7 @@ from configs.runtime.files import new_folder, write_json
 from configs.runtime.redaction import mask_secrets
 from heads.device import choose_device
 from heads.families.registry import FAMILIES, serve
-from heads.frozen.checkpoint_files import UNREADABLE
+from heads.frozen.checkpoint_files import UNREADABLE, read_tensors
 from heads.frozen.hidden_states import check_taps
 from heads.frozen.identity import TargetIdentity, hash_weights
 from heads.frozen.loading import load_with, move
@@ -113,10 +111,10 @@ def read_training_prompts(folder: str | Path) -> np.ndarray | None:
     path = locate_artifact(folder) / PROMPTS_FILE
     if not path.is_file():
         return None
-    try:
-        return load_file(path)["user_texts"].numpy()
-    except (SafetensorError, KeyError, OSError) as error:
-        raise InputError(f"{path} cannot be read: {first_line(error)}") from error
+    tensors = read_tensors(path)
+    if "user_texts" not in tensors:
+        raise InputError(f"{path} holds no user_texts")
+    return tensors["user_texts"].numpy()
 
 
 def load_draft(
@@ -143,12 +141,6 @@ def load_draft(
     if is_artifact := (folder / METADATA_FILE).is_file() or not (folder / "config.json").is_file():
         metadata = read_metadata(folder)
         warnings = check_made_for(metadata, identity, folder, allow_target_mismatch)
-        if metadata.training and not metadata.exact_target and (wider := _kept_wider(target)) is not None:
-            warnings.append(
-                f"the draft {name} was made by a draftsmith that rounded all of the target to "
-                f"{str(target.dtype).removeprefix('torch.')}; transformers, and this draftsmith, keep {wider} wider: make it "
-                "again if texts are long"
-            )
     else:
         metadata = untrained_metadata(folder, identity)
         warnings = [f"the draft {name} is a model as it was found, not trained by draftsmith for {identity.name}"]
@@ -175,13 +167,6 @@ def load_draft(
         sha256=hash_artifact(folder, metadata) if is_artifact else hash_weights(folder),
         warnings=warnings,
     )
-
-
-def _kept_wider(model: PreTrainedModel) -> str | None:
-    """Return the name of a tensor that a model holds in a wider dtype than its weights, if there is one."""
-    tensors = chain(model.named_parameters(), model.named_buffers())
-    size = model.dtype.itemsize
-    return next((name for name, each in tensors if each.is_floating_point() and each.dtype.itemsize > size), None)
 
 
 def _load_draft_lm(folder: Path, metadata: Metadata, target: PreTrainedModel, device: str | None) -> DraftLM:
@@ -219,10 +204,7 @@ def head_settings(folder: Path, metadata: Metadata) -> Any:
 def _load_head(folder: Path, metadata: Metadata, target: PreTrainedModel) -> tuple[torch.nn.Module, Proposer]:
     settings = head_settings(folder, metadata)
     family = FAMILIES[metadata.kind]
-    try:
-        tensors = load_file(folder / WEIGHTS_FILE)
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{folder} is damaged: {first_line(error)}") from error
+    tensors = read_tensors(folder / WEIGHTS_FILE)
     check_rolls_back(target)
     vocabulary = None
     if metadata.draft_vocabulary == "reduced":

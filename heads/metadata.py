@@ -2,7 +2,7 @@
 
 A draft is named by a folder, or by a repository on the Hub, of which only data is fetched into the Hub's own cache: JSON,
 safetensors, tokenizers. No code and nothing pickled, except the weights of a draft to be imported, which some programs keep in
-a `.bin` or `.pt` (read with `weights_only`). How the Hub is reached (`HF_ENDPOINT`, `HF_TOKEN`, ...) is huggingface_hub's own.
+a `.bin` (read with `weights_only`). How the Hub is reached (`HF_ENDPOINT`, `HF_TOKEN`, ...) is huggingface_hub's own.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any, Literal
 from httpx2 import HTTPError
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import AutoConfig, AutoTokenizer
 
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import check_readable, read_json
-from configs.schema.commands.release import TORCH_FILES
+from configs.schema.commands.release import TORCH_FILE
 from heads.frozen.checkpoint_files import UNREADABLE
 from heads.frozen.identity import TargetIdentity, hash_files, hash_tokenizer
 
@@ -47,13 +47,6 @@ class HiddenStates(BaseModel):
     last_is_post_norm: bool
 
 
-# Settings that came later, as they are of a head that was written before them
-BEFORE: dict[str, dict[str, Any]] = {
-    "hydra": {"norm_embeddings": False},
-    "eagle3": {"norm_taps": False, "norm_feedback": False},
-}
-
-
 class Metadata(BaseModel):
     """The content of `draftsmith.json`."""
 
@@ -69,14 +62,6 @@ class Metadata(BaseModel):
     num_speculative_tokens: int = Field(ge=1)
     training: dict[str, Any]  # the resolved config it was trained with
     provenance: dict[str, Any]  # command, versions, git state, step and held-out score
-    exact_target: bool = False  # whether the target kept in float32 what transformers keeps there, as it does today
-
-    @model_validator(mode="before")
-    @classmethod
-    def _add_settings_that_came_later(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or not isinstance(head := values.get("head"), dict):
-            return values
-        return {**values, "head": {**BEFORE.get(str(values.get("kind")), {}), **head}}
 
 
 def head_metadata(
@@ -101,7 +86,6 @@ def head_metadata(
         num_speculative_tokens=num_speculative_tokens,
         training=training,
         provenance=provenance,
-        exact_target=True,
     )
 
 
@@ -118,7 +102,7 @@ def locate_artifact(name: str | Path) -> Path:
 
 def locate_external(name: str | Path) -> Path:
     """Return the folder of a draft that another program wrote, as `locate_artifact` does."""
-    return _locate(str(name), (*DATA_FILES, *TORCH_FILES))
+    return _locate(str(name), (*DATA_FILES, TORCH_FILE))
 
 
 def _locate(name: str, patterns: tuple[str, ...]) -> Path:

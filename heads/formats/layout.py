@@ -58,7 +58,7 @@ def check_names(weights: Weights, head: nn.Module) -> None:
     if unknown:
         wrong.append(f"holds unknown {', '.join(unknown)}")
     for name in sorted(expected.keys() & weights.keys()):
-        if (shape := weights[name].shape) != expected[name]:
+        if (shape := tuple(weights[name].shape)) != expected[name]:
             wrong.append(f"holds {name} of shape {list(shape)} where {list(expected[name])} is expected")
     if wrong:
         raise InputError("; ".join(wrong))

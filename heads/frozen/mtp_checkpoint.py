@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
@@ -107,16 +107,15 @@ class NativeMtp:
                 values[name][piece.index] = part
         return values
 
-    def stitch_into(self, folder: Path, load: Callable[[str], Tensor], places: Mapping[str, list[TensorPart]]) -> None:
+    def stitch_into(self, folder: Path, values: Mapping[str, Tensor], places: Mapping[str, list[TensorPart]]) -> None:
         """Fill an empty folder with a copy of this one in which exactly the MTP tensors are replaced, one after another.
 
         A tensor that is the checkpoint's own, rounded to another dtype, leaves the checkpoint's as it was.
         """
         shutil.copytree(self.folder, folder, dirs_exist_ok=True, copy_function=link_or_copy)
         for name, pieces in places.items():
-            whole = load(name)
             for piece in pieces:
-                new, old = piece.turned(whole[piece.index]), self._value(piece.key)
+                new, old = piece.turned(values[name][piece.index]), self._value(piece.key)
                 if not torch.equal(old.to(new.dtype), new):
                     _overwrite(folder / self._files[piece.key], piece.key, new.to(old.dtype))
 

@@ -19,11 +19,10 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 
 from configs.runtime.errors import InputError
 from configs.schema.target import TargetConfig
-from heads.frozen.checkpoint_files import Weights
 from heads.frozen.hidden_states import TargetStates, blocks
 from heads.frozen.model_config import config_of_blocks
 from heads.frozen.placement import READ, blocks_name, make_skeleton, parts_outside
-from heads.frozen.weights import read_float_weights
+from heads.frozen.weights import FloatWeights, read_float_weights
 from heads.inference.kv_cache import RowCache
 from heads.inference.masks import Masks
 from heads.inference.runner import DecodingForward, runner_of
@@ -106,7 +105,7 @@ def _of_first_block(whole: PreTrainedConfig) -> PreTrainedConfig:
     return cut
 
 
-def _read(stored: Weights, block: str, name: str) -> torch.Tensor:
+def _read(stored: FloatWeights, block: str, name: str) -> torch.Tensor:
     if block + name not in stored:
         raise InputError(
             f"target.states: {block}{name} is kept otherwise than it runs, so no draft can be made from this block alone; make "

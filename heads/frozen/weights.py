@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_json
-from heads.frozen.checkpoint_files import PACKED_NAMES, LazyTensor, Weights, listed, read_weights
+from heads.frozen.checkpoint_files import Weights, listed, read_weights
 from heads.frozen.model_config import auto_class
 
 log = logging.getLogger("draftsmith")
@@ -39,8 +40,24 @@ USUAL = 256  # layers or depths that settings may name whatever the number of te
 SLACK = 4  # numbers built for one stored: tied matrices are built twice, and joined ones apart
 NO_MEMORY = ("can't allocate", "overflow")  # in torch's errors where a matrix is too large for any memory
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+PACKED = (*FLOAT8, torch.int8, torch.uint8, torch.int32)  # of numbers that mean nothing without the scales beside them
 # Of activations and the cache, which stay in floating point here.
 UNREAD = ("input_scale", "input_zero_point", "input_global_scale", "activation_scale", "q_scale", "k_scale", "v_scale")
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """A matrix that is unpacked when it is read, by `matrix[...]`, as a tensor of this shape and dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    unpack: Callable[[], Tensor]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.unpack()[index]
+
+
+FloatWeights = dict[str, Tensor | PackedMatrix]
 
 
 def quantization_of(folder: Path) -> dict[str, Any] | None:
@@ -56,17 +73,16 @@ def quantization_of(folder: Path) -> dict[str, Any] | None:
     return None
 
 
-def read_float_weights(folder: Path) -> Weights:
+def read_float_weights(folder: Path) -> FloatWeights:
     """Return a checkpoint's tensors by the names of the unquantised model; packed ones are unpacked when they are read."""
-    settings, rest = quantization_of(folder), read_weights(folder, packed=True)
-    matrices: Weights = {}
+    settings, rest = quantization_of(folder), read_weights(folder)
+    matrices: FloatWeights = {}
     for name, scale, matrix in () if settings is None else list(_packed_matrices(rest, settings, folder)):
         matrices[name.removesuffix("_blocks")] = matrix
         del rest[name], rest[scale]
     if settings is not None:
         rest = {name: stored for name, stored in rest.items() if not name.endswith(UNREAD)}
-    meaningless = FLOAT8 if settings is None else (*PACKED_NAMES.values(), torch.int32)
-    left = [name for name, stored in rest.items() if stored.dtype in meaningless]
+    left = [name for name, stored in rest.items() if stored.dtype in (FLOAT8 if settings is None else PACKED)]
     is_transformed = settings is not None and (settings.get("transform_config") or {}).get("config_groups")
     if left or is_transformed:
         says = "names no quantisation" if settings is None else f"names {settings['quant_method']}"
@@ -74,7 +90,7 @@ def read_float_weights(folder: Path) -> Weights:
             f"{folder} cannot be read: {listed(left) or 'its weights'} cannot be dequantised, and its config.json {says}; only "
             "FP8 and MXFP4 are read. Give an unquantised or FP8 copy of the model: engines draft for this one by its drafts too"
         )
-    return rest | matrices
+    return {**rest, **matrices}
 
 
 def loader_of(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Callable[..., PreTrainedModel]:
@@ -97,7 +113,7 @@ def _load_as_stored(folder: Path, **arguments: Any) -> PreTrainedModel:
     return _whole(model, report, folder)
 
 
-def _load_dequantised(folder: Path, weights: Weights, *, trust_remote_code: bool, **arguments: Any) -> PreTrainedModel:
+def _load_dequantised(folder: Path, weights: FloatWeights, *, trust_remote_code: bool, **arguments: Any) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     for part in (config, config.get_text_config()):
         if hasattr(part, "quantization_config"):
@@ -120,7 +136,7 @@ def _whole(model: PreTrainedModel, report: dict[str, Any], folder: Path) -> PreT
     return model
 
 
-def _packed_matrices(weights: Weights, settings: dict[str, Any], folder: Path) -> Iterator[tuple[str, str, LazyTensor]]:
+def _packed_matrices(weights: Weights, settings: dict[str, Any], folder: Path) -> Iterator[tuple[str, str, PackedMatrix]]:
     """Find FP8 and MXFP4 matrices: the names of their numbers and scales, and what they stand for."""
     known = [*(settings.get("weight_block_size") or ())]
     for group in (settings.get("config_groups") or {}).values():  # of compressed-tensors
@@ -136,13 +152,13 @@ def _packed_matrices(weights: Weights, settings: dict[str, Any], folder: Path) -
                     f"{folder} cannot be read: {name} {list(stored.shape)} has scales {list(weights[scale].shape)}, which are "
                     f"no blocks of {known} numbers"
                 )
-            load = partial(_scaled, stored, weights[scale], sizes)
-            yield name, scale, LazyTensor(shape=stored.shape, dtype=torch.float32, load=load)
+            yield name, scale, PackedMatrix(stored.shape, torch.float32, partial(_scaled, stored, weights[scale], sizes))
         elif name.endswith("_proj_blocks") and of_blocks in weights:
             E, R, groups, num_bytes = stored.shape
-            load = partial(_from_mxfp4, stored, weights[of_blocks])
             shape = (E, groups * num_bytes * 2, R)  # transposed, as gpt-oss multiplies
-            yield name, of_blocks, LazyTensor(shape=shape, dtype=torch.bfloat16, load=load)
+            # Exact in bfloat16: two significant bits and a power of two.
+            unpack = partial(convert_moe_packed_tensors, stored, weights[of_blocks], dtype=torch.bfloat16)
+            yield name, of_blocks, PackedMatrix(shape, torch.bfloat16, unpack)
 
 
 def _block_sizes(shape: Sequence[int], scales: Sequence[int], known: Sequence[int]) -> list[int]:
@@ -155,21 +171,15 @@ def _block_sizes(shape: Sequence[int], scales: Sequence[int], known: Sequence[in
     return sizes
 
 
-def _scaled(stored: LazyTensor, scale: LazyTensor, sizes: Sequence[int]) -> Tensor:
+def _scaled(stored: Tensor, factor: Tensor, sizes: Sequence[int]) -> Tensor:
     """Return FP8 numbers `[R, C]` or `[E, R, C]` times their scales; those in uint8 are exponents of 2, plus 127."""
-    factor, numbers = scale.load(), stored.load().float()
+    numbers = stored.float()
     factor = (factor.float() - 127).exp2() if factor.dtype == torch.uint8 else factor.float()
     factor = factor.reshape(*factor.shape, *[1] * (numbers.ndim - factor.ndim))
     for dim, size in enumerate(sizes):
         if size > 1:
             factor = factor.repeat_interleave(size, dim).narrow(dim, 0, numbers.shape[dim])
     return numbers * factor
-
-
-def _from_mxfp4(blocks: LazyTensor, scales: LazyTensor) -> Tensor:
-    """Return gpt-oss's experts, exact in bfloat16: two significant bits and a power of two."""
-    values: Tensor = convert_moe_packed_tensors(blocks.load(), scales.load(), dtype=torch.bfloat16)
-    return values
 
 
 def check_counts(settings: Mapping[str, Any], shapes: Shapes, where: str | Path) -> None:

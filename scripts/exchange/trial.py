@@ -52,7 +52,7 @@ def try_out(
     family = FAMILIES[fitted.settings.kind]
     head = family.build(fitted.settings, target.model, fitted.vocabulary)
     for name, value in head.state_dict().items():  # one after another: only one tensor is in memory twice
-        value.copy_(fitted.weights[name].load())
+        value.copy_(fitted.weights[name])
     head = serve(head, target.model)
     prompts = [target.encode_chat([{"role": "user", "content": prompt}]) for prompt in config.prompts]
     settings = DecodeConfig(num_speculative_tokens=num_speculative_tokens, max_new_tokens=config.max_new_tokens)

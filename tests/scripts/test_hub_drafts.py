@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from configs.runtime.command import DONE, run_command
 from configs.runtime.errors import InputError
-from configs.schema.commands.release import TORCH_FILES, ExportConfig
+from configs.schema.commands.release import TORCH_FILE, ExportConfig
 from configs.schema.evaluation import EvalConfig, GateConfig
 from configs.schema.target import TargetConfig
 from configs.schema.training import StudentConfig
@@ -149,10 +149,9 @@ def test_a_target_and_a_first_model_load_by_their_names_and_tell_their_licence(h
     assert read_card("ann/nosuch", None, online=True).license is None
 
 
-@pytest.mark.parametrize("file", TORCH_FILES)
-def test_pickled_weights_are_fetched_for_an_import_only(hub, tmp_path, file):
+def test_pickled_weights_are_fetched_for_an_import_only(hub, tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    torch.save({"w": torch.ones(2)}, tmp_path / file)
+    torch.save({"w": torch.ones(2)}, tmp_path / TORCH_FILE)
     upload(hub, "bob/external", tmp_path)
     assert read_weights(locate_external("bob/external")).keys() == {"w"}
-    assert {path.name for path in locate_external("bob/external").iterdir()} == {"config.json", file}
+    assert {path.name for path in locate_external("bob/external").iterdir()} == {"config.json", TORCH_FILE}

@@ -42,7 +42,6 @@ def test_a_draft_lm(tmp_path, half_target, greedy_rows):
         "draft_vocab_size": 20,
         "draft_vocabulary": "reduced",
         "num_speculative_tokens": NUM_DRAFTS,
-        "exact_target": True,
     }
     assert {each.dtype for each in tensors.values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "artifact" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -63,7 +62,6 @@ def test_a_head(tmp_path, half_target, head_task, greedy_rows):
         "draft_vocab_size": 30,
         "draft_vocabulary": "reduced",
         "num_speculative_tokens": NUM_DRAFTS,
-        "exact_target": True,
     }
     assert {each.dtype for each in tensors.values()} == {torch.bfloat16}
     assert len(load_file(tmp_path / "artifact" / "draft_vocabulary.safetensors")["d2t"]) == 30

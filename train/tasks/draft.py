@@ -132,7 +132,6 @@ class DraftTask:
             num_speculative_tokens=self.config.num_speculative_tokens,
             training=self.config.model_dump(mode="json"),
             provenance=training_provenance(progress, metrics, self.config.data.train),
-            exact_target=True,
         )
         artifact = Path(self.config.output) / "artifact"
         save_draft_lm(artifact, self._served(module), self.target.tokenizer, metadata, self.vocabulary, self.training_prompts)

@@ -90,11 +90,10 @@ def _folder(source: Source, serve: Serve, notes: tuple[str, ...]) -> ExportLayou
 
 def _head_that_keeps_to_its_vocabulary(source: Source, ids_W: Tensor) -> Weights:
     """Return the draft's whole output head, and its bias if it has one, without the tokens it was not trained for."""
-    head = source.weights.get(HEAD) or source.weights.get(EMBEDDING)
+    head = source.weights.get(HEAD, source.weights.get(EMBEDDING))
     if head is None:
         raise InputError(f"it holds neither {HEAD} nor {EMBEDDING}, of which the rows of other tokens are to be replaced")
-    whole = {HEAD: source.whole_head(head.rows(ids_W))}
+    whole = {HEAD: source.whole_head(head[ids_W])}
     if (bias := source.weights.get(BIAS)) is not None:
-        column = source.whole_head(bias.rows(ids_W).reshaped((len(ids_W), 1)))
-        whole[BIAS] = column.reshaped((source.target.vocab_size,))
+        whole[BIAS] = source.whole_head(bias[ids_W].unsqueeze(1)).squeeze(1)
     return whole

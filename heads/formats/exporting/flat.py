@@ -16,7 +16,6 @@ from configs.schema.heads import MedusaSettings
 from heads.formats.exporting.serving import UNTRIED, sglang_command, transformers_lines, vllm_command
 from heads.formats.exporting.source import Source
 from heads.formats.layout import DOMINO_KEYS, TRANSFORMERS_DFLASH, ExportLayout, layer_config, renamed
-from heads.frozen.checkpoint_files import constant
 from heads.frozen.hidden_states import num_blocks
 
 MIDLAYER = (("layers.0.", "midlayer."),)
@@ -59,10 +58,10 @@ def sglang_eagle(source: Source) -> ExportLayout:
         "norm_output": settings.norm_feedback,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": block_ids(source), "use_aux_hidden_state": True},
     }
-    head = {} if source.own_head() else {"lm_head.weight": source.target.head().cast(source.dtype)}
+    head = {} if source.own_head() else {"lm_head.weight": source.target.head().to(source.dtype)}
     offsets = source.offsets() or {
-        "d2t": constant(torch.zeros(vocab_size, dtype=torch.int64)),
-        "t2d": constant(torch.ones(vocab_size, dtype=torch.bool)),
+        "d2t": torch.zeros(vocab_size, dtype=torch.int64),
+        "t2d": torch.ones(vocab_size, dtype=torch.bool),
     }
     return ExportLayout(
         config=config,
@@ -97,7 +96,7 @@ def vllm_medusa(source: Source) -> ExportLayout:
     heads = {name: source.whole_head(stored) for name, stored in source.own_head().items()}
     return ExportLayout(
         config=config,
-        weights=source.body() | (heads or {"lm_head.weight": source.target.head().cast(source.dtype)}),
+        weights=source.body() | (heads or {"lm_head.weight": source.target.head().to(source.dtype)}),
         serve=vllm_command(source, "medusa"),
         notes=("vLLM takes each head's likeliest token; no tree.",),
     )

@@ -19,7 +19,7 @@ from configs.schema.heads import MtpSettings
 from heads.formats.exporting.serving import vllm_command
 from heads.formats.exporting.source import Source
 from heads.formats.layout import MTP_PARTS, ExportLayout, has_mtp_modules, layer_config, renamed
-from heads.frozen.checkpoint_files import INDEX_FILE, SINGLE_FILE, Weights, files_by_key, zeros
+from heads.frozen.checkpoint_files import INDEX_FILE, SINGLE_FILE, Weights, files_by_key
 from heads.frozen.mtp_checkpoint import NativeMtp
 from heads.frozen.weights import quantization_of
 
@@ -60,7 +60,7 @@ def mimo(source: Source) -> ExportLayout:
     keys = shape.num_key_value_heads * shape.head_width
     # MiMo's class asks for biases; a Llama block has none.
     for part, size in (("q", shape.num_heads * shape.head_width), ("k", keys), ("v", keys)):
-        weights.setdefault(f"model.mtp_layers.0.self_attn.{part}_proj.bias", zeros((size,), source.dtype))
+        weights.setdefault(f"model.mtp_layers.0.self_attn.{part}_proj.bias", torch.zeros(size, dtype=source.dtype))
     config = layer_config(shape, "qwen2", source.target.config.num_hidden_layers, source.target.vocab_size) | {
         "architectures": ["MiMoForCausalLM"],
         "num_nextn_predict_layers": 1,
@@ -95,12 +95,11 @@ def stitched(source: Source) -> ExportLayout:
     if own != native.num_layers:
         raise InputError(f"it has {own} MTP modules, and {target.folder} has places for {native.num_layers}")
     hidden_first = source.settings.concat_order == "hidden_first"
-    like = {name: torch.empty(stored.shape, device="meta") for name, stored in modules.items()}
-    places = native.places(like, hidden_first=hidden_first)
+    places = native.places(modules, hidden_first=hidden_first)
     options = ("--no-enable-prefix-caching",) if target.config.model_type.startswith(HYBRID) else ()
     return ExportLayout(
         config=read_json(target.folder / "config.json", "config of the target"),
-        weights={piece.key: target.weights[piece.key] for pieces in places.values() for piece in pieces},
+        weights={piece.key: target.weights[piece.key][...] for pieces in places.values() for piece in pieces},
         serve=vllm_command(source, "mtp", *options, stitched=True),
         notes=(
             "The folder is the target with new MTP weights, in the dtype of the old ones; it shares files with the target's "
@@ -108,7 +107,7 @@ def stitched(source: Source) -> ExportLayout:
             *source.whole_vocabulary_note("vLLM"),
         ),
         holds_target=True,
-        make=partial(native.stitch_into, load=lambda name: modules[name].load(), places=places),
+        make=partial(native.stitch_into, values=modules, places=places),
     )
 
 

@@ -46,7 +46,7 @@ def eagle3(source: Source) -> ExportLayout:
     """Return EAGLE-3 for OpenVINO GenAI: with one layer, three taps and none of the norms that it does not know."""
     layout, ids = flat.sglang_eagle(source), flat.block_ids(source)
     # The engine puts the target's in its place; without one, and without a tokenizer, the converter would make them up.
-    embedding = source.target.embedding().cast(source.dtype)
+    embedding = source.target.embedding().to(source.dtype)
     layout = replace(
         layout,
         weights=layout.weights | {"embed_tokens.weight": embedding},

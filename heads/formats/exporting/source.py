@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from configs.runtime.errors import InputError, first_line
@@ -21,9 +21,9 @@ from configs.schema.heads import DFlashSettings
 from heads.artifact import head_settings
 from heads.families.registry import FAMILIES
 from heads.formats.layout import check_names
-from heads.frozen.checkpoint_files import UNREADABLE, LazyTensor, Weights, constant, read_weights
+from heads.frozen.checkpoint_files import UNREADABLE, Weights, read_weights
 from heads.frozen.model_config import auto_class
-from heads.frozen.weights import check_counts, no_larger_than, read_float_weights
+from heads.frozen.weights import FloatWeights, check_counts, no_larger_than, read_float_weights
 from heads.metadata import METADATA_FILE, VOCABULARY_FILE, Metadata, read_metadata
 from heads.modules.layers import LayerShape, layer_shape, shape_like
 from heads.vocabulary import DraftVocabulary, read_draft_vocabulary
@@ -68,23 +68,23 @@ class TargetFolder:
         return int(self.config.vocab_size)
 
     @cached_property
-    def weights(self) -> Weights:
-        """Its tensors by name, unread; of a quantised target as they are run."""
+    def weights(self) -> FloatWeights:
+        """Its tensors by name; of a quantised target as they are run."""
         return read_float_weights(self.folder)
 
-    def head(self) -> LazyTensor:
+    def head(self) -> Tensor:
         """Return the weights of its output head."""
         tied = self.config.tie_word_embeddings or self.model.config.tie_word_embeddings
         return self._first_of((*HEADS, *EMBEDDINGS) if tied else HEADS)
 
-    def embedding(self) -> LazyTensor:
+    def embedding(self) -> Tensor:
         """Return its embedding."""
         return self._first_of(EMBEDDINGS)
 
-    def _first_of(self, names: tuple[str, ...]) -> LazyTensor:
+    def _first_of(self, names: tuple[str, ...]) -> Tensor:
         for name in names:
             if name in self.weights:
-                return self.weights[name]
+                return self.weights[name][...]
         raise InputError(f"{self.folder} holds none of {', '.join(names)}")
 
     def check_plain(self) -> None:
@@ -143,7 +143,8 @@ class Source:
         if (self.settings.concat_order == "hidden_first") == hidden_first:
             return self.body()
         return {
-            name: stored.halves_swapped() if name.endswith("eh_proj.weight") else stored for name, stored in self.body().items()
+            name: stored.roll(stored.shape[1] // 2, 1) if name.endswith("eh_proj.weight") else stored
+            for name, stored in self.body().items()
         }
 
     def check_complete(self) -> None:
@@ -155,18 +156,23 @@ class Source:
             head = FAMILIES[self.metadata.kind].build(self.settings, model, self.vocabulary)
         check_names(self.weights, head)
 
-    def whole_head(self, head: LazyTensor) -> LazyTensor:
-        """Return an output head of the draft vocabulary as one of the target's whole, in which the other tokens never win."""
-        return (
-            head if self.vocabulary is None else head.full_vocabulary_head(self.vocabulary.token_ids_W, self.target.vocab_size)
-        )
+    def whole_head(self, head_WD: Tensor) -> Tensor:
+        """Return an output head of the draft vocabulary as one of the target's whole, in which the other tokens never win.
+
+        Each of them gets the mean of the rows, whose logit is never above the largest, as that of zeros could be.
+        """
+        if self.vocabulary is None:
+            return head_WD
+        whole_VD = head_WD.double().mean(0).to(head_WD.dtype).repeat(self.target.vocab_size, 1)
+        whole_VD[self.vocabulary.token_ids_W] = head_WD
+        return whole_VD
 
     def offsets(self) -> Weights:
         """Return `d2t` (int64 `[W]`, the target's id of each draft token less its own) and `t2d` (bool `[V]`), if any."""
         if self.vocabulary is None:
             return {}
         ids_W = self.vocabulary.token_ids_W
-        return {"d2t": constant(ids_W - torch.arange(len(ids_W))), "t2d": constant(self.vocabulary.is_drafted_V)}
+        return {"d2t": ids_W - torch.arange(len(ids_W)), "t2d": self.vocabulary.is_drafted_V}
 
     def whole_vocabulary_note(self, engine: str) -> tuple[str, ...]:
         """Return a note for an engine that drafts from the target's whole vocabulary, if the draft has another one."""
@@ -204,7 +210,9 @@ def read_source(
     `num_speculative_tokens` None: the artifact's, of DFlash a whole block; `dtype` None: weights are written as they are.
     """
     metadata = read_metadata(folder)
-    weights = {name: stored.cast(dtype) for name, stored in read_weights(folder).items()}
+    weights = read_weights(folder)
+    if dtype is not None:
+        weights = {name: each.to(dtype) if each.is_floating_point() else each for name, each in weights.items()}
     reduced = metadata.draft_vocabulary == "reduced"
     settings = None if metadata.kind == "draft_lm" else head_settings(folder, metadata)
     if settings is not None:

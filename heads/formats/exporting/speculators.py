@@ -69,7 +69,7 @@ def eagle_complete(source: Source) -> ExportLayout:
     """Return EAGLE-3 or P-EAGLE with copies of the target's embedding and head, which speculators looks for in the file."""
     layout = eagle(source)
     targets = {"embed_tokens.weight": source.target.embedding, "lm_head.weight": source.target.head}
-    copies = {name: read().cast(source.dtype) for name, read in targets.items() if name not in layout.weights}
+    copies = {name: read().to(source.dtype) for name, read in targets.items() if name not in layout.weights}
     return replace(layout, weights=layout.weights | copies)
 
 

@@ -29,7 +29,7 @@ from heads.artifact import write_rest
 from heads.families.registry import FAMILIES
 from heads.formats.importing.reading import ExternalDraft
 from heads.formats.layout import check_names
-from heads.frozen.checkpoint_files import LazyTensor, Weights, write_weights
+from heads.frozen.checkpoint_files import Weights, write_weights
 from heads.frozen.loading import Target
 from heads.frozen.weights import check_counts, no_larger_than
 from heads.inference.causal_lm import head_rows
@@ -41,6 +41,7 @@ from heads.vocabulary import DraftVocabulary
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 NO_SIZES = ("architectures", "dtype", "torch_dtype", "model_type")  # keys of a layer's config
 DEFAULT_TOKENS = 3
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +76,10 @@ def fit(external: ExternalDraft, target: PreTrainedModel) -> Fitted:
     own = {name: tuple(value.shape) for name, value in head.state_dict().items()}
     if external.placed is not None:
         weights |= external.placed(own)
-    if "mask_hidden" in weights and math.prod(weights["mask_hidden"].shape) == math.prod(own.get("mask_hidden", (0,))):
-        weights["mask_hidden"] = weights["mask_hidden"].reshaped(own["mask_hidden"])
+    if "mask_hidden" in weights and weights["mask_hidden"].numel() == math.prod(own.get("mask_hidden", (0,))):
+        weights["mask_hidden"] = weights["mask_hidden"].reshape(own["mask_hidden"])
     check_names(weights, head)
-    if integers := sorted(name for name, stored in weights.items() if not stored.dtype.is_floating_point):
+    if integers := sorted(name for name, stored in weights.items() if stored.dtype not in FLOATS):
         raise InputError(
             f"expected floating numbers, and {', '.join(integers)} hold others (quantised weights have no place here)"
         )
@@ -176,12 +177,12 @@ def _take_vocabulary(weights: Weights, target: PreTrainedModel) -> DraftVocabula
     if d2t.dtype.is_floating_point or d2t.dtype == torch.bool or len(d2t.shape) != 1:
         raise InputError(f"d2t: expected a list of whole numbers, got {d2t.dtype} of shape {list(d2t.shape)}")
     V = target.config.get_text_config().vocab_size
-    ids_W = d2t.load().long() + torch.arange(d2t.shape[0])
+    ids_W = d2t.long() + torch.arange(d2t.shape[0])
     try:
         vocabulary = DraftVocabulary(token_ids_W=ids_W, target_vocab_size=V)
     except ValueError as error:
         raise InputError(f"d2t, read as offsets: {error}") from error
-    if t2d is not None and t2d.load().nonzero().squeeze(1).tolist() != ids_W.tolist():
+    if t2d is not None and t2d.nonzero().squeeze(1).tolist() != ids_W.tolist():
         raise InputError("t2d marks other tokens than d2t names; d2t must hold offsets (the target's id less the draft's)")
     return None if len(vocabulary) == V else vocabulary
 
@@ -216,12 +217,12 @@ def _settle_head(
     return {"train_head": not is_targets}
 
 
-def _same(stored: LazyTensor, own: Tensor) -> bool:
+def _same(stored: Tensor, own: Tensor) -> bool:
     """Whether a tensor is the target's, in the coarser of the two dtypes."""
-    if stored.shape != tuple(own.shape) or not stored.dtype.is_floating_point:
+    if stored.shape != own.shape or not stored.dtype.is_floating_point:
         return False
     coarser = min(stored.dtype, own.dtype, key=lambda dtype: -torch.finfo(dtype).eps)
-    return torch.equal(stored.load().to(own.device, coarser), own.detach().to(coarser))
+    return torch.equal(stored.to(own.device, coarser), own.detach().to(coarser))
 
 
 def drafts_a_round(external: ExternalDraft, asked: int | None, settings: Any) -> int:

@@ -9,7 +9,6 @@ export for vLLM is. Names, the order of the projection and experts kept one by o
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,25 +25,23 @@ from heads.formats.layout import (
     DFLASH2_KEYS,
     DOMINO_KEYS,
     MTP_PARTS,
-    TRANSFORMERS_DFLASH,
     XPRESS_KEYS,
     Shapes,
     has_mtp_modules,
     renamed,
 )
-from heads.frozen.checkpoint_files import LazyTensor, Weights, read_weights, zeros
+from heads.frozen.checkpoint_files import Weights, read_weights
 from heads.frozen.mtp_checkpoint import NativeMtp, TensorPart
 from heads.frozen.weights import check_counts
 
 KNOWN = (
     "speculators eagle3, peagle, dflash, dspark, dflash2, xpress and mtp; flat EAGLE-3 (architecture ...Eagle3); "
-    "Medusa (medusa_num_heads); DFlash (architecture DFlashDraftModel or MuseGlimmerAssistantModel); "
+    "Medusa (medusa_num_heads); DFlash (architecture DFlashDraftModel); "
     "Domino (architecture DominoDraftModel); a checkpoint with MTP modules"
 )
 BLOCK_KEYS = {"dflash": (), "dspark": (), "dflash2": DFLASH2_KEYS, "xpress": XPRESS_KEYS}  # settings of each kind of block
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 BACKBONE = "model.layers.0."  # of a checkpoint's first block
-OLD_MEDUSA = re.compile(r"^(?:medusa_heads?\.)?(\d+)\.(\d+)\.(?:(linear)\.)?(weight|bias)$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +70,6 @@ def read_external(folder: Path, *, layer_ids: LayerIds | None = None, reads: str
             return _speculators(config, weights, layer_ids or "h", reads or "post_norm")
         if config.get("model_type") == "medusa" or "medusa_num_heads" in config:
             return _medusa(config, weights)
-        if "MuseGlimmerAssistant" in architectures:
-            weights = renamed(weights, [(new, old) for old, new in TRANSFORMERS_DFLASH])
-            return _dflash(config, config, weights, layer_ids or "block_output", "transformers DFlash")
         options = config | (config.get("dflash_config") or {})
         if "DominoDraftModel" in architectures:
             return _domino(config, options, weights, layer_ids or "block_output")
@@ -211,11 +205,10 @@ def _dflash_settings(options: Mapping[str, Any], layer: Mapping[str, Any], taps:
 
 def _medusa(config: dict[str, Any], weights: Weights) -> ExternalDraft:
     num_heads, num_layers = config["medusa_num_heads"], config["medusa_num_layers"]
-    weights = {_medusa_name(name, num_layers): stored for name, stored in weights.items()}
     own = any(name.startswith("lm_heads.") for name in weights)
     # A block without bias is one with a bias of 0.
     added = {
-        f"{name.removesuffix('weight')}bias": zeros(stored.shape[:1], stored.dtype)
+        f"{name.removesuffix('weight')}bias": stored.new_zeros(stored.shape[:1])
         for name, stored in weights.items()
         if name.startswith("blocks.") and name.endswith(".weight")
     }
@@ -229,17 +222,6 @@ def _medusa(config: dict[str, Any], weights: Weights) -> ExternalDraft:
         num_speculative_tokens=num_heads,
         optional=added,
     )
-
-
-def _medusa_name(name: str, num_layers: int) -> str:
-    """Return our name of a Medusa tensor; the published ones count a head's blocks and then its output matrix."""
-    found = OLD_MEDUSA.match(name)
-    if found is None:
-        return name
-    head, layer, linear, part = found.groups()
-    if linear is None and int(layer) == num_layers:
-        return f"lm_heads.{head}.{part}"
-    return f"blocks.{head}.layers.{layer}.{part}" if linear else name
 
 
 def _taps(ids: list[int] | None, layer_ids: LayerIds) -> list[int] | None:
@@ -270,18 +252,13 @@ def _placed(native: NativeMtp, weights: Weights, own: Shapes) -> Weights:
     """Return the tensors by our names and shapes; MiMo's layout has biases of zeros where a Llama block has none."""
     like = {name: torch.empty(shape, device="meta") for name, shape in own.items() if name.startswith("layers.")}
     biases = [name for name in weights if "mtp" in name and name.endswith("_proj.bias")]
-    zero_biases = {name for name in biases if not weights[name].load().any()}
+    zero_biases = {name for name in biases if not weights[name].any()}
     places = native.places(like, hidden_first=False, without=zero_biases)
     return {name: _joined(pieces, weights, own[name]) for name, pieces in places.items()}
 
 
-def _joined(pieces: list[TensorPart], weights: Weights, shape: tuple[int, ...]) -> LazyTensor:
-    dtype = weights[pieces[0].key].dtype
-
-    def load() -> Tensor:
-        whole = torch.empty(shape, dtype=dtype)
-        for piece in pieces:
-            whole[piece.index] = piece.turned(weights[piece.key].load())
-        return whole
-
-    return LazyTensor(shape=shape, dtype=dtype, load=load)
+def _joined(pieces: list[TensorPart], weights: Weights, shape: tuple[int, ...]) -> Tensor:
+    whole = weights[pieces[0].key].new_empty(shape)
+    for piece in pieces:
+        whole[piece.index] = piece.turned(weights[piece.key])
+    return whole

@@ -1,95 +1,120 @@
-"""Folders that hold no usable draft are refused in words, whatever is wrong with them, and nothing in them is run."""
+"""Folders that hold no usable draft are refused, whatever is wrong with them; nothing in them is run, and no memory taken."""
 
 import json
+import resource
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from configs.runtime.errors import InputError
+from configs.schema.target import TargetConfig
+from configs.schema.training import StudentConfig
+from distill.student.init import initial_draft
+from heads.artifact import load_draft
+from heads.families.registry import FAMILIES
+from heads.formats.exporting.source import TargetFolder, read_source
 from heads.formats.importing.importer import fit
 from heads.formats.importing.reading import read_external
 from heads.frozen.checkpoint_files import INDEX_FILE
-from heads.metadata import WEIGHTS_FILE
+from heads.frozen.loading import load_target
+from heads.metadata import METADATA_FILE, VOCABULARY_FILE, WEIGHTS_FILE, read_metadata
+from heads.vocabulary import DraftVocabulary
+from tests.support.artifacts import save_artifact
+
+CODE = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+Path("sprung").touch()
+class Own(LlamaForCausalLM): pass
+class OwnConfig(LlamaConfig): model_type = "own"
+"""
 
 
-def refused(exported, words):
-    with pytest.raises(InputError, match=words):
-        fit(read_external(exported.out), exported.model)
+@pytest.fixture(scope="module")
+def target(tiny_run):
+    return load_target(TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu"))
 
 
-FAULTS = {"norm.weight": None, "one.weight": torch.ones(2), "two.weight": torch.ones(2), "fc.weight": torch.ones(3, 3)}
-TOLD = r"lacks norm.weight; holds unknown one.weight, two.weight; holds fc.weight of shape \[3, 3\] where \[32, 96\]"
+@pytest.fixture
+def strange(tmp_path, tiny_run, monkeypatch):
+    """A copy of a target and of an artifact made for it, to be tampered with; "sprung" would appear beside them."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("target", "artifact"):
+        shutil.copytree(tiny_run / name, tmp_path / name)
+    yield tmp_path
+    assert not Path("sprung").exists()
 
 
-@pytest.mark.parametrize(
-    ("tensors", "words"),
-    [
-        (FAULTS, TOLD),
-        ({"fc.weight": torch.ones(32, 96).bool()}, "expected floating numbers, and fc.weight hold others"),
-        ({"fc.weight": torch.ones(32, 96).to(torch.float8_e4m3fn)}, "holds numbers of type F8_E4M3; known are"),
-        ({"embed_tokens.weight": torch.ones(64, 31)}, r"embed_tokens.weight of shape \[64, 31\] where \[64, 32\] is expected"),
-        ({"lm_head.weight": torch.ones(32, 32, dtype=torch.int32)}, "expected floating numbers, and lm_head.weight"),
-        ({"d2t": torch.arange(1, 64, 2)}, "outside the target's vocabulary"),
-        ({"d2t": torch.arange(32)}, "t2d marks other tokens"),
-        ({"d2t": torch.zeros(32, dtype=torch.int64) - torch.arange(32)}, "must rise"),
-        ({"d2t": torch.zeros(4, 8, dtype=torch.int64)}, "d2t: expected a list of whole numbers"),
-    ],
-    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
-)
-def test_wrong_tensors_are_named_all_together(exported, tensors, words):
-    path = exported.out / WEIGHTS_FILE
-    save_file({name: value for name, value in (load_file(path) | tensors).items() if value is not None}, path)
-    refused(exported, words)
+@pytest.fixture
+def little_memory():
+    """What is done meanwhile must not take 300 MB."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    yield
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # kB
 
 
-MIXED = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
+def rewrite(path, **changes):
+    """Change keys of a JSON file; None drops one."""
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 
 
-@pytest.mark.parametrize(
-    ("changes", "layer", "words"),
-    [
-        ({"speculators_model_type": "mlp"}, {}, "'mlp' is none of eagle3, peagle, dflash, dspark, dflash2, xpress, mtp"),
-        ({"transformer_layer_config": [1]}, {}, "expected transformer_layer_config to be a section"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, {}, r"fc.weight of shape \[32, 96\] where \[32, 64\] is expected"),
-        ({"speculators_config": {"proposal_methods": []}}, {}, "lacks or garbles a key of its format: IndexError"),
-        (
-            {"speculators_config": {"proposal_methods": [{"speculative_tokens": "3"}]}},
-            {},
-            "expected speculative_tokens to be a number of at least 1, got '3'",
-        ),
-        ({"architectures": ["Something"], "speculators_model_type": None}, {}, "in no form that draftsmith reads"),
-        ({}, {"hidden_size": 16}, "are 16 wide and the target's states 32"),
-        ({}, {"hidden_act": "gelu"}, "the activation gelu"),
-        ({}, MIXED, "layers of full_attention and sliding_attention"),
-    ],
-)
-def test_wrong_configs_and_other_layers_than_ours_are_refused(exported, changes, layer, words):
-    path = exported.out / "config.json"
-    config = json.loads(path.read_text())
-    config["transformer_layer_config"] |= layer
-    path.write_text(json.dumps({key: value for key, value in (config | changes).items() if value is not None}))
-    refused(exported, words)
+def replace_tensors(path, **changes):
+    """Change tensors of a safetensors file; None drops one."""
+    save_file({name: value for name, value in (load_file(path) | changes).items() if value is not None}, path)
 
 
-def test_a_file_that_ends_early(exported):
-    path = exported.out / WEIGHTS_FILE
-    path.write_bytes(path.read_bytes()[:-1])
-    refused(exported, "cannot be read")
+def import_from(exported):
+    return fit(read_external(exported.out), exported.model)
 
 
-@pytest.mark.parametrize(
-    ("inside", "words"), [("trap", "is no file of torch's with tensors only"), ("nested", "holds something else than tensors")]
-)
-def test_a_pickle_of_something_else_than_tensors(exported, tmp_path, inside, words):
-    class Trap:
-        def __reduce__(self):
-            return (open, (str(tmp_path / "sprung"), "w"))
+# --- nothing that comes from elsewhere runs -----------------------------------------------------------------------
 
+
+class Trap:
+    """Runs code when a pickle of it is read."""
+
+    def __reduce__(self):
+        return Path.touch, (Path("sprung"),)
+
+
+def bring_code(folder):
+    (folder / "own.py").write_text(CODE)
+    auto = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}
+    rewrite(folder / "config.json", model_type="own", auto_map=auto)
+
+
+def bring_pickle(folder):
+    weights = load_file(folder / WEIGHTS_FILE)
+    (folder / WEIGHTS_FILE).unlink()
+    torch.save(weights | {"trap": Trap()}, folder / "pytorch_model.bin")
+
+
+LOADERS = {
+    "artifact": lambda folder, target: load_draft(folder, target.identity, target.model),
+    "first model": lambda folder, target: initial_draft(StudentConfig(init="model", path=str(folder), layers=None), target),
+    "target": lambda folder, _: load_target(TargetConfig(name=str(folder), dtype="float32", device="cpu")),
+}
+
+
+@pytest.mark.parametrize("tamper", [bring_code, bring_pickle])
+@pytest.mark.parametrize("name", LOADERS)
+def test_what_brings_code_or_pickles_is_refused(strange, target, tamper, name):
+    folder = strange / ("artifact" if name == "artifact" else "target")
+    tamper(folder)
+    with pytest.raises(InputError):
+        LOADERS[name](folder, target)
+
+
+@pytest.mark.parametrize("inside", [Trap(), {"fc.weight": torch.ones(2)}], ids=["trap", "nested"])
+def test_a_pickle_of_something_else_than_tensors_is_not_imported(exported, strange, inside):
     (exported.out / WEIGHTS_FILE).unlink()
-    torch.save({"fc.weight": Trap() if inside == "trap" else {"fc.weight": torch.ones(2)}}, exported.out / "pytorch_model.bin")
-    refused(exported, words)
-    assert not (tmp_path / "sprung").exists()
+    torch.save({"fc.weight": inside}, exported.out / "pytorch_model.bin")
+    with pytest.raises(InputError, match=r"pytorch_model\.bin"):
+        import_from(exported)
 
 
 @pytest.mark.parametrize("file", ["../other.safetensors", "/etc/passwd", "sub/model.safetensors", "absent.safetensors", ".."])
@@ -99,4 +124,154 @@ def test_an_index_whose_paths_leave_the_folder(exported, file):
     (exported.out / "sub").mkdir()
     path.rename(exported.out / "sub" / WEIGHTS_FILE)
     (exported.out / INDEX_FILE).write_text(json.dumps({"weight_map": {"fc.weight": file}}))
-    refused(exported, "names files that are not in the folder")
+    with pytest.raises(InputError, match=INDEX_FILE):
+        import_from(exported)
+
+
+# --- tensors and configs that are not a head's --------------------------------------------------------------------
+
+FAULTS = {"norm.weight": None, "one.weight": torch.ones(2), "two.weight": torch.ones(2), "fc.weight": torch.ones(3, 3)}
+TOLD = r"lacks norm.weight; holds unknown one.weight, two.weight; holds fc.weight of shape \[3, 3\] where \[32, 96\]"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "named"),
+    [
+        (FAULTS, TOLD),
+        ({"fc.weight": torch.ones(32, 96).bool()}, "fc.weight"),
+        ({"fc.weight": torch.ones(32, 96).to(torch.float8_e4m3fn)}, "fc.weight"),
+        ({"embed_tokens.weight": torch.ones(64, 31)}, "embed_tokens.weight"),
+        ({"lm_head.weight": torch.ones(32, 32, dtype=torch.int32)}, "lm_head.weight"),
+        ({"d2t": torch.arange(1, 64, 2)}, "d2t"),
+        ({"d2t": torch.arange(32)}, "t2d"),
+        ({"d2t": torch.zeros(32, dtype=torch.int64) - torch.arange(32)}, "d2t"),
+        ({"d2t": torch.zeros(4, 8, dtype=torch.int64)}, "d2t"),
+    ],
+)
+def test_wrong_tensors_are_named_all_together(exported, tensors, named):
+    replace_tensors(exported.out / WEIGHTS_FILE, **tensors)
+    with pytest.raises(InputError, match=named):
+        import_from(exported)
+
+
+MIXED = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
+
+
+@pytest.mark.parametrize(
+    ("changes", "layer", "named"),
+    [
+        ({"speculators_model_type": "mlp"}, {}, "speculators_model_type"),
+        ({"transformer_layer_config": [1]}, {}, "transformer_layer_config"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, {}, "fc.weight"),
+        ({"speculators_config": {"proposal_methods": []}}, {}, r"config\.json"),
+        ({"speculators_config": {"proposal_methods": [{"speculative_tokens": "3"}]}}, {}, "speculative_tokens"),
+        ({"architectures": ["Something"], "speculators_model_type": None}, {}, "Something"),
+        ({}, {"hidden_size": 16}, "16 wide"),
+        ({}, {"hidden_act": "gelu"}, "gelu"),
+        ({}, MIXED, "full_attention and sliding_attention"),
+    ],
+)
+def test_wrong_configs_and_other_layers_than_ours_are_refused(exported, changes, layer, named):
+    path = exported.out / "config.json"
+    rewrite(path, **{"transformer_layer_config": json.loads(path.read_text())["transformer_layer_config"] | layer} | changes)
+    with pytest.raises(InputError, match=named):
+        import_from(exported)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"format_version": 2}, "format_version"),
+        ({"kind": "crystal_ball"}, "crystal_ball"),
+        ({"surprise": 1}, "surprise"),
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens"),
+        ({"target": {}}, "name"),
+    ],
+)
+def test_wrong_metadata_is_named(strange, target, change, named):
+    rewrite(strange / "artifact" / METADATA_FILE, **change)
+    with pytest.raises(InputError, match=named):
+        load_draft(strange / "artifact", target.identity, target.model)
+
+
+@pytest.mark.parametrize("wrong", [torch.tensor([1, 5, 8, 30]), torch.tensor([1, 5, 8, 30, 70])], ids=["count", "token"])
+def test_a_vocabulary_that_does_not_fit_metadata_or_target_is_refused(strange, target, wrong):
+    folder = strange / "artifact"
+    rewrite(folder / METADATA_FILE, draft_vocabulary="reduced", draft_vocab_size=5)
+    DraftVocabulary(token_ids_W=wrong, target_vocab_size=80).write(folder / VOCABULARY_FILE)
+    with pytest.raises(InputError, match="vocabulary"):
+        load_draft(folder, target.identity, target.model)
+
+
+@pytest.mark.parametrize("name", [METADATA_FILE, "tokenizer*", "*.safetensors"])
+def test_a_folder_that_lacks_a_file_is_no_draft(strange, target, name):
+    folder = strange / ("artifact" if name == METADATA_FILE else "target")
+    for path in folder.glob(name):
+        path.unlink()
+    with pytest.raises(InputError):
+        read_metadata(folder) if name == METADATA_FILE else load_draft(folder, target.identity, target.model)
+
+
+@pytest.mark.parametrize("is_export", [True, False])
+def test_weights_that_end_early(strange, target, exported, is_export):
+    path = (exported.out if is_export else strange / "artifact") / WEIGHTS_FILE
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(InputError):
+        import_from(exported) if is_export else load_draft(path.parent, target.identity, target.model)
+
+
+# --- configs that call for more than their weights ----------------------------------------------------------------
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_hidden_layers": 1e12},
+        {"num_hidden_layers": 250},
+        {"vocab_size": 10**9},
+        {"hidden_size": 2**20, "head_dim": 16},
+        {"pad_token_id": 10**9},
+        {"layer_types": ["full_attention"] * 1000},
+        {"note": " " * 11_000_000},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_draft_lm_larger_than_its_weights_is_not_built(strange, target, little_memory, changes):
+    rewrite(strange / "artifact" / "config.json", **changes)
+    with pytest.raises(InputError):
+        load_draft(strange / "artifact", target.identity, target.model)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("settings", "changes"),
+    [
+        ({"kind": "medusa", "num_depths": 2}, {"num_layers": 10**7}),
+        ({"kind": "medusa", "num_depths": 2}, {"num_depths": 250, "num_layers": 250}),
+        ({"kind": "eagle3", "taps": [0, 1, 2]}, {"layer": {"mlp_width": 10**9}}),
+        ({"kind": "dflash", "taps": [1], "mask_token_id": 3}, {"block_size": 10**9}),
+    ],
+)
+def test_a_head_larger_than_its_weights_is_not_built(tmp_path, target, little_memory, settings, changes):
+    family = FAMILIES[settings["kind"]]
+    head = family.build(family.settings.model_validate(settings), target.model, None)
+    save_artifact(tmp_path / "head", head, target.identity.to_dict())
+    known = json.loads((tmp_path / "head" / METADATA_FILE).read_text())["head"]
+    rewrite(tmp_path / "head" / METADATA_FILE, head=known | changes)
+    with pytest.raises(InputError, match=METADATA_FILE):
+        load_draft(tmp_path / "head", target.identity, target.model)
+    if changes.get("num_layers", 0) > 256:
+        with pytest.raises(InputError, match=METADATA_FILE):
+            read_source(tmp_path / "head", TargetFolder(tmp_path, "none"))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("depths", "layers"), [(10**7, 1), (250, 250)])
+def test_a_draft_of_another_program_larger_than_its_weights_is_not_built(tmp_path, target, little_memory, depths, layers):
+    width = target.model.config.hidden_size
+    save_file({"blocks.0.layers.0.weight": torch.zeros(width, width)}, tmp_path / WEIGHTS_FILE)
+    config = {"model_type": "medusa", "medusa_num_heads": depths, "medusa_num_layers": layers}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError):
+        fit(read_external(tmp_path), target.model)

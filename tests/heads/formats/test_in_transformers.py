@@ -77,7 +77,7 @@ def test_a_module_applied_again_is_written_once_a_depth(write, text_ids):
     layout = export(written.source(), "transformers", written.out)
     assert layout.config["num_mtp_layers"] == 3
     for depth in (1, 2):
-        first, later = (layout.weights[f"mtp.layers.{k}.eh_proj.weight"].load() for k in (0, depth))
+        first, later = (layout.weights[f"mtp.layers.{k}.eh_proj.weight"] for k in (0, depth))
         assert torch.equal(first, later)
     assert "acceptance there is lower than measured" in (written.out / SERVE_FILE).read_text()
 

@@ -54,7 +54,7 @@ def stitch(folder, tensors, out):
     """Write a copy of a checkpoint with these modules in it."""
     out.mkdir()
     native = NativeMtp(folder)
-    native.stitch_into(out, tensors.__getitem__, native.places(tensors, hidden_first=False))
+    native.stitch_into(out, tensors, native.places(tensors, hidden_first=False))
 
 
 @pytest.mark.parametrize("naming", SPELLINGS)

@@ -49,7 +49,7 @@ def test_a_head_goes_into_the_target_and_comes_back(write_beside_modules, naming
     own = written.head.state_dict()
     if order == "hidden_first":
         own["layers.0.eh_proj.weight"] = own["layers.0.eh_proj.weight"].roll(32, 1)
-    assert all(torch.equal(stored.load(), own[name]) for name, stored in fitted.weights.items())
+    assert all(torch.equal(stored, own[name]) for name, stored in fitted.weights.items())
     serve = (written.out / SERVE_FILE).read_text()
     assert f"vllm serve {written.out.resolve()} --speculative-config" in serve
     assert '{"method": "mtp", "num_speculative_tokens": 3}' in serve

@@ -12,10 +12,6 @@ from tests.support import family_checks as checks
 from tests.support import mtp_checkpoints as native
 
 
-def loaded(fitted):
-    return {name: stored.load() for name, stored in fitted.weights.items()}
-
-
 @pytest.mark.parametrize(
     ("naming", "shards", "reads"),
     [("qwen3_next", 1, "post_norm"), ("mimo", 3, "pre_norm"), ("deepseek", 3, "post_norm"), ("transformers", 3, "post_norm")],
@@ -26,10 +22,9 @@ def test_a_module_of_a_checkpoint_is_a_draft_that_reads_what_its_family_does(tmp
     fitted = fit(read_external(folder, reads="pre_norm"), model)
     assert fitted.settings.shared_depths
     assert fitted.taps == (native.BLOCKS,)  # the state before the final norm
-    found = loaded(fitted)
+    found = fitted.weights
     assert found.keys() == ours.keys()
     assert all(torch.equal(found[name], ours[name]) for name in ours)
-    assert all(stored.shape == tuple(ours[name].shape) for name, stored in fitted.weights.items())
     assert fit(read_external(folder), model).settings.reads == reads
     assert fit(read_external(folder, reads="post_norm"), model).settings.reads == "post_norm"
 
@@ -46,7 +41,7 @@ def test_several_modules_are_one_for_each_depth(tmp_path):
     external = read_external(tmp_path / "target")
     fitted = fit(external, model)
     assert (fitted.settings.shared_depths, fitted.settings.num_depths, external.num_speculative_tokens) == (False, 2, 2)
-    assert all(torch.equal(value, ours[name]) for name, value in loaded(fitted).items())
+    assert all(torch.equal(value, ours[name]) for name, value in fitted.weights.items())
 
 
 def test_a_module_with_biases_for_a_block_without_is_refused_unless_they_are_0(tmp_path):
