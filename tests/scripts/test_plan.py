@@ -79,7 +79,7 @@ def test_a_mistake_is_one_line(argv, complaint, capsys):
             "accelerate launch --quiet --config_file configs/accelerate/one_gpu.yaml COMMAND --set target.device_map=auto",
         ),
         (
-            Sharing(recipe="one_gpu", on_cpu="one_process_cpu", several=False),
+            Sharing(recipe="one_gpu", on_cpu="one_process_cpu", min_processes=1, max_processes=1),
             "laptop_cpu",
             1,
             "accelerate launch --quiet --config_file configs/accelerate/one_process_cpu.yaml COMMAND",

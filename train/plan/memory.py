@@ -1,9 +1,9 @@
 """Bytes on one accelerator by part, for every way of sharing them out, and which ways fit.
 
-Weights, gradients and optimiser states are counted exactly, what a step of the draft keeps for its backward by running it
-without weights (`train.plan.step`). Sharing follows ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054, section 5): stage 1 splits
-the optimiser's states, 2 the gradients too, 3 and FSDP2 the weights too. Left out are the allocator's fragments, the engines'
-buffers except DDP's, and what interpreter and libraries take.
+Of N trained weights: 4 N bytes of weights, 2 N of their copies under autocast, 4 N of gradients, 8 N of AdamW's states; what a
+step keeps for its backward is estimated from the layers' sizes (`draft_work`). Sharing follows ZeRO (Rajbhandari et al. 2020,
+arXiv 1910.02054, section 5): stage 1 splits the optimiser's states, 2 the gradients too, 3 and FSDP2 the weights too. Left out
+are the allocator's fragments, the engines' buckets, and what interpreter and libraries take.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from torch import nn
 
 from configs.schema.commands.planning import PlanConfig, PlanHeadsConfig
 from distill.loss.chunked import rows_of_chunk
-from heads.frozen.hidden_states import blocks
+from heads.frozen.hidden_states import blocks, num_blocks
 from heads.frozen.processes import expert_weights
 from heads.modules.layers import shape_like
-from train.plan.models import PlannedModels, count, draft_columns, frozen_copies, target_columns
-from train.plan.step import cached_bytes, draft_step
+from train.plan.models import PlannedModels, count, draft_columns, draft_work, frozen_copies, target_columns
 
 GIBIBYTE = 2**30
 WIDE = 4  # bytes of a float32 number
@@ -35,12 +34,13 @@ class Sharing:
 
     recipe: str  # its file in configs/accelerate, without the ending
     on_cpu: str | None = None  # the file for processes without accelerators, where there is one
-    several: bool | None = True  # for several processes; False: for one only; None: for any number
+    min_processes: int = 2
+    max_processes: int | None = None
     stage: int = 0  # what is split over the processes, by ZeRO's numbers
     spreads_target: bool = False  # one process holds the target on all accelerators of a node (`target.device_map`)
     offloads_states: bool = False  # the optimiser's states and the float32 weights that it steps lie in the host's memory
     group: int = 1  # processes that share the target's blocks, or experts, by `target.parallel`; the rest is whole in each
-    kind: str = ""  # by what they share it, `tensor`, `shard` or `expert`
+    kind: str = ""  # by what they share it
 
     @property
     def name(self) -> str:
@@ -50,16 +50,16 @@ class Sharing:
         return f"{self.recipe} with target.device_map" if self.spreads_target else self.recipe
 
 
-# From the simplest to the one that needs least of an accelerator.
+# From the simplest to the one that needs least of an accelerator. Heads take stage 2 at most (`train.loop.engines`).
 ENGINES = (
-    Sharing(recipe="one_gpu", on_cpu="one_process_cpu", several=False),
+    Sharing(recipe="one_gpu", on_cpu="one_process_cpu", min_processes=1, max_processes=1),
     Sharing(recipe="ddp_gpus", on_cpu="ddp_cpu"),
     Sharing(recipe="zero2", stage=2),
     Sharing(recipe="fsdp2", stage=3),
     Sharing(recipe="zero3", stage=3),
-    Sharing(recipe="zero3_offload", several=None, stage=3, offloads_states=True),
+    Sharing(recipe="zero3_offload", min_processes=1, stage=3, offloads_states=True),
 )
-SPREADING = Sharing(recipe="one_gpu", spreads_target=True)
+SPREADING = Sharing(recipe="one_gpu", min_processes=1, max_processes=1, spreads_target=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +68,7 @@ class Memory:
 
     target_weights: int
     draft_weights: int
+    draft_casts: int  # bfloat16 copies of the weights, kept for the backward
     frozen_draft: int  # frozen weights of the draft, rows of the target's head that a reduced vocabulary copies
     gradients: int
     optimizer_states: int
@@ -88,35 +89,35 @@ class Fit:
 
 def memory_of(config: PlanConfig, models: PlannedModels, label_share: float) -> Memory:
     """Return the bytes of a step over a micro-batch of the longest rows, and of decoding held-out prompts."""
-    trained = count(models.draft, trained=True)
-    row = config.data.row_length or config.data.max_length  # a packed row's scores are made of all its pairs
+    trained, target = count(models.draft, trained=True), models.target
+    shape, dtype_size = shape_like(target), target.dtype.itemsize
+    row = config.data.row_length or config.data.max_length  # tokens
     positions = config.schedule.batch_size * row
-    size = _activation_size(config)
-    # A chunk's logits, both sides; with a cache of sums the target makes the draft's columns only.
+    mixed = config.schedule.mixed_precision != "no"
+    size = 2 if mixed else WIDE
     of_draft = draft_columns(config, models) * (size + WIDE_COPIES_OF_DRAFT_LOGITS * WIDE)
-    of_target = target_columns(config, models) * (models.target.dtype.itemsize + WIDE_COPIES_OF_TARGET_LOGITS * WIDE)
+    of_target = target_columns(config, models) * (dtype_size + WIDE_COPIES_OF_TARGET_LOGITS * WIDE)
     decode, on_cpu = config.held_out.decode, config.hardware.preset == "laptop_cpu"
-    a_token, a_state = cached_bytes(models.target)
-    # The states after each token of a round are kept until it is known which of its drafts stay.
-    of_row = (config.data.max_length + decode.max_new_tokens) * a_token + (decode.num_speculative_tokens + 1) * a_state
+    states = shape.width * (1 + len(models.taps or ())) * dtype_size  # a position
+    if config.data.cache is None:  # the widest moment of one of the target's blocks
+        states += dtype_size * (3 * shape.mlp_width + 4 * shape.width)
+    keys_and_values = 2 * num_blocks(target) * shape.num_key_value_heads * shape.head_width * dtype_size  # a token
+    work = draft_work(config, models, length=row, label_share=label_share)
     return Memory(
-        target_weights=_bytes_of(models.target.parameters()),
+        target_weights=_bytes_of(target.parameters()),
         draft_weights=WIDE * trained,
+        draft_casts=2 * trained if mixed else 0,
         frozen_draft=WIDE * frozen_copies(models.draft),
         gradients=WIDE * trained,
         optimizer_states=2 * WIDE * trained,
-        draft_activations=math.ceil(positions * activation_bytes(config, models, length=row, label_share=label_share)),
-        target_activations=positions * _target_state_bytes(config, models),
+        # Of a row that becomes logits also the state, and its gradient from the chunked loss.
+        draft_activations=math.ceil(positions * (work.kept_bytes + work.judged_rows * models.draft_width * (size + WIDE))),
+        target_activations=positions * states,
         loss_logits=rows_of_chunk(config.loss.chunk_size, on_cpu=on_cpu) * (of_draft + of_target),
-        held_out_kv=min(decode.batch_size, config.held_out.num_prompts) * of_row,
+        held_out_kv=min(decode.batch_size, config.held_out.num_prompts)
+        * (config.data.max_length + decode.max_new_tokens)
+        * keys_and_values,
     )
-
-
-def activation_bytes(config: PlanConfig, models: PlannedModels, *, length: float, label_share: float) -> float:
-    """Return what a step keeps of the draft for its backward over rows of `length` tokens, bytes a token."""
-    step = draft_step(config, models, length=length, label_share=label_share)
-    # Of a row that becomes logits also the state, and its gradient from the chunked loss.
-    return step.kept_bytes + step.judged_rows * models.draft_width * (_activation_size(config) + WIDE)
 
 
 def needed_bytes(
@@ -132,35 +133,41 @@ def needed_bytes(
     """Return the bytes on one accelerator, of a spread target the one that holds the rest as well.
 
     `target_block` is its largest block, whole while it runs under `shard`; `target_outside` what each process of a group holds.
-    ZeRO-3 and FSDP2 gather a `head` as a whole; FSDP2 that `accumulates` splits gradients after a step's last micro-batch.
+    FSDP2 gathers a `head` as a whole; one that `accumulates` splits gradients after a step's last micro-batch. Where weights
+    are split, a whole draft and a copy of it are there before.
     """
-    n = 1 if engine.several is False or engine.spreads_target else num_accelerators
-    states = memory.optimizer_states / (n if engine.stage >= 1 else 1)
-    whole_gradients = engine.stage < 2 or (engine.recipe == "fsdp2" and (head or accumulates))
-    gradients = memory.gradients / (1 if whole_gradients else n)
-    weights = memory.draft_weights / (1 if engine.stage < 3 or head else n)
+    n = 1 if engine.max_processes == 1 else num_accelerators
     target: float = memory.target_weights
     if engine.spreads_target:
         target = target / num_accelerators + target_block
     if engine.group > 1:
-        of_group = (target - target_outside) / engine.group
-        target = target_outside + of_group + (target_block if engine.kind == "shard" else 0)
+        target = target_outside + (target - target_outside) / engine.group
+        target += target_block if engine.kind == "shard" else 0
+    states = memory.optimizer_states / (n if engine.stage >= 1 else 1)
+    whole_gradients = engine.stage < 2 or (engine.recipe == "fsdp2" and (head or accumulates))
+    gradients = memory.gradients / (1 if whole_gradients else n)
+    split = 1 if engine.stage < 3 or head else n
+    weights, casts = memory.draft_weights / split, memory.draft_casts / split
     if engine.offloads_states:
-        states, weights = 0.0, weights / 2  # what stays is the bfloat16 copy that runs
-    # DDP and ZeRO copy gradients into buckets to send them; what is split is sent from where it lies.
-    buckets = memory.gradients if n > 1 and engine.stage < 3 else 0
+        states = weights = 0.0  # what stays is the bfloat16 copy that runs
     rest = memory.frozen_draft + memory.draft_activations + memory.target_activations + memory.loss_logits
-    return math.ceil(target + weights + gradients + states + buckets + rest + memory.held_out_kv)
+    in_a_step = weights + casts + gradients + states + rest + memory.held_out_kv
+    at_the_start = 2 * memory.draft_weights + memory.frozen_draft if engine.stage == 3 else 0
+    return math.ceil(target + max(in_a_step, at_the_start))
 
 
 def try_engines(config: PlanConfig, models: PlannedModels, memory: Memory) -> list[Fit]:
     """Return the ways for this number of processes, each with the bytes it needs and the reason why it does not fit."""
     hardware, machine, n = config.hardware, config.hardware.machine, config.hardware.num_accelerators
-    room = machine.memory_gib * GIBIBYTE * HEADROOM
+    room, head = machine.memory_gib * GIBIBYTE * HEADROOM, isinstance(config, PlanHeadsConfig)
     of_blocks = [_bytes_of(each.parameters()) for each in blocks(models.target)]
     of_experts = _bytes_of(expert_weights(models.target))
     ends = models.target.get_input_embeddings(), models.target.get_output_embeddings()
-    engines = [engine for engine in ENGINES if engine.several in (None, n > 1)]
+    engines = [
+        engine
+        for engine in ENGINES
+        if engine.min_processes <= n <= (engine.max_processes or n) and not (head and engine.recipe.startswith("zero3"))
+    ]
     spreading = [SPREADING] if 1 < n <= hardware.accelerators_per_node else []
     fits: list[Fit] = []
     for engine in (*engines, *_groups(config, models), *spreading):
@@ -172,7 +179,7 @@ def try_engines(config: PlanConfig, models: PlannedModels, memory: Memory) -> li
             n,
             target_block=max(*of_blocks, *(_bytes_of(each.parameters()) for each in ends)),
             target_outside=memory.target_weights - (of_experts if engine.kind == "expert" else sum(of_blocks)),
-            head=isinstance(config, PlanHeadsConfig),
+            head=head,
             accumulates=config.schedule.gradient_accumulation_steps > 1,
         )
         complaint = None
@@ -199,20 +206,6 @@ def _groups(config: PlanConfig, models: PlannedModels) -> list[Sharing]:
     return [
         Sharing(recipe="ddp_gpus", on_cpu="ddp_cpu", group=size, kind=kind) for size, kind in zip(sizes, kinds, strict=True)
     ]
-
-
-def _target_state_bytes(config: PlanConfig, models: PlannedModels) -> int:
-    """Return bytes a position: the states that are read, and, where the target runs, the widest moment of one block."""
-    text = models.target.config.get_text_config()
-    size = models.target.dtype.itemsize
-    kept = text.hidden_size * (1 + len(models.taps or ())) * size
-    if config.data.cache is not None:
-        return kept
-    return kept + size * (3 * shape_like(models.target).mlp_width + 4 * text.hidden_size)
-
-
-def _activation_size(config: PlanConfig) -> int:
-    return WIDE if config.schedule.mixed_precision == "no" else 2
 
 
 def _bytes_of(weights: Iterable[nn.Parameter]) -> int:

@@ -1,4 +1,4 @@
-"""Target and draft of a recipe on torch's meta device, without weights: what a plan counts.
+"""Target and draft of a recipe on torch's meta device, without weights, and what a step of each computes and keeps.
 
 They are the classes that training builds. Of the target only its config is needed: a folder with a `config.json`, that file
 itself, or a Hub id, of which only the config is fetched.
@@ -17,6 +17,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import find_shipped
 from configs.schema.commands.planning import PlanConfig, PlanHeadsConfig
+from configs.schema.heads import DFlashSettings, HeadConfig
 from configs.schema.target import TargetConfig
 from configs.schema.training import StudentConfig
 from distill.dataset.conversations import open_conversations
@@ -24,9 +25,11 @@ from distill.student.init import add_adapters, overridden_config
 from distill.student.kept_blocks import keep_layers
 from heads.families.registry import FAMILIES
 from heads.frozen.checkpoint_files import UNREADABLE
+from heads.frozen.hidden_states import num_blocks
 from heads.frozen.identity import PREFIX, locate
 from heads.frozen.model_config import auto_class
-from heads.modules.output_head import HeadModule
+from heads.modules.layers import HeadLayer, shape_like
+from heads.modules.output_head import DraftHead, HeadModule
 from heads.vocabulary import DraftVocabulary
 from train.resolve import resolve
 
@@ -67,9 +70,82 @@ def draft_columns(config: PlanConfig, models: PlannedModels) -> int:
 
 def target_columns(config: PlanConfig, models: PlannedModels) -> int:
     """Return how many of the target's logits the loss makes a depth: the draft's where sums are made once a position."""
-    loss = config.loss
-    sums_once = isinstance(config, PlanHeadsConfig) and loss.temperature == 1 and "cross_entropy" not in loss.weights
+    sums_once = isinstance(config, PlanHeadsConfig) and config.loss.temperature == 1
     return draft_columns(config, models) if sums_once else int(models.target.config.get_text_config().vocab_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftWork:
+    """What a step of the draft takes, all a token of the batch; its output head is apart."""
+
+    forward_flops: float  # a backward takes twice as many
+    kept_bytes: float  # for the backward
+    judged_rows: float  # that become logits of the draft's
+
+
+def draft_work(config: PlanConfig, models: PlannedModels, *, length: float, label_share: float) -> DraftWork:
+    """Estimate a step of the draft over rows of `length` tokens.
+
+    A weight of a layer does two operations for each position that it runs at, attention four for each number of a query and
+    position. For its backward a layer keeps about eight states and four vectors of the MLP's inner width, or its input alone
+    where it is computed anew; other weights keep what they read.
+    """
+    shape, in_layers, beside = shape_like(models.target), 0.0, 0.0
+    if isinstance(models.draft, PreTrainedModel):
+        shape, num_layers = shape_like(models.draft), num_blocks(models.draft)
+        layer_runs, other_runs, judged = 1.0, 1.0, label_share
+        in_layers = active_weights(models.draft)
+    else:
+        assert isinstance(config, PlanHeadsConfig)
+        without_attention = config.head.kind in ("medusa", "hydra")
+        layers = [each for each in models.draft.modules() if isinstance(each, HeadLayer) and not without_attention]
+        num_layers = len(layers)
+        layer_runs, other_runs, judged = _runs(config.head, length, label_share)
+        in_layers = sum(_matrices(each) for each in layers)
+        beside = _matrices(models.draft) - in_layers
+    attention = 4.0 * length * shape.num_heads * shape.head_width * num_layers * layer_runs
+    size = 4 if config.schedule.mixed_precision == "no" else 2  # bytes of a number that a product gives; states are float32
+    kept = 4 * shape.width if config.schedule.activation_checkpointing else 8 * 4 * shape.width + 4 * size * shape.mlp_width
+    return DraftWork(
+        forward_flops=2.0 * (in_layers * layer_runs + beside * other_runs) + attention,
+        kept_bytes=kept * num_layers * layer_runs + size * beside / shape.width * other_runs,
+        judged_rows=judged,
+    )
+
+
+def _runs(head: HeadConfig, length: float, label_share: float) -> tuple[float, float, float]:
+    """Return at how many positions a token a head's layers and its other weights run, and how many of them become logits."""
+    depths = float(getattr(head, "num_depths", 1))
+    if head.kind in ("medusa", "hydra"):
+        return 1.0, label_share, depths * label_share
+    if head.kind == "eagle3" or (head.kind == "mtp" and head.shared_depths):
+        return depths, 1.0 if head.kind == "eagle3" else depths, depths * label_share
+    if head.kind == "peagle":
+        kept = sum(max(head.keep_share**depth, head.min_keep_share) for depth in range(head.num_depths))
+        return kept, 1.0, kept * label_share
+    if isinstance(head, DFlashSettings):
+        blocks_a_token = min(head.num_anchors, label_share * length) / length
+        return blocks_a_token * head.block_size, 1.0, blocks_a_token * head.longest_draft
+    return 1.0, 1.0, label_share * (depths if head.kind == "mtp" else 1.0)
+
+
+def active_weights(model: PreTrainedModel) -> float:
+    """Return the weights that a token's forward multiplies with, output head apart; of experts those that it is sent to."""
+    text = model.config.get_text_config()
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    num_experts = next((number for name in names if (number := getattr(text, name, None))), None)
+    share = 1.0 if num_experts is None else (getattr(text, "num_experts_per_tok", None) or 1) / num_experts
+    named = model.named_parameters()
+    experts = sum(each.numel() for name, each in named if ".experts." in name and each.ndim > 1)
+    return _matrices(model) - (1 - share) * experts
+
+
+def _matrices(module: nn.Module) -> int:
+    """Return the numbers of a module's matrices, embeddings and output heads apart."""
+    head = module.get_output_embeddings() if isinstance(module, PreTrainedModel) else None
+    apart = [each for each in module.modules() if isinstance(each, nn.Embedding | DraftHead) or each is head]
+    left_out = {id(weight) for each in apart for weight in each.parameters()}
+    return sum(each.numel() for each in module.parameters() if each.ndim > 1 and id(each) not in left_out)
 
 
 def plan_models(config: PlanConfig) -> PlannedModels:

@@ -47,7 +47,7 @@ def launch_line(engine: Sharing, hardware: HardwareConfig, command: str) -> str:
         file = f"configs/accelerate/{engine.recipe}.yaml"
         return f"accelerate launch --quiet --config_file {file} {command} --set target.device_map=auto"
     on_cpu = hardware.preset == "laptop_cpu"
-    if engine.several is False:
+    if engine.max_processes == 1:
         name = engine.on_cpu if on_cpu else engine.recipe
         return f"accelerate launch --quiet --config_file configs/accelerate/{name}.yaml {command}"
     return f"{recipe}{'ACCELERATE_USE_CPU=true ' if on_cpu else ''}PROCESSES_PER_NODE={n} {NODE} {command}"

@@ -1,9 +1,8 @@
 """A whole plan: what a recipe takes in memory, disk and time.
 
-Of the output heads only the rows are known from running the models without weights (`train.plan.step`): a row of W logits of a
-D-wide state costs 2 W D forward, as much again for its gradient, and for the weights' where they are trained. The optimiser's
-work is counted in bytes. Norms, softmax, the divergence's elementwise work and what processes send each other are left out.
-Packed rows count as full.
+A row of W logits of a D-wide state costs 2 W D forward, as much again for its gradient, and for the weights' where they are
+trained. The optimiser's work is counted in bytes. Norms, softmax, the divergence's elementwise work and what processes send
+each other are left out. Packed rows count as full.
 """
 
 from __future__ import annotations
@@ -19,14 +18,23 @@ from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import read_object
 from configs.schema.commands.planning import HardwareConfig, PlanConfig, PlanHeadsConfig
 from configs.schema.data import CacheConfig
-from distill.cache.format import RowLayout
 from distill.cache.writer import layout_of
 from distill.dataset.batches import ConversationDataset
 from distill.dataset.conversations import open_conversations
+from heads.frozen.hidden_states import num_blocks
+from heads.modules.layers import shape_like
 from train.loop.lineage import accumulating
 from train.plan.memory import Fit, Memory, memory_of, try_engines
-from train.plan.models import PlannedModels, count, draft_columns, frozen_copies, plan_models, target_columns
-from train.plan.step import draft_step, forward_flops
+from train.plan.models import (
+    PlannedModels,
+    active_weights,
+    count,
+    draft_columns,
+    draft_work,
+    frozen_copies,
+    plan_models,
+    target_columns,
+)
 
 # AdamW reads weight, gradient and two averages, and writes all but the gradient: seven float32 numbers.
 OPTIMIZER_BYTES_MOVED = 28
@@ -43,13 +51,12 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Flops:
-    """FLOPs a token of the batch, by part."""
+    """FLOPs a token of the batch, by part; of logits and draft forward and backward together."""
 
     target_forward: float
     target_logits: float
-    draft_forward: float
-    draft_backward: float
-    draft_logits: float  # forward and backward: the chunked loss does both at once
+    draft: float
+    draft_logits: float
 
     @property
     def total(self) -> float:
@@ -125,8 +132,7 @@ def make_plan(config: PlanConfig) -> Plan:
     config = config.model_copy(update={"schedule": schedule, "hardware": with_measured(config.hardware)})
     models = plan_models(config)
     config = models.config
-    dataset = _open_dataset(config)
-    work = _measure_workload(config, dataset)
+    work = _measure_workload(config)
     schedule, row_length, machine = config.schedule, config.data.row_length, config.hardware.machine
     a_row = 1.0 if row_length is None else row_length / work.mean_tokens
     conversations = schedule.batch_size * schedule.gradient_accumulation_steps * a_row
@@ -136,7 +142,8 @@ def make_plan(config: PlanConfig) -> Plan:
     # Of the last_hidden cache that the recipe can learn from, in the cache's default dtype.
     cache = CacheConfig(target=config.target, data=config.data.train, max_length=config.data.max_length, taps=taps)
     layout = layout_of(cache, models.target, models.target.config.get_text_config().vocab_size)
-    rows = _cache_rows(config, layout, work, dataset)
+    kept_share = 1.0 if layout.every_position else work.label_share
+    rows = round(work.num_conversations * work.mean_tokens * kept_share)
     read = 0.0 if config.data.cache is None else layout.bytes_per_row * rows * conversations / work.num_conversations
     times = Times(
         products=flops.total * tokens / (machine.tflops * 1e12 * config.hardware.utilisation),
@@ -174,14 +181,15 @@ def with_measured(hardware: HardwareConfig) -> HardwareConfig:
 
 def flops_of(config: PlanConfig, models: PlannedModels, work: Workload) -> Flops:
     """Return the FLOPs of training, a token."""
-    step = draft_step(config, models, length=work.mean_tokens, label_share=work.label_share)
-    text, cached = models.target.config.get_text_config(), config.data.cache is not None
-    columns = target_columns(config, models)
+    step = draft_work(config, models, length=work.mean_tokens, label_share=work.label_share)
+    shape, cached = shape_like(models.target), config.data.cache is not None
+    attention = 4.0 * work.mean_tokens * shape.num_heads * shape.head_width * num_blocks(models.target)
+    columns, vocab_size = target_columns(config, models), models.target.config.get_text_config().vocab_size
     # Those that weigh drafts by their acceptance compare each with the target once before, without a gradient.
     comparisons = 2 if getattr(models.draft, "weighs_by_acceptance", False) else 1
-    target_logits = 2.0 * comparisons * step.target_rows * text.hidden_size * columns
-    if columns < text.vocab_size and not cached:  # the sums over the whole vocabulary, once a position
-        target_logits += 2.0 * work.label_share * text.hidden_size * text.vocab_size
+    target_logits = 2.0 * comparisons * min(step.judged_rows, work.label_share) * shape.width * columns
+    if columns < vocab_size and not cached:  # the sums over the whole vocabulary, once a position
+        target_logits += 2.0 * work.label_share * shape.width * vocab_size
     if isinstance(config, PlanHeadsConfig):
         trains_head = config.head.train_head
     else:
@@ -189,44 +197,29 @@ def flops_of(config: PlanConfig, models: PlannedModels, work: Workload) -> Flops
         trains_head = any(each.requires_grad for each in models.draft.get_output_embeddings().parameters())
     a_logit = ((6.0 if trains_head else 4.0) + 2.0 * (comparisons - 1)) * models.draft_width
     return Flops(
-        target_forward=0.0 if cached else forward_flops(models.target, work.mean_tokens),
+        target_forward=0.0 if cached else 2.0 * active_weights(models.target) + attention,
         target_logits=target_logits,
-        draft_forward=step.forward_flops,
-        draft_backward=step.backward_flops,
+        draft=3 * step.forward_flops,
         draft_logits=step.judged_rows * draft_columns(config, models) * a_logit,
     )
 
 
-def _open_dataset(config: PlanConfig) -> ConversationDataset | None:
-    """Return the training data; None where there are none yet, or where the config has all that is counted in them."""
-    path = Path(config.data.train)
-    if not path.is_file() or None not in config.workload.model_dump().values():
-        return None
-    return ConversationDataset(open_conversations(path), config.data.max_length, config.data.num_conversations)
-
-
-def _measure_workload(config: PlanConfig, dataset: ConversationDataset | None) -> Workload:
+def _measure_workload(config: PlanConfig) -> Workload:
     """Return the amount of data of an epoch; the config's section workload takes precedence over the data."""
-    given = config.workload
-    if given.num_conversations is not None and given.mean_tokens is not None and given.label_share is not None:
-        mean_tokens = min(given.mean_tokens, config.data.max_length)
-        return Workload(num_conversations=given.num_conversations, mean_tokens=mean_tokens, label_share=given.label_share)
-    if dataset is None:
-        raise InputError(
-            f"data.train: {config.data.train} does not exist; make it, or give workload.num_conversations, "
-            "workload.mean_tokens and workload.label_share"
-        )
-    num_tokens = int(dataset.lengths.sum())
-    return Workload(
-        num_conversations=given.num_conversations or len(dataset),
-        mean_tokens=given.mean_tokens or num_tokens / len(dataset),
-        label_share=given.label_share or dataset.num_labels / num_tokens,
-    )
-
-
-def _cache_rows(config: PlanConfig, layout: RowLayout, work: Workload, dataset: ConversationDataset | None) -> int:
-    """Return a cache's rows, counted in the data unless the config says anything of them itself."""
-    if dataset is None or config.workload != type(config.workload)():
-        tokens = work.num_conversations * work.mean_tokens
-        return round(tokens * (1.0 if layout.every_position else work.label_share))
-    return int(layout.num_rows(dataset.lengths, dataset.answer_starts).sum())
+    given, train, max_length = config.workload, Path(config.data.train), config.data.max_length
+    known = given.model_dump()
+    if None in known.values():
+        if not train.is_file():
+            raise InputError(
+                f"data.train: {train} does not exist; make it, or give workload.num_conversations, workload.mean_tokens and "
+                "workload.label_share"
+            )
+        dataset = ConversationDataset(open_conversations(train), max_length, config.data.num_conversations)
+        num_tokens = int(dataset.lengths.sum())
+        counted = {
+            "num_conversations": len(dataset),
+            "mean_tokens": num_tokens / len(dataset),
+            "label_share": dataset.num_labels / num_tokens,
+        }
+        known = counted | {name: value for name, value in known.items() if value is not None}
+    return Workload(**known | {"mean_tokens": min(known["mean_tokens"], max_length)})
