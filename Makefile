@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt scripts/setup.sh scripts/cpu_torch.sh
 	@touch $@
 
 demo: setup ## a draft for the embedded model, or for yours: TARGET=... [PROMPTS=file] [BUDGET=2h]; data, training, report, gate, export
-	$(PY) scripts/run.py $(if $(call given,TARGET),"$(TARGET)",$(EMBEDDED) --output runs/demo) --budget $(if $(call given,BUDGET),"$(BUDGET)",15m) --yes$(call given,PROMPTS,prompts)
+	.venv/bin/draftsmith run $(if $(call given,TARGET),"$(TARGET)",$(EMBEDDED) --output runs/demo) --budget $(if $(call given,BUDGET),"$(BUDGET)",15m) --yes$(call given,PROMPTS,prompts)
 
 demo-serve: demo $(VLLM_STAMP) ## vLLM serves the demo's target, plainly, with its draft, and with suffix lookup: the speeds, and acceptance by vLLM's own metrics
 	$(PY) scripts/check.py runs/demo/export/vllm --engine vllm --prompts runs/demo/data/held_out.jsonl --out runs/demo/serve

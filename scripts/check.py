@@ -29,10 +29,10 @@ from configs.schema.commands.release import ENGINES, CheckConfig
 def main(config: CheckConfig, args: argparse.Namespace) -> int:
     """Check an export, write and print the result; return the exit code."""
     # torch and transformers take seconds to import: a mistyped key is reported before that.
+    from scripts.run.steps import stop
     from scripts.serving.comparison import EngineCheck
     from scripts.serving.prompts import chat_prompts
     from scripts.serving.vllm_check import check_vllm
-    from scripts.steps import stop
 
     signal.signal(signal.SIGTERM, stop)
     out = Path(args.out)

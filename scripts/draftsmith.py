@@ -1,6 +1,6 @@
 """`draftsmith COMMAND ...`: the commands under one name, for those who installed the wheel; `draftsmith --help` lists them.
 
-`draftsmith STAGE draft.yaml` runs a stage of a run (`scripts/run.py`). Any other command runs the module that the checkout has
+`draftsmith STAGE draft.yaml` runs a stage of a run (`scripts/run`). Any other command runs the module that the checkout has
 a file for, in this process: to train in several, give that file to `accelerate launch`.
 """
 
@@ -30,7 +30,7 @@ from configs.schema.training import DistillConfig, HeadsConfig
 
 # Command -> the module it runs, and the schema of its config, or in words what it does.
 COMMANDS: dict[str, tuple[str, type[BaseModel] | str]] = {
-    "run": ("scripts.run", RunConfig),
+    "run": ("scripts.run.__main__", RunConfig),
     "plan": ("scripts.plan", PlanHeadsConfig),
     "data": ("scripts.data", DataConfig),
     "cache": ("scripts.cache", CacheConfig),

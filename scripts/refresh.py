@@ -28,7 +28,7 @@ def main(config: RefreshConfig, args: argparse.Namespace) -> int:
     """Refresh the draft, or measure the drift; return the exit code."""
     # torch and transformers take seconds to import: a mistyped key is reported before that.
     from scripts.refresh_steps.run import drift, refresh
-    from scripts.steps import stop
+    from scripts.run.steps import stop
 
     signal.signal(signal.SIGTERM, stop)
     with folder_lock(Path(config.output)):

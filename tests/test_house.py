@@ -60,7 +60,6 @@ ENTRIES = {
     "eval/compare.py": ["one.json", "other.json"],
     "eval/predict.py": ["report.json"],
     "eval/neighbours.py": ["--set", "codebook=codes.npy", "--set", "vocab_size=64"],
-    "scripts/run.py": [],
     "scripts/check.py": ["export", "--engine", "vllm", "--out", "out"],
     "scripts/cache.py": [],
     "scripts/data.py": [],

@@ -13,8 +13,8 @@ from configs.schema.data import DataConfig, PromptsConfig
 from configs.schema.evaluation import EvalConfig, SuiteConfig
 from configs.schema.training import DistillConfig, HeadsConfig
 from heads.metadata import Metadata
-from scripts import steps
-from scripts.pipeline.stages import ENTRIES, target_folder
+from scripts.run import steps
+from scripts.run.stages import ENTRIES, target_folder
 
 Config = DataConfig | DistillConfig | HeadsConfig | EvalConfig
 FROM_ARTIFACT = {"init": "model", "layers": None, "overrides": None}

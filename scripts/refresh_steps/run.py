@@ -26,7 +26,7 @@ from heads.metadata import Metadata, hash_artifact, locate_artifact, read_metada
 from scripts.refresh_steps import commands
 from scripts.refresh_steps.mixing import known_prompts, mix
 from scripts.refresh_steps.traffic import MANIFEST, PROMPTS, ServedPrompt, Traffic, newest, read_traffic, write_traffic
-from scripts.steps import SEVERITY, Step, run_steps
+from scripts.run.steps import SEVERITY, Step, run_steps
 
 log = logging.getLogger("draftsmith")
 RESULTS, PAGE, EXPORTS = "refresh.json", "refresh.md", "export"

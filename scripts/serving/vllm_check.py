@@ -20,9 +20,9 @@ from configs.schema.commands.release import CheckConfig
 from distill.generation.prompts import Prompt
 from heads.frozen.identity import locate
 from heads.frozen.tokenizer import load_tokenizer
+from scripts.run.steps import end_group
 from scripts.serving.comparison import Answer, EngineCheck
 from scripts.serving.vllm_server import INSTALL, EngineFailed, Vllm, find_vllm, open_vllm, serving, settled_counters
-from scripts.steps import end_group
 
 CLIENT = Path(__file__).with_name("openai_client.py")
 LINE = "vllm serve "

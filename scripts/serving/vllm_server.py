@@ -21,7 +21,7 @@ import httpx2
 from configs.runtime.errors import InputError, RunFailed, first_line
 from configs.runtime.files import CHECKOUT, read_text
 from configs.runtime.terminal import say
-from scripts.steps import end_group
+from scripts.run.steps import end_group
 
 ENVIRONMENT = CHECKOUT / ".cache" / "venvs" / "vllm"  # as scripts/setup_engine.sh makes it
 INSTALL = "in a checkout `make demo-serve` installs it, elsewhere `pip install vllm`; or name one by --vllm PATH/bin/vllm"

@@ -25,9 +25,9 @@ from configs.runtime.run_record import HELD_OUT, METRICS_FILE, SAMPLES_FILE
 from configs.schema.commands.running import DRAFT_FILE
 from configs.schema.target import TargetConfig
 from eval.report.schema import load_report
-from scripts.pipeline.draft_file import read_choices
+from scripts.run.draft_file import read_choices
+from scripts.run.steps import RECORD
 from scripts.serving.comparison import EngineCheck
-from scripts.steps import RECORD
 from scripts.watching.state import PAGE, SILENT_SECONDS, Gate, Point, Progress, Read, Run, Samples, Stage, StageState
 
 MARKS = (RECORD, DRAFT_FILE, METRICS_FILE, f"train/{METRICS_FILE}", "report.json", "eval/report.json")  # of a run's folder

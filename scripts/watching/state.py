@@ -16,9 +16,9 @@ from pydantic import BaseModel, ConfigDict
 from configs.runtime.command import DONE, FAILED, TERMINATED
 from eval.release.verdict import Finding, GateOutcome
 from eval.report.schema import AnswerSample, Report
-from scripts.pipeline.draft_file import Choice
+from scripts.run.draft_file import Choice
+from scripts.run.steps import SEVERITY
 from scripts.serving.comparison import EngineCheck
-from scripts.steps import SEVERITY
 
 PAGE = "index.html"  # in a run's folder
 SILENT_SECONDS = 120.0  # without a sign of life, after which that is said

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from configs.runtime.command import BAD_INPUT, GATE_FAILED
-from configs.runtime.files import CHECKOUT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # each stage is a process of its own, and begins several times
 STAGES = ("data", "cache", "train", "eval", "gate", "export", "check")
@@ -29,7 +28,7 @@ def said_by(folder):
 
 
 def begin(folder, *arguments):
-    command = [sys.executable, str(CHECKOUT / "scripts" / "run.py"), *arguments]
+    command = [sys.executable, "-m", "scripts.run", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with said_by(folder).open("w") as said:
         return subprocess.Popen(command, cwd=folder, env=environment, stdout=said, stderr=subprocess.STDOUT)

@@ -114,7 +114,7 @@ def test_a_built_image_is_set_up_and_answers(tools, tmp_path):
         text=True,
         check=True,
     )
-    assert planned.stdout.startswith(".venv/bin/python scripts/")  # nothing is set up again
+    assert planned.stdout.startswith(".venv/bin/draftsmith run ")  # nothing is set up again
 
 
 @pytest.mark.parametrize("image", IMAGES)

@@ -15,10 +15,11 @@ from configs.schema.data import DataConfig
 from configs.schema.evaluation import EvalConfig, GateConfig
 from configs.schema.training import DistillConfig, HeadsConfig
 from eval.report.schema import load_report
-from scripts import refresh, steps
+from scripts import refresh
 from scripts.refresh_steps.mixing import mix
 from scripts.refresh_steps.run import write_weeks
 from scripts.refresh_steps.traffic import read_traffic, write_traffic
+from scripts.run import steps
 from train.launch import run_heads
 
 SCHEMAS = {

@@ -12,7 +12,7 @@ from unittest.mock import patch
 from configs.runtime import terminal
 from configs.runtime.files import write_json, write_text
 from configs.runtime.terminal import PROGRESS_FILE, STAGE
-from scripts.steps import Record
+from scripts.run.steps import Record
 from train.telemetry.records import HELD_OUT, MetricsFile
 
 STAGES = ("data", "train", "eval", "gate", "export")
@@ -28,7 +28,7 @@ class WatchedRun:
 
     def begin(self, name, minutes_ago=0.0):
         began = max([time.time() - 60 * minutes_ago, *(each["began"] for each in self.record.steps.values())])
-        with patch.dict(os.environ), patch("scripts.steps.time", SimpleNamespace(time=lambda: began)):
+        with patch.dict(os.environ), patch("scripts.run.steps.time", SimpleNamespace(time=lambda: began)):
             step = self.record.step(name, name)
             self.under_way[name] = step, step.__enter__()
 

@@ -29,7 +29,7 @@ from typing import Any
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_json, write_json
 from scripts.lab.engine_check.ours import Counts, count_rounds
-from scripts.steps import end_group
+from scripts.run.steps import end_group
 
 SCRIPTS = Path(__file__).resolve().parent
 SHOWN = 3000  # characters of a failed engine's last output

@@ -18,7 +18,7 @@ from configs.runtime.errors import InputError
 from configs.runtime.files import folder_lock
 from configs.runtime.loading import read_values
 from configs.runtime.resumable import files_fingerprint
-from scripts.steps import CPU_LAUNCH, GATE_ENTRY, LAUNCH, Step, run_step, run_steps, stop
+from scripts.run.steps import CPU_LAUNCH, GATE_ENTRY, LAUNCH, Step, run_step, run_steps, stop
 
 RUNS = {"images": Path("runs/demo_images"), "speech": Path("runs/demo_speech")}
 RECIPES = {"images": "digits", "speech": "speech"}  # the configs' name

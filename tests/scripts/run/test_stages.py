@@ -5,7 +5,7 @@ from configs.schema.base import dotted
 from configs.schema.commands.running import RunConfig
 from configs.schema.evaluation import SuiteConfig
 from configs.schema.training import training_schema
-from scripts.pipeline import stages
+from scripts.run import stages
 
 TARGET = {"target.name": "ann/model", "target.dtype": "float32"}
 SUITE = SuiteConfig(name="house", path="eval/suites/house64.jsonl", on_too_long="truncate")

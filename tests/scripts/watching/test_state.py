@@ -12,7 +12,7 @@ import pytest
 from configs.runtime.errors import InputError
 from configs.runtime.files import folder_lock
 from configs.schema.commands.running import RunConfig
-from scripts.pipeline.draft_file import Choice, apply, write_draft_file
+from scripts.run.draft_file import Choice, apply, write_draft_file
 from scripts.watching import text
 from scripts.watching.reading import find_run, read_run
 from tests.support.watched_runs import STAGES, WatchedRun

@@ -29,7 +29,7 @@ from heads.formats.exporting.table import FORMS, WITHOUT_NORMS, check_norms, for
 from heads.frozen.checkpoint_files import UNREADABLE
 from heads.frozen.identity import PREFIX
 from scripts.doctor.machine import BFLOAT16, describe_disk, instructions
-from scripts.pipeline.draft_file import Choice, apply, asked_first
+from scripts.run.draft_file import Choice, apply, asked_first
 from train.plan.memory import Fit
 from train.plan.plan import Plan, make_plan
 

@@ -4,7 +4,7 @@ import pytest
 
 from configs.runtime.loading import load_config
 from configs.schema.commands.running import RunConfig
-from scripts.pipeline.draft_file import write_draft_file
+from scripts.run.draft_file import write_draft_file
 
 
 @pytest.mark.parametrize("asked", [{}, {"cache": None}, {"cache": {}}])

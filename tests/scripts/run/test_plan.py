@@ -15,11 +15,11 @@ from configs.schema.data import PromptsConfig
 from configs.schema.evaluation import EvalConfig
 from configs.schema.target import TargetConfig
 from distill.generation.split import split_prompts
-from scripts.pipeline import choice
-from scripts.pipeline.choice import MOST_EPOCHS, Budget, choose
-from scripts.pipeline.draft_file import apply
-from scripts.pipeline.rehearsal import Rates
-from scripts.pipeline.request import Facts, examine, prompts_of
+from scripts.run import plan
+from scripts.run.draft_file import apply
+from scripts.run.dry_run import Rates
+from scripts.run.plan import MOST_EPOCHS, Budget, choose
+from scripts.run.request import Facts, examine, prompts_of
 
 FIXED = {"rehearsal": 70.0, "data": 8.0, "cache": 8.0, "train": 20.0, "eval": 15.0, "gate": 4.0, "export": 6.0}
 
@@ -155,7 +155,7 @@ def test_a_budget_that_is_too_short_is_refused_with_one_that_is_not():
     with pytest.raises(InputError, match="too short") as refused:
         fit(3)
     enough = int(str(refused.value).split("give ")[1].split("m ")[0])
-    assert fit(enough).num_prompts > choice.LEAST_PROMPTS
+    assert fit(enough).num_prompts > plan.LEAST_PROMPTS
 
 
 @pytest.mark.parametrize(("parallel", "swept"), [(None, True), ({"tensor": 8}, False)])

@@ -19,8 +19,8 @@ from configs.schema.data import CacheConfig, DataConfig
 from configs.schema.evaluation import EvalConfig, GateConfig, SuiteConfig
 from configs.schema.target import TargetConfig
 from configs.schema.training import DistillConfig, HeadsConfig, training_schema
+from scripts.run.steps import GATE_ENTRY, LAUNCH, Step, run_step, run_steps
 from scripts.serving.vllm_server import find_vllm
-from scripts.steps import GATE_ENTRY, LAUNCH, Step, run_step, run_steps
 
 TITLES: dict[Stage, str] = {
     "rehearsal": "every stage once in small",

@@ -22,8 +22,8 @@ from configs.schema.commands.refreshing import RefreshConfig
 from configs.schema.commands.running import RunConfig
 from configs.schema.target import TargetConfig
 from scripts import draftsmith
-from scripts.pipeline import jobs, rehearsal, stages
 from scripts.refresh_steps import commands
+from scripts.run import dry_run, jobs, stages
 
 NUM_PROMPTS = 30
 
@@ -68,7 +68,7 @@ def draftsmith_run(monkeypatch, tmp_path):
         return draftsmith.main()
 
     monkeypatch.chdir(tmp_path)
-    for module in (rehearsal, stages):
+    for module in (dry_run, stages):
         monkeypatch.setattr(module, "run_step", in_this_process)
     run.called, run.stopped = called, stopped
     before = signal.getsignal(signal.SIGTERM)
@@ -282,8 +282,8 @@ def test_make_passes_its_arguments_on_and_takes_none_from_the_environment(monkey
     def line(*arguments):
         command = ["make", "--no-print-directory", "-n", "demo", *arguments]
         done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True)
-        return done.stdout.splitlines()[-1].split("scripts/")[-1]
+        return done.stdout.splitlines()[-1]
 
-    assert line() == "run.py embedded:smollm2-135m-instruct --output runs/demo --budget 15m --yes"
+    assert line() == ".venv/bin/draftsmith run embedded:smollm2-135m-instruct --output runs/demo --budget 15m --yes"
     given = line("TARGET=./my model", "PROMPTS=p.csv", "BUDGET=2h")
-    assert given == 'run.py "./my model" --budget "2h" --yes --prompts "p.csv"'
+    assert given == '.venv/bin/draftsmith run "./my model" --budget "2h" --yes --prompts "p.csv"'

@@ -1,7 +1,7 @@
 """From a model to a served draft: `draftsmith run MODEL --prompts FILE --budget 2h --for vllm`.
 
-    python scripts/run.py ./my-model --prompts prompts.csv --budget 2h --for vllm
-    python scripts/run.py runs/my-model/draft.yaml
+    draftsmith run ./my-model --prompts prompts.csv --budget 2h --for vllm
+    draftsmith run runs/my-model/draft.yaml
 
 Examines the model, runs every stage once in small, chooses what fits into the budget, prints the choice with its reasons and
 writes it as OUTPUT/draft.yaml. Then the target answers the prompts, a draft is trained on the answers, evaluated, judged and
@@ -17,12 +17,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # run as a script: the checkout's root takes the place of this folder, which Python put first
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from configs.startup import guard_imports
-
-    guard_imports()
-
 from configs.runtime.command import minutes, run_command
 from configs.runtime.errors import InputError
 from configs.runtime.files import folder_lock
@@ -36,8 +30,8 @@ def main(asked: RunConfig, arguments: argparse.Namespace) -> int:
     """Run what is not finished of a run; return the exit code."""
     config = _requested(asked, arguments)
     # torch and transformers take seconds to import: a mistyped argument is reported before that.
-    from scripts.pipeline.run import go_on, remove, run_stage, submit
-    from scripts.steps import stop
+    from scripts.run.flow import go_on, remove, run_stage, submit
+    from scripts.run.steps import stop
 
     if arguments.on != "here":
         return submit(config, arguments.on)
@@ -83,7 +77,7 @@ def _in_its_folder(run: RunConfig, path: Path) -> RunConfig:
 
 
 def _from_arguments(asked: RunConfig, arguments: argparse.Namespace) -> dict[str, Any]:
-    from scripts.pipeline.request import output_of, prompts_of
+    from scripts.run.request import output_of, prompts_of
 
     name = asked.target.name if arguments.model is None else arguments.model
     name = str(Path(name).absolute()) if Path(name).exists() else name

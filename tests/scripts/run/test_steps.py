@@ -11,9 +11,9 @@ import pytest
 
 from configs.runtime.command import BAD_INPUT, DONE, FAILED, GATE_FAILED, INCONCLUSIVE, INTERRUPTED, TERMINATED
 from configs.runtime.errors import Stopped
-from scripts.steps import LAUNCH, Step, run_step, run_steps, stop
+from scripts.run.steps import LAUNCH, Step, run_step, run_steps, stop
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 # A step as `accelerate launch` is one: a parent that waits for a child, which tells its number and sleeps.
 SLEEP = "import pathlib, os, time; pathlib.Path('child').write_text(str(os.getpid())); time.sleep(600)"
 LAUNCHER = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEP!r}])"
@@ -93,7 +93,7 @@ def test_stopping_a_command_stops_what_it_started(tmp_path, stop, code):
     script = (
         # A shell starts what runs in its background with Ctrl-C ignored, and these tests may run there.
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        f"import sys; sys.path[0] = {str(ROOT)!r}; from scripts import steps; "
+        f"import sys; sys.path[0] = {str(ROOT)!r}; from scripts.run import steps; "
         "from configs.runtime.command import exit_code; steps.GRACE_SECONDS = 2; "
         f"signal.signal(signal.SIGTERM, steps.stop); sys.exit(exit_code(lambda: steps.run_step(['-c', {LAUNCHER!r}])))"
     )

@@ -10,7 +10,7 @@ from configs.schema.commands.planning import HardwareConfig
 from configs.schema.commands.running import RunConfig
 from configs.schema.data import PromptsConfig
 from configs.schema.target import TargetConfig
-from scripts.pipeline import request
+from scripts.run import request
 
 
 def planned(monkeypatch, name, **hardware):

@@ -20,8 +20,8 @@ from configs.runtime.resumable import fingerprint
 from configs.runtime.run_record import RECORD
 from configs.runtime.terminal import say
 from configs.schema.commands.running import RunConfig, Stage
-from scripts.pipeline.stages import HOUSE, decided_by, stage_command
-from scripts.steps import run_step
+from scripts.run.stages import HOUSE, decided_by, stage_command
+from scripts.run.steps import run_step
 
 FOLDER = "rehearsal"
 SECONDS = "seconds.json"  # by stage, of those that are done

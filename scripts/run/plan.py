@@ -18,10 +18,10 @@ from configs.schema.commands.release import CheckConfig
 from configs.schema.commands.running import RunConfig, Stage
 from distill.generation.split import share_for
 from scripts.doctor.machine import describe_disk
-from scripts.pipeline.draft_file import Choice
-from scripts.pipeline.rehearsal import Rates
-from scripts.pipeline.request import Facts
-from scripts.pipeline.stages import HOUSE
+from scripts.run.draft_file import Choice
+from scripts.run.dry_run import Rates
+from scripts.run.request import Facts
+from scripts.run.stages import HOUSE
 
 EVALUATION_SHARE = 0.25  # of the budget
 EVALUATION_MINUTES = 30.0  # at most

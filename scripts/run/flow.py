@@ -16,13 +16,13 @@ from configs.schema.commands.running import DRAFT_FILE, RunConfig, Stage, Where
 from distill.generation.split import share_for
 from eval.report.markdown import table
 from heads.frozen.identity import save_dequantised
-from scripts.pipeline.choice import choose
-from scripts.pipeline.draft_file import apply, asked_first, read_choices, write_draft_file
-from scripts.pipeline.jobs import submit_job
-from scripts.pipeline.rehearsal import FOLDER, rehearse
-from scripts.pipeline.request import Facts, examine
-from scripts.pipeline.stages import TITLES, is_checked_here, run_stages
-from scripts.steps import Record
+from scripts.run.draft_file import apply, asked_first, read_choices, write_draft_file
+from scripts.run.dry_run import FOLDER, rehearse
+from scripts.run.jobs import submit_job
+from scripts.run.plan import choose
+from scripts.run.request import Facts, examine
+from scripts.run.stages import TITLES, is_checked_here, run_stages
+from scripts.run.steps import Record
 from scripts.watching.page import PAGE, page_kept
 
 CPU_BATCH, GPU_BATCH = 48, 64  # prompts answered together
