@@ -11,6 +11,7 @@ from hypothesis import settings
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from configs.runtime import redaction
@@ -28,6 +29,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant> {% endif %}"
 )
 SPECIAL = ["<pad>", "<end>", "<user>", "<assistant>", "<system>"]
+BOS = "<bos>"  # the last id
+ENDS = [1, 0, 63]  # what ends an answer of the model on disk, by its generation config: `<end>`, `<pad>`, `<bos>`
 
 
 def pytest_collection_modifyitems(items):
@@ -43,13 +46,22 @@ def _no_key_of_another_test(monkeypatch):
 
 @pytest.fixture(scope="session")
 def tiny_tokenizer():
-    """A word-level tokenizer of 64 tokens, w0 to w58 and the special ones, with a chat template."""
-    words = {word: index for index, word in enumerate([*SPECIAL, *(f"w{n}" for n in range(59))])}
+    """A word-level tokenizer of 64 tokens, w0 to w57 and the special ones, with a chat template.
+
+    It puts a `<bos>` before every text that it is not told to leave alone, as those of Llama, Gemma and Mistral do.
+    """
+    words = {word: index for index, word in enumerate([*SPECIAL, *(f"w{n}" for n in range(58)), BOS])}
     tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.post_processor = TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, words[BOS])])
+    tokenizer.add_special_tokens([*SPECIAL, BOS])
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, chat_template=TEMPLATE, eos_token="<end>", pad_token="<pad>", unk_token="<pad>"
+        tokenizer_object=tokenizer,
+        chat_template=TEMPLATE,
+        bos_token=BOS,
+        eos_token="<end>",
+        pad_token="<pad>",
+        unk_token="<pad>",
     )
 
 
@@ -107,7 +119,9 @@ def tiny_run(tmp_path_factory, tiny_llama, tiny_tokenizer):
     To be loaded as a person's are, in float32. The draft is the target with some noise, so that it is often right.
     """
     folder = tmp_path_factory.mktemp("run")
-    tiny_llama(seed=1, dtype=torch.float32).save_pretrained(folder / "target")
+    model = tiny_llama(seed=1, dtype=torch.float32)
+    model.generation_config.eos_token_id = ENDS
+    model.save_pretrained(folder / "target")
     tiny_tokenizer.save_pretrained(folder / "target")
     target = load_target(TargetConfig(name=str(folder / "target"), dtype="float32", device="cpu"))
     draft = tiny_llama(seed=1, dtype=torch.float32)

@@ -3,7 +3,7 @@
 from contextlib import ExitStack
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from configs.schema.target import TargetConfig
@@ -19,11 +19,14 @@ CHATML = (
 
 @pytest.fixture(scope="session")
 def byte_tokenizer():
-    """A tokenizer of one token a byte, so that it can say anything, with a ChatML template."""
+    """A tokenizer of one token a byte, so that it can say anything, with a ChatML template; it adds a BOS to texts."""
     vocab = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    bos = ("<|im_start|>", tokenizer.token_to_id("<|im_start|>"))
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", bos_token="<|im_start|>", chat_template=CHATML
     )
@@ -35,7 +38,9 @@ def byte_target_folder(tmp_path_factory, tiny_llama, byte_tokenizer):
     then."""
     folder = tmp_path_factory.mktemp("byte_target")
     byte_tokenizer.save_pretrained(folder)
-    tiny_llama(vocab_size=len(byte_tokenizer), spread=2.0, max_position_embeddings=160).save_pretrained(folder)
+    model = tiny_llama(vocab_size=len(byte_tokenizer), spread=2.0, max_position_embeddings=160)
+    model.generation_config.eos_token_id = [byte_tokenizer.eos_token_id, *byte_tokenizer.convert_tokens_to_ids(["Ā", "ā"])]
+    model.save_pretrained(folder)
     return folder
 
 

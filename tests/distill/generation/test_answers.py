@@ -159,7 +159,7 @@ def one(target, answer, max_new_tokens=100, text="hi"):
 
 def test_an_answer_is_what_the_target_would_have_had_to_write(byte_target):
     row = one(byte_target, "Well.")
-    [end] = byte_target.eos_token_ids
+    end = byte_target.tokenizer.eos_token_id
     assert row.prompt_ids == tuple(byte_target.encode_chat([{"role": "user", "content": "hi"}]))
     assert byte_target.tokenizer.decode(row.answer_ids[:-1]) == "Well."
     assert (row.answer_ids[-1], row.ended) == (end, True)  # the template's line break after it is left out

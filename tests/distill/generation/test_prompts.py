@@ -230,6 +230,19 @@ def test_a_short_train_prompt_that_differs_from_a_held_out_one_by_punctuation_al
     assert len(split.train) + len(split.held_out) + split.dropped[OVERLAP] == 200
 
 
+def test_a_prompt_with_a_turn_that_is_a_whole_held_out_prompt_is_dropped():
+    opening = (
+        {"role": "user", "content": "Hello."},
+        {"role": "assistant", "content": "Yes?"},
+    )  # of all: none is on a side by it
+    one = [prompt(f"tell {number}", history=opening) for number in range(100)]
+    two = [replace(each, prompt_id=f"{each.prompt_id}-2", turns=(*each.turns, "Why?")) for each in one]
+    split = split_prompts([*one, *two], 0.3)
+    held_out = {text for each in split.held_out for text in each.user_texts}
+    assert not held_out & {text for each in split.train for text in each.user_texts}
+    assert split.dropped[OVERLAP] > 10
+
+
 def test_a_chinese_text_overlaps_by_its_characters():
     shared = "春眠不觉晓处处闻啼鸟夜来风雨声"
     held_out = next(text for n in range(500) if hash_position(text := f"{shared}{n}") < 0.1)

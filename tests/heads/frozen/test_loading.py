@@ -33,6 +33,28 @@ def load(path):
     return load_target(TargetConfig(name=str(path), dtype="float32", device="cpu"))
 
 
+def test_every_end_of_the_generation_config_ends_an_answer_beside_the_tokenizers(
+    tiny_run, tmp_path, tiny_llama, tiny_tokenizer
+):
+    assert load(tiny_run / "target").eos_token_ids == (0, 1, 63)
+    model = tiny_llama(dtype=torch.float32)
+    model.generation_config.eos_token_id = [7, 8]
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    assert load(tmp_path).eos_token_ids == (1, 7, 8)
+
+
+def test_a_chat_has_the_bos_of_its_template_alone(tiny_llama, as_target, tiny_tokenizer):
+    text = tiny_tokenizer("w0")["input_ids"]
+    assert text[0] == tiny_tokenizer.bos_token_id  # of every text that is no chat
+    template = "{{ bos_token }} {{ messages[0]['content'] }}"
+    tokenizer = tiny_tokenizer.__class__(
+        tokenizer_object=tiny_tokenizer.backend_tokenizer, chat_template=template, bos_token=tiny_tokenizer.bos_token
+    )
+    target = dataclasses.replace(as_target(tiny_llama()), tokenizer=tokenizer)
+    assert target.encode_chat([{"role": "user", "content": "w0"}]) == text
+
+
 @pytest.mark.parametrize("damaged", ["config.json", "model.safetensors", "tokenizer*", "cut off"])
 def test_a_folder_without_one_of_its_parts_is_named(folder, damaged):
     for path in folder.glob(damaged):
@@ -153,7 +175,7 @@ def test_a_conversation_that_the_template_refuses_is_the_users_mistake(tiny_llam
     tokenizer = tiny_tokenizer.__class__(tokenizer_object=tiny_tokenizer.backend_tokenizer, chat_template=template)
     target = dataclasses.replace(as_target(tiny_llama()), tokenizer=tokenizer)
     user = {"role": "user", "content": "w3"}
-    assert target.encode_chat([user]) == tokenizer("w3")["input_ids"]
+    assert target.encode_chat([user]) == tokenizer("w3", add_special_tokens=False)["input_ids"]
     with pytest.raises(InputError, match=f"refuses a conversation of system, user: {words}"):
         target.encode_chat([{"role": "system", "content": "be kind"}, user])
 

@@ -45,7 +45,7 @@ def test_variables_of_the_template_are_rendered_and_part_of_the_identity(tiny_ru
     own, off, deep = target(None), target({"enable_thinking": False}), target({"enable_thinking": True, "depth": "w3"})
     said = [{"role": "user", "content": "w8"}]
     assert [each.encode_chat(said) for each in (own, off, deep)] == [
-        own.tokenizer(text).input_ids for text in ("w8", "w1 w8", "w3 w8")
+        own.tokenizer(text, add_special_tokens=False).input_ids for text in ("w8", "w1 w8", "w3 w8")
     ]
     # As if they had been handed to the template.
     given = own.tokenizer.apply_chat_template(said, tokenize=False, enable_thinking=False)
