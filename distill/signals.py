@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from distill.cache.reader import TargetCache
-from distill.loss.pairs import SparseTarget
 from heads.frozen.hidden_states import TargetStates, read_states
 from heads.frozen.loading import Target
 from heads.frozen.processes import in_turns
@@ -23,16 +22,8 @@ from heads.modules.interface import Batch, Normalisers
 class TargetSignals(NamedTuple):
     """What a loss takes of the target over a batch, on the batch's device; it never carries gradients."""
 
-    # Hidden states at every position, from a cache for a draft LM at those before labels alone; or a sparse target of the
-    # positions before labels, from a top-k cache.
-    states: TargetStates | SparseTarget
-    normalisers: Normalisers | None = None  # of the logits at every position, where a cache keeps them
-
-    @property
-    def dense(self) -> TargetStates:
-        """The hidden states, which all sources but a top-k cache give."""
-        assert isinstance(self.states, TargetStates)
-        return self.states
+    states: TargetStates  # at every position
+    normalisers: Normalisers | None = None  # of the logits at every position, where a cache keeps them and the loss takes them
 
 
 @dataclass(frozen=True)
@@ -66,12 +57,9 @@ class SignalSource:
     @torch.no_grad()
     def read(self, batch: Batch) -> TargetSignals:
         """Return the signals of a batch; `InputError` where they are not to be had."""
-        if self.cache is not None and self.cache.manifest.layout.every_position:
+        if self.cache is not None:
             normalisers = self.cache.normalisers(batch) if self.normalised else None
             return TargetSignals(self.cache.states(batch, self.taps), normalisers)
-        if self.cache is not None:
-            signal = self.cache.signal(batch)
-            return TargetSignals(signal if isinstance(signal, SparseTarget) else TargetStates(final_BTE=signal))
         if self.target.states_from is not None:
             return TargetSignals(self.target.states_from.states(batch, self.taps))
 

@@ -24,7 +24,6 @@ from configs.runtime.run_record import RECORD, write_run_record
 from configs.schema.training import DistillConfig, HeadsConfig, ScheduleConfig
 from distill.cache.format import MANIFEST
 from distill.cache.reader import TargetCache, check_fits, open_cache
-from distill.cache.storage import Folder
 from distill.dataset.batches import ConversationDataset, make_loader
 from distill.dataset.conversations import (
     Conversation,
@@ -179,7 +178,7 @@ def _hash_materials(config: Recipe, target: Target) -> dict[str, str]:
     """Return hashes of what the config's paths hold: both sides of the data, the target's weights, the cache's manifest."""
     hashes = {name: remembered_sha256(Path(getattr(config.data, name))) for name in ("train", "held_out")}
     if config.data.cache is not None:
-        hashes["cache"] = hashlib.sha256(Folder(config.data.cache).read(MANIFEST) or b"").hexdigest()
+        hashes["cache"] = hashlib.sha256((Path(config.data.cache) / MANIFEST).read_bytes()).hexdigest()
     if isinstance(config, HeadsConfig) and config.init is not None:
         folder = locate_artifact(config.init)
         hashes["init"] = hash_artifact(folder, read_metadata(folder))

@@ -244,28 +244,17 @@ class CacheConfig(Settings):
     target: TargetConfig = TargetConfig()
     data: str = "runs/data/train.jsonl"  # conversations written by `scripts/data.py`
     max_length: PositiveInt = 512  # tokens; longer conversations are cut at the end. Training may cut shorter, not longer
-    kind: Literal["last_hidden", "top_k"] = "last_hidden"  # top_k is smaller and only approximates the distribution
-    k: PositiveInt = 32  # top_k: how many of the likeliest tokens are kept at each position
-    # last_hidden, for heads: the states after these blocks too (h_0 is the embedding output), all at every position and not
-    # only before labels. [] for heads that read the final state alone; None: a cache for distillation
-    taps: list[NonNegativeInt] | None = None
-    # None: bfloat16 for hidden states, float16 for log-probabilities. float8_e4m3fn, for taps: 8 bits and a scale for each row
-    # of theirs; the final state, of which the target's distribution is computed, then stays in bfloat16
-    dtype: CacheDtype | None = None
+    # The states after these blocks too (h_0 is the embedding output), for heads; [] where the final state alone is read
+    taps: list[NonNegativeInt] = []
+    # Of hidden states. float8_e4m3fn, for taps: 8 bits and a scale for each row of theirs; the final state, of which the
+    # target's distribution is computed, then stays in bfloat16
+    dtype: CacheDtype = "bfloat16"
     batch_size: PositiveInt = 8  # conversations a forward of the target
-    chunk_size: PositiveInt = 128  # top_k, taps: positions whose logits live at one time
     shard_megabytes: PositiveFloat = 64.0  # size of a file; a cut-off run loses the files under way
-    # Several starts of this command, on any nodes, with or without a launcher, share the work: each takes files that no other
-    # is making. Always so where output is a URL. False: one start at a time, of one or several processes
-    shared: bool = False
-    claim_seconds: PositiveFloat = 900.0  # a file that was begun and not finished for so long is begun anew by another process
-    process_timeout_seconds: PositiveInt = 7200  # how long processes of one start wait for each other before the first file
-    # Folder, or a URL that fsspec knows (s3://bucket/cache): manifest.json, shard-00000.safetensors, ...
-    output: str = "runs/cache"
+    process_timeout_seconds: PositiveInt = 7200  # how long processes wait for each other
+    output: str = "runs/cache"  # folder: manifest.json, shard-00000.safetensors, ...
 
     def objections(self) -> Iterator[str]:
-        if self.taps is not None and self.kind != "last_hidden":
-            yield f"kind must be last_hidden with taps, got {self.kind}"
-        if self.dtype == "float8_e4m3fn" and self.taps is None:
-            yield "dtype float8_e4m3fn is for taps, and taps is null: name them, or give bfloat16"
+        if self.dtype == "float8_e4m3fn" and not self.taps:
+            yield "dtype float8_e4m3fn is for taps, and there are none: name them, or give bfloat16"
         yield from unless_rising("taps", self.taps, "state")

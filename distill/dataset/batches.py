@@ -178,6 +178,27 @@ def loader_of(
     return DataLoader(dataset, batch_sampler=sampler, collate_fn=collate, generator=torch.Generator())
 
 
+class Document(NamedTuple):
+    """A conversation in a batch: positions `start` to `end` (without it) of a row, and its place in the data file."""
+
+    row: int
+    start: int
+    end: int
+    conversation: int
+
+
+def documents_of(batch: Batch) -> Iterator[Document]:
+    """Yield the documents of a batch, row after row."""
+    host = batch.on_host
+    for row, (documents_T, conversations_C) in enumerate(zip(host.document_ids_BT, host.conversations_BC, strict=True)):
+        counts_C = documents_T[documents_T != NO_DOCUMENT].bincount(minlength=len(conversations_C))
+        start = 0
+        for length, conversation in zip(counts_C.tolist(), conversations_C.tolist(), strict=True):
+            if length:
+                yield Document(row, start, start + length, conversation)
+                start += length
+
+
 def collate(examples: Sequence[Example]) -> Batch:
     """Pad examples on the right into one batch."""
     lengths_B1 = torch.tensor([[len(example.input_ids)] for example in examples])

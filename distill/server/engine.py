@@ -19,6 +19,7 @@ from torch import Tensor
 
 from configs.runtime.errors import InputError
 from configs.schema.target import EngineStatesConfig
+from distill.dataset.batches import documents_of
 from distill.server.states import START, ServedStates, StateServer, StateServers
 from heads.device import upload
 from heads.frozen.hidden_states import TargetStates, final_norm, num_blocks, read_states
@@ -26,7 +27,7 @@ from heads.frozen.loading import Target
 from heads.frozen.served import ServedForward
 from heads.inference.causal_lm import head_logits
 from heads.inference.model_checks import probe_ids, relative_error, rounding
-from heads.modules.interface import NO_DOCUMENT, Batch
+from heads.modules.interface import Batch
 
 logger = logging.getLogger("draftsmith")
 
@@ -86,13 +87,12 @@ class EngineStates:
 
     def states(self, batch: Batch, taps: Sequence[int] = ()) -> TargetStates:
         """Return the states at every position, on the batch's device and in the target's dtype; 0 on padding."""
-        parts = list(_parts(batch))
-        answers = [self._take(ids) for *_, ids in parts]
+        answers = [self._take(ids) for ids in texts(batch)]
         tapped_ABTE: list[Tensor] = []
         for column in self._columns(taps):
             tap_BTE = torch.zeros(*batch.input_ids_BT.shape, self._width, dtype=self.target.model.dtype)
-            for (row, start, ids), answer in zip(parts, answers, strict=True):
-                tap_BTE[row, start : start + len(ids)] = answer.result().states_TAE[:, column]
+            for place, answer in zip(documents_of(batch), answers, strict=True):
+                tap_BTE[place.row, place.start : place.end] = answer.result().states_TAE[:, column]
             tapped_ABTE.append(upload(tap_BTE, batch.input_ids_BT.device))
         return self._finished(tapped_ABTE)
 
@@ -163,17 +163,7 @@ class EngineStates:
         logger.info("server %s gives the states of taps %s in %s: on a probe %s", server.url, server.taps, dtype, compared)
 
 
-def texts(batch: Batch) -> Iterator[Ids]:
-    """Yield the token ids of each document in a batch."""
-    return (ids for *_, ids in _parts(batch))
-
-
-def _parts(batch: Batch) -> Iterator[tuple[int, int, Ids]]:
-    """Yield row, first position and token ids of each document in a batch."""
+def texts(batch: Batch) -> list[Ids]:
+    """Return the token ids of each document in a batch."""
     host = batch.on_host
-    for row, (ids_T, documents_T) in enumerate(zip(host.input_ids_BT, host.document_ids_BT, strict=True)):
-        _, counts = documents_T[documents_T != NO_DOCUMENT].unique_consecutive(return_counts=True)
-        start = 0
-        for length in counts.tolist():
-            yield row, start, tuple(ids_T[start : start + length].tolist())
-            start += length
+    return [tuple(host.input_ids_BT[each.row, each.start : each.end].tolist()) for each in documents_of(host)]

@@ -158,20 +158,6 @@ def share_of(group: TargetGroup | None, state: PartialState) -> Share:
     return Share(number=group.number, count=group.count, writes=group.rank == 0)
 
 
-def from_first(group: TargetGroup | None, numbers: Iterable[int]) -> Iterator[int]:
-    """Yield, in all processes of a group, what the first one takes from its `numbers`; None: those of this process."""
-    if group is None:
-        yield from numbers
-        return
-    taken = iter(numbers)
-    while True:
-        sent = [next(taken, None) if group.rank == 0 else None]
-        dist.broadcast_object_list(sent, group.member(0), group=group.processes)
-        if sent[0] is None:
-            return
-        yield sent[0]
-
-
 def in_turns(
     group: TargetGroup | None, ids_BT: Tensor, positions_BT: Tensor | None, read: Callable[[Tensor, Tensor | None], Read]
 ) -> Read:

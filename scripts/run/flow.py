@@ -124,8 +124,7 @@ def choose_stages(run: RunConfig) -> RunConfig:
 
 def cache_of(facts: Facts) -> dict[str, Any]:
     """Return what a cache of the target's states holds for the recipe."""
-    taps = facts.plan.models.taps
-    return {"taps": None if taps is None else sorted(taps), "max_length": facts.plan.config.data.max_length}
+    return {"taps": sorted(facts.plan.models.taps or ()), "max_length": facts.plan.config.data.max_length}
 
 
 def unpack(run: RunConfig) -> None:

@@ -263,7 +263,7 @@ def choose(run: RunConfig, facts: Facts, rates: Rates, *, checks: bool, data_bat
         size = found.num_prompts * (rates.prompt_tokens + answer) * plan.cache_row_bytes / 2**30
         reason = f"the target runs once over the data, not {found.epochs} times; {size:.1f} GiB"
         choices += [
-            Choice("cache.taps", None if taps is None else sorted(taps), reason),
+            Choice("cache.taps", sorted(taps or ()), reason),
             Choice("cache.max_length", plan.config.data.max_length, "as in training"),
         ]
     return [*choices, Choice("minutes", minutes, f"{sum(minutes.values()):.0f} of {run.budget_minutes:g} minutes in all")]

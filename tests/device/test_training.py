@@ -105,7 +105,7 @@ def test_a_step_waits_once_for_losses_and_stop_requests(kind, cached, on, rows, 
     target, cache, steps = on("mock"), None, []
     if cached:
         file = write_rows(tmp_path / "rows.jsonl", rows)
-        run(cache_job(target, file, rows, tmp_path / "cache", kind="last_hidden", taps=[1, 2, 3]))
+        run(cache_job(target, file, rows, tmp_path / "cache", taps=[1, 2, 3]))
         cache = open_cache(tmp_path / "cache", file, target)
     task = task_of(kind, target, rows, tmp_path / "run", cache)
     plain = loop._Training._step

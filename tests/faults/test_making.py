@@ -8,8 +8,7 @@ import pytest
 
 from configs.runtime.command import DONE, FAILED
 from configs.runtime.resumable import Journal
-from distill.cache.storage import Folder
-from distill.cache.writer import CacheJob, make_cache
+from distill.cache.writer import BackgroundWrite, CacheJob, make_cache
 from distill.generation.make_dataset import make_dataset
 from tests.faults.conftest import content, kill_at_call, start_pair
 
@@ -56,8 +55,8 @@ def test_one_of_two_processes_that_dies_among_the_answers_ends_the_other_and_not
 
 @pytest.mark.parametrize(
     "plant",
-    [kill_at_call(Folder, "delete", 5), kill_at_call(CacheJob, "finish", 1)],
-    ids=["before a claim is given up", "before the manifest"],
+    [kill_at_call(BackgroundWrite, "start", 5), kill_at_call(CacheJob, "finish", 1)],
+    ids=["among the shards", "before the manifest"],
 )
 def test_a_cache_whose_making_was_killed_ends_with_the_same_bytes(project, undisturbed, tmp_path, start, plant):
     config = project.cache(tmp_path / "cache")

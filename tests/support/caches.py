@@ -4,7 +4,7 @@ import torch
 
 from configs.runtime.files import sha256_of
 from configs.schema.data import CacheConfig
-from distill.cache.storage import Folder
+from distill.cache import writer
 from distill.cache.writer import CacheJob
 from distill.dataset.batches import ConversationDataset, collate
 from distill.dataset.conversations import Conversation
@@ -60,18 +60,17 @@ def run(job):
 
 def interrupt_after(monkeypatch, num_writes):
     """Interrupt the making of caches after so many shards; returns the list of their names, which later runs extend."""
-    write_file, written = Folder.write, []
+    write_file, written = writer.write_bytes, []
 
-    def write(folder, file, content):
-        if file.startswith("shard-"):
-            if len(written) == num_writes and not write.interrupted:
-                write.interrupted = True
-                raise KeyboardInterrupt
-            written.append(file)
-        write_file(folder, file, content)
+    def write(path, content):
+        if len(written) == num_writes and not write.interrupted:
+            write.interrupted = True
+            raise KeyboardInterrupt
+        written.append(path.name)
+        write_file(path, content)
 
     write.interrupted = False
-    monkeypatch.setattr(Folder, "write", write)
+    monkeypatch.setattr(writer, "write_bytes", write)
     return written
 
 

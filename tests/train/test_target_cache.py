@@ -68,11 +68,10 @@ def test_a_head_from_the_cache_ends_in_the_same_bits(make_task, equal_rows, make
     ("kind", "head", "kept"),
     [
         (DRAFT, {}, {"dtype": "float32", "batch_size": 3}),
-        (DRAFT, {}, {"kind": "top_k", "k": 64, "dtype": "float32", "batch_size": 3}),
-        ("eagle3", {}, ALL_STATES | {"batch_size": 3, "chunk_size": 7}),
-        ("eagle3", SOME_TOKENS, ALL_STATES | {"batch_size": 3, "chunk_size": 7}),
+        ("eagle3", {}, ALL_STATES | {"batch_size": 3}),
+        ("eagle3", SOME_TOKENS, ALL_STATES | {"batch_size": 3}),
     ],
-    ids=["draft", "draft, top_k", "head", "head, some tokens"],
+    ids=["draft", "head", "head, some tokens"],
 )
 def test_among_other_neighbours_a_run_from_the_cache_differs_by_rounding_only(
     make_task, greedy_rows, make_cache, kind, head, kept
@@ -111,12 +110,8 @@ def test_a_cache_that_does_not_fit_is_refused_before_training(tmp_path, make_tas
 
     cache = make_cache(greedy_rows, **ALL_STATES | {"taps": [2]})
     expect(InputError, r"keeps taps \[2\], and the head reads \[1, 2, 3\]", "eagle3", cache)
-    cache = make_cache(greedy_rows, folder="without", **ALL_STATES | {"taps": None})
-    expect(InputError, "make one with kind: last_hidden and taps", "eagle3", cache)
     longer = [*greedy_rows[:-1], dataclasses.replace(greedy_rows[-1], answer_ids=(7,) * 40)]
     expect(ConfigError, r"data\.max_length: expected at most", "eagle3", cache, longer)
-    cache = make_cache(greedy_rows, folder="top_k", kind="top_k", k=4)
-    expect(ConfigError, r"loss\.temperature", DRAFT, cache, loss={"temperature": 2.0})
     (tmp_path / "train.jsonl").write_text("changed")
     expect(InputError, "is not that file", DRAFT, cache)
     expect(InputError, "is not that file", "eagle3", cache)

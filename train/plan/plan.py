@@ -138,12 +138,11 @@ def make_plan(config: PlanConfig) -> Plan:
     conversations = schedule.batch_size * schedule.gradient_accumulation_steps * a_row
     tokens = conversations * work.mean_tokens
     flops, memory = flops_of(config, models, work), memory_of(config, models, work.label_share)
-    taps = None if models.taps is None else sorted(models.taps)
-    # Of the last_hidden cache that the recipe can learn from, in the cache's default dtype.
+    taps = sorted(models.taps or ())
+    # Of the cache that the recipe can learn from, in the cache's default dtype.
     cache = CacheConfig(target=config.target, data=config.data.train, max_length=config.data.max_length, taps=taps)
-    layout = layout_of(cache, models.target, models.target.config.get_text_config().vocab_size)
-    kept_share = 1.0 if layout.every_position else work.label_share
-    rows = round(work.num_conversations * work.mean_tokens * kept_share)
+    layout = layout_of(cache, models.target)
+    rows = round(work.num_conversations * work.mean_tokens)
     read = 0.0 if config.data.cache is None else layout.bytes_per_row * rows * conversations / work.num_conversations
     times = Times(
         products=flops.total * tokens / (machine.tflops * 1e12 * config.hardware.utilisation),

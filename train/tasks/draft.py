@@ -18,7 +18,6 @@ from configs.schema.training import DistillConfig
 from distill.cache.reader import TargetCache
 from distill.dataset.conversations import Conversation
 from distill.loss.draft_objective import DraftObjective
-from distill.loss.pairs import SparseTarget
 from distill.signals import SignalSource, TargetSignals
 from distill.student.init import initial_draft, merge_adapters
 from distill.student.on_policy import Rewriter
@@ -105,8 +104,7 @@ class DraftTask:
         return batches, {"rewritten_share": torch.tensor(sum(written), device=self.accelerator.device)}
 
     def loss(self, module: nn.Module, batch: Batch, signals: TargetSignals, num_labels: Tensor, world_size: int) -> BatchLoss:
-        states = signals.states
-        result = module(batch, states if isinstance(states, SparseTarget) else states.final_BTE, num_labels, world_size)
+        result = module(batch, signals.states.final_BTE, num_labels, world_size)
         sums = {
             "loss": result.values_N.sum(),
             "acceptance": result.acceptance_N.sum(),

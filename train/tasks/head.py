@@ -103,13 +103,13 @@ class HeadTask:
         return window, {}
 
     def loss(self, module: nn.Module, batch: Batch, signals: TargetSignals, num_labels: Tensor, world_size: int) -> BatchLoss:
-        result: HeadLoss = module(batch, signals.dense, num_labels, world_size, signals.normalisers)
+        result: HeadLoss = module(batch, signals.states, num_labels, world_size, signals.normalisers)
         sums, counts = _metrics(result)
         return BatchLoss(loss=result.loss, sums=sums, counts=counts)
 
     def states(self, batch: Batch) -> TargetStates:
         """Return the target's states over a batch of any conversations; processes that share the target bring the same one."""
-        return SignalSource(self.target, self.taps).read(batch).dense
+        return SignalSource(self.target, self.taps).read(batch).states
 
     def evaluate(self, module: nn.Module) -> dict[str, float]:
         """Decode held-out prompts with the head, and predict the result from its agreement with the answers."""

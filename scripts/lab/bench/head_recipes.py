@@ -14,7 +14,6 @@ from configs.runtime.loading import load_config
 from configs.schema.data import CacheConfig, DataConfig
 from configs.schema.training import HeadsConfig
 from distill.cache.format import MANIFEST as CACHE_MANIFEST
-from distill.cache.storage import Folder
 from distill.dataset.conversations import MANIFEST
 from scripts.lab.bench.provenance import check_trained_here, train_all
 from scripts.lab.head_settings import BenchHeadsConfig, HeadsSettings
@@ -72,7 +71,7 @@ def make_data(config: HeadsSettings) -> None:
 
 
 def make_cache(config: HeadsSettings) -> None:
-    if config.cache is not None and not Folder(load_config(CacheConfig, config.cache).output).has(CACHE_MANIFEST):
+    if config.cache is not None and not (Path(load_config(CacheConfig, config.cache).output) / CACHE_MANIFEST).exists():
         _run_script("cache", config.cache)
 
 

@@ -51,7 +51,6 @@ class TinyProject:
             {
                 "target": self.target,
                 "data": str(self.folder / "data" / "train.jsonl"),
-                "kind": "last_hidden",
                 "max_length": 64,
                 "shard_megabytes": 0.005,
                 "output": str(output),

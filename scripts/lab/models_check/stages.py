@@ -195,7 +195,7 @@ def train_head(case: Case, settings: Eagle3Settings | MtpSettings) -> None:
 def distill(case: Case) -> None:
     target, examples = case.target, collate(TRAINED)
     draft = kept_draft(target)
-    signal = SignalSource(target).read(examples).dense.final_BTE
+    signal = SignalSource(target).read(examples).states.final_BTE
     objective = DraftObjective(draft, target, LossConfig())
     wanted = [f"draft.{name}" for name in names_with_gradient(draft, examples.input_ids_BT)]
 

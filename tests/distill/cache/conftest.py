@@ -18,7 +18,8 @@ def job(tmp_path, data_file, conversations, byte_target):
     """A function that gives the job of making a cache of those conversations."""
 
     def make(output="cache", **settings):
-        return cache_job(byte_target, data_file, conversations, tmp_path / output, batch_size=3, **settings)
+        values = {"batch_size": 3, "dtype": "float32", "shard_megabytes": 0.008} | settings
+        return cache_job(byte_target, data_file, conversations, tmp_path / output, **values)
 
     return make
 

@@ -1,196 +1,264 @@
-"""A cache says what the target says, and is refused wherever it does not belong."""
+"""A cache says at every position what the target says online, and is refused wherever it does not belong."""
 
 import dataclasses
 import json
-import math
+import os
+import pickle
+from pathlib import Path
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from configs.runtime.errors import ConfigError, InputError
+from configs.schema.data import CacheConfig
 from configs.schema.training import DistillConfig, HeadsConfig, LossConfig
-from distill.cache.format import RowLayout, pack_ids, read_places, unpack_ids
+from distill.cache import writer as cache_making
 from distill.cache.reader import check_fits, open_cache
-from distill.cache.rows import encode
-from distill.cache.storage import Folder
 from distill.dataset.batches import ConversationDataset
 from distill.loss.draft_objective import DraftObjective
-from tests.support.caches import batch_of, flip_a_bit, run
-from tests.support.losses import target_hidden
+from distill.loss.pairs import normalise
+from heads.frozen.hidden_states import read_states
+from heads.inference.causal_lm import head_logits
+from tests.support import family_checks as checks
+from tests.support.caches import batch_of, cache_job, flip_a_bit, random_conversations, run
+
+TAPS = [0, 2, 4]
+WIDTH = 32
+
+
+@pytest.fixture(scope="module")
+def conversations():
+    """Eight conversations of random tokens, prompts of 3 to 6 of them, answers of 2 to 23."""
+    return random_conversations([(3 + n % 4, 2 + 3 * n) for n in range(8)], checks.VOCAB_SIZE, seed=6)
+
+
+@pytest.fixture(scope="module")
+def target(as_target):
+    return as_target(checks.tiny_target("llama"))
 
 
 @pytest.fixture
-def cache(job, tmp_path, data_file, byte_target):
-    """A cache of hidden states in float32, several shards."""
-    run(job(dtype="float32", shard_megabytes=0.008))
-    return open_cache(tmp_path / "cache", data_file, byte_target)
+def job(tmp_path, data_file, conversations, target):
+    """A function that gives the job of making a cache of those conversations, several shards."""
+
+    def make(output="cache", target=target, **settings):
+        values = {"taps": TAPS, "dtype": "float32", "batch_size": 3, "shard_megabytes": 0.02} | settings
+        return cache_job(target, data_file, conversations, tmp_path / output, **values)
+
+    return make
 
 
 @pytest.fixture
-def objective(byte_target, tiny_llama):
-    draft = tiny_llama(seed=4, layers=1, vocab_size=byte_target.vocab_size, dtype=torch.float32)
-    return lambda **loss: DraftObjective(draft, byte_target, LossConfig(**loss))
+def cache(job, tmp_path, data_file, target):
+    run(job())
+    return open_cache(tmp_path / "cache", data_file, target)
 
 
-def loss_and_gradient(objective, batch, signal):
-    result = objective(batch, signal, torch.tensor(7.0), 1)
-    weights = [parameter for parameter in objective.draft.parameters() if parameter.requires_grad]
-    return result, torch.autograd.grad(result.loss, weights)
+# --- what it says -------------------------------------------------------------------------------------------------
 
 
-def assert_same_learning(objective, batch, found, expected, tolerance):
-    ours, our_gradient = loss_and_gradient(objective, batch, found)
-    theirs, their_gradient = loss_and_gradient(objective, batch, expected)
-    assert float(ours.loss.detach()) == pytest.approx(float(theirs.loss.detach()), rel=tolerance)
-    torch.testing.assert_close(ours.acceptance_N, theirs.acceptance_N, rtol=tolerance, atol=tolerance)
-    assert torch.equal(ours.top1_agrees_N, theirs.top1_agrees_N)
-    for one, other in zip(our_gradient, their_gradient, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=20 * tolerance * float(other.abs().max()))
+@pytest.mark.parametrize(("name", "dtype"), [*((name, "float32") for name in sorted(checks.CONFIGS)), ("llama", "bfloat16")])
+def test_states_are_those_read_online_to_the_bit(name, dtype, job, tmp_path, data_file, conversations, as_target):
+    target = as_target(checks.tiny_target(name))
+    run(job(target=target, dtype=dtype, batch_size=1))  # one by one: the shape of a forward decides the last bits
+    cache = open_cache(tmp_path / "cache", data_file, target)
+    for number in range(len(conversations)):
+        batch = batch_of(conversations, [number])
+        online = read_states(target.model, batch.input_ids_BT, TAPS)
+        online = online.map(lambda state_BTE: state_BTE.to(getattr(torch, dtype)).to(target.model.dtype))
+        found = cache.states(batch, TAPS)
+        assert torch.equal(found.final_BTE, online.final_BTE)
+        assert len(found.taps_ABTE) == len(TAPS)
+        assert all(torch.equal(one, other) for one, other in zip(found.taps_ABTE, online.taps_ABTE, strict=True))
+        expected = normalise(target.model, online.final_BTE, torch.arange(batch.input_ids_BT.numel()), chunk_size=128)
+        assert torch.equal(cache.normalisers(batch).log_sum_P, expected.log_sum_P.float())
+        assert torch.equal(cache.normalisers(batch).top1_P, expected.top1_P)
 
 
-# --- what a row takes ---------------------------------------------------------------------------------------------
+def test_rows_of_a_batch_are_padded_with_nothing_and_taps_come_in_the_order_asked_for(cache, conversations, target):
+    batch = batch_of(conversations, [5, 0, 3])
+    inside_BT = batch.document_ids_BT == 0
+    online = read_states(target.model, batch.input_ids_BT, [4, 0])
+    found = pickle.loads(pickle.dumps(cache)).states(batch, [4, 0])  # as a loader's worker may have it
+    for one, other in zip([found.final_BTE, *found.taps_ABTE], [online.final_BTE, *online.taps_ABTE], strict=True):
+        torch.testing.assert_close(one[inside_BT], other[inside_BT], rtol=1e-6, atol=1e-5)
+        assert not one[~inside_BT].any()
+    known = cache.normalisers(batch)
+    logits_BTV = head_logits(target.model, online.final_BTE).float()
+    inside_P = inside_BT.flatten()
+    torch.testing.assert_close(known.log_sum_P[inside_P], logits_BTV.logsumexp(-1).flatten()[inside_P], rtol=1e-5, atol=1e-5)
+    assert torch.equal(known.top1_P[inside_P], logits_BTV.argmax(-1).flatten()[inside_P])
+    assert known.top1_P.dtype == torch.int64
+    assert not known.log_sum_P[~inside_P].any()
 
 
-@pytest.mark.parametrize(("bits", "num_ids"), [(1, 3), (7, 1), (8, 2), (9, 5), (16, 3), (18, 32), (31, 2)])
-def test_packed_ids_are_one_long_number_of_lowest_bits_first_and_come_back(bits, num_ids):
-    ids = torch.randint(2**bits, (4, num_ids), generator=torch.Generator().manual_seed(bits))
-    ids[0], ids[1] = 0, 2**bits - 1
-    packed = pack_ids(ids, bits)
-    assert packed.shape == (4, math.ceil(num_ids * bits / 8))
-    for row, stored in zip(ids.tolist(), packed.tolist(), strict=True):
-        assert int.from_bytes(stored, "little") == sum(one << (place * bits) for place, one in enumerate(row))
-    assert torch.equal(unpack_ids(packed, num_ids, bits), ids)
+def test_probabilities_of_rounded_states_still_add_up(job, tmp_path, data_file, conversations, target):
+    run(job(dtype="bfloat16"))
+    cache = open_cache(tmp_path / "cache", data_file, target)
+    batch = batch_of(conversations, [7])
+    logits_PV = head_logits(target.model, cache.states(batch).final_BTE)[0]
+    sums_P = (logits_PV - cache.normalisers(batch).log_sum_P.unsqueeze(-1)).exp().sum(-1)
+    torch.testing.assert_close(sums_P, torch.ones_like(sums_P), rtol=1e-5, atol=0)
 
 
-# --- what a row says ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("max_length", [512, 6])  # at 6 half of the conversations have no answer and are dropped
-def test_learning_from_hidden_states_is_learning_online(cache, conversations, byte_target, objective, max_length):
+@pytest.mark.parametrize("max_length", [512, 8])  # at 8 answers are cut
+def test_a_draft_learns_from_it_what_it_learns_online(cache, conversations, target, tiny_llama, max_length):
     batch = batch_of(conversations, [5, 0, 4, 3], max_length)
-    assert_same_learning(objective(), batch, cache.signal(batch), target_hidden(byte_target, batch), 1e-6)
+    objective = DraftObjective(tiny_llama(seed=4, layers=1, vocab_size=target.vocab_size), target, LossConfig())
+    weights = [weight for weight in objective.draft.parameters() if weight.requires_grad]
+    sides = []
+    for states in (cache.states(batch), read_states(target.model, batch.input_ids_BT, ())):
+        result = objective(batch, states.final_BTE, torch.tensor(7.0), 1)
+        sides.append((result.loss.detach(), torch.autograd.grad(result.loss, weights)))
+    torch.testing.assert_close(sides[0], sides[1], rtol=1e-5, atol=1e-5)
 
 
-def test_learning_from_the_whole_vocabulary_is_learning_online(job, tmp_path, data_file, conversations, byte_target, objective):
-    run(job(kind="top_k", k=len(byte_target.tokenizer), dtype="float32"))
-    cache = open_cache(tmp_path / "cache", data_file, byte_target)
-    batch = batch_of(conversations, [4, 11, 1])
-    expected = target_hidden(byte_target, batch)
-    assert_same_learning(objective(), batch, cache.signal(batch), expected, 2e-6)
+# --- what it takes ------------------------------------------------------------------------------------------------
 
 
-def test_in_half_precision_the_most_likely_tokens_and_the_tail_are_right_to_three_digits(
-    job, tmp_path, data_file, conversations, byte_target
+@pytest.mark.parametrize(("settings", "row"), [({"taps": TAPS}, 4 * WIDTH * 4 + 8), ({"taps": []}, WIDTH * 4 + 8)])
+def test_the_size_told_and_checked_before_is_that_on_disk(job, tmp_path, conversations, monkeypatch, settings, row):
+    checked = []
+    monkeypatch.setattr(cache_making, "check_room", lambda folder, num_bytes: checked.append(num_bytes))
+    run(job(**settings))
+    tokens = sum(len(row.answer_ids) + len(row.prompt_ids) for row in conversations)
+    assert checked == [tokens * row]
+    contents = [path.read_bytes() for path in (tmp_path / "cache").glob("shard-*")]
+    assert sum(len(content) - 8 - int.from_bytes(content[:8], "little") for content in contents) == tokens * row
+
+
+def test_taps_in_8_bits_are_right_to_a_sixteenth_and_the_target_s_distribution_is_untouched(
+    job, tmp_path, data_file, conversations, target
 ):
-    run(job(kind="top_k", k=5))
-    cache = open_cache(tmp_path / "cache", data_file, byte_target)
-    row = conversations[6]
-    found = cache.rows([6], [len(row.answer_ids)])
-    logits = byte_target.model(torch.tensor([row.prompt_ids + row.answer_ids])).logits[0, len(row.prompt_ids) - 1 : -1]
-    p = F.softmax(logits.detach().double(), -1)
-    assert torch.equal(found["token_ids"], p.topk(5).indices)
-    torch.testing.assert_close(found["log_probs"].double().exp(), p.topk(5).values, rtol=5e-3, atol=0)
-    torch.testing.assert_close(found["log_tail"].double().exp(), 1 - p.topk(5).values.sum(-1), rtol=5e-3, atol=0)
+    run(job("exact", dtype="float32"))
+    run(job("halves", dtype="bfloat16"))
+    small = run(job("small", dtype="float8_e4m3fn"))
+    assert small.layout.bytes_per_row == 2 * WIDTH + 3 * (WIDTH + 4) + 8
+    batch = batch_of(conversations, [7, 0, 3])
+    exact, halves, found = (open_cache(tmp_path / name, data_file, target) for name in ("exact", "halves", "small"))
+    assert torch.equal(found.states(batch).final_BTE, halves.states(batch).final_BTE)
+    assert torch.equal(found.normalisers(batch).log_sum_P, halves.normalisers(batch).log_sum_P)
+    for ours, theirs in zip(found.states(batch, TAPS).taps_ABTE, exact.states(batch, TAPS).taps_ABTE, strict=True):
+        largest = theirs.abs().amax(-1, keepdim=True)
+        assert bool(((ours - theirs).abs() <= theirs.abs() / 16 + largest / 448 * 2**-9).all())
+        assert not torch.equal(ours, theirs)
 
 
-def test_a_tail_too_small_for_one_minus_the_rest_is_still_there(byte_target):
-    head = byte_target.model.get_output_embeddings()
-    hidden = 400 * F.normalize(head.weight[:1].detach(), dim=-1)
-    layout = RowLayout(kind="top_k", dtype="float32", width=2, vocab_size=byte_target.vocab_size)
-    found = encode(byte_target, layout, hidden, 1)
-    log_p = F.linear(hidden, head.weight.detach()).double().log_softmax(-1)[0]
-    exact = log_p.sort(descending=True).values[2:].logsumexp(-1)
-    assert float(exact) < math.log(1e-7)
-    assert float(found["log_tail"][0]) == pytest.approx(float(exact), rel=1e-4)
+def test_reading_keeps_neither_files_nor_maps_open(cache, conversations):
+    def held():
+        maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "shard-" in line]
+        return len(os.listdir("/proc/self/fd")), maps
+
+    cache.states(batch_of(conversations, [0]))
+    before = held()
+    for number in range(len(conversations)):
+        cache.states(batch_of(conversations, [number]))
+    assert held() == before
+    assert before[1] == []
 
 
 # --- damage and refusals ------------------------------------------------------------------------------------------
 
 
+def link_elsewhere(path):
+    path.rename(path.parent.parent / "elsewhere")
+    path.symlink_to(path.parent.parent / "elsewhere")
+
+
 @pytest.mark.parametrize(
     ("damage", "complaint"),
-    [(flip_a_bit, "is damaged, .* its rows .* delete it and run scripts/make_"), (lambda path: path.unlink(), "is missing")],
-    ids=["bit flipped", "missing"],
+    [
+        (flip_a_bit, " is damaged"),
+        (lambda path: path.write_bytes(b"{"), " is damaged"),
+        (lambda path: path.unlink(), " is missing"),
+        (link_elsewhere, "', which leads out of it"),
+    ],
+    ids=["bit flipped", "no safetensors file", "missing", "a link"],
 )
 def test_a_damaged_shard_is_found_when_it_is_needed_and_named(cache, conversations, damage, complaint):
-    last = int((cache.places.shard_C == 1).nonzero().max())
-    cache.signal(batch_of(conversations, [last]))
-    damage(cache.folder.path / "shard-00001.safetensors")
-    cache.signal(batch_of(conversations, [0]))
-    with pytest.raises(InputError, match=rf"shard-00001\.safetensors {complaint}"):
-        cache.signal(batch_of(conversations, [0, last]))
+    last = int((cache.places.shard_C == 1).nonzero()[0].max())
+    damage(cache.folder / "shard-00001.safetensors")
+    cache.states(batch_of(conversations, [0]))
+    with pytest.raises(InputError, match=rf"shard-00001\.safetensors{complaint}"):
+        cache.states(batch_of(conversations, [0, last]))
+
+
+def test_a_shard_of_another_cache_is_not_read(job, data_file, target, conversations, tmp_path):
+    run(job("one", batch_size=2))
+    run(job("other", batch_size=3))
+    name = "shard-00000.safetensors"
+    (tmp_path / "one" / name).write_bytes((tmp_path / "other" / name).read_bytes())
+    with pytest.raises(InputError, match=r"shard-00000\.safetensors is damaged"):
+        open_cache(tmp_path / "one", data_file, target).states(batch_of(conversations, [0]))
+
+
+def test_a_cache_of_another_target_is_refused_with_what_differs(cache, data_file, target):
+    other = dataclasses.replace(target.identity, weights_sha256="f" * 64, tokenizer_sha256="f" * 64)
+    with pytest.raises(InputError, match="target weights and tokenizer"):
+        open_cache(cache.folder, data_file, dataclasses.replace(target, identity=other))
+
+
+def test_a_cache_of_other_data_is_refused(cache, data_file, target):
+    data_file.write_text(data_file.read_text() + "\n")
+    with pytest.raises(InputError, match="is not that file"):
+        open_cache(cache.folder, data_file, target)
 
 
 def change_manifest(folder, change):
-    path = folder / "manifest.json"
-    content = json.loads(path.read_text())
+    content = json.loads((folder / "manifest.json").read_text())
     change(content)
-    path.write_text(json.dumps(content))
-
-
-def test_a_cache_of_another_target_is_refused_with_what_differs(cache, data_file, byte_target):
-    other = dataclasses.replace(byte_target.identity, weights_sha256="f" * 64, tokenizer_sha256="f" * 64)
-    with pytest.raises(InputError, match=r"differs from target .* in target weights and tokenizer;"):
-        open_cache(cache.folder.path, data_file, dataclasses.replace(byte_target, identity=other))
-
-
-def test_a_cache_of_other_data_is_refused(cache, data_file, byte_target):
-    data_file.write_text(data_file.read_text() + "\n")
-    with pytest.raises(InputError, match="is not that file"):
-        open_cache(cache.folder.path, data_file, byte_target)
+    (folder / "manifest.json").write_text(json.dumps(content))
 
 
 @pytest.mark.parametrize(
-    ("change", "complaint"),
+    ("change", "key"),
     [
-        (lambda content: content.update(format_version=1), "format_version must be 2, got 1"),
-        (lambda content: content["index"][0].update(file="../index-00000.safetensors"), r"index\.0\.file"),
-        (lambda content: content["index"][0].update(file="index-00001.safetensors"), "index-00001.safetensors is missing"),
-        (lambda content: content["index"][0].update(sha256="0" * 64), "index-00000.safetensors is damaged"),
+        (lambda content: content.update(format_version=2), "format_version"),
+        (lambda content: content["layout"].update(kind="top_k"), "kind"),
         (lambda content: content.pop("data_sha256"), "data_sha256"),
     ],
 )
-def test_a_manifest_that_cannot_be_right_is_refused(cache, data_file, byte_target, change, complaint):
-    change_manifest(cache.folder.path, change)
-    with pytest.raises(InputError, match=complaint):
-        open_cache(cache.folder.path, data_file, byte_target)
+def test_a_manifest_that_cannot_be_right_is_refused(cache, data_file, target, change, key):
+    change_manifest(cache.folder, change)
+    with pytest.raises(InputError, match=key):
+        open_cache(cache.folder, data_file, target)
 
 
-def test_an_unfinished_cache_is_none(cache, data_file, byte_target):
-    (cache.folder.path / "manifest.json").unlink()
+def test_an_unfinished_cache_is_none(cache, data_file, target):
+    (cache.folder / "manifest.json").unlink()
     with pytest.raises(InputError, match="making it was cut off"):
-        open_cache(cache.folder.path, data_file, byte_target)
+        open_cache(cache.folder, data_file, target)
 
 
-@pytest.mark.parametrize(("taps", "recipe"), [(None, DistillConfig), ([0], HeadsConfig)])
-def test_conversations_longer_than_the_caches_are_refused(job, tmp_path, data_file, conversations, byte_target, taps, recipe):
-    run(job(max_length=20, taps=taps))
-    cache = open_cache(tmp_path / "cache", data_file, byte_target)
+def test_a_head_of_taps_that_are_not_kept_is_refused_and_one_of_fewer_is_not(cache):
+    cache.check_keeps([2])
+    cache.check_keeps([])
+    with pytest.raises(InputError, match=r"\[1, 3\] are missing"):
+        cache.check_keeps([1, 2, 3])
+
+
+def test_normalisers_of_a_target_in_another_dtype_are_refused(cache, data_file, target):
+    change_manifest(cache.folder, lambda content: content["layout"].update(target_dtype="bfloat16"))
+    with pytest.raises(InputError, match=r"target\.dtype"):
+        open_cache(cache.folder, data_file, target).check_keeps(TAPS)
+
+
+@pytest.mark.parametrize("recipe", [DistillConfig, HeadsConfig])
+def test_conversations_longer_than_the_caches_are_refused(job, tmp_path, data_file, conversations, target, recipe):
+    run(job(max_length=20))
+    cache = open_cache(tmp_path / "cache", data_file, target)
     check_fits(cache, ConversationDataset(conversations, 20), recipe(data={"max_length": 20}))
-    with pytest.raises(ConfigError, match=r"data\.max_length: expected at most 20, .* got 21"):
+    with pytest.raises(ConfigError, match=r"data\.max_length"):
         check_fits(cache, ConversationDataset(conversations, 21), recipe(data={"max_length": 21}))
 
 
-@pytest.mark.parametrize(
-    ("settings", "complaint"),
-    [
-        ({"loss": {"temperature": 2.0}}, r"loss\.temperature: expected 1"),
-        ({"student": {"draft_vocab_size": 100}}, r"student\.draft_vocab_size: expected null"),
-    ],
-)
-def test_a_top_k_cache_is_refused_where_it_cannot_answer_and_hidden_states_are_not(
-    job, tmp_path, data_file, conversations, byte_target, settings, complaint
-):
-    dataset, config = ConversationDataset(conversations, 512), DistillConfig(**settings)
-    run(job("hidden"))
-    check_fits(open_cache(tmp_path / "hidden", data_file, byte_target), dataset, config)
-    run(job("top", kind="top_k", k=4))
-    with pytest.raises(ConfigError, match=complaint):
-        check_fits(open_cache(tmp_path / "top", data_file, byte_target), dataset, config)
+def test_taps_behind_the_last_block_are_refused_before_anything_is_written(job, tmp_path):
+    with pytest.raises(ConfigError, match="taps"):
+        job(taps=[2, 5]).prepare()
+    assert not (tmp_path / "cache").exists()
 
 
-def test_a_conversation_without_an_answer_in_reach_takes_no_rows(job, tmp_path, conversations):
-    lengths = read_places(Folder(tmp_path / "cache"), run(job(max_length=6))).length_C.tolist()
-    assert lengths == [max(0, min(len(row.answer_ids), 6 - len(row.prompt_ids))) for row in conversations]
-    assert 0 in lengths
+@pytest.mark.parametrize(("settings", "key"), [({"dtype": "float8_e4m3fn"}, "dtype"), ({"taps": [3, 1]}, "taps")])
+def test_settings_that_contradict_each_other_are_refused(settings, key):
+    with pytest.raises(ValueError, match=key):
+        CacheConfig(**settings)

@@ -9,7 +9,7 @@ from configs.schema.training import DistillConfig
 from distill.cache.reader import open_cache
 from distill.dataset.batches import BucketedBatchSampler, ConversationDataset, Example
 from distill.dataset.packing import PackedBatchSampler, collate_packed
-from heads.frozen.hidden_states import TargetStates, read_states
+from heads.frozen.hidden_states import read_states
 from heads.modules.interface import NO_DOCUMENT
 from scripts.lab.bench.scale import efficiency
 from tests.support.caches import cache_job, conversation, random_conversations, run, write_rows
@@ -85,14 +85,13 @@ def packed_batch(rows, max_length=512):
     return collate_packed([[examples[number] for number in row] for row in ([6, 1, 3], [7], [2, 0])])
 
 
-@pytest.mark.parametrize(("max_length", "taps"), [(512, None), (9, None), (512, [0, 2])])
+@pytest.mark.parametrize(("max_length", "taps"), [(512, []), (9, [0, 2])])
 def test_hidden_states_of_packed_rows_come_from_the_cache(cached, byte_target, max_length, taps):
     rows, cache = cached(dtype="float32", taps=taps)
     batch = packed_batch(rows, max_length)
-    before_label_BT = torch.cat([batch.loss_mask_BT[:, 1:], torch.zeros(len(batch.loss_mask_BT), 1, dtype=torch.bool)], 1)
-    kept_BT = before_label_BT if taps is None else batch.document_ids_BT != NO_DOCUMENT
-    online = read_states(byte_target.model, batch.input_ids_BT, taps or [], batch.packed_positions_BT)
-    found = TargetStates(final_BTE=cache.signal(batch)) if taps is None else cache.states(batch, taps)
+    kept_BT = batch.document_ids_BT != NO_DOCUMENT
+    online = read_states(byte_target.model, batch.input_ids_BT, taps, batch.packed_positions_BT)
+    found = cache.states(batch, taps)
     for one, other in zip([found.final_BTE, *found.taps_ABTE], [online.final_BTE, *online.taps_ABTE], strict=True):
         torch.testing.assert_close(one[kept_BT], other[kept_BT], rtol=1e-5, atol=1e-5)
 
