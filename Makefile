@@ -31,8 +31,8 @@ demo: setup ## a draft for the embedded model, or for yours: TARGET=... [PROMPTS
 	.venv/bin/draftsmith run $(if $(call given,TARGET),"$(TARGET)",$(EMBEDDED) --output runs/demo) --budget $(if $(call given,BUDGET),"$(BUDGET)",15m) --yes$(call given,PROMPTS,prompts)
 
 demo-serve: demo $(VLLM_STAMP) ## vLLM serves the demo's target, plainly, with its draft, and with suffix lookup: the speeds, and acceptance by vLLM's own metrics
-	$(PY) scripts/check.py runs/demo/export/vllm --engine vllm --prompts runs/demo/data/held_out.jsonl --out runs/demo/serve
-	$(PY) scripts/check.py runs/demo/export/suffix_lookup --engine vllm --prompts runs/demo/data/held_out.jsonl --out runs/demo/serve_lookup
+	.venv/bin/draftsmith check runs/demo/export/vllm --engine vllm --prompts runs/demo/data/held_out.jsonl --out runs/demo/serve
+	.venv/bin/draftsmith check runs/demo/export/suffix_lookup --engine vllm --prompts runs/demo/data/held_out.jsonl --out runs/demo/serve_lookup
 
 demo-images: setup ## pictures of digits: a target of image codes trained in minutes, strict and relaxed decoding side by side, gate
 	$(PY) scripts/lab/modalities/demo.py images

@@ -182,7 +182,7 @@ def untrained_metadata(folder: Path, identity: TargetIdentity) -> Metadata:
     except UNREADABLE as error:
         raise InputError(
             f"{folder} holds neither {METADATA_FILE} nor a causal LM with its tokenizer ({first_line(error)}); "
-            "a draft of another program is made an artifact by scripts/import.py"
+            "a draft of another program is made an artifact by draftsmith import"
         ) from error
     if hash_tokenizer(tokenizer) != identity.tokenizer_sha256:
         raise InputError(f"{folder} cannot draft for {identity.name}: its tokenizer is another; take a model that shares it")

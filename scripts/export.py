@@ -1,4 +1,4 @@
-"""Write an artifact in the form that an engine serves: `python scripts/export.py ARTIFACT --to vllm --out DIR`.
+"""Write an artifact in the form that an engine serves: `draftsmith export ARTIFACT --to vllm --out DIR`.
 
 Writes a folder with config, weights and `serve.txt`, the command that serves it. The target is found by its name and
 revision in the artifact; `--target` gives another folder or Hub id of it. A data file in place of an artifact, such as the
@@ -10,12 +10,6 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-
-if not __package__:  # run as a script: the checkout's root takes the place of this folder, which Python put first
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from configs.startup import guard_imports
-
-    guard_imports()
 
 from configs.runtime.command import run_command
 from configs.runtime.terminal import say

@@ -68,7 +68,7 @@ class AudioConfig(MediaConfig):
 class EngineStatesConfig(Settings):
     """Servers that run the target and hand out its hidden states, in place of a forward here."""
 
-    kind: Literal["vllm"] = "vllm"  # vLLM from 0.32 on, started by the lines that scripts/serve_states.py prints
+    kind: Literal["vllm"] = "vllm"  # vLLM from 0.32 on, started by the lines that draftsmith serve-states prints
     urls: list[str]  # of their APIs, as http://node1:8000/v1; work goes to whichever has time
     path: str  # a folder that servers and training share; files in it are deleted once read
     api_key_variable: str | None = None  # name of the environment variable that holds the servers' key

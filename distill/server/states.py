@@ -36,7 +36,7 @@ from distill.server.connection import Connection, Distribution, GaveUp
 logger = logging.getLogger("draftsmith")
 
 KEY = "target.states.urls"
-START = "start it with the line that scripts/serve_states.py prints for this recipe"
+START = "start it with the line that draftsmith serve-states prints for this recipe"
 SERVED_AS = "states-{taps}"  # the name under which a server gives the states of these taps, as states-2-15-27-30
 SERVED = re.compile(r"states-(\d+(?:-\d+)*)")
 NUM_LOGPROBS = 5  # of a checked answer

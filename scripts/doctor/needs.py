@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from scripts.serving.vllm_server import INSTALL
+from scripts.check.vllm_server import INSTALL
 
 GIB, GB = 2**30, 10**9
 # For the embedded target: training its draft LM peaked at 2.4 GiB, `make demo` left 0.4 GB beside 0.5 GB of the target.

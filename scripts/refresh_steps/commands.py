@@ -114,7 +114,7 @@ def export(config: RefreshConfig, artifact: Path, folder: Path) -> int:
     """Export the new draft for each engine named; return the first code that is not 0."""
     target = target_folder(config.target)
     for engine in config.exports:
-        code = call("scripts/export.py", str(artifact), "--to", engine, "--out", str(folder / engine), *target)
+        code = call("-m", "scripts.export", str(artifact), "--to", engine, "--out", str(folder / engine), *target)
         if code != DONE:
             return code
     return DONE

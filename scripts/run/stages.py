@@ -19,8 +19,8 @@ from configs.schema.data import CacheConfig, DataConfig
 from configs.schema.evaluation import EvalConfig, GateConfig, SuiteConfig
 from configs.schema.target import TargetConfig
 from configs.schema.training import DistillConfig, HeadsConfig, training_schema
+from scripts.check.vllm_server import find_vllm
 from scripts.run.steps import GATE_ENTRY, LAUNCH, Step, run_step, run_steps
-from scripts.serving.vllm_server import find_vllm
 
 TITLES: dict[Stage, str] = {
     "rehearsal": "every stage once in small",
@@ -109,11 +109,11 @@ def _arguments_alone(run: RunConfig, stage: Stage) -> list[str]:
         if (value := getattr(run.target, key)) is not None
     ]
     given = ["--set", *template] if template else []
-    return ["scripts/check.py", folder, "--engine", engine, "--prompts", prompts, "--out", out, *given]
+    return ["-m", "scripts.check", folder, "--engine", engine, "--prompts", prompts, "--out", out, *given]
 
 
 def _export(run: RunConfig, what: Path, folder: str) -> list[str]:
-    return ["scripts/export.py", str(what), "--to", str(run.engine), "--out", folder, *target_folder(run.stage_target)]
+    return ["-m", "scripts.export", str(what), "--to", str(run.engine), "--out", folder, *target_folder(run.stage_target)]
 
 
 def target_folder(target: TargetConfig) -> list[str]:

@@ -16,7 +16,7 @@ import yaml
 
 from configs.runtime.command import DONE, TERMINATED
 from configs.runtime.files import write_json
-from scripts.serving.vllm_server import free_port
+from scripts.check.vllm_server import free_port
 from train.launch import run_distillation
 from train.loop.checkpoints import list_checkpoints, read_manifest
 
@@ -165,7 +165,7 @@ kill -TERM "$(cat step-three)"
 """
 # Prints the line of a server where it is asked for one; elsewhere it stands for the launcher, and has the job asked to stop.
 LINE_OR_LAUNCHER = """#!/usr/bin/env bash
-if [[ "$1" == scripts/serve_states.py ]]; then
+if [[ "$2" == scripts.serve_states ]]; then
     echo "$@" > asked
     echo 'VLLM_API_KEY="${SERVER_KEY:?}" serve'
     exit
@@ -205,7 +205,7 @@ def test_a_job_with_servers_gives_training_their_addresses_and_asks_training_alo
     assert (tmp_path / "stopped").read_text() == "--signal=TERM 77.1\n"
     given = f"--config a.yaml --set target.states.urls=[http://one:8000/v1,http://two:8000/v1] target.states.path={disk}/77"
     given += " target.states.api_key_variable=SERVER_KEY"
-    assert (tmp_path / "asked").read_text() == f"scripts/serve_states.py {given}\n"
+    assert (tmp_path / "asked").read_text() == f"-m scripts.serve_states {given}\n"
     assert (tmp_path / "trained").read_text().endswith(f"train/heads.py {given}\n")
     for nodes in ("one,two", "three"):
         assert_ends(int((tmp_path / f"step-{nodes}").read_text()))

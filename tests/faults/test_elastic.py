@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from configs.runtime.command import DONE
+from scripts.check.vllm_server import free_port
 from scripts.lab.bench.engines import largest_difference, read_metric
-from scripts.serving.vllm_server import free_port
 from tests.faults.conftest import start_pair
 from tests.faults.test_cluster import CLUSTER, LENGTHS, ROOT, environment, written
 from train.launch import run_distillation

@@ -20,7 +20,7 @@ from eval import evaluation, gate
 from tests.support import hub_server
 
 PLANTED = "hf_" + "P" * 30
-entry = importlib.import_module("scripts.push")
+entry = importlib.import_module("scripts.push.__main__")
 
 
 @pytest.fixture(scope="session")
@@ -99,7 +99,7 @@ def judge(folder, **settings):
 def release(measured, tmp_path, monkeypatch):
     """A copy of the release, for changing; its page is not drawn, and nobody waits."""
     shutil.copytree(measured, tmp_path / "release")
-    monkeypatch.setattr("scripts.publish.publication.render_html", lambda report: "<html></html>")
+    monkeypatch.setattr("scripts.push.files.render_html", lambda report: "<html></html>")
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     return tmp_path / "release"
 
@@ -124,7 +124,7 @@ def hub(tmp_path, monkeypatch):
 
 @pytest.fixture
 def push(release, capsys):
-    """A function that runs `scripts/push.py` on the release and returns code, standard output and standard error."""
+    """A function that runs `draftsmith push` on the release and returns code, standard output and standard error."""
 
     def run(*more, repo_id="ann/draft"):
         report = release / "evaluation" / "report.json"

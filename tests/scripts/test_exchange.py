@@ -1,4 +1,4 @@
-"""`scripts/export.py` and `scripts/import.py` as a person runs them: there, back, and the trial that refuses a draft."""
+"""`draftsmith export` and `draftsmith import` as a person runs them: there, back, and the trial that refuses a draft."""
 
 import importlib
 import json
@@ -24,7 +24,7 @@ from heads.proposers.vllm_suffix_lookup import ANSWERS
 from tests.support.artifacts import save_artifact
 from tests.support.caches import random_conversations, write_rows
 
-importing = importlib.import_module("scripts.import")
+importing = importlib.import_module("scripts.import_draft.__main__")
 exporting = importlib.import_module("scripts.export")
 
 

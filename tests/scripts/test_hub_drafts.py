@@ -25,12 +25,12 @@ from heads.frozen.checkpoint_files import read_weights
 from heads.frozen.identity import locate
 from heads.frozen.loading import load_target
 from heads.metadata import locate_artifact, locate_external, read_metadata
-from scripts.publish.model_card import read_card
+from scripts.push.card import read_card
 from tests.support.hub_server import READER
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 exporting = importlib.import_module("scripts.export")
-importing = importlib.import_module("scripts.import")
+importing = importlib.import_module("scripts.import_draft.__main__")
 NAME = "ann/draft"
 
 

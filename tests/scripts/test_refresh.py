@@ -78,7 +78,8 @@ def run(tiny_run, tiny_data, head, tmp_path, monkeypatch):
     ran = []
 
     def call(arguments):
-        name = ".".join(Path(arguments[0]).with_suffix("").parts)
+        _, *arguments = arguments if arguments[0] == "-m" else (None, *arguments)
+        name = ".".join(Path(arguments[0]).parts).removesuffix(".py")
         ran.append(name)
         entry = importlib.import_module(name)
         more = {"add_arguments": entry.add_arguments} if name in ("eval.gate", "scripts.export") else {}

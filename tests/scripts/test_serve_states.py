@@ -9,10 +9,9 @@ import subprocess
 import time
 
 from configs.runtime.command import BAD_INPUT, DONE, run_command
-from scripts import serve_states
-from scripts.engine_states.line import CONNECTOR
 from scripts.plan import schema_of
-from scripts.serve_states import add_arguments, main
+from scripts.serve_states import __main__ as serve_states
+from scripts.serve_states.__main__ import CONNECTOR, add_arguments, main
 
 URLS = "[http://a:8000/v1, http://b:8000/v1, http://b:8001/v1]"
 STATES = f"target.states={{urls: {URLS}, path: /shared/of us, api_key_variable: OUR_KEY}}"
@@ -57,7 +56,7 @@ def test_on_a_cpu_the_connector_of_this_project_is_named(tiny_run, capsys):
 
 
 def test_the_example_starts_all_servers_at_once_on_this_machine_alone(tiny_run, tmp_path, capsys):
-    example = re.search(r"serve_states.py (.*?)\)\"", serve_states.__doc__, re.DOTALL).group(1).replace("\\\n", " ")
+    example = re.search(r"serve-states (.*?)\)\"", serve_states.__doc__, re.DOTALL).group(1).replace("\\\n", " ")
     several = example.replace("8000/v1]", "8000/v1, http://127.0.0.1:8001/v1]")
     assert run(*shlex.split(several), "--served-model-name=x") == DONE
     tools = tmp_path / "tools"

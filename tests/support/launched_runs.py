@@ -12,10 +12,10 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 from safetensors.torch import load_file
 
 from configs.runtime.command import DONE
+from scripts.check.vllm_server import free_port
 from scripts.lab.bench.engines import largest_difference, read_losses, read_metric, split_everything
 from scripts.lab.fault_injection.children import Child
 from scripts.lab.fault_injection.setup import TinyProject
-from scripts.serving.vllm_server import free_port
 from train.launch import run_distillation, run_heads
 
 ROOT = Path(__file__).resolve().parents[2]

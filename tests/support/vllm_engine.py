@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from scripts.serving.vllm_server import ENVIRONMENT, open_vllm, serving
+from scripts.check.vllm_server import ENVIRONMENT, open_vllm, serving
 
 START_SECONDS = 600
 

@@ -11,7 +11,7 @@ from accelerate.utils import LoggerType
 
 from configs.runtime.errors import ConfigError, InputError, Stopped
 from configs.runtime.terminal import PROGRESS_FILE, STAGE
-from scripts.watching.reading import find_run, read_run
+from scripts.watch.reading import find_run, read_run
 from tests.support.training_runs import distil, distill_config, read_evaluations, read_metrics
 from train.launch import make_accelerator
 from train.tasks.draft import DraftTask

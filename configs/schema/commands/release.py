@@ -1,4 +1,4 @@
-"""The configs of `scripts/export.py`, `scripts/check.py`, `scripts/import.py` and `scripts/push.py`. Imports no torch."""
+"""The configs of `draftsmith export`, `draftsmith check`, `draftsmith import` and `draftsmith push`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PROMPTS = (
 
 
 class ExportConfig(Settings):
-    """`scripts/export.py`: write an artifact in the form that an engine loads."""
+    """`draftsmith export`: write an artifact in the form that an engine loads."""
 
     dtype: Dtype | None = None  # of the weights; None: as they are in the artifact
     num_speculative_tokens: PositiveInt | None = None  # drafts a round; None: what the artifact says, of DFlash a whole block
@@ -44,7 +44,7 @@ class ExportConfig(Settings):
 
 
 class CheckConfig(Settings):
-    """`scripts/check.py`: try an export in its engine, with the draft and without."""
+    """`draftsmith check`: try an export in its engine, with the draft and without."""
 
     num_prompts: PositiveInt = 8  # at most, spread over the file's categories
     max_new_tokens: PositiveInt = 64
@@ -61,7 +61,7 @@ class CheckConfig(Settings):
 
 
 class ImportConfig(Settings):
-    """`scripts/import.py`: turn another program's draft into an artifact."""
+    """`draftsmith import`: turn another program's draft into an artifact."""
 
     target: TargetConfig = TargetConfig()
     # Which of the target's last states an MTP head was trained on; None: before the final norm in a checkpoint named as MiMo's,
@@ -77,7 +77,7 @@ class ImportConfig(Settings):
 
 
 class PushConfig(Settings):
-    """`scripts/push.py`: publish an artifact with its report and a model card made from it."""
+    """`draftsmith push`: publish an artifact with its report and a model card made from it."""
 
     private: bool = True  # of a repository that is made by this push; one that exists keeps its visibility
     exports: list[PublishedEngine] = []  # each into its own folder

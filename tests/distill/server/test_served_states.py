@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from configs.schema.target import EngineStatesConfig, TargetConfig
 from configs.schema.training import HeadsConfig
 from distill.dataset.conversations import FORMAT_VERSION, MANIFEST
-from distill.server.states import StateServer
+from distill.server.states import SERVED_AS, StateServer
 from heads.frozen.hidden_states import read_states
 from heads.frozen.loading import load_target
 from heads.inference.model_checks import relative_error
-from scripts.engine_states.line import CONNECTOR, SERVED_AS, states_options
+from scripts.serve_states.__main__ import CONNECTOR, states_options
 from tests.support.caches import conversation, write_rows
 from tests.support.vllm_engine import vllm_serving
 from train.launch import run_heads

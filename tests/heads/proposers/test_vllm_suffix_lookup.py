@@ -13,7 +13,7 @@ from configs.runtime.errors import InputError
 from heads.formats.exporting.exporter import SERVE_FILE
 from heads.formats.exporting.suffix_lookup import PACKAGE, export_suffix_lookup
 from heads.proposers.lookup import SuffixLookup
-from scripts.serving.vllm_check import read_line
+from scripts.check.vllm_check import read_line
 
 ANSWERS = [[1, 2, 3, 4, 5, 6], [9, 2, 3, 7], [5, 6, 1]]
 MAX_LENGTH = 40

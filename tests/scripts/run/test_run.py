@@ -49,7 +49,7 @@ def draftsmith_run(monkeypatch, tmp_path):
     called, stopped = [], []
 
     def in_this_process(arguments, log=None):
-        entry = next(each for each in arguments if each.endswith(".py"))
+        entry = next(each for each in arguments if each.endswith(".py") or each.startswith("scripts."))
         called.append(entry)
         if entry in stopped:
             stopped.clear()
@@ -57,14 +57,18 @@ def draftsmith_run(monkeypatch, tmp_path):
         AcceleratorState._reset_state(reset_partial_state=True)
         monkeypatch.setattr(sys, "argv", [entry, *arguments[arguments.index(entry) + 1 :]])
         try:
-            runpy.run_path(str(CHECKOUT / entry), run_name="__main__")
+            if entry.endswith(".py"):
+                runpy.run_path(str(CHECKOUT / entry), run_name="__main__")
+            else:
+                runpy.run_module(entry, run_name="__main__", alter_sys=True)
         except SystemExit as end:
             return end.code
 
     def run(*arguments):
         called.clear()
         monkeypatch.setattr(sys, "argv", ["draftsmith", *map(str, arguments)])
-        monkeypatch.delitem(sys.modules, "scripts.watching.__main__", raising=False)  # another test may have imported it
+        for each in [name for name in sys.modules if name.startswith("scripts.") and name.endswith(".__main__")]:
+            monkeypatch.delitem(sys.modules, each)  # another test may have imported it
         return draftsmith.main()
 
     monkeypatch.chdir(tmp_path)
@@ -92,7 +96,7 @@ def test_a_run_leads_to_a_verdict_and_an_export_and_its_file_goes_on(
     ]
     output = tmp_path / "runs" / "mine"
     assert draftsmith_run(*asked) == GATE_FAILED  # a random target's tokens are not to be guessed
-    assert draftsmith_run.called == ["eval/gate.py", "scripts/export.py", "scripts/check.py"]
+    assert draftsmith_run.called == ["eval/gate.py", "scripts.export", "scripts.check"]
     assert (output / "export" / "sglang" / "serve.txt").is_file()
     assert json.loads((output / "check" / "check.json").read_text())["checked"] is False
     page = (output / "index.html").read_text()

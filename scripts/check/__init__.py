@@ -1,0 +1,1 @@
+"""`draftsmith check`: an export tried in the engine that it is for."""

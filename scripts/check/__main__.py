@@ -1,0 +1,64 @@
+"""Try an export in the engine it is for: `draftsmith check EXPORT --engine vllm --prompts FILE --out DIR`.
+
+The engine answers chat prompts greedily, plainly and with the draft, as the export's `serve.txt` says. Writes `check.json`:
+both speeds, acceptance by the engine's own counters, and where answers differ. It ends with 1 where the engine refuses the
+draft, accepts nothing of it, or gives other answers with it. An engine that is not installed, or does not serve the target
+without the draft, is no failure: of the draft nothing was learnt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from configs.runtime.command import DONE, GATE_FAILED, run_command
+from configs.runtime.files import read_text, write_json
+from configs.runtime.terminal import say
+from configs.schema.commands.release import ENGINES, CheckConfig
+
+
+def main(config: CheckConfig, args: argparse.Namespace) -> int:
+    """Check an export, write and print the result; return the exit code."""
+    # torch and transformers take seconds to import: a mistyped key is reported before that.
+    from scripts.check.comparison import EngineCheck
+    from scripts.check.prompts import chat_prompts
+    from scripts.check.vllm_check import check_vllm
+    from scripts.run.steps import stop
+
+    signal.signal(signal.SIGTERM, stop)
+    out = Path(args.out)
+    serve = read_text(Path(args.export) / "serve.txt", "the export's serve.txt")
+    prompts = chat_prompts(args.prompts, config.num_prompts)
+    out.mkdir(parents=True, exist_ok=True)
+    match args.engine:
+        case "vllm":
+            result = check_vllm(serve, prompts, config, vllm=args.vllm, out=out)
+        case "transformers":
+            from scripts.check.transformers_check import check_transformers
+
+            result = check_transformers(serve, prompts, config)
+        case engine:
+            reason = "the export was read back as it was written; the engine itself is tried by `make serve-check` only"
+            result = EngineCheck(engine=engine, checked=False, reason=reason)
+    write_json(out / "check.json", asdict(result))
+    say(result.table())
+    return GATE_FAILED if result.passed is False else DONE
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's own arguments."""
+    parser.add_argument("export", metavar="EXPORT", help="folder written by draftsmith export, with serve.txt")
+    parser.add_argument("--engine", choices=ENGINES, required=True, help="the engine that it was written for")
+    parser.add_argument(
+        "--prompts", metavar="FILE", help="prompts in any form that an evaluation takes; default: some general ones"
+    )
+    parser.add_argument("--vllm", metavar="PATH", help="vLLM's program; default: vllm on the PATH, or that of the checkout")
+    parser.add_argument("--out", metavar="DIR", required=True, help="folder for check.json and the servers' logs")
+
+
+if __name__ == "__main__":
+    description = "Try an export in the engine that it is for."
+    sys.exit(run_command(CheckConfig, main, description=description, add_arguments=add_arguments))

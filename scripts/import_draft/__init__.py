@@ -1,0 +1,1 @@
+"""`draftsmith import`: another program's draft, tried before its artifact is written."""

@@ -1,1 +1,0 @@
-"""Publishing a draft on the Hub: checks, files, model card, upload. Start with `steps.publish`."""

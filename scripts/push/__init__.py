@@ -1,0 +1,1 @@
+"""`draftsmith push`: checks, files, model card, upload."""

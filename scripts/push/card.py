@@ -1,0 +1,176 @@
+"""The model card of a published draft, made from its report: no number in it that is not in `report.json` beside it.
+
+The text is `templates/model_card.md.j2`; tables and wording of the figures are those of the report's own summary
+(`eval.report.markdown`). In the YAML on top, `model-index` holds the report's headline figures, unrounded. A draft is bound by
+the licences of what it was made from: the target and, where it began as another model (`student.init: model`), that one. Their
+own cards are read, from the folder, the Hub's cache or the Hub; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from httpx2 import HTTPError
+from huggingface_hub import EvalResult, ModelCard, ModelCardData, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.constants import REPOCARD_NAME
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+from configs.runtime.terminal import one_line
+from configs.schema.commands.release import HUB_ID, PushConfig
+from configs.schema.data import SELF_SEEDED
+from eval.release.verdict import Finding, findings_table
+from eval.report.markdown import as_markdown_table, code, code_block, escape, render_markdown
+from eval.report.schema import Report, SuiteSection
+from eval.report.text import short
+from heads.formats.exporting.table import engines_of
+from scripts.push.files import NAMELESS, Cleaned
+
+TEMPLATE = Path(__file__).with_name("templates") / "model_card.md.j2"
+TASK = "text-generation"
+# The report's numbers in the metadata: section, key, name.
+METRICS = (
+    ("acceptance", "tokens_per_target_step", "Tokens per target step"),
+    ("acceptance", "overlap_alpha", "Acceptance rate"),
+    ("acceptance", "draft_token_yield", "Draft token yield"),
+    ("speed", "decode_speedup", "Decode speedup"),
+    ("speed", "end_to_end_speedup", "End-to-end speedup"),
+)
+
+
+def make_card(
+    repo_id: str,
+    cleaned: Cleaned,
+    config: PushConfig,
+    origins: Mapping[str, ModelCardData],
+    exports: Mapping[str, str],
+    endpoint: str,
+) -> str:
+    """Return `README.md`; `origins` are cards of the models it was made from, the target's first, `exports` serve lines."""
+    metadata, report, hardware = cleaned.metadata, cleaned.report, cleaned.report.hardware
+    gpus = ", ".join(str(gpu.get("name")) for gpu in hardware.get("gpus") or ())
+    serve = list(_serve(repo_id, metadata, exports))
+    card = ModelCard.from_template(
+        _card_data(repo_id, cleaned, config, origins, endpoint),
+        template_path=str(TEMPLATE),
+        name=repo_id.split("/")[-1],
+        report=report,
+        metadata=metadata,
+        sha256=cleaned.sha256,
+        escape=escape,
+        code=code,
+        code_block=code_block,
+        short=short,
+        outcome=cleaned.gate["outcome"],
+        findings=as_markdown_table(findings_table(Finding(**each) for each in cleaned.gate["findings"]), numbers=False),
+        summary=render_markdown(report),
+        serve=serve,
+        nameless=NAMELESS if any(NAMELESS in lines for *_, lines in serve) else None,
+        training=yaml.safe_dump(metadata["training"], sort_keys=False, allow_unicode=True).rstrip(),
+        stated_licence=config.license,
+        agreed_licence=agreed_licence(origins.values()),
+        origins=origins,
+        machine=gpus or f"{hardware.get('cpu')}, {hardware.get('cores')} cores",
+        self_seeded=report.prompts.categories.get(SELF_SEEDED),
+    )
+    return str(card).rstrip() + "\n"
+
+
+def read_card(name: str, revision: str | None, *, online: bool) -> ModelCardData:
+    """Return the metadata of the own card of a folder, file or Hub id; empty where there is none that can be read."""
+    try:
+        path = _find_card(name, revision, online)
+        data = ModelCardData() if path is None else ModelCard.load(path, ignore_metadata_errors=True).data
+    # Not a Hub id (embedded:...), no card, no access; or a file of somebody else's that is no card.
+    except (HFValidationError, HfHubHTTPError, HTTPError, OSError, ValueError, TypeError, yaml.YAMLError):
+        data = ModelCardData()
+    for key in ("license", "license_name", "license_link"):
+        value = getattr(data, key, None)
+        setattr(data, key, one_line(value) if isinstance(value, str) else None)
+    return data
+
+
+def agreed_licence(cards: Iterable[ModelCardData]) -> ModelCardData | None:
+    """Return the first card if all name the same licence; None where one names none, or they differ."""
+    first, *others = cards
+    known = (first.license, first.license_name)
+    return first if first.license and all((each.license, each.license_name) == known for each in others) else None
+
+
+def _find_card(name: str, revision: str | None, online: bool) -> Path | None:
+    folder = Path(name)
+    if folder.exists():
+        card = (folder if folder.is_dir() else folder.parent) / REPOCARD_NAME
+        return card if card.is_file() else None
+    cached = try_to_load_from_cache(name, REPOCARD_NAME, revision=revision)
+    if isinstance(cached, str):
+        return Path(cached)
+    return Path(hf_hub_download(name, REPOCARD_NAME, revision=revision)) if online else None
+
+
+def _serve(repo_id: str, metadata: Mapping[str, Any], exports: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """Yield a program, what to do before, and the command or code by which it serves the draft."""
+    name, target = repo_id.split("/")[-1], str(metadata["target"]["name"])
+    for engine, text in exports.items():
+        intro = f"`hf download {repo_id} --include '{engine}/*' --local-dir {name}` fetches the folder, then"
+        yield engine, intro, text.partition("\n")[2].strip()
+    others = [engine for engine in engines_of(metadata["kind"]) if engine not in exports]
+    if others:
+        lines = "\n".join(f"draftsmith export {repo_id} --to {engine} --out {name}-{engine}" for engine in others)
+        yield "other engines" if exports else "engines", "a checkout of draftsmith writes their forms.", lines
+    named = shlex.quote(target) if HUB_ID.fullmatch(target) or target.startswith("embedded:") else NAMELESS
+    line = f"python eval/run.py --set draft={repo_id} --set target.name={named}"
+    yield "draftsmith", "measures it against plain decoding on your prompts.", line
+
+
+def _card_data(
+    repo_id: str, cleaned: Cleaned, config: PushConfig, origins: Mapping[str, ModelCardData], endpoint: str
+) -> ModelCardData:
+    """Return the metadata on top of the card."""
+    kind = cleaned.metadata["kind"]
+    target, *others = origins
+    base_models = [name for name in (config.base_model or target, *others) if HUB_ID.fullmatch(name)]
+    licence = ModelCardData(license=config.license) if config.license else agreed_licence(origins.values()) or ModelCardData()
+    suites = [cleaned.report, *cleaned.report.suites.values()]
+    source_url = f"{endpoint}/{repo_id}/blob/main/report.json"
+    data = ModelCardData(
+        base_model=base_models[0] if len(base_models) == 1 else base_models or None,
+        library_name="transformers" if kind == "draft_lm" else None,
+        license=licence.license or "other",
+        license_name=licence.license_name,
+        license_link=licence.license_link,
+        language=origins[target].language,
+        pipeline_tag=TASK,
+        tags=["draftsmith", "speculative-decoding", "draft-model", one_line(kind)],
+        model_name=repo_id.split("/")[-1],
+        eval_results=[each for suite in suites for each in _results(suite, cleaned.report.statistics.level, source_url)],
+    )
+    if base_models:
+        # Of the Hub's four relations, a head that reads its target's states is an adapter, a model of its own a finetune.
+        data["base_model_relation"] = config.base_model_relation or ("finetune" if kind == "draft_lm" else "adapter")
+    return data
+
+
+def _results(suite: Report | SuiteSection, level: float, source_url: str) -> Iterator[EvalResult]:
+    """Yield the numbers of a suite."""
+    for part, key, name in METRICS:
+        numbers = getattr(suite, part)
+        value, bounds = (None, None) if numbers is None else numbers.interval_of(key)
+        if value is None:
+            continue
+        yield EvalResult(
+            task_type=TASK,
+            task_name="Speculative decoding",
+            dataset_type=one_line(Path(suite.prompts.source).stem),
+            dataset_name=one_line(suite.prompts.source),
+            dataset_args={"sha256": suite.prompts.sha256},
+            metric_type=key,
+            metric_name=name,
+            metric_value=value,
+            metric_args=None if bounds is None else {"low": bounds[0], "high": bounds[1], "level": level},
+            source_name="report.json",
+            source_url=source_url,
+        )

@@ -1,0 +1,1 @@
+"""`draftsmith serve-states`: the command, and what vLLM for CPUs needs to write states."""

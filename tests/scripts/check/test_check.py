@@ -1,0 +1,174 @@
+"""`draftsmith check` as a person runs it: on a server that speaks and counts as vLLM does, and on transformers itself."""
+
+import importlib
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED, INTERRUPTED, run_command
+from configs.schema.commands.release import CheckConfig, ExportConfig
+from heads.frozen.tokenizer import NAMED
+from scripts.check import vllm_server
+from scripts.check.vllm_check import write_template
+
+STAND_IN = Path(__file__).resolve().parents[2] / "support" / "stand_in_vllm"
+checking, exporting = importlib.import_module("scripts.check.__main__"), importlib.import_module("scripts.export")
+
+
+@pytest.fixture
+def export(tmp_path, monkeypatch):
+    """A folder with `vllm`, `target/` and `draft/`, an export for it; what the draft makes vLLM do is in `draft/behaviour`."""
+    program = tmp_path / "vllm"
+    program.write_text(f"#!{sys.executable}\n" + (STAND_IN / "server.py").read_text())
+    program.chmod(0o755)
+    packages = tmp_path / "packages"
+    (packages / "vllm-9.1.dist-info").mkdir(parents=True)
+    (packages / "vllm-9.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 9.1+cpu\n")
+    shutil.copy(STAND_IN / "openai.py", packages)
+    monkeypatch.setenv("PYTHONPATH", str(packages))
+    monkeypatch.setattr(vllm_server, "GRACE_SECONDS", 0.3)
+    for name in ("target", "draft"):
+        (tmp_path / name).mkdir()
+    draft = json.dumps({"method": "eagle3", "model": str(tmp_path / "draft"), "num_speculative_tokens": 3})
+    line = f"vllm serve {tmp_path / 'target'} --speculative-config '{draft}'"
+    (tmp_path / "draft" / "serve.txt").write_text(f"Serve with vllm:\n\n{line}\n\n- A note.\n")
+    (tmp_path / "prompts.txt").write_text("four\nfive?\n")
+    return tmp_path
+
+
+def check(folder, behaviour="", *more):
+    (folder / "draft" / "behaviour").write_text(behaviour)
+    prompts, out, vllm = folder / "prompts.txt", folder / "out", folder / "vllm"
+    given = [folder / "draft", "--engine", "vllm", "--prompts", prompts, "--out", out, "--vllm", vllm]
+    return run(*given, "--set", "max_new_tokens=9", *more)
+
+
+def run(*argv, schema=CheckConfig, module=checking):
+    return run_command(schema, module.main, description="", argv=list(map(str, argv)), add_arguments=module.add_arguments)
+
+
+def result_of(folder):
+    return json.loads((folder / "out" / "check.json").read_text())
+
+
+def left_running(folder):
+    """Return which processes of the servers do not end."""
+    ids = [int(number) for number in (folder / "processes").read_text().split()]
+    _, alive = psutil.wait_procs([psutil.Process(number) for number in ids if psutil.pid_exists(number)], timeout=5)
+    return [each.pid for each in alive if each.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_both_speeds_and_the_engines_counts_of_the_prompts_alone_are_written(export, capsys):
+    assert check(export) == DONE
+    found = result_of(export)
+    assert (found["checked"], found["passed"], found["reason"]) == (True, True, None)
+    assert (found["engine"], found["version"], found["dtype"]) == ("vllm", "9.1+cpu", "float32")
+    # Each prompt: rounds that keep 0, 1, 2 and 1 drafts. Those of the warm-up are left out.
+    assert found["tokens_per_target_step"] == 1 + 8 / 8
+    assert found["acceptance"] == [6 / 8, 2 / 8, 0.0]
+    assert (found["num_prompts"], found["same_answers"], found["differences"]) == (2, 2, [])
+    assert found["speedup"] == pytest.approx(found["tokens_per_second"] / found["tokens_per_second_plain"])
+    assert found["speedup_low"] <= found["speedup"] <= found["speedup_high"]
+    assert 0 < found["first_token_seconds"] < 5
+    shown = capsys.readouterr().out
+    assert "vllm 9.1+cpu, float32: 2 prompts" in shown
+    assert "accepted by position" in shown
+    assert left_running(export) == []
+
+
+@pytest.mark.parametrize("is_tie", [True, False])
+def test_an_answer_that_differs_by_more_than_rounding_fails(export, is_tie, capsys):
+    assert check(export, "tie" if is_tie else "wrong") == (DONE if is_tie else GATE_FAILED)
+    found = result_of(export)
+    assert found["same_answers"] == 1
+    [difference] = found["differences"]
+    assert (difference["prompt"], difference["position"]) == (1, 3)
+    assert difference["drafted"] == difference["plain"] + 1
+    assert difference["is_tie"] is is_tie
+    assert difference["gap"] == pytest.approx(0.005 if is_tie else 2.3)
+    said = "as good within float32's rounding" if is_tie else "1 of 2 answers with the draft differ"
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "reason"),
+    [
+        (
+            "refused",
+            r"vLLM with the draft ended with code 1: the draft has 3 taps, and the target 2 blocks; its log is .*draft.log",
+        ),
+        ("dies", r"vLLM with the draft does not answer: OpenAIError: .*"),
+        ("useless", r"no drafted token was accepted.*"),
+        ("hangs", r"vLLM with the draft was not ready after 5 s \(start_seconds\).*"),
+    ],
+)
+def test_a_draft_that_the_engine_cannot_use_fails_in_one_sentence(export, behaviour, reason, capsys):
+    assert check(export, behaviour, "--set", "start_seconds=5.0") == GATE_FAILED
+    found = result_of(export)
+    assert (found["checked"], found["passed"]) == (True, False)
+    assert re.fullmatch(reason, found["reason"])
+    assert left_running(export) == []
+    if behaviour == "refused":
+        assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_target_that_the_engine_does_not_serve_alone_says_nothing_of_the_draft(export, capsys):
+    serve = export / "draft" / "serve.txt"
+    serve.write_text(serve.read_text().replace(f"vllm serve {export / 'target'}", "vllm serve ann/needs-more-gpus"))
+    assert check(export) == DONE
+    found = result_of(export)
+    assert (found["checked"], found["passed"]) == (False, None)
+    assert "vllm: not checked; vLLM without the draft ended with code 1" in capsys.readouterr().out
+
+
+def test_an_interrupt_leaves_no_process(export, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt if (export / "processes").exists() else vllm_server.httpx2.ConnectError("not yet")
+
+    monkeypatch.setattr(vllm_server.httpx2, "get", interrupt)
+    assert check(export) == INTERRUPTED
+    assert left_running(export) == []
+
+
+def test_an_engine_that_is_not_installed_is_no_failure(export, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", os.devnull)
+    monkeypatch.setattr(vllm_server, "ENVIRONMENT", export / "none")
+    assert run(export / "draft", "--engine", "vllm", "--out", export / "out") == DONE
+    assert (result_of(export)["checked"], result_of(export)["passed"]) == (False, None)
+    assert "vllm: not checked; not installed: " in capsys.readouterr().out
+    assert run(export / "draft", "--engine", "vllm", "--out", export / "out", "--vllm", export / "nosuch") == BAD_INPUT
+    assert run(export / "draft", "--engine", "sglang", "--out", export / "out") == DONE
+    assert "read back" in result_of(export)["reason"]
+
+
+def test_an_export_for_another_engine_or_from_another_place_is_refused(export, capsys):
+    path = export / "draft" / "serve.txt"
+    path.write_text(path.read_text().replace(str(export / "draft"), "/nosuch/draft"))
+    assert check(export) == BAD_INPUT
+    path.write_text("Serve with sglang:\n\npython -m sglang.launch_server\n")
+    assert check(export) == BAD_INPUT
+    moved, other = capsys.readouterr().err.splitlines()
+    assert "names /nosuch/draft, which is not there" in moved
+    assert "export the draft with --to vllm" in other
+
+
+def test_a_chat_template_that_is_not_the_targets_is_handed_to_vllm(tiny_run, tmp_path):
+    path = write_template(str(tiny_run / "target"), CheckConfig(chat_template="plain"), tmp_path)
+    assert Path(path).read_text() == NAMED["plain"]
+
+
+def test_transformers_decodes_an_export_to_plain_decodings_tokens(tiny_run, tmp_path):
+    out = ["--to", "transformers", "--out", tmp_path / "export"]
+    assert run(tiny_run / "artifact", *out, schema=ExportConfig, module=exporting) == DONE
+    given = ["--prompts", tiny_run / "suite.jsonl", "--out", tmp_path / "out", "--set", "num_prompts=4", "max_new_tokens=16"]
+    assert run(tmp_path / "export", "--engine", "transformers", *given) == DONE
+    found = result_of(tmp_path)
+    assert (found["checked"], found["passed"], found["same_answers"]) == (True, True, 4)
+    assert 1.0 < found["tokens_per_target_step"] <= 4.0
+    assert found["first_token_seconds"] is None

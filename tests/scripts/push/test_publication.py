@@ -1,0 +1,275 @@
+"""What `draftsmith push` publishes, seen in a dry run: the card, what it is made from, what stays at home, what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from safetensors.torch import save_file
+
+from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED, INCONCLUSIVE
+from configs.schema.heads import MedusaSettings, MtpSettings
+from eval.release.checks import read_artifact
+from eval.report.schema import load_report
+from heads.families.registry import FAMILIES
+from heads.metadata import PROMPTS_FILE, hash_artifact, read_metadata
+from tests.scripts.conftest import PLANTED, change, judge
+from tests.support.artifacts import save_artifact
+from tests.support.reports import numbers_of
+
+NUMBER = re.compile(r"(?<![\w.-])-?\d+(?:\.\d+)?(?![\w.])")
+
+
+def card_of(folder):
+    return ModelCard.load(folder / "README.md")
+
+
+# --- the folder ---------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_writes_an_artifact_whose_report_and_hash_agree(dry, release):
+    folder = dry()
+    report = load_report(folder / "report.json")
+    assert hash_artifact(folder, read_metadata(folder)) == report.draft.sha256
+    measured = load_report(release / "evaluation" / "report.json")
+    assert report.draft.measured_sha256 == measured.draft.sha256 != report.draft.sha256
+    assert report.acceptance == measured.acceptance
+    assert read_artifact([folder]).sha256 == report.draft.sha256
+    assert (folder / "model.safetensors").read_bytes() == (release / "artifact" / "model.safetensors").read_bytes()
+    assert json.loads((folder / "publication.json").read_text())["gate"]["outcome"] == "pass"
+
+
+def rehash(release, alter):
+    """Change a release's metadata, and its report and verdict with them."""
+    change(release / "artifact" / "draftsmith.json", alter)
+    sha256 = hash_artifact(release / "artifact", read_metadata(release / "artifact"))
+    change(release / "evaluation" / "report.json", lambda report: report["draft"].update(sha256=sha256))
+    judge(release)
+    return sha256
+
+
+def test_metadata_with_nothing_to_hide_is_published_as_it_is(dry, release):
+    def clean(metadata):
+        metadata["training"], metadata["provenance"] = {}, {}
+        metadata["target"]["name"] = "owner/target"
+
+    sha256 = rehash(release, clean)
+    folder = dry()
+    assert (folder / "draftsmith.json").read_bytes() == (release / "artifact" / "draftsmith.json").read_bytes()
+    report = load_report(folder / "report.json")
+    assert report.draft.sha256 == sha256
+    assert report.draft.measured_sha256 is None
+
+
+def test_no_secret_and_no_path_of_the_machine_is_published(dry, release, tmp_path, monkeypatch):
+    own = "hf_" + "Q" * 30
+    monkeypatch.setenv("HF_TOKEN", own)
+    change(
+        release / "evaluation" / "report.json",
+        lambda report: report["warnings"].append(f"/home/alice/x was made for another, see file:///home/alice/y {own}"),
+    )
+    change(release / "artifact" / "tokenizer_config.json", lambda config: config.update(name_or_path=str(release / "target")))
+    judge(release)
+    save_file({"user_texts": torch.zeros(1, dtype=torch.int64)}, release / "artifact" / PROMPTS_FILE)
+    folder = dry("--set", "exports=[transformers]", "--target", str(release / "target"))
+    assert (folder / "transformers" / "serve.txt").is_file()
+    assert list(folder.rglob(PROMPTS_FILE)) == []
+    hidden = [PLANTED, own, "alice", "deals 2026", str(tmp_path), str(release), str(tmp_path.parent)]
+    found = [
+        (path.name, text)
+        for path in folder.rglob("*")
+        if path.is_file()
+        for text in hidden
+        if text.encode() in path.read_bytes()
+    ]
+    assert found == []
+    assert not (folder / "optimizer.pt").exists()
+
+
+def test_prompts_and_answers_stay_at_home_unless_asked_for(dry, push, release, tmp_path):
+    assert load_report(dry() / "report.json").samples == {"worst": [], "best": []}
+    assert push("--dry-run", str(tmp_path / "more"), "--set", "samples=true")[0] == DONE
+    kept = load_report(tmp_path / "more" / "report.json").samples
+    assert kept == load_report(release / "evaluation" / "report.json").samples
+
+
+# --- the card -----------------------------------------------------------------------------------------------------
+
+
+def test_the_cards_metadata_holds_the_reports_numbers_unrounded(dry):
+    folder = dry("--set", "base_model=owner/target")
+    card, report = card_of(folder), load_report(folder / "report.json")
+    found = {(each.dataset_config, each.metric_type): each for each in card.data.eval_results}
+    tau = found[None, "tokens_per_target_step"]
+    assert tau.metric_value == report.acceptance.tokens_per_target_step
+    assert [tau.metric_args["low"], tau.metric_args["high"]] == report.acceptance.tokens_per_target_step_ci
+    assert found[None, "decode_speedup"].metric_value == report.speed.decode_speedup
+    assert card.data.base_model == "owner/target"
+    assert card.data.base_model_relation == "finetune"
+    assert card.data.library_name == "transformers"
+    assert {"speculative-decoding", "draft_lm"} <= set(card.data.tags)
+
+
+def test_every_figure_in_the_card_is_in_the_report(dry):
+    folder = dry()
+    report, metadata = load_report(folder / "report.json"), json.loads((folder / "draftsmith.json").read_text())
+    text = card_of(folder).text.replace(re.search(r"# Where it comes from.*?# Licence", card_of(folder).text, re.DOTALL)[0], "")
+    allowed = {"95"}  # the intervals' level in per cent
+    for source in (report.to_dict(), metadata):
+        for _, value in numbers_of(source):
+            if value is not None:
+                scaled = (value, 100 * value, value / 1e6)
+                allowed |= {f"{each:{form}}" for each in scaled for form in (".0f", ".1f", ".2f", ".3f", ".4g", "g")}
+    allowed |= {str(position) for position in range(1, len(report.acceptance.position_survival) + 1)}
+    figures = NUMBER.findall(text)
+    assert len(figures) > 50
+    assert [figure for figure in figures if figure not in allowed] == []
+
+
+def test_the_card_says_what_was_measured_where_and_how_to_serve_it(dry):
+    text = card_of(dry("--set", "exports=[transformers]")).text
+    assert "Its release gate passed:" in text
+    assert "hf download ann/draft --include 'transformers/*' --local-dir draft" in text
+    assert "AutoModelForCausalLM.from_pretrained('draft/transformers'" in text
+    assert "AutoModelForCausalLM.from_pretrained('TARGET'" in text
+    assert "draftsmith export ann/draft --to vllm" in text
+    assert "python eval/run.py --set draft=ann/draft" in text
+    assert "| even | 3 |" in text
+    assert "batch size 1" in text
+    assert "Measured on 6 prompts of suite.jsonl" in text
+
+
+def put_head(release, tiny_llama, settings, **provenance):
+    """Put a head into the place of the release's draft LM."""
+    artifact = release / "artifact"
+    known = json.loads((artifact / "draftsmith.json").read_text())
+    head = FAMILIES[settings.kind].build(settings, tiny_llama(seed=1, dtype=torch.float32), None)
+    metadata = save_artifact(artifact, head, known["target"], num_speculative_tokens=2, provenance=provenance)
+    section = {"kind": settings.kind, "sha256": hash_artifact(artifact, metadata)}
+    change(release / "evaluation" / "report.json", lambda report: report["draft"].update(section))
+    judge(release)
+
+
+def test_a_head_is_an_adapter_of_its_target_and_goes_into_its_engines(dry, release, tiny_llama):
+    put_head(release, tiny_llama, MedusaSettings(kind="medusa", num_depths=2), imported_from="/home/alice/medusa")
+    where = ["--target", str(release / "target"), "--set", "base_model=owner/target"]
+    folder = dry("--set", "exports=[vllm]", *where)
+    card = card_of(folder)
+    assert (card.data.base_model, card.data.base_model_relation) == ("owner/target", "adapter")
+    assert card.data.library_name is None
+    assert "A head of kind `medusa`" in card.text
+    assert "| imported from | medusa |" in card.text
+    assert "vllm serve owner/target --speculative-config" in card.text
+    assert '"model": "draft/vllm"' in card.text
+    assert {path.name for path in (folder / "vllm").iterdir()} == {"config.json", "model.safetensors", "serve.txt"}
+
+
+def test_an_export_that_holds_the_target_is_not_published(dry, release, tiny_llama, tmp_path):
+    put_head(release, tiny_llama, MtpSettings(kind="mtp", num_depths=2))
+    code, _, err = dry("--set", "exports=[transformers]", "--target", str(release / "target"))
+    assert code == BAD_INPUT
+    assert "exports: the one for transformers holds all weights of the target" in err
+    assert not (tmp_path / "dry").exists()
+
+
+def test_the_licence_is_what_the_targets_card_says_and_never_invented(dry, push, release, tmp_path):
+    card = release / "target" / "README.md"
+    card.write_text("---\nlicense: other\nlicense_name: gemma\nlicense_link: https://ai.google.dev/terms\nlanguage: de\n---\n")
+    rehash(release, lambda value: value["target"].update(name=str(release / "target")))
+    data = card_of(dry()).data
+    assert (data.license, data.license_name, data.language) == ("other", "gemma", "de")
+    card.unlink()
+    code, out, _ = push("--dry-run", str(tmp_path / "none"))
+    assert code == DONE
+    assert "--set license=... states it" in out
+    assert card_of(tmp_path / "none").data.license == "other"
+    assert "Not stated" in card_of(tmp_path / "none").text
+    assert push("--dry-run", str(tmp_path / "told"), "--set", "license=apache-2.0")[0] == DONE
+    assert card_of(tmp_path / "told").data.license == "apache-2.0"
+
+
+def test_a_draft_that_began_as_another_model_is_bound_by_both(dry, push, release, tmp_path):
+    def began(metadata):
+        metadata["target"]["name"] = str(release / "target")
+        metadata["training"] = {"student": {"init": "model", "path": str(tmp_path / "small")}}
+
+    rehash(release, began)
+    (tmp_path / "small").mkdir()
+    (release / "target" / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    (tmp_path / "small" / "README.md").write_text("---\nlicense: mit\n---\n")
+    card = card_of(dry())
+    assert card.data.license == "other"
+    assert "`target`: apache-2.0; `small`: mit" in card.text
+    (tmp_path / "small" / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    assert push("--dry-run", str(tmp_path / "same"))[0] == DONE
+    assert card_of(tmp_path / "same").data.license == "apache-2.0"
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"lookups": ["prompt_lookup"]}, "measured the draft behind prompt_lookup"),
+        ({"sha256": "0" * 64}, "report.json is not of"),
+    ],
+)
+def test_a_report_of_other_drafts_is_refused(dry, release, section, said):
+    change(release / "evaluation" / "report.json", lambda report: report["draft"].update(section))
+    code, _, err = dry("--set", "allow_failed_gate=true")
+    assert code == BAD_INPUT
+    assert said in err
+
+
+def test_a_lossy_report_is_published_only_by_name_and_says_so(dry, release):
+    change(release / "evaluation" / "report.json", lambda report: report["lossless"].update(verdict="not_lossless"))
+    judge(release)
+    code, _, err = dry("--set", "allow_failed_gate=true")
+    assert code == BAD_INPUT
+    assert "--set allow_lossy=true" in err
+    text = card_of(dry("--set", "allow_failed_gate=true", "--set", "allow_lossy=true")).text
+    assert "**Not lossless**" in text
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected", "said"),
+    [(2.99, GATE_FAILED, "**Its release gate failed"), (None, INCONCLUSIVE, "gate was inconclusive")],
+)
+def test_a_gate_that_did_not_pass_is_passed_by_only_by_name(dry, release, tmp_path, limit, expected, said):
+    tau = load_report(release / "evaluation" / "report.json").acceptance.tokens_per_target_step
+    judge(release, rules=[{"metric": "acceptance.tokens_per_target_step", "min": limit or tau}])
+    code, out, err = dry()
+    assert code == expected
+    assert "acceptance.tokens_per_target_step" in out
+    assert "--set allow_failed_gate=true" in err
+    assert not (tmp_path / "dry").exists()
+    assert said in card_of(dry("--set", "allow_failed_gate=true")).text
+
+
+def test_without_a_verdict_or_with_another_reports_nothing_is_published(dry, release):
+    change(release / "evaluation" / "report.json", lambda report: report["warnings"].append("changed since"))
+    code, _, err = dry()
+    assert code == BAD_INPUT
+    assert "gate.json judged another report" in err
+    (release / "evaluation" / "gate.json").unlink()
+    code, _, err = dry()
+    assert code == BAD_INPUT
+    assert "no gate has judged" in err
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("replace_commit=abc", "40 characters of a commit's hash"),
+        ("base_model=/home/alice/llama", "expected a Hub id (owner/name)"),
+        ("exports=[vllm, gguf]", "exports.1: expected 'vllm', 'transformers', 'speculators' or 'sglang', got 'gguf'"),
+    ],
+)
+def test_a_wrong_setting_is_refused_before_anything_is_read(dry, setting, said):
+    code, _, err = dry("--set", setting)
+    assert code == BAD_INPUT
+    assert said in err
