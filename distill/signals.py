@@ -10,12 +10,10 @@ from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from distill.cache.reader import TargetCache
 from heads.frozen.hidden_states import TargetStates, read_states
 from heads.frozen.loading import Target
-from heads.frozen.processes import in_turns
 from heads.modules.interface import Batch, Normalisers
 
 
@@ -34,7 +32,6 @@ class SignalSource:
     taps: Sequence[int] = ()  # states that are read beside the final ones
     cache: TargetCache | None = None  # of the batches' conversations; None: the target runs, or its servers do
     _: KW_ONLY
-    own_batches: bool = False  # processes that share the target each bring a batch of their own, not all the same
     known_ahead: bool = True  # batches are read as they were loaded, and not changed by the draft before
     normalised: bool = False  # the loss takes the normalisers that a cache keeps at every position
 
@@ -63,8 +60,5 @@ class SignalSource:
         if self.target.states_from is not None:
             return TargetSignals(self.target.states_from.states(batch, self.taps))
 
-        def states(ids_BT: Tensor, packed_positions_BT: Tensor | None) -> TargetStates:
-            return read_states(self.target.model, ids_BT, self.taps, packed_positions_BT, batch.media_inputs(self.target))
-
-        group = self.target.group if self.own_batches else None
-        return TargetSignals(in_turns(group, batch.input_ids_BT, batch.packed_positions_BT, states))
+        media = batch.media_inputs(self.target)
+        return TargetSignals(read_states(self.target.model, batch.input_ids_BT, self.taps, batch.packed_positions_BT, media))

@@ -58,7 +58,7 @@ CHANGES_NO_WEIGHT = {
     "loss.chunk_size",
     "schedule.activation_checkpointing",
     "target.states",
-    "target.parallel",
+    "target.shards",
     "target.device",
     "target.device_map",
     "target.max_memory",

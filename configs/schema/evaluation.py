@@ -242,7 +242,7 @@ class EvalConfig(Settings):
             if getattr(decode, name) is not None:
                 yield f"cost predicts chains of a fixed length only: set it to null, or decode.{name} to null"
         if self.target.is_split:
-            yield "cost times a target that is whole in its process: set it to null, or target.parallel to null"
+            yield "cost times a target that is whole in its process: set it to null, or target.shards to 1"
         if decode.rule == "smc":
             yield "cost predicts rounds of verification, which lossy smc has none of: set one of the two to null"
 

@@ -96,34 +96,6 @@ class EngineStatesConfig(Settings):
         return self.concurrency if isinstance(self.concurrency, list) else [self.concurrency] * len(self.urls)
 
 
-class ParallelConfig(Settings):
-    """Over how many processes of a group each target is split, and by what: one kind at a time."""
-
-    tensor: PositiveInt = 1  # parts of every matrix, by the family's plan in transformers; must divide its attention heads
-    shard: PositiveInt = 1  # shares of every block's weights, gathered while the block runs (FSDP2); any family
-    expert: PositiveInt = 1  # shares of the experts of a mixture of experts; the rest is whole in every process
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The kinds that split, and into how many parts."""
-        return {name: size for name, size in self if size > 1}
-
-    @property
-    def kind(self) -> str | None:
-        """What splits the target; None: nothing does."""
-        return next(iter(self.sizes), None)
-
-    @property
-    def size(self) -> int:
-        """How many processes share one target."""
-        return max(self.sizes.values(), default=1)
-
-    def objections(self) -> Iterator[str]:
-        if len(self.sizes) > 1:
-            found = " and ".join(f"{name} {size}" for name, size in self.sizes.items())
-            yield f"{found} cannot be combined; give one of them, and leave the others at 1"
-
-
 OWN_FORWARDS = ("lean", "compiled")  # read weights that are packed on one device
 
 
@@ -162,14 +134,14 @@ class TargetConfig(Settings):
     offload_folder: str | None = None  # with disk: for weights that are kept otherwise than they run, as of most MoE models
     # Hidden states from servers: then only embedding, final norm and head are loaded, and blocks where device_map places them
     states: EngineStatesConfig | None = None
-    # For a target larger than one GPU: the processes of a group split it between them and run it together, each training the
-    # draft on batches of its own
-    parallel: ParallelConfig | None = None
+    # For a target larger than one GPU: so many processes hold equal shares of each block, which is gathered while it runs
+    # (FSDP2); each trains the draft on batches of its own. 1: each process has a target of its own
+    shards: PositiveInt = 1
 
     @property
     def is_split(self) -> bool:
         """Whether processes split it between them."""
-        return self.parallel is not None and self.parallel.kind is not None
+        return self.shards > 1
 
     @property
     def is_whole_text(self) -> bool:
@@ -178,14 +150,14 @@ class TargetConfig(Settings):
 
     def objections(self) -> Iterator[str]:
         is_split, is_gguf = self.is_split, self.name.endswith(".gguf")
-        for name, is_on in (("parallel", is_split), ("device_map", self.device_map is not None)):
+        for name, is_on in (("shards", is_split), ("device_map", self.device_map is not None)):
             if is_on and self.forward in OWN_FORWARDS:
-                yield f"{name}: forward {self.forward} packs all weights on one device; give transformers, or {name} null"
+                yield f"{name}: forward {self.forward} packs all weights on one device; give transformers, or leave out {name}"
             if is_on and is_gguf:
-                yield f"{name}: {self.name} is unpacked whole; give a folder of safetensors, or set {name} to null"
+                yield f"{name}: {self.name} is unpacked whole; give a folder of safetensors, or leave out {name}"
         for name, what in (("device_map", "spreads it over the devices of one"), ("states", "has it run by servers")):
             if is_split and getattr(self, name) is not None:
-                yield f"parallel: processes split the target, and {name} {what}; set one of the two to null"
+                yield f"shards: processes split the target, and {name} {what}; leave out one of the two"
         if self.tokens == "ids" and (self.chat_template is not None or self.chat_template_kwargs is not None or is_gguf):
             yield (
                 "tokens ids takes a folder or Hub id, and prompts as they are: set chat_template to null, its kwargs too, or "
@@ -207,8 +179,8 @@ class TargetConfig(Settings):
         given = "images" if self.images is not None else "audio"
         if getattr(self, given) is None:
             return
-        others = ("guidance", "device_map", "states", "parallel", *(["audio"] if given == "images" else []))
-        found = [f"{name} null" for name in others if getattr(self, name) is not None]
+        others = ("guidance", "device_map", "states", *(["audio"] if given == "images" else []))
+        found = [f"{name} null" for name in others if getattr(self, name) is not None] + ["shards 1"] * self.is_split
         if self.forward in OWN_FORWARDS or self.tokens != "text":
             found.append("forward transformers and tokens text")
         if found:

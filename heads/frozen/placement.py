@@ -1,9 +1,8 @@
 """Where the blocks of a target larger than one device lie, and how to read weights that lie in memory or on disk.
 
-Only blocks are spread: what else there is stays on the one device that computes. accelerate's hooks move states and load
-offloaded weights while a block runs (its own maps place all parts in order, and offload blocks that devices of unequal sizes
-could hold). Between two runs an offloaded module's weights are on torch's meta device, so code that starts from a block of a
-spread or split target reads them by `real_weight` or copies it by `own_copy`.
+Only blocks are spread: what else there is stays on the one device that computes. accelerate maps them; its hooks move states,
+and load offloaded weights while a block runs. Between two runs an offloaded module's weights are on torch's meta device, so
+code that starts from a block of a spread or split target reads them by `real_weight` or copies it by `own_copy`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import cast
 
 import torch
 from accelerate.hooks import AlignDevicesHook
-from accelerate.utils import get_max_memory
+from accelerate.utils import get_balanced_memory, get_max_memory, infer_auto_device_map
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
@@ -51,9 +50,8 @@ def place_parts(path: Path, config: TargetConfig, device: torch.device) -> dict[
                 f"target.device_map: each of {num_processes} processes would spread a target of its own by {given!r} over the "
                 "same devices; start one process, which uses all of them, or give a map of module names"
             )
-        sizes = [_bytes_of(block) for block in layers]
-        rest = _bytes_of(skeleton) - sum(sizes)
-        places = spread_blocks(sizes, rest, _room(config, home), home, even=given != "sequential")
+        rest = _bytes_of(skeleton) - _bytes_of(layers)
+        places = spread_blocks(layers, rest, _room(config, home), home, even=given != "sequential")
     for place in {*places} - {DISK}:
         try:
             torch.empty(0, device=place)
@@ -63,13 +61,11 @@ def place_parts(path: Path, config: TargetConfig, device: torch.device) -> dict[
 
 
 def spread_blocks(
-    sizes: Sequence[int], outside: int, room: Mapping[DeviceName, int], home: DeviceName, *, even: bool
+    layers: nn.ModuleList, outside: int, room: Mapping[DeviceName, int], home: DeviceName, *, even: bool
 ) -> list[DeviceName]:
-    """Return the device of each block, in order: `home`, the other devices, then memory, then the disk.
+    """Return the device of each block, in order, by accelerate's map: GPUs, then memory, then the disk.
 
-    Where blocks are offloaded, room for one more is kept on `home`, where they run and all else lies (`outside`).
-    With `even` no device takes more than its share of all weights and a block, as long as nothing is offloaded for that. All
-    sizes are in bytes.
+    `room` and `outside`, which lies on `home`, are in bytes. Room for one block that is loaded stays free on the first device.
     """
     free = room.get(home, 0) - outside
     if free < 0:
@@ -77,15 +73,12 @@ def spread_blocks(
             f"target.device_map: embedding, norm and head take {outside / GIBIBYTE:.2f} GiB, and {home} has "
             f"{room.get(home, 0) / GIBIBYTE:.2f}; raise target.max_memory there, or set target.device to a larger one"
         )
-    devices = {home: free} | {place: size for place, size in room.items() if place not in (home, MEMORY)}
-    share = (outside + sum(sizes)) // len(devices) + max(sizes)
-    ways = [{place: min(size, share - (outside if place == home else 0)) for place, size in devices.items()}] if even else []
-    for limits in (*ways, devices):
-        places = _fill(sizes, limits)
-        if DISK not in places:
-            return places
-    memory: dict[DeviceName, int] = {} if home == MEMORY else {MEMORY: room.get(MEMORY, 0)}
-    return _fill(sizes, devices | {home: free - max(sizes)} | memory)
+    kinds = sorted({type(block).__name__ for block in layers})
+    left: dict[DeviceName, int] = {**room, home: free}
+    if even:
+        left = get_balanced_memory(layers, left, no_split_module_classes=kinds)
+    found = infer_auto_device_map(layers, left, no_split_module_classes=kinds)
+    return [found[str(number)] if "" not in found else found[""] for number in range(len(layers))]
 
 
 def real_weight(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
@@ -155,19 +148,6 @@ def _joined_block(block: nn.Module, unsplit: nn.Module) -> nn.Module:
         path, _, own = name.rpartition(".")
         setattr(whole.get_submodule(path), own, buffer.to(MEMORY, copy=True))
     return whole.eval().requires_grad_(False)
-
-
-def _fill(sizes: Sequence[int], limits: Mapping[DeviceName, int]) -> list[DeviceName]:
-    """Fill devices with blocks one after another; the rest goes to disk."""
-    order, left, places = list(limits), dict(limits), []
-    for size in sizes:
-        while order and size > left[order[0]]:
-            order.pop(0)
-        place = order[0] if order else DISK
-        places.append(place)
-        if order:
-            left[place] -= size
-    return places
 
 
 def _by_hand(

@@ -1,17 +1,16 @@
 """Joining the processes that `accelerate launch` started, and a target split over groups of them.
 
-transformers splits tensors and experts while it reads the weights; torch's FSDP2 gathers a block's for as long as it runs.
-Embedding, final norm and output head are whole in every process: heads and losses read them, and not all equally often. Every
-forward must be run by all of a group. They decode the same prompts in lockstep (random numbers are a function of request and
-position), and in training each brings a batch of its own, which all read in turn.
-B batch, T positions.
+Each process reads its share of every block's weights, and torch's FSDP2 gathers a block's for as long as it runs. Embedding,
+final norm and output head are whole in every process: heads and losses read them, and not all equally often. Every forward must
+be run by all of a group. They decode the same prompts in lockstep (random numbers are a function of request and position), and
+in training each brings a batch of its own.
 """
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,26 +23,24 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import gather_object, parse_flag_from_env
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import DistError
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
-from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
+from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from transformers.distributed.tensor_parallel import TensorParallelLayer
 
 from configs.runtime.errors import ConfigError, InputError, RunFailed, first_line
-from configs.schema.target import ParallelConfig, TargetConfig
+from configs.schema.target import TargetConfig
 from heads.device import choose_device
 from heads.frozen.hidden_states import blocks
 from heads.frozen.placement import UNSPLIT, blocks_name, make_skeleton
 
-Read = TypeVar("Read")
 Part = TypeVar("Part")
 
 WHOLE, SHARED = "replicate", "shared_block"  # styles of transformers' plans: its own, and the one registered below
-EXPERT_WEIGHTS = "grouped_gemm"  # the style of weights whose first dimension counts experts
 
 
 def join_processes(target: TargetConfig, *, timeout_seconds: int | None = None) -> PartialState:
@@ -115,16 +112,12 @@ def naming_lost_processes() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetGroup:
-    """The processes that share one target: group `number` of `count`, in which this process is `rank` of `size`.
-
-    With `same_inputs` they must bring the same inputs to a forward, not only as many forwards.
-    """
+    """The processes that share one target: group `number` of `count`, in which this process is `rank` of `size`."""
 
     number: int
     count: int
     rank: int
     size: int
-    same_inputs: bool
     processes: dist.ProcessGroup
 
     def member(self, rank: int) -> int:
@@ -158,29 +151,6 @@ def share_of(group: TargetGroup | None, state: PartialState) -> Share:
     return Share(number=group.number, count=group.count, writes=group.rank == 0)
 
 
-def in_turns(
-    group: TargetGroup | None, ids_BT: Tensor, positions_BT: Tensor | None, read: Callable[[Tensor, Tensor | None], Read]
-) -> Read:
-    """Return what `read` makes of this process's batch; shapes may differ between processes of the group."""
-    if group is None or not group.same_inputs:
-        return read(ids_BT, positions_BT)
-    shape = torch.tensor([*ids_BT.shape, positions_BT is not None], device=ids_BT.device)
-    shapes = shape.new_empty(group.size * len(shape))
-    dist.all_gather_into_tensor(shapes, shape, group=group.processes)
-    own: list[Read] = []
-    for rank, (B, T, is_packed) in enumerate(shapes.view(group.size, -1).tolist()):
-        mine = rank == group.rank
-        sent = [ids_BT.contiguous() if mine else ids_BT.new_empty(B, T)]
-        if is_packed:
-            sent.append(positions_BT.contiguous() if mine and positions_BT is not None else ids_BT.new_empty(B, T))
-        for tensor in sent:
-            dist.broadcast(tensor, group.member(rank), group=group.processes)
-        result = read(sent[0], sent[1] if is_packed else None)
-        if mine:
-            own.append(result)
-    return own[0]
-
-
 @dataclass
 class _OneGroup(DistributedConfig):
     """transformers' settings for groups that know nothing of each other: it would hold what they share in parts as well."""
@@ -203,32 +173,22 @@ ALL_PARALLEL_STYLES.register(SHARED, cast(Any, _SharedBlock()))
 
 def split_arguments(path: Path, config: TargetConfig, device: torch.device) -> dict[str, Any]:
     """Return the arguments of `from_pretrained` by which this process reads its part of the target in a folder."""
-    parallel, count = _groups_of(config)
+    count = _num_groups(config)
     skeleton = make_skeleton(path, config)
-    prefix = blocks_name(skeleton)
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None and accelerator.type != device.type:  # transformers takes it, whatever the config says
         raise ConfigError(
-            f"target.parallel: {parallel.kind} runs on {accelerator.type} where there is one, got device {device.type}; hide "
-            "it from the processes (CUDA_VISIBLE_DEVICES='')"
+            f"target.shards: shares run on {accelerator.type} where there is one, got device {device.type}; hide it from the "
+            "processes (CUDA_VISIBLE_DEVICES='')"
         )
-    if parallel.kind != "shard":
-        _check_plan(skeleton, parallel, prefix)
-    whole = [rule for rule in skeleton.tp_plan if parallel.kind != "tensor" or not rule.startswith(f"{prefix}.")]
-    plan = dict.fromkeys(whole, WHOLE) | ({f"{prefix}.*": SHARED} if parallel.kind == "shard" else {})
-    settings = _OneGroup(
-        tp_size=parallel.size,
-        dp_replicate_size=count,
-        tp_plan=plan or dict.fromkeys([prefix], WHOLE),
-        ep_size=parallel.expert,
-    )
-    return {"distributed_config": settings}
+    plan = dict.fromkeys(skeleton.tp_plan, WHOLE) | {f"{blocks_name(skeleton)}.*": SHARED}
+    return {"distributed_config": _OneGroup(tp_size=config.shards, dp_replicate_size=count, tp_plan=plan)}
 
 
 def join_group(model: PreTrainedModel, config: TargetConfig, device: torch.device) -> TargetGroup:
     """Return the group of this process, whose part of the target is `model`, and make that ready to run."""
-    parallel, count = _groups_of(config)
-    mesh = init_device_mesh(device.type, (count, parallel.size), mesh_dim_names=("groups", "members"))
+    size, count = config.shards, _num_groups(config)
+    mesh = init_device_mesh(device.type, (count, size), mesh_dim_names=("groups", "members"))
     for part in (model.config, model.config.get_text_config()):
         part.__dict__.pop("distributed_config", None)  # drafts are made of this config
     with torch.device("meta"):
@@ -242,48 +202,20 @@ def join_group(model: PreTrainedModel, config: TargetConfig, device: torch.devic
             for name in ("forward", "_is_hooked"):
                 module.__dict__.pop(name, None)
     return TargetGroup(
-        number=dist.get_rank() // parallel.size,
+        number=dist.get_rank() // size,
         count=count,
-        rank=dist.get_rank() % parallel.size,
-        size=parallel.size,
-        same_inputs=parallel.kind != "shard",
+        rank=dist.get_rank() % size,
+        size=size,
         processes=mesh["members"].get_group(),
     )
 
 
-def expert_weights(model: PreTrainedModel) -> list[nn.Parameter]:
-    """Return the weights of a model that `target.parallel.expert` splits."""
-    named, plan = model.named_parameters(), model.ep_plan
-    return [each for name, each in named if plan.get(replace_layer_number_by_wildcard(name)) == EXPERT_WEIGHTS]
-
-
-def _groups_of(config: TargetConfig) -> tuple[ParallelConfig, int]:
-    """Return how targets are split, and over how many groups of processes."""
-    assert config.parallel is not None
-    size, num_processes = config.parallel.size, int(os.environ.get("WORLD_SIZE", "1"))
-    if num_processes % size:
+def _num_groups(config: TargetConfig) -> int:
+    """Return over how many groups of processes targets are split."""
+    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if num_processes % config.shards:
         raise ConfigError(
-            f"target.parallel: {config.parallel.kind} {size} makes groups of {size} processes, which do not divide the "
-            f"{num_processes} of this run; start a multiple of {size}, by accelerate launch or torchrun"
+            f"target.shards: {config.shards} makes groups of so many processes, which do not divide the {num_processes} of "
+            f"this run; start a multiple of {config.shards}, by accelerate launch or torchrun"
         )
-    return config.parallel, num_processes // size
-
-
-def _check_plan(skeleton: PreTrainedModel, parallel: ParallelConfig, prefix: str) -> None:
-    name, kind, size = type(skeleton).__name__, parallel.kind, parallel.size
-    if kind == "tensor":
-        has_plan = any(rule.startswith(f"{prefix}.") for rule in skeleton.tp_plan)
-        config = skeleton.config.get_text_config()
-        counts = [(what, getattr(config, what, None)) for what in ("num_attention_heads", "num_key_value_heads")]
-    else:
-        has_plan = EXPERT_WEIGHTS in skeleton.ep_plan.values()
-        holders = [module for module in skeleton.modules() if list(module.parameters(recurse=False))]
-        named = (getattr(module, "num_experts", None) for module in holders)
-        counts = [("num_experts", count) for count in sorted({count for count in named if isinstance(count, int)})]
-    if not has_plan:
-        raise InputError(f"target.parallel: transformers has no plan for {kind} parallelism of {name}; give shard {size}")
-    for what, count in counts:
-        if count is not None and count % size:
-            raise ConfigError(
-                f"target.parallel: {kind} {size} does not divide the {what} of {name}, {count}; give a divisor, or shard {size}"
-            )
+    return num_processes // config.shards

@@ -64,7 +64,7 @@ class Facts:
 
         There is none without time or a whole target for it, or where all of it was asked for.
         """
-        if run.budget_minutes < SWEPT_FROM_MINUTES or run.target.parallel is not None or "cost" in (run.eval or {}):
+        if run.budget_minutes < SWEPT_FROM_MINUTES or run.target.is_split or "cost" in (run.eval or {}):
             return {}
         contexts = [min(128, self.context // 4), min(512, self.context // 2)]
         return {"cost.num_speculative_tokens": 5, "cost.context_tokens": contexts, "cost.repeats": 2}
@@ -333,7 +333,7 @@ def _launcher(plan: Plan, on_cpu: bool) -> list[Choice]:
         Choice("num_processes", number, f"on {what}"),
     ]
     if engine.group > 1:
-        choices.append(Choice("target.parallel", {engine.kind: engine.group}, "one process has no room for the target"))
+        choices.append(Choice("target.shards", engine.group, "one process has no room for the target"))
     if engine.spreads_target:
         choices.append(Choice("target.device_map", "auto", "one accelerator has no room for the target"))
     return choices

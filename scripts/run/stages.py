@@ -85,7 +85,7 @@ def stage_command(run: RunConfig, stage: Stage) -> list[str]:
     if stage == "gate":
         report, artifact = output / "eval" / "report.json", output / "train" / "artifact"
         return [GATE_ENTRY, str(report), *command[1:], "--artifact", str(artifact)]
-    together = run.target.parallel is not None  # processes that share the target
+    together = run.target.is_split  # processes that share the target
     if stage == "train" or (run.num_processes > 1 and (stage != "eval" or together)):
         return [*LAUNCH, run.launcher, "--num_processes", str(run.num_processes), *command]
     return command

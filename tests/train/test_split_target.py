@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM
 
 from configs.runtime.command import DONE
 from configs.schema.data import CacheConfig, DataConfig
@@ -27,58 +26,32 @@ from tests.support.training_runs import read_evaluations
 from train.telemetry.records import METRICS_FILE
 
 STEPS, TOLERANCE = 20, 1e-5
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "eos_token_id": 1,
-    "bos_token_id": None,
-    "pad_token_id": None,
-    "num_local_experts": 4,
-    "tie_word_embeddings": False,
-}
 
 
 class SplitRuns(Runs):
     """Runs that share a target, beside those of one process."""
 
-    def target(self, family):
-        """Return the settings of a tiny target, the project's own Llama or a Mixtral."""
-        own = self.project.target
-        if family == "llama":
-            return own
-        folder = self.folder / family
-        if not folder.exists():
-            tokenizer = AutoTokenizer.from_pretrained(own["name"])
-            torch.manual_seed(0)
-            MixtralForCausalLM(MixtralConfig(vocab_size=len(tokenizer), **SHAPE)).save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-        return own | {"name": str(folder)}
-
-    def settings(self, name, task, num_processes, family="llama", parallel=None, **changes):
+    def settings(self, name, task, num_processes, shards=1, **changes):
         """Return a config whose step takes four conversations, one in each micro-batch."""
-        target = self.target(family) | ({} if parallel is None else {"parallel": parallel})
+        target = self.project.target | {"shards": shards}
         rhythm = {"batch_size": 1, "gradient_accumulation_steps": 4 // num_processes, "max_steps": STEPS}
         rhythm |= {"eval_every_steps": 10, "checkpoint_every_steps": 5, "process_timeout_seconds": 60}
         return self.config(name, task, num_processes, {"target": target} | changes, **rhythm)
 
-    def alone(self, task, family="llama", **changes):
+    def alone(self, task, **changes):
         """Return the output of one process that holds the whole target."""
-        key = f"alone-{task}-{family}-{json.dumps(changes)}"
+        key = f"alone-{task}-{json.dumps(changes)}"
         if key not in self.done:
-            config = self.settings(f"alone-{len(self.done)}", task, 1, family, **changes)
+            config = self.settings(f"alone-{len(self.done)}", task, 1, **changes)
             (child,) = self.start(config, None, 1)
             assert child.end() == DONE, child.said[-3000:]
             self.done[key] = Path(config.output)
         return self.done[key]
 
-    def together(self, task, num_processes, recipe, parallel, family="llama", **changes):
+    def together(self, task, num_processes, recipe, **changes):
         """Return the output of processes that share the target."""
-        name = f"{task}-{family}-{num_processes}-{recipe}-{len(self.children)}"
-        config = self.settings(name, task, num_processes, family, parallel, **changes)
+        name = f"{task}-{num_processes}-{recipe}-{len(self.children)}"
+        config = self.settings(name, task, num_processes, 2, **changes)
         ended(self.start(config, recipe, num_processes))
         return Path(config.output)
 
@@ -114,27 +87,24 @@ MTP = {"head": {"kind": "mtp"}}  # its module starts as a copy of one of the tar
 CHECKED = {"sanity": {"enabled": True}}
 slow = pytest.mark.slow
 CASES = [
-    pytest.param("heads", 2, "ddp_cpu", {"tensor": 2}, "llama", {}, id="tensor 2"),
-    pytest.param("heads", 2, "ddp_cpu", {"shard": 2}, "llama", {}, id="shard 2", marks=slow),
-    pytest.param("heads", 4, "fsdp2", {"shard": 2}, "llama", {}, id="shard 2 x data 2 under FSDP2", marks=slow),
-    pytest.param("distill", 2, "zero3", {"tensor": 2}, "llama", {}, id="tensor 2 x ZeRO-3", marks=[slow, NEEDS_DEEPSPEED]),
-    pytest.param("heads", 2, "ddp_cpu", {"expert": 2}, "mixtral", {}, id="MoE, expert 2", marks=slow),
-    pytest.param("heads", 2, "ddp_cpu", {"tensor": 2}, "llama", MTP, id="MTP from tensor 2", marks=slow),
-    pytest.param("heads", 2, "ddp_cpu", {"tensor": 2}, "llama", CHECKED, id="tensor 2 after sanity checks", marks=slow),
+    pytest.param("heads", 2, "ddp_cpu", {}, id="two"),
+    pytest.param("heads", 4, "fsdp2", {}, id="two groups, the head under FSDP2", marks=slow),
+    pytest.param("distill", 2, "zero3", {}, id="a draft LM under ZeRO-3", marks=[slow, NEEDS_DEEPSPEED]),
+    pytest.param("heads", 2, "ddp_cpu", MTP, id="MTP", marks=slow),
+    pytest.param("heads", 2, "ddp_cpu", CHECKED, id="after sanity checks", marks=slow),
 ]
 
 
-@pytest.mark.parametrize(("task", "num_processes", "recipe", "parallel", "family", "changes"), CASES)
+@pytest.mark.parametrize(("task", "num_processes", "recipe", "changes"), CASES)
 def test_processes_that_share_the_target_have_the_losses_the_weights_and_the_scores_of_one(
-    runs, task, num_processes, recipe, parallel, family, changes
+    runs, task, num_processes, recipe, changes
 ):
-    together = runs.together(task, num_processes, recipe, parallel, family, **changes)
-    assert_same(together, runs.alone(task, family, **changes))
+    together = runs.together(task, num_processes, recipe, **changes)
+    assert_same(together, runs.alone(task, **changes))
 
 
-@pytest.mark.parametrize("parallel", [pytest.param({"tensor": 2}, marks=slow), {"shard": 2}], ids=str)
-def test_a_killed_group_goes_on_to_what_one_process_ends_with(runs, parallel):
-    config = runs.settings(f"killed-{next(iter(parallel))}", "distill", 2, parallel=parallel)
+def test_a_killed_group_goes_on_to_what_one_process_ends_with(runs):
+    config = runs.settings("killed", "distill", 2, shards=2)
     killed = runs.start(config, "ddp_cpu", before=die_at_step(13))
     assert [child.end() for child in killed] == [-signal.SIGKILL] * 2
     again = runs.start(config, "ddp_cpu")
@@ -152,13 +122,12 @@ def making(config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"shard": 2}], ids=str)
-def test_groups_make_the_data_the_caches_and_the_reports_of_one_process(runs, parallel):
+def test_groups_make_the_data_the_caches_and_the_reports_of_one_process(runs):
     results = []
     draft = str(runs.alone("heads") / "artifact")
-    for num_processes, split in ((1, None), (4, parallel)):
-        folder = runs.folder / f"made-{num_processes}-{next(iter(parallel))}"
-        target = runs.target("llama") | {"parallel": split}
+    for num_processes, shards in ((1, 1), (4, 2)):
+        folder = runs.folder / f"made-{num_processes}"
+        target = runs.project.target | {"shards": shards}
         cache = runs.project.cache(folder / "cache").model_dump() | {"taps": [1, 3], "dtype": "float32"}
         evaluated = {
             "draft": draft,
@@ -173,7 +142,7 @@ def test_groups_make_the_data_the_caches_and_the_reports_of_one_process(runs, pa
             EvalConfig.model_validate(evaluated | {"target": target}),
         )
         for config in configs:
-            ended(runs.start(config, None if split is None else "ddp_cpu", num_processes, main=making))
+            ended(runs.start(config, None if shards == 1 else "ddp_cpu", num_processes, main=making))
         results.append(folder)
     texts = [(folder / "data" / "train.jsonl").read_text() for folder in results]
     assert texts[0] == texts[1]
@@ -196,7 +165,7 @@ def test_a_process_holds_its_share_of_the_weights(runs, tmp_path):
         (tmp_path / f"{place}.json").write_text(json.dumps({"held": held, "whole": sum(each.nbytes for each in weights)}))
         return DONE
 
-    config = runs.settings("counted", "heads", 4, "mixtral", {"shard": 4})
+    config = runs.settings("counted", "heads", 4, shards=4)
     ended(runs.start(config, "ddp_cpu", 4, main=counting))
     held = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("*.json"))]
     assert len(held) == 4

@@ -17,7 +17,6 @@ from torch import nn
 from configs.schema.commands.planning import PlanConfig, PlanHeadsConfig
 from distill.loss.chunked import rows_of_chunk
 from heads.frozen.hidden_states import blocks, num_blocks
-from heads.frozen.processes import expert_weights
 from heads.modules.layers import shape_like
 from train.plan.models import PlannedModels, count, draft_columns, draft_work, frozen_copies, target_columns
 
@@ -39,14 +38,13 @@ class Sharing:
     stage: int = 0  # what is split over the processes, by ZeRO's numbers
     spreads_target: bool = False  # one process holds the target on all accelerators of a node (`target.device_map`)
     offloads_states: bool = False  # the optimiser's states and the float32 weights that it steps lie in the host's memory
-    group: int = 1  # processes that share the target's blocks, or experts, by `target.parallel`; the rest is whole in each
-    kind: str = ""  # by what they share it
+    group: int = 1  # processes that share the target's blocks (`target.shards`); the rest is whole in each
 
     @property
     def name(self) -> str:
         """The recipe, and whether the target is split or spread beside it."""
         if self.group > 1:
-            return f"{self.recipe} with target.parallel.{self.kind}={self.group}"
+            return f"{self.recipe} with target.shards={self.group}"
         return f"{self.recipe} with target.device_map" if self.spreads_target else self.recipe
 
 
@@ -141,8 +139,7 @@ def needed_bytes(
     if engine.spreads_target:
         target = target / num_accelerators + target_block
     if engine.group > 1:
-        target = target_outside + (target - target_outside) / engine.group
-        target += target_block if engine.kind == "shard" else 0
+        target = target_outside + (target - target_outside) / engine.group + target_block
     states = memory.optimizer_states / (n if engine.stage >= 1 else 1)
     whole_gradients = engine.stage < 2 or (engine.recipe == "fsdp2" and (head or accumulates))
     gradients = memory.gradients / (1 if whole_gradients else n)
@@ -161,7 +158,6 @@ def try_engines(config: PlanConfig, models: PlannedModels, memory: Memory) -> li
     hardware, machine, n = config.hardware, config.hardware.machine, config.hardware.num_accelerators
     room, head = machine.memory_gib * GIBIBYTE * HEADROOM, isinstance(config, PlanHeadsConfig)
     of_blocks = [_bytes_of(each.parameters()) for each in blocks(models.target)]
-    of_experts = _bytes_of(expert_weights(models.target))
     ends = models.target.get_input_embeddings(), models.target.get_output_embeddings()
     engines = [
         engine
@@ -170,7 +166,7 @@ def try_engines(config: PlanConfig, models: PlannedModels, memory: Memory) -> li
     ]
     spreading = [SPREADING] if 1 < n <= hardware.accelerators_per_node else []
     fits: list[Fit] = []
-    for engine in (*engines, *_groups(config, models), *spreading):
+    for engine in (*engines, *_groups(config), *spreading):
         if engine.group > 1 and any(fit.engine.group > 1 and fit.complaint is None for fit in fits):
             continue  # a smaller group does
         needed = needed_bytes(
@@ -178,7 +174,7 @@ def try_engines(config: PlanConfig, models: PlannedModels, memory: Memory) -> li
             engine,
             n,
             target_block=max(*of_blocks, *(_bytes_of(each.parameters()) for each in ends)),
-            target_outside=memory.target_weights - (of_experts if engine.kind == "expert" else sum(of_blocks)),
+            target_outside=memory.target_weights - sum(of_blocks),
             head=head,
             accumulates=config.schedule.gradient_accumulation_steps > 1,
         )
@@ -192,20 +188,13 @@ def try_engines(config: PlanConfig, models: PlannedModels, memory: Memory) -> li
     return fits
 
 
-def _groups(config: PlanConfig, models: PlannedModels) -> list[Sharing]:
+def _groups(config: PlanConfig) -> list[Sharing]:
     """Return the ways of sharing a target by the processes of a node, or the one that the config gives."""
-    given, text = config.target.parallel, models.target.config.get_text_config()
-    if given is not None and given.kind is not None:
-        return [Sharing(recipe="ddp_gpus", on_cpu="ddp_cpu", group=given.size, kind=given.kind)]
     n, per_node = config.hardware.num_accelerators, config.hardware.accelerators_per_node
     sizes = [size for size in range(2, min(n, per_node) + 1) if per_node % size == 0 and n % size == 0]
-    heads = [getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
-    counts = [number for number in heads if number is not None]  # recurrent targets have none
-    splits = bool(counts and models.target.tp_plan)
-    kinds = ["tensor" if splits and not any(number % size for number in counts) else "shard" for size in sizes]
-    return [
-        Sharing(recipe="ddp_gpus", on_cpu="ddp_cpu", group=size, kind=kind) for size, kind in zip(sizes, kinds, strict=True)
-    ]
+    if config.target.is_split:
+        sizes = [config.target.shards]
+    return [Sharing(recipe="ddp_gpus", on_cpu="ddp_cpu", group=size) for size in sizes]
 
 
 def _bytes_of(weights: Iterable[nn.Parameter]) -> int:

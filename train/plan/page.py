@@ -38,7 +38,7 @@ def launch_line(engine: Sharing, hardware: HardwareConfig, command: str) -> str:
     """Return the line that starts a run, an entry with its options: on one node, or as a SLURM job over several."""
     n, per_node = hardware.num_accelerators, hardware.accelerators_per_node
     if engine.group > 1:
-        command += f" --set target.parallel.{engine.kind}={engine.group}"
+        command += f" --set target.shards={engine.group}"
     recipe = f"RECIPE=configs/accelerate/{engine.recipe}.yaml " if engine.stage else ""
     if n > per_node:
         nodes = math.ceil(n / per_node)

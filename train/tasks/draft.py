@@ -67,7 +67,7 @@ class DraftTask:
         self.module: nn.Module = DraftObjective(draft, target, config.loss, self.vocabulary, self.clock)
         self.rewriter = Rewriter(config, target) if config.policy.on_policy else None
         self.drafts_while_training = self.rewriter is not None
-        self.source = SignalSource(target, cache=cache, own_batches=True, known_ahead=self.rewriter is None)
+        self.source = SignalSource(target, cache=cache, known_ahead=self.rewriter is None)
         path = config.student.path
         self.training_prompts = training_prompts(train, None if path is None else locate(TargetConfig(name=path)))
         self.held_out = HeldOut(config, target, held_out, accelerator)

@@ -73,7 +73,7 @@ class HeadTask:
             target.states_from.serve(self.taps)  # held-out decoding asks for them where a cache has those of the data, too
         if cache is not None:
             cache.check_keeps(self.taps)
-        self.source = SignalSource(target, self.taps, cache, own_batches=True, normalised=True)
+        self.source = SignalSource(target, self.taps, cache, normalised=True)
         if config.schedule.activation_checkpointing:
             checkpoint_activations(head)
         self.config = config

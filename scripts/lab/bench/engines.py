@@ -65,7 +65,7 @@ def hold_shares(settings: EngineComparisonSettings, kind: str, size: int) -> dic
             name = str(folder / "target")
             _save_divisible(own, size, Path(name))
         del own
-        shares = _load_in(folder, name, {kind: size}, size)
+        shares = _load_in(folder, name, size)
     most = max(shares, key=lambda each: each["held"])
     return {
         "parallel": f"{kind} {size}",
@@ -87,10 +87,10 @@ def _save_divisible(target: Target, size: int, folder: Path) -> None:
     target.tokenizer.save_pretrained(folder)
 
 
-def _load_in(folder: Path, name: str, parallel: dict[str, int], num_processes: int) -> list[dict[str, int]]:
+def _load_in(folder: Path, name: str, num_processes: int) -> list[dict[str, int]]:
     output = folder / f"held-{num_processes}"
     output.mkdir()
-    target = {"name": name, "device": "cpu", "dtype": "float32", "parallel": parallel}
+    target = {"name": name, "device": "cpu", "dtype": "float32", "shards": num_processes}
     config = HeadsConfig.model_validate({"target": target, "output": str(output)})
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

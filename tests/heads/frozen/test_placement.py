@@ -14,7 +14,6 @@ from heads.frozen.placement import place_parts, spread_blocks
 from heads.modules.target_block import copy_block
 
 CPU = torch.device("cpu")
-SIZES = [10] * 6
 
 
 @pytest.fixture(scope="module")
@@ -42,20 +41,18 @@ def on_meta(target):
 
 
 @pytest.mark.parametrize(
-    ("room", "home", "even", "places"),
+    ("room", "home", "places"),
     [
-        ({"cpu": 100}, "cpu", True, ["cpu"] * 6),
-        ({"cpu": 65}, "cpu", True, ["cpu"] * 4 + ["disk"] * 2),  # 45 without the rest and a block that runs
-        ({0: 100, 1: 100, "cpu": 50}, 0, False, [0] * 6),
-        ({0: 45, 1: 100, "cpu": 50}, 0, False, [0] * 3 + [1] * 3),
-        ({0: 100, 1: 100, "cpu": 50}, 0, True, [0] * 3 + [1] * 3),  # shares of 40 and a block, less 10 for the rest
-        ({0: 100, 1: 100, "cpu": 50}, 1, True, [1] * 3 + [0] * 3),
-        ({0: 100, 1: 20, "cpu": 50}, 0, True, [0] * 6),  # even shares would leave blocks without a device
-        ({0: 40, 1: 20, "cpu": 10}, 0, True, [0, 0, 1, 1, "cpu", "disk"]),
+        ({"cpu": 1000}, "cpu", ["cpu"] * 6),
+        ({"cpu": 500}, "cpu", ["cpu"] * 3 + ["disk"] * 3),  # 400 without the rest, and room for a block that runs
+        ({0: 450, 1: 1000, "cpu": 500}, 0, [0] * 2 + [1] * 4),
+        ({0: 450, 1: 200, "cpu": 200}, 0, [0, 0, 1, 1, "cpu", "cpu"]),
+        ({0: 450, 1: 200, "cpu": 100}, 0, [0, 0, 1, 1, "disk", "disk"]),
     ],
 )
-def test_blocks_go_to_devices_then_to_memory_then_to_disk(room, home, even, places):
-    assert spread_blocks(SIZES, 10, room, home, even=even) == places
+def test_blocks_go_to_devices_then_to_memory_then_to_disk(room, home, places):
+    layers = torch.nn.ModuleList(torch.nn.Linear(5, 5, bias=False, device="meta") for _ in range(6))  # of 100 bytes
+    assert spread_blocks(layers, 100, room, home, even=False) == places
 
 
 def test_max_memory_sends_the_last_blocks_to_disk(settings, whole):

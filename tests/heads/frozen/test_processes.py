@@ -1,41 +1,20 @@
-"""What a target cannot be split by is a sentence, before its weights are read; DeepSpeed compiles nothing meanwhile."""
+"""Processes that groups do not divide are refused before weights are read; DeepSpeed compiles nothing meanwhile."""
 
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import GPT2Config, LlamaConfig, MixtralConfig
 
-from configs.runtime.errors import ConfigError, InputError
+from configs.runtime.errors import ConfigError
 from configs.schema.target import TargetConfig
 from heads.frozen import processes
 
-SHAPE = {"vocab_size": 16, "hidden_size": 12, "intermediate_size": 16, "num_hidden_layers": 3}
-LLAMA = LlamaConfig(**SHAPE, num_attention_heads=6, num_key_value_heads=3, architectures=["LlamaForCausalLM"])
-GPT2 = GPT2Config(vocab_size=16, n_embd=12, n_layer=2, n_head=2, architectures=["GPT2LMHeadModel"])
-MIXTRAL = MixtralConfig(
-    **SHAPE, num_attention_heads=6, num_key_value_heads=3, num_local_experts=5, architectures=["MixtralForCausalLM"]
-)
 
-
-@pytest.mark.parametrize(
-    ("config", "parallel", "num_processes", "complaint"),
-    [
-        (LLAMA, {"shard": 3}, 4, "shard 3 makes groups of 3 processes, which do not divide the 4 of this run; start"),
-        (LLAMA, {"tensor": 2}, 2, "tensor 2 does not divide the num_key_value_heads of LlamaForCausalLM, 3; give a divisor"),
-        (LLAMA, {"tensor": 4}, 4, "tensor 4 does not divide the num_attention_heads of LlamaForCausalLM, 6; give a divisor"),
-        (LLAMA, {"expert": 2}, 2, "no plan for expert parallelism of LlamaForCausalLM; give shard 2"),
-        (GPT2, {"tensor": 2}, 2, "no plan for tensor parallelism of GPT2LMHeadModel; give shard 2"),
-        (MIXTRAL, {"expert": 2}, 2, "expert 2 does not divide the num_experts of MixtralForCausalLM, 5; give a divisor"),
-    ],
-    ids=lambda value: str(value) if isinstance(value, dict) else "",
-)
-def test_what_cannot_be_split_is_named(tmp_path, monkeypatch, config, parallel, num_processes, complaint):
-    config.save_pretrained(tmp_path)
-    monkeypatch.setenv("WORLD_SIZE", str(num_processes))
-    target = TargetConfig(name=str(tmp_path), device="cpu", parallel=parallel)
-    with pytest.raises((ConfigError, InputError), match=f"^target.parallel: .*{complaint}"):
-        processes.split_arguments(tmp_path, target, torch.device("cpu"))
+def test_groups_that_do_not_divide_the_processes_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match=r"target\.shards"):
+        processes.split_arguments(Path("none"), TargetConfig(device="cpu", shards=3), torch.device("cpu"))
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")

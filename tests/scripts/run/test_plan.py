@@ -158,9 +158,9 @@ def test_a_budget_that_is_too_short_is_refused_with_one_that_is_not():
     assert fit(enough).num_prompts > plan.LEAST_PROMPTS
 
 
-@pytest.mark.parametrize(("parallel", "swept"), [(None, True), ({"tensor": 8}, False)])
-def test_rounds_are_timed_where_the_target_is_whole_in_its_process(parallel, swept):
-    run = RunConfig(budget_minutes=60, target={"parallel": parallel})
+@pytest.mark.parametrize(("shards", "swept"), [(1, True), (8, False)])
+def test_rounds_are_timed_where_the_target_is_whole_in_its_process(shards, swept):
+    run = RunConfig(budget_minutes=60, target={"shards": shards})
     cost = Facts.cost(SimpleNamespace(context=2048), run)
     assert bool(cost) == swept
     target = {"target": run.target.model_dump(mode="json")}
