@@ -43,7 +43,7 @@ def test_the_page_says_what_fits_and_what_does_not(capsys):
     assert re.search(r"\| ddp_gpus \| [\d.]+ GiB \| no: more than 71.1 GiB", page)
     assert re.search(r"\| ddp_gpus with target.shards=2 \| [\d.]+ GiB \| no: ", page)
     assert "| one_gpu with target.device_map |" in page
-    assert "recipe: take ddp_gpus with target.shards=8" in page
+    assert "recipe: take ddp_gpus with target.shards=4" in page
     assert "PROCESSES_PER_NODE=8 scripts/cluster/node.sh train/heads.py --config mine.yaml --set target.shards" in page
 
 
