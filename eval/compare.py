@@ -1,7 +1,7 @@
 """Set reports side by side: `python eval/compare.py runs/a/report.json runs/b/report.json [...]`.
 
-Prints a table that compares the others with the first, and writes one page (`--set output=FILE`). A folder
-stands for the `report.json` in it. Reports of different targets or prompts are refused unless `may_differ_in` names them.
+Prints a table that compares the others with the first, and writes it as Markdown (`--set output=FILE`). A folder stands for
+the `report.json` in it. Reports of different targets or prompts are refused unless `may_differ_in` names them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from configs.runtime.errors import InputError
 from configs.runtime.files import write_text
 from configs.runtime.terminal import say
 from configs.schema.evaluation import CompareConfig
-from eval.report.comparison import compare, notes, overview, render_comparison
+from eval.report.comparison import as_markdown, compare, notes, overview
 from eval.report.schema import load_report, report_file
 from eval.report.tables import as_text
 
@@ -30,10 +30,10 @@ def main(config: CompareConfig, args: argparse.Namespace) -> int:
     paths = [report_file(path) for path in args.reports]
     output = Path(config.output)
     if output.resolve() in [path.resolve() for path in paths]:
-        raise InputError(f"output: the page would overwrite the report {output}; give another file")
+        raise InputError(f"output: the table would overwrite the report {output}; give another file")
     entries = compare([(str(path), load_report(path)) for path in paths], config.may_differ_in)
-    write_text(output, render_comparison(entries))
-    say("\n".join([as_text(overview(entries)), *notes(entries), f"\npage: {output}"]))
+    write_text(output, as_markdown(entries))
+    say("\n".join([as_text(overview(entries)), *notes(entries), f"\nwritten: {output}"]))
     return DONE
 
 

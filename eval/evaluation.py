@@ -24,8 +24,8 @@ from configs.runtime.resumable import fingerprint
 from configs.runtime.run_record import describe_git, describe_hardware, describe_versions, write_run_record
 from configs.runtime.terminal import say
 from configs.schema.evaluation import EvalConfig
-from eval.cost.predict import predict_speed
-from eval.cost.timing_sweep import check_sweep
+from eval.cost.prediction import predict_speed
+from eval.cost.timing_sweep import check_sweep, sweep_rounds
 from eval.cost.tree_choice import find_tree
 from eval.decoder.decode import check_decodable
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP, Laps
@@ -43,20 +43,19 @@ from eval.measure.proposers import (
 from eval.measure.record_files import drop_batches
 from eval.measure.suite import Suite, Turns, fit_suite, load_suites, trained_on
 from eval.metrics.energy import find_meter, summarise_energy
-from eval.metrics.quality import Quality
+from eval.metrics.quality import check_references, judge_quality
 from eval.metrics.tally import Tally
 from eval.report.build import build_report
 from eval.report.markdown import render_markdown
 from eval.report.page import render_html
-from eval.report.schema import Report, parse_report, write_report
-from eval.report.sections import GenerateSection
+from eval.report.schema import GenerateSection, Report, WholeSpeedSection, write_report
 from heads.frozen.loading import Target, load_target
 from heads.frozen.processes import join_processes
 from heads.inference.compiled_forward import forward_name
 
 log = logging.getLogger("draftsmith")
 # What comes after the measurement, or says where it goes: a run that is resumed may change these.
-AFTERWARDS = {"lossless", "cost", "quality", "render", "num_rendered", "bootstrap_samples", "output", "overwrite"}
+NOT_IN_FINGERPRINT = {"lossless", "cost", "quality", "bootstrap_samples", "output", "overwrite"}
 SUBJECT = ("target.name", "target.revision", "draft", "suite.path", "suite.subset", "suite.split")  # what a report is of
 
 
@@ -75,7 +74,7 @@ class Loaded:
         """Return the fingerprint of all that decides the records, and of the machine on which they are timed."""
         made_of = [*(suite.sha256 for suite in self.suites), self.target.identity.to_dict(), self.draft.section["sha256"]]
         machine = [describe_hardware(), describe_versions(), self.state.num_processes, torch.get_num_threads()]
-        return fingerprint(config.model_dump(mode="json", exclude=AFTERWARDS), made_of, machine)
+        return fingerprint(config.model_dump(mode="json", exclude=NOT_IN_FINGERPRINT), made_of, machine)
 
 
 def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
@@ -87,7 +86,7 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     output = Path(config.output)
     _check_output(output, config)
     suites = load_suites(config.all_suites)
-    quality = Quality(config, suites[0].prompts)
+    check_references(config.quality, suites[0].prompts)
     loaded = _load(config, suites)
     target, state = loaded.target, loaded.state
     job = loaded.fingerprint(config)
@@ -110,29 +109,27 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     plain, drafted = ([each for tally in tallies.values() for each in tally.of(mode)] for mode in (AUTOREGRESSIVE, SPECULATIVE))
     lossless = judge_lossless(target, plain, drafted, config.decode, config.lossless, loaded.draft.proposer)
     laps.done("losslessness")
+    quality = judge_quality(target, records, suites[0].prompts, config)
+    laps.done("quality")
     if not state.is_main_process:
-        quality.judge(target, records)
         state.wait_for_everyone()
         return DONE
+    bootstrap = {"samples": config.bootstrap_samples, "seed": config.decode.seed}
     report = build_report(
         suites=[(suite, tallies[suite.name]) for suite in loaded.suites],
         lossless=lossless,
-        energy=None if meter is None else summarise_energy(records.timings, meter, config),
+        quality=quality,
+        energy=None if meter is None else summarise_energy(records.timings, meter, **bootstrap),
         warnings=[*loaded.draft.warnings, *([] if how_chosen is None else [how_chosen]), *_warnings(config, loaded, tallies)],
         **_describe(config, loaded),
     )
-    partial = output / "report.partial.json"  # a scorer may fail; what was measured must not be lost with it
-    write_report(partial, report)
-    scores = quality.judge(target, records)
     if target.group is not None:
         state.wait_for_everyone()  # the first process is the one that the others meet at
-    answers = {"quality": scores, "rendered": quality.rendered(target, records)}
-    report = parse_report(report.to_dict() | answers, "the report just built")
     laps.done("report")
-    _time_others(config, loaded, records, report)
+    if report.speed is not None:
+        _time_sweep_and_generate(config, loaded, records, report, report.speed)
     laps.done("timing sweep")
     _write(output, report)
-    partial.unlink()
     laps.done("report")
     log.info("took: %s", laps)
     write_json(output / "seconds.json", laps.seconds)
@@ -187,14 +184,23 @@ def _check_output(output: Path, config: EvalConfig) -> None:
             )
 
 
-def _time_others(config: EvalConfig, loaded: Loaded, records: Tally, report: Report) -> None:
-    if report.speed is None:
-        return
-    if config.cost is not None:
-        plain, proposer = records.of(AUTOREGRESSIVE), loaded.draft.proposer
-        report.speed.predicted = predict_speed(loaded.target, proposer, plain, report, config.decode, config.cost)
-    timed = time_generate(loaded.target, loaded.turns.first, config)
-    report.speed.generate = None if timed is None else GenerateSection(**timed)
+def _time_sweep_and_generate(
+    config: EvalConfig, loaded: Loaded, records: Tally, report: Report, speed: WholeSpeedSection
+) -> None:
+    """Add to the report's speed what is timed after the suite: rounds of other sizes, and transformers' `generate`."""
+    target, cost = loaded.target, config.cost
+    conditional = report.acceptance.position_conditional
+    if cost is not None and any(conditional):
+        placeholder = target.runner.placeholder  # forwards are timed on text: later rounds read neither images nor sounds
+        plain = records.of(AUTOREGRESSIVE)
+        text = [token for each in plain for token in (*each.prompt_tokens, *each.tokens) if token != placeholder]
+        if sweep := sweep_rounds(target, loaded.draft.proposer, text, config.decode, cost):
+            drafts, batch = config.decode.num_speculative_tokens, config.decode.batch_size
+            speed.predicted = predict_speed(sweep, conditional, drafts=drafts, batch=batch, context=cost.context_tokens)
+    if cost is not None and speed.predicted is None:
+        log.warning("the draft proposed nothing, or nothing of it was accepted: there is no prediction of its speed")
+    timed = time_generate(target, loaded.turns.first, config)
+    speed.generate = None if timed is None else GenerateSection(**timed)
 
 
 def _describe(config: EvalConfig, loaded: Loaded) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The configs of `eval/run.py`, `eval/predict.py`, `eval/compare.py` and `eval/gate.py`. Imports no torch."""
+"""The configs of `eval/run.py`, `eval/compare.py` and `eval/gate.py`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,54 +25,28 @@ from configs.schema.target import TargetConfig
 RELATIVE = ("acceptance.tokens_per_target_step", "speed.decode_speedup")  # of what a gate's rule may compare with a baseline
 
 
-def unless_dotted(path: str | None, what: str) -> Iterator[str]:
-    """Object to what cannot be the path of a function of the user's."""
-    if path is not None and ("." not in path or not all(part.isidentifier() for part in path.split("."))):
-        yield f"{what} is named as package.module.function, got {path!r}"
-
-
 class QualityConfig(Settings):
     """Score plain and speculative answers to the same prompts, and compare them prompt by prompt."""
 
     perplexity: bool = True  # of the answers, under the target's own distribution at temperature 1
     # gsm8k: the last number of an answer, or the one it marks as final, equals the reference's. Every prompt needs a reference.
     exact_match: Literal["gsm8k"] | None = None
-    # Functions of your own, as package.module.function: (prompt, answer, reference or None) -> number, larger is better
-    scorers: list[str] = []
-    # A function of your own: answer -> numbers, as many for each. The Fréchet distance between plain and speculative answers in
-    # their space, and of both from the references, where every prompt of the suite has one. Not for answers with several turns
-    features: str | None = None
 
     def objections(self) -> Iterator[str]:
-        yield from unless_dotted(self.features, "a function")
-        for path in self.scorers:
-            yield from unless_dotted(path, "a scorer")
-        yield from unless_once("scorers", self.scorers, "function")
-        if not self.perplexity and self.exact_match is None and not self.scorers and self.features is None:
-            yield "quality judges nothing: turn perplexity on, or give exact_match, scorers or features; null turns it off"
+        if not self.perplexity and self.exact_match is None:
+            yield "quality judges nothing: turn perplexity on, or give exact_match; null turns it off"
 
 
 class CostConfig(Settings):
-    """A timing sweep: every number of drafts at each batch size with the first context, and each context with the first size.
-
-    Other sizes are interpolated, and larger ones extrapolated by a fit. About half a minute with SmolLM2-135M on two cores.
-    """
+    """A timing sweep: every number of drafts at each batch size. About half a minute with SmolLM2-135M on two cores."""
 
     num_speculative_tokens: PositiveInt = 8  # 1 to this many, or as many as the draft can
-    batch_sizes: list[PositiveInt] = Field(default=[1, 8], min_length=1)  # at which forwards are timed
-    context_tokens: list[Annotated[int, Field(ge=8)]] = Field(default=[128, 512], min_length=1)  # at which forwards are timed
+    batch_sizes: list[PositiveInt] = Field(default=[1, 8], min_length=1)  # timed; those between are interpolated
+    context_tokens: Annotated[int, Field(ge=8)] = 128  # before a round
     repeats: PositiveInt = 3  # of each timing
 
     def objections(self) -> Iterator[str]:
         yield from unless_rising("batch_sizes", self.batch_sizes, "size")
-        yield from unless_rising("context_tokens", self.context_tokens, "size")
-
-
-class PredictConfig(Settings):
-    """`eval/predict.py`: the speed of a report's draft on another machine."""
-
-    batch_sizes: list[PositiveInt] = Field(default=[1, 4, 16, 64, 256], min_length=1)
-    context_tokens: PositiveInt | None = None  # None: as long as in the report
 
 
 class SuiteConfig(Settings):
@@ -156,10 +130,6 @@ class EvalConfig(Settings):
     lossless: LosslessConfig = LosslessConfig()
     cost: CostConfig | None = None  # a timing sweep, from which the speed at other settings is predicted; None: no prediction
     quality: QualityConfig | None = None  # what answers are worth, with and without the draft; a lossy mode needs it
-    # A function of your own, as package.module.function: answer -> data URL of a picture or of sound, for the first answers of
-    # the suite. The answer is a text; with target.tokens ids, of numbers
-    render: str | None = None
-    num_rendered: PositiveInt = 10  # prompts whose answers are rendered
     energy: bool = False  # joules per token, by the machine's own counters where they can be read
     bootstrap_samples: PositiveInt = 2000  # of prompts, for each interval
     output: str = "runs/eval"  # folder: report.json, report.html, report.md, records.jsonl
@@ -223,7 +193,6 @@ class EvalConfig(Settings):
         if len(set(names)) < len(names):
             yield f"suites must have different names, got {names}: give each its `name`"
         yield from unless_once("baselines", self.baselines, "way")
-        yield from unless_dotted(self.render, "a function")
         decode = self.decode
         if decode.lossy is not None and self.quality is None:
             yield (
@@ -279,7 +248,7 @@ class CompareConfig(Settings):
     """`eval/compare.py`: several reports side by side."""
 
     may_differ_in: list[Literal["target", "suite"]] = []  # what the reports are of; refused unless named here
-    output: str = "runs/comparison.html"
+    output: str = "runs/comparison.md"
 
 
 class GateRule(Settings):

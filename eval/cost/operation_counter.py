@@ -6,14 +6,10 @@ weights, keys and values, and activations. Norms, activation functions and the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from eval.decoder.records import Clock
 
 
 def _product(args: Sequence[Any]) -> int:
@@ -73,28 +69,3 @@ class WorkCounter(TorchDispatchMode):
             self.flops += count(args)
             self.bytes += sum(args[place].numel() * args[place].element_size() for place in operands)
         return func(*args, **(kwargs or {}))
-
-
-class WorkClock(Clock):
-    """A clock that counts the work of each phase instead of its seconds."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.counters: dict[str, WorkCounter] = {"draft": WorkCounter(), "verify": WorkCounter()}
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Count the work inside the `with` block."""
-        if name not in self.counters:
-            yield
-            return
-        with self.counters[name]:
-            yield
-
-    def summary(self) -> dict[str, float]:
-        """Return `draft_bytes`, `draft_flops`, `verify_bytes` and `verify_flops`."""
-        return {
-            f"{name}_{what}": float(value)
-            for name, counter in self.counters.items()
-            for what, value in (("bytes", counter.bytes), ("flops", counter.flops))
-        }

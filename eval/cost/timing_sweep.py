@@ -1,9 +1,8 @@
-"""A timing sweep: rounds of the decoder with prescribed acceptance, by number of drafts, batch and context.
+"""A timing sweep: rounds of the decoder with prescribed acceptance, by number of drafts and batch.
 
 The rounds are those of `eval.decoder.batch.BatchRun`, so that every part costs what it costs in decoding. Only the number of
-accepted drafts is prescribed: none or all, because after all a draft has more to read. Plain rounds take turns with them,
-numbers of drafts rise and fall by turns, and medians are kept, so that a drifting machine drifts for all. Rows are not equally
-long. Trees and rounds with a stopping rule are left out, as their sizes depend on the text.
+accepted drafts is prescribed: none or all, because after all a draft has more to read. Plain rounds take turns with them, and
+medians are kept. Rows are not equally long. Trees and stopping rules are left out, as their sizes depend on the text.
 """
 
 from __future__ import annotations
@@ -20,12 +19,11 @@ from configs.runtime.errors import InputError, RunFailed
 from configs.runtime.terminal import progress
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import CostConfig
-from eval.cost.operation_counter import WorkClock
 from eval.decoder.batch import BatchRun
 from eval.decoder.request import Request
 from eval.decoder.rules import ChainVerification
 from eval.decoder.verifier import Verifier
-from eval.report.sections import TimedRound
+from eval.report.schema import TimedRound
 from heads.frozen.loading import Target
 from heads.proposers.protocol import Proposal, Proposer
 
@@ -56,10 +54,10 @@ class ScriptedVerifier(Verifier):
 def check_sweep(target: Target, config: CostConfig) -> None:
     """Refuse a sweep with a context that does not fit the target's."""
     longest = config.num_speculative_tokens
-    start, grows_by = _span(config.context_tokens[-1], longest)
+    start, grows_by = _span(config.context_tokens, longest)
     if (needed := start + grows_by + longest + 2) > target.max_positions:
         raise InputError(
-            f"cost.context_tokens: rounds of up to {longest} drafts around {config.context_tokens[-1]} tokens need a context of"
+            f"cost.context_tokens: rounds of up to {longest} drafts around {config.context_tokens} tokens need a context of"
             f" {needed}, the target's is {target.max_positions}; ask for less there or in cost.num_speculative_tokens"
         )
 
@@ -68,55 +66,46 @@ def check_sweep(target: Target, config: CostConfig) -> None:
 def sweep_rounds(
     target: Target, proposer: Proposer, text: Sequence[int], decode: DecodeConfig, config: CostConfig
 ) -> list[TimedRound]:
-    """Time rounds of every number of drafts, up to as many as the draft can, at the batches and contexts asked for.
+    """Time rounds of every number of drafts, up to as many as the draft can, at the batches asked for.
 
     The prompts are taken from anywhere in `text`, token ids that are repeated where they end. Empty where nothing is drafted.
     """
     check_sweep(target, config)
     target = replace(target, eos_token_ids=())  # no round may end the text
-    places = [(batch, config.context_tokens[0]) for batch in config.batch_sizes]
-    places += [(config.batch_sizes[0], context) for context in config.context_tokens[1:]]
-    longest, may_rise = _drafts_of(target, proposer, text, decode, config)
-    if longest == 0:
+    first = _Runs(target, proposer, text, decode, config, config.batch_sizes[0])
+    run_round(first.drafting, config.num_speculative_tokens)
+    if (longest := first.verifier.num_drafted) == 0:
         return []
-    samples: dict[tuple[int, int, int], Samples] = {
-        (drafts, *place): defaultdict(list) for place in places for drafts in range(longest + 1)
+    samples: dict[tuple[int, int], Samples] = {
+        (drafts, batch): defaultdict(list) for batch in config.batch_sizes for drafts in range(longest + 1)
     }
-    with progress("timing", len(places) * (config.repeats + 1), "passes") as advance:
-        for repeat in range(-1, config.repeats):  # the first pass warms up and counts the work
-            for place in places:
-                runs = _Runs(target, proposer, text, decode, place, longest)
-                own = {drafts: samples[drafts, *place] for drafts in range(longest + 1)}
-                measure = runs.count_work if repeat < 0 else runs.time
-                measure(own, downwards=not may_rise or repeat in range(1, config.repeats, 2))
+    with progress("timing", len(config.batch_sizes) * (config.repeats + 1), "passes") as advance:
+        for repeat in range(config.repeats + 1):
+            for batch in config.batch_sizes:
+                own = {drafts: samples[drafts, batch] for drafts in range(longest + 1)}
+                if repeat == 0:  # it warms up
+                    own = {drafts: defaultdict(list) for drafts in own}
+                _Runs(target, proposer, text, decode, config, batch).time(own)
                 advance(1)
     undrafted = {"draft_seconds": 0.0, "draft_seconds_after_full": 0.0}  # of plain rounds
     return [
         TimedRound(
             num_speculative_tokens=drafts,
             batch_size=batch,
-            context_tokens=_middle(context, longest),
             **undrafted | {name: median(values) for name, values in own.items()},
         )
-        for (drafts, batch, context), own in samples.items()
+        for (drafts, batch), own in samples.items()
     ]
 
 
 class _Runs:
-    """A plain run and one with the draft, of one batch in one context, which take turns."""
+    """A plain run and one with the draft, of one batch, which take turns."""
 
     def __init__(
-        self,
-        target: Target,
-        proposer: Proposer,
-        text: Sequence[int],
-        decode: DecodeConfig,
-        place: tuple[int, int],
-        longest: int,
+        self, target: Target, proposer: Proposer, text: Sequence[int], decode: DecodeConfig, config: CostConfig, batch: int
     ) -> None:
-        batch, context = place
-        self.longest = longest
-        start, grows_by = _span(context, longest)
+        longest = config.num_speculative_tokens
+        start, grows_by = _span(config.context_tokens, longest)
         settings = decode.model_copy(
             update={
                 "num_speculative_tokens": longest,
@@ -126,15 +115,16 @@ class _Runs:
             }
         )
         # The plain rounds, of a token each, all stand near the middle.
-        self.plain, _ = _start(target, text, batch, _middle(context, longest), settings, None)
+        self.plain, _ = _start(target, text, batch, start + grows_by // 2, settings, None)
         self.drafting, self.verifier = _start(target, text, batch, start, settings, proposer)
 
-    def time(self, samples: dict[int, Samples], *, downwards: bool) -> None:
+    def time(self, samples: dict[int, Samples]) -> None:
         """Time four rounds of each number of drafts, and four plain ones before each of those numbers.
 
-        Which rounds keep all decides what the next one's draft has to read: of two that keep the same the second is timed.
+        A draft reads more after a fully accepted round, so each setting runs twice and the second run is timed. Numbers fall:
+        MTP modules of a depth each draft no more, in a batch, than they once did, as what they did not read is lost to them.
         """
-        for drafts in sorted(range(1, self.longest + 1), reverse=downwards):
+        for drafts in sorted(samples, reverse=True)[:-1]:
             for _ in range(4):  # as many as with drafts: what other rounds left in the processor's caches slows the first
                 _time_round(self.plain, 0, samples[0])
             for keeps_all in (False, True):
@@ -142,17 +132,6 @@ class _Runs:
                 _time_round(self.drafting, drafts, samples[drafts])
                 draft_seconds = _time_round(self.drafting, drafts, samples[drafts])
                 samples[drafts]["draft_seconds_after_full" if keeps_all else "draft_seconds"].append(draft_seconds)
-
-    def count_work(self, samples: dict[int, Samples], *, downwards: bool) -> None:
-        """Count the work of a round of each number of drafts."""
-        for drafts, own in sorted(samples.items(), reverse=downwards):
-            run = self.drafting if drafts else self.plain
-            run_round(run, drafts)  # which reads what the last one left unread
-            usual, run.clock = run.clock, WorkClock(run.target.device)
-            run_round(run, drafts)
-            for name, value in run.clock.summary().items():
-                own[name].append(value)
-            run.clock = usual
 
 
 def _time_round(run: BatchRun, drafts: int, samples: Samples) -> float:
@@ -174,33 +153,10 @@ def run_round(run: BatchRun, drafts: int) -> None:
         raise RunFailed("target or draft computed NaN or infinity while rounds were timed")
 
 
-def _drafts_of(
-    target: Target, proposer: Proposer, text: Sequence[int], decode: DecodeConfig, config: CostConfig
-) -> tuple[int, bool]:
-    """Return how many drafts a round has at most, what is asked for or as many as the draft can, and whether it may rise.
-
-    MTP modules of a depth each draft no more, in a batch, than they once did: what they did not read is lost to them.
-    """
-    place = config.batch_sizes[0], config.context_tokens[0]
-    runs = _Runs(target, proposer, text, decode, place, config.num_speculative_tokens)
-    run_round(runs.drafting, config.num_speculative_tokens)
-    longest = runs.verifier.num_drafted
-    if longest == 0:
-        return 0, True
-    for drafts in (1, longest):
-        run_round(runs.drafting, drafts)
-    return longest, runs.verifier.num_drafted == longest
-
-
 def _span(context: int, longest: int) -> tuple[int, int]:
     """Return how many tokens a run begins with and by how many it grows, so that `context` lies halfway if it can."""
     grows_by = 2 * sum(range(longest + 1)) + 4 * longest + 4  # what the rounds of `_Runs.time` commit
     return max(SHORTEST, context - grows_by // 2), grows_by
-
-
-def _middle(context: int, longest: int) -> int:
-    start, grows_by = _span(context, longest)
-    return start + grows_by // 2
 
 
 def _start(
@@ -210,7 +166,7 @@ def _start(
     requests = []
     for row in range(batch):
         length = context - row % 2
-        tokens = tuple(text[place % len(text)] for place in range(row * length, (row + 1) * length))
+        tokens = tuple(text[position % len(text)] for position in range(row * length, (row + 1) * length))
         requests.append(Request(prompt_id=str(row), category="", tokens=tokens))
     run = BatchRun(target, requests, settings, proposer)
     run.verifier = verifier = ScriptedVerifier(run.verifier)

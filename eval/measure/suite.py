@@ -47,7 +47,7 @@ class Suite:
         return [prompt.prompt_id for prompt in self.prompts]
 
     @property
-    def places(self) -> list[tuple[str, int]]:
+    def asked(self) -> list[tuple[str, int]]:
         """Every (prompt id, turn), in order."""
         return [(prompt.prompt_id, turn) for prompt in self.prompts for turn in range(len(prompt.turns))]
 

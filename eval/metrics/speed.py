@@ -25,32 +25,29 @@ def summarise_speed(timings: Sequence[Timing], *, samples: int, seed: int, keep_
     With `keep_batches` there is also `per_batch`, [decode seconds, decode tokens] of both modes, with which another report is
     compared batch by batch (`eval.report.change`).
     """
-    plain, speculative = ([timing for timing in timings if timing.mode == mode] for mode in (AUTOREGRESSIVE, SPECULATIVE))
-    if not plain or not speculative:
+    by_mode = {mode: [timing for timing in timings if timing.mode == mode] for mode in (AUTOREGRESSIVE, SPECULATIVE)}
+    if not all(by_mode.values()):
         return None
-    result: dict[str, Any] = {}
-    for mode, own in ((AUTOREGRESSIVE, plain), (SPECULATIVE, speculative)):
-        result[f"decode_seconds_{mode}"] = seconds = sum(timing.decode_seconds for timing in own)
+    result = compare_speed(timings, SPECULATIVE, samples=samples, seed=seed)
+    for mode, own in by_mode.items():
+        seconds, num_tokens = (sum(getattr(timing, field) for timing in own) for field in ("decode_seconds", "num_tokens"))
+        result[f"decode_seconds_{mode}"] = seconds
         result[f"prefill_seconds_{mode}"] = sum(timing.prefill_seconds for timing in own)
-        result[f"decode_tokens_{mode}"] = num_tokens = sum(timing.num_tokens for timing in own)
+        result[f"decode_tokens_{mode}"] = num_tokens
         result[f"milliseconds_per_token_{mode}"] = 1000 * seconds / num_tokens if num_tokens else None
-    batches = [sums_by_batch(timings, mode, "decode_seconds", "num_tokens") for mode in (AUTOREGRESSIVE, SPECULATIVE)]
+        result["phases_autoregressive" if mode == AUTOREGRESSIVE else "phases"] = {
+            phase: sum(getattr(timing, phase) for timing in own) for phase in PHASES
+        }
+    plain, speculative = (sums_by_batch(timings, mode, "decode_seconds", "num_tokens") for mode in by_mode)
+    whole = sum(result["phases"].values()) or 1.0
+    result["phase_shares"] = {phase: seconds / whole for phase, seconds in result["phases"].items()}
     if keep_batches:
         result["per_batch"] = [
-            {"prompt_ids": list(batch), AUTOREGRESSIVE: own, SPECULATIVE: batches[1][batch]}
-            for batch, own in batches[0].items()
-            if batch in batches[1]
+            {"prompt_ids": list(batch), AUTOREGRESSIVE: own, SPECULATIVE: speculative[batch]}
+            for batch, own in plain.items()
+            if batch in speculative
         ]
-    return {
-        **result,
-        **compare_speed(timings, SPECULATIVE, samples=samples, seed=seed),
-        "repeats": len({timing.repeat for timing in speculative}),
-        "num_batches": len(batches[1]),
-        "interleaving": list(dict.fromkeys(timing.mode for timing in timings)),
-        "measure_seconds": sum(timing.measure_seconds for timing in speculative),
-        "phases": _phases(speculative),
-        "phases_autoregressive": _phases(plain),
-    }
+    return result | {"repeats": len({timing.repeat for timing in by_mode[SPECULATIVE]}), "num_batches": len(speculative)}
 
 
 def compare_speed(timings: Sequence[Timing], mode: str, *, samples: int, seed: int) -> dict[str, Any]:
@@ -73,14 +70,7 @@ def compare_speed(timings: Sequence[Timing], mode: str, *, samples: int, seed: i
 
 
 def summarise_advantage(
-    ours: Sums,
-    theirs: Sums,
-    timings: Sequence[Timing],
-    mode: str,
-    *,
-    samples: int,
-    seed: int,
-    ours_mode: str = SPECULATIVE,
+    ours: Sums, theirs: Sums, timings: Sequence[Timing], mode: str, *, samples: int, seed: int, ours_mode: str = SPECULATIVE
 ) -> dict[str, Any]:
     """Return this draft's tokens per target step, and its decode speed, divided by those of `mode`, with intervals.
 
@@ -88,19 +78,14 @@ def summarise_advantage(
     batches on which only one mode was timed.
     """
     tau = sums_ratio(ours, theirs, samples, seed)
-    speed = decode_speed_ratio(timings, ours_mode, mode, samples=samples, seed=seed)
+    own, other = (sums_by_batch(timings, each, "num_tokens", "decode_seconds") for each in (ours_mode, mode))
+    speed = sums_ratio(own, other, samples, seed)
     return {
         "tokens_per_target_step_ratio": tau.point,
         "tokens_per_target_step_ratio_ci": tau.bounds,
         "decode_speed_ratio": speed.point,
         "decode_speed_ratio_ci": speed.bounds,
     }
-
-
-def decode_speed_ratio(timings: Sequence[Timing], mode: str, other: str, *, samples: int, seed: int) -> Interval:
-    """Return one mode's decode speed divided by another's, over the batches on which both were timed."""
-    ours, theirs = (sums_by_batch(timings, each, "num_tokens", "decode_seconds") for each in (mode, other))
-    return sums_ratio(ours, theirs, samples, seed)
 
 
 def sums_ratio(ours: Sums, theirs: Sums, samples: int, seed: int) -> Interval:
@@ -133,11 +118,3 @@ def sums_by_batch(timings: Sequence[Timing], mode: str, *fields: str) -> dict[tu
             for place, field in enumerate(fields):
                 batch[place] += getattr(timing, field)
     return sums
-
-
-def _phases(timings: Sequence[Timing]) -> dict[str, Any]:
-    """Return the seconds of each phase, and `shares` of their sum, keyed `draft`, `verify`, `sample`, `overhead`."""
-    seconds = {phase: sum(getattr(timing, phase) for timing in timings) for phase in PHASES}
-    total = sum(seconds.values())
-    shares = {phase.removesuffix("_seconds"): value / total if total else None for phase, value in seconds.items()}
-    return {**seconds, "shares": shares}

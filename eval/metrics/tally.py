@@ -25,8 +25,8 @@ class Tally:
         self.timings: list[Timing] = []
         self.num_resumed = 0  # prompts that an earlier session of the run had measured
         self._shares: dict[tuple[str, str], Acceptance] = {}  # (mode, category) -> numbers
-        self._answers: dict[str, list[Generation]] = {AUTOREGRESSIVE: [], SPECULATIVE: []}
-        self._places: dict[str, set[tuple[str, int]]] = {SPECULATIVE: set()}  # mode -> (prompt id, turn)
+        self._answers: dict[str, list[Generation]] = {AUTOREGRESSIVE: [], SPECULATIVE: []}  # without their rounds
+        self._turns: dict[str, set[tuple[str, int]]] = {SPECULATIVE: set()}  # mode -> (prompt id, turn)
 
     def add(self, generations: Sequence[Generation], timings: Iterable[Timing] = ()) -> None:
         """Count prompts that were not counted before, all turns and modes of each; of repeated runs the first repeat."""
@@ -44,8 +44,8 @@ class Tally:
 
     def merge(self, other: Tally) -> None:
         """Add what another process counted of other prompts."""
-        for mode, places in other._places.items():
-            self._note(mode, places)
+        for mode, turns in other._turns.items():
+            self._note(mode, turns)
         for key, share in other._shares.items():
             self._share(key).merge(share)
         for mode, answers in other._answers.items():
@@ -61,7 +61,7 @@ class Tally:
         self.timings.sort(key=lambda each: place_of[each.prompt_ids[0]])  # stable: turns and repeats stay as they came
         for answers in (self.failed, *self._answers.values()):
             answers.sort(key=lambda each: (place_of[each.prompt_id], each.turn))
-        first_of = {key: min(map(place_of.__getitem__, share.sums)) for key, share in self._shares.items()}
+        first_of = {key: min(map(place_of.__getitem__, share.prompt_ids)) for key, share in self._shares.items()}
         self._shares = dict(sorted(self._shares.items(), key=lambda item: first_of[item[0]]))
 
     def num_drafts(self, mode: str) -> int:
@@ -71,42 +71,34 @@ class Tally:
     @property
     def modes(self) -> list[str]:
         """The modes that were decoded in, speculative decoding first."""
-        return list(self._places)
+        return list(self._turns)
 
     @property
     def categories(self) -> dict[str, int]:
         """How many prompts of each category were decoded speculatively."""
-        return {category: len(share.sums) for (mode, category), share in self._shares.items() if mode == SPECULATIVE}
+        return {category: len(share.prompt_ids) for (mode, category), share in self._shares.items() if mode == SPECULATIVE}
 
     @property
-    def places(self) -> set[tuple[str, int]]:
+    def turns(self) -> set[tuple[str, int]]:
         """Every (prompt id, turn) that was decoded in any mode."""
-        return {place for places in self._places.values() for place in places}
+        return {turn for turns in self._turns.values() for turn in turns}
 
     def of(self, mode: str) -> list[Generation]:
         """Return the plain or the speculative answers, without their rounds."""
         return self._answers[mode]
 
-    def of_category(self, category: str) -> Acceptance:
-        """Return what speculative decoding did on the prompts of one category."""
-        return self._shares[SPECULATIVE, category]
-
-    def of_mode(self, mode: str) -> Acceptance:
-        """Return what a mode did on all prompts."""
+    def acceptance(self, mode: str, category: str | None = None) -> Acceptance:
+        """Return what a mode did on the prompts of one category, or on all."""
         whole = Acceptance(self.num_drafts(mode))
-        for (own_mode, _), share in self._shares.items():
-            if own_mode == mode:
+        for (own_mode, own_category), share in self._shares.items():
+            if own_mode == mode and category in (None, own_category):
                 whole.merge(share)
         return whole
 
     def answered(self, asked: Collection[tuple[str, int]]) -> set[str]:
         """Return the prompts all of whose turns asked for were decoded in every mode without failing."""
         failed = {(each.prompt_id, each.turn) for each in self.failed}
-        lacking = {
-            prompt_id
-            for prompt_id, turn in asked
-            if (prompt_id, turn) in failed or any((prompt_id, turn) not in places for places in self._places.values())
-        }
+        lacking = {turn[0] for turn in asked if turn in failed or any(turn not in decoded for decoded in self._turns.values())}
         return {prompt_id for prompt_id, _ in asked} - lacking
 
     def _share(self, key: tuple[str, str]) -> Acceptance:
@@ -114,11 +106,11 @@ class Tally:
             self._shares[key] = Acceptance(self.num_drafts(key[0]))
         return self._shares[key]
 
-    def _note(self, mode: str, places: set[tuple[str, int]]) -> None:
-        known = self._places.setdefault(mode, set())
-        if twice := known & places:
+    def _note(self, mode: str, turns: set[tuple[str, int]]) -> None:
+        known = self._turns.setdefault(mode, set())
+        if twice := known & turns:
             raise ValueError(f"prompt {min(twice)[0]} was decoded twice in mode {mode}; hand in the generations of one repeat")
-        known |= places
+        known |= turns
 
     def _keep_samples(self, generations: Sequence[Generation]) -> None:
         """Keep the answers at both ends of the ranking; which ones does not depend on the order they come in."""

@@ -7,16 +7,18 @@ decoding in the same run, from the seconds of each batch: two runs at different 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from configs.runtime.errors import InputError
 from configs.schema.target import IDENTITY
-from eval.report.schema import PromptsSection, Report, SuiteSection, TargetSection
-from eval.report.sections import BatchSection
+from eval.report.schema import BatchSection, PromptsSection, Report, SuiteSection, TargetSection
 from eval.report.text import short
-from eval.stats.change import Change, Side, compare_sides
+from eval.stats.bootstrap import Column, statistic_interval
+from eval.stats.significance import detectable_percent
 
 Aspect = Literal["target", "suite", "num_speculative_tokens", "decode", "machine"]
 MACHINE = ("cpu", "cores", "device", "threads", "processes")
@@ -67,7 +69,7 @@ def prompt_differences(ours: PromptsSection, theirs: PromptsSection) -> list[Dif
         ("format of the suite", ours.format, theirs.format),
         ("turns asked", ours.num_turns, theirs.num_turns),
     ):
-        if None not in (one, other) and one != other:  # reports of an earlier version hold neither
+        if one != other:
             return [Difference("suite", what, one, other)]
     only_ours, only_theirs = set(ours.ids) - set(theirs.ids), set(theirs.ids) - set(ours.ids)
     if not only_ours and not only_theirs:
@@ -108,20 +110,33 @@ def _machine(ours: Report, theirs: Report) -> Iterator[Difference]:
 # --- change -------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """How one number changed; better or worse where the whole interval of the ratio lies above or below 1.
+
+    Where it holds 1, a change smaller than about `detectable_percent` may still be there; more prompts would show it.
+    """
+
+    ours: float
+    theirs: float
+    ratio: float
+    ratio_ci: list[float] | None
+    outcome: Literal["better", "worse", "inconclusive"]
+    detectable_percent: float | None
+    num_clusters: int  # prompts, or batches of them for speed
+
+
 def tau_change(report: Report, other: Report, suite: str | None = None) -> Change | None:
     """Return how tokens per target step changed from `other` to `report`, on the prompts of a suite that both answered.
 
     `report` has the settings of the bootstrap. The suite is a further one of both, or the first.
     """
-    ours, theirs = _sections(report, other, suite)
-    common = [prompt_id for prompt_id in ours.acceptance.per_prompt if prompt_id in theirs.acceptance.per_prompt]
+    ours, theirs = (section.acceptance.per_prompt for section in _sections(report, other, suite))
+    common = [prompt_id for prompt_id in ours if prompt_id in theirs]
     if not common:
         raise InputError("the reports cannot be compared: they have no answered prompt in common")
-    sides = []
-    for section in (ours, theirs):
-        counts = [section.acceptance.per_prompt[prompt_id] for prompt_id in common]
-        sides.append(Side(above=([committed for committed, _ in counts],), below=([rounds for _, rounds in counts],)))
-    return compare_sides(*sides, samples=report.statistics.bootstrap_samples, seed=report.statistics.seed)
+    above, below = ([[counts[prompt_id][column] for prompt_id in common] for counts in (ours, theirs)] for column in (0, 1))
+    return _change(report, [above[:1], above[1:]], [below[:1], below[1:]])
 
 
 def speed_change(report: Report, other: Report, suite: str | None = None) -> Change | None:
@@ -129,13 +144,45 @@ def speed_change(report: Report, other: Report, suite: str | None = None) -> Cha
     ours, theirs = map(_batches, _sections(report, other, suite))
     if not ours or ours.keys() != theirs.keys():
         return None
-    sides = []
+    above, below = [], []
     for batches in (ours, theirs):
-        plain, drafted = ([getattr(batches[key], mode) for key in ours] for mode in ("autoregressive", "speculative"))
-        plain_seconds, plain_tokens = zip(*plain, strict=True)
-        seconds, tokens = zip(*drafted, strict=True)
-        sides.append(Side(above=(plain_seconds, tokens), below=(plain_tokens, seconds)))
-    return compare_sides(*sides, samples=report.statistics.bootstrap_samples, seed=report.statistics.seed)
+        plain_seconds, plain_tokens = zip(*(batches[key].autoregressive for key in ours), strict=True)
+        seconds, tokens = zip(*(batches[key].speculative for key in ours), strict=True)
+        above.append([plain_seconds, tokens])
+        below.append([plain_tokens, seconds])
+    return _change(report, above, below)
+
+
+def _change(report: Report, above: Sequence[Sequence[Column]], below: Sequence[Sequence[Column]]) -> Change | None:
+    """Return how a product of the sums `above` over that of those `below` changed, each for ours and theirs.
+
+    Both sides are resampled together, so that what makes a prompt hard or easy for both cancels. Clusters come in the same
+    order on both sides. `None` where one has nothing to divide by.
+    """
+    columns, size = [*above[0], *below[0], *above[1], *below[1]], len(above[0])
+
+    def number(sums: Any) -> Any:
+        return sums[:size].prod(axis=0) / sums[size:].prod(axis=0)
+
+    found = statistic_interval(
+        lambda sums: number(sums[: 2 * size]) / number(sums[2 * size :]),
+        *columns,
+        samples=report.statistics.bootstrap_samples,
+        seed=report.statistics.seed,
+    )
+    if found.point is None:
+        return None
+    table = np.array(columns, dtype=np.float64)
+    low, high = found.bounds or (-np.inf, np.inf)
+    return Change(
+        ours=float(number(table[: 2 * size].sum(axis=1))),
+        theirs=float(number(table[2 * size :].sum(axis=1))),
+        ratio=found.point,
+        ratio_ci=found.bounds,
+        outcome="better" if low > 1 else "worse" if high < 1 else "inconclusive",
+        detectable_percent=detectable_percent((*above[0], *below[1]), (*below[0], *above[1])),
+        num_clusters=int(table.any(axis=0).sum()),
+    )
 
 
 def _sections(report: Report, other: Report, suite: str | None) -> list[SuiteSection]:
@@ -151,5 +198,4 @@ def _sections(report: Report, other: Report, suite: str | None) -> list[SuiteSec
 
 
 def _batches(section: SuiteSection) -> dict[tuple[str, ...], BatchSection]:
-    found = (section.speed.per_batch if section.speed else None) or []
-    return {tuple(batch.prompt_ids): batch for batch in found}
+    return {tuple(batch.prompt_ids): batch for batch in (section.speed.per_batch if section.speed else ())}

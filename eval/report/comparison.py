@@ -1,18 +1,17 @@
-"""Several reports side by side, as tables and as a page: what each measured, and how it changed from the first. Torch-free."""
+"""Several reports side by side: what each measured, and how it changed from the first. Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from string import ascii_uppercase
 
 from configs.runtime.errors import InputError
-from eval.report.change import Aspect, Difference, differences, speed_change, tau_change
-from eval.report.page import render_page
+from eval.report.change import Aspect, Change, Difference, differences, speed_change, tau_change
+from eval.report.markdown import as_markdown_table, escape
 from eval.report.schema import Report, SuiteSection
-from eval.report.tables import Row, Table
-from eval.report.text import VERDICTS, cell, interval, number, significant, speedup, tau, warnings
-from eval.stats.change import Change
+from eval.report.tables import Table
+from eval.report.text import VERDICTS, interval, number, significant, speedup, tau, warnings
 
 FIXED: tuple[Aspect, ...] = ("target", "suite")  # what reports must agree in, unless allowed by name
 
@@ -116,45 +115,8 @@ def notes(entries: Sequence[ComparedReport]) -> list[str]:
     return on_suites + [f"{entry.letter} differs from A in {each}" for entry in entries for each in entry.differences]
 
 
-def render_comparison(entries: Sequence[ComparedReport]) -> str:
-    """Return the page of the reports compared by `compare`; equal reports give equal pages."""
-    reports = {entry.letter: entry.report for entry in entries}
-    by_prompt = [{each.prompt_id: each for each in report.rendered} for report in reports.values()]
-    shared = [prompt_id for prompt_id in by_prompt[0] if all(prompt_id in each for each in by_prompt)]
-    first = replace(overview(entries), note=" ".join(f"{each}." for each in notes(entries)))
-    quality = ("quality", "plain", *(each for letter in reports for each in (letter, f"{letter}'s change")))
-    rows = list(_qualities(list(reports.values())))
-    return render_page(
-        eyebrow="draftsmith comparison",
-        title=f"{len(entries)} reports side by side",
-        subtitle="The others are compared with A: τ prompt by prompt, speed batch by batch. A change is significant where the "
-        "whole interval of the ratio lies on one side of 1.",
-        warnings=[f"{letter}: {sentence}" for letter, report in reports.items() for sentence in warnings(report)],
-        cards=[],
-        tables=[first, *([Table(title="Quality of the answers", header=quality, rows=rows)] if rows else [])],
-        figures={},
-        answers=[
-            (by_prompt[0][name].prompt, [by_prompt[0][name].autoregressive, *(each[name].speculative for each in by_prompt)])
-            for name in shared
-        ],
-        answer_columns=["plain", *(f"{entry.letter}: {VERDICTS[entry.report.lossless.verdict]}" for entry in entries)],
-        samples=[],
-        facts={},
-        footer=f"{len(entries)} reports",
-    )
-
-
-def _qualities(reports: Sequence[Report]) -> Iterator[Row]:
-    """Yield a row for each scorer that all reports have, and for the distances from the references where all have one."""
-    judged = [report.quality for report in reports if report.quality is not None]
-    if len(judged) < len(reports):
-        return
-    for name, first in judged[0].scores.items():
-        scores = [each.scores[name] for each in judged if name in each.scores]
-        if len(scores) == len(judged):
-            pairs = ((number(one.speculative, 3), cell(one, "difference", digits=3)) for one in scores)
-            yield name, number(first.autoregressive, 3), *(each for pair in pairs for each in pair)
-    distances = [each.feature_distance for each in judged if each.feature_distance is not None]
-    if len(distances) == len(judged) and all(each.autoregressive is not None for each in distances):
-        columns = (each for distance in distances for each in (number(distance.speculative), ""))
-        yield "Fréchet distance from the references", number(distances[0].autoregressive), *columns
+def as_markdown(entries: Sequence[ComparedReport]) -> str:
+    """Return the comparison for a pull request."""
+    warned = [f"> **Warning:** {entry.letter}: {escape(each)}" for entry in entries for each in warnings(entry.report)]
+    table = as_markdown_table(overview(entries), numbers=False)
+    return "\n\n".join([f"## {len(entries)} reports", *warned, table, *map(escape, notes(entries))]) + "\n"

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from eval.decoder.records import Generation
 
 Decode = Callable[[Sequence[int]], str]  # token ids -> text, special tokens included
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer gives for the first bytes of an unfinished character
+
+
+def pick_samples(
+    generations: Sequence[Generation], texts: Mapping[tuple[str, int], str], decode_tokens: Decode, a_side: int
+) -> dict[str, list[dict[str, Any]]]:
+    """Return `a_side` answers with the fewest and the most tokens per target step, token by token; the outermost come first.
+
+    `texts` are what the user said, by prompt id and turn; later turns, counted from 1, are named with the prompt's id.
+    """
+    ranked = sorted((generation for generation in generations if generation.rounds), key=tau_of)
+    count = min(a_side, len(ranked) // 2)
+    return {
+        side: [spell_sample(each, texts[each.prompt_id, each.turn], decode_tokens) for each in chosen]
+        for side, chosen in (("worst", ranked[:count]), ("best", ranked[::-1][:count]))
+    }
 
 
 def spell_sample(generation: Generation, prompt: str, decode_tokens: Decode) -> dict[str, Any]:

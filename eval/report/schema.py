@@ -1,44 +1,55 @@
 """`report.json` as one typed model: what `eval.report.build` makes, and what the gate, the pages and the model card read.
 
-`load_report` and `write_report` are the only ways from and to disk. Measured sections (`eval.report.sections`) take no field
-that is not named; descriptions of what was measured (target, draft, decode, losslessness) may carry more. `None` says that a
-number is not available in this run. `SCHEMA_VERSION` rises when a field changes its meaning or goes away. Torch-free.
+`load_report` and `write_report` are the only ways from and to disk. Measured sections take no field that is not named;
+descriptions of what was measured (target, draft, decode, losslessness) may carry more. `None`: not available in this run. The
+text below a field says what its number means; the page shows it (`definitions`). Torch-free.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import check_readable, read_json, write_json
-from eval.report.sections import (
-    AcceptanceSection,
-    Bounds,
-    ClosedSection,
-    Count,
-    Number,
-    QualitySection,
-    SpeedSection,
-    SpeedupSection,
-    WholeAcceptanceSection,
-    WholeSpeedSection,
-)
 
-SCHEMA_VERSION = 1
-# Shown by the page as it is, so nothing but a picture or sound gets in. (A picture in SVG runs no scripts as an image.)
-DATA_URL = r"^data:(image/(png|jpeg|webp|svg\+xml)|audio/(wav|mpeg|ogg));base64,[A-Za-z0-9+/=]+$"
-DataUrl = Annotated[str, Field(pattern=DATA_URL)]
+SCHEMA_VERSION = 1  # rises when a field changes its meaning or goes away
 
+Number = float | None
+Count = Annotated[int, Field(ge=0)]
+Bounds = Annotated[list[float], Field(min_length=2, max_length=2)] | None
+CountPair = Annotated[list[Count], Field(min_length=2, max_length=2)]
+NumberPair = Annotated[list[float], Field(min_length=2, max_length=2)]
+Phases = dict[Literal["draft_seconds", "verify_seconds", "sample_seconds", "overhead_seconds"], float]
 LosslessVerdict = Literal["lossless", "lossless_up_to_ties", "not_lossless", "lossy_by_design", "inconclusive"]
+
+
+class ClosedSection(BaseModel):
+    """A section of numbers: strict types, no unknown fields, every interval as `[low, high]`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @model_validator(mode="after")
+    def _check_intervals(self) -> Self:
+        for name, value in self:
+            if name.endswith("_ci") and value is not None and value[0] > value[1]:
+                raise ValueError(f"{name} must be [low, high], got {value}")
+        return self
+
+    def interval_of(self, name: str) -> tuple[float | None, list[float] | None]:
+        """Return a number and its interval; both `None` where the section has no such number."""
+        return getattr(self, name, None), getattr(self, f"{name}_ci", None)
 
 
 class OpenSection(BaseModel):
     """A section that describes what was measured; it may hold more than the fields named."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+# --- what was measured --------------------------------------------------------------------------------------------
 
 
 class TargetSection(OpenSection):
@@ -89,15 +100,15 @@ class FailedRequest(ClosedSection):
 class PromptsSection(ClosedSection):
     """The prompts, and how many were answered. `num_prompts` counts prompts decoded in every mode without failing."""
 
-    suite: str | None = None  # its name; None in reports of an earlier version
+    suite: str  # its name
     source: str
-    format: str | None = None  # of the suite's rows
+    format: str  # of the suite's rows
     sha256: str
     ids: list[str]
     num_asked: Count
-    num_turns: Count | None = None  # of all prompts; None in reports of an earlier version
+    num_turns: Count  # of all prompts
     num_prompts: Count
-    num_trained_on: Count | None = None  # of all prompts, by the draft; None: the artifact does not say
+    num_trained_on: Count | None  # of all prompts, by the draft; None: the artifact does not say
     categories: dict[str, Count]
     failed: list[FailedRequest]
     """Prompts whose decoding failed in any mode. What was decoded of them is counted, their batches are timed in no mode, and
@@ -125,8 +136,7 @@ class LosslessSection(OpenSection):
     decoding's, at near ties. Sampled answers: two statistical tests against the target's distribution must not fail, and must
     be able to show a difference that matters. Lossy by design: the rule changes the distribution."""
     checked_prompts: Count
-    checked_tokens: Count | None = None  # of greedy answers; None in reports of an earlier version
-    differing_answers: Count | None = None  # greedy ones that are not plain decoding's
+    checked_tokens: Count | None = None  # of greedy answers
     tolerance: Number = None
     """How far a token's logit may lie below the largest, at the median token: `tie_noise` times the difference between the
     target's logits in the decoding dtype and in the wider one."""
@@ -135,6 +145,208 @@ class LosslessSection(OpenSection):
     checks: dict[str, dict[str, Any]] = {}
     failed_checks: list[str] = []
     inconclusive_checks: list[str] = []
+
+
+# --- acceptance ---------------------------------------------------------------------------------------------------
+
+
+class AcceptanceSection(ClosedSection):
+    """How many drafted tokens the target accepted. Lists go by draft position or by length, from 0."""
+
+    tokens_per_target_step: Number
+    """Committed tokens divided by the target's decode forwards, pooled over all prompts. It includes the target's own token of
+    each round, and neither the prefill's token nor anything behind the end of a text. Plain decoding is exactly 1. Written τ;
+    also called acceptance length or block efficiency."""
+    tokens_per_target_step_ci: Bounds
+    tokens_per_target_step_macro: Number
+    """The mean over prompts of each prompt's own tokens per target step."""
+    tokens_per_target_step_macro_ci: Bounds
+    num_tokens: Count
+    num_rounds: Count
+    accepted_per_round: Number
+    """The mean number of drafted tokens accepted in a round, without the target's own token."""
+    accepted_per_round_ci: Bounds
+    draft_token_yield: Number
+    """Accepted tokens divided by drafted tokens. It falls as rounds draft more, so it is no acceptance rate."""
+    draft_token_yield_ci: Bounds
+    overlap_alpha: Number
+    """The acceptance rate α: the sum over the vocabulary of min(p, q), from the target's and the draft's probabilities at the
+    temperature in use, averaged over drafted positions up to the first rejected one. In greedy decoding it is the share of
+    positions at which both find the same token likeliest."""
+    overlap_alpha_ci: Bounds
+    overlap_alpha_by_position: list[Number]
+    """The same acceptance rate, averaged at each draft position by itself."""
+    top1_agreement: Number
+    """The share of compared positions at which draft and target find the same token likeliest."""
+    top1_agreement_ci: Bounds
+    kl_divergence: Number
+    """The Kullback-Leibler divergence KL(p ‖ q) of the target's distribution p from the draft's q, in nats, averaged over
+    compared positions; over the draft's vocabulary, with p normalised there."""
+    kl_divergence_ci: Bounds
+    uncovered_mass: Number
+    """The target's probability of tokens outside the draft's vocabulary, averaged over compared positions."""
+    uncovered_mass_ci: Bounds
+    position_conditional: list[Number]
+    """The share accepted at this position of the rounds in which every draft before it was accepted. A draft behind an accepted
+    end of text is not counted."""
+    position_survival: list[Number]
+    """The share of the rounds that drafted this far which also accepted this far."""
+    accepted_histogram: list[Count]
+    """How many rounds accepted 0, 1, 2, ... drafted tokens."""
+    drafted_histogram: list[Count]
+    """How many rounds drafted 0, 1, 2, ... tokens."""
+
+
+class ContextClass(ClosedSection):
+    from_tokens: Count
+    to_tokens: Count  # not among them
+    num_prompts: Count
+    num_rounds: Count
+    tokens_per_target_step: Number
+    tokens_per_target_step_ci: Bounds
+
+
+class WholeAcceptanceSection(AcceptanceSection):
+    detectable_change_percent: Number
+    """The smallest change of τ against a fixed number, in percent, that so many prompts would show in four of five runs. A
+    comparison prompt by prompt with another draft detects smaller ones."""
+    by_context_tokens: list[ContextClass]
+    """Tokens per target step by how many tokens of prompt and answer came before the round. A draft trained on short texts
+    falls off on longer ones."""
+    per_prompt: dict[str, CountPair]  # prompt id -> [committed tokens, rounds]
+
+
+# --- speed --------------------------------------------------------------------------------------------------------
+
+
+class SpeedupSection(ClosedSection):
+    decode_speedup: Number
+    """Plain decoding's seconds per token divided by speculative decoding's, prefill excluded: totals over the same prompts,
+    decoded in turns in one run by the same loop."""
+    decode_speedup_ci: Bounds
+    end_to_end_speedup: Number
+    """As the decode speedup, with the time and the token of the prefill included on both sides."""
+    end_to_end_speedup_ci: Bounds
+
+
+class SpeedSection(SpeedupSection):
+    """Seconds and tokens are sums over all repeats."""
+
+    decode_seconds_autoregressive: float
+    decode_seconds_speculative: float
+    prefill_seconds_autoregressive: float
+    prefill_seconds_speculative: float
+    decode_tokens_autoregressive: Count
+    decode_tokens_speculative: Count
+    milliseconds_per_token_autoregressive: Number  # prefill excluded
+    milliseconds_per_token_speculative: Number
+    repeats: Count
+    """How often each batch was decoded in each mode; modes take turns within a repeat."""
+    num_batches: Count
+    phases: Phases
+    """Decode seconds by what they were spent on: the draft's forwards, the target's forwards, acceptance and sampling, and
+    everything else. Time spent on measuring is in none of them."""
+    phases_autoregressive: Phases
+    phase_shares: Phases  # of the speculative phases' sum
+
+
+class BatchSection(ClosedSection):
+    """Prompts that were decoded together: [decode seconds, decode tokens] plainly and with the draft, over all repeats."""
+
+    prompt_ids: list[str]
+    autoregressive: NumberPair
+    speculative: NumberPair
+
+
+class PredictedSpeedup(ClosedSection):
+    num_speculative_tokens: Count
+    batch_size: Count
+    decode_speedup: float
+
+
+class TimedRound(ClosedSection):
+    """The median seconds of a round of the timing sweep."""
+
+    num_speculative_tokens: Count  # 0 is a plain round
+    batch_size: Count
+    draft_seconds: float  # after a round that did not keep all drafts
+    draft_seconds_after_full: float  # after one that did
+    verify_seconds: float  # the target's forward
+    other_seconds: float  # verification and everything else
+
+
+class PredictedSection(ClosedSection):
+    context_tokens: Count  # before a round of the sweep
+    settings: list[PredictedSpeedup]
+    decode_speedup: Number  # of this run's own setting, to compare with the measured one; None: it lies outside the sweep
+    best_num_speculative_tokens: Count | None  # at this run's batch size; None: plain decoding is faster, or as above
+    # The largest batch of the sweep at which any number of drafts still pays: 0 where none does
+    break_even_batch_size: Count
+    sweep: list[TimedRound]
+
+
+class GenerateSection(ClosedSection):
+    """transformers' own `generate` and plain decoding: the same prompts, in turns, one at a time, whole answers."""
+
+    num_prompts: Count
+    milliseconds_per_token_generate: float
+    milliseconds_per_token_autoregressive: float
+
+
+class WholeSpeedSection(SpeedSection):
+    generate: GenerateSection | None = None
+    """What a token takes in transformers' `generate` and in plain decoding here, prefill included."""
+    predicted: PredictedSection | None = None
+    """Decode speedup by batch size and number of drafts: tokens a round by the measured acceptance at each position, seconds a
+    round by a timing sweep, interpolated between the batches that were timed."""
+    per_batch: list[BatchSection]
+
+
+# --- what only some runs ask for ----------------------------------------------------------------------------------
+
+
+class RatioSection(ClosedSection):
+    """A number of both ways of decoding, and the speculative one's over the plain one's."""
+
+    autoregressive: Number
+    autoregressive_ci: Bounds
+    speculative: Number
+    speculative_ci: Bounds
+    ratio: Number
+    ratio_ci: Bounds
+
+
+class ExactMatchSection(ClosedSection):
+    autoregressive: float
+    autoregressive_ci: Bounds
+    speculative: float
+    speculative_ci: Bounds
+    difference: float  # speculative - plain
+    difference_ci: Bounds
+    num_changed: Count  # answers whose score differs between the modes
+
+
+class QualitySection(ClosedSection):
+    num_answers: Count
+    num_identical: Count  # token for token
+    num_failed: Count  # requests that failed in one of the modes, and have no score
+    num_cut: Count  # answers that reached the limit of their length in one of the modes
+    perplexity: RatioSection | None
+    """exp of the mean negative log-probability that the target gives the tokens of all answers, at temperature 1 and without
+    top-k or top-p. The change is speculative over plain."""
+    exact_match: ExactMatchSection | None
+    """The share of answers that end in the reference's number. The change is speculative minus plain, prompt by prompt. Where
+    no answer changed, its interval is that of a share of which none was seen."""
+
+
+class EnergySection(ClosedSection):
+    reason: str | None  # why there are no numbers
+    joules_per_token: RatioSection | None
+    """Joules of decoding per token, by the counters of the GPU's board (NVML) or of all processor packages (RAPL). Idle power
+    and other work on the machine are included, prefill is not. The ratio is speculative over plain."""
+
+
+# --- the report ---------------------------------------------------------------------------------------------------
 
 
 class CategorySection(ClosedSection):
@@ -146,16 +358,16 @@ class CategorySection(ClosedSection):
 
 
 class OtherWaySection(SpeedupSection):
-    """Another way of decoding the same prompts in the same run, and its ratios to the draft's numbers."""
+    """Another way of decoding the same prompts in the same run, and the draft's ratios to it or its ratios to the draft."""
 
     tokens_per_target_step: Number
     tokens_per_target_step_ci: Bounds
     accepted_per_round: Number
     draft_token_yield: Number
-    tokens_per_target_step_ratio: Number = None
-    tokens_per_target_step_ratio_ci: Bounds = None
-    decode_speed_ratio: Number = None
-    decode_speed_ratio_ci: Bounds = None
+    tokens_per_target_step_ratio: Number
+    tokens_per_target_step_ratio_ci: Bounds
+    decode_speed_ratio: Number
+    decode_speed_ratio_ci: Bounds
 
 
 class BaselineSection(OtherWaySection):
@@ -163,7 +375,7 @@ class BaselineSection(OtherWaySection):
 
     decode_seconds: float
     decode_tokens: Count
-    num_speculative_tokens: Count | None = None  # that it drafts a round at most; None in reports of an earlier version
+    num_speculative_tokens: Count  # that it drafts a round at most
 
 
 class WithLookupSection(OtherWaySection):
@@ -206,31 +418,8 @@ class AnswerSample(ClosedSection):
     pieces: list[AnswerSpan]
 
 
-class EnergySection(ClosedSection):
-    """Energy of the decode phases; without `source` there are no numbers, and `reason` says why."""
-
-    source: str | None
-    reason: str | None
-    decode_joules_autoregressive: Number
-    decode_joules_speculative: Number
-    joules_per_token_autoregressive: Number
-    joules_per_token_autoregressive_ci: Bounds
-    joules_per_token_speculative: Number
-    joules_per_token_speculative_ci: Bounds
-    joules_per_token_ratio: Number  # speculative over plain; below 1 saves energy
-    joules_per_token_ratio_ci: Bounds
-
-
-class RenderedAnswer(ClosedSection):
-    prompt_id: str
-    prompt: str
-    autoregressive: DataUrl
-    speculative: DataUrl
-
-
 class Report(SuiteSection):
     schema_version: Literal[1]
-    simulated: Literal[False]  # an earlier version could also draw the acceptance
     warnings: list[str]
     command: list[str] | None
     target: TargetSection
@@ -248,10 +437,7 @@ class Report(SuiteSection):
     lossless: LosslessSection
     quality: QualitySection | None = None  # None: not asked for
     energy: EnergySection | None = None
-    """Joules of decoding per token, by the counters of the GPU's board (NVML) or of all processor packages (RAPL). Idle power
-    and other work on the machine are included, prefill is not. The ratio is speculative over plain."""
     samples: dict[Literal["worst", "best"], list[AnswerSample]]
-    rendered: list[RenderedAnswer] = []  # the first prompts' answers, where the run names a function that renders them
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values: the fields that were given, and no defaults of those that were not."""
@@ -260,10 +446,10 @@ class Report(SuiteSection):
 
 def parse_report(value: Any, where: str) -> Report:
     """Return a report from JSON values; `where` names it in error messages."""
-    if not isinstance(value, dict) or "schema_version" not in value:
-        raise InputError(f"{where} is no report: it has no schema_version")
-    if (found := value["schema_version"]) != SCHEMA_VERSION:
-        raise InputError(f"{where} has schema_version {found!r}, this draftsmith reads {SCHEMA_VERSION}; run eval/run.py again")
+    if not isinstance(value, dict) or value.get("schema_version") != SCHEMA_VERSION:
+        raise InputError(
+            f"{where} is no report of schema_version {SCHEMA_VERSION}, which this draftsmith reads: run eval/run.py"
+        )
     try:
         return Report.model_validate(value)
     except ValidationError as error:

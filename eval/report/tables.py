@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.runtime.terminal import one_line
-from eval.report.schema import EnergySection, Report
-from eval.report.sections import PredictedSection, QualitySection
+from eval.report.schema import EnergySection, PredictedSection, QualitySection, Report
 from eval.report.text import (
     by_suite,
     cell,
@@ -38,11 +37,7 @@ NUMBERS = (
     ("top-1 agreement", "acceptance", "top1_agreement", percent),
     ("KL divergence (nats)", "acceptance", "kl_divergence", number),
     ("mass outside the draft's vocabulary", "acceptance", "uncovered_mass", percent),
-    ("calibration error", "acceptance", "calibration_error", percent),
-    ("calibration error of the stopping rule's confidence", "acceptance", "stopping_calibration_error", percent),
-    ("calibration error of the draft's estimate", "acceptance", "estimate_calibration_error", percent),
-    ("AUROC of the draft's estimate", "acceptance", "estimate_auroc", number),
-    ("detectable change of τ (%)", "acceptance", "detectable_change_percent", number),
+    ("smallest detectable change in τ (%)", "acceptance", "detectable_change_percent", number),
 )
 # The definition that a label or a column's name leads to, by its path in `eval.report.schema.definitions`.
 TERMS = {label: f"{section}.{field}" for label, section, field, _ in NUMBERS} | {
@@ -57,14 +52,11 @@ TERMS = {label: f"{section}.{field}" for label, section, field, _ in NUMBERS} | 
     "with lookup": "with_lookup",
     "way of decoding": "baselines",
     "context": "acceptance.by_context_tokens",
-    "thinking": "acceptance.by_thinking",
     "phase": "speed.phases",
     "batch size": "speed.predicted",
     "perplexity": "quality.perplexity",
-    "quality": "quality.scores",
-    "Fréchet distance from the references": "quality.feature_distance",
-    "Fréchet distance from plain answers": "quality.feature_distance",
-    "joules per token": "energy",
+    "exact match": "quality.exact_match",
+    "joules per token": "energy.joules_per_token",
     "failed prompt": "prompts.failed",
 }
 
@@ -88,7 +80,6 @@ def report_tables(report: Report) -> list[Table]:
         _suites(report),
         _positions(report),
         _lengths(report),
-        _thinking(report),
         _phases(report),
         *([] if predicted is None else [_predicted(predicted)]),
         _categories(report),
@@ -162,17 +153,13 @@ def _lengths(report: Report) -> Table:
     return Table(title="By tokens of the context before a round", header=("context", "rounds", "τ"), rows=rows)
 
 
-def _thinking(report: Report) -> Table:
-    rows = [(name, str(each.num_rounds), tau(each)) for name, each in report.acceptance.by_thinking.items()]
-    return Table(title="Inside and outside of the thinking", header=("thinking", "rounds", "τ"), rows=rows)
-
-
 def _phases(report: Report) -> Table:
     rows: list[Row] = []
     if (speed := report.speed) is not None:
-        for name, label in (("draft", "draft"), ("verify", "target"), ("sample", "accept and draw"), ("overhead", "rest")):
-            seconds = [getattr(each, f"{name}_seconds") for each in (speed.phases_autoregressive, speed.phases)]
-            rows.append((label, *map(number, seconds), percent(speed.phases.shares.get(name))))  # type: ignore[call-overload]
+        labels = {"draft_seconds": "draft", "verify_seconds": "target", "sample_seconds": "accept and draw"}
+        for phase, seconds in speed.phases.items():
+            share = percent(speed.phase_shares[phase])
+            rows.append((labels.get(phase, "rest"), number(speed.phases_autoregressive[phase]), number(seconds), share))
         rows.append(("decode", number(speed.decode_seconds_autoregressive), number(speed.decode_seconds_speculative), ""))
         rows.append(("prefill", number(speed.prefill_seconds_autoregressive), number(speed.prefill_seconds_speculative), ""))
     header = ("phase", "plain seconds", "speculative seconds", "share")
@@ -180,26 +167,17 @@ def _phases(report: Report) -> Table:
 
 
 def _predicted(predicted: PredictedSection) -> Table:
-    speedups = {
-        (each.batch_size, each.num_speculative_tokens): times(each.decode_speedup)
-        for each in predicted.settings
-        if each.context_tokens == predicted.context_tokens
-    }
+    speedups = {(each.batch_size, each.num_speculative_tokens): times(each.decode_speedup) for each in predicted.settings}
     batches, drafts = (sorted({sizes[place] for sizes in speedups}) for place in (0, 1))
     header = ("batch size", *(f"{each} draft{'s' * (each > 1)}" for each in drafts))
     rows = [(str(batch), *(speedups[batch, each] for each in drafts)) for batch in batches]
-    best, largest = predicted.best_num_speculative_tokens, predicted.break_even_batch_size
     timed = ", ".join(map(str, sorted({each.batch_size for each in predicted.sweep})))
-    up_to = "every timed batch" if largest is None else f"a batch of {largest}"
-    sentences = [
-        f"The cost model predicts {times(predicted.decode_speedup)} for this run.",
-        "No number of drafts pays at this batch size."
-        if best is None
-        else f"At this batch size {best} draft{'s' * (best > 1)} per round would be fastest.",
-        *([f"Drafting pays up to {up_to}."] if largest != 0 else []),
-        *([f"Batches of {timed} were timed; others are extrapolated."] if timed else []),
-    ]
-    return Table(title="Predicted decode speedup", header=header, rows=rows, note=" ".join(sentences))
+    best, largest = predicted.best_num_speculative_tokens, predicted.break_even_batch_size
+    note = (
+        f"For this run {times(predicted.decode_speedup)}, and fastest with {best or 'no'} drafts a round. Timed were batches "
+        f"of {timed}; drafting pays {f'up to {largest}' if largest else 'at none'} of these."
+    )
+    return Table(title="Predicted decode speedup", header=header, rows=rows, note=note)
 
 
 def _categories(report: Report) -> Table:
@@ -226,12 +204,9 @@ def _quality(quality: QualitySection) -> Table:
     rows: list[Row] = []
     if (one := quality.perplexity) is not None:
         rows.append(("perplexity", cell(one, "autoregressive"), cell(one, "speculative"), cell(one, "ratio", times, 3)))
-    for name, score in quality.scores.items():
+    if (score := quality.exact_match) is not None:
         columns = ("autoregressive", "speculative", "difference")
-        rows.append((name, *(cell(score, each, digits=3) for each in columns)))
-    if (distance := quality.feature_distance) is not None:
-        rows.append(("Fréchet distance from the references", number(distance.autoregressive), number(distance.speculative), ""))
-        rows.append(("Fréchet distance from plain answers", "", number(distance.between), ""))
+        rows.append(("exact match", *(cell(score, each, digits=3) for each in columns)))
     note = f"{quality.num_identical} of {quality.num_answers} answers are the same token for token."
     for count, outcome in ((quality.num_cut, "reached the limit of their length"), (quality.num_failed, "failed")):
         note += f" {count} {outcome}." if count else ""
@@ -239,12 +214,10 @@ def _quality(quality: QualitySection) -> Table:
 
 
 def _energy(energy: EnergySection) -> Table:
-    if energy.source is None:
+    if (one := energy.joules_per_token) is None:
         return Table(title="Energy", header=("",), rows=[], note=f"Not available: {energy.reason}.")
-    plain, drafted = (cell(energy, f"joules_per_token_{mode}") for mode in ("autoregressive", "speculative"))
-    row = ("joules per token", plain, drafted, cell(energy, "joules_per_token_ratio", times))
-    header = ("energy", "plain", "speculative", "ratio")
-    return Table(title="Energy", header=header, rows=[row], note=f"Read by {energy.source}.")
+    row = ("joules per token", cell(one, "autoregressive"), cell(one, "speculative"), cell(one, "ratio", times))
+    return Table(title="Energy", header=("energy", "plain", "speculative", "ratio"), rows=[row])
 
 
 def _divergences(report: Report) -> Table:
@@ -258,8 +231,8 @@ def _divergences(report: Report) -> Table:
         )
         for each in report.lossless.divergences
     ]
-    header = ("prompt", "position", "plain token, speculative token", "logit gap", "a tie up to")
-    return Table(title="Where answers leave plain decoding's", header=header, rows=rows, in_summary=False)
+    header = ("prompt", "position", "plain token, speculative token", "logit gap", "tolerance")
+    return Table(title="First differences from plain decoding", header=header, rows=rows, in_summary=False)
 
 
 def _failures(report: Report) -> Table:

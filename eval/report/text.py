@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from eval.report.schema import BaselineSection, FailedRequest, LosslessSection, LosslessVerdict, Report, SuiteSection
-from eval.report.sections import ClosedSection
+from eval.report.schema import (
+    BaselineSection,
+    ClosedSection,
+    FailedRequest,
+    LosslessSection,
+    LosslessVerdict,
+    Report,
+    SuiteSection,
+)
 
 NOT_AVAILABLE = "–"
 TOO_LARGE = 1e7
@@ -97,7 +104,7 @@ def headline(report: Report) -> str:
 
 def by_suite(report: Report) -> dict[str, SuiteSection]:
     """Return what was measured on each suite by its name, the report itself for the first; nothing where there is one."""
-    return {report.prompts.suite or report.prompts.source: report, **report.suites} if report.suites else {}
+    return {report.prompts.suite: report, **report.suites} if report.suites else {}
 
 
 def speedup_of(section: SuiteSection) -> tuple[float | None, list[float] | None]:
@@ -143,8 +150,8 @@ def _greedy_exactness(section: LosslessSection) -> str:
     if section.verdict == "not_lossless":
         counts = {"tokens are not the target's choice": "wrong_tokens", "answers end in the wrong place": "wrong_ends"}
         found = [f"{greedy[name]:,} {what}" for what, name in counts.items() if greedy.get(name)]
-    elif section.checked_tokens is not None:  # reports of an earlier version say nothing of the tokens
-        found = [f"every one of {section.checked_tokens:,} tokens is the target's choice within rounding"]
+    else:
+        found = [f"every one of {section.checked_tokens or 0:,} tokens is the target's choice within rounding"]
     differing = len(section.divergences)
     ties = ", first where two tokens nearly tie" if section.verdict == "lossless_up_to_ties" else ""
     found.append(

@@ -54,11 +54,6 @@ BENCHMARKS = {
         "bench.curve.measure_curve",
         "tokens per target step by the answer tokens trained on, nothing timed (a night, the first time)",
     ),
-    "eval": Benchmark(
-        settings.BenchEvalConfig,
-        "bench.evaluation.compare_predictions",
-        "predicted speed beside measured, and the evaluator's own cost (after make demo; eight minutes)",
-    ),
     "scale": Benchmark(
         settings.BenchScaleConfig,
         "bench.scale.compare_scale",

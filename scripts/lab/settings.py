@@ -17,7 +17,7 @@ from configs.schema.base import (
     Settings,
     Share,
 )
-from configs.schema.evaluation import CostConfig, LosslessConfig, SuiteConfig
+from configs.schema.evaluation import LosslessConfig
 from configs.schema.target import TargetConfig
 from scripts.lab.head_settings import OWN_HEADS, BenchHeadsConfig
 
@@ -79,22 +79,6 @@ class BenchDecodeConfig(Settings):
     repeats: PositiveInt = 2  # timed runs of every side on every prompt; sampled runs take another seed each time
     bootstrap_samples: PositiveInt = 2000
     output: str = "docs/results/decode.json"
-
-
-class BenchEvalConfig(Settings):
-    """`scripts/lab/benchmark.py eval`: predicted speedups against measured ones, and what evaluating costs beyond decoding."""
-
-    target: TargetConfig = TargetConfig()
-    draft: str = "runs/heads/draft_lm/artifact"  # the artifact of a draft
-    suite: SuiteConfig = SuiteConfig(num_prompts=24)
-    max_new_tokens: PositiveInt = 32
-    repeats: PositiveInt = 1  # timed runs of every prompt by every number of drafts
-    # The sweep that predictions are made of; its num_speculative_tokens is the largest that is predicted and measured
-    cost: CostConfig = CostConfig(batch_sizes=[1], context_tokens=[96, 192], repeats=5)
-    simulations: PositiveInt = 1000  # of a suite of prompts with a known truth, for the coverage of intervals
-    bootstrap_samples: PositiveInt = 2000
-    output: str = "docs/results/eval.json"
-    runs: str = "runs/bench_eval"  # folder: the evaluation that predictions are made of
 
 
 class SoakConfig(Settings):

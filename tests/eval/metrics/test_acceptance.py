@@ -1,14 +1,13 @@
-"""Acceptance against counting by hand and its identities; calibration and agreement against plain loops and torchmetrics."""
+"""Acceptance against counting by hand and its identities; agreement of the distributions against plain loops."""
 
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import accumulate
 from operator import mul
 
 import pytest
 
-from eval.decoder.records import DistributionComparison
-from eval.metrics.acceptance import NUM_CLASSES, Acceptance
+from eval.metrics.acceptance import Acceptance
 from eval.stats.bootstrap import ratio_interval
 
 
@@ -67,17 +66,6 @@ def test_pooled_weighs_rounds_and_macro_weighs_prompts_with_all_their_turns(make
     assert fields["tokens_per_target_step_macro"] == (13 / 10 + 2) / 2
 
 
-def test_rounds_count_as_thinking_by_where_they_begin(make_round, make_generation):
-    """The first token is the prefill's: four thinking tokens end inside the second round, which began inside."""
-    thinks = replace(make_generation([make_round(3, 1), make_round(3, 3), make_round(3, 0)]), num_thinking=4)
-    plain = make_generation([make_round(3, 2)], prompt_id="writing-2")
-    parts = Acceptance(3, [thinks, plain]).by_thinking(samples=20, seed=0)
-    found = {name: tuple(part[key] for key in ("num_rounds", "num_prompts")) for name, part in parts.items()}
-    assert found == {"inside": (2, 1), "outside": (2, 2)}
-    assert [part["tokens_per_target_step"] for part in parts.values()] == [3.0, 2.0]
-    assert Acceptance(3, [plain]).by_thinking(samples=20, seed=0) == {}
-
-
 def test_rounds_count_by_how_many_tokens_stand_before_them(make_round, make_generation):
     """The answer's first token is the prefill's: after a prompt of 15 tokens the first round begins at 16."""
     # By prompt: its length, and what its rounds accept; each commits one more. Rounds begin at
@@ -131,54 +119,6 @@ def test_the_yield_of_trees_and_its_interval_count_every_node_that_was_judged(ra
 # --- distributions ------------------------------------------------------------------------------------------------
 
 
-def drafts_of(generations):
-    """Return (position, numbers by name) of every compared draft, by plain loops."""
-    return [
-        (
-            place,
-            {name: each[place] for name, each in asdict(round_.distributions).items() if each}
-            | {"accepted": place < round_.num_accepted, "overlap": round_.overlap[place]},
-        )
-        for generation in generations
-        for round_ in generation.rounds
-        if round_.distributions
-        for place in range(len(round_.overlap))
-    ]
-
-
-def with_estimate(round_):
-    """Let the draft estimate its acceptance by its own probability, in steps of 0.01."""
-    if round_.distributions is None:
-        return round_
-    estimate = tuple(int(100 * sure) / 100 for sure in round_.distributions.confidence)
-    return replace(round_, distributions=replace(round_.distributions, estimate=estimate))
-
-
-def test_means_and_reliability_curves_equal_counting_in_plain_python(random_generations):
-    said = [replace(each, rounds=tuple(map(with_estimate, each.rounds))) for each in random_generations]
-    fields, drafts = measured(said), drafts_of(said)
-    names = {"overlap": "overlap_alpha", "kl": "kl_divergence", "agrees": "top1_agreement", "uncovered": "uncovered_mass"}
-    for name, field in names.items():
-        values, second = ([each[name] for place, each in drafts if wanted in (None, place)] for wanted in (None, 1))
-        assert fields[field] == pytest.approx(sum(values) / len(values))
-        assert fields[f"{field}_by_position"][1] == pytest.approx(sum(second) / len(second))
-    curves = (("", "confidence", "target_probability"), ("stopping_", "distribution_confidence", "accepted"))
-    for prefix, confidence, outcome in (*curves, ("estimate_", "estimate", "accepted")):
-        error = 0.0
-        for number, each in enumerate(fields[f"{prefix}reliability"]):
-            own = [draft for _, draft in drafts if int(draft[confidence] * NUM_CLASSES) == number]
-            assert each["num_drafts"] == len(own)
-            if own:
-                means = {name: sum(draft[name] for draft in own) / len(own) for name in (confidence, outcome, "accepted")}
-                assert each["confidence"] == pytest.approx(means[confidence])
-                assert (each[outcome], each["accepted"]) == pytest.approx((means[outcome], means["accepted"]))
-                error += len(own) / len(drafts) * abs(means[confidence] - means[outcome])
-        assert fields[f"{prefix}calibration_error"] == pytest.approx(error)
-    kept, refused = ([each["estimate"] for _, each in drafts if each["accepted"] is wanted] for wanted in (True, False))
-    wins = sum((one > other) + (one == other) / 2 for one in kept for other in refused)
-    assert fields["estimate_auroc"] == pytest.approx(wins / (len(kept) * len(refused)))
-
-
 def test_every_interval_is_of_the_sums_by_prompt_that_its_number_divides(random_generations):
     """Every fourth round has an overlap and nothing else of the comparison."""
     generations = [
@@ -205,21 +145,17 @@ def test_every_interval_is_of_the_sums_by_prompt_that_its_number_divides(random_
         "overlap_alpha": (sums(lambda round_: sum(round_.overlap or ())), sums(lambda round_: len(round_.overlap or ()))),
         "top1_agreement": (all_of("agrees"), compared),
         "kl_divergence": (all_of("kl"), compared),
+        "uncovered_mass": (all_of("uncovered"), compared),
     }
     for name, (above, below) in columns.items():
         assert fields[name] == pytest.approx(sum(above) / sum(below), rel=1e-12)
         assert fields[f"{name}_ci"] == pytest.approx(ratio_interval(above, below, samples=20, seed=0).bounds, rel=1e-12)
+    second = [round_.overlap[1] for rounds in by_prompt for round_ in rounds if len(round_.overlap or ()) > 1]
+    assert fields["overlap_alpha_by_position"][1] == pytest.approx(sum(second) / len(second))
 
 
-def test_drafts_without_distributions_are_not_counted_and_older_records_give_no_stopping_curve(make_round, make_generation):
+def test_drafts_without_distributions_are_not_counted(make_round, make_generation):
     rounds = [make_round(3, 1, overlap=(0.9, 0.5)), make_round(3, 0, overlap=(0.1,)), make_round(3, 3)]
     fields = measured([make_generation(rounds)])
     assert (fields["overlap_alpha"], fields["overlap_alpha_by_position"]) == (pytest.approx(0.5), [0.5, 0.5, None])
-    assert (
-        fields["kl_divergence"] is fields["top1_agreement"] is fields["calibration_error"] is fields["estimate_auroc"] is None
-    )
-    assert all(each["confidence"] is None for each in fields["reliability"])
-    assert fields["estimate_reliability"] == []
-    older = DistributionComparison(kl=(0.0,), uncovered=(0.0,), agrees=(True,), confidence=(1.0,), target_probability=(1.0,))
-    fields = measured([make_generation([make_round(1, 1, overlap=(1.0,), distributions=older)])])
-    assert (fields["calibration_error"], fields["stopping_calibration_error"]) == (0.0, None)
+    assert fields["kl_divergence"] is fields["top1_agreement"] is fields["uncovered_mass"] is None

@@ -6,7 +6,7 @@ import pytest
 
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE
 from eval.metrics.tally import Tally
-from eval.report.build import pick_samples
+from eval.report.samples import pick_samples
 from tests.support.reports import report_of
 
 
@@ -73,12 +73,12 @@ def test_a_prompt_counts_when_every_turn_was_answered_in_every_mode(make_round, 
 
 def test_the_samples_are_those_that_all_answers_would_give(random_generations):
     texts = {(each.prompt_id, 0): "" for each in random_generations}
-    expected = pick_samples(random_generations, texts, str)
+    expected = pick_samples(random_generations, texts, str, 3)
     for order in (random_generations, random_generations[::-1]):
         tally = Tally(3)
         for each in order:
             tally.add([each])
-        found = pick_samples(tally.samples, texts, str)
+        found = pick_samples(tally.samples, texts, str, 3)
         for side in ("worst", "best"):
             rates = [[sample["tokens_per_target_step"] for sample in one[side]] for one in (found, expected)]
             assert rates[0] == rates[1]

@@ -50,7 +50,7 @@ def check_of(report, check, artifact=None, **gate):
         ({}, "acceptance.position_conditional.2", {"min": 0.1, "bound": "point"}, "pass"),
         ({}, f"by_category.coding.{TAU}", {"min": 1.1}, "pass"),
         ({}, "quality.perplexity.ratio", {"max": 1.06}, "pass"),
-        ({}, "quality.scores.gsm8k.difference", {"min": -0.1}, "pass"),
+        ({}, "quality.exact_match.difference", {"min": -0.1}, "pass"),
     ],
 )
 def test_the_interval_and_not_the_point_must_clear_the_threshold(report, quality_section, changes, metric, rule, expected):
@@ -62,7 +62,7 @@ def test_the_interval_and_not_the_point_must_clear_the_threshold(report, quality
     [
         ({f"{TAU}_ci": None}, TAU, "inconclusive", "fewer than two prompts"),
         ({"speed": None}, SPEEDUP, "fail", NOT_MEASURED),
-        ({}, "energy.joules_per_token_ratio", "fail", NOT_MEASURED),
+        ({}, "energy.joules_per_token.ratio", "fail", NOT_MEASURED),
     ],
 )
 def test_what_was_not_measured_cannot_pass(report, changes, metric, expected, reason):

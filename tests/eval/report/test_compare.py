@@ -1,16 +1,19 @@
 """Several reports side by side: compared with the first prompt by prompt, refused where they are about different things."""
 
+import numpy as np
 import pytest
 
 from configs.runtime.command import run_command
 from configs.runtime.errors import InputError
 from configs.schema.evaluation import CompareConfig
 from eval.compare import add_arguments, main
-from eval.report.change import differences
+from eval.report.change import differences, speed_change, tau_change
 from eval.report.comparison import compare, describe_change, notes, overview
 from eval.report.schema import write_report
 from eval.report.tables import as_text
 from tests.support.reports import changed
+
+SUITE = "eval/suites/house64.jsonl"
 
 
 def with_tau_times(report, factor):
@@ -22,9 +25,6 @@ def with_tau_times(report, factor):
 
 
 # --- what two reports differ in -----------------------------------------------------------------------------------
-
-
-SUITE = "eval/suites/house64.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -93,10 +93,85 @@ def test_the_table_has_a_line_a_report_and_says_what_differs(report):
     assert notes(entries) == ["B differs from A in num_speculative_tokens (5 here, 3 there)"]
 
 
+# --- prompt by prompt ----------------------------------------------------------------------------------------------
+
+
+def with_seconds(report, plain=1.0, speculative=1.0):
+    """The report of a run whose seconds were so many times as long."""
+    batches = [
+        {
+            "prompt_ids": each.prompt_ids,
+            "autoregressive": [plain * each.autoregressive[0], each.autoregressive[1]],
+            "speculative": [speculative * each.speculative[0], each.speculative[1]],
+        }
+        for each in report.speed.per_batch
+    ]
+    return changed(report, {"speed.per_batch": batches})
+
+
+def test_a_report_against_itself_shows_no_change(report):
+    tau, speed = tau_change(report, report), speed_change(report, report)
+    assert tau.ours == tau.theirs == report.acceptance.tokens_per_target_step
+    assert speed.ours == pytest.approx(report.speed.decode_speedup)
+    for change in (tau, speed):
+        assert (change.ratio_ci, change.outcome, change.num_clusters) == ([1.0, 1.0], "inconclusive", 32)
+        assert change.detectable_percent == pytest.approx(0.0, abs=1e-9)
+
+
+def test_speed_is_compared_by_each_runs_own_plain_decoding(report):
+    slower_machine = with_seconds(report, plain=3.0, speculative=3.0)
+    assert speed_change(slower_machine, report).ratio_ci == pytest.approx((1.0, 1.0))
+    found = speed_change(with_seconds(report, speculative=1.25), report)
+    assert (found.ratio, found.outcome) == (pytest.approx(0.8), "worse")
+
+
+def test_only_prompts_that_both_answered_count(report):
+    kept = dict(list(report.acceptance.per_prompt.items())[5:])
+    found = tau_change(report, changed(report, {"acceptance.per_prompt": lambda _: kept}))
+    tau = sum(tokens for tokens, _ in kept.values()) / sum(rounds for _, rounds in kept.values())
+    assert (found.num_clusters, found.ours) == (27, pytest.approx(tau))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"prompts.sha256": "f" * 64}, "which differ"),
+        ({"acceptance.per_prompt": lambda _: {"else": [4, 2]}}, "no answered prompt in common"),
+    ],
+)
+def test_reports_without_a_common_prompt_are_refused(report, changes, sentence):
+    with pytest.raises(InputError, match=sentence):
+        tau_change(report, changed(report, changes))
+
+
+@pytest.mark.parametrize("changes", [{"speed": None}, {"speed.per_batch": lambda batches: batches[1:]}])
+def test_speed_on_other_batches_is_not_compared(report, changes):
+    assert speed_change(report, changed(report, changes)) is None
+
+
+def test_a_small_change_is_found_with_enough_prompts_and_left_open_with_too_few(report):
+    """What a prompt yields is shared by two drafts, and each scatters by itself; ours is 3 % worse."""
+
+    def compared(num_prompts, seed):
+        generator, drafts = np.random.default_rng(seed), []
+        shared = generator.normal(2.2, 0.4, num_prompts)
+        for factor in (0.97, 1.0):
+            rounds = generator.integers(3000, 6000, num_prompts)
+            committed = (rounds * factor * shared * generator.normal(1.0, 0.08, num_prompts)).astype(int)
+            counts = {str(n): list(pair) for n, pair in enumerate(zip(committed.tolist(), rounds.tolist(), strict=True))}
+            drafts.append(changed(report, {"acceptance.per_prompt": lambda _, own=counts: own}))
+        return tau_change(*drafts)
+
+    enough, too_few = ([compared(num_prompts, seed) for seed in range(10)] for num_prompts in (400, 12))
+    assert [each.outcome for each in enough] == ["worse"] * 10
+    assert [each.outcome for each in too_few].count("inconclusive") >= 6
+    assert enough[0].detectable_percent < 3.0 < too_few[0].detectable_percent
+
+
 # --- the command --------------------------------------------------------------------------------------------------
 
 
-def test_the_command_takes_files_and_folders_and_writes_the_page_but_never_over_a_report(report, tmp_path, monkeypatch, capsys):
+def test_the_command_takes_files_and_folders_and_writes_a_table_but_never_over_a_report(report, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_report(tmp_path / "one/report.json", report)
     write_report(tmp_path / "two.json", changed(with_tau_times(report, 0.9), {"warnings": ["<script>alert(1)</script>"]}))
@@ -105,9 +180,9 @@ def test_the_command_takes_files_and_folders_and_writes_the_page_but_never_over_
         argv = ["one", "two.json", "--set", f"output={output}"]
         return run_command(CompareConfig, main, description="", argv=argv, add_arguments=add_arguments), *capsys.readouterr()
 
-    code, out, _ = run("page.html")
+    code, out, _ = run("table.md")
     assert (code, "A  one/report.json" in out, "worse" in out) == (0, True, True)
-    page = (tmp_path / "page.html").read_text()
-    assert ("2 reports side by side" in page, "<script" in page, "&lt;script&gt;" in page) == (True, False, True)
+    written = (tmp_path / "table.md").read_text()
+    assert ("| A | one/report.json |" in written, "<script" in written) == (True, False)
     code, out, err = run("./two.json")
     assert (code, out, "would overwrite the report" in err) == (2, "", True)

@@ -3,8 +3,7 @@
 import dataclasses
 
 from eval.decoder.records import Round
-from eval.report.build import pick_samples
-from eval.report.samples import spell_pieces
+from eval.report.samples import pick_samples, spell_pieces
 
 
 def as_bytes(tokens):
@@ -51,7 +50,7 @@ def test_an_answer_that_stops_within_a_character_keeps_its_last_bytes(make_gener
 def test_worst_and_best_are_the_ends_of_the_ranking_and_share_no_prompt(make_round, make_generation):
     generations = [make_generation([make_round(4, accepted)], prompt_id=f"p{accepted}") for accepted in (2, 0, 4, 1, 3)]
     texts = {(generation.prompt_id, 0): "why?" for generation in generations}
-    samples = pick_samples([*generations, make_generation([], prompt_id="empty")], texts, as_bytes)
+    samples = pick_samples([*generations, make_generation([], prompt_id="empty")], texts, as_bytes, 3)
     assert [sample["prompt_id"] for sample in samples["worst"]] == ["p0", "p1"]
     assert [sample["prompt_id"] for sample in samples["best"]] == ["p4", "p3"]
     assert samples["best"][0]["tokens_per_target_step"] == 5.0

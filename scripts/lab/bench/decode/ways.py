@@ -24,7 +24,6 @@ from heads.proposers.merged import MergedDrafts
 from heads.proposers.protocol import Proposer, TreeProposer
 from heads.proposers.self_speculation import early_exit
 from scripts.lab.bench.decode.setup import DRAFT_LM, DecodeSetup
-from scripts.lab.bench.stopping import choose_stopping
 
 log = logging.getLogger("draftsmith")
 
@@ -71,7 +70,6 @@ def list_ways(setup: DecodeSetup) -> list[Way]:
             ways += tree_ways(name, draft, settings, paths)
             if name == DRAFT_LM:
                 ways.append(_greedy("long chain", name, draft, settings, num_speculative_tokens=len(paths)))
-                ways.append(_stopped(setup, loaded, settings))
                 ways += sampled_ways(draft, setup.settings(1.0), paths)
     return [*ways, *free_ways(setup, settings), *merged_ways(setup, settings)]
 
@@ -137,9 +135,3 @@ def _suffix_lookup(setup: DecodeSetup) -> Proposer:
 
 def _greedy(shape: str, proposer: str, draft: Proposer, settings: DecodeConfig, **changes: Any) -> Way:
     return Way(rule="greedy", shape=shape, proposer=proposer, settings=settings.model_copy(update=changes), draft=draft)
-
-
-def _stopped(setup: DecodeSetup, draft: Draft, settings: DecodeConfig) -> Way:
-    longest = settings.model_copy(update={"num_speculative_tokens": LONGEST_CHAIN})
-    stopping = choose_stopping(setup.fastest_target, draft, setup.choosing, longest)
-    return _greedy("chain, stopped by cost", DRAFT_LM, draft.proposer, longest, stopping=stopping)

@@ -1,4 +1,4 @@
-"""The tests of hypotheses against loops, as often wrong as they say; detectable effects are found in four of five runs."""
+"""Intervals against loops and against the distribution they promise; tests of hypotheses as often wrong as they say; power."""
 
 from __future__ import annotations
 
@@ -9,8 +9,56 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from eval.stats.bootstrap import ratio_interval
+from eval.stats import bootstrap
+from eval.stats.bootstrap import Interval, paired_ratio_interval, ratio_interval, statistic_interval
 from eval.stats.significance import detectable_mean, detectable_percent, detectable_variation, g_test, holm, sign_flip_test
+
+FAST = {"samples": 400, "seed": 0}
+
+
+def test_bounds_are_the_percentiles_of_a_statistic_of_sums_drawn_by_a_plain_loop(monkeypatch):
+    monkeypatch.setattr(bootstrap, "student_quantile", lambda _, degrees: 1.959964 * np.sqrt(degrees / (degrees + 1)))
+    columns = np.random.default_rng(1).integers(1, 9, (4, 5)).astype(float)
+
+    def number(sums):
+        return sums[0] / sums[1] - sums[2] * sums[3]
+
+    drawn = np.random.default_rng(7).integers(5, size=(50, 5))
+    values = [number([sum(column[cluster] for cluster in row) for column in columns]) for row in drawn]
+    found = statistic_interval(number, *columns, samples=50, seed=7)
+    assert found.point == number(columns.sum(axis=1))
+    assert found.bounds == pytest.approx(np.quantile(values, [0.025, 0.975]), rel=1e-6)
+
+
+def test_pairing_cancels_what_both_sides_share():
+    generator = np.random.default_rng(0)
+    difficulty = generator.lognormal(sigma=1.0, size=64)
+    seconds, tokens = 3.0 * difficulty, np.full(64, 10.0)
+    paired = paired_ratio_interval(seconds, tokens, difficulty, tokens, **FAST)
+    alone = ratio_interval(seconds, tokens, **FAST)
+    assert paired.bounds == pytest.approx([3.0, 3.0])
+    assert alone.high > 1.5 * alone.low
+
+
+def test_intervals_of_a_speedup_hold_the_truth_as_often_as_they_say():
+    """Batches differ in length and in how fast either way decodes them; a busy machine slows both at once. The truth is 1.5."""
+    generator, num_batches, held = np.random.default_rng(108), 8, 0
+    for simulation in range(1000):
+        tokens = generator.integers(20, 120, num_batches)
+        busy = generator.uniform(1.0, 2.0, num_batches)
+        plain = 0.03 * tokens * busy * generator.normal(1.0, 0.05, num_batches)
+        speculative = 0.02 * tokens * busy * generator.normal(1.0, 0.2, num_batches)
+        interval = paired_ratio_interval(plain, tokens, speculative, tokens, samples=400, seed=simulation)
+        held += interval.low <= 1.5 <= interval.high
+    assert 930 <= held <= 970
+
+
+def test_too_few_clusters_give_a_point_without_an_interval_or_nothing():
+    assert ratio_interval([3, 0, 0], [2, 0, 0], **FAST) == Interval(1.5)  # where nothing happened is no cluster
+    assert ratio_interval([], [], **FAST) == ratio_interval([0, 0], [0, 0], **FAST) == Interval(None)
+    assert Interval(None).bounds is None
+    with pytest.raises(ValueError, match="finite"):
+        ratio_interval([float("nan"), 1.0], [1.0, 1.0], **FAST)
 
 
 def test_g_is_twice_the_log_likelihood_ratio_over_williams_correction():
