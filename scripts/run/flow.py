@@ -23,7 +23,7 @@ from scripts.run.plan import choose
 from scripts.run.request import Facts, examine
 from scripts.run.stages import TITLES, is_checked_here, run_stages
 from scripts.run.steps import Record
-from scripts.watch.page import PAGE, page_kept
+from scripts.watch.view import PAGE, page_kept
 
 CPU_BATCH, GPU_BATCH = 48, 64  # prompts answered together
 REHEARSED_ON_CPU, REHEARSED = 64, 512  # tokens of an answer in the rehearsal ...

@@ -1,107 +1,231 @@
 """A run's folder as one object, while the run goes on and after it: from its files alone, any of which may be missing.
 
-Files are read as they are found: half written, of an older run, of a training or an evaluation outside a run. What does not
-parse is not there. Imports no torch.
+Files are read as they are found: half written, of a training or an evaluation outside a run. What does not parse is not there.
+Whether a run has died is told by when it last wrote. Imports no torch.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from configs.runtime.command import INTERRUPTED, TERMINATED
+from configs.runtime.command import DONE, FAILED, INTERRUPTED, TERMINATED
 from configs.runtime.errors import InputError
-from configs.runtime.files import LOCK_FILE, json_object, read_object, read_text
+from configs.runtime.files import json_object, read_object, read_text
 from configs.runtime.loading import parse_yaml
 from configs.runtime.run_record import HELD_OUT, METRICS_FILE, SAMPLES_FILE
 from configs.schema.commands.running import DRAFT_FILE
 from configs.schema.target import TargetConfig
-from eval.report.schema import load_report
+from eval.release.verdict import Finding, GateOutcome
+from eval.report.schema import AnswerSample, Report, load_report
 from scripts.check.comparison import EngineCheck
-from scripts.run.draft_file import read_choices
-from scripts.run.steps import RECORD
-from scripts.watch.state import PAGE, SILENT_SECONDS, Gate, Point, Progress, Read, Run, Samples, Stage, StageState
+from scripts.run.steps import RECORD, SEVERITY
 
+SILENT_SECONDS = 120.0  # without a sign of life, after which that is said
+DEAD_SECONDS = 1800.0  # after which nobody waits for one
+WHOLE_STAGES = ("answers", "target cache", "training")  # work that ends when its stage does
 MARKS = (RECORD, DRAFT_FILE, METRICS_FILE, f"train/{METRICS_FILE}", "report.json", "eval/report.json")  # of a run's folder
+StageState = Literal["waiting", "running", "done", "failed", "stopped"]
+RunState = Literal["running", "silent", "ended", "failed", "stopped"]
+M = TypeVar("M", bound=BaseModel)
 
 
-class _Step(Read):
+class Read(BaseModel):
+    """Values of a file; others that stand there are passed over."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+
+class Progress(Read):
+    """`progress.json`, by `configs.runtime.terminal.progress`."""
+
+    stage: str
+    description: str
+    done: int
+    total: int
+    unit: str
+    rate: float
+    rate_unit: str
+    seconds_left: float | None
+    share: float
+    time: float
+
+
+class Samples(Read):
+    """`samples.json` of a training."""
+
+    step: int
+    samples: list[AnswerSample]
+
+
+class Gate(Read):
+    """`gate.json`."""
+
+    outcome: GateOutcome
+    findings: list[Finding] = []
+
+
+class Step(Read):
+    """A stage that was begun, in `steps.json`."""
+
     done: bool = False
     began: float | None = None
     seconds: float | None = None
     code: int | None = None
 
+    @property
+    def state(self) -> StageState:
+        if self.done:
+            return "done"
+        if self.seconds is None:
+            return "running"
+        return "stopped" if self.code in (None, INTERRUPTED, TERMINATED) else "failed"
 
-class _Steps(Read):
+
+class Steps(Read):
+    """`steps.json`."""
+
     stages: list[str]
-    planned_minutes: dict[str, float] = Field(default_factory=dict)
-    steps: dict[str, _Step] = Field(default_factory=dict)
+    planned_minutes: dict[str, float] = {}
+    steps: dict[str, Step] = {}
 
 
-M = TypeVar("M", bound=BaseModel)
+class Point(NamedTuple):
+    step: int
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A stage of a run."""
+
+    name: str
+    state: StageState
+    code: int | None = None
+    planned_minutes: float | None = None
+    used_minutes: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What is known of a run at one moment."""
+
+    folder: Path
+    target: str | None
+    stages: tuple[Stage, ...]
+    progress: Progress | None  # of the stage under way
+    losses: tuple[Point, ...]
+    taus: tuple[Point, ...]  # tokens per target step on held-out prompts
+    samples: Samples | None
+    report: Report | None
+    gate: Gate | None
+    check: EngineCheck | None
+    links: Mapping[str, str]  # to files, by what they are; paths below the folder
+    silent_seconds: float  # since it last wrote something
+
+    @property
+    def running(self) -> Stage | None:
+        """The stage under way."""
+        return next((each for each in self.stages if each.state == "running"), None)
+
+    @property
+    def broken(self) -> Stage | None:
+        """The stage at which the run ended before its time."""
+        return next((each for each in self.stages if each.state in ("failed", "stopped")), None)
+
+    @property
+    def state(self) -> RunState:
+        if self.broken is not None and self.running is None:
+            return "failed" if self.broken.state == "failed" else "stopped"
+        if self.stages and all(each.state == "done" for each in self.stages):
+            return "ended"
+        if self.silent_seconds < SILENT_SECONDS:
+            return "running"
+        return "stopped" if self.running is None else "silent"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is to be expected."""
+        return self.state in ("ended", "failed", "stopped") or (self.state == "silent" and self.silent_seconds > DEAD_SECONDS)
+
+    @property
+    def exit_code(self) -> int:
+        """The code of the run itself where it is over: that of the stage that failed, else the worst verdict."""
+        if self.state == "failed" and self.broken is not None:
+            return self.broken.code or FAILED
+        if self.state == "stopped":
+            return TERMINATED
+        if self.state == "ended":
+            return max((each.code or DONE for each in self.stages), key=SEVERITY.index)
+        return FAILED if self.is_over else DONE
+
+    @property
+    def best(self) -> Point | None:
+        """The first of the best evaluations on held-out prompts, which is the draft that is kept."""
+        return max(self.taus, key=lambda point: point.value, default=None)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Of the whole run: the plan's minutes of the stages to come, and what the stage under way says of itself."""
+        if self.is_over or not any(each.planned_minutes is not None for each in self.stages):
+            return None
+        to_come = 60 * sum(each.planned_minutes or 0.0 for each in self.stages if each.state == "waiting")
+        return to_come + (0.0 if self.running is None else self._stage_left(self.running))
+
+    def _stage_left(self, stage: Stage) -> float:
+        by_plan = 60 * max(0.0, (stage.planned_minutes or 0.0) - (stage.used_minutes or 0.0))
+        if self.progress is None or (own := self.progress.seconds_left) is None:
+            return by_plan
+        return own if self.progress.description in WHOLE_STAGES else max(own, by_plan)
 
 
 def find_run(named: str) -> Path:
     """Return the folder of a run, which may also be named by its draft.yaml."""
     path = Path(named)
     folder = path.parent if path.is_file() else path
-    if _is_run(folder):
+    if any(os.path.isfile(folder / mark) for mark in MARKS):  # which is False where it may not be asked
         return folder
-    place = folder.parent if folder.parent.is_dir() else Path("runs")
-    others: list[Path] = []
-    for parent in (folder, place):
-        with suppress(OSError):
-            others += sorted(parent.iterdir())
-    near = difflib.get_close_matches(str(folder), [str(other) for other in others if _is_run(other)], n=3, cutoff=0.0)
     found = f"holds no run, neither {RECORD} nor {METRICS_FILE}" if folder.is_dir() else "is not there"
-    such_as = f", such as {' or '.join(near)}" if near else ""
-    raise InputError(f"{named} {found}; name the folder that a run writes to (--output){such_as}")
-
-
-def _is_run(folder: Path) -> bool:
-    return any(os.path.isfile(folder / mark) for mark in MARKS)  # which is False where it may not be asked
+    raise InputError(f"{named} {found}; name the folder that a run writes to (--output)")
 
 
 def read_run(folder: Path) -> Run:
     """Return what the files of a run say now."""
     now = time.time()
-    training, evaluation = (_part(folder, "train", METRICS_FILE), _part(folder, "eval", "report.json"))
+    training, evaluation = _part(folder, "train", METRICS_FILE), _part(folder, "eval", "report.json")
     progress = _read(Progress, folder / "progress.json")
-    files = (PAGE, DRAFT_FILE, RECORD, METRICS_FILE, SAMPLES_FILE, "report.json")
+    files = (DRAFT_FILE, RECORD, METRICS_FILE, SAMPLES_FILE, "report.json")
     written = [part / file for part in {folder, training, evaluation} for file in files]
     last = max([0.0 if progress is None else progress.time, *map(_modified, written)])
-    is_locked, silent = _is_locked(folder), max(0.0, now - last)
-    end = now if is_locked or silent < SILENT_SECONDS else last  # of what is under way
-    stages = tuple(_stages(folder, training, evaluation, end))
+    silent = max(0.0, now - last)
+    stages = tuple(_stages(folder, training, evaluation, now if silent < SILENT_SECONDS else last))
     running = next((each.name for each in stages if each.state == "running"), None)
-    losses, taus = _curves(training / METRICS_FILE)
-    report = None
+    report, check = None, None
     with suppress(InputError):
         report = load_report(evaluation / "report.json")
+    with suppress(ValidationError):
+        check = TypeAdapter(EngineCheck).validate_python(_values(folder / "check" / "check.json"))
     return Run(
         folder=folder,
         target=_target(folder, training),
         stages=stages,
         progress=progress if progress is not None and progress.stage == running else None,
-        losses=tuple(losses),
-        taus=tuple(taus),
+        losses=tuple(_points(training / METRICS_FILE, "loss")),
+        taus=tuple(_points(training / METRICS_FILE, f"{HELD_OUT}tokens_per_target_step")),
         samples=_read(Samples, training / SAMPLES_FILE),
         report=report,
         gate=_read(Gate, evaluation / "gate.json"),
-        check=_check(folder / "check" / "check.json"),
-        choices=tuple(read_choices(folder / DRAFT_FILE)),
+        check=check,
         links=_links(folder, evaluation),
-        is_locked=is_locked,
         silent_seconds=silent,
-        time=now,
     )
 
 
@@ -117,14 +241,8 @@ def _values(path: Path) -> dict[str, Any] | None:
 
 
 def _read(schema: type[M], path: Path) -> M | None:
-    with suppress(InputError, ValidationError):
-        return schema.model_validate(read_object(path, path.name))
-    return None
-
-
-def _check(path: Path) -> EngineCheck | None:
     with suppress(ValidationError):
-        return TypeAdapter(EngineCheck).validate_python(_values(path))
+        return schema.model_validate(_values(path))
     return None
 
 
@@ -135,18 +253,13 @@ def _modified(path: Path) -> float:
 
 
 def _stages(folder: Path, training: Path, evaluation: Path, end: float) -> Iterator[Stage]:
-    values = _values(folder / RECORD)
-    if values is None:  # a training or an evaluation by itself, or a run that is about to begin
+    """Yield the stages; `end` is how far what is under way has come, in unix seconds."""
+    record = _read(Steps, folder / RECORD)
+    if record is None:  # a training or an evaluation by itself, or a run that is about to begin
         if (training / METRICS_FILE).is_file():
             yield Stage(name="train", state="done" if (training / "outcome.json").is_file() else "running")
         if (evaluation / "report.json").is_file():
             yield Stage(name="eval", state="done")
-        return
-    if "stages" not in values:  # of an older version: the steps alone
-        values = {"stages": list(values), "steps": values}
-    try:
-        record = _Steps.model_validate(values)
-    except ValidationError:
         return
     latest = 0.0
     newest = max(reversed(record.steps), key=lambda name: record.steps[name].began or 0.0, default=None)
@@ -160,34 +273,17 @@ def _stages(folder: Path, training: Path, evaluation: Path, end: float) -> Itera
             continue
         seconds = max(0.0, end - step.began) if step.seconds is None and step.began is not None else step.seconds
         used = None if seconds is None else seconds / 60
-        yield Stage(name=name, state=_state(step), code=step.code, planned_minutes=planned, used_minutes=used)
+        yield Stage(name=name, state=step.state, code=step.code, planned_minutes=planned, used_minutes=used)
 
 
-def _state(step: _Step) -> StageState:
-    if step.done:
-        return "done"
-    if step.seconds is None:
-        return "running"
-    return "stopped" if step.code in (None, INTERRUPTED, TERMINATED) else "failed"
-
-
-def _curves(path: Path) -> tuple[list[Point], list[Point]]:
-    """Return the loss and the tokens per target step on held-out prompts by step; lines that are cut off are left out."""
-    losses: list[Point] = []
-    taus: list[Point] = []
-    for row in _rows(path):
-        for curve, name in ((losses, "loss"), (taus, f"{HELD_OUT}tokens_per_target_step")):
-            if _is_number(row.get("step")) and _is_number(row.get(name)):
-                curve.append(Point(int(row["step"]), float(row[name])))
-    return losses, taus
-
-
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines that can be read."""
+def _points(path: Path, name: str) -> Iterator[Point]:
+    """Yield a metric by step; lines that are cut off are left out."""
     with suppress(InputError):
         for line in read_text(path, path.name).split("\n"):
             with suppress(InputError):
-                yield json_object(line, path.name)
+                row = json_object(line, path.name)
+                if _is_number(row.get("step")) and _is_number(row.get(name)):
+                    yield Point(int(row["step"]), float(row[name]))
 
 
 def _is_number(value: Any) -> bool:
@@ -216,22 +312,3 @@ def _links(folder: Path, evaluation: Path) -> dict[str, str]:
         "settings": folder / DRAFT_FILE,
     }
     return {what: path.relative_to(folder).as_posix() for what, path in named.items() if path.is_file()}
-
-
-def _is_locked(folder: Path) -> bool:
-    """Return whether a process of this machine holds a lock of the run or of a stage; the kernel is asked, no lock is taken."""
-    beside = folder.absolute().with_name(f".{folder.absolute().name}{LOCK_FILE}")
-    ours = set(_numbers([beside, folder / LOCK_FILE, *folder.glob(f"*/{LOCK_FILE}")]))
-    try:
-        held = Path("/proc/locks").read_text(encoding="ascii")
-    except OSError:  # not on Linux
-        return False
-    return any(not ours.isdisjoint(line.split()) for line in held.splitlines())
-
-
-def _numbers(paths: Iterable[Path]) -> Iterator[str]:
-    """Yield device and inode of files as `/proc/locks` names them."""
-    for path in paths:
-        with suppress(OSError):
-            known = path.stat()
-            yield f"{os.major(known.st_dev):02x}:{os.minor(known.st_dev):02x}:{known.st_ino}"
