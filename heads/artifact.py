@@ -98,7 +98,6 @@ def save_head(
 def write_rest(
     folder: Path, metadata: Metadata, vocabulary: DraftVocabulary | None, training_prompts: np.ndarray | None = None
 ) -> None:
-    """Write what an artifact holds beside its weights, secrets masked."""
     if vocabulary is not None:
         vocabulary.write(folder / VOCABULARY_FILE)
     if training_prompts is not None:
@@ -223,7 +222,6 @@ def _load_head(folder: Path, metadata: Metadata, target: PreTrainedModel) -> tup
 
 
 def _load_vocabulary(folder: Path, metadata: Metadata, target_vocab_size: int) -> DraftVocabulary:
-    """Return the reduced draft vocabulary for a target that may be padded to another size than the original's."""
     vocabulary = read_draft_vocabulary(folder / VOCABULARY_FILE)
     if len(vocabulary) != metadata.draft_vocab_size:
         words = f"holds {len(vocabulary)} tokens, while {METADATA_FILE} says {metadata.draft_vocab_size}"

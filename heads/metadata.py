@@ -101,7 +101,6 @@ def locate_artifact(name: str | Path) -> Path:
 
 
 def locate_external(name: str | Path) -> Path:
-    """Return the folder of a draft that another program wrote, as `locate_artifact` does."""
     return _locate(str(name), (*DATA_FILES, TORCH_FILE))
 
 
@@ -122,7 +121,6 @@ def _locate(name: str, patterns: tuple[str, ...]) -> Path:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Return the checked content of an artifact's `draftsmith.json`."""
     path = folder / METADATA_FILE
     if folder.is_dir():
         check_readable(folder)

@@ -180,7 +180,6 @@ class UnrolledKeys:
         self.ranges, self.earlier, self.origins_BX = ranges, earlier, origins_BX
 
     def next(self, ranges: Ranges) -> UnrolledKeys:
-        """Return those of the next depth, once attention has run, for chains of these ranges."""
         return UnrolledKeys(ranges, *self.earlier, self._own)
 
     def of_queries(self, values_BTX: Tensor) -> Tensor:

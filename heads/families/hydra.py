@@ -53,7 +53,6 @@ class Hydra(ChainHead):
         self.lm_head = DraftHead(target, vocabulary, trainable=settings.train_head)
 
     def forward(self, batch: Batch, states: TargetStates) -> list[Depth]:
-        """Run each depth's blocks at the origins it is trained on, on the text's own tokens."""
         states_BTE = self.features(states)
         if self.prefix_layer is not None:
             ranges = causal_ranges(batch.position_ids_BT, self.settings.window)

@@ -50,7 +50,6 @@ class Medusa(HeadModule):
             self.lm_head = next(heads)
 
     def forward(self, batch: Batch, states: TargetStates) -> list[Depth]:
-        """Run each depth's blocks at the origins it is trained on."""
         depths = []
         for depth, blocks in enumerate(self.blocks):
             origins_N = labelled_origins(batch, depth)

@@ -58,7 +58,6 @@ class Mtp(ChainHead):
         self.lm_head = DraftHead(target, vocabulary, trainable=settings.train_head)
 
     def forward(self, batch: Batch, states: TargetStates) -> list[Depth]:
-        """Predict `num_depths` tokens from every origin at once."""
         is_causal = self._context.is_causal and batch.conversations_BC.shape[1] == 1  # not packed: rows are texts, and padding
         visible_B1TT: Tensor | None = None
         chain = ChainKeys() if self.settings.shared_depths else None
@@ -82,7 +81,6 @@ class Mtp(ChainHead):
         return depths
 
     def features(self, states: TargetStates) -> Tensor:
-        """Return the target's last states `[B, T, E]`."""
         last_BTE = states.final_BTE if self.settings.reads == "post_norm" else states.taps_ABTE[0]
         return last_BTE.to(self.dtype)
 

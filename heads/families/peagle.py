@@ -130,7 +130,6 @@ def kept_depths(batch: Batch, shares: Sequence[float]) -> tuple[Tensor, Tensor]:
 
 
 def _labelled(batch: Batch, depth: int) -> Tensor:
-    """Return which origins have a label at a depth, bool `[B, T]`."""
     labelled_P = torch.zeros_like(batch.loss_mask_BT).flatten()
     labelled_P[labelled_origins(batch, depth)] = True
     return labelled_P.view_as(batch.loss_mask_BT)

@@ -65,7 +65,6 @@ def check_names(weights: Weights, head: nn.Module) -> None:
 
 
 def layer_config(shape: LayerShape, model_type: str, num_layers: int, vocab_size: int) -> dict[str, Any]:
-    """Return the keys that describe draft layers, as configs of transformers spell them."""
     return {
         "model_type": model_type,
         "vocab_size": vocab_size,

@@ -33,7 +33,6 @@ Weights = dict[str, Tensor]
 
 
 def read_weights(folder: Path) -> Weights:
-    """Return all tensors of a checkpoint's folder by name."""
     if (folder / SINGLE_FILE).is_file() or (folder / INDEX_FILE).is_file():
         paths = sorted({folder / file for file in files_by_key(folder).values()})
         return {name: value for path in paths for name, value in read_tensors(path).items()}
@@ -43,7 +42,6 @@ def read_weights(folder: Path) -> Weights:
 
 
 def read_tensors(path: Path) -> Weights:
-    """Return the tensors of a safetensors file by name."""
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:

@@ -133,7 +133,6 @@ class TargetIdentity:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], where: str) -> TargetIdentity:
-        """Read back `to_dict`; `where` names the file in error messages."""
         try:
             return TypeAdapter(cls).validate_python(values)
         except ValidationError as error:

@@ -91,7 +91,6 @@ class Target:
         return min((limit for limit in (*limits, rope_limit(config)) if limit is not None and limit > 0), default=UNLIMITED)
 
     def spell(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, special tokens included."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def encode_chat(

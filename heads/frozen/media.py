@@ -8,12 +8,10 @@ P tokens of the longest prompt.
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import math
 import struct
 import warnings
-import wave
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -196,36 +194,32 @@ def read_image(reference: str, config: ImagesConfig) -> Any:
 
 def read_sound(reference: str, config: AudioConfig, rate: int) -> np.ndarray:
     """Return the samples of a sound, float32 from -1 to 1, its channels averaged, at `rate` a second."""
-    content = _content(reference.removeprefix(SOUND), config)
-    longer = wav_samples(content, f"{config.what} {shown(reference)}", rate, config.max_seconds + 1 / rate)
-    if len(longer) > config.max_seconds * rate:
-        raise _refusal(reference, config, f"is longer than {config.max_seconds:g} s (target.audio.max_seconds)")
-    if len(longer) < SHORTEST * rate:
-        raise _refusal(reference, config, f"is shorter than {SHORTEST:g} s")
-    return longer.astype(np.float32)
+    samples = wav_samples(_content(reference.removeprefix(SOUND), config), f"{config.what} {shown(reference)}", rate)
+    if not SHORTEST * rate <= len(samples) <= config.max_seconds * rate:
+        found = f"lasts {len(samples) / rate:.2f} s; {SHORTEST:g} to target.audio.max_seconds, {config.max_seconds:g}, are read"
+        raise _refusal(reference, config, found)
+    return samples.astype(np.float32)
 
 
-def wav_samples(content: bytes, named: str, rate: int, seconds: float) -> np.ndarray:
-    """Return the first `seconds` of a WAV file's samples, as `read_sound`; `named` is what messages call it."""
-    from scipy.signal import resample_poly  # here: text needs none
+def wav_samples(content: bytes, named: str, rate: int) -> np.ndarray:
+    """Return a WAV file's samples, as `read_sound`; `named` is what messages call it."""
+    from scipy.io import wavfile  # here: text needs none
+    from scipy.signal import resample_poly
 
     try:
-        with wave.open(io.BytesIO(content)) as file:
-            own_rate, width, channels = file.getframerate(), file.getsampwidth(), file.getnchannels()
-            frames = min(file.getnframes(), math.ceil(seconds * own_rate))
-            held = file.readframes(frames)
-    except (wave.Error, EOFError, OSError, RuntimeError) as error:
-        raise InputError(f"{named} is no uncompressed WAV file: {error or 'it ends too early'}") from error
-    if not RATES[0] <= own_rate <= RATES[1] or width > 4:
-        raise InputError(
-            f"{named} has {own_rate} samples a second of {8 * width} bits; {RATES[0]} to {RATES[1]} of 8 to 32 are taken"
-        )
-    if not held or len(held) != frames * width * channels:
-        raise InputError(f"{named} is cut off: {len(held)} bytes of sound where it names {frames * width * channels}")
-    bytes_SW: np.ndarray = np.frombuffer(held, dtype=np.uint8).reshape(-1, width)
-    if width == 1:  # the only width without a sign
-        bytes_SW = bytes_SW ^ 0x80
-    samples = np.pad(bytes_SW, ((0, 0), (4 - width, 0))).view("<i4").reshape(-1, channels).mean(1) / 2**31
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", wavfile.WavFileWarning)
+            warnings.filterwarnings("error", "Reached EOF", wavfile.WavFileWarning)
+            own_rate, read = wavfile.read(io.BytesIO(content))
+    except (wavfile.WavFileWarning, *UNDECODABLE) as error:
+        raise InputError(f"{named} is no uncompressed WAV file: {first_line(error)}") from error
+    if not RATES[0] <= own_rate <= RATES[1]:
+        raise InputError(f"{named} has {own_rate} samples a second; {RATES[0]} to {RATES[1]} are taken")
+    samples: np.ndarray = read.reshape(len(read), -1).mean(1, dtype=np.float64)
+    if read.dtype == np.uint8:  # the only width without a sign
+        samples -= 128
+    if read.dtype.kind != "f":
+        samples /= 2.0 ** (8 * read.dtype.itemsize - 1)
     common = math.gcd(own_rate, rate)
     resampled: np.ndarray = resample_poly(samples, rate // common, own_rate // common)
     return resampled
@@ -239,38 +233,32 @@ def shown(reference: str) -> str:
 
 
 def _content(reference: str, config: MediaConfig) -> bytes:
-    """Return the bytes of a file or data URL, within the limit."""
     if reference.startswith(("http://", "https://")):
         raise _refusal(reference, config, "is a URL, and nothing is fetched: give the file")
-    content = _from_data_url(reference, config) if reference.startswith("data:") else _from_file(reference, config)
-    if len(content) > config.max_bytes:
-        raise _refusal(reference, config, f"has more bytes than {config.key}.max_bytes, {config.max_bytes}")
-    return content
-
-
-def _from_data_url(reference: str, config: MediaConfig) -> bytes:
-    head, _, body = reference.partition(",")
     try:
-        return base64.b64decode(body, validate=True) if head.endswith(";base64") else unquote_to_bytes(body)
-    except (binascii.Error, ValueError) as error:
-        raise _refusal(reference, config, f"is no data URL: {first_line(error)}") from error
-
-
-def _from_file(reference: str, config: MediaConfig) -> bytes:
-    folder = Path(config.folder or ".")
-    try:
-        path = (folder / reference.removeprefix("file://")).resolve()
-        if config.folder is not None and not path.is_relative_to(folder.resolve()):
-            raise _refusal(reference, config, f"lies outside {config.key}.folder, {config.folder}")
-        if not path.is_file():
-            raise _refusal(reference, config, f"is no file here ({path})" if path.exists() else f"was not found ({path})")
-        with path.open("rb") as file:
-            return file.read(config.max_bytes + 1)
+        content = _from_data_url(reference) if reference.startswith("data:") else _from_file(reference, config)
     except InputError:
         raise
     except (OSError, ValueError) as error:  # the latter for a NUL, or half of a surrogate pair
         why = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
         raise _refusal(reference, config, f"cannot be read: {shown(why)}") from error
+    if len(content) > config.max_bytes:
+        raise _refusal(reference, config, f"has more bytes than {config.key}.max_bytes, {config.max_bytes}")
+    return content
+
+
+def _from_data_url(reference: str) -> bytes:
+    head, _, body = reference.partition(",")
+    return base64.b64decode(body, validate=True) if head.endswith(";base64") else unquote_to_bytes(body)
+
+
+def _from_file(reference: str, config: MediaConfig) -> bytes:
+    folder = Path(config.folder or ".")
+    path = (folder / reference.removeprefix("file://")).resolve()
+    if config.folder is not None and not path.is_relative_to(folder.resolve()):
+        raise _refusal(reference, config, f"lies outside {config.key}.folder, {config.folder}")
+    with path.open("rb") as file:
+        return file.read(config.max_bytes + 1)
 
 
 def _refusal(reference: str, config: MediaConfig, what: str) -> InputError:

@@ -110,39 +110,15 @@ def _experts(config: PreTrainedConfig, layers: Sequence[int]) -> dict[str, Any]:
         dense = set(getattr(config, "mlp_only_layers", None) or ())
         changed["mlp_only_layers"] = [n for n, layer in enumerate(layers) if layer in dense or step < 1 or (layer + 1) % step]
         changed["decoder_sparse_step"] = 1
-    if (interval := getattr(config, "moe_layer_interval", None)) is not None:  # Ernie
-        first, last = config.moe_layer_start_index, config.moe_layer_end_index
-        end = config.num_hidden_layers - 1 if last == -1 else last
-        sparse = [n for n, layer in enumerate(layers) if first <= layer <= end and (layer + 1) % interval == 0]
-        start, stop = (sparse[0], sparse[-1]) if sparse else (len(layers), len(layers))
-        changed |= {"moe_layer_start_index": start, "moe_layer_end_index": stop, "moe_layer_interval": 1}
     return changed
 
 
 def _mixers(config: PreTrainedConfig, layers: Sequence[int]) -> dict[str, Any]:
     """Return the keys by which blocks of attention and others have their places, where no list says it, for the kept blocks."""
     changed: dict[str, Any] = {}
-    for name in ("attn_layer_indices", "full_attn_idxs", "hybrid_layer_ids"):  # Bamba, LFM2, Zamba 2
+    for name in ("attn_layer_indices", "full_attn_idxs"):  # Bamba, LFM2
         if (numbers := getattr(config, name, None)) is not None:
             changed[name] = [new for new, layer in enumerate(layers) if layer in numbers]
     if shared := getattr(config, "num_kv_shared_layers", None):  # Gemma 3n, Gemma 4: the last ones
         changed["num_kv_shared_layers"] = sum(layer >= config.num_hidden_layers - shared for layer in layers)
-    if (scale := getattr(config, "scale_depth", None)) is not None:  # MiniCPM 3 divides it by the root of the count
-        changed["scale_depth"] = scale * (len(layers) / config.num_hidden_layers) ** 0.5
-    if (kinds := getattr(config, "attention_layers", None)) is not None:  # GPT-Neo
-        changed["attention_types"] = [[[kinds[layer] for layer in layers], 1]]
-    for kind in ("attn_layer", "expert_layer"):  # Jamba
-        keys = f"{kind}_period", f"{kind}_offset"
-        period, offset = (getattr(config, key, None) for key in keys)
-        if period is not None and offset is not None:
-            changed |= zip(keys, _period([layer % period == offset for layer in layers]), strict=False)
     return changed
-
-
-def _period(marked: Sequence[bool]) -> tuple[int, ...]:
-    """Return period and offset of the marked places; nothing where they are not at even distances."""
-    for period in range(1, len(marked) + 2):
-        for offset in range(period):
-            if all((place % period == offset) == mark for place, mark in enumerate(marked)):
-                return period, offset
-    return ()

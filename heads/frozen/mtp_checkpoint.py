@@ -37,7 +37,6 @@ class Naming:
     borrowed: tuple[str, ...] = ()  # copies of what is the target's (embedding, head), neither read nor written
 
     def pattern(self, part: str) -> str:
-        """Return their name of one of our parts."""
         return f"{self.prefix}.{self.parts[PARTS.index(part)]}".removesuffix(".")
 
 
@@ -148,7 +147,6 @@ class NativeMtp:
         return places
 
     def _pieces(self, name: str, shape: tuple[int, ...], *, swapped: bool) -> list[TensorPart]:
-        """Return the checkpoint's tensors that make up one of ours."""
         _, number, part, rest = name.split(".", 3)
         key = f"{self._spelled(self.naming.pattern(part), int(number))}.{rest}"
         if part == "eh_proj":

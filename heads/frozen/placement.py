@@ -105,7 +105,6 @@ def real_weight(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
 
 
 def real_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's state dict with the values of all its tensors."""
     return {name: real_weight(module, name, tensor) for name, tensor in module.state_dict().items()}
 
 
@@ -170,7 +169,6 @@ def _by_hand(
 
 
 def _room(config: TargetConfig, home: DeviceName) -> dict[DeviceName, int]:
-    """Return the bytes that may be taken on each GPU and in memory."""
     given = config.max_memory
     if given is not None:  # a GPU's number is a string where it was a key of JSON
         given = {int(place) if str(place).isdigit() else place: size for place, size in given.items()}

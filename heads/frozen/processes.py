@@ -121,7 +121,6 @@ class TargetGroup:
     processes: dist.ProcessGroup
 
     def member(self, rank: int) -> int:
-        """Return the number, among all processes, of one of this group."""
         return self.number * self.size + rank
 
 
@@ -211,7 +210,6 @@ def join_group(model: PreTrainedModel, config: TargetConfig, device: torch.devic
 
 
 def _num_groups(config: TargetConfig) -> int:
-    """Return over how many groups of processes targets are split."""
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
     if num_processes % config.shards:
         raise ConfigError(

@@ -178,7 +178,6 @@ class HeadRows:
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
-        """Every tensor that the logits depend on."""
         return (self.weight_WD,) if self.bias_W is None else (self.weight_WD, self.bias_W)
 
     def get_output_embeddings(self) -> Callable[[Tensor], Tensor]:
@@ -186,7 +185,6 @@ class HeadRows:
         return lambda hidden: functional.linear(hidden.to(self.weight_WD.dtype), self.weight_WD, self.bias_W)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits `[..., W]` of final hidden states `[..., D]`."""
         return head_logits(self, hidden)
 
 

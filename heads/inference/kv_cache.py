@@ -61,7 +61,6 @@ class RowLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def _zeros(self, name: str, like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return zeros `[B, N, capacity, width]`; `dtype` None: that of the states."""
         shape, dtype = (*like.shape[:2], self.capacity, width), like.dtype if dtype is None else dtype
         if self.storage is None:
             return like.new_zeros(shape, dtype=dtype)
@@ -92,7 +91,6 @@ class RowLayer(CacheLayerMixin):
         return stored[:, :, :end]
 
     def move(self, goal: tuple[Tensor, slice, Tensor], source: tuple[Tensor, slice, Tensor]) -> None:
-        """Copy the contents of the slots `source` to `goal`."""
         goal, source = _index_on(goal, self.keys), _index_on(source, self.keys)
         for name in self.stored:
             tensor = getattr(self, name)

@@ -228,7 +228,6 @@ def _slices(values: Tensor, starts: Sequence[int], length: int) -> Tensor:
 
 
 def _documents_error(model: PreTrainedModel) -> float:
-    """Compare the states of documents in shared rows with those of each alone."""
     ids_BT = probe_ids(model, len(DOCUMENTS), sum(DOCUMENTS[0]))
     positions_BT = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in DOCUMENTS]).to(model.device)
     together_BTD = read_documents(model, ids_BT, positions_BT)

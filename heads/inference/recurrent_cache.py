@@ -249,7 +249,6 @@ class _Finder(RecurrentCache):
 
 
 def _gather(states: Sequence[State], entries: Sequence[int]) -> State:
-    """Return for each row its part of the state at its entry."""
     distinct = sorted(set(entries))
     if len(distinct) == 1:
         return states[distinct[0]]
@@ -274,7 +273,6 @@ def _stacked(rows: Sequence[State]) -> State:
 
 
 def _joined(outputs: Sequence[Any]) -> Any:
-    """Return a mixer's outputs of one token each as that of all; some mixers return several tensors."""
     if isinstance(outputs[0], tuple):
         return tuple(torch.cat(parts, 1) for parts in zip(*outputs, strict=True))
     return torch.cat(list(outputs), 1)

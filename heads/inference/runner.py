@@ -127,7 +127,6 @@ class Guidance:
         return torch.cat([ids_BT, ids_BT.masked_fill((ids_BT >= first) & (ids_BT <= last), self.config.null)])
 
     def mixed(self, hidden_2BTD: Tensor) -> Tensor:
-        """Return the guided final states `[B, T, D]`."""
         with_BTD, without_BTD = hidden_2BTD.chunk(2)
         return without_BTD + self.config.scale * (with_BTD - without_BTD)
 
@@ -194,7 +193,6 @@ class Runner:
 
     @contextmanager
     def reading_rows(self) -> Iterator[None]:
-        """Run the model's attention by `row_attention` for a while."""
         if self.row_attention is None:
             yield
             return
@@ -207,7 +205,6 @@ class Runner:
 
     @contextmanager
     def unguided(self) -> Iterator[None]:
-        """Run the model without guidance for a while."""
         guidance, self.guidance = self.guidance, None
         try:
             yield

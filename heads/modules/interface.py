@@ -82,7 +82,6 @@ class BatchMedia:
 
     @classmethod
     def of(cls, rows: Sequence[MediaPrompt | None]) -> BatchMedia | None:
-        """Return those of some rows; None where none has any."""
         return cls(tuple(rows)) if any(row is not None for row in rows) else None
 
 

@@ -49,7 +49,6 @@ class LayerShape:
     rope_scaling: Mapping[str, Any] | None = None  # further rope parameters than theta; None: plain rotary embeddings
 
     def llama_config(self) -> LlamaConfig:
-        """Return the config of a Llama layer of this shape."""
         return LlamaConfig(
             hidden_size=self.width,
             intermediate_size=self.mlp_width,
@@ -166,7 +165,6 @@ class Rotary(nn.Module):
 
 
 def rotated(heads_BNTH: Tensor, rotation: Rotation) -> Tensor:
-    """Return queries or keys turned by their angles."""
     return turned(heads_BNTH, *(each_BTH.unsqueeze(1) for each_BTH in rotation))
 
 
@@ -186,7 +184,6 @@ class DraftAttention(nn.Module):
         self._joined: PackedLinear | None = None
 
     def join(self) -> Sequence[nn.Module]:
-        """See `heads.inference.packed_linear.Joins`."""
         layers = [self.q_proj, self.k_proj, self.v_proj]
         self._joined = PackedLinear(layers)
         return layers
@@ -228,7 +225,6 @@ class DraftMLP(LlamaMLP):
     _joined: PackedLinear | None = None
 
     def join(self) -> Sequence[nn.Module]:
-        """See `heads.inference.packed_linear.Joins`."""
         self._joined = PackedLinear([self.gate_proj, self.up_proj])
         return [self.gate_proj, self.up_proj]
 
@@ -256,7 +252,6 @@ def mlp(shape: LayerShape) -> nn.Module:
 
 
 def norm(shape: LayerShape) -> nn.Module:
-    """Return an RMS norm of the layer's width."""
     return RMSNorm(shape.width, shape.norm_epsilon)
 
 

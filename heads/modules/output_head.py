@@ -93,12 +93,10 @@ class DraftHead(nn.Module):
         return []
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits `[..., W]` of final states `[..., D]`."""
         return head_logits(self, hidden)
 
     @property
     def num_tokens(self) -> int:
-        """The size of the draft vocabulary, W."""
         return self.vocab_size if self.token_ids is None else len(self.token_ids)
 
     def _weights(self) -> tuple[Tensor, Tensor | None]:
@@ -143,7 +141,6 @@ class HeadModule(nn.Module):
 
     @property
     def token_ids_W(self) -> Tensor | None:
-        """The target's id of each draft token; None for the whole vocabulary."""
         return self.output_head(0).token_ids
 
     def output_head(self, depth: int) -> DraftHead:
@@ -174,7 +171,6 @@ class HeadModule(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the head's parameters."""
         return next(self.parameters()).dtype
 
     def embed(self, ids_BT: Tensor) -> Tensor:

@@ -37,7 +37,6 @@ class ChainKeys:
         self.earlier = earlier
 
     def next(self) -> ChainKeys:
-        """Return those of the next depth, once the block has run."""
         return ChainKeys(*self.earlier, self)
 
     def update(self, keys_BMTH: Tensor, values_BMTH: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:

@@ -116,7 +116,6 @@ class DFlash(HeadModule):
         return self.norm(states_BSD)
 
     def _block_ids(self, pending: Tensor) -> Tensor:
-        """Return the ids `[..., S]` in the slots of blocks."""
         masks = pending.new_full((*pending.shape, self.settings.block_size - 1), self.mask_token_id)
         return torch.cat([pending.unsqueeze(-1), masks], -1)
 
@@ -132,7 +131,6 @@ class CorrectedBlock(DFlash):
         """Return logits `[..., W]` made of the output head's own and of what a depth holds."""
 
     def logits(self, joined: Tensor) -> Tensor:
-        """Return the logits `[..., W]` that are drafted from, of what a depth holds."""
         return self.correct(self.lm_head.logits(joined[..., : self.fc.out_features]), joined)
 
     def corrected(self, depth: Depth, hidden_ND: Tensor, parameters: Iterable[Tensor], *, base_weight: float = 0.0) -> Depth:

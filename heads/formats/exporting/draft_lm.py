@@ -25,7 +25,6 @@ WRITTEN = {CONFIG, GENERATION, SINGLE_FILE, METADATA_FILE, PROMPTS_FILE, VOCABUL
 
 
 def transformers(source: Source) -> ExportLayout:
-    """Return the folder for `generate(assistant_model=...)`."""
     notes = (
         "The number of drafts stands in generation_config.json; as an argument of `generate` it is ignored.",
         "One prompt at a time.",
@@ -51,12 +50,10 @@ def vllm(source: Source) -> ExportLayout:
 
 
 def sglang(source: Source) -> ExportLayout:
-    """Return the folder for SGLang."""
     return _folder(source, sglang_command(source, "STANDALONE", source.num_speculative_tokens), (UNTRIED,))
 
 
 def vocabulary_note(source: Source) -> tuple[str, ...]:
-    """Return a note on a reduced draft vocabulary, if there is one."""
     if source.vocabulary is None:
         return ()
     return (f"It drafts the {source.draft_vocab_size} tokens it was trained for; rows of other tokens never win.",)

@@ -30,7 +30,6 @@ def block_ids(source: Source) -> list[int]:
 
 
 def sglang_eagle(source: Source) -> ExportLayout:
-    """Return EAGLE-3 for SGLang."""
     source.target.check_plain()
     settings = source.settings
     if settings.norm_before_residual:
@@ -103,7 +102,6 @@ def vllm_medusa(source: Source) -> ExportLayout:
 
 
 def sglang_dflash(source: Source) -> ExportLayout:
-    """Return DFlash in z-lab's form for SGLang."""
     source.check_drafts_after_the_anchor("SGLang")
     return _sglang_block(source)
 

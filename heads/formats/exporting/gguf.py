@@ -32,7 +32,6 @@ NOT_STORED = {"t2d"}  # follows from d2t
 
 
 def draft_lm(source: Source) -> ExportLayout:
-    """Return a draft LM for llama.cpp."""
     return _converted(source, plain.transformers(source), "draft-simple", plain.vocabulary_note(source))
 
 
@@ -50,13 +49,11 @@ def eagle3(source: Source) -> ExportLayout:
 
 
 def dflash(source: Source) -> ExportLayout:
-    """Return DFlash for llama.cpp."""
     note = source.whole_vocabulary_note("llama.cpp")
     return _converted(source, flat.sglang_dflash(source), "draft-dflash", note)
 
 
 def _converted(source: Source, layout: ExportLayout, kind: str, notes: tuple[str, ...]) -> ExportLayout:
-    """Return a layout that is a GGUF file in the end."""
     converter = find_converter(CONVERTER, VARIABLE, "llama_cpp/source", "run `CONVERTER=1 sh scripts/setup_llama_cpp.sh`")
     target, outtype = source.target.folder, OUT_TYPES[source.dtype_name]
     options = ["--spec-type", kind, "--spec-draft-n-max", str(source.num_speculative_tokens)]

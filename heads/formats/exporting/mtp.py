@@ -180,7 +180,6 @@ def _check_target_for_transformers(source: Source) -> None:
 
 
 def _target_files(folder: Path) -> tuple[dict[str, Path], dict[str, str]]:
-    """Return the target's files to take over, by name, and which file holds which tensor."""
     weight_map = files_by_key(folder)
     alias = {SINGLE_FILE: "target.safetensors"}  # transformers would not look at an index beside the usual name
     files = {alias.get(file, file): folder / file for file in set(weight_map.values())}

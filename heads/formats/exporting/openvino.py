@@ -38,7 +38,6 @@ PRECISION_NOTE = (
 
 
 def draft_lm(source: Source) -> ExportLayout:
-    """Return a draft LM for OpenVINO GenAI."""
     return _converted(source, plain.transformers(source), None, plain.vocabulary_note(source))
 
 
@@ -56,7 +55,6 @@ def eagle3(source: Source) -> ExportLayout:
 
 
 def _converted(source: Source, layout: ExportLayout, block_ids: Sequence[int] | None, notes: tuple[str, ...]) -> ExportLayout:
-    """Return a layout that is an OpenVINO model in the end."""
     converter = find_converter(CONVERTER, VARIABLE, "openvino", "run `sh scripts/setup_engine.sh openvino`")
     if source.dtype_name not in WEIGHT_FORMATS:
         raise InputError(
@@ -106,7 +104,6 @@ def _convert(folder: Path, layout: ExportLayout, *, converter: Path, dtype_name:
 
 
 def _command(converter: Path, model: Path, dtype_name: str) -> list[str]:
-    """Return the command for a model, without the folder that it writes."""
     command = [str(converter), "export", "openvino", "--model", str(model), "--task", "text-generation-with-past"]
     return [*command, "--weight-format", WEIGHT_FORMATS[dtype_name][0]]
 

@@ -41,7 +41,6 @@ def sglang_command(source: Source, algorithm: str, tokens: int | None) -> Serve:
 
 
 def transformers_lines(source: Source, draft_class: str, options: str) -> Serve:
-    """Return how transformers decodes a target with a draft."""
     dtype = source.dtype_name
 
     def lines(out: str) -> str:
@@ -53,7 +52,6 @@ def transformers_lines(source: Source, draft_class: str, options: str) -> Serve:
 
 
 def speculators_line(out: str) -> str:
-    """Return how the speculators library loads a draft."""
     return shlex.join(
         ["python", "-c", f"from speculators import SpeculatorModel; SpeculatorModel.from_pretrained({json.dumps(out)})"]
     )

@@ -54,12 +54,10 @@ class TargetFolder:
 
     @property
     def config(self) -> Any:
-        """The config of its text part."""
         return self.model.config.get_text_config()
 
     @property
     def shape(self) -> LayerShape:
-        """Sizes of its blocks."""
         return shape_like(self.model)
 
     @property
@@ -73,12 +71,10 @@ class TargetFolder:
         return read_float_weights(self.folder)
 
     def head(self) -> Tensor:
-        """Return the weights of its output head."""
         tied = self.config.tie_word_embeddings or self.model.config.tie_word_embeddings
         return self._first_of((*HEADS, *EMBEDDINGS) if tied else HEADS)
 
     def embedding(self) -> Tensor:
-        """Return its embedding."""
         return self._first_of(EMBEDDINGS)
 
     def _first_of(self, names: tuple[str, ...]) -> Tensor:
@@ -117,25 +113,20 @@ class Source:
 
     @property
     def dtype_name(self) -> str:
-        """The dtype as configs spell it."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
     def shape(self) -> LayerShape:
-        """Sizes of the head's layers: those of the target's blocks, or its own."""
         return layer_shape(self.target.model, getattr(self.settings, "layer", None))
 
     @property
     def draft_vocab_size(self) -> int:
-        """W."""
         return self.target.vocab_size if self.vocabulary is None else len(self.vocabulary)
 
     def own_head(self) -> Weights:
-        """Return the output head that is in the artifact, if one is."""
         return {name: stored for name, stored in self.weights.items() if name.startswith("lm_head")}
 
     def body(self) -> Weights:
-        """Return everything but the output head."""
         return {name: stored for name, stored in self.weights.items() if not name.startswith("lm_head")}
 
     def mtp_modules(self, *, hidden_first: bool) -> Weights:

@@ -31,7 +31,6 @@ ARCHITECTURES = {
 
 
 def eagle(source: Source) -> ExportLayout:
-    """Return EAGLE-3 or P-EAGLE."""
     source.target.check_plain()
     settings: EagleSettings = source.settings
     kind, taps = source.metadata.kind, list(settings.taps or ())
@@ -74,7 +73,6 @@ def eagle_complete(source: Source) -> ExportLayout:
 
 
 def block_drafter(source: Source) -> ExportLayout:
-    """Return DFlash, or a family made of it."""
     source.target.check_plain()
     settings: DFlashSettings = source.settings
     kind = source.metadata.kind
@@ -98,7 +96,6 @@ def block_drafter(source: Source) -> ExportLayout:
 
 
 def _block_options(source: Source) -> dict[str, Any]:
-    """Return the keys of the config that families made of DFlash add."""
     settings, kind = source.settings, source.metadata.kind
     if kind == "dspark":
         heads = {"enable_confidence_head": True, "confidence_head_with_markov": True}

@@ -50,7 +50,6 @@ PATH_WORDS = ("eagle-", "eagle3", "dflash", "dspark")
 
 
 def engines_of(kind: str) -> list[str]:
-    """Return the engines that take a kind of draft."""
     return [engine for engine, forms in FORMS.items() if kind in forms]
 
 

@@ -90,7 +90,6 @@ def fit(external: ExternalDraft, target: PreTrainedModel) -> Fitted:
 def write_artifact(
     fitted: Fitted, out: Path, target: Target, *, num_speculative_tokens: int, provenance: dict[str, Any]
 ) -> None:
-    """Write a fitted draft as an artifact, in a folder that must not exist."""
     if out.exists():
         raise InputError(f"{out} exists already; give a new folder")
     metadata = head_metadata(

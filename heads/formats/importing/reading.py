@@ -173,7 +173,6 @@ def _dflash(config: dict[str, Any], options: dict[str, Any], weights: Weights, l
 
 
 def _known(config: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-    """Return these keys of a config, all of which speculators writes."""
     return {key: config[key] for key in keys}
 
 

@@ -126,7 +126,7 @@ def read_wav(path: Path, seconds: float) -> np.ndarray:
     size = path.stat().st_size
     if size > LARGEST:
         raise InputError(f"{path} has {size} bytes; recordings of at most {LARGEST} are taken")
-    return wav_samples(path.read_bytes(), str(path), RATE, seconds)
+    return wav_samples(path.read_bytes(), str(path), RATE)[: int(seconds * RATE)]
 
 
 def wav_bytes(samples: np.ndarray) -> bytes:

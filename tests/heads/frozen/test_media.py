@@ -7,6 +7,7 @@ import zlib
 
 import numpy as np
 import pytest
+from scipy.io import wavfile
 
 from configs.runtime.errors import InputError
 from configs.schema.target import AudioConfig, ImagesConfig
@@ -43,9 +44,9 @@ def turned_by_damaged_exif():
     return file.getvalue().replace(b"\x01\x0e\x00\x02", b"\x01\x00\x00\x02")
 
 
-def read(reference, folder):
+def read(reference, folder, max_bytes=20_000):
     if reference.startswith(SOUND):
-        return read_sound(reference, AudioConfig(folder=str(folder), max_bytes=20_000, max_seconds=1.0), RATE)
+        return read_sound(reference, AudioConfig(folder=str(folder), max_bytes=max_bytes, max_seconds=1.0), RATE)
     return read_image(reference, ImagesConfig(folder=str(folder), max_bytes=1000))
 
 
@@ -64,47 +65,53 @@ def test_a_sound_is_resampled(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("named", "content", "says"),
+    ("named", "content"),
     [
-        ("image", bomb(20_000), "is no whole image of .* exceeds limit"),
-        ("image", bomb(8_000), "has 8000 x 8000 pixels, more than target.images.max_pixels, 50000000"),
-        ("image", png(300, 300)[:400], "is no whole image of"),
-        ("image", b"", "is no whole image of"),
-        ("image", turned_by_damaged_exif(), "is no whole image of .* required argument is not an integer"),
-        ("image", b"II*\0" + png(), "is no whole image of"),  # TIFF, which is not tried
-        ("image", b"x" * 1001, "more bytes than target.images.max_bytes, 1000"),
-        ("sound", SECOND[:5000], "is cut off: 4956 bytes of sound where it names 16000"),
-        ("sound", SECOND[:40] + struct.pack("<I", 2**31) + SECOND[44:], "is cut off"),  # says that it is of hours
-        ("sound", SECOND[:30], "is no uncompressed WAV file"),
-        ("sound", SECOND[:20] + b"\x55\x00" + SECOND[22:], "is no uncompressed WAV file"),  # MP3 within
-        ("sound", SECOND[:24] + b"\xff" * 4 + SECOND[28:], "samples a second of 16 bits; 4000 to 192000"),
-        ("sound", sound(0, 1.1), r"is longer than 1 s \(target.audio.max_seconds\)"),
-        ("sound", sound(0, 0.05), "is shorter than 0.1 s"),
+        ("image", bomb(20_000)),
+        ("image", bomb(8_000)),  # more than max_pixels
+        ("image", png(300, 300)[:400]),
+        ("image", b""),
+        ("image", turned_by_damaged_exif()),
+        ("image", b"II*\0" + png()),  # TIFF, which is not tried
+        ("image", b"x" * 1001),  # more than max_bytes
+        ("sound", SECOND[:5000]),
+        ("sound", SECOND[:30]),
+        ("sound", SECOND[:20] + b"\x55\x00" + SECOND[22:]),  # MP3 within
+        ("sound", SECOND[:24] + b"\xff" * 4 + SECOND[28:]),  # the rate
+        ("sound", sound(0, 1.1)),  # more than max_seconds
+        ("sound", sound(0, 0.05)),
     ],
 )
-def test_hostile_files_are_one_sentence(tmp_path, named, content, says):
+def test_hostile_files_are_one_sentence(tmp_path, named, content):
     (tmp_path / "a").write_bytes(content)
-    with pytest.raises(InputError, match=says) as refusal:
+    with pytest.raises(InputError, match=f"^{named} a ") as refusal:
         read(f"{SOUND}a" if named == "sound" else "a", tmp_path)
-    assert str(refusal.value).startswith(f"{named} a ")
     assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.parametrize("width", [np.uint8, np.int16, np.int32, np.float32])
+def test_every_width_of_samples_means_the_same(tmp_path, width):
+    wave = np.round(np.sin(np.arange(RATE) / 20) * 100) / 128
+    scale = {np.uint8: 2**7, np.int16: 2**15, np.int32: 2**31, np.float32: 1}[width]
+    wavfile.write(tmp_path / "a.wav", RATE, (wave * scale + (128 if width is np.uint8 else 0)).astype(width))
+    np.testing.assert_allclose(read(f"{SOUND}a.wav", tmp_path, max_bytes=10**6), wave, atol=1e-6)
+
+
 @pytest.mark.parametrize(
-    ("reference", "says"),
+    "reference",
     [
-        ("https://example.org/a.png", "is a URL, and nothing is fetched: give the file"),
-        ("../a.png", "lies outside target.images.folder"),
-        ("missing.png", "was not found"),
-        (".", "is no file here"),
-        ("a\0.png", r"image a\\x00.png cannot be read"),
-        ("\ud800\n.png", r"image \\ud800\\n.png cannot be read"),
-        ("data:image/png;base64,@@", "is no data URL"),
-        ("iVBORw0KGgo" * 1000, "File name too long$"),
+        "https://example.org/a.png",
+        "../a.png",
+        "missing.png",
+        ".",
+        "a\0.png",
+        "\ud800\n.png",
+        "data:image/png;base64,@@",
+        "iVBORw0KGgo" * 1000,
     ],
 )
-def test_references_that_lead_nowhere_are_one_sentence(tmp_path, reference, says):
-    with pytest.raises(InputError, match=says) as refusal:
+def test_references_that_lead_nowhere_are_one_sentence(tmp_path, reference):
+    with pytest.raises(InputError) as refusal:
         read(reference, tmp_path)
     assert len(str(refusal.value)) < 400
     assert str(refusal.value).isprintable()
