@@ -11,7 +11,6 @@ from pydantic import Field, field_validator, model_validator
 from configs.schema.base import (
     NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     PositiveShare,
     Settings,
@@ -82,13 +81,13 @@ class LosslessConfig(Settings):
     # The largest distance of a token's logit from the largest one, in multiples of the rounding error measured there, or of the
     # usual one, where that is larger
     tie_noise: Annotated[float, Field(ge=0, le=10)] = 2.0
-    # At temperature > 0: how often a lossless decoder may fail the statistical tests. None: they are not tested.
-    false_alarm_rate: Annotated[float, Field(gt=0, lt=1)] | None = 0.01
-    # Samples of one text whose first tokens are counted; 0: that test is off. 10 s of one core with SmolLM2-135M.
+    # At temperature > 0: samples of one text whose first tokens are counted and tested against their exact probabilities. 0: no
+    # test. 10 s of one core with SmolLM2-135M.
     first_token_samples: NonNegativeInt = 512
-    # What a test must be able to show in four of five runs; one that would miss it is inconclusive where it finds nothing.
-    must_show_variation: PositiveShare = 0.2  # total variation of the first tokens' distribution from the target's
-    must_show_nats: PositiveFloat = 0.5  # difference of the answers' mean log-likelihood a token
+    false_alarm_rate: Annotated[float, Field(gt=0, lt=1)] = 0.01  # how often a lossless decoder may fail that test
+    # The total variation from the target's distribution that the test must be able to show in four of five runs; one that would
+    # miss it is inconclusive where it finds nothing.
+    must_show_variation: PositiveShare = 0.2
 
 
 FreeDraft = Literal["prompt_lookup", "suffix_lookup", "self_speculation"]  # ways of drafting that need no training

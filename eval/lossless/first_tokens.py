@@ -20,7 +20,7 @@ from configs.schema.decoding import DecodeConfig, SamplingConfig
 from eval.decoder.batch import BatchRun
 from eval.decoder.records import FAILED, Generation
 from eval.decoder.request import Request
-from eval.metrics.likelihood import answer_logits
+from eval.metrics.answers import answer_logits
 from eval.stats.bootstrap import LEVEL
 from eval.stats.significance import detectable_variation, g_test
 from heads.frozen.loading import Target

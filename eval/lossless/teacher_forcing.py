@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from configs.runtime.terminal import progress
 from eval.decoder.records import Generation
-from eval.metrics.likelihood import answer_states, pair_answers
+from eval.metrics.answers import answer_states, pair_answers
 from heads.device import CPU, free_memory, widest_float
 from heads.frozen.loading import Target, load_target
 from heads.inference.causal_lm import head_logits

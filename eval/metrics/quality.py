@@ -13,18 +13,18 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
+import torch
 
 from configs.runtime.errors import InputError
 from configs.schema.evaluation import EvalConfig, QualityConfig
 from distill.generation.prompts import Prompt
 from eval.decoder.records import AUTOREGRESSIVE, ENDED, FAILED, SPECULATIVE, Generation
-from eval.metrics.likelihood import mean_log_likelihood, pair_answers
+from eval.metrics.answers import answer_logits, pair_answers
 from eval.metrics.tally import Tally
 from eval.stats.bootstrap import LEVEL, Floats, statistic_interval
 from heads.frozen.loading import Target
 
 Pair = tuple[Generation, Generation]  # plain, speculative
-EXACT_TEMPERATURE = 1.0
 
 # A sign that is no subtraction; no digits inside a name (x2); thousands by commas; decimals; a whole denominator.
 NUMBER = r"((?:(?<![\w)])-)?(?<![A-Za-z_\d])(?<!\d\.)(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?=\.\d))(?:\.\d+|/[1-9]\d*)?)"
@@ -130,7 +130,9 @@ class SideBySide:
 
 def nats_of(target: Target, answer: Generation) -> float:
     """Return the negative log-probability of an answer's tokens, its end included, at temperature 1 without top-k or top-p."""
-    return -mean_log_likelihood(target, answer, EXACT_TEMPERATURE) * len(answer.tokens)
+    logits_TV = answer_logits(target, answer.prompt_tokens, answer.tokens, answer.media_prompt).float()
+    tokens_T = torch.tensor(answer.tokens, device=logits_TV.device)
+    return -float(logits_TV.log_softmax(-1).gather(1, tokens_T.unsqueeze(1)).cpu().double().sum())
 
 
 def unseen_change(num_prompts: int, level: float = LEVEL) -> list[float]:

@@ -133,8 +133,8 @@ class LosslessSection(OpenSection):
     verdict: LosslessVerdict
     """Whether speculation changed the output. A copy of the target in a wider dtype reads every greedy answer once more: no
     token's logit may lie further below the largest than rounding explains. Up to ties: some answers also differ from plain
-    decoding's, at near ties. Sampled answers: two statistical tests against the target's distribution must not fail, and must
-    be able to show a difference that matters. Lossy by design: the rule changes the distribution."""
+    decoding's, at near ties. Sampled answers: a statistical test against the target's distribution must not fail, and must be
+    able to show a difference that matters. Lossy by design: the rule changes the distribution."""
     checked_prompts: Count
     checked_tokens: Count | None = None  # of greedy answers
     tolerance: Number = None

@@ -23,7 +23,7 @@ VERDICTS: dict[LosslessVerdict, str] = {
     "lossy_by_design": "Lossy by design",
     "inconclusive": "Not decided",
 }
-UNTESTED = "no test of samples was run (lossless.false_alarm_rate was null)"  # of a verdict without a check
+UNTESTED = "no test of samples was run (lossless.first_token_samples was 0)"  # of a verdict without a check
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -163,13 +163,9 @@ def _greedy_exactness(section: LosslessSection) -> str:
 def _sampled_exactness(section: LosslessSection) -> str:
     if section.verdict == "not_lossless":
         return f"samples do not follow the target's distribution: {describe_checks(section, section.failed_checks)}"
-    counts = {"first_tokens": ("num_samples", "samples"), "likelihood": ("num_answers", "answers")}
-    grounds = [
-        f"{name.replace('_', ' ')} of {check[key]:,} {what}, p = {check['adjusted_p_value']:.2g}"
-        for name, (key, what) in counts.items()
-        if (check := section.checks.get(name)) is not None
-    ]
-    return f"no difference from the target's distribution found ({'; '.join(grounds)})"
+    test = section.checks.get("first_tokens", {})
+    grounds = f"first tokens of {test.get('num_samples', 0):,} samples, p = {test.get('p_value') or 0:.2g}"
+    return f"no difference from the target's distribution found ({grounds})"
 
 
 def lossless_detail(report: Report) -> str:
@@ -188,7 +184,7 @@ def describe_checks(section: LosslessSection, names: Sequence[str]) -> str:
     described = []
     for name in names:
         check = section.checks[name]
-        p_value, reason = check.get("adjusted_p_value"), check.get("reason")
+        p_value, reason = check.get("p_value"), check.get("reason")
         grounds = [] if p_value is None else [f"p = {p_value:.2g}"]
         grounds += [reason] if reason else []
         described.append((f"{name} ({', '.join(grounds)})" if grounds else name).replace("_", " "))

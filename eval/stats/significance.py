@@ -1,21 +1,18 @@
-"""Tests of a hypothesis, and the least effect that so many observations would show. Imports no torch.
+"""A test of counts, and the least effect that so many observations would show. Imports no torch.
 
-The detectable effect is the true change that a two-sided test finds with probability `POWER`: (t_{n-1}((1 + level) / 2) +
-t_{n-1}(power)) standard errors, with Student's quantiles for n prompts. scipy is imported where it is used: it takes a second.
-C cells or clusters (here prompts), F columns.
+scipy is imported where it is used: it takes a second. C cells or clusters (here prompts), F columns.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from eval.stats.bootstrap import DRAWS_AT_A_TIME, LEVEL, Column, student_quantile
+from eval.stats.bootstrap import LEVEL, Column, student_quantile
 
-SIGN_FLIPS = 9_999  # a p-value is then at least 2e-4
 POWER = 0.8
 
 
@@ -45,36 +42,14 @@ def g_test(counts: Sequence[int], probabilities: Sequence[float]) -> GTest:
     return GTest(statistic, degrees, float(chdtrc(degrees, max(statistic, 0.0))))
 
 
-def sign_flip_test(differences: Column, *, seed: int, flips: int = SIGN_FLIPS) -> float:
-    """Return the two-sided p-value of the hypothesis that differences have mean 0, by giving them random signs.
-
-    Exact where a difference is as likely as its opposite, as with two independent samples of one distribution. Else right in
-    the limit of many: signs leave the sum of squares as it is, so that comparing sums is comparing t statistics.
-    """
-    from scipy.stats import permutation_test
-
-    values_C = np.asarray(differences, np.float64)
-    batch = max(1, DRAWS_AT_A_TIME // values_C.size)
-    found = permutation_test(
-        (values_C,), np.sum, permutation_type="samples", vectorized=True, n_resamples=flips, batch=batch, rng=seed
-    )
-    return float(found.pvalue)
-
-
-def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """Adjust p-values for being several: the i-th smallest of m times m - i + 1, none below one before it (Holm, 1979)."""
-    adjusted, largest = dict(p_values), 0.0
-    for rank, name in enumerate(sorted(p_values, key=lambda name: p_values[name])):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[name]))
-        adjusted[name] = largest
-    return adjusted
-
-
 # --- detectable effects -------------------------------------------------------------------------------------------
 
 
 def detectable_percent(above: Sequence[Column], below: Sequence[Column]) -> float | None:
     """Return the least change that shows of sum(above[0]) sum(above[1]) ... / (sum(below[0]) ...), in percent of it.
+
+    A two-sided test finds it with probability `POWER`: it is (t_{n-1}((1 + level) / 2) + t_{n-1}(power)) standard errors, with
+    Student's quantiles for n prompts.
 
     The standard error is that of the linearisation (Cochran, Sampling Techniques, 1977, chapter 6): prompt i moves sum c / sum
     r by c_i / sum c - r_i / sum r of it. Two ratios on the same prompts have one side's numerators and the other's denominators
@@ -89,15 +64,8 @@ def detectable_percent(above: Sequence[Column], below: Sequence[Column]) -> floa
     moves_C = shares_FC[: len(above)].sum(axis=0) - shares_FC[len(above) :].sum(axis=0)
     moves_C -= moves_C.mean()  # they sum to 0 where as many columns are above as below
     standard_error = math.sqrt(num_prompts / (num_prompts - 1) * float(moves_C @ moves_C))
-    return 100 * _standard_errors(num_prompts, LEVEL) * standard_error
-
-
-def detectable_mean(differences: Column, *, level: float = LEVEL) -> float | None:
-    """Return the least distance of a mean from 0 that shows; `None` with fewer than two differences."""
-    values_C = np.asarray(differences, np.float64)
-    if values_C.size < 2:
-        return None
-    return _standard_errors(values_C.size, level) * float(values_C.std(ddof=1)) / math.sqrt(values_C.size)
+    quantiles = [student_quantile(probability, num_prompts - 1) for probability in ((1 + LEVEL) / 2, POWER)]
+    return 100 * sum(quantiles) * standard_error
 
 
 def detectable_variation(num_samples: int, degrees: int, *, level: float = LEVEL) -> float | None:
@@ -113,7 +81,3 @@ def detectable_variation(num_samples: int, degrees: int, *, level: float = LEVEL
         return None
     noncentrality = float(chndtrinc(chdtri(degrees, 1 - level), degrees, 1 - POWER))
     return min(1.0, math.sqrt(noncentrality / num_samples) / 2)
-
-
-def _standard_errors(num_prompts: int, level: float) -> float:
-    return student_quantile((1 + level) / 2, num_prompts - 1) + student_quantile(POWER, num_prompts - 1)

@@ -13,7 +13,7 @@ import torch
 from configs.schema.decoding import DecodeConfig
 from eval.decoder.decode import Request, decode
 from eval.lossless.first_tokens import MIN_EXPECTED, check_first_tokens, choose_start, find_cells
-from eval.metrics.likelihood import answer_logits
+from eval.metrics.answers import answer_logits
 from heads.proposers.draft_lm import DraftLM
 from tests.support.family_configs import VOCAB_SIZE, tiny_model
 

@@ -80,20 +80,18 @@ def test_a_greedy_headline_counts_tokens_and_differing_answers(report, verdict, 
     assert all(each in lossless_detail(report) for each in (*words, "0.11", "0.58"))
 
 
-def test_tests_of_samples_are_named_with_their_p_values_and_what_they_lack(report):
-    tests = {
-        "first_tokens": {"adjusted_p_value": 0.4, "num_samples": 512, "detectable_difference": 0.12},
-        "likelihood": {"adjusted_p_value": 0.31, "num_answers": 32},
-    }
+def test_the_test_of_samples_is_named_with_its_p_value_and_what_it_lacks(report):
+    test = {"p_value": 0.4, "num_samples": 512, "detectable_difference": 0.12}
 
     def sampled(verdict, **lossless):
-        return changed(report, {"decode.temperature": 1.0, "lossless": {"verdict": verdict, "checks": tests} | lossless})
+        checks = {"checks": {"first_tokens": test}} | lossless
+        return changed(report, {"decode.temperature": 1.0, "lossless": {"verdict": verdict} | checks})
 
-    assert "(first tokens of 512 samples, p = 0.4; likelihood of 32 answers, p = 0.31)." in headline(sampled("lossless"))
+    assert "512 samples, p = 0.4" in headline(sampled("lossless"))
     assert "0.12" in lossless_detail(sampled("lossless"))
     assert "first tokens (p = 0.4)" in headline(sampled("not_lossless", failed_checks=["first_tokens"]))
-    tests["likelihood"] = {"adjusted_p_value": None, "reason": "too_few_prompts"}
-    assert "likelihood (too few prompts)" in headline(sampled("inconclusive", inconclusive_checks=["likelihood"]))
+    lacking = {"checks": {"first_tokens": {"p_value": None, "reason": "samples_failed"}}}
+    assert "first tokens (samples failed)" in headline(sampled("inconclusive", inconclusive_checks=["first_tokens"], **lacking))
 
 
 @pytest.mark.parametrize("text", HOSTILE)

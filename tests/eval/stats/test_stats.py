@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
@@ -11,7 +10,7 @@ from scipy import stats
 
 from eval.stats import bootstrap
 from eval.stats.bootstrap import Interval, paired_ratio_interval, ratio_interval, statistic_interval
-from eval.stats.significance import detectable_mean, detectable_percent, detectable_variation, g_test, holm, sign_flip_test
+from eval.stats.significance import detectable_percent, detectable_variation, g_test
 
 FAST = {"samples": 400, "seed": 0}
 
@@ -81,31 +80,6 @@ def test_g_raises_false_alarms_as_often_as_its_level_where_cells_expect_five_sam
     assert alarms == pytest.approx(level, abs=4 * math.sqrt(level / 4000))
 
 
-def test_signs_are_tried_as_by_a_loop_over_all_of_them():
-    differences = [0.9, -0.2, 0.4, 0.7, -0.1, 0.3, 0.5, 0.8, -0.3, 0.6]
-    sums = [abs(np.dot(signs, differences)) for signs in itertools.product((-1, 1), repeat=10)]
-    exact = np.mean([value >= abs(sum(differences)) - 1e-9 for value in sums])
-    assert sign_flip_test(differences, seed=0) == pytest.approx(exact)
-    assert sign_flip_test(differences, seed=0, flips=999) == pytest.approx(exact, abs=4 * math.sqrt(exact / 999))
-    assert sign_flip_test(np.zeros(20), seed=0) == 1.0
-
-
-@pytest.mark.parametrize("draw", ["normal", "exponential"])
-def test_sign_flips_raise_false_alarms_as_often_as_the_level(draw):
-    generator = np.random.default_rng(0)
-    samples = generator.normal(size=(1000, 24)) if draw == "normal" else generator.exponential(size=(1000, 24)) - 1.0
-    alarms = np.mean([sign_flip_test(row, seed=number, flips=399) <= 0.05 for number, row in enumerate(samples)])
-    # A skewed distribution, of which a difference of two samples never is, costs a little.
-    assert alarms == pytest.approx(0.05 if draw == "normal" else 0.06, abs=0.025)
-
-
-def test_holm_multiplies_the_smallest_by_the_number_of_tests_and_never_reorders():
-    adjusted = holm({"a": 0.03, "b": 0.001, "c": 0.02, "d": 0.9})
-    assert adjusted == pytest.approx({"a": 0.06, "b": 0.004, "c": 0.06, "d": 0.9})
-    assert list(adjusted) == ["a", "b", "c", "d"]
-    assert holm({"a": 0.7, "b": 0.6}) == {"a": 1.0, "b": 1.0}
-
-
 # --- detectable effects -------------------------------------------------------------------------------------------
 
 
@@ -114,13 +88,6 @@ def made_up(num_prompts, seed, tau=2.0, spread=0.4):
     generator = np.random.default_rng(seed)
     rounds = generator.integers(20, 60, num_prompts).astype(float)
     return rounds * generator.normal(tau, spread, num_prompts), rounds
-
-
-def test_a_mean_is_detectable_from_so_many_of_its_standard_errors():
-    values = np.random.default_rng(0).normal(size=400)
-    assert detectable_mean(values) == pytest.approx(2.812 * values.std(ddof=1) / 20, rel=1e-2)
-    assert detectable_mean(values, level=0.99) == pytest.approx((2.588 + 0.843) * values.std(ddof=1) / 20, rel=1e-2)
-    assert detectable_mean([1.0]) is None
 
 
 def test_an_effect_of_the_detectable_size_is_found_in_four_of_five_runs():

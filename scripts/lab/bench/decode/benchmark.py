@@ -213,7 +213,7 @@ def _target(setup: DecodeSetup, fastest: bool) -> Target:
 def _row(setup: DecodeSetup, way: Way, plain: TurnsOfSide, own: TurnsOfSide) -> dict[str, Any]:
     samples = setup.config.bootstrap_samples
     # Greedy answers are checked token by token; sampling rules are enumerated in the tests, and their samples not tested here.
-    checks = LosslessConfig(false_alarm_rate=None)
+    checks = LosslessConfig(first_token_samples=0)
     pair = first_generations(plain), first_generations(own)
     judged = judge_lossless(_target(setup, way.fastest), *pair, way.settings, checks, None)
     drafted = [round_.num_drafted for generation in pair[1] for round_ in generation.rounds]

@@ -1,4 +1,4 @@
-"""The target's log-likelihood of answers, and pairs of answers to one request. T tokens of the answer, V vocabulary."""
+"""Answers to one request as pairs, and read by the target once more, whole. T tokens of the answer, V vocabulary."""
 
 from __future__ import annotations
 
@@ -21,13 +21,6 @@ def pair_answers(plain: Sequence[Generation], speculative: Sequence[Generation])
     if len(plain) != len(speculative) or any((answer.prompt_id, answer.turn) not in other for answer in plain):
         raise ValueError("plain and speculative answers must be to the same requests, one each")
     return [(answer, other[answer.prompt_id, answer.turn]) for answer in plain]
-
-
-def mean_log_likelihood(target: Target, answer: Generation, temperature: float) -> float:
-    """Return the target's mean log-probability of an answer's tokens, in nats, at a temperature above 0."""
-    logits_TV = answer_logits(target, answer.prompt_tokens, answer.tokens, answer.media_prompt).float() / temperature
-    tokens_T = torch.tensor(answer.tokens, device=logits_TV.device)
-    return float(logits_TV.log_softmax(-1).gather(1, tokens_T.unsqueeze(1)).cpu().double().mean())
 
 
 @torch.no_grad()
