@@ -26,7 +26,6 @@ from configs.runtime.terminal import say
 from configs.schema.evaluation import EvalConfig
 from eval.cost.prediction import predict_speed
 from eval.cost.timing_sweep import check_sweep, sweep_rounds
-from eval.cost.tree_choice import find_tree
 from eval.decoder.decode import check_decodable
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP, Laps
 from eval.lossless.verdict import judge_lossless
@@ -89,11 +88,8 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
     check_references(config.quality, suites[0].prompts)
     loaded = _load(config, suites)
     target, state = loaded.target, loaded.state
-    job = loaded.fingerprint(config)
-    decode, how_chosen = find_tree(config, loaded.suites[0], target, loaded.draft, state, job)
-    config = config.model_copy(update={"decode": decode})
     laps.done("loading")
-    config = choose_lookup(config, loaded.turns.first, target, loaded.draft.proposer, state, job)
+    config = choose_lookup(config, loaded.turns.first, target, state, loaded.fingerprint(config))
     laps.done("choosing the lookup's length")
     proposers = {SPECULATIVE: loaded.draft.proposer, **make_baselines(config, target, loaded.answers)}
     if config.tries_lookup:
@@ -120,7 +116,7 @@ def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
         lossless=lossless,
         quality=quality,
         energy=None if meter is None else summarise_energy(records.timings, meter, **bootstrap),
-        warnings=[*loaded.draft.warnings, *([] if how_chosen is None else [how_chosen]), *_warnings(config, loaded, tallies)],
+        warnings=[*loaded.draft.warnings, *_warnings(config, loaded, tallies)],
         **_describe(config, loaded),
     )
     if target.group is not None:
@@ -141,7 +137,7 @@ def _load(config: EvalConfig, suites: Sequence[Suite]) -> Loaded:
     state = join_processes(config.target)
     target = load_target(config.target, for_chats=True)
     answers = known_answers(config, [prompt for suite in suites for prompt in suite.prompts], target.identity)
-    draft = load_evaluated(config, target, answers)
+    draft = load_evaluated(config, target)
     for warning in draft.warnings:
         log.warning("%s", warning)
     fitted = [
@@ -217,7 +213,7 @@ def _describe(config: EvalConfig, loaded: Loaded) -> dict[str, Any]:
             "verification": config.decode.rule,
             "compile": forward == "compiled",
             "warmup_prompts": config.warmup_prompts,
-            "lookup_expects": config.lookup_expects,
+            "lookup_expects": config.lookup_must_expect,
             "lookup_answer_tokens": sum(map(len, loaded.answers)),
         },
         "bootstrap_samples": config.bootstrap_samples,

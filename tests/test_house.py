@@ -59,7 +59,6 @@ ENTRIES = {
     "eval/run.py": [],
     "eval/gate.py": ["report.json"],
     "eval/compare.py": ["one.json", "other.json"],
-    "eval/neighbours.py": ["--set", "codebook=codes.npy", "--set", "vocab_size=64"],
     "scripts.check": ["export", "--engine", "vllm", "--out", "out"],
     "scripts/cache.py": [],
     "scripts/data.py": [],

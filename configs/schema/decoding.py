@@ -7,16 +7,16 @@ drafts are chosen: a rule is lossless only for drafts chosen the way it expects.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from configs.schema.base import NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Settings, Share, Temperature
-from configs.schema.drafting import CostStopping, DynamicTree, FastestTree, StaticTree, StoppingConfig, TreeConfig
+from configs.schema.drafting import DynamicTree, StaticTree, StoppingConfig, TreeConfig
 
 Verification = Literal["token", "block", "match"]
 Lossless = Literal["greedy", Verification, "without_replacement", "with_replacement", "k_seq"]
-Rule = Literal[Lossless, "typical", "smc", "neighbourhood", "tolerance"]
+Rule = Literal[Lossless, "typical", "smc", "neighbourhood"]
 
 
 class SamplingConfig(Settings):
@@ -28,13 +28,13 @@ class SamplingConfig(Settings):
 
 
 class TypicalAcceptance(Settings):
-    """Keep the drafts that the target finds plausible (Medusa; Cai et al., 2401.10774): p > min(epsilon, delta exp(-H(p)))."""
+    """Keep the drafts that the target finds plausible (Medusa; Cai et al., 2401.10774): p > min(epsilon, delta exp(-H(p))).
+
+    The draft offers its likeliest tokens."""
 
     kind: Literal["typical"]
     epsilon: Annotated[float, Field(gt=0, lt=1)] = 0.09  # a token above it is plausible after any text
     delta: PositiveFloat = 0.3  # share of exp(-entropy in nats) that suffices where the target is undecided
-    # Which of the draft's tokens are offered; the paper's are the likeliest.
-    drafts: Literal["likeliest", "drawn"] = "likeliest"
 
 
 class ParticleSampling(Settings):
@@ -51,39 +51,12 @@ class NeighbourhoodAcceptance(Settings):
     kind: Literal["neighbourhood"]
     k: PositiveInt = 8  # nearest codes of each that may give
     delta: Share = 0.2  # the most probability that is moved; 0 is lossless
-    table: str  # of nearest codes, written by eval/neighbours.py
-
-
-class TolerantAcceptance(Settings):
-    """Keep a draft where one of several draws of the target's is that token or one near it (2410.21951)."""
-
-    kind: Literal["tolerance"]
-    samples: PositiveInt = 2  # draws of the target's; with 1 and no table it is lossless
-    k: NonNegativeInt = 0  # nearest codes of a draft that pass for it; 0: only itself, as in the paper
-    table: str | None = None  # of nearest codes, written by eval/neighbours.py; needed for k above 0
-    delta: Share = 1.0  # the most probability that is moved in a step; 1: no limit, as in the paper; 0 is lossless
-    # Which of the draft's tokens are offered; the paper's are the likeliest. These are for chains only.
-    drafts: Literal["likeliest", "drawn"] = "drawn"
-
-    def objections(self) -> Iterator[str]:
-        if (self.k > 0) != (self.table is not None):
-            yield f"lossy.k above 0 and a lossy.table of eval/neighbours.py go together, got {self.k} and {self.table}"
-
-
-class NeighboursConfig(Settings):
-    """`eval/neighbours.py`: the table of each code's nearest ones, by the distances of their vectors."""
-
-    codebook: str  # the vectors [codes, width]: a .npy file, or one of safetensors
+    codebook: str  # the codes' vectors [codes, width], whose distances count: a .npy file, or one of safetensors
     tensor: str | None = None  # safetensors: which one; None: the only one
-    first_id: NonNegativeInt = 0  # token id of the first code; the others follow
-    vocab_size: PositiveInt  # of the target; tokens that are no codes have no neighbours
-    k: PositiveInt = 64  # neighbours of each code, the nearest first; decoding may take fewer
-    output: str = "runs/neighbours.safetensors"
+    first_id: NonNegativeInt = 0  # token id of the first code; the others follow. Other tokens have no neighbours
 
 
-LossyConfig = Annotated[
-    TypicalAcceptance | ParticleSampling | NeighbourhoodAcceptance | TolerantAcceptance | None, Field(discriminator="kind")
-]
+LossyConfig = Annotated[TypicalAcceptance | ParticleSampling | NeighbourhoodAcceptance | None, Field(discriminator="kind")]
 
 
 class DecodeConfig(SamplingConfig):
@@ -101,8 +74,8 @@ class DecodeConfig(SamplingConfig):
     # int8: the target keeps keys and values in 8 bits, for half the memory, which changes its distribution a little, also in
     # plain decoding; None: in its dtype
     kv_cache: Literal["int8"] | None = None
-    # Several candidates for each position, down to num_speculative_tokens; None: a chain; fastest: a section of that kind. At a
-    # temperature above 0, `token` judges siblings as `tree.candidates` says, `match` takes the draft's likeliest
+    # Several candidates for each position, down to num_speculative_tokens; None: a chain. At a temperature above 0, `token`
+    # judges siblings as `tree.candidates` says, `match` takes the draft's likeliest
     tree: TreeConfig = None
     # Above temperature 0: give up the target's distribution for speed; needs the quality measured beside it. None: lossless
     lossy: LossyConfig = None
@@ -114,28 +87,16 @@ class DecodeConfig(SamplingConfig):
             return "greedy"
         if self.lossy is not None:
             return self.lossy.kind
+        if self.verification == "match":
+            return "match"
         if self.tree is None:
             return self.verification or "block"
-        candidates = self.tree.drawn_candidates
-        return candidates if candidates != "top_k" and self.draws else "match"
+        return self.tree.candidates if isinstance(self.tree, StaticTree) else "match"
 
     @property
     def draws(self) -> bool:
         """Whether drafts are drawn from the draft's distribution; else they are its likeliest tokens."""
-        if self.temperature == 0 or (self.tree is not None and self.tree.drawn_candidates == "top_k"):
-            return False
-        if isinstance(self.lossy, TypicalAcceptance | TolerantAcceptance):
-            return self.lossy.drafts == "drawn"
-        return self.verification != "match"
-
-    @field_validator("tree", mode="before")
-    @classmethod
-    def _tree_may_be_a_name(cls, value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        if value != "fastest":
-            raise ValueError(f"tree must be null, fastest, or a section of kind static, dynamic or fastest, got {value!r}")
-        return {"kind": value}
+        return self.temperature > 0 and self.verification != "match" and not isinstance(self.lossy, TypicalAcceptance)
 
     def objections(self) -> Iterator[str]:
         if self.tree is not None and self.num_speculative_tokens > 0:
@@ -147,15 +108,8 @@ class DecodeConfig(SamplingConfig):
         for stop in self.stop or []:
             if "\ufffd" in stop:
                 yield f"stop: {stop!r} holds U+FFFD, as which every unfinished character is shown; leave it out"
-        if isinstance(self.stopping, CostStopping):
-            known, needed = len(self.stopping.target_step_milliseconds), self.num_speculative_tokens + 1
-            if known < needed:
-                yield (
-                    f"stopping.target_step_milliseconds must have {needed} entries or more, for 1 to {needed} rows "
-                    f"(num_speculative_tokens + 1), got {known}"
-                )
 
-    def _objections_to_tree(self, tree: StaticTree | DynamicTree | FastestTree) -> Iterator[str]:
+    def _objections_to_tree(self, tree: StaticTree | DynamicTree) -> Iterator[str]:
         if not isinstance(tree, DynamicTree) and tree.depth > self.num_speculative_tokens:
             yield (
                 f"tree is {tree.depth} tokens deep, and num_speculative_tokens allows {self.num_speculative_tokens}; "
@@ -165,40 +119,15 @@ class DecodeConfig(SamplingConfig):
             yield "stopping cuts chains only: set it to null, or tree to null"
         if self.temperature == 0:
             return
+        if isinstance(tree, DynamicTree):
+            yield "a dynamic tree is for temperature 0: set tree to a static one, or to null"
         if self.verification == "block":
             yield "verification block judges chains only: set it to null, token or match, or tree to null"
-        if self.verification == "token" and isinstance(tree, DynamicTree):
-            yield (
-                "a dynamic tree leaves out drafts for their probability, so they cannot be drawn at a temperature above 0: "
-                "set verification to match, or tree to a static one"
-            )
-        if self.verification == "match" and tree.candidates not in (None, "top_k"):
-            yield (
-                f"tree.candidates {tree.candidates} are drawn, and verification match judges the draft's likeliest: set one of "
-                "the two to null"
-            )
 
-    def _objections_to_lossy(
-        self, lossy: TypicalAcceptance | ParticleSampling | NeighbourhoodAcceptance | TolerantAcceptance
-    ) -> Iterator[str]:
-        tree = self.tree
+    def _objections_to_lossy(self, lossy: TypicalAcceptance | ParticleSampling | NeighbourhoodAcceptance) -> Iterator[str]:
         if self.temperature == 0:
             yield "lossy has nothing to relax at temperature 0: raise temperature, or set lossy to null"
         if self.verification is not None:
             yield f"lossy {lossy.kind} takes the place of verification {self.verification}: set one of the two to null"
-        if isinstance(lossy, ParticleSampling):
-            if tree is not None or self.stopping is not None:
-                yield "lossy smc drafts chains of one length: set tree and stopping to null"
-        elif isinstance(lossy, TypicalAcceptance):
-            if isinstance(tree, DynamicTree) and lossy.drafts == "drawn":
-                yield "a dynamic tree takes the likeliest drafts: set lossy.drafts to likeliest, or tree to a static one"
-            candidates = None if tree is None else tree.candidates
-            if candidates is not None and (candidates == "top_k") != (lossy.drafts == "likeliest"):
-                yield f"tree.candidates {candidates} and lossy.drafts {lossy.drafts} contradict each other: set one to null"
-        elif tree is not None:
-            likeliest = isinstance(lossy, TolerantAcceptance) and lossy.drafts == "likeliest"
-            if likeliest or tree.drawn_candidates == "top_k":
-                yield (
-                    f"lossy {lossy.kind} judges drafts that were drawn in trees: set tree to null, or to a static one whose "
-                    "candidates are drawn, and lossy.drafts to drawn"
-                )
+        if isinstance(lossy, ParticleSampling) and (self.tree is not None or self.stopping is not None):
+            yield "lossy smc drafts chains of one length: set tree and stopping to null"

@@ -100,12 +100,10 @@ class EvalConfig(Settings):
 
     target: TargetConfig = TargetConfig()
     # An artifact, the output folder of its training, or any causal LM with the target's tokenizer: a folder, or
-    # owner/name[@revision] on the Hub. Or a list, merged into one tree; of an artifact and suffix_lookup, or without
-    # decode.tree prompt_lookup, a round takes the lookup where that has a match, and else the artifact
+    # owner/name[@revision] on the Hub. Or a list, merged into one tree
     draft: str | list[str] = "runs/distill/artifact"
-    lookup_match: PositiveInt = 3  # tokens that must have stood in the text before, for prompt lookup beside a draft to copy
-    # Accepted drafts that suffix lookup must expect, to take a draft's place in a round. None: 2.25, of drawn answers more, 6.1
-    # at temperature 1; for `try_with_lookup` as many as pay by the draft's acceptance and cost on a few prompts, if fewer
+    # Accepted drafts that suffix lookup must expect to take a round from the draft (`try_with_lookup`). None: 2.25 at
+    # temperature 0, 6 at temperature 1
     lookup_expects: NonNegativeFloat | None = None
     # A data file, such as the one the draft was trained on, whose answers suffix lookup knows from the start, but those to
     # prompts of the suites
@@ -123,7 +121,7 @@ class EvalConfig(Settings):
     baselines: list[FreeDraft] = ["prompt_lookup"]  # measured beside the draft (`eval.measure.proposers`)
     # Drafts a round of prompt lookup among them, which is a rival at its best only; None: the fastest of a few
     lookup_num_speculative_tokens: PositiveInt | None = None
-    # Where a lookup is one of the baselines, also measure the draft with suffix lookup before it: what would that add?
+    # Where a lookup is one of the baselines, also measure one draft of chains with suffix lookup before it, round by round
     try_with_lookup: bool = True
     self_speculation_layers: PositiveInt | None = None  # of the target's blocks, for that baseline; None: a quarter of them
     lossless: LosslessConfig = LosslessConfig()
@@ -150,12 +148,12 @@ class EvalConfig(Settings):
     @property
     def drafts(self) -> list[str]:
         """The artifact folders that `draft` names."""
-        return [each for each in self._named if each not in LOOKUPS]
+        return [self.draft] if isinstance(self.draft, str) else self.draft
 
     @property
-    def lookups(self) -> list[FreeDraft]:
-        """The lookups that `draft` names beside them."""
-        return [each for each in LOOKUPS if each in self._named]
+    def lookup_must_expect(self) -> float:
+        """How many accepted drafts suffix lookup must expect to take a round."""
+        return 2.25 + 3.75 * self.decode.temperature if self.lookup_expects is None else self.lookup_expects
 
     @property
     def lookup_length(self) -> int:
@@ -171,12 +169,8 @@ class EvalConfig(Settings):
     @property
     def tries_lookup(self) -> bool:
         """Whether the draft is also measured with suffix lookup beside it."""
-        fits = self.decode.num_speculative_tokens > 0 and self.decode.lossy is None
-        return self.try_with_lookup and not set(LOOKUPS).isdisjoint(self.baselines) and len(self._named) == 1 and fits
-
-    @property
-    def _named(self) -> list[str]:
-        return [self.draft] if isinstance(self.draft, str) else self.draft
+        fits = self.decode.num_speculative_tokens > 0 and self.decode.lossy is None and self.decode.tree is None
+        return self.try_with_lookup and not set(LOOKUPS).isdisjoint(self.baselines) and len(self.drafts) == 1 and fits
 
     @field_validator("draft", mode="before")
     @classmethod
@@ -200,10 +194,6 @@ class EvalConfig(Settings):
             )
         if self.energy and self.draft_device is not None:
             yield "energy is read of the target's device only: set draft_device to null, or energy to false"
-        if self.target.guidance is not None and "self_speculation" in self.baselines:
-            yield "self_speculation has no guidance: leave it out of baselines, or set target.guidance to null"
-        if self.target.is_split and decode.tree is not None and decode.tree.kind == "fastest":
-            yield "decode.tree fastest times a target that is whole in its process: give a static tree"
         if self.cost is None:
             return
         for name in ("tree", "stopping"):
@@ -215,27 +205,20 @@ class EvalConfig(Settings):
             yield "cost predicts rounds of verification, which lossy smc has none of: set one of the two to null"
 
     def _objections_to_drafts(self) -> Iterator[str]:
-        decode, lookups = self.decode, self.lookups
+        decode = self.decode
         if not self.drafts:
-            yield "draft names no artifact folder: give one, or a list of several; a lookup alone is a baseline"
-        if len(set(self._named)) < len(self._named):
-            yield f"draft names the same folder twice, got {self._named}; a draft adds nothing to itself"
-        if lookups and decode.lossy is not None:
-            yield f"decode.lossy is for a trained draft alone: set it to null, or leave {lookups[0]} out of draft"
-        if lookups and self.cost is not None:
-            yield (
-                f"cost predicts one draft's rounds, and those of a lookup are of another kind: set cost to null, or leave "
-                f"{lookups[0]} out of draft"
-            )
-        if len(self._named) == 1 or (decode.tree is None and len(self.drafts) == len(lookups) == 1):
+            yield "draft names no artifact folder: give one, or a list of several"
+        if not set(LOOKUPS).isdisjoint(self.drafts):
+            yield f"draft names artifacts, got {self.drafts}; a lookup is a baseline, and try_with_lookup puts it first"
+        if len(set(self.drafts)) < len(self.drafts):
+            yield f"draft names the same folder twice, got {self.drafts}; a draft adds nothing to itself"
+        if len(self.drafts) == 1:
             return
         if decode.tree is None or decode.num_speculative_tokens == 0:
             yield (
                 "several drafts are merged into a tree: set decode.tree, for instance to a static one with branching "
                 "[1, 1, 1], and decode.num_speculative_tokens to at least its depth"
             )
-        elif decode.tree.kind == "fastest":
-            yield "decode.tree fastest is found for one draft: give a static tree, into which several are merged"
         if decode.draws:
             yield (
                 f"tokens of several drafts cannot be drawn from one distribution, as rule {decode.rule} asks for: set "

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
-
-from pydantic import Field
+from typing import ClassVar, Literal
 
 from configs.schema.base import Dtype, NonNegativeInt, PositiveFloat, PositiveInt, Settings, unless_a_variable, unless_plain_url
 
@@ -20,23 +18,6 @@ MaxMemory = dict[int | str, int | str] | None
 # The hashes that make two targets one for a draft (`heads.frozen.identity.TargetIdentity`), in words
 IDENTITY = {"weights_sha256": "target weights", "tokenizer_sha256": "tokenizer", "chat_template_sha256": "chat template"}
 BYTES = re.compile(r"\d+(\.\d+)?\s*[KMGT]i?B", re.IGNORECASE)
-
-
-class GuidanceConfig(Settings):
-    """Classifier-free guidance: the target's logits are uncond + scale (cond - uncond), of the text with and without condition.
-
-    A target with guidance counts as another one than without, and each scale as another: what it computes is another.
-    """
-
-    scale: PositiveFloat  # 1: none
-    # First and last of the token ids that make up the condition: classes, or the tokens of a text that is drawn or spoken
-    condition: Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
-    null: NonNegativeInt  # the token that stands in the place of each of them in the text without condition
-
-    def objections(self) -> Iterator[str]:
-        first, last = self.condition
-        if first > last or first <= self.null <= last:
-            yield f"condition must be the first and last of token ids, without null, got {self.condition} and null {self.null}"
 
 
 class MediaConfig(Settings):
@@ -122,7 +103,6 @@ class TargetConfig(Settings):
     chat_template: str | None = None
     # Variables that the chat template reads, as {enable_thinking: false}. With them it counts as another template
     chat_template_kwargs: dict[str, bool | int | float | str] | None = None
-    guidance: GuidanceConfig | None = None  # classifier-free guidance, in data, training, decoding and checks alike; None: none
     # For targets that read images, prompts with images; {}: with these defaults. None: text alone
     images: ImagesConfig | None = None
     audio: AudioConfig | None = None  # for targets that read sound, prompts with sounds; as images, and in their place
@@ -146,7 +126,7 @@ class TargetConfig(Settings):
     @property
     def is_whole_text(self) -> bool:
         """Whether one device of this process runs all of it, on a text alone."""
-        return not self.is_split and (self.device_map, self.states, self.guidance, self.images, self.audio) == (None,) * 5
+        return not self.is_split and (self.device_map, self.states, self.images, self.audio) == (None,) * 4
 
     def objections(self) -> Iterator[str]:
         is_split, is_gguf = self.is_split, self.name.endswith(".gguf")
@@ -166,10 +146,6 @@ class TargetConfig(Settings):
         for name in self.chat_template_kwargs or {}:
             if not name.isidentifier():
                 yield f"chat_template_kwargs: {name!r} can be no variable of a template"
-        if self.guidance is not None and self.forward == "compiled":
-            yield "guidance reads each row twice, which no compiled forward does: set forward to transformers or lean"
-        if self.states is not None and self.guidance is not None:
-            yield "states are of each text alone, and guidance reads two: set one of the two to null"
         if self.states is not None and (self.forward in OWN_FORWARDS or is_gguf):
             yield f"states of servers are those of forward transformers and of safetensors, got {self.forward} and {self.name}"
         yield from self._objections_to_media()
@@ -179,7 +155,7 @@ class TargetConfig(Settings):
         given = "images" if self.images is not None else "audio"
         if getattr(self, given) is None:
             return
-        others = ("guidance", "device_map", "states", *(["audio"] if given == "images" else []))
+        others = ("device_map", "states", *(["audio"] if given == "images" else []))
         found = [f"{name} null" for name in others if getattr(self, name) is not None] + ["shards 1"] * self.is_split
         if self.forward in OWN_FORWARDS or self.tokens != "text":
             found.append("forward transformers and tokens text")

@@ -21,7 +21,7 @@ from heads.frozen.model_config import causal_config, config_of_blocks
 from heads.frozen.placement import real_weight
 from heads.inference.causal_lm import read_documents
 from heads.inference.model_checks import check_on_probe, probe_ids, relative_error
-from heads.inference.runner import backbone, runner_of
+from heads.inference.runner import backbone
 
 REMEDY = "choose other student.layers, or give student.init 'fresh', 'model' or 'config'"
 
@@ -108,7 +108,7 @@ def _passed_over(model: PreTrainedModel, layers: Sequence[int]) -> Iterator[None
 
 def _kept_error(model: PreTrainedModel, draft: PreTrainedModel, layers: Sequence[int]) -> float:
     ids_1T = probe_ids(model)
-    with _passed_over(model, layers), runner_of(model).unguided():
+    with _passed_over(model, layers):
         expected_1TE = read_documents(model, ids_1T, None)
     return relative_error(read_documents(draft, ids_1T, None), expected_1TE)
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from configs.schema.decoding import DecodeConfig
-from eval.decoder.logits_processor import Processor, processed
 from eval.decoder.lossy import RelaxedVerifier, TypicalVerifier
 from eval.decoder.records import Clock, DistributionComparison, Round
 from eval.decoder.request import BatchRow, Request
@@ -34,7 +33,6 @@ from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention, tree
 VERIFIERS: dict[str, type[Verifier]] = {
     "typical": TypicalVerifier,
     "neighbourhood": RelaxedVerifier,
-    "tolerance": RelaxedVerifier,
 }  # by `DecodeConfig.rule`; the others are lossless
 
 
@@ -48,11 +46,10 @@ class BatchRun:
         config: DecodeConfig,
         proposer: Proposer | None = None,
         measure_overlap: bool = False,
-        logits_processor: Processor | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.target, self.config, self.proposer = target, config, proposer
-        self.measure_overlap, self.logits_processor = measure_overlap, logits_processor
+        self.measure_overlap = measure_overlap
         self.clock = Clock(target.device) if clock is None else clock
         self.rows = [BatchRow(request, target, config) for request in requests]
         self.active = list(self.rows)
@@ -80,7 +77,7 @@ class BatchRun:
             states = states.map(lambda state_BTE: state_BTE[places.tensor_B])
         lengths_B1 = text.lengths.tensor_B.unsqueeze(1)
         last_B1D = states.final_BTE[torch.arange(len(text), device=self.target.device).unsqueeze(1), lengths_B1 - 1]
-        logits_B1V = self._processed(head_logits(self.target.model, last_B1D), None)
+        logits_B1V = head_logits(self.target.model, last_B1D)
         tokens_B1 = self.verifier.target_tokens(logits_B1V, text.lengths)
         finite_B1 = torch.isfinite(logits_B1V.amax(2))
         for row, (token, finite) in zip(self.active, torch.cat([tokens_B1, finite_B1.long()], 1).tolist(), strict=True):
@@ -111,7 +108,6 @@ class BatchRun:
             states = self._read(ids_BK, starts, attention)
             logits_BKV = head_logits(self.target.model, states.final_BTE)
         with self.clock.phase("sample"):
-            logits_BKV = self._processed(logits_BKV, proposal)
             rounds, paths, decided = self._verify(logits_BKV, proposal, attention, tree, text, room)
         compared = self._compare(logits_BKV, proposal, rounds) if self.measure_overlap else None
         if attention is not None:
@@ -121,20 +117,8 @@ class BatchRun:
                 accepted = [round_.num_accepted for round_ in rounds]
                 self.proposer.commit(RowNumbers(accepted, self.target.device, lambda: decided.num_accepted_B), states)
         for number, (row, round_) in enumerate(zip(self.active, rounds, strict=True)):
-            if proposal.by_lookup is not None and proposal.by_lookup[number]:
-                # A chain, also where other rows have trees: records do not depend on the batch.
-                _record(row, replace(round_, ranks=None, num_nodes=None, by_lookup=bool(round_.drafted)), None)
-            else:
-                _record(row, round_, None if compared is None else compared[number])
+            _record(row, round_, None if compared is None else compared[number])
         self._drop_ended()
-
-    def _processed(self, logits_BKV: Tensor, proposal: Proposal | None) -> Tensor:
-        """Return the logits as the processor leaves them; it gets the numbers that rows have among all requests."""
-        if self.logits_processor is None:
-            return logits_BKV
-        number_of = {id(row): number for number, row in enumerate(self.rows)}
-        numbers, tokens = [number_of[id(row)] for row in self.active], [row.tokens for row in self.active]
-        return processed(self.logits_processor, logits_BKV, tokens, proposal, numbers, self.target.eos_token_ids)
 
     def _read(
         self,

@@ -16,7 +16,6 @@ import torch
 from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from eval.decoder.batch import BatchRun
-from eval.decoder.logits_processor import Processor, prepared, renumbered
 from eval.decoder.particles import ParticleRun
 from eval.decoder.records import AUTOREGRESSIVE, Clock, Generation, Timing
 from eval.decoder.request import BatchRow, Request
@@ -32,8 +31,6 @@ def generate(
     prompts: Sequence[Sequence[int]],
     config: DecodeConfig,
     proposer: Proposer | None = None,
-    *,
-    logits_processor: Processor | Sequence[Processor] | None = None,
 ) -> list[list[int]]:
     """Continue prompts and return the answers' token ids, end-of-text included.
 
@@ -41,21 +38,15 @@ def generate(
         target: the model whose distribution the output follows.
         prompts: token ids, `config.batch_size` of them decoded together.
         config, proposer: as for `decode`.
-        logits_processor: a `LogitsProcessor` of transformers, or a list of them, which changes the target's distribution; the
-            output follows the changed one without loss (`eval.decoder.logits_processor`).
 
     Raises:
         TypeError: the prompts are no lists of token ids.
         InputError: as for `decode`.
     """
     requests = [Request(prompt_id=str(n), category="", tokens=row) for n, row in enumerate(_token_rows(prompts))]
-    processor = None if logits_processor is None else prepared(logits_processor)
     answers = []
     for start in range(0, len(requests), config.batch_size):
-        batch = requests[start : start + config.batch_size]
-        # A processor that gets a row's number gets the prompt's, whichever batch that is in.
-        own = renumbered(processor, range(start, start + len(batch)).__getitem__)
-        generations, _ = decode(target, batch, config, proposer, logits_processor=own)
+        generations, _ = decode(target, requests[start : start + config.batch_size], config, proposer)
         answers += [list(generation.tokens) for generation in generations]
     return answers
 
@@ -70,7 +61,6 @@ def decode(
     mode: str = AUTOREGRESSIVE,
     repeat: int = 0,
     measure_overlap: bool = False,
-    logits_processor: Processor | Sequence[Processor] | None = None,
     clock: Clock | None = None,
 ) -> tuple[list[Generation], Timing]:
     """Continue a batch of requests together until each has ended.
@@ -82,25 +72,20 @@ def decode(
         mode, repeat: labels for the records.
         measure_overlap: also compare the two distributions at each verified draft of a chain
             (`eval.decoder.verifier.compare_distributions`); the time for it is counted apart.
-        logits_processor: changes the target's logits at every position (`eval.decoder.logits_processor`).
         clock: counts the time by phase; a new one for each call. None: a `Clock`.
 
     Returns:
         The generations in the order of the requests, and the batch's timing.
 
     Raises:
-        InputError: see `check_decodable`; or the proposer cannot draft the tree asked for, or a processor remembers earlier
-            calls, or does not go with particles or with measuring overlap.
+        InputError: see `check_decodable`; or the proposer cannot draft the tree asked for.
     """
     check_decodable(target, requests, config)
     proposer = proposer if config.num_speculative_tokens else None
     if proposer is not None:
         check_drafts(proposer, config)
-    processor = None if logits_processor is None else prepared(logits_processor)
-    if processor is not None and measure_overlap:
-        raise InputError("logits_processor: the overlap of distributions is measured on raw logits; leave one of the two out")
     clock = Clock(target.device) if clock is None else clock
-    run = start_run(target, requests, config, proposer, measure_overlap, processor, clock)
+    run = start_run(target, requests, config, proposer, measure_overlap, clock)
     with clock.phase("prefill"):
         run.prefill()
     with clock.phase("decode"):
@@ -115,16 +100,11 @@ def start_run(
     config: DecodeConfig,
     proposer: Proposer | None,
     measure_overlap: bool = False,
-    logits_processor: Processor | None = None,
     clock: Clock | None = None,
 ) -> BatchRun:
     """Start a batch by the rule of `config`; for the arguments see `decode`. Particles compare no distributions."""
     if config.rule != "smc" or proposer is None:
-        return BatchRun(target, requests, config, proposer, measure_overlap, logits_processor, clock)
-    if logits_processor is not None:
-        raise InputError(
-            "logits_processor: particles weigh drafts by raw logits; set lossy to null, or leave the processor out"
-        )
+        return BatchRun(target, requests, config, proposer, measure_overlap, clock)
     return ParticleRun(target, requests, config, proposer, clock)
 
 

@@ -4,33 +4,28 @@ Typical acceptance (Medusa; Cai et al., 2401.10774) keeps the drafts that the ta
 is a point mass, it is greedy decoding and lossless. The token after the path that stays is the target's likeliest, which the
 paper keeps without a test; left out is drawing it.
 
-Relaxed acceptance lets a draft stay for a token that stands for it as well: many codes of pictures and of sound are
-interchangeable. Before a lossless rule judges a draft, probability is moved to it, at most `delta` in all, so that the output
-follows p' in place of p with TV(p', p) <= delta.
-
-- By neighbourhoods (LANTERN, 2410.03355) it comes from the codes nearest to the draft. `relaxed` makes p' of p and q alone. The
-  paper judges each draft by a p' of its own; the output, which mixes them, may then lie further from p than delta.
-- By tolerance (VADUSA, 2410.21951) a draft stays if any of several draws of the target's would have been it, or one of the
-  codes nearest to it. No token is drawn in fact: `tolerant` is the distribution that the draws come to. With the draft's
-  likeliest tokens and no table this is the paper's rule, in which a draft stays with probability 1 - (1 - p)^samples.
+Relaxed acceptance (LANTERN, 2410.03355) lets a draft stay for a token that stands for it as well: many codes of pictures and of
+sound are interchangeable. Before a lossless rule judges a draft, probability is moved to it from the codes nearest to it, at
+most `delta` in all, so that the output follows p' in place of p with TV(p', p) <= delta. `relaxed` makes p' of p and q alone.
+The paper judges each draft by a p' of its own; the output, which mixes them, may then lie further from p than delta.
 B rows, G drafts, N nodes with the root, or neighbours of a token, K = G + 1, D depth, V vocabulary; `...` leading dimensions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from configs.runtime.errors import InputError, first_line
-from configs.schema.decoding import DecodeConfig, NeighbourhoodAcceptance, TolerantAcceptance, TypicalAcceptance
+from configs.schema.decoding import DecodeConfig, NeighbourhoodAcceptance, TypicalAcceptance
 from eval.decoder.rules import CANDIDATE_RULES, CandidateChoice, CandidateRule, ChainVerification, TreeVerification
 from eval.decoder.verifier import RULES, Verifier, rooted
 from heads.device import on_device, widest_float
@@ -39,9 +34,8 @@ from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.probabilities import token_probabilities
 from heads.sampling.token_tree import DynamicTreeSpec, Tree
 
-TENSOR = "neighbours"  # of the table's file: token ids [V, N], the nearest first; a token that has none names itself
+AT_ONCE = 4096  # codes whose distances to all others are held at a time
 ChainRule = Callable[..., ChainVerification]  # as in `eval.decoder.rules`
-Move = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # as `relaxed`
 
 
 class TypicalVerifier(Verifier):
@@ -120,32 +114,17 @@ def verify_typical_tree(
 class RelaxedVerifier(Verifier):
     """Verifies by the lossless rule of the settings without `lossy`, after moving probability to the drafts.
 
-    Neighbourhoods match drafts that come without a distribution, such as a lookup's, without loss; tolerance takes them for
-    point masses.
-
-    Raises:
-        InputError: the table cannot be read, or has fewer than k neighbours.
+    Drafts that come without a distribution, such as a lookup's, are matched without loss.
     """
 
     def __init__(self, config: DecodeConfig, rng: CounterRNG) -> None:
         super().__init__(config, rng)
-        lossy, device = cast(NeighbourhoodAcceptance | TolerantAcceptance, config.lossy), rng.device
+        lossy = cast(NeighbourhoodAcceptance, config.lossy)
         strict = config.model_copy(update={"lossy": None}).rule
-        none_VN = torch.empty((0, 0), dtype=torch.int64, device=device)
-        near_VN = none_VN if lossy.table is None else read_table(lossy.table, lossy.k, device)
-        self.takes_point_masses = isinstance(lossy, TolerantAcceptance)
-        move = partial(tolerant, samples=lossy.samples) if isinstance(lossy, TolerantAcceptance) else relaxed
         if strict in RULES:
-            self.chain_rule = step_rule(RULES[strict], near_VN, lossy.delta, move)
+            self.chain_rule = relaxed_chain(RULES[strict], lossy)
         else:
-            self.candidate_rule = step_candidates(CANDIDATE_RULES[strict], near_VN, lossy.delta, move)
-
-    def chain(
-        self, logits_BKV: Tensor, proposal: Proposal, num_drafted: Sequence[int], lengths: Sequence[int]
-    ) -> ChainVerification:
-        if self.takes_point_masses and proposal.probs_BGV is None:  # the draft's likeliest tokens
-            proposal = replace(proposal, by_lookup=[1] * len(num_drafted))
-        return super().chain(logits_BKV, proposal, num_drafted, lengths)
+            self.candidate_rule = relaxed_candidates(CANDIDATE_RULES[strict], lossy)
 
 
 def relaxed(p: Tensor, q: Tensor, near_VN: Tensor, delta: float) -> Tensor:
@@ -155,7 +134,7 @@ def relaxed(p: Tensor, q: Tensor, near_VN: Tensor, delta: float) -> Tensor:
     where that comes to more than delta (0 to 1), every transfer is scaled down alike. With delta 0, p' is p to the bit.
     """
     spare, wanted, change = (p - q).clamp(min=0), (q - p).clamp(min=0), torch.zeros_like(p)
-    for giver_V in fitting(near_VN, p).unbind(1):
+    for giver_V in near_VN.unbind(1):
         # What each would like of its neighbour, which may be that of several; they share what it has.
         asked = torch.minimum(wanted, spare[..., giver_V])
         asked_of = torch.zeros_like(p).index_add_(-1, giver_V, asked)
@@ -167,34 +146,11 @@ def relaxed(p: Tensor, q: Tensor, near_VN: Tensor, delta: float) -> Tensor:
     return (p + scale * change).clamp(min=0)
 
 
-def tolerant(p: Tensor, q: Tensor, near_VN: Tensor, delta: float, *, samples: int) -> Tensor:
-    """Return p' `[..., V]`: what follows where refused drafts stay by the target's draws.
-
-    Token-wise rejection refuses a token with probability (q - p)+ in all, and puts one from (p - q)+ in its place. Of what is
-    refused, a share comes back that is the chance that one of the draws is near; where that comes to more than delta in all, it
-    is scaled down. It is taken from (p - q)+ evenly, and is TV(p', p). The draft's likeliest tokens have point masses as q, and
-    the first of the draws is the token that would take a draft's place.
-    """
-    refused, residual = (q - p).clamp(min=0), (p - q).clamp(min=0)
-    tiny = torch.finfo(p.dtype).tiny
-    total = residual.sum(-1, keepdim=True).clamp(min=tiny)
-    by_first, by_others = torch.zeros_like(p), p  # chances that a draw is near a token; a refused one has no residual itself
-    itself_V = torch.arange(p.shape[-1], device=p.device)
-    for near_V in fitting(near_VN, p).unbind(1):
-        other_V = near_V != itself_V
-        by_first = by_first + residual[..., near_V] / total * other_V
-        by_others = by_others + p[..., near_V] * other_V
-    none_near = (1 - by_first).clamp(min=0) * (1 - by_others).clamp(min=0) ** (samples - 1)
-    kept = refused * (1 - none_near)
-    kept = kept * (delta / kept.sum(-1, keepdim=True).clamp(min=tiny)).clamp(max=1.0)
-    return (p + kept - residual * (kept.sum(-1, keepdim=True) / total)).clamp(min=0)
-
-
-def step_rule(rule: ChainRule, near_VN: Tensor, delta: float, move: Move = relaxed) -> ChainRule:
-    """Return a rule for chains with `move` before it."""
+def relaxed_chain(rule: ChainRule, lossy: NeighbourhoodAcceptance) -> ChainRule:
+    """Return a rule for chains that judges by `relaxed` probabilities."""
 
     def verify(p_BKV: Tensor, q_BGV: Tensor, tokens_BG: Tensor, num_drafted_B: Tensor, *uniforms: Tensor) -> ChainVerification:
-        moved_BGV = move(p_BKV[:, :-1], q_BGV, near_VN, delta)
+        moved_BGV = relaxed(p_BKV[:, :-1], q_BGV, neighbours(lossy, p_BKV.shape[-1], p_BKV.device), lossy.delta)
         drafted_BG = torch.arange(moved_BGV.shape[1], device=p_BKV.device) < num_drafted_B.unsqueeze(1)
         moved_BGV = torch.where(drafted_BG.unsqueeze(2), moved_BGV, p_BKV[:, :-1])
         return rule(torch.cat([moved_BGV, p_BKV[:, -1:]], 1), q_BGV, tokens_BG, num_drafted_B, *uniforms)
@@ -202,41 +158,52 @@ def step_rule(rule: ChainRule, near_VN: Tensor, delta: float, move: Move = relax
     return verify
 
 
-def step_candidates(rule: CandidateRule, near_VN: Tensor, delta: float, move: Move = relaxed) -> CandidateRule:
-    """Return a rule for several candidates with `move` before it; rows without a candidate keep their p."""
+def relaxed_candidates(rule: CandidateRule, lossy: NeighbourhoodAcceptance) -> CandidateRule:
+    """Return a rule for several candidates that judges by `relaxed` probabilities; rows without a candidate keep their p."""
 
     def choose(p_BV: Tensor, q_BV: Tensor, tokens_BC: Tensor, num_candidates_B: Tensor, accept_BC: Tensor) -> CandidateChoice:
-        judged_B1 = (num_candidates_B > 0).unsqueeze(1)
-        p_BV = torch.where(judged_B1, move(p_BV, q_BV, near_VN, delta), p_BV)
+        moved_BV = relaxed(p_BV, q_BV, neighbours(lossy, p_BV.shape[-1], p_BV.device), lossy.delta)
+        p_BV = torch.where((num_candidates_B > 0).unsqueeze(1), moved_BV, p_BV)
         return rule(p_BV, q_BV, tokens_BC, num_candidates_B, accept_BC)
 
     return choose
 
 
-def fitting(near_VN: Tensor, p: Tensor) -> Tensor:
-    """Return the table with rows for the padding behind the vocabulary, if the target has some; refuse one of another size."""
-    missing = p.shape[-1] - len(near_VN)
-    if missing < 0:
-        raise InputError(
-            f"decode.lossy.table names the neighbours of {len(near_VN)} tokens, and the target has {p.shape[-1]}; make "
-            "it with the target's vocab_size"
-        )
-    if not missing:
-        return near_VN
-    own_M1 = torch.arange(len(near_VN), p.shape[-1], device=p.device).unsqueeze(1)
-    return torch.cat([near_VN, own_M1.expand(-1, near_VN.shape[1])])
-
-
 @lru_cache(maxsize=8)
-def read_table(path: str, k: int, device: torch.device) -> Tensor:
-    """Return the k nearest of each token in a table's file, `[V, k]`."""
-    remedy = "make one with eval/neighbours.py"
+def neighbours(lossy: NeighbourhoodAcceptance, vocab_size: int, device: torch.device) -> Tensor:
+    """Return the ids of the codes nearest to each token, `[V, k]`, the nearest first; tokens that are no codes name themselves.
+
+    Raises:
+        InputError: the codebook cannot be read, does not fit the vocabulary, or has too few codes.
+    """
+    codebook_CE, k, first = _read_codebook(lossy).double(), lossy.k, lossy.first_id
+    if first + len(codebook_CE) > vocab_size:
+        raise InputError(
+            f"decode.lossy.codebook: {len(codebook_CE)} codes from token {first} on do not fit a vocabulary of {vocab_size}"
+        )
+    if k >= len(codebook_CE):
+        raise InputError(f"decode.lossy.k must be less than the codebook's {len(codebook_CE)} codes, got {k}")
+    near_VN = torch.arange(vocab_size).unsqueeze(1).repeat(1, k)
+    for own_P in torch.arange(len(codebook_CE)).split(AT_ONCE):
+        distances_PC = torch.cdist(codebook_CE[own_P], codebook_CE)
+        distances_PC[torch.arange(len(own_P)), own_P] = float("inf")
+        near_VN[first + own_P] = first + distances_PC.topk(k, largest=False).indices
+    return near_VN.to(device)
+
+
+def _read_codebook(lossy: NeighbourhoodAcceptance) -> Tensor:
+    path = Path(lossy.codebook)
     try:
-        table_VN = load_file(path)[TENSOR]
-    except (OSError, SafetensorError, KeyError) as error:
-        raise InputError(f"decode.lossy.table: {path} holds no table of neighbours: {first_line(error)}; {remedy}") from error
-    if table_VN.ndim != 2 or table_VN.dtype != torch.int64 or not ((table_VN >= 0) & (table_VN < len(table_VN))).all():
-        raise InputError(f"decode.lossy.table: {Path(path).name} must hold token ids [vocabulary, neighbours]; {remedy}")
-    if k > table_VN.shape[1]:
-        raise InputError(f"decode.lossy.k is {k}, and {path} has {table_VN.shape[1]} neighbours of each token; {remedy}")
-    return table_VN[:, :k].to(device)
+        if path.suffix == ".npy":
+            codebook = torch.from_numpy(np.load(path, allow_pickle=False))
+        else:
+            tensors = load_file(path)
+            codebook = tensors[next(iter(tensors)) if lossy.tensor is None and len(tensors) == 1 else str(lossy.tensor)]
+    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
+        raise InputError(
+            f"decode.lossy.codebook: {path} holds no vectors as .npy or safetensors (tensor is {lossy.tensor}): "
+            f"{first_line(error)}"
+        ) from error
+    if codebook.ndim != 2 or not codebook.is_floating_point() or not torch.isfinite(codebook).all():
+        raise InputError(f"decode.lossy.codebook: {path} must hold finite numbers [codes, width], got {tuple(codebook.shape)}")
+    return codebook

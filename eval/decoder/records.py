@@ -26,7 +26,7 @@ ENDED = frozenset(("eos", "stop"))  # by what was written, not by a limit
 AUTOREGRESSIVE = "autoregressive"
 SPECULATIVE = "speculative"
 PHASES = ("prefill", "decode", "draft", "verify", "sample", "measure")  # that a clock tells apart
-WITH_LOOKUP = "with_lookup"  # speculative decoding by the same draft, with suffix lookup
+WITH_LOOKUP = "with_lookup"  # speculative decoding by suffix lookup or else by the same draft, round by round
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,6 @@ class Round:
     distributions: DistributionComparison | None = None  # more of the same comparison
     ranks: tuple[int, ...] | None = None  # of a tree: which child of its parent each accepted draft is, 0 the likeliest
     num_nodes: int | None = None  # of a tree: all its drafts
-    by_lookup: bool = False  # of several drafts: those of this round were looked up in the text
 
     @property
     def num_drafted(self) -> int:

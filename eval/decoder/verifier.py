@@ -52,9 +52,9 @@ class Verifier:
         """
         num_drafted_B, G = on_device(num_drafted, logits_BKV.device), proposal.tokens_BG.shape[1]
         rule = self.chain_rule
-        q_BGV = None if rule is None else _drawn_by(proposal, logits_BKV)
-        if rule is None or q_BGV is None:
+        if rule is None or proposal.probs_BGV is None:
             return verify_greedy(self.target_tokens(logits_BKV, lengths), proposal.tokens_BG, num_drafted_B)
+        q_BGV = _pad_vocabulary(proposal.probs_BGV, logits_BKV)
         p_BKV = token_probabilities(logits_BKV, self.config)
         accept_BG = self.rng.along(Role.ACCEPT, lengths, G, lengths)
         residual_B = self.rng.along(Role.RESIDUAL, lengths, 1).squeeze(1)
@@ -67,10 +67,9 @@ class Verifier:
         """Apply the rule to the tree that was asked for; the path that stays names rows, so draft i as i + 1.
 
         Row k of the logits predicts the token at position (the row's length + depth of k), 0 the depth of the pending token.
-        Chains of a lookup may be deeper than the tree.
         """
         tokens_BK, parents_BK = rooted(proposal)
-        depth = tree.depth if proposal.by_lookup is None else self.config.num_speculative_tokens
+        depth = tree.depth
         if self.config.temperature == 0:
             greedy_BK = greedy_token(logits_BKV)
             return match_tree(lambda node_B, _: values_at(greedy_BK, node_B), tokens_BK, parents_BK, depth)
@@ -109,22 +108,6 @@ def rooted(proposal: Proposal) -> tuple[Tensor, Tensor]:
     if proposal.parents_BN is None:
         raise ValueError("the proposal is a chain")
     return functional.pad(proposal.tokens_BG, (1, 0)), functional.pad(proposal.parents_BN, (1, 0), value=-1)
-
-
-def _drawn_by(proposal: Proposal, like_BKV: Tensor) -> Tensor | None:
-    """Return the distribution `[B, G, V]` that each draft of a chain was drawn from; None where all are matched instead.
-
-    Of several drafts, rows that were looked up have point masses. They have them also where all rows were looked up, so that a
-    row is verified alike in any batch.
-    """
-    q_BGV = None if proposal.probs_BGV is None else _pad_vocabulary(proposal.probs_BGV, like_BKV)
-    if proposal.by_lookup is None or not proposal.tokens_BG.shape[1]:
-        return q_BGV
-    points_BGV = torch.zeros_like(like_BKV[:, 1:], dtype=torch.float32)
-    points_BGV = points_BGV.scatter_(-1, proposal.tokens_BG.unsqueeze(-1), 1.0)
-    if q_BGV is None:
-        return points_BGV
-    return torch.where(on_device(proposal.by_lookup, q_BGV.device).bool()[:, None, None], points_BGV, q_BGV)
 
 
 def _pad_vocabulary(q_BGV: Tensor, like_BKV: Tensor, value: float = 0.0) -> Tensor:

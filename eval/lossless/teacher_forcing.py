@@ -26,7 +26,6 @@ from eval.metrics.answers import answer_states, pair_answers
 from heads.device import CPU, free_memory, widest_float
 from heads.frozen.loading import Target, load_target
 from heads.inference.causal_lm import head_logits
-from heads.inference.runner import Guidance, runner_of
 
 log = logging.getLogger("draftsmith")
 
@@ -219,8 +218,6 @@ def widened(target: Target) -> Target:
     copies: dict[int, Any] = {id(each): nn.Parameter(each.detach().to(home, wider, copy=True), False) for each in weights}
     copied = copy.deepcopy(target.model, copies)
     nn.Module.to(copied, device=home, dtype=wider)  # transformers wraps `to` in a way that type checkers cannot follow
-    if (guidance := target.runner.guidance) is not None:
-        runner_of(copied).guidance = Guidance.of(copied, guidance.config)
     media = None if target.media is None else replace(target.media, model=copied)
     return replace(target, model=copied, media=media)
 

@@ -22,7 +22,7 @@ def time_generate(target: Target, requests: Sequence[Request], config: EvalConfi
     """
     chosen = [each for each in requests if each.media_prompt is None][: config.generate_prompts]
     is_split = target.group is not None or target.spread_by is not None or target.states_from is not None
-    has_own_cache = config.target.guidance is not None or config.decode.kv_cache is not None
+    has_own_cache = config.decode.kv_cache is not None
     if not chosen or config.decode.temperature > 0 or is_split or has_own_cache:
         return None
     settings = config.decode.model_copy(

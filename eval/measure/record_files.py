@@ -35,7 +35,6 @@ USUAL: dict[str, Any] = {
     "laws": None,
     "ranks": None,
     "num_nodes": None,
-    "by_lookup": False,
 }
 
 
@@ -142,7 +141,6 @@ def to_values(generation: Generation) -> dict[str, Any]:
             "laws": None if round_.distributions is None else list(vars(round_.distributions).values()),
             "ranks": round_.ranks,
             "num_nodes": round_.num_nodes,
-            "by_lookup": round_.by_lookup,
         }
         for round_ in generation.rounds
     ]
@@ -171,11 +169,8 @@ def from_values(values: dict[str, Any]) -> Generation:
             distributions=None if laws is None else DistributionComparison(*map(tuple, laws)),
             ranks=None if ranks is None else tuple(ranks),
             num_nodes=num_nodes,
-            by_lookup=by_lookup,
         )
-        for (start, end), drafted, accepted, overlap, laws, ranks, num_nodes, by_lookup in zip(
-            pairwise(ends), *others, strict=True
-        )
+        for (start, end), drafted, accepted, overlap, laws, ranks, num_nodes in zip(pairwise(ends), *others, strict=True)
     )
     given: dict[str, Any] = {"prompt_tokens": tuple(values["prompt_tokens"]), "tokens": tokens, "rounds": rounds}
     if (pictured := values.get("media_prompt")) is not None:

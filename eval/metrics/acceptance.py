@@ -44,7 +44,7 @@ def columns(num_positions: int) -> np.dtype[np.void]:
     text count as drafted (they cost time) but not as judged: nobody knows whether they would have been accepted. Of a tree the
     drafts on the way that was walked count; `drafted` counts all.
     """
-    single = ("committed", "rounds", "accepted", "drafted", "looked_up", "copied")
+    single = ("committed", "rounds", "accepted", "drafted")
     by_length, by_position = ("accepted_histogram", "drafted_histogram"), ("kept", "judged", "not_cut_before")
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(single, ())
     shapes |= dict.fromkeys(by_length, (num_positions + 1,)) | dict.fromkeys(by_position, (num_positions,))
@@ -144,31 +144,19 @@ class Acceptance(Metric):
                 )
         return found
 
-    def lookup_shares(self) -> dict[str, float | None]:
-        """Return the lookup's share of the rounds, and of the drafts that were accepted."""
-        table = self.table
-        shares = {"lookup_rounds_share": ("looked_up", "rounds"), "lookup_tokens_share": ("copied", "accepted")}
-        return {name: ratios([table[above].sum()], [table[below].sum()])[0] for name, (above, below) in shares.items()}
-
 
 def count_rounds(generation: Generation, counts: Table, num_positions: int) -> None:
     """Add a generation's rounds, of which it has some, to the counts of its prompt."""
     rounds, positions_K = generation.rounds, np.arange(num_positions)
-    drafted_R, nodes_R, accepted_R, committed_R, looked_up_R = (
-        np.array(values)
-        for values in zip(
-            *((len(each.drafted), each.num_drafted, each.num_accepted, len(each.committed), each.by_lookup) for each in rounds),
-            strict=True,
-        )
-    )
+    drafted_R, nodes_R, accepted_R, committed_R = np.array(
+        [(len(each.drafted), each.num_drafted, each.num_accepted, len(each.committed)) for each in rounds]
+    ).T
     if drafted_R.max() > num_positions:
         raise ValueError(f"a round drafted {drafted_R.max()} tokens, more than {num_positions}")
     counts["committed"] += committed_R.sum()
     counts["rounds"] += len(rounds)
     counts["accepted"] += accepted_R.sum()
     counts["drafted"] += nodes_R.sum()
-    counts["looked_up"] += looked_up_R.sum()
-    counts["copied"] += accepted_R[looked_up_R].sum()
     counts["accepted_histogram"] += np.bincount(accepted_R, minlength=num_positions + 1)
     counts["drafted_histogram"] += np.bincount(drafted_R, minlength=num_positions + 1)
     kept_RK = accepted_R[:, None] > positions_K

@@ -120,8 +120,4 @@ def _against_draft(records: Tally, mode: str, draft: Mapping[str, Sequence[int]]
 
 def _against_draft_alone(records: Tally, draft: Mapping[str, Sequence[int]], bootstrap: Bootstrap) -> dict[str, Any]:
     own = records.acceptance(WITH_LOOKUP)
-    return {
-        "lookup": "suffix_lookup",
-        **summarise_advantage(own.per_prompt, draft, records.timings, SPECULATIVE, ours_mode=WITH_LOOKUP, **bootstrap),
-        **own.lookup_shares(),
-    }
+    return summarise_advantage(own.per_prompt, draft, records.timings, SPECULATIVE, ours_mode=WITH_LOOKUP, **bootstrap)

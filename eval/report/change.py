@@ -24,7 +24,7 @@ Aspect = Literal["target", "suite", "num_speculative_tokens", "decode", "machine
 MACHINE = ("cpu", "cores", "device", "threads", "processes")
 SOFTWARE = ("torch", "transformers")  # whose versions decide the seconds too
 SAME_DISTRIBUTION = ("seed", "warmup_prompts", "num_speculative_tokens")  # the last is an aspect of its own
-OF_SUFFIX_LOOKUP = ("lookup_expects", "lookup_answer_tokens")  # the first is fitted to times
+OF_SUFFIX_LOOKUP = ("lookup_expects", "lookup_answer_tokens")  # which is measured beside the draft
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,7 @@ class Difference:
 
 def differences(report: Report, other: Report) -> list[Difference]:
     """Return what `report` (ours, here) and `other` (theirs, there) differ in, the most important first."""
-    lookups = (", ".join(each.draft.lookups) or "none" for each in (report, other))
-    settings = [
-        *_settings(report, other),
-        Difference("decode", "lookups with the draft", *lookups),  # whose tokens are counted with the draft's own
-        *_machine(report, other),
-    ]
+    settings = [*_settings(report, other), *_machine(report, other)]
     subject = [*_target(report.target, other.target), *prompt_differences(report.prompts, other.prompts)]
     return [*subject, *(each for each in settings if each.ours != each.theirs)]
 
@@ -82,16 +77,12 @@ def prompt_differences(ours: PromptsSection, theirs: PromptsSection) -> list[Dif
 
 
 def _settings(report: Report, other: Report) -> Iterator[Difference]:
-    """Compare the decoding settings; one that a report does not name counts as off.
-
-    Those of suffix lookup decide what a draft does only where it is a part of it, not where it is measured beside it.
-    """
+    """Compare the decoding settings; one that a report does not name counts as off."""
     ours, theirs = report.decode, other.decode
     gamma: Aspect = "num_speculative_tokens"
     yield Difference(gamma, gamma, ours.num_speculative_tokens, theirs.num_speculative_tokens)
     greedy = ours.temperature == theirs.temperature == 0  # every rule is the same one then
-    has_lookup = any("suffix_lookup" in each.draft.lookups for each in (report, other))
-    ignored = {*SAME_DISTRIBUTION, *(["verification"] if greedy else []), *([] if has_lookup else OF_SUFFIX_LOOKUP)}
+    ignored = {*SAME_DISTRIBUTION, *(["verification"] if greedy else []), *OF_SUFFIX_LOOKUP}
     here, there = (decode.model_dump(exclude_unset=True) for decode in (ours, theirs))
     for key in dict.fromkeys([*here, *there]):
         if key not in ignored:

@@ -67,7 +67,6 @@ class DraftSection(OpenSection):
     sha256: str
     target_sha256: str | None = None  # of the target it was made for
     num_parameters: int | None = None
-    lookups: list[str] = []  # that drafted beside it
     measured_sha256: str | None = None  # in a published report: the hash before paths were removed from the metadata
 
 
@@ -378,14 +377,6 @@ class BaselineSection(OtherWaySection):
     num_speculative_tokens: Count  # that it drafts a round at most
 
 
-class WithLookupSection(OtherWaySection):
-    """The draft with a lookup; the ratios are its numbers over the draft's alone."""
-
-    lookup: str
-    lookup_rounds_share: Number  # of all rounds, those in which the lookup drafted
-    lookup_tokens_share: Number  # of all accepted drafts, those of the lookup
-
-
 class SuiteSection(ClosedSection):
     """What was measured on one suite; a report is that of its first."""
 
@@ -399,10 +390,9 @@ class SuiteSection(ClosedSection):
     Suffix lookup counts what followed in it, in `decode.lookup_answer_tokens` of earlier answers, and in the answers to prompts
     that the same process decoded before. Self-speculation drafts with the target's own first blocks. A ratio is this draft's
     number over theirs, on the same prompts."""
-    with_lookup: WithLookupSection | None = None
-    """The same draft with suffix lookup, which counts what the baseline of that name does, takes a round where it expects
-    `decode.lookup_expects` accepted drafts or more, and in the others mixes its counts into the draft's distributions. A ratio
-    is its number over the draft's alone."""
+    with_lookup: OtherWaySection | None = None
+    """The same draft with suffix lookup, which takes a round where it expects `decode.lookup_expects` accepted drafts or more.
+    A ratio is its number over the draft's alone."""
 
 
 class AnswerSpan(ClosedSection):

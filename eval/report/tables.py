@@ -191,8 +191,7 @@ def _categories(report: Report) -> Table:
 def _ways(report: Report) -> Table:
     rows: list[Row] = [("this draft", tau(report.acceptance), speedup(report.speed), "", "")]
     if (both := report.with_lookup) is not None:
-        name = f"{both.lookup}, then this draft ({percent(both.lookup_tokens_share)} of accepted drafts by the lookup)"
-        rows.append((name, tau(both), speedup(both), "", ""))
+        rows.append(("suffix_lookup, else this draft", tau(both), speedup(both), "", ""))
     for name, each in report.baselines.items():
         ratios = (cell(each, ratio, times) for ratio in ("tokens_per_target_step_ratio", "decode_speed_ratio"))
         rows.append((name, tau(each), speedup(each), *ratios))

@@ -76,9 +76,8 @@ def settings(report: Report) -> str:
     """Name the decoding settings and the number of prompts."""
     decode, prompts = report.decode, report.prompts
     lossy = f"lossy mode {decode.lossy['kind']}, " if decode.lossy else ""
-    beside = "".join(f"with {name.replace('_', ' ')}, " for name in report.draft.lookups)
     return (
-        f"{beside}{lossy}{decode.num_speculative_tokens} speculative tokens, temperature {decode.temperature:g}, "
+        f"{lossy}{decode.num_speculative_tokens} speculative tokens, temperature {decode.temperature:g}, "
         f"batch size {decode.batch_size}, {prompts.num_prompts} of {prompts.num_asked} prompts"
     )
 

@@ -182,9 +182,8 @@ class EarlyExitChain(FeatureProposer):
 
 
 def reads_whole(model: PreTrainedModel) -> bool:
-    """Return whether the whole target is asked for states after its first blocks: they are not here, or read texts twice."""
-    runner = runner_of(model)
-    return isinstance(runner.forward, ServedForward) or runner.guidance is not None
+    """Return whether the whole target is asked for states after its first blocks, as they are not here."""
+    return isinstance(runner_of(model).forward, ServedForward)
 
 
 def check_exit(head: EarlyExit, model: PreTrainedModel) -> None:

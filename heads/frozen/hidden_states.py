@@ -165,13 +165,10 @@ def forward_states(
     attention: TreeAttention | None = None,
     media: MediaInputs | None = None,
 ) -> TargetStates:
-    """Return the target's states at tokens that continue each row (`heads.inference.causal_lm.forward_rows`).
-
-    Of a guided target the final state is the guided one, and taps are those of the text with its condition, which comes first.
-    """
+    """Return the target's states at tokens that continue each row (`heads.inference.causal_lm.forward_rows`)."""
     with tapped(model, taps) as seen:
         final_BTE = forward_rows(model, cache, ids_BT, starts, attention, media)
-    return TargetStates(final_BTE=final_BTE, taps_ABTE=tuple(seen[tap][: len(ids_BT)] for tap in taps))
+    return TargetStates(final_BTE=final_BTE, taps_ABTE=tuple(seen[tap] for tap in taps))
 
 
 @torch.no_grad()
@@ -185,4 +182,4 @@ def read_states(
     """Return the target's states over whole rows (`heads.inference.causal_lm.read_documents`)."""
     with torch.autocast(model.device.type, enabled=False), tapped(model, taps) as seen:
         final_BTE = read_documents(model, ids_BT, packed_positions_BT, media)
-    return TargetStates(final_BTE=final_BTE, taps_ABTE=tuple(seen[tap][: len(ids_BT)] for tap in taps))
+    return TargetStates(final_BTE=final_BTE, taps_ABTE=tuple(seen[tap] for tap in taps))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +34,7 @@ from heads.inference.compiled_forward import make_compiled, make_fastest
 from heads.inference.lean_forward import make_lean
 from heads.inference.masks import rope_limit
 from heads.inference.model_checks import check_split
-from heads.inference.runner import Guidance, Runner, runner_of
+from heads.inference.runner import Runner, runner_of
 
 log = logging.getLogger("draftsmith")
 
@@ -176,15 +175,10 @@ def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: 
             limit,
             type(model).__name__,
         )
-    runner = runner_of(model)
     if config.forward in FORWARDS:
         FORWARDS[config.forward](model)
     elif config.forward == "auto" and config.is_whole_text:
         make_fastest(model)
-    if config.guidance is not None:
-        if runner.mixers:
-            raise InputError(f"target.guidance: {type(model).__name__} has recurrent layers; set guidance to null")
-        runner.guidance = Guidance.of(model, config.guidance)
     return Target(
         model=model,
         tokenizer=tokenizer,
@@ -272,14 +266,11 @@ def _read(
 
 
 def _identify(path: Path, config: TargetConfig, tokenizer: PreTrainedTokenizerBase) -> TargetIdentity:
-    """Return the identity of the target at a path. Guidance changes its logits and is part of its hash."""
-    weights_sha256 = hash_weights(path)
-    if config.guidance is not None:
-        weights_sha256 = hashlib.sha256(f"{weights_sha256} {config.guidance.model_dump_json()}".encode()).hexdigest()
+    """Return the identity of the target at a path."""
     return TargetIdentity(
         name=redact(config.name),  # the identity is written into everything
         revision=None if config.revision is None else redact(config.revision),
-        weights_sha256=weights_sha256,
+        weights_sha256=hash_weights(path),
         tokenizer_sha256=hash_tokenizer(tokenizer),
         chat_template_sha256=hash_chat_template(tokenizer),
     )

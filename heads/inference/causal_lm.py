@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from heads.device import on_device
 from heads.inference.kv_cache import RowCache, RowLayer
 from heads.inference.masks import by_axis, masks_of, rope_limit, within_context
 from heads.inference.recurrent_cache import RecurrentCache
-from heads.inference.runner import CAPS, apply_head, backbone, runner_of, twice
+from heads.inference.runner import CAPS, apply_head, backbone, runner_of
 from heads.sampling.token_tree import TreeAttention
 
 SCALING = ("cohere_compass", "granite4_vision", "granite_docling")  # others with images leave out their text part's logit scale
@@ -64,7 +64,7 @@ def new_cache(model: PreTrainedModel, capacity: int, layer: Callable[[int], RowL
     size = runner.current.cache_size(capacity)
     if runner.mixers:
         return RecurrentCache(runner.mixers, num_layers, size, layer)
-    return RowCache(num_layers, size, layer, copies=1 if runner.guidance is None else 2, storage=runner.current.storage)
+    return RowCache(num_layers, size, layer, storage=runner.current.storage)
 
 
 def forward_rows(
@@ -102,11 +102,7 @@ def forward_rows(
     config = model.config.get_text_config()
     masks = masks_of(config, cache, positions_BT, starts, model.dtype)
     positions_BT = cache.moved(within_context(config, positions_BT, max(starts) + T))
-    guidance, run = runner.guidance, runner.current
-    if guidance is None:
-        return run.hidden(ids_BT, positions_BT, masks, cache)
-    positions, masks = cast(Tensor, twice(positions_BT, len(ids_BT))), twice(masks, len(ids_BT))
-    return guidance.mixed(run.hidden(guidance.doubled_ids(ids_BT), positions, masks, cache))
+    return runner.current.hidden(ids_BT, positions_BT, masks, cache)
 
 
 def read_documents(
@@ -120,13 +116,10 @@ def read_documents(
         return _read_with_media(model, ids_BT, media)[0]
     _check_text(model, ids_BT)
     runner = runner_of(model)
-    if (guidance := runner.guidance) is not None:
-        packed_positions_BT = cast(Tensor | None, twice(packed_positions_BT, len(ids_BT)))
-        ids_BT = guidance.doubled_ids(ids_BT)
     apart = {} if packed_positions_BT is None else {"position_ids": by_axis(model.config, packed_positions_BT)}
     with knowing_packing(packed=bool(apart)), runner.reading_rows():
         states_BTD: Tensor = backbone(model)(input_ids=ids_BT, use_cache=False, **apart).last_hidden_state
-    return states_BTD if guidance is None else guidance.mixed(states_BTD)
+    return states_BTD
 
 
 @contextmanager

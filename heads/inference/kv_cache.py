@@ -170,10 +170,7 @@ LAYERS: Mapping[Literal["int8"] | None, Callable[[int], RowLayer]] = {None: RowL
 
 
 class RowCache(Cache):
-    """Keys and values of `num_layers` layers for up to `capacity` positions a row, of which `layer` makes the storage.
-
-    Each row of a guided model is read in two `copies`, the second ones behind all first ones; callers count rows once.
-    """
+    """Keys and values of `num_layers` layers for up to `capacity` positions a row, of which `layer` makes the storage."""
 
     takes_rows = True  # `put_rows` is to be had
 
@@ -183,10 +180,8 @@ class RowCache(Cache):
         capacity: int,
         layer: Callable[[int], RowLayer] = RowLayer,
         *,
-        copies: int = 1,
         storage: Storage | None = None,
     ) -> None:
-        self.copies = copies
         self.rows = [layer(capacity) for _ in range(num_layers)]
         for number, each in enumerate(self.rows):
             each.number, each.storage = number, storage
@@ -204,7 +199,7 @@ class RowCache(Cache):
             raise ValueError(f"positions up to {max(starts) + length} do not fit a cache of {self.capacity}")
         index = None
         if min(starts) != max(starts):
-            index = _index([*starts] * self.copies if self.copies > 1 else starts, torch.arange(length, device=device))
+            index = _index(starts, torch.arange(length, device=device))
         self._slots = _Slots(starts=starts, length=length, index=index, attention=attention)
         for layer in self.rows:
             layer.slots = self._slots
@@ -292,8 +287,6 @@ class RowCache(Cache):
             return
         device = filled[0].keys.device
         columns_BA = torch.tensor(columns, device=device) if columns_BA is None else columns_BA.to(device)
-        if self.copies > 1:
-            starts, columns_BA = [*starts] * self.copies, columns_BA.repeat(self.copies, 1)
         source, goal = _index(starts, columns_BA), _index(starts, torch.arange(A, device=device))
         for layer in filled:
             layer.move(goal, source)
@@ -317,13 +310,11 @@ class RowCache(Cache):
             )
 
     def _places(self, rows: Sequence[int]) -> list[tuple[RowLayer, Tensor]]:
-        """Return the layers that hold anything, each with the places of rows, all their copies, on its device."""
+        """Return the layers that hold anything, each with the places of rows on its device."""
         filled = [layer for layer in self.rows if layer.is_initialized]
         if not filled:
             return []
         index_B = on_device(rows, filled[0].keys.device)
-        num_rows = len(filled[0].keys) // self.copies
-        index_B = torch.cat([index_B + number * num_rows for number in range(self.copies)])
         return [(layer, index_B.to(layer.keys.device)) for layer in filled]
 
 

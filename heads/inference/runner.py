@@ -1,4 +1,4 @@
-"""How a causal LM is run: by which forward, with which guidance, and which checks it has passed.
+"""How a causal LM is run: by which forward, and which checks it has passed.
 
 B batch, T new tokens, S cache length, D width, V vocabulary.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary, ref
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError, first_line
-from configs.schema.target import GuidanceConfig
 from heads.inference.kv_cache import RowCache
 from heads.inference.masks import Masks, first_of_equals
 from heads.inference.recurrent_cache import MixerSlot, cache_argument, find_mixers
@@ -100,44 +98,6 @@ class TransformersForward(DecodingForward):
         """Do nothing: hooks on the modules store these states (`heads.frozen.hidden_states.tapped`)."""
 
 
-@dataclass(frozen=True)
-class Guidance:
-    """Classifier-free guidance (Ho and Salimans, 2207.12598): the target is read twice, with its condition and without.
-
-    The unconditional text has a token that stands for none in the place of each of the condition's, so both have the same
-    positions and ancestors. Rows without it stand behind those with it, in the forward and in the cache. The final states are
-    mixed, uncond + scale (cond - uncond): the output head is linear, so these are the logits mixed alike.
-    """
-
-    config: GuidanceConfig
-
-    @classmethod
-    def of(cls, model: PreTrainedModel, config: GuidanceConfig) -> Guidance:
-        """Return the guidance of a model; refuse one that caps its logits, which are then not linear in its states."""
-        text, highest = model.config.get_text_config(), max(config.null, *config.condition)
-        if highest >= text.vocab_size:
-            raise InputError(f"target.guidance: token {highest} is not among the target's {text.vocab_size}, counted from 0")
-        if any(getattr(text, name, None) is not None for name in CAPS):
-            raise InputError(f"target.guidance: {type(model).__name__} caps its logits; set guidance to null")
-        return cls(config)
-
-    def doubled_ids(self, ids_BT: Tensor) -> Tensor:
-        """Return the texts, and behind them the same without their condition, `[2 B, T]`."""
-        first, last = self.config.condition
-        return torch.cat([ids_BT, ids_BT.masked_fill((ids_BT >= first) & (ids_BT <= last), self.config.null)])
-
-    def mixed(self, hidden_2BTD: Tensor) -> Tensor:
-        with_BTD, without_BTD = hidden_2BTD.chunk(2)
-        return without_BTD + self.config.scale * (with_BTD - without_BTD)
-
-
-def twice(rows: Tensor | dict[str, Tensor | None] | None, num_rows: int) -> Tensor | dict[str, Tensor | None] | None:
-    """Return what a forward takes by row for the doubled batch; what is the same for every row stays."""
-    if isinstance(rows, dict):
-        return {name: each if each is None or len(each) != num_rows else torch.cat([each, each]) for name, each in rows.items()}
-    return rows if rows is None or len(rows) != num_rows else torch.cat([rows, rows])
-
-
 class Collecting(NamedTuple):
     """States that forwards under way leave behind."""
 
@@ -152,7 +112,6 @@ class Runner:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = ref(model)  # `_RUNNERS` must not keep it alive
         self.forward: DecodingForward | None = None  # in inference mode; None: transformers' own modules
-        self.guidance: Guidance | None = None
         self.row_attention: str | None = None  # transformers' name of the attention that reads whole rows; None: the model's
         self.placeholder: int | None = None  # the token that stands for a state of an image or a sound; None: text only
         self.refused: frozenset[str] = frozenset()  # kinds of forwards for which a check found wrong states
@@ -202,14 +161,6 @@ class Runner:
             yield
         finally:
             config._attn_implementation = own
-
-    @contextmanager
-    def unguided(self) -> Iterator[None]:
-        guidance, self.guidance = self.guidance, None
-        try:
-            yield
-        finally:
-            self.guidance = guidance
 
     def check_forwards(self, *, batches: bool, trees: bool) -> None:
         """Refuse batches or trees where a check has found that the model computes wrong states for them."""

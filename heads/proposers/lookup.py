@@ -13,7 +13,6 @@ from itertools import cycle, islice
 import torch
 
 from heads.frozen.hidden_states import TargetStates
-from heads.proposers.counted import CountedTexts
 from heads.proposers.protocol import LooksUp, Tokens
 from heads.proposers.suffixes import SuffixText, automaton_of
 
@@ -94,10 +93,6 @@ class SuffixLookup(LooksUp):
             drafts, expected = row.drafts(num_tokens)
             found.append(drafts if expected >= self.min_expected else [])
         return found
-
-    def counted(self) -> CountedTexts:
-        """Return what is counted after the texts of the last `look_up`."""
-        return CountedTexts(self._rows)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         self._rows = [self._rows[row] for row in rows]

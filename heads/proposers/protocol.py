@@ -42,9 +42,6 @@ class Proposal:
     probs_BKV: Tensor | None = None  # of a tree: what each row's children were drawn from, if it has any; None: deterministic
     # Of a chain: the draft's own estimate that each token is accepted where those before it are, made before it was drawn.
     estimates_BG: Tensor | None = None
-    # Of a chain of several drafts: 1 where a row's were looked up; each is then a point mass, and the row's probabilities,
-    # logits and estimates mean nothing.
-    by_lookup: Sequence[int] | None = None
 
 
 def deterministic_proposal(drafts: Sequence[Sequence[int]], uploads: Uploads) -> Proposal:

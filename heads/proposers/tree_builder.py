@@ -2,7 +2,7 @@
 
 A family passes the logits after each token of the frontier (at first the pending token alone) and gets the next frontier: the
 tokens it has to read to continue. Children of a token are its most probable successors, or draws from the draft's distribution,
-which verification then needs. Counts may be mixed into that (`heads.proposers.counted`).
+which verification then needs.
 B batch, M tokens of a frontier, C children of one token at most, P candidates or drafts of one depth, N drafts, K = N + 1 rows
 of the target's, W draft vocabulary, V target vocabulary, X slots of a draft's cache.
 """
@@ -19,12 +19,11 @@ from torch import Tensor
 from configs.runtime.errors import InputError
 from configs.schema.decoding import SamplingConfig
 from heads.device import constant, on_device
-from heads.proposers.counted import Mixture, counted_here, mixed
 from heads.proposers.protocol import Proposal
 from heads.sampling.counter_rng import CounterRNG, Role
 from heads.sampling.probabilities import DRAWS, greedy_token, token_probabilities
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention, distinct_positions
-from heads.vocabulary import DraftVocabulary
+from heads.vocabulary import DraftVocabulary, over_target, target_ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +71,6 @@ class StaticTreeBuilder:
         self.drawn_by = drawn_by
         self.rng = rng
         self.vocabulary = vocabulary
-        self._counted = counted_here()
         self._levels = _levels(tree)
         self._drafted: list[Tensor] = []
         self._distributions: list[Tensor] = []  # by depth, where drafts are drawn
@@ -88,26 +86,20 @@ class StaticTreeBuilder:
                 f"tree: a token has {level.num_children} children, and the draft knows {logits_BMW.shape[-1]} tokens; make the "
                 "tree narrower"
             )
-        temperature = 0.0 if self.drawn_by is None else self.drawn_by.temperature
-        mixture = mixed(logits_BMW, self.vocabulary, self._counted, temperature, level.num_parents)
-        logits_BMW = mixture.logits
         if self.drawn_by is not None:
-            chosen_BMC = self._drawn(token_probabilities(logits_BMW, self.drawn_by), level, mixture)
+            chosen_BMC = self._drawn(token_probabilities(logits_BMW, self.drawn_by), level)
         elif level.num_children == 1:  # as a chain does, also where logits tie
             chosen_BMC = greedy_token(logits_BMW).unsqueeze(-1)
         else:
             chosen_BMC = logits_BMW.topk(level.num_children, dim=-1).indices
-        candidates_BMC = mixture.target_ids(chosen_BMC).expand(-1, level.num_parents, -1)
+        candidates_BMC = target_ids(self.vocabulary, chosen_BMC).expand(-1, level.num_parents, -1)
         tokens_BP = candidates_BMC[:, _constant(level.origins, logits_BMW), _constant(level.ranks, logits_BMW)]
         self._drafted.append(tokens_BP)
         if not level.continued:
             return None
         continued_M = _constant(level.continued, logits_BMW)
         origins_M = _constant([level.origins[place] for place in level.continued], logits_BMW)
-        frontier = Frontier(tokens_BM=tokens_BP[:, continued_M], origins_BM=origins_M.expand(len(tokens_BP), -1))
-        if self._counted is not None:
-            self._counted.follow(frontier.tokens_BM, frontier.origins_BM)
-        return frontier
+        return Frontier(tokens_BM=tokens_BP[:, continued_M], origins_BM=origins_M.expand(len(tokens_BP), -1))
 
     def proposal(self) -> Proposal:
         tokens_BN, probs_BKV = torch.cat(self._drafted, 1), None
@@ -122,11 +114,11 @@ class StaticTreeBuilder:
             probs_BKV=probs_BKV,
         )
 
-    def _drawn(self, probs_BMW: Tensor, level: _Level, mixture: Mixture) -> Tensor:
+    def _drawn(self, probs_BMW: Tensor, level: _Level) -> Tensor:
         """Return draws `[B, M, C]`, in the draft's ids."""
         depth, (M, C) = len(self._drafted), (level.num_parents, level.num_children)
         probs_BMW = probs_BMW.expand(-1, M, -1)
-        self._distributions.append(mixture.over_target(probs_BMW, 0.0))
+        self._distributions.append(over_target(self.vocabulary, probs_BMW, 0.0))
         first_B1 = on_device(self.lengths, probs_BMW.device).unsqueeze(1)
         positions_BP = distinct_positions((first_B1 + depth).expand(-1, M * C))
         uniform_BP = self.rng.uniform(Role.DRAFT, positions_BP, first_B1)
@@ -144,7 +136,6 @@ class DynamicTreeBuilder:
 
     def __init__(self, tree: DynamicTreeSpec, vocabulary: DraftVocabulary | None) -> None:
         self.tree, self.vocabulary = tree, vocabulary
-        self._counted = counted_here()
         self._tokens: list[Tensor] = []  # by depth, [B, P]
         self._scores: list[Tensor] = []  # log-confidences
         self._parents: list[Tensor] = []  # rows, where every candidate has one
@@ -153,9 +144,7 @@ class DynamicTreeBuilder:
     def add(self, logits_BMW: Tensor) -> Frontier | None:
         """See `StaticTreeBuilder.add`."""
         children = min(self.tree.width, logits_BMW.shape[-1])
-        num_continued = 1 if self._frontier is None else self._frontier[0].shape[1]
-        mixture = mixed(logits_BMW, self.vocabulary, self._counted, 0.0, num_continued)
-        logs_BMC, chosen_BMC = mixture.logits.float().log_softmax(-1).topk(children, dim=-1)
+        logs_BMC, chosen_BMC = logits_BMW.float().log_softmax(-1).topk(children, dim=-1)
         if self._frontier is None:  # the pending token
             rows_B1 = torch.zeros(len(logits_BMW), 1, dtype=torch.int64, device=logits_BMW.device)
             self._frontier = rows_B1.float(), rows_B1
@@ -164,7 +153,7 @@ class DynamicTreeBuilder:
         scores_BMC = before_BM.unsqueeze(-1) + logs_BMC.expand(-1, M, -1)
         # NaN is put last, with its descendants, or they would be kept without their parents.
         scores_BP = scores_BMC.nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf).flatten(1)
-        tokens_BP = mixture.target_ids(chosen_BMC).expand(-1, M, -1).flatten(1)
+        tokens_BP = target_ids(self.vocabulary, chosen_BMC).expand(-1, M, -1).flatten(1)
         self._tokens.append(tokens_BP)
         self._scores.append(scores_BP)
         self._parents.append(rows_BM.repeat_interleave(children, 1))
@@ -172,10 +161,7 @@ class DynamicTreeBuilder:
             return None
         best_BM = scores_BP.topk(min(self.tree.width, scores_BP.shape[1]), dim=-1).indices
         self._frontier = scores_BP.gather(1, best_BM), first_row + best_BM
-        frontier = Frontier(tokens_BM=tokens_BP.gather(1, best_BM), origins_BM=best_BM // children)
-        if self._counted is not None:
-            self._counted.follow(frontier.tokens_BM, frontier.origins_BM)
-        return frontier
+        return Frontier(tokens_BM=tokens_BP.gather(1, best_BM), origins_BM=best_BM // children)
 
     def proposal(self) -> Proposal:
         tokens_BP, scores_BP, parents_BP = (torch.cat(parts, 1) for parts in (self._tokens, self._scores, self._parents))

@@ -15,8 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from configs.runtime.errors import ConfigError
-from configs.schema.drafting import Candidates, DynamicTree, FastestTree, Path, StaticTree
+from configs.schema.drafting import Candidates, DynamicTree, Path, StaticTree
 from heads.device import on_device, shifted
 
 
@@ -89,12 +88,10 @@ class DynamicTreeSpec:
         return replace(self, depth=min(depth, self.depth))
 
 
-def tree_from(settings: StaticTree | DynamicTree | FastestTree, depth: int) -> Tree | DynamicTreeSpec:
+def tree_from(settings: StaticTree | DynamicTree, depth: int) -> Tree | DynamicTreeSpec:
     """Return the tree of these settings, no deeper than `depth`."""
-    if settings.kind == "fastest":
-        raise ConfigError("tree: fastest is found by eval/run.py; give the paths in its report, in a tree of kind static")
     if settings.kind == "static":
-        return Tree.of(settings.all_paths(), settings.drawn_candidates).cut(depth)
+        return Tree.of(settings.all_paths(), settings.candidates).cut(depth)
     return DynamicTreeSpec(num_nodes=settings.num_nodes, width=settings.width, depth=depth)
 
 

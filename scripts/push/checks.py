@@ -72,11 +72,6 @@ def _check_report(report: Report, path: Path, sha256: str, folder: Path, config:
             f"{path} is not of {folder}: it measured a {report.draft.kind} with hash {short(measured)}, the artifact's "
             f"is {short(sha256)}; evaluate this artifact (eval/run.py) and push with that report"
         )
-    if lookups := report.draft.lookups:
-        raise InputError(
-            f"{path} measured the draft behind {' and '.join(lookups)}, whose tokens count with the draft's: evaluate the "
-            "artifact alone (draft: one name; the report then says what a lookup adds) and push with that report"
-        )
     verdict = report.lossless.verdict
     if verdict in ("not_lossless", "lossy_by_design") and not config.allow_lossy:
         raise InputError(

@@ -154,7 +154,7 @@ def find_served(config: RefreshConfig) -> tuple[Path, Metadata]:
     metadata = read_metadata(served)
     _check_outside(config, "served", served)
     made_for = metadata.target.get("weights_sha256")
-    if config.target.guidance is None and made_for != hash_weights(locate(config.target)):
+    if made_for != hash_weights(locate(config.target)):
         raise InputError(
             f"served: {served} was made for {metadata.target.get('name')}, and target.name {config.target.name} has other "
             "weights: name the target that it serves, or train a new draft for this one"

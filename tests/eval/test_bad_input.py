@@ -19,7 +19,7 @@ SHAPES = {
     "greedy chain": {},
     "sampled chain": {"temperature": 1.0},
     "greedy tree": {"tree": StaticTree(kind="static", branching=[3, 2, 1])},
-    "matched tree": {"tree": DynamicTree(kind="dynamic", num_nodes=9, width=3), "temperature": 1.0, "verification": "match"},
+    "grown tree": {"tree": DynamicTree(kind="dynamic", num_nodes=9, width=3)},
 }
 
 

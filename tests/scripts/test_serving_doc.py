@@ -10,7 +10,7 @@ DOC = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
 
 def test_the_library_lines_run(tiny_run, tmp_path, capsys):
     section = DOC.read_text(encoding="utf-8").partition("# As a library")[2]
-    first, with_lookup, second = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    first, with_lookup = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     for name, place in {"embedded:smollm2-135m-instruct": "target", "runs/demo/train/artifact": "artifact"}.items():
         assert name in first
         first = first.replace(name, str(tiny_run / place))
@@ -22,6 +22,3 @@ def test_the_library_lines_run(tiny_run, tmp_path, capsys):
     data = write_rows(tmp_path / "train.jsonl", random_conversations([(4, 9)], 60, seed=0))
     exec(with_lookup.replace("runs/demo/data/train.jsonl", str(data)), names)
     assert names["answer"] == plain
-    exec(second, names)
-    assert plain
-    assert names["answer"] != plain  # an answer of a tiny model repeats itself, which the processors forbid

@@ -15,8 +15,8 @@ from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import ConfidenceStopping, StaticTree
 from eval.decoder.decode import Request, decode
 from heads.proposers.draft_lm import DraftLM
-from heads.proposers.lookup import PromptLookup, SuffixLookup
-from heads.proposers.merged import LookupFirst, LookupFirstTrees
+from heads.proposers.lookup import PromptLookup
+from heads.proposers.merged import LookupFirst
 
 VOCAB, PROMPT, DEPTH = 4, (1, 2), 3
 AT_ONCE = 5_000
@@ -36,17 +36,13 @@ CASES = {
         update={"verification": "token", "stopping": ConfidenceStopping(rule="confidence", threshold=0.37)}
     ),
     "chain, match": SAMPLED.model_copy(update={"verification": "match"}),
-    "tree, without_replacement": with_tree(None),
+    "tree, without_replacement": with_tree("without_replacement"),
     "tree, with_replacement": with_tree("with_replacement"),
     "tree, k_seq": with_tree("k_seq"),
-    "tree, without_replacement, top_p": with_tree(None).model_copy(update={"top_p": 0.6}),
-    "tree, top_k": with_tree("top_k"),
+    "tree, without_replacement, top_p": with_tree("without_replacement").model_copy(update={"top_p": 0.6}),
+    "tree, match": with_tree("without_replacement").model_copy(update={"verification": "match"}),
     "lookup or chain, token": SAMPLED.model_copy(update={"verification": "token"}),
     "lookup or chain, block": SAMPLED,
-    "chain with counts, token": SAMPLED.model_copy(update={"verification": "token"}),
-    "chain with counts, block, top_p": SAMPLED.model_copy(update={"top_p": 0.9}),
-    "tree with counts, without_replacement": with_tree(None),
-    "tree with counts, top_k": with_tree("top_k"),
 }
 BY_ESTIMATE = SAMPLED.model_copy(update={"stopping": ConfidenceStopping(rule="confidence", threshold=0.5, by="estimate")})
 
@@ -60,12 +56,8 @@ def models(tiny_llama):
 
 
 def lookup_of(case):
-    """The lookup of a case: one that finds a match in some rows of a batch and not in others, or one that only counts."""
-    if case.startswith("lookup"):
-        return PromptLookup(torch.device("cpu"))
-    if "counts" in case:
-        return SuffixLookup(torch.device("cpu"), [[1, 2, 0, 3, 3, 1, 0], [2, 3, 0, 2, 2, 1]], min_expected=DEPTH + 1)
-    return None
+    """The lookup of a case: one that finds a match in some rows of a batch and not in others."""
+    return PromptLookup(torch.device("cpu")) if case.startswith("lookup") else None
 
 
 def sample(target, draft, config, number, prompt_ids="s", *, lookup=None):
@@ -75,7 +67,7 @@ def sample(target, draft, config, number, prompt_ids="s", *, lookup=None):
     counts, rounds = Counter(), 0
     proposer = DraftLM(draft, VOCAB) if isinstance(draft, PreTrainedModel) else draft
     if lookup is not None:
-        proposer = (LookupFirst if config.tree is None else LookupFirstTrees)(lookup, proposer)
+        proposer = LookupFirst(lookup, proposer, VOCAB)
     for start in range(0, number, AT_ONCE):
         size = min(AT_ONCE, number - start)
         requests = [Request(prompt_id=f"{prompt_ids}{start + n}", category="", tokens=PROMPT) for n in range(size)]

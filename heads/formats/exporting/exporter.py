@@ -32,11 +32,6 @@ def export(
     check_path(engine, source.metadata.kind, place)
     known = source.metadata.target
     if not allow_target_mismatch and hash_weights(source.target.folder) != known.get("weights_sha256"):
-        if (source.metadata.training.get("target") or {}).get("guidance") is not None:
-            raise InputError(
-                f"{source.folder} was trained for a guided target (target.guidance), and no engine guides it "
-                "(--set allow_target_mismatch=true exports it anyway)"
-            )
         raise InputError(
             f"{source.folder} was trained for {known.get('name')}, and the weights in {source.target.folder} are others "
             "(--set allow_target_mismatch=true exports it anyway)"

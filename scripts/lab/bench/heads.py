@@ -13,11 +13,10 @@ from safetensors import safe_open
 
 from configs.runtime.command import DONE, GATE_FAILED
 from configs.schema.decoding import DecodeConfig
-from configs.schema.drafting import FastestTree, StaticTree
+from configs.schema.drafting import StaticTree
 from configs.schema.evaluation import EvalConfig, FreeDraft
 from distill.dataset.batches import ConversationDataset
 from distill.dataset.conversations import read_conversations
-from eval.cost.tree_choice import choose_tree
 from eval.decoder.decode import Request
 from eval.decoder.records import AUTOREGRESSIVE, WITH_LOOKUP
 from eval.lossless.teacher_forcing import Readings
@@ -30,7 +29,6 @@ from eval.stats.bootstrap import Interval
 from heads.artifact import Draft, load_draft
 from heads.frozen.loading import Target
 from heads.metadata import WEIGHTS_FILE, read_metadata
-from heads.proposers.protocol import Proposer
 from scripts.lab.bench.harness import flat, write_results
 from scripts.lab.bench.head_recipes import train_recipes
 from scripts.lab.bench.provenance import read_git, read_outcome
@@ -43,14 +41,14 @@ from scripts.lab.trained_runs import TrainingRun
 
 log = logging.getLogger("draftsmith")
 
-WIDE = FastestTree(kind="fastest")
+TREE = StaticTree(kind="static", branching=[3, 2, 1])
 COSTS = ("parameters", "trained_parameters", "answer_tokens", "labels", "training_seconds", "run_seconds")
 NO_COST = dict.fromkeys(COSTS, 0)
 
 
 def compare_heads(config: BenchHeadsConfig) -> int:
     runs = train_recipes(config)
-    target, requests, prompts, choosing, journal = open_suites(config, runs)
+    target, requests, prompts, _, journal = open_suites(config, runs)
     trained_on = EvalConfig(lookup_answers=runs[0].recipe.data.train)
     answers = known_answers(trained_on, prompts, target.identity) if config.with_lookup else []
     rows: list[dict[str, Any]] = []
@@ -60,7 +58,7 @@ def compare_heads(config: BenchHeadsConfig) -> int:
         sides: dict[str, MeasuredDraft] = {}
         for name, of_suite in requests.items():
             if (key := f"{run.name} {name}") not in done:
-                sides = sides or load_sides(config, target, run, choosing, answers)
+                sides = sides or load_sides(config, target, run)
                 measured = measure_run(config, target, of_suite, run, sides, baselines, answers, suite=name)
                 done[key] = [flat(row) for row in measured]
                 journal.append(key, done[key])
@@ -86,13 +84,8 @@ class MeasuredDraft(NamedTuple):
     has_lookup: bool = False  # beside it, in decoding
 
 
-def load_sides(
-    config: BenchHeadsConfig, target: Target, run: TrainingRun, choosing: Sequence[Request], answers: Answers
-) -> dict[str, MeasuredDraft]:
-    """Return a run's draft, and as `trees` and `with_lookup` ask for it, fitted on the prompts of `choosing`.
-
-    The suffix lookup that a tree is fitted beside knows the `answers` that were trained on.
-    """
+def load_sides(config: BenchHeadsConfig, target: Target, run: TrainingRun) -> dict[str, MeasuredDraft]:
+    """Return a run's draft, and as `trees` and `with_lookup` ask for it."""
     draft = load_draft(run.artifact, target.identity, target.model)
     settings = DecodeConfig(
         num_speculative_tokens=draft.metadata.num_speculative_tokens,
@@ -108,23 +101,9 @@ def load_sides(
         with_lookup = chain._replace(settings=settings.model_copy(update=longer), has_lookup=True)
         sides[f"{run.name} {WITH_LOOKUP}"] = with_lookup
     if run.name in config.trees:
-        by_tree = settings.model_copy(update={"tree": fastest(target, draft, draft.proposer, choosing, settings)})
-        sides[f"{run.name}, fastest tree"] = chain._replace(settings=by_tree)
-    if run.name in config.trees and config.with_lookup:
-        # The tree of the rounds that the lookup leaves to the draft, whose counts are mixed in.
-        never = asked.model_copy(update={"lookup_expects": 1.0 + asked.suffix_length})
-        tree = fastest(target, draft, add_lookup(draft.proposer, never, target, answers), choosing, settings)
-        by_tree = settings.model_copy(update={"tree": tree, **longer})
-        sides[f"{run.name}, fastest tree {WITH_LOOKUP}"] = with_lookup._replace(settings=by_tree)
+        by_tree = settings.model_copy(update={"tree": TREE})
+        sides[f"{run.name}, static tree"] = chain._replace(settings=by_tree)
     return sides
-
-
-def fastest(
-    target: Target, draft: Draft, proposer: Proposer, choosing: Sequence[Request], settings: DecodeConfig
-) -> StaticTree:
-    chosen = choose_tree(target, proposer, draft.metadata.kind, choosing, settings, WIDE)
-    log.info("of the static trees %s is expected to be the fastest", chosen.paths)
-    return StaticTree(kind="static", paths=[list(path) for path in chosen.paths])
 
 
 def measure_run(

@@ -60,10 +60,8 @@ def steps(kind: str, wavs: Path | None = None) -> dict[str, list[str]]:
     folder, name = RUNS[kind], RECIPES[kind]
     strict, relaxed = (str(folder / each / "report.json") for each in ("strict", "relaxed"))
     recordings = [] if wavs is None else [str(wavs.resolve())]
-    table = [f"codebook={folder}/codebook.npy", f"vocab_size={NUM_CODES[kind]}", f"output={folder}/neighbours.safetensors"]
     return {
         "target: codes, a classifier, a model": [f"scripts/lab/modalities/{name}.py", *recordings],
-        "neighbours: the nearest codes of each": ["eval/neighbours.py", *(part for each in table for part in ("--set", each))],
         "data: the target writes answers": ["scripts/data.py", "--config", f"scripts/lab/configs/data/{name}.yaml"],
         "head: train EAGLE-3": [*LAUNCH, CPU_LAUNCH, "train/heads.py", "--config", f"scripts/lab/configs/heads/{name}.yaml"],
         "evaluate: decode strictly": ["eval/run.py", "--config", f"scripts/lab/configs/eval/{name}.yaml"],

@@ -29,7 +29,7 @@ from scripts.lab.models_check.media_models import (
     save_processor,
     sound,
 )
-from scripts.lab.models_check.scripted_drafts import ScriptedDrafts
+from scripts.lab.models_check.scripted_drafts import ScriptedDrafts, judged_logits
 
 FILES = {"images": ("a.png", "b.png", "tall.jpg"), "audio": ("a.wav", "b.wav", "long.wav")}
 SAMPLED_TOKENS = 10
@@ -112,15 +112,8 @@ def media_answer(model: Any, target: Target, request: Request) -> list[int]:
 
 def check_sampled(case: Case, target: Target, request: Request, text: Sequence[int]) -> None:
     """Sample at temperature 1: every distribution that drafts are held against is the model's own after that text."""
-    seen: dict[tuple[int, ...], Tensor] = {}
-
-    def note(ids_NT: Tensor, scores_NV: Tensor) -> Tensor:
-        seen.update(zip(map(tuple, ids_NT.tolist()), scores_NV, strict=True))
-        return scores_NV
-
     settings = DecodeConfig(temperature=1.0, max_new_tokens=SAMPLED_TOKENS)
-    decode(target, [request], settings, ScriptedDrafts([text], VOCAB_SIZE), logits_processor=note)
-    for ids, scores_V in seen.items():
+    for ids, scores_V in judged_logits(target, request, settings, ScriptedDrafts([text], VOCAB_SIZE)).items():
         if PLACEHOLDER in ids[len(request.tokens) :]:  # transformers would look for another image
             continue
         if not (error := distance(scores_V, own_logits(case, target, request, ids)[-1])) < ROUNDING:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+from unittest import mock
 
 import torch
+from torch import Tensor
 
-from configs.schema.decoding import SamplingConfig
+from configs.schema.decoding import DecodeConfig, SamplingConfig
+from eval.decoder.decode import Request, decode
+from eval.decoder.rules import ChainVerification
+from eval.decoder.verifier import Verifier
 from heads.device import Uploads
 from heads.frozen.hidden_states import TargetStates
-from heads.proposers.protocol import Proposal, Tokens, deterministic_proposal
+from heads.frozen.loading import Target
+from heads.proposers.protocol import Proposal, Proposer, Tokens, deterministic_proposal
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree
 
@@ -70,3 +77,21 @@ class ScriptedDrafts:
 
     def _wrong(self, token: int, number: int) -> int:
         return (token + 1 + number) % self.vocab_size
+
+
+def judged_logits(target: Target, request: Request, config: DecodeConfig, draft: Proposer) -> dict[tuple[int, ...], Tensor]:
+    """Decode a request; return the target's logits `[V]` that drafts were held against, by the text before each."""
+    seen: list[Tensor] = []
+    judge = Verifier.chain
+
+    def note(verifier: Verifier, logits_BKV: Tensor, *others: Any) -> ChainVerification:
+        seen.append(logits_BKV[0])
+        return judge(verifier, logits_BKV, *others)
+
+    with mock.patch.object(Verifier, "chain", note):
+        (generation,), _ = decode(target, [request], config, draft)
+    text, found = (*request.tokens, generation.tokens[0]), dict[tuple[int, ...], Tensor]()
+    for logits_KV, round_ in zip(seen, generation.rounds, strict=True):
+        found |= {(*text, *round_.drafted[:place]): logits_KV[place] for place in range(len(round_.drafted) + 1)}
+        text = (*text, *round_.committed)
+    return found

@@ -29,7 +29,7 @@ from distill.loss.draft_objective import DraftObjective
 from distill.loss.head_objective import HeadObjective
 from distill.signals import SignalSource
 from distill.student.init import initial_draft
-from eval.decoder.decode import generate
+from eval.decoder.request import Request
 from heads.artifact import load_draft, save_draft_lm, save_head
 from heads.families.registry import FAMILIES
 from heads.frozen.hidden_states import check_taps, num_blocks, read_states
@@ -55,7 +55,7 @@ from scripts.lab.models_check.cases import (
     uncached_logits,
 )
 from scripts.lab.models_check.media_stage import media
-from scripts.lab.models_check.scripted_drafts import ScriptedDrafts
+from scripts.lab.models_check.scripted_drafts import ScriptedDrafts, judged_logits
 
 SAMPLED_TOKENS = 14
 STEPS = 3
@@ -134,16 +134,10 @@ def tree(case: Case) -> None:
 @torch.no_grad()
 def sampled(case: Case) -> None:
     """Sample at temperature 1: every distribution that drafts are held against is the model's own after that text."""
-    seen: dict[tuple[int, ...], Tensor] = {}
-
-    def note(ids_NT: Tensor, scores_NV: Tensor) -> Tensor:
-        seen.update(zip(map(tuple, ids_NT.tolist()), scores_NV, strict=True))
-        return scores_NV
-
     texts = [prompt + answer for prompt, answer in zip(PROMPTS, case.answers, strict=True)]
     settings = DecodeConfig(temperature=1.0, max_new_tokens=SAMPLED_TOKENS)
-    generate(case.target, PROMPTS[:1], settings, ScriptedDrafts(texts, VOCAB_SIZE), logits_processor=note)
-    for text, scores_V in seen.items():
+    request = Request(prompt_id="0", category="", tokens=tuple(PROMPTS[0]))
+    for text, scores_V in judged_logits(case.target, request, settings, ScriptedDrafts(texts, VOCAB_SIZE)).items():
         if len(text) > case.target.max_positions:
             continue
         error = distance(scores_V, uncached_logits(case.model, text)[-1])

@@ -11,16 +11,12 @@ from pydantic import ValidationError
 
 from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
-from configs.schema.drafting import DynamicTree, StaticTree
+from configs.schema.drafting import StaticTree
 from eval.decoder.decode import decode, generate
-from eval.decoder.verifier import Verifier
 from heads.frozen.hidden_states import forward_states
 from heads.proposers.draft_lm import DraftLM
-from heads.proposers.merged import LookupFirstTrees
-from heads.proposers.protocol import Proposal
-from heads.sampling.counter_rng import CounterRNG
 from heads.vocabulary import DraftVocabulary, keep_head_rows
-from tests.support.decoding import PROMPTS, KnownAnswers, assert_same_alone, requests_for, samples_against
+from tests.support.decoding import PROMPTS, requests_for, samples_against
 
 PLAIN = DecodeConfig(num_speculative_tokens=0, max_new_tokens=24)
 
@@ -165,34 +161,6 @@ def test_samples_of_a_draft_that_can_say_only_some_tokens_follow_the_targets_dis
     assert samples_against(exact_distribution(model, (1, 2), 3, config), generations).p_value > 1e-4
 
 
-# --- who drafted --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("verification", ["token", "block"])
-def test_rows_of_a_batch_are_judged_by_the_distribution_of_whoever_drafted_them(verification):
-    """Row by row the same as alone: a looked-up row by a point mass, whatever stands in its place of the draft's own."""
-    config = DecodeConfig(temperature=1.0, verification=verification)
-    B, G, V = 200, 2, 5
-    generator = torch.Generator().manual_seed(3)
-    logits_BKV = torch.randn(B, G + 1, V, generator=generator)
-    tokens_BG = torch.randint(V, (B, G), generator=generator)
-    q_BGV = torch.rand(B, G, V, generator=generator).softmax(-1)
-    by_lookup = [number % 2 == 0 for number in range(B)]
-
-    def chain(rows, **drawn):
-        verifier = Verifier(config, CounterRNG(0, rows, torch.device("cpu")))
-        proposal = Proposal(tokens_BG=tokens_BG[rows], num_drafted=[G] * len(rows), **drawn)
-        return torch.stack(verifier.chain(logits_BKV[rows], proposal, [G] * len(rows), [7] * len(rows)), 1)
-
-    together = chain(list(range(B)), probs_BGV=q_BGV, by_lookup=by_lookup)
-    points_BGV = torch.nn.functional.one_hot(tokens_BG, V).float()
-    for row in range(B):
-        own_BGV = (points_BGV if by_lookup[row] else q_BGV)[row : row + 1]
-        assert torch.equal(together[row : row + 1], chain([row], probs_BGV=own_BGV))
-        if by_lookup[row]:  # and where the whole batch was looked up, so that the draft was not asked
-            assert torch.equal(together[row : row + 1], chain([row], by_lookup=[True]))
-
-
 # --- trees --------------------------------------------------------------------------------------------------------
 
 
@@ -200,27 +168,6 @@ def bushy(**others):
     """A config of trees of 3, 6 and 6 drafts by depth."""
     tree = StaticTree(kind="static", branching=[3, 2, 1])
     return DecodeConfig(**({"num_speculative_tokens": 3, "max_new_tokens": 17, "tree": tree} | others))
-
-
-class SometimesKnown(KnownAnswers):
-    """Drafts nothing after every third token."""
-
-    def _continue(self, row, number, num_tokens):
-        return super()._continue(row, number, num_tokens) if len(row) % 3 else []
-
-
-@pytest.mark.parametrize(
-    "tree", [StaticTree(kind="static", branching=[2, 1]), DynamicTree(kind="dynamic", num_nodes=4, width=2)]
-)
-def test_a_lookups_chain_that_is_deeper_than_the_tree_is_matched_to_its_end_at_a_temperature(target, tree):
-    config = DecodeConfig(num_speculative_tokens=7, max_new_tokens=40, temperature=1.0, verification="match", tree=tree)
-    plain = tokens_of(decode(target, requests_for(PROMPTS), config.model_copy(update={"num_speculative_tokens": 0}))[0])
-    known, draft = SometimesKnown(PROMPTS, plain), DraftLM(target.model, 64)
-    both = LookupFirstTrees(known, draft, num_drafts=2, num_looked_up=7)
-    generations = assert_same_alone(target, config, both)
-    assert tokens_of(generations) == plain
-    accepted = {(round_.by_lookup, round_.num_accepted) for round_ in rounds_of(generations)}
-    assert {(True, 7), (False, 0), (False, 1)} <= accepted
 
 
 def test_a_perfect_draft_is_accepted_down_to_the_leaves_and_recorded_by_its_ranks(target):

@@ -39,7 +39,7 @@ OTHERS = {
     "draft_lm": lambda model: DraftLM(early_exit(model, 2), 64),
     "prompt_lookup": lambda model: PromptLookup(model.device),
     "suffix_lookup": lambda model: SuffixLookup(model.device),
-    "lookup_first": lambda model: LookupFirst(PromptLookup(model.device), DraftLM(early_exit(model, 2), 64)),
+    "lookup_first": lambda model: LookupFirst(PromptLookup(model.device), DraftLM(early_exit(model, 2), 64), 64),
     "merged": lambda model: MergedDrafts([PromptLookup(model.device), DraftLM(early_exit(model, 2), 64)], model.device),
 }
 BLOCKS = {"dflash", "dspark", "dflash2", "xpress", "domino"}
@@ -128,5 +128,5 @@ def test_a_chain_of_a_head_owes_nothing_to_the_batch(short_target, name, rule):
 @pytest.mark.parametrize("name", ["medusa", "hydra", "eagle3", "mtp"])
 def test_a_grown_tree_owes_nothing_to_the_batch(short_target, name):
     tree = DynamicTree(kind="dynamic", num_nodes=6, width=4)
-    config = SAMPLED.model_copy(update={"tree": tree, "verification": "match"})
+    config = SAMPLED.model_copy(update={"tree": tree, "temperature": 0.0})
     assert_same_alone(short_target, config, head_proposer(name, short_target.model), LENGTHS)

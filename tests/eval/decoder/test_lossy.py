@@ -10,27 +10,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from safetensors.torch import load_file
 
 from configs.runtime.errors import InputError
 from configs.schema.decoding import (
     DecodeConfig,
     NeighbourhoodAcceptance,
-    NeighboursConfig,
     ParticleSampling,
-    TolerantAcceptance,
     TypicalAcceptance,
 )
-from configs.schema.drafting import DynamicTree, StaticTree
+from configs.schema.drafting import StaticTree
 from configs.schema.evaluation import EvalConfig
-from eval import neighbours
+from eval.decoder import lossy as lossy_rules
 from eval.decoder.decode import decode
 from eval.decoder.lossy import (
-    TENSOR,
+    neighbours,
     relaxed,
-    step_candidates,
-    step_rule,
-    tolerant,
+    relaxed_candidates,
+    relaxed_chain,
     typical_threshold,
     verify_typical,
     verify_typical_tree,
@@ -47,13 +43,10 @@ PROMPTS = [(7, 12, 3), (20, 9, 9, 31, 5, 6), (40,)]
 TREES = {
     "chain": None,
     "static": StaticTree(kind="static", branching=[3, 2, 1]),
-    "dynamic": DynamicTree(kind="dynamic", num_nodes=9, width=3),
 }
 TYPICAL = TypicalAcceptance(kind="typical")
 LIMITS = TYPICAL.epsilon, TYPICAL.delta
-NONE = torch.empty((0, 0), dtype=torch.int64)
 RING = torch.tensor([[1], [2], [0], [3]])  # of 4 tokens, each of 3 passes for the one before it, and the last for none
-MOVES = {"neighbourhood": relaxed, "tolerance": partial(tolerant, samples=3)}
 
 
 # --- typical acceptance -------------------------------------------------------------------------------------------
@@ -116,33 +109,37 @@ def test_typical_acceptance_is_greedy_at_temperature_0_and_lossy_above():
 # --- relaxed acceptance -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+@pytest.fixture
+def ring(monkeypatch):
+    """A function that relaxes by `RING`, whatever the codebook."""
+    monkeypatch.setattr(lossy_rules, "neighbours", lambda lossy, vocab_size, device: RING[:vocab_size])
+    return lambda delta: near("", delta)
+
+
 @pytest.mark.parametrize("looked_up", [False, True])
-def test_no_step_of_a_chain_moves_the_output_further_than_delta(move, looked_up):
+def test_no_step_of_a_chain_moves_the_output_further_than_delta(looked_up, ring):
     for (seed, strict), delta in itertools.product(enumerate((verify_block, verify_tokens)), (0.0, 0.3, 1.0)):
         toy = random_toy(seed, 4, 2, looked_up=looked_up)
-        found, lossless = (enumerate_rule(rule, toy) for rule in (step_rule(strict, RING, delta, move), strict))
+        found, lossless = (enumerate_rule(rule, toy) for rule in (relaxed_chain(strict, ring(delta)), strict))
         assert found.total_variation <= 1 - (1 - delta) ** 2 + 1e-12
         assert found.tokens_per_round >= lossless.tokens_per_round - 1e-12
     assert found.total_variation > 0.04
     assert found.tokens_per_round > lossless.tokens_per_round + 0.04
 
 
-@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
 @pytest.mark.parametrize("name", CANDIDATE_RULES)
-def test_the_same_holds_for_siblings_of_a_tree(name, move):
+def test_the_same_holds_for_siblings_of_a_tree(name, ring):
     for seed, delta in enumerate((0.0, 0.3)):
-        verify = partial(verify_tree, rule=step_candidates(CANDIDATE_RULES[name], RING, delta, move))
+        verify = partial(verify_tree, rule=relaxed_candidates(CANDIDATE_RULES[name], ring(delta)))
         found = enumerate_tree(verify, random_toy(seed, 4, 1), [-1, 0, 0], distribution_of_draws(DRAWS[name]))
         assert found.total_variation <= delta + 1e-10
 
 
-@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
 @pytest.mark.parametrize("name", CANDIDATE_RULES)
-def test_the_same_holds_for_each_step_down_a_tree(name, move):
+def test_the_same_holds_for_each_step_down_a_tree(name, ring):
     """At a leaf nothing is moved, nor once no sibling stays: that would be a further step."""
     for delta in (0.0, 0.1):
-        verify = partial(verify_tree, rule=step_candidates(CANDIDATE_RULES[name], RING[:3], delta, move))
+        verify = partial(verify_tree, rule=relaxed_candidates(CANDIDATE_RULES[name], ring(delta)))
         found = enumerate_tree(verify, random_toy(1, 3, 2), [-1, 0, 0, 1, 1], distribution_of_draws(DRAWS[name]))
         assert found.total_variation <= 1 - (1 - delta) ** 2 + 1e-12
     assert found.total_variation > 0.04
@@ -157,54 +154,13 @@ def test_what_is_moved_is_what_neighbours_can_give_and_never_more_than_delta():
     assert torch.equal(relaxed(p, q, itself, 1.0), p)
 
 
-def by_draws(p, q, near, samples):
-    """The distribution of the token and the chance that the draft stays, over all that the target may draw."""
-    tokens = range(len(p))
-    residual = [max(0.0, a - b) for a, b in zip(p, q, strict=True)]
-    residual = [each / sum(residual) for each in residual]
-    output, stays = [0.0] * len(p), 0.0
-    for draft in tokens:
-        refused = max(0.0, q[draft] - p[draft])
-        saved = sum(
-            residual[first] * np.prod([p[each] for each in others])
-            for first in tokens
-            for others in itertools.product(tokens, repeat=samples - 1)
-            if {draft, *near[draft]} & {first, *others}
-        )
-        stays += q[draft] - refused * (1 - saved)
-        output[draft] += q[draft] - refused * (1 - saved)
-        for token in tokens:
-            output[token] += refused * (1 - saved) * residual[token]
-    return output, stays
-
-
-@pytest.mark.parametrize("near_VN", [NONE, RING])
-@pytest.mark.parametrize("samples", [1, 2, 3])
-@pytest.mark.parametrize("looked_up", [False, True])
-def test_tolerance_has_the_distribution_of_the_draws(samples, near_VN, looked_up):
-    near, move = near_VN.tolist() or [[]] * 4, partial(tolerant, samples=samples)
-    for seed in range(2):
-        toy = random_toy(seed, 4, 1, looked_up=looked_up)
-        p, q = toy.p[()], toy.q[()]
-        expected, stays = by_draws(p, q, near, samples)
-        got = move(*(torch.tensor(each, dtype=torch.float64) for each in (p, q)), near_VN, 1.0)
-        assert got.tolist() == pytest.approx(expected)
-        found = enumerate_rule(step_rule(verify_tokens, near_VN, 1.0, move), toy)
-        assert found.tokens_per_round == pytest.approx(1 + stays)
-        if near_VN is NONE:
-            assert not looked_up or stays == pytest.approx(1 - (1 - p[q.index(1.0)]) ** samples)
-            assert samples > 1 or found.total_variation < 1e-12  # one draw, and nothing that passes for another: no loss
-
-
 # --- in the decoder -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def table(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("codes")
-    np.save(folder / "codes.npy", np.random.default_rng(0).normal(size=(64, 3)))
-    path = folder / "table.safetensors"
-    neighbours.main(NeighboursConfig(codebook=str(folder / "codes.npy"), vocab_size=64, k=16, output=str(path)))
+def codebook(tmp_path_factory):
+    path = tmp_path_factory.mktemp("codes") / "codes.npy"
+    np.save(path, np.random.default_rng(0).normal(size=(64, 3)))
     return str(path)
 
 
@@ -212,18 +168,14 @@ def sampled(lossy, **others):
     return DecodeConfig(**{"num_speculative_tokens": 3, "max_new_tokens": 14, "temperature": 0.7, "lossy": lossy} | others)
 
 
-def near(table, delta, **others):
-    return NeighbourhoodAcceptance(kind="neighbourhood", **{"delta": delta, "table": table, "k": 16} | others)
+def near(codebook, delta, **others):
+    return NeighbourhoodAcceptance(kind="neighbourhood", **{"delta": delta, "codebook": codebook, "k": 16} | others)
 
 
-def tolerating(**lossy):
-    return TolerantAcceptance(kind="tolerance", **lossy)
-
-
-@pytest.mark.parametrize(("tree", "drafts"), [(tree, drafts) for tree in TREES for drafts in ("likeliest", "drawn")][:-1])
+@pytest.mark.parametrize("tree", TREES)
 @torch.no_grad()
-def test_every_kept_draft_is_plausible_and_the_target_adds_its_likeliest(target, draft, tree, drafts):
-    config = sampled(TypicalAcceptance(kind="typical", drafts=drafts), tree=TREES[tree])
+def test_every_kept_draft_is_plausible_and_the_target_adds_its_likeliest(target, draft, tree):
+    config = sampled(TYPICAL, tree=TREES[tree])
     generations, _ = decode(target, requests_for(PROMPTS), config, draft)
     for generation in generations:
         text = [*generation.prompt_tokens, generation.tokens[0]]
@@ -238,10 +190,10 @@ def test_every_kept_draft_is_plausible_and_the_target_adds_its_likeliest(target,
     assert sum(round_.num_accepted for generation in generations for round_ in generation.rounds) > 0
 
 
-@pytest.mark.parametrize("kind", ["likeliest", "drawn", "smc", "neighbourhood"])
-def test_a_request_gets_the_same_tokens_in_any_batch(target, draft, table, kind):
-    lossy = {"smc": ParticleSampling(kind="smc", num_particles=3), "neighbourhood": near(table, 0.4)}.get(kind)
-    assert_same_alone(target, sampled(lossy or TypicalAcceptance(kind="typical", drafts=kind)), draft, PROMPTS)
+@pytest.mark.parametrize("kind", ["typical", "smc", "neighbourhood"])
+def test_a_request_gets_the_same_tokens_in_any_batch(target, draft, codebook, kind):
+    lossy = {"smc": ParticleSampling(kind="smc", num_particles=3), "neighbourhood": near(codebook, 0.4)}.get(kind, TYPICAL)
+    assert_same_alone(target, sampled(lossy), draft, PROMPTS)
 
 
 def rounds(target, draft, lossy, tree=None):
@@ -250,38 +202,24 @@ def rounds(target, draft, lossy, tree=None):
 
 
 @pytest.mark.parametrize("tree", [None, StaticTree(kind="static", branching=[2, 2, 1])])
-def test_delta_0_is_lossless_to_the_bit_and_more_delta_draws_and_near_codes_keep_more(target, tiny_llama, table, tree):
+def test_delta_0_is_lossless_to_the_bit_and_more_delta_keeps_more(target, tiny_llama, codebook, tree):
     draft = DraftLM(tiny_llama(seed=2, spread=3.0), 64)
     strict = rounds(target, draft, None, tree)
-    for lossy in (near(table, 0), tolerating(samples=1), tolerating(samples=9, delta=0.0)):
-        assert rounds(target, draft, lossy, tree) == strict
-    assert sum(map(len, rounds(target, draft, near(table, 0.5), tree))) < sum(map(len, strict))
-    for others in [{}] if tree else [{}, {"drafts": "likeliest"}]:
-        settings = ({"samples": 1}, {"samples": 9}, {"samples": 9, "k": 16, "table": table})
-        one, many, close = (sum(map(len, rounds(target, draft, tolerating(**each, **others), tree))) for each in settings)
-        assert close < many < one
+    assert rounds(target, draft, near(codebook, 0), tree) == strict
+    assert sum(map(len, rounds(target, draft, near(codebook, 0.5), tree))) < sum(map(len, strict))
 
 
-def test_the_table_names_the_nearest_codes_and_tokens_that_are_none_name_themselves(tmp_path):
+def test_neighbours_are_the_nearest_codes_and_tokens_that_are_none_name_themselves(tmp_path):
     np.save(tmp_path / "codes.npy", np.array([[0.0], [1.0], [3.0], [3.5]]))
-    config = NeighboursConfig(codebook=str(tmp_path / "codes.npy"), first_id=2, vocab_size=7, k=2, output=str(tmp_path / "t"))
-    neighbours.main(config)
-    assert load_file(tmp_path / "t")[TENSOR].tolist() == [[0, 0], [1, 1], [3, 4], [2, 4], [5, 3], [4, 3], [6, 6]]
-    for change, said in (({"vocab_size": 5}, "do not fit"), ({"k": 4}, "less than"), ({"codebook": "x"}, "no vectors")):
-        with pytest.raises(InputError, match=said):
-            neighbours.main(config.model_copy(update=change))
+    lossy = near(str(tmp_path / "codes.npy"), 0.1, first_id=2, k=2)
+    assert neighbours(lossy, 7, torch.device("cpu")).tolist() == [[0, 0], [1, 1], [3, 4], [2, 4], [5, 3], [4, 3], [6, 6]]
+    for change, key in (({"first_id": 5}, "codebook"), ({"k": 4}, "k"), ({"codebook": "x"}, "codebook")):
+        with pytest.raises(InputError, match=f"decode.lossy.{key}"):
+            neighbours(lossy.model_copy(update=change), 7, torch.device("cpu"))
 
 
-def test_contradictions_no_table_and_answers_that_nothing_judges_are_refused(target, draft, table, tmp_path):
-    with pytest.raises(InputError, match=r"holds no table of neighbours.*eval/neighbours\.py"):
-        decode(target, requests_for(PROMPTS[:1]), sampled(near(str(tmp_path / "none"), 0.1)), draft)
-    with pytest.raises(ValidationError, match="drawn"):
-        sampled(near(table, 0.1), tree=TREES["dynamic"])
-    with pytest.raises(ValidationError, match=r"eval/neighbours\.py"):
-        tolerating(k=3)
-    with pytest.raises(ValidationError, match="drawn"):
-        sampled(tolerating(drafts="likeliest"), tree=TREES["static"])
-    with pytest.raises(ValidationError, match="set quality"):
+def test_answers_that_nothing_judges_are_refused():
+    with pytest.raises(ValidationError, match="quality"):
         EvalConfig(decode=sampled(TYPICAL))
 
 

@@ -5,13 +5,12 @@ hundred shows.
 """
 
 import pytest
+import torch
 
 from configs.schema.heads import DSparkSettings, EarlyExitSettings
-from eval.decoder import verifier
 from eval.stats.significance import holm
 from heads.families.registry import FAMILIES, serve
-from heads.proposers.chain_builder import ChainBuilder
-from heads.sampling.probabilities import token_probabilities
+from heads.proposers.merged import LookupFirst
 from tests.support import distribution_checks as checks
 from tests.support.decoding import held_against
 from tests.support.family_checks import build
@@ -64,23 +63,9 @@ def test_samples_follow_it_where_a_head_stops_by_its_own_estimate(pair, distribu
     assert held_against(distribution_of(checks.BY_ESTIMATE), counts).p_value > LEVEL
 
 
-@pytest.mark.parametrize("name", ["lookup or chain, token", "lookup or chain, block"])
-def test_it_is_found_that_looked_up_drafts_are_judged_as_if_the_draft_had_drawn_them(pair, distribution_of, monkeypatch, name):
-    monkeypatch.setattr(verifier, "_drawn_by", lambda proposal, like_BKV: proposal.probs_BGV)
-    counts, _ = checks.sample(*pair, checks.CASES[name], QUICK, lookup=checks.lookup_of("lookup"))
-    assert held_against(distribution_of(checks.SAMPLED), counts).p_value < LEVEL
-
-
-def test_it_is_found_that_drafts_of_a_mixture_are_judged_as_the_drafts_own(pair, distribution_of, monkeypatch):
-    add, name = ChainBuilder.add, "chain with counts, token"
-
-    def adding(chain, logits_BV):
-        drafted_B = add(chain, logits_BV)
-        chain._distributions[-1] = token_probabilities(logits_BV, chain.sampling)
-        return drafted_B
-
-    monkeypatch.setattr(ChainBuilder, "add", adding)
-    counts, _ = checks.sample(*pair, checks.CASES[name], QUICK, lookup=checks.lookup_of(name))
+def test_it_is_found_that_looked_up_drafts_are_judged_as_if_the_draft_had_drawn_them(pair, distribution_of, monkeypatch):
+    monkeypatch.setattr(LookupFirst, "_points", lambda self, tokens_BG: torch.full((*tokens_BG.shape, checks.VOCAB), 0.25))
+    counts, _ = checks.sample(*pair, checks.SAMPLED, QUICK, lookup=checks.lookup_of("lookup"))
     assert held_against(distribution_of(checks.SAMPLED), counts).p_value < LEVEL
 
 

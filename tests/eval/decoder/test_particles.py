@@ -195,9 +195,7 @@ def test_a_request_whose_logits_are_not_finite_fails_alone(tiny_llama, as_target
     assert mixed[0].tokens == alone[0].tokens
 
 
-def test_what_particles_cannot_weigh_is_refused(target, draft):
+def test_what_particles_cannot_weigh_is_refused(target):
     requests = requests_for([(5, 6, 5, 6, 5)])
     with pytest.raises(InputError, match="PromptLookup draws none"):
         decode(target, requests, sampled(2), PromptLookup(target.device))
-    with pytest.raises(InputError, match="particles weigh drafts by raw logits"):
-        decode(target, requests, sampled(2), draft, logits_processor=lambda _, scores: scores)

@@ -13,8 +13,8 @@ from configs.schema.drafting import ConfidenceStopping, DynamicTree, StaticTree
 from eval.decoder.batch import BatchRun
 from eval.decoder.decode import Request
 from heads.proposers.draft_lm import DraftLM
-from heads.proposers.lookup import PromptLookup, SuffixLookup
-from heads.proposers.merged import LookupFirst, LookupFirstTrees, MergedDrafts
+from heads.proposers.lookup import PromptLookup
+from heads.proposers.merged import LookupFirst, MergedDrafts
 from tests.support import family_checks as checks
 from tests.support.decoding import HEADS, head_proposer
 
@@ -103,7 +103,7 @@ def proposer_of(name, model):
     if name == "draft_lm":
         return DraftLM(model, 64)
     if name == "lookup_first":
-        return LookupFirst(PromptLookup(model.device), DraftLM(model, 64))
+        return LookupFirst(PromptLookup(model.device), DraftLM(model, 64), 64)
     return PromptLookup(model.device) if name == "prompt_lookup" else head_proposer(name, model)
 
 
@@ -121,21 +121,13 @@ def test_a_round_of_a_chain_waits_once(target, name, sampled, monkeypatch):
     [
         ("static", {}),
         ("static", {"temperature": 1.0}),
-        ("dynamic", {"temperature": 1.0, "verification": "match"}),
+        ("dynamic", {}),
     ],
 )
 def test_a_round_of_a_tree_waits_once(target, name, tree, sampled, monkeypatch):
     config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=10, tree=TREES[tree], **sampled)
     rounds = waits_by_round(target, config, proposer_of(name, target.model), monkeypatch)
     assert rounds == [["tolist"]] * len(rounds)
-
-
-@pytest.mark.parametrize(("tree", "depths"), [(None, 3), ("static", 2)])
-def test_counts_beside_a_draft_wait_once_for_the_tokens_of_each_depth_that_is_continued(target, tree, depths, monkeypatch):
-    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=10, tree=tree and TREES[tree])
-    lookup = SuffixLookup(target.device, [[1, 2, 3]], min_expected=9.0)
-    rounds = waits_by_round(target, config, LookupFirstTrees(lookup, proposer_of("eagle3", target.model)), monkeypatch)
-    assert rounds[0] == ["tolist"] * (1 + depths)
 
 
 def test_plain_decoding_waits_once_a_token_and_several_drafts_at_once_cost_a_transfer_each(target, monkeypatch):

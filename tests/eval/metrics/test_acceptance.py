@@ -87,15 +87,6 @@ def test_rounds_count_by_how_many_tokens_stand_before_them(make_round, make_gene
     assert [part["tokens_per_target_step_ci"] for part in parts] == intervals
 
 
-def test_the_lookups_shares_are_of_all_rounds_and_of_all_accepted_drafts(make_round, make_generation):
-    rounds = [make_round(3, accepted, by_lookup=looked_up) for accepted, looked_up in ((3, True), (1, False), (0, True))]
-    other = make_generation([make_round(3, 2), make_round(3, 1, by_lookup=True)], prompt_id="writing-2")
-    counted = Acceptance(3, [make_generation(rounds), other])
-    assert counted.lookup_shares() == {"lookup_rounds_share": 3 / 5, "lookup_tokens_share": 4 / 7}
-    refused = Acceptance(3, [make_generation([make_round(3, 0, by_lookup=True)])])
-    assert refused.lookup_shares() == {"lookup_rounds_share": 1.0, "lookup_tokens_share": None}
-
-
 def test_nothing_drafted_and_nothing_measured_give_none_and_never_nan(make_round, make_generation):
     plain, nothing = measured([make_generation([make_round(0, 0)] * 5)]), measured([])
     assert (plain["tokens_per_target_step"], plain["draft_token_yield"]) == (1.0, None)

@@ -160,16 +160,12 @@ def test_another_machine_is_a_reason_for_speeds_and_none_for_counts(report):
 
 
 @pytest.mark.parametrize("theirs", [{"lookup_expects": 0.7, "lookup_answer_tokens": 900}, {}])
-def test_the_settings_of_a_lookup_measured_beside_the_draft_are_no_reason_and_those_of_one_in_it_are(report, theirs):
-    """What a lookup must expect is fitted to times: two runs on one machine differ in it, and earlier reports lack it."""
+def test_the_settings_of_a_lookup_measured_beside_the_draft_are_no_reason(report, theirs):
     gate = load_config(GateConfig, ROOT / "configs" / "gates" / "release.yaml")
     ours = {"lookup_expects": 0.2, "lookup_answer_tokens": 500}
     beside = [changed(report, {"decode": each}) for each in (ours, theirs)]
     (paired,) = (each for each in judge(beside[0], gate, beside[1]).findings if "times the baseline" in each.required)
     assert (paired.outcome, paired.value) == ("pass", 1.0)
-    within = [changed(each, {"draft.lookups": ["suffix_lookup"]}) for each in beside]
-    with pytest.raises(InputError, match=r"decode.lookup_expects \(0.2 here.* decode.lookup_answer_tokens \(500 here"):
-        judge(within[0], gate, within[1])
 
 
 # --- every category, and what is free -----------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def test_hostile_text_stays_text_wherever_it_enters(report_inputs):
     report = report_of(report_inputs)
     report = changed(report, {"by_category": {attack: report.to_dict()["by_category"]["coding"]}})
     suite = {field: report.to_dict()[field] for field in ("prompts", "acceptance", "speed", "by_category", "baselines")}
-    report = changed(report, {"suites": {attack: suite}, "draft.lookups": [attack]})
+    report = changed(report, {"suites": {attack: suite}})
 
     page = render_html(report)
     reader = Reader(page)

@@ -74,7 +74,7 @@ def test_after_a_lookup_it_has_a_cache_of_its_own_and_loses_nothing(name, as_tar
     prompts = requests_for([[*prompt, 9, *prompt] for prompt in checks.PROMPTS])
     expected = [generation.tokens for generation in decode(target, prompts, plain)[0]]
     config = plain.model_copy(update={"num_speculative_tokens": 3})
-    for draft in (proposer, LookupFirst(PromptLookup(target.device), proposer), proposer):
+    for draft in (proposer, LookupFirst(PromptLookup(target.device), proposer, 64), proposer):
         decode(target, prompts, config.model_copy(update={"max_new_tokens": 1}), proposer)  # which ends before a round
         assert [generation.tokens for generation in decode(target, prompts, config, draft)[0]] == expected
 

@@ -1,20 +1,17 @@
 """The ways of decoding that the decode benchmark's table compares: verification rule x shape of the proposal x proposer.
 
-Every draft drafts chains, and trees where it can. A static tree is the fastest by what the draft shows on
-prompts that are not measured: how often each rank is accepted, what drafting a depth takes, what the target takes for more
-rows (`eval.cost.tree_choice`). Left out: rules for trees other than the draft LM's, whose tables would only repeat its own.
+Every draft drafts chains, and trees where it can. Left out: rules for trees other than the draft LM's, whose tables would only
+repeat its own.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from configs.schema.decoding import DecodeConfig, ParticleSampling, TypicalAcceptance, Verification
-from configs.schema.drafting import WIDE, Candidates, DynamicTree, FastestTree, Path, StaticTree
-from eval.cost.tree_choice import choose_tree
+from configs.schema.drafting import Candidates, DynamicTree, Path, StaticTree
 from heads.artifact import Draft
 from heads.families.registry import drafts_in_one_forward
 from heads.frozen.hidden_states import num_blocks
@@ -25,13 +22,11 @@ from heads.proposers.protocol import Proposer, TreeProposer
 from heads.proposers.self_speculation import early_exit
 from scripts.lab.bench.decode.setup import DRAFT_LM, DecodeSetup
 
-log = logging.getLogger("draftsmith")
-
 MERGED = "hydra"  # whose chain is merged with suffix lookup's
-LONGEST_CHAIN = 8  # that the cost rule may draft
-MOST_ROWS = 17  # of a target forward, whose time bounds a tree
+LONGEST_CHAIN = 8  # that the stopping rule may draft
+BRANCHING = [3, 2, 1]  # children by depth of the static trees
 CHAIN_RULES: tuple[Verification, ...] = ("token", "block", "match")
-TREE_CANDIDATES: tuple[Candidates, ...] = ("without_replacement", "with_replacement", "k_seq", "top_k")
+TREE_CANDIDATES: tuple[Candidates, ...] = ("without_replacement", "with_replacement", "k_seq")
 LOSSY: tuple[TypicalAcceptance | ParticleSampling, ...] = (TypicalAcceptance(kind="typical"), ParticleSampling(kind="smc"))
 # Ratios of tokens per target step that the results file holds: of the first way to the second.
 COMPARED = {
@@ -63,10 +58,7 @@ def list_ways(setup: DecodeSetup) -> list[Way]:
     for name, loaded in setup.drafts.items():
         draft = loaded.proposer
         if isinstance(draft, TreeProposer):
-            deep = settings.model_copy(update={"num_speculative_tokens": len(WIDE)})
-            asked = FastestTree(kind="fastest", num_nodes=MOST_ROWS - 1)
-            paths = choose_tree(setup.fastest_target, draft, loaded.metadata.kind, setup.choosing, deep, asked).paths
-            log.info("%s: the fastest tree drafts %d tokens, %s", name, len(paths), paths)
+            paths = StaticTree(kind="static", branching=BRANCHING).all_paths()
             ways += tree_ways(name, draft, settings, paths)
             if name == DRAFT_LM:
                 ways.append(_greedy("long chain", name, draft, settings, num_speculative_tokens=len(paths)))

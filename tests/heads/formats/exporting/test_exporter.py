@@ -137,17 +137,6 @@ def test_another_target_is_refused_and_can_be_allowed(write):
     export(written.source(), "vllm", written.out, allow_target_mismatch=True)
 
 
-def test_a_draft_for_a_guided_target_is_refused_for_the_guidance(write):
-    written = write(EAGLE)
-    path = written.artifact / METADATA_FILE
-    metadata = json.loads(path.read_text())
-    metadata["target"]["weights_sha256"] = "1" * 64
-    metadata["training"]["target"] = {"guidance": {"scale": 2.0}}
-    path.write_text(json.dumps(metadata))
-    with pytest.raises(InputError, match=r"was trained for a guided target .* no engine guides it"):
-        export(written.source(), "vllm", written.out)
-
-
 def test_a_quantised_target_lends_its_head_as_it_is_run_and_takes_no_modules_for_transformers(write, tmp_path):
     written = write(EAGLE)
     written.target_folder = shutil.copytree(written.target_folder, tmp_path / "quantised")

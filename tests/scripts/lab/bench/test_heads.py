@@ -12,11 +12,10 @@ from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.files import CHECKOUT
 from configs.runtime.loading import load_config
 from configs.schema.decoding import DecodeConfig
+from configs.schema.drafting import StaticTree
 from configs.schema.training import HeadsConfig
 from distill.dataset.conversations import read_conversations
-from eval.cost.tree_choice import ChosenTree
 from eval.decoder.decode import Request, decode
-from eval.measure.proposers import EXPECTED
 from heads.artifact import load_draft
 from heads.proposers.lookup import PromptLookup, SuffixLookup
 from heads.proposers.merged import LookupFirst
@@ -63,7 +62,7 @@ def test_every_draft_has_a_row_for_each_suite_alone_and_after_a_lookup(results, 
     def proposers():
         for draft in drafts:
             yield draft
-            yield LookupFirst(SuffixLookup(target.device, known, min_expected=EXPECTED), draft, num_drafts=2)
+            yield LookupFirst(SuffixLookup(target.device, known, min_expected=2.25), draft, target.vocab_size, num_drafts=2)
         yield from (PromptLookup(target.device), SuffixLookup(target.device, known))
 
     found = {"home": list(at_home), "other": elsewhere}
@@ -87,13 +86,12 @@ def test_every_draft_has_a_row_for_each_suite_alone_and_after_a_lookup(results, 
 
 def test_trees_are_measured_beside_chains(results, make_config, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(trained_runs, "run_training", None)
-    chosen = ChosenTree(paths=[(0,), (1,), (0, 0)], tokens_per_round=2.0, seconds_per_round=1.0)
-    monkeypatch.setattr(heads, "choose_tree", lambda *_: chosen)
+    monkeypatch.setattr(heads, "TREE", StaticTree(kind="static", branching=[2, 1]))
     only = {"recipes": [str(folder / "eagle3.yaml")], "trees": ["eagle3"], "max_new_tokens": 24}
     assert compare_heads(make_config(**only, output=str(tmp_path / "heads.json"))) == DONE
-    fixed, with_lookup, by_tree, tree_with_lookup = json.loads((tmp_path / "heads.json").read_text())["rows"][:4]
-    assert by_tree["recipe"] == "eagle3, fastest tree"
-    pairs = [(with_lookup, fixed), (tree_with_lookup, by_tree)]
+    fixed, with_lookup, by_tree = json.loads((tmp_path / "heads.json").read_text())["rows"][:3]
+    assert by_tree["recipe"] == "eagle3, static tree"
+    pairs = [(with_lookup, fixed)]
     assert all((one["recipe"], one["lossless"]) == (other["recipe"], other["lossless"]) for one, other in pairs)
     assert {one["family"] for one, _ in pairs} == {"suffix_lookup + eagle3"}
     assert by_tree["tau"] > fixed["tau"]
@@ -101,8 +99,7 @@ def test_trees_are_measured_beside_chains(results, make_config, folder, tmp_path
 
 def test_each_side_of_each_suite_has_a_lookup_that_learns_for_it_alone(results, make_config, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(trained_runs, "run_training", None)
-    chosen = ChosenTree(paths=[(0,), (1,), (0, 0)], tokens_per_round=2.0, seconds_per_round=1.0)
-    monkeypatch.setattr(heads, "choose_tree", lambda *_: chosen)
+    monkeypatch.setattr(heads, "TREE", StaticTree(kind="static", branching=[2, 1]))
     lookups, plain = [], heads.measure
 
     def measure(target, requests, config, proposers, **others):
@@ -112,7 +109,7 @@ def test_each_side_of_each_suite_has_a_lookup_that_learns_for_it_alone(results, 
     monkeypatch.setattr(heads, "measure", measure)
     only = {"recipes": [str(folder / "eagle3.yaml")], "trees": ["eagle3"], "baselines": []}
     assert compare_heads(make_config(**only, output=str(tmp_path / "heads.json"))) == DONE
-    assert len(set(lookups)) == len(lookups) == 4  # of chains and trees, on two suites
+    assert len(set(lookups)) == len(lookups) == 2  # on two suites
 
 
 def test_chains_and_trees_are_measured_at_a_temperature_and_in_another_template(
@@ -131,7 +128,9 @@ def test_chains_and_trees_are_measured_at_a_temperature_and_in_another_template(
     assert {row["suite"] for row in rows} == {"home", "bare", "other"}
     assert {row["lossless"] for row in rows} <= {"lossless", "inconclusive"}  # three prompts show little of a distribution
     assert {(row["family"], row["recipe"]) for row in rows} == {
-        *((family, name) for family in ("eagle3", "suffix_lookup + eagle3") for name in ("eagle3", "eagle3, fastest tree")),
+        ("eagle3", "eagle3"),
+        ("suffix_lookup + eagle3", "eagle3"),
+        ("eagle3", "eagle3, static tree"),
         ("suffix_lookup", None),
     }
 

@@ -37,13 +37,9 @@ def test_a_demos_steps_name_files_that_are_there_and_one_target(kind):
     assert all(each == targets[0] for each in targets)
     strict, relaxed = (each.decode for each in configs if isinstance(each, EvalConfig))
     assert relaxed.model_copy(update={"lossy": None}) == strict
-    assert f"output={relaxed.lossy.table}" in made
     codes, longest = {"images": (digits.NUM_CODES, digits.LENGTH), "speech": (speech.NUM_CODES, speech.LONGEST + 1)}[kind]
     assert NUM_CODES[kind] == codes
     assert strict.max_new_tokens == longest == configs[0].answers.max_new_tokens
-    if kind == "images":
-        guidance = targets[0].guidance
-        assert (guidance.condition, guidance.null) == ([digits.FIRST_CLASS, digits.NULL - 1], digits.NULL)
 
 
 def test_a_code_model_learns_its_rows_and_where_they_end(tmp_path):
