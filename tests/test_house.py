@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import itertools
 import os
 import re
 import runpy
 import shlex
-import shutil
 import subprocess
 import sys
-import zipfile
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -217,134 +213,3 @@ def test_configs_the_gate_and_looking_in_on_a_run_do_without_torch():
     imports = "; ".join(f"import {name}; 'torch' in sys.modules and sys.exit('{name}')" for name in WITHOUT_TORCH)
     command = [sys.executable, "-c", f"import sys; {imports}"]
     assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stderr == ""
-
-
-# --- set-up -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def bare_machine(tmp_path):
-    """Return a function that runs set-up with two indexes of torch's builds, and gives its result and what it installed.
-
-    pip is the real one, but for the last step, the project's own installation, which is only noted.
-    """
-    for name in ("scripts/setup.sh", "scripts/cpu_torch.sh", "constraints.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        text = (ROOT / name).read_text().replace("https://download.pytorch.org/whl", tmp_path.as_uri())
-        (tmp_path / name).write_text(text)
-    tools, interpreter = tmp_path / "tools", tmp_path / ".venv" / "bin" / "python"
-    tools.mkdir()
-    interpreter.parent.mkdir(parents=True)
-    for tool in ("dirname", "grep"):
-        (tools / tool).symlink_to(shutil.which(tool))
-    the_rest = '*"-c constraints.txt -e .[dev]") echo "${*#*install }" >> the_rest ;;'
-    _write_tool(interpreter, f'#!/bin/sh\ncase "$*" in {the_rest} *) exec {sys.executable} "$@" ;; esac\n')
-
-    def run(machine: list[str], cpu: list[str], *, gpu: bool = False, **environment: str):
-        for place, packages in {"machine": machine, "cpu": cpu}.items():
-            for package in packages:
-                _write_wheel(tmp_path / place, package)
-        _write_tool(tools / "nvidia-smi", f"#!/bin/sh\nexit {0 if gpu else 9}\n")
-        variables = {"PATH": str(tools), "PYTHON": sys.executable, "PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "0"}
-        variables |= {"PIP_INDEX_URL": (tmp_path / "machine").as_uri(), "PIP_TARGET": str(tmp_path / "site"), **environment}
-        done = subprocess.run(
-            [shutil.which("sh"), "scripts/setup.sh"], cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
-        )
-        installed = {path.name.removesuffix(".dist-info") for path in (tmp_path / "site").glob("*.dist-info")}
-        return done, installed | {"the rest" for _ in tmp_path.glob("the_rest")}
-
-    return run
-
-
-TORCH = re.search("^torch==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE).group(1)
-CPU, UNLABELLED, CUDA = f"torch-{TORCH}+cpu", f"torch-{TORCH}", f"torch-{TORCH} nvidia-nccl"
-
-
-@pytest.mark.parametrize(
-    ("machine", "cpu", "installed", "asked"),
-    [
-        ([CUDA, "nvidia_nccl-1"], [CPU], CPU, True),  # as the public index
-        ([CPU, CUDA, "nvidia_nccl-1"], [], CPU, False),
-        ([UNLABELLED], [], UNLABELLED, True),
-    ],
-)
-def test_without_a_gpu_the_cpu_build_is_installed_first_and_alone(bare_machine, machine, cpu, installed, asked):
-    done, found = bare_machine(machine, cpu)
-    assert done.returncode == 0, done.stderr
-    assert found == {installed, "the rest"}
-    assert ("/cpu" in done.stdout) is asked
-
-
-def test_without_a_gpu_and_a_cpu_build_nothing_is_installed(bare_machine):
-    done, found = bare_machine([CUDA, "nvidia_nccl-1"], [])
-    assert done.returncode == 2
-    assert "set TORCH_INDEX_URL to a mirror" in done.stderr.splitlines()[-1]
-    assert found == set()
-
-
-def test_an_index_for_torch_that_is_named_is_the_only_one_asked(bare_machine, tmp_path):
-    done, found = bare_machine([CPU], [UNLABELLED], TORCH_INDEX_URL=(tmp_path / "cpu").as_uri())
-    assert done.returncode == 0, done.stderr
-    assert found == {UNLABELLED, "the rest"}
-
-
-@pytest.mark.parametrize("machine", [{"gpu": True}, {"ALLOW_CUDA": "1"}])
-def test_pip_chooses_the_build_where_there_is_a_gpu_or_where_that_is_asked_for(bare_machine, machine):
-    done, found = bare_machine([CUDA], [CPU], **machine)
-    assert done.returncode == 0, done.stderr
-    assert found == {"the rest"}
-
-
-def test_no_device_decides_by_its_name_outside_one_module():
-    """What differs on CUDA is asked of `heads.device`; what is NVIDIA's own, as NVML, is asked there too."""
-    files = [
-        path for folder in ("configs", "heads", "distill", "eval", "train", "scripts") for path in (ROOT / folder).rglob("*.py")
-    ]
-    named = [path.relative_to(ROOT).as_posix() for path in files if names_cuda(path.read_text(encoding="utf-8"))]
-    assert named == ["heads/device.py"]
-
-
-@pytest.mark.parametrize("line", ["x.type == 'cuda'", "torch.cuda.synchronize()", "x.to('cuda:1')", "x.is_cuda", "x.cuda()"])
-def test_a_device_named_in_a_decision_is_seen(line):
-    assert names_cuda(line)
-    assert not names_cuda("raise ValueError('cuda has no such thing')  # cuda")
-
-
-def names_cuda(source: str) -> bool:
-    """Say whether code names CUDA: as a string that is a device, or as a part of torch."""
-    nodes = list(ast.walk(ast.parse(source)))
-    strings = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    parts = [node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node) != "torch.version.cuda"]
-    return any(re.fullmatch(r"cuda(:\d+)?", each) for each in strings) or not {"cuda", "is_cuda"}.isdisjoint(parts)
-
-
-def test_every_dependency_of_the_project_is_pinned():
-    pins = {line.partition("==")[0].lower().replace("_", "-") for line in (ROOT / "constraints.txt").read_text().splitlines()}
-    required = [re.match(r"[\w-]+", line).group().lower() for line in metadata.requires("draftsmith") if "cluster" not in line]
-    assert required
-    assert [name for name in required if name not in pins] == []
-
-
-def _write_tool(path: Path, script: str) -> None:
-    path.write_text(script)
-    os.chmod(path, 0o755)
-
-
-def _write_wheel(index: Path, package: str) -> None:
-    """Put an empty package into a package index: `name-version` and the names that it requires."""
-    name, *required = package.split()
-    folder = index / name.partition("-")[0].replace("_", "-")
-    folder.mkdir(parents=True, exist_ok=True)
-    wheel = f"{name}-{2 if required else 1}-py3-none-any.whl"  # two builds of a version in one folder have different names
-    described = [
-        "Metadata-Version: 2.1",
-        "Name: {}".format(name.partition("-")[0]),
-        "Version: {}".format(name.partition("-")[2]),
-    ]
-    described += [f"Requires-Dist: {each}" for each in required]
-    with zipfile.ZipFile(folder / wheel, "w") as file:
-        file.writestr(f"{name}.dist-info/METADATA", "\n".join(described))
-        file.writestr(f"{name}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        file.writestr(f"{name}.dist-info/RECORD", "")
-    links = [f'<a href="{path.name.replace("+", "%2B")}">{path.name}</a>' for path in folder.glob("*.whl")]
-    (folder / "index.html").write_text(f"<!DOCTYPE html><html><body>{''.join(links)}</body></html>")

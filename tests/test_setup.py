@@ -1,0 +1,121 @@
+"""`make setup` on a bare machine: which build of torch is installed from which index, and that everything is pinned."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def bare_machine(tmp_path):
+    """Return a function that runs set-up with two indexes of torch's builds, and gives its result and what it installed.
+
+    pip is the real one, but for the last step, the project's own installation, which is only noted.
+    """
+    for name in ("scripts/setup.sh", "scripts/cpu_torch.sh", "constraints.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        text = (ROOT / name).read_text().replace("https://download.pytorch.org/whl", tmp_path.as_uri())
+        (tmp_path / name).write_text(text)
+    tools, interpreter = tmp_path / "tools", tmp_path / ".venv" / "bin" / "python"
+    tools.mkdir()
+    interpreter.parent.mkdir(parents=True)
+    for tool in ("dirname", "grep"):
+        (tools / tool).symlink_to(shutil.which(tool))
+    the_rest = '*"-c constraints.txt -e .[dev]") echo "${*#*install }" >> the_rest ;;'
+    _write_tool(interpreter, f'#!/bin/sh\ncase "$*" in {the_rest} *) exec {sys.executable} "$@" ;; esac\n')
+
+    def run(machine: list[str], cpu: list[str], *, gpu: bool = False, **environment: str):
+        for place, packages in {"machine": machine, "cpu": cpu}.items():
+            for package in packages:
+                _write_wheel(tmp_path / place, package)
+        _write_tool(tools / "nvidia-smi", f"#!/bin/sh\nexit {0 if gpu else 9}\n")
+        variables = {"PATH": str(tools), "PYTHON": sys.executable, "PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "0"}
+        variables |= {"PIP_INDEX_URL": (tmp_path / "machine").as_uri(), "PIP_TARGET": str(tmp_path / "site"), **environment}
+        done = subprocess.run(
+            [shutil.which("sh"), "scripts/setup.sh"], cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
+        )
+        installed = {path.name.removesuffix(".dist-info") for path in (tmp_path / "site").glob("*.dist-info")}
+        return done, installed | {"the rest" for _ in tmp_path.glob("the_rest")}
+
+    return run
+
+
+TORCH = re.search("^torch==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE).group(1)
+CPU, UNLABELLED, CUDA = f"torch-{TORCH}+cpu", f"torch-{TORCH}", f"torch-{TORCH} nvidia-nccl"
+
+
+@pytest.mark.parametrize(
+    ("machine", "cpu", "installed", "asked"),
+    [
+        ([CUDA, "nvidia_nccl-1"], [CPU], CPU, True),  # as the public index
+        ([CPU, CUDA, "nvidia_nccl-1"], [], CPU, False),
+        ([UNLABELLED], [], UNLABELLED, True),
+    ],
+)
+def test_without_a_gpu_the_cpu_build_is_installed_first_and_alone(bare_machine, machine, cpu, installed, asked):
+    done, found = bare_machine(machine, cpu)
+    assert done.returncode == 0, done.stderr
+    assert found == {installed, "the rest"}
+    assert ("/cpu" in done.stdout) is asked
+
+
+def test_without_a_gpu_and_a_cpu_build_nothing_is_installed(bare_machine):
+    done, found = bare_machine([CUDA, "nvidia_nccl-1"], [])
+    assert done.returncode == 2
+    assert "set TORCH_INDEX_URL to a mirror" in done.stderr.splitlines()[-1]
+    assert found == set()
+
+
+def test_an_index_for_torch_that_is_named_is_the_only_one_asked(bare_machine, tmp_path):
+    done, found = bare_machine([CPU], [UNLABELLED], TORCH_INDEX_URL=(tmp_path / "cpu").as_uri())
+    assert done.returncode == 0, done.stderr
+    assert found == {UNLABELLED, "the rest"}
+
+
+@pytest.mark.parametrize("machine", [{"gpu": True}, {"ALLOW_CUDA": "1"}])
+def test_pip_chooses_the_build_where_there_is_a_gpu_or_where_that_is_asked_for(bare_machine, machine):
+    done, found = bare_machine([CUDA], [CPU], **machine)
+    assert done.returncode == 0, done.stderr
+    assert found == {"the rest"}
+
+
+def test_every_dependency_of_the_project_is_pinned():
+    pins = {line.partition("==")[0].lower().replace("_", "-") for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    required = [re.match(r"[\w-]+", line).group().lower() for line in metadata.requires("draftsmith") if "cluster" not in line]
+    assert required
+    assert [name for name in required if name not in pins] == []
+
+
+def _write_tool(path: Path, script: str) -> None:
+    path.write_text(script)
+    os.chmod(path, 0o755)
+
+
+def _write_wheel(index: Path, package: str) -> None:
+    """Put an empty package into a package index: `name-version` and the names that it requires."""
+    name, *required = package.split()
+    folder = index / name.partition("-")[0].replace("_", "-")
+    folder.mkdir(parents=True, exist_ok=True)
+    wheel = f"{name}-{2 if required else 1}-py3-none-any.whl"  # two builds of a version in one folder have different names
+    described = [
+        "Metadata-Version: 2.1",
+        "Name: {}".format(name.partition("-")[0]),
+        "Version: {}".format(name.partition("-")[2]),
+    ]
+    described += [f"Requires-Dist: {each}" for each in required]
+    with zipfile.ZipFile(folder / wheel, "w") as file:
+        file.writestr(f"{name}.dist-info/METADATA", "\n".join(described))
+        file.writestr(f"{name}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{name}.dist-info/RECORD", "")
+    links = [f'<a href="{path.name.replace("+", "%2B")}">{path.name}</a>' for path in folder.glob("*.whl")]
+    (folder / "index.html").write_text(f"<!DOCTYPE html><html><body>{''.join(links)}</body></html>")
