@@ -1,4 +1,4 @@
-"""The weights of a model's folder: as floating numbers, loaded by the model's class, and as a limit on what is built of them.
+"""The weights of a model's folder as floating numbers, loaded by the model's class.
 
 FP8 and MXFP4 matrices are unpacked, so that every part of the project finds ordinary ones. transformers' own reading of FP8
 takes the size of a block from the number of scales, which fails where a block at the edge is cut off (DeepSeek-V3's
@@ -12,16 +12,14 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from torch import Tensor
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from configs.runtime.errors import InputError
@@ -32,13 +30,10 @@ from heads.frozen.model_config import auto_class
 log = logging.getLogger("draftsmith")
 
 GIB = 2**30
-Shapes = Mapping[str, tuple[int, ...]]
 
 # What a draft's settings may build: those of a few kilobytes can name a million layers.
 COUNTS = re.compile(r"(layers?|depths|medusa_num_heads)$")
 USUAL = 256  # layers or depths that settings may name whatever the number of tensors: some layers share theirs
-SLACK = 4  # numbers built for one stored: tied matrices are built twice, and joined ones apart
-NO_MEMORY = ("can't allocate", "overflow")  # in torch's errors where a matrix is too large for any memory
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 PACKED = (*FLOAT8, torch.int8, torch.uint8, torch.int32)  # of numbers that mean nothing without the scales beside them
 # Of activations and the cache, which stay in floating point here.
@@ -182,51 +177,14 @@ def _scaled(stored: Tensor, factor: Tensor, sizes: Sequence[int]) -> Tensor:
     return numbers * factor
 
 
-def check_counts(settings: Mapping[str, Any], shapes: Shapes, where: str | Path) -> None:
+def check_counts(settings: Mapping[str, Any], num_tensors: int, where: str | Path) -> None:
     """Refuse settings that name more layers or depths than there are tensors, or too long a block."""
     for key, value in settings.items():
         if isinstance(value, Mapping):
-            check_counts(value, shapes, where)
+            check_counts(value, num_tensors, where)
         elif not isinstance(value, int | float):
             continue
-        elif COUNTS.search(key) and value > max(USUAL, len(shapes)):
-            raise InputError(f"{where}: {key} is {value:g}, while the weights beside it hold {len(shapes)} tensors")
+        elif COUNTS.search(key) and value > max(USUAL, num_tensors):
+            raise InputError(f"{where}: {key} is {value:g}, while the weights beside it hold {num_tensors} tensors")
         elif key == "block_size" and value > USUAL:
             raise InputError(f"{where}: block_size is {value}, drafted in one forward; expected at most {USUAL}")
-
-
-@contextmanager
-def no_larger_than(shapes: Shapes, where: str | Path) -> Iterator[None]:
-    """Refuse the building of a module as soon as it has more numbers than its stored tensors can fill.
-
-    A matrix is counted before its values are set, while it takes no memory yet.
-    """
-    built, total = 0, sum(math.prod(shape) for shape in shapes.values())
-    too_large = InputError(f"{where}: its settings call for more weights than the {total} numbers that are stored")
-
-    def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        nonlocal built
-        built += 0 if parameter is None else parameter.numel()
-        if built > SLACK * total:
-            raise too_large
-
-    hook = register_module_parameter_registration_hook(count)
-    try:
-        yield
-    except RuntimeError as error:
-        if any(word in str(error) for word in NO_MEMORY):
-            raise too_large from error
-        raise
-    finally:
-        hook.remove()
-
-
-def check_causal_lm(folder: Path) -> None:
-    """Refuse a causal LM whose config calls for more weights than its folder holds; it is built on torch's `meta` device."""
-    shapes = {name: stored.shape for name, stored in read_float_weights(folder).items()}
-    where = folder / "config.json"
-    config = read_json(where, "config of the draft")
-    check_counts(config if isinstance(config, dict) else {}, shapes, where)
-    known = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    with torch.device("meta"), no_larger_than(shapes, where):
-        AutoModelForCausalLM.from_config(known, trust_remote_code=False)

@@ -7,7 +7,7 @@ from typing import Any
 
 from configs.runtime.errors import InputError
 from configs.schema.heads import Eagle3Settings
-from heads.formats.exporting import draft_lm, flat, gguf, mtp, openvino, speculators
+from heads.formats.exporting import converted, draft_lm, flat, mtp, speculators
 from heads.formats.exporting.source import Source
 from heads.formats.layout import ExportLayout
 
@@ -40,8 +40,8 @@ FORMS: dict[str, dict[str, Form]] = {
         "dflash": flat.sglang_dflash,
         "domino": flat.sglang_domino,
     },
-    "gguf": {"draft_lm": gguf.draft_lm, "eagle3": gguf.eagle3, "dflash": gguf.dflash},
-    "openvino": {"draft_lm": openvino.draft_lm, "eagle3": openvino.eagle3},
+    "gguf": {"draft_lm": converted.gguf_draft_lm, "eagle3": converted.gguf_eagle3, "dflash": converted.gguf_dflash},
+    "openvino": {"draft_lm": converted.openvino_draft_lm, "eagle3": converted.openvino_eagle3},
 }
 PROGRAMS = {"gguf": "llama.cpp", "openvino": "OpenVINO GenAI"}  # where the form is not called like what serves it
 WITHOUT_NORMS = ("gguf", "openvino")  # their EAGLE-3 norms neither its taps nor the state that it feeds back

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +30,7 @@ from heads.formats.importing.reading import ExternalDraft
 from heads.formats.layout import check_names
 from heads.frozen.checkpoint_files import Weights, write_weights
 from heads.frozen.loading import Target
-from heads.frozen.weights import check_counts, no_larger_than
+from heads.frozen.weights import check_counts
 from heads.inference.causal_lm import head_rows
 from heads.metadata import WEIGHTS_FILE, head_metadata
 from heads.modules.layers import LayerShape, layer_shape, shape_like
@@ -68,11 +67,8 @@ def fit(external: ExternalDraft, target: PreTrainedModel) -> Fitted:
     except ValidationError as error:
         first = error.errors()[0]
         raise InputError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r}") from error
-    shapes = {name: stored.shape for name, stored in weights.items()}
-    check_counts(settings.model_dump(), shapes, external.form)
-    # Native MTP tensors are found by the shapes of ours; there are as many depths as modules in the file.
-    with nullcontext() if external.placed else no_larger_than(shapes, external.form):
-        head = FAMILIES[external.kind].build(settings, target, vocabulary)
+    check_counts(settings.model_dump(), len(weights), external.form)
+    head = FAMILIES[external.kind].build(settings, target, vocabulary)
     own = {name: tuple(value.shape) for name, value in head.state_dict().items()}
     if external.placed is not None:
         weights |= external.placed(own)
