@@ -156,11 +156,11 @@ def overfit(task: HeadTask, objective: HeadObjective, text: Example, accelerator
     num_drafts = min(task.config.num_speculative_tokens, len(text.input_ids) - text.answer_start - 1)
     for step in range(1, settings.overfit_steps + 1):
         with accelerator.autocast():
-            result: HeadLoss = objective(batch, states, batch.loss_mask_BT[:, 1:].sum(), 1)
+            result: HeadLoss = objective(batch, states)
         if not result.loss.isfinite():
             raise InputError(f"sanity: the loss is {result.loss.item()} at step {step}; lower sanity.learning_rate")
         optimizer.zero_grad()
-        result.loss.backward()
+        (result.loss / batch.num_labels).backward()
         torch.nn.utils.clip_grad_norm_(trained, task.config.optimizer.max_grad_norm)
         optimizer.step()
         if step % DECODE_EVERY and step < settings.overfit_steps:

@@ -45,7 +45,7 @@ from distill.cache.format import (
 from distill.cache.reader import checksum_of
 from distill.dataset.batches import ConversationDataset, Example, collate
 from distill.dataset.conversations import Conversation, check_written_for, open_conversations
-from distill.loss.pairs import normalise
+from distill.loss.fused import normalise
 from distill.server.engine import EngineStates
 from heads.frozen.hidden_states import check_taps, num_blocks, read_states
 from heads.frozen.identity import remembered_sha256
@@ -249,7 +249,7 @@ def encode(target: Target, layout: RowLayout, states_ANE: Sequence[Tensor]) -> d
         kept[tap_name(tap)] = tap_NE.to(dtype)
     # Of the state as it will be read: the sum of a rounded one's probabilities is then still 1.
     read_1NE = kept["hidden"].to(hidden_NE.dtype).unsqueeze(0)
-    known = normalise(target.model, read_1NE, torch.arange(len(hidden_NE)), chunk_size=CHUNK_SIZE)
+    known = normalise(target.model, read_1NE[0], chunk_size=CHUNK_SIZE)
     kept |= {"log_sum": known.log_sum_P.float(), "top1": known.top1_P.int()}
     for name, values in kept.items():
         # 8-bit numbers know no infinity, and torch cannot ask them for it.

@@ -1,4 +1,1 @@
-"""Divergences between target and draft, and the objectives of training.
-
-Read `pairs`, `divergences`, `chunked` in this order; `draft_objective` and `head_objective` call them.
-"""
+"""The objectives of training: read `divergences`, then `fused`, which `draft_objective` and `head_objective` call."""

@@ -1,4 +1,4 @@
-"""From hidden states to logits: a model's head as the chunked loss applies it, a chunk of rows after the other.
+"""From hidden states to logits: a model's head as the fused loss applies it, a chunk of rows after the other.
 
 C rows of one chunk, D width of the draft, V target vocabulary.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import cast
 
 from torch import Tensor, nn
@@ -31,37 +30,34 @@ class LogitHead:
     parameters: tuple[Tensor, ...]
 
 
-def model_head(model: PreTrainedModel) -> LogitHead:
+def model_head(model: PreTrainedModel, num_tokens: int | None = None) -> LogitHead:
     """Return the head of a causal LM, with the soft cap or scale of its architecture; tied or not makes no difference.
 
-    Valid for one batch: frozen weights are cast for autocast at their first use, and kept.
+    Valid for one batch: frozen weights are cast for autocast here, once for all chunks. `num_tokens`: without padded rows
+    beyond them.
     """
-    head = cast(PreTrainedModel, _CachedHead(model))  # `head_logits` reads the config and the output embeddings only
+    head = cast(PreTrainedModel, _CastHead(model))  # `head_logits` reads the config and the output embeddings only
     parameters = tuple(model.get_output_embeddings().parameters())
-    return LogitHead(logits_of=lambda hidden_CD: head_logits(head, hidden_CD), parameters=parameters)
+    return LogitHead(logits_of=lambda hidden_CD: head_logits(head, hidden_CD)[..., :num_tokens], parameters=parameters)
 
 
-class _CachedHead:
-    """A causal LM's head that casts its frozen weights once; autocast caches trained weights only."""
+class _CastHead:
+    """A causal LM's head with its frozen weights in autocast's dtype; autocast itself caches trained weights only.
+
+    A linear head is applied without running its module: FSDP and ZeRO-3 gather weights whenever a module runs, in all
+    processes together, and processes may have different numbers of chunks.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.config, self._head = model.config, model.get_output_embeddings()
+        named = {name: (weight, autocast_dtype(weight)) for name, weight in self._head.named_parameters()}
+        self._weights = {name: weight if dtype is None else weight.to(dtype) for name, (weight, dtype) in named.items()}
+        self.weight = getattr(self._head, "weight", None)  # by whose dtype `apply_head` casts the states
 
-    @cached_property
-    def _cast_weights(self) -> dict[str, Tensor]:
-        """The weights that autocast would cast again for each chunk, in its dtype."""
-        dtypes = {name: autocast_dtype(weight) for name, weight in self._head.named_parameters()}
-        return {name: self._head.get_parameter(name).to(dtype) for name, dtype in dtypes.items() if dtype is not None}
-
-    @property
-    def weight(self) -> Tensor | None:  # by whose dtype `apply_head` casts the states
-        return getattr(self._head, "weight", None)
-
-    def get_output_embeddings(self) -> _CachedHead:
+    def get_output_embeddings(self) -> _CastHead:
         return self
 
     def __call__(self, hidden: Tensor) -> Tensor:
         if type(self._head) is not nn.Linear:
-            return functional_call(self._head, self._cast_weights, (hidden,))
-        weights = {**dict(self._head.named_parameters()), **self._cast_weights}
-        return functional.linear(hidden, weights["weight"], weights.get("bias"))
+            return functional_call(self._head, self._weights, (hidden,))
+        return functional.linear(hidden, self._weights["weight"], self._weights.get("bias"))

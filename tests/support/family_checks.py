@@ -262,7 +262,7 @@ def assert_learns(head, target, num_depths, steps=100, learning_rate=1e-2):
     objective = HeadObjective(head.train(), target, LossConfig())
     optimizer = torch.optim.AdamW(head.parameters(), lr=learning_rate, weight_decay=0.0)
     for _ in range(steps):
-        result = objective(batch, states, batch.loss_mask_BT.sum(), 1)
+        result = objective(batch, states)
         optimizer.zero_grad()
         result.loss.backward()
         optimizer.step()
@@ -283,7 +283,7 @@ def assert_gradients_reach_everything(head, target):
     """Every trainable parameter of the head gets a gradient that is not 0; the target gets none."""
     batch, states = inputs_of(target.model, PROMPTS, head.taps)
     objective = HeadObjective(head.train(), target, LossConfig())
-    objective(batch, states, batch.loss_mask_BT.sum(), 1).loss.backward()
+    objective(batch, states).loss.backward()
     named = dict(objective.named_parameters())
     assert set(named.values()).isdisjoint(target.model.parameters())
     without = [name for name, value in named.items() if value.grad is None or not bool(value.grad.any())]

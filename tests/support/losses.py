@@ -1,11 +1,11 @@
-"""Losses and targets for tests of the loss: dense targets from hidden states, sparse ones cut out of logits."""
+"""Losses for tests: random logits, linear heads, and every divergence as a textbook has it, for autograd to differentiate."""
+
+import math
 
 import torch
 from torch.nn import functional
 
-from distill.loss.chunked import LossPart, chunked_losses
 from distill.loss.logit_head import LogitHead
-from distill.loss.pairs import DenseChunk, HiddenRows, SparseTarget
 from distill.signals import SignalSource
 
 
@@ -20,31 +20,33 @@ def random_logits(seed, columns=11):
     return 2 * torch.randn(7, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def dense_pair(target_logits, draft_logits, **options):
-    """Pair whole rows of logits."""
-    return DenseChunk(logits_CX=target_logits).pair(draft_logits, **options)
+def kl(log_a, log_b):
+    return (log_a.exp() * (log_a - log_b)).sum(-1)
 
 
-def chunked_loss(target, draft_hidden_ND, draft_head, divergence, weights_N, *, chunk_size, temperature=1.0, **more):
-    """Return the loss of one part."""
-    part = LossPart(target=target, draft_hidden_ND=draft_hidden_ND, draft_head=draft_head, weights_N=weights_N, **more)
-    return chunked_losses([part], divergence, chunk_size=chunk_size, temperature=temperature)[0]
-
-
-def dense_loss(draft_hidden_ND, draft_head, target_hidden_NE, target_head, divergence, weights_N, **options):
-    """Return the chunked loss against a target whose hidden states and head are given."""
-    target = HiddenRows(hidden_NE=target_hidden_NE, logits_of=target_head.logits_of)
-    return chunked_loss(target, draft_hidden_ND, draft_head, divergence, weights_N, **options)
-
-
-def keep_top(logits, num_kept):
-    """Return the sparse target that keeps the most likely tokens of rows of logits."""
-    log_p = logits.log_softmax(-1)
-    kept = log_p.topk(num_kept)
-    log_tail = log_p.scatter(-1, kept.indices, -torch.inf).logsumexp(-1)
-    return SparseTarget(log_probs=kept.values, token_ids=kept.indices, log_tail=log_tail)
+def textbook(name, target, draft, *, temperature=1.0, token_ids_W=None, labels=None, beta=0.5, eta=3.0):
+    """Return the values of a divergence at rows of logits; `labels` are ids of the draft's."""
+    target, draft = (each if each.dtype == torch.float64 else each.float() for each in (target, draft))
+    ids = slice(None) if token_ids_W is None else token_ids_W
+    log_p, log_q = (target / temperature).log_softmax(-1)[..., ids], (draft / temperature).log_softmax(-1)
+    within = log_p - log_p.logsumexp(-1, keepdim=True)
+    overlap = torch.minimum(log_p.exp(), log_q.exp()).sum(-1)
+    if name == "jsd":
+        log_m = torch.logaddexp(within + math.log(beta), log_q + math.log1p(-beta))
+        return temperature**2 * (kl(within, log_m) / (1 - beta) + kl(log_q, log_m) / beta)
+    if name == "cross_entropy":
+        return functional.cross_entropy(draft, labels.clamp(min=-1), reduction="none", ignore_index=-1)
+    forward = temperature**2 * kl(within, log_q)
+    weight = (-eta * overlap).exp().detach()
+    return {
+        "forward_kl": forward,
+        "reverse_kl": temperature**2 * kl(log_q, within),
+        "total_variation": 1 - overlap,
+        "negative_log_acceptance": -overlap.log(),
+        "kl_tv_blend": weight * forward + (1 - weight) * (1 - overlap),
+    }[name]
 
 
 def target_hidden(target, batch):
     """Return the target's final hidden states `[B, T, E]` over a batch, computed here."""
-    return SignalSource(target).read(batch).dense.final_BTE
+    return SignalSource(target).read(batch).states.final_BTE

@@ -218,17 +218,19 @@ class _Training:
         table = to_device([own_labels, bool(self.stops)], self.accelerator.device)
         with self.clock("communication"):
             all_labels, stops = self.accelerator.reduce(table, "sum")
-        num_labels, losses = all_labels.clamp(min=1), []
+        # Gradients are averaged over the processes: so every label of the step weighs the same.
+        factor, losses = self.accelerator.num_processes / all_labels.clamp(min=1), []
         for number, batch in enumerate(window):
             last = number == len(window) - 1
             with self.clock("data" if self.task.source.reads_ahead else "target"):
                 signals = next(ahead) or self.task.source.read(batch)
             with self.engine.micro_batch(self.module, last=last):
                 with self.accelerator.autocast(), self.clock("loss"):
-                    outcome = self.task.loss(self.module, batch, signals, num_labels, self.accelerator.num_processes)
-                losses.append(outcome.loss.detach())
+                    outcome = self.task.loss(self.module, batch, signals)
+                    loss = outcome.loss * factor
+                losses.append(loss.detach())
                 with self.clock("backward"):
-                    self.engine.backward(outcome.loss)
+                    self.engine.backward(loss)
             self.metrics.add(outcome.sums, outcome.counts)
         with self.clock("optimizer"):
             norm = self.engine.clip(self.module, self.max_grad_norm)

@@ -16,9 +16,9 @@ from train.telemetry.step_clock import StepClock
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLoss:
-    """The loss of one micro-batch, already divided by the labels of the whole step, and sums for the metrics."""
+    """The loss of one micro-batch, summed over its labels, and sums for the metrics."""
 
-    loss: Tensor  # scalar to go backward from
+    loss: Tensor  # scalar
     sums: Mapping[str, Tensor]  # by metric, over this batch's labels; the loop adds them up and divides once by all labels
     counts: Mapping[str, Tensor] = field(default_factory=dict)  # to divide by in place of the labels
 
@@ -44,8 +44,8 @@ class Task(Protocol):
             step: optimiser steps done before.
         """
 
-    def loss(self, module: nn.Module, batch: Batch, signals: TargetSignals, num_labels: Tensor, world_size: int) -> BatchLoss:
-        """Return the loss of a micro-batch under the (wrapped) module, against the target's signals over it."""
+    def loss(self, module: nn.Module, batch: Batch, signals: TargetSignals) -> BatchLoss:
+        """Return the sum of the loss over a micro-batch's labels under the (wrapped) module, against the target's signals."""
 
     def evaluate(self, module: nn.Module) -> dict[str, float]:
         """Return metrics on held-out prompts; `tokens_per_target_step` among them chooses what is kept."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from configs.schema.commands.planning import PlanConfig, PlanHeadsConfig
-from distill.loss.chunked import rows_of_chunk
+from distill.loss.fused import rows_of_chunk
 from heads.frozen.hidden_states import blocks, num_blocks
 from heads.modules.layers import shape_like
 from train.plan.models import PlannedModels, count, draft_columns, draft_work, frozen_copies, target_columns

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError
@@ -64,7 +64,7 @@ class DraftTask:
                 check_keeps_apart(model)
         if config.schedule.activation_checkpointing:
             checkpoint_activations(draft)
-        self.module: nn.Module = DraftObjective(draft, target, config.loss, self.vocabulary, self.clock)
+        self.module: nn.Module = DraftObjective(draft, target, config.loss, self.vocabulary)
         self.rewriter = Rewriter(config, target) if config.policy.on_policy else None
         self.drafts_while_training = self.rewriter is not None
         self.source = SignalSource(target, cache=cache, known_ahead=self.rewriter is None)
@@ -103,8 +103,8 @@ class DraftTask:
             batches, written = [batch for batch, _ in pairs], [count for _, count in pairs]
         return batches, {"rewritten_share": torch.tensor(sum(written), device=self.accelerator.device)}
 
-    def loss(self, module: nn.Module, batch: Batch, signals: TargetSignals, num_labels: Tensor, world_size: int) -> BatchLoss:
-        result = module(batch, signals.states.final_BTE, num_labels, world_size)
+    def loss(self, module: nn.Module, batch: Batch, signals: TargetSignals) -> BatchLoss:
+        result = module(batch, signals.states.final_BTE)
         sums = {
             "loss": result.values_N.sum(),
             "acceptance": result.acceptance_N.sum(),

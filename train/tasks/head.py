@@ -77,7 +77,7 @@ class HeadTask:
         if config.schedule.activation_checkpointing:
             checkpoint_activations(head)
         self.config = config
-        self.module: nn.Module = HeadObjective(head, target, config.loss, self.clock)
+        self.module: nn.Module = HeadObjective(head, target, config.loss)
         self.training_prompts = training_prompts(train, None if start is None else start.folder)
         self.held_out = HeldOut(config, target, held_out, accelerator)
         if config.held_out.decode.tree is not None:
@@ -102,8 +102,8 @@ class HeadTask:
     def prepare(self, module: nn.Module, window: list[Batch], step: int) -> Prepared:
         return window, {}
 
-    def loss(self, module: nn.Module, batch: Batch, signals: TargetSignals, num_labels: Tensor, world_size: int) -> BatchLoss:
-        result: HeadLoss = module(batch, signals.states, num_labels, world_size, signals.normalisers)
+    def loss(self, module: nn.Module, batch: Batch, signals: TargetSignals) -> BatchLoss:
+        result: HeadLoss = module(batch, signals.states, signals.normalisers)
         sums, counts = _metrics(result)
         return BatchLoss(loss=result.loss, sums=sums, counts=counts)
 

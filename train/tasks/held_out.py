@@ -131,7 +131,7 @@ class HeldOut:
     ) -> Tensor:
         batch = collate(examples).to(self.accelerator.device)
         with self.accelerator.autocast():
-            result: HeadLoss = objective(batch, states_of(batch), batch.loss_mask_BT[:, 1:].sum().clamp(min=1), 1)
+            result: HeadLoss = objective(batch, states_of(batch))
         accepted_BT = result.accepted_P.view_as(batch.input_ids_BT).tolist()
         walks = [
             walk(accepted_T, example.answer_start, len(example.input_ids), self.decode.num_speculative_tokens)

@@ -3,7 +3,7 @@
 Time is charged to the innermost part that is under way, to `other` where there is none, so that the parts add up to the whole.
 On a CPU it is the wall clock's, as on devices without timed events. On others an event is queued at each border and read when
 the seconds are asked for: it is the time of the device's own queue. docs/running.md says what counts as what. The
-gradient of the draft's head is part of `loss`, as `distill.loss.chunked` computes it there; of the gradients' communication
+gradient of the draft's head is part of `loss`, as `distill.loss.fused` computes it there; of the gradients' communication
 only what the backward did not hide is known, and only under DDP (`mark_gradient`).
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from heads.device import has_timed_events, timed_event
 
 OTHER, BACKWARD, COMMUNICATION = "other", "backward", "communication"
-STEP_PARTS = ("data", "rewriting", "target", "draft", "loss", BACKWARD, COMMUNICATION, "optimizer", OTHER)
+STEP_PARTS = ("data", "rewriting", "target", "loss", BACKWARD, COMMUNICATION, "optimizer", OTHER)
 ASIDE = ("evaluation", "checkpoint")
 MOST_MARKS = 10_000  # borders kept before they are turned into seconds
 

@@ -21,16 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from distill.loss import chunked
+from distill.loss import fused
 from distill.loss.divergences import forward_kl
-from distill.loss.pairs import DenseChunk, normalise
+from distill.loss.fused import normalise
 from heads.frozen.loading import Target
 from heads.inference import compiled_forward
 from heads.inference.causal_lm import forward_rows, new_cache
 from heads.inference.compiled_forward import make_compiled
 from heads.inference.lean_forward import make_lean
 from heads.inference.runner import runner_of
-from heads.modules.interface import Normalisers
 from heads.proposers.protocol import Proposer
 from scripts.lab.counts.launches import VOCABULARY, as_on_a_gpu, is_launch, new_run, run_under_way
 
@@ -63,14 +62,14 @@ def count_loss_bytes() -> dict[str, float]:
     generator = torch.Generator().manual_seed(0)
     target_CW, draft_CW = (torch.randn(CHUNK, COLUMNS, generator=generator).bfloat16() for _ in range(2))
     sums_C = torch.full((CHUNK,), math.log(COLUMNS) + 1)
-    target = DenseChunk(logits_CX=target_CW, known=Normalisers(log_sum_P=sums_C, top1_P=target_CW.argmax(-1)))
+    known = sums_C, target_CW.argmax(-1)
     ids_W, weights_C = torch.arange(COLUMNS), torch.full((CHUNK,), 1 / CHUNK)
-    with mock.patch.object(chunked, "keeps_small_tensors_near", return_value=False), _moved() as moved:
-        chunked.compare(forward_kl, target, draft_CW, weights_C, draft_token_ids_W=ids_W, compiled=False)
+    with mock.patch.object(fused, "keeps_small_tensors_near", return_value=False), _moved() as moved:
+        fused.compare(forward_kl, target_CW, draft_CW, weights_C, known=known, token_ids_W=ids_W, compiled=False)
     metrics.reset()
     torch._logging.set_logs(inductor_metrics=True)  # or the compiler does not count
     with inductor_config.patch(force_disable_caches=True):
-        chunked.compare(forward_kl, target, draft_CW, weights_C, draft_token_ids_W=ids_W, compiled=True)
+        fused.compare(forward_kl, target_CW, draft_CW, weights_C, known=known, token_ids_W=ids_W, compiled=True)
     torch._logging.set_logs()
     logits = CHUNK * COLUMNS
     return {"loss_bytes_a_logit": moved["bytes"] / logits, "loss_bytes_a_logit_compiled": metrics.num_bytes_accessed / logits}
@@ -80,8 +79,8 @@ def count_loss_bytes() -> dict[str, float]:
 def count_sum_bytes(target: Target) -> float:
     """Return the bytes that the sum over the target's vocabulary moves at a position, by logit."""
     hidden_1TE = torch.zeros(1, CHUNK, target.model.config.hidden_size)
-    with mock.patch("distill.loss.pairs.keeps_small_tensors_near", return_value=False), _moved(VOCABULARY) as moved:
-        normalise(target.model, hidden_1TE, torch.arange(CHUNK), chunk_size=CHUNK)
+    with mock.patch("distill.loss.fused.keeps_small_tensors_near", return_value=False), _moved(VOCABULARY) as moved:
+        normalise(target.model, hidden_1TE[0], chunk_size=CHUNK)
     return moved["bytes"] / (CHUNK * VOCABULARY)
 
 

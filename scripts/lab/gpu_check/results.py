@@ -108,7 +108,7 @@ def _step(kind: str, target: Target, autocast: bool = False) -> tuple[float, flo
     torch.manual_seed(0)  # of families that draw origins
     labels = batch.loss_mask_BT[:, 1:].sum()
     with torch.autocast(target.device.type, torch.bfloat16, enabled=autocast):
-        loss = HeadObjective(head, target, LossConfig())(batch, states, labels, 1).loss
+        loss = HeadObjective(head, target, LossConfig())(batch, states).loss / labels
     loss.backward()
     gradients = [each.grad for each in head.parameters() if each.grad is not None]
     return float(loss.detach()), float(nn.utils.get_total_norm(gradients))

@@ -127,13 +127,13 @@ def _train(task: HeadTask, batches: Sequence[Batch]) -> list[float]:
         on_device = batch.to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bf16"):
             labels = on_device.loss_mask_BT[:, 1:].sum()
-            found = task.loss(module, on_device, task.source.read(on_device), labels, 1)
-        found.loss.backward()
+            loss = task.loss(module, on_device, task.source.read(on_device)).loss / labels
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), task.config.optimizer.max_grad_norm)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        losses.append(found.loss.detach())
+        losses.append(loss.detach())
     return torch.stack(losses).tolist()
 
 

@@ -171,7 +171,7 @@ def train_head(case: Case, settings: Eagle3Settings | MtpSettings) -> None:
         _, _, in_block = name.partition("mtp_block")
         if parameter.requires_grad and (not in_block or any(each.endswith(in_block) for each in learning)):
             wanted.append(name)
-    train(objective, lambda: objective(examples, states, examples.loss_mask_BT.sum(), 1).loss, wanted)
+    train(objective, lambda: objective(examples, states).loss / examples.loss_mask_BT.sum(), wanted)
     metadata = head_metadata(
         settings,
         taps,
@@ -194,7 +194,7 @@ def distill(case: Case) -> None:
     wanted = [f"draft.{name}" for name in names_with_gradient(draft, examples.input_ids_BT)]
 
     def loss() -> Tensor:
-        return objective(examples, signal, examples.loss_mask_BT.sum(), 1).loss
+        return objective(examples, signal).loss / examples.loss_mask_BT.sum()
 
     train(objective, loss, wanted)
     metadata = Metadata(

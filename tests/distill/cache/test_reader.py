@@ -16,7 +16,7 @@ from distill.cache import writer as cache_making
 from distill.cache.reader import check_fits, open_cache
 from distill.dataset.batches import ConversationDataset
 from distill.loss.draft_objective import DraftObjective
-from distill.loss.pairs import normalise
+from distill.loss.fused import normalise
 from heads.frozen.hidden_states import read_states
 from heads.inference.causal_lm import head_logits
 from tests.support import family_checks as checks
@@ -70,7 +70,7 @@ def test_states_are_those_read_online_to_the_bit(name, dtype, job, tmp_path, dat
         assert torch.equal(found.final_BTE, online.final_BTE)
         assert len(found.taps_ABTE) == len(TAPS)
         assert all(torch.equal(one, other) for one, other in zip(found.taps_ABTE, online.taps_ABTE, strict=True))
-        expected = normalise(target.model, online.final_BTE, torch.arange(batch.input_ids_BT.numel()), chunk_size=128)
+        expected = normalise(target.model, online.final_BTE.flatten(0, 1), chunk_size=128)
         assert torch.equal(cache.normalisers(batch).log_sum_P, expected.log_sum_P.float())
         assert torch.equal(cache.normalisers(batch).top1_P, expected.top1_P)
 
@@ -108,7 +108,7 @@ def test_a_draft_learns_from_it_what_it_learns_online(cache, conversations, targ
     weights = [weight for weight in objective.draft.parameters() if weight.requires_grad]
     sides = []
     for states in (cache.states(batch), read_states(target.model, batch.input_ids_BT, ())):
-        result = objective(batch, states.final_BTE, torch.tensor(7.0), 1)
+        result = objective(batch, states.final_BTE)
         sides.append((result.loss.detach(), torch.autograd.grad(result.loss, weights)))
     torch.testing.assert_close(sides[0], sides[1], rtol=1e-5, atol=1e-5)
 

@@ -1,227 +1,162 @@
-"""Each divergence and its closed form against a naive float64 reference, its identity, finite differences, extreme logits."""
+"""Each divergence and its gradient against a textbook's, its identities, extreme logits, and mixes by config."""
 
 import math
 from functools import partial
+from typing import get_args
 
 import pytest
 import torch
-from torch.nn import functional
 
-from configs.schema.training import LossConfig
+from configs.schema.training import DivergenceName, DivergenceSettings, LossConfig
 from distill.loss.divergences import (
-    CLOSED_FORMS,
     DIVERGENCES,
     acceptance,
-    closed_form,
     configured_divergence,
     cross_entropy,
     forward_kl,
     jsd,
     kl_tv_blend,
+    make_pair,
+    mixed,
     negative_log_acceptance,
     reverse_kl,
     total_variation,
 )
-from distill.loss.pairs import SparseTarget
-from tests.support.losses import dense_pair, keep_top, random_logits
+from tests.support.losses import random_logits, textbook
 
-ROWS, VOCABULARY = 7, 11
-MIX = LossConfig(mix={"forward_kl": 0.3, "jsd": 2.0, "total_variation": 0.5}, settings={"jsd": {"beta": 0.9}})
+VOCABULARY = 11
+IDS_W = torch.tensor([7, 0, 3, 8, 2, 5])
+LABELS = torch.tensor([0, 4, -100, 4, 2, 5, -1])
 PLAIN = {name: divergence for name, divergence in DIVERGENCES.items() if name != "cross_entropy"}
-WITH_A_FORM = PLAIN | {
-    "jsd_0": partial(jsd, beta=0.0),
-    "jsd_0.1": partial(jsd, beta=0.1),
-    "jsd_1": partial(jsd, beta=1.0),
-    "blend_1": partial(kl_tv_blend, eta=1.0),
-    "mix": configured_divergence(MIX),
-}
-every_divergence = pytest.mark.parametrize("name", [*PLAIN, "jsd_0.1"])
-every_form = pytest.mark.parametrize("divergence", WITH_A_FORM.values(), ids=WITH_A_FORM)
+OTHERS = {"jsd_0.1": ("jsd", {"beta": 0.1}), "blend_1": ("kl_tv_blend", {"eta": 1.0})}
+CASES = {name: (name, {}) for name in DIVERGENCES} | OTHERS
+EVERY = {name: partial(DIVERGENCES[of], **settings) for name, (of, settings) in CASES.items() if of != "cross_entropy"}
+EVERY |= {"jsd_0": partial(jsd, beta=0.0), "jsd_1": partial(jsd, beta=1.0)}
+every_one = pytest.mark.parametrize("divergence", EVERY.values(), ids=EVERY)
 
 
-def softmax(row, temperature=1.0):
-    powers = [math.exp(value / temperature) for value in row]
-    return [power / sum(powers) for power in powers]
-
-
-def naive_kl(p, q):
-    return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0)
-
-
-def naive_tv(p, q):
-    return sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2
-
-
-def naive_jsd(p, q, beta):
-    m = [beta * a + (1 - beta) * b for a, b in zip(p, q, strict=True)]
-    return (beta * naive_kl(p, m) + (1 - beta) * naive_kl(q, m)) / (beta * (1 - beta))
-
-
-def naive_blend(p, q, temperature):
-    weight = math.exp(-3.0 * (1 - naive_tv(p, q)))
-    return weight * temperature**2 * naive_kl(p, q) + (1 - weight) * naive_tv(p, q)
-
-
-NAIVE = {
-    "forward_kl": lambda p, q, T: T**2 * naive_kl(p, q),
-    "reverse_kl": lambda p, q, T: T**2 * naive_kl(q, p),
-    "jsd": lambda p, q, T: T**2 * naive_jsd(p, q, 0.5),
-    "jsd_0.1": lambda p, q, T: T**2 * naive_jsd(p, q, 0.1),
-    "total_variation": lambda p, q, T: naive_tv(p, q),
-    "negative_log_acceptance": lambda p, q, T: -math.log(1 - naive_tv(p, q)),
-    "kl_tv_blend": naive_blend,
-}
-
-
-def naive_values(name, target_logits, draft_logits, temperature):
-    return [
-        NAIVE[name](softmax(target_row, temperature), softmax(draft_row, temperature), temperature)
-        for target_row, draft_row in zip(target_logits.tolist(), draft_logits.tolist(), strict=True)
-    ]
-
-
-def by_autograd(divergence, target, draft, **options):
+def by_autograd(name, target, draft, **options):
     leaf = draft.clone().requires_grad_()
-    values = divergence(dense_pair(target, leaf, **options))
+    values = textbook(name, target, leaf, **options)
     (gradient,) = torch.autograd.grad(values.sum(), leaf)
     return values.detach(), gradient
 
 
-def by_form(divergence, target, draft, **options):
-    return closed_form(divergence)(dense_pair(target, draft, **options))
+@pytest.mark.parametrize(("name", "settings"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize("ids", [None, IDS_W], ids=["whole", "reduced"])
+@pytest.mark.parametrize("temperature", [1.0, 1.7])
+def test_value_and_gradient_are_the_textbooks(name, settings, ids, temperature):
+    target, draft = random_logits(1), random_logits(2, VOCABULARY if ids is None else len(ids))
+    options = {"temperature": temperature, "token_ids_W": ids, "labels": LABELS}
+    expected = by_autograd(name, target, draft, **options, **settings)
+    assert expected[1].abs().max() > 1e-3
+    found = DIVERGENCES[name](make_pair(target, draft, **options), **settings)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
-@every_divergence
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
-def test_a_divergence_equals_its_definition_written_out(name, temperature):
-    target, draft = random_logits(1), random_logits(2)
-    values = WITH_A_FORM[name](dense_pair(target, draft, temperature=temperature))
-    assert values.tolist() == pytest.approx(naive_values(name, target, draft, temperature), rel=1e-12)
+def test_the_textbook_is_written_out_right():
+    p, q = ([math.exp(x) / sum(map(math.exp, row)) for x in row] for row in ([0.1, 2.0, -1.0], [1.0, 0.5, 0.0]))
+    logits = [torch.tensor([row], dtype=torch.float64) for row in ([0.1, 2.0, -1.0], [1.0, 0.5, 0.0])]
+    expected = {
+        "forward_kl": sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)),
+        "reverse_kl": sum(b * math.log(b / a) for a, b in zip(p, q, strict=True)),
+        "total_variation": sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2,
+        "negative_log_acceptance": -math.log(sum(map(min, p, q))),
+    }
+    for name, value in expected.items():
+        assert textbook(name, *logits).item() == pytest.approx(value, rel=1e-12)
 
 
-@every_divergence
+@pytest.mark.parametrize("name", PLAIN)
 def test_half_precision_logits_are_compared_in_float32(name):
     target, draft = random_logits(1).bfloat16(), random_logits(2).bfloat16()
-    values = WITH_A_FORM[name](dense_pair(target, draft))
+    values, _ = PLAIN[name](make_pair(target, draft))
     assert values.dtype == torch.float32
-    assert values.tolist() == pytest.approx(naive_values(name, target, draft, 1.0), rel=5e-6)
+    torch.testing.assert_close(values.double(), textbook(name, target.double(), draft.double()), rtol=5e-6, atol=0)
 
 
-@every_form
+@every_one
 def test_a_divergence_is_zero_with_zero_gradient_where_draft_equals_target(divergence):
-    for way in (by_autograd, by_form):
-        for found in way(divergence, random_logits(1), random_logits(1)):
-            assert found.abs().max() < 1e-14
+    for found in divergence(make_pair(random_logits(1), random_logits(1))):
+        assert found.abs().max() < 1e-14
 
 
-@every_form
-@pytest.mark.parametrize("ids", [None, torch.tensor([7, 0, 3, 8, 2, 5])], ids=["whole", "reduced"])
-@pytest.mark.parametrize("temperature", [1.0, 1.7])
-def test_a_closed_form_gives_the_value_and_the_gradient_that_autograd_gives(divergence, ids, temperature):
-    target, draft = random_logits(1), random_logits(2, VOCABULARY if ids is None else len(ids))
-    options = {"temperature": temperature, "draft_token_ids_W": ids}
-    expected = by_autograd(divergence, target, draft, **options)
-    assert expected[1].abs().max() > 1e-3
-    torch.testing.assert_close(by_form(divergence, target, draft, **options), expected, rtol=1e-12, atol=1e-14)
-
-
-@every_form
+@every_one
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_extreme_and_masked_logits_leave_values_and_gradients_finite(divergence, dtype):
     # Opposite certainty, agreeing certainty, columns masked on both sides, on either side alone.
     big, inf = 1e4, math.inf
     target = [[big, -big, 0.0, 1.0], [big, -big, 0.0, 1.0], [1.0, -inf, 0.0, 2.0], [1.0, -inf, 0.0, 2.0], [1.0, 3.0, 0.0, 2.0]]
     draft = [[-big, big, 0.0, 1.0], [big, -big, 0.0, 1.0], [0.0, -inf, 0.5, 1.0], [0.0, 3.0, 0.5, 1.0], [0.0, -inf, 0.5, 1.0]]
-    rows = torch.tensor(target, dtype=dtype), torch.tensor(draft, dtype=dtype)
-    found = by_form(divergence, *rows)
-    assert all(torch.isfinite(each).all() for each in found)
-    assert found[0][1].abs() < 1e-6
-    tolerance = 1e-9 if dtype == torch.float64 else 1e-5
-    torch.testing.assert_close(found, by_autograd(divergence, *rows), rtol=tolerance, atol=tolerance)
+    values, gradient = divergence(make_pair(torch.tensor(target, dtype=dtype), torch.tensor(draft, dtype=dtype)))
+    assert torch.isfinite(values).all()
+    assert torch.isfinite(gradient).all()
+    assert values[1].abs() < 1e-6
+    assert gradient[4, 1] == 0  # what the draft masks pulls at nothing
 
 
-@every_form
-def test_a_closed_form_leaves_the_pair_as_it_was_for_the_next_reader(divergence):
-    pair, untouched = (dense_pair(random_logits(1), random_logits(2)) for _ in range(2))
-    closed_form(divergence)(pair)
+def test_a_reach_of_nearly_nothing_stays_a_number():
+    far = make_pair(random_logits(1) - 1e9, random_logits(2), log_sum_C=torch.zeros(7, dtype=torch.float64))
+    for name in ("forward_kl", "total_variation", "negative_log_acceptance"):
+        assert torch.isfinite(DIVERGENCES[name](far)[0]).all()
+
+
+@every_one
+def test_a_divergence_leaves_the_pair_as_it_was_for_the_next_reader(divergence):
+    pair, untouched = (make_pair(random_logits(1), random_logits(2), token_ids_W=torch.arange(11)) for _ in range(2))
+    divergence(pair)
     for name in ("p", "q", "log_p", "log_q"):
         assert torch.equal(getattr(pair, name), getattr(untouched, name))
 
 
-def test_every_divergence_but_cross_entropy_has_a_closed_form():
-    def own(pair):
-        return forward_kl(pair)
-
-    assert set(DIVERGENCES.values()) - set(CLOSED_FORMS) == {cross_entropy}
-    with_labels = configured_divergence(LossConfig(mix={"forward_kl": 1.0, "cross_entropy": 0.1}))
-    assert [closed_form(each) for each in (cross_entropy, with_labels, own, partial(own))] == [None] * 4
-
-
 def test_rescaled_jsd_runs_into_both_kls():
-    pair = dense_pair(random_logits(1), random_logits(2))
+    pair = make_pair(random_logits(1), random_logits(2))
     for beta, kl in ((0, forward_kl), (1, reverse_kl)):
-        assert torch.equal(jsd(pair, beta=beta), kl(pair))
-        torch.testing.assert_close(jsd(pair, beta=abs(beta - 1e-6)), kl(pair), rtol=1e-4, atol=0)
+        assert all(torch.equal(one, other) for one, other in zip(jsd(pair, beta=beta), kl(pair), strict=True))
+        torch.testing.assert_close(jsd(pair, beta=abs(beta - 1e-6))[0], kl(pair)[0], rtol=1e-4, atol=0)
 
 
 def test_acceptance_is_one_minus_total_variation_and_what_rejection_sampling_keeps():
-    pair = dense_pair(random_logits(1), random_logits(2))
+    pair = make_pair(random_logits(1), random_logits(2))
     kept = (pair.q * (pair.p / pair.q).clamp(max=1)).sum(-1)
-    for expected in (1 - total_variation(pair), torch.exp(-negative_log_acceptance(pair)), kept):
+    for expected in (1 - total_variation(pair)[0], torch.exp(-negative_log_acceptance(pair)[0]), kept):
         torch.testing.assert_close(acceptance(pair), expected, rtol=1e-13, atol=1e-15)
 
 
-def test_no_gradient_flows_into_the_target():
-    target = random_logits(1).requires_grad_()
-    assert not dense_pair(target, random_logits(2)).log_p.requires_grad
-    assert not keep_top(target, 3).pair(random_logits(2), temperature=1.0).log_p.requires_grad
-
-
 def test_log_acceptance_still_has_a_gradient_where_acceptance_underflows():
-    target, draft = torch.tensor([[200.0, 0.0]]), torch.tensor([[0.0, 200.0]], requires_grad=True)
-    pair = dense_pair(target, draft)
-    (gradient,) = torch.autograd.grad(negative_log_acceptance(pair).sum(), draft)
+    pair = make_pair(torch.tensor([[200.0, 0.0]]), torch.tensor([[0.0, 200.0]]))
     assert acceptance(pair).item() == 0
-    assert gradient[0, 0] < -0.4
+    assert negative_log_acceptance(pair)[1][0, 0] < -0.4
 
 
-def test_sides_that_cannot_be_paired_are_refused():
-    with pytest.raises(ValueError, match="the draft has 6 logits a position where 11 are expected"):
-        dense_pair(random_logits(1), random_logits(3, 6))
-
-
-# --- sparse targets and labels ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", PLAIN)
-def test_the_tail_is_one_more_bucket_on_both_sides(name):
-    target, draft = random_logits(1), random_logits(2)
-    expected = []
-    for target_row, draft_row in zip(target.tolist(), draft.tolist(), strict=True):
-        p, q = softmax(target_row), softmax(draft_row)
-        kept = sorted(range(VOCABULARY), key=lambda token: -p[token])[:3]
-        merged = [[side[token] for token in kept] + [1 - sum(side[token] for token in kept)] for side in (p, q)]
-        expected.append(NAIVE[name](*merged, 1.0))
-    assert PLAIN[name](keep_top(target, 3).pair(draft, temperature=1.0)).tolist() == pytest.approx(expected, rel=1e-10)
-
-
-@pytest.mark.parametrize("name", PLAIN)
-def test_a_sparse_target_stored_in_half_precision_still_gives_no_negative_divergence(name):
-    target = keep_top(random_logits(1), 4)
-    stored = SparseTarget(log_probs=target.log_probs.half(), token_ids=target.token_ids, log_tail=target.log_tail.half())
-    values = PLAIN[name](stored.pair(random_logits(1).float(), temperature=1.0))
-    assert (values >= -1e-6).all()
-    assert (values < 2e-3).all()
-
-
-@pytest.mark.parametrize("temperature", [1.0, 3.0])
-def test_cross_entropy_reads_the_label_at_temperature_one_and_skips_missing_labels(temperature):
-    draft, labels = random_logits(2).requires_grad_(), torch.tensor([0, 8, -100, 4, 4, 10, -1])
-    dense = cross_entropy(dense_pair(random_logits(1), draft, temperature=temperature, labels=labels))
-    sparse = cross_entropy(keep_top(random_logits(1), 2).pair(draft, temperature=1.0, labels=labels))
-    expected = functional.cross_entropy(draft, labels.clamp(min=-1), reduction="none", ignore_index=-1)
-    torch.testing.assert_close(dense, expected)
-    torch.testing.assert_close(sparse, expected)
-    torch.testing.assert_close(torch.autograd.grad(dense.sum(), draft), torch.autograd.grad(expected.sum(), draft))
+def test_what_cannot_be_compared_is_refused():
+    with pytest.raises(ValueError, match="6 logits"):
+        make_pair(random_logits(1), random_logits(3, 6))
     with pytest.raises(ValueError, match="needs labels"):
-        cross_entropy(dense_pair(random_logits(1), draft))
+        cross_entropy(make_pair(random_logits(1), random_logits(2)))
+
+
+# --- by config ----------------------------------------------------------------------------------------------------
+
+
+def some_pair():
+    return make_pair(random_logits(1), random_logits(2), labels=LABELS)
+
+
+def test_a_config_names_every_divergence_there_is_with_the_defaults_that_it_has_itself():
+    assert set(get_args(DivergenceName)) == set(DIVERGENCES)
+    for name, divergence in DIVERGENCES.items():
+        found = configured_divergence(LossConfig(divergence=name))(some_pair())
+        assert all(torch.equal(one, other) for one, other in zip(found, divergence(some_pair()), strict=True))
+    assert set(DivergenceSettings().model_dump()) <= set(DIVERGENCES)
+
+
+def test_a_mix_adds_up_its_weighted_parts_with_their_settings():
+    settings = {"jsd": {"beta": 0.1}, "kl_tv_blend": {"eta": 1.0}}
+    config = LossConfig(mix={"jsd": 2.0, "kl_tv_blend": 0.5, "cross_entropy": 0.3, "forward_kl": 0.0}, settings=settings)
+    parts = [jsd(some_pair(), beta=0.1), kl_tv_blend(some_pair(), eta=1.0), cross_entropy(some_pair())]
+    found = configured_divergence(config)(some_pair())
+    for each, expected in zip(found, zip(*parts, strict=True), strict=True):
+        torch.testing.assert_close(each, 2.0 * expected[0] + 0.5 * expected[1] + 0.3 * expected[2])
+    alone = mixed([forward_kl], [0.5], some_pair())
+    torch.testing.assert_close(alone[1], 0.5 * forward_kl(some_pair())[1])

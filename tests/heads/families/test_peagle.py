@@ -71,10 +71,10 @@ def test_the_sampled_loss_is_the_whole_one_on_average(target):
     batch, states = checks.inputs_of(target.model, [list(range(3, 20)), list(range(30, 41))], head.taps)
     objective = HeadObjective(head, target, LossConfig())
     with torch.no_grad():
-        whole = objective(batch, states, torch.tensor(20.0), 1).loss
+        whole = objective(batch, states).loss
         head.train()
         torch.manual_seed(0)
-        sampled = torch.stack([objective(batch, states, torch.tensor(20.0), 1).loss for _ in range(60)])
+        sampled = torch.stack([objective(batch, states).loss for _ in range(60)])
     error = sampled.std() / len(sampled) ** 0.5
     assert 0 < error < 0.02 * whole
     assert abs(sampled.mean() - whole) < 3 * error
@@ -84,7 +84,7 @@ def test_the_sampled_loss_is_the_whole_one_on_average(target):
 def test_texts_shorter_than_the_depths_can_be_trained_on(target, rows):
     head = checks.build(PEAGLE, target.model).train()
     batch, states = checks.inputs_of(target.model, rows, head.taps)
-    loss = HeadObjective(head, target, LossConfig())(batch, states, torch.tensor(4.0), 1)
+    loss = HeadObjective(head, target, LossConfig())(batch, states)
     loss.loss.backward()
     assert loss.labels_K[0] == sum(len(row) - 2 for row in rows)
     assert head.mask_hidden.grad is not None  # of 0 perhaps: processes that train together expect one from each

@@ -22,7 +22,7 @@ def train_some(task, rows, steps, learning_rate=1e-2):
     batch = collate(examples)
     optimizer = torch.optim.AdamW(task.module.parameters(), lr=learning_rate, weight_decay=0.0)
     for _ in range(steps):
-        loss = task.loss(task.module, batch, task.source.read(batch), batch.loss_mask_BT[:, 1:].sum(), 1).loss
+        loss = task.loss(task.module, batch, task.source.read(batch)).loss / batch.num_labels
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -56,20 +56,20 @@ def counted(clock):
 
 
 def test_all_time_from_the_start_is_charged_to_the_innermost_part_which_an_error_leaves_too(clock, time):
-    with clock("draft"):
+    with clock("target"):
         time.wait(64)
     clock.start()
     time.wait(1)
-    with clock("evaluation"), clock("draft"):  # what is aside has no parts of a step
+    with clock("evaluation"), clock("target"):  # what is aside has no parts of a step
         time.wait(64)
     with clock("loss"):
         time.wait(2)
-        with suppress(KeyboardInterrupt), clock("draft"):
+        with suppress(KeyboardInterrupt), clock("target"):
             time.wait(4)
             raise KeyboardInterrupt
         time.wait(8)
     time.wait(16)
-    assert counted(clock) == {"other": 17, "loss": 10, "draft": 4, "evaluation": 64}
+    assert counted(clock) == {"other": 17, "loss": 10, "target": 4, "evaluation": 64}
     time.wait(32)
     assert counted(clock)["other"] == 49
     assert set(clock.seconds()) == {*STEP_PARTS, *ASIDE}
@@ -93,7 +93,7 @@ def test_what_follows_the_last_gradient_of_a_backward_is_communication(clock, ti
 def test_on_a_gpu_the_time_is_that_of_its_queue_and_nobody_waits_for_it_on_the_way(time):
     clock = StepClock(torch.device("cuda"))
     clock.start()
-    with clock("draft"):
+    with clock("target"):
         time.launch(5)
         time.wait(1)
     with clock("data"):  # the first 4 seconds of which the GPU still works on the draft
@@ -101,7 +101,7 @@ def test_on_a_gpu_the_time_is_that_of_its_queue_and_nobody_waits_for_it_on_the_w
     with clock("loss"):
         time.launch(3)
     assert time.waits == 0
-    assert counted(clock) == {"draft": 5, "data": 2, "loss": 3}
+    assert counted(clock) == {"target": 5, "data": 2, "loss": 3}
     assert sum(clock.seconds().values()) == pytest.approx(time.gpu_busy_until - 100)
 
 

@@ -52,7 +52,7 @@ def test_what_two_processes_did_is_added_up_before_it_is_divided_and_each_report
     monkeypatch.setattr(step_metrics, "memory_peak", lambda _: 2.0**30)
     clock = Clock()
     metrics = StepMetrics(TwoProcesses(), clock, 3e7, 1e9)
-    step(metrics, clock, (10, 4), 12.0, 0.5, target=3.0, draft=1.0)
+    step(metrics, clock, (10, 4), 12.0, 0.5, target=3.0, backward=1.0)
     step(metrics, clock, (6,), 3.0, 1.5, loss=4.0)
     report = metrics.report()
     assert report["loss"] == pytest.approx(15 / 9)
@@ -64,7 +64,9 @@ def test_what_two_processes_did_is_added_up_before_it_is_divided_and_each_report
     assert report["memory_peak_bytes"] == 3 * 2**30
     shares = {name.removeprefix(SHARE): share for name, share in report.items() if name.startswith(SHARE)}
     assert list(shares) == list(STEP_PARTS)
-    assert {part: share * 8 for part, share in shares.items() if share} == pytest.approx({"target": 3, "draft": 1, "loss": 4})
+    assert {part: share * 8 for part, share in shares.items() if share} == pytest.approx(
+        {"target": 3, "backward": 1, "loss": 4}
+    )
     step(metrics, clock, (5,), 3.0, 3.0, backward=1.0)
     report = metrics.report()
     assert (report["loss"], report["gradient_norm"], report[f"{SHARE}backward"], report[f"{SHARE}loss"]) == (1, 3, 1, 0)

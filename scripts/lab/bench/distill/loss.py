@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from distill.loss.chunked import LossPart, chunked_losses
 from distill.loss.divergences import jsd
+from distill.loss.fused import DraftRows, TargetRows, fused_loss
 from distill.loss.logit_head import LogitHead
-from distill.loss.pairs import HiddenRows
 from eval.stats.bootstrap import Interval, paired_ratio_interval
 from scripts.lab.bench.harness import in_fresh_process, measure_growth, read_kibibytes
 from scripts.lab.bench.peers.trl_gkd import trl_is_installed
@@ -143,20 +142,21 @@ def loss_sides(chunk_size: int) -> dict[Key, LossSide]:
 
 
 def chunked_divergence(inputs: LossInputs, *, beta: float, chunk_size: int) -> Tensor:
-    """Return the loss by `distill.loss.chunked`, divided between the ends by what our JSD is larger by.
+    """Return the loss by `distill.loss.fused`, divided between the ends by what our JSD is larger by.
 
     It is not compiled: that would count as memory and time of the one pass that a process makes.
     """
     num_positions = len(inputs.draft_hidden_ND)
     weight_VD = inputs.draft_head_VD
-    part = LossPart(
-        target=HiddenRows(hidden_NE=inputs.target_hidden_ND, logits_of=partial(F.linear, weight=inputs.target_head_VD)),
-        draft_hidden_ND=inputs.draft_hidden_ND,
-        draft_head=LogitHead(logits_of=partial(F.linear, weight=weight_VD), parameters=(weight_VD,)),
+    target = TargetRows(hidden_PE=inputs.target_hidden_ND, logits_of=partial(F.linear, weight=inputs.target_head_VD))
+    rows = DraftRows(
+        hidden_ND=inputs.draft_hidden_ND,
+        head=LogitHead(logits_of=partial(F.linear, weight=weight_VD), parameters=(weight_VD,)),
         weights_N=torch.full((num_positions,), 1 / num_positions),
+        places_N=torch.arange(num_positions),
     )
-    (result,) = chunked_losses([part], partial(jsd, beta=beta), chunk_size=chunk_size, compiled=False)
-    return result.loss * (beta * (1 - beta) or 1)
+    loss, _ = fused_loss(target, [rows], partial(jsd, beta=beta), chunk_size=chunk_size, compiled=False)
+    return loss * (beta * (1 - beta) or 1)
 
 
 def unchunked_jsd(inputs: LossInputs) -> Tensor:

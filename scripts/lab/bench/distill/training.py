@@ -81,13 +81,14 @@ class DraftTrainer:
     def step(self, batch: Batch) -> float:
         num_labels = batch.loss_mask_BT[:, 1:].sum().clamp(min=1)
         with self.accelerator.autocast():
-            outcome = self.task.loss(self.module, batch, self.task.source.read(batch), num_labels, 1)
-        self.accelerator.backward(outcome.loss)
+            outcome = self.task.loss(self.module, batch, self.task.source.read(batch))
+            loss = outcome.loss / num_labels
+        self.accelerator.backward(loss)
         self.accelerator.clip_grad_norm_(self.module.parameters(), self.max_grad_norm)
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
-        return outcome.loss.item()
+        return loss.item()
 
 
 def compare_cached(setup: DistillSetup) -> Turns:

@@ -276,13 +276,13 @@ def test_the_logits_without_correction_are_trained_beside_those_with_it(kind, we
     settings = SETTINGS[kind].model_copy(update={"position_decay": 4.0})
     head, alone = (build(settings.model_copy(update={weight: each}), target.model).train() for each in (0.5, 0.0))
     batch, states = inputs_of(target.model, PROMPTS, head.taps)
-    both, without = (HeadObjective(each, target, LossConfig())(batch, states, torch.tensor(9), 1) for each in (head, alone))
+    both, without = (HeadObjective(each, target, LossConfig())(batch, states) for each in (head, alone))
     depths, expected = head(batch, states), 0.0
     for depth in depths[first:]:
         p_NV = head_logits(target.model, flat(states.final_BTE, depth.target_places_N)).log_softmax(-1)
         u_NV = head.lm_head.logits(depth.hidden_ND[:, :32]).log_softmax(-1)
         expected = expected + depth.weight * (p_NV.exp() * (p_NV - u_NV)).sum()
-    expected = 0.5 * expected / (9 * sum(depth.weight for depth in depths))
+    expected = 0.5 * expected / sum(depth.weight for depth in depths)
     torch.testing.assert_close(both.loss - without.loss, expected, check_dtype=False)
     torch.testing.assert_close(both.values_K, without.values_K)
 
@@ -292,8 +292,7 @@ def test_an_estimate_costs_its_cross_entropy_with_the_acceptance_and_no_gradient
     settings = DSPARK.model_copy(update={"position_decay": 4.0})
     head, silent = (build(settings.model_copy(update={"confidence_weight": w}), target.model).train() for w in (0.7, 0.0))
     batch, states = inputs_of(target.model, PROMPTS, head.taps)
-    num_labels = torch.tensor(11)
-    loss, without = (HeadObjective(each, target, LossConfig())(batch, states, num_labels, 2).loss for each in (head, silent))
+    loss, without = (HeadObjective(each, target, LossConfig())(batch, states).loss for each in (head, silent))
     depths, expected = silent(batch, states), 0.0
     for depth in depths:
         p_NV = head_logits(target.model, flat(states.final_BTE, depth.target_places_N)).softmax(-1)
@@ -302,7 +301,7 @@ def test_an_estimate_costs_its_cross_entropy_with_the_acceptance_and_no_gradient
             stays = 1 - 0.5 * (p_NV[row] - q_NV[row]).abs().sum()
             chance = silent.confidence_head["proj"](depth.hidden_ND[row])[0].sigmoid()
             expected = expected - depth.weight * (stays * chance.log() + (1 - stays) * (1 - chance).log())
-    expected = expected / sum(depth.weight for depth in depths) * 0.7 * 2 / num_labels
+    expected = expected / sum(depth.weight for depth in depths) * 0.7
     torch.testing.assert_close(loss - without, expected, check_dtype=False)
     gradients, own = (
         torch.autograd.grad(each, list(module.parameters())) for each, module in ((loss, head), (without, silent))
@@ -319,9 +318,7 @@ def test_xpress_is_trained_before_the_refiner_and_on_its_own_tokens_too(as_targe
     head = build(XPRESS.model_copy(update=weights), model).train()
     silent = build(XPRESS.model_copy(update=weights | {"consistency_weight": 0.0, "base_weight": 0.0}), model).train()
     batch, states = inputs_of(model, [prompt], head.taps)
-    loss, without = (
-        HeadObjective(each, as_target(model), LossConfig())(batch, states, torch.tensor(7), 1).loss for each in (head, silent)
-    )
+    loss, without = (HeadObjective(each, as_target(model), LossConfig())(batch, states).loss for each in (head, silent))
     depths, expected = head.eval()(batch, states), 0.0
     with torch.no_grad():
         for anchor in range(1, len(prompt) - 1):
@@ -337,5 +334,5 @@ def test_xpress_is_trained_before_the_refiner_and_on_its_own_tokens_too(as_targe
                 for weight, logits_GV in stages:
                     q_V = logits_GV[depth].log_softmax(-1)
                     expected += weight * depths[depth].weight * (p_V.exp() * (p_V - q_V)).sum()
-    expected = expected / (7 * sum(depth.weight for depth in depths))
+    expected = expected / sum(depth.weight for depth in depths)
     torch.testing.assert_close((loss - without).detach(), expected, check_dtype=False, atol=1e-5, rtol=1e-4)

@@ -1,0 +1,270 @@
+"""The distillation loss from hidden states, a few positions at a time, so that no `[positions, vocabulary]` tensor ever lives.
+
+For each chunk of the target's rows: its logits; then, for each part of the loss with rows there, the draft's logits, divergence
+and gradient (`distill.loss.divergences`), and back through the draft's head. One autograd function does this in its forward,
+where the logits exist anyway, and keeps only the gradients with respect to the draft's hidden states and heads, which its
+backward multiplies with the incoming gradient. Value and gradients are those of the loss in one piece.
+
+Row n stands at some position t and predicts token t+1. P rows of the target, N rows of a part, C rows of one chunk, D width of
+the draft, E of the target, V target vocabulary, W draft vocabulary.
+
+Where processes hold weights in parts (FSDP, ZeRO-3), the head's must be whole during the call and, where trained, when its
+gradient arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+
+from distill.loss.divergences import Divergence, acceptance, at_least_float32, make_pair
+from distill.loss.logit_head import LogitHead
+from heads.device import has_compiler, keeps_small_tensors_near, upload
+from heads.inference.causal_lm import head_logits
+from heads.modules.interface import Normalisers
+from heads.sampling.probabilities import greedy_token
+
+# Columns from which on a CPU's loss is compiled, if it is not said: with fewer, compiling takes longer than it saves.
+COMPILED_COLUMNS = 1024
+# Rows of a chunk where none are given. On a GPU a product of few rows waits for the head's weights.
+CHUNK_ON_CPU, CHUNK = 128, 2048
+TILE_ROWS = 16  # rows whose float32 copy stays in a CPU's cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetRows:
+    """The target's next-token distributions at P rows: final states and the head that makes logits of some of them.
+
+    With `known`, log-sums and likeliest tokens over all V tokens, `logits_of` gives the W logits of a reduced draft vocabulary
+    alone: exact, at temperature 1, and a matrix product of W rows.
+    """
+
+    hidden_PE: Tensor
+    logits_of: Callable[[Tensor], Tensor]
+    known: Normalisers | None = None  # of the P rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftRows:
+    """Rows of a loss that are predicted by one head, as one depth of a draft is.
+
+    Args:
+        hidden_ND: final, normed hidden states of the draft.
+        head: its output may have W columns, see `token_ids_W` of `fused_loss`.
+        weights_N: what each row's value is multiplied with. Rows of weight 0 count for nothing, but are computed, since finding
+            them would make the host wait: their logits must be finite.
+        places_N: int64 in host memory, which of the target's rows each one is compared with, rising.
+        labels_N: int64, **target** ids of token t+1, negative for none; for `cross_entropy`. A label that the draft
+            vocabulary leaves out counts as none.
+    """
+
+    hidden_ND: Tensor
+    head: LogitHead
+    weights_N: Tensor
+    places_N: Tensor
+    labels_N: Tensor | None = None
+
+
+class RowStatistics(NamedTuple):
+    """Of N rows, detached; 0 and False where the weight is 0.
+
+    values_N: the divergence.
+    acceptance_N: sum_v min(p, q) at temperature 1, exact; mass outside the draft vocabulary counts as rejected.
+    top1_agrees_N: bool, whether draft and target have the same most likely token: acceptance under greedy decoding.
+    """
+
+    values_N: Tensor
+    acceptance_N: Tensor
+    top1_agrees_N: Tensor
+
+
+def rows_of_chunk(given: int | None, *, on_cpu: bool) -> int:
+    """Return how many rows' logits live at one time, by `LossConfig.chunk_size`."""
+    return (CHUNK_ON_CPU if on_cpu else CHUNK) if given is None else given
+
+
+def fused_loss(
+    target: TargetRows,
+    parts: Sequence[DraftRows],
+    divergence: Divergence,
+    *,
+    chunk_size: int,
+    temperature: float = 1.0,
+    token_ids_W: Tensor | None = None,
+    compiled: bool | None = None,
+) -> tuple[Tensor, list[RowStatistics]]:
+    """Return the weighted sum of a divergence over the rows of all parts, and each part's statistics.
+
+    Weights of 0, or no rows, yield a loss of 0 that still has a (zero) gradient, so that under DDP a rank without labels takes
+    part in the reduction. `chunk_size` changes memory and speed, never the result. `temperature` divides both sides' logits in
+    the divergence. `token_ids_W`, int64, is the target's id of each draft token (d2t); None where the vocabularies are one.
+    `ValueError` where sides cannot be paired. `compiled` as in `LossConfig`.
+    """
+    parameters = list({id(each): each for part in parts for each in part.head.parameters}.values())
+    inputs = [*(part.hidden_ND for part in parts), *parameters]
+    if not torch.is_grad_enabled():  # checked here: inside the function's forward gradients are always off
+        inputs = [tensor.detach() for tensor in inputs]
+    compare_rows = partial(compare, divergence, temperature=temperature, token_ids_W=token_ids_W, compiled=compiled)
+    loss, *statistics = _FusedLoss.apply(target, parts, compare_rows, token_ids_W, chunk_size, parameters, *inputs)
+    return loss, [RowStatistics(*statistics[start : start + 3]) for start in range(0, len(statistics), 3)]
+
+
+class _FusedLoss(torch.autograd.Function):
+    """Computes the loss and, while the logits of a chunk are there, its gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        target: TargetRows,
+        parts: Sequence[DraftRows],
+        compare_rows: Callable[..., tuple[RowStatistics, Tensor]],
+        token_ids_W: Tensor | None,
+        chunk_size: int,
+        parameters: list[Tensor],
+        *inputs: Tensor,
+    ) -> tuple[Tensor, ...]:
+        wanted = ctx.needs_input_grad[6:]
+        device, wide = inputs[0].device, torch.promote_types(inputs[0].dtype, torch.float32)
+        weights = [part.weights_N.detach().to(wide) for part in parts]
+        labels = [_draft_ids(part.labels_N, token_ids_W) for part in parts]
+        places = upload(torch.cat([part.places_N for part in parts]), device).split([len(part.places_N) for part in parts])
+        statistics = [
+            RowStatistics(torch.zeros_like(each), torch.zeros_like(each), torch.zeros_like(each, dtype=torch.bool))
+            for each in weights
+        ]
+        grad_hidden = [
+            torch.zeros_like(each) if wants else None for each, wants in zip(inputs, wanted[: len(parts)], strict=False)
+        ]
+        grad_of = {  # of each trained parameter, by its id
+            id(each): torch.zeros_like(each, dtype=wide)
+            for each, wants in zip(parameters, wanted[len(parts) :], strict=True)
+            if wants
+        }
+        for start in range(0, len(target.hidden_PE), chunk_size):
+            target_CX = target.logits_of(target.hidden_PE[start : start + chunk_size])
+            for number, part in enumerate(parts):
+                ends = torch.searchsorted(part.places_N, torch.tensor([start, start + chunk_size]))
+                rows = slice(*ends.tolist())
+                if rows.start == rows.stop:
+                    continue
+                at = places[number][rows]
+                trained = [each for each in part.head.parameters if id(each) in grad_of]
+                wants_hidden = grad_hidden[number] is not None
+                hidden_CD = inputs[number][rows].detach().requires_grad_(wants_hidden)
+                leaves = [hidden_CD, *trained] if wants_hidden else trained
+                with torch.set_grad_enabled(bool(leaves)):
+                    logits_CW = part.head.logits_of(hidden_CD)
+                known = target.known
+                found, gradient_CW = compare_rows(
+                    target_CX if len(at) == len(target_CX) else target_CX[at - start],
+                    logits_CW.detach(),
+                    weights[number][rows],
+                    known=None if known is None else (known.log_sum_P[at], known.top1_P[at]),
+                    labels_C=None if (own := labels[number]) is None else own[rows],
+                )
+                for kept_N, found_C in zip(statistics[number], found, strict=True):
+                    kept_N[rows] = torch.where(weights[number][rows] != 0, found_C.to(kept_N.dtype), 0)
+                if not leaves:
+                    continue
+                with torch.autocast(device.type, enabled=False):  # as everywhere, autocast belongs to the forward alone
+                    gradients = list(torch.autograd.grad(logits_CW, leaves, gradient_CW))
+                if (grad_hidden_ND := grad_hidden[number]) is not None:
+                    grad_hidden_ND[rows] = gradients.pop(0)
+                for each, gradient in zip(trained, gradients, strict=True):
+                    grad_of[id(each)].add_(gradient)
+        losses = [(weights_N * each.values_N).sum() for weights_N, each in zip(weights, statistics, strict=True)]
+        made = [*grad_hidden, *(grad_of.get(id(each)) for each in parameters)]
+        ctx.wanted_dtypes = [None if each is None else own.dtype for own, each in zip(inputs, made, strict=True)]
+        ctx.save_for_backward(*(each for each in made if each is not None))
+        flat_statistics = [values for each in statistics for values in each]
+        ctx.mark_non_differentiable(*flat_statistics)
+        return torch.stack(losses).sum(), *flat_statistics
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = iter(ctx.saved_tensors)
+        wanted = ((next(gradients) * grad_loss).to(dtype) if dtype is not None else None for dtype in ctx.wanted_dtypes)
+        return None, None, None, None, None, None, *wanted
+
+
+def compare(
+    divergence: Divergence,
+    target_CX: Tensor,
+    draft_CW: Tensor,
+    weights_C: Tensor,
+    *,
+    known: tuple[Tensor, Tensor] | None = None,
+    labels_C: Tensor | None = None,
+    temperature: float = 1.0,
+    token_ids_W: Tensor | None = None,
+    compiled: bool | None = None,
+) -> tuple[RowStatistics, Tensor]:
+    """Compare target and draft at the rows of a chunk, in passes over the vocabulary that `torch.compile` joins.
+
+    Return the statistics, and the gradient `[C, W]` of the sum that `weights_C` make of the values with respect to the draft's
+    logits, in their dtype. `known`: log-sums and likeliest tokens of the target's rows. `labels_C` are **draft** ids.
+    """
+    if compiled is None:
+        near = keeps_small_tensors_near(draft_CW.device)
+        compiled = (not near or draft_CW.shape[-1] >= COMPILED_COLUMNS) and has_compiler(draft_CW.device)
+    log_sum_C, top1_C = (None, None) if known is None else known
+    run = _compiled() if compiled else _compare
+    return run(divergence, target_CX, draft_CW, weights_C, log_sum_C, top1_C, labels_C, temperature, token_ids_W)
+
+
+def _compare(
+    divergence: Divergence,
+    target_CX: Tensor,
+    draft_CW: Tensor,
+    weights_C: Tensor,
+    log_sum_C: Tensor | None,
+    top1_C: Tensor | None,
+    labels_C: Tensor | None,
+    temperature: float,
+    token_ids_W: Tensor | None,
+) -> tuple[RowStatistics, Tensor]:
+    target_CX, wide_CW = at_least_float32(target_CX), at_least_float32(draft_CW)
+    sides = partial(make_pair, target_CX, wide_CW, log_sum_C=log_sum_C, token_ids_W=token_ids_W)
+    pair = sides(temperature=temperature, labels=labels_C)
+    values_C, gradient_CW = divergence(pair)
+    draft_top_C = greedy_token(wide_CW)
+    agrees_C = (greedy_token(target_CX) if top1_C is None else top1_C) == (
+        draft_top_C if token_ids_W is None else token_ids_W[draft_top_C]
+    )
+    statistics = RowStatistics(values_C, acceptance(pair if temperature == 1 else sides()), agrees_C)
+    return statistics, (gradient_CW * weights_C.unsqueeze(-1)).to(draft_CW.dtype)
+
+
+@cache
+def _compiled() -> Callable[..., tuple[RowStatistics, Tensor]]:
+    return torch.compile(_compare, fullgraph=True)
+
+
+def _draft_ids(labels_N: Tensor | None, token_ids_W: Tensor | None) -> Tensor | None:
+    """Return the draft's id of each label, -1 for none and for what the draft vocabulary leaves out."""
+    if labels_N is None or token_ids_W is None:
+        return labels_N
+    sorted_W, order_W = token_ids_W.sort()
+    places_N = torch.searchsorted(sorted_W, labels_N).clamp(max=len(sorted_W) - 1)
+    return torch.where(sorted_W[places_N] == labels_N, order_W[places_N], -1)
+
+
+@torch.no_grad()
+def normalise(model: PreTrainedModel, hidden_PE: Tensor, *, chunk_size: int) -> Normalisers:
+    """Return log-sums and likeliest tokens of the logits of final states, a few rows at a time."""
+    sums, tops = [at_least_float32(hidden_PE.new_zeros(0))], [torch.zeros(0, dtype=torch.int64, device=hidden_PE.device)]
+    for hidden_CE in hidden_PE.split(chunk_size) if len(hidden_PE) else ():
+        logits_CV = head_logits(model, hidden_CE)
+        size = TILE_ROWS if keeps_small_tensors_near(logits_CV.device) else chunk_size
+        for logits_RV in logits_CV.split(size):
+            sums.append(at_least_float32(logits_RV).logsumexp(-1))
+            tops.append(greedy_token(logits_RV))
+    return Normalisers(log_sum_P=torch.cat(sums), top1_P=torch.cat(tops))
