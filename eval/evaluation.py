@@ -47,7 +47,7 @@ from eval.metrics.tally import Tally
 from eval.report.build import build_report
 from eval.report.markdown import render_markdown
 from eval.report.page import render_html
-from eval.report.schema import GenerateSection, Report, WholeSpeedSection, write_report
+from eval.report.schema import GenerateSection, Report, SpeedSection, write_report
 from heads.frozen.loading import Target, load_target
 from heads.frozen.processes import join_processes
 from heads.inference.compiled_forward import forward_name
@@ -180,9 +180,7 @@ def _check_output(output: Path, config: EvalConfig) -> None:
             )
 
 
-def _time_sweep_and_generate(
-    config: EvalConfig, loaded: Loaded, records: Tally, report: Report, speed: WholeSpeedSection
-) -> None:
+def _time_sweep_and_generate(config: EvalConfig, loaded: Loaded, records: Tally, report: Report, speed: SpeedSection) -> None:
     """Add to the report's speed what is timed after the suite: rounds of other sizes, and transformers' `generate`."""
     target, cost = loaded.target, config.cost
     conditional = report.acceptance.position_conditional

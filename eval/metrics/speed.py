@@ -19,11 +19,11 @@ PHASES = ("draft_seconds", "verify_seconds", "sample_seconds", "overhead_seconds
 Sums = Mapping[Any, Sequence[float]]  # two sums by cluster
 
 
-def summarise_speed(timings: Sequence[Timing], *, samples: int, seed: int, keep_batches: bool = False) -> dict[str, Any] | None:
+def summarise_speed(timings: Sequence[Timing], *, samples: int, seed: int) -> dict[str, Any] | None:
     """Return speculative decoding's speed against plain decoding, or `None` where one of the two was not timed.
 
-    With `keep_batches` there is also `per_batch`, [decode seconds, decode tokens] of both modes, with which another report is
-    compared batch by batch (`eval.report.change`).
+    By `per_batch`, [decode seconds, decode tokens] of both modes, another report is compared batch by batch
+    (`eval.report.change`).
     """
     by_mode = {mode: [timing for timing in timings if timing.mode == mode] for mode in (AUTOREGRESSIVE, SPECULATIVE)}
     if not all(by_mode.values()):
@@ -41,12 +41,11 @@ def summarise_speed(timings: Sequence[Timing], *, samples: int, seed: int, keep_
     plain, speculative = (sums_by_batch(timings, mode, "decode_seconds", "num_tokens") for mode in by_mode)
     whole = sum(result["phases"].values()) or 1.0
     result["phase_shares"] = {phase: seconds / whole for phase, seconds in result["phases"].items()}
-    if keep_batches:
-        result["per_batch"] = [
-            {"prompt_ids": list(batch), AUTOREGRESSIVE: own, SPECULATIVE: speculative[batch]}
-            for batch, own in plain.items()
-            if batch in speculative
-        ]
+    result["per_batch"] = [
+        {"prompt_ids": list(batch), AUTOREGRESSIVE: own, SPECULATIVE: speculative[batch]}
+        for batch, own in plain.items()
+        if batch in speculative
+    ]
     return result | {"repeats": len({timing.repeat for timing in by_mode[SPECULATIVE]}), "num_batches": len(speculative)}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-from eval.decoder.records import SPECULATIVE, WITH_LOOKUP
+from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP
 from eval.measure.suite import Suite
 from eval.metrics.speed import compare_speed, summarise_advantage, summarise_speed, timings_within
 from eval.metrics.tally import SAMPLES_A_SIDE, Tally
@@ -85,7 +85,7 @@ def _suite(suite: Suite, records: Tally, bootstrap: Bootstrap) -> dict[str, Any]
             "detectable_change_percent": detectable_percent([committed], [rounds]),
             "per_prompt": per_prompt,
         },
-        "speed": summarise_speed(records.timings, keep_batches=True, **bootstrap),
+        "speed": summarise_speed(records.timings, **bootstrap),
         "by_category": {category: _category(records, category, bootstrap) for category in records.categories},
         "baselines": {mode: way | _against_draft(records, mode, per_prompt, bootstrap) for mode, way in ways.items()},
         "with_lookup": None if both is None else both | _against_draft_alone(records, per_prompt, bootstrap),
@@ -94,10 +94,12 @@ def _suite(suite: Suite, records: Tally, bootstrap: Bootstrap) -> dict[str, Any]
 
 def _category(records: Tally, category: str, bootstrap: Bootstrap) -> dict[str, Any]:
     share = records.acceptance(SPECULATIVE, category)
+    timings = timings_within(records.timings, set(share.prompt_ids))
+    is_timed = {AUTOREGRESSIVE, SPECULATIVE} <= {timing.mode for timing in timings}
     return {
         "num_prompts": len(share.prompt_ids),
         "acceptance": share.summarise(**bootstrap),
-        "speed": summarise_speed(timings_within(records.timings, set(share.prompt_ids)), **bootstrap),
+        "speed": compare_speed(timings, SPECULATIVE, **bootstrap) if is_timed else None,
     }
 
 

@@ -7,7 +7,7 @@ decoding in the same run, from the seconds of each batch: two runs at different 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from configs.runtime.errors import InputError
 from configs.schema.target import IDENTITY
-from eval.report.schema import BatchSection, PromptsSection, Report, SuiteSection, TargetSection
+from eval.report.schema import BatchSection, PromptsSection, Report, SuiteSection
 from eval.report.text import short
 from eval.stats.bootstrap import Column, statistic_interval
 from eval.stats.significance import detectable_percent
@@ -23,7 +23,7 @@ from eval.stats.significance import detectable_percent
 Aspect = Literal["target", "suite", "num_speculative_tokens", "decode", "machine"]
 MACHINE = ("cpu", "cores", "device", "threads", "processes")
 SOFTWARE = ("torch", "transformers")  # whose versions decide the seconds too
-SAME_DISTRIBUTION = ("seed", "warmup_prompts", "num_speculative_tokens")  # the last is an aspect of its own
+GAMMA: Literal["num_speculative_tokens"] = "num_speculative_tokens"
 OF_SUFFIX_LOOKUP = ("lookup_expects", "lookup_answer_tokens")  # which is measured beside the draft
 
 
@@ -41,61 +41,45 @@ class Difference:
 
 
 def differences(report: Report, other: Report) -> list[Difference]:
-    """Return what `report` (ours, here) and `other` (theirs, there) differ in, the most important first."""
-    settings = [*_settings(report, other), *_machine(report, other)]
-    subject = [*_target(report.target, other.target), *prompt_differences(report.prompts, other.prompts)]
-    return [*subject, *(each for each in settings if each.ours != each.theirs)]
+    """Return what `report` (ours, here) and `other` (theirs, there) differ in, the most important first.
 
-
-def _target(ours: TargetSection, theirs: TargetSection) -> Iterator[Difference]:
+    A decoding setting that a report does not name counts as off.
+    """
+    of_target = []
     for key, what in IDENTITY.items():
-        digests = [getattr(target, key) for target in (ours, theirs)]
-        names = [f"{each.name}, {short(digest)}" for each, digest in zip((ours, theirs), digests, strict=True) if digest]
+        digests = [getattr(each.target, key) for each in (report, other)]
         if digests[0] != digests[1]:
-            yield Difference("target", what, *(names if len(names) == 2 else digests))
+            names = (
+                digest and f"{each.target.name}, {short(digest)}" for each, digest in zip((report, other), digests, strict=True)
+            )
+            of_target.append(Difference("target", what, *names))
+    pairs: list[tuple[Aspect, str, Any, Any]] = []
+    here, there = (each.decode.model_dump(exclude_unset=True) for each in (report, other))
+    greedy = here["temperature"] == there["temperature"] == 0  # every rule is the same one then
+    ignored = {"seed", "warmup_prompts", GAMMA, *OF_SUFFIX_LOOKUP, *(["verification"] if greedy else [])}
+    pairs.append((GAMMA, GAMMA, here[GAMMA], there[GAMMA]))
+    keys = [key for key in dict.fromkeys([*here, *there]) if key not in ignored]
+    pairs += [("decode", f"decode.{key}", here.get(key), there.get(key)) for key in keys]
+    pairs += [("machine", f"hardware {key}", report.hardware.get(key), other.hardware.get(key)) for key in MACHINE]
+    gpus = ([gpu.get("name") for gpu in each.hardware.get("gpus") or []] for each in (report, other))
+    pairs.append(("machine", "hardware gpus", *gpus))
+    pairs += [("machine", f"version of {key}", report.versions.get(key), other.versions.get(key)) for key in SOFTWARE]
+    others = [Difference(*pair) for pair in pairs if pair[2] != pair[3]]
+    return [*of_target, *prompt_differences(report.prompts, other.prompts), *others]
 
 
 def prompt_differences(ours: PromptsSection, theirs: PromptsSection) -> list[Difference]:
     """Compare the prompts of a suite: the same file by its hash, and the same ones of it, in any order."""
     if ours.sha256 != theirs.sha256:
-        files = (f"{prompts.source}, {short(prompts.sha256)}" for prompts in (ours, theirs))
-        return [Difference("suite", "prompts", *files)]
-    for what, one, other in (
-        ("format of the suite", ours.format, theirs.format),
-        ("turns asked", ours.num_turns, theirs.num_turns),
-    ):
+        return [Difference("suite", "prompts", *(f"{each.source}, {short(each.sha256)}" for each in (ours, theirs)))]
+    for what, one, other in (("format of the suite", ours.format, theirs.format), ("turns", ours.num_turns, theirs.num_turns)):
         if one != other:
             return [Difference("suite", what, one, other)]
-    only_ours, only_theirs = set(ours.ids) - set(theirs.ids), set(theirs.ids) - set(ours.ids)
-    if not only_ours and not only_theirs:
+    if set(ours.ids) == set(theirs.ids):
         return []
-    counts = (
-        f"{len(prompts.ids)} of {prompts.source}, {len(only)} of them only"
-        for prompts, only in ((ours, only_ours), (theirs, only_theirs))
-    )
-    return [Difference("suite", "prompts", *counts)]
-
-
-def _settings(report: Report, other: Report) -> Iterator[Difference]:
-    """Compare the decoding settings; one that a report does not name counts as off."""
-    ours, theirs = report.decode, other.decode
-    gamma: Aspect = "num_speculative_tokens"
-    yield Difference(gamma, gamma, ours.num_speculative_tokens, theirs.num_speculative_tokens)
-    greedy = ours.temperature == theirs.temperature == 0  # every rule is the same one then
-    ignored = {*SAME_DISTRIBUTION, *(["verification"] if greedy else []), *OF_SUFFIX_LOOKUP}
-    here, there = (decode.model_dump(exclude_unset=True) for decode in (ours, theirs))
-    for key in dict.fromkeys([*here, *there]):
-        if key not in ignored:
-            yield Difference("decode", f"decode.{key}", here.get(key), there.get(key))
-
-
-def _machine(ours: Report, theirs: Report) -> Iterator[Difference]:
-    for key in MACHINE:
-        yield Difference("machine", f"hardware {key}", ours.hardware.get(key), theirs.hardware.get(key))
-    gpus = ([gpu.get("name") for gpu in report.hardware.get("gpus") or []] for report in (ours, theirs))
-    yield Difference("machine", "hardware gpus", *gpus)
-    for name in SOFTWARE:
-        yield Difference("machine", f"version of {name}", ours.versions.get(name), theirs.versions.get(name))
+    only = (set(ours.ids) - set(theirs.ids), set(theirs.ids) - set(ours.ids))
+    sides = (f"{len(each.ids)}, {len(own)} of them only" for each, own in zip((ours, theirs), only, strict=True))
+    return [Difference("suite", "prompts", *sides)]
 
 
 # --- change -------------------------------------------------------------------------------------------------------

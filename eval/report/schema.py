@@ -228,27 +228,6 @@ class SpeedupSection(ClosedSection):
     end_to_end_speedup_ci: Bounds
 
 
-class SpeedSection(SpeedupSection):
-    """Seconds and tokens are sums over all repeats."""
-
-    decode_seconds_autoregressive: float
-    decode_seconds_speculative: float
-    prefill_seconds_autoregressive: float
-    prefill_seconds_speculative: float
-    decode_tokens_autoregressive: Count
-    decode_tokens_speculative: Count
-    milliseconds_per_token_autoregressive: Number  # prefill excluded
-    milliseconds_per_token_speculative: Number
-    repeats: Count
-    """How often each batch was decoded in each mode; modes take turns within a repeat."""
-    num_batches: Count
-    phases: Phases
-    """Decode seconds by what they were spent on: the draft's forwards, the target's forwards, acceptance and sampling, and
-    everything else. Time spent on measuring is in none of them."""
-    phases_autoregressive: Phases
-    phase_shares: Phases  # of the speculative phases' sum
-
-
 class BatchSection(ClosedSection):
     """Prompts that were decoded together: [decode seconds, decode tokens] plainly and with the draft, over all repeats."""
 
@@ -292,7 +271,25 @@ class GenerateSection(ClosedSection):
     milliseconds_per_token_autoregressive: float
 
 
-class WholeSpeedSection(SpeedSection):
+class SpeedSection(SpeedupSection):
+    """Seconds and tokens are sums over all repeats."""
+
+    decode_seconds_autoregressive: float
+    decode_seconds_speculative: float
+    prefill_seconds_autoregressive: float
+    prefill_seconds_speculative: float
+    decode_tokens_autoregressive: Count
+    decode_tokens_speculative: Count
+    milliseconds_per_token_autoregressive: Number  # prefill excluded
+    milliseconds_per_token_speculative: Number
+    repeats: Count
+    """How often each batch was decoded in each mode; modes take turns within a repeat."""
+    num_batches: Count
+    phases: Phases
+    """Decode seconds by what they were spent on: the draft's forwards, the target's forwards, acceptance and sampling, and
+    everything else. Time spent on measuring is in none of them."""
+    phases_autoregressive: Phases
+    phase_shares: Phases  # of the speculative phases' sum
     generate: GenerateSection | None = None
     """What a token takes in transformers' `generate` and in plain decoding here, prefill included."""
     predicted: PredictedSection | None = None
@@ -353,7 +350,7 @@ class CategorySection(ClosedSection):
 
     num_prompts: Count
     acceptance: AcceptanceSection
-    speed: SpeedSection | None
+    speed: SpeedupSection | None
 
 
 class OtherWaySection(SpeedupSection):
@@ -382,7 +379,7 @@ class SuiteSection(ClosedSection):
 
     prompts: PromptsSection
     acceptance: WholeAcceptanceSection
-    speed: WholeSpeedSection | None
+    speed: SpeedSection | None
     by_category: dict[str, CategorySection]
     """The same numbers over the prompts of one category alone."""
     baselines: dict[str, BaselineSection]

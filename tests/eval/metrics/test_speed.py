@@ -71,7 +71,7 @@ def test_later_turns_belong_to_the_batch_that_their_prompts_came_from(make_timin
     timings = [
         make_timing(mode, batch, 1.0 + place, 10) for place, batch in enumerate(turns) for mode in (AUTOREGRESSIVE, SPECULATIVE)
     ]
-    section = summarise_speed(timings, samples=50, seed=0, keep_batches=True)
+    section = summarise_speed(timings, samples=50, seed=0)
     assert section["num_batches"] == 2
     assert [batch["prompt_ids"] for batch in section["per_batch"]] == [["a", "b", "c"], ["d", "e"]]
     assert [batch[SPECULATIVE] for batch in section["per_batch"]] == [[6.0, 30.0], [9.0, 20.0]]

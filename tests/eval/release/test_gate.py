@@ -111,7 +111,7 @@ def judged_against(report, path, value, **gate):
     ("path", "value", "sentence"),
     [
         ("prompts.num_prompts", 31, "1 of the 32 prompts asked for were not answered"),
-        ("prompts.ids", lambda ids: ["another", *ids[1:]], r"differs in prompts \(32 of .*, 1 of them only here, 32 of"),
+        ("prompts.ids", lambda ids: ["another", *ids[1:]], r"differs in prompts \(32, 1 of them only here, 32"),
         ("target.weights_sha256", F, r"differs in target weights \(embedded:smollm2-135m-instruct, aaaaaaaaaaaa here, .*ffff"),
     ],
 )
@@ -124,7 +124,7 @@ def test_a_baseline_made_with_something_else_is_refused_with_the_reason(report, 
     ("path", "value", "sentence"),
     [
         ("sha256", F, r"differs in prompts \(eval/suites/house64.jsonl, cccccccccccc here, .*ffff"),
-        ("ids", lambda ids: ids[1:], "differs in prompts .*, 1 of them only here, 31 of"),
+        ("ids", lambda ids: ids[1:], "differs in prompts .*, 1 of them only here, 31,"),
         ("num_prompts", 31, "1 of the 32 prompts asked for were not answered"),
     ],
 )

@@ -16,8 +16,8 @@ def test_categories_and_prompts_pool_back_to_the_whole_and_plain_decoding_is_a_b
     assert sum(part.acceptance.num_tokens for part in parts) == report.acceptance.num_tokens
     assert sum(part.acceptance.num_rounds for part in parts) == report.acceptance.num_rounds
     assert sum(part.num_prompts for part in parts) == report.prompts.num_prompts == 32
-    seconds = sum(part.speed.decode_seconds_speculative for part in parts)
-    assert seconds == pytest.approx(report.speed.decode_seconds_speculative)
+    speedups = [part.speed.decode_speedup for part in parts]
+    assert min(speedups) < report.speed.decode_speedup < max(speedups)
     committed, rounds = map(sum, zip(*report.acceptance.per_prompt.values(), strict=True))
     assert committed / rounds == report.acceptance.tokens_per_target_step
     plain = report.baselines["autoregressive"]

@@ -32,8 +32,8 @@ def with_tau_times(report, factor):
     [
         ("target.tokenizer_sha256", "f" * 64, "target", "tokenizer (embedded:smollm2-135m-instruct, dddddddddddd here, "),
         ("prompts.sha256", "f" * 64, "suite", f"prompts ({SUITE}, cccccccccccc here, {SUITE}, ffffffffffff there)"),
-        ("prompts.ids", ["writing-0"], "suite", f"prompts (32 of {SUITE}, 31 of them only here, 1 of {SUITE}, 0 of them only"),
-        ("prompts.num_turns", 64, "suite", "turns asked (32 here, 64 there)"),
+        ("prompts.ids", ["writing-0"], "suite", "prompts (32, 31 of them only here, 1, 0 of them only"),
+        ("prompts.num_turns", 64, "suite", "turns (32 here, 64 there)"),
         ("prompts.format", "gsm8k", "suite", "format of the suite (turns here, gsm8k there)"),
         ("decode.num_speculative_tokens", 5, "num_speculative_tokens", "num_speculative_tokens (3 here, 5 there)"),
         ("decode.top_p", 0.9, "decode", "decode.top_p (None here, 0.9 there)"),
