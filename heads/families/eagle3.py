@@ -25,10 +25,9 @@ from heads.device import upload
 from heads.frozen.hidden_states import TargetStates, blocks, final_norm_scale, num_blocks
 from heads.frozen.placement import real_weights
 from heads.inference.kv_cache import RowCache
-from heads.modules.attention import Ranges, causal_ranges, read_ranges
+from heads.modules.attention import CachedKeys, Ranges, causal_ranges, read_ranges, visible_slots
 from heads.modules.autoregressive import ChainHead, FeatureChain
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins, origins_of_any_depth, shifted_left
-from heads.modules.layer_keys import CachedKeys, visible_slots
 from heads.modules.layers import DraftAttention, HeadLayer, LayerKeys, LayerShape, Rotary, Rotation, layer_shape, mlp, norm
 from heads.modules.output_head import DraftHead, HeadModule
 from heads.vocabulary import DraftVocabulary

@@ -30,10 +30,9 @@ from heads.inference.causal_lm import MediaInputs, new_cache
 from heads.inference.kv_cache import RowCache
 from heads.inference.model_checks import check_on_probe, probe_ids, relative_error
 from heads.inference.runner import runner_of
-from heads.modules.attention import causal_ranges
+from heads.modules.attention import CachedKeys, RowKeys, causal_ranges, visible_slots
 from heads.modules.autoregressive import FeatureProposer
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins
-from heads.modules.layer_keys import CachedKeys, RowKeys, visible_slots
 from heads.modules.layers import DraftAttention, HeadLayer, LayerKeys, LayerShape, Rotary, Rotation, layer_shape, norm
 from heads.modules.output_head import DraftHead, HeadModule
 from heads.proposers.chain_builder import ChainBuilder

@@ -25,10 +25,9 @@ from configs.schema.heads import HydraSettings
 from heads.families.medusa import ResidualBlocks
 from heads.frozen.hidden_states import TargetStates
 from heads.inference.kv_cache import RowCache
-from heads.modules.attention import causal_ranges
+from heads.modules.attention import CachedKeys, RowKeys, causal_ranges, visible_slots
 from heads.modules.autoregressive import ChainHead, FeatureChain
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins
-from heads.modules.layer_keys import CachedKeys, RowKeys, visible_slots
 from heads.modules.layers import DraftLayer, HeadLayer, Rotary, layer_shape, norm
 from heads.modules.output_head import DraftHead
 from heads.vocabulary import DraftVocabulary

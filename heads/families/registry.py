@@ -11,7 +11,7 @@ from itertools import chain
 from torch import nn
 from transformers import PreTrainedModel
 
-from heads.inference.packed_linear import pack
+from heads.inference.llama_layers import pack
 from heads.modules.interface import Family
 from heads.modules.target_block import wide_tensors
 

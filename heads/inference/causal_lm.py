@@ -64,7 +64,7 @@ def new_cache(model: PreTrainedModel, capacity: int, layer: Callable[[int], RowL
     size = runner.current.cache_size(capacity)
     if runner.mixers:
         return RecurrentCache(runner.mixers, num_layers, size, layer)
-    return RowCache(num_layers, size, layer, storage=runner.current.storage)
+    return RowCache(num_layers, size, layer)
 
 
 def forward_rows(

@@ -2,8 +2,7 @@
 
 The tokens of a forward are padded to one of `WIDTHS` by repeating the last, the cache has one of a few sizes and is read whole
 behind a mask, and what fits no width (a prompt) runs uncompiled. Each width, batch size, cache size and set of taps is a graph
-of its own, so this is for long runs at one batch size. A CUDA graph is recorded for the addresses of a cache, whose memory each
-batch hands on to the next.
+of its own, so this is for long runs at one batch size.
 B batch, T new tokens, W tokens of a graph, S cache length, D width.
 """
 
@@ -26,7 +25,6 @@ from heads.inference.lean_forward import make_lean
 from heads.inference.masks import Masks
 from heads.inference.model_checks import check_rolls_back
 from heads.inference.runner import DecodingForward, TransformersForward, runner_of
-from heads.inference.storage import Storage
 
 log = logging.getLogger("draftsmith")
 
@@ -88,7 +86,6 @@ class CompiledForward:
 
     def __init__(self, inner: DecodingForward, device: torch.device, backend: str | Callable[..., Any]) -> None:
         self.inner, self.backend = inner, backend
-        self.storage: Storage | None = Storage()
         self._graphs: dict[tuple[Any, ...], Callable[..., Tensor]] = {}
         self._has_graphs = has_graphs(device)
         if self._has_graphs:  # or each graph would copy them before it runs

@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from heads.device import on_device
-from heads.inference.storage import Storage
 from heads.sampling.token_tree import TreeAttention
 
 STEPS = 127  # of int8, to either side
@@ -43,8 +42,6 @@ class RowLayer(CacheLayerMixin):
     """One layer's keys and values, `[B, N, capacity, H]`, allocated when the first states show their shape."""
 
     is_sliding = False
-    storage: Storage | None = None  # that its memory is of; None: its own
-    number = 0  # among the layers of the cache
     stored: Sequence[str] = ("keys", "values")  # attributes, `[B, N, capacity, ...]`
     keys: Tensor
     values: Tensor
@@ -56,15 +53,12 @@ class RowLayer(CacheLayerMixin):
         self.slots = _Slots(starts=[0], length=0, index=None)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys = self._zeros("keys", key_states, key_states.shape[-1])
-        self.values = self._zeros("values", value_states, value_states.shape[-1])
+        self.keys, self.values = self._zeros(key_states), self._zeros(value_states)
         self.is_initialized = True
 
-    def _zeros(self, name: str, like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
-        shape, dtype = (*like.shape[:2], self.capacity, width), like.dtype if dtype is None else dtype
-        if self.storage is None:
-            return like.new_zeros(shape, dtype=dtype)
-        return self.storage.zeros(self, (self.number, name), shape, dtype, like.device)
+    def _zeros(self, like: Tensor, width: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """Return zeros `[B, N, capacity, width]`, of the states' width and dtype where none is given."""
+        return like.new_zeros((*like.shape[:2], self.capacity, like.shape[-1] if width is None else width), dtype=dtype)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         """Write the new states into their slots and return views of everything up to the furthest row's end."""
@@ -75,7 +69,7 @@ class RowLayer(CacheLayerMixin):
     def update_index(self, key_states: Tensor) -> Tensor:
         """Do the same with the keys `[B, 1, T, H]` by which an indexer chooses what attention sees (MiniMax-M3)."""
         if "index_keys" not in self.stored:
-            self.index_keys = self._zeros("index_keys", key_states, key_states.shape[-1])
+            self.index_keys = self._zeros(key_states)
             self.stored = (*self.stored, "index_keys")
         return self._written(self.index_keys, key_states)
 
@@ -98,10 +92,7 @@ class RowLayer(CacheLayerMixin):
 
     def keep_rows(self, index_B: Tensor) -> None:
         for name in self.stored:
-            rows = getattr(self, name)
-            kept = rows[index_B]
-            stay = self.storage is not None and len(kept) <= len(rows)
-            setattr(self, name, rows[: len(kept)].copy_(kept) if stay else kept)
+            setattr(self, name, getattr(self, name)[index_B])
 
     def put_rows(self, index_B: Tensor, other: RowLayer) -> None:
         for name in other.stored:
@@ -131,10 +122,8 @@ class Int8Layer(RowLayer):
     value_scales: Tensor
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys = self._zeros("keys", key_states, key_states.shape[-1], torch.int8)
-        self.values = self._zeros("values", value_states, value_states.shape[-1], torch.int8)
-        self.key_scales = self._zeros("key_scales", key_states, 1, torch.float32)
-        self.value_scales = self._zeros("value_scales", value_states, 1, torch.float32)
+        self.keys, self.values = (self._zeros(each, dtype=torch.int8) for each in (key_states, value_states))
+        self.key_scales, self.value_scales = (self._zeros(each, 1, torch.float32) for each in (key_states, value_states))
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
@@ -170,21 +159,12 @@ LAYERS: Mapping[Literal["int8"] | None, Callable[[int], RowLayer]] = {None: RowL
 
 
 class RowCache(Cache):
-    """Keys and values of `num_layers` layers for up to `capacity` positions a row, of which `layer` makes the storage."""
+    """Keys and values of `num_layers` layers for up to `capacity` positions a row, of which `layer` makes each."""
 
     takes_rows = True  # `put_rows` is to be had
 
-    def __init__(
-        self,
-        num_layers: int,
-        capacity: int,
-        layer: Callable[[int], RowLayer] = RowLayer,
-        *,
-        storage: Storage | None = None,
-    ) -> None:
+    def __init__(self, num_layers: int, capacity: int, layer: Callable[[int], RowLayer] = RowLayer) -> None:
         self.rows = [layer(capacity) for _ in range(num_layers)]
-        for number, each in enumerate(self.rows):
-            each.number, each.storage = number, storage
         super().__init__(layers=list(self.rows))
         self.capacity = capacity
         self.offsets_B: Tensor | None = None  # by which positions after images are moved
@@ -235,7 +215,7 @@ class RowCache(Cache):
     def mark_static(self) -> None:
         """Tell CUDA graphs that keys and values stay where they are, so that they are not copied before each run."""
         for layer in self.rows:
-            for name in layer.stored:
+            for name in layer.stored if layer.is_initialized else ():
                 torch._dynamo.mark_static_address(getattr(layer, name))
 
     @property

@@ -20,10 +20,9 @@ from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, 
 from configs.runtime.errors import InputError
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache
 from heads.inference.kv_cache import RowCache
-from heads.inference.llama_math import angles, normed, turned
+from heads.inference.llama_layers import PackedLinear, angles, normed, turned
 from heads.inference.masks import Masks
 from heads.inference.model_checks import check_on_probe, probe_ids, relative_error
-from heads.inference.packed_linear import PackedLinear
 from heads.inference.runner import DecodingForward, backbone, runner_of
 
 FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)

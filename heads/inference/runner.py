@@ -19,7 +19,6 @@ from configs.runtime.errors import InputError, first_line
 from heads.inference.kv_cache import RowCache
 from heads.inference.masks import Masks, first_of_equals
 from heads.inference.recurrent_cache import MixerSlot, cache_argument, find_mixers
-from heads.inference.storage import Storage
 
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma, RecurrentGemma, xLSTM
 STATE_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # the last two have keys and values beside a state
@@ -50,8 +49,6 @@ def apply_head(head: Callable[[Tensor], Tensor], hidden_BTD: Tensor) -> Tensor:
 
 class DecodingForward(Protocol):
     """The two halves of a causal LM, without gradients."""
-
-    storage: Storage | None = None  # that its caches hand on; None: each has memory of its own
 
     def hidden(self, ids_BT: Tensor, positions_BT: Tensor, masks: Masks, cache: RowCache) -> Tensor:
         """Return the final, normed hidden states `[B, T, D]`; keys and values are written where `cache` was placed.

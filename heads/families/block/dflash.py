@@ -29,10 +29,9 @@ from heads.device import TokenRows, upload
 from heads.families.eagle3 import default_taps, mask_token
 from heads.frozen.hidden_states import TargetStates
 from heads.inference.kv_cache import RowCache
-from heads.modules.attention import Ranges, read_ranges
+from heads.modules.attention import CachedKeys, Ranges, read_ranges
 from heads.modules.autoregressive import FeatureProposer
 from heads.modules.interface import Auxiliary, Batch, Depth, Family, flat, labelled_origins
-from heads.modules.layer_keys import CachedKeys
 from heads.modules.layers import DraftAttention, DraftLayer, LayerKeys, LayerShape, Rotary, Rotation, layer_shape, norm
 from heads.modules.output_head import DraftHead, HeadModule
 from heads.proposers.chain_builder import ChainBuilder

@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from train.plan.step import draft_step, forward_flops
 
 from configs.runtime.loading import load_config
 from configs.schema.commands.planning import PlanHeadsConfig, Preset
@@ -23,7 +24,6 @@ from heads.families import eagle3
 from scripts.lab.counts.launches import is_launch
 from train.plan.models import count, draft_columns, plan_models
 from train.plan.plan import OPTIMIZER_BYTES_MOVED, Workload, flops_of
-from train.plan.step import draft_step, forward_flops
 
 REACHED: Mapping[str, float] = {"products": 0.7, "attention": 0.5, "memory": 0.8}  # of the maker's rates
 LAUNCH_SECONDS = 5e-6

@@ -1,6 +1,5 @@
 """What every family has to show: drafting is the training forward, greedy output is plain output, documents are kept apart."""
 
-import json
 from itertools import cycle
 
 import pytest
@@ -9,15 +8,13 @@ from safetensors.torch import load_file
 
 from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import MtpSettings
-from heads.artifact import load_draft
 from heads.families.registry import FAMILIES, serve
 from heads.frozen.hidden_states import read_states
 from heads.frozen.loading import recast
-from heads.metadata import METADATA_FILE, WEIGHTS_FILE
+from heads.metadata import WEIGHTS_FILE
 from heads.sampling.counter_rng import CounterRNG
 from scripts.lab.models_check import architectures
 from tests.support import family_checks as checks
-from tests.support.artifacts import save_artifact
 from tests.support.family_checks import SETTINGS
 
 PLAIN = [name for name in SETTINGS if "," not in name]
@@ -138,19 +135,6 @@ def test_it_comes_back_from_its_artifact_under_the_names_that_engines_know(tmp_p
     target, vocabulary = as_target(checks.tiny_target("llama")), checks.SOME_TOKENS if reduced else None
     checks.assert_comes_back(tmp_path / "head", checks.build(SETTINGS[name], target.model, vocabulary), target, vocabulary)
     assert load_file(tmp_path / "head" / WEIGHTS_FILE).keys() == NAMES[name] | ({"lm_head.weight"} if reduced else set())
-
-
-@pytest.mark.parametrize("name", ["hydra, window", "eagle3, own parts"])
-def test_one_written_before_norms_were_settings_comes_back_without_them(tmp_path, name, as_target):
-    target = as_target(checks.tiny_target("llama"))
-    head = checks.build(SETTINGS[name], target.model)
-    save_artifact(tmp_path / "head", head, target.identity.to_dict(), None)
-    path = tmp_path / "head" / METADATA_FILE
-    content = json.loads(path.read_text())
-    for key in ("norm_embeddings", "norm_taps", "norm_feedback"):
-        content["head"].pop(key, None)
-    path.write_text(json.dumps(content))
-    assert load_draft(tmp_path / "head", target.identity, target.model).metadata.head == head.settings.model_dump(mode="json")
 
 
 # --- how many drafts ----------------------------------------------------------------------------------------------

@@ -4,8 +4,6 @@ Most tests run the captured graphs as they are: what the compiler makes of a gra
 """
 
 from copy import deepcopy
-from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -143,32 +141,6 @@ def test_auto_takes_the_fastest_forward_that_device_memory_and_model_have(
 def test_auto_leaves_a_target_of_several_devices_to_transformers(tiny_run):
     config = TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu", device_map={"": "cpu"}, forward="auto")
     assert forward_name(load_target(config).model) == "transformers"
-
-
-def test_a_batch_finds_its_cache_at_the_addresses_of_the_one_before_also_once_rows_have_ended(tiny_run, captured, monkeypatch):
-    config, prompts = DecodeConfig(max_new_tokens=12, batch_size=3), [[5, 9, 6], [7, 12, 3, 44, 9, 20], [8, 2]]
-    target = load_target(TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu", forward="compiled"))
-    draft = load_draft(tiny_run / "artifact", target.identity, target.model)
-    last = generate(target, prompts[:1], config)[0][4]
-    answers = partial(generate, replace(target, eos_token_ids=(last,)), config=config, proposer=draft.proposer)
-    forward, places, sizes = runner_of(target.model).forward, [], set()
-    hidden = forward.hidden
-
-    def see(ids_BT, positions_BT, masks, cache):
-        states = hidden(ids_BT, positions_BT, masks, cache)
-        sizes.add(len(cache.rows[0].keys))
-        places.append([(each.keys.data_ptr(), each.values.data_ptr()) for each in cache.rows])
-        return states
-
-    monkeypatch.setattr(forward, "hidden", see)
-    expected = answers(prompts[:2])
-    assert answers([[11, 4], *prompts[:2]])[1:] == expected  # in more memory, what was there before is gone
-    places.clear()
-    assert answers(prompts[:2]) == expected
-    assert answers(prompts)[:2] == expected
-    assert sizes == {1, 2, 3}  # rows have ended, one after the other
-    assert places == places[:1] * len(places)
-    assert len({pointer for layer in places[0] for pointer in layer}) == 2 * len(places[0])
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from torch.nn import functional
 from configs.runtime.errors import InputError
 from configs.schema.heads import LayerSettings
 from heads.inference.kv_cache import RowCache
-from heads.modules.layer_keys import CachedKeys, visible_slots
+from heads.modules.attention import CachedKeys, visible_slots
 from heads.modules.layers import layer_shape
 from heads.sampling.token_tree import TreeAttention, ancestor_mask
 from tests.support import family_checks as checks

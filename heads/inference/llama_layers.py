@@ -1,17 +1,19 @@
-"""Linear layers as decoding runs them: joined where they share their input, and packed as oneDNN reads them fastest on a CPU.
+"""What the lean forward and heads compute alike of a Llama layer: norms, turned queries and keys, packed linear layers.
 
-Decoding reads every weight once for a handful of rows, and oneDNN's blocked form, a second copy, is read at nearly twice
-the speed of plain rows (SmolLM2's blocks in bfloat16, one thread: 8.5 ms against 16.8).
-O outputs, I inputs.
+Linear layers are joined where they share their input, and packed as oneDNN reads them fastest on a CPU. Decoding reads every
+weight once for a handful of rows, and oneDNN's blocked form, a second copy, is read at nearly twice the speed of plain rows
+(SmolLM2's blocks in bfloat16, one thread: 8.5 ms against 16.8).
+O outputs, I inputs, B batch, T positions, H head width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 # Rows the form is chosen for. It serves any number; in float32, forms chosen for fewer than four rows sum in another order for
 # one row than for several, and then a near tie may fall differently in plain and in speculative decoding.
@@ -80,6 +82,23 @@ class PackedLinear:
         if self.is_packed:
             return _multiply(input_, self.weight_OI, self.bias_O, self.num_outputs)
         return nn.functional.linear(input_, self.weight_OI, self.bias_O)
+
+
+def normed(values: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Return the RMS norm over the last dimension; as in transformers the weight multiplies values rounded to their dtype."""
+    return functional.rms_norm(values, values.shape[-1:], None, epsilon) * weight
+
+
+def angles(embedding: Callable[..., tuple[Tensor, Tensor]], like: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines of transformers' rotary embedding, `[B, T, H]`, the sines signed for a rolled head."""
+    cos_BTH, sin_BTH = embedding(like, positions_BT)
+    first_BTX, second_BTX = sin_BTH.chunk(2, -1)
+    return cos_BTH, torch.cat([-first_BTX, second_BTX], -1)
+
+
+def turned(heads: Tensor, cosines: Tensor, signed_sines: Tensor) -> Tensor:
+    """Return queries or keys `[..., H]` turned by angles of a shape that goes with theirs."""
+    return heads * cosines + heads.roll(heads.shape[-1] // 2, -1) * signed_sines
 
 
 def _multiply(input_: Tensor, weight_OI: Tensor, bias_O: Tensor | None, outputs: int) -> Tensor:
