@@ -32,13 +32,7 @@ from scripts.push.files import NAMELESS, Cleaned
 TEMPLATE = Path(__file__).with_name("templates") / "model_card.md.j2"
 TASK = "text-generation"
 # The report's numbers in the metadata: section, key, name.
-METRICS = (
-    ("acceptance", "tokens_per_target_step", "Tokens per target step"),
-    ("acceptance", "overlap_alpha", "Acceptance rate"),
-    ("acceptance", "draft_token_yield", "Draft token yield"),
-    ("speed", "decode_speedup", "Decode speedup"),
-    ("speed", "end_to_end_speedup", "End-to-end speedup"),
-)
+METRICS = (("acceptance", "tokens_per_target_step", "Tokens per target step"), ("speed", "decode_speedup", "Decode speedup"))
 
 
 def make_card(
@@ -53,18 +47,12 @@ def make_card(
     metadata, report, hardware = cleaned.metadata, cleaned.report, cleaned.report.hardware
     gpus = ", ".join(str(gpu.get("name")) for gpu in hardware.get("gpus") or ())
     serve = list(_serve(repo_id, metadata, exports))
+    known: dict[str, Any] = {**vars(cleaned), "escape": escape, "code": code, "code_block": code_block, "short": short}
     card = ModelCard.from_template(
         _card_data(repo_id, cleaned, config, origins, endpoint),
         template_path=str(TEMPLATE),
+        **known,
         name=repo_id.split("/")[-1],
-        report=report,
-        metadata=metadata,
-        sha256=cleaned.sha256,
-        escape=escape,
-        code=code,
-        code_block=code_block,
-        short=short,
-        outcome=cleaned.gate["outcome"],
         findings=as_markdown_table(findings_table(Finding(**each) for each in cleaned.gate["findings"]), numbers=False),
         summary=render_markdown(report),
         serve=serve,
@@ -81,12 +69,19 @@ def make_card(
 
 def read_card(name: str, revision: str | None, *, online: bool) -> ModelCardData:
     """Return the metadata of the own card of a folder, file or Hub id; empty where there is none that can be read."""
+    data, folder = ModelCardData(), Path(name)
     try:
-        path = _find_card(name, revision, online)
-        data = ModelCardData() if path is None else ModelCard.load(path, ignore_metadata_errors=True).data
+        if folder.exists():
+            path: object = (folder if folder.is_dir() else folder.parent) / REPOCARD_NAME
+        else:
+            path = try_to_load_from_cache(name, REPOCARD_NAME, revision=revision)
+            if not isinstance(path, str) and online:
+                path = hf_hub_download(name, REPOCARD_NAME, revision=revision)
+        if isinstance(path, str | Path) and Path(path).is_file():
+            data = ModelCard.load(path, ignore_metadata_errors=True).data
     # Not a Hub id (embedded:...), no card, no access; or a file of somebody else's that is no card.
     except (HFValidationError, HfHubHTTPError, HTTPError, OSError, ValueError, TypeError, yaml.YAMLError):
-        data = ModelCardData()
+        pass
     for key in ("license", "license_name", "license_link"):
         value = getattr(data, key, None)
         setattr(data, key, one_line(value) if isinstance(value, str) else None)
@@ -100,17 +95,6 @@ def agreed_licence(cards: Iterable[ModelCardData]) -> ModelCardData | None:
     return first if first.license and all((each.license, each.license_name) == known for each in others) else None
 
 
-def _find_card(name: str, revision: str | None, online: bool) -> Path | None:
-    folder = Path(name)
-    if folder.exists():
-        card = (folder if folder.is_dir() else folder.parent) / REPOCARD_NAME
-        return card if card.is_file() else None
-    cached = try_to_load_from_cache(name, REPOCARD_NAME, revision=revision)
-    if isinstance(cached, str):
-        return Path(cached)
-    return Path(hf_hub_download(name, REPOCARD_NAME, revision=revision)) if online else None
-
-
 def _serve(repo_id: str, metadata: Mapping[str, Any], exports: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
     """Yield a program, what to do before, and the command or code by which it serves the draft."""
     name, target = repo_id.split("/")[-1], str(metadata["target"]["name"])
@@ -122,7 +106,7 @@ def _serve(repo_id: str, metadata: Mapping[str, Any], exports: Mapping[str, str]
         lines = "\n".join(f"draftsmith export {repo_id} --to {engine} --out {name}-{engine}" for engine in others)
         yield "other engines" if exports else "engines", "a checkout of draftsmith writes their forms.", lines
     named = shlex.quote(target) if HUB_ID.fullmatch(target) or target.startswith("embedded:") else NAMELESS
-    line = f"python eval/run.py --set draft={repo_id} --set target.name={named}"
+    line = f"draftsmith eval --set draft={repo_id} --set target.name={named}"
     yield "draftsmith", "measures it against plain decoding on your prompts.", line
 
 
@@ -163,10 +147,8 @@ def _results(suite: Report | SuiteSection, level: float, source_url: str) -> Ite
             continue
         yield EvalResult(
             task_type=TASK,
-            task_name="Speculative decoding",
             dataset_type=one_line(Path(suite.prompts.source).stem),
             dataset_name=one_line(suite.prompts.source),
-            dataset_args={"sha256": suite.prompts.sha256},
             metric_type=key,
             metric_name=name,
             metric_value=value,

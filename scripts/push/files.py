@@ -2,7 +2,7 @@
 
 Only files that loading needs are taken; descriptions are freed of machine paths and secrets (`configs.runtime.redaction`). The
 artifact's hash covers its `draftsmith.json`, so cleaning that changes the hash: the published report names the new one and
-keeps the measured one as `measured_sha256`; the pair passes `eval/gate.py report.json --artifact OWNER/NAME`.
+keeps the measured one as `measured_sha256`; the pair passes `draftsmith gate report.json --artifact OWNER/NAME`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from huggingface_hub.constants import REPOCARD_NAME
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_json, read_text, sha256_of, write_json, write_text
 from configs.runtime.redaction import holds_token, mask_secrets, redact, scrub, scrub_value
-from configs.runtime.run_record import describe_git, describe_versions
 from configs.schema.commands.release import HUB_ID, PushConfig
 from eval.release.verdict import as_values
 from eval.report.page import render_html
@@ -29,19 +28,12 @@ from scripts.push.checks import Release
 
 NAMELESS = "TARGET"  # stands in commands for a target that has no name on the Hub
 MANIFEST = "publication.json"
-REPORT, PAGE = "report.json", "report.html"
-WEIGHTS = ".safetensors"
 DESCRIPTIONS = ("config.json", "generation_config.json", "tokenizer_config.json")  # freed of paths under the keys below
 PATH_KEYS = ("name_or_path", "path", "_file")
 # What transformers writes of a tokenizer; freed of nothing, but refused if a secret stands in it.
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
+    *("tokenizer.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "chat_template.jinja"),
 )
 
 
@@ -53,6 +45,11 @@ class Cleaned:
     report: Report
     gate: Mapping[str, Any]
     sha256: str
+
+    @property
+    def target(self) -> str:
+        """What the target is called in public."""
+        return str(self.metadata["target"]["name"])
 
 
 def put_artifact(folder: Path, release: Release, config: PushConfig) -> tuple[Cleaned, list[str]]:
@@ -69,9 +66,8 @@ def put_artifact(folder: Path, release: Release, config: PushConfig) -> tuple[Cl
     if name != own_name:  # a folder's
         name = config.base_model or name
     metadata["target"]["name"] = name
-    if metadata == known:
-        shutil.copyfile(path, folder / METADATA_FILE)
-    else:
+    shutil.copyfile(path, folder / METADATA_FILE)
+    if metadata != known:  # else to the byte, which the hash covers
         write_json(folder / METADATA_FILE, metadata)
     sha256 = hash_artifact(folder, release.metadata)
     report = release.report.to_dict()
@@ -99,7 +95,7 @@ def put_model(folder: Path, source: Path, needed: Sequence[str] | None = None) -
             write_json(out, _without_paths(read_json(path, "description")))
         elif name == SERVE_FILE:
             write_text(out, redact(read_text(path, "instructions")))
-        elif name in TOKENIZER_FILES or name.endswith((WEIGHTS, f"{WEIGHTS}.index.json")):
+        elif name in TOKENIZER_FILES or name.endswith((".safetensors", ".safetensors.index.json")):
             shutil.copyfile(path, out)
         else:
             left_out.append(name)
@@ -113,27 +109,16 @@ def public_name(name: str) -> str:
     return Path(scrub(name)).name
 
 
-def name_for_engines(cleaned: Cleaned, config: PushConfig) -> str:
-    """Return how a command that serves the draft names its target: by a Hub id, or a word to be replaced."""
-    name = str(cleaned.metadata["target"]["name"])
-    return config.base_model or (name if HUB_ID.fullmatch(name) else NAMELESS)
-
-
-def complete(folder: Path, release: Release, cleaned: Cleaned, card: str, config: PushConfig) -> None:
+def complete(folder: Path, release: Release, cleaned: Cleaned, card: str) -> None:
     """Write report, page, card and manifest beside artifact and exports; an InputError where a secret stands in a file."""
-    write_json(folder / REPORT, cleaned.report.to_dict())
-    write_text(folder / PAGE, render_html(cleaned.report))
+    write_json(folder / "report.json", cleaned.report.to_dict())
+    write_text(folder / "report.html", render_html(cleaned.report))
     write_text(folder / REPOCARD_NAME, card)
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     manifest = {
-        "format_version": 1,
         "artifact_sha256": cleaned.sha256,
         "measured_artifact_sha256": release.sha256,
-        "measured_report_sha256": sha256_of(release.report_path),
         "gate": cleaned.gate,
-        "config": scrub_value(config.model_dump(mode="json")),
-        "versions": describe_versions(),
-        "git": describe_git(),
         "files": {name: sha256_of(path) for name, path in files.items()},
     }
     write_json(folder / MANIFEST, manifest)

@@ -136,7 +136,7 @@ def test_the_card_says_what_was_measured_where_and_how_to_serve_it(dry):
     assert "AutoModelForCausalLM.from_pretrained('draft/transformers'" in text
     assert "AutoModelForCausalLM.from_pretrained('TARGET'" in text
     assert "draftsmith export ann/draft --to vllm" in text
-    assert "python eval/run.py --set draft=ann/draft" in text
+    assert "draftsmith eval --set draft=ann/draft" in text
     assert "| even | 3 |" in text
     assert "batch size 1" in text
     assert "Measured on 6 prompts of suite.jsonl" in text

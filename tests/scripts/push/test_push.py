@@ -105,7 +105,7 @@ def test_other_content_is_refused_and_replaced_only_by_the_name_of_its_commit(pu
 
 
 def test_a_head_that_moves_while_the_files_are_sent_is_not_overwritten(push, hub, monkeypatch):
-    from scripts.push import upload
+    from scripts.push import publish as upload
 
     check = upload._check_writable
 

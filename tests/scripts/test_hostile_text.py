@@ -1,0 +1,140 @@
+"""Text from elsewhere stays text in everything that is rendered: reports, verdicts, model cards, runs that are looked in on."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+from huggingface_hub import ModelCard
+from rich.console import Console
+
+from configs.runtime.command import DONE
+from configs.runtime.terminal import UNSEEN, one_line
+from eval.release.verdict import Finding, GateVerdict, as_junit, as_markdown, as_table
+from eval.report.markdown import code, code_block, escape, render_markdown, table
+from eval.report.page import render_html
+from eval.report.schema import load_report
+from heads.metadata import hash_artifact, read_metadata
+from scripts.watch.reading import Stage, read_run
+from scripts.watch.view import render, render_page
+from tests.scripts.conftest import change, judge
+from tests.support.markdown import READER, read_back, shape_of, tokens_of
+from tests.support.reports import changed
+
+ATTACKS = [
+    r"\[x](http://host)",
+    r"\\[x](http://host) \`",
+    "![x](//host)<img src=x onerror=y> &lt; &#60;script>",
+    "end` ``` <b>",
+    "a\n\n# heading\n---\n- item\n```\n<details>",
+    "**bold** ~~gone~~ $x$ <https://host> https://host www.host.org me@host",
+    "| --- | a\\| b \\\\| c",
+    "\x1b]0;title\x07 \u202egnp.exe \x9b2J",
+]
+HOSTILE = "\n".join([*ATTACKS, "</pre><script>x</script>]]><testcase/>{{ 7 * 7 }}[bold]\"' \x00\uffff"])
+LIVE = {"link_open", "image", "html_block", "html_inline", "hr"}  # of Markdown
+
+
+@pytest.mark.parametrize("text", ATTACKS)
+def test_outside_text_reads_as_itself_in_a_paragraph_a_cell_and_a_block_of_code(text):
+    plain = one_line(text).replace("`", "'")
+    assert read_back(f"It says {escape(text)}") == f"It says {plain}"
+    assert read_back(table((escape(text), ""), [("", "")])) == plain
+    assert shape_of(table(("x", "y"), [(escape(text), "")])) == shape_of(table(("x", "y"), [("", "")]))
+    assert read_back(f"It is {code(text)}.").strip() == f"It is {plain}."
+    (block,) = READER.parse(code_block(text, "yaml"))
+    assert (block.type, block.info) == ("fence", "yaml")
+    for live in ("://", "www.", "@"):  # what readers make a link of without being asked
+        assert live not in escape(text)
+
+
+@pytest.fixture(params=["plain words", HOSTILE], ids=["plain", "hostile"])
+def judged(request, measured):
+    """A text, a report, a verdict and a run into which it was written everywhere."""
+    text = request.param
+    report = load_report(measured / "evaluation" / "report.json")
+    values = report.to_dict()
+    suite = {field: values[field] for field in ("prompts", "acceptance", "speed", "by_category", "baselines")}
+    named = {"draft.path": text, "target.name": text, "prompts.source": text, "warnings": [text], "suites": {text: suite}}
+    report = changed(report, named | {"by_category": {text: next(iter(values["by_category"].values()))}})
+    found = Finding(check=text, outcome="fail", value=text, required=text, reason=text)
+    run = replace(read_run(measured / "evaluation"), target=text, report=report, stages=(Stage(name=text, state="failed"),))
+    return text, report, GateVerdict(findings=(found,), notes=(text,)), replace(run, links={text: text})
+
+
+def test_markdown_gains_no_markup(judged):
+    _, report, verdict, _ = judged
+    for rendered in (render_markdown(report), as_markdown(verdict, report)):
+        assert tokens_of(rendered).isdisjoint(LIVE)
+        assert not UNSEEN.search(rendered)
+
+
+class Tags(HTMLParser):
+    """Collects the tags of a page, and the names of their attributes."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.found = set()
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.found |= {tag, *(name for name, _ in attrs)}
+
+
+def test_pages_gain_no_tags(judged):
+    text, report, _, run = judged
+    for page in (render_html(report), render_page(run)):
+        assert Tags(page).found.isdisjoint({"script", "img", "testcase", "onerror"})
+        assert not UNSEEN.search(page)
+        assert ("plain" if text != HOSTILE else "&lt;script&gt;") in page
+
+
+def test_terminals_take_no_command(judged):
+    text, _, verdict, run = judged
+    console = Console(file=io.StringIO(), width=110)
+    console.print(render(run))
+    said = as_table(verdict) + console.file.getvalue()
+    assert not UNSEEN.search(said)
+    assert ("[bold]" in console.file.getvalue()) == (text == HOSTILE)
+
+
+def test_junit_stays_well_formed(judged):
+    root = ElementTree.fromstring(as_junit(judged[2]).encode())
+    assert len(list(root.iter("testcase"))) == 1
+    assert list(root.iter("script")) == []
+
+
+def write_everywhere(release, text):
+    """Write a text into whatever of an artifact and its report takes one, and let the gate judge them."""
+
+    def alter(metadata):
+        metadata["target"] |= {"name": f"embedded:{text}", "revision": text}
+        metadata["training"] = {"data": {"train": text}, text: text, "student": {"init": "model", "path": text}}
+        metadata["provenance"] = {"command": [text], "imported_from": text, "versions": {text: text}, "git": {"commit": text}}
+
+    artifact, path = release / "artifact", release / "evaluation" / "report.json"
+    change(artifact / "draftsmith.json", alter)
+    sha256 = hash_artifact(artifact, read_metadata(artifact))
+    report = changed(load_report(path), {"draft": {"sha256": sha256, "path": text}, "warnings": [text], "hardware.cpu": text})
+    path.write_text(json.dumps(report.to_dict()))
+    judge(release)
+
+
+def test_a_model_card_keeps_its_form(push, release, tmp_path):
+    cards = []
+    for number, text in enumerate(("plain words", HOSTILE)):
+        write_everywhere(release, text)
+        code, out, err = push("--dry-run", str(tmp_path / str(number)))
+        content = (tmp_path / str(number) / "README.md").read_text()
+        assert code == DONE, err
+        assert not UNSEEN.search(out + err + content)
+        cards.append(ModelCard(content))
+    plain, hostile = cards
+    assert shape_of(hostile.text) == shape_of(plain.text)
+    assert tokens_of(hostile.text).isdisjoint({"link_open", "image", "html_inline"})
+    assert hostile.data.to_dict().keys() == plain.data.to_dict().keys()
+    assert (hostile.data.license, hostile.data.base_model) == (plain.data.license, plain.data.base_model)
