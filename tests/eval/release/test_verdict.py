@@ -1,12 +1,8 @@
-"""A verdict in its four forms: every check and reason is there, the worst outcome leads, hostile names break nothing."""
+"""A verdict in its four forms: every check and reason is there, the worst outcome leads."""
 
 from xml.etree import ElementTree
 
 from eval.release.verdict import Finding, GateVerdict, as_junit, as_markdown
-from tests.support.markdown import tokens_of
-from tests.support.reports import changed
-
-HOSTILE = "a|b\n<img src=x>`c` ![x](http://host) ]]><testcase/> \x00\x1b[31m \"'&amp; \ud800 \uffff <script>"
 
 
 def finding(outcome, **changes):
@@ -21,15 +17,6 @@ def test_the_summary_for_a_pull_request_names_the_draft_and_has_a_row_a_check(re
     assert "the speed of plain decoding" in text
     assert "| PASS | tau | 1.7 \\[1.400, 2.000] | at least 1.5 |  |" in text
     assert "| INCONCLUSIVE | tau | 1.7 \\[1.400, 2.000] | at least 1.5 | why |" in text
-
-
-def test_hostile_names_break_neither_the_table_nor_the_page_around_it(report):
-    report = changed(report, {"warnings": [HOSTILE], "draft.path": HOSTILE, "target.name": HOSTILE})
-    hostile = finding("fail", check=HOSTILE, required=HOSTILE, reason=HOSTILE, value=HOSTILE)
-    text = as_markdown(GateVerdict(findings=(hostile,), notes=(HOSTILE,)), report)
-    (table,) = [block for block in text.split("\n\n") if block.startswith("| ")]
-    assert {line.replace("\\|", "").count("|") for line in table.splitlines()} == {6}
-    assert tokens_of(text).isdisjoint({"link_open", "image", "html_block", "html_inline"})
 
 
 # --- JUnit --------------------------------------------------------------------------------------------------------
@@ -51,13 +38,3 @@ def test_junit_has_a_case_a_check_and_nothing_that_did_not_pass_looks_as_if_it_h
     failure, error = suite.find("testcase/failure"), suite.find("testcase/error")
     assert (failure.get("message"), failure.text) == ("why", "b is 1.7 [1.400, 2.000], asked: at least 1.5\nwhy")
     assert error.get("type") == "inconclusive"
-
-
-def test_hostile_text_stays_text_and_leaves_the_document_well_formed():
-    root = parsed(finding("fail", check=HOSTILE, required=HOSTILE, reason=HOSTILE), notes=(HOSTILE,))
-    assert len(list(root.iter("testcase"))) == 1
-    assert list(root.iter("script")) == []
-    shown = root.find("testsuite/testcase/failure").text
-    assert "]]><testcase/>" in shown
-    assert "<script>" in shown
-    assert "\x1b" not in shown

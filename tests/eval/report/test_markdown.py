@@ -2,22 +2,9 @@
 
 import pytest
 
-from configs.runtime.terminal import one_line
-from eval.report.markdown import code, code_block, escape, render_markdown, table
+from eval.report.markdown import render_markdown
 from eval.report.text import headline, lossless_detail
-from tests.support.markdown import READER, read_back, shape_of, tokens_of
 from tests.support.reports import changed
-
-HOSTILE = [
-    r"\[x](http://host)",
-    r"\\[x](http://host) \`",
-    "![x](//host)<img src=x onerror=y> &lt; &#60;script>",
-    "end` ``` <b>",
-    "a\n\n# heading\n---\n- item\n```\n<details>",
-    "**bold** ~~gone~~ $x$ <https://host> https://host www.host.org me@host",
-    "| --- | a\\| b \\\\| c",
-    "\x1b]0;title\x07 \u202egnp.exe \x9b2J",
-]
 
 
 @pytest.mark.parametrize(
@@ -92,30 +79,3 @@ def test_the_test_of_samples_is_named_with_its_p_value_and_what_it_lacks(report)
     assert "first tokens (p = 0.4)" in headline(sampled("not_lossless", failed_checks=["first_tokens"]))
     lacking = {"checks": {"first_tokens": {"p_value": None, "reason": "samples_failed"}}}
     assert "first tokens (samples failed)" in headline(sampled("inconclusive", inconclusive_checks=["first_tokens"], **lacking))
-
-
-@pytest.mark.parametrize("text", HOSTILE)
-def test_outside_text_reads_as_itself_in_a_paragraph_a_cell_and_a_block_of_code(text):
-    plain = one_line(text).replace("`", "'")
-
-    assert read_back(f"It says {escape(text)}") == f"It says {plain}"
-    assert read_back(table((escape(text), ""), [("", "")])) == plain
-    assert shape_of(table(("x", "y"), [(escape(text), "")])) == shape_of(table(("x", "y"), [("", "")]))
-    assert read_back(f"It is {code(text)}.").strip() == f"It is {plain}."
-    (block,) = READER.parse(code_block(text, "yaml"))
-    assert (block.type, block.info) == ("fence", "yaml")
-    for live in ("://", "www.", "@"):  # what readers make a link of without being asked
-        assert live not in escape(text)
-
-
-def test_hostile_names_bring_neither_links_nor_html_into_the_summary(report):
-    for text in HOSTILE:
-        category = {text: report.to_dict()["by_category"]["coding"]}
-        values = {"by_category": category, "warnings": [text], "target.name": text, "draft.path": text}
-        suite = {field: report.to_dict()[field] for field in ("prompts", "acceptance", "speed", "by_category", "baselines")}
-        lookup = {text: suite["baselines"]["prompt_lookup"] | {"decode_speed_ratio": 0.9}}
-        values |= {"suites": {text: suite | {"baselines": lookup}}}
-
-        found = tokens_of(render_markdown(changed(report, values)))
-
-        assert found.isdisjoint({"link_open", "image", "html_block", "html_inline", "hr"})

@@ -1,15 +1,13 @@
-"""The page: one file without the network, deaf to hostile text, the same bytes for the same report."""
+"""The page: one file without the network, the same bytes for the same report."""
 
 import re
-from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 
-from configs.runtime.terminal import UNSEEN, printable
 from eval.report.page import VARIABLES, draw_positions, render_html
 from eval.report.schema import definitions
-from tests.support.reports import changed, report_of
+from tests.support.reports import changed
 
 VOID = {"meta", "br", "link", "img", "hr", "input"}
 
@@ -67,28 +65,6 @@ def test_nothing_is_fetched_from_anywhere(page):
     assert all(value.startswith("#") for value in fetching)
     assert "@import" not in page
     assert not re.search(r"url\((?!#)", page)
-
-
-def test_hostile_text_stays_text_wherever_it_enters(report_inputs):
-    attack = '<script>alert("x")</script><img src=x onerror=alert(1)>"\'{{ 7 * 7 }}\x1b[2J\u202e'
-    suite = report_inputs["prompts"]
-    report_inputs["prompts"] = replace(suite, prompts=tuple(replace(each, turns=(attack,)) for each in suite.prompts))
-    report_inputs["decode_tokens"] = lambda tokens: attack * len(tokens)
-    report_inputs["target"]["name"] = report_inputs["draft"]["path"] = attack
-    report_inputs["warnings"] = [attack]
-    report_inputs["hardware"] = {attack: attack}
-    report = report_of(report_inputs)
-    report = changed(report, {"by_category": {attack: report.to_dict()["by_category"]["coding"]}})
-    suite = {field: report.to_dict()[field] for field in ("prompts", "acceptance", "speed", "by_category", "baselines")}
-    report = changed(report, {"suites": {attack: suite}})
-
-    page = render_html(report)
-    reader = Reader(page)
-
-    assert not UNSEEN.search(page)
-    assert not {"script", "img"} & set(reader.tags)
-    assert not [name for _, name, _ in reader.attributes if name.startswith("on")]
-    assert printable(attack) in "".join(reader.text)
 
 
 def test_accepted_rejected_and_target_tokens_are_marked_as_such(page, report):

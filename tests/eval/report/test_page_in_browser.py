@@ -1,4 +1,4 @@
-"""The page in a real browser: it renders at any width, asks for nothing, runs nothing, and hostile text stays text.
+"""The page in a real browser: it renders at any width, asks for nothing, runs nothing.
 
 Skipped where there is no `chromium` on the PATH.
 """
@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
-from html import escape, unescape
+from html import unescape
 
 import pytest
 
 from eval.report.page import render_html
 from tests.support.browser import needs_browser, open_page
-from tests.support.reports import report_of
 
 pytestmark = needs_browser
 
-ATTACK = """<script>document.title = "taken over"</script><img src="x" onerror="document.title = 'taken over'">"""
 # Added to a copy of a page, this measures what a reader would see; it is the test's own, the page has no script.
 PROBE = """<script>
 const boxes = [...document.querySelectorAll("figure svg")].map((svg) => svg.getBoundingClientRect());
@@ -47,22 +44,6 @@ def browse(tmp_path):
     return browse
 
 
-def title_of(dom):
-    return unescape(re.search(r"<title>(.*?)</title>", dom, re.DOTALL)[1])
-
-
-@pytest.fixture
-def hostile_report(report_inputs):
-    """A report into which an attacker wrote prompts, answers and names."""
-    suite = report_inputs["prompts"]
-    first = replace(suite.prompts[0], turns=(ATTACK, *suite.prompts[0].turns[1:]))
-    report_inputs["prompts"] = replace(suite, prompts=(first, *suite.prompts[1:]))
-    report_inputs["decode_tokens"] = lambda tokens: ATTACK * len(tokens)
-    report_inputs["target"]["name"] = report_inputs["draft"]["path"] = ATTACK
-    report_inputs["warnings"] = [ATTACK]
-    return report_of(report_inputs)
-
-
 @pytest.mark.parametrize("width", [1280, 390])
 def test_the_page_is_laid_out_within_the_window_and_fetches_nothing(report, browse, width):
     dom, console = browse(render_html(report).replace("</body>", PROBE), width)
@@ -75,17 +56,3 @@ def test_the_page_is_laid_out_within_the_window_and_fetches_nothing(report, brow
     assert len(found["pictures"]) == 1
     assert found["fetched"] == []
     assert console == []
-
-
-def test_hostile_text_does_nothing(hostile_report, browse):
-    dom, console = browse(render_html(hostile_report))
-    assert title_of(dom) != "taken over"
-    assert escape(ATTACK, quote=False) in dom
-    assert console == []
-
-
-def test_the_same_text_takes_over_a_page_that_does_not_escape_it(report, browse):
-    # What makes the test above mean something: this browser runs scripts and reports failures.
-    dom, console = browse(render_html(report).replace("</body>", ATTACK + "<script>nosuch()</script></body>"))
-    assert title_of(dom) == "taken over"
-    assert any("nosuch is not defined" in line for line in console)

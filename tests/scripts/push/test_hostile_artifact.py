@@ -7,19 +7,15 @@ import os
 import shutil
 
 import pytest
-from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
-from configs.runtime.command import BAD_INPUT, DONE
-from configs.runtime.terminal import UNSEEN
+from configs.runtime.command import BAD_INPUT
 from heads.metadata import hash_artifact, read_metadata
 from tests.scripts.conftest import PLANTED, change, judge
-from tests.support.markdown import shape_of, tokens_of
 
 PEM = "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXktdjEAAAAABG5vbmU\n-----END OPENSSH PRIVATE KEY-----\n"
 DOCKER = json.dumps({"auths": {"registry.example": {"auth": "YWxpY2U6cGFzc3dvcmQ="}}})
 KUBERNETES = ".dockerconfigjson: eyJhdXRocyI6eyJyZWdpc3RyeS5leGFtcGxlIjp7fX19"
-HOSTILE = "x\n---\n# Licence: MIT\n```\n</details><script>y</script> \\\\[z](http://host) \x1b]0;title\x07 \u202e |`"
 
 
 def refused(outcome, *words):
@@ -87,51 +83,3 @@ def test_what_is_no_file_is_refused_and_not_waited_for(dry, release, name):
 @pytest.mark.parametrize("repo_id", ["a/../b", "a/b/c", "", "a/b\x1b[2J"])
 def test_a_name_that_is_none_of_the_hubs_is_refused(dry, repo_id):
     refused(dry(repo_id=repo_id), "--repo-id")
-
-
-# --- the card -----------------------------------------------------------------------------------------------------
-
-
-def write_everywhere(release, text):
-    """Write a text into whatever of an artifact and its report takes one, and let the gate judge them."""
-
-    def alter_metadata(metadata):
-        metadata["target"] |= {"name": f"embedded:{text}", "revision": text}
-        metadata["training"] = {
-            "data": {"train": text},
-            "loss": {"divergence": text},
-            text: text,
-            "student": {"init": "model", "path": text},
-        }
-        metadata["provenance"] = {"command": [text], "imported_from": text, "versions": {text: text}, "git": {"commit": text}}
-
-    def alter_report(report):
-        report["draft"] |= {"sha256": sha256, "path": text}
-        report["target"]["name"] = text
-        report["prompts"]["source"] = text
-        report["warnings"] = [text]
-        report["hardware"]["cpu"] = text
-        report["by_category"] = {text: next(iter(report["by_category"].values()))}
-
-    artifact = release / "artifact"
-    change(artifact / "draftsmith.json", alter_metadata)
-    sha256 = hash_artifact(artifact, read_metadata(artifact))
-    change(release / "evaluation" / "report.json", alter_report)
-    judge(release)
-
-
-def test_no_text_of_an_artifact_or_a_report_changes_the_form_of_the_card(push, release, tmp_path, no_network):
-    cards = []
-    for number, text in enumerate(("plain words", HOSTILE)):
-        write_everywhere(release, text)
-        code, out, err = push("--dry-run", str(tmp_path / str(number)))
-        assert code == DONE, err
-        assert not UNSEEN.search(out + err)
-        content = (tmp_path / str(number) / "README.md").read_text()
-        assert not UNSEEN.search(content)
-        cards.append(ModelCard(content))
-    plain, hostile = cards
-    assert shape_of(hostile.text) == shape_of(plain.text)
-    assert tokens_of(hostile.text).isdisjoint({"link_open", "image", "html_inline"})
-    assert hostile.data.to_dict().keys() == plain.data.to_dict().keys()
-    assert (hostile.data.license, hostile.data.base_model) == (plain.data.license, plain.data.base_model)

@@ -211,18 +211,11 @@ def test_a_draft_that_began_as_another_model_is_bound_by_both(dry, push, release
 # --- what is refused ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("section", "said"),
-    [
-        ({"lookups": ["prompt_lookup"]}, "measured the draft behind prompt_lookup"),
-        ({"sha256": "0" * 64}, "report.json is not of"),
-    ],
-)
-def test_a_report_of_other_drafts_is_refused(dry, release, section, said):
-    change(release / "evaluation" / "report.json", lambda report: report["draft"].update(section))
+def test_a_report_of_another_draft_is_refused(dry, release):
+    change(release / "evaluation" / "report.json", lambda report: report["draft"].update(sha256="0" * 64))
     code, _, err = dry("--set", "allow_failed_gate=true")
     assert code == BAD_INPUT
-    assert said in err
+    assert "report.json is not of" in err
 
 
 def test_a_lossy_report_is_published_only_by_name_and_says_so(dry, release):
