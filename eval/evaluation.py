@@ -76,13 +76,9 @@ class Loaded:
         return fingerprint(config.model_dump(mode="json", exclude=NOT_IN_FINGERPRINT), made_of, machine)
 
 
-def evaluate(config: EvalConfig, laps: Laps | None = None) -> int:
-    """Evaluate as configured and write `report.json`, `.html`, `.md`, `records.jsonl` and `run.json`; return the exit code.
-
-    `laps` records how long each part took; started by the caller.
-    """
-    laps = Laps() if laps is None else laps
-    output = Path(config.output)
+def evaluate(config: EvalConfig) -> int:
+    """Evaluate as configured and write `report.json`, `.html`, `.md`, `records.jsonl` and `run.json`; return the exit code."""
+    laps, output = Laps(), Path(config.output)
     _check_output(output, config)
     suites = load_suites(config.all_suites)
     check_references(config.quality, suites[0].prompts)

@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 
 from configs.schema.evaluation import EvalConfig
 from eval.decoder.decode import Request, decode
+from eval.measure.interleaved import in_turns
 from heads.device import synchronize
 from heads.frozen.loading import Target
 
@@ -39,14 +40,13 @@ def time_generate(target: Target, requests: Sequence[Request], config: EvalConfi
     # As `from_pretrained` leaves them: the product of a frozen head in bfloat16 is far slower on a CPU.
     target.model.requires_grad_(True)
     try:
-        for number, request in enumerate([chosen[0], *chosen]):
-            for name in list(sides)[:: -1 if number % 2 else 1]:
-                synchronize(target.device)
-                started = time.perf_counter()
-                count = sides[name](request)
-                synchronize(target.device)
-                if number:
-                    seconds[name], tokens[name] = seconds[name] + time.perf_counter() - started, tokens[name] + count
+        for request, name, counts in in_turns(chosen, list(sides)):
+            synchronize(target.device)
+            started = time.perf_counter()
+            count = sides[name](request)
+            synchronize(target.device)
+            if counts:
+                seconds[name], tokens[name] = seconds[name] + time.perf_counter() - started, tokens[name] + count
     finally:
         target.model.requires_grad_(False)
     pace = {f"milliseconds_per_token_{name}": 1000 * seconds[name] / max(tokens[name], 1) for name in sides}

@@ -11,9 +11,10 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
@@ -34,6 +35,8 @@ from heads.proposers.protocol import LearningProposer, Proposer
 log = logging.getLogger("draftsmith")
 
 # Takes the plain answers to a turn and returns the requests of the next, and the lost turns (`Turns.follow`).
+Item = TypeVar("Item")
+Way = TypeVar("Way")
 Follow = Callable[[Iterable[Generation]], tuple[list[Request], list[Generation]]]
 
 
@@ -95,6 +98,16 @@ def measure_share(
 def in_batches(requests: Sequence[Request], size: int) -> list[Sequence[Request]]:
     """Cut requests into batches of at most `size`, in order."""
     return [requests[start : start + size] for start in range(0, len(requests), size)]
+
+
+def in_turns(items: Sequence[Item], ways: Sequence[Way]) -> Iterator[tuple[Item, Way, bool]]:
+    """Yield each item in each way, and whether that counts; the order is reversed every other item.
+
+    The first item comes once more before: the first time, in which a forward may be compiled, is not to be counted.
+    """
+    for number, item in enumerate([*items[:1], *items]):
+        for way in ways[:: -1 if number % 2 else 1]:
+            yield item, way, number > 0
 
 
 def drafts_by_mode(config: EvalConfig) -> dict[str, int]:
@@ -165,7 +178,7 @@ class Measurement:
             records.timings.append(timing)
             records.generations += generations if repeat == 0 else []
         if not failed:
-            self._look_closer(batch, records)
+            self._measure_untimed(batch, records)
         self.teach(records)
         if not failed:
             return records
@@ -173,33 +186,41 @@ class Measurement:
         decoded = [generation for generation in records.generations if generation.mode not in failed]
         return Records([*decoded, *(undecoded(request, mode, "error") for mode in sorted(failed) for request in batch)])
 
-    def _look_closer(self, batch: Sequence[Request], records: Records) -> None:
+    def _measure_untimed(self, batch: Sequence[Request], records: Records) -> None:
         """Decode once more, untimed: the draft, whose distributions are compared with the target's, or metered in all modes."""
-        for mode in self.modes if self.meter is not None else [mode for mode in self.modes if mode == SPECULATIVE]:
-            generations, measured = self._decode(batch, mode, 0, closely=True)
-            places = [place for place, each in enumerate(records.generations) if each.mode == mode]
-            for place, seen in zip(places, generations, strict=True):
-                if seen.tokens == records.generations[place].tokens:
-                    records.generations[place] = seen
+        for mode in self.modes if self.meter is not None else [SPECULATIVE] * (SPECULATIVE in self.modes):
+            clock = None if self.meter is None else MeteredClock(self.target.device, self.meter)
+            generations, measured = self._decode(batch, mode, 0, clock, measure_overlap=mode == SPECULATIVE)
+            seen = iter(generations)
+            for number, each in enumerate(records.generations):
+                if each.mode != mode:
+                    continue
+                if (again := next(seen)).tokens == each.tokens:
+                    records.generations[number] = again
                 else:  # the device's kernels do not repeat themselves to the bit
-                    log.warning("%s decoding of prompt %s gave other tokens when it was measured", mode, seen.prompt_id)
-            for place, timing in enumerate(records.timings):
+                    log.warning("%s decoding of prompt %s gave other tokens when it was measured", mode, each.prompt_id)
+            for number, timing in enumerate(records.timings):
                 if timing.mode == mode:
                     once = measured.measure_seconds if timing.repeat == 0 else 0.0
-                    records.timings[place] = replace(timing, measure_seconds=once, decode_joules=measured.decode_joules)
+                    joules = None if clock is None else clock.decode_joules
+                    records.timings[number] = replace(timing, measure_seconds=once, decode_joules=joules)
 
     def _decode(
-        self, batch: Sequence[Request], mode: str, repeat: int, *, closely: bool = False
+        self,
+        batch: Sequence[Request],
+        mode: str,
+        repeat: int,
+        clock: MeteredClock | None = None,
+        *,
+        measure_overlap: bool = False,
     ) -> tuple[list[Generation], Timing]:
-        clock = MeteredClock(self.target.device, self.meter) if self.meter is not None and closely else None
-        generations, timing = decode(
+        return decode(
             self.target,
             batch,
             self.settings[mode],
             self.modes[mode],
             mode=mode,
             repeat=repeat,
-            measure_overlap=closely and mode == SPECULATIVE,
+            measure_overlap=measure_overlap,
             clock=clock,
         )
-        return generations, timing if clock is None else replace(timing, decode_joules=clock.decode_joules)

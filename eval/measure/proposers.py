@@ -19,7 +19,7 @@ from configs.schema.evaluation import LOOKUPS, EvalConfig, FreeDraft
 from distill.dataset.conversations import check_written_for, first_answers
 from distill.generation.prompts import Prompt
 from eval.decoder.decode import Request, decode
-from eval.measure.interleaved import in_batches
+from eval.measure.interleaved import in_batches, in_turns
 from eval.measure.record_files import choose_once
 from heads.artifact import Draft, load_draft
 from heads.frozen.hidden_states import num_blocks
@@ -132,7 +132,8 @@ def choose_lookup(config: EvalConfig, requests: Sequence[Request], target: Targe
     own = config.decode.num_speculative_tokens
     if config.lookup_num_speculative_tokens is not None or not own or set(config.baselines).isdisjoint(LOOKUPS):
         return config
-    chosen = _spread(config, requests)
+    step = max(1, len(requests) // LOOKUP_PROMPTS)
+    chosen = requests[::step][: max(LOOKUP_PROMPTS, config.decode.batch_size)]  # a batch at least
     known = choose_once(Path(config.output), "lookup", job, state, lambda: fastest_length(config, chosen, target))
     log.info("prompt lookup drafts %d tokens a round, the fastest of %s on %d prompts", *known)
     return config.model_copy(update={"lookup_num_speculative_tokens": known[0]})
@@ -142,24 +143,11 @@ def fastest_length(config: EvalConfig, requests: Sequence[Request], target: Targ
     """Return the number of drafts a round at which prompt lookup is fastest, those that were tried, and by how many prompts."""
     lengths = sorted({*LOOKUP_LENGTHS, config.decode.num_speculative_tokens})
     plain = config.decode.model_copy(update={"tree": None, "stopping": None, "lossy": None})
-    settings = {length: plain.model_copy(update={"num_speculative_tokens": length}) for length in lengths}
     seconds, tokens = dict.fromkeys(lengths, 0.0), dict.fromkeys(lengths, 0)
-    for number, batch in enumerate(_warm_up_first(requests, plain.batch_size)):
-        for length in lengths[:: -1 if number % 2 else 1]:
-            _, timing = decode(target, batch, settings[length], PromptLookup(target.device))
-            if number:
-                seconds[length] += timing.decode_seconds
-                tokens[length] += timing.num_tokens
+    for batch, length, counts in in_turns(in_batches(requests, plain.batch_size), lengths):
+        settings = plain.model_copy(update={"num_speculative_tokens": length})
+        _, timing = decode(target, batch, settings, PromptLookup(target.device))
+        if counts:
+            seconds[length] += timing.decode_seconds
+            tokens[length] += timing.num_tokens
     return max(lengths, key=lambda length: tokens[length] / max(seconds[length], 1e-9)), lengths, len(requests)
-
-
-def _warm_up_first(requests: Sequence[Request], size: int) -> list[Sequence[Request]]:
-    """Return batches, the first of them twice: the first time, in which a forward may be compiled, is not to be counted."""
-    batches = in_batches(requests, size)
-    return [*batches[:1], *batches]
-
-
-def _spread(config: EvalConfig, requests: Sequence[Request]) -> list[Request]:
-    """Return a few requests, a batch at least."""
-    step = max(1, len(requests) // LOOKUP_PROMPTS)
-    return list(requests[::step][: max(LOOKUP_PROMPTS, config.decode.batch_size)])

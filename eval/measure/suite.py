@@ -39,7 +39,6 @@ class Suite:
     # Of the whole file, or of all prompts of a data set or with `suite.system` as JSON, also where only some are taken
     sha256: str
     warnings: tuple[str, ...] = ()  # what a reader must know of what was left out of prompts
-    left_out: tuple[Prompt, ...] = ()  # prompts of the file that `num_prompts` leaves out, spread over the categories
     trained_on: tuple[str, ...] | None = None  # ids of the prompts that the draft was trained on; None: unknown
 
     @property
@@ -77,11 +76,9 @@ def load_suite(config: SuiteConfig) -> Suite:
         prompts.append(prompt)
     if config.num_prompts is not None and config.num_prompts > len(prompts):
         raise InputError(f"suite.num_prompts: {config.num_prompts} asked for, but {path} holds {len(prompts)}")
-    chosen, others = prompts, list[Prompt]()
+    chosen = prompts
     if config.num_prompts is not None and config.num_prompts < len(prompts):
         chosen = spread_over_categories(prompts, config.num_prompts)
-        ids = {prompt.prompt_id for prompt in chosen}
-        others = [prompt for prompt in prompts if prompt.prompt_id not in ids]
     cut = [replace(prompt, turns=prompt.turns[: config.max_turns]) for prompt in chosen]
     unasked = sum(len(prompt.turns) for prompt in chosen) - sum(len(prompt.turns) for prompt in cut)
     warning = f"{unasked} later turns of the suite's conversations were not asked: suite.max_turns is {config.max_turns}"
@@ -92,7 +89,6 @@ def load_suite(config: SuiteConfig) -> Suite:
         format=format,
         sha256=_hash_prompts(prompts) if is_data_set or config.system is not None else sha256_of(path),
         warnings=(warning,) if unasked else (),
-        left_out=tuple(spread_over_categories(others, len(others))),
     )
 
 

@@ -61,8 +61,8 @@ def differences(report: Report, other: Report) -> list[Difference]:
     keys = [key for key in dict.fromkeys([*here, *there]) if key not in ignored]
     pairs += [("decode", f"decode.{key}", here.get(key), there.get(key)) for key in keys]
     pairs += [("machine", f"hardware {key}", report.hardware.get(key), other.hardware.get(key)) for key in MACHINE]
-    gpus = ([gpu.get("name") for gpu in each.hardware.get("gpus") or []] for each in (report, other))
-    pairs.append(("machine", "hardware gpus", *gpus))
+    gpus, their_gpus = ([gpu.get("name") for gpu in each.hardware.get("gpus") or []] for each in (report, other))
+    pairs.append(("machine", "hardware gpus", gpus, their_gpus))
     pairs += [("machine", f"version of {key}", report.versions.get(key), other.versions.get(key)) for key in SOFTWARE]
     others = [Difference(*pair) for pair in pairs if pair[2] != pair[3]]
     return [*of_target, *prompt_differences(report.prompts, other.prompts), *others]

@@ -138,17 +138,8 @@ def test_what_is_timed_is_not_looked_at_and_lookups_draft_their_own_number_of_to
     assert max(len(round_.drafted) for round_ in records.of("prompt_lookup")[0].rounds) > 3
 
 
-def test_a_lookups_number_of_drafts_is_the_fastest_of_a_few(target, requests, config, monkeypatch):
-    def decode(target, batch, settings, proposer):
-        length = settings.num_speculative_tokens
-        return [], SimpleNamespace(decode_seconds={2: 3.0, 3: 2.0, 4: 1.0, 8: 2.5}[length], num_tokens=10)
-
-    monkeypatch.setattr(proposers, "decode", decode)
-    config = config.model_copy(update={"baselines": ["prompt_lookup"]})
-    assert fastest_length(config, requests, target) == (4, [2, 3, 4, 8], 3)
-
-
-def test_lengths_take_turns_batch_by_batch_and_the_first_batch_warms_up_uncounted(requests, config, monkeypatch):
+def test_prompt_lookup_drafts_the_fastest_of_a_few_lengths_which_take_turns(requests, config, monkeypatch):
+    """The first batch warms up: what it takes the first time is not counted."""
     calls = []
 
     def decode(target, batch, settings, proposer):
@@ -159,8 +150,8 @@ def test_lengths_take_turns_batch_by_batch_and_the_first_batch_warms_up_uncounte
 
     monkeypatch.setattr(proposers, "decode", decode)
     pairs = config.model_copy(update={"decode": config.decode.model_copy(update={"batch_size": 2})})
-    assert fastest_length(pairs, requests, SimpleNamespace(device=None))[0] == 4
     lengths = [2, 3, 4, 8]
+    assert fastest_length(pairs, requests, SimpleNamespace(device=None)) == (4, lengths, 3)
     in_turns = [(lengths, "q0"), (lengths[::-1], "q0"), (lengths, "q2")]
     assert calls == [(length, first) for order, first in in_turns for length in order]
 

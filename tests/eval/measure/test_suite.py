@@ -1,17 +1,28 @@
-"""Suites: the one that ships, and choosing a few prompts of a large one."""
+"""Suites: read from files and data sets, a few prompts of them chosen, several in one run, later turns after plain answers."""
 
 import hashlib
-import json
 from collections import Counter
+from pathlib import Path
 
 import datasets
 import pytest
+from pydantic import ValidationError
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import CHECKOUT
-from configs.schema.evaluation import SuiteConfig
-from eval.measure.suite import load_suite
-from tests.support.evaluations import write_suite
+from configs.schema.decoding import DecodeConfig
+from configs.schema.evaluation import EvalConfig, GateConfig, GateRule, SuiteConfig
+from distill.generation.prompts import Prompt
+from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Generation
+from eval.evaluation import evaluate
+from eval.measure.record_files import read_records
+from eval.measure.suite import Turns, load_suite
+from eval.release.checks import judge
+from eval.report.comparison import compare
+from heads.proposers.draft_lm import DraftLM
+from heads.proposers.lookup import PromptLookup
+from scripts.lab.bench.turns import measure
+from tests.support.evaluations import report_in, tiny_evaluation, write_suite
 
 HOUSE = "eval/suites/house64.jsonl"
 CATEGORIES = ["writing", "coding", "maths", "reasoning", "extraction", "translation", "summarising", "chat"]
@@ -33,9 +44,7 @@ def test_the_suite_that_ships_has_eight_prompts_of_each_of_eight_categories_and_
     assert Counter(prompt.category for prompt in suite.prompts) == dict.fromkeys(CATEGORIES, 8)
     assert list(dict.fromkeys(prompt.category for prompt in suite.prompts)) == CATEGORIES
     assert len(set(suite.ids)) == 64
-    assert len({prompt.user_text for prompt in suite.prompts}) == 64
-    assert suite.warnings == ()
-    assert suite.format == "turns"
+    assert (suite.warnings, suite.format) == ((), "turns")
 
 
 def test_a_few_prompts_are_spread_evenly_over_the_categories():
@@ -82,24 +91,6 @@ def test_a_system_message_goes_before_prompts_that_have_none_and_makes_another_s
     assert [prompt.user_texts for prompt in plain.prompts] == [prompt.user_texts for prompt in changed.prompts]
 
 
-ROWS = {
-    "turns": {"turns": ["How many?"], "reference": ["#### 4"]},
-    "gsm8k": {"question": "How many?", "answer": "#### 4"},
-    "humaneval": {"task_id": "HumanEval/3", "prompt": "def f(x):\n"},
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "category", "reference"),
-    [("turns", "uncategorised", "#### 4"), ("gsm8k", "gsm8k", "#### 4"), ("humaneval", "humaneval", None)],
-)
-def test_references_and_categories_come_with_the_format(tmp_path, name, category, reference):
-    (tmp_path / "suite.jsonl").write_text(json.dumps(ROWS[name]))
-    suite = load_suite(SuiteConfig(path=str(tmp_path / "suite.jsonl")))
-    assert suite.format == name
-    assert (suite.prompts[0].category, suite.prompts[0].answer) == (category, reference)
-
-
 # --- data sets ----------------------------------------------------------------------------------------------------
 
 
@@ -112,11 +103,10 @@ def data_set(tmp_path, monkeypatch):
     return tmp_path / "set"
 
 
-def test_a_data_set_is_read_in_the_format_of_its_rows(data_set):
+def test_a_data_set_is_read_in_the_format_of_its_rows_with_its_references(data_set):
     suite = load_suite(SuiteConfig(path=str(data_set)))
-    assert suite.format == "gsm8k"
-    assert suite.ids == ["row-0", "row-1", "row-2"]
-    assert [(prompt.turns, prompt.answer) for prompt in suite.prompts][1] == (("two?",), "#### 2")
+    assert (suite.format, suite.ids) == ("gsm8k", ["row-0", "row-1", "row-2"])
+    assert [(prompt.turns, prompt.answer, prompt.category) for prompt in suite.prompts][1] == (("two?",), "#### 2", "gsm8k")
 
 
 def test_a_data_set_is_identified_by_what_it_asks_and_not_by_its_files(data_set, tmp_path):
@@ -141,3 +131,175 @@ def test_a_name_on_the_hub_is_looked_up_there(monkeypatch):
     suite = load_suite(SuiteConfig(path="openai/openai_humaneval", subset="plain"))
     assert asked == [(("openai/openai_humaneval", "plain"), {"split": "test", "revision": None})]
     assert (suite.format, suite.ids) == ("humaneval", ["HumanEval/0"])
+
+
+# --- turns --------------------------------------------------------------------------------------------------------
+
+MODES = [AUTOREGRESSIVE, SPECULATIVE, "prompt_lookup"]
+
+
+def prompt(*turns, name="q0", history=()):
+    return Prompt(prompt_id=name, category="c", turns=turns, history=history)
+
+
+def answer(*tokens, turn=0, name="q0", stop_reason="length"):
+    return Generation(
+        prompt_id=name,
+        category="c",
+        mode=AUTOREGRESSIVE,
+        prompt_tokens=(),
+        tokens=tokens,
+        rounds=(),
+        stop_reason=stop_reason,
+        turn=turn,
+    )
+
+
+@pytest.fixture
+def target(tiny_llama, as_target):
+    return as_target(tiny_llama(seed=1))
+
+
+def ids(target, text):
+    return target.tokenizer.convert_tokens_to_ids(text.split())
+
+
+def test_a_later_turn_follows_the_answers_before_it(target):
+    system = {"role": "system", "content": "w9"}
+    turns = Turns(target, [prompt("w1", "w2", "w3", history=(system,))])
+    (second,), lost = turns.follow([answer(*ids(target, "w5 w6 <end>"))])
+    assert (second.prompt_id, second.turn, lost) == ("q0", 1, [])
+    text = "<system> w9 <end> <user> w1 <end> <assistant> w5 w6 <end> <user> w2 <end> <assistant>"
+    assert list(second.tokens) == ids(target, text)
+    (third,), _ = turns.follow([answer(*ids(target, "w7"), turn=1)])
+    assert list(third.tokens) == ids(target, f"{text} w7 <end> <user> w3 <end> <assistant>")
+    assert turns.follow([answer(*ids(target, "w8"), turn=2)]) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("answered", "reasons"),
+    [
+        (answer(stop_reason="non_finite"), ["after_a_failed_turn", "after_a_failed_turn"]),
+        (answer(*[7] * 250), ["no_room_in_context", "after_a_failed_turn"]),
+    ],
+)
+def test_a_turn_that_cannot_be_asked_is_lost_with_those_behind_it(target, answered, reasons):
+    requests, lost = Turns(target, [prompt("w1", "w2", "w3")]).follow([answered])
+    assert requests == []
+    assert [(each.turn, each.stop_reason) for each in lost] == list(zip((1, 2), reasons, strict=True))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_mode_reads_the_same_text_in_every_turn(target, tiny_llama, temperature):
+    # When sampling, the draft's own answers differ from the plain ones; none of them is read by anybody.
+    turns = Turns(target, [prompt("w1", "w2", "w3", name=name) for name in ("a", "b", "c")])
+    config = EvalConfig(
+        decode=DecodeConfig(num_speculative_tokens=2, max_new_tokens=6, batch_size=2, temperature=temperature), repeats=2
+    )
+    proposers = {SPECULATIVE: DraftLM(tiny_llama(seed=2), 64), "prompt_lookup": PromptLookup(target.device)}
+
+    records = measure(target, turns.first, config, proposers, follow=turns.follow)
+
+    by_place = {}
+    for each in records.generations:
+        by_place.setdefault((each.prompt_id, each.turn), []).append(each)
+    assert sorted(by_place) == [(name, turn) for name in "abc" for turn in range(3)]
+    for each in by_place.values():
+        assert [generation.mode for generation in each] == MODES
+        assert len({generation.prompt_tokens for generation in each}) == 1
+    plain = {(each.prompt_id, each.turn): each for each in records.of(AUTOREGRESSIVE)}
+    spoken = target.tokenizer.decode(plain["a", 0].tokens, skip_special_tokens=True)
+    assert list(plain["a", 1].prompt_tokens) == ids(
+        target, f"<user> w1 <end> <assistant> {spoken} <end> <user> w2 <end> <assistant>"
+    )
+    assert [timing.prompt_ids for timing in records.timings] == [("a", "b")] * 18 + [("c",)] * 18
+
+
+def test_a_report_counts_all_turns_of_a_prompt_as_one_prompt(tiny_run, tmp_path):
+    rows = [{"question_id": f"q{n}", "category": "chat", "turns": ["w1", f"w{n}", "w3"][: n + 1]} for n in range(3)]
+    config = tiny_evaluation(tiny_run, tmp_path / "evaluation", suite=write_suite(tmp_path / "suite.jsonl", rows))
+    assert evaluate(config) == 0
+    report = report_in(config)
+    prompts = report.prompts
+    assert (prompts.num_asked, prompts.num_turns, prompts.num_prompts) == (3, 6, 3)
+    assert prompts.failed == report.warnings == []
+    assert report.by_category["chat"].num_prompts == 3
+    assert report.acceptance.per_prompt.keys() == {"q0", "q1", "q2"}
+    committed, rounds = map(sum, zip(*report.acceptance.per_prompt.values(), strict=True))
+    assert (committed, rounds) == (report.acceptance.num_tokens, report.acceptance.num_rounds)
+    assert report.lossless.verdict == "lossless"
+    assert report.speed.num_batches == 2
+    shown = [sample for side in report.samples.values() for sample in side]
+    assert any(sample.prompt_id.endswith(", turn 2") for sample in shown)
+
+
+# --- several suites in one run -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_suites(tiny_run, tmp_path):
+    """A suite at home and one abroad, whose prompts have the same ids; one of those has two turns."""
+    home = write_suite(tmp_path / "home.jsonl", [{"question_id": f"q{n}", "turns": [f"w{n}"]} for n in range(5)])
+    rows = [{"question_id": f"q{n}", "category": f"c{n % 2}", "turns": [f"w{n} w9 w{n}", "w4"][: 1 + n % 2]} for n in range(3)]
+    abroad = write_suite(tmp_path / "abroad.jsonl", rows)
+    return tiny_evaluation(tiny_run, tmp_path / "evaluation", suite=home, suites=[abroad])
+
+
+def test_each_suite_has_the_numbers_that_it_has_alone(two_suites, tmp_path):
+    assert evaluate(two_suites) == 0
+    report = report_in(two_suites)
+    assert report.prompts.suite == "home"
+    assert list(report.suites) == ["abroad"]
+    records = [each for each in read_records(Path(two_suites.output) / "records.jsonl") if isinstance(each, Generation)]
+    assert {(each.suite, each.prompt_id.startswith("abroad/")) for each in records} == {("home", False), ("abroad", True)}
+    for suite, section in ((two_suites.suite, report), (two_suites.suites[0], report.suites["abroad"])):
+        alone = two_suites.model_copy(update={"suite": suite, "suites": [], "output": str(tmp_path / f"alone-{suite.label}")})
+        evaluate(alone)
+        expected = report_in(alone)
+        assert section.acceptance.tokens_per_target_step == expected.acceptance.tokens_per_target_step
+        assert section.acceptance.by_context_tokens == expected.acceptance.by_context_tokens
+        assert section.prompts.sha256 == expected.prompts.sha256
+        assert section.prompts.num_turns == expected.prompts.num_turns
+        assert section.by_category.keys() == expected.by_category.keys()
+        assert section.baselines.keys() == expected.baselines.keys()
+        assert section.speed.num_batches == expected.speed.num_batches  # no batch holds prompts of both
+    assert report.lossless.checked_prompts == 5 + 4
+
+
+def test_rules_are_about_the_first_suite_unless_they_name_another(two_suites):
+    evaluate(two_suites)
+    report = report_in(two_suites)
+    taus = {"home": report, "abroad": report.suites["abroad"]}
+
+    def value(**rule):
+        rules = [GateRule(metric="acceptance.tokens_per_target_step", min=1.0, bound="point", **rule)]
+        findings = {each.check: each for each in judge(report, GateConfig(rules=rules)).findings}
+        assert findings["prompts of abroad"].outcome == "pass"
+        return next(each for name, each in findings.items() if name.endswith("tokens_per_target_step")).value
+
+    assert value() == value(suite="home") == taus["home"].acceptance.tokens_per_target_step
+    assert value(suite="abroad") == taus["abroad"].acceptance.tokens_per_target_step
+    with pytest.raises(InputError, match=r"no suite 'mars' \(it has: home, abroad\)"):
+        value(suite="mars")
+    every = GateRule(metric="by_category.*.acceptance.tokens_per_target_step", min=1.0, bound="point", suite="abroad")
+    checks = [each.check for each in judge(report, GateConfig(rules=[every])).findings]
+    assert {"suites.abroad.by_category.c0.acceptance.tokens_per_target_step"} <= set(checks)
+
+
+def test_a_further_suite_is_compared_prompt_by_prompt_with_that_of_an_earlier_report(two_suites):
+    evaluate(two_suites)
+    report = report_in(two_suites)
+    rule = GateRule(metric="acceptance.tokens_per_target_step", min=1.0, relative_to_baseline=True, suite="abroad")
+    finding = judge(report, GateConfig(rules=[rule]), report).findings[-1]
+    assert (finding.value, finding.low, finding.high) == (1.0, 1.0, 1.0)  # paired: the worst case would be wider
+    _, other = compare([("a", report), ("b", report)])
+    assert other.tau_by_suite["abroad"].ratio_ci == [1.0, 1.0]
+
+
+def test_without_a_suite_the_first_of_several_stands_in_its_place_and_names_must_differ():
+    several = [{"path": "a/x.jsonl"}, {"path": "b/x.jsonl", "name": "other"}]
+    config = EvalConfig.model_validate({"suites": several})
+    assert [each.label for each in config.all_suites] == ["x", "other"]
+    assert EvalConfig.model_validate(config.model_dump()) == config
+    with pytest.raises(ValidationError, match="suites must have different names"):
+        EvalConfig(suites=[SuiteConfig()], suite=SuiteConfig())
