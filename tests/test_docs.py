@@ -15,7 +15,7 @@ from configs.runtime.loading import load_config
 from configs.schema.commands.planning import PlanHeadsConfig
 from configs.schema.commands.running import STAGES
 from heads.families.registry import FAMILIES
-from heads.formats.exporting.table import engines_of
+from heads.formats.exporting.exporter import engines_of
 from scripts.cli import COMMANDS
 from tests.support.caches import random_conversations, write_rows
 from tests.test_entries import WITHOUT_CONFIG

@@ -22,7 +22,7 @@ from configs.schema.commands.running import STAGES, RunConfig
 from configs.schema.training import DivergenceName
 from eval.report.schema import Report
 from heads.families.registry import FAMILIES
-from heads.formats.exporting.table import engines_of
+from heads.formats.exporting.exporter import engines_of
 from scripts.check.comparison import EngineCheck
 from scripts.cli import COMMANDS
 from tests.test_house import SCHEMAS, config_of

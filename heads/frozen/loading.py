@@ -32,9 +32,8 @@ from heads.frozen.weights import loader_of, quantization_of
 from heads.inference.causal_lm import MediaInputs
 from heads.inference.compiled_forward import make_compiled, make_fastest
 from heads.inference.lean_forward import make_lean
-from heads.inference.masks import rope_limit
 from heads.inference.model_checks import check_split
-from heads.inference.runner import Runner, runner_of
+from heads.inference.runner import Runner, rope_limit, runner_of
 
 log = logging.getLogger("draftsmith")
 

@@ -24,8 +24,7 @@ from heads.frozen.model_config import config_of_blocks
 from heads.frozen.placement import READ, blocks_name, make_skeleton, parts_outside
 from heads.frozen.weights import FloatWeights, read_float_weights
 from heads.inference.kv_cache import RowCache
-from heads.inference.masks import Masks
-from heads.inference.runner import DecodingForward, runner_of
+from heads.inference.runner import DecodingForward, Masks, runner_of
 
 StatesOfTexts = Callable[[Sequence[Sequence[int]], int, Sequence[int]], TargetStates]
 

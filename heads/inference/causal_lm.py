@@ -23,9 +23,8 @@ from transformers import PreTrainedModel, masking_utils
 from configs.runtime.errors import InputError, first_line
 from heads.device import on_device
 from heads.inference.kv_cache import RowCache, RowLayer
-from heads.inference.masks import by_axis, masks_of, rope_limit, within_context
 from heads.inference.recurrent_cache import RecurrentCache
-from heads.inference.runner import CAPS, apply_head, backbone, runner_of
+from heads.inference.runner import CAPS, apply_head, backbone, by_axis, masks_of, rope_limit, runner_of, within_context
 from heads.sampling.token_tree import TreeAttention
 
 SCALING = ("cohere_compass", "granite4_vision", "granite_docling")  # others with images leave out their text part's logit scale

@@ -22,9 +22,8 @@ from configs.runtime.errors import InputError
 from heads.device import has_graphs
 from heads.inference.kv_cache import RowCache
 from heads.inference.lean_forward import make_lean
-from heads.inference.masks import Masks
 from heads.inference.model_checks import check_rolls_back
-from heads.inference.runner import DecodingForward, TransformersForward, runner_of
+from heads.inference.runner import DecodingForward, Masks, TransformersForward, runner_of
 
 log = logging.getLogger("draftsmith")
 

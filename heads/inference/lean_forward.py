@@ -21,9 +21,8 @@ from configs.runtime.errors import InputError
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache
 from heads.inference.kv_cache import RowCache
 from heads.inference.llama_layers import PackedLinear, angles, normed, turned
-from heads.inference.masks import Masks
 from heads.inference.model_checks import check_on_probe, probe_ids, relative_error
-from heads.inference.runner import DecodingForward, backbone, runner_of
+from heads.inference.runner import DecodingForward, Masks, backbone, runner_of
 
 FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 PROBE_TOKENS = 12

@@ -16,9 +16,8 @@ from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError, first_line
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache, read_documents
-from heads.inference.masks import first_of_equals
 from heads.inference.recurrent_cache import cache_argument
-from heads.inference.runner import WRONG_STATES, backbone, runner_of
+from heads.inference.runner import WRONG_STATES, backbone, first_of_equals, runner_of
 from heads.sampling.token_tree import tree_attention
 
 # Types of layers that carry no past but keys and values by position.

@@ -26,7 +26,7 @@ from eval.release.verdict import Finding, findings_table
 from eval.report.markdown import as_markdown_table, code, code_block, escape, render_markdown
 from eval.report.schema import Report, SuiteSection
 from eval.report.text import short
-from heads.formats.exporting.table import engines_of
+from heads.formats.exporting.exporter import engines_of
 from scripts.push.files import NAMELESS, Cleaned
 
 TEMPLATE = Path(__file__).with_name("templates") / "model_card.md.j2"

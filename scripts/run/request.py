@@ -25,7 +25,7 @@ from distill.generation.prompts import Prompt
 from distill.generation.sources import read_prompts
 from distill.generation.split import split_positions
 from heads.device import CPU, default_device
-from heads.formats.exporting.table import FORMS, WITHOUT_NORMS, check_norms, form_of
+from heads.formats.exporting.exporter import FORMS, WITHOUT_NORMS, check_norms, form_of
 from heads.frozen.checkpoint_files import UNREADABLE
 from heads.frozen.identity import PREFIX
 from scripts.doctor.machine import BFLOAT16, describe_disk, instructions

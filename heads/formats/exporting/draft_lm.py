@@ -12,8 +12,17 @@ from torch import Tensor
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_object
-from heads.formats.exporting.serving import APART, UNTRIED, Serve, sglang_command, transformers_lines, vllm_command
-from heads.formats.exporting.source import EMBEDDING, HEAD, Source
+from heads.formats.exporting.source import (
+    APART,
+    EMBEDDING,
+    HEAD,
+    UNTRIED,
+    Serve,
+    Source,
+    sglang_command,
+    transformers_lines,
+    vllm_command,
+)
 from heads.formats.layout import ExportLayout
 from heads.frozen.checkpoint_files import SINGLE_FILE, Weights
 from heads.metadata import METADATA_FILE, PROMPTS_FILE, VOCABULARY_FILE

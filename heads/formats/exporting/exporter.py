@@ -1,20 +1,59 @@
-"""Writing an artifact for an engine: refuse, write tensor by tensor, read back and check, then put in place."""
+"""Which engine takes which kind of draft in what form, and writing one: refuse, write, read back, then put in place."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import new_folder, write_json, write_text
+from configs.schema.heads import Eagle3Settings
+from heads.formats.exporting import converted, draft_lm, flat, mtp, speculators
 from heads.formats.exporting.source import Source
-from heads.formats.exporting.table import PROGRAMS, check_norms, check_path, form_of
 from heads.formats.layout import ExportLayout
 from heads.frozen.checkpoint_files import SINGLE_FILE, link_or_copy, read_weights, write_weights
 from heads.frozen.identity import hash_weights
 
 SERVE_FILE = "serve.txt"
+Form = Callable[[Source], ExportLayout]
+
+FORMS: dict[str, dict[str, Form]] = {
+    "transformers": {"draft_lm": draft_lm.transformers, "dflash": flat.transformers_dflash, "mtp": mtp.transformers},
+    "vllm": {
+        "draft_lm": draft_lm.vllm,
+        "medusa": flat.vllm_medusa,
+        "eagle3": speculators.eagle,
+        "peagle": speculators.eagle,
+        "dflash": speculators.vllm_dflash,
+        "dspark": speculators.untried_in_vllm,
+        "dflash2": speculators.untried_in_vllm,
+        "mtp": mtp.vllm,
+    },
+    "speculators": {
+        "eagle3": speculators.eagle_complete,
+        "peagle": speculators.eagle_complete,
+        "dflash": speculators.block_drafter,
+        "dspark": speculators.block_drafter,
+        "dflash2": speculators.block_drafter,
+        "xpress": speculators.block_drafter,
+        "mtp": speculators.mtp,
+    },
+    "sglang": {
+        "draft_lm": draft_lm.sglang,
+        "eagle3": flat.sglang_eagle,
+        "dflash": flat.sglang_dflash,
+        "domino": flat.sglang_domino,
+    },
+    "gguf": {"draft_lm": converted.gguf_draft_lm, "eagle3": converted.gguf_eagle3, "dflash": converted.gguf_dflash},
+    "openvino": {"draft_lm": converted.openvino_draft_lm, "eagle3": converted.openvino_eagle3},
+}
+PROGRAMS = {"gguf": "llama.cpp", "openvino": "OpenVINO GenAI"}  # where the form is not called like what serves it
+WITHOUT_NORMS = ("gguf", "openvino")  # their EAGLE-3 norms neither its taps nor the state that it feeds back
+# Words in the path of a draft's folder that vLLM 0.32 takes for the method, whatever the config says.
+PATH_WORDS = ("eagle-", "eagle3", "dflash", "dspark")
 
 
 def export(
@@ -52,6 +91,39 @@ def export(
         lines = [f"Serve with {PROGRAMS.get(engine, engine)}:", "", layout.serve(place), "", *notes]
         write_text(scratch / SERVE_FILE, "\n".join(lines).rstrip() + "\n")
     return layout
+
+
+def engines_of(kind: str) -> list[str]:
+    return [engine for engine, forms in FORMS.items() if kind in forms]
+
+
+def form_of(engine: str, kind: str) -> Form:
+    """Return how a kind of draft is written for an engine; an InputError says why it is not, and what takes it instead."""
+    forms = FORMS[engine]
+    if kind in forms:
+        return forms[kind]
+    engines = ", ".join(engines_of(kind)) or "no engine yet"
+    raise InputError(f"{engine} has no form for {kind}; {kind} goes to {engines}, {engine} takes {', '.join(forms)}")
+
+
+def check_norms(engine: str, settings: Any) -> None:
+    """Refuse a head of these settings, of its family, for an engine that does not know its norms; None: a draft LM."""
+    if engine in WITHOUT_NORMS and isinstance(settings, Eagle3Settings) and (settings.norm_taps or settings.norm_feedback):
+        raise InputError(
+            f"it norms each tap or the state that it feeds back, which {PROGRAMS[engine]} does not: train it with "
+            "head.norm_taps=false head.norm_feedback=false"
+        )
+
+
+def check_path(engine: str, kind: str, path: str) -> None:
+    """Refuse a folder whose path has a word in it that makes vLLM load the draft as something else."""
+    if engine != "vllm" or kind in ("eagle3", "peagle", "dflash", "dspark", "dflash2"):
+        return
+    found = [word for word in PATH_WORDS if word in path.lower()]
+    if found:
+        raise InputError(
+            f"vLLM takes a draft at a path with {found[0]!r} in it for one of that kind: choose another --out, got {path}"
+        )
 
 
 def _write(layout: ExportLayout, folder: Path) -> None:

@@ -13,8 +13,7 @@ import torch
 
 from configs.runtime.errors import InputError
 from configs.schema.heads import MedusaSettings
-from heads.formats.exporting.serving import UNTRIED, sglang_command, transformers_lines, vllm_command
-from heads.formats.exporting.source import Source
+from heads.formats.exporting.source import UNTRIED, Source, sglang_command, transformers_lines, vllm_command
 from heads.formats.layout import DOMINO_KEYS, TRANSFORMERS_DFLASH, ExportLayout, layer_config, renamed
 from heads.frozen.hidden_states import num_blocks
 

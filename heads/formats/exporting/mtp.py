@@ -16,8 +16,7 @@ import torch
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_json
 from configs.schema.heads import MtpSettings
-from heads.formats.exporting.serving import vllm_command
-from heads.formats.exporting.source import Source
+from heads.formats.exporting.source import Source, vllm_command
 from heads.formats.layout import MTP_PARTS, ExportLayout, has_mtp_modules, layer_config, renamed
 from heads.frozen.checkpoint_files import INDEX_FILE, SINGLE_FILE, Weights, files_by_key
 from heads.frozen.mtp_checkpoint import NativeMtp

@@ -1,4 +1,4 @@
-"""What an export is made from: an artifact that was read, and the folder of the target it was trained for.
+"""What an export is made from, an artifact and the folder of its target; and the lines by which engines serve the two.
 
 Of the target only its config is read, and single tensors of its file where a format wants them. The model that stands for it
 here lies on torch's `meta` device: it knows classes and sizes, and has no weights.
@@ -7,6 +7,9 @@ W draft vocabulary.
 
 from __future__ import annotations
 
+import json
+import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +35,10 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # And as models that also take images have them.
 HEADS = (HEAD, "language_model.lm_head.weight")
 EMBEDDINGS = (EMBEDDING, "model.language_model.embed_tokens.weight", "language_model.model.embed_tokens.weight")
+Serve = Callable[[str], str]
+# vLLM 0.32 gives a draft the cache blocks of one kind of layer; without the hybrid manager layers that attend are of one kind
+APART = "--disable-hybrid-kv-cache-manager"
+UNTRIED = "Format-checked only: names, shapes and ids were compared with what the engine reads; it was not run."
 
 
 @dataclass(frozen=True)
@@ -226,4 +233,46 @@ def read_source(
         vocabulary=read_draft_vocabulary(folder / VOCABULARY_FILE) if reduced else None,
         target=target,
         num_speculative_tokens=wanted,
+    )
+
+
+def vllm_command(source: Source, method: str, *options: str, stitched: bool = False, **more: Any) -> Serve:
+    """Return how vLLM serves a target with a draft, or, stitched, a target that has the draft in it.
+
+    `options` go into the command, `more` joins the method in its config.
+    """
+
+    def line(out: str) -> str:
+        model = {} if stitched else {"model": out}
+        config = {"method": method, **model, "num_speculative_tokens": source.num_speculative_tokens, **more}
+        target = out if stitched else source.target.name
+        return shlex.join(["vllm", "serve", target, *options, "--speculative-config", json.dumps(config, ensure_ascii=False)])
+
+    return line
+
+
+def sglang_command(source: Source, algorithm: str, tokens: int | None) -> Serve:
+    """Return how SGLang serves a target with a draft; `tokens` are drafted a round in a chain (None: the draft's own)."""
+    words = ["python", "-m", "sglang.launch_server", "--model-path", source.target.name, "--speculative-algorithm", algorithm]
+    chain: list[str] = []
+    if tokens is not None:
+        chain = ["--speculative-num-steps", str(tokens), "--speculative-eagle-topk", "1"]
+        chain += ["--speculative-num-draft-tokens", str(tokens + 1)]
+    return lambda out: shlex.join([*words, "--speculative-draft-model-path", out, *chain])
+
+
+def transformers_lines(source: Source, draft_class: str, options: str) -> Serve:
+    dtype = source.dtype_name
+
+    def lines(out: str) -> str:
+        target = f"target = AutoModelForCausalLM.from_pretrained({source.target.name!r}, dtype=torch.{dtype})"
+        draft = f"draft = {draft_class}.from_pretrained({out!r}, dtype=torch.{dtype})"
+        return "\n".join([target, draft, f"target.generate(**inputs, assistant_model=draft{options})"])
+
+    return lines
+
+
+def speculators_line(out: str) -> str:
+    return shlex.join(
+        ["python", "-c", f"from speculators import SpeculatorModel; SpeculatorModel.from_pretrained({json.dumps(out)})"]
     )

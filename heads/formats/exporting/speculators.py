@@ -13,8 +13,7 @@ from typing import Any
 
 from configs.runtime.errors import InputError
 from configs.schema.heads import DFlashSettings, EagleSettings
-from heads.formats.exporting.serving import APART, speculators_line, vllm_command
-from heads.formats.exporting.source import Source
+from heads.formats.exporting.source import APART, Source, speculators_line, vllm_command
 from heads.formats.layout import DFLASH2_KEYS, MTP_PARTS, XPRESS_KEYS, ExportLayout, layer_config, renamed
 
 VERSION = "0.9.0"

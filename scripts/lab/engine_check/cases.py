@@ -21,9 +21,8 @@ from eval.decoder.decode import check_decodable
 from eval.decoder.records import Generation
 from eval.lossless.teacher_forcing import check_tokens
 from eval.stats.bootstrap import Interval, paired_ratio_interval
-from heads.formats.exporting.exporter import SERVE_FILE, export
+from heads.formats.exporting.exporter import SERVE_FILE, engines_of, export, form_of
 from heads.formats.exporting.source import TargetFolder, read_source
-from heads.formats.exporting.table import engines_of, form_of
 from heads.frozen.identity import locate
 from heads.frozen.loading import Target, load_target
 from heads.metadata import read_metadata

@@ -40,7 +40,7 @@ VLLM = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "V
 @dataclass(frozen=True, kw_only=True)
 class EngineDriver:
     driver: Path
-    form: str  # what an export for it is called (`heads.formats.exporting.table.FORMS`)
+    form: str  # what an export for it is called (`heads.formats.exporting.exporter.FORMS`)
     environment: str | None = None  # its folder among the environments; None: this project's own
     needs: str = "bin/python"  # a file in that folder without which it is not installed
     has_python: bool = False  # that folder has the interpreter that runs the driver; else this project's does

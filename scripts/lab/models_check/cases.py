@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from configs.schema.decoding import DecodeConfig
 from eval.decoder.decode import generate
 from heads.frozen.loading import Target
-from heads.inference.masks import first_of_equals
+from heads.inference.runner import first_of_equals
 from heads.proposers.protocol import Proposer
 from scripts.lab.models_check.architectures import VOCAB_SIZE, tiny_model
 from scripts.lab.models_check.scripted_drafts import ScriptedDrafts

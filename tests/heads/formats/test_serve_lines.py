@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from heads.formats.exporting.exporter import SERVE_FILE, export
+from heads.formats.exporting.exporter import FORMS, SERVE_FILE, export
 from heads.formats.exporting.source import TargetFolder, read_source
-from heads.formats.exporting.table import FORMS
 from tests.support import family_checks as checks
 
 VLLM_METHODS = {"draft_lm": "draft_model", "peagle": "eagle3", "dflash2": "dflash"}  # the others bear the family's name

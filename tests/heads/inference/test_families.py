@@ -15,8 +15,8 @@ from configs.schema.decoding import DecodeConfig
 from eval.decoder.decode import generate
 from heads.frozen.loading import Target
 from heads.inference.causal_lm import forward_rows, new_cache
-from heads.inference.masks import first_of_equals
 from heads.inference.model_checks import check_split
+from heads.inference.runner import first_of_equals
 from heads.proposers.draft_lm import DraftLM
 from scripts.lab.models_check.architectures import tiny_config
 from tests.support.family_configs import tiny_model

@@ -12,8 +12,8 @@ import torch
 from configs.runtime.command import DONE, GATE_FAILED
 from configs.runtime.errors import InputError
 from configs.schema.training import HeadsConfig
-from heads.formats.exporting.serving import vllm_command
-from heads.formats.exporting.table import FORMS
+from heads.formats.exporting.exporter import FORMS
+from heads.formats.exporting.source import vllm_command
 from scripts.lab.engine_check import engines as serve_engines
 from scripts.lab.engine_check import run_transformers as serve_transformers
 from scripts.lab.engine_check import run_vllm as serve_vllm
@@ -218,7 +218,7 @@ def test_no_engine_is_said_of_a_kind_that_none_takes(settings, tiny_run, monkeyp
     cases = [{"engine": None, "artifact": str(tiny_run / "artifact")}]
     with pytest.raises(InputError, match=r"cases\[0\].engine is null, and draft_lm goes to .*vllm"):
         run(settings, cases=cases)
-    monkeypatch.setattr("heads.formats.exporting.table.FORMS", {"vllm": {"eagle3": None}})
+    monkeypatch.setattr("heads.formats.exporting.exporter.FORMS", {"vllm": {"eagle3": None}})
     code, (row,) = run(settings, cases=cases)
     assert (code, row["verdict"], row["engine"]) == (DONE, NO_ENGINE, None)
 
