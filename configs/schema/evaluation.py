@@ -17,7 +17,6 @@ from configs.schema.base import (
     unless_once,
     unless_rising,
 )
-from configs.schema.data import RowFormat
 from configs.schema.decoding import DecodeConfig
 from configs.schema.target import TargetConfig
 
@@ -53,8 +52,8 @@ class SuiteConfig(Settings):
 
     name: str | None = None  # in the report and the gate's rules; None: that of the file or data set
     path: str = "eval/suites/house64.jsonl"  # a file; a data set's folder or Hub id (owner/name)
-    format: RowFormat = "auto"  # auto: by the first row
-    column: str | None = None  # format column: where the prompt stands, as a text, a list of turns or chat messages
+    # Where the prompt stands, as a text, a list of turns or chat messages; None: by the keys of the first row
+    column: str | None = None
     subset: str | None = None  # data set: configuration name
     split: str = "test"  # data set
     num_prompts: PositiveInt | None = None  # None: all; otherwise spread evenly over the categories
@@ -67,12 +66,6 @@ class SuiteConfig(Settings):
     def label(self) -> str:
         """Its name, or that of the file or data set."""
         return self.name or Path(self.path).stem
-
-    def objections(self) -> Iterator[str]:
-        if self.column is not None and self.format not in ("auto", "column"):
-            yield f"column is for format 'column' only, got format {self.format!r}: leave one of the two out"
-        if self.column is None and self.format == "column":
-            yield "column is needed with format 'column': name the one that holds the prompts"
 
 
 class LosslessConfig(Settings):

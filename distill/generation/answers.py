@@ -8,9 +8,9 @@ on and its conversations are read one prompt at a time: none are held in memory.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from configs.runtime.resumable import Journal, Place
 from configs.runtime.terminal import Tokens, progress
 from configs.schema.data import AnswersConfig
 from distill.dataset.conversations import Conversation, Message
-from distill.generation.continuation import Ask, continue_texts, up_to_end
+from distill.generation.continuation import Request, TargetSource, continue_requests, up_to_end
 from distill.generation.prompts import Prompt, encode_prompt
 from heads.frozen.loading import Target
 from heads.sampling.counter_rng import request_number
@@ -43,31 +43,59 @@ class Answered(NamedTuple):
     dropped: Mapping[str, int]  # turns by reason, complete once all prompts were asked for
 
 
-def answer_turns(target: Target, prompt: Prompt, max_new_tokens: int) -> Generator[Ask, list[int] | str, dict[str, Any]]:
-    """Ask for the answers to a prompt's turns, each after those before; it may get the reason why there is none instead. Return
-    what a journal keeps: rows and dropped turns.
-    """
-    rows: list[dict[str, Any]] = []
-    dropped, said = Counter[str](), prompt.messages
-    for turn, text in enumerate(prompt.turns):
-        if turn:
-            said.append({"role": "user", "content": text})
-        ids = tuple(target.encode_chat(said, tools=prompt.tools, media=prompt.media))
-        outcome: Conversation | str = NO_ROOM
-        if len(ids) < target.max_positions:
-            request = request_number(f"{prompt.prompt_id}/{turn}")
-            media_prompt = target.media_prompt(said, prompt.media, tools=prompt.tools)
-            answer = yield Ask(ids, prompt.max_new_tokens or max_new_tokens, request, media_prompt)
-            if isinstance(answer, str):
-                outcome = answer
-            else:
-                said.append({"role": "assistant", "content": str(target.tokenizer.decode(answer, skip_special_tokens=True))})
-                outcome = _conversation(target, prompt, turn, tuple(said), ids, answer)
+class Dialogue:
+    """A prompt under way: `ask` for a turn, `take` its answer, and so on until nothing is asked."""
+
+    def __init__(self, target: Target, prompt: Prompt, max_new_tokens: int) -> None:
+        self.target, self.prompt = target, prompt
+        self.max_new_tokens = max_new_tokens
+        self.rows: list[dict[str, Any]] = []
+        self.dropped = Counter[str]()
+        self._said, self._turn = prompt.messages, 0
+        self._asked: tuple[int, ...] = ()
+
+    @property
+    def piece(self) -> dict[str, Any]:
+        """What a journal keeps: rows and dropped turns."""
+        return {"rows": self.rows, "dropped": dict(+self.dropped)}
+
+    def ask(self) -> Request | None:
+        """Return the request for the next turn's answer; None where there is none."""
+        if self._turn == len(self.prompt.turns):
+            return None
+        if self._turn:
+            self._said.append({"role": "user", "content": self.prompt.turns[self._turn]})
+        tools, media, longest = self.prompt.tools, self.prompt.media, self.target.max_positions
+        self._asked = tuple(self.target.encode_chat(self._said, tools=tools, media=media))
+        if len(self._asked) >= longest:
+            self._drop(NO_ROOM)
+            return None
+        return Request(
+            prompt_ids=self._asked,
+            limit=min(longest, len(self._asked) + self.max_new_tokens),
+            number=request_number(f"{self.prompt.prompt_id}/{self._turn}"),
+            has_ended=lambda request: request.tokens[-1] in self.target.eos_token_ids,
+            media_prompt=self.target.media_prompt(self._said, media, tools=tools),
+        )
+
+    def take(self, answer: Sequence[int] | str) -> None:
+        """Note the answer to what was asked, or why there is none."""
+        if isinstance(answer, str):
+            self._drop(answer)
+            return
+        text = str(self.target.tokenizer.decode(list(answer), skip_special_tokens=True))
+        self._said.append({"role": "assistant", "content": text})
+        outcome = _conversation(self.target, self.prompt, self._turn, tuple(self._said), self._asked, answer)
         if isinstance(outcome, str):
-            dropped.update({outcome: 1, UNREACHED: len(prompt.turns) - turn - 1})
-            break
-        rows.append(asdict(outcome))
-    return {"rows": rows, "dropped": dict(+dropped)}
+            self._drop(outcome)
+            return
+        self.rows.append(asdict(outcome))
+        self._turn += 1
+
+    def _drop(self, reason: str) -> None:
+        """Drop this turn and those after it."""
+        self.dropped.update({reason: 1, UNREACHED: len(self.prompt.turns) - self._turn - 1})
+        self._turn = len(self.prompt.turns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,27 +116,41 @@ class AnswerJob:
         order = sorted(range(len(needs)), key=lambda number: (-needs[number], number))  # the longest first
         own, finished = order[rank::num_processes], self.finished()
         missing = [number for number in own if not finished[number]]
-        journal = Journal(self.folder / ANSWER_JOURNALS.format(rank=rank), self.fingerprint)
-        tokens = Tokens()
+        journal, group, tokens = self.journal(rank), dict[str, Any](), Tokens()
         tokens.expect(sum(map(self._longest, missing)))
-        over = continue_texts(
-            self.target,
-            self.config,
-            map(self._answered, missing),
-            seed=self.seed,
-            batch_size=self.config.batch_size,
-            capacity=min(self.target.max_positions, needs[missing[0]]) if missing else 0,
-            tokens=tokens,
+        source = TargetSource(
+            self.target, self.config, capacity=min(self.target.max_positions, needs[missing[0]]) if missing else 0
         )
         with progress("answers", len(own), "prompts", done=len(own) - len(missing), tokens=tokens) as advance:
-            while group := dict(islice(over, self.config.batch_size)):  # a write to the disk waits for it: several at a time
-                advance(len(group))
+
+            def keep() -> None:
                 if writes:
                     journal.extend(group)
+                advance(len(group))
+                group.clear()
 
-    def _answered(self, number: int) -> Generator[Ask, list[int] | str, tuple[str, dict[str, Any]]]:
-        piece = yield from answer_turns(self.target, self.prompts[number], self.config.max_new_tokens)
-        return str(number), piece
+            def following(number: int, dialogue: Dialogue, answer: Sequence[int] | None = None) -> Request | None:
+                if answer is not None:
+                    dialogue.take(answer)
+                if (request := dialogue.ask()) is not None:
+                    request.on_done = partial(following, number, dialogue)
+                    return request
+                group[str(number)] = dialogue.piece
+                if len(group) == self.config.batch_size:  # a write to the disk waits for it: several at a time
+                    keep()
+                return None
+
+            first = (following(number, self.dialogue(number)) for number in missing)
+            requests = (request for request in first if request is not None)
+            continue_requests(source, requests, seed=self.seed, batch_size=self.config.batch_size, tokens=tokens)
+            if group:
+                keep()
+
+    def dialogue(self, number: int) -> Dialogue:
+        return Dialogue(self.target, self.prompts[number], self.config.max_new_tokens)
+
+    def journal(self, rank: int) -> Journal:
+        return Journal(self.folder / ANSWER_JOURNALS.format(rank=rank), self.fingerprint)
 
     def finished(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Return which prompts were answered, by any process."""
@@ -146,8 +188,7 @@ class AnswerJob:
 
     def _longest(self, number: int) -> int:
         """Return how many tokens the answers to a prompt's turns may have together."""
-        prompt = self.prompts[number]
-        return len(prompt.turns) * (prompt.max_new_tokens or self.config.max_new_tokens)
+        return len(self.prompts[number].turns) * self.config.max_new_tokens
 
     def _pieces(self) -> Iterator[tuple[Journal, str, Place, Any]]:
         for path in sorted(self.folder.glob(ANSWER_JOURNALS.format(rank="*"))):
@@ -166,7 +207,7 @@ def existing_answers(target: Target, max_new_tokens: int) -> Answered:
         whole = target.encode_chat(messages, tools=prompt.tools, answer_follows=False, media=prompt.media)
         outcome: Conversation | str = NOT_A_CONTINUATION
         if tuple(whole[: len(prompt_ids)]) == prompt_ids:
-            longest = min(prompt.max_new_tokens or max_new_tokens, target.max_positions - len(prompt_ids))
+            longest = min(max_new_tokens, target.max_positions - len(prompt_ids))
             answer_ids = up_to_end(whole[len(prompt_ids) :], target.eos_token_ids)[:longest]
             outcome = _conversation(target, prompt, 0, messages, prompt_ids, answer_ids)
         if isinstance(outcome, str):

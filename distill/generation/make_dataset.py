@@ -1,4 +1,4 @@
-"""The data set from end to end: prompts of all sources, split, answers (the target's or the data set's own), the output folder.
+"""The data set from end to end: prompts, split, answers (the target's or the data set's own), the output folder.
 
 Several processes (under `accelerate launch`) share the writing; the main one puts the folder in place. Until then finished work
 is kept in journals in the output folder, from which an interrupted run resumes. Prompts are held in memory, their
@@ -10,11 +10,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +23,13 @@ from configs.runtime.files import drop_leftovers, folder_lock, new_folder, sha25
 from configs.runtime.redaction import mask_secrets
 from configs.runtime.resumable import Journal, fingerprint, fingerprint_of
 from configs.runtime.run_record import write_run_record
-from configs.schema.data import DataConfig, PromptsConfig
+from configs.schema.data import DataConfig
 from distill.dataset.conversations import FORMAT_VERSION, INDEX_SUFFIX, MANIFEST, WRITTEN_BY
 from distill.generation.answers import ANSWER_JOURNALS, Answered, AnswerJob, existing_answers
-from distill.generation.prompts import TRUNCATED, Prompt, encode_prompt, everything_said, fit_prompts
+from distill.generation.prompts import TRUNCATED, Prompt, encode_prompt, fit_prompts
 from distill.generation.self_seeding import self_seed
 from distill.generation.server_answers import check_server, server_answer_job
-from distill.generation.sources import Admission, check_given, check_readable, list_source
+from distill.generation.sources import check_given, check_readable, list_prompts
 from distill.generation.split import Split, split_prompts
 from distill.generation.steering import SEEDS
 from distill.server.connection import Connection
@@ -50,8 +48,7 @@ def make_dataset(config: DataConfig) -> None:
     """Make `train.jsonl`, `held_out.jsonl`, `manifest.json` and `run.json` in `config.output`."""
     output = Path(config.output)
     check_output(output)
-    # Before the target is loaded: a mistake in a file shows at once.
-    listed = [list_source(settings) for _, settings in config.prompts.parts]
+    listed = list_prompts(config.prompts)  # before the target is loaded: a mistake in a file shows at once
     with nullcontext() if config.server is None else Connection(config.server) as server:
         if server is not None:
             server.check_model()  # before a large target is loaded
@@ -60,18 +57,7 @@ def make_dataset(config: DataConfig) -> None:
             _make_locked(config, listed, state, server)
 
 
-@dataclass
-class _Gathered:
-    """Prompts of all sources, how many were dropped, by reason, and for each of several sources what it gave."""
-
-    prompts: list[Prompt] = field(default_factory=list)
-    dropped: Counter[str] = field(default_factory=Counter)
-    sources: dict[str, Any] = field(default_factory=dict)
-
-
-def _make_locked(
-    config: DataConfig, listed: Sequence[Iterable[Prompt] | None], state: PartialState, server: Connection | None
-) -> None:
+def _make_locked(config: DataConfig, listed: list[Prompt] | None, state: PartialState, server: Connection | None) -> None:
     """Do this process's part of the run that holds the folder's lock."""
     output = Path(config.output)
     if state.is_main_process:
@@ -83,11 +69,16 @@ def _make_locked(
     if server is not None and share.number == 0:  # all that hold a part of the main process's target, which this runs
         check_server(server, target)
     state.wait_for_everyone()
-    gathered = _gather(config, target, listed, state)
-    check_readable(target, gathered.prompts, written_here=server is None)
-    split = split_prompts(gathered.prompts, config.held_out_share)
+    if listed is None:
+        written, dropped = _self_seed_once(config, target, state)
+        prompts = [prompt.below(config.prompts.system) for prompt in written]
+    else:
+        below = [prompt.below(config.prompts.system) for prompt in listed]
+        prompts, dropped = fit_prompts(target, below, config.prompts.on_too_long, config.answers.max_new_tokens)
+    check_readable(target, prompts, written_here=server is None)
+    split = split_prompts(prompts, config.held_out_share)
     if config.answers.written_by == "dataset":
-        check_given(gathered.prompts)
+        check_given(prompts)
         collect: Callable[[], Answered] = partial(existing_answers, target, config.answers.max_new_tokens)
     else:
         job = answer_job(config, target, split, output, server)
@@ -95,34 +86,8 @@ def _make_locked(
         state.wait_for_everyone()
         collect = job.collect
     if state.is_main_process:
-        write_dataset(config, target, split, collect(), gathered, started)
+        write_dataset(config, target, split, collect(), Counter(dropped), len(prompts), started)
     state.wait_for_everyone()
-
-
-def _gather(config: DataConfig, target: Target, listed: Sequence[Iterable[Prompt] | None], state: PartialState) -> _Gathered:
-    """Take each source's share of the prompts; those that an earlier source gave, or outside its limits, do not count."""
-    gathered, taken = _Gathered(), set[str]()
-    for (source, settings), given in zip(config.prompts.parts, listed, strict=True):
-        several = Admission(target=target, source=source, taken=taken) if source.name else None
-        given = None if given is None else (prompt.below(settings.system) for prompt in given)
-        if given is None:
-            written, dropped = _self_seed_once(config, source.name, settings, target, state, several)
-            prompts = [prompt.below(settings.system) for prompt in written]
-        elif several is None:
-            first = list(islice(given, settings.num_prompts))
-            if len(first) < settings.num_prompts:
-                logger.info("%s holds %d prompts, fewer than num_prompts = %d", settings.path, len(first), settings.num_prompts)
-            prompts, dropped = fit_prompts(target, first, settings.on_too_long, config.answers.max_new_tokens)
-        else:
-            prompts, dropped = several.first(given, settings, config.answers.max_new_tokens)
-        if several is not None:
-            if len(prompts) < settings.num_prompts:
-                logger.warning("source %s gave %d prompts of its %d", source.name, len(prompts), settings.num_prompts)
-            gathered.sources[source.name] = {"share": settings.num_prompts, "prompts": len(prompts), "dropped": dict(dropped)}
-            prompts = [several.named(prompt) for prompt in prompts]
-        gathered.prompts += prompts
-        gathered.dropped.update(dropped)
-    return gathered
 
 
 def check_output(output: Path) -> None:
@@ -147,7 +112,7 @@ def answer_job(config: DataConfig, target: Target, split: Split, folder: Path, s
         for prompt in prompts:
             ids = encode_prompt(target, prompt)
             lengths.append(len(ids))
-            yield [prompt.prompt_id, prompt.category, *prompt.turns, *ids, prompt.max_new_tokens, *prompt.media]
+            yield [prompt.prompt_id, prompt.category, *prompt.turns, *ids, *prompt.media]
 
     content = fingerprint_of(rows())
     if server is not None:
@@ -164,12 +129,18 @@ def answer_job(config: DataConfig, target: Target, split: Split, folder: Path, s
 
 
 def write_dataset(
-    config: DataConfig, target: Target, split: Split, answered: Answered, gathered: _Gathered, started: float
+    config: DataConfig,
+    target: Target,
+    split: Split,
+    answered: Answered,
+    dropped: Counter[str],
+    num_prompts: int,
+    started: float,
 ) -> None:
     """Put the finished folder in place, all of it or nothing; one prompt's conversations are in memory at a time."""
     sides = {"train": split.train, "held_out": split.held_out}
     counts: dict[str, dict[str, Any]] = {}
-    dropped = gathered.dropped + Counter(split.dropped)
+    dropped = dropped + Counter(split.dropped)
     with new_folder(Path(config.output)) as folder:
         for name, side in sides.items():
             counts[name] = _write_side(folder / f"{name}.jsonl", side, answered)
@@ -184,10 +155,9 @@ def write_dataset(
             **({} if config.server is None else {"server": {"model": config.server.model}}),
             "config": mask_secrets(config.model_dump(mode="json")),
             "counts": {
-                "prompts": len(gathered.prompts),
+                "prompts": num_prompts,
                 "truncated": dropped.pop(TRUNCATED, 0),
                 "dropped": dict(sorted((dropped + Counter(answered.dropped)).items())),
-                **({"sources": gathered.sources} if gathered.sources else {}),
                 **counts,
             },
             "sha256": {f"{name}.jsonl": sha256_of(folder / f"{name}.jsonl") for name in sides},
@@ -197,39 +167,30 @@ def write_dataset(
     for name, count in counts.items():
         logger.info("%s: %d conversations, %d answer tokens", name, count["conversations"], count["answer_tokens"])
     if (judged_by := counts["held_out"]["prompts"]) < FEW_HELD_OUT:
-        found = f"{judged_by} of {len(gathered.prompts)} prompts (held_out_share is {config.held_out_share:.2g})"
+        found = f"{judged_by} of {num_prompts} prompts (held_out_share is {config.held_out_share:.2g})"
         logger.warning("held out: %s, too few to judge a draft by: give more prompts, or raise held_out_share", found)
 
 
-def _self_seed_once(
-    config: DataConfig, name: str, settings: PromptsConfig, target: Target, state: PartialState, admission: Admission | None
-) -> tuple[list[Prompt], dict[str, int]]:
-    """Let the target write a source's prompts, or take those that an interrupted run of the same settings left."""
-    # Of all sources: they share the journal.
+def _self_seed_once(config: DataConfig, target: Target, state: PartialState) -> tuple[list[Prompt], dict[str, int]]:
+    """Let the target write the prompts, or take those that an interrupted run of the same settings left."""
     job = fingerprint(*_writer(config, target), config.prompts.model_dump(), sha256_of(SEEDS))
     journal = Journal(Path(config.output) / PROMPT_JOURNAL, job)
-    if (kept := journal.read().get(name)) is not None:
-        prompts = [
-            Prompt(prompt_id=each["prompt_id"], category=each["category"], turns=tuple(each["turns"]))
-            for each in kept["prompts"]
-        ]
-        if admission is not None:
-            admission.taken.update(map(everything_said, prompts))
-        return prompts, kept["dropped"]
+    if (kept := journal.read().get("prompts")) is not None:
+        found = [Prompt(**each | {"turns": tuple(each["turns"])}) for each in kept["prompts"]]
+        return found, kept["dropped"]
     share = share_of(target.group, state)
     written, dropped = self_seed(
         target,
-        settings,
+        config.prompts,
         batch_size=config.answers.batch_size,
         seed=config.seed,
-        name=name,
         rank=share.number,
         num_processes=share.count,
         exchange=share.gather,
-        admission=admission,
     )
     if state.is_main_process:
-        journal.append(name, {"prompts": [asdict(prompt) for prompt in written], "dropped": dropped})
+        said = [{"prompt_id": each.prompt_id, "category": each.category, "turns": each.turns} for each in written]
+        journal.append("prompts", {"prompts": said, "dropped": dropped})
     return written, dropped
 
 
@@ -240,7 +201,7 @@ def _writer(config: DataConfig, target: Target) -> tuple[Any, ...]:
 
 
 def _write_side(path: Path, prompts: Sequence[Prompt], answered: Answered) -> dict[str, Any]:
-    total, kinds, sources = Counter[str](), Counter[str](), Counter[str]()
+    total, kinds = Counter[str](), Counter[str]()
     with path.open("w", encoding="utf-8") as file:
         for prompt in prompts:
             rows = answered.rows_of(prompt)
@@ -249,10 +210,7 @@ def _write_side(path: Path, prompts: Sequence[Prompt], answered: Answered) -> di
                 file.write(row.to_line())
                 total.update(conversations=1, answer_tokens=len(row.answer_ids), cut_off=not row.ended)
                 kinds[row.category] += 1
-            if rows and prompt.source:
-                sources[prompt.source] += len(rows)
     return {
         **{name: total[name] for name in ("prompts", "conversations", "answer_tokens", "cut_off")},
         "by_kind": dict(sorted(kinds.items())),
-        **({"by_source": dict(sorted(sources.items()))} if sources else {}),
     }

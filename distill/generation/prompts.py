@@ -35,8 +35,6 @@ class Prompt:
     answer: str | None = field(default=None, compare=False)  # the data set's own, ignored by comparisons
     answer_keys: Message = field(default_factory=dict, compare=False)  # what else its message has: reasoning, calls of tools
     where: str = field(default="", compare=False)  # file and line, for messages
-    source: str = field(default="", compare=False)  # its name, where there are several
-    max_new_tokens: int | None = field(default=None, compare=False)  # of its answers; None: answers.max_new_tokens
 
     @property
     def messages(self) -> list[Message]:

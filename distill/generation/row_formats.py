@@ -1,18 +1,11 @@
 """The forms in which rows hold prompts and conversations, recognised by their keys and read as a `Prompt`.
 
-    turns              turns: user messages to be answered one after the other (MT-bench, Spec-Bench)
-    messages           messages: {role, content} [tools], as of OpenAI (a logged request); content may be a list of parts
-    request            request: {messages [tools]}, a log of requests and responses; the responses are not read
-    batch              body: {messages [tools]}, as of OpenAI's batch files
-    sharegpt           conversations: {from, value}, or {role, content} as of SpecForge and speculators [tools]
-    humaneval          task_id, prompt
-    gsm8k              question, answer
-    alpaca             instruction [input, output]
-    prompt_completion  prompt [completion or response]
-    text               text
-    question           question
-    ids                prompt_ids [sample, answer_ids], token ids; several rows of one prompt are told apart by `sample`
-    column             a column that the config names: a text, a list of turns, or messages [a second one with the answer]
+    turns      turns: user messages to be answered one after the other (MT-bench, Spec-Bench)
+    messages   messages: {role, content} [tools], as of OpenAI; content may be a list of parts. Also inside `request`, of a log
+               whose responses are not read, or inside `body`, as of OpenAI's batch files
+    sharegpt   conversations: {from, value}, or {role, content} as of SpecForge and speculators [tools]
+    ids        prompt_ids [sample, answer_ids], token ids; several rows of one prompt are told apart by `sample`
+    column     a column that the config names: a text, a list of turns, or messages [a second one with the answer]
 
 Parts are texts and, in what the user says, images and sounds: {type: image_url, image_url: {url}} and {type: input_audio,
 input_audio: {data, format}} as of OpenAI, {type: audio_url, audio_url: {url}}, or {type: image} and {type: audio} with url,
@@ -36,40 +29,36 @@ from distill.dataset.conversations import Message
 from distill.generation.prompts import UNCATEGORISED, Prompt
 from heads.frozen.tokenizer import OBJECT, SOUND
 
-# Format -> the keys by which it is recognised, tried in this order.
-KEYS = {
-    "turns": ("turns",),
-    "messages": ("messages",),
-    "request": ("request",),
-    "batch": ("body",),
-    "sharegpt": ("conversations",),
-    "humaneval": ("task_id", "prompt"),
-    "gsm8k": ("question", "answer"),
-    "alpaca": ("instruction",),
-    "prompt_completion": ("prompt",),
-    "text": ("text",),
-    "question": ("question",),
-    "ids": ("prompt_ids",),
+COLUMN, COLUMN_NAME = "column", "prompt"  # the form, and the column where none is named
+# The key by which a row is recognised -> its form, tried in this order.
+FORMS = {
+    "turns": "turns",
+    "messages": "messages",
+    "request": "messages",
+    "body": "messages",
+    "conversations": "sharegpt",
+    "prompt_ids": "ids",
 }
 IMAGE_PARTS, SOUND_PARTS = ("image", "image_url"), ("audio", "audio_url", "input_audio")
 # The keys by which parts name an image or a sound, tried in this order.
 IMAGE_KEYS, SOUND_KEYS = ("image_url", "url", "path", "image"), ("input_audio", "audio_url", "url", "path", "audio")
-CHATS = ("messages", "request", "batch", "sharegpt")
+CHATS = ("messages", "sharegpt")
 # What a chat template may read
 MESSAGE_KEYS = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id")
 ID_KEYS = ("question_id", "id", "prompt_id", "task_id", "custom_id")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
 
 
-def detect_format(row: Mapping[str, Any], where: str, setting: str) -> str:
-    """Return the format whose keys a row has; `setting` is the config key by which a user names a column, for the error."""
-    for name, keys in KEYS.items():
-        if all(key in row for key in keys):
+def detect_format(row: Mapping[str, Any], where: str, setting: str, column: str = COLUMN_NAME) -> str:
+    """Return the form of a row, by its keys; `setting` is the config key by which a user names a `column`, for the error."""
+    for key, name in FORMS.items():
+        if row.get(key) is not None:
             return name
-    known = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in KEYS.items())
+    if column in row:
+        return COLUMN
     raise InputError(
-        f"{where}: the keys {', '.join(row) or '(none)'} are those of no known format ({known}); name the one that holds the "
-        f"prompts with {setting}"
+        f"{where}: none of the keys {', '.join(row) or '(none)'} is that of a known form ({', '.join(FORMS)}) or {column!r}; "
+        f"name the one that holds the prompts with {setting}"
     )
 
 
@@ -84,17 +73,19 @@ def read_row(
     default_id: str | None = None,
     setting: str,
 ) -> Prompt:
-    """Return the prompt of a row in one of the formats `KEYS`, or in a `column`, with an answer in `answer_column`.
+    """Return the prompt of a row in one of the forms, or in `column` (None: `prompt`), its answer in `answer_column`.
 
     A row without an id gets `default_id`, or is named by its content where that is None and with `turns` and `messages`. Errors
     name the row by `where`, and the config key of the column by `setting`.
     """
-    there = ", ".join(row) or "none"
-    if format == "column":
-        if missing := [key for key in (column, answer_column) if key is not None and key not in row]:
-            raise InputError(f"{where}: no column {missing[0]!r} ({setting}); there are {there}")
-    elif missing := [key for key in KEYS[format] if key not in row]:
-        raise InputError(f"{where}: format {format} needs {', '.join(missing)}; the row has the keys {there}")
+    column = column or COLUMN_NAME
+    keys = (
+        [column, answer_column]
+        if format == COLUMN
+        else [next((k for k, name in FORMS.items() if name == format and k in row), format)]
+    )
+    if missing := [key for key in keys if key is not None and key not in row]:
+        raise InputError(f"{where}: no key {missing[0]!r} ({setting}); the row has {', '.join(row) or 'none'}")
     by_content = format in ("turns", "messages")
     given_id = next((row[key] for key in (ID_KEYS[:2] if by_content else ID_KEYS) if key in row), None)
     given_id = (None if by_content else default_id) if given_id in (None, "") else given_id  # "": as CSV says none
@@ -103,9 +94,9 @@ def read_row(
         raise InputError(f"{where}: question_id must be a text or a whole number, got {given_id!r}")
     if not isinstance(category, str):
         raise InputError(f"{where}: category must be a text, got {category!r}")
-    asked, given = _asked(row, format, str(column), answer_column, where)
+    chat = _chat_in(row, where) if format == "messages" else row
+    asked, given = _asked(chat, format, column, answer_column, where)
     parsed = _parse(asked, given, where, is_chat=format in CHATS)
-    chat = row[KEYS[format][0]] if format in ("request", "batch") else row
     tools = _parse_tools(chat["tools"], where) if format in CHATS and chat.get("tools") else []
     if given_id is None:  # a hash of the content in its place
         asked_last = [parsed["turn_keys"]] if parsed["turn_keys"] else []
@@ -116,44 +107,39 @@ def read_row(
     return Prompt(prompt_id=str(given_id), category=category, tools=tuple(tools), where=where, **parsed)
 
 
+def _chat_in(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Return what has a row's messages: the row itself, or the request of a log or of a batch."""
+    key = next((each for each in ("messages", "request", "body") if row.get(each) is not None), "messages")
+    chat = row if key == "messages" else row[key]
+    if not isinstance(chat, Mapping) or "messages" not in chat:
+        raise InputError(f"{where}: {key} must hold the messages of a chat, got {str(chat)[:60]!r}")
+    return chat
+
+
 def _asked(row: Mapping[str, Any], format: str, column: str, answer_column: str | None, where: str) -> tuple[Any, Any]:
     """Return what a row asks, a text, turns or messages, and the answer that it brings beside them, if any."""
     match format:
-        case "request" | "batch":
-            chat = row[KEYS[format][0]]
-            if not isinstance(chat, Mapping) or "messages" not in chat:
-                raise InputError(f"{where}: {KEYS[format][0]} must hold the messages of a chat, got {str(chat)[:60]!r}")
-            return chat["messages"], None
         case "sharegpt":
             said = row["conversations"]
-            if isinstance(said, list) and all(isinstance(each, dict) and "role" in each for each in said):
-                return said, None
-            if not isinstance(said, list) or not all(
-                isinstance(each, dict) and isinstance(each.get("from"), str) and "value" in each for each in said
-            ):
+            if not isinstance(said, list) or not all(isinstance(each, dict) for each in said):
                 raise InputError(
                     f"{where}: conversations must be a list of {{from, value}} or {{role, content}}, got {str(said)[:60]!r}"
                 )
-            return [{"role": SHAREGPT_ROLES.get(each["from"], each["from"]), "content": each["value"]} for each in said], None
-        case "humaneval":
-            return row["prompt"], None
-        case "gsm8k":
-            return row["question"], row["answer"]
-        case "alpaca":
-            instruction, given = row["instruction"], row.get("input")
-            if given and not (isinstance(instruction, str) and isinstance(given, str)):
-                raise InputError(f"{where}: instruction and input must be texts, got {str([instruction, given])[:60]}")
-            return f"{instruction}\n\n{given}" if given else instruction, row.get("output")
-        case "prompt_completion":
-            return row["prompt"], row.get("completion", row.get("response"))
+            return [_of_sharegpt(each) for each in said], None
         case "ids":
-            sample = f" #{row['sample']}" if "sample" in row else ""
-            answer_ids = row.get("answer_ids")
-            answer = None if answer_ids is None else _spelled(answer_ids, "answer_ids", where)
+            sample = f" #{row['sample']}" if row.get("sample") is not None else ""
+            answer = None if row.get("answer_ids") is None else _spelled(row["answer_ids"], "answer_ids", where)
             return _spelled(row["prompt_ids"], "prompt_ids", where) + sample, answer
         case "column":
             return row[column], None if answer_column is None else row[answer_column]
-    return row[format], None  # turns, messages, text, question
+    return row[format], None  # turns, messages
+
+
+def _of_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
+    if "role" in message:
+        return message
+    speaker = message.get("from")
+    return {"role": SHAREGPT_ROLES.get(str(speaker), speaker), "content": message.get("value")}
 
 
 class _Parsed(TypedDict):

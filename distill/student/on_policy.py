@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from configs.schema.decoding import SamplingConfig
 from configs.schema.training import DistillConfig
 from distill.dataset.batches import Example, collate
-from distill.generation.continuation import TokenRow, TokenSource, continue_rows
+from distill.generation.continuation import Request, TokenSource, continue_requests
 from heads.frozen.loading import Target
 from heads.modules.interface import NO_DOCUMENT, Batch
 from heads.proposers.draft_lm import DraftLM
@@ -56,30 +57,33 @@ class Rewriter:
     def rewrite(self, batch: Batch, selection: RowSelection, draft: DraftLM) -> tuple[Batch, int]:
         """Let the draft, in evaluation mode, answer the selected rows; return the new batch and how many tokens it wrote."""
         examples, device = examples_of(batch), batch.input_ids_BT.device
-        rows = [self._unanswered(row, examples[row], selection.key) for row in selection.rows]
+        answers: dict[int, list[int]] = {}
+        requests = [self._unanswered(row, examples[row], selection.key, answers) for row in selection.rows]
         # A row whose prompt alone fills the target's context stays as it is.
-        rows = [row for row in rows if len(row.prompt_ids) < row.limit]
-        if not rows:
+        requests = [each for each in requests if len(each.prompt_ids) < each.limit]
+        if not requests:
             return batch, 0
-        source = _DraftSource(draft, self.sampling, device)
-        for row in continue_rows(source, rows, seed=self.seed, has_ended=self._has_ended):
-            if row.tokens[-1] == self.placeholder:  # for which an answer has no image or sound
-                row.tokens.pop()
-            if row.written:
-                examples[row.key] = examples[row.key]._replace(input_ids=tuple(row.tokens))
-        return collate(examples).to(device), sum(len(row.written) for row in rows)
+        continue_requests(_DraftSource(draft, self.sampling, device), requests, seed=self.seed)
+        for row, written in answers.items():
+            if written[-1] == self.placeholder:  # for which an answer has no image or sound
+                written.pop()
+            if written:
+                prompt_ids = examples[row].input_ids[: examples[row].answer_start]
+                examples[row] = examples[row]._replace(input_ids=(*prompt_ids, *written))
+        return collate(examples).to(device), sum(map(len, answers.values()))
 
-    def _has_ended(self, row: TokenRow) -> bool:
-        return row.tokens[-1] == self.placeholder or row.tokens[-1] in self.end_ids
+    def _has_ended(self, request: Request) -> bool:
+        return request.tokens[-1] == self.placeholder or request.tokens[-1] in self.end_ids
 
-    def _unanswered(self, row: int, example: Example, key: str) -> TokenRow:
+    def _unanswered(self, row: int, example: Example, key: str, answers: dict[int, list[int]]) -> Request:
         start = example.answer_start
         longest = self.policy.max_new_tokens or len(example.input_ids) - start
-        return TokenRow(
-            key=row,
+        return Request(
             prompt_ids=example.input_ids[:start],
             limit=min(start + longest, self.max_length),
-            request=request_number(f"{key}/{example.conversation}"),
+            number=request_number(f"{key}/{example.conversation}"),
+            has_ended=self._has_ended,
+            on_done=partial(answers.__setitem__, row),
         )
 
 
@@ -89,12 +93,12 @@ class _DraftSource(TokenSource):
     def __init__(self, draft: DraftLM, sampling: SamplingConfig, device: torch.device) -> None:
         self.draft, self.sampling, self.device = draft, sampling, device
 
-    def start(self, rows: Sequence[TokenRow]) -> None:
-        self.draft.start([row.tokens for row in rows], max(row.limit for row in rows) + STRIDE)
+    def start(self, slots: Sequence[Request]) -> None:
+        self.draft.start([each.tokens for each in slots], max(each.limit for each in slots) + STRIDE)
 
-    def draw(self, rows: Sequence[TokenRow], rng: CounterRNG) -> list[list[int]]:
-        room = max(row.limit - len(row.tokens) for row in rows)
-        tokens = [row.tokens for row in rows]
+    def draw(self, slots: Sequence[Request], rng: CounterRNG) -> list[list[int]]:
+        room = max(each.limit - len(each.tokens) for each in slots)
+        tokens = [each.tokens for each in slots]
         return self.draft.propose(tokens, min(room, STRIDE), self.sampling, rng, keep_logits=False).tokens_BG.tolist()
 
     def keep_rows(self, places: Sequence[int]) -> None:

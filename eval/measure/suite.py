@@ -17,9 +17,9 @@ from configs.runtime.errors import InputError
 from configs.runtime.files import find_shipped, sha256_of
 from configs.schema.evaluation import SuiteConfig
 from distill.dataset.conversations import Message, text_hash
-from distill.generation.prompts import TOO_LONG, TRUNCATED, UNCATEGORISED, Prompt, encode_prompt, fit_prompts
-from distill.generation.row_formats import detect_format, read_row
-from distill.generation.source_files import SUFFIXES, load_rows, read_source
+from distill.generation.prompts import TOO_LONG, TRUNCATED, Prompt, encode_prompt, fit_prompts
+from distill.generation.row_formats import COLUMN, detect_format, read_row
+from distill.generation.sources import SUFFIXES, load_rows, read_source
 from eval.decoder.records import FAILED, Generation, StopReason
 from eval.decoder.request import Request
 from heads.artifact import read_training_prompts
@@ -60,17 +60,14 @@ def load_suite(config: SuiteConfig) -> Suite:
     path = find_shipped(config.path)
     is_data_set = path.is_dir() or (not path.exists() and path.suffix not in SUFFIXES and config.path.count("/") == 1)
     rows = _data_set_rows(str(path), config) if is_data_set else list(read_source(path, "suite"))
-    format: str = config.format
-    if format == "auto":
-        where, row = rows[0]
-        format = "column" if config.column is not None else detect_format(row, where, "suite.column")
-    category = format if format in ("humaneval", "gsm8k") else UNCATEGORISED
-    read = partial(read_row, column=config.column, default_category=category, setting="suite.column")
+    where, row = rows[0]
+    format = COLUMN if config.column is not None else detect_format(row, where, "suite.column")
+    read = partial(read_row, column=config.column, setting="suite.column")
     prompts: list[Prompt] = []
     seen: dict[str, str] = {}
     for number, (where, row) in enumerate(rows):
         prompt = read(row, format, where, default_id=f"row-{number}").below(config.system)
-        prompt = _with_reference(prompt, row.get("reference"))
+        prompt = _with_reference(prompt, row.get("reference", row.get("answer")))
         if (first := seen.setdefault(prompt.prompt_id, where)) != where:
             raise InputError(f"{where}: the id {prompt.prompt_id!r} was used before ({first})")
         prompts.append(prompt)

@@ -26,7 +26,7 @@ from configs.schema.commands.refreshing import LogConfig, RefreshConfig
 from configs.schema.target import TargetConfig
 from distill.generation.prompts import Prompt, everything_said
 from distill.generation.row_formats import ID_KEYS, detect_format, read_row
-from distill.generation.source_files import read_source
+from distill.generation.sources import read_source
 from distill.generation.split import NearDuplicates
 from heads.frozen.checkpoint_files import UNREADABLE
 from heads.frozen.identity import locate
@@ -171,9 +171,7 @@ def _chat_tokenizer(target: TargetConfig) -> PreTrainedTokenizerBase:
 
 
 def _prompt(row: dict[str, Any], settings: LogConfig, where: str) -> Prompt:
-    format: str = settings.format
-    if format == "auto":
-        format = detect_format(row, where, "log.field")
+    format = detect_format(row, where, "log.field", settings.field)
     unnamed = row | dict.fromkeys(ID_KEYS & row.keys())  # whatever a log calls a request
     return read_row(unnamed, format, where, column=settings.field, setting="log.field")
 

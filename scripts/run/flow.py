@@ -64,7 +64,7 @@ def inputs_of(run: RunConfig) -> str:
 
 def _files_of(run: RunConfig) -> list[Path]:
     """Return the target and the prompts of a run, where they are files or folders."""
-    named = [run.target.name, *(part.path for _, part in run.prompts.parts if part.source == "file")]
+    named = [run.target.name, run.prompts.path if run.prompts.source == "file" else None]
     return [Path(each) for each in named if each is not None and Path(each).exists()]
 
 

@@ -19,7 +19,7 @@ from configs.schema.base import AUTO
 from configs.schema.commands.planning import HardwareConfig, PlanConfig, PlanDistillConfig, PlanHeadsConfig, WorkloadConfig
 from configs.schema.commands.release import HUB_ID
 from configs.schema.commands.running import RunConfig
-from configs.schema.data import PromptsConfig, PromptSettings
+from configs.schema.data import PromptsConfig
 from configs.schema.training import HeadsConfig, training_schema
 from distill.generation.prompts import Prompt
 from distill.generation.sources import read_prompts
@@ -86,8 +86,6 @@ def prompts_of(path: str | None, given: PromptsConfig) -> PromptsConfig:
     if path is not None:
         unless_given["on_too_long"] = "skip"
         named = _source_of(path)
-    elif given.sources is not None:
-        named = {"sources": [each.model_dump(exclude_defaults=True) | _absolute(each) for each in given.sources]}
     else:
         if "source" not in given.model_fields_set:
             unless_given |= {"temperature": 0.8, "top_p": 1.0}  # drawing from all tokens needs no sorting
@@ -95,9 +93,9 @@ def prompts_of(path: str | None, given: PromptsConfig) -> PromptsConfig:
     return PromptsConfig.model_validate(unless_given | given.model_dump(exclude_unset=True) | named)
 
 
-def _absolute(given: PromptSettings) -> dict[str, Any]:
+def _absolute(given: PromptsConfig) -> dict[str, Any]:
     """Return the path of a file or folder from the root: a job of a cluster begins in another folder."""
-    is_here = given.path is not None and given.source != "package" and Path(given.path).exists()
+    is_here = given.path is not None and Path(given.path).exists()
     return {"path": str(Path(str(given.path)).absolute())} if is_here else {}
 
 
@@ -249,22 +247,21 @@ def kind_of(config: PlanConfig) -> str:
 
 
 def _prompts(prompts: PromptsConfig) -> tuple[int | None, Sequence[Prompt]]:
-    """Return how many different prompts there are at most, None where nothing limits them, and those of a single file."""
+    """Return how many different prompts there are at most, None where nothing limits them, and those of a file."""
     if prompts.num_prompts < FEWEST_PROMPTS:
         raise InputError(
             f"prompts.num_prompts must be at least {FEWEST_PROMPTS}, to train and to judge, got {prompts.num_prompts}"
         )
-    parts = [part for _, part in prompts.parts]
-    if any(each.source != "file" for each in parts):
+    if prompts.source != "file":
         return None if prompts.num_prompts == MANY else prompts.num_prompts, ()
-    read = [prompt for each in parts for prompt in read_prompts(each)]
+    read = read_prompts(prompts)
     number = len(set(split_positions(read)))
     if number < FEWEST_PROMPTS:
         raise InputError(
-            f"--prompts: {', '.join(str(each.path) for each in parts)} holds {number} different prompts; at least "
+            f"--prompts: {prompts.path} holds {number} different prompts; at least "
             f"{FEWEST_PROMPTS} are needed to train and to judge. Leave --prompts out, and the target writes them"
         )
-    return min(number, prompts.num_prompts), read if prompts.sources is None else ()
+    return min(number, prompts.num_prompts), read
 
 
 def _plan_config(run: RunConfig) -> PlanConfig:

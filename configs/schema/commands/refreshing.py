@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 
 from configs.schema.base import NonNegativeInt, PositiveInt, Setting, Settings, dotted
 from configs.schema.commands.release import Engine
-from configs.schema.data import AnswersConfig, RowFormat, ServerConfig, unless_served
+from configs.schema.data import AnswersConfig, ServerConfig, unless_served
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import GateConfig, GateRule, LosslessConfig, SuiteConfig
 from configs.schema.target import TargetConfig
@@ -25,8 +25,7 @@ class LogConfig(Settings):
     """Served conversations: JSON lines and the other files that prompts are read from."""
 
     path: str = "logs"  # a file, or a folder of them
-    format: RowFormat = "auto"  # of the rows, see distill/generation/row_formats.py; auto: by their keys
-    field: str = "prompt"  # format column: the one with the prompt
+    field: str = "prompt"  # the column with the prompt, of rows that are no chat (distill/generation/row_formats.py)
     # When a row was served: seconds or milliseconds since 1970, or ISO 8601. None: time, timestamp, created, created_at or ts,
     # of the row or of its request, response or body
     time_field: str | None = None

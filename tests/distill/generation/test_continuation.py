@@ -1,10 +1,12 @@
 """The loop that writes text: where rows end, who takes their place, and the distribution of what the target draws."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from configs.schema.decoding import SamplingConfig
-from distill.generation.continuation import TargetSource, TokenRow, continue_rows
+from distill.generation.continuation import Request, TargetSource, continue_requests
 from heads.sampling.probabilities import token_probabilities
 from tests.support.writing import continue_tokens
 
@@ -17,52 +19,65 @@ class Counting:
     def __init__(self, stride):
         self.stride, self.steps, self.batch, self.room, self.put = stride, [], None, 99, []
 
-    def start(self, rows):
-        self.batch = len(rows)
+    def start(self, slots):
+        self.batch = len(slots)
 
-    def draw(self, rows, rng):
-        assert len(rows) == len(rng.requests) == self.batch
-        assert [row.request for row in rows] == rng.requests
-        self.steps.append([row.key for row in rows])
-        return [[row.tokens[-1] + step for step in range(1, self.stride + 1)] for row in rows]
+    def draw(self, slots, rng):
+        assert len(slots) == len(rng.requests) == self.batch
+        assert [each.number for each in slots] == rng.requests
+        self.steps.append([each.number for each in slots])
+        return [[each.tokens[-1] + step for step in range(1, self.stride + 1)] for each in slots]
 
     def keep_rows(self, places):
         self.batch = len(places)
 
-    def has_room(self, row):
-        return row.limit < self.room
+    def has_room(self, request):
+        return request.limit < self.room
 
-    def put_rows(self, places, rows):
-        self.put.append((list(places), [row.key for row in rows]))
-
-
-def rows_of(*limits):
-    return [TokenRow(key=n, prompt_ids=(0, 10 * n), limit=limit, request=100 + n) for n, limit in enumerate(limits)]
+    def put_rows(self, places, requests):
+        self.put.append((list(places), [each.number for each in requests]))
 
 
-def ends_with_3(row):
-    return row.tokens[-1] % 10 == 3
+def ends_with_3(request):
+    return request.tokens[-1] % 10 == 3
 
 
-def test_rows_end_at_their_end_token_or_limit_also_in_the_middle_of_a_step():
-    rows = rows_of(9, 3, 9)
-    list(continue_rows(Counting(2), rows, seed=0, has_ended=ends_with_3))
-    assert [row.written for row in rows] == [[1, 2, 3], [11], [21, 22, 23]]
+def written_by(source, limits, batch_size=None, then=None):
+    """Return what is written in the order in which texts end; text 0 asks for another one, where `then` is its limit."""
+    found = {}
+
+    def request(number, limit):
+        def done(written):
+            found[number] = written
+            return request(len(limits), then) if number == 0 and then is not None else None
+
+        return Request(prompt_ids=(0, 10 * number), limit=limit, number=number, has_ended=ends_with_3, on_done=done)
+
+    continue_requests(source, (request(*each) for each in enumerate(limits)), seed=0, batch_size=batch_size)
+    return found
 
 
-def test_waiting_rows_take_the_places_of_those_that_have_ended():
+def test_texts_end_at_their_end_token_or_limit_also_in_the_middle_of_a_step():
+    assert written_by(Counting(2), (9, 3, 9)) == {0: [1, 2, 3], 1: [11], 2: [21, 22, 23]}
+
+
+def test_waiting_requests_take_the_slots_of_texts_that_have_ended():
     source = Counting(1)
-    ended = [row.key for row in continue_rows(source, rows_of(9, 3, 4, 3), seed=0, has_ended=ends_with_3, batch_size=2)]
-    assert ended == [1, 0, 2, 3]
+    assert list(written_by(source, (9, 3, 4, 3), batch_size=2)) == [1, 0, 2, 3]
     assert source.steps == [[0, 1], [0, 2], [0, 2], [3]]
     assert source.put == [([1], [2]), ([0], [3])]
 
 
-def test_a_row_that_the_batch_has_no_room_for_begins_the_next_one_and_none_is_lost():
+def test_what_a_text_asks_next_goes_before_new_requests():
+    source = Counting(1)
+    assert list(written_by(source, (3, 9, 3, 3), batch_size=2, then=4)) == [0, 4, 1, 2, 3]
+    assert source.steps == [[0, 1], [4, 1], [4, 1], [2, 3]]
+
+
+def test_a_request_that_the_batch_has_no_room_for_begins_the_next_one_and_none_is_lost():
     source = Counting(1)
     source.room = 5
-    ended = [row.key for row in continue_rows(source, rows_of(9, 3, 8, 4), seed=0, has_ended=ends_with_3, batch_size=2)]
-    assert ended == [1, 0, 3, 2]
+    assert list(written_by(source, (9, 3, 8, 4), batch_size=2)) == [1, 0, 3, 2]
     assert source.steps == [[0, 1], [0], [0], [2, 3], [2, 3], [2]]
     assert source.put == []
 
@@ -98,10 +113,14 @@ def test_a_place_that_holds_a_rows_prompt_reads_no_other_and_the_row_gets_the_to
     )
 
     def written(batch_size, prompts):
-        rows = [TokenRow(key=n, prompt_ids=ids, limit=8 + n % 3, request=n) for n, ids in enumerate(prompts)]
+        found = {}
+        asked = [
+            Request(prompt_ids=ids, limit=8 + n % 3, number=n, has_ended=lambda _: False, on_done=partial(found.__setitem__, n))
+            for n, ids in enumerate(prompts)
+        ]
         source = TargetSource(target, SamplingConfig(temperature=1.0), capacity=16)
-        list(continue_rows(source, rows, seed=0, has_ended=lambda row: False, batch_size=batch_size))
-        return [row.written for row in rows]
+        continue_requests(source, asked, seed=0, batch_size=batch_size)
+        return found
 
     alike = [(5, 9, 6)] * 6
     together = written(None, alike)

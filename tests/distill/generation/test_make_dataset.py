@@ -6,12 +6,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from pydantic import ValidationError
 
 from configs.runtime.errors import InputError
-from configs.schema.data import DataConfig, PromptsConfig, shares_of
+from configs.schema.data import DataConfig, PromptsConfig
 from configs.schema.evaluation import SuiteConfig
-from distill.dataset.conversations import check_written_for, describe_data, is_written_by_target, read_conversations
+from distill.dataset.conversations import check_written_for, is_written_by_target, read_conversations
 from distill.generation import make_dataset as making
 from distill.generation.make_dataset import make_dataset
 from eval.measure.suite import Turns, load_suite
@@ -109,76 +108,15 @@ def test_tools_are_shown_to_the_target_and_kept_for_the_evaluation(config, tmp_p
     assert [request.tokens for request in Turns(loaded, suite.prompts).first] == [row.prompt_ids for row in kept[1]]
 
 
-def test_the_prompts_of_all_sources_survive_an_interruption(config, tmp_path, monkeypatch):
-    own = {"source": "self_seeded", "path": None, "max_prompt_tokens": 90, "top_p": 1.0}
-    config = mixture(config, tmp_path, {"name": "own", **own}, {"name": "led", **own, "kinds": {"free": 1.0}}, num_prompts=12)
+def test_self_seeded_prompts_survive_an_interruption(config, monkeypatch):
+    own = PromptsConfig(num_prompts=12, max_prompt_tokens=90, top_p=1.0)
+    config = config.model_copy(update={"prompts": own})
     monkeypatch.setattr(making.AnswerJob, "work", lambda *args, **kwargs: pytest.fail("stopped"))
     with pytest.raises(pytest.fail.Exception):
         make_dataset(config)
     monkeypatch.undo()
     monkeypatch.setattr(making, "self_seed", lambda *args, **kwargs: pytest.fail("written twice"))
-    given = json.loads(made(config)["manifest.json"])["counts"]["sources"]
-    assert {name: each["prompts"] for name, each in given.items()} == {"own": 6, "led": 6}
-
-
-def mixture(config, tmp_path, *sources, num_prompts=24):
-    """Return the config with two logs of requests, which share some prompts, and what `sources` say of each."""
-    asked = {
-        "first": [f"question number {n}" for n in range(30)],
-        "log": [f"question number {n}" + "!" * (n % 40) for n in range(60)],
-    }
-    for name, texts in asked.items():
-        rows = [{"model": "m", "messages": [{"role": "user", "content": text}]} for text in texts]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    both = [{"source": "file", "path": str(tmp_path / f"{each['name']}.jsonl"), **each} for each in sources]
-    prompts = PromptsConfig.model_validate({"num_prompts": num_prompts, "sources": both})
-    return config.model_copy(update={"prompts": prompts})
-
-
-def test_sources_give_their_shares_and_a_prompt_in_two_is_taken_once(config, tmp_path):
-    sources = {"name": "first", "weight": 2}, {"name": "log", "max_tokens": 40, "max_new_tokens": 5, "category": "served"}
-    config = mixture(config, tmp_path, *sources)
-    manifest = json.loads(made(config)["manifest.json"])
-    folder = Path(config.output)
-    rows = [row for name in ("train.jsonl", "held_out.jsonl") for row in read_conversations(folder / name)]
-    given = manifest["counts"]["sources"]
-    assert {name: (each["share"], each["prompts"]) for name, each in given.items()} == {"first": (16, 16), "log": (8, 8)}
-    assert given["log"]["dropped"]["duplicate"] == 1  # question 0; the others end in another number of marks
-    assert given["log"]["dropped"]["outside_min_and_max_tokens"] > 0
-    assert len({row.user_text for row in rows}) == len(rows)
-    for row in rows:
-        source, _, number = row.prompt_id.partition("/")
-        assert row.category == {"first": "first", "log": "served"}[source]
-        assert number
-        if source == "log":
-            assert len(row.prompt_ids) <= 40
-            assert len(row.answer_ids) <= 5
-    counts = [manifest["counts"][side] for side in ("train", "held_out")]
-    assert {name: sum(each["by_source"].get(name, 0) for each in counts) for name in given} == {"first": 16, "log": 8}
-    assert sum(each["by_kind"].get("served", 0) for each in counts) == 8
-    assert describe_data(folder / "train.jsonl")["by_source"] == manifest["counts"]["train"]["by_source"]
-
-
-@pytest.mark.parametrize(
-    ("prompts", "complaint"),
-    [
-        ({"sources": []}, "at least one"),
-        ({"sources": [{"name": "a"}, {"name": "a"}]}, "names that differ"),
-        ({"sources": [{"name": "a"}], "temperature": 0.8}, "temperature goes into each of sources"),
-        ({"sources": [{"name": "a", "min_tokens": 9, "max_tokens": 8}]}, "min_tokens must be at most max_tokens"),
-        ({"kinds": {"poetry": 1.0}}, "free"),
-        ({"source": "file", "path": "f", "kinds": {"free": 1.0}}, "only for source 'self_seeded'"),
-    ],
-)
-def test_sources_and_kinds_that_cannot_be_are_refused(prompts, complaint):
-    with pytest.raises(ValidationError, match=complaint):
-        PromptsConfig.model_validate(prompts)
-
-
-def test_shares_add_up_and_the_largest_remainders_get_the_rest():
-    assert shares_of(10, [1, 1, 1]) == [4, 3, 3]
-    assert shares_of(7, [0.5, 0.3, 0.2]) == [4, 2, 1]
-    assert shares_of(1, [1, 3]) == [0, 1]
+    assert json.loads(made(config)["manifest.json"])["counts"]["prompts"] == 12
 
 
 @pytest.mark.parametrize("name", ["notes.txt", ".hidden"])

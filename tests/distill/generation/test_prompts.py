@@ -1,108 +1,14 @@
-"""Reading prompts: both forms, both sources, complaints that name the place; and the split into two sides."""
+"""Prompts that fill the context, and the split into two sides."""
 
-import json
 from dataclasses import replace
 
-import datasets
 import pytest
 
 from configs.runtime.errors import InputError
-from configs.schema.data import PromptsConfig
 from distill.generation.prompts import DUPLICATE, TOO_LONG, TRUNCATED, Prompt, encode_prompt, fit_prompts
-from distill.generation.sources import list_source, read_prompts
 from distill.generation.split import OVERLAP, hash_position, split_prompts
 
-USER = {"role": "user", "content": "Hello?"}
 ASSISTANT = {"role": "assistant", "content": "Hello."}
-SYSTEM = {"role": "system", "content": "Be brief."}
-
-
-@pytest.fixture
-def write(tmp_path):
-    def write(*rows):
-        path = tmp_path / "prompts.jsonl"
-        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8")
-        return path
-
-    return write
-
-
-def read(path):
-    return read_prompts(PromptsConfig(source="file", path=str(path), category="none"))
-
-
-@pytest.fixture
-def datasets_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-
-
-def test_messages_become_a_history_and_one_turn(write):
-    prompt = read(write({"id": "m", "messages": [SYSTEM, USER, ASSISTANT, {"role": "user", "content": "And?"}]}))[0]
-    assert prompt == Prompt(prompt_id="m", category="none", turns=("And?",), history=(SYSTEM, USER, ASSISTANT))
-    assert prompt.messages == [SYSTEM, USER, ASSISTANT, {"role": "user", "content": "And?"}]
-    assert prompt.user_text == "Hello?\nAnd?"
-
-
-def test_a_named_column_is_read_where_a_row_has_it_and_other_rows_by_their_keys(write):
-    path = write({"asked": "one", "text": "not this"}, {"messages": [{"role": "user", "content": "two"}]}, {"prompt": "three"})
-    prompts = read_prompts(PromptsConfig(source="file", path=str(path), field="asked"))
-    assert [prompt.turns for prompt in prompts] == [("one",), ("two",), ("three",)]
-    assert {prompt.category for prompt in prompts} == {"uncategorised"}  # not self_seeded, which the model card explains
-
-
-def test_a_prompt_without_an_id_is_named_by_its_content(write):
-    one, two, three = read(write({"turns": ["a"]}, {"turns": ["b"]}, {"turns": ["a"]}))
-    assert one.prompt_id == three.prompt_id != two.prompt_id
-
-
-def test_two_prompts_of_one_id_are_refused_with_both_lines(write):
-    with pytest.raises(InputError, match=r"line 2: question_id 'a' was used in .*line 1 for another prompt"):
-        read(write({"question_id": "a", "turns": ["x"]}, {"question_id": "a", "turns": ["y"]}))
-
-
-def test_a_column_that_is_named_and_not_there_is_refused_whatever_the_other_keys_say(write, tmp_path):
-    path = write({"text": "Hi"}, {"prompt": "Hi", "completion": "Hello"})
-    with pytest.raises(InputError, match=r"no row of prompt file .* has 'asked'; the last has prompt, completion"):
-        read_prompts(PromptsConfig(source="file", path=str(path), field="asked"))
-    datasets.Dataset.from_dict({"prompt": ["Hi"]}).save_to_disk(tmp_path / "saved")
-    for named in ({"field": "asked"}, {"answer_field": "told"}):
-        with pytest.raises(InputError, match=r"no column '(asked|told)'"):
-            list_data_set(tmp_path / "saved", **named)
-
-
-def list_data_set(path, **more):
-    settings = PromptsConfig(source="dataset", path=str(path), **more)
-    return list(list_source(settings))[: settings.num_prompts]
-
-
-@pytest.mark.usefixtures("datasets_cache")
-def test_a_folder_of_json_files_is_a_data_set(tmp_path):
-    folder = tmp_path / "data"
-    folder.mkdir()
-    (folder / "train.jsonl").write_text("".join(json.dumps({"question": f"Why {n}?"}) + "\n" for n in range(4)))
-    prompts = list_data_set(folder, field="question", num_prompts=3, category="why")
-    assert [prompt.turns for prompt in prompts] == [("Why 0?",), ("Why 1?",), ("Why 2?",)]
-    assert [(prompt.prompt_id, prompt.category) for prompt in prompts[:2]] == [("row-0", "why"), ("row-1", "why")]
-
-
-def test_a_saved_data_set_gives_its_chats_and_categories(tmp_path):
-    rows = {"chat": [[SYSTEM, USER, ASSISTANT]], "turns": [["a", "b"]], "category": ["talk"]}
-    datasets.DatasetDict(train=datasets.Dataset.from_dict(rows)).save_to_disk(tmp_path / "saved")
-    chat = list_data_set(tmp_path / "saved", field="chat")
-    assert chat == [Prompt(prompt_id="row-0", category="talk", turns=("Hello?",), history=(SYSTEM,))]
-    assert list_data_set(tmp_path / "saved", field="turns")[0].turns == ("a", "b")
-
-
-def test_a_missing_column_split_or_data_set_is_refused_with_what_there_is(tmp_path):
-    datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": ["a", ""]})).save_to_disk(tmp_path / "saved")
-    with pytest.raises(InputError, match=r"row 0: no column 'prompt' \(prompts\.field\); there are text"):
-        list_data_set(tmp_path / "saved", format="column")
-    with pytest.raises(InputError, match="no split 'test'; it has train"):
-        list_data_set(tmp_path / "saved", split="test")
-    with pytest.raises(InputError, match="row 1: messages must end with a user message that is not blank"):
-        list_data_set(tmp_path / "saved", field="text")
-    with pytest.raises(InputError, match="could not be loaded"):
-        list_data_set(tmp_path / "nowhere")
 
 
 def test_a_prompt_that_fills_the_context_is_refused_by_name_and_one_shorter_is_not(byte_target):

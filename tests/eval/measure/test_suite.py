@@ -104,9 +104,9 @@ def data_set(tmp_path, monkeypatch):
 
 
 def test_a_data_set_is_read_in_the_format_of_its_rows_with_its_references(data_set):
-    suite = load_suite(SuiteConfig(path=str(data_set)))
-    assert (suite.format, suite.ids) == ("gsm8k", ["row-0", "row-1", "row-2"])
-    assert [(prompt.turns, prompt.answer, prompt.category) for prompt in suite.prompts][1] == (("two?",), "#### 2", "gsm8k")
+    suite = load_suite(SuiteConfig(path=str(data_set), column="question"))
+    assert (suite.format, suite.ids) == ("column", ["row-0", "row-1", "row-2"])
+    assert [(prompt.turns, prompt.answer) for prompt in suite.prompts][1] == (("two?",), "#### 2")
 
 
 def test_a_data_set_is_identified_by_what_it_asks_and_not_by_its_files(data_set, tmp_path):
@@ -114,10 +114,10 @@ def test_a_data_set_is_identified_by_what_it_asks_and_not_by_its_files(data_set,
     folder.mkdir()
     rows = [{"question": f"{word}?", "answer": f"#### {n}"} for n, word in enumerate(["one", "two", "three"], 1)]
     write_suite(folder / "test.jsonl", rows)
-    packed_otherwise, changed = load_suite(SuiteConfig(path=str(folder))), tmp_path / "changed"
+    packed_otherwise, changed = load_suite(SuiteConfig(path=str(folder), column="question")), tmp_path / "changed"
     datasets.Dataset.from_dict({"question": ["one!"], "answer": ["#### 1"]}).save_to_disk(changed)
-    assert packed_otherwise.sha256 == load_suite(SuiteConfig(path=str(data_set), num_prompts=1)).sha256
-    assert load_suite(SuiteConfig(path=str(changed))).sha256 != packed_otherwise.sha256
+    assert packed_otherwise.sha256 == load_suite(SuiteConfig(path=str(data_set), column="question", num_prompts=1)).sha256
+    assert load_suite(SuiteConfig(path=str(changed), column="question")).sha256 != packed_otherwise.sha256
 
 
 def test_a_name_on_the_hub_is_looked_up_there(monkeypatch):
@@ -130,7 +130,7 @@ def test_a_name_on_the_hub_is_looked_up_there(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     suite = load_suite(SuiteConfig(path="openai/openai_humaneval", subset="plain"))
     assert asked == [(("openai/openai_humaneval", "plain"), {"split": "test", "revision": None})]
-    assert (suite.format, suite.ids) == ("humaneval", ["HumanEval/0"])
+    assert (suite.format, suite.ids) == ("column", ["HumanEval/0"])
 
 
 # --- turns --------------------------------------------------------------------------------------------------------

@@ -98,18 +98,12 @@ def test_a_file_of_prompts_is_found_from_any_folder_also_where_a_config_names_it
     assert named.path == request.prompts_of("prompts.txt", PromptsConfig()).path == str(tmp_path / "prompts.txt")
 
 
-def test_several_sources_of_prompts_are_found_from_any_folder_and_counted_unless_one_is_open(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("few.txt").write_text("".join(f"w1 w2 {number}\n" for number in range(5)))
-    Path("more.txt").write_text("".join(f"w3 w4 {number}\n" for number in range(7)))
-    files = [{"name": name, "source": "file", "path": f"{name}.txt", "weight": 1.0} for name in ("few", "more")]
-    named = request.prompts_of(None, PromptsConfig(sources=files))
-    assert [each.path for each in named.sources] == [str(tmp_path / "few.txt"), str(tmp_path / "more.txt")]
-    assert request._prompts(named) == (12, ())
-    with Path("more.txt").open("a") as more:
-        more.write("w1 w2 0\n")  # which is taken from the first
-    assert request._prompts(named) == (12, ())
-    assert request._prompts(named.model_copy(update={"num_prompts": 10})) == (10, ())
-    assert request._prompts(request.prompts_of(None, PromptsConfig(sources=[*files, {"name": "own"}]))) == (None, ())
-    with pytest.raises(InputError, match=r"few\.txt holds 5 different prompts"):
-        request._prompts(request.prompts_of(None, PromptsConfig(sources=files[:1])))
+def test_different_prompts_of_a_file_are_counted_and_too_few_are_refused(tmp_path):
+    path = tmp_path / "few.txt"
+    path.write_text("".join(f"w1 w2 {number}\n" for number in range(12)) + "w1 w2 0\n")
+    named = request.prompts_of(str(path), PromptsConfig())
+    assert request._prompts(named)[0] == 12
+    assert request._prompts(named.model_copy(update={"num_prompts": 10}))[0] == 10
+    path.write_text("".join(f"w1 w2 {number}\n" for number in range(5)))
+    with pytest.raises(InputError, match="--prompts"):
+        request._prompts(named)
