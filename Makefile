@@ -72,8 +72,8 @@ bench-scale: setup #lab two processes beside one, padding, checkpoints, waiting 
 distribution-check: setup #lab 100,000 samples of the whole decoder for every rule and shape against the target's exact distribution (minutes)
 	$(PY) -m pytest -m slow -s tests/eval/decoder/test_output_distribution.py
 
-slow-check: setup #lab a forward, attention and a loss compiled by the real compiler, the steps of the CPU image as a script, runs by the installed wheel, killed and out of disk (ten minutes)
-	$(PY) -m pytest -m slow -s tests/heads/inference/test_compiled_forward.py tests/heads/modules/test_attention.py tests/scripts/lab/counts/test_traffic.py tests/scripts/test_docker.py tests/test_wheel.py tests/faults/test_whole_run.py
+slow-check: setup #lab a forward, attention and a loss compiled by the real compiler, runs by the installed wheel, killed and out of disk (ten minutes)
+	$(PY) -m pytest -m slow -s tests/heads/inference/test_compiled_forward.py tests/heads/modules/test_attention.py tests/scripts/lab/counts/test_traffic.py tests/test_wheel.py tests/faults/test_whole_run.py
 
 cluster-check: setup #lab the job files of scripts/cluster, with a process or a node killed and stand-ins for Slurm (minutes)
 	$(PY) -m pytest -m 'slow or not slow' -s tests/faults/test_cluster.py tests/faults/test_elastic.py

@@ -29,7 +29,7 @@ COMMANDS = {
     "import": ("scripts.import_draft.__main__", "turn another program's draft into an artifact"),
     "push": ("scripts.push.__main__", "publish a draft on the Hub, with its report and a model card"),
     "watch": ("scripts.watch.__main__", "show how far a run is, and what it came to"),
-    "doctor": ("scripts.doctor.__main__", "what this machine has, and what is missing for what"),
+    "doctor": ("scripts.doctor", "what this machine has, and what is missing for what"),
 }
 
 

@@ -17,7 +17,7 @@ from configs.schema.commands.planning import PlanHeadsConfig
 from configs.schema.commands.release import CheckConfig
 from configs.schema.commands.running import RunConfig, Stage
 from distill.generation.split import share_for
-from scripts.doctor.machine import describe_disk
+from scripts.doctor import describe_disk
 from scripts.run.draft_file import Choice
 from scripts.run.dry_run import Rates
 from scripts.run.request import Facts

@@ -28,7 +28,7 @@ from heads.device import CPU, default_device
 from heads.formats.exporting.exporter import FORMS, WITHOUT_NORMS, check_norms, form_of
 from heads.frozen.checkpoint_files import UNREADABLE
 from heads.frozen.identity import PREFIX
-from scripts.doctor.machine import BFLOAT16, describe_disk, instructions
+from scripts.doctor import BFLOAT16, describe_disk, instructions
 from scripts.run.draft_file import Choice, apply, asked_first
 from train.plan.memory import Fit
 from train.plan.plan import Plan, make_plan

@@ -1,0 +1,286 @@
+"""`draftsmith doctor`: what this machine has, and what is missing for what.
+
+Asks no network, unless told to (--online), and writes nothing. Ends with 0, or with 1 where even the embedded target cannot be
+trained for: torch is broken, memory or disk too small.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from configs.runtime.command import DONE, GATE_FAILED, Parser, exit_code
+from configs.runtime.errors import first_line
+from configs.runtime.files import CHECKOUT, downloads_folder
+from configs.runtime.redaction import mask_secrets
+from configs.runtime.run_record import PACKAGES, describe_hardware, describe_versions
+from configs.runtime.terminal import say
+from configs.schema.target import TargetConfig
+
+GIB, GB = 2**30, 10**9
+# For the embedded target: training its draft LM peaked at 2.4 GiB, `make demo` left 0.4 GB beside 0.5 GB of the target.
+LEAST_MEMORY, LEAST_DISK = 3 * GIB, 2 * GB
+CPUINFO, CGROUPS, OWN_CGROUP = Path("/proc/cpuinfo"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+# As the kernel calls them, of x86 and of ARM.
+BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
+SIDE = 64  # of the matrices that show that a device computes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tool:
+    """A program or a package that some commands need."""
+
+    needed: str  # for what, and what brings it
+    programs: tuple[str, ...] = ()
+    package: str | None = None
+    environment: str | None = None  # its folder in .cache/venvs, where it may be too
+
+
+TOOLS = {
+    "vLLM": Tool(programs=("vllm",), environment="vllm", needed="draftsmith check; `pip install vllm`, or `make demo-serve`"),
+    "SGLang": Tool(programs=("sglang",), package="sglang", needed="serving its exports"),
+    "llama.cpp": Tool(
+        programs=("llama-server",), environment="llama_cpp", needed="`--for gguf`; `sh scripts/setup_llama_cpp.sh`"
+    ),
+    "OpenVINO GenAI": Tool(
+        package="openvino-genai", environment="openvino", needed="`--for openvino`; `sh scripts/setup_engine.sh openvino`"
+    ),
+    "deepspeed": Tool(package="deepspeed", needed="configs/accelerate/zero*.yaml; `pip install 'draftsmith[cluster]'`"),
+    "C++ compiler": Tool(
+        programs=(os.environ.get("CXX") or "g++", "clang++"), needed="a compiled loss and `target.forward: compiled` on a CPU"
+    ),
+    "git": Tool(programs=("git",), needed="the commit in run.json"),
+    "sbatch": Tool(programs=("sbatch",), needed="`draftsmith run --on slurm`"),
+    "kubectl": Tool(programs=("kubectl",), needed="`draftsmith run --on k8s`"),
+    "docker": Tool(programs=("docker",), needed="scripts/docker"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit code."""
+    parser = Parser(description=(__doc__ or "").partition("\n")[0], epilog="It exits with 1 where nothing can be trained.")
+    parser.add_argument("--json", action="store_true", help="print all that was found as JSON")
+    parser.add_argument("--online", action="store_true", help="ask the Hub whose token it is")
+
+    def run() -> int:
+        arguments = parser.parse_args(argv)
+        found = examine(arguments.online)
+        stops, hints = list(stops_training(found)), list(missing(found))
+        if arguments.json:
+            say(json.dumps({**mask_secrets(found), "stops_training": stops, "missing": hints}, indent=2))
+        else:
+            say(
+                "\n".join(
+                    [
+                        *page(found),
+                        "missing, and for what",
+                        *(f"  ! {each}" for each in stops),
+                        *(f"  - {each}" for each in hints),
+                    ]
+                )
+            )
+        return GATE_FAILED if stops else DONE
+
+    return exit_code(run)
+
+
+def examine(online: bool) -> dict[str, Any]:
+    """Return all that can be found out about this machine, as JSON values; sizes in bytes."""
+    hub, target = describe_hub(online), downloads_folder() / "targets" / TargetConfig().name.partition(":")[2]
+    folders = {"runs": "runs", "downloads": downloads_folder(), "hub": hub["cache"]}
+    return {
+        "machine": describe_machine(),
+        "disks": {name: describe_disk(Path(folder)) for name, folder in folders.items() if folder is not None},
+        "accelerators": describe_accelerators(),
+        "versions": compare_versions(),
+        "tools": {name: find_tool(tool) for name, tool in TOOLS.items()},
+        "hub": hub,
+        "embedded": {"folder": str(target), "there": target.is_dir(), "pip": any(metadata.distributions(name="pip"))},
+    }
+
+
+def page(found: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines that a person reads."""
+    machine, hub = found["machine"], found["hub"]
+    login = f"logged in as {hub['user']}" if hub["user"] else "a token is stored" if hub["logged_in"] else "no token"
+    free, total = (machine[name] / GIB for name in ("memory_free_bytes", "memory_bytes"))
+    devices = {each["name"]: each["error"] or "computes" for each in found["accelerators"]["devices"]}
+    sections: dict[str, dict[str, object]] = {
+        "this machine": {
+            "processor": f"{machine['cpu']}, {machine['cores']:g} cores",
+            "memory": f"{free:.1f} GiB free of {total:.1f}",
+            **{f"disk, {name}": f"{disk['free_bytes'] / GB:.0f} GB free" for name, disk in found["disks"].items()},
+            "accelerators": ", ".join(f"{name}: {said}" for name, said in devices.items()) or "none",
+        },
+        "versions": found["versions"]["installed"],
+        "tools": {name: place or "-" for name, place in found["tools"].items()},
+        "models": {"the Hub": f"{login}, {hub['endpoint']}", "embedded": found["embedded"]["folder"]},
+    }
+    for title, rows in sections.items():
+        yield title
+        yield from (f"  {name:15}  {value}" for name, value in rows.items())
+
+
+def stops_training(found: dict[str, Any]) -> Iterator[str]:
+    """Yield what is missing that training cannot do without, even that of the embedded target."""
+    if error := found["accelerators"]["error"]:
+        yield f"torch does not work ({error}); `make setup` installs it"
+    for name in found["versions"]["missing"]:
+        yield f"{name} is not installed; `make setup` installs it"
+    if (free := found["machine"]["memory_free_bytes"]) < LEAST_MEMORY:
+        yield f"{free / GIB:.1f} GiB of memory are free: training for the embedded target takes {LEAST_MEMORY / GIB:.0f}"
+    for name, disk in found["disks"].items():
+        if name == "runs" and not disk["writable"]:
+            yield f"{disk['folder']} cannot be written: work in another folder, or name an output elsewhere"
+        elif name != "hub" and disk["free_bytes"] < LEAST_DISK:
+            takes = f"the embedded target and a run take {LEAST_DISK / GB:.0f}"
+            yield f"{disk['free_bytes'] / GB:.1f} GB are free on the disk of {disk['folder']}: {takes}"
+
+
+def missing(found: dict[str, Any]) -> Iterator[str]:
+    """Yield what else is missing, and for what."""
+    machine, devices, versions, hub = found["machine"], found["accelerators"]["devices"], found["versions"], found["hub"]
+    if machine["bfloat16"] is False:
+        yield "the processor has no bfloat16 instructions: `--set target.dtype=float32` may be faster on it"
+    for device in devices:
+        if device["error"]:
+            yield f"{device['name']} does not compute ({device['error']}): `target.device: cpu` leaves it alone"
+    if machine["gpus"] and not devices:
+        yield (
+            f"nvidia-smi names {machine['gpus'][0]['name']}, which torch {versions['installed'].get('torch')} does not see: "
+            "`ALLOW_CUDA=1 sh scripts/setup.sh` in a new .venv installs a build for it"
+        )
+    elif not devices:
+        yield "no accelerator is here: `draftsmith plan` says how long training takes on one"
+    for name, pin in versions["other_than_pinned"].items():
+        yield f"{name} is {versions['installed'][name]}, and the suite was run with {pin}: `make setup` installs that"
+    if hub["error"]:
+        yield f"the Hub does not answer for its login ({hub['error']})"
+    if not hub["logged_in"]:
+        yield "nobody is logged in to the Hub: gated targets and `draftsmith push` need it; `hf auth login`, or HF_TOKEN"
+    if hub["offline"]:
+        yield f"HF_HUB_OFFLINE is set: of targets on the Hub only those in {hub['cache']} can be used"
+    if not found["embedded"]["there"] and not found["embedded"]["pip"]:
+        yield "this environment has no pip: the embedded target cannot be fetched; `python -m ensurepip` brings it"
+    if not found["embedded"]["there"] and not found["disks"]["downloads"]["writable"]:
+        yield "the folder of downloads cannot be written: name another for the embedded target in DRAFTSMITH_CACHE"
+    yield from (f"{name} is not here, for {TOOLS[name].needed}" for name, place in found["tools"].items() if place is None)
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return the processor, and memory in bytes, as far as this process may use them; `gpus` are those of nvidia-smi."""
+    hardware, names = describe_hardware(), instructions()
+    memory, cores = container_limits()
+    total = min(memory, hardware["memory_bytes"])
+    return hardware | {
+        "cores": min(cores, hardware["cores"]),
+        "memory_bytes": total,
+        "memory_free_bytes": min(total, psutil.virtual_memory().available),
+        "bfloat16": bool(names & BFLOAT16) if names else None,
+    }
+
+
+def instructions() -> set[str]:
+    """Return the names of the processor's instruction sets; empty where the system does not say."""
+    text = CPUINFO.read_text(encoding="utf-8") if CPUINFO.is_file() else ""
+    found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
+    return set(found[1].split()) if found else set()
+
+
+def container_limits() -> tuple[float, float]:
+    """Return the memory in bytes and the cores that this process's control groups grant it (version 2), infinite for none."""
+    line = OWN_CGROUP.read_text(encoding="utf-8").strip() if OWN_CGROUP.is_file() else ""
+    memory, cores = [float("inf")], [float("inf")]
+    own = CGROUPS / line.rpartition("::")[2].lstrip("/")
+    for folder in (own, *own.parents):
+        if (file := folder / "memory.max").is_file() and (limit := file.read_text().strip()) != "max":
+            memory.append(int(limit))
+        if (file := folder / "cpu.max").is_file() and (limits := file.read_text().split())[0] != "max":
+            cores.append(int(limits[0]) / int(limits[1]))
+    return min(memory), min(cores)
+
+
+def describe_disk(folder: Path) -> dict[str, Any]:
+    """Return the bytes free on the disk where a folder is or will be, and whether it can be written."""
+    folder = folder.absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    return {"folder": str(folder), "free_bytes": shutil.disk_usage(there).free, "writable": writable}
+
+
+def describe_accelerators() -> dict[str, Any]:
+    """Return the devices that torch sees, and the error of one that does not compute; `error` where torch itself is broken."""
+    try:
+        import torch
+
+        from heads.device import MISSING, default_device, gpu_name
+
+        def probe(device: torch.device) -> str | None:
+            try:
+                ones = torch.ones(SIDE, SIDE, device=device)
+                total = float((ones @ ones).sum())
+            except MISSING as error:
+                return first_line(error)
+            return None if total == SIDE**3 else f"a product of matrices is wrong: {total:g} in place of {SIDE**3}"
+
+        kind = default_device().type
+        devices = [torch.device(kind, index) for index in range(0 if kind == "cpu" else torch.accelerator.device_count())]
+        found = [{"name": gpu_name(each) or each.type, "error": probe(each)} for each in devices]
+        return {"error": probe(torch.device("cpu")), "devices": found}
+    except Exception as error:  # whatever a broken installation raises
+        return {"error": f"{type(error).__name__}: {first_line(error)}", "devices": []}
+
+
+def compare_versions() -> dict[str, Any]:
+    """Return the versions of what decides a result, the pins that differ from them, and the packages that are missing."""
+    versions, file = describe_versions(), CHECKOUT / "constraints.txt"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    pins = dict(line.split("==") for line in lines if re.match(r"[\w.-]+==", line))
+    others = {
+        name: pins[name] for name, found in versions.items() if pins.get(name, found) not in (found, found.partition("+")[0])
+    }
+    absent = [name for name in PACKAGES if name not in versions]
+    return {"installed": versions, "other_than_pinned": others, "missing": absent}
+
+
+def find_tool(tool: Tool) -> str | None:
+    """Return where a tool is: on the PATH, in an environment of its own, or in this one; None where it is not."""
+    own = [each / "venvs" / tool.environment for each in (downloads_folder(), CHECKOUT / ".cache") if tool.environment]
+    for program in tool.programs:
+        for path in (None, *(str(each / "bin") for each in own)):
+            if found := shutil.which(program, path=path):
+                return found
+    if tool.package and any(metadata.distributions(name=tool.package)):
+        return sys.prefix
+    return None if tool.programs else next((str(each) for each in own if each.is_dir()), None)
+
+
+def describe_hub(online: bool) -> dict[str, Any]:
+    """Return whether there is a token for the Hub, where the Hub and its cache are, and, asked online, whose token it is."""
+    found: dict[str, Any] = {"logged_in": False, "endpoint": None, "offline": False, "cache": None, "user": None, "error": None}
+    try:
+        import httpx2
+        from huggingface_hub import constants, get_token, whoami
+    except ImportError as error:
+        return found | {"error": first_line(error)}
+    found |= {"logged_in": get_token() is not None, "endpoint": constants.ENDPOINT}
+    found |= {"offline": constants.HF_HUB_OFFLINE, "cache": constants.HF_HUB_CACHE}
+    try:
+        found["user"] = whoami()["name"] if online else None
+    except (OSError, httpx2.HTTPError) as error:
+        found["error"] = first_line(error)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

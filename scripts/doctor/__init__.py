@@ -1,1 +1,0 @@
-"""`draftsmith doctor`: what this machine has, and what is missing for what."""
