@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 from configs.runtime.command import run_command
@@ -22,37 +21,23 @@ def main(config: ImportConfig, args: argparse.Namespace) -> None:
     """Read the draft, fit it to the target, try it, write the artifact."""
     # torch and transformers take seconds to import: a mistyped key is reported before that.
     from configs.runtime.run_record import describe_versions
-    from heads.formats.importing.importer import drafts_a_round, fit, write_artifact
-    from heads.formats.importing.reading import read_external
+    from heads.formats.importing.importer import write_artifact
     from heads.frozen.loading import load_target
     from heads.metadata import locate_external
-    from scripts.import_draft.trial import try_out
+    from scripts.import_draft.trial import read_and_fit, try_out
 
     out = Path(args.out)
     if out.exists():
         raise InputError(f"{out} exists already; give a new folder")
-    folder = locate_external(args.draft)
-    external = read_external(folder, layer_ids=config.layer_ids, reads=config.reads)
-    target = load_target(config.target)
-    try:
-        fitted = fit(external, target.model)
-    except InputError as error:
-        raise InputError(f"{folder} ({external.form}) does not fit {config.target.name}: {error}") from error
-    tokens = drafts_a_round(external, config.num_speculative_tokens, fitted.settings)
-    trial = try_out(fitted, target, config, tokens, external.layer_ids)
-    for warning in [] if trial is None else trial.warnings:
-        say(f"{folder}: {warning}", sys.stderr)
-    provenance = {
-        "imported_from": args.draft,
-        "form": external.form,
-        "versions": describe_versions(),
-        "trial": None if trial is None else asdict(trial),
-    }
+    folder, target = locate_external(args.draft), load_target(config.target)
+    external, fitted, tokens = read_and_fit(folder, config, target)
+    provenance = {"imported_from": args.draft, "form": external.form, "versions": describe_versions()}
+    said = f"{out}: {fitted.settings.kind} from {external.form}"
+    if config.min_accepted_per_round > 0:
+        provenance["accepted_per_round"] = accepted = try_out(folder, config, target, external, fitted, tokens)
+        said += f", {accepted:.2f} accepted a round"
     write_artifact(fitted, out, target, num_speculative_tokens=tokens, provenance=provenance)
-    say(
-        f"{out}: {fitted.settings.kind} from {external.form}"
-        + ("" if trial is None else f", {trial.accepted_per_round:.2f} accepted a round")
-    )
+    say(said)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

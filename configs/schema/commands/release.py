@@ -69,8 +69,7 @@ class ImportConfig(Settings):
     reads: Literal["post_norm", "pre_norm"] | None = None
     layer_ids: LayerIds | None = None  # what ids in the draft's config mean; None: what they mean in its form, if that fits
     num_speculative_tokens: PositiveInt | None = None  # drafts a round; None: what the draft's config says, or 3
-    # Decoded with the draft before anything is written; two or more, so that their spread can be taken. Acceptance below the
-    # limit refuses the import, 0 skips the trial.
+    # Decoded with the draft before anything is written. Acceptance below the limit refuses the import, 0 skips the trial.
     prompts: Annotated[list[str], Field(min_length=1)] = list(PROMPTS)
     min_accepted_per_round: NonNegativeFloat = 0.05
     max_new_tokens: PositiveInt = 96
