@@ -24,8 +24,6 @@ from configs.runtime.resumable import fingerprint
 from configs.runtime.run_record import describe_git, describe_hardware, describe_versions, write_run_record
 from configs.runtime.terminal import say
 from configs.schema.evaluation import EvalConfig
-from eval.cost.prediction import predict_speed
-from eval.cost.timing_sweep import check_sweep, sweep_rounds
 from eval.decoder.decode import check_decodable
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP, Laps
 from eval.lossless.verdict import judge_lossless
@@ -41,13 +39,14 @@ from eval.measure.proposers import (
 )
 from eval.measure.record_files import drop_batches
 from eval.measure.suite import Suite, Turns, fit_suite, load_suites, trained_on
+from eval.metrics.acceptance import Tally
 from eval.metrics.energy import find_meter, summarise_energy
 from eval.metrics.quality import check_references, judge_quality
-from eval.metrics.tally import Tally
 from eval.report.build import build_report
 from eval.report.markdown import render_markdown
 from eval.report.page import render_html
 from eval.report.schema import GenerateSection, Report, SpeedSection, write_report
+from eval.sweep import check_sweep, predict_speed, sweep_rounds
 from heads.frozen.loading import Target, load_target
 from heads.frozen.processes import join_processes
 from heads.inference.compiled_forward import forward_name

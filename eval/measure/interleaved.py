@@ -26,8 +26,8 @@ from eval.decoder.decode import Request, decode
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP, Generation, Timing
 from eval.measure.record_files import BatchFiles, Records
 from eval.measure.suite import Turns, undecoded
+from eval.metrics.acceptance import Tally
 from eval.metrics.energy import Meter, MeteredClock
-from eval.metrics.tally import Tally
 from heads.frozen.loading import Target
 from heads.frozen.processes import share_of
 from heads.proposers.protocol import LearningProposer, Proposer

@@ -19,8 +19,8 @@ from configs.runtime.errors import InputError
 from configs.schema.evaluation import EvalConfig, QualityConfig
 from distill.generation.prompts import Prompt
 from eval.decoder.records import AUTOREGRESSIVE, ENDED, FAILED, SPECULATIVE, Generation
+from eval.metrics.acceptance import Tally
 from eval.metrics.answers import answer_logits, pair_answers
-from eval.metrics.tally import Tally
 from eval.stats.bootstrap import LEVEL, Floats, statistic_interval
 from heads.frozen.loading import Target
 

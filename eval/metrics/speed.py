@@ -23,7 +23,7 @@ def summarise_speed(timings: Sequence[Timing], *, samples: int, seed: int) -> di
     """Return speculative decoding's speed against plain decoding, or `None` where one of the two was not timed.
 
     By `per_batch`, [decode seconds, decode tokens] of both modes, another report is compared batch by batch
-    (`eval.report.change`).
+    (`eval.report.comparison`).
     """
     by_mode = {mode: [timing for timing in timings if timing.mode == mode] for mode in (AUTOREGRESSIVE, SPECULATIVE)}
     if not all(by_mode.values()):

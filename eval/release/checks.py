@@ -22,7 +22,7 @@ from configs.runtime.errors import InputError
 from configs.schema.evaluation import RELATIVE, GateConfig, GateRule
 from configs.schema.target import IDENTITY
 from eval.release.verdict import Finding, GateOutcome, GateVerdict
-from eval.report.change import Difference, differences, prompt_differences, speed_change, tau_change
+from eval.report.comparison import Difference, differences, prompt_differences, speed_change, tau_change
 from eval.report.schema import PromptsSection, Report, SuiteSection
 from eval.report.text import UNTESTED, describe_checks, exactness, short
 from eval.stats.bootstrap import Interval
@@ -65,13 +65,11 @@ def judge(report: Report, config: GateConfig, baseline: Report | None = None, ar
     findings.append(_judge_provenance(report, config, artifact))
     if (samples := report.statistics.bootstrap_samples) < MIN_RESAMPLES:
         reason = "so few resamples make intervals of chance: evaluate with bootstrap_samples as it is by default"
-        required = f"at least {MIN_RESAMPLES} resamples"
-        rough = Finding(check="intervals", outcome="inconclusive", value=float(samples), required=required, reason=reason)
-        findings.append(rough)
+        findings.append(_finding("intervals", float(samples), f"at least {MIN_RESAMPLES} resamples", reason, "inconclusive"))
     for rule in config.rules:
         findings += _judge_rule(report, rule, baseline)
     for name in config.must_beat:
-        findings += _judge_against_free(report, name)
+        findings += _judge_against_untrained(report, name)
     notes = [f"the baseline report differs in {difference}, which the gate allows" for difference in allowed]
     return GateVerdict(findings=tuple(findings), notes=tuple(notes))
 
@@ -79,21 +77,17 @@ def judge(report: Report, config: GateConfig, baseline: Report | None = None, ar
 def _check_baseline(report: Report, baseline: Report, config: GateConfig) -> list[Difference]:
     """Return the differences to the baseline report that the gate allows and that touch its rules."""
     relative = [rule for rule in config.rules if rule.relative_to_baseline]
-    named = dict.fromkeys(rule.suite for rule in relative)  # a suite that one of the two lacks is refused with its rule
-    pairs = [(report.prompts, baseline.prompts)]
-    pairs += [
-        (ours.prompts, baseline.suites[name].prompts)
-        for name, ours in report.suites.items()
-        if name in named and name in baseline.suites
-    ]
-    for _, prompts in pairs:
+    # A suite that one of the two lacks is refused with its rule.
+    named = {rule.suite for rule in relative} & report.suites.keys() & baseline.suites.keys()
+    further = [(report.suites[name].prompts, baseline.suites[name].prompts) for name in report.suites if name in named]
+    for prompts in (baseline.prompts, *(theirs for _, theirs in further)):
         if reason := _unanswered(prompts):
             raise InputError(
                 f"the baseline report is incomplete: {reason} ({prompts.source}); compare with one that answered every prompt"
             )
     of_a_machine = any(rule.metric.startswith("speed.") for rule in relative)
     found = [each for each in differences(report, baseline) if each.aspect != "machine" or of_a_machine]
-    found += [each for ours, theirs in pairs[1:] for each in prompt_differences(ours, theirs)]
+    found += [each for pair in further for each in prompt_differences(*pair)]
     refused = [each for each in found if each.aspect not in config.baseline_may_differ_in]
     if refused:
         raise InputError(
@@ -106,19 +100,18 @@ def _check_baseline(report: Report, baseline: Report, config: GateConfig) -> lis
 # --- checks that always hold --------------------------------------------------------------------------------------
 
 
-def _finding(check: str, value: float | str, required: str, reason: str) -> Finding:
-    return Finding(check=check, outcome="fail" if reason else "pass", value=value, required=required, reason=reason)
+def _finding(check: str, value: float | str, required: str, reason: str, otherwise: GateOutcome = "fail") -> Finding:
+    return Finding(check=check, outcome=otherwise if reason else "pass", value=value, required=required, reason=reason)
 
 
 def _judge_lossless(report: Report, config: GateConfig) -> Finding:
-    section = report.lossless
+    section, reason = report.lossless, ""
     required = " or ".join(config.lossless) or "nothing (the gate allows no verdict)"
-    reason = ""
     if section.verdict == "inconclusive":
-        reason = f"{UNTESTED}: evaluate with that as it is by default"
-        if checks := describe_checks(section, section.inconclusive_checks):
-            reason = f"the losslessness check needs more answers or samples than it got: {checks}"
-        return Finding(check="lossless", outcome="inconclusive", value=section.verdict, required=required, reason=reason)
+        checks = describe_checks(section, section.inconclusive_checks)
+        lacking = f"the losslessness check needs more answers or samples than it got: {checks}"
+        untested = f"{UNTESTED}: evaluate with that as it is by default"
+        return _finding("lossless", section.verdict, required, lacking if checks else untested, "inconclusive")
     if section.verdict not in config.lossless:
         reason = f"{exactness(report)}; the gate does not allow this verdict"
     elif section.verdict != "lossy_by_design" and section.checked_prompts == 0:
@@ -142,20 +135,15 @@ def _judge_prompts(report: Report, config: GateConfig) -> Finding:
 
 def _unfit(prompts: PromptsSection) -> str:
     """Return why a draft cannot be judged by these prompts, or nothing."""
-    if reason := _unanswered(prompts):
-        return reason
-    if prompts.num_trained_on:
-        return f"the draft was trained on {prompts.num_trained_on} of them: evaluate on prompts it has not seen"
-    return ""
+    seen = f"the draft was trained on {prompts.num_trained_on} of them: evaluate on prompts it has not seen"
+    return _unanswered(prompts) or (seen if prompts.num_trained_on else "")
 
 
 def _unanswered(prompts: PromptsSection) -> str:
-    measured, asked, num_failed = prompts.num_prompts, prompts.num_asked, len(prompts.failed)
-    if num_failed:
-        return f"{num_failed} requests failed, the first on prompt {prompts.failed[0].prompt_id}"
-    if measured != asked:
-        return f"{asked - measured} of the {asked} prompts asked for were not answered"
-    return ""
+    if prompts.failed:
+        return f"{len(prompts.failed)} requests failed, the first on prompt {prompts.failed[0].prompt_id}"
+    missing = prompts.num_asked - prompts.num_prompts
+    return f"{missing} of the {prompts.num_asked} prompts asked for were not answered" if missing else ""
 
 
 def _judge_provenance(report: Report, config: GateConfig, artifact: Artifact | None) -> Finding:
@@ -178,47 +166,43 @@ def _judge_provenance(report: Report, config: GateConfig, artifact: Artifact | N
 def _judge_rule(report: Report, rule: GateRule, baseline: Report | None) -> list[Finding]:
     """Return what the rule finds: one finding, or one for each category; `baseline` can be compared with the report."""
     section: SuiteSection = report
-    place = ""
+    path = ""
     if rule.suite is not None and rule.suite != report.prompts.suite:
         if rule.suite not in report.suites:
-            known = ", ".join([report.prompts.suite or report.prompts.source, *report.suites])
+            known = ", ".join([report.prompts.suite, *report.suites])
             raise InputError(f"rules: the report has no suite {rule.suite!r} (it has: {known}); name it in eval's `suites`")
-        section, place = report.suites[rule.suite], f"suites.{rule.suite}."
+        section, path = report.suites[rule.suite], f"suites.{rule.suite}."
     metrics, own = [rule.metric], rule.metric.removeprefix(EVERY_CATEGORY)
     if own != rule.metric:
         metrics = [f"by_category.{category}.{own}" for category in section.by_category]
-    return [_judge_metric(report, f"{place}{metric}", rule, baseline) for metric in metrics]
+    return [_judge_metric(report, f"{path}{metric}", rule, baseline) for metric in metrics]
 
 
-def _judge_against_free(report: Report, name: str) -> list[Finding]:
+def _judge_against_untrained(report: Report, name: str) -> list[Finding]:
     if name not in report.baselines:
         known = ", ".join(report.baselines) or "none"
         raise InputError(f"must_beat: the report has no baseline {name!r} (it has: {known}); name it in eval's `baselines`")
-    free = report.baselines[name]
     ratios = {"tokens_per_target_step": "tokens_per_target_step_ratio", "decode_speedup": "decode_speed_ratio"}
+    found = {metric: report.baselines[name].interval_of(ratio) for metric, ratio in ratios.items()}
     return [
         _held(f"{metric} against {name}", Interval(point, *(bounds or ())), "more than 1 times", MORE_THAN_ONE)
-        for metric, (point, bounds) in ((metric, free.interval_of(ratio)) for metric, ratio in ratios.items())
+        for metric, (point, bounds) in found.items()
     ]
 
 
 def _judge_metric(report: Report, metric: str, rule: GateRule, baseline: Report | None) -> Finding:
-    interval = _look_up(report, metric, rule)
+    found = _look_up(report, metric, rule)
     required = f"at least {rule.min:g}" if rule.min is not None else f"at most {rule.max:g}"
     if rule.relative_to_baseline:
         required += " times the baseline"
-        interval = _relative(report, baseline, rule, metric) if interval.point is not None else interval
-    return _held(metric, interval, required, rule.min, rule.max, by_point=rule.bound == "point")
-
-
-def _relative(report: Report, baseline: Report | None, rule: GateRule, metric: str) -> Interval:
-    """Return the metric's ratio to the baseline's, paired by prompt or by batch."""
-    if baseline is None:
-        raise InputError(f"rule on {metric} is relative to a baseline report; give one with --baseline previous.json")
-    change = PAIRED[rule.metric](report, baseline, rule.suite if metric != rule.metric else None)
-    if change is None:
-        raise InputError(f"rules: {metric} cannot be relative to the baseline report, which did not time the same batches")
-    return Interval(change.ratio, *(change.ratio_ci or ()))
+    if rule.relative_to_baseline and found.point is not None:
+        if baseline is None:
+            raise InputError(f"rule on {metric} is relative to a baseline report; give one with --baseline previous.json")
+        change = PAIRED[rule.metric](report, baseline, rule.suite if metric != rule.metric else None)
+        if change is None:
+            raise InputError(f"rules: {metric} cannot be relative to the baseline report, which did not time the same batches")
+        found = Interval(change.ratio, *(change.ratio_ci or ()))
+    return _held(metric, found, required, rule.min, rule.max, by_point=rule.bound == "point")
 
 
 def _held(

@@ -11,8 +11,8 @@ from typing import Any, TypedDict
 
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP
 from eval.measure.suite import Suite
+from eval.metrics.acceptance import SAMPLES_A_SIDE, Tally
 from eval.metrics.speed import compare_speed, summarise_advantage, summarise_speed, timings_within
-from eval.metrics.tally import SAMPLES_A_SIDE, Tally
 from eval.report.samples import Decode, pick_samples
 from eval.report.schema import SCHEMA_VERSION, Report, parse_report
 from eval.stats.bootstrap import LEVEL

@@ -1,19 +1,186 @@
-"""Several reports side by side: what each measured, and how it changed from the first. Torch-free."""
+"""Two or more reports: what they differ in, and how tau and the decode speedup changed on the same prompts. Torch-free.
+
+A token count means something for one target, one set of prompts and one way of decoding; seconds also for one machine, one
+version of torch and transformers, and one dtype. tau is compared by the counts of each prompt, speed by the speedup over plain
+decoding in the same run, from the seconds of each batch: two runs at different times share no other clock.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from string import ascii_uppercase
+from typing import Any, Literal
+
+import numpy as np
 
 from configs.runtime.errors import InputError
-from eval.report.change import Aspect, Change, Difference, differences, speed_change, tau_change
+from configs.schema.target import IDENTITY
 from eval.report.markdown import as_markdown_table, escape
-from eval.report.schema import Report, SuiteSection
+from eval.report.schema import BatchSection, PromptsSection, Report, SuiteSection
 from eval.report.tables import Table
-from eval.report.text import VERDICTS, interval, number, significant, speedup, tau, warnings
+from eval.report.text import VERDICTS, interval, number, short, significant, speedup, tau, warnings
+from eval.stats.bootstrap import Column, statistic_interval
+from eval.stats.significance import detectable_percent
 
+Aspect = Literal["target", "suite", "num_speculative_tokens", "decode", "machine"]
+MACHINE = ("cpu", "cores", "device", "threads", "processes")
 FIXED: tuple[Aspect, ...] = ("target", "suite")  # what reports must agree in, unless allowed by name
+SOFTWARE = ("torch", "transformers")  # whose versions decide the seconds too
+GAMMA: Literal["num_speculative_tokens"] = "num_speculative_tokens"
+OF_SUFFIX_LOOKUP = ("lookup_expects", "lookup_answer_tokens")  # which is measured beside the draft
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that two reports differ in."""
+
+    aspect: Aspect
+    what: str
+    ours: Any
+    theirs: Any
+
+    def __str__(self) -> str:
+        return f"{self.what} ({self.ours} here, {self.theirs} there)"
+
+
+def differences(report: Report, other: Report) -> list[Difference]:
+    """Return what `report` (ours, here) and `other` (theirs, there) differ in, the most important first.
+
+    A decoding setting that a report does not name counts as off.
+    """
+    of_target = []
+    for key, what in IDENTITY.items():
+        digests = [getattr(each.target, key) for each in (report, other)]
+        if digests[0] != digests[1]:
+            names = (
+                digest and f"{each.target.name}, {short(digest)}" for each, digest in zip((report, other), digests, strict=True)
+            )
+            of_target.append(Difference("target", what, *names))
+    pairs: list[tuple[Aspect, str, Any, Any]] = []
+    here, there = (each.decode.model_dump(exclude_unset=True) for each in (report, other))
+    greedy = here["temperature"] == there["temperature"] == 0  # every rule is the same one then
+    ignored = {"seed", "warmup_prompts", GAMMA, *OF_SUFFIX_LOOKUP, *(["verification"] if greedy else [])}
+    pairs.append((GAMMA, GAMMA, here[GAMMA], there[GAMMA]))
+    keys = [key for key in dict.fromkeys([*here, *there]) if key not in ignored]
+    pairs += [("decode", f"decode.{key}", here.get(key), there.get(key)) for key in keys]
+    pairs += [("machine", f"hardware {key}", report.hardware.get(key), other.hardware.get(key)) for key in MACHINE]
+    gpus, their_gpus = ([gpu.get("name") for gpu in each.hardware.get("gpus") or []] for each in (report, other))
+    pairs.append(("machine", "hardware gpus", gpus, their_gpus))
+    pairs += [("machine", f"version of {key}", report.versions.get(key), other.versions.get(key)) for key in SOFTWARE]
+    others = [Difference(*pair) for pair in pairs if pair[2] != pair[3]]
+    return [*of_target, *prompt_differences(report.prompts, other.prompts), *others]
+
+
+def prompt_differences(ours: PromptsSection, theirs: PromptsSection) -> list[Difference]:
+    """Compare the prompts of a suite: the same file by its hash, and the same ones of it, in any order."""
+    if ours.sha256 != theirs.sha256:
+        return [Difference("suite", "prompts", *(f"{each.source}, {short(each.sha256)}" for each in (ours, theirs)))]
+    for what, one, other in (("format of the suite", ours.format, theirs.format), ("turns", ours.num_turns, theirs.num_turns)):
+        if one != other:
+            return [Difference("suite", what, one, other)]
+    if set(ours.ids) == set(theirs.ids):
+        return []
+    only = (set(ours.ids) - set(theirs.ids), set(theirs.ids) - set(ours.ids))
+    sides = (f"{len(each.ids)}, {len(own)} of them only" for each, own in zip((ours, theirs), only, strict=True))
+    return [Difference("suite", "prompts", *sides)]
+
+
+# --- change -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """How one number changed; better or worse where the whole interval of the ratio lies above or below 1.
+
+    Where it holds 1, a change smaller than about `detectable_percent` may still be there; more prompts would show it.
+    """
+
+    ours: float
+    theirs: float
+    ratio: float
+    ratio_ci: list[float] | None
+    outcome: Literal["better", "worse", "inconclusive"]
+    detectable_percent: float | None
+    num_clusters: int  # prompts, or batches of them for speed
+
+
+def tau_change(report: Report, other: Report, suite: str | None = None) -> Change | None:
+    """Return how tokens per target step changed from `other` to `report`, on the prompts of a suite that both answered.
+
+    `report` has the settings of the bootstrap. The suite is a further one of both, or the first.
+    """
+    ours, theirs = (section.acceptance.per_prompt for section in _sections(report, other, suite))
+    common = [prompt_id for prompt_id in ours if prompt_id in theirs]
+    if not common:
+        raise InputError("the reports cannot be compared: they have no answered prompt in common")
+    above, below = ([[counts[prompt_id][column] for prompt_id in common] for counts in (ours, theirs)] for column in (0, 1))
+    return _change(report, [above[:1], above[1:]], [below[:1], below[1:]])
+
+
+def speed_change(report: Report, other: Report, suite: str | None = None) -> Change | None:
+    """Return how the decode speedup changed; None where the two did not time the same batches. See `tau_change`."""
+    ours, theirs = map(_batches, _sections(report, other, suite))
+    if not ours or ours.keys() != theirs.keys():
+        return None
+    above, below = [], []
+    for batches in (ours, theirs):
+        plain_seconds, plain_tokens = zip(*(batches[key].autoregressive for key in ours), strict=True)
+        seconds, tokens = zip(*(batches[key].speculative for key in ours), strict=True)
+        above.append([plain_seconds, tokens])
+        below.append([plain_tokens, seconds])
+    return _change(report, above, below)
+
+
+def _change(report: Report, above: Sequence[Sequence[Column]], below: Sequence[Sequence[Column]]) -> Change | None:
+    """Return how a product of the sums `above` over that of those `below` changed, each for ours and theirs.
+
+    Both sides are resampled together, so that what makes a prompt hard or easy for both cancels. Clusters come in the same
+    order on both sides. `None` where one has nothing to divide by.
+    """
+    columns, size = [*above[0], *below[0], *above[1], *below[1]], len(above[0])
+
+    def number(sums: Any) -> Any:
+        return sums[:size].prod(axis=0) / sums[size:].prod(axis=0)
+
+    found = statistic_interval(
+        lambda sums: number(sums[: 2 * size]) / number(sums[2 * size :]),
+        *columns,
+        samples=report.statistics.bootstrap_samples,
+        seed=report.statistics.seed,
+    )
+    if found.point is None:
+        return None
+    table = np.array(columns, dtype=np.float64)
+    low, high = found.bounds or (-np.inf, np.inf)
+    return Change(
+        ours=float(number(table[: 2 * size].sum(axis=1))),
+        theirs=float(number(table[2 * size :].sum(axis=1))),
+        ratio=found.point,
+        ratio_ci=found.bounds,
+        outcome="better" if low > 1 else "worse" if high < 1 else "inconclusive",
+        detectable_percent=detectable_percent((*above[0], *below[1]), (*below[0], *above[1])),
+        num_clusters=int(table.any(axis=0).sum()),
+    )
+
+
+def _sections(report: Report, other: Report, suite: str | None) -> list[SuiteSection]:
+    found: list[SuiteSection] = []
+    for each in (report, other):
+        if suite is not None and suite not in each.suites:
+            raise InputError(f"one of the reports has no suite {suite!r}; evaluate both on the same suites")
+        found.append(each if suite is None else each.suites[suite])
+    if found[0].prompts.sha256 != found[1].prompts.sha256:
+        files = " and ".join(f"{each.prompts.source} ({short(each.prompts.sha256)})" for each in found)
+        raise InputError(f"the reports cannot be compared: their prompts come from {files}, which differ")
+    return found
+
+
+def _batches(section: SuiteSection) -> dict[tuple[str, ...], BatchSection]:
+    return {tuple(batch.prompt_ids): batch for batch in (section.speed.per_batch if section.speed else ())}
+
+
+# --- side by side ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

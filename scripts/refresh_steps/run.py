@@ -17,7 +17,7 @@ from configs.runtime.terminal import say
 from configs.schema.commands.refreshing import OLD, TRAFFIC, RefreshConfig
 from configs.schema.evaluation import SuiteConfig
 from distill.dataset.conversations import text_hash
-from eval.report.change import tau_change
+from eval.report.comparison import tau_change
 from eval.report.markdown import table
 from eval.report.schema import load_report
 from eval.report.text import interval, number

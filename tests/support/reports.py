@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from eval.metrics.tally import Tally
+from eval.metrics.acceptance import Tally
 from eval.report.build import build_report
 from eval.report.schema import Report, parse_report
 

@@ -19,9 +19,9 @@ from train.plan.step import draft_step, forward_flops
 
 from configs.runtime.loading import load_config
 from configs.schema.commands.planning import PlanHeadsConfig, Preset
-from eval.cost.operation_counter import ATTENTION, PRODUCTS, WorkCounter
 from heads.families import eagle3
 from scripts.lab.counts.launches import is_launch
+from scripts.lab.counts.operation_counter import ATTENTION, PRODUCTS, WorkCounter
 from train.plan.models import count, draft_columns, plan_models
 from train.plan.plan import OPTIMIZER_BYTES_MOVED, Workload, flops_of
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE
-from eval.metrics.tally import Tally
+from eval.metrics.acceptance import Tally
 from eval.report.samples import pick_samples
 from tests.support.reports import report_of
 

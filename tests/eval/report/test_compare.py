@@ -7,8 +7,7 @@ from configs.runtime.command import run_command
 from configs.runtime.errors import InputError
 from configs.schema.evaluation import CompareConfig
 from eval.compare import add_arguments, main
-from eval.report.change import differences, speed_change, tau_change
-from eval.report.comparison import compare, describe_change, notes, overview
+from eval.report.comparison import compare, describe_change, differences, notes, overview, speed_change, tau_change
 from eval.report.schema import write_report
 from eval.report.tables import as_text
 from tests.support.reports import changed

@@ -1,1 +1,0 @@
-"""What a round costs, and what speed follows: `timing_sweep` measures, `prediction` interpolates."""
