@@ -52,12 +52,11 @@ def gguf_draft_lm(source: Source) -> ExportLayout:
 def gguf_eagle3(source: Source) -> ExportLayout:
     """Return EAGLE-3 for llama.cpp: with one layer, three taps and none of the norms that it does not know."""
     settings = source.settings
-    if settings.num_layers != 1:
-        raise InputError(f"it has {settings.num_layers} layers (num_layers), and llama.cpp's converter knows EAGLE-3 with one")
-    if settings.qk_norm:
-        raise InputError("it norms queries and keys (qk_norm), which llama.cpp's EAGLE-3 does not")
+    source.require("llama.cpp's EAGLE-3", num_layers=1, qk_norm=False)
     if len(settings.taps or ()) != 3:
-        raise InputError(f"it reads {len(settings.taps or ())} of the target's states (taps), and llama.cpp's EAGLE-3 three")
+        raise InputError(
+            f"head.taps names {len(settings.taps or ())} of the target's states, and llama.cpp's EAGLE-3 reads three"
+        )
     whole = replace(source, settings=settings.model_copy(update={"window": None}))
     return _as_gguf(whole, speculators.eagle(whole), "draft-eagle3", source.window_note("llama.cpp"))
 

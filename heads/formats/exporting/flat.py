@@ -31,18 +31,12 @@ def block_ids(source: Source) -> list[int]:
 def sglang_eagle(source: Source) -> ExportLayout:
     source.target.check_plain()
     settings = source.settings
-    if settings.norm_before_residual:
-        raise InputError("its residual starts from the normed feature (norm_before_residual), here it starts from the raw one")
-    if settings.num_layers != 1:
-        raise InputError(f"it has {settings.num_layers} layers, and the form has a place for one (midlayer)")
+    source.require("SGLang's form", norm_before_residual=False, num_layers=1, norm_joined_taps=False, own_embedding=False)
+    source.require("SGLang's form", qk_norm=False)  # of Llama's layers
     if len(settings.taps or ()) != 3:
-        raise InputError(f"it reads {len(settings.taps or ())} of the target's states, and the form has a place for three")
-    if settings.norm_joined_taps:
-        raise InputError("it norms all taps as one vector (norm_joined_taps), for which the form has no tensor")
-    if settings.own_embedding:
-        raise InputError("it has an embedding of its own (own_embedding), and the engine shares the target's with it")
-    if settings.qk_norm:
-        raise InputError("it norms queries and keys (qk_norm), and the form's layers are Llama's")
+        raise InputError(
+            f"head.taps names {len(settings.taps or ())} of the target's states, and the form has a place for three"
+        )
     shape, vocab_size = source.shape, source.target.vocab_size
     config = layer_config(shape, "llama", 1, vocab_size) | {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -101,7 +95,7 @@ def vllm_medusa(source: Source) -> ExportLayout:
 
 
 def sglang_dflash(source: Source) -> ExportLayout:
-    source.check_drafts_after_the_anchor("SGLang")
+    source.require("SGLang", sample_from_anchor=False)
     return _sglang_block(source)
 
 
@@ -137,7 +131,7 @@ def sglang_domino(source: Source) -> ExportLayout:
 
 def transformers_dflash(source: Source) -> ExportLayout:
     """Return DFlash as transformers 5.23 decodes it natively."""
-    source.check_drafts_after_the_anchor("transformers")
+    source.require("transformers", sample_from_anchor=False)
     settings, last = source.settings, num_blocks(source.target.model)
     if last in (settings.taps or ()):
         raise InputError(f"it reads h_{last}, the last block's state, and transformers hands that out after the final norm")
@@ -172,5 +166,5 @@ def _dflash_config(source: Source, model_type: str) -> dict[str, Any]:
 
 
 def _whole_vocabulary(source: Source, engine: str) -> tuple[str, ...]:
-    source.check_head_is_the_targets(engine)
+    source.require(engine, train_head=False)
     return source.whole_vocabulary_note(engine)

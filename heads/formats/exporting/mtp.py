@@ -38,7 +38,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf", ".index.json")
 def vllm(source: Source) -> ExportLayout:
     """Return the target with the modules in it where it has places for them, else MiMo's layout beside it."""
     settings: MtpSettings = source.settings
-    source.check_head_is_the_targets("vLLM")
+    source.require("vLLM", train_head=False)
     if not settings.shared_depths and settings.num_depths > 1:
         raise InputError(
             "vLLM 0.32 applies the first MTP module at every depth, and this head has one for each (shared_depths)"
@@ -153,12 +153,8 @@ def transformers(source: Source) -> ExportLayout:
 def _checked(source: Source, engine: str) -> MtpSettings:
     """Return the settings of a head that is driven by normed states and ends in the target's head."""
     source.target.check_plain()
+    source.require(engine, reads="post_norm", train_head=False)
     settings: MtpSettings = source.settings
-    if settings.reads != "post_norm":
-        raise InputError(
-            f"it reads the target's last state before the final norm (head.reads), and {engine} gives the normed one"
-        )
-    source.check_head_is_the_targets(engine)
     return settings
 
 

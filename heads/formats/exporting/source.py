@@ -188,15 +188,11 @@ class Source:
             f"{engine} attends to all of a text, training to {window} tokens of it: in longer texts fewer drafts are accepted.",
         )
 
-    def check_drafts_after_the_anchor(self, engine: str) -> None:
-        """Refuse a block that drafts from the pending token's slot, for an engine that does not."""
-        if self.settings.sample_from_anchor:
-            raise InputError(f"it drafts from the pending token's slot too (head.sample_from_anchor), and {engine} does not")
-
-    def check_head_is_the_targets(self, engine: str) -> None:
-        """Refuse a draft whose output head was trained, for an engine that would replace it by the target's."""
-        if self.settings.train_head:
-            raise InputError(f"its output head was trained (head.train_head), and {engine} drafts with the target's")
+    def require(self, engine: str, **wanted: Any) -> None:
+        """Refuse other settings than these, False and None alike, which are all that an engine has a place for."""
+        for key, value in wanted.items():
+            if (own := getattr(self.settings, key)) != value and (own or value):
+                raise InputError(f"head.{key} is {own!r}, and {engine} has a place for {value!r} alone")
 
 
 def read_source(

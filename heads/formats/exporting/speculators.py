@@ -106,7 +106,7 @@ def _block_options(source: Source) -> dict[str, Any]:
 
 def vllm_dflash(source: Source) -> ExportLayout:
     """Return DFlash for vLLM, whose first model runner drafts nothing from the pending token's slot."""
-    source.check_drafts_after_the_anchor("vLLM")
+    source.require("vLLM", sample_from_anchor=False)
     return block_drafter(source)
 
 
@@ -121,9 +121,7 @@ def mtp(source: Source) -> ExportLayout:
     """Return MTP as speculators trains it: one module, applied again and again, on a Qwen3 target; others are refused."""
     if source.target.config.model_type != "qwen3":
         raise InputError(f"speculators knows MTP for Qwen3 and later targets, got {source.target.config.model_type}")
-    if not source.settings.shared_depths:
-        raise InputError("speculators has one MTP module for all depths; head.shared_depths is false here")
-    source.check_head_is_the_targets("speculators")
+    source.require("speculators", shared_depths=True, train_head=False)
     config = _config(source, source.target.config.to_diff_dict()) | {"num_nextn_predict_layers": 1}
     del config["draft_vocab_size"]
     return ExportLayout(

@@ -18,7 +18,7 @@ TARGET = "a target's name"
 
 @pytest.fixture
 def serve_lines(write, tiny_run, tmp_path):
-    """A function that exports a draft of a kind; gives the lines that serve it, and its folder."""
+    """A function that exports a draft of a kind; gives the lines that serve it, its folder and its number of drafts."""
 
     def make(engine, kind):
         out = tmp_path / 'it\'s {served} "well" $HOME'  # to be quoted
@@ -28,10 +28,8 @@ def serve_lines(write, tiny_run, tmp_path):
             written = write(checks.SETTINGS[kind])
             source = replace(written.source(), target=TargetFolder(written.target_folder, TARGET))
         export(source, engine, out)
-        title, _, rest = (out / SERVE_FILE).read_text().partition("\n\n")
-        assert title == f"Serve with {engine}:"
-        lines = [line for line in rest.splitlines() if not line.startswith("- ")]
-        return "\n".join(lines).strip(), out.resolve(), source
+        lines = (out / SERVE_FILE).read_text().partition("\n\n")[2].splitlines()
+        return "\n".join(line for line in lines if not line.startswith("- ")).strip(), str(out), source.num_speculative_tokens
 
     return make
 
@@ -45,67 +43,55 @@ def parsed(line):
 
 @pytest.mark.parametrize("kind", FORMS["vllm"])
 def test_vllm(serve_lines, kind):
-    line, out, source = serve_lines("vllm", kind)
+    line, out, tokens = serve_lines("vllm", kind)
     command, flags = parsed(line)
-    method = {
-        "method": VLLM_METHODS.get(kind, kind),
-        "model": str(out),
-        "num_speculative_tokens": source.num_speculative_tokens,
-    }
+    config = {"method": VLLM_METHODS.get(kind, kind), "model": out, "num_speculative_tokens": tokens}
     assert command == ["vllm", "serve", TARGET]
-    assert json.loads(flags.pop("--speculative-config")) == method | ({"parallel_drafting": True} if kind == "peagle" else {})
+    assert json.loads(flags.pop("--speculative-config")) == config | ({"parallel_drafting": True} if kind == "peagle" else {})
     assert flags.keys() == ({"--hf-overrides"} if kind == "mtp" else set())
 
 
 @pytest.mark.parametrize(
-    ("kinds", "flags", "is_noted"),
+    ("kinds", "flags"),
     [
-        (["full_attention"], set(), False),
-        (["sliding_attention"], set(), False),
-        (["sliding_attention", "full_attention"], {"--disable-hybrid-kv-cache-manager"}, True),
-        (["linear_attention", "full_attention"], set(), True),
+        (["full_attention"], set()),
+        (["sliding_attention", "full_attention"], {"--disable-hybrid-kv-cache-manager"}),
+        (["linear_attention", "full_attention"], set()),
     ],
 )
-def test_vllm_keeps_the_caches_of_a_draft_lm_and_of_a_target_of_several_kinds_of_layers_apart(tiny_run, kinds, flags, is_noted):
+def test_vllm_keeps_the_caches_of_a_draft_lm_and_of_a_target_of_several_kinds_of_layers_apart(tiny_run, kinds, flags):
     target = TargetFolder(tiny_run / "target", TARGET)
     target.model.config.layer_types = kinds
-    layout = FORMS["vllm"]["draft_lm"](read_source(tiny_run / "artifact", target))
-    words = shlex.split(layout.serve("folder"))
+    words = shlex.split(FORMS["vllm"]["draft_lm"](read_source(tiny_run / "artifact", target)).serve("folder"))
     assert set(words[3 : words.index("--speculative-config")]) == flags
-    assert any("0.32" in note for note in layout.notes) is is_noted
 
 
 @pytest.mark.parametrize("kind", FORMS["sglang"])
 def test_sglang(serve_lines, kind):
-    line, out, source = serve_lines("sglang", kind)
-    tokens = source.num_speculative_tokens
-    chain = {
-        "--speculative-num-steps": str(tokens),
-        "--speculative-eagle-topk": "1",
-        "--speculative-num-draft-tokens": str(tokens + 1),  # with the pending one
-    }
+    line, out, tokens = serve_lines("sglang", kind)
+    chain = {"steps": tokens, "eagle-topk": 1, "num-draft-tokens": tokens + 1}  # with the pending one
+    chain = {f"--speculative-{'num-steps' if name == 'steps' else name}": str(value) for name, value in chain.items()}
     command, flags = parsed(line)
     assert command == ["python", "-m", "sglang.launch_server"]
     assert flags == {
         "--model-path": TARGET,
         "--speculative-algorithm": SGLANG_ALGORITHMS[kind],
-        "--speculative-draft-model-path": str(out),
+        "--speculative-draft-model-path": out,
     } | ({} if kind in ("dflash", "domino") else chain)  # a block has its own length
 
 
-@pytest.mark.parametrize("kind", FORMS["transformers"])
-def test_transformers(serve_lines, kind):
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("draft_lm", {"assistant_model"}),
+        ("dflash", {"assistant_model", "speculation_type", "do_sample"}),
+        ("mtp", {"use_mtp", "do_sample"}),
+    ],
+)
+def test_transformers(serve_lines, kind, options):
     lines, out, _ = serve_lines("transformers", kind)
-    calls = [node for node in ast.walk(ast.parse(lines)) if isinstance(node, ast.Call)]
-    (generate,) = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "generate"]
-    names = {keyword.arg for keyword in generate.keywords} - {None}
-    expected = {
-        "draft_lm": {"assistant_model"},
-        "dflash": {"assistant_model", "speculation_type", "do_sample"},
-        "mtp": {"use_mtp", "do_sample"},
-    }
-    assert names == expected[kind]
-    loads = [
-        call.args[0].value for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "from_pretrained"
-    ]
-    assert loads == ([str(out)] if kind == "mtp" else [TARGET, str(out)])
+    calls = [node for node in ast.walk(ast.parse(lines)) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    (generate,) = [call for call in calls if call.func.attr == "generate"]
+    assert {keyword.arg for keyword in generate.keywords} - {None} == options
+    loads = [call.args[0].value for call in calls if call.func.attr == "from_pretrained"]
+    assert loads == ([out] if kind == "mtp" else [TARGET, out])

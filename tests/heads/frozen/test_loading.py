@@ -2,12 +2,11 @@
 
 import dataclasses
 import logging
-import os
 import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3Config
+from transformers import AutoModelForCausalLM, Gemma2Config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from configs.runtime.errors import InputError
@@ -15,7 +14,6 @@ from configs.schema.target import TargetConfig
 from heads.device import choose_device
 from heads.frozen.loading import load_target, recast
 from heads.inference.causal_lm import read_documents
-from heads.inference.runner import Runner
 from scripts.lab.models_check import architectures
 
 NO_SYSTEM = (
@@ -62,15 +60,6 @@ def test_a_folder_without_one_of_its_parts_is_named(folder, damaged):
     if damaged == "cut off":
         (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:1000])
     with pytest.raises(InputError, match="does not hold a causal LM and its tokenizer"):
-        load(folder)
-
-
-@pytest.mark.timeout(20)
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_what_is_no_file_is_refused_and_not_waited_for(folder, name):
-    (folder / name).unlink()
-    os.mkfifo(folder / name)
-    with pytest.raises(InputError, match=f"{name}: expected a file, got a pipe"):
         load(folder)
 
 
@@ -178,19 +167,3 @@ def test_a_conversation_that_the_template_refuses_is_the_users_mistake(tiny_llam
     assert target.encode_chat([user]) == tokenizer("w3", add_special_tokens=False)["input_ids"]
     with pytest.raises(InputError, match=f"refuses a conversation of system, user: {words}"):
         target.encode_chat([{"role": "system", "content": "be kind"}, user])
-
-
-@pytest.mark.parametrize("rows", [None, "flex_attention"])
-def test_rows_are_read_by_an_attention_of_the_text_alone_and_other_parts_keep_theirs(rows):
-    class Model:
-        config = Gemma3Config(text_config={"num_hidden_layers": 1}, vision_config={"num_hidden_layers": 1})
-
-    model = Model()
-    model.config._attn_implementation = {"": "sdpa", "text_config": "sdpa", "vision_config": "eager"}
-    runner = Runner(model)
-    runner.row_attention = rows
-    with runner.reading_rows():
-        assert model.config.get_text_config()._attn_implementation == (rows or "sdpa")
-        assert model.config.vision_config._attn_implementation == "eager"
-    parts = (model.config, model.config.text_config, model.config.vision_config)
-    assert [part._attn_implementation for part in parts] == ["sdpa", "sdpa", "eager"]
