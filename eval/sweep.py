@@ -30,8 +30,9 @@ from eval.decoder.request import Request
 from eval.decoder.rules import ChainVerification
 from eval.decoder.verifier import Verifier
 from eval.report.schema import PredictedSection, PredictedSpeedup, TimedRound
+from heads.device import RowInts
 from heads.frozen.loading import Target
-from heads.proposers.protocol import Proposal, Proposer
+from heads.proposers.protocol import Proposal, Proposer, RoundInputs
 
 SHORTEST = 4  # tokens of the text that a sweep begins with
 
@@ -45,16 +46,14 @@ class ScriptedVerifier(Verifier):
     num_drafted = 0  # in the round verified last
 
     def __init__(self, verifier: Verifier) -> None:
-        super().__init__(verifier.config, verifier.rng)
+        super().__init__(verifier.config)
         self.verifier = verifier
 
-    def chain(
-        self, logits_BKV: Tensor, proposal: Proposal, num_drafted: Sequence[int], lengths: Sequence[int]
-    ) -> ChainVerification:
-        verified = self.verifier.chain(logits_BKV, proposal, num_drafted, lengths)
-        self.num_drafted = max(num_drafted)
-        kept = list(num_drafted) if self.keeps_all else [0] * len(num_drafted)
-        return ChainVerification(verified.num_accepted_B.new_tensor(kept), verified.next_token_B)
+    def chain(self, logits_BKV: Tensor, proposal: Proposal, num_drafted: RowInts, inputs: RoundInputs) -> ChainVerification:
+        verified = self.verifier.chain(logits_BKV, proposal, num_drafted, inputs)
+        self.num_drafted = max(num_drafted.host)
+        kept_B = num_drafted.tensor_B if self.keeps_all else torch.zeros_like(num_drafted.tensor_B)
+        return ChainVerification(kept_B, verified.next_token_B)
 
 
 def check_sweep(target: Target, config: CostConfig) -> None:

@@ -1,4 +1,4 @@
-"""What a device can do, probed at run time, so that nothing else decides by a device's name; and integers on their way to one.
+"""What a device can do, probed at run time, so that nothing else decides by a device's name; and integers by row on one.
 
 The accelerator is the one of `torch.accelerator`: CUDA (ROCm goes by that name too), XPU, MPS or a backend of another package.
 B batch, T columns.
@@ -7,9 +7,10 @@ B batch, T columns.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, cached_property, lru_cache
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import TypeVar
 
 import torch
@@ -188,107 +189,49 @@ def nvml_uuid(device: torch.device) -> str | None:
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if is_nvidia else None
 
 
-class Uploads:
-    """Integers on their way to a device, all in one copy: it is put off until one of them is read there."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._waiting: list[Upload] = []
-
-    def rows(self, rows: Sequence[Sequence[int]], fill: int = 0) -> Upload:
-        """Add rows of integers, which become `[B, T]`; shorter ones are filled up at their ends."""
-        width = max(map(len, rows), default=0)
-        return self._added([number for row in rows for number in (*row, *[fill] * (width - len(row)))], (len(rows), width))
-
-    def numbers(self, values: Sequence[int]) -> RowNumbers:
-        """Add an integer a row."""
-        upload = self._added(list(values), (len(values),))
-        return RowNumbers(values, self.device, lambda: upload.tensor)
-
-    def send(self) -> None:
-        """Copy what was added since the last time."""
-        waiting, self._waiting = self._waiting, []
-        sent = to_device([number for upload in waiting for number in upload.values], self.device)
-        for upload, part in zip(waiting, sent.split([len(upload.values) for upload in waiting]), strict=True):
-            upload.sent = part.view(upload.shape)
-
-    def _added(self, values: list[int], shape: tuple[int, ...]) -> Upload:
-        self._waiting.append(Upload(self, values, shape))
-        return self._waiting[-1]
+def row_tensor(rows: Sequence[Sequence[int]], device: torch.device, fill: int = 0) -> Tensor:
+    """Return rows of integers on a device, int64 `[B, T]`, in one copy; shorter rows are filled up at their ends."""
+    width = max(map(len, rows), default=0)
+    return upload(torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows], dtype=torch.int64), device)
 
 
-class Upload:
-    """Some of the integers of `Uploads`."""
+@dataclass(frozen=True, eq=False)
+class RowInts:
+    """One integer per batch row: on the host, which plans shapes by it, and on the device, which computes with it."""
 
-    def __init__(self, uploads: Uploads, values: list[int], shape: tuple[int, ...]) -> None:
-        self.values, self.shape = values, shape
-        self.sent: Tensor | None = None
-        self._uploads = uploads
-
-    @property
-    def tensor(self) -> Tensor:
-        """The integers on the device, int64; sent there now if they are not yet."""
-        if self.sent is None:
-            self._uploads.send()
-        assert self.sent is not None, "an upload waits until it is sent"
-        return self.sent
-
-
-class RowNumbers(list[int]):
-    """An integer a row of the batch, on the host and, made when it is first read, on a device."""
-
-    def __init__(self, values: Iterable[int], device: torch.device, make: Callable[[], Tensor]) -> None:
-        super().__init__(values)
-        self.device, self._make = device, make
+    host: list[int]
+    tensor_B: Tensor  # int64
 
     @classmethod
-    def alike(cls, value: int, num_rows: int, device: torch.device) -> RowNumbers:
-        """Return the same integer for each row."""
-        return cls([value] * num_rows, device, lambda: torch.full((num_rows,), value, device=device))
+    def full(cls, value: int, num_rows: int, device: torch.device) -> RowInts:
+        """Return the same integer for each row, without a copy."""
+        return cls([value] * num_rows, torch.full((num_rows,), value, device=device))
 
-    @cached_property
-    def tensor_B(self) -> Tensor:
-        """The integers on the device, int64."""
-        return self._make()
+    def __len__(self) -> int:
+        return len(self.host)
 
+    def __add__(self, number: int) -> RowInts:
+        return RowInts([value + number for value in self.host], self.tensor_B + number)
 
-class TokenRows(list[Sequence[int]]):
-    """The committed tokens by row, the pending one last, and what of them a round's forwards need on the device."""
-
-    def __init__(self, rows: Sequence[Sequence[int]], device: torch.device) -> None:
-        super().__init__(rows)
-        self.uploads = Uploads(device)
-        self.lengths = self.uploads.numbers([len(row) for row in rows])
-        self._pending = self.uploads.rows([row[-1:] for row in rows])
-
-    @property
-    def pending_B1(self) -> Tensor:
-        """Each row's last token."""
-        return self._pending.tensor
+    def minimum(self, other: RowInts) -> RowInts:
+        """Return the smaller of two integers, by row."""
+        return RowInts(list(map(min, self.host, other.host)), torch.minimum(self.tensor_B, other.tensor_B))
 
 
-def token_rows(tokens: Sequence[Sequence[int]], device: torch.device) -> TokenRows:
-    """Return committed tokens as a text for this device; the decoder's own is one already."""
-    return tokens if isinstance(tokens, TokenRows) and same_device(tokens.uploads.device, device) else TokenRows(tokens, device)
+Rows = RowInts | Sequence[int]  # what is not on the device yet is copied there
 
 
-def on_device(values: Sequence[int], device: torch.device) -> Tensor:
-    """Return integers `[B]` on a device; only those that it does not have are copied."""
-    if isinstance(values, RowNumbers) and same_device(values.device, device):
-        return values.tensor_B
-    return to_device(values, device)
+def on_host(values: Rows) -> Sequence[int]:
+    """Return integers by row on the host."""
+    return values.host if isinstance(values, RowInts) else values
 
 
-def shifted(values: Sequence[int], by: int) -> list[int]:
-    """Return integers by row with `by` added to each."""
-    moved = [value + by for value in values]
-    return RowNumbers(moved, values.device, lambda: values.tensor_B + by) if isinstance(values, RowNumbers) else moved
-
-
-def smaller(values: Sequence[int], others: RowNumbers) -> RowNumbers:
-    """Return the smaller one of two integers, by row."""
-    device = others.device
-    return RowNumbers(map(min, values, others), device, lambda: torch.minimum(on_device(values, device), others.tensor_B))
+def row_ints(values: Rows, device: torch.device) -> RowInts:
+    """Return integers by row on a device; only those that it does not have are copied."""
+    if isinstance(values, RowInts):
+        same = same_device(values.tensor_B.device, device)
+        return values if same else RowInts(values.host, values.tensor_B.to(device))
+    return RowInts(list(values), to_device(values, device))
 
 
 @lru_cache(maxsize=256)

@@ -22,6 +22,7 @@ from distill.generation.continuation import Request, TokenSource, continue_reque
 from heads.frozen.loading import Target
 from heads.modules.interface import NO_DOCUMENT, Batch
 from heads.proposers.draft_lm import DraftLM
+from heads.proposers.protocol import RoundInputs
 from heads.sampling.counter_rng import CounterRNG, request_number
 
 # Tokens drafted between two checks of which rows have ended. Their distributions are all held until then, [B, G, V].
@@ -98,8 +99,8 @@ class _DraftSource(TokenSource):
 
     def draw(self, slots: Sequence[Request], rng: CounterRNG) -> list[list[int]]:
         room = max(each.limit - len(each.tokens) for each in slots)
-        tokens = [each.tokens for each in slots]
-        return self.draft.propose(tokens, min(room, STRIDE), self.sampling, rng, keep_logits=False).tokens_BG.tolist()
+        inputs = RoundInputs.of([each.tokens for each in slots], rng, num_drafts=STRIDE)
+        return self.draft.propose(inputs, min(room, STRIDE), self.sampling, keep_logits=False).tokens_BG.tolist()
 
     def keep_rows(self, places: Sequence[int]) -> None:
         self.draft.keep_rows(places)

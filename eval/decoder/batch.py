@@ -1,7 +1,7 @@
 """A batch under way: the prompts are read once, then each round drafts, verifies and commits.
 
-What stays of a proposal is decided in `eval.decoder.verifier`. A round costs one transfer to the host and one to the device
-(`heads.device`); rules for stopping, merged drafts, comparing distributions and rows that end cost more.
+What stays of a proposal is decided in `eval.decoder.verifier`. A round costs one transfer to the host, and two to the device:
+`RoundInputs`, and what the draft reads. Stopping rules, merged drafts, comparing distributions and rows that end cost more.
 B batch, G drafted tokens, N drafts of a tree, K = G + 1 or N + 1 target rows, D depth of a tree, V vocabulary.
 """
 
@@ -19,14 +19,13 @@ from configs.schema.decoding import DecodeConfig
 from eval.decoder.lossy import RelaxedVerifier, TypicalVerifier
 from eval.decoder.records import Clock, DistributionComparison, Round
 from eval.decoder.request import BatchRow, Request
-from eval.decoder.rules import ChainVerification, TreeVerification
 from eval.decoder.verifier import Verifier, compare_distributions, finite_rows
-from heads.device import RowNumbers, TokenRows, Uploads, on_device, shifted, smaller
+from heads.device import RowInts, row_ints, row_tensor
 from heads.frozen.hidden_states import TargetStates, forward_states
 from heads.frozen.loading import Target
 from heads.inference.causal_lm import MediaInputs, head_logits, new_cache
 from heads.inference.kv_cache import LAYERS
-from heads.proposers.protocol import Proposal, Proposer, TargetReader, TreeProposer
+from heads.proposers.protocol import Proposal, Proposer, RoundInputs, TargetReader, TreeProposer
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention, tree_attention, tree_from
 
@@ -54,7 +53,7 @@ class BatchRun:
         self.rows = [BatchRow(request, target, config) for request in requests]
         self.active = list(self.rows)
         self.rng = CounterRNG(config.seed, [request.number for request in requests], target.device)
-        self.verifier = (Verifier if proposer is None else VERIFIERS.get(config.rule, Verifier))(config, self.rng)
+        self.verifier = (Verifier if proposer is None else VERIFIERS.get(config.rule, Verifier))(config)
         self.tree, num_slots = None, config.num_speculative_tokens
         if config.tree is not None and isinstance(proposer, TreeProposer):
             self.tree = tree_from(config.tree, config.num_speculative_tokens)
@@ -66,64 +65,68 @@ class BatchRun:
 
     def prefill(self) -> None:
         """Read the prompts and commit each row's first token, which becomes pending. The target reads equal prompts once."""
-        text, prompts = self._text(), [(tuple(row.tokens), row.request.media_prompt) for row in self.active]
-        place_of = {prompt: place for place, prompt in enumerate(dict.fromkeys(prompts))}
-        tokens = [tokens for tokens, _ in place_of]
-        ids, places = text.uploads.rows(tokens), text.uploads.numbers([place_of[prompt] for prompt in prompts])
-        media = self.target.media_inputs([media_prompt for _, media_prompt in place_of], tokens)
-        states = self._read(ids.tensor, [0] * len(place_of), media=media)
-        if len(place_of) < len(prompts):
-            self.cache.keep_rows(places)
-            states = states.map(lambda state_BTE: state_BTE[places.tensor_B])
-        lengths_B1 = text.lengths.tensor_B.unsqueeze(1)
-        last_B1D = states.final_BTE[torch.arange(len(text), device=self.target.device).unsqueeze(1), lengths_B1 - 1]
+        inputs, device = self._inputs(0), self.target.device
+        prompts = [(tuple(row.tokens), row.request.media_prompt) for row in self.active]
+        number_of = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
+        tokens = [tokens for tokens, _ in number_of]
+        media = self.target.media_inputs([media_prompt for _, media_prompt in number_of], tokens)
+        states = self._read(row_tensor(tokens, device), RowInts.full(0, len(tokens), device), media=media)
+        if len(tokens) < len(prompts):
+            copies = row_ints([number_of[prompt] for prompt in prompts], device)
+            self.cache.keep_rows(copies)
+            states = states.map(lambda state_BTE: state_BTE[copies.tensor_B])
+        rows_B1 = torch.arange(len(prompts), device=device).unsqueeze(1)
+        last_B1D = states.final_BTE[rows_B1, inputs.lengths.tensor_B.unsqueeze(1) - 1]
         logits_B1V = head_logits(self.target.model, last_B1D)
-        tokens_B1 = self.verifier.target_tokens(logits_B1V, text.lengths)
+        tokens_B1 = self.verifier.target_tokens(logits_B1V, inputs)
         finite_B1 = torch.isfinite(logits_B1V.amax(2))
         for row, (token, finite) in zip(self.active, torch.cat([tokens_B1, finite_B1.long()], 1).tolist(), strict=True):
             row.commit((token,) if finite else ())
         keep = self._drop_ended()
         if self.proposer is not None and self.active:
-            if len(keep) < len(text):
-                states = states.map(lambda state_BTE: state_BTE[on_device(keep, self.target.device)])
-            self.proposer.start(self._text(), self.capacity, states)
+            if len(keep) < len(prompts):
+                states = states.map(lambda state_BTE: state_BTE[keep.tensor_B])
+            self.proposer.start([row.tokens for row in self.active], self.capacity, states)
 
     def round(self) -> None:
         """Run one target step: draft, verify, commit."""
-        text = self._text()
-        room = text.uploads.numbers([row.room for row in self.active])
-        if self.config.temperature > 0 and self.tree is None:
-            self.rng.prepare(text.uploads, text.lengths, 0 if self.proposer is None else self.config.num_speculative_tokens)
-        elif self.config.temperature > 0:
-            self.rng.send_requests(text.uploads)
-        tree = None if self.tree is None else self.tree.cut(max(room))
+        inputs = self._inputs(0 if self.proposer is None else self.config.num_speculative_tokens)
+        tree = None if self.tree is None else self.tree.cut(max(inputs.room.host))
         if isinstance(tree, DynamicTreeSpec):
-            tree = replace(tree, max_depths=room)
+            tree = replace(tree, max_depths=inputs.room)
         with self.clock.phase("draft"):
-            proposal = self._propose(text, room, tree)
-        starts = shifted(text.lengths, -1)
+            proposal = self._propose(inputs, tree)
+        starts = inputs.lengths + (-1)
         attention = None if proposal.parents_BN is None else tree_attention(proposal.parents_BN, starts)
         with self.clock.phase("verify"):
-            ids_BK = torch.cat([text.pending_B1, proposal.tokens_BG], 1)
-            states = self._read(ids_BK, starts, attention)
+            states = self._read(torch.cat([inputs.pending_B1, proposal.tokens_BG], 1), starts, attention)
             logits_BKV = head_logits(self.target.model, states.final_BTE)
         with self.clock.phase("sample"):
-            rounds, paths, decided = self._verify(logits_BKV, proposal, attention, tree, text, room)
+            if attention is None or tree is None:
+                rounds = self._verify_chain(logits_BKV, proposal, inputs)
+            else:
+                rounds, paths, path_BD = self._verify_tree(logits_BKV, proposal, attention, tree, inputs)
         compared = self._compare(logits_BKV, proposal, rounds) if self.measure_overlap else None
         if attention is not None:
-            states = self._keep_paths(starts, paths, cast(TreeVerification, decided).path_BD, states)
-        if self.proposer is not None and max(room) > 0:
+            states = self._keep_paths(starts, paths, path_BD, states)
+        if self.proposer is not None and max(inputs.room.host) > 0:
             with self.clock.phase("draft"):
-                accepted = [round_.num_accepted for round_ in rounds]
-                self.proposer.commit(RowNumbers(accepted, self.target.device, lambda: decided.num_accepted_B), states)
+                self.proposer.commit([round_.num_accepted for round_ in rounds], states)
         for number, (row, round_) in enumerate(zip(self.active, rounds, strict=True)):
             _record(row, round_, None if compared is None else compared[number])
         self._drop_ended()
 
+    def _inputs(self, num_drafts: int) -> RoundInputs:
+        """Return what a round of so many drafts begins with; random numbers of trees are made where they are read."""
+        tokens, room = [row.tokens for row in self.active], [row.room for row in self.active]
+        is_chain = self.tree is None or num_drafts == 0 or max(room) == 0
+        is_drawn = self.config.temperature > 0 and is_chain
+        return RoundInputs.of(tokens, self.rng, room=room, num_drafts=num_drafts if is_drawn else None)
+
     def _read(
         self,
         ids_BT: Tensor,
-        starts: Sequence[int],
+        starts: RowInts,
         attention: TreeAttention | None = None,
         media: MediaInputs | None = None,
     ) -> TargetStates:
@@ -132,45 +135,43 @@ class BatchRun:
             return self.proposer.forward_states(self.cache, ids_BT, starts, self.taps, attention, media)
         return forward_states(self.target.model, self.cache, ids_BT, starts, self.taps, attention, media)
 
-    def _propose(self, text: TokenRows, room: Sequence[int], tree: Tree | DynamicTreeSpec | None) -> Proposal:
+    def _propose(self, inputs: RoundInputs, tree: Tree | DynamicTreeSpec | None) -> Proposal:
         """Return as many drafts as the row with the most room can use; none without a proposer or room."""
-        num_tokens = min(self.config.num_speculative_tokens, max(room))
+        num_tokens = min(self.config.num_speculative_tokens, max(inputs.room.host))
         if self.proposer is None or num_tokens == 0:
-            nothing = RowNumbers.alike(0, len(room), self.target.device)
-            return Proposal(tokens_BG=text.pending_B1[:, :0], num_drafted=nothing)
+            nothing = RowInts.full(0, len(self.active), self.target.device)
+            return Proposal(tokens_BG=inputs.pending_B1[:, :0], num_drafted=nothing)
         if tree is None:
             sampling = self.config if self.config.draws else self.config.model_copy(update={"temperature": 0.0})
-            return self.proposer.propose(text, num_tokens, sampling, self.rng, keep_logits=self.measure_overlap)
-        drawn_by = self.config if self.config.draws else None
-        return cast(TreeProposer, self.proposer).propose_tree(text, tree, drawn_by, self.rng)
+            return self.proposer.propose(inputs, num_tokens, sampling, keep_logits=self.measure_overlap)
+        return cast(TreeProposer, self.proposer).propose_tree(inputs, tree, self.config if self.config.draws else None)
 
-    def _verify(
+    def _verify_chain(self, logits_BKV: Tensor, proposal: Proposal, inputs: RoundInputs) -> list[Round]:
+        """Return each row's round, in one transfer; nothing is committed in that of a row whose numbers are not finite."""
+        num_drafted = proposal.num_drafted.minimum(inputs.room)
+        verified = self.verifier.chain(logits_BKV, proposal, num_drafted, inputs)
+        summary_B3 = torch.stack([*verified, finite_rows(logits_BKV, proposal).long()], 1)
+        table = torch.cat([summary_B3, proposal.tokens_BG], 1).tolist()
+        return [_chain_round(*row, num_drafted=count) for row, count in zip(table, num_drafted.host, strict=True)]
+
+    def _verify_tree(
         self,
         logits_BKV: Tensor,
         proposal: Proposal,
-        attention: TreeAttention | None,
-        tree: Tree | DynamicTreeSpec | None,
-        text: TokenRows,
-        room: RowNumbers,
-    ) -> tuple[list[Round], list[list[int]], ChainVerification | TreeVerification]:
-        """Return each row's round and, of trees, its path of target rows, in one transfer from the device; and the same there.
-
-        Nothing is committed in the round of a row whose numbers are not finite.
-        """
-        finite_B = finite_rows(logits_BKV, proposal).long()
-        if attention is None or tree is None or proposal.parents_BN is None:
-            num_drafted = smaller(proposal.num_drafted, room)
-            chain = self.verifier.chain(logits_BKV, proposal, num_drafted, text.lengths)
-            table = torch.cat([torch.stack([*chain, finite_B], 1), proposal.tokens_BG], 1).tolist()
-            return [_chain_round(*row, num_drafted=count) for row, count in zip(table, num_drafted, strict=True)], [], chain
+        attention: TreeAttention,
+        tree: Tree | DynamicTreeSpec,
+        inputs: RoundInputs,
+    ) -> tuple[list[Round], list[list[int]], Tensor]:
+        """Return each row's round and its path of target rows, in one transfer, and the paths on the device, `[B, D]`."""
         # Drafts that a row has no room for do not count, so that it is verified as it would be alone.
-        too_deep_BN = attention.depths_BX[:, 1:] > room.tensor_B.unsqueeze(1)
-        proposal = replace(proposal, parents_BN=proposal.parents_BN.masked_fill(too_deep_BN, -1))
-        walked = self.verifier.tree(logits_BKV, proposal, attention.depths_BX, text.lengths, tree)
+        too_deep_BN = attention.depths_BX[:, 1:] > inputs.room.tensor_B.unsqueeze(1)
+        parents_BN = cast(Tensor, proposal.parents_BN).masked_fill(too_deep_BN, -1)
+        walked = self.verifier.tree(logits_BKV, replace(proposal, parents_BN=parents_BN), attention.depths_BX, inputs, tree)
+        finite_B = finite_rows(logits_BKV, proposal).long()
         summary_B3 = torch.stack([walked.num_accepted_B, walked.next_token_B, finite_B], 1)
-        table = torch.cat([summary_B3, walked.path_BD, proposal.tokens_BG, cast(Tensor, proposal.parents_BN)], 1).tolist()
+        table = torch.cat([summary_B3, walked.path_BD, proposal.tokens_BG, parents_BN], 1).tolist()
         depth = walked.path_BD.shape[1]
-        return [_tree_round(row, depth) for row in table], [row[3 : 3 + row[0]] for row in table], walked
+        return [_tree_round(row, depth) for row in table], [row[3 : 3 + row[0]] for row in table], walked.path_BD
 
     def _compare(self, logits_BKV: Tensor, proposal: Proposal, rounds: Sequence[Round]) -> list[list[list[float]]] | None:
         """Return the numbers of `compare_distributions` by row and draft, after them the draft's estimate if it makes one; None
@@ -189,7 +190,7 @@ class BatchRun:
             return cast(list[list[list[float]]], columns_BJF.tolist())
 
     def _keep_paths(
-        self, starts: Sequence[int], paths: Sequence[Sequence[int]], path_BD: Tensor, states: TargetStates
+        self, starts: RowInts, paths: Sequence[Sequence[int]], path_BD: Tensor, states: TargetStates
     ) -> TargetStates:
         """Move the cache entries along each row's path together; return the states along it."""
         columns = [[0, *path] for path in paths]
@@ -200,22 +201,21 @@ class BatchRun:
         rows_B1 = torch.arange(len(columns), device=columns_BA.device).unsqueeze(1)
         return states.map(lambda state_BTE: state_BTE[rows_B1, columns_BA])
 
-    def _drop_ended(self) -> list[int]:
+    def _drop_ended(self) -> RowInts:
         """Remove rows that have ended from the batch; return the numbers of those that stay."""
-        keep = Uploads(self.target.device).numbers([n for n, row in enumerate(self.active) if row.stop_reason is None])
-        if len(keep) == len(self.active):
-            return keep
-        self.active = [self.active[number] for number in keep]
-        if not keep:
-            return keep
-        self.cache.keep_rows(keep)
-        self.rng.keep_rows(keep)
-        if self.proposer is not None and any(row.rounds for row in self.active):  # before the first round it has not started
-            self.proposer.keep_rows(keep)
+        numbers = [number for number, row in enumerate(self.active) if row.stop_reason is None]
+        if len(numbers) == len(self.active):
+            return RowInts(numbers, torch.arange(len(numbers), device=self.target.device))
+        keep = row_ints(numbers, self.target.device)
+        self.active = [self.active[number] for number in numbers]
+        if numbers:
+            self.cache.keep_rows(keep)
+            self.rng.keep_rows(keep)
+            if self.proposer is not None and any(
+                row.rounds for row in self.active
+            ):  # before the first round it has not started
+                self.proposer.keep_rows(keep)
         return keep
-
-    def _text(self) -> TokenRows:
-        return TokenRows([row.tokens for row in self.active], self.target.device)
 
 
 # --- on the host --------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ B rows, G drafts, N nodes with the root, or neighbours of a token, K = G + 1, D 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import cast
@@ -28,9 +28,8 @@ from configs.runtime.errors import InputError, first_line
 from configs.schema.decoding import DecodeConfig, NeighbourhoodAcceptance, TypicalAcceptance
 from eval.decoder.rules import CANDIDATE_RULES, CandidateChoice, CandidateRule, ChainVerification, TreeVerification
 from eval.decoder.verifier import RULES, Verifier, rooted
-from heads.device import on_device, widest_float
-from heads.proposers.protocol import Proposal
-from heads.sampling.counter_rng import CounterRNG
+from heads.device import RowInts, widest_float
+from heads.proposers.protocol import Proposal, RoundInputs
 from heads.sampling.probabilities import token_probabilities
 from heads.sampling.token_tree import DynamicTreeSpec, Tree
 
@@ -41,20 +40,17 @@ ChainRule = Callable[..., ChainVerification]  # as in `eval.decoder.rules`
 class TypicalVerifier(Verifier):
     """Verifies chains and trees by typical acceptance."""
 
-    def __init__(self, config: DecodeConfig, rng: CounterRNG) -> None:
-        super().__init__(config, rng)
+    def __init__(self, config: DecodeConfig) -> None:
+        super().__init__(config)
         lossy = cast(TypicalAcceptance, config.lossy)
         self.limits = (lossy.epsilon, lossy.delta)
 
-    def chain(
-        self, logits_BKV: Tensor, proposal: Proposal, num_drafted: Sequence[int], lengths: Sequence[int]
-    ) -> ChainVerification:
-        num_drafted_B = on_device(num_drafted, logits_BKV.device)
+    def chain(self, logits_BKV: Tensor, proposal: Proposal, num_drafted: RowInts, inputs: RoundInputs) -> ChainVerification:
         p_BKV = token_probabilities(logits_BKV, self.config)
-        return verify_typical(p_BKV, proposal.tokens_BG, num_drafted_B, *self.limits)
+        return verify_typical(p_BKV, proposal.tokens_BG, num_drafted.tensor_B, *self.limits)
 
     def tree(
-        self, logits_BKV: Tensor, proposal: Proposal, depths_BK: Tensor, lengths: Sequence[int], tree: Tree | DynamicTreeSpec
+        self, logits_BKV: Tensor, proposal: Proposal, depths_BK: Tensor, inputs: RoundInputs, tree: Tree | DynamicTreeSpec
     ) -> TreeVerification:
         p_BKV = token_probabilities(logits_BKV, self.config)
         return verify_typical_tree(p_BKV, *rooted(proposal), tree.depth, *self.limits)
@@ -117,8 +113,8 @@ class RelaxedVerifier(Verifier):
     Drafts that come without a distribution, such as a lookup's, are matched without loss.
     """
 
-    def __init__(self, config: DecodeConfig, rng: CounterRNG) -> None:
-        super().__init__(config, rng)
+    def __init__(self, config: DecodeConfig) -> None:
+        super().__init__(config)
         lossy = cast(NeighbourhoodAcceptance, config.lossy)
         strict = config.model_copy(update={"lossy": None}).rule
         if strict in RULES:

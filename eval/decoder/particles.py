@@ -24,11 +24,11 @@ from eval.decoder.batch import BatchRun
 from eval.decoder.records import Clock
 from eval.decoder.request import BatchRow, Request
 from eval.decoder.verifier import Verifier, finite_rows
-from heads.device import RowNumbers, TokenRows, Uploads, constant, shifted, widest_float
+from heads.device import RowInts, constant, row_ints, row_tensor, widest_float
 from heads.frozen.loading import Target
 from heads.inference.causal_lm import head_logits
-from heads.proposers.protocol import Proposal, Proposer
-from heads.sampling.counter_rng import CounterRNG, Role
+from heads.proposers.protocol import Proposal, Proposer, RoundInputs
+from heads.sampling.counter_rng import ChainUniforms, CounterRNG, Role
 from heads.sampling.probabilities import draw, token_probabilities, values_at
 
 
@@ -44,7 +44,7 @@ class ParticleRun(BatchRun):
         # The draws of a place differ from its neighbours' by its number.
         places = [replace(each, prompt_id=f"{each.prompt_id}\0{place}").number for each in requests for place in range(N)]
         self.rng = CounterRNG(config.seed, places, target.device)
-        self.verifier = Verifier(config, self.rng)
+        self.verifier = Verifier(config)
         self._texts: list[list[int]] = []  # what is in the cache by place, which goes on after a text has ended
         self._chosen: dict[int, BatchRow] = {}
         self._numbers = list(range(len(requests)))  # of the requests under way
@@ -56,20 +56,19 @@ class ParticleRun(BatchRun):
         N, is_live = self.settings.num_particles, [row.stop_reason is None for row in self.active]
         # Where resampling left copies of ended texts only, a cycle without drafts follows, after which one of them is chosen.
         room = [row.room if live else 0 for row, live in zip(self.active, is_live, strict=True)]
-        text = TokenRows(self._texts, self.target.device)
-        live = text.uploads.numbers(is_live)
-        self.rng.prepare(text.uploads, text.lengths, self.config.num_speculative_tokens)
+        inputs = RoundInputs.of(self._texts, self.rng, room=room, num_drafts=self.config.num_speculative_tokens)
         with self.clock.phase("draft"):
-            proposal = self._propose(text, room, None)
+            proposal = self._propose(inputs, None)
         # As many drafts count for all places of a request.
         starts = range(0, len(room), N)
-        fewest = [min(max(room[start : start + N]), *proposal.num_drafted[start : start + N]) for start in starts]
-        counts = text.uploads.numbers([count for count in fewest for _ in range(N)])
+        fewest = [min(max(room[start : start + N]), *proposal.num_drafted.host[start : start + N]) for start in starts]
+        counts = [count for count in fewest for _ in range(N)]
         with self.clock.phase("verify"):
-            states = self._read(torch.cat([text.pending_B1, proposal.tokens_BG], 1), shifted(text.lengths, -1))
+            states = self._read(torch.cat([inputs.pending_B1, proposal.tokens_BG], 1), inputs.lengths + (-1))
             logits_BKV = head_logits(self.target.model, states.final_BTE)
         with self.clock.phase("sample"):
-            table = self._weigh(logits_BKV, proposal, counts, text, live.tensor_B.bool())
+            sent_B2 = row_tensor(list(zip(counts, is_live, strict=True)), self.target.device)
+            table = self._weigh(logits_BKV, proposal, sent_B2[:, 0], inputs, sent_B2[:, 1].bool())
         if self.proposer is not None and max(room) > 0:
             with self.clock.phase("draft"):
                 self.proposer.commit(counts, states)
@@ -78,15 +77,15 @@ class ParticleRun(BatchRun):
             if row.stop_reason is None:
                 row.commit((*drafts[:count], bonus) if finite else ())
         with self.clock.phase("sample"):
-            if self._drop_ended():
+            if len(self._drop_ended()):
                 self._resample()
 
     def _weigh(
-        self, logits_BKV: Tensor, proposal: Proposal, counts: RowNumbers, text: TokenRows, live_B: Tensor
+        self, logits_BKV: Tensor, proposal: Proposal, counts_B: Tensor, inputs: RoundInputs, live_B: Tensor
     ) -> list[list[int]]:
         """Weigh all places and draw their next tokens; return `[finite, token, drafts...]` by place, in one transfer."""
         R, N = self._log_weights_RN.shape
-        counts_B, tokens_BG = counts.tensor_B, proposal.tokens_BG
+        tokens_BG = proposal.tokens_BG
         p_BKV = token_probabilities(logits_BKV, self.config)
         if proposal.probs_BGV is not None:
             q_BGV = functional.pad(proposal.probs_BGV, (0, p_BKV.shape[-1] - proposal.probs_BGV.shape[-1]))
@@ -98,7 +97,7 @@ class ParticleRun(BatchRun):
                 f"lossy smc weighs drafts by the distribution they were drawn from, and {name} draws none; take another draft"
             )
         after_BV = p_BKV[torch.arange(R * N, device=counts_B.device), counts_B]
-        uniform_B = values_at(self.rng.along(Role.TARGET, text.lengths, p_BKV.shape[1]), counts_B)
+        uniform_B = values_at(cast(ChainUniforms, inputs.uniforms).target_BK, counts_B)
         next_B = draw(after_BV.to(widest_float(after_BV.device)), uniform_B)
         # What a place computes after its text has ended is not used.
         finite_B = finite_rows(logits_BKV, proposal) | ~live_B
@@ -111,7 +110,7 @@ class ParticleRun(BatchRun):
         ends_BG = torch.isin(tokens_BG, ends) & (places_G < counts_B.unsqueeze(1))
         return torch.minimum(torch.where(ends_BG, places_G + 1, tokens_BG.shape[1]).amin(1), counts_B)
 
-    def _drop_ended(self) -> list[int]:
+    def _drop_ended(self) -> RowInts:
         """Draw the answer of each request whose texts have all ended, and drop it. Return the places that stay.
 
         A request in which a live text met logits that are not finite ends there, with that text.
@@ -128,15 +127,14 @@ class ParticleRun(BatchRun):
                 self._chosen[self._numbers[index]] = failed[0] if failed else places[chosen]
             else:
                 under_way.append(index)
-        uploads = Uploads(self.target.device)
-        requests = uploads.numbers(under_way)
-        keep = uploads.numbers([index * N + place for index in under_way for place in range(N)])
+        keep = row_ints([index * N + place for index in under_way for place in range(N)], self.target.device)
         if len(keep) == len(self.active):
             return keep
         self._numbers = [self._numbers[index] for index in under_way]
-        self.active, self._texts = [self.active[place] for place in keep], [self._texts[place] for place in keep]
+        self.active, self._texts = [self.active[place] for place in keep.host], [self._texts[place] for place in keep.host]
         self.rows = [self._chosen[number] for number in sorted(self._chosen)]
-        if keep:
+        if keep.host:
+            requests = row_ints(under_way, self.target.device)
             self._log_weights_RN = self._log_weights_RN[requests.tensor_B]
             self._request_rng.keep_rows(requests)
             self.rng.keep_rows(keep)
@@ -150,12 +148,12 @@ class ParticleRun(BatchRun):
         N = self.settings.num_particles
         places = [index * N + place for index, row in enumerate(ancestors_RN.tolist()) for place in row]
         if places != list(range(len(places))):
-            self._keep_caches(Uploads(self.target.device).numbers(places))
+            self._keep_caches(row_ints(places, self.target.device))
             rows = self.active
             self.active = [rows[old] if old == new else rows[old].copied() for new, old in enumerate(places)]
             self._texts = [list(self._texts[old]) for old in places]
 
-    def _keep_caches(self, places: RowNumbers, has_started: bool = True) -> None:
+    def _keep_caches(self, places: RowInts, has_started: bool = True) -> None:
         self.cache.keep_rows(places)
         if self.proposer is not None and has_started:
             self.proposer.keep_rows(places)

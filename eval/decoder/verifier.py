@@ -7,7 +7,8 @@ B batch, G drafts of a chain, N of a tree, K = G + 1 or N + 1 target rows, D dep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -25,10 +26,10 @@ from eval.decoder.rules import (
     verify_tree,
     without_replacement,
 )
-from heads.device import on_device
+from heads.device import RowInts
 from heads.proposers.chain_builder import confidence
-from heads.proposers.protocol import Proposal
-from heads.sampling.counter_rng import CounterRNG, Role
+from heads.proposers.protocol import Proposal, RoundInputs
+from heads.sampling.counter_rng import ChainUniforms, Role
 from heads.sampling.probabilities import draw, greedy_token, token_probabilities, values_at
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, distinct_positions
 
@@ -36,33 +37,29 @@ RULES: dict[str, Callable[..., ChainVerification]] = {"token": verify_tokens, "b
 
 
 class Verifier:
-    """Verifies the proposals of one batch, whose rows `rng` has; the output follows the target's distribution."""
+    """Verifies proposals; the output follows the target's distribution."""
 
-    def __init__(self, config: DecodeConfig, rng: CounterRNG) -> None:
-        self.config, self.rng = config, rng
+    def __init__(self, config: DecodeConfig) -> None:
+        self.config = config
         # None: drafts are matched with the target's own tokens.
         self.chain_rule, self.candidate_rule = RULES.get(config.rule), CANDIDATE_RULES.get(config.rule)
 
-    def chain(
-        self, logits_BKV: Tensor, proposal: Proposal, num_drafted: Sequence[int], lengths: Sequence[int]
-    ) -> ChainVerification:
-        """Apply the rule to a chain; row i of the logits predicts the token at position (the row's length + i).
+    def chain(self, logits_BKV: Tensor, proposal: Proposal, num_drafted: RowInts, inputs: RoundInputs) -> ChainVerification:
+        """Apply the rule to a chain, of which `num_drafted` drafts count by row.
 
-        Lengths count the committed tokens, the pending one included; `num_drafted` the drafts that count, by row.
+        Row i of the logits predicts the token at position (the row's length + i).
         """
-        num_drafted_B, G = on_device(num_drafted, logits_BKV.device), proposal.tokens_BG.shape[1]
-        rule = self.chain_rule
+        num_drafted_B, G, rule = num_drafted.tensor_B, proposal.tokens_BG.shape[1], self.chain_rule
         if rule is None or proposal.probs_BGV is None:
-            return verify_greedy(self.target_tokens(logits_BKV, lengths), proposal.tokens_BG, num_drafted_B)
+            return verify_greedy(self.target_tokens(logits_BKV, inputs), proposal.tokens_BG, num_drafted_B)
         q_BGV = _pad_vocabulary(proposal.probs_BGV, logits_BKV)
         p_BKV = token_probabilities(logits_BKV, self.config)
-        accept_BG = self.rng.along(Role.ACCEPT, lengths, G, lengths)
-        residual_B = self.rng.along(Role.RESIDUAL, lengths, 1).squeeze(1)
-        bonus_B = values_at(self.rng.along(Role.TARGET, lengths, G + 1), num_drafted_B)
-        return rule(p_BKV, q_BGV, proposal.tokens_BG, num_drafted_B, accept_BG, residual_B, bonus_B)
+        numbers = cast(ChainUniforms, inputs.uniforms)
+        residual_B, bonus_B = numbers.residual_B1.squeeze(1), values_at(numbers.target_BK, num_drafted_B)
+        return rule(p_BKV, q_BGV, proposal.tokens_BG, num_drafted_B, numbers.accept_BG[:, :G], residual_B, bonus_B)
 
     def tree(
-        self, logits_BKV: Tensor, proposal: Proposal, depths_BK: Tensor, lengths: Sequence[int], tree: Tree | DynamicTreeSpec
+        self, logits_BKV: Tensor, proposal: Proposal, depths_BK: Tensor, inputs: RoundInputs, tree: Tree | DynamicTreeSpec
     ) -> TreeVerification:
         """Apply the rule to the tree that was asked for; the path that stays names rows, so draft i as i + 1.
 
@@ -74,24 +71,25 @@ class Verifier:
             greedy_BK = greedy_token(logits_BKV)
             return match_tree(lambda node_B, _: values_at(greedy_BK, node_B), tokens_BK, parents_BK, depth)
         rows_B = torch.arange(len(tokens_BK), device=tokens_BK.device)
-        first_B1 = on_device(lengths, logits_BKV.device).unsqueeze(1)
+        first_B1 = inputs.lengths.tensor_B.unsqueeze(1)
         probs_BKV = None if self.candidate_rule is None else proposal.probs_BKV
         return verify_tree(
             lambda node_B: token_probabilities(logits_BKV[rows_B, node_B], self.config),
             None if probs_BKV is None else _pad_vocabulary(probs_BKV, logits_BKV),
             tokens_BK,
             parents_BK,
-            self.rng.uniform(Role.ACCEPT, distinct_positions(first_B1 + depths_BK - 1), first_B1),
-            self.rng.uniform(Role.TARGET, first_B1 + torch.arange(depth + 1, device=tokens_BK.device)),
+            inputs.rng.uniform(Role.ACCEPT, distinct_positions(first_B1 + depths_BK - 1), first_B1),
+            inputs.rng.uniform(Role.TARGET, first_B1 + torch.arange(depth + 1, device=tokens_BK.device)),
             width=tree.width,
             rule=self.candidate_rule or without_replacement,
         )
 
-    def target_tokens(self, logits_BKV: Tensor, first: Sequence[int]) -> Tensor:
-        """Return the target's own tokens `[B, K]` from these positions on: its greedy choices, or draws from its own stream."""
+    def target_tokens(self, logits_BKV: Tensor, inputs: RoundInputs) -> Tensor:
+        """Return the target's own tokens `[B, K]` after the text: its greedy choices, or draws by its own random numbers."""
         if self.config.temperature == 0:
             return greedy_token(logits_BKV)
-        return draw(token_probabilities(logits_BKV, self.config), self.rng.along(Role.TARGET, first, logits_BKV.shape[1]))
+        uniform_BK = cast(ChainUniforms, inputs.uniforms).target_BK[:, : logits_BKV.shape[1]]
+        return draw(token_probabilities(logits_BKV, self.config), uniform_BK)
 
 
 def finite_rows(logits_BKV: Tensor, proposal: Proposal) -> Tensor:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError
 from configs.schema.heads import EarlyExitSettings
-from heads.device import TokenRows, shifted, token_rows
+from heads.device import RowInts, Rows, row_ints, row_tensor
 from heads.frozen.hidden_states import TargetStates, final_norm, forward_states, num_blocks, read_states
 from heads.frozen.placement import own_copy
 from heads.frozen.served import ServedForward
@@ -36,7 +36,7 @@ from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins
 from heads.modules.layers import DraftAttention, HeadLayer, LayerKeys, LayerShape, Rotary, Rotation, layer_shape, norm
 from heads.modules.output_head import DraftHead, HeadModule
 from heads.proposers.chain_builder import ChainBuilder
-from heads.proposers.protocol import Tokens
+from heads.proposers.protocol import RoundInputs, Tokens
 from heads.proposers.self_speculation import SharedBlocks, early_exit
 from heads.sampling.token_tree import TreeAttention
 from heads.vocabulary import DraftVocabulary
@@ -121,14 +121,14 @@ class EarlyExitChain(FeatureProposer):
         self,
         cache: RowCache,
         ids_BT: Tensor,
-        starts: Sequence[int],
+        starts: RowInts,
         taps: Sequence[int],
         attention: TreeAttention | None = None,
         media: MediaInputs | None = None,
     ) -> TargetStates:
         if self._shared is None:
             return forward_states(self.module.target, cache, ids_BT, starts, taps, attention, media)
-        self._lent = max(starts) == 0  # prompts, of the batch that begins
+        self._lent = max(starts.host) == 0  # prompts, of the batch that begins
         return self._shared.forward_states(cache, ids_BT, starts, taps, attention, media)
 
     def start(self, tokens: Tokens, capacity: int, states: TargetStates) -> None:
@@ -136,31 +136,32 @@ class EarlyExitChain(FeatureProposer):
         self._own, lent, self._lent = None, self._lent, False
         if self._shared is None or not (lent and self._shared.has_cache):  # a batch may end with its prompts
             self._own = new_cache(self._reader, capacity + self._beyond)
-            first = token_rows(tokens, self.device).uploads.rows([row[:1] for row in tokens])
-            self._read(first.tensor, [0] * len(tokens))  # the others are tokens after a pending feature
+            first_B1 = row_tensor([row[:1] for row in tokens], self.device)
+            self._read(first_B1, RowInts.full(0, len(tokens), self.device))  # the others are tokens after a pending feature
 
-    def draft(self, text: TokenRows, chain: ChainBuilder, num_tokens: int) -> None:
-        head, window = self.module.lm_head, self._pending.read(text)
+    def draft(self, inputs: RoundInputs, chain: ChainBuilder, num_tokens: int) -> None:
+        head, window = self.module.lm_head, self._pending.read(inputs)
         self._adapt(window.features_BTF, window.first)
         if self._own is not None:
-            self._own.keep_states_from(text.lengths)
-            exits_B1E = window.last(self._read(window.next_BT, shifted(window.first, 1))).unsqueeze(1)
+            self._own.keep_states_from(inputs.lengths.host)
+            exits_B1E = window.last(self._read(window.next_BT, window.first + 1)).unsqueeze(1)
         else:
-            self._blocks.keep_states_from(window.ends)
-            exits_B1E = self._read(text.pending_B1, window.ends)
+            self._blocks.keep_states_from(window.ends.host)
+            exits_B1E = self._read(inputs.pending_B1, window.ends)
         for depth in range(num_tokens):
-            states_B1D = self._adapt(exits_B1E, shifted(window.ends, depth))
+            states_B1D = self._adapt(exits_B1E, window.ends + depth)
             drafted_B = chain.add(head.logits(self.module.norm(states_B1D[:, 0])))
             if depth + 1 == num_tokens or chain.finished:
                 break
-            exits_B1E = self._read(drafted_B.unsqueeze(1), shifted(window.ends, depth + 1))
+            exits_B1E = self._read(drafted_B.unsqueeze(1), window.ends + (depth + 1))
 
-    def keep_rows(self, rows: Sequence[int]) -> None:
+    def keep_rows(self, rows: Rows) -> None:
+        rows = row_ints(rows, self.device)
         super().keep_rows(rows)
         if self._own is not None:
             self._own.keep_rows(rows)
 
-    def _adapt(self, exits_BTE: Tensor, starts: Sequence[int]) -> Tensor:
+    def _adapt(self, exits_BTE: Tensor, starts: RowInts) -> Tensor:
         """Return the adapter's states `[B, T, D]` at the next positions, whose keys and values are added."""
         positions_BT = self._place(starts, exits_BTE.shape[1])
         exits_BTE = exits_BTE.to(self.module.dtype)
@@ -168,7 +169,7 @@ class EarlyExitChain(FeatureProposer):
         states_BTD: Tensor = self.module.layer(exits_BTE, self.module.rotary.drafting(positions_BT), keys)
         return states_BTD
 
-    def _read(self, ids_BT: Tensor, starts: Sequence[int]) -> Tensor:
+    def _read(self, ids_BT: Tensor, starts: RowInts) -> Tensor:
         """Return the states `[B, T, E]` after the first blocks of tokens that are read now."""
         if self._own is not None:
             return forward_states(self._reader, self._own, ids_BT, starts, self.module.taps).taps_ABTE[0]

@@ -20,15 +20,13 @@ from transformers import PreTrainedModel
 
 from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import MedusaSettings
-from heads.device import TokenRows
 from heads.frozen.hidden_states import TargetStates
 from heads.modules.autoregressive import FeatureProposer
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins
 from heads.modules.layers import HeadLayer
 from heads.modules.output_head import DraftHead, HeadModule
 from heads.proposers.chain_builder import ChainBuilder
-from heads.proposers.protocol import Proposal, Tokens
-from heads.sampling.counter_rng import CounterRNG
+from heads.proposers.protocol import Proposal, RoundInputs
 from heads.sampling.token_tree import DynamicTreeSpec, Tree
 from heads.vocabulary import DraftVocabulary
 
@@ -90,20 +88,18 @@ class MedusaDrafts(FeatureProposer):
     num_trees = 1
     module: Medusa
 
-    def draft(self, text: TokenRows, chain: ChainBuilder, num_tokens: int) -> None:
-        for logits_BW in self._logits(text, num_tokens):
+    def draft(self, inputs: RoundInputs, chain: ChainBuilder, num_tokens: int) -> None:
+        for logits_BW in self._logits(inputs, num_tokens):
             chain.add(logits_BW)
 
-    def propose_tree(
-        self, tokens: Tokens, tree: Tree | DynamicTreeSpec, drawn_by: SamplingConfig | None, rng: CounterRNG
-    ) -> Proposal:
-        text, builder = self.start_tree(tokens, tree, drawn_by, rng)
-        for logits_BW in self._logits(text, builder.tree.depth):
+    def propose_tree(self, inputs: RoundInputs, tree: Tree | DynamicTreeSpec, drawn_by: SamplingConfig | None) -> Proposal:
+        builder = self.start_tree(inputs, tree, drawn_by)
+        for logits_BW in self._logits(inputs, builder.tree.depth):
             builder.add(logits_BW.unsqueeze(1))  # a head's distribution is the same whatever was drafted before
         return builder.proposal()
 
-    def _logits(self, text: TokenRows, num_tokens: int) -> Sequence[Tensor]:
-        window = self._pending.read(text)
+    def _logits(self, inputs: RoundInputs, num_tokens: int) -> Sequence[Tensor]:
+        window = self._pending.read(inputs)
         return self.module.draft_logits(window.last(window.features_BTF), num_tokens)
 
 

@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError
 from configs.schema.heads import MtpSettings
-from heads.device import TokenRows
 from heads.frozen.hidden_states import TargetStates, final_norm, num_blocks
 from heads.frozen.mtp_checkpoint import NativeMtp
 from heads.frozen.placement import own_copy
@@ -32,7 +31,7 @@ from heads.modules.layers import HeadLayer, shape_like
 from heads.modules.output_head import DraftHead
 from heads.modules.target_block import KNOWN_LAYER_TYPES, BlockContext, CacheLayer, ChainKeys, Keys, copy_block, unrolled_mask
 from heads.proposers.chain_builder import ChainBuilder
-from heads.proposers.protocol import Proposer, Tokens
+from heads.proposers.protocol import Proposer, RoundInputs, Tokens
 from heads.vocabulary import DraftVocabulary
 
 
@@ -150,10 +149,10 @@ class DepthChain(FeatureProposer):
         super().start(tokens, capacity, states)
         self._read_again = self.module.num_caches - 1  # the last indices, which may rest on rejected drafts
 
-    def draft(self, text: TokenRows, chain: ChainBuilder, num_tokens: int) -> None:
+    def draft(self, inputs: RoundInputs, chain: ChainBuilder, num_tokens: int) -> None:
         num_depths = min(self._read_again + 1, num_tokens)
         self._read_again = num_depths - 1
-        window = self._pending.read(text)
+        window = self._pending.read(inputs)
         states_BTD, known_BT = window.features_BTF, window.next_BT
         B, T = known_BT.shape
         # Row b's window of depth k starts at column k; its k drafts follow its last known token.

@@ -23,7 +23,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from configs.schema.heads import PEagleSettings
-from heads.device import TokenRows, upload
+from heads.device import upload
 from heads.families.eagle3 import EagleBody, mask_token
 from heads.frozen.hidden_states import TargetStates
 from heads.modules.attention import Ranges, causal_ranges, read_ranges
@@ -31,6 +31,7 @@ from heads.modules.autoregressive import FeatureProposer
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins, shifted_left
 from heads.modules.layers import DraftAttention, LayerKeys, Rotation
 from heads.proposers.chain_builder import ChainBuilder
+from heads.proposers.protocol import RoundInputs
 from heads.vocabulary import DraftVocabulary
 
 
@@ -93,8 +94,8 @@ class ParallelDrafts(FeatureProposer):
         # Rows that read less than others are filled up at the end, which takes room beyond the last position.
         super().__init__(module, device, beyond=module.settings.num_depths)
 
-    def draft(self, text: TokenRows, chain: ChainBuilder, num_tokens: int) -> None:
-        module, pending = self.module, self._pending.read(text)
+    def draft(self, inputs: RoundInputs, chain: ChainBuilder, num_tokens: int) -> None:
+        module, pending = self.module, self._pending.read(inputs)
         ids_BT = functional.pad(pending.next_BT, (0, num_tokens - 1))
         features_BTF = functional.pad(pending.features_BTF, (0, 0, 0, num_tokens - 1))
         columns_T = torch.arange(ids_BT.shape[1], device=self.device)
@@ -104,7 +105,7 @@ class ParallelDrafts(FeatureProposer):
         positions_BT = self._place(pending.first, len(columns_T))
         states_BTD = module.run_cached(features_BTF, ids_BT, positions_BT, self._cache)
         drafted_BG = pending.last_B.unsqueeze(1) + torch.arange(num_tokens, device=self.device)
-        states_BGD = states_BTD[torch.arange(len(text), device=self.device).unsqueeze(1), drafted_BG]
+        states_BGD = states_BTD[torch.arange(len(inputs.tokens), device=self.device).unsqueeze(1), drafted_BG]
         for logits_BW in module.lm_head.logits(module.norm(states_BGD)).unbind(1):
             chain.add(logits_BW)
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError
+from heads.device import Rows
 from heads.frozen.model_config import attentions_per_block
 from heads.inference.causal_lm import MediaInputs, forward_rows, head_logits, read_documents
 from heads.inference.kv_cache import RowCache
@@ -160,7 +161,7 @@ def forward_states(
     model: PreTrainedModel,
     cache: RowCache,
     ids_BT: Tensor,
-    starts: Sequence[int],
+    starts: Rows,
     taps: Sequence[int],
     attention: TreeAttention | None = None,
     media: MediaInputs | None = None,

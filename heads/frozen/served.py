@@ -47,7 +47,7 @@ class ServedForward(DecodingForward):
         ids_B1T1 = ids_BT[:, None, :, None]
         for layer in range(len(cache.rows)):  # all, since rows are dropped from all
             text_B1S1, _ = cache.update(ids_B1T1, ids_B1T1, layer)
-        T, starts = ids_BT.shape[1], cache.rows[0].slots.starts
+        T, starts = ids_BT.shape[1], cache.rows[0].slots.starts.host
         rows = [row_S[: start + T] for row_S, start in zip(text_B1S1[:, 0, :, 0].tolist(), starts, strict=True)]
         states = self._states_of(rows, T, self._taps)
         self._seen.update(zip(self._taps, states.taps_ABTE, strict=True))

@@ -9,7 +9,7 @@ B batch, T new tokens, P tokens of the longest prompt, D width, V vocabulary, W 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel, masking_utils
 
 from configs.runtime.errors import InputError, first_line
-from heads.device import on_device
+from heads.device import Rows, row_ints
 from heads.inference.kv_cache import RowCache, RowLayer
 from heads.inference.recurrent_cache import RecurrentCache
 from heads.inference.runner import CAPS, apply_head, backbone, by_axis, masks_of, rope_limit, runner_of, within_context
@@ -70,7 +70,7 @@ def forward_rows(
     model: PreTrainedModel,
     cache: RowCache,
     ids_BT: Tensor,
-    starts: Sequence[int],
+    starts: Rows,
     attention: TreeAttention | None = None,
     media: MediaInputs | None = None,
 ) -> Tensor:
@@ -87,20 +87,21 @@ def forward_rows(
         The final, normed hidden states `[B, T, D]`; position t predicts t + 1 (`head_logits`).
     """
     T = ids_BT.shape[1]
-    runner = runner_of(model)
-    runner.check_forwards(batches=min(starts) != max(starts), trees=attention is not None)
-    _check_length(model, starts, T)
+    runner, starts = runner_of(model), row_ints(starts, ids_BT.device)
+    first, furthest = min(starts.host), max(starts.host)
+    runner.check_forwards(batches=first != furthest, trees=attention is not None)
+    _check_length(model, furthest, T)
     cache.place(starts, T, ids_BT.device, attention)
     if media is not None:
         states_BTD, cache.offsets_B = _read_with_media(model, ids_BT, media, cache)
         return states_BTD
-    if max(starts) == 0:  # later tokens are an answer's
+    if furthest == 0:  # later tokens are an answer's
         _check_text(model, ids_BT)
-    text_B1, places_T = on_device(starts, ids_BT.device).unsqueeze(1), torch.arange(T, device=ids_BT.device)
+    text_B1, places_T = starts.tensor_B.unsqueeze(1), torch.arange(T, device=ids_BT.device)
     positions_BT = text_B1 + places_T if attention is None else attention.positions_BT
     config = model.config.get_text_config()
-    masks = masks_of(config, cache, positions_BT, starts, model.dtype)
-    positions_BT = cache.moved(within_context(config, positions_BT, max(starts) + T))
+    masks = masks_of(config, cache, positions_BT, starts.host, model.dtype)
+    positions_BT = cache.moved(within_context(config, positions_BT, furthest + T))
     return runner.current.hidden(ids_BT, positions_BT, masks, cache)
 
 
@@ -224,9 +225,9 @@ def _read_with_media(
     return states_BTD, offsets_B
 
 
-def _check_length(model: PreTrainedModel, starts: Sequence[int], T: int) -> None:
+def _check_length(model: PreTrainedModel, furthest: int, T: int) -> None:
     limit = rope_limit(model.config.get_text_config())
-    if limit is not None and max(starts) == 0 and limit < T:  # later, only padding and drafts without room stand behind it
+    if limit is not None and furthest == 0 and limit < T:  # later, only padding and drafts without room stand behind it
         raise InputError(
             f"{type(model).__name__} changes its rotary embedding (longrope) for texts of more than {limit} tokens, and this "
             f"one has {T}; for one embedding at every length set short_factor to the values of long_factor in its config.json"

@@ -17,17 +17,18 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from heads.device import on_device
+from heads.device import RowInts, Rows, row_ints
 from heads.sampling.token_tree import TreeAttention
 
 STEPS = 127  # of int8, to either side
+NOWHERE = RowInts([0], torch.zeros(1, dtype=torch.int64))  # before the first forward
 
 
 @dataclass
 class _Slots:
     """Where the current forward writes: `starts` by row, `length` new tokens, and the same as an index for ragged rows."""
 
-    starts: Sequence[int]
+    starts: RowInts
     length: int
     index: tuple[Tensor, slice, Tensor] | None  # rows [B, 1], all heads, positions [B, T]; None where all rows start alike
     attention: TreeAttention | None = None  # None: the tokens follow one another
@@ -35,7 +36,7 @@ class _Slots:
 
     @property
     def end(self) -> int:
-        return max(self.starts) + self.length if self.span is None else self.span
+        return max(self.starts.host) + self.length if self.span is None else self.span
 
 
 class RowLayer(CacheLayerMixin):
@@ -50,7 +51,7 @@ class RowLayer(CacheLayerMixin):
     def __init__(self, capacity: int) -> None:
         super().__init__()
         self.capacity = capacity
-        self.slots = _Slots(starts=[0], length=0, index=None)
+        self.slots = _Slots(starts=NOWHERE, length=0, index=None)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.keys, self.values = self._zeros(key_states), self._zeros(value_states)
@@ -79,7 +80,7 @@ class RowLayer(CacheLayerMixin):
     def _written(self, stored: Tensor, states: Tensor) -> Tensor:
         end = self.slots.end
         if self.slots.index is None:
-            stored[:, :, self.slots.starts[0] : end] = states
+            stored[:, :, self.slots.starts.host[0] : end] = states
         else:
             stored[_index_on(self.slots.index, stored)] = states.transpose(1, 2)
         return stored[:, :, :end]
@@ -103,7 +104,7 @@ class RowLayer(CacheLayerMixin):
         return self.slots.end, 0
 
     def get_seq_length(self) -> int:
-        return max(self.slots.starts)
+        return max(self.slots.starts.host)
 
     def get_max_length(self) -> int:
         return self.capacity
@@ -168,17 +169,19 @@ class RowCache(Cache):
         super().__init__(layers=list(self.rows))
         self.capacity = capacity
         self.offsets_B: Tensor | None = None  # by which positions after images are moved
-        self._slots = _Slots(starts=[0], length=0, index=None)
+        self._slots = _Slots(starts=NOWHERE, length=0, index=None)
 
     def moved(self, positions_BT: Tensor) -> Tensor:
         return positions_BT if self.offsets_B is None else positions_BT + self.offsets_B.unsqueeze(1)
 
-    def place(self, starts: Sequence[int], length: int, device: torch.device, attention: TreeAttention | None = None) -> None:
+    def place(self, starts: Rows, length: int, device: torch.device, attention: TreeAttention | None = None) -> None:
         """Set where the next forward writes: `length` tokens a row, from `starts[b]` on; with `attention` those of a tree."""
-        if max(starts) + length > self.capacity:
-            raise ValueError(f"positions up to {max(starts) + length} do not fit a cache of {self.capacity}")
+        starts = row_ints(starts, device)
+        furthest = max(starts.host)
+        if furthest + length > self.capacity:
+            raise ValueError(f"positions up to {furthest + length} do not fit a cache of {self.capacity}")
         index = None
-        if min(starts) != max(starts):
+        if min(starts.host) != furthest:
             index = _index(starts, torch.arange(length, device=device))
         self._slots = _Slots(starts=starts, length=length, index=index, attention=attention)
         for layer in self.rows:
@@ -210,7 +213,7 @@ class RowCache(Cache):
         return self.rows[0].is_initialized
 
     def has_room(self, length: int) -> bool:
-        return max(self._slots.starts) + length <= self.capacity
+        return max(self._slots.starts.host) + length <= self.capacity
 
     def mark_static(self) -> None:
         """Tell CUDA graphs that keys and values stay where they are, so that they are not copied before each run."""
@@ -222,7 +225,7 @@ class RowCache(Cache):
     def is_causal(self) -> bool:
         """Whether each token of the current forward sees just the slots before its own, and that one, in every row."""
         slots = self._slots
-        return slots.attention is None and slots.index is None and (slots.length == 1 or max(slots.starts) == 0)
+        return slots.attention is None and slots.index is None and (slots.length == 1 or max(slots.starts.host) == 0)
 
     @property
     def holds_tree(self) -> bool:
@@ -248,9 +251,10 @@ class RowCache(Cache):
     def first_seen(self, window: int) -> int:
         """Return the first slot that any token of the current forward sees if each sees the last `window` positions."""
         slots = self._slots
-        return max(0, min(slots.starts if slots.attention is None else slots.attention.roots) + 1 - window)
+        first = slots.starts if slots.attention is None else slots.attention.roots
+        return max(0, min(first.host) + 1 - window)
 
-    def keep_path(self, starts: Sequence[int], columns: Sequence[Sequence[int]], columns_BA: Tensor | None = None) -> None:
+    def keep_path(self, starts: Rows, columns: Sequence[Sequence[int]], columns_BA: Tensor | None = None) -> None:
         """Move the states of a tree's accepted tokens to consecutive slots, as if they alone had been read.
 
         By row, `starts` is the tree's first slot, and `columns` the slots to keep, counted from it and rising. `columns_BA` are
@@ -267,15 +271,16 @@ class RowCache(Cache):
             return
         device = filled[0].keys.device
         columns_BA = torch.tensor(columns, device=device) if columns_BA is None else columns_BA.to(device)
+        starts = row_ints(starts, device)
         source, goal = _index(starts, columns_BA), _index(starts, torch.arange(A, device=device))
         for layer in filled:
             layer.move(goal, source)
 
-    def keep_rows(self, rows: Sequence[int]) -> None:
+    def keep_rows(self, rows: Rows) -> None:
         for layer, index_B in self._places(rows):
             layer.keep_rows(index_B)
         if self.offsets_B is not None:
-            self.offsets_B = self.offsets_B[on_device(rows, self.offsets_B.device)]
+            self.offsets_B = self.offsets_B[row_ints(rows, self.offsets_B.device).tensor_B]
 
     def put_rows(self, places: Sequence[int], other: RowCache) -> None:
         """Put what another cache of the same model holds of its rows, from the first position on, in place of these rows."""
@@ -289,18 +294,18 @@ class RowCache(Cache):
                 (index_B,), offsets_B.new_zeros(1) if other.offsets_B is None else other.offsets_B
             )
 
-    def _places(self, rows: Sequence[int]) -> list[tuple[RowLayer, Tensor]]:
+    def _places(self, rows: Rows) -> list[tuple[RowLayer, Tensor]]:
         """Return the layers that hold anything, each with the places of rows on its device."""
         filled = [layer for layer in self.rows if layer.is_initialized]
         if not filled:
             return []
-        index_B = on_device(rows, filled[0].keys.device)
+        index_B = row_ints(rows, filled[0].keys.device).tensor_B
         return [(layer, index_B.to(layer.keys.device)) for layer in filled]
 
 
-def _index(starts: Sequence[int], columns: Tensor) -> tuple[Tensor, slice, Tensor]:
+def _index(starts: RowInts, columns: Tensor) -> tuple[Tensor, slice, Tensor]:
     """Return the index of slots `starts[b] + columns` of each row; `columns` is `[T]` or `[B, T]`."""
-    starts_B1 = on_device(starts, columns.device).unsqueeze(1)
+    starts_B1 = starts.tensor_B.to(columns.device).unsqueeze(1)
     return torch.arange(len(starts), device=columns.device).unsqueeze(1), slice(None), starts_B1 + columns
 
 

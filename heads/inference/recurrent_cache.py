@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
-from heads.device import to_device
+from heads.device import Rows, on_host, to_device
 from heads.inference.kv_cache import RowCache, RowLayer
 
 MAX_STATES = 8  # of one layer while mixers are searched
@@ -105,20 +105,21 @@ class RecurrentCache(RowCache):
     def keep_states_from(self, starts: Sequence[int]) -> None:
         self._kept_from = list(starts)
 
-    def keep_path(self, starts: Sequence[int], columns: Sequence[Sequence[int]], columns_BA: Tensor | None = None) -> None:
+    def keep_path(self, starts: Rows, columns: Sequence[Sequence[int]], columns_BA: Tensor | None = None) -> None:
         super().keep_path(starts, columns, columns_BA)
-        A = max(map(len, columns))
+        firsts, A = on_host(starts), max(map(len, columns))
         for history in self._histories.values():
             paths = []
-            for start, base, row in zip(starts, history.base, columns, strict=True):
+            for start, base, row in zip(firsts, history.base, columns, strict=True):
                 # A row that keeps fewer gets its last state again, where it does not go on.
                 padded = [*row, *[row[-1]] * (A - len(row))]
                 paths.append([start - base, *(start - base + 1 + column for column in padded)])
             history.states = [_gather(history.states, step) for step in zip(*paths, strict=True)]
-            history.base = list(starts)
+            history.base = list(firsts)
 
-    def keep_rows(self, rows: Sequence[int]) -> None:
+    def keep_rows(self, rows: Rows) -> None:
         super().keep_rows(rows)
+        rows = on_host(rows)
         self._kept_from = None if self._kept_from is None else [self._kept_from[row] for row in rows]
         for history in self._histories.values():
             history.keep_rows(rows)
@@ -130,13 +131,13 @@ class RecurrentCache(RowCache):
         slot, slots = self._mixers[module], self._slots
         if T == 0:
             return inputs_BTD
-        if max(slots.starts) == 0 and slots.attention is None:
+        if max(slots.starts.host) == 0 and slots.attention is None:
             output, end = self._run(mixer, inputs_BTD, slot, None)
             self._histories[module] = _History(base=[T] * B, states=[end], prompt=(mixer, inputs_BTD))
             return output
         history = self._histories[module]
-        self._go_on(history, slots.starts, slot)
-        before = [start - base for start, base in zip(slots.starts, history.base, strict=True)]  # entry of the last state
+        self._go_on(history, slots.starts.host, slot)
+        before = [start - base for start, base in zip(slots.starts.host, history.base, strict=True)]  # entry of the last state
         if slots.attention is None:
             steps = [[last + t for last in before] for t in range(T)]
         else:

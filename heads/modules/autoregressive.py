@@ -17,23 +17,24 @@ import torch
 from torch import Tensor
 
 from configs.schema.decoding import SamplingConfig
-from heads.device import RowNumbers, TokenRows, on_device, shifted, token_rows
+from heads.device import RowInts, Rows, row_ints, row_tensor
 from heads.frozen.hidden_states import TargetStates
 from heads.inference.kv_cache import RowCache
 from heads.modules.layers import Rotary
 from heads.modules.output_head import HeadModule
 from heads.proposers.chain_builder import ChainBuilder
-from heads.proposers.protocol import Proposal, Tokens
+from heads.proposers.protocol import Proposal, RoundInputs, Tokens
 from heads.proposers.tree_builder import DynamicTreeBuilder, StaticTreeBuilder, TreeSlots, tree_builder
-from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention
 
 
 class PendingFeatures:
-    """Features, right-padded, that the head has not read yet: the token after the last is known in the next round only."""
+    """Features, right-padded, that the head has not read yet: the token after the last is known in the next round only.
+
+    A row's last feature is always that of the position before its pending token.
+    """
 
     def __init__(self, features_BTF: Tensor, counts: Sequence[int]) -> None:
-        self._first = [0] * len(counts)
         self._columns = [list(range(count)) for count in counts]  # of those kept, where each row's stand
         self._kept_BSF = features_BTF[:, : max(counts)]
 
@@ -43,7 +44,6 @@ class PendingFeatures:
 
     def move_on(self, features_BTF: Tensor, counts: Sequence[int], kept: Sequence[int]) -> None:
         """Take what follows the features held so far, of which the last `kept[b]` of each row stay before it."""
-        self._first = [first + len(row) - n for first, row, n in zip(self._first, self._columns, kept, strict=True)]
         staying = [row[len(row) - n :] for row, n in zip(self._columns, kept, strict=True)]
         oldest = min((column for row in staying for column in row), default=self._kept_BSF.shape[1])
         stay_BSF = self._kept_BSF[:, oldest:]
@@ -54,23 +54,23 @@ class PendingFeatures:
         new_BTF = features_BTF[:, : max(counts)]
         self._kept_BSF = torch.cat([stay_BSF, new_BTF], 1) if begin else new_BTF
 
-    def read(self, text: TokenRows) -> Window:
-        """Return what a forward reads of the features and of the text, in one upload."""
-        counts, uploads = self.counts, text.uploads
-        ends = [first + count for first, count in zip(self._first, counts, strict=True)]
-        ids = uploads.rows([row[first + 1 : end + 1] for row, first, end in zip(text, self._first, ends, strict=True)])
-        first, ends, sizes = (uploads.numbers(each) for each in (self._first, ends, counts))
+    def read(self, inputs: RoundInputs) -> Window:
+        """Return what a forward reads of the features and of the text."""
+        counts, device = self.counts, inputs.pending_B1.device
+        read = [[count, *row[len(row) - count :]] for row, count in zip(inputs.tokens, counts, strict=True)]
+        if is_ragged := any(row != list(range(len(row))) for row in self._columns):
+            read += [[0, *row] for row in self._columns]
+        read_BX, B = row_tensor(read, device), len(counts)
         features_BTF = self._kept_BSF[:, : max(counts)]
-        if any(row != list(range(len(row))) for row in self._columns):
-            columns = uploads.rows(self._columns)
-            rows_B1 = torch.arange(len(counts), device=uploads.device).unsqueeze(1)
-            features_BTF = self._kept_BSF[rows_B1, columns.tensor]
-        return Window(features_BTF=features_BTF, next_BT=ids.tensor, first=first, ends=ends, last_B=sizes.tensor_B - 1)
+        if is_ragged:
+            features_BTF = self._kept_BSF[torch.arange(B, device=device).unsqueeze(1), read_BX[B:, 1:]]
+        counts_B, ends = read_BX[:B, 0], inputs.lengths + (-1)
+        first = RowInts([end - count for end, count in zip(ends.host, counts, strict=True)], ends.tensor_B - counts_B)
+        return Window(features_BTF=features_BTF, next_BT=read_BX[:B, 1:], first=first, ends=ends, last_B=counts_B - 1)
 
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        self._kept_BSF = self._kept_BSF[on_device(rows, self._kept_BSF.device)]
-        self._columns = [self._columns[row] for row in rows]
-        self._first = [self._first[row] for row in rows]
+    def keep_rows(self, rows: RowInts) -> None:
+        self._kept_BSF = self._kept_BSF[rows.tensor_B]
+        self._columns = [self._columns[row] for row in rows.host]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +79,8 @@ class Window:
 
     features_BTF: Tensor
     next_BT: Tensor  # the token after each one's position; 0 on padding
-    first: RowNumbers  # the position of each row's first one
-    ends: RowNumbers  # and that after its last
+    first: RowInts  # the position of each row's first one
+    ends: RowInts  # and that after its last
     last_B: Tensor  # the column of each row's last one
 
     def last(self, values_BTX: Tensor) -> Tensor:
@@ -112,27 +112,25 @@ class FeatureProposer(ABC):
         self._pending = PendingFeatures(self.module.features(states), [len(row) - 1 for row in tokens])
         self._has_read = False
 
-    def propose(
-        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
-    ) -> Proposal:
-        text, longest = token_rows(tokens, self.device), self.module.settings.longest_draft
-        chain = ChainBuilder(text.lengths, sampling, rng, self.module.output_head(0).vocabulary, keep_logits=keep_logits)
-        self.draft(text, chain, num_tokens if longest is None else min(num_tokens, longest))
+    def propose(self, inputs: RoundInputs, num_tokens: int, sampling: SamplingConfig, *, keep_logits: bool) -> Proposal:
+        longest = self.module.settings.longest_draft
+        chain = ChainBuilder(inputs, sampling, self.module.output_head(0).vocabulary, keep_logits=keep_logits)
+        self.draft(inputs, chain, num_tokens if longest is None else min(num_tokens, longest))
         self._has_read = True
         return chain.proposal()
 
     @abstractmethod
-    def draft(self, text: TokenRows, chain: ChainBuilder, num_tokens: int) -> None:
+    def draft(self, inputs: RoundInputs, chain: ChainBuilder, num_tokens: int) -> None:
         """Add up to `num_tokens` drafts to a chain, having read the pending features."""
 
     def start_tree(
-        self, tokens: Tokens, tree: Tree | DynamicTreeSpec, drawn_by: SamplingConfig | None, rng: CounterRNG
-    ) -> tuple[TokenRows, StaticTreeBuilder | DynamicTreeBuilder]:
-        """Return the text, and the builder of a tree no deeper than the head drafts."""
-        text, longest = token_rows(tokens, self.device), self.module.settings.longest_draft
+        self, inputs: RoundInputs, tree: Tree | DynamicTreeSpec, drawn_by: SamplingConfig | None
+    ) -> StaticTreeBuilder | DynamicTreeBuilder:
+        """Return the builder of a tree no deeper than the head drafts."""
+        longest = self.module.settings.longest_draft
         tree = tree if longest is None else tree.cut(longest)
         self._has_read = True
-        return text, tree_builder(tree, text.lengths, drawn_by, rng, self.module.output_head(0).vocabulary)
+        return tree_builder(tree, inputs, drawn_by, self.module.output_head(0).vocabulary)
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
         """Take the target's states of a round; where something else had drafted, what was not read stays before them."""
@@ -141,16 +139,17 @@ class FeatureProposer(ABC):
         self._pending.move_on(self.module.features(states), [accepted + 1 for accepted in num_accepted], kept)
         self._has_read = False
 
-    def keep_rows(self, rows: Sequence[int]) -> None:
+    def keep_rows(self, rows: Rows) -> None:
+        rows = row_ints(rows, self.device)
         self._cache.keep_rows(rows)
         self._pending.keep_rows(rows)
 
-    def _place(self, starts: Sequence[int], length: int, attention: TreeAttention | None = None) -> Tensor:
+    def _place(self, starts: RowInts, length: int, attention: TreeAttention | None = None) -> Tensor:
         """Place the next forward in the cache; return its positions `[B, length]`."""
         self._cache.place(starts, length, self.device, attention)
         if attention is not None:
             return attention.positions_BT
-        first_B1 = on_device(starts, self.device).unsqueeze(1)
+        first_B1 = starts.tensor_B.unsqueeze(1)
         return first_B1 if length == 1 else first_B1 + torch.arange(length, device=self.device)
 
 
@@ -184,29 +183,27 @@ class FeatureChain(FeatureProposer):
     num_trees = 1
     module: ChainHead
 
-    def draft(self, text: TokenRows, chain: ChainBuilder, num_tokens: int) -> None:
-        state_BD, ends = self._first_state(text)
+    def draft(self, inputs: RoundInputs, chain: ChainBuilder, num_tokens: int) -> None:
+        state_BD, ends = self._first_state(inputs)
         for depth in range(num_tokens):
             drafted_B = chain.add(self.module.draft_logits(state_BD, depth))
             if depth + 1 == num_tokens or chain.finished:
                 break
-            state_BD = self._read(state_BD.unsqueeze(1), drafted_B.unsqueeze(1), shifted(ends, depth), depth + 1)[:, 0]
+            state_BD = self._read(state_BD.unsqueeze(1), drafted_B.unsqueeze(1), ends + depth, depth + 1)[:, 0]
 
-    def propose_tree(
-        self, tokens: Tokens, tree: Tree | DynamicTreeSpec, drawn_by: SamplingConfig | None, rng: CounterRNG
-    ) -> Proposal:
-        text, builder = self.start_tree(tokens, tree, drawn_by, rng)
-        state_BD, ends = self._first_state(text)
-        slots, states_BMD, depth = TreeSlots(ends, self.device), state_BD.unsqueeze(1), 0
+    def propose_tree(self, inputs: RoundInputs, tree: Tree | DynamicTreeSpec, drawn_by: SamplingConfig | None) -> Proposal:
+        builder = self.start_tree(inputs, tree, drawn_by)
+        state_BD, ends = self._first_state(inputs)
+        slots, states_BMD, depth = TreeSlots(ends), state_BD.unsqueeze(1), 0
         while frontier := builder.add(self.module.draft_logits(states_BMD, depth)):
             attention, depth = slots.place(frontier), depth + 1
             states_BMD = frontier.of_origins(states_BMD)
             states_BMD = self._read(states_BMD, frontier.tokens_BM, attention.starts, depth, attention)
         return builder.proposal()
 
-    def _first_state(self, text: TokenRows) -> tuple[Tensor, RowNumbers]:
+    def _first_state(self, inputs: RoundInputs) -> tuple[Tensor, RowInts]:
         """Read the pending features; return the state `[B, D]` that the first draft comes from, and the positions after it."""
-        window = self._pending.read(text)
+        window = self._pending.read(inputs)
         states_BTD = self._read(window.features_BTF, window.next_BT, window.first, 0)
         return window.last(states_BTD), window.ends
 
@@ -214,7 +211,7 @@ class FeatureChain(FeatureProposer):
         self,
         features_BTF: Tensor,
         ids_BT: Tensor,
-        starts: Sequence[int],
+        starts: RowInts,
         depth: int,
         attention: TreeAttention | None = None,
     ) -> Tensor:

@@ -15,48 +15,41 @@ B batch, G drafts, W draft vocabulary, V target vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig, SamplingConfig
 from configs.schema.drafting import ConfidenceStopping
-from heads.device import RowNumbers
-from heads.proposers.protocol import Proposal
-from heads.sampling.counter_rng import CounterRNG, Role
+from heads.device import RowInts
+from heads.proposers.protocol import Proposal, RoundInputs
 from heads.sampling.probabilities import draw, greedy_token, token_probabilities
 from heads.vocabulary import DraftVocabulary, over_target, target_ids
-
-AT_ONCE = 8  # drafts whose random numbers are made together, where nothing says how many there will be
 
 
 class ChainBuilder:
     """A proposal of chains, one draft a row for each call of `add`.
 
-    `lengths` are tokens by row, the pending one included: the first draft stands at that position. `sampling` is the
-    distribution to draft by, and in a decoder's settings when to stop; `vocabulary` the tokens of logits, None: the target's.
+    `sampling` is the distribution to draft by, and in a decoder's settings when to stop; `vocabulary` the tokens of logits,
+    None: the target's.
     """
 
     def __init__(
         self,
-        lengths: Sequence[int],
+        inputs: RoundInputs,
         sampling: SamplingConfig,
-        rng: CounterRNG,
         vocabulary: DraftVocabulary | None,
         *,
         keep_logits: bool,
     ) -> None:
-        self.sampling, self.rng, self.keep_logits = sampling, rng, keep_logits
-        self.vocabulary = vocabulary
-        self.lengths, self.device = lengths, rng.device
+        self.sampling, self.keep_logits, self.vocabulary = sampling, keep_logits, vocabulary
+        self.uniforms, self.device = inputs.uniforms, inputs.rng.device
         self._stopping = sampling.stopping if isinstance(sampling, DecodeConfig) else None
         at_1 = self._stopping is not None and sampling.temperature == 0  # the rule sees greedy drafts' distributions at 1
         self._shown = sampling.model_copy(update={"temperature": 1.0}) if at_1 else sampling
-        self._open_B = torch.ones(len(self.lengths), dtype=torch.bool, device=self.device)  # rows that still draft
-        self._num_drafted_B = torch.zeros(len(self.lengths), dtype=torch.int64, device=self.device)
-        self._uniform_BG: Tensor | None = None
+        num_rows = len(inputs.tokens)
+        self._open_B = torch.ones(num_rows, dtype=torch.bool, device=self.device)  # rows that still draft
+        self._num_drafted_B = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
         self._drafted: list[Tensor] = []
         self._distributions: list[Tensor] = []
         self._logits: list[Tensor] = []
@@ -100,10 +93,10 @@ class ChainBuilder:
 
     def proposal(self) -> Proposal:
         """Return the drafts: a token a row for each call of `add`, fewer where the row stopped."""
-        num_drafted = RowNumbers.alike(len(self._drafted), len(self.lengths), self.device)
+        num_drafted = RowInts.full(len(self._drafted), len(self._open_B), self.device)
         if self._stopping is not None:
-            num_drafted = RowNumbers(self._num_drafted_B.tolist(), self.device, lambda: self._num_drafted_B)
-        width = max(num_drafted)  # the target computes every column, drafted or not
+            num_drafted = RowInts(self._num_drafted_B.tolist(), self._num_drafted_B)
+        width = max(num_drafted.host)  # the target computes every column, drafted or not
         probs, logits, estimates = (
             torch.stack(each[:width], 1) if each[:width] else None
             for each in (self._distributions, self._logits, self._estimates)
@@ -127,10 +120,8 @@ class ChainBuilder:
         return sure_B < stopping.threshold
 
     def _drawn(self, step: int, probs_BW: Tensor) -> Tensor:
-        if self._uniform_BG is None or step >= self._uniform_BG.shape[1]:  # in one copy for most rounds
-            asked = self.sampling.num_speculative_tokens if isinstance(self.sampling, DecodeConfig) else AT_ONCE
-            self._uniform_BG = self.rng.along(Role.DRAFT, self.lengths, max(asked, 2 * step), self.lengths)
-        return draw(probs_BW, self._uniform_BG[:, step])
+        assert self.uniforms is not None, "a round that draws has random numbers"
+        return draw(probs_BW, self.uniforms.draft_BG[:, step])
 
 
 def confidence(distribution: Tensor) -> Tensor:

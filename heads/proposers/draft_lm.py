@@ -22,14 +22,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from configs.schema.decoding import SamplingConfig
-from heads.device import TokenRows, shifted, token_rows
+from heads.device import RowInts, Rows, row_ints, row_tensor
 from heads.frozen.hidden_states import TargetStates
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache
 from heads.inference.kv_cache import RowCache
 from heads.proposers.chain_builder import ChainBuilder
-from heads.proposers.protocol import Proposal, Tokens
+from heads.proposers.protocol import Proposal, RoundInputs, Tokens
 from heads.proposers.tree_builder import TreeSlots, tree_builder
-from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree
 from heads.vocabulary import DraftVocabulary
 
@@ -70,36 +69,33 @@ class DraftLM:
         self._cached = [len(row) for row in prompts]
         self._proposed_from = list(self._cached)
 
-    def propose(
-        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
-    ) -> Proposal:
-        text = token_rows(tokens, self.model.device)
-        lengths = text.lengths
-        chain = ChainBuilder(lengths, sampling, self._there(rng), self.vocabulary, keep_logits=keep_logits)
-        hidden_BD = self._read_text(text)
+    def propose(self, inputs: RoundInputs, num_tokens: int, sampling: SamplingConfig, *, keep_logits: bool) -> Proposal:
+        inputs = self._there(inputs)
+        lengths = inputs.lengths
+        chain = ChainBuilder(inputs, sampling, self.vocabulary, keep_logits=keep_logits)
+        hidden_BD = self._read_text(inputs)
         for step in range(num_tokens):
             drafted_B = chain.add(head_logits(self.model, hidden_BD)[:, : self.vocab_size])
             if step + 1 == num_tokens or chain.finished:
                 break
-            starts = shifted(lengths, step)
-            hidden_BD = forward_rows(self.model, self._cache, drafted_B.unsqueeze(1), starts)[:, -1]
-        self._proposed_from = list(lengths)
-        self._cached = [length + step for length in lengths]  # up to the last draft, which was not read
+            hidden_BD = forward_rows(self.model, self._cache, drafted_B.unsqueeze(1), lengths + step)[:, -1]
+        self._proposed_from = list(lengths.host)
+        self._cached = [length + step for length in lengths.host]  # up to the last draft, which was not read
         return self._at_home(chain.proposal())
 
-    def propose_tree(
-        self, tokens: Tokens, tree: Tree | DynamicTreeSpec, drawn_by: SamplingConfig | None, rng: CounterRNG
-    ) -> Proposal:
-        text = token_rows(tokens, self.model.device)
-        lengths = text.lengths
-        builder = tree_builder(tree, lengths, drawn_by, self._there(rng), self.vocabulary)
-        slots = TreeSlots(lengths, self.model.device)
-        hidden_BMD = self._read_text(text).unsqueeze(1)
+    def propose_tree(self, inputs: RoundInputs, tree: Tree | DynamicTreeSpec, drawn_by: SamplingConfig | None) -> Proposal:
+        inputs = self._there(inputs)
+        lengths = inputs.lengths
+        if isinstance(tree, DynamicTreeSpec) and self.home is not None:
+            tree = replace(tree, max_depths=inputs.room)
+        builder = tree_builder(tree, inputs, drawn_by, self.vocabulary)
+        slots = TreeSlots(lengths)
+        hidden_BMD = self._read_text(inputs).unsqueeze(1)
         while frontier := builder.add(head_logits(self.model, hidden_BMD)[..., : self.vocab_size]):
             attention = slots.place(frontier)
             hidden_BMD = forward_rows(self.model, self._cache, frontier.tokens_BM, attention.starts, attention)
         # The accepted path is not looked up in the cache: the next round's first forward reads it with the pending token.
-        self._proposed_from = self._cached = list(lengths)
+        self._proposed_from = self._cached = list(lengths.host)
         return self._at_home(builder.proposal())
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates | None = None) -> None:
@@ -112,16 +108,15 @@ class DraftLM:
         for row in rows:
             self._cached[row] = min(self._cached[row], self._proposed_from[row])
 
-    def keep_rows(self, rows: Sequence[int]) -> None:
+    def keep_rows(self, rows: Rows) -> None:
+        rows = row_ints(rows, self.model.device)
         self._cache.keep_rows(rows)
-        self._cached = [self._cached[row] for row in rows]
-        self._proposed_from = [self._proposed_from[row] for row in rows]
+        self._cached = [self._cached[row] for row in rows.host]
+        self._proposed_from = [self._proposed_from[row] for row in rows.host]
 
-    def _there(self, rng: CounterRNG) -> CounterRNG:
-        """Return the same random numbers for the model's device."""
-        if self.home is None:
-            return rng
-        return rng.at(self.model.device)
+    def _there(self, inputs: RoundInputs) -> RoundInputs:
+        """Return the inputs on the model's device."""
+        return inputs if self.home is None else inputs.at(self.model.device)
 
     def _at_home(self, proposal: Proposal) -> Proposal:
         """Return a proposal with all its tensors on the target's device."""
@@ -129,24 +124,24 @@ class DraftLM:
             return proposal
         values = vars(proposal).items()
         moved: dict[str, Any] = {name: value.to(self.home) for name, value in values if isinstance(value, Tensor)}
-        return replace(proposal, **moved)
+        return replace(proposal, num_drafted=row_ints(proposal.num_drafted, self.home), **moved)
 
-    def _read_text(self, text: TokenRows) -> Tensor:
+    def _read_text(self, inputs: RoundInputs) -> Tensor:
         """Read the tokens that the cache lacks; return the state `[B, D]` after each row's last.
 
         A row that lacks fewer than another is padded at its end, where its drafts overwrite the padding; padding that does not
         fit the cache is read in several forwards. Recurrent states cannot go back so far that tokens are read again.
         """
-        lengths, starts = text.lengths, self._cached
+        lengths, starts = inputs.lengths.host, self._cached
         self._cache.keep_states_from(lengths)
         hidden_BD: Tensor | None = None
         while (longest := max(length - start for length, start in zip(lengths, starts, strict=True))) > 0:
             T = min(longest, self._cache.capacity - max(starts))
-            pieces = [row[start : start + T] for row, start in zip(text, starts, strict=True)]
-            ids, uploads = text.uploads.rows(pieces), text.uploads
-            counts, begun = uploads.numbers(list(map(len, pieces))), uploads.numbers(starts)
-            hidden_BTD = forward_rows(self.model, self._cache, ids.tensor.clamp(max=self._last_id), begun)
-            counts_B = counts.tensor_B
+            pieces = [row[start : start + T] for row, start in zip(inputs.tokens, starts, strict=True)]
+            read = [[len(piece), start, *piece] for piece, start in zip(pieces, starts, strict=True)]
+            counts_B, starts_B, ids_BT = row_tensor(read, self.model.device).tensor_split((1, 2), 1)
+            counts_B, begun = counts_B[:, 0], RowInts(starts, starts_B[:, 0])
+            hidden_BTD = forward_rows(self.model, self._cache, ids_BT.clamp(max=self._last_id), begun)
             last_BD = hidden_BTD[torch.arange(len(pieces), device=counts_B.device), (counts_B - 1).clamp(min=0)]
             hidden_BD = last_BD if hidden_BD is None else torch.where((counts_B > 0).unsqueeze(1), last_BD, hidden_BD)
             starts = [start + len(piece) for start, piece in zip(starts, pieces, strict=True)]

@@ -12,6 +12,7 @@ from itertools import cycle, islice
 
 import torch
 
+from heads.device import Rows, on_host
 from heads.frozen.hidden_states import TargetStates
 from heads.proposers.protocol import LooksUp, Tokens
 from heads.proposers.suffixes import SuffixText, automaton_of
@@ -35,9 +36,10 @@ class PromptLookup(LooksUp):
     def look_up(self, tokens: Tokens, num_tokens: int) -> list[list[int]]:
         return [self._continue(row, number, num_tokens) for number, row in enumerate(tokens)]
 
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        self._indices = [self._indices[row] for row in rows]
-        self._indexed = [self._indexed[row] for row in rows]
+    def keep_rows(self, rows: Rows) -> None:
+        kept = on_host(rows)
+        self._indices = [self._indices[row] for row in kept]
+        self._indexed = [self._indexed[row] for row in kept]
 
     def _continue(self, row: Sequence[int], number: int, num_tokens: int) -> list[int]:
         index = self._indices[number]
@@ -94,5 +96,5 @@ class SuffixLookup(LooksUp):
             found.append(drafts if expected >= self.min_expected else [])
         return found
 
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        self._rows = [self._rows[row] for row in rows]
+    def keep_rows(self, rows: Rows) -> None:
+        self._rows = [self._rows[row] for row in on_host(rows)]

@@ -15,11 +15,19 @@ from torch.nn import functional
 
 from configs.runtime.errors import InputError
 from configs.schema.decoding import SamplingConfig
-from heads.device import token_rows
+from heads.device import RowInts, Rows, on_host, row_ints, row_tensor
 from heads.frozen.hidden_states import TargetStates
 from heads.proposers.draft_lm import DraftLM
-from heads.proposers.protocol import LearningProposer, LooksUp, Proposal, Proposer, Tokens, TreeProposer, deterministic_proposal
-from heads.sampling.counter_rng import CounterRNG
+from heads.proposers.protocol import (
+    LearningProposer,
+    LooksUp,
+    Proposal,
+    Proposer,
+    RoundInputs,
+    Tokens,
+    TreeProposer,
+    deterministic_proposal,
+)
 from heads.sampling.token_tree import DynamicTreeSpec, Tree
 
 Nodes = tuple[list[int], list[int]]  # tokens, and the row that each continues
@@ -51,28 +59,28 @@ class LookupFirst:
         self.draft.start(tokens, capacity + MAX_BEHIND, states)  # rows that read less are padded beyond their end
         self._read = [len(row) for row in tokens]
 
-    def propose(
-        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
-    ) -> Proposal:
-        text = token_rows(tokens, self.lookup.device)
-        found = self.lookup.look_up(text, num_tokens)
-        behind = max(len(row) - read for row, read in zip(text, self._read, strict=True))
+    def propose(self, inputs: RoundInputs, num_tokens: int, sampling: SamplingConfig, *, keep_logits: bool) -> Proposal:
+        found = self.lookup.look_up(inputs.tokens, num_tokens)
+        behind = max(length - read for length, read in zip(inputs.lengths.host, self._read, strict=True))
         self._overruled = []
         if all(found) and behind + num_tokens < MAX_BEHIND:
-            proposal = deterministic_proposal(found, text.uploads)
+            proposal = deterministic_proposal(found, self.lookup.device)
             return proposal if sampling.temperature == 0 else replace(proposal, probs_BGV=self._points(proposal.tokens_BG))
         most = num_tokens if self.num_drafts is None else min(num_tokens, self.num_drafts)
-        found_ids, is_found = text.uploads.rows(found), text.uploads.rows([[bool(row)] for row in found])
-        own = self.draft.propose(text, most, sampling, rng, keep_logits=False)
-        self._read = [len(row) for row in text]
+        own = self.draft.propose(inputs, most, sampling, keep_logits=False)
+        self._read = list(inputs.lengths.host)
         self._overruled = [number for number, row in enumerate(found) if row]
-        return self._chosen(found, found_ids.tensor, is_found.tensor.bool(), own)
+        return self._chosen(deterministic_proposal(found, self.lookup.device), own)
 
-    def _chosen(self, found: list[list[int]], found_BG: Tensor, is_found_B1: Tensor, own: Proposal) -> Proposal:
+    def _chosen(self, found: Proposal, own: Proposal) -> Proposal:
         """Return the lookup's drafts in the rows where it has found some, and the draft's own in the others."""
-        num_drafted = [len(row) or count for row, count in zip(found, own.num_drafted, strict=True)]
-        width = max(num_drafted)
-        found_BG, own_BG = (functional.pad(each, (0, width))[:, :width] for each in (found_BG, own.tokens_BG))
+        counts_B, own_counts_B = found.num_drafted.tensor_B, own.num_drafted.tensor_B
+        num_drafted = RowInts(
+            [count or other for count, other in zip(found.num_drafted.host, own.num_drafted.host, strict=True)],
+            torch.where(counts_B > 0, counts_B, own_counts_B),
+        )
+        is_found_B1, width = (counts_B > 0).unsqueeze(1), max(num_drafted.host)
+        found_BG, own_BG = (functional.pad(each.tokens_BG, (0, width))[:, :width] for each in (found, own))
         probs_BGV = None
         if own.probs_BGV is not None:
             missing = self.vocab_size - own.probs_BGV.shape[2]
@@ -92,10 +100,10 @@ class LookupFirst:
         for each in (self.lookup, self.draft):
             each.commit(num_accepted, states)
 
-    def keep_rows(self, rows: Sequence[int]) -> None:
+    def keep_rows(self, rows: Rows) -> None:
         for each in (self.lookup, self.draft):
             each.keep_rows(rows)
-        self._read = [self._read[row] for row in rows]
+        self._read = [self._read[row] for row in on_host(rows)]
 
     def learn(self, answer: Sequence[int]) -> None:
         """See `heads.proposers.protocol.LearningProposer`."""
@@ -120,28 +128,24 @@ class MergedDrafts:
         for draft in self.drafts:
             draft.start(tokens, capacity, self._for(draft, states))
 
-    def propose(
-        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
-    ) -> Proposal:
+    def propose(self, inputs: RoundInputs, num_tokens: int, sampling: SamplingConfig, *, keep_logits: bool) -> Proposal:
         raise InputError("several drafts make a tree: set tree, for instance to a static one with branching [1, 1, 1]")
 
-    def propose_tree(
-        self, tokens: Tokens, tree: Tree | DynamicTreeSpec, drawn_by: SamplingConfig | None, rng: CounterRNG
-    ) -> Proposal:
+    def propose_tree(self, inputs: RoundInputs, tree: Tree | DynamicTreeSpec, drawn_by: SamplingConfig | None) -> Proposal:
         if drawn_by is not None:
             raise InputError("the tokens of several drafts cannot be drawn: set verification to match")
-        text = token_rows(tokens, self.device)
-        by_row = zip(*(_most_probable(draft, text, tree, rng) for draft in self.drafts), strict=True)
+        by_row = zip(*(_most_probable(draft, inputs, tree) for draft in self.drafts), strict=True)
         merged = [merge(nodes) for nodes in by_row]
-        ids, parents = text.uploads.rows([row for row, _ in merged]), text.uploads.rows([row for _, row in merged], fill=-1)
-        num_drafted = [len(row) for row, _ in merged]
-        return Proposal(tokens_BG=ids.tensor, num_drafted=num_drafted, parents_BN=parents.tensor)
+        tokens_BN = row_tensor([row for row, _ in merged], self.device)
+        parents_BN = row_tensor([row for _, row in merged], self.device, fill=-1)
+        num_drafted = row_ints([len(row) for row, _ in merged], self.device)
+        return Proposal(tokens_BG=tokens_BN, num_drafted=num_drafted, parents_BN=parents_BN)
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
         for draft in self.drafts:
             draft.commit(num_accepted, self._for(draft, states))
 
-    def keep_rows(self, rows: Sequence[int]) -> None:
+    def keep_rows(self, rows: Rows) -> None:
         for draft in self.drafts:
             draft.keep_rows(rows)
 
@@ -173,18 +177,18 @@ def merge(trees: Sequence[Nodes]) -> Nodes:
     return tokens, parents
 
 
-def _most_probable(draft: Proposer, tokens: Tokens, tree: Tree | DynamicTreeSpec, rng: CounterRNG) -> list[Nodes]:
+def _most_probable(draft: Proposer, inputs: RoundInputs, tree: Tree | DynamicTreeSpec) -> list[Nodes]:
     """Return a draft's most probable tokens by row, as a tree where it can propose trees.
 
     A draft LM proposes a tree even where that is a chain: its cache then allows for another path's being accepted.
     """
     if isinstance(draft, TreeProposer):
-        found = draft.propose_tree(tokens, tree, None, rng)
+        found = draft.propose_tree(inputs, tree, None)
         return [(ids, parents) for ids, parents in torch.stack([found.tokens_BG, cast(Tensor, found.parents_BN)], 1).tolist()]
     if isinstance(draft, LooksUp):
-        chains = draft.look_up(tokens, tree.depth)
+        chains = draft.look_up(inputs.tokens, tree.depth)
     else:
-        found = draft.propose(tokens, tree.depth, SamplingConfig(), rng, keep_logits=False)
-        rows = zip(found.tokens_BG.tolist(), found.num_drafted, strict=True)
+        found = draft.propose(inputs, tree.depth, SamplingConfig(), keep_logits=False)
+        rows = zip(found.tokens_BG.tolist(), found.num_drafted.host, strict=True)
         chains = [row[:count] for row, count in rows]
     return [(chain, list(range(len(chain)))) for chain in chains]

@@ -12,20 +12,61 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from configs.schema.decoding import SamplingConfig
-from heads.device import Uploads, token_rows
+from heads.device import RowInts, Rows, row_tensor, upload
 from heads.frozen.hidden_states import TargetStates
 from heads.inference.causal_lm import MediaInputs
 from heads.inference.kv_cache import RowCache
-from heads.sampling.counter_rng import CounterRNG
+from heads.sampling.counter_rng import ChainUniforms, CounterRNG, chain_uniforms
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention
 
-# Committed ids by row: prompt and answer so far, the pending token last. The decoder's are a `heads.device.TokenRows`, by
-# which a draft's numbers reach the device along with the decoder's.
-Tokens = Sequence[Sequence[int]]
+Tokens = Sequence[Sequence[int]]  # committed ids by row, on the host: prompt and answer so far, the pending token last
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundInputs:
+    """What a round begins with, made once: lists by which the host plans, tensors with which the device computes."""
+
+    tokens: Tokens
+    lengths: RowInts  # of the tokens
+    room: RowInts  # how many drafts each row can use
+    pending_B1: Tensor  # the last token
+    rng: CounterRNG  # of the rows
+    uniforms: ChainUniforms | None  # the random numbers of a chain; None: nothing is drawn, or a tree
+
+    @classmethod
+    def of(
+        cls, tokens: Tokens, rng: CounterRNG, *, room: Sequence[int] | None = None, num_drafts: int | None = None
+    ) -> RoundInputs:
+        """Make the inputs of a round in one copy to the device of `rng`.
+
+        Args:
+            room: by row; None: not needed.
+            num_drafts: of a chain that is drawn, at most; None: no random numbers are made.
+        """
+        lengths = [len(row) for row in tokens]
+        room = [0] * len(tokens) if room is None else list(room)
+        sent = np.array([lengths, room, [row[-1] for row in tokens]], dtype=np.int64).T
+        if num_drafts is not None:
+            sent = np.concatenate([sent, rng.chain_bits(lengths, num_drafts)], 1)
+        sent_BX = upload(torch.from_numpy(sent), rng.device)
+        return cls(
+            tokens=tokens,
+            lengths=RowInts(lengths, sent_BX[:, 0]),
+            room=RowInts(room, sent_BX[:, 1]),
+            pending_B1=sent_BX[:, 2:3],
+            rng=rng,
+            uniforms=None if num_drafts is None else chain_uniforms(sent_BX[:, 3:]),
+        )
+
+    def at(self, device: torch.device) -> RoundInputs:
+        """Return the same for a draft on another device."""
+        num_drafts = None if self.uniforms is None else self.uniforms.draft_BG.shape[1]
+        return RoundInputs.of(self.tokens, self.rng.at(device), room=self.room.host, num_drafts=num_drafts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +74,7 @@ class Proposal:
     """Drafted tokens and the distribution each was drawn from."""
 
     tokens_BG: Tensor  # drafted ids; only the first `num_drafted[b]` of row b count
-    num_drafted: Sequence[int]  # by row, 0..G
+    num_drafted: RowInts  # 0..G
     probs_BGV: Tensor | None = None  # of a chain: what each token was drawn from; None: a point mass on the token
     logits_BGV: Tensor | None = None  # the raw logits of these, where `keep_logits` asked for them and the draft has any
     # Of a tree: the target's row that each draft continues (`heads.sampling.token_tree`), -1 for one that does not count;
@@ -44,10 +85,11 @@ class Proposal:
     estimates_BG: Tensor | None = None
 
 
-def deterministic_proposal(drafts: Sequence[Sequence[int]], uploads: Uploads) -> Proposal:
-    """Return a proposal of these ids by row, without distributions; they go to the device by the uploads of the text."""
-    num_drafted, tokens = uploads.numbers([len(draft) for draft in drafts]), uploads.rows(drafts)
-    return Proposal(tokens_BG=tokens.tensor, num_drafted=num_drafted)
+def deterministic_proposal(drafts: Sequence[Sequence[int]], device: torch.device) -> Proposal:
+    """Return a proposal of these ids by row, without distributions."""
+    counts = [len(draft) for draft in drafts]
+    sent_BX = row_tensor([[count, *draft] for count, draft in zip(counts, drafts, strict=True)], device)
+    return Proposal(tokens_BG=sent_BX[:, 1:], num_drafted=RowInts(counts, sent_BX[:, 0]))
 
 
 class Proposer(Protocol):
@@ -66,26 +108,20 @@ class Proposer(Protocol):
             states: the target's at the prompts' positions, `[B, T, ...]`; those of row b end with its prompt.
         """
 
-    def propose(
-        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
-    ) -> Proposal:
-        """Continue each row by up to `num_tokens` (at least 1) drafts.
-
-        Draws use `Role.DRAFT`, in the round named by the row's length.
-        """
+    def propose(self, inputs: RoundInputs, num_tokens: int, sampling: SamplingConfig, *, keep_logits: bool) -> Proposal:
+        """Continue each row by up to `num_tokens` (at least 1) drafts; draws use `inputs.uniforms.draft_BG`."""
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
         """Take note of how many drafts each row accepted; the target then added one token of its own.
 
-        Another draft may have made them (`heads.proposers.merged`); they are in the tokens of the next `propose`. The decoder's
-        numbers are on the device too (`heads.device.RowNumbers`), and so are `keep_rows`'s.
+        Another draft may have made them (`heads.proposers.merged`); they are in the tokens of the next `propose`.
 
         Args:
             states: the target's at the once pending token and the drafts, `[B, 1 + G, ...]`; the first 1 + `num_accepted[b]`
                 of row b belong to committed tokens.
         """
 
-    def keep_rows(self, rows: Sequence[int]) -> None:
+    def keep_rows(self, rows: Rows) -> None:
         """Drop all rows but these, in this order."""
 
 
@@ -109,11 +145,8 @@ class LooksUp(Proposer):
     def look_up(self, tokens: Tokens, num_tokens: int) -> list[list[int]]:
         """Return up to `num_tokens` drafts by row, on the host; `propose` returns the same as a proposal."""
 
-    def propose(
-        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
-    ) -> Proposal:
-        text = token_rows(tokens, self.device)
-        return deterministic_proposal(self.look_up(text, num_tokens), text.uploads)
+    def propose(self, inputs: RoundInputs, num_tokens: int, sampling: SamplingConfig, *, keep_logits: bool) -> Proposal:
+        return deterministic_proposal(self.look_up(inputs.tokens, num_tokens), self.device)
 
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
         """Do nothing: the accepted tokens are read from the text in the next round."""
@@ -127,7 +160,7 @@ class TargetReader(Proposer, Protocol):
         self,
         cache: RowCache,
         ids_BT: Tensor,
-        starts: Sequence[int],
+        starts: RowInts,
         taps: Sequence[int],
         attention: TreeAttention | None = None,
         media: MediaInputs | None = None,
@@ -141,9 +174,7 @@ class TreeProposer(Proposer, Protocol):
 
     num_trees: int
 
-    def propose_tree(
-        self, tokens: Tokens, tree: Tree | DynamicTreeSpec, drawn_by: SamplingConfig | None, rng: CounterRNG
-    ) -> Proposal:
+    def propose_tree(self, inputs: RoundInputs, tree: Tree | DynamicTreeSpec, drawn_by: SamplingConfig | None) -> Proposal:
         """Continue each row by a tree.
 
         `commit` then gets the number of tokens on the accepted path and the target's states along it, the pending token's

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from configs.runtime.errors import InputError, first_line
-from heads.device import shifted
+from heads.device import RowInts
 from heads.frozen.hidden_states import TargetStates, block_list, blocks, forward_states, num_blocks, tapped
 from heads.frozen.model_config import causal_config, config_of_blocks
 from heads.inference.causal_lm import MediaInputs, forward_rows, new_cache, read_documents
@@ -61,7 +61,7 @@ class SharedBlocks:
         self,
         cache: RowCache,
         ids_BT: Tensor,
-        starts: Sequence[int],
+        starts: RowInts,
         taps: Sequence[int],
         attention: TreeAttention | None = None,
         media: MediaInputs | None = None,
@@ -78,7 +78,7 @@ class SharedBlocks:
         if not exits:
             return forward_states(self.model, cache, ids_BT, starts, taps, media=media)
         if len(exits) < ids_BT.shape[1]:  # the last draft, which drafting had no need to read
-            exits.append(self.read(ids_BT[:, len(exits) :], shifted(starts, len(exits))))
+            exits.append(self.read(ids_BT[:, len(exits) :], starts + len(exits)))
         self._exits = []
         exits_BTE = torch.cat(exits, 1)
         return TargetStates(final_BTE=forward_rows(self.late, cache, exits_BTE, starts), taps_ABTE=(exits_BTE,) * len(taps))
@@ -93,7 +93,7 @@ class SharedBlocks:
         if self._cache is not None and (cache := self._cache()) is not None:
             cache.keep_states_from(starts)
 
-    def read(self, ids_BT: Tensor, starts: Sequence[int]) -> Tensor:
+    def read(self, ids_BT: Tensor, starts: RowInts) -> Tensor:
         """Run the first blocks on the next drafted tokens; return the states after them, `[B, T, E]`."""
         cache = None if self._cache is None else self._cache()
         assert cache is not None, "the prompts are read by forward_states first"
@@ -138,6 +138,7 @@ def _parts_error(model: PreTrainedModel, parts: SharedBlocks) -> float:
     parts._cache = ref(cache)
     states = []
     for start in (0, half):
-        exits_1TE = parts.read(ids_1T[:, start : start + half], [start])
-        states.append(forward_rows(parts.late, cache, exits_1TE, [start]))
+        starts = RowInts.full(start, 1, ids_1T.device)
+        exits_1TE = parts.read(ids_1T[:, start : start + half], starts)
+        states.append(forward_rows(parts.late, cache, exits_1TE, starts))
     return relative_error(torch.cat(states, 1), read_documents(model, ids_1T, None))

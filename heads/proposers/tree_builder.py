@@ -18,9 +18,9 @@ from torch import Tensor
 
 from configs.runtime.errors import InputError
 from configs.schema.decoding import SamplingConfig
-from heads.device import constant, on_device
-from heads.proposers.protocol import Proposal
-from heads.sampling.counter_rng import CounterRNG, Role
+from heads.device import RowInts, constant
+from heads.proposers.protocol import Proposal, RoundInputs
+from heads.sampling.counter_rng import Role
 from heads.sampling.probabilities import DRAWS, greedy_token, token_probabilities
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention, distinct_positions
 from heads.vocabulary import DraftVocabulary, over_target, target_ids
@@ -40,36 +40,33 @@ class Frontier:
 
 def tree_builder(
     tree: Tree | DynamicTreeSpec,
-    lengths: Sequence[int],
+    inputs: RoundInputs,
     drawn_by: SamplingConfig | None,
-    rng: CounterRNG,
     vocabulary: DraftVocabulary | None,
 ) -> StaticTreeBuilder | DynamicTreeBuilder:
     """Return the builder for a tree; a dynamic one is not drawn, as it leaves out tokens for their low probability."""
     if isinstance(tree, DynamicTreeSpec):
         return DynamicTreeBuilder(tree, vocabulary)
-    return StaticTreeBuilder(tree, lengths, drawn_by, rng, vocabulary)
+    return StaticTreeBuilder(tree, inputs, drawn_by, vocabulary)
 
 
 class StaticTreeBuilder:
     """A static tree of the most probable tokens, the child of rank r being the draft's r-th choice.
 
-    With `drawn_by` the children of a token are drawn by that distribution, as `tree.candidates` says. `lengths` and
-    `vocabulary` are as those of a `heads.proposers.chain_builder.ChainBuilder`.
+    With `drawn_by` the children of a token are drawn by that distribution, as `tree.candidates` says. `vocabulary` are the
+    tokens of logits, None: the target's.
     """
 
     def __init__(
         self,
         tree: Tree,
-        lengths: Sequence[int],
+        inputs: RoundInputs,
         drawn_by: SamplingConfig | None,
-        rng: CounterRNG,
         vocabulary: DraftVocabulary | None,
     ) -> None:
         self.tree = tree
-        self.lengths = lengths
+        self.inputs = inputs
         self.drawn_by = drawn_by
-        self.rng = rng
         self.vocabulary = vocabulary
         self._levels = _levels(tree)
         self._drafted: list[Tensor] = []
@@ -109,7 +106,7 @@ class StaticTreeBuilder:
             probs_BKV[:, _constant(sorted(set(self.tree.parents)), probs_BRV)] = probs_BRV
         return Proposal(
             tokens_BG=tokens_BN,
-            num_drafted=[self.tree.num_nodes] * len(tokens_BN),
+            num_drafted=RowInts.full(self.tree.num_nodes, len(tokens_BN), tokens_BN.device),
             parents_BN=_constant(self.tree.parents, tokens_BN).expand_as(tokens_BN),
             probs_BKV=probs_BKV,
         )
@@ -119,9 +116,9 @@ class StaticTreeBuilder:
         depth, (M, C) = len(self._drafted), (level.num_parents, level.num_children)
         probs_BMW = probs_BMW.expand(-1, M, -1)
         self._distributions.append(over_target(self.vocabulary, probs_BMW, 0.0))
-        first_B1 = on_device(self.lengths, probs_BMW.device).unsqueeze(1)
+        first_B1 = self.inputs.lengths.tensor_B.unsqueeze(1)
         positions_BP = distinct_positions((first_B1 + depth).expand(-1, M * C))
-        uniform_BP = self.rng.uniform(Role.DRAFT, positions_BP, first_B1)
+        uniform_BP = self.inputs.rng.uniform(Role.DRAFT, positions_BP, first_B1)
         drawn = DRAWS[self.tree.candidates](probs_BMW.flatten(0, 1), uniform_BP.reshape(-1, C))
         return drawn.unflatten(0, (-1, M))
 
@@ -168,7 +165,7 @@ class DynamicTreeBuilder:
         num_nodes = min(self.tree.num_nodes, scores_BP.shape[1])
         if self.tree.max_depths is not None:  # candidates beyond a row's limit must not displace others
             depths_P = torch.cat([torch.full_like(each[0], depth) for depth, each in enumerate(self._tokens, start=1)])
-            limits_B1 = on_device(self.tree.max_depths, depths_P.device).unsqueeze(1)
+            limits_B1 = self.tree.max_depths.tensor_B.to(depths_P.device).unsqueeze(1)
             scores_BP = scores_BP.masked_fill(depths_P > limits_B1, -torch.inf)
         # A stable order keeps parents before children of the same confidence; sorted, they stand depth by depth again.
         kept_BN = scores_BP.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes].sort(1).values
@@ -177,7 +174,7 @@ class DynamicTreeBuilder:
         new_rows_BP = new_rows_BP.scatter(1, kept_BN + 1, numbers_BN)
         return Proposal(
             tokens_BG=tokens_BP.gather(1, kept_BN),
-            num_drafted=[num_nodes] * len(kept_BN),
+            num_drafted=RowInts.full(num_nodes, len(kept_BN), kept_BN.device),
             parents_BN=new_rows_BP.gather(1, parents_BP.gather(1, kept_BN)),
         )
 
@@ -188,8 +185,8 @@ class TreeSlots:
     `roots` are, by row, the slot and position of the first frontier that is read.
     """
 
-    def __init__(self, roots: Sequence[int], device: torch.device) -> None:
-        self.roots = roots
+    def __init__(self, roots: RowInts) -> None:
+        self.roots, device = roots, roots.tensor_B.device
         self._depths_X = torch.zeros(0, dtype=torch.int64, device=device)  # by slot
         self._num_frontiers = 0
         self._visible_BMX = torch.zeros(len(self.roots), 1, 0, dtype=torch.bool, device=device)

@@ -10,16 +10,15 @@ The mixing function is the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
-from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from heads.device import RowNumbers, Upload, Uploads, on_device, upload, widest_float
+from heads.device import Rows, row_ints, to_device, upload, widest_float
 
 
 def _signed(x: int) -> int:
@@ -44,22 +43,13 @@ class Role(IntEnum):
 ROLES_OF_A_ROUND = {Role.DRAFT, Role.ACCEPT}
 
 
-class PreparedRound:
-    """The numbers of a round, on their way to the device in its upload; `counts` by role, side by side in that order."""
+class ChainUniforms(NamedTuple):
+    """The random numbers of a round of chains with G drafts."""
 
-    def __init__(self, lengths: list[int], counts: Mapping[Role, int], upload: Upload, dtype: torch.dtype) -> None:
-        self.lengths, self.counts, self._upload, self._dtype = lengths, counts, upload, dtype
-
-    @cached_property
-    def numbers(self) -> dict[Role, Tensor]:
-        table_BX = self._upload.tensor.to(self._dtype) * 2.0**-53
-        return dict(zip(self.counts, table_BX.split(list(self.counts.values()), 1), strict=True))
-
-    def along(self, role: Role, first: Sequence[int], count: int, rounds: Sequence[int] | None) -> Tensor | None:
-        """See `CounterRNG.along`; None for others than were made."""
-        is_made = count <= self.counts[role] and list(first) == self.lengths
-        is_made = is_made and (None if rounds is None else list(rounds)) in (None, self.lengths)
-        return self.numbers[role][:, :count] if is_made else None
+    draft_BG: Tensor
+    accept_BG: Tensor
+    residual_B1: Tensor
+    target_BK: Tensor  # K = G + 1
 
 
 class CounterRNG:
@@ -71,32 +61,24 @@ class CounterRNG:
     def __init__(self, seed: int, requests: Sequence[int], device: torch.device) -> None:
         self.seed, self.device = seed, device
         self.requests = list(requests)
-        self._sent: RowNumbers | None = None  # the requests, on their way to the device or there
-        self._round: PreparedRound | None = None
+        self._requests_B: Tensor | None = None  # the same on the device, once asked for
 
-    def prepare(self, uploads: Uploads, lengths: Sequence[int], num_drafts: int) -> None:
-        """Make the numbers of a round of chains of so many drafts, which go to the device along with the round's upload."""
+    def chain_bits(self, lengths: Sequence[int], num_drafts: int) -> np.ndarray:
+        """Return the bits of a round's `ChainUniforms`, side by side, int64 `[B, 3 G + 2]` on the host."""
         counts = {Role.DRAFT: num_drafts, Role.ACCEPT: num_drafts, Role.RESIDUAL: 1, Role.TARGET: num_drafts + 1}
-        bits = [
-            self._bits_along(role, lengths, count, lengths if role in ROLES_OF_A_ROUND else None)
-            for role, count in counts.items()
-        ]
-        upload = uploads.rows(np.concatenate(bits, 1).tolist())
-        self._round = PreparedRound(list(lengths), counts, upload, widest_float(self.device))
-
-    def send_requests(self, uploads: Uploads) -> None:
-        """Send the requests, which `uniform` reads, along with a round's upload."""
-        if self._sent is None:
-            self._sent = uploads.numbers(self.requests)
+        return np.concatenate(
+            [
+                self._bits_along(role, lengths, count, lengths if role in ROLES_OF_A_ROUND else None)
+                for role, count in counts.items()
+            ],
+            1,
+        )
 
     def along(self, role: Role, first: Sequence[int], count: int, rounds: Sequence[int] | None = None) -> Tensor:
         """Return numbers `[B, count]` for the tokens at positions `first[b]`, `first[b] + 1`, ...; see `uniform` for the rest.
 
-        They are computed on the host, where they cost no launches, and sent to the device, unless `prepare` has done so.
+        They are computed on the host, where they cost no launches, and sent to the device.
         """
-        known = None if self._round is None else self._round.along(role, first, count, rounds)
-        if known is not None:
-            return known
         bits_BT = self._bits_along(role, first, count, rounds)
         return upload(torch.from_numpy(bits_BT * 2.0**-53).to(widest_float(self.device)), self.device)
 
@@ -110,8 +92,9 @@ class CounterRNG:
 
         `round_B1` is the round, as the position of its first draft, int64; required for drafting and accepting.
         """
-        requests_B = on_device(self.requests if self._sent is None else self._sent, self.device)
-        return self._bits(role, requests_B, positions_BT, round_B1).to(widest_float(self.device)) * 2.0**-53
+        if self._requests_B is None:
+            self._requests_B = to_device(self.requests, self.device)
+        return self._bits(role, self._requests_B, positions_BT, round_B1).to(widest_float(self.device)) * 2.0**-53
 
     def _bits(self, role: Role, requests_B: Any, positions_BT: Any, round_B1: Any) -> Any:
         """Return the 53 random bits of each number, of tensors or of arrays."""
@@ -126,16 +109,21 @@ class CounterRNG:
         """Return the same numbers for another device."""
         return CounterRNG(self.seed, self.requests, device)
 
-    def keep_rows(self, rows: Sequence[int]) -> None:
+    def keep_rows(self, rows: Rows) -> None:
         """Drop all rows but these, in this order."""
-        self.requests, self._round = [self.requests[row] for row in rows], None
-        if self._sent is not None:
-            sent_B = self._sent.tensor_B[on_device(rows, self.device)]
-            self._sent = RowNumbers(self.requests, self.device, lambda: sent_B)
+        kept = row_ints(rows, self.device)
+        self.requests = [self.requests[row] for row in kept.host]
+        self._requests_B = None if self._requests_B is None else self._requests_B[kept.tensor_B]
 
     def replace(self, row: int, request: int) -> None:
         """Give a row to another request."""
-        self.requests[row], self._sent, self._round = request, None, None
+        self.requests[row], self._requests_B = request, None
+
+
+def chain_uniforms(bits_BX: Tensor) -> ChainUniforms:
+    """Return the numbers of `CounterRNG.chain_bits` on their device."""
+    G = (bits_BX.shape[1] - 2) // 3
+    return ChainUniforms(*(bits_BX.to(widest_float(bits_BX.device)) * 2.0**-53).split([G, G, 1, G + 1], 1))
 
 
 def _mix(x: Any) -> Any:

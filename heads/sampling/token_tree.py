@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from configs.schema.drafting import Candidates, DynamicTree, Path, StaticTree
-from heads.device import on_device, shifted
+from heads.device import RowInts, Rows, row_ints
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class DynamicTreeSpec:
     num_nodes: int  # drafts a round
     width: int  # tokens of a depth that are continued, and candidates for what follows each of them
     depth: int  # of the longest path
-    max_depths: Sequence[int] | None = None  # by row, so that each gets the tree it would get alone; None: `depth` for all
+    max_depths: RowInts | None = None  # by row, so that each gets the tree it would get alone; None: `depth` for all
 
     @property
     def num_slots(self) -> int:
@@ -110,15 +110,15 @@ def ancestor_mask(parents_BN: Tensor) -> Tensor:
 class TreeAttention:
     """Tokens of a tree that a forward reads: the last T of X slots of a row's cache, which begin at `roots[b]`."""
 
-    roots: Sequence[int]  # by row, the position of a token of depth 0; earlier ones are committed and seen by the whole tree
+    roots: RowInts  # by row, the position of a token of depth 0; earlier ones are committed and seen by the whole tree
     depths_BX: Tensor  # depth of the token in each slot, int64
     visible_BTX: Tensor  # which slots each new token sees, bool: its own and its ancestors'
 
     @property
-    def starts(self) -> list[int]:
+    def starts(self) -> RowInts:
         """The first slot of the new tokens, by row."""
         T, X = self.visible_BTX.shape[1:]
-        return shifted(self.roots, X - T)
+        return self.roots + (X - T)
 
     @property
     def positions_BT(self) -> Tensor:
@@ -146,7 +146,7 @@ class TreeAttention:
 
     @property
     def _roots_B1(self) -> Tensor:
-        return on_device(self.roots, self.depths_BX.device).unsqueeze(1)
+        return self.roots.tensor_B.unsqueeze(1)
 
 
 def distinct_positions(positions_BX: Tensor) -> Tensor:
@@ -154,7 +154,8 @@ def distinct_positions(positions_BX: Tensor) -> Tensor:
     return positions_BX + (torch.arange(positions_BX.shape[1], device=positions_BX.device) << 32)
 
 
-def tree_attention(parents_BN: Tensor, roots: Sequence[int]) -> TreeAttention:
+def tree_attention(parents_BN: Tensor, roots: Rows) -> TreeAttention:
     """Return the attention of a whole tree read in one forward, the pending token first, whose positions are `roots`."""
     visible_BKK = ancestor_mask(parents_BN.clamp(min=0))  # drafts that do not count get some parent
+    roots = row_ints(roots, parents_BN.device)
     return TreeAttention(roots=roots, depths_BX=visible_BKK.sum(-1) - 1, visible_BTX=visible_BKK)

@@ -111,7 +111,7 @@ def most_transfers(name, way, has_ended):
     one, and their tree goes back. Particles choose texts that have ended, and resample. Rows that stay where others end are
     named to the device.
     """
-    out, into = 1, 1 + has_ended
+    out, into = 1, 3 + has_ended
     if "stopped" in way:
         out += DRAFTS + 1
     if way == "particles":

@@ -18,8 +18,8 @@ class Corrected:
     def start(self, tokens, capacity, states):
         self.inner.start(tokens, capacity, states)
 
-    def propose(self, tokens, num_tokens, sampling, rng, *, keep_logits):
-        return self._correct(tokens, self.inner.propose(tokens, num_tokens, sampling, rng, keep_logits=keep_logits))
+    def propose(self, inputs, num_tokens, sampling, *, keep_logits):
+        return self._correct(inputs.tokens, self.inner.propose(inputs, num_tokens, sampling, keep_logits=keep_logits))
 
     def commit(self, num_accepted, states):
         self.inner.commit(num_accepted, states)
@@ -53,5 +53,5 @@ class CorrectedTrees(Corrected):
     def num_trees(self):
         return self.inner.num_trees
 
-    def propose_tree(self, tokens, tree, drawn_by, rng):
-        return self._correct(tokens, self.inner.propose_tree(tokens, tree, drawn_by, rng))
+    def propose_tree(self, inputs, tree, drawn_by):
+        return self._correct(inputs.tokens, self.inner.propose_tree(inputs, tree, drawn_by))

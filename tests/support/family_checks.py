@@ -32,6 +32,7 @@ from heads.families.registry import FAMILIES, serve
 from heads.frozen.hidden_states import forward_states, read_states
 from heads.inference.causal_lm import new_cache
 from heads.modules.interface import NO_DOCUMENT, Batch
+from heads.proposers.protocol import RoundInputs
 from heads.sampling.counter_rng import CounterRNG
 from heads.vocabulary import DraftVocabulary
 from tests.support.artifacts import save_artifact
@@ -206,9 +207,9 @@ def assert_drafts_as_trained(head, model, num_tokens=3, tolerance=1e-6):
     proposer.start(tokens, capacity, states)
     rng = CounterRNG(0, range(len(tokens)), model.device)
     for num_accepted, staying in ROUNDS:
-        proposal = proposer.propose(tokens, num_tokens, SamplingConfig(), rng, keep_logits=True)
+        proposal = proposer.propose(RoundInputs.of(tokens, rng), num_tokens, SamplingConfig(), keep_logits=True)
         drafts = proposal.tokens_BG.tolist()
-        assert proposal.num_drafted == [num_tokens] * len(tokens)
+        assert proposal.num_drafted.host == [num_tokens] * len(tokens)
         drafted_BGW = proposal.logits_BGV if head.token_ids_W is None else proposal.logits_BGV[..., head.token_ids_W]
         expected_BGW = trained_logits(head, model, tokens, drafts)
         torch.testing.assert_close(drafted_BGW, expected_BGW, atol=tolerance, rtol=tolerance)
@@ -309,7 +310,7 @@ def first_drafts(target, proposer):
     ids_BT = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in PROMPTS])
     proposer.start(tokens, 32, read_states(target.model, ids_BT, proposer.taps))
     rng = CounterRNG(0, range(len(tokens)), target.device)
-    proposal = proposer.propose(tokens, 3, SamplingConfig(), rng, keep_logits=True)
+    proposal = proposer.propose(RoundInputs.of(tokens, rng), 3, SamplingConfig(), keep_logits=True)
     return proposal.tokens_BG, proposal.logits_BGV
 
 

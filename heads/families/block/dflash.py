@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from configs.schema.heads import DFlashSettings
-from heads.device import TokenRows, upload
+from heads.device import upload
 from heads.families.eagle3 import default_taps, mask_token
 from heads.frozen.hidden_states import TargetStates
 from heads.inference.kv_cache import RowCache
@@ -35,6 +35,7 @@ from heads.modules.interface import Auxiliary, Batch, Depth, Family, flat, label
 from heads.modules.layers import DraftAttention, DraftLayer, LayerKeys, LayerShape, Rotary, Rotation, layer_shape, norm
 from heads.modules.output_head import DraftHead, HeadModule
 from heads.proposers.chain_builder import ChainBuilder
+from heads.proposers.protocol import RoundInputs
 from heads.vocabulary import DraftVocabulary
 
 
@@ -175,12 +176,12 @@ class BlockDrafter(FeatureProposer):
     def __init__(self, module: DFlash, device: torch.device) -> None:
         super().__init__(module, device, beyond=module.settings.block_size)
 
-    def draft(self, text: TokenRows, chain: ChainBuilder, num_tokens: int) -> None:
-        first, window = self.module.settings.first_slot, self._pending.read(text)
+    def draft(self, inputs: RoundInputs, chain: ChainBuilder, num_tokens: int) -> None:
+        first, window = self.module.settings.first_slot, self._pending.read(inputs)
         positions_BT = self._place(window.first, window.features_BTF.shape[1])
         self.module.read(window.features_BTF, positions_BT, self._cache)
         positions_BS = self._place(window.ends, self.module.settings.block_size)
-        pending_B = text.pending_B1.squeeze(1)
+        pending_B = inputs.pending_B1.squeeze(1)
         states_BSD = self.module.fill(pending_B, positions_BS[:, 0], self._cache)
         self.choose(states_BSD, slice(first, first + num_tokens), pending_B, chain)
 

@@ -22,10 +22,11 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from configs.schema.heads import XPressSettings
-from heads.device import TokenRows, Upload
+from heads.device import row_tensor
 from heads.families.block.dflash import Anchors, BlockDrafter, CorrectedBlock
 from heads.modules.interface import Auxiliary, Batch, Depth, Family
 from heads.proposers.chain_builder import ChainBuilder
+from heads.proposers.protocol import RoundInputs
 from heads.vocabulary import DraftVocabulary, target_ids
 
 CHUNK = 512  # slots whose logits live at one time, where only the likeliest tokens are wanted
@@ -112,16 +113,16 @@ class RefinedDrafter(BlockDrafter):
     """An XPress head as a proposer."""
 
     module: XPress
-    _before: Upload  # the token before the pending one, by row
+    _before_B1: Tensor  # the token before the pending one, by row
 
-    def draft(self, text: TokenRows, chain: ChainBuilder, num_tokens: int) -> None:
-        self._before = text.uploads.rows([row[-2:-1] for row in text])
-        super().draft(text, chain, num_tokens)
+    def draft(self, inputs: RoundInputs, chain: ChainBuilder, num_tokens: int) -> None:
+        self._before_B1 = row_tensor([row[-2:-1] for row in inputs.tokens], self.device)
+        super().draft(inputs, chain, num_tokens)
 
     def choose(self, states_BSD: Tensor, slots: slice, pending_B: Tensor, chain: ChainBuilder) -> None:
         refiner, num_drafts = self.module.refiner_head, slots.stop - slots.start
         features = refiner.features(states_BSD)[:, : slots.stop]
-        known_BK = torch.cat([self._before.tensor, pending_B.unsqueeze(1)], 1)[:, 1 - slots.start :]
+        known_BK = torch.cat([self._before_B1, pending_B.unsqueeze(1)], 1)[:, 1 - slots.start :]
         base_BGW = self.module.lm_head.logits(states_BSD[:, slots])
         logits_BGW = base_BGW
         for _ in range(min(self.module.settings.num_jacobi_passes, num_drafts)):

@@ -13,11 +13,10 @@ from configs.schema.decoding import DecodeConfig, SamplingConfig
 from eval.decoder.decode import Request, decode
 from eval.decoder.rules import ChainVerification
 from eval.decoder.verifier import Verifier
-from heads.device import Uploads
+from heads.device import RowInts, Rows
 from heads.frozen.hidden_states import TargetStates
 from heads.frozen.loading import Target
-from heads.proposers.protocol import Proposal, Proposer, Tokens, deterministic_proposal
-from heads.sampling.counter_rng import CounterRNG
+from heads.proposers.protocol import Proposal, Proposer, RoundInputs, Tokens, deterministic_proposal
 from heads.sampling.token_tree import DynamicTreeSpec, Tree
 
 
@@ -37,26 +36,23 @@ class ScriptedDrafts:
     def commit(self, num_accepted: Sequence[int], states: TargetStates) -> None:
         self.round += 1
 
-    def keep_rows(self, rows: Sequence[int]) -> None:
+    def keep_rows(self, rows: Rows) -> None:
         """Do nothing: texts are found by their prompts."""
 
-    def propose(
-        self, tokens: Tokens, num_tokens: int, sampling: SamplingConfig, rng: CounterRNG, *, keep_logits: bool
-    ) -> Proposal:
+    def propose(self, inputs: RoundInputs, num_tokens: int, sampling: SamplingConfig, *, keep_logits: bool) -> Proposal:
         chains = []
-        for number, row in enumerate(tokens):
+        for number, row in enumerate(inputs.tokens):
             right, num_right = self._next(row, num_tokens), (self.round + number) % (num_tokens + 1)
             chains.append([self._wrong(token, 0) if place >= num_right else token for place, token in enumerate(right)])
-        return deterministic_proposal(chains, Uploads(rng.device))
+        return deterministic_proposal(chains, inputs.rng.device)
 
-    def propose_tree(
-        self, tokens: Tokens, tree: Tree | DynamicTreeSpec, drawn_by: SamplingConfig | None, rng: CounterRNG
-    ) -> Proposal:
+    def propose_tree(self, inputs: RoundInputs, tree: Tree | DynamicTreeSpec, drawn_by: SamplingConfig | None) -> Proposal:
         assert isinstance(tree, Tree)
-        rows = [self._tree_row(row, tree, self.round + number) for number, row in enumerate(tokens)]
-        parents_BN = torch.tensor([tree.parents] * len(rows), device=rng.device)
-        tokens_BN = torch.tensor(rows, device=rng.device)
-        return Proposal(tokens_BG=tokens_BN, num_drafted=[tree.num_nodes] * len(rows), parents_BN=parents_BN)
+        rows = [self._tree_row(row, tree, self.round + number) for number, row in enumerate(inputs.tokens)]
+        device = inputs.rng.device
+        tokens_BN, parents_BN = (torch.tensor(each, device=device) for each in (rows, [tree.parents] * len(rows)))
+        num_drafted = RowInts.full(tree.num_nodes, len(rows), device)
+        return Proposal(tokens_BG=tokens_BN, num_drafted=num_drafted, parents_BN=parents_BN)
 
     def _tree_row(self, row: Sequence[int], tree: Tree, turn: int) -> list[int]:
         right, num_right = self._next(row, tree.depth), turn % (tree.depth + 1)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from configs.schema.heads import DSparkSettings, EarlyExitSettings
-from eval.stats.significance import holm
 from heads.families.registry import FAMILIES, serve
 from heads.proposers.merged import LookupFirst
 from tests.support import distribution_checks as checks
@@ -80,5 +79,4 @@ def test_many_samples_follow_the_targets_distribution(pair, distribution_of, dsp
         with capsys.disabled():
             cells, p_value = found[name].degrees_of_freedom + 1, found[name].p_value
             print(f"{name:28} {cells} cells, {rounds / SLOW:.2f} rounds, p = {p_value:.3f}")
-    adjusted = holm({name: test.p_value for name, test in found.items()})
-    assert min(adjusted.values()) > LEVEL
+    assert min(test.p_value for test in found.values()) * len(found) > LEVEL

@@ -12,6 +12,7 @@ from eval.decoder.decode import decode, generate
 from eval.decoder.rules import verify_block, verify_tokens
 from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.draft_lm import DraftLM
+from heads.proposers.protocol import RoundInputs
 from heads.sampling.counter_rng import CounterRNG
 from tests.support import family_checks
 from tests.support.decoding import PROMPTS, assert_same_alone, head_proposer, requests_for
@@ -26,10 +27,11 @@ def lengths(stopping, logits_BGV, estimates_BG=None):
     """How many tokens each row drafts when its distributions, or the draft's estimates, are these."""
     B, G = logits_BGV.shape[:2]
     config = DecodeConfig(num_speculative_tokens=G, stopping=stopping)
-    chain = ChainBuilder([1] * B, config, CounterRNG(0, range(B), torch.device("cpu")), None, keep_logits=False)
+    inputs = RoundInputs.of([[0]] * B, CounterRNG(0, range(B), torch.device("cpu")))
+    chain = ChainBuilder(inputs, config, None, keep_logits=False)
     for place in range(G):
         chain.add(logits_BGV[:, place], None if estimates_BG is None else estimates_BG[:, place])
-    return torch.tensor(list(chain.proposal().num_drafted))
+    return torch.tensor(chain.proposal().num_drafted.host)
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)

@@ -11,6 +11,7 @@ from configs.schema.heads import MtpSettings
 from heads.families.registry import FAMILIES
 from heads.frozen.hidden_states import final_norm, read_states
 from heads.inference.runner import backbone
+from heads.proposers.protocol import RoundInputs
 from heads.sampling.counter_rng import CounterRNG
 from tests.support import family_checks as checks
 
@@ -116,8 +117,8 @@ def test_modules_that_did_not_read_along_stay_out(target):
     proposer.start(tokens, 32, read_states(target.model, torch.tensor(checks.PROMPTS[:1]), ()))
     counts = []
     for asked in (5, 1, 3):
-        proposal = proposer.propose(tokens, asked, SamplingConfig(), rng, keep_logits=False)
-        counts.append(proposal.num_drafted)
+        proposal = proposer.propose(RoundInputs.of(tokens, rng), asked, SamplingConfig(), keep_logits=False)
+        counts.append(proposal.num_drafted.host)
         tokens = [[*tokens[0], 2]]
         proposer.commit([0], read_states(target.model, torch.tensor(tokens)[:, -2:-1], ()))
     assert counts == [[3], [1], [1]]

@@ -12,6 +12,7 @@ from heads.families.registry import FAMILIES, serve
 from heads.frozen.hidden_states import read_states
 from heads.frozen.loading import recast
 from heads.metadata import WEIGHTS_FILE
+from heads.proposers.protocol import RoundInputs
 from heads.sampling.counter_rng import CounterRNG
 from scripts.lab.models_check import architectures
 from tests.support import family_checks as checks
@@ -155,7 +156,7 @@ def test_it_drafts_no_more_than_it_can_and_the_same_whatever_it_is_asked_for(nam
         proposer = FAMILIES[head.settings.kind].propose(head, model.device)
         proposer.start(tokens, 24, states)
         rng = CounterRNG(0, [0], model.device)
-        drafts[asked] = proposer.propose(tokens, asked, SamplingConfig(), rng, keep_logits=True)
-        assert drafts[asked].num_drafted == [min(asked, longest)]
+        drafts[asked] = proposer.propose(RoundInputs.of(tokens, rng), asked, SamplingConfig(), keep_logits=True)
+        assert drafts[asked].num_drafted.host == [min(asked, longest)]
         torch.testing.assert_close(drafts[asked].logits_BGV[:, :1], drafts[1].logits_BGV)
     torch.testing.assert_close(drafts[9].logits_BGV, drafts[longest].logits_BGV)

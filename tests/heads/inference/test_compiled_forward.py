@@ -14,6 +14,7 @@ from configs.schema.decoding import DecodeConfig
 from configs.schema.target import TargetConfig
 from eval.decoder.decode import generate
 from heads.artifact import load_draft
+from heads.device import row_ints
 from heads.frozen.hidden_states import forward_states
 from heads.frozen.loading import load_target
 from heads.inference import compiled_forward
@@ -75,7 +76,9 @@ def test_logits_at_any_place_and_width_are_those_of_the_forward_inside(name, cap
 
 def test_tokens_of_a_tree_see_their_own_path(captured):
     visible_BKK = ancestor_mask(torch.tensor([[0, 0, 1, 2], [0, 1, 1, 3]]))
-    attention = TreeAttention(roots=[6, 5], depths_BX=visible_BKK.sum(-1) - 1, visible_BTX=visible_BKK)
+    attention = TreeAttention(
+        roots=row_ints([6, 5], torch.device("cpu")), depths_BX=visible_BKK.sum(-1) - 1, visible_BTX=visible_BKK
+    )
     model, outputs = deepcopy(model_of("llama")), []
     for compiled in (False, True):
         if compiled:

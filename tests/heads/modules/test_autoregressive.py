@@ -4,8 +4,9 @@ import random
 
 import torch
 
-from heads.device import TokenRows
 from heads.modules.autoregressive import PendingFeatures
+from heads.proposers.protocol import RoundInputs
+from heads.sampling.counter_rng import CounterRNG
 
 CPU = torch.device("cpu")
 
@@ -18,8 +19,7 @@ def test_rows_read_their_own_features_again_and_hold_no_others():
     features_BTF = (100 * torch.arange(rows).view(-1, 1, 1) + torch.arange(longest).view(1, -1, 1)).float()
     pending, first = PendingFeatures(features_BTF, lengths), [0] * rows
     for _ in range(30):
-        text = TokenRows([list(range(length + 1)) for length in lengths], CPU)
-        window = pending.read(text)
+        window = pending.read(RoundInputs.of([list(range(length + 1)) for length in lengths], CounterRNG(0, [0] * rows, CPU)))
         for row, (begin, end) in enumerate(zip(first, lengths, strict=True)):
             expected = [100.0 * row + place for place in range(begin, end)]
             assert window.features_BTF[row, : end - begin, 0].tolist() == expected

@@ -6,6 +6,7 @@ from torch.nn import functional
 
 from configs.runtime.errors import InputError
 from configs.schema.heads import LayerSettings
+from heads.device import row_ints
 from heads.inference.kv_cache import RowCache
 from heads.modules.attention import CachedKeys, visible_slots
 from heads.modules.layers import layer_shape
@@ -42,7 +43,11 @@ def test_tokens_read_as_many_keys_as_their_window_has_however_long_the_text_is(m
     attention, width = head.layers[0].self_attn, 2 * head.fc.out_features
     twins = ancestor_mask(torch.tensor([[0, 0]] * 2))  # two drafts after the same token, read one at a time
     trees = [
-        TreeAttention(roots=[23, 21], depths_BX=twins[:, : n + 1].sum(-1) - 1, visible_BTX=twins[:, n : n + 1, : n + 1])
+        TreeAttention(
+            roots=row_ints([23, 21], torch.device("cpu")),
+            depths_BX=twins[:, : n + 1].sum(-1) - 1,
+            visible_BTX=twins[:, n : n + 1, : n + 1],
+        )
         for n in range(3)
     ]
     steps = [([0, 0], 20, None), ([20, 18], 1, None), ([21, 19], 2, None), *((tree.starts, 1, tree) for tree in trees)]

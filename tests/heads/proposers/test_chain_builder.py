@@ -8,6 +8,7 @@ import torch
 from configs.schema.decoding import DecodeConfig, SamplingConfig
 from configs.schema.drafting import ConfidenceStopping
 from heads.proposers.chain_builder import ChainBuilder
+from heads.proposers.protocol import RoundInputs
 from heads.sampling.counter_rng import CounterRNG, Role
 from heads.sampling.probabilities import draw, token_probabilities
 from heads.vocabulary import DraftVocabulary
@@ -21,7 +22,8 @@ CONFIDENCE = ConfidenceStopping(rule="confidence", threshold=0.5)
 
 def drafting(sampling, vocabulary=VOCABULARY, *, keep_logits=False, lengths=(5, 9)):
     rng = CounterRNG(3, range(11, 11 + len(lengths)), torch.device("cpu"))
-    return ChainBuilder(lengths, sampling, rng, vocabulary, keep_logits=keep_logits)
+    inputs = RoundInputs.of([[0] * length for length in lengths], rng, num_drafts=4)
+    return ChainBuilder(inputs, sampling, vocabulary, keep_logits=keep_logits)
 
 
 def stopped(stopping, temperature=0.0, **others):
@@ -34,7 +36,7 @@ def test_greedy_drafts_are_the_likeliest_tokens_and_have_no_distribution():
     assert [greedy.add(logits_BW).tolist() for logits_BW in STEPS] == [[4, 1], [1, 6]]
     proposal = greedy.proposal()
     assert proposal.tokens_BG.tolist() == [[4, 1], [1, 6]]
-    assert (proposal.num_drafted, proposal.probs_BGV, proposal.logits_BGV) == ([2, 2], None, None)
+    assert (proposal.num_drafted.host, proposal.probs_BGV, proposal.logits_BGV) == ([2, 2], None, None)
 
 
 def test_sampled_drafts_follow_the_distribution_that_is_handed_over_with_the_raw_logits():
@@ -64,7 +66,7 @@ def test_the_token_of_the_first_unsure_distribution_is_the_last_of_its_row(tempe
         finished.append(drafts.finished)
     assert finished == [False, False, True, True]
     proposal = drafts.proposal()
-    assert (proposal.num_drafted, free.proposal().num_drafted) == ([2, 3], [4, 4])
+    assert (proposal.num_drafted.host, free.proposal().num_drafted.host) == ([2, 3], [4, 4])
     assert torch.equal(proposal.tokens_BG, torch.stack(tokens[:3], 1))
     assert proposal.logits_BGV.shape == (2, 3, 3)
     assert (proposal.probs_BGV is None) == (temperature == 0)
@@ -75,4 +77,4 @@ def test_a_distribution_that_is_no_distribution_goes_on_to_the_decoder():
     for _ in range(3):
         drafts.add(torch.tensor([BROKEN]))
     assert not drafts.finished
-    assert drafts.proposal().num_drafted == [3]
+    assert drafts.proposal().num_drafted.host == [3]

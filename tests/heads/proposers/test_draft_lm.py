@@ -11,6 +11,7 @@ from eval.decoder.decode import decode
 from heads.artifact import load_draft
 from heads.frozen.loading import load_target
 from heads.proposers.draft_lm import DraftLM
+from heads.proposers.protocol import RoundInputs
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.token_tree import DynamicTreeSpec, Tree
 from tests.support.decoding import PROMPTS, requests_for
@@ -33,10 +34,10 @@ def test_a_row_may_have_fewer_tokens_than_its_neighbour_has_to_catch_up_on(tiny_
     draft, rng = DraftLM(model, 64), CounterRNG(0, [1, 2], torch.device("cpu"))
     rows = [[5, 9], [7, 3]]  # a prompt of one token each, and the first token of the answer
     draft.start(rows, 24)
-    draft.propose_tree(rows, SHAPES[shape], None, rng)
+    draft.propose_tree(RoundInputs.of(rows, rng), SHAPES[shape], None)
     draft.commit([len(path) for path in paths])
     rows = [[*row, *path, 40] for row, path in zip(rows, paths, strict=True)]
-    proposal = draft.propose_tree(rows, SHAPES[shape], None, rng)
+    proposal = draft.propose_tree(RoundInputs.of(rows, rng), SHAPES[shape], None)
     assert proposal.tokens_BG.tolist() == [likeliest(model, row, 5) for row in rows]
 
 

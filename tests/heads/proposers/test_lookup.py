@@ -12,6 +12,7 @@ from eval.decoder.decode import decode
 from heads.proposers import lookup as lookups
 from heads.proposers import suffixes
 from heads.proposers.lookup import PromptLookup, SuffixLookup
+from heads.proposers.protocol import RoundInputs
 from heads.proposers.suffixes import (
     MAX_COUNTED,
     MAX_SUFFIX,
@@ -22,6 +23,7 @@ from heads.proposers.suffixes import (
     SuffixAutomaton,
     interpolated,
 )
+from heads.sampling.counter_rng import CounterRNG
 from tests.support.decoding import PROMPTS, requests_for
 
 CPU = torch.device("cpu")
@@ -183,6 +185,6 @@ def test_an_answer_that_was_learnt_is_copied_round_after_round(tiny_llama, as_ta
 def test_prompt_lookup_copies_from_a_match_that_is_long_enough_and_goes_on_with_what_repeats(text, shortest, drafted):
     lookup = PromptLookup(CPU, longest=4, shortest=shortest)
     lookup.start([text], 20, None)
-    proposal = lookup.propose([text], 3, None, None, keep_logits=False)
+    proposal = lookup.propose(RoundInputs.of([text], CounterRNG(0, [0], CPU)), 3, None, keep_logits=False)
     assert proposal.tokens_BG[0].tolist() == drafted
-    assert proposal.num_drafted == [len(drafted)]
+    assert proposal.num_drafted.host == [len(drafted)]

@@ -52,7 +52,7 @@ class Sometimes:
         pass
 
     def keep_rows(self, rows):
-        self.rounds = [self.rounds[row] for row in rows]
+        self.rounds = [self.rounds[row] for row in rows.host]
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +65,9 @@ def watched(draft):
     """Return a draft, and a list that takes each row's text and logits whenever it proposes."""
     seen, propose = [], draft.propose
 
-    def proposing(tokens, *others, keep_logits):
-        proposal = propose(tokens, *others, keep_logits=True)
-        rows = zip(tokens, proposal.logits_BGV, proposal.num_drafted, strict=True)
+    def proposing(inputs, *others, keep_logits):
+        proposal = propose(inputs, *others, keep_logits=True)
+        rows = zip(inputs.tokens, proposal.logits_BGV, proposal.num_drafted.host, strict=True)
         seen.extend((list(row), logits_GV[:count].clone()) for row, logits_GV, count in rows if count)
         return proposal
 
@@ -116,7 +116,7 @@ def test_a_row_gets_the_same_tokens_in_any_batch_also_where_rows_differ_in_their
 def test_the_draft_is_not_run_in_rounds_of_the_lookup_and_keeps_up_with_a_long_copy(target, texts):
     draft, runs = head_proposer("eagle3", target.model), []
     propose = draft.propose
-    draft.propose = lambda tokens, *others, **named: runs.append(len(tokens[0])) or propose(tokens, *others, **named)
+    draft.propose = lambda inputs, *others, **named: runs.append(inputs.lengths.host[0]) or propose(inputs, *others, **named)
     both = LookupFirst(Sometimes(texts, target.device, every=10**9), draft, 64)
     config = GREEDY.model_copy(update={"max_new_tokens": 100})
     generations, _ = decode(target, requests_for(PROMPTS[:2]), config, both)

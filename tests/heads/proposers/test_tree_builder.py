@@ -8,6 +8,7 @@ from heads.families.registry import FAMILIES
 from heads.frozen.hidden_states import forward_states
 from heads.inference.causal_lm import new_cache
 from heads.proposers.draft_lm import DraftLM
+from heads.proposers.protocol import RoundInputs
 from heads.proposers.tree_builder import DynamicTreeBuilder
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.probabilities import token_probabilities
@@ -93,8 +94,9 @@ def rounds_of(draft, tree, drawn_by=None):
     """Yield the text and the proposal of two rounds of ragged rows; the second follows a path that is not the first branch."""
     tokens = [[*prompt, 1] for prompt in checks.PROMPTS[:2]]
     draft.start(tokens)
+    rng = CounterRNG(0, [7, 8], torch.device("cpu"))
     for kept in ([2, 0], None):
-        proposal = draft.proposer.propose_tree(tokens, tree, drawn_by, CounterRNG(0, [7, 8], torch.device("cpu")))
+        proposal = draft.proposer.propose_tree(RoundInputs.of(tokens, rng), tree, drawn_by)
         yield tokens, proposal
         if kept is not None:
             parents, ids = proposal.parents_BN.tolist(), proposal.tokens_BG.tolist()

@@ -16,6 +16,7 @@ from heads.families.registry import FAMILIES
 from heads.frozen.hidden_states import read_states
 from heads.inference.causal_lm import head_logits
 from heads.modules.interface import flat
+from heads.proposers.protocol import RoundInputs
 from heads.sampling.counter_rng import CounterRNG
 from tests.support.family_checks import (
     CONFIGS,
@@ -186,7 +187,8 @@ def block_of(head, model, prompt, anchor):
     fill = head.fill
     head.fill = lambda *inputs: seen.setdefault("states", fill(*inputs))
     proposer.start([prompt[: anchor + 1]], 32, read_states(model, torch.tensor([prompt[:anchor]]), head.taps))
-    proposer.propose([prompt[: anchor + 1]], 1, SamplingConfig(), CounterRNG(0, [0], model.device), keep_logits=False)
+    inputs = RoundInputs.of([prompt[: anchor + 1]], CounterRNG(0, [0], model.device))
+    proposer.propose(inputs, 1, SamplingConfig(), keep_logits=False)
     del head.fill
     return seen["states"][0]
 
@@ -237,8 +239,8 @@ def proposal_of(head, model, temperature, num_tokens):
     proposer = FAMILIES[head.settings.kind].propose(head, model.device)
     tokens = [[*PROMPTS[0], 5], [*PROMPTS[0], 9]]
     proposer.start(tokens, 24, read_states(model, torch.tensor([PROMPTS[0]] * 2), proposer.taps))
-    rng = CounterRNG(4, [0, 1], model.device)
-    return tokens, proposer.propose(tokens, num_tokens, SamplingConfig(temperature=temperature), rng, keep_logits=True)
+    inputs = RoundInputs.of(tokens, CounterRNG(4, [0, 1], model.device), num_drafts=num_tokens)
+    return tokens, proposer.propose(inputs, num_tokens, SamplingConfig(temperature=temperature), keep_logits=True)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
