@@ -1,11 +1,17 @@
-"""Medusa: independent residual heads on the target's final state, one for each future token.
+"""Medusa and Hydra: heads on the target's final state, one for each future token.
 
-Cai et al. 2024, arXiv 2401.10774. The state of position j, after the target's final norm, goes through one or more blocks x +
-SiLU(W x + b) for each depth and then through an output head. W and b start at 0, so an untrained head repeats the target's
-distribution of x_{j+1}. No head reads a drafted token, nor the pending one. Names of the tensors are those that vLLM knows.
+Medusa (Cai et al. 2024, arXiv 2401.10774): the state of position j, after the target's final norm, goes through blocks x +
+SiLU(W x + b) of each depth and then through an output head; no head reads a token. Departure: every block has weights of its
+own.
 
-Departure: every block has weights of its own; the published code repeats one block where a head has several.
-B batch, T positions, N rows of one depth, E width of the target, K depths, W draft vocabulary.
+Hydra (Ankner et al. 2024, arXiv 2402.05109): the head of depth k also reads the embeddings of x_{j+1} to x_{j+1+k}, the text's
+own in training, the pending and the drafted ones when decoding. Its first block narrows all that to the target's width, by R z
++ SiLU(W z). Hydra++ leads the final states through one decoder layer first ("prefix attention"). Departures: R starts as a copy
+of the state; embeddings are normed, since many targets' are small beside their states; no norm follows the prefix layer, whose
+output the target's own head can then read; one output head serves all depths. Left out: dropout.
+
+W and b start at 0, so an untrained head repeats the target's distribution of x_{j+1}. Medusa's tensor names are those of vLLM.
+B batch, T positions, N rows of one depth, E width of the target, K depths, F width of what a head reads, W draft vocabulary.
 """
 
 from __future__ import annotations
@@ -19,11 +25,13 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from configs.schema.decoding import SamplingConfig
-from configs.schema.heads import MedusaSettings
+from configs.schema.heads import HydraSettings, MedusaSettings
 from heads.frozen.hidden_states import TargetStates
-from heads.modules.autoregressive import FeatureProposer
+from heads.inference.kv_cache import RowCache
+from heads.modules.attention import CachedKeys, RowKeys, causal_ranges, visible_slots
+from heads.modules.autoregressive import ChainHead, FeatureChain, FeatureProposer
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins
-from heads.modules.layers import HeadLayer
+from heads.modules.layers import DraftLayer, HeadLayer, Rotary, layer_shape, norm
 from heads.modules.output_head import DraftHead, HeadModule
 from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.protocol import Proposal, RoundInputs
@@ -103,4 +111,68 @@ class MedusaDrafts(FeatureProposer):
         return self.module.draft_logits(window.last(window.features_BTF), num_tokens)
 
 
-FAMILY = Family(settings=MedusaSettings, build=Medusa, propose=MedusaDrafts, in_one_forward=True)
+MEDUSA = Family(settings=MedusaSettings, build=Medusa, propose=MedusaDrafts, in_one_forward=True)
+
+
+class Hydra(ChainHead):
+    """Hydra heads on a frozen target; the chain's state is what a head reads, longer by an embedding for each drafted token."""
+
+    settings: HydraSettings
+
+    def __init__(self, settings: HydraSettings, target: PreTrainedModel, vocabulary: DraftVocabulary | None) -> None:
+        super().__init__(target)
+        self.settings = settings
+        self.num_caches = int(settings.prefix_attention)
+        shape = layer_shape(target, settings.layer)
+        self.rotary = Rotary(shape)
+        self.prefix_layer = DraftLayer(shape) if settings.prefix_attention else None
+        self.embedding_norm = norm(shape) if settings.norm_embeddings else nn.Identity()
+        self.blocks = nn.ModuleList(
+            GroundedBlocks(shape.width, depth + 2, settings.num_layers) for depth in range(settings.num_depths)
+        )
+        self.lm_head = DraftHead(target, vocabulary, trainable=settings.train_head)
+
+    def forward(self, batch: Batch, states: TargetStates) -> list[Depth]:
+        states_BTE = self.features(states)
+        if self.prefix_layer is not None:
+            ranges = causal_ranges(batch.position_ids_BT, self.settings.window)
+            states_BTE = self.prefix_layer(states_BTE, self.rotary(states_BTE, batch.position_ids_BT), RowKeys(ranges))
+        embedded_BTE = self.embedding_norm(self.embed(batch.input_ids_BT))
+        depths = []
+        for depth, blocks in enumerate(self.blocks):
+            origins_N = labelled_origins(batch, depth)
+            known = [flat(embedded_BTE, origins_N + 1 + ahead) for ahead in range(depth + 1)]
+            hidden_ND = blocks(torch.cat([flat(states_BTE, origins_N), *known], -1))
+            depths.append(self.at_depth(depth, hidden_ND, origins_N))
+        return depths
+
+    def read(self, features_BTF: Tensor, ids_BT: Tensor, positions_BT: Tensor, cache: RowCache, depth: int) -> Tensor:
+        """See `ChainHead.read`; the states are what the head of this depth reads."""
+        if depth == 0 and self.prefix_layer is not None:
+            window = self.settings.window
+            keys = CachedKeys(cache, 0, visible_slots(cache, positions_BT, window), window)
+            features_BTF = self.prefix_layer(features_BTF, self.rotary.drafting(positions_BT), keys)
+        return torch.cat([features_BTF, self.embedding_norm(self.embed(ids_BT))], -1)
+
+    def to_head(self, states_BD: Tensor, depth: int) -> Tensor:
+        return cast(Tensor, self.blocks[depth](states_BD))
+
+
+class GroundedBlocks(HeadLayer):
+    """R z + SiLU(W z + b) of `num_parts` side by side, a state and embeddings, then residual blocks."""
+
+    def __init__(self, width: int, num_parts: int, num_layers: int) -> None:
+        super().__init__()
+        self.res_connection = nn.Linear(num_parts * width, width)
+        self.linear = nn.Linear(num_parts * width, width)
+        self.blocks = ResidualBlocks(width, num_layers)
+        for parameter in (*self.res_connection.parameters(), *self.linear.parameters()):
+            nn.init.zeros_(parameter)
+        nn.init.eye_(self.res_connection.weight)  # ones on the diagonal: the state, which comes first
+
+    def forward(self, read_NF: Tensor) -> Tensor:
+        """Return states `[..., E]` of what the head reads, `[..., num_parts * E]`."""
+        return cast(Tensor, self.blocks(self.res_connection(read_NF) + functional.silu(self.linear(read_NF))))
+
+
+HYDRA = Family(settings=HydraSettings, build=Hydra, propose=FeatureChain)

@@ -1,35 +1,33 @@
 """The head families by name.
 
-A new family is one file in this folder and its name in `NAMES` (docs/adding-a-head-family.md).
+A new family is a file in this folder and its line in `FAMILIES` (docs/adding-a-head-family.md).
 """
 
 from __future__ import annotations
 
-from importlib import import_module
 from itertools import chain
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from heads.families import corrected_blocks, dflash, eagle3, early_exit, medusa, mtp, peagle
 from heads.inference.llama_layers import pack
 from heads.modules.interface import Family
 from heads.modules.target_block import wide_tensors
 
-NAMES = (
-    "medusa",
-    "hydra",
-    "eagle3",
-    "peagle",
-    "block.dflash",
-    "block.dspark",
-    "block.dflash2",
-    "block.xpress",
-    "block.domino",
-    "mtp",
-    "early_exit",
-)
-
-FAMILIES: dict[str, Family] = {name.rpartition(".")[2]: import_module(f"heads.families.{name}").FAMILY for name in NAMES}
+FAMILIES: dict[str, Family] = {
+    "medusa": medusa.MEDUSA,
+    "hydra": medusa.HYDRA,
+    "eagle3": eagle3.FAMILY,
+    "peagle": peagle.FAMILY,
+    "dflash": dflash.FAMILY,
+    "dspark": corrected_blocks.DSPARK,
+    "dflash2": corrected_blocks.DFLASH2,
+    "xpress": corrected_blocks.XPRESS,
+    "domino": corrected_blocks.DOMINO,
+    "mtp": mtp.FAMILY,
+    "early_exit": early_exit.FAMILY,
+}
 
 
 def drafts_in_one_forward(kind: str) -> bool:

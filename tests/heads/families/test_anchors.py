@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from heads.families.block.dflash import choose_anchors, mix_blocks
+from heads.families.dflash import choose_anchors, mix_blocks
 from heads.modules.attention import Ranges
 from heads.modules.interface import NO_DOCUMENT, Batch
 
@@ -19,8 +19,8 @@ def test_values_and_gradients_are_those_of_a_dense_mask_over_the_row_and_all_blo
     q_BNXH, k_context, v_context, k_own, v_own = parts
     # Blocks at three places a row; the last block of the second row is padding and sees nothing.
     first_BA, end_BA = torch.tensor([[0, 0, 4], [0, 2, 0]]), torch.tensor([[2, 3, 6], [1, 5, 0]])
-    ranges = Ranges(first_BX=first_BA, end_BX=end_BA)
-    mixed = mix_blocks(q_BNXH, (k_context, v_context), (k_own, v_own), ranges)
+    ranges = Ranges(first_BX=first_BA.repeat_interleave(S, 1), end_BX=end_BA.repeat_interleave(S, 1))
+    mixed = mix_blocks(q_BNXH, (k_context, v_context), (k_own, v_own), ranges, S)
     visible_BAT = (torch.arange(T) >= first_BA.unsqueeze(-1)) & (torch.arange(T) < end_BA.unsqueeze(-1))
     own_BXX = torch.block_diag(*[torch.ones(S, S)] * A).bool().expand(B, -1, -1)
     mask_B1XS = torch.cat([visible_BAT.repeat_interleave(S, 1), own_BXX], -1).unsqueeze(1)

@@ -68,7 +68,8 @@ class DFlash(HeadModule):
         rotation = self.rotary(context_BTD, batch.position_ids_BT)
         places_BA = upload(anchors.places_BA, batch.input_ids_BT.device)
         pending_BA, first_BA = (each.gather(1, places_BA) for each in (batch.input_ids_BT, batch.position_ids_BT))
-        keys = BlockKeys(context_BTD, rotation, Ranges(first_BX=places_BA - first_BA, end_BX=places_BA))
+        ranges = Ranges(first_BX=places_BA - first_BA, end_BX=places_BA)
+        keys = BlockKeys(context_BTD, rotation, ranges, self.settings.block_size)
         states_BXD = self.embed(self._block_ids(pending_BA).flatten(1))
         rotation = self.rotary(states_BXD, self._block_positions(first_BA).flatten(1))
         for layer in self.layers:
@@ -267,28 +268,28 @@ def _drawn(rows_N: Tensor, documents_N: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class BlockKeys(LayerKeys):
-    """What blocks see besides themselves: of a context, turned by `rotation`, their ranges, one for all slots of a block."""
+    """What blocks see besides themselves: of a context, turned by `rotation`, their ranges, `ranges` by slot."""
 
-    def __init__(self, context_BTD: Tensor, rotation: Rotation, ranges: Ranges) -> None:
-        self.context_BTD, self.rotation, self.ranges = context_BTD, rotation, ranges
+    def __init__(self, context_BTD: Tensor, rotation: Rotation, ranges: Ranges, block_size: int) -> None:
+        self.context_BTD, self.rotation, self.block_size = context_BTD, rotation, block_size
+        ends = (each.repeat_interleave(block_size, 1) for each in (ranges.first_BX, ranges.end_BX))
+        self.of_slots = Ranges(first_BX=next(ends), end_BX=next(ends))
 
     def attend(self, attention: DraftAttention, states_BXD: Tensor, rotation: Rotation) -> Tensor:
         context = attention.keys_values(self.context_BTD, self.rotation)
         own = attention.keys_values(states_BXD, rotation)
-        return attention.output(mix_blocks(attention.queries(states_BXD, rotation), context, own, self.ranges))
+        q_BNXH = attention.queries(states_BXD, rotation)
+        return attention.output(mix_blocks(q_BNXH, context, own, self.of_slots, self.block_size))
 
 
-def mix_blocks(q_BNXH: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], ranges: Ranges) -> Tensor:
-    """Return the values `[B, N, X, H]` mixed by slots, in one softmax over the block's range of the context and its slots.
+def mix_blocks(q_BNXH: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], of_slots: Ranges, S: int) -> Tensor:
+    """Return the values `[B, N, X, H]` mixed by slots, in one softmax over their range of the context and their block's slots.
 
     `context` and `own` are keys and values `[B, M, T, H]` of the row and `[B, M, X, H]` of the slots.
     """
-    A = ranges.first_BX.shape[1]
-    S = q_BNXH.shape[2] // A
-    of_slots = Ranges(first_BX=ranges.first_BX.repeat_interleave(S, 1), end_BX=ranges.end_BX.repeat_interleave(S, 1))
     read_BNXH, log_sum_BNX = read_ranges(q_BNXH, *context, of_slots)
-    k_BMASH, v_BMASH = (each.unflatten(2, (A, S)) for each in own)
-    by_block = (each.unflatten(1, (k_BMASH.shape[1], -1)).unflatten(3, (A, S)) for each in (q_BNXH, read_BNXH, log_sum_BNX))
+    k_BMASH, v_BMASH = (each.unflatten(2, (-1, S)) for each in own)
+    by_block = (each.unflatten(1, (k_BMASH.shape[1], -1)).unflatten(3, (-1, S)) for each in (q_BNXH, read_BNXH, log_sum_BNX))
     q_BMGASH, read_BMGASH, log_sum_BMGAS = by_block
     own_BMGASR = torch.einsum("bmgash,bmarh->bmgasr", q_BMGASH, k_BMASH).to(log_sum_BNX.dtype) * q_BNXH.shape[-1] ** -0.5
     weights = torch.cat([log_sum_BMGAS.unsqueeze(-1), own_BMGASR], -1).softmax(-1).to(v_BMASH.dtype)
