@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from scripts.bench.tables import documents, fill_tables
 
 from configs.runtime.loading import load_config
 from configs.schema.commands.planning import PlanHeadsConfig
 from configs.schema.commands.running import STAGES
 from heads.families.registry import FAMILIES
 from heads.formats.exporting.exporter import engines_of
+from scripts.bench.tables import documents, fill_tables
 from scripts.cli import COMMANDS
 from tests.support.caches import random_conversations, write_rows
 from tests.test_entries import WITHOUT_CONFIG

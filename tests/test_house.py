@@ -20,13 +20,9 @@ from configs.schema.commands.refreshing import RefreshConfig
 from configs.schema.data import CacheConfig, DataConfig
 from configs.schema.evaluation import EvalConfig, GateConfig
 from configs.schema.training import DistillConfig, HeadsConfig
-from scripts.lab.head_settings import BenchCurveConfig, BenchHeadsConfig
-from scripts.lab.settings import ServeCheckConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 SCHEMAS = {
-    "bench": BenchHeadsConfig,
-    "curve": BenchCurveConfig,
     "cache": CacheConfig,
     "data": DataConfig,
     "distill": DistillConfig,
@@ -35,7 +31,6 @@ SCHEMAS = {
     "heads": HeadsConfig,
     "plan": PlanHeadsConfig,
     "refresh": RefreshConfig,
-    "serve": ServeCheckConfig,
 }
 PAGES_WITH_COMMANDS = (
     "walks",
@@ -48,7 +43,7 @@ PAGES_WITH_COMMANDS = (
     "modalities",
 )
 OTHER_TOOLS = {"accelerate", "deepspeed"}  # their files are YAML, and checked by the tool itself
-RECIPES = sorted([*(ROOT / "configs").glob("*/*.yaml"), *(ROOT / "scripts" / "lab" / "configs").glob("*/*.yaml")])
+RECIPES = sorted((ROOT / "configs").glob("*/*.yaml"))
 ENTRIES = {
     "train/distill.py": [],
     "train/heads.py": [],
@@ -60,7 +55,6 @@ ENTRIES = {
     "scripts/data.py": [],
     "scripts/plan.py": [],
     "scripts.serve_states": [],
-    "scripts/lab/benchmark.py": ["decode"],
     "scripts.export": ["artifact", "--to", "vllm", "--out", "out"],
     "scripts.import_draft": ["draft", "--out", "out"],
     "scripts.push": ["artifact", "--report", "report.json", "--repo-id", "name"],
@@ -182,7 +176,7 @@ def test_each_entry_has_a_help_and_answers_an_unknown_key_with_one_line(entry, r
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("entry", ["train/heads.py", "scripts/lab/benchmark.py"])
+@pytest.mark.parametrize("entry", ["train/heads.py", "scripts/plan.py"])
 def test_an_entry_runs_as_a_script_from_another_folder(entry, tmp_path):
     command = [sys.executable, str(ROOT / entry), *ENTRIES[entry], *UNKNOWN_KEY]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)

@@ -38,7 +38,7 @@ from heads.device import restored_random_state
 from heads.families.registry import serve
 from heads.modules.interface import Depth
 from heads.modules.output_head import HeadModule
-from heads.proposers.protocol import Proposal, Proposer
+from heads.proposers.protocol import Proposal, Proposer, RoundInputs
 from train.loop.checkpoints import Progress
 from train.tasks.head import HeadTask
 
@@ -187,9 +187,9 @@ def largest_gap(task: HeadTask, module: nn.Module, text: Example, num_drafts: in
     proposer: Any = task.family.propose(head, task.target.device)
     propose, rounds = proposer.propose, []
 
-    def recording(tokens: Sequence[Sequence[int]], *args: Any, keep_logits: bool) -> Proposal:
-        proposal = propose(tokens, *args, keep_logits=True)
-        rounds.append((list(tokens[0]), proposal))
+    def recording(inputs: RoundInputs, *args: Any, keep_logits: bool) -> Proposal:
+        proposal = propose(inputs, *args, keep_logits=True)
+        rounds.append((list(inputs.tokens[0]), proposal))
         return proposal
 
     proposer.propose = recording

@@ -30,10 +30,11 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "medusa": {"head": {"kind": "medusa"}},
     "dflash": {"head": {"kind": "dflash", "taps": [1, 2, 4], "mask_token_id": 0}, "schedule": {"mixed_precision": "bf16"}},
 }
-TREE = {"kind": "static", "branching": [2, 2, 1]}  # which block heads do not draft
-WAYS: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"temperature": 1.0, "batch_size": 4}}
-TREES = {"a tree, greedy": {"tree": TREE}, "a tree, sampled": {"tree": TREE, "temperature": 0.7, "batch_size": 4}}
-DECODINGS = {name: WAYS | ({} if name == "dflash" else TREES) for name in DRAFTS}
+TREE: dict[str, Any] = {"kind": "static", "branching": [2, 2, 1]}  # which block heads do not draft
+WAYS: dict[str, Any] = {"greedy": {}, "sampled": {"temperature": 1.0, "batch_size": 4}}
+DRAWN: dict[str, Any] = {"temperature": 0.7, "batch_size": 4, "tree": TREE}
+TREES: dict[str, Any] = {"a tree, greedy": {"tree": TREE}, "a tree, sampled": DRAWN}
+DECODINGS: dict[str, dict[str, Any]] = {name: WAYS | ({} if name == "dflash" else TREES) for name in DRAFTS}
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} <end> {% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
 
 
@@ -44,7 +45,8 @@ def main() -> int:
     parser.add_argument("--speed", type=int, metavar="REPEATS", help="time both in turns, as often as this")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        work, runs = Path(folder), ([], [])
+        work = Path(folder)
+        runs: tuple[list[Path], list[Path]] = ([], [])
         make_target(work / "target", width=256 if given.speed else 64)
         roots = [_checkout(name, work / f"tree-{number}") for number, name in enumerate((given.base, given.head))]
         try:
@@ -83,8 +85,9 @@ def make_target(folder: Path, width: int) -> None:
     special = {"eos_token": "<end>", "pad_token": "<pad>", "unk_token": "<pad>"}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE, **special).save_pretrained(folder)
     torch.manual_seed(0)
-    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 4, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=128, num_key_value_heads=2, eos_token_id=1, **sizes))
+    blocks: dict[str, Any] = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    values: dict[str, Any] = {"vocab_size": 128, "eos_token_id": 1, "hidden_size": width, "intermediate_size": 2 * width}
+    model = LlamaForCausalLM(LlamaConfig(**values, **blocks))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4.0 if parameter.ndim == 2 else 1.0)  # as they are initialised, nearly every token is a tie
@@ -103,7 +106,9 @@ def do_work(root: Path, output: Path) -> None:
     files = {name: str(output / "data" / f"{name}.jsonl") for name in ("train", "held_out")}
     for name, draft in DRAFTS.items():
         schedule = {"batch_size": 4, "max_steps": 20, "log_every_steps": 1, "mixed_precision": "no", "trackers": []}
-        config = {**draft, "target": target, "data": files, "schedule": schedule | draft.get("schedule", {})}
+        config: dict[str, Any] = {"target": target, "data": files, **draft}
+        config["schedule"] = schedule | draft.get("schedule", {})
+        config |= {} if name == "draft_lm" else {"sanity": {"enabled": False}}
         _run(root, ("train.distill" if name == "draft_lm" else "train.heads",), output / name, config)
         for way, decode in DECODINGS[name].items():
             config = {"target": target, "draft": str(output / name / "artifact"), "baselines": [], "generate_prompts": 0}
@@ -163,7 +168,6 @@ def print_differences(base: dict[str, Any], head: dict[str, Any]) -> int:
 
 
 def print_speed(base: list[Path], head: list[Path]) -> int:
-    """Print the time of each work in BASE over that in HEAD: above 1, HEAD is faster."""
     pairs = [(_seconds(one), _seconds(other)) for one, other in zip(base, head, strict=True)]
     for what in pairs[0][0]:
         ratios = [one[what] / other[what] for one, other in pairs]

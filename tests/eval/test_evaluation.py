@@ -28,8 +28,7 @@ from eval.release.checks import judge, read_artifact
 from eval.run import main
 from heads.metadata import PROMPTS_FILE
 from heads.proposers.lookup import PromptLookup
-from scripts.lab.bench.turns import measure
-from tests.support.evaluations import report_in, tiny_evaluation, write_suite
+from tests.support.evaluations import measure, report_in, tiny_evaluation, write_suite
 
 FILES = ["records.jsonl", "report.html", "report.json", "report.md", "run.json", "seconds.json"]
 

@@ -14,8 +14,8 @@ from configs.runtime.command import DONE
 from distill.cache.writer import make_cache
 from distill.generation.make_dataset import make_dataset
 from scripts.check.vllm_server import free_port
-from scripts.lab.fault_injection.children import Child
-from scripts.lab.fault_injection.setup import STEPS, TinyProject
+from tests.support.children import Child
+from tests.support.tiny_project import STEPS, TinyProject
 from tests.support.training_runs import read_evaluations
 from train.launch import run_distillation
 from train.tasks.draft import DraftTask

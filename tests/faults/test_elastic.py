@@ -1,4 +1,4 @@
-"""scripts/cluster/torchrun_elastic.sh: a process is lost, or a node, whose launcher and processes are killed."""
+"""scripts/cluster/node.sh with NUM_NODES=MIN:MAX: a process is lost, or a node, whose launcher and processes are killed."""
 
 import os
 import signal
@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from configs.runtime.command import DONE
 from scripts.check.vllm_server import free_port
-from scripts.lab.bench.engines import largest_difference, read_metric
 from tests.faults.conftest import start_pair
 from tests.faults.test_cluster import CLUSTER, LENGTHS, ROOT, environment, written
+from tests.support.launched_runs import largest_difference, read_metric
 from train.launch import run_distillation
 
 TOLERANCE = 1e-5  # of a loss or a gradient's norm, as a share; of a weight
@@ -24,8 +24,8 @@ FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 
 
 def test_an_elastic_launch_refuses_a_recipe_that_it_inherits(tmp_path):
-    command = ["bash", str(CLUSTER / "torchrun_elastic.sh"), "train/heads.py"]
-    variables = environment(RECIPE="configs/accelerate/zero2.yaml", PYTHON="false")
+    command = ["bash", str(CLUSTER / "node.sh"), "train/heads.py"]
+    variables = environment(RECIPE="configs/accelerate/zero2.yaml", PYTHON="false", NUM_NODES="1:2")
     ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=30, check=False)
     assert ended.returncode == 2
     assert "error: RECIPE=configs/accelerate/zero2.yaml needs a fixed number of nodes" in ended.stderr
@@ -45,14 +45,16 @@ def workers(config):
     return found
 
 
-@pytest.mark.slow  # twenty seconds on two free cores: make cluster-check
+@pytest.mark.slow  # twenty seconds on two free cores
 def test_torchrun_starts_both_processes_again_when_one_is_killed_and_nothing_is_lost(project, tmp_path, start):
     lengths = LENGTHS | {"batch_size": 2}
     config = written(project.distill(tmp_path / "run", **lengths), tmp_path / "recipe.yaml")
-    command = ["bash", str(CLUSTER / "torchrun_elastic.sh"), str(ROOT / "train" / "distill.py"), "--config", config]
+    command = ["bash", str(CLUSTER / "node.sh"), str(ROOT / "train" / "distill.py"), "--config", config]
     said = tmp_path / "said"
     with said.open("wb") as file:
-        run = subprocess.Popen(command, env=environment(PROCESSES_PER_NODE="2", MAX_RESTARTS="1"), stdout=file, stderr=file)
+        run = subprocess.Popen(
+            command, env=environment(NUM_NODES="1:1", PROCESSES_PER_NODE="2", MAX_RESTARTS="1"), stdout=file, stderr=file
+        )
     try:
         deadline = time.monotonic() + 120
         while not (tmp_path / "run" / "checkpoints" / "step-00000020").exists():
@@ -85,8 +87,8 @@ def start_node(tmp_path):
         """Return its process and the file of what it says; the first one hosts the store by which nodes find each other."""
         meeting = f"{PATIENCE},is_host={int(not nodes)}"
         said = tmp_path / f"node-{len(nodes)}"
-        command = ["bash", str(CLUSTER / "torchrun_elastic.sh"), str(ROOT / "train" / "distill.py"), "--config", config]
-        sizes = {"MIN_NODES": "1", "MAX_NODES": "2", "MAX_RESTARTS": "2", "PET_RDZV_CONF": meeting}
+        command = ["bash", str(CLUSTER / "node.sh"), str(ROOT / "train" / "distill.py"), "--config", config]
+        sizes = {"NUM_NODES": "1:2", "MAX_RESTARTS": "2", "PET_RDZV_CONF": meeting}
         with said.open("wb") as file:
             node = psutil.Popen(command, env=environment(**sizes | more), stdout=file, stderr=file)
         nodes.append(node)
@@ -112,7 +114,7 @@ def wait_for(condition, nodes, seconds=120):
         time.sleep(0.02)
 
 
-@pytest.mark.slow  # a minute: make cluster-check
+@pytest.mark.slow  # a minute
 @pytest.mark.parametrize("engine", [{}, FSDP2], ids=["DDP", "FSDP2"])
 def test_a_run_that_loses_a_node_takes_the_same_steps_with_the_other_one(project, tmp_path, start, start_node, engine):
     schedule = LENGTHS | {"max_steps": 60, "batch_size": 2, "micro_batches_per_step": 2, "trackers": ["tensorboard"]}

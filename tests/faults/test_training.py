@@ -8,8 +8,8 @@ import time
 import pytest
 
 from configs.runtime.command import BAD_INPUT, FAILED, TERMINATED
-from scripts.lab.fault_injection.setup import EVERY
 from tests.faults.conftest import at_call, content, die_at_step, kill_at_call, send_here
+from tests.support.tiny_project import EVERY
 from train.launch import run_distillation
 from train.loop import checkpoints
 from train.loop.checkpoints import list_checkpoints, read_manifest

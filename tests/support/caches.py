@@ -1,5 +1,6 @@
 """Builders for tests of target caches: conversations of random tokens, a cache job run to its end, and damage."""
 
+import numpy as np
 import torch
 
 from configs.runtime.files import sha256_of
@@ -84,3 +85,9 @@ def flip_a_bit(path):
     content = bytearray(path.read_bytes())
     content[-50] ^= 1
     path.write_bytes(content)
+
+
+def efficiency(batches, lengths):
+    """Return the tokens among all positions of batches, whose rows are conversations or several of them."""
+    sizes = [[int(lengths[np.atleast_1d(row)].sum()) for row in batch] for batch in batches]
+    return sum(map(sum, sizes)) / sum(len(batch) * max(batch) for batch in sizes)

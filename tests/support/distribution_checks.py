@@ -1,7 +1,7 @@
 """Samples of the whole decoder on a tiny model against the target's exact distribution, by the shape of drafts and the rule.
 
 The first tokens of answers to one prompt: one comes from the prefill, the next ones from rounds. Shared by the quick test of
-the suite and by `make distribution-check`, which has fifty times the samples.
+the suite and by `make slow`, which has fifty times the samples.
 """
 
 from __future__ import annotations

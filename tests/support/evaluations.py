@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import EvalConfig, LosslessConfig, SuiteConfig
 from configs.schema.target import TargetConfig
+from eval.decoder.decode import Request
+from eval.measure.interleaved import Follow, Measurement, in_batches
+from eval.measure.record_files import Records
 from eval.report.schema import Report, load_report
+from heads.frozen.loading import Target
+from heads.proposers.protocol import Proposer
 
 
 def tiny_evaluation(
@@ -43,3 +48,23 @@ def write_suite(path: Path, rows: Iterable[dict[str, Any]]) -> SuiteConfig:
     """Write rows as a suite's file; return the config that reads it."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return SuiteConfig(path=str(path))
+
+
+def measure(
+    target: Target,
+    requests: Sequence[Request],
+    config: EvalConfig,
+    proposers: Mapping[str, Proposer],
+    *,
+    follow: Follow | None = None,
+    settings: Mapping[str, DecodeConfig] | None = None,
+) -> Records:
+    """Decode requests plainly and with each proposer, those that `settings` names by these, as an evaluation does."""
+    measurement = Measurement(target, config, proposers, follow)
+    measurement.settings |= settings or {}
+    batches = in_batches(requests, config.decode.batch_size)
+    records = Records()
+    measurement.warm_up(batches)
+    for batch in batches:
+        records.extend(measurement.measure_batch(batch))
+    return records

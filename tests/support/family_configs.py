@@ -1,11 +1,11 @@
-"""The cross-section of the families of `make models-check` that the suite repeats, in its tiny models.
+"""The cross-section of the families of `make models` that the suite repeats, in its tiny models.
 
 `HYBRIDS` are those that carry states: recurrent, linear-attention and convolutional blocks, some of them beside attention.
 """
 
 from functools import cache
 
-from scripts.lab.models_check import architectures
+from tests.support import architectures
 
 VOCAB_SIZE = architectures.VOCAB_SIZE
 STATELESS = (

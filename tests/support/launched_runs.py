@@ -1,11 +1,13 @@
 """Whole runs of the training entries' work in processes of their own, with the environment of the recipe files."""
 
+import json
 import os
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
@@ -13,10 +15,10 @@ from safetensors.torch import load_file
 
 from configs.runtime.command import DONE
 from scripts.check.vllm_server import free_port
-from scripts.lab.bench.engines import largest_difference, read_losses, read_metric, split_everything
-from scripts.lab.fault_injection.children import Child
-from scripts.lab.fault_injection.setup import TinyProject
+from tests.support.children import Child
+from tests.support.tiny_project import TinyProject
 from train.launch import run_distillation, run_heads
+from train.telemetry.records import METRICS_FILE, read_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDS_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
@@ -93,6 +95,36 @@ class Runs:
             assert [child.end() for child in children] == [DONE] * num_processes, [child.said[-3000:] for child in children]
             self.done[key] = self.folder / key
         return self.done[key]
+
+
+def split_everything(recipe: Path, folder: Path) -> Path:
+    """Return a copy of an accelerate config whose DeepSpeed config splits weights however small, as a tiny model's all are."""
+    config = yaml.safe_load(recipe.read_text())
+    if "deepspeed_config" in config:
+        deepspeed = json.loads((ROOT / config["deepspeed_config"]["deepspeed_config_file"]).read_text())
+        if deepspeed["zero_optimization"]["stage"] == 3:
+            deepspeed["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        copy = folder / f"{recipe.stem}.json"
+        copy.write_text(json.dumps(deepspeed))
+        config["deepspeed_config"]["deepspeed_config_file"] = str(copy)
+    made = folder / recipe.name
+    made.write_text(yaml.safe_dump(config))
+    return made
+
+
+def largest_difference(losses, expected) -> float:
+    """Return the largest difference of a step's value, as a share of the expected one, of curves of the same length."""
+    return max(abs(loss - other) / abs(other) for loss, other in zip(losses, expected, strict=True))
+
+
+def read_losses(output: Path) -> list[float]:
+    return read_metric(output, "loss")
+
+
+def read_metric(output: Path, name: str) -> list[float]:
+    """Return a training metric of each step of a run; after a resume, the later value of a step."""
+    values = {row["step"]: row[name] for row in read_lines(output / METRICS_FILE) if name in row}
+    return [values[step] for step in sorted(values)]
 
 
 def assert_same_metrics(found: Path, expected: Path) -> None:

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import torch
+
 HEADS = {
     "medusa": {"kind": "medusa", "num_depths": 3},
     "hydra": {"kind": "hydra", "num_depths": 3},
@@ -24,8 +26,11 @@ class Misled:
     def start(self, tokens, capacity, states):
         self.proposer.start(tokens, capacity, self.states(states))
 
-    def propose(self, tokens, *args, **settings):
-        return self.proposer.propose([self.tokens(row) for row in tokens], *args, **settings)
+    def propose(self, inputs, *args, **settings):
+        tokens = [self.tokens(row) for row in inputs.tokens]
+        pending_B1 = torch.tensor([row[-1:] for row in tokens], device=inputs.pending_B1.device)
+        inputs = dataclasses.replace(inputs, tokens=tokens, pending_B1=pending_B1)
+        return self.proposer.propose(inputs, *args, **settings)
 
     def commit(self, num_accepted, states):
         self.proposer.commit(num_accepted, self.states(states))

@@ -23,8 +23,8 @@ from distill.generation.make_dataset import make_dataset
 from eval.evaluation import evaluate
 from heads.frozen.hidden_states import read_states
 from heads.frozen.loading import load_target
-from scripts.lab.models_check.architectures import tiny_model
-from scripts.lab.models_check.media_models import PLACEHOLDER, picture, save_processor, sound
+from tests.support.architectures import tiny_model
+from tests.support.media_models import PLACEHOLDER, picture, save_processor, sound
 from train.launch import run_heads
 
 pytest.importorskip("PIL")

@@ -19,9 +19,8 @@ from distill.generation.make_dataset import make_dataset
 from eval.evaluation import evaluate
 from heads.frozen.loading import load_target
 from heads.frozen.processes import join_processes
-from scripts.lab.bench.engines import read_losses
 from tests.faults.conftest import die_at_step
-from tests.support.launched_runs import NEEDS_DEEPSPEED, Runs, assert_same_metrics
+from tests.support.launched_runs import NEEDS_DEEPSPEED, Runs, assert_same_metrics, read_losses
 from tests.support.training_runs import read_evaluations
 from train.telemetry.records import METRICS_FILE
 

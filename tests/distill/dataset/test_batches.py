@@ -10,8 +10,7 @@ from accelerate.data_loader import prepare_data_loader
 from configs.runtime.errors import InputError
 from distill.dataset.batches import BucketedBatchSampler, ConversationDataset, balanced, collate, make_loader
 from heads.modules.interface import NO_DOCUMENT
-from scripts.lab.bench.scale import efficiency
-from tests.support.caches import conversation
+from tests.support.caches import conversation, efficiency
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ from distill.dataset.batches import BucketedBatchSampler, ConversationDataset, E
 from distill.dataset.packing import PackedBatchSampler, collate_packed
 from heads.frozen.hidden_states import read_states
 from heads.modules.interface import NO_DOCUMENT
-from scripts.lab.bench.scale import efficiency
-from tests.support.caches import cache_job, conversation, random_conversations, run, write_rows
+from tests.support.caches import cache_job, conversation, efficiency, random_conversations, run, write_rows
 
 PACK_LENGTH = 96
 

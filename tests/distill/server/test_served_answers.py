@@ -21,7 +21,7 @@ from eval.lossless.teacher_forcing import check_tokens
 from heads.frozen.loading import load_target
 from tests.support.vllm_engine import vllm_serving
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 MAX_NEW_TOKENS = 40
 SERVED = {"model": "smollm2", "concurrency": 4, "timeout_seconds": 300.0}

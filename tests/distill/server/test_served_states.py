@@ -22,7 +22,7 @@ from tests.support.caches import conversation, write_rows
 from tests.support.vllm_engine import vllm_serving
 from train.launch import run_heads
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 TAPS = [0, 1, 2, 3]
 RELATIVE_DIFFERENCE = 1e-5

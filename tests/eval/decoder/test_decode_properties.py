@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from configs.schema.decoding import DecodeConfig
 from configs.schema.drafting import StaticTree
 from eval.decoder.decode import Request, decode
-from scripts.lab.models_check.scripted_drafts import ScriptedDrafts
+from tests.support.scripted_drafts import ScriptedDrafts
 
 VOCAB_SIZE, NUM_TOKENS, CONTEXT = 64, 16, 18
 # Of 6 to 9 tokens; no two begin alike.

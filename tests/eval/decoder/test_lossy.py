@@ -35,9 +35,9 @@ from eval.decoder.rules import CANDIDATE_RULES, match_tree, verify_block, verify
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.lookup import PromptLookup
 from heads.sampling.probabilities import DRAWS, token_probabilities
-from scripts.lab.bench.turns import measure
 from tests.support.decoding import assert_same_alone, requests_for
 from tests.support.enumeration import distribution_of_draws, enumerate_rule, enumerate_tree, random_toy, tokens_of
+from tests.support.evaluations import measure
 
 PROMPTS = [(7, 12, 3), (20, 9, 9, 31, 5, 6), (40,)]
 TREES = {

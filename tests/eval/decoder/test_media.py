@@ -1,6 +1,6 @@
 """Prompts with images or sounds: what cannot be read is refused, and sounds in a URL are those of a file.
 
-That decoding gives what transformers' `generate` gives with the same media is in `tests/scripts/lab/models_check`.
+That decoding gives what transformers' `generate` gives with the same media is in `tests/models`.
 """
 
 import base64
@@ -15,10 +15,10 @@ from configs.schema.target import TargetConfig
 from eval.decoder.decode import decode
 from heads.frozen.loading import load_target
 from heads.frozen.tokenizer import OBJECT, SOUND
-from scripts.lab.models_check.architectures import tiny_model
-from scripts.lab.models_check.cases import Case
-from scripts.lab.models_check.media_models import sound
-from scripts.lab.models_check.media_stage import media_requests, media_target
+from tests.models.cases import Case
+from tests.models.media_stage import media_requests, media_target
+from tests.support.architectures import tiny_model
+from tests.support.media_models import sound
 
 pytest.importorskip("PIL")
 SHORT = DecodeConfig(num_speculative_tokens=0, max_new_tokens=8)

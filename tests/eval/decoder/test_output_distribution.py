@@ -1,6 +1,6 @@
 """What the whole decoder samples follows the target's distribution, for every shape and rule.
 
-The quick tests run 2,000 samples a case, the slow ones, `make distribution-check`, 100,000, at which a bias of one in a
+The quick tests run 2,000 samples a case, the slow ones 100,000, at which a bias of one in a
 hundred shows.
 """
 

@@ -23,8 +23,8 @@ from eval.measure.proposers import (
 )
 from heads.frozen.hidden_states import num_blocks
 from heads.proposers.draft_lm import DraftLM
-from scripts.lab.bench.turns import measure
 from tests.support.caches import write_rows
+from tests.support.evaluations import measure
 
 NAMES = ["prompt_lookup", "suffix_lookup", "self_speculation"]
 PROMPTS = [(7, 12, 3), (20, 9, 9), (40, 7, 12)]

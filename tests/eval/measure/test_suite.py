@@ -21,8 +21,7 @@ from eval.release.checks import judge
 from eval.report.comparison import compare
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.lookup import PromptLookup
-from scripts.lab.bench.turns import measure
-from tests.support.evaluations import report_in, tiny_evaluation, write_suite
+from tests.support.evaluations import measure, report_in, tiny_evaluation, write_suite
 
 HOUSE = "eval/suites/house64.jsonl"
 CATEGORIES = ["writing", "coding", "maths", "reasoning", "extraction", "translation", "summarising", "chat"]

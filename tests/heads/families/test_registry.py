@@ -14,7 +14,7 @@ from heads.frozen.loading import recast
 from heads.metadata import WEIGHTS_FILE
 from heads.proposers.protocol import RoundInputs
 from heads.sampling.counter_rng import CounterRNG
-from scripts.lab.models_check import architectures
+from tests.support import architectures
 from tests.support import family_checks as checks
 from tests.support.family_checks import SETTINGS
 

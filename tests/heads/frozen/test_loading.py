@@ -14,7 +14,7 @@ from configs.schema.target import TargetConfig
 from heads.device import choose_device
 from heads.frozen.loading import load_target, recast
 from heads.inference.causal_lm import read_documents
-from scripts.lab.models_check import architectures
+from tests.support import architectures
 
 NO_SYSTEM = (
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}{{ messages[0]['content'] }}"

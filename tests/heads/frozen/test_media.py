@@ -13,7 +13,7 @@ from configs.runtime.errors import InputError
 from configs.schema.target import AudioConfig, ImagesConfig
 from heads.frozen.media import read_image, read_sound
 from heads.frozen.tokenizer import SOUND
-from scripts.lab.models_check.media_models import sound
+from tests.support.media_models import sound
 
 Image = pytest.importorskip("PIL.Image")
 RATE = 16000

@@ -18,7 +18,7 @@ from heads.inference.causal_lm import forward_rows, new_cache
 from heads.inference.model_checks import check_split
 from heads.inference.runner import first_of_equals
 from heads.proposers.draft_lm import DraftLM
-from scripts.lab.models_check.architectures import tiny_config
+from tests.support.architectures import tiny_config
 from tests.support.family_configs import tiny_model
 
 # By name of the models check, what is refused: by way of decoding, or in all ways.

@@ -22,7 +22,6 @@ from configs.schema.target import TargetConfig
 from configs.schema.training import OptimizerConfig, ScheduleConfig
 from configs.startup import FAILED
 from heads.frozen.processes import join_processes
-from scripts.lab.bench.engines import read_losses, read_metric
 from tests.faults.conftest import die_at_step
 from tests.support.launched_runs import (
     EVERY,
@@ -33,6 +32,8 @@ from tests.support.launched_runs import (
     assert_same_metrics,
     environment_of,
     launch_arguments,
+    read_losses,
+    read_metric,
 )
 from train import launch
 from train.loop import engines

@@ -1,0 +1,330 @@
+"""The distillation loss, and training steps from a cache, online and by TRL, in turns: `python -m scripts.bench.distill`.
+
+Needs the draft LM of `make bench`. TRL's sides are left out where `trl` is not installed (written for 1.16.0; its trainer
+runs at its best: no activation checkpointing, no logging, no data loading in the step). Both sides of the loss take the
+same random hidden states and frozen bfloat16 heads, a process each pass. B batch, T positions of a row; N positions, D width, V
+vocabulary of the loss.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import logging
+import math
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.utils import set_seed
+from torch import Tensor
+from torch.nn import functional as F
+
+from configs.runtime.command import DONE, GATE_FAILED, run_command
+from configs.schema.base import PositiveInt, Settings
+from configs.schema.training import DistillConfig, LossConfig
+from distill.cache.reader import open_cache
+from distill.dataset.batches import ConversationDataset, make_loader
+from distill.dataset.conversations import MANIFEST, read_conversations
+from distill.loss.divergences import jsd
+from distill.loss.fused import DraftRows, TargetRows, fused_loss
+from distill.loss.logit_head import LogitHead
+from distill.student.init import initial_draft
+from eval.stats.bootstrap import Interval, paired_ratio_interval
+from heads.frozen.loading import load_target
+from heads.metadata import read_metadata
+from heads.modules.interface import NO_DOCUMENT, Batch
+from scripts.bench.harness import (
+    SEED,
+    SideTurns,
+    in_fresh_process,
+    measure_growth,
+    run_module,
+    speed_ratio,
+    take_turns,
+    write_results,
+)
+from train.launch import make_accelerator
+from train.loop.engines import make_optimizer
+from train.tasks.draft import DraftTask
+
+log = logging.getLogger("draftsmith")
+
+OURS, UNCHUNKED = "chunked", "unchunked"
+ONLINE, CACHED = "online", "cached"
+GKD, SAME_WORK, DEFAULT = "trl_gkd", "ours, the same work", "ours, our default"
+TRL_IS_INSTALLED = importlib.util.find_spec("trl") is not None
+IGNORED = -100  # TRL's label of a position that is not trained
+
+Step = Callable[[Batch], float]  # an optimiser step; returns the loss before it
+
+
+class LossBenchConfig(Settings):
+    """Forward and backward over random hidden states and frozen heads."""
+
+    vocab_size: PositiveInt = 151_936  # rows of both heads
+    width: PositiveInt = 576  # of both sides' hidden states
+    chunk_size: PositiveInt = 128  # positions whose logits live at one time in our loss
+    positions: PositiveInt = 4096  # the unchunked loss takes 36 bytes a position and token: 21 GiB
+    repeats: PositiveInt = 3  # processes by side, each for one pass
+
+
+class DistillBenchConfig(Settings):
+    """`python -m scripts.bench.distill`: the loss's memory and time, training from a cache, training beside TRL."""
+
+    draft: str = "runs/heads/draft_lm/artifact"  # a distilled draft LM; its target, data and recipe are what is measured
+    loss: LossBenchConfig = LossBenchConfig()
+    num_batches: PositiveInt = 12  # timed optimiser steps by side
+    trl_batch_size: PositiveInt = 4  # conversations a batch beside TRL's trainer
+    bootstrap_samples: PositiveInt = 2000
+    output: str = "docs/results/distill.json"
+
+
+def compare_distillation(config: DistillBenchConfig) -> int:
+    recipe = DistillConfig.model_validate(read_metadata(Path(config.draft)).training)
+    samples = config.bootstrap_samples
+    rows, loss_ratios, agrees = measure_losses(config.loss, samples)
+    with TemporaryDirectory(prefix="bench-distill-") as scratch:
+        sides = Sides(config, recipe, Path(scratch))
+        cached, beside_trl = sides.compare_cached(), sides.compare_with_trl() if TRL_IS_INSTALLED else {}
+    ratios = {"cached_speed_vs_online": speed_ratio(cached[CACHED], cached[ONLINE], lambda _: 1.0, samples=samples)}
+    for name, prefix in ((SAME_WORK, ""), (DEFAULT, "default_")) if beside_trl else ():
+        ratio = speed_ratio(beside_trl[name], beside_trl[GKD], float, samples=samples)
+        ratios[f"{prefix}tokens_per_second_vs_trl_gkd"] = ratio
+    rows += [*step_rows(cached, recipe.schedule.batch_size), *step_rows(beside_trl, config.trl_batch_size)]
+    write_results(
+        config.output,
+        "distill",
+        rows=rows,
+        ratios=loss_ratios | ratios,
+        config=config,
+        threads=torch.get_num_threads(),
+    )
+    if not agrees:
+        log.error("the two losses have different values: a ratio of the times of two computations would mean nothing")
+    return DONE if agrees else GATE_FAILED
+
+
+class Sides:
+    """The trainings that take turns; nothing is written outside `scratch`."""
+
+    def __init__(self, config: DistillBenchConfig, recipe: DistillConfig, scratch: Path) -> None:
+        data, schedule = recipe.data.model_copy(update={"cache": None}), recipe.schedule.model_copy(update={"trackers": []})
+        self.recipe = recipe.model_copy(update={"data": data, "schedule": schedule, "output": str(scratch / "run")})
+        self.config, self.scratch = config, scratch
+        self.accelerator = make_accelerator(schedule, scratch)
+        self.target = load_target(recipe.target.model_copy(update={"device": str(self.accelerator.device)}))
+        self.rows = read_conversations(Path(data.train))
+
+    def compare_cached(self) -> dict[str, SideTurns[int]]:
+        """Train from a cache of the target's states, made beforehand and untimed, and with the target running."""
+        rows = self.rows[: self.config.num_batches * self.recipe.schedule.batch_size]
+        file, folder = self.scratch / "cached.jsonl", self.scratch / "cache"
+        file.write_text("".join(row.to_line() for row in rows), encoding="utf-8")
+        shutil.copy(Path(self.recipe.data.train).with_name(MANIFEST), self.scratch)
+        target, length = self.recipe.target, self.recipe.data.max_length
+        settings = {"target.name": target.name, "target.dtype": target.dtype, "dtype": target.dtype, "max_length": length}
+        changes = [f"{key}={value}" for key, value in {**settings, "data": file, "output": folder}.items()]
+        run_module("scripts.cache", *(part for change in changes for part in ("--set", change)))
+        cache = open_cache(folder, file, self.target)
+        steps = {ONLINE: self.steps_of(self.recipe), CACHED: self.steps_of(self.recipe, cache=cache)}
+        return self.in_turns(steps, rows, self.recipe.schedule.batch_size)
+
+    def compare_with_trl(self) -> dict[str, SideTurns[int]]:
+        """Train by TRL's GKDTrainer and by ours: every token a label as it does, and as the recipe says."""
+        student = self.recipe.student.model_copy(update={"draft_vocab_size": None})
+        loss = LossConfig(divergence="forward_kl", chunk_size=self.recipe.loss.chunk_size)
+        plain = self.recipe.model_copy(update={"student": student, "loss": loss})
+        same_work = self.steps_of(plain)
+        steps = {
+            GKD: self.trl_steps(plain),
+            SAME_WORK: lambda batch: same_work(every_token_a_label(batch)),
+            DEFAULT: self.steps_of(self.recipe),
+        }
+        rows = self.rows[: self.config.num_batches * self.config.trl_batch_size]
+        return self.in_turns(steps, rows, self.config.trl_batch_size)
+
+    def steps_of(self, recipe: DistillConfig, **cache: Any) -> Step:
+        """Return the steps of our training of a recipe, from an untrained draft."""
+        set_seed(recipe.schedule.seed)
+        held_out = self.rows[: recipe.held_out.num_prompts]
+        task = DraftTask(recipe, self.target, self.rows, held_out, self.accelerator, **cache)
+        optimizer, _ = make_optimizer(task.module, recipe.optimizer, self.config.num_batches + 1)
+        module, optimizer = self.accelerator.prepare(task.module, optimizer)
+
+        def step(batch: Batch) -> float:
+            num_labels = batch.loss_mask_BT[:, 1:].sum().clamp(min=1)
+            with self.accelerator.autocast():
+                loss = task.loss(module, batch, task.source.read(batch)).loss / num_labels
+            self.accelerator.backward(loss)
+            self.accelerator.clip_grad_norm_(module.parameters(), recipe.optimizer.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            return float(loss.item())
+
+        return step
+
+    def trl_steps(self, recipe: DistillConfig) -> Step:
+        """Return the steps of TRL's trainer: forward KL on given answers, AdamW."""
+        from datasets import Dataset
+        from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+        set_seed(recipe.schedule.seed)
+        adamw, precision = recipe.optimizer, recipe.schedule.mixed_precision
+        settings: dict[str, Any] = {"learning_rate": adamw.learning_rate, "weight_decay": adamw.weight_decay}
+        settings |= {"adam_beta1": adamw.beta1, "adam_beta2": adamw.beta2, "bf16": precision == "bf16"}
+        settings |= {"fp16": precision == "fp16", "use_cpu": self.target.device.type == "cpu"}
+        settings |= {"lmbda": 0.0, "beta": 0.0, "activation_checkpointing": False}  # KL(target || draft) on given answers
+        arguments = GKDConfig(output_dir=str(self.scratch / "trl"), report_to="none", disable_tqdm=True, **settings)
+        unused = [{"messages": [{"role": "user", "content": "-"}, {"role": "assistant", "content": "-"}]}]  # it wants some
+        trainer = GKDTrainer(
+            model=initial_draft(recipe.student, self.target),
+            teacher_model=copy.deepcopy(self.target.model),
+            args=arguments,
+            train_dataset=Dataset.from_list(unused),
+            processing_class=self.target.tokenizer,
+        )
+        optimizer = trainer.accelerator.prepare_optimizer(trainer.create_optimizer())
+        model = trainer.accelerator.prepare_model(trainer.model)
+
+        def step(batch: Batch) -> float:
+            attended_BT = (batch.document_ids_BT != NO_DOCUMENT).long()
+            labels_BT = batch.input_ids_BT.masked_fill(~batch.loss_mask_BT, IGNORED)
+            inputs = {"input_ids": batch.input_ids_BT, "attention_mask": attended_BT, "labels": labels_BT}
+            loss = trainer.training_step(model, inputs, int(batch.loss_mask_BT[:, 1:].sum()))
+            trainer.accelerator.clip_grad_norm_(model.parameters(), adamw.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            return float(loss.item())
+
+        return step
+
+    def in_turns(self, steps: dict[str, Step], rows: Sequence[Any], batch_size: int) -> dict[str, SideTurns[int]]:
+        """Let every side take a step on every batch, timed until the loss is on the CPU; the results are tokens."""
+        dataset = ConversationDataset(rows, int(self.recipe.data.max_length))
+        loader = make_loader(dataset, batch_size, seed=self.recipe.schedule.seed)
+        batches = [batch.to(self.target.device) for batch in islice(loader, self.config.num_batches)]
+
+        def timed(step: Step, batch: Batch, repeat: int) -> int:
+            step(batch)
+            return int((batch.document_ids_BT != NO_DOCUMENT).sum())
+
+        sides = {name: partial(timed, step) for name, step in steps.items()}
+        return take_turns(sides, batches, 1, description="training steps", unit="batches")
+
+
+def every_token_a_label(batch: Batch) -> Batch:
+    """Return the batch with all its real tokens as labels but the first of each row, which nothing predicts."""
+    mask_BT = batch.document_ids_BT != NO_DOCUMENT
+    mask_BT[:, 0] = False
+    return batch._replace(loss_mask_BT=mask_BT)
+
+
+def step_rows(turns: dict[str, SideTurns[int]], batch_size: int) -> list[dict[str, Any]]:
+    rows = []
+    for name, cases in turns.items():
+        done = [turn for repeats in cases for turn in repeats]
+        seconds = sum(turn.seconds for turn in done)
+        rates = {"tokens_per_second": sum(turn.result for turn in done) / seconds, "steps_per_second": len(done) / seconds}
+        rows.append({"training": name, "batch_size": batch_size, "steps": len(cases), **rates})
+    return rows
+
+
+# --- the loss -----------------------------------------------------------------------------------------------------------
+
+
+def measure_losses(config: LossBenchConfig, samples: int) -> tuple[list[dict[str, Any]], dict[str, Interval], bool]:
+    """Return rows, the ratios of our memory and time over the plain loss's, and whether both have the same value."""
+    sides = {name: partial(_measure_pass, config, name) for name in (OURS, UNCHUNKED)}
+    turns = take_turns(sides, range(config.repeats), 1, description="losses")
+    passes = {name: [turn.result for (turn,) in own] for name, own in turns.items()}
+    rows: list[dict[str, Any]] = []
+    for name, own in passes.items():
+        sizes = {"loss": name, "vocabulary": config.vocab_size, "positions": config.positions}
+        rows.append(sizes | {"peak_mebibytes": fmean(each[0] for each in own), "seconds": fmean(each[1] for each in own)})
+    ratios, ones = {}, [1.0] * config.repeats
+    for place, what in enumerate(("peak_memory", "time")):
+        ours, theirs = ([each[place] for each in passes[name]] for name in (OURS, UNCHUNKED))
+        ratios[f"loss_{what}_vs_unchunked"] = paired_ratio_interval(ours, ones, theirs, ones, samples=samples, seed=SEED)
+    return rows, ratios, math.isclose(passes[OURS][0][2], passes[UNCHUNKED][0][2], rel_tol=1e-3)
+
+
+def _measure_pass(config: LossBenchConfig, name: str, number: int, repeat: int) -> tuple[float, float, float]:
+    return in_fresh_process(forward_backward, config, name)
+
+
+def forward_backward(config: LossBenchConfig, name: str) -> tuple[float, float, float]:
+    """Return what one pass takes: growth of the resident set over the loaded inputs in MiB, seconds, and the loss."""
+    side: Callable[[Inputs], Tensor] = partial(chunked_jsd, chunk_size=config.chunk_size) if name == OURS else unchunked_jsd
+    side(make_inputs(2, config.width, 16)).backward()  # what libraries take at their first use is not the loss's
+    inputs = make_inputs(config.positions, config.width, config.vocab_size)
+
+    def timed() -> tuple[float, float]:
+        started = time.perf_counter()
+        loss = side(inputs)
+        loss.backward()
+        return loss.item(), time.perf_counter() - started
+
+    (value, seconds), growth = measure_growth(timed)
+    return growth / 2**20, seconds, value
+
+
+class Inputs(NamedTuple):
+    """Hidden states and heads, bfloat16; only the draft's hidden states want a gradient."""
+
+    draft_hidden_ND: Tensor
+    target_hidden_ND: Tensor
+    draft_head_VD: Tensor
+    target_head_VD: Tensor
+
+
+def chunked_jsd(inputs: Inputs, chunk_size: int) -> Tensor:
+    """Return the loss by `distill.loss.fused`, whose JSD is scaled so that its ends are the two KLs: here by 4.
+
+    It is not compiled: that would count as memory and time of the one pass that a process makes.
+    """
+    num_positions = len(inputs.draft_hidden_ND)
+    target = TargetRows(hidden_PE=inputs.target_hidden_ND, logits_of=partial(F.linear, weight=inputs.target_head_VD))
+    rows = DraftRows(
+        hidden_ND=inputs.draft_hidden_ND,
+        head=LogitHead(logits_of=partial(F.linear, weight=inputs.draft_head_VD), parameters=(inputs.draft_head_VD,)),
+        places_N=torch.arange(num_positions),
+        weights_N=torch.full((num_positions,), 1 / num_positions),
+    )
+    loss, _ = fused_loss(target, [rows], partial(jsd, beta=0.5), chunk_size=chunk_size, compiled=False)
+    return loss / 4
+
+
+def unchunked_jsd(inputs: Inputs) -> Tensor:
+    """Return the loss as it stands in a textbook, all positions at once, with autograd doing the rest."""
+    with torch.no_grad():
+        log_p_NV = F.linear(inputs.target_hidden_ND, inputs.target_head_VD).float().log_softmax(-1)
+        p_NV = log_p_NV.exp()
+    log_q_NV = F.linear(inputs.draft_hidden_ND, inputs.draft_head_VD).float().log_softmax(-1)
+    log_m_NV = torch.logaddexp(log_p_NV, log_q_NV) - math.log(2)
+    target_side_N = (p_NV * (log_p_NV - log_m_NV)).sum(-1)
+    draft_side_N = (log_q_NV.exp() * (log_q_NV - log_m_NV)).sum(-1)
+    return (target_side_N + draft_side_N).mean() / 2
+
+
+def make_inputs(num_positions: int, width: int, vocab_size: int) -> Inputs:
+    """Return random hidden states and heads, with logits of a standard deviation of 3, about as a language model's."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(rows: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(rows, width, generator=generator, dtype=torch.bfloat16).mul_(scale)
+
+    of_heads = 3 / math.sqrt(width)
+    return Inputs(draw(num_positions).requires_grad_(), draw(num_positions), *(draw(vocab_size, of_heads) for _ in range(2)))
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(DistillBenchConfig, compare_distillation, description=__doc__))

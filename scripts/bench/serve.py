@@ -1,0 +1,273 @@
+"""Exported drafts in real engines beside our decoder: `python -m scripts.bench.serve --config scripts/bench/configs/serve/...`.
+
+One rule for both sides. An answer has as many tokens as plain decoding here gives it, its end-of-text or the limit included.
+Its first token comes from the prompt's forward; every later target step is a round. The round that reaches the answer's length
+counts whole, with the drafts accepted beyond it, because engines count so: tau = 1 + accepted drafts / rounds, over prompts.
+The interval of tau alone would not tell a wrong export, so counts are compared prompt by prompt as well.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, NamedTuple
+
+import torch
+from pydantic import Field
+
+from configs.runtime.command import DONE, GATE_FAILED, run_command
+from configs.runtime.errors import InputError
+from configs.runtime.files import read_json, write_json
+from configs.runtime.loading import load_config
+from configs.schema.base import PositiveFloat, PositiveInt, Settings, Share
+from configs.schema.decoding import DecodeConfig
+from configs.schema.evaluation import LosslessConfig
+from configs.schema.target import TargetConfig
+from configs.schema.training import HeadsConfig
+from distill.dataset.conversations import read_conversations
+from eval.decoder.decode import Request, check_decodable, decode
+from eval.decoder.records import Generation
+from eval.lossless.teacher_forcing import check_tokens
+from eval.stats.bootstrap import ratio_interval
+from heads.artifact import load_draft
+from heads.formats.exporting.exporter import SERVE_FILE, export
+from heads.formats.exporting.source import TargetFolder, read_source
+from heads.frozen.identity import locate
+from heads.frozen.loading import Target, load_target
+from heads.metadata import read_metadata
+from heads.modules.output_head import DraftHead
+from scripts.bench.harness import SEED, run_module, write_results
+
+log = logging.getLogger("draftsmith")
+
+AGREES, DISAGREES = "agrees", "disagrees"
+QUIET = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1"}
+QUIET |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    form: str  # what an export for it is called (`draftsmith export --to`)
+    needs: str = "bin/python"  # a file of its environment without which it is not installed
+    cuts: bool = False  # it drafts no further than an answer goes
+    whole_head: tuple[str, ...] = ()  # kinds of draft for which it takes the target's whole output head
+
+
+ENGINES = {
+    "vllm": Engine(form="vllm", whole_head=("mtp",)),
+    "llama_cpp": Engine(form="gguf", needs="bin/llama-server", cuts=True, whole_head=("dflash",)),
+    "openvino": Engine(form="openvino"),
+}
+
+
+class ServeCase(Settings):
+    """A draft in an engine."""
+
+    artifact: str | None = None  # the folder of a trained draft
+    recipe: str | None = None  # of `train/heads.py`, in its place: a head that is trained where it is not
+    engine: Literal["vllm", "llama_cpp", "openvino"]
+    num_speculative_tokens: PositiveInt | None = None  # None: what the artifact says, of DFlash a whole block
+    # How many of the prompts that got the same tokens must have taken the same rounds and accepted drafts too. Below 1 because
+    # drafts that are nearly tied fall either way; a draft that is exported wrong changes the counts of almost every prompt.
+    same_counts_share: Share = 0.6
+
+    def objections(self) -> Iterator[str]:
+        if (self.artifact is None) == (self.recipe is None):
+            yield "give either artifact, a trained draft, or recipe, of the head to try"
+
+    def trained(self) -> Path:
+        """Return the folder of the draft, whose recipe is run where that was not done."""
+        if self.recipe is None:
+            return Path(str(self.artifact))
+        output = Path(load_config(HeadsConfig, self.recipe).output)
+        if not (output / "outcome.json").is_file():
+            run_module("train.heads", "--config", self.recipe)
+        return output / "artifact"
+
+
+class ServeBenchConfig(Settings):
+    """`python -m scripts.bench.serve`: drafts in real engines, beside our decoder on the same prompts."""
+
+    cases: list[ServeCase] = Field(min_length=1)
+    # Greedy answers are compared in float32, where near ties are rare; in bfloat16 more of them may differ.
+    target: TargetConfig = TargetConfig(dtype="float32", device="cpu")
+    prompts: str = "runs/heads/data/held_out.jsonl"  # conversations; the last of the file, which chose no checkpoint
+    num_prompts: PositiveInt = Field(default=12, ge=2)  # an interval over prompts needs two
+    max_new_tokens: PositiveInt = 64
+    tau_tolerance: PositiveFloat = 0.02  # the engine's tau over ours, on the prompts that got the same tokens: so far from 1
+    threads: PositiveInt = 1  # of each engine; two busy OpenMP programs on the same cores slow each other down greatly
+    timeout_seconds: PositiveFloat = 1800.0  # for one run of an engine
+    environments: str = ".cache/venvs"  # where the engines' own environments are
+    bootstrap_samples: PositiveInt = 2000
+    output: str = "docs/results/serve.json"
+
+
+class Counts(NamedTuple):
+    rounds: int
+    accepted: int
+
+
+class Answer(NamedTuple):
+    tokens: tuple[int, ...]
+    counts: Counts
+
+
+def check_engines(config: ServeBenchConfig) -> int:
+    for engine in {case.engine for case in config.cases}:
+        if not (needed := Path(config.environments) / engine / ENGINES[engine].needs).exists():
+            raise InputError(f"{engine} is not installed: {needed} is missing; `make serve-check` installs it")
+    with TemporaryDirectory(prefix="serve-check-") as scratch:
+        bench = Bench(config, Path(scratch))
+        rows = [bench.check(number, case) for number, case in enumerate(config.cases)]
+    write_results(config.output, "serve", rows=rows, ratios={}, config=config)
+    return GATE_FAILED if any(row["verdict"] == DISAGREES for row in rows) else DONE
+
+
+class Bench:
+    """The target, prompts and plain answers that all cases share."""
+
+    def __init__(self, config: ServeBenchConfig, scratch: Path) -> None:
+        torch.set_num_threads(config.threads)
+        self.config, self.scratch = config, scratch
+        rows = {row.prompt_id: row for row in reversed(read_conversations(Path(config.prompts)))}  # of each the first turn
+        last = [*reversed(rows.values())][-config.num_prompts :]
+        self.requests = [Request(prompt_id=row.prompt_id, category=row.category, tokens=row.prompt_ids) for row in last]
+        self.target = load_target(config.target)
+        check_decodable(self.target, self.requests)
+        self.folder = locate(config.target).resolve()
+        plain = DecodeConfig(num_speculative_tokens=0, max_new_tokens=config.max_new_tokens)
+        self.plain = [decode(self.target, [request], plain)[0][0] for request in self.requests]
+
+    def check(self, number: int, case: ServeCase) -> dict[str, Any]:
+        """Export a draft, run it in its engine, and compare."""
+        engine, artifact = ENGINES[case.engine], case.trained()
+        kind = read_metadata(artifact).kind
+        dtype, place = self.target.model.dtype, TargetFolder(self.folder, str(self.folder))
+        source = read_source(artifact, place, num_speculative_tokens=case.num_speculative_tokens, dtype=dtype)
+        out, drafts = self.scratch / f"case_{number}" / "draft", source.num_speculative_tokens  # vLLM reads this path's words
+        out.parent.mkdir()
+        export(source, engine.form, out)
+        serve = (out / SERVE_FILE).read_text(encoding="utf-8")
+        version, answers = self.run(
+            case.engine, f"{number}", {"draft": str(out), "serve": serve, "num_speculative_tokens": drafts}
+        )
+        ours = count_ours(self.target, self.requests, self.plain, artifact, drafts, engine, whole=kind in engine.whole_head)
+        served = [
+            replace(plain, mode="engine", tokens=answer.tokens[: len(plain.tokens)])
+            for plain, answer in zip(self.plain, answers, strict=True)
+        ]
+        wrong = len(check_tokens(self.target, self.plain, served, LosslessConfig().tie_noise).wrong_answers)
+        same = [one.tokens == other.tokens for one, other in zip(self.plain, served, strict=True)]
+        row: dict[str, Any] = {"family": kind, "engine": case.engine, "engine_version": version}
+        row |= {"dtype": self.config.target.dtype, "num_speculative_tokens": drafts, "prompts": len(ours)}
+        row |= self.compare(case, ours, [answer.counts for answer in answers], same, wrong)
+        log.info("%s", ", ".join(f"{name} {value}" for name, value in row.items()))
+        return row
+
+    def compare(
+        self, case: ServeCase, ours: Sequence[Counts], theirs: Sequence[Counts], same: Sequence[bool], wrong: int
+    ) -> dict[str, Any]:
+        """Return both taus, how many prompts have the same counts, and the verdict."""
+        pairs = [(own, other) for own, other, is_same in zip(ours, theirs, same, strict=True) if is_same]
+        rounds, steps = [each.rounds for each in ours], [each.rounds + each.accepted for each in ours]
+        interval = ratio_interval(steps, rounds, samples=self.config.bootstrap_samples, seed=SEED)
+        ratio = tau_of([other for _, other in pairs]) / tau_of([own for own, _ in pairs]) if pairs else None
+        share = sum(own == other for own, other in pairs) / len(pairs) if pairs else None
+        engine = tau_of(theirs)
+        inside = interval.low is not None and interval.high is not None and interval.low <= engine <= interval.high
+        equal = ratio is not None and abs(ratio - 1) <= self.config.tau_tolerance and (share or 0) >= case.same_counts_share
+        found = {"tau_ours": interval.point, "tau_low": interval.low, "tau_high": interval.high, "tau_engine": engine}
+        found |= {"tau_ratio": ratio, "same_tokens": sum(same) / len(same), "near_ties": len(same) - sum(same) - wrong}
+        return found | {"same_counts": share, "verdict": AGREES if inside and equal and not wrong else DISAGREES}
+
+    def run(self, engine: str, name: str, draft: dict[str, Any]) -> tuple[str, list[Answer]]:
+        """Run an engine's driver on the prompts in its own environment; return its version and answers."""
+        folder, place = self.scratch / f"{name}_in_{engine}", (Path(self.config.environments) / engine).absolute()
+        folder.mkdir()
+        lengths = [len(answer.tokens) for answer in self.plain]
+        prompts = [
+            {"tokens": list(request.tokens), "length": length} for request, length in zip(self.requests, lengths, strict=True)
+        ]
+        job: dict[str, Any] = {
+            "target": str(self.folder),
+            "dtype": self.config.target.dtype,
+            "prompts": prompts,
+            "folder": str(folder),
+        }
+        job |= {"threads": self.config.threads, "environment": str(place)}
+        job |= draft
+        write_json(folder / "job.json", job)
+        python = place / "bin" / "python" if (place / "bin" / "python").exists() else Path(sys.executable)
+        driver = Path(__file__).with_name("serve_drivers.py")
+        with (folder / "log").open("wb") as written:
+            done = subprocess.run(
+                [str(python), str(driver), engine, str(folder / "job.json"), str(folder / "answers.json")],
+                cwd=folder,
+                env={**os.environ, **QUIET, "OMP_NUM_THREADS": str(self.config.threads)},
+                stdout=written,
+                stderr=subprocess.STDOUT,
+                timeout=self.config.timeout_seconds,
+                check=False,
+            )
+        if done.returncode:
+            raise RuntimeError(f"{engine} ended with code {done.returncode}:\n{(folder / 'log').read_text()[-3000:]}")
+        found = read_json(folder / "answers.json", f"answers of {engine}")
+        return found["version"], [answer_of(*each) for each in zip(found["answers"], lengths, strict=True)]
+
+
+def answer_of(found: dict[str, Any], length: int) -> Answer:
+    by_round = found.get("accepted_by_round")
+    counts = Counts(found["rounds"], found["accepted"]) if by_round is None else count_rounds(by_round, length)
+    return Answer(tuple(found["tokens"]), counts)
+
+
+def count_ours(
+    target: Target,
+    requests: Sequence[Request],
+    plain: Sequence[Generation],
+    artifact: Path,
+    drafts: int,
+    engine: Engine,
+    *,
+    whole: bool,
+) -> list[Counts]:
+    """Decode every prompt with an artifact's drafts, as far as the engine drafts and by the output head it takes."""
+    endless = replace(target, eos_token_ids=())
+    proposer: Any = load_draft(str(artifact), target.identity, target.model).proposer
+    if whole:
+        proposer.module.lm_head = DraftHead(target.model, None, trainable=False)
+    counts = []
+    for request, answer in zip(requests, plain, strict=True):
+        # With room beyond the answer's end no round is cut short; where one is, rounds without drafts do not count.
+        length = len(answer.tokens)
+        config = DecodeConfig(num_speculative_tokens=drafts, max_new_tokens=length + (0 if engine.cuts else drafts))
+        (own,), _ = decode(endless, [request], config, proposer)
+        accepted = [each.num_accepted for each in own.rounds if each.drafted or not engine.cuts]
+        counts.append(Counts(len(accepted), sum(accepted)) if engine.cuts else count_rounds(accepted, length))
+    return counts
+
+
+def count_rounds(accepted: Iterable[int], length: int) -> Counts:
+    """Count the rounds that an answer of `length` takes, the last one whole, by the drafts accepted in each in order."""
+    tokens, rounds, total = 1, 0, 0
+    for number in accepted:
+        if tokens >= length:
+            break
+        tokens, rounds, total = tokens + number + 1, rounds + 1, total + number
+    if tokens < length:
+        raise ValueError(f"the rounds bring {tokens} tokens, and the answer has {length}")
+    return Counts(rounds, total)
+
+
+def tau_of(counts: Sequence[Counts]) -> float:
+    return 1 + sum(each.accepted for each in counts) / max(1, sum(each.rounds for each in counts))
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(ServeBenchConfig, check_engines, description=__doc__))

@@ -1,1 +1,0 @@
-"""The other libraries that benchmarks compare with, one file each; all are optional."""

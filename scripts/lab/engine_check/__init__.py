@@ -1,1 +1,0 @@
-"""Exported drafts in real serving engines. Start with `cases.run_checks`."""

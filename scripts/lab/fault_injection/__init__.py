@@ -1,1 +1,0 @@
-"""Runs that are killed, stopped and damaged at random. Start with `rounds.soak`."""

@@ -1,0 +1,217 @@
+"""Each benchmark once on the tiny target: it runs, and its results file has the ratios and rows of its name."""
+
+import json
+import math
+import runpy
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from scipy.io import wavfile
+
+from configs.runtime.command import DONE, GATE_FAILED
+from configs.runtime.errors import InputError
+from configs.runtime.files import CHECKOUT
+from configs.runtime.loading import load_config
+from configs.schema.training import DistillConfig
+from scripts.bench import compare_commits, curve, decode, distill, gpu, harness, heads, modalities, serve, tables
+from tests.support.caches import conversation
+from train.launch import run_distillation
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    """Commands run in this process, which has imported what they need."""
+
+    def run(module, *arguments):
+        monkeypatch.setattr(sys, "argv", [module, *arguments])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_module(module, run_name="__main__")
+        if module != "scripts.cache":  # which others train beside
+            AcceleratorState._reset_state(reset_partial_state=True)
+        assert not ended.value.code, (module, arguments)
+
+    for each in (distill, harness, heads):
+        monkeypatch.setattr(each, "run_module", run)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(scope="module")
+def held_out(tmp_path_factory):
+    """A file of conversations with the tiny target."""
+    path = tmp_path_factory.mktemp("held_out") / "held_out.jsonl"
+    rows = [conversation((2, 5 + n, 5 + 2 * n, 12, 1, 3), (6, 7, 8, 9), f"q{n}") for n in range(12)]
+    path.write_text("".join(row.to_line() for row in rows))
+    return str(path)
+
+
+def target_of(tiny_run):
+    return {"name": str(tiny_run / "target"), "dtype": "float32", "device": "cpu"}
+
+
+def results_of(run, schema, settings, code=DONE):
+    config = schema.model_validate(settings)
+    assert run(config) == code
+    return json.loads(Path(config.output).read_text())
+
+
+def test_decode(tiny_run, held_out, tmp_path):
+    settings = {"target": target_of(tiny_run), "draft": str(tiny_run / "artifact"), "held_out": held_out, "repeats": 1}
+    settings |= {"past_answers": held_out, "num_prompts": 8, "max_new_tokens": 6, "branching": [2, 1], "bootstrap_samples": 20}
+    results = results_of(
+        decode.compare_decoding, decode.DecodeBenchConfig, settings | {"output": str(tmp_path / "decode.json")}
+    )
+    names = {"speed_vs_transformers_assisted", "plain_speed_vs_transformers_generate", "overhead_share"}
+    names |= {"block_vs_token_verification", "static_tree_vs_chain_at_equal_rows", "lean_speed_vs_transformers_assisted"}
+    assert names <= results["ratios"].keys()
+    rows = {(row["rule"], row["shape"], row["proposer"]): row for row in results["rows"]}
+    assert rows["greedy", "chain", "draft_lm"]["tau"] == pytest.approx(rows["greedy", "chain", "draft_lm"]["tau_high"], rel=1)
+    assert {"token", "block", "match", "k_seq", "typical", "smc"} <= {rule for rule, _, _ in rows}
+    assert all(each["not_ties"] == 0 for each in results["agreement"].values())
+
+
+def test_heads_and_the_curve_through_their_sizes(tiny_data, recipe, in_process, tmp_path):
+    own = {"head": {"kind": "medusa", "num_depths": 2}, "sanity": {"enabled": False}}
+    (tmp_path / "medusa.yaml").write_text(json.dumps(recipe | own))
+    settings = {"data": None, "cache": None, "recipes": [str(tmp_path / "medusa.yaml")], "runs": str(tmp_path / "runs")}
+    settings |= {
+        "num_prompts": 3,
+        "suites": [],
+        "trees": {"medusa": [2, 1]},
+        "max_new_tokens": 8,
+        "baselines": ["prompt_lookup"],
+    }
+    settings["output"] = str(tmp_path / "heads.json")
+    rows = results_of(heads.compare_heads, heads.HeadsBenchConfig, settings)["rows"]
+    assert {(row["family"], row["recipe"]) for row in rows} >= {("medusa", "medusa"), ("medusa", "medusa, tree")}
+    assert {"family", "suite", "tau", "tau_low", "speedup", "speedup_high", "alpha_by_position", "answer_tokens"} <= rows[
+        0
+    ].keys()
+    settings |= {"points": [{"share": 0.5, "epochs": 1}, {"share": 1}], "trees": None}
+    rows = results_of(heads.compare_heads, heads.HeadsBenchConfig, settings)["rows"]
+    assert [row["row"] for row in rows] == ["measured", "measured", "law"]
+
+
+def test_the_law_of_a_curve_is_the_power_that_it_was_made_by():
+    def measured(tokens):
+        tau = 4 - 20 * tokens**-0.25
+        counts = [(round(1000 * tau), 1000)] * 5
+        return curve.Measured("eagle3", "eagle3", "home", tokens, 1, 1.0, 4, counts)
+
+    *_, law = curve.fit_rows([measured(tokens) for tokens in (10_000, 40_000, 160_000)])
+    assert law["exponent"] == pytest.approx(0.25, abs=0.01)
+    assert law["tau_at_4_times"] == pytest.approx(4 - 20 * 640_000**-0.25, abs=0.01)
+
+
+def test_distill_and_the_loss(recipe, in_process, monkeypatch, tmp_path):
+    monkeypatch.setattr(distill, "in_fresh_process", lambda work, *arguments: work(*arguments))
+    run_distillation(DistillConfig.model_validate(recipe | {"student": {"layers": [0]}, "output": str(tmp_path / "run")}))
+    settings = {"draft": str(tmp_path / "run" / "artifact"), "num_batches": 2, "bootstrap_samples": 20}
+    settings |= {"loss": {"vocab_size": 512, "width": 16, "positions": 64, "chunk_size": 16, "repeats": 2}}
+    settings["output"] = str(tmp_path / "distill.json")
+    results = results_of(distill.compare_distillation, distill.DistillBenchConfig, settings)
+    assert {"loss_peak_memory_vs_unchunked", "loss_time_vs_unchunked", "cached_speed_vs_online"} <= results["ratios"].keys()
+    assert {row.get("training") for row in results["rows"]} >= {"online", "cached"}
+
+
+@pytest.mark.parametrize(("fewer", "code"), [(0, DONE), (1, GATE_FAILED)])
+def test_serve_agrees_where_an_engine_accepts_what_ours_does_and_only_there(
+    tiny_run, held_out, monkeypatch, tmp_path, fewer, code
+):
+    def run(bench, engine, name, draft):
+        """Answer as our decoder does, with as many accepted drafts fewer."""
+        given = bench.target, bench.requests, bench.plain, tiny_run / "artifact", draft["num_speculative_tokens"]
+        ours = serve.count_ours(*given, serve.ENGINES["vllm"], whole=False)
+        counts = [each._replace(accepted=each.accepted - fewer) for each in ours]
+        return "1.0", [serve.Answer(plain.tokens, own) for plain, own in zip(bench.plain, counts, strict=True)]
+
+    monkeypatch.setattr(serve.Bench, "run", run)
+    (tmp_path / "venvs" / "vllm" / "bin").mkdir(parents=True)
+    (tmp_path / "venvs" / "vllm" / "bin" / "python").touch()
+    settings = {"cases": [{"engine": "vllm", "artifact": str(tiny_run / "artifact")}], "target": target_of(tiny_run)}
+    settings |= {"prompts": held_out, "num_prompts": 4, "max_new_tokens": 12, "environments": str(tmp_path / "venvs")}
+    results = results_of(serve.check_engines, serve.ServeBenchConfig, settings | {"output": str(tmp_path / "serve.json")}, code)
+    assert results["rows"][0]["same_tokens"] == 1
+
+
+def test_the_round_that_reaches_an_answers_end_counts_whole():
+    assert serve.count_rounds([3, 0, 2, 1], length=7) == serve.Counts(rounds=3, accepted=5)
+    with pytest.raises(ValueError, match="answer has 12"):
+        serve.count_rounds([3, 0, 2, 1], length=12)
+
+
+def test_gpu_measures_whatever_device_there_is(tiny_run, tiny_llama, tiny_tokenizer, in_process, tmp_path):
+    tiny_llama(seed=1, dtype=torch.float32, layers=8).save_pretrained(tmp_path / "target")
+    tiny_tokenizer.save_pretrained(tmp_path / "target")
+    settings = {"target": str(tmp_path / "target"), "prompts": str(tiny_run / "suite.jsonl"), "num_prompts": 16}
+    settings |= {"max_new_tokens": 8, "dtype": "float32", "training_steps": 4, "batch_size": 2, "least_speed": 1e-3}
+    config = gpu.GpuBenchConfig.model_validate(settings | {"output": str(tmp_path)})
+    assert gpu.measure_device(config) == DONE
+    measured = json.loads((tmp_path / "gpu-check.json").read_text())["measured"]
+    assert measured.keys() == {"tflops", "memory_gb_per_second", "utilisation"}
+    assert all(value > 0 for value in measured.values())
+
+
+def test_modalities_draws_trains_and_decodes_both_ways(in_process, tmp_path):
+    settings = {"num_drawn": 300, "num_codes": 32, "epochs": 2, "num_prompts": 80, "num_asked": 20}
+    config = modalities.ModalitiesConfig.model_validate(settings | {"output": str(tmp_path)})
+    assert modalities.show_modality(config) == DONE
+    rows = json.loads((tmp_path / "modalities.json").read_text())["rows"]
+    assert [row["way"] for row in rows] == ["plain", "strict", "relaxed"]
+
+
+def test_words_are_read_at_one_rate_and_what_is_no_recording_is_refused(tmp_path):
+    for rate, name in ((16_000, "yes_a"), (8_000, "no_b")):
+        wavfile.write(tmp_path / f"{name}.wav", rate, (np.sin(np.arange(rate) / 9) * 2**14).astype(np.int16))
+    words = modalities.read_words(tmp_path)
+    assert words.names == ["no", "yes"]
+    assert {each.shape[1] for each in words.vectors_TE} == {modalities.FRAMES * modalities.BANDS}
+    assert len({len(each) for each in words.vectors_TE}) == 1
+    (tmp_path / "no_c.wav").write_text("no sound")
+    with pytest.raises(InputError, match="no_c"):
+        modalities.read_words(tmp_path)
+
+
+def test_a_commit_compared_with_itself_is_equal_and_a_changed_loss_is_a_difference(monkeypatch, tmp_path):
+    monkeypatch.setattr(compare_commits, "DRAFTS", {"medusa": compare_commits.DRAFTS["medusa"]})
+    monkeypatch.setattr(compare_commits, "DECODINGS", {"medusa": {"greedy": {}}})
+    compare_commits.make_target(tmp_path / "target", width=16)
+    compare_commits.do_work(CHECKOUT, tmp_path / "run")
+    found = compare_commits.results(tmp_path / "run")
+    assert len(found["medusa: losses"]) == 20
+    other = compare_commits.results(tmp_path / "run")
+    assert compare_commits.print_differences(found, other) == 0
+    other["medusa: losses"][-1] = math.nextafter(other["medusa: losses"][-1], 9)
+    assert compare_commits.print_differences(found, other) == 1
+
+
+def test_sides_take_turns_and_the_ratio_is_of_amounts_a_second(monkeypatch):
+    order = []
+    clock = iter(range(100))
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    sides = {name: lambda case, repeat, name=name: order.append(name) or len(name) for name in ("a", "bb")}
+    turns = harness.take_turns(sides, ["case", "case"], 1, description="turns")
+    assert order[2:] == ["a", "bb", "bb", "a"]
+    assert harness.speed_ratio(turns["bb"], turns["a"], float, samples=20).point == 2
+
+
+def test_a_part_of_a_results_file_is_shown_and_one_that_is_empty_is_refused(tmp_path):
+    rows = [{"family": "eagle3", "suite": suite, "tau": 2.0, "tau_low": 1.5, "tau_high": 2.5} for suite in ("home", "house")]
+    (tmp_path / "heads.json").write_text(json.dumps({"rows": rows, "ratios": {"speed": 1.25}, "source": "a run"}))
+    page = "<!-- table: heads {rows: {suite: [home]}, columns: [family, tau]} -->\n<!-- end -->"
+    filled = tables.fill_tables(page, tmp_path)
+    assert "| family | tau |\n| --- | --- |\n| eagle3 | 2.00 [1.50, 2.50] |" in filled
+    assert tables.fill_tables(filled, tmp_path) == filled
+    with pytest.raises(InputError, match="nothing of"):
+        tables.fill_tables(page.replace("home", "nowhere"), tmp_path)
+
+
+def test_every_benchmarks_config_loads():
+    folder = CHECKOUT / "scripts" / "bench" / "configs"
+    for path in [*folder.glob("*.yaml"), *folder.glob("serve/*.yaml")]:
+        load_config(serve.ServeBenchConfig if path.parent.name == "serve" else heads.HeadsBenchConfig, path)
