@@ -13,18 +13,22 @@ import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from configs.runtime.command import DONE, GATE_FAILED, run_command
 from configs.runtime.files import read_text, write_json
 from configs.runtime.terminal import say
-from configs.schema.commands.release import ENGINES, CheckConfig
+from configs.schema.commands.release import ENGINES, PROMPTS, CheckConfig
+from configs.schema.evaluation import SuiteConfig
+
+if TYPE_CHECKING:
+    from distill.generation.prompts import Prompt
 
 
 def main(config: CheckConfig, args: argparse.Namespace) -> int:
     """Check an export, write and print the result; return the exit code."""
     # torch and transformers take seconds to import: a mistyped key is reported before that.
     from scripts.check.comparison import EngineCheck
-    from scripts.check.prompts import chat_prompts
     from scripts.check.vllm_check import check_vllm
     from scripts.run.steps import stop
 
@@ -46,6 +50,19 @@ def main(config: CheckConfig, args: argparse.Namespace) -> int:
     write_json(out / "check.json", asdict(result))
     say(result.table())
     return GATE_FAILED if result.passed is False else DONE
+
+
+def chat_prompts(path: str | None, number: int) -> list[Prompt]:
+    """Return so many chats of text alone, of a file or general ones; general ones too where a file has none of text alone."""
+    from distill.generation.prompts import UNCATEGORISED, Prompt
+    from eval.measure.suite import load_suite, spread_over_categories
+
+    given = () if path is None else load_suite(SuiteConfig(path=path)).prompts
+    texts = [each for each in given if not each.tools and not each.media and all(len(said) == 2 for said in each.messages)]
+    if given and not texts:
+        say(f"{path} holds no chat without tools, images and sounds: general prompts take their place", sys.stderr)
+    general = [Prompt(prompt_id=str(place), category=UNCATEGORISED, turns=(text,)) for place, text in enumerate(PROMPTS)]
+    return spread_over_categories(texts or general, number)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

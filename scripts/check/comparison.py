@@ -104,31 +104,24 @@ class EngineCheck:
         if not self.num_prompts:
             return f"{self.engine} {self.version}: failed; {self.reason}"
         rows = [("", "plain", "with the draft")]
-        if self.tokens_per_second is not None and self.tokens_per_second_plain is not None:
-            rows += [
-                ("tokens a second", f"{self.tokens_per_second_plain:.1f}", f"{self.tokens_per_second:.1f}{self._faster()}")
-            ]
+        if self.tokens_per_second is not None and self.tokens_per_second_plain is not None and self.speedup is not None:
+            bounds = "" if self.speedup_low is None else f" [{self.speedup_low:.2f}, {self.speedup_high:.2f}]"
+            faster = f"{self.tokens_per_second:.1f}  ({self.speedup:.2f} times{bounds})"
+            rows.append(("tokens/s", f"{self.tokens_per_second_plain:.1f}", faster))
         if self.first_token_seconds is not None and self.first_token_seconds_plain is not None:
-            times = [f"{1000 * seconds:.0f}" for seconds in (self.first_token_seconds_plain, self.first_token_seconds)]
-            rows += [("first token, ms (median)", times[0], times[1])]
+            plain, drafted = (f"{1000 * each:.0f}" for each in (self.first_token_seconds_plain, self.first_token_seconds))
+            rows.append(("first token, ms (median)", plain, drafted))
         if self.tokens_per_target_step is not None:
-            rows += [("tokens a target step", "1.00", f"{self.tokens_per_target_step:.2f}")]
+            rows.append(("tokens per target step", "1.00", f"{self.tokens_per_target_step:.2f}"))
         if self.acceptance:
-            rows += [("accepted by position", "", " ".join(f"{share:.2f}" for share in self.acceptance))]
+            rows.append(("accepted by position", "", " ".join(f"{share:.2f}" for share in self.acceptance)))
         ties = sum(each.is_tie for each in self.differences)
         said = f" (in {ties} the first other token is as good within {self.dtype}'s rounding)" if ties else ""
-        rows += [("same answers", "", f"{self.same_answers} of {self.num_prompts}{said}")]
-        head = f"{self.engine} {self.version}, {self.dtype}: {self.num_prompts} prompts one at a time, greedy, " + (
-            f"{self.max_new_tokens} tokens an answer at most"
-        )
-        lines = [head, *(f"  {name:24}  {plain:>8}  {drafted}" for name, plain, drafted in rows)]
-        return "\n".join([*lines, "  passed" if self.passed else f"  failed: {self.reason}"])
-
-    def _faster(self) -> str:
-        if self.speedup is None:
-            return ""
-        bounds = "" if self.speedup_low is None else f" [{self.speedup_low:.2f}, {self.speedup_high:.2f}]"
-        return f"  ({self.speedup:.2f} times{bounds})"
+        rows.append(("same answers", "", f"{self.same_answers} of {self.num_prompts}{said}"))
+        head = f"{self.engine} {self.version}, {self.dtype}: {self.num_prompts} prompts, batch 1, greedy, "
+        lines = [f"  {name:24}  {plain:>8}  {drafted}" for name, plain, drafted in rows]
+        verdict = "  passed" if self.passed else f"  failed: {self.reason}"
+        return "\n".join([f"{head}{self.max_new_tokens} tokens at most", *lines, verdict])
 
 
 def find_differences(plain: Sequence[Answer], drafted: Sequence[Answer]) -> list[Difference]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import subprocess
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from configs.runtime.errors import InputError
+import httpx2
+
+from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import write_text
 from configs.runtime.terminal import progress
 from configs.schema.commands.release import CheckConfig
@@ -21,13 +22,13 @@ from distill.generation.prompts import Prompt
 from heads.frozen.identity import locate
 from heads.frozen.tokenizer import load_tokenizer
 from scripts.check.comparison import Answer, EngineCheck
-from scripts.check.vllm_server import INSTALL, EngineFailed, Vllm, find_vllm, open_vllm, serving, settled_counters
-from scripts.run.steps import end_group
+from scripts.check.vllm_server import INSTALL, EngineFailed, find_vllm, open_vllm, serving, settled_counters
 
-CLIENT = Path(__file__).with_name("client.py")
 LINE = "vllm serve "
 DRAFT = "--speculative-config"
 WARM_UP_TOKENS = 8
+# vLLM's own: the ids of the tokens beside their text, and greedy tokens that no setting of the target's own penalises.
+EXTRA = {"return_token_ids": True, "return_tokens_as_token_ids": True, "repetition_penalty": 1.0}
 ALTERNATIVES = 5  # of a token, in which the other one is looked for
 
 
@@ -69,15 +70,15 @@ def check_vllm(serve: str, prompts: Sequence[Prompt], config: CheckConfig, *, vl
     requests = [request_of(prompt, config.max_new_tokens) for prompt in prompts]
     try:
         with serving(engine, (*line.plain, *more), out / "plain.log", seconds=config.start_seconds) as url:
-            plain = ask(engine, url, requests, config, "plain")
+            plain = ask(url, requests, config, "plain")
     except EngineFailed as error:
         return EngineCheck(engine="vllm", checked=False, reason=f"vLLM without the draft {error}", **known)
     try:
         log = out / "draft.log"
         with serving(engine, (*line.options, *more), log, seconds=config.start_seconds, variables=line.variables) as url:
-            drafted = ask(engine, url, requests, config, "with the draft")
+            drafted = ask(url, requests, config, "with the draft")
             result.compare(plain.answers, drafted.answers)
-            weigh(engine, url, requests, result, config)
+            weigh(url, requests, result, config)
     except EngineFailed as error:
         result.passed, result.reason = False, f"vLLM with the draft {error}"
         return result
@@ -115,12 +116,12 @@ def request_of(prompt: Prompt, max_new_tokens: int) -> dict[str, Any]:
     return {"messages": prompt.messages, "max_tokens": max_new_tokens}
 
 
-def ask(engine: Vllm, url: str, requests: Sequence[Mapping[str, Any]], config: CheckConfig, what: str) -> Run:
+def ask(url: str, requests: Sequence[Mapping[str, Any]], config: CheckConfig, what: str) -> Run:
     """Send requests one after the other, after a warm-up."""
     with progress(f"vLLM {what}", len(requests), "prompts") as advance:
-        list(converse(engine, url, [{**requests[0], "max_tokens": WARM_UP_TOKENS}], config))
+        list(converse(url, [{**requests[0], "max_tokens": WARM_UP_TOKENS}], config))
         before, answers = settled_counters(url), []
-        for said in converse(engine, url, requests, config):
+        for said in converse(url, requests, config):
             answers.append(Answer(**{name: value for name, value in said.items() if name != "alternatives"}))
             advance(1)
     if not all(answer.tokens for answer in answers):
@@ -128,36 +129,46 @@ def ask(engine: Vllm, url: str, requests: Sequence[Mapping[str, Any]], config: C
     return Run(answers=answers, counts=settled_counters(url) - before)
 
 
-def weigh(engine: Vllm, url: str, requests: Sequence[Mapping[str, Any]], result: EngineCheck, config: CheckConfig) -> None:
+def weigh(url: str, requests: Sequence[Mapping[str, Any]], result: EngineCheck, config: CheckConfig) -> None:
     """Ask for the log-probabilities of the tokens in which answers differ, and note which are ties."""
     both = [each for each in result.differences if each.plain is not None and each.drafted is not None]
     asked = [
         {**requests[each.prompt], "max_tokens": each.position + 1, "logprobs": True, "top_logprobs": ALTERNATIVES}
         for each in both
     ]
-    for each, said in zip(both, converse(engine, url, asked, config), strict=True):
+    for each, said in zip(both, converse(url, asked, config), strict=True):
         likely = said["alternatives"][each.position] if len(said["alternatives"]) > each.position else {}
         plain, drafted = (likely.get(f"token_id:{token}") for token in (each.plain, each.drafted))
         if plain is not None and drafted is not None:
             each.weigh(drafted - plain, str(result.dtype))
 
 
-def converse(engine: Vllm, url: str, requests: Sequence[Mapping[str, Any]], config: CheckConfig) -> Iterator[dict[str, Any]]:
-    """Yield the answers to requests by the client in vLLM's environment."""
-    job = {"url": f"{url}/v1", "timeout_seconds": config.answer_seconds, "requests": requests}
-    command, pipe, variables = [*engine.python, str(CLIENT)], subprocess.PIPE, {**os.environ, "NO_PROXY": "127.0.0.1"}
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=variables, start_new_session=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            process.stdin.write(json.dumps(job))
-            process.stdin.close()
-            for line in process.stdout:
-                said = json.loads(line)
-                if "error" in said:
-                    raise EngineFailed(f"does not answer: {' '.join(said['error'].split())}")
-                yield said
-            if process.wait() != 0:
-                raise EngineFailed(f"was not asked: the client in its environment ended with code {process.returncode}")
-        finally:
-            end_group(process, 0)
+def converse(url: str, requests: Sequence[Mapping[str, Any]], config: CheckConfig) -> Iterator[dict[str, Any]]:
+    """Yield the answers to greedy requests: tokens, when the first and last came, log-probabilities where asked for."""
+    try:
+        # A proxy is for other machines.
+        with httpx2.Client(base_url=url, timeout=config.answer_seconds, trust_env=False) as client:
+            model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
+            for request in requests:
+                yield _answer(client, {"model": model, "temperature": 0, "stream": True, **EXTRA, **request})
+    except httpx2.HTTPError as error:
+        raise EngineFailed(f"does not answer: {type(error).__name__}: {first_line(error)}") from error
+
+
+def _answer(client: httpx2.Client, request: dict[str, Any]) -> dict[str, Any]:
+    tokens: list[int] = []
+    alternatives: list[dict[str, float]] = []
+    first_seconds, first_tokens = 0.0, 0
+    started = time.perf_counter()
+    with client.stream("POST", "/v1/chat/completions", json=request) as response:
+        for line in response.raise_for_status().iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                tokens += choice.get("token_ids") or []
+                for one in (choice.get("logprobs") or {}).get("content") or []:
+                    alternatives.append({each["token"]: each["logprob"] for each in one["top_logprobs"]})
+            if tokens and not first_tokens:
+                first_seconds, first_tokens = time.perf_counter() - started, len(tokens)
+    times = {"first_seconds": first_seconds, "first_tokens": first_tokens, "seconds": time.perf_counter() - started}
+    return {"tokens": tokens, "alternatives": alternatives, **times}

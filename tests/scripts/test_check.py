@@ -4,7 +4,6 @@ import importlib
 import json
 import os
 import re
-import shutil
 import sys
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from heads.frozen.tokenizer import NAMED
 from scripts.check import vllm_server
 from scripts.check.vllm_check import write_template
 
-STAND_IN = Path(__file__).resolve().parents[2] / "support" / "stand_in_vllm"
+STAND_IN = Path(__file__).resolve().parents[1] / "support" / "stand_in_vllm.py"
 checking, exporting = importlib.import_module("scripts.check.__main__"), importlib.import_module("scripts.export")
 
 
@@ -25,12 +24,11 @@ checking, exporting = importlib.import_module("scripts.check.__main__"), importl
 def export(tmp_path, monkeypatch):
     """A folder with `vllm`, `target/` and `draft/`, an export for it; what the draft makes vLLM do is in `draft/behaviour`."""
     program = tmp_path / "vllm"
-    program.write_text(f"#!{sys.executable}\n" + (STAND_IN / "server.py").read_text())
+    program.write_text(f"#!{sys.executable}\n" + STAND_IN.read_text())
     program.chmod(0o755)
     packages = tmp_path / "packages"
     (packages / "vllm-9.1.dist-info").mkdir(parents=True)
     (packages / "vllm-9.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 9.1+cpu\n")
-    shutil.copy(STAND_IN / "openai.py", packages)
     monkeypatch.setenv("PYTHONPATH", str(packages))
     monkeypatch.setattr(vllm_server, "GRACE_SECONDS", 0.3)
     for name in ("target", "draft"):
@@ -76,9 +74,7 @@ def test_both_speeds_and_the_engines_counts_of_the_prompts_alone_are_written(exp
     assert found["speedup"] == pytest.approx(found["tokens_per_second"] / found["tokens_per_second_plain"])
     assert found["speedup_low"] <= found["speedup"] <= found["speedup_high"]
     assert 0 < found["first_token_seconds"] < 5
-    shown = capsys.readouterr().out
-    assert "vllm 9.1+cpu, float32: 2 prompts" in shown
-    assert "accepted by position" in shown
+    assert "vllm 9.1+cpu, float32: 2 prompts" in capsys.readouterr().out
     assert left_running(export) == []
 
 
@@ -103,7 +99,7 @@ def test_an_answer_that_differs_by_more_than_rounding_fails(export, is_tie, caps
             "refused",
             r"vLLM with the draft ended with code 1: the draft has 3 taps, and the target 2 blocks; its log is .*draft.log",
         ),
-        ("dies", r"vLLM with the draft does not answer: OpenAIError: .*"),
+        ("dies", r"vLLM with the draft does not answer: .*"),
         ("useless", r"no drafted token was accepted.*"),
         ("hangs", r"vLLM with the draft was not ready after 5 s \(start_seconds\).*"),
     ],
@@ -160,7 +156,7 @@ def test_an_export_for_another_engine_or_from_another_place_is_refused(export, c
 
 def test_a_chat_template_that_is_not_the_targets_is_handed_to_vllm(tiny_run, tmp_path):
     path = write_template(str(tiny_run / "target"), CheckConfig(chat_template="plain"), tmp_path)
-    assert Path(path).read_text() == NAMED["plain"]
+    assert Path(path).read_text().endswith(NAMED["plain"])
 
 
 def test_transformers_decodes_an_export_to_plain_decodings_tokens(tiny_run, tmp_path):
