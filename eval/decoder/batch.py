@@ -174,19 +174,13 @@ class BatchRun:
         return [_tree_round(row, depth) for row in table], [row[3 : 3 + row[0]] for row in table], walked.path_BD
 
     def _compare(self, logits_BKV: Tensor, proposal: Proposal, rounds: Sequence[Round]) -> list[list[list[float]]] | None:
-        """Return the numbers of `compare_distributions` by row and draft, after them the draft's estimate if it makes one; None
-        for trees and for drafts without logits.
-        """
+        """Return the numbers of `compare_distributions` by row and draft; None for trees and for drafts without logits."""
         if proposal.logits_BGV is None or not any(round_.drafted for round_ in rounds):
             return None
         with self.clock.phase("measure"):
             # Drafts behind the first rejected one were verified in no row.
             J = min(proposal.tokens_BG.shape[1], 1 + max(round_.num_accepted for round_ in rounds))
-            columns_BJF = compare_distributions(
-                logits_BKV[:, :J], proposal.logits_BGV[:, :J], proposal.tokens_BG[:, :J], self.config
-            )
-            if proposal.estimates_BG is not None:
-                columns_BJF = torch.cat([columns_BJF, proposal.estimates_BG[:, :J, None].float()], -1)
+            columns_BJF = compare_distributions(logits_BKV[:, :J], proposal.logits_BGV[:, :J], self.config)
             return cast(list[list[list[float]]], columns_BJF.tolist())
 
     def _keep_paths(
@@ -258,9 +252,9 @@ def _record(row: BatchRow, round_: Round, compared: Sequence[Sequence[float]] | 
     if compared is not None and round_.drafted:
         # A verified draft left one token, itself or the one in its place; what follows an end of text was not verified.
         verified = compared[: min(len(committed), len(round_.drafted))]
-        columns = (tuple(column) for column in zip(*verified, strict=True)) if verified else [()] * 7
-        overlap, kl, uncovered, agrees, *rest = columns
-        distributions = DistributionComparison(kl, uncovered, tuple(map(bool, agrees)), *rest)
+        columns = (tuple(column) for column in zip(*verified, strict=True)) if verified else [()] * 4
+        overlap, kl, uncovered, agrees = columns
+        distributions = DistributionComparison(kl, uncovered, tuple(map(bool, agrees)))
     row.rounds.append(
         replace(
             round_,

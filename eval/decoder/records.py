@@ -33,17 +33,12 @@ WITH_LOOKUP = "with_lookup"  # speculative decoding by suffix lookup or else by 
 class DistributionComparison:
     """The target's distribution p and the draft's q compared at the positions for which a round has an overlap.
 
-    `eval.decoder.verifier.compare_distributions` makes all but the last.
+    Made by `eval.decoder.verifier.compare_distributions`.
     """
 
     kl: tuple[float, ...]  # KL(p || q) in nats, over the tokens of the draft's vocabulary, with p renormalised there
     uncovered: tuple[float, ...]  # the mass of p outside the draft's vocabulary, where KL(p || q) would be infinite
     agrees: tuple[bool, ...]  # whether both have the same likeliest token
-    confidence: tuple[float, ...]  # q of the drafted token
-    target_probability: tuple[float, ...]  # p of the drafted token
-    # The largest probability of q, which stopping rules read; empty in older records
-    distribution_confidence: tuple[float, ...] = ()
-    estimate: tuple[float, ...] = ()  # the draft's own of its acceptance; empty where it makes none
 
 
 @dataclass(frozen=True, kw_only=True)

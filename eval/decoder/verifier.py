@@ -27,7 +27,6 @@ from eval.decoder.rules import (
     without_replacement,
 )
 from heads.device import RowInts
-from heads.proposers.chain_builder import confidence
 from heads.proposers.protocol import Proposal, RoundInputs
 from heads.sampling.counter_rng import ChainUniforms, Role
 from heads.sampling.probabilities import draw, greedy_token, token_probabilities, values_at
@@ -114,30 +113,21 @@ def _pad_vocabulary(q_BGV: Tensor, like_BKV: Tensor, value: float = 0.0) -> Tens
     return functional.pad(q_BGV, (0, missing), value=value) if missing else q_BGV
 
 
-def compare_distributions(p_logits_BGV: Tensor, q_logits_BGV: Tensor, tokens_BG: Tensor, sampling: SamplingConfig) -> Tensor:
+def compare_distributions(p_logits_BGV: Tensor, q_logits_BGV: Tensor, sampling: SamplingConfig) -> Tensor:
     """Compare the target's distributions (p) and the draft's (q) at each draft, exact from their logits.
 
-    Confidences, probabilities of tokens and KL of temperature 0 are those at temperature 1. KL is taken before top-k and top-p,
-    which would make it infinite; everything else after. Where a draft's logits are not finite, overlap and mass are 0. The
-    draft's logits may be of fewer tokens than the target's, and are -inf outside its vocabulary. Returns float32 `[B, G, 7]`:
-    the overlap, then the first six numbers of `eval.decoder.records.DistributionComparison`.
+    KL of temperature 0 is that at temperature 1. It is taken before top-k and top-p, which would make it infinite; the overlap
+    after. Where a draft's logits are not finite, overlap and mass are 0. The draft's logits may be of fewer tokens than the
+    target's, and are -inf outside its vocabulary. Returns float32 `[B, G, 4]`: the overlap, then the numbers of
+    `eval.decoder.records.DistributionComparison`.
     """
     q_logits_BGV = _pad_vocabulary(q_logits_BGV.float(), p_logits_BGV, float("-inf"))
-    is_greedy = sampling.temperature == 0
-    if is_greedy:
-        sampling = sampling.model_copy(update={"temperature": 1.0})
-    p_BGV = token_probabilities(p_logits_BGV, sampling)
-    q_BGV = token_probabilities(q_logits_BGV, sampling).nan_to_num(0.0)
-    agrees_BG = (p_logits_BGV.argmax(-1) == q_logits_BGV.nan_to_num(float("-inf")).argmax(-1)).float()
-    numbers = (
-        agrees_BG if is_greedy else torch.minimum(p_BGV, q_BGV).sum(-1).nan_to_num(0.0),
-        *_divergence(p_logits_BGV.float(), q_logits_BGV, sampling.temperature),
-        agrees_BG,
-        values_at(q_BGV, tokens_BG),
-        values_at(p_BGV, tokens_BG).nan_to_num(0.0),
-        confidence(q_BGV),
-    )
-    return torch.stack(numbers, -1)
+    overlap_BG = agrees_BG = (p_logits_BGV.argmax(-1) == q_logits_BGV.nan_to_num(float("-inf")).argmax(-1)).float()
+    if sampling.temperature > 0:
+        p_BGV, q_BGV = token_probabilities(p_logits_BGV, sampling), token_probabilities(q_logits_BGV, sampling)
+        overlap_BG = torch.minimum(p_BGV, q_BGV.nan_to_num(0.0)).sum(-1).nan_to_num(0.0)
+    kl_BG, uncovered_BG = _divergence(p_logits_BGV.float(), q_logits_BGV, sampling.temperature or 1.0)
+    return torch.stack([overlap_BG, kl_BG, uncovered_BG, agrees_BG], -1)
 
 
 def _divergence(p_logits_BGV: Tensor, q_logits_BGV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

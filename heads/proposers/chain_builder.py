@@ -53,13 +53,12 @@ class ChainBuilder:
         self._drafted: list[Tensor] = []
         self._distributions: list[Tensor] = []
         self._logits: list[Tensor] = []
-        self._estimates: list[Tensor] = []
 
     def add(self, logits_BW: Tensor, estimate_B: Tensor | None = None) -> Tensor:
         """Choose the next draft of every row from its logits; return the target's ids `[B]`.
 
-        Rows that have stopped get one too, which does not count. `estimate_B` is the draft's own estimate of its acceptance
-        (`Proposal.estimates_BG`), if it makes one.
+        Rows that have stopped get one too, which does not count. `estimate_B` is the draft's own estimate that the token is
+        accepted where those before it are, made before it was drawn, if it makes one.
         """
         step, greedy = len(self._drafted), self.sampling.temperature == 0
         if self._stopping is not None or not greedy:
@@ -74,8 +73,6 @@ class ChainBuilder:
         self._drafted.append(drafted_B)
         if self.keep_logits:
             self._logits.append(over_target(self.vocabulary, logits_BW, float("-inf")))
-        if estimate_B is not None:
-            self._estimates.append(estimate_B)
         return drafted_B
 
     def peek(self, logits_BGW: Tensor) -> Tensor:
@@ -97,21 +94,17 @@ class ChainBuilder:
         if self._stopping is not None:
             num_drafted = RowInts(self._num_drafted_B.tolist(), self._num_drafted_B)
         width = max(num_drafted.host)  # the target computes every column, drafted or not
-        probs, logits, estimates = (
-            torch.stack(each[:width], 1) if each[:width] else None
-            for each in (self._distributions, self._logits, self._estimates)
-        )
+        probs, logits = (torch.stack(each[:width], 1) if each else None for each in (self._distributions, self._logits))
         return Proposal(
             tokens_BG=torch.stack(self._drafted, 1)[:, :width],
             num_drafted=num_drafted,
             probs_BGV=probs,
             logits_BGV=logits,
-            estimates_BG=estimates,
         )
 
     def _is_unsure(self, stopping: ConfidenceStopping, probs_BW: Tensor, estimate_B: Tensor | None) -> Tensor:
         """Return which rows end with the token of this distribution; not those of NaN, which the decoder has to see."""
-        sure_B = confidence(probs_BW) if stopping.by == "distribution" else estimate_B
+        sure_B = probs_BW.amax(-1) if stopping.by == "distribution" else estimate_B
         if sure_B is None:
             raise InputError(
                 "decode.stopping.by is estimate, and this draft makes no estimate of its acceptance (dspark does): set it to "
@@ -122,8 +115,3 @@ class ChainBuilder:
     def _drawn(self, step: int, probs_BW: Tensor) -> Tensor:
         assert self.uniforms is not None, "a round that draws has random numbers"
         return draw(probs_BW, self.uniforms.draft_BG[:, step])
-
-
-def confidence(distribution: Tensor) -> Tensor:
-    """Return the largest probability `[...]` of distributions `[..., V]`."""
-    return distribution.amax(-1)

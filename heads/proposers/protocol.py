@@ -81,8 +81,6 @@ class Proposal:
     # siblings in the order of their ranks. None: a chain.
     parents_BN: Tensor | None = None
     probs_BKV: Tensor | None = None  # of a tree: what each row's children were drawn from, if it has any; None: deterministic
-    # Of a chain: the draft's own estimate that each token is accepted where those before it are, made before it was drawn.
-    estimates_BG: Tensor | None = None
 
 
 def deterministic_proposal(drafts: Sequence[Sequence[int]], device: torch.device) -> Proposal:

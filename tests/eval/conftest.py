@@ -65,8 +65,6 @@ def random_distributions(count: int, dice: random.Random) -> DistributionCompari
         kl=tuple(dice.uniform(0, 2) for _ in range(count)),
         uncovered=tuple(dice.uniform(0, 0.1) for _ in range(count)),
         agrees=tuple(dice.random() < 0.7 for _ in range(count)),
-        confidence=tuple(dice.random() for _ in range(count)),
-        target_probability=tuple(dice.random() for _ in range(count)),
     )
 
 

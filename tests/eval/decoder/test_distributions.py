@@ -8,18 +8,18 @@ import torch
 from configs.schema.decoding import SamplingConfig
 from eval.decoder.verifier import compare_distributions
 
-NAMES = ("overlap", "kl", "uncovered", "agrees", "confidence", "target_probability", "distribution_confidence")
+NAMES = ("overlap", "kl", "uncovered", "agrees")
 T1 = SamplingConfig(temperature=1.0)
 
 
 @pytest.fixture
 def logits():
     torch.manual_seed(0)
-    return 3 * torch.randn(2, 4, 12), 3 * torch.randn(2, 4, 12), torch.randint(12, (2, 4))
+    return 3 * torch.randn(2, 4, 12), 3 * torch.randn(2, 4, 12)
 
 
-def compared(p_logits, q_logits, tokens, sampling=T1):
-    return dict(zip(NAMES, compare_distributions(p_logits, q_logits, tokens, sampling).unbind(-1), strict=True))
+def compared(p_logits, q_logits, sampling=T1):
+    return dict(zip(NAMES, compare_distributions(p_logits, q_logits, sampling).unbind(-1), strict=True))
 
 
 def naive_distribution(row, temperature):
@@ -42,7 +42,7 @@ def naive_cut(probs, top_k=None, top_p=None):
 @pytest.mark.parametrize(("temperature", "measured_at"), [(0.0, 1.0), (1.0, 1.0), (0.6, 0.6)])
 def test_every_number_equals_a_naive_sum(logits, temperature, measured_at, cut):
     """The divergence is that before the cut, all else is after it."""
-    p_logits, q_logits, tokens = logits
+    p_logits, q_logits = logits
     found = compared(*logits, SamplingConfig(temperature=temperature, **cut))
     for row in range(2):
         for place in range(4):
@@ -50,18 +50,18 @@ def test_every_number_equals_a_naive_sum(logits, temperature, measured_at, cut):
             q = naive_distribution(q_logits[row, place], measured_at)
             divergence = sum(one * math.log(one / other) for one, other in zip(p, q, strict=True))
             p, q = naive_cut(p, **cut), naive_cut(q, **cut)
-            token, agrees = int(tokens[row, place]), float(p.index(max(p)) == q.index(max(q)))
+            agrees = float(p.index(max(p)) == q.index(max(q)))
             overlap = sum(map(min, p, q)) if temperature else agrees
-            expected = (overlap, divergence, 0.0, agrees, q[token], p[token], max(q))
+            expected = (overlap, divergence, 0.0, agrees)
             assert [float(found[name][row, place]) for name in NAMES] == pytest.approx(expected, rel=1e-5, abs=5e-6)
 
 
 @pytest.mark.parametrize("narrow", [True, False])
 def test_tokens_that_the_draft_cannot_say_are_set_apart(logits, narrow):
-    p_logits, q_logits, tokens = logits
+    p_logits, q_logits = logits
     unknown = torch.arange(12) >= 8
     said = q_logits[..., :8] if narrow else q_logits.masked_fill(unknown, float("-inf"))
-    found = compared(p_logits, said, torch.zeros_like(tokens))
+    found = compared(p_logits, said)
     p = p_logits.double().softmax(-1)
     mass = p[..., :8].sum(-1)
     p_said, q_said = p[..., :8] / mass.unsqueeze(-1), q_logits[..., :8].double().softmax(-1)
@@ -72,13 +72,13 @@ def test_tokens_that_the_draft_cannot_say_are_set_apart(logits, narrow):
 
 
 def test_equal_distributions_diverge_not_at_all_and_underflow_and_no_numbers_give_finite_ones(logits):
-    p_logits, q_logits, tokens = logits
-    found = compared(p_logits, p_logits.clone(), tokens)
+    p_logits, q_logits = logits
+    found = compared(p_logits, p_logits.clone())
     torch.testing.assert_close(found["overlap"], torch.ones(2, 4))
     assert float(found["kl"].max()) < 1e-6
-    found = compared(torch.zeros(1, 1, 3), torch.tensor([[[0.0, 0.0, -400.0]]]), torch.zeros(1, 1, dtype=torch.int64))
+    found = compared(torch.zeros(1, 1, 3), torch.tensor([[[0.0, 0.0, -400.0]]]))
     expected = math.log(1 / 3) - (2 / 3) * math.log(1 / 2) - (1 / 3) * (math.log(1 / 2) - 400)
     assert float(found["kl"]) == pytest.approx(expected, rel=1e-5)
-    found = compared(p_logits, torch.full_like(q_logits, float("nan")), tokens)
-    assert {float(found[name].max()) for name in ("overlap", "kl", "confidence")} == {0.0}
+    found = compared(p_logits, torch.full_like(q_logits, float("nan")))
+    assert {float(found[name].max()) for name in ("overlap", "kl")} == {0.0}
     assert float(found["uncovered"].min()) == 1.0

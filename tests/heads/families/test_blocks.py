@@ -16,6 +16,7 @@ from heads.families.registry import FAMILIES
 from heads.frozen.hidden_states import read_states
 from heads.inference.causal_lm import head_logits
 from heads.modules.interface import flat
+from heads.proposers.chain_builder import ChainBuilder
 from heads.proposers.protocol import RoundInputs
 from heads.sampling.counter_rng import CounterRNG
 from tests.support.family_checks import (
@@ -258,15 +259,16 @@ def test_each_pass_of_xpress_settles_one_more_draft(passes, temperature):
 
 
 @torch.no_grad()
-def test_the_estimates_of_a_dspark_proposal_are_those_of_the_training_forward():
+def test_the_estimates_of_a_dspark_proposal_are_those_of_the_training_forward(monkeypatch):
     model = tiny_target("llama")
-    head = build(DSPARK, model)
+    head, estimates, add = build(DSPARK, model), [], ChainBuilder.add
+    monkeypatch.setattr(ChainBuilder, "add", lambda chain, *drawn: estimates.append(drawn[1]) or add(chain, *drawn))
     tokens, proposal = proposal_of(head, model, 1.0, 3)
     texts = [[*row, *drafts] for row, drafts in zip(tokens, proposal.tokens_BG.tolist(), strict=True)]
     depths = head(*inputs_of(model, texts, head.taps))[:3]
     places = [row * len(texts[0]) + len(PROMPTS[0]) - 1 for row in range(2)]
     logits_BG = torch.stack([torch.cat([depth.confidence_N[depth.origins_N == at] for depth in depths]) for at in places])
-    torch.testing.assert_close(proposal.estimates_BG, logits_BG.sigmoid(), check_dtype=False)
+    torch.testing.assert_close(torch.stack(estimates, 1), logits_BG.sigmoid(), check_dtype=False)
 
 
 # --- further terms of the loss ------------------------------------------------------------------------------------
