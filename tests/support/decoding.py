@@ -1,7 +1,5 @@
 """Requests for the decoder, drafts of every kind, and checks of its output."""
 
-from collections import Counter
-
 import torch
 
 from configs.schema.heads import (
@@ -93,11 +91,6 @@ def loaded_draft(model, vocab_size):
         sha256="0" * 64,
         warnings=[],
     )
-
-
-def samples_against(distribution, generations) -> GTest:
-    """Test the first tokens of answers against their exact probabilities, a dimension a token."""
-    return held_against(distribution, Counter(each.tokens[: distribution.dim()] for each in generations))
 
 
 def held_against(distribution, counts) -> GTest:

@@ -15,8 +15,7 @@ from configs.schema.drafting import StaticTree
 from eval.decoder.decode import decode, generate
 from heads.frozen.hidden_states import forward_states
 from heads.proposers.draft_lm import DraftLM
-from heads.vocabulary import DraftVocabulary, keep_head_rows
-from tests.support.decoding import PROMPTS, requests_for, samples_against
+from tests.support.decoding import PROMPTS, requests_for
 
 PLAIN = DecodeConfig(num_speculative_tokens=0, max_new_tokens=24)
 
@@ -136,29 +135,6 @@ def test_equal_prompts_are_read_once_and_answered_each_for_itself(target, draft,
 
     assert (seen[0], told) == (3, [5])
     assert tokens_of(together) == tokens_of(alone)
-
-
-# --- reduced vocabularies -----------------------------------------------------------------------------------------
-
-
-def reduced(model, ids):
-    """A draft of this model's making that can say these tokens only."""
-    vocabulary = DraftVocabulary(token_ids_W=torch.tensor(ids), target_vocab_size=model.config.vocab_size)
-    keep_head_rows(model, vocabulary)
-    return DraftLM(model, vocabulary.target_vocab_size, vocabulary)
-
-
-@pytest.mark.parametrize("verification", ["token", "block"])
-def test_samples_of_a_draft_that_can_say_only_some_tokens_follow_the_targets_distribution(
-    tiny_llama, as_target, verification, exact_distribution
-):
-    model = tiny_llama(seed=4, vocab_size=5, dtype=torch.float32, spread=3.0)
-    draft = reduced(tiny_llama(seed=5, vocab_size=5, dtype=torch.float32, spread=3.0), [1, 2, 4])
-    config = DecodeConfig(num_speculative_tokens=2, max_new_tokens=3, temperature=1.2, verification=verification)
-    generations, _ = decode(as_target(model), requests_for([(1, 2)] * 2000), config, draft)
-    drafted = {token for generation in generations for round_ in generation.rounds for token in round_.drafted}
-    assert drafted == {1, 2, 4}
-    assert samples_against(exact_distribution(model, (1, 2), 3, config), generations).p_value > 1e-4
 
 
 # --- trees --------------------------------------------------------------------------------------------------------

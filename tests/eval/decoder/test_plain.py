@@ -1,13 +1,16 @@
-"""The decoder gives the tokens of the algorithm on one page, which is lossless by exact enumeration."""
+"""The decoder gives the tokens of the algorithm on one page, lossless by enumeration, and transformers' greedy ones."""
 
 import pytest
 import torch
 
 from configs.schema.decoding import DecodeConfig
+from configs.schema.target import TargetConfig
 from eval.decoder import plain
 from eval.decoder.decode import generate
 from eval.decoder.rules import ChainVerification
+from heads.frozen.loading import load_target
 from heads.proposers.draft_lm import DraftLM
+from heads.proposers.lookup import PromptLookup
 from heads.sampling.counter_rng import request_number
 from tests.support.decoding import PROMPTS
 from tests.support.enumeration import enumerate_rule, random_toy
@@ -45,3 +48,17 @@ def test_it_is_lossless_and_no_longer_where_too_many_drafts_stay():
         return rule(p, q, tokens, num_drafted, accept * 0.9, *others)
 
     assert enumerate_rule(lenient, random_toy(0, num_drafts=2)).total_variation > 1e-3
+
+
+def test_plain_decoding_is_transformers_greedy_generation_and_speculation_changes_nothing():
+    target = load_target(TargetConfig(dtype="float32"))
+    questions = ["List three fruits and their colours.", "Repeat this twice: a rose is a rose is a rose."]
+    prompts = [target.encode_chat([{"role": "user", "content": question}]) for question in questions]
+    plain = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        text = target.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=6)
+        plain.append(text[0, len(prompt) :].tolist())
+    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=6, batch_size=2)
+    for proposer in (None, PromptLookup(target.device)):
+        assert generate(target, prompts, config, proposer) == plain

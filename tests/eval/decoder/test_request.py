@@ -110,14 +110,6 @@ def test_plain_and_speculative_stop_alike_in_any_batch(target, answers, tiny_lla
     assert any(len(answer) < 24 for answer in plain)
 
 
-def test_an_end_of_text_that_completes_a_stop_is_an_end_of_text(target, answers):
-    end = answers[0][3]
-    text = target.tokenizer.decode([end])
-    config = DecodeConfig(max_new_tokens=24, stop=[text if "\ufffd" not in text else END])
-    (generation,), _ = decode(replace(target, eos_token_ids=(end,)), requests_for(PROMPTS[:1]), config)
-    assert generation.stop_reason == "eos"
-
-
 @pytest.mark.parametrize("stop", [[], [""], ["a\ufffd"]])
 def test_strings_that_cannot_be_found_are_refused(stop):
     with pytest.raises(ValidationError, match=r"one character or more|U\+FFFD"):
