@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -199,7 +198,6 @@ def tokens_of(target_tokens_BN: Tensor) -> Callable[[Tensor, int], Tensor]:
 
 # `eval.decoder.rules.verify_tree` with its rule chosen, or a planted bug.
 TreeVerifier = Callable[..., TreeVerification]
-Draws = Callable[[Tensor, Tensor], Tensor]
 SiblingDistribution = Callable[[Sequence[float], Prefix], float]
 
 
@@ -222,33 +220,11 @@ def distinct(q_V: Sequence[float], siblings: Prefix) -> float:
     return probability
 
 
-def distribution_of_draws(draws: Draws) -> SiblingDistribution:
-    """Return the distribution of siblings under a way of drawing them, found by bisection of its uniforms.
-
-    Each draw must be monotone in its own uniform, given those before it.
-    """
-
-    @cache
-    def distribution(q: tuple[float, ...], siblings: Prefix) -> float:
-        weights_BV = torch.tensor(q, dtype=torch.float64).expand(2, -1)
-        uniforms_BC = torch.full((2, len(siblings)), 0.5, dtype=torch.float64)
-        probability = 1.0
-        for place, token in enumerate(siblings):
-            # Row 0 finds where the draw passes the token before this one, row 1 where it passes this one.
-            bound_B = torch.tensor([token - 1, token])
-
-            def at_most(uniform_B: Tensor, place: int = place, bound_B: Tensor = bound_B) -> Tensor:
-                columns_BC = uniforms_BC.index_copy(1, torch.tensor([place]), uniform_B.unsqueeze(1))
-                return draws(weights_BV, columns_BC)[:, place] <= bound_B
-
-            low, high = bisect(at_most, 2).tolist()
-            uniforms_BC[:, place] = (low + high) / 2
-            probability *= high - low
-            if probability == 0:
-                break
-        return probability
-
-    return lambda q_V, siblings: distribution(tuple(q_V), siblings)
+SIBLINGS: dict[str, SiblingDistribution] = {
+    "with_replacement": independent,
+    "without_replacement": distinct,
+    "k_seq": independent,
+}  # how siblings are drawn, by the rule that judges them
 
 
 def enumerate_tree(

@@ -34,9 +34,9 @@ from eval.decoder.lossy import (
 from eval.decoder.rules import CANDIDATE_RULES, match_tree, verify_block, verify_greedy, verify_tokens, verify_tree
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.lookup import PromptLookup
-from heads.sampling.probabilities import DRAWS, token_probabilities
+from heads.sampling.probabilities import token_probabilities
 from tests.support.decoding import assert_same_alone, requests_for
-from tests.support.enumeration import distribution_of_draws, enumerate_rule, enumerate_tree, random_toy, tokens_of
+from tests.support.enumeration import SIBLINGS, enumerate_rule, enumerate_tree, random_toy, tokens_of
 from tests.support.evaluations import measure
 
 PROMPTS = [(7, 12, 3), (20, 9, 9, 31, 5, 6), (40,)]
@@ -131,7 +131,7 @@ def test_no_step_of_a_chain_moves_the_output_further_than_delta(looked_up, ring)
 def test_the_same_holds_for_siblings_of_a_tree(name, ring):
     for seed, delta in enumerate((0.0, 0.3)):
         verify = partial(verify_tree, rule=relaxed_candidates(CANDIDATE_RULES[name], ring(delta)))
-        found = enumerate_tree(verify, random_toy(seed, 4, 1), [-1, 0, 0], distribution_of_draws(DRAWS[name]))
+        found = enumerate_tree(verify, random_toy(seed, 4, 1), [-1, 0, 0], SIBLINGS[name])
         assert found.total_variation <= delta + 1e-10
 
 
@@ -140,7 +140,7 @@ def test_the_same_holds_for_each_step_down_a_tree(name, ring):
     """At a leaf nothing is moved, nor once no sibling stays: that would be a further step."""
     for delta in (0.0, 0.1):
         verify = partial(verify_tree, rule=relaxed_candidates(CANDIDATE_RULES[name], ring(delta)))
-        found = enumerate_tree(verify, random_toy(1, 3, 2), [-1, 0, 0, 1, 1], distribution_of_draws(DRAWS[name]))
+        found = enumerate_tree(verify, random_toy(1, 3, 2), [-1, 0, 0, 1, 1], SIBLINGS[name])
         assert found.total_variation <= 1 - (1 - delta) ** 2 + 1e-12
     assert found.total_variation > 0.04
 

@@ -58,6 +58,19 @@ def test_the_exact_distribution_of_one_cycle_approaches_the_targets():
     assert distances[0] == pytest.approx(float((q_V - p_V).abs().sum() / 2))
 
 
+def test_a_weight_is_the_ratio_of_the_two_joint_probabilities_of_what_was_drafted():
+    p, q = random_distributions(4, 2, 3, 4, 3, 5)
+    tokens = torch.randint(5, (3, 4, 3), generator=torch.Generator().manual_seed(0))
+    counts = torch.arange(12).reshape(3, 4) % 4
+    weights = weigh(torch.full((3, 4), 0.7), p, q, tokens, counts)
+    for row, particle in itertools.product(range(3), range(4)):
+        ratio = math.exp(0.7)
+        for i in range(counts[row, particle]):
+            token = tokens[row, particle, i]
+            ratio *= (p[row, particle, i, token] / q[row, particle, i, token]).item()
+        assert math.exp(weights[row, particle]) == pytest.approx(ratio, rel=1e-6)
+
+
 def test_systematic_resampling_gives_each_particle_its_share_to_within_one_place():
     weights = torch.tensor([[0.0, -1.0, -0.3, -math.inf, 0.6]])
     wanted = 5 * weight_shares(weights)[0]

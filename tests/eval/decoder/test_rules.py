@@ -24,11 +24,11 @@ from eval.decoder.rules import (
     with_replacement,
     without_replacement,
 )
-from heads.sampling.probabilities import DRAWS, draw
+from heads.sampling.probabilities import draw
 from tests.support.enumeration import (
+    SIBLINGS,
     compare,
     distinct,
-    distribution_of_draws,
     enumerate_rule,
     enumerate_tree,
     independent,
@@ -38,7 +38,6 @@ from tests.support.enumeration import (
 )
 
 RULES = {"token": verify_tokens, "block": verify_block}
-SIBLINGS = {"with_replacement": independent, "without_replacement": distinct, "k_seq": independent}
 # Depth and parents: siblings, an uneven tree, one whose nodes are not numbered level by level, a chain with side branches.
 TREES = [
     *((1, [-1] + [0] * count) for count in (1, 2, 3)),
@@ -67,14 +66,6 @@ def test_a_tree_follows_the_targets_distribution(name, depth, parents):
     outcome = enumerate_tree(partial(verify_tree, rule=CANDIDATE_RULES[name]), toy, parents, SIBLINGS[name])
     assert outcome.total_variation < 1e-12
     assert outcome.tokens_per_round > 1
-
-
-@pytest.mark.parametrize("name", DRAWS)
-def test_siblings_are_drawn_as_their_rule_expects(name):
-    distribution = distribution_of_draws(DRAWS[name])
-    q = (0.0, 0.25, 0.75)
-    for siblings in torch.cartesian_prod(*[torch.arange(3)] * 3).tolist():
-        assert distribution(q, tuple(siblings)) == pytest.approx(SIBLINGS[name](q, siblings), abs=1e-15)
 
 
 def test_distinct_candidates_are_lossless_where_the_draft_has_fewer_tokens_than_asked_for():
