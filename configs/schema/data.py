@@ -44,7 +44,7 @@ class ServerConfig(Settings):
         yield from unless_a_variable(self.api_key_variable)
 
 
-# What a steered prompt asks for (`distill.generation.steering`).
+# What a steered prompt asks for (`distill.generation.self_seeding`).
 PromptKind = Literal[
     "free",
     "question",
@@ -56,11 +56,6 @@ PromptKind = Literal[
     "structured",
     "sentence",
     "other_language",
-    "summarise",
-    "extract",
-    "translate",
-    "answer_from",
-    "rewrite",
 ]
 
 
@@ -89,8 +84,6 @@ class PromptsConfig(Settings):
     top_p: PositiveShare = 0.95  # self_seeded
     # self_seeded: what kinds of prompts the target is led to write, by weight, e.g. {question: 2, code: 1}. None: any
     kinds: dict[PromptKind, PositiveFloat] | None = None
-    # kinds with a text to work on, such as summarise: the longest that the target writes
-    max_text_tokens: PositiveInt = 320
 
     def objections(self) -> Iterator[str]:
         if (self.source == "self_seeded") == (self.path is not None):

@@ -1,33 +1,40 @@
 """Self-seeded prompts: what the target writes where a user would, and the first usable ones of it by number.
 
-Turn n is a function of (seed, n): what it is led to (`distill.generation.steering`), and the random numbers by which the target
-writes first the text that it is about, for kinds with one, and then the rest of the turn. So neither the batch size nor the
-number of processes favours short turns, nor changes which turns are drawn.
+The idea is Magpie's (2406.08464): the target continues its own chat template where a user would begin to write. Where
+`prompts.kinds` names kinds of task, each prompt is led to one by words of `seeds.yaml` that its turn begins with. Turn n is a
+function of (seed, n), so neither the batch size nor the number of processes favours short turns, nor changes what is drawn.
 """
 
 from __future__ import annotations
 
+import random
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 from configs.runtime.errors import InputError
+from configs.runtime.loading import parse_yaml
 from configs.runtime.terminal import Tokens, progress
-from configs.schema.data import PromptsConfig
+from configs.schema.data import SELF_SEEDED, PromptsConfig
 from configs.schema.decoding import SamplingConfig
 from distill.dataset.conversations import folded_text
 from distill.generation.continuation import Request, TargetSource, continue_requests
 from distill.generation.prompts import DUPLICATE, Prompt
 from distill.generation.split import NearDuplicates
-from distill.generation.steering import Plan, find_user_frame, plan_prompt, read_turn
 from heads.frozen.loading import Target
+from heads.frozen.tokenizer import in_template
 from heads.sampling.counter_rng import request_number
 
+SEEDS = Path(__file__).with_name("seeds.yaml")
+SENTINEL = "SELF-SEEDED-TURN-GOES-HERE"
 MIN_CHARACTERS = 8
-MIN_TEXT = 80  # characters of a text that a prompt is about
 MIN_YIELD = 0.05
 MIN_TURNS_JUDGED = 256  # the yield is not judged on fewer
-LONGEST_AROUND = 256  # tokens of a longest prompt's instructions and template, about
+LONGEST_AROUND = 256  # tokens of a longest opening and the template, about
 
 UNUSABLE = "self_seeded_turn_unusable"  # not ended in time, with a special token inside, or filling the context
 TOO_SHORT = "self_seeded_turn_too_short"
@@ -76,7 +83,7 @@ def self_seed(
                 if (reason := objection(text)) is not None or text is None:
                     dropped[str(reason)] += 1
                     continue
-                kind = plan_prompt(config, seed, number).kind
+                kind, _ = lead(config, seed, number)
                 chosen[folded_text(text)] = Prompt(prompt_id=f"self-{number}", category=kind, turns=(text,))
             advance(len(chosen) - before)
             if num_written >= MIN_TURNS_JUDGED and len(chosen) < MIN_YIELD * num_written:
@@ -94,83 +101,105 @@ class Writer:
         self.target, self.config, self.tokens = target, config, tokens
         self.batch_size, self.seed = batch_size, seed
         self.frame = find_user_frame(target, config.max_prompt_tokens)
-        self._left: dict[int, int] = {}  # by prompt, the most tokens that its texts may still have
-        self._written: dict[int, str | None] = {}
 
     def write(self, numbers: Sequence[int]) -> list[Turn]:
         """Return what the user says in each prompt, None where it is unusable."""
-        plans = {number: plan_prompt(self.config, self.seed, number) for number in numbers}
-        self._left = {number: plan.text_limit + plan.goes_on * self.config.max_prompt_tokens for number, plan in plans.items()}
-        self._written = {}
-        self.tokens.expect(sum(self._left.values()))
-        longest = max(self._left.values(), default=0) + LONGEST_AROUND
+        found: dict[int, str | None] = {}
+        self.tokens.expect(len(numbers) * self.config.max_prompt_tokens)
+        longest = self.config.max_prompt_tokens + LONGEST_AROUND
         sampling = SamplingConfig(temperature=self.config.temperature, top_p=self.config.top_p)
         source = TargetSource(self.target, sampling, capacity=min(self.target.max_positions, longest))
-        asked = (request for number, plan in plans.items() if (request := self._first(number, plan)) is not None)
+        asked = (self._request(number, found) for number in numbers)
         continue_requests(source, asked, seed=self.seed, batch_size=self.batch_size, tokens=self.tokens)
-        return sorted(self._written.items())
+        return sorted(found.items())
 
-    def _first(self, number: int, plan: Plan) -> Request | None:
-        """Ask for the text that a prompt is about, or for its turn where it is about none."""
-        if plan.text_request is None:
-            return self._turn(number, plan, plan.opening)
-        ids = self.target.encode_chat([{"role": "user", "content": plan.text_request}])
-        return self._request(number, ids, plan.text_limit, "text", partial(self._take_text, number, plan), self._ends_answer)
-
-    def _take_text(self, number: int, plan: Plan, written: list[int]) -> Request | None:
-        """Ask for a turn about a text, up to its last whole sentence."""
-        text = str(self.target.tokenizer.decode(written, skip_special_tokens=True))
-        if written[-1] not in self.target.eos_token_ids:
-            text = text[: 1 + max(text.rfind(mark) for mark in ".!?\n。")]
-        if len(text.strip()) < MIN_TEXT:
-            return self._finish(number, None)
-        opening = plan.around(text.strip())
-        return self._turn(number, plan, opening) if plan.goes_on else self._finish(number, opening)
-
-    def _turn(self, number: int, plan: Plan, opening: str) -> Request | None:
-        """Ask for the user's turn that begins with these words, which the target ends after some of its own."""
+    def _request(self, number: int, found: dict[int, str | None]) -> Request:
+        """Ask for the user's turn that begins with its opening, which the target ends after some words of its own."""
+        _, opening = lead(self.config, self.seed, number)
         begun = self.target.tokenizer(opening, add_special_tokens=False)["input_ids"] if opening else []
-        done = partial(self._take_turn, number, plan, opening, begun)
-        return self._request(
-            number, [*self.frame.prefix_ids, *begun], self.config.max_prompt_tokens, "turn-0", done, self._ends_turn
+        ids = [*self.frame.prefix_ids, *begun]
+
+        def done(written: list[int]) -> None:
+            text = read_turn(self.target, self.frame, [*begun, *written])
+            found[number] = text if text is not None and len(text) > len(opening.strip()) else None
+
+        return Request(
+            prompt_ids=ids,
+            limit=min(self.target.max_positions, len(ids) + self.config.max_prompt_tokens),
+            number=request_number(f"self-{number}"),
+            has_ended=self._has_ended,
+            on_done=done,
         )
 
-    def _take_turn(self, number: int, plan: Plan, opening: str, begun: list[int], written: list[int]) -> Request | None:
-        text = read_turn(self.target, self.frame, [*begun, *written])
-        if text is not None and len(text) <= len(opening.strip()):
-            text = None
-        if text is not None and plan.text_request is not None and text.startswith(opening):
-            # A question, without the answer that a target may add to it.
-            text = f"{opening} {text.removeprefix(opening).strip().partition(chr(10))[0]}"
-        return self._finish(number, text)
-
-    def _finish(self, number: int, text: str | None) -> Request | None:
-        if text is not None and len(self.target.encode_chat([{"role": "user", "content": text}])) >= self.target.max_positions:
-            text = None
-        self.tokens.end(self._left.pop(number), 0)
-        self._written[number] = text
-        return None  # nothing more is asked
-
-    def _request(
-        self,
-        number: int,
-        ids: Sequence[int],
-        limit: int,
-        stage: str,
-        on_done: Callable[[list[int]], Request | None],
-        has_ended: Callable[[Request], bool],
-    ) -> Request | None:
-        if len(ids) >= self.target.max_positions:
-            return self._finish(number, None)
-        self._left[number] -= limit
-        name = f"self-{number}" if self.config.kinds is None else f"{number}/{stage}"
-        limit = min(self.target.max_positions, len(ids) + limit)
-        return Request(prompt_ids=ids, limit=limit, number=request_number(name), has_ended=has_ended, on_done=on_done)
-
-    def _ends_answer(self, request: Request) -> bool:
-        return request.tokens[-1] in self.target.eos_token_ids
-
-    def _ends_turn(self, request: Request) -> bool:
-        if request.tokens[-1] in self.frame.end_ids or self._ends_answer(request):
+    def _has_ended(self, request: Request) -> bool:
+        if request.tokens[-1] in self.frame.end_ids or request.tokens[-1] in self.target.eos_token_ids:
             return True
         return not self.frame.end_ids and self.frame.end_text in self.target.tokenizer.decode(request.written)
+
+
+def lead(config: PromptsConfig, seed: int, number: int) -> tuple[str, str]:
+    """Draw a prompt's kind, which is its category, and the words that its turn begins with."""
+    if config.kinds is None:
+        return config.category or SELF_SEEDED, ""
+    draws, seeds, kinds = random.Random(f"{seed}/{number}"), _seeds(), sorted(config.kinds)
+    kind = draws.choices(kinds, [config.kinds[each] for each in kinds])[0]
+
+    def word(found: re.Match[str]) -> str:
+        return str(draws.randint(2, 97)) if found[1] == "number" else str(draws.choice(seeds["slots"][found[1]]))
+
+    return kind, re.sub(r"\{(\w+)\}", word, draws.choice(seeds["openings"].get(kind, [""])))
+
+
+@cache
+def _seeds() -> Any:
+    return parse_yaml(SEEDS.read_text(encoding="utf-8"), str(SEEDS))
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserFrame:
+    """What the chat template puts around a user's text."""
+
+    prefix_ids: tuple[int, ...]
+    end_ids: frozenset[int]  # the token that ends the turn; empty where the template ends it with plain text
+    end_text: str
+
+
+def find_user_frame(target: Target, max_prompt_tokens: int) -> UserFrame:
+    """Take the chat template apart at a user's text."""
+    name, tokenizer = target.identity.name, target.tokenizer
+    takes_parts = target.model.config.get_text_config() is not target.model.config
+    messages = [{"role": "user", "content": SENTINEL}]
+    rendered = in_template(tokenizer, name, messages, answer_follows=False, in_parts=takes_parts)
+    prefix, found, suffix = rendered.partition(SENTINEL)
+    # A trailing space would become a token of its own, which ordinary text does not continue.
+    prefix, end_text = prefix.rstrip(" "), suffix.strip()
+    if not found or SENTINEL in suffix or not prefix or not end_text:
+        raise InputError(
+            f"the chat template of target {name} does not frame a user's text so that the target could write one: "
+            "give prompts.source file or dataset"
+        )
+    prefix_ids = tuple(tokenizer(prefix, add_special_tokens=False)["input_ids"])
+    suffix_ids = tokenizer(end_text, add_special_tokens=False)["input_ids"]
+    if len(prefix_ids) + max_prompt_tokens > target.max_positions:
+        raise InputError(
+            f"prompts.max_prompt_tokens: {max_prompt_tokens} tokens after the chat template's {len(prefix_ids)} do not fit the "
+            f"target's context of {target.max_positions}"
+        )
+    end_ids = frozenset(suffix_ids[:1]) & {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    return UserFrame(prefix_ids=prefix_ids, end_ids=end_ids, end_text=end_text)
+
+
+def read_turn(target: Target, frame: UserFrame, ids: Sequence[int]) -> str | None:
+    """Return the text of a turn, None where it is unusable: it did not end, holds special tokens, or fills the context."""
+    content = list(ids[:-1] if frame.end_ids else ids)
+    text = str(target.tokenizer.decode(content))
+    proper = ids[-1] in frame.end_ids
+    if not frame.end_ids:
+        text, end, _ = text.partition(frame.end_text)
+        proper = bool(end)
+    # `all_special_ids` has only the tokens that the tokenizer's config names.
+    added = {token for token, added in target.tokenizer.added_tokens_decoder.items() if added.special}
+    if not proper or set(content) & {*target.tokenizer.all_special_ids, *added}:
+        return None
+    text = text.strip()
+    return text if len(target.encode_chat([{"role": "user", "content": text}])) < target.max_positions else None

@@ -4,7 +4,6 @@ import copy
 import re
 from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -14,12 +13,19 @@ from configs.runtime.errors import InputError
 from configs.runtime.loading import parse_yaml
 from configs.runtime.terminal import Tokens
 from configs.schema.data import PromptKind, PromptsConfig
-from configs.schema.target import TargetConfig
 from distill.generation import self_seeding
 from distill.generation.prompts import DUPLICATE
-from distill.generation.self_seeding import NEAR_DUPLICATE, TOO_SHORT, UNUSABLE, Writer, self_seed
-from distill.generation.steering import SEEDS, find_user_frame, plan_prompt, read_turn
-from heads.frozen.loading import load_target
+from distill.generation.self_seeding import (
+    NEAR_DUPLICATE,
+    SEEDS,
+    TOO_SHORT,
+    UNUSABLE,
+    Writer,
+    find_user_frame,
+    lead,
+    read_turn,
+    self_seed,
+)
 
 LLAMA_2 = (
     "{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
@@ -28,9 +34,8 @@ LLAMA_2 = (
 GEMMA = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] | trim + '<|im_end|>\n' }}{% endfor %}"
 WITH_SYSTEM = "{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}" + GEMMA
 CONFIG = PromptsConfig(num_prompts=6, max_prompt_tokens=100, top_p=1.0, category="seeded")
-KINDS = {"free": 1, "question": 2, "code": 1, "summarise": 1, "answer_from": 1}
-STEERED = PromptsConfig(num_prompts=12, max_prompt_tokens=300, max_text_tokens=300, top_p=1.0, kinds=KINDS)
-NUMBERS = range(64)
+KINDS = {"free": 1, "question": 2, "code": 1}
+STEERED = PromptsConfig(num_prompts=12, max_prompt_tokens=90, top_p=1.0, kinds=KINDS)
 
 
 @pytest.fixture
@@ -136,9 +141,9 @@ def test_prompts_carry_their_kind_and_near_duplicates_are_dropped(byte_target, m
         (5, "Hello  there"),
         (6, "too few words"),  # to be near to another
     ]
-    config = STEERED.model_copy(update={"num_prompts": 4, "max_prompt_tokens": 90})
+    config = STEERED.model_copy(update={"num_prompts": 4})
     monkeypatch.setattr(Writer, "write", lambda *_: turns)
-    monkeypatch.setattr(self_seeding, "plan_prompt", lambda *of: SimpleNamespace(kind=f"kind {of[-1]}"))
+    monkeypatch.setattr(self_seeding, "lead", lambda *of: (f"kind {of[-1]}", ""))
     prompts, dropped = self_seed(byte_target, config, batch_size=8, seed=0)
     assert [(each.prompt_id, each.category) for each in prompts] == [(f"self-{n}", f"kind {n}") for n in (0, 3, 4, 6)]
     assert dropped == {NEAR_DUPLICATE: 1, UNUSABLE: 1, DUPLICATE: 1}
@@ -147,52 +152,32 @@ def test_prompts_carry_their_kind_and_near_duplicates_are_dropped(byte_target, m
 # --- kinds --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def long_target(tmp_path_factory, tiny_llama, byte_tokenizer):
-    """As `byte_target`, with a context of 2,048 bytes."""
-    folder = tmp_path_factory.mktemp("long_target")
-    byte_tokenizer.save_pretrained(folder)
-    tiny_llama(vocab_size=len(byte_tokenizer), spread=2.0, max_position_embeddings=2048).save_pretrained(folder)
-    return load_target(TargetConfig(name=str(folder), dtype="float32", device="cpu"))
-
-
 def test_kinds_are_drawn_by_weight_and_from_seed_and_number_alone():
-    plans = [plan_prompt(STEERED, 0, number) for number in range(2000)]
-    counts = Counter(plan.kind for plan in plans)
+    led = [lead(STEERED, 0, number) for number in range(2000)]
+    counts = Counter(kind for kind, _ in led)
     assert set(counts) == set(KINDS)
-    assert all(abs(counts[kind] / 2000 - weight / 6) < 0.04 for kind, weight in KINDS.items())
+    assert all(abs(counts[kind] / 2000 - weight / 4) < 0.04 for kind, weight in KINDS.items())
     turned = STEERED.model_copy(update={"kinds": dict(reversed(KINDS.items()))})
-    assert plans == [plan_prompt(turned, 0, number) for number in range(2000)]
-    assert plans != [plan_prompt(STEERED, 1, number) for number in range(2000)]
+    assert led == [lead(turned, 0, number) for number in range(2000)]
+    assert led != [lead(STEERED, 1, number) for number in range(2000)]
 
 
 def test_every_kind_has_seeds_and_every_slot_words():
     seeds = parse_yaml(SEEDS.read_text(), "seeds")
-    assert {"free", *seeds["openings"], *seeds["instructions"]} == set(get_args(PromptKind))
-    lists = [*seeds["openings"].values(), *seeds["instructions"].values(), seeds["texts"]]
-    assert {slot for each in lists for text in each for slot in re.findall(r"{(\w+)}", text)} == {*seeds["slots"], "number"}
+    assert {"free", *seeds["openings"]} == set(get_args(PromptKind))
+    found = {slot for each in seeds["openings"].values() for text in each for slot in re.findall(r"{(\w+)}", text)}
+    assert found == {*seeds["slots"], "number"}
     for kind in get_args(PromptKind):
-        assert all("{" not in plan_prompt(PromptsConfig(kinds={kind: 1.0}), 0, number).opening for number in range(200))
+        assert all("{" not in lead(PromptsConfig(kinds={kind: 1.0}), 0, number)[1] for number in range(200))
 
 
-def test_turns_begin_with_their_opening_and_hold_the_text_they_are_about_in_any_batch_and_process(long_target):
-    written = Writer(long_target, STEERED, Tokens(), batch_size=8, seed=0).write(NUMBERS)
-    assert [number for number, _ in written] == list(NUMBERS)
-    found = set()
-    for number, said in written:
-        plan = plan_prompt(STEERED, 0, number)
-        if said is None:
-            continue
-        found.add(plan.kind)
-        if plan.text_request is None:
-            assert said.startswith(plan.opening.strip())
-            assert len(said) > len(plan.opening.strip())
-        else:
-            assert plan.opening in said
-            assert len(said) > len(plan.opening) + 80
-        assert ("\n\nQuestion:" in said) == (plan.kind == "answer_from")
-        if plan.kind == "answer_from":
-            assert "\n" not in said.rpartition("\n\nQuestion: ")[2]
-    assert found == set(KINDS)
-    writer = Writer(long_target, STEERED, Tokens(), batch_size=5, seed=0)
-    assert sorted(turn for part in (NUMBERS[1::2], NUMBERS[::2]) for turn in writer.write(part)) == written
+def test_turns_begin_with_their_opening_and_go_on_whatever_the_batch(byte_target):
+    written = Writer(byte_target, STEERED, Tokens(), batch_size=8, seed=0).write(range(32))
+    assert [number for number, _ in written] == list(range(32))
+    found = {number: said for number, said in written if said is not None}
+    assert len({lead(STEERED, 0, number)[1] for number in found}) > 2
+    for number, said in found.items():
+        opening = lead(STEERED, 0, number)[1].strip()
+        assert said.startswith(opening)
+        assert len(said) > len(opening)
+    assert Writer(byte_target, STEERED, Tokens(), batch_size=5, seed=0).write(range(32)) == written
