@@ -22,10 +22,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from dataclasses import replace
+from typing import Any
 
 from configs.runtime.errors import InputError
-from distill.dataset.conversations import Message
 from distill.generation.prompts import UNCATEGORISED, Prompt
 from heads.frozen.tokenizer import OBJECT, SOUND
 
@@ -51,9 +51,8 @@ SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
 
 def detect_format(row: Mapping[str, Any], where: str, setting: str, column: str = COLUMN_NAME) -> str:
     """Return the form of a row, by its keys; `setting` is the config key by which a user names a `column`, for the error."""
-    for key, name in FORMS.items():
-        if row.get(key) is not None:
-            return name
+    if (key := next((key for key in FORMS if row.get(key) is not None), None)) is not None:
+        return FORMS[key]
     if column in row:
         return COLUMN
     raise InputError(
@@ -78,14 +77,6 @@ def read_row(
     A row without an id gets `default_id`, or is named by its content where that is None and with `turns` and `messages`. Errors
     name the row by `where`, and the config key of the column by `setting`.
     """
-    column = column or COLUMN_NAME
-    keys = (
-        [column, answer_column]
-        if format == COLUMN
-        else [next((k for k, name in FORMS.items() if name == format and k in row), format)]
-    )
-    if missing := [key for key in keys if key is not None and key not in row]:
-        raise InputError(f"{where}: no key {missing[0]!r} ({setting}); the row has {', '.join(row) or 'none'}")
     by_content = format in ("turns", "messages")
     given_id = next((row[key] for key in (ID_KEYS[:2] if by_content else ID_KEYS) if key in row), None)
     given_id = (None if by_content else default_id) if given_id in (None, "") else given_id  # "": as CSV says none
@@ -94,77 +85,51 @@ def read_row(
         raise InputError(f"{where}: question_id must be a text or a whole number, got {given_id!r}")
     if not isinstance(category, str):
         raise InputError(f"{where}: category must be a text, got {category!r}")
-    chat = _chat_in(row, where) if format == "messages" else row
-    asked, given = _asked(chat, format, column, answer_column, where)
-    parsed = _parse(asked, given, where, is_chat=format in CHATS)
+    chat = row
+    if format == "messages" and row.get("messages") is None:  # in the request of a log, or of a batch
+        chat = row.get("request") or row.get("body") or row
+    asked, answer = _asked(chat, format, (column or COLUMN_NAME, answer_column), where, setting)
     tools = _parse_tools(chat["tools"], where) if format in CHATS and chat.get("tools") else []
+    prompt = _as_prompt(asked, answer, where, is_chat=format in CHATS)
     if given_id is None:  # a hash of the content in its place
-        asked_last = [parsed["turn_keys"]] if parsed["turn_keys"] else []
-        content = json.dumps(
-            [list(parsed["history"]), list(parsed["turns"]), *tools, *parsed["media"], *asked_last], ensure_ascii=False
-        )
-        given_id = hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-    return Prompt(prompt_id=str(given_id), category=category, tools=tuple(tools), where=where, **parsed)
+        content: list[Any] = [list(prompt.history), list(prompt.turns), *tools, *prompt.media]
+        content += [prompt.turn_keys] if prompt.turn_keys else []
+        text = json.dumps(content, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        given_id = hashlib.sha256(text).hexdigest()[:16]
+    return replace(prompt, prompt_id=str(given_id), category=category, tools=tuple(tools), where=where)
 
 
-def _chat_in(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Return what has a row's messages: the row itself, or the request of a log or of a batch."""
-    key = next((each for each in ("messages", "request", "body") if row.get(each) is not None), "messages")
-    chat = row if key == "messages" else row[key]
-    if not isinstance(chat, Mapping) or "messages" not in chat:
-        raise InputError(f"{where}: {key} must hold the messages of a chat, got {str(chat)[:60]!r}")
-    return chat
-
-
-def _asked(row: Mapping[str, Any], format: str, column: str, answer_column: str | None, where: str) -> tuple[Any, Any]:
+def _asked(row: Any, format: str, columns: tuple[str, str | None], where: str, setting: str) -> tuple[Any, Any]:
     """Return what a row asks, a text, turns or messages, and the answer that it brings beside them, if any."""
-    match format:
-        case "sharegpt":
-            said = row["conversations"]
-            if not isinstance(said, list) or not all(isinstance(each, dict) for each in said):
-                raise InputError(
-                    f"{where}: conversations must be a list of {{from, value}} or {{role, content}}, got {str(said)[:60]!r}"
-                )
-            return [_of_sharegpt(each) for each in said], None
-        case "ids":
-            sample = f" #{row['sample']}" if row.get("sample") is not None else ""
-            answer = None if row.get("answer_ids") is None else _spelled(row["answer_ids"], "answer_ids", where)
-            return _spelled(row["prompt_ids"], "prompt_ids", where) + sample, answer
-        case "column":
-            return row[column], None if answer_column is None else row[answer_column]
-    return row[format], None  # turns, messages
+    keys = {"sharegpt": ("conversations",), "ids": ("prompt_ids",), COLUMN: columns}.get(format, (format,))
+    if not isinstance(row, Mapping) or (missing := [key for key in keys if key is not None and key not in row]):
+        there = ", ".join(row) if isinstance(row, Mapping) else str(row)[:60]
+        raise InputError(f"{where}: no key {(missing if isinstance(row, Mapping) else keys)[0]!r} ({setting}) in: {there}")
+    asked = row[str(keys[0])]
+    if format == "sharegpt":
+        if not isinstance(asked, list) or not all(isinstance(each, dict) for each in asked):
+            raise InputError(f"{where}: conversations must be a list of objects, got {str(asked)[:60]!r}")
+        said = [each if "role" in each else {"role": each.get("from"), "content": each.get("value")} for each in asked]
+        return [each | {"role": SHAREGPT_ROLES.get(str(each["role"]), each["role"])} for each in said], None
+    if format == "ids":
+        sample = f" #{row['sample']}" if row.get("sample") is not None else ""
+        answer = None if row.get("answer_ids") is None else _spelled(row["answer_ids"], "answer_ids", where)
+        return _spelled(asked, "prompt_ids", where) + sample, answer
+    return asked, None if len(keys) == 1 or keys[1] is None else row[keys[1]]
 
 
-def _of_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
-    if "role" in message:
-        return message
-    speaker = message.get("from")
-    return {"role": SHAREGPT_ROLES.get(str(speaker), speaker), "content": message.get("value")}
-
-
-class _Parsed(TypedDict):
-    """What a `Prompt` has of its messages."""
-
-    history: tuple[Message, ...]
-    turns: tuple[str, ...]
-    turn_keys: Message
-    answer: str | None
-    answer_keys: Message
-    media: tuple[str, ...]
-
-
-def _parse(asked: Any, given: Any, where: str, *, is_chat: bool) -> _Parsed:
+def _as_prompt(asked: Any, answer: Any, where: str, *, is_chat: bool) -> Prompt:
+    """Return a prompt, without id and category, of what a row asks."""
     if isinstance(asked, str) and not is_chat:
         asked = [{"role": "user", "content": asked}]
     if not isinstance(asked, list) or not asked:
-        what = "messages must be a list of at least one message" if is_chat else "turns must be a list of at least one text"
-        raise InputError(f"{where}: {what}, got {str(asked)[:60]!r}")
+        raise InputError(f"{where}: {'messages' if is_chat else 'turns'} must be a list, not empty, got {str(asked)[:60]!r}")
     if not is_chat and not isinstance(asked[0], dict):
         if blank := [turn for turn in asked if not isinstance(turn, str) or not turn.strip()]:
             raise InputError(f"{where}: a turn must be a text that is not blank, got {str(blank[0])[:60]!r}")
-        return _Parsed(history=(), turns=tuple(asked), turn_keys={}, answer=None, answer_keys={}, media=())
-    if given not in (None, ""):
-        asked = [*asked, *(given if isinstance(given, list) else [{"role": "assistant", "content": given}])]
+        return Prompt(prompt_id="", category="", turns=tuple(asked))
+    if answer not in (None, ""):
+        asked = [*asked, *(answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}])]
     messages, media = [], []
     for each in asked:
         message, found = _plain_message(each, where) if isinstance(each, dict) else ({}, [])
@@ -172,19 +137,21 @@ def _parse(asked: Any, given: Any, where: str, *, is_chat: bool) -> _Parsed:
             raise InputError(f"{where}: a message must have a role and a content, both texts, got {str(each)[:60]!r}")
         messages.append(message)
         media += found
-    answer = messages.pop() if messages[-1]["role"] == "assistant" else {}
+    answered = messages.pop() if messages[-1]["role"] == "assistant" else {}
     last = messages.pop() if messages else {}
     if last.get("role") not in ("user", "tool") or (last["role"] == "user" and not last["content"].strip()):
         raise InputError(
             f"{where}: messages must end with a user message that is not blank, or with a tool's result (one assistant message "
             "may follow)"
         )
-    return _Parsed(
-        history=tuple(messages),
+    return Prompt(
+        prompt_id="",
+        category="",
         turns=(last["content"],),
+        history=tuple(messages),
         turn_keys={} if last["role"] == "user" else {key: value for key, value in last.items() if key != "content"},
-        answer=answer.get("content"),
-        answer_keys={key: value for key, value in answer.items() if key not in ("role", "content")},
+        answer=answered.get("content"),
+        answer_keys={key: value for key, value in answered.items() if key not in ("role", "content")},
         media=tuple(media),
     )
 

@@ -1,7 +1,8 @@
 """One request to a server: its answer, with further attempts where the failure may be temporary.
 
-Waits grow and are randomised, so that requests that failed together are not repeated together; the seconds that a server asks
-for (Retry-After) are kept. The key is read from the environment, and masked where a server repeats it.
+httpx itself repeats failed connections alone, so what a loaded server says (408, 429, 5xx, a cut-off answer) is waited out:
+waits grow and are randomised, so that requests that failed together are not repeated together, and the seconds that a server
+asks for (Retry-After) are kept. The key is read from the environment, and masked where a server repeats it.
 """
 
 from __future__ import annotations
@@ -86,10 +87,10 @@ class Completion(BaseModel):
         """Return the distribution of the answer's first token; empty where there is none."""
         logprobs = self.choices[0].logprobs
         first = (logprobs.top_logprobs if logprobs is not None else None) or [{}]
-        found = {name: TOKEN_ID.fullmatch(name) for name in first[0]}
-        if named := next((name for name, match in found.items() if match is None), None):
-            raise InputError(f"{where} names tokens by text ({named[:20]!r}), not by id: it ignores return_tokens_as_token_ids")
-        return {int(match[1]): first[0][name] for name, match in found.items() if match is not None}
+        found = {TOKEN_ID.fullmatch(name): log_p for name, log_p in first[0].items()}
+        if None in found:
+            raise InputError(f"{where} names tokens by text, not by id: it ignores return_tokens_as_token_ids")
+        return {int(match[1]): log_p for match, log_p in found.items() if match is not None}
 
     def check_read(self, sent: Sequence[int], where: str) -> None:
         """Raise `InputError` where it names other token counts or token ids than those sent."""
@@ -114,11 +115,7 @@ class Refused(InputError):
 
 
 class _MayPass(Exception):
-    """An attempt failed, and another one may not; `asked_wait` are the seconds that the server asks to wait."""
-
-    def __init__(self, failure: str, asked_wait: float = 0.0) -> None:
-        super().__init__(failure)
-        self.asked_wait = asked_wait
+    """An attempt failed, and another one may not; the second argument are the seconds that the server asks to wait."""
 
 
 class Connection(AbstractContextManager["Connection"]):
@@ -181,11 +178,11 @@ class Connection(AbstractContextManager["Connection"]):
             try:
                 return self._attempt(method, path, body)
             except _MayPass as error:
-                failure = error
+                failure, asked_wait = error.args
             if attempt > self.config.retries or self._stopping.is_set():
                 break
             mean = min(FIRST_WAIT_SECONDS * 2.0 ** min(attempt - 1, 30), LONGEST_WAIT_SECONDS)
-            wait = max(mean * random.uniform(1 - JITTER, 1 + JITTER), failure.asked_wait)
+            wait = max(mean * random.uniform(1 - JITTER, 1 + JITTER), asked_wait)
             logger.warning("server %s %s; trying again in %.1f s", self.config.url, failure, wait)
             pause(self._stopping, wait)
         tried = f"{attempt} attempts ({self.section}.retries, {self.section}.timeout_seconds)"
@@ -194,34 +191,27 @@ class Connection(AbstractContextManager["Connection"]):
     def _attempt(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
         try:
             response = self._client.request(method, path, json=body)
+            status = response.status_code
+            if response.is_success:
+                return from_json(response.content)
         except httpx2.RequestError as error:
-            raise _MayPass(f"cannot be reached ({type(error).__name__}: {first_line(error)})") from error
-        if response.status_code in PASSING or response.is_server_error:
+            raise _MayPass(f"cannot be reached ({type(error).__name__}: {first_line(error)})", 0.0) from error
+        except ValueError as error:  # a body without a length that was cut off ends like a whole one
+            raise _MayPass("answers with JSON that is cut off or damaged", 0.0) from error
+        if status in PASSING or response.is_server_error:
             seconds = response.headers.get("retry-after", "")
             asked_wait = min(float(seconds), LONGEST_ASKED_WAIT_SECONDS) if seconds.isdecimal() else 0.0
-            raise _MayPass(f"answers with status {response.status_code}: {_complaint(response)}", asked_wait)
-        if response.status_code in (httpx2.codes.UNAUTHORIZED, httpx2.codes.FORBIDDEN):
+            raise _MayPass(f"answers with status {status}: {_complaint(response)}", asked_wait)
+        if status in (httpx2.codes.UNAUTHORIZED, httpx2.codes.FORBIDDEN):
             key = self.config.api_key_variable
-            without = f"requests without a key; name its variable in {self.section}.api_key_variable"
-            sent = f"the key in {key}" if key else without
-            raise InputError(f"{self.where} refuses {sent} (status {response.status_code})")
-        if not response.is_success:
-            raise Refused(f"{self.where} refuses a request (status {response.status_code}): {_complaint(response)}")
-        try:
-            return from_json(response.content)
-        except ValueError as error:  # a body without a length that was cut off ends like a whole one
-            raise _MayPass("answers with JSON that is cut off or damaged") from error
+            sent = f"the key in {key}" if key else f"requests without one; name its variable in {self.section}.api_key_variable"
+            raise InputError(f"{self.where} refuses {sent} (status {status})")
+        raise Refused(f"{self.where} refuses a request (status {status}): {_complaint(response)}")
 
 
 def _complaint(response: httpx2.Response) -> str:
     """Return the server's error message on one line, shortened, without the key."""
-    try:
-        content = from_json(response.content)
-    except ValueError:
-        content = None
-    error = content.get("error", content.get("detail")) if isinstance(content, dict) else None
-    message = error.get("message") if isinstance(error, dict) else error
-    text = redact(" ".join((message if isinstance(message, str) else response.text).split()) or "it does not say why")
+    text = redact(" ".join(response.text.split()) or "it does not say why")
     return text if len(text) <= MAX_QUOTED else text[: MAX_QUOTED - 3] + "..."
 
 

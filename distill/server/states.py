@@ -3,15 +3,13 @@
 A server leaves the states of a text in a file of a shared folder, as vLLM's connector does. It answers before the file is
 written, and until then holds a lock on the empty file `NAME.lock` beside it. Where a file system does not carry locks from node
 to node, a file that is not whole yet is tried again until the time is up. A file is deleted once it is read, so there are at
-most as many as requests in flight. A server that fails a request at every attempt is left out from then on and named in the
-log, and what it had is asked of the others.
+most as many as requests in flight. A server that fails a request at every attempt ends the run.
 T positions, A taps, E width of the target.
 """
 
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import re
 import shutil
@@ -21,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from queue import SimpleQueue
-from threading import Event, Lock, Timer
+from threading import Event, Timer
 
 from safetensors import SafetensorError
 from safetensors.torch import load
@@ -32,8 +30,6 @@ from configs.runtime.files import inside
 from configs.schema.data import ServerConfig
 from configs.schema.target import EngineStatesConfig
 from distill.server.connection import Connection, Distribution, GaveUp
-
-logger = logging.getLogger("draftsmith")
 
 KEY = "target.states.urls"
 START = "start it with the line that draftsmith serve-states prints for this recipe"
@@ -62,7 +58,7 @@ class StateServer:
     """One server; `InputError` where it cannot be reached, or is not one that gives states."""
 
     def __init__(self, config: EngineStatesConfig, url: str, concurrency: int) -> None:
-        self.url, self.folder, self.left_out = url, Path(config.path), False
+        self.url, self.folder = url, Path(config.path)
         shared = config.model_dump(include={"api_key_variable", "timeout_seconds", "retries"})
         settings = ServerConfig(url=url, model="", concurrency=concurrency, **shared)
         self.connection, self.stopping = Connection(settings, KEY), Event()
@@ -109,11 +105,10 @@ class StateServers:
             if server.taps != self.taps:
                 first = self.servers[0]
                 raise InputError(f"{KEY}: {first.url} gives {first.model} and {server.url} {server.model}; start all alike")
-        self._lock, self._gone = Lock(), "the servers of hidden states were closed"
-        self._free = SimpleQueue[StateServer | None]()  # each as often as it takes one more; None: no server is left
+        self._idle = SimpleQueue[StateServer]()  # each as often as it takes one more
         for server, limit in zip(self.servers, config.limits, strict=True):
             for _ in range(limit):
-                self._free.put(server)
+                self._idle.put(server)
         self._pool = ThreadPoolExecutor(max_workers=sum(config.limits))
 
     def ask(self, ids: Sequence[int]) -> Future[ServedStates]:
@@ -121,7 +116,7 @@ class StateServers:
         try:
             return self._pool.submit(self._fetch, tuple(ids))
         except RuntimeError as error:  # the pool was shut down
-            raise InputError(self._gone) from error
+            raise InputError("the servers of hidden states were closed") from error
 
     def close(self) -> None:
         """Drop what waits, and end the rest: what is under way is finished where it takes seconds, so that no file is left."""
@@ -134,43 +129,18 @@ class StateServers:
         self._end()
 
     def _end(self) -> None:
-        self._free.put(None)
         for server in self.servers:
             server.stopping.set()
             server.connection.close()
 
     def _fetch(self, ids: tuple[int, ...]) -> ServedStates:
-        while (server := self._free.get()) is not None:
-            if server.left_out:
-                continue
-            try:
-                states = server.fetch(ids)
-            except (GaveUp, NotWritten) as error:
-                self._leave_out(server, error)
-                continue
-            except BaseException:
-                self._free.put(server)
-                raise
-            self._free.put(server)
-            return states
-        self._free.put(None)  # for the other threads
-        raise InputError(self._gone)
-
-    def _leave_out(self, server: StateServer, error: InputError) -> None:
-        with self._lock:
-            if server.left_out:
-                return
-            server.left_out = True
-            left = sum(not each.left_out for each in self.servers)
-            logger.warning(
-                "server %s is left out from now on: %s; %d of %d are left", server.url, error, left, len(self.servers)
-            )
-            if not left:
-                self._gone = (
-                    f"{KEY}: no server is left, the last to fail was {server.url}: {error}; start one again, and run the same "
-                    "command again"
-                )
-                self._free.put(None)
+        server = self._idle.get()
+        try:
+            return server.fetch(ids)
+        except (GaveUp, NotWritten) as error:
+            raise InputError(f"{KEY}: {server.url} failed: {error}; start it again, and run the same command again") from error
+        finally:
+            self._idle.put(server)
 
 
 def take_states(folder: Path, name: str, timeout_seconds: float, stopping: Event) -> tuple[Tensor, list[int]]:

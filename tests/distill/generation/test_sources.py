@@ -114,7 +114,7 @@ def test_a_column_holds_a_text_turns_or_a_chat_and_a_second_one_the_answer(value
 @pytest.mark.parametrize(
     ("row", "key"),
     [
-        ({"body": {"input": "Hi"}}, "body"),
+        ({"body": {"input": "Hi"}}, "messages"),
         ({"turns": []}, "turns"),
         ({"turns": ["a", " "]}, "turn"),
         ({"turns": ["a"], "question_id": [1]}, "question_id"),
