@@ -25,7 +25,7 @@ from heads.frozen.hidden_states import TargetStates
 from heads.frozen.identity import TargetIdentity, hash_chat_template, hash_tokenizer, hash_weights, load_gguf, locate
 from heads.frozen.media import MediaPrompt, MediaReader, load_reader, shown
 from heads.frozen.placement import place_parts
-from heads.frozen.processes import TargetGroup, join_group, split_arguments
+from heads.frozen.processes import Share, join_group, split_arguments
 from heads.frozen.served import load_ends
 from heads.frozen.tokenizer import SOUND, in_template, load_tokenizer, no_chat_template, thinking_tokens
 from heads.frozen.weights import loader_of, quantization_of
@@ -62,7 +62,7 @@ class Target:
     identity: TargetIdentity
     eos_token_ids: tuple[int, ...]  # every id that ends an answer
     spread_by: TargetConfig | None = None  # by which its blocks were spread over devices or processes; None: it is on one
-    group: TargetGroup | None = None  # the processes that it is split over; None: each has a target of its own
+    group: Share | None = None  # the processes that it is split over; None: each has a target of its own
     states_from: StateSource | None = None  # servers that run it; None: it is run here
     media: MediaReader | None = None  # makes its inputs of the images or sounds of prompts; None: it reads text alone
     thinks_between: tuple[int, int] | None = None  # the tokens that enclose its thinking; None: it has none

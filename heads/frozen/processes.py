@@ -9,7 +9,7 @@ in training each brings a batch of its own.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,7 +23,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object, parse_flag_from_env
 from torch import nn
 from torch.distributed import DistError
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
@@ -88,20 +88,6 @@ def naming_lost_processes() -> Iterator[None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetGroup:
-    """The processes that share one target: group `number` of `count`, in which this process is `rank` of `size`."""
-
-    number: int
-    count: int
-    rank: int
-    size: int
-    processes: dist.ProcessGroup
-
-    def member(self, rank: int) -> int:
-        return self.number * self.size + rank
-
-
-@dataclass(frozen=True, kw_only=True)
 class Share:
     """Which part of the target's work is this process's: `number` of `count`. Of a group all do the same, and one writes it."""
 
@@ -114,17 +100,11 @@ class Share:
         found: list[Part] = gather_object(list(own) if self.writes else [])
         return found
 
-    def in_all(self, own: Iterable[int]) -> set[int]:
-        """Return the numbers that every process of this part hands in: what it has finished, after it was interrupted."""
-        found: list[tuple[int, set[int]]] = gather_object([(self.number, set(own))])
-        return set.intersection(*(numbers for part, numbers in found if part == self.number))
 
-
-def share_of(group: TargetGroup | None, state: PartialState) -> Share:
-    """Return this process's share where the target is shared by `group`; None: each process has a target of its own."""
-    if group is None:
-        return Share(number=state.process_index, count=state.num_processes, writes=True)
-    return Share(number=group.number, count=group.count, writes=group.rank == 0)
+def share_of(group: Share | None, state: PartialState) -> Share:
+    """Return this process's share: that of its group, or, where each process has a target of its own (None), its own."""
+    own = Share(number=state.process_index, count=state.num_processes, writes=True)
+    return own if group is None else group
 
 
 @dataclass
@@ -161,10 +141,9 @@ def split_arguments(path: Path, config: TargetConfig, device: torch.device) -> d
     return {"distributed_config": _OneGroup(tp_size=config.shards, dp_replicate_size=count, tp_plan=plan)}
 
 
-def join_group(model: PreTrainedModel, config: TargetConfig, device: torch.device) -> TargetGroup:
-    """Return the group of this process, whose part of the target is `model`, and make that ready to run."""
+def join_group(model: PreTrainedModel, config: TargetConfig, device: torch.device) -> Share:
+    """Return the share of this process's group, and make its part of the target, `model`, ready to run."""
     size, count = config.shards, _num_groups(config)
-    mesh = init_device_mesh(device.type, (count, size), mesh_dim_names=("groups", "members"))
     for part in (model.config, model.config.get_text_config()):
         part.__dict__.pop("distributed_config", None)  # drafts are made of this config
     with torch.device("meta"):
@@ -177,13 +156,8 @@ def join_group(model: PreTrainedModel, config: TargetConfig, device: torch.devic
         if module not in inside and getattr(module, "_is_hooked", False):  # what stays whole needs no hook
             for name in ("forward", "_is_hooked"):
                 module.__dict__.pop(name, None)
-    return TargetGroup(
-        number=dist.get_rank() // size,
-        count=count,
-        rank=dist.get_rank() % size,
-        size=size,
-        processes=mesh["members"].get_group(),
-    )
+    rank = dist.get_rank()
+    return Share(number=rank // size, count=count, writes=rank % size == 0)
 
 
 def _num_groups(config: TargetConfig) -> int:
