@@ -87,7 +87,7 @@ class DSpark(StepwiseBlock):
         return DraftStep(self.correct(base_BW, joined_BD), self.confidence(joined_BD).float().sigmoid())
 
 
-DSPARK = Family(settings=DSparkSettings, build=DSpark, propose=StepwiseDrafter, in_one_forward=True)
+DSPARK = Family(settings=DSparkSettings, build=DSpark, propose=StepwiseDrafter)
 
 
 class Domino(StepwiseBlock):
@@ -128,7 +128,7 @@ class Domino(StepwiseBlock):
         return DraftStep(base_BW, carried=read_1BR)
 
 
-DOMINO = Family(settings=DominoSettings, build=Domino, propose=StepwiseDrafter, in_one_forward=True)
+DOMINO = Family(settings=DominoSettings, build=Domino, propose=StepwiseDrafter)
 
 
 class DFlash2(StepwiseBlock):
@@ -239,7 +239,7 @@ class SlotConvolution(nn.Module):
         return mixed_BXD
 
 
-DFLASH2 = Family(settings=DFlash2Settings, build=DFlash2, propose=StepwiseDrafter, in_one_forward=True)
+DFLASH2 = Family(settings=DFlash2Settings, build=DFlash2, propose=StepwiseDrafter)
 
 
 CHUNK = 512  # slots whose logits live at one time, where only the likeliest tokens are wanted
@@ -345,4 +345,4 @@ class RefinedDrafter(BlockDrafter):
             chain.add(logits_BW)
 
 
-XPRESS = Family(settings=XPressSettings, build=XPress, propose=RefinedDrafter, in_one_forward=True)
+XPRESS = Family(settings=XPressSettings, build=XPress, propose=RefinedDrafter)

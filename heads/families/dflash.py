@@ -297,4 +297,4 @@ def mix_blocks(q_BNXH: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor
     return (weights[..., :1] * read_BMGASH + own_BMGASH).flatten(3, 4).flatten(1, 2)
 
 
-FAMILY = Family(settings=DFlashSettings, build=DFlash, propose=BlockDrafter, in_one_forward=True)
+FAMILY = Family(settings=DFlashSettings, build=DFlash, propose=BlockDrafter)

@@ -111,7 +111,7 @@ class MedusaDrafts(FeatureProposer):
         return self.module.draft_logits(window.last(window.features_BTF), num_tokens)
 
 
-MEDUSA = Family(settings=MedusaSettings, build=Medusa, propose=MedusaDrafts, in_one_forward=True)
+MEDUSA = Family(settings=MedusaSettings, build=Medusa, propose=MedusaDrafts)
 
 
 class Hydra(ChainHead):

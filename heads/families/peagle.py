@@ -195,4 +195,4 @@ class ParallelKeys(LayerKeys):
         return weights[..., :1] * mixed_BNSH + own_BNSH
 
 
-FAMILY = Family(settings=PEagleSettings, build=PEagle, propose=ParallelDrafts, in_one_forward=True)
+FAMILY = Family(settings=PEagleSettings, build=PEagle, propose=ParallelDrafts)

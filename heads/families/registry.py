@@ -30,11 +30,6 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def drafts_in_one_forward(kind: str) -> bool:
-    """Return whether a kind of draft makes all drafts of a round in one forward; a draft LM does not."""
-    return kind in FAMILIES and FAMILIES[kind].in_one_forward
-
-
 def serve(head: nn.Module, target: PreTrainedModel) -> nn.Module:
     """Put a head, in place, on the target's device and into its dtype, frozen and packed for drafting.
 

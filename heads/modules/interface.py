@@ -135,7 +135,6 @@ class Family:
     # Makes the module, with new weights, from settings, target and draft vocabulary (None: all tokens).
     build: Callable[[Any, PreTrainedModel, DraftVocabulary | None], nn.Module]
     propose: Callable[[Any, torch.device], Proposer]  # of a module that `heads.families.registry.serve` returned, on a device
-    in_one_forward: bool = False  # whether one forward gives all drafts of a round, so that one more costs no time
     # For a module that is about to be trained, and its target: gives it further weights, or refuses the target.
     start: Callable[[Any, PreTrainedModel], None] | None = None
 
