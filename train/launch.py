@@ -42,7 +42,7 @@ from heads.metadata import hash_artifact, locate_artifact, read_metadata
 from heads.modules.interface import Batch
 from train.loop.checkpoints import resumes
 from train.loop.engines import check_engine
-from train.loop.lineage import accumulating
+from train.loop.lineage import accumulating, engine_name
 from train.loop.loop import train
 from train.loop.task import Task
 from train.preflight import check_before_training
@@ -88,6 +88,7 @@ def _run(config: Recipe, make_task: Callable[..., Task]) -> int:
             stack.enter_context(folder_lock(output))
         stack.enter_context(naming_lost_processes())
         accelerator = make_accelerator(config.schedule, output)
+        check_stage(config, accelerator)
         materials = load_materials(config, accelerator)
         config = materials.config
         if materials.target.states_from is not None:
@@ -95,11 +96,17 @@ def _run(config: Recipe, make_task: Callable[..., Task]) -> int:
         return _train(config, make_task, accelerator, materials, output)
 
 
+def check_stage(config: Recipe, accelerator: Accelerator) -> None:
+    """Refuse ZeRO-3 for a head, which reads weights outside of the modules that own them, where they are not gathered."""
+    if isinstance(config, HeadsConfig) and engine_name(accelerator) == "ZeRO-3":
+        raise ConfigError("zero_stage of accelerate's config: heads take 2 at most; take configs/accelerate/zero2.yaml")
+
+
 def _train(config: Recipe, make_task: Callable[..., Task], accelerator: Accelerator, materials: Materials, output: Path) -> int:
     in_all = accelerator.num_processes * config.schedule.gradient_accumulation_steps
-    loader = make_training_loader(config, materials.dataset, num_batches=in_all)
     cache = open_training_cache(config, materials.dataset, materials.target)
     task = make_task(config, materials.target, materials.train, materials.held_out, accelerator, cache)
+    loader = task.source.loading(make_training_loader(config, materials.dataset, num_batches=in_all))
     started = time.monotonic()
     if isinstance(task, HeadTask) and task.config.sanity.enabled:
         check_before_training(task, materials.dataset, accelerator)

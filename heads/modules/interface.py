@@ -43,6 +43,7 @@ class Batch(NamedTuple):
     conversations_BC: Tensor  # int64; which conversation of the data file each document is, from 0; NO_DOCUMENT beyond the last
     origin: Origin | None = None  # of a batch that was moved from the host to a device
     media: BatchMedia | None = None  # None: no row has any
+    signals: object = None  # the target's, in host memory, where the loader has read them of a cache (`distill.signals`)
 
     @property
     def packed_positions_BT(self) -> Tensor | None:
@@ -58,7 +59,7 @@ class Batch(NamedTuple):
         """This batch in host memory, where places of labels are looked up; one made on a device is copied, and waited for."""
         if self.origin is not None and all(mine is moved for mine, moved in zip(self, self.origin.moved, strict=False)):
             return self.origin.batch
-        return Batch._make((*(tensor.cpu() for tensor in self[:5]), None, self.media))
+        return Batch._make((*(tensor.cpu() for tensor in self[:5]), None, self.media, self.signals))
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         """Return the batch on a device, as accelerate asks for it; the host does not wait for the copy."""
@@ -67,7 +68,7 @@ class Batch(NamedTuple):
             return self.on_host
         host = self.on_host
         moved = [upload(tensor, device) for tensor in host[:5]]
-        return Batch._make((*moved, Origin(host, moved), self.media))
+        return Batch._make((*moved, Origin(host, moved), self.media, self.signals))
 
     def media_inputs(self, target: Target) -> MediaInputs | None:
         """Return what the target reads of the rows' media; None where no row has any."""

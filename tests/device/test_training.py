@@ -99,14 +99,14 @@ def test_forward_and_backward_of_a_micro_batch_never_wait(kind, layout, draft_vo
 
 @pytest.mark.parametrize("cached", [False, True], ids=["online", "cached"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_waits_once_for_losses_and_stop_requests(kind, cached, on, rows, tmp_path, monkeypatch):
+def test_a_step_waits_for_its_losses_and_then_for_stop_requests_alone(kind, cached, on, rows, tmp_path, monkeypatch):
     target, cache, steps = on("mock"), None, []
     if cached:
         file = write_rows(tmp_path / "rows.jsonl", rows)
         run(cache_job(target, file, rows, tmp_path / "cache", taps=[1, 2, 3]))
         cache = open_cache(tmp_path / "cache", file, target)
     task = task_of(kind, target, rows, tmp_path / "run", cache)
-    plain = loop._Training._step
+    plain = loop.Training.step
 
     def step(*arguments):
         with counted() as counts:
@@ -114,6 +114,6 @@ def test_a_step_waits_once_for_losses_and_stop_requests(kind, cached, on, rows, 
         steps.append(waits(counts))
         return labels
 
-    monkeypatch.setattr(loop._Training, "_step", step)
+    monkeypatch.setattr(loop.Training, "step", step)
     train_task(task, rows)
-    assert [sum(each.values()) for each in steps[1:]] == [1, 1], steps  # the first one moves tables to the device
+    assert [sum(each.values()) for each in steps[1:]] == [2, 2], steps  # the first one moves tables to the device

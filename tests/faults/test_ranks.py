@@ -7,13 +7,10 @@ import pytest
 
 from configs.runtime.command import DONE, FAILED, TERMINATED
 from tests.faults.conftest import at_call, die_at_step, send_here, start_pair
-from tests.support.training_runs import read_metrics
 from train.launch import run_distillation
 from train.loop.checkpoints import list_checkpoints, read_manifest
 from train.tasks.draft import DraftTask
 from train.tasks.held_out import HeldOut
-from train.telemetry.records import METRICS_FILE
-from train.telemetry.step_metrics import SHARE
 
 
 @pytest.fixture
@@ -64,9 +61,4 @@ def test_a_stop_asked_of_one_process_ends_both_after_the_same_step(tmp_path, sta
     assert [child.end() for child in children] == [TERMINATED, TERMINATED], [child.said for child in children]
     (*_, newest) = list_checkpoints(tmp_path / "run" / "checkpoints")
     assert read_manifest(newest).step == 6
-    # Half of the sleep is slept by one process, half is waited for by the other.
-    *_, metrics = read_metrics(tmp_path / "run" / METRICS_FILE)
-    assert metrics[f"{SHARE}communication"] == pytest.approx(metrics[f"{SHARE}loss"], abs=0.1)
-    assert metrics[f"{SHARE}communication"] > 0.2
-    assert metrics[f"{SHARE}backward"] < 0.2
     assert [child.end() for child in start_two()] == [DONE, DONE]

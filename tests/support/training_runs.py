@@ -28,7 +28,8 @@ def train_task(task, rows, stop_after=None, max_length=64):
 
     task.loss = loss
     config, accelerator = task.config, task.held_out.accelerator
-    loader = make_loader(ConversationDataset(rows, max_length), config.schedule.batch_size, seed=config.schedule.seed)
+    rows = ConversationDataset(rows, max_length)
+    loader = task.source.loading(make_loader(rows, config.schedule.batch_size, seed=config.schedule.seed))
     train(task, loader, config.optimizer, config.schedule, accelerator, Path(config.output), config.model_dump(mode="json"))
     return {name: tensor.clone() for name, tensor in task.module.state_dict().items()}, list(map(float, losses))
 

@@ -22,13 +22,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.checkpointing import save_accelerator_state
 from accelerate.utils import OPTIMIZER_NAME, RNG_STATE_NAME, SAFE_WEIGHTS_NAME, broadcast_object_list, load, recursively_apply
 from accelerate.utils import save as write_state
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -56,7 +56,7 @@ class Progress:
     step: NonNegativeInt = 0  # optimiser steps done
     epoch: NonNegativeInt = 0
     steps_in_epoch: NonNegativeInt = 0
-    evaluated: Annotated[bool, Field(alias="settled")] = True  # False: the evaluation due after the last step is to be made
+    evaluation_pending: bool = False  # the one due after the last step is to be made
     best_score: float | None = None  # tokens per target step on held-out prompts
     best_step: NonNegativeInt | None = None
 
@@ -143,7 +143,7 @@ class Checkpoints:
         with writing(final, scratch):
             for write in rest:
                 write()
-            write_json(scratch / PROGRESS, {"progress": _PROGRESS.dump_python(progress, by_alias=True), "schedule": schedule})
+            write_json(scratch / PROGRESS, {"progress": _PROGRESS.dump_python(progress), "schedule": schedule})
             hashes = {name: sha256_of(scratch / name) for name in sorted(_files(scratch))}
             manifest = CheckpointManifest(step=progress.step, lineage=self.lineage, sha256=hashes)
             write_json(scratch / MANIFEST, manifest.model_dump(mode="json"))

@@ -4,7 +4,8 @@
 on a CPU, where accelerate does not offer it. `DeepSpeedEngine` is ZeRO: stages 1 and 2 shard optimiser state and gradients,
 stage 3 the weights as well. accelerate's config or environment says which. Decoding and artifacts need unsharded weights: where
 they are sharded, they are loaded into a copy of the module made beforehand. Not supported: FSDP 1, Megatron, and fp16 with
-sharded weights, whose loss scale would have to be agreed on.
+sharded weights, whose loss scale would have to be agreed on; and ZeRO stage 3 for heads, which read weights outside of the
+modules that own them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ from heads.device import has_fused_optimizers
 from train.loop.lineage import FSDP2, REPLICATED, engine_name, fsdp_is_requested
 from train.loop.task import Task
 
-ALL_WEIGHTS = 10**15  # more than any module has: DeepSpeed keeps parameters of fewer elements in every process
 WEIGHTS_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.bin"
 MakeOptimizer = Callable[[nn.Module], tuple[torch.optim.Optimizer, LambdaLR]]
 
@@ -112,8 +112,8 @@ class TrainingEngine:
         """Clip the gradients by their norm over all processes; return that norm before clipping."""
         return self.accelerator.clip_grad_norm_(module.parameters(), max_norm)
 
-    def unsharded(self, module: nn.Module) -> AbstractContextManager[nn.Module]:
-        """Yield the unwrapped module with all weights, in every process. All must enter, and none may train it."""
+    def full_weights(self, module: nn.Module) -> AbstractContextManager[nn.Module]:
+        """Collective: yield the unwrapped module with gathered weights in every process, read-only."""
         # accelerate's own unwrapping would import DeepSpeed wherever that is installed: seconds, in each process.
         return nullcontext(cast(nn.Module, module.module) if isinstance(module, DistributedDataParallel) else module)
 
@@ -148,7 +148,7 @@ class Fsdp2Engine(TrainingEngine):
         norm = super().clip(module, max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def unsharded(self, module: nn.Module) -> AbstractContextManager[nn.Module]:
+    def full_weights(self, module: nn.Module) -> AbstractContextManager[nn.Module]:
         weights = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True))
         self.copy.load_state_dict(cast(dict[str, Tensor], weights))
         return _moved(self.copy, self.accelerator.device)
@@ -201,10 +201,7 @@ class DeepSpeedEngine(TrainingEngine):
             from deepspeed.runtime.zero import register_external_parameter
 
             self.copy = task.copy_of_module().to("cpu")
-            outside = task.read_from_outside()
-            if outside is None:
-                self.plugin.deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = ALL_WEIGHTS
-            for parameter in outside or []:
+            for parameter in task.read_from_outside():
                 register_external_parameter(task.module, parameter)
         return *self.accelerator.prepare(task.module, optimizer), scheduler
 
@@ -216,7 +213,7 @@ class DeepSpeedEngine(TrainingEngine):
         self.accelerator.backward(loss, scale_wrt_gas=False)  # divided by the labels of the whole step already
 
     @contextmanager
-    def unsharded(self, module: nn.Module) -> Iterator[nn.Module]:
+    def full_weights(self, module: nn.Module) -> Iterator[nn.Module]:
         unwrapped = self.accelerator.unwrap_model(module)
         if not self.shards_weights:
             yield unwrapped

@@ -23,29 +23,25 @@ class BatchLoss:
     counts: Mapping[str, Tensor] = field(default_factory=dict)  # to divide by in place of the labels
 
 
-# The micro-batches of an optimiser step as they are trained on, and sums over their labels for the metrics
-Prepared = tuple[list[Batch], Mapping[str, Tensor]]
-
-
 class Task(Protocol):
     """What is trained: the module, its loss, its evaluation and its artifact; and how its weights may be sharded."""
 
     module: nn.Module
-    clock: StepClock  # the loop starts it; the task charges time to the draft
+    clock: StepClock  # started by the loop
     source: SignalSource  # of the target's side of the loss
-
     drafts_while_training: bool  # whether `prepare` reads the module's weights
 
-    def prepare(self, module: nn.Module, window: list[Batch], step: int) -> Prepared:
-        """Return the micro-batches to train on in place of those of the data, changing neither module nor random state.
+    def prepare(self, module: nn.Module, batches: list[Batch], step: int) -> tuple[list[Batch], Mapping[str, Tensor]]:
+        """Return a step's micro-batches to train on in place of those of the data, and sums over their labels for the metrics.
 
         Args:
-            module: unsharded where the task drafts with it (`drafts_while_training`).
+            module: with full weights where the task drafts with it (`drafts_while_training`); neither it nor the random state
+                is changed.
             step: optimiser steps done before.
         """
 
     def loss(self, module: nn.Module, batch: Batch, signals: TargetSignals) -> BatchLoss:
-        """Return the sum of the loss over a micro-batch's labels under the (wrapped) module, against the target's signals."""
+        """Return the loss of a micro-batch under the (wrapped) module, against the target's signals over it."""
 
     def evaluate(self, module: nn.Module) -> dict[str, float]:
         """Return metrics on held-out prompts; `tokens_per_target_step` among them chooses what is kept."""
@@ -61,7 +57,7 @@ class Task(Protocol):
         """Return a copy of the module around the same target."""
 
     def units(self) -> Sequence[nn.Module]:
-        """Return parts of the module that are sharded on their own, so unsharded only while they run."""
+        """Return the module's layers that run exactly once a forward: FSDP2 units. The rest is sharded with the root."""
 
-    def read_from_outside(self) -> Sequence[nn.Parameter] | None:
-        """Return the weights that the module reads without running the modules that own them; None where they may be any."""
+    def read_from_outside(self) -> Sequence[nn.Parameter]:
+        """Return the weights that the module reads without running the modules that own them, for ZeRO-3."""

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError
@@ -33,7 +33,7 @@ from heads.modules.layers import checkpoint_activations
 from heads.proposers.draft_lm import DraftLM
 from heads.vocabulary import keep_head_rows
 from train.loop.checkpoints import Progress
-from train.loop.task import BatchLoss, Prepared
+from train.loop.task import BatchLoss
 from train.tasks.held_out import HeldOut, training_provenance
 from train.tasks.start import choose_vocabulary, training_prompts
 from train.telemetry.step_clock import StepClock
@@ -79,7 +79,7 @@ class DraftTask:
         """Return the draft's blocks."""
         return list(blocks(cast(DraftObjective, self.module).draft))
 
-    def read_from_outside(self) -> Sequence[nn.Parameter] | None:
+    def read_from_outside(self) -> Sequence[nn.Parameter]:
         """Return the output head's weights: the loss applies them a chunk at a time, or runs a head that is not linear."""
         head = cast(DraftObjective, self.module).draft.get_output_embeddings()
         if type(head) is not nn.Linear:
@@ -89,19 +89,19 @@ class DraftTask:
             )
         return list(head.parameters())
 
-    def prepare(self, module: nn.Module, window: list[Batch], step: int) -> Prepared:
+    def prepare(self, module: nn.Module, batches: list[Batch], step: int) -> tuple[list[Batch], Mapping[str, Tensor]]:
         """Let the draft answer a share of the rows where the policy asks for it."""
         if self.rewriter is None:
-            return window, {}
+            return batches, {}
         selections = [
-            self.rewriter.choose(len(batch.input_ids_BT), step=step, micro_batch=number) for number, batch in enumerate(window)
+            self.rewriter.choose(len(batch.input_ids_BT), step=step, micro_batch=number) for number, batch in enumerate(batches)
         ]
-        batches, written = window, [0]
+        num_written = 0
         if any(selection.rows for selection in selections):
             draft = self._proposer(module)
-            pairs = [self.rewriter.rewrite(*pair, draft) for pair in zip(window, selections, strict=True)]
-            batches, written = [batch for batch, _ in pairs], [count for _, count in pairs]
-        return batches, {"rewritten_share": torch.tensor(sum(written), device=self.accelerator.device)}
+            pairs = [self.rewriter.rewrite(*pair, draft) for pair in zip(batches, selections, strict=True)]
+            batches, num_written = [batch for batch, _ in pairs], sum(count for _, count in pairs)
+        return batches, {"rewritten_share": torch.tensor(num_written, device=self.accelerator.device)}
 
     def loss(self, module: nn.Module, batch: Batch, signals: TargetSignals) -> BatchLoss:
         result = module(batch, signals.states.final_BTE)

@@ -28,7 +28,7 @@ from heads.modules.layers import HeadLayer, checkpoint_activations
 from heads.modules.output_head import HeadModule
 from heads.proposers.protocol import Proposer
 from train.loop.checkpoints import Progress
-from train.loop.task import BatchLoss, Prepared
+from train.loop.task import BatchLoss
 from train.tasks.held_out import HeldOut, training_provenance
 from train.tasks.start import choose_vocabulary, read_initial_head, training_prompts
 from train.telemetry.step_clock import StepClock
@@ -96,11 +96,11 @@ class HeadTask:
             return []
         return [each for each in head.modules() if isinstance(each, HeadLayer)][::-1]  # a layer in another one before it
 
-    def read_from_outside(self) -> Sequence[nn.Parameter] | None:
-        return None  # that depends on the family
+    def read_from_outside(self) -> Sequence[nn.Parameter]:
+        return []  # no head is trained under ZeRO-3
 
-    def prepare(self, module: nn.Module, window: list[Batch], step: int) -> Prepared:
-        return window, {}
+    def prepare(self, module: nn.Module, batches: list[Batch], step: int) -> tuple[list[Batch], Mapping[str, Tensor]]:
+        return batches, {}
 
     def loss(self, module: nn.Module, batch: Batch, signals: TargetSignals) -> BatchLoss:
         result: HeadLoss = module(batch, signals.states, signals.normalisers)

@@ -2,9 +2,8 @@
 
 Time is charged to the innermost part that is under way, to `other` where there is none, so that the parts add up to the whole.
 On a CPU it is the wall clock's, as on devices without timed events. On others an event is queued at each border and read when
-the seconds are asked for: it is the time of the device's own queue. docs/running.md says what counts as what. The
-gradient of the draft's head is part of `loss`, as `distill.loss.fused` computes it there; of the gradients' communication
-only what the backward did not hide is known, and only under DDP (`mark_gradient`).
+the seconds are asked for: it is the time of the device's own queue. docs/running.md says what counts as what. The gradient of
+the draft's head is part of `loss`, as `distill.loss.fused` computes it there.
 """
 
 from __future__ import annotations
@@ -15,12 +14,11 @@ from contextlib import contextmanager
 from typing import cast
 
 import torch
-from torch import Tensor, nn
 
 from heads.device import has_timed_events, timed_event
 
-OTHER, BACKWARD, COMMUNICATION = "other", "backward", "communication"
-STEP_PARTS = ("data", "rewriting", "target", "loss", BACKWARD, COMMUNICATION, "optimizer", OTHER)
+OTHER = "other"
+STEP_PARTS = ("data", "target", "loss", "backward", "optimizer", OTHER)
 ASIDE = ("evaluation", "checkpoint")
 MOST_MARKS = 10_000  # borders kept before they are turned into seconds
 
@@ -35,7 +33,6 @@ class StepClock:
         self._part: str | None = None  # under way; None: not started
         self._since: Moment = 0.0
         self._marks: list[tuple[Moment, str]] = []  # the end of a part and its name, one after another
-        self._gradient: Moment | None = None
         self._seconds = dict.fromkeys((*STEP_PARTS, *ASIDE), 0.0)
 
     def start(self) -> None:
@@ -43,7 +40,7 @@ class StepClock:
 
     @contextmanager
     def __call__(self, part: str) -> Iterator[None]:
-        """Charge the time of the `with` block to `part`, less that of parts inside it; what is aside has no parts of a step."""
+        """Time the block as `part`, minus nested parts. Evaluation and checkpointing are not split further."""
         outer = self._part
         if outer is None or (outer in ASIDE and part not in ASIDE):
             yield
@@ -52,25 +49,7 @@ class StepClock:
         try:
             yield
         finally:
-            if part == BACKWARD and self._gradient is not None:
-                self._marks.append((self._gradient, BACKWARD))
-                self._part, self._gradient = COMMUNICATION, None
             self._turn_to(outer)
-
-    def mark_gradient(self, _: Tensor | None = None) -> None:
-        """Say that a gradient of this process is there; after the last one, what is left of a backward is communication."""
-        if self._part != BACKWARD:
-            return
-        if self._gradient is None or isinstance(self._gradient, float):
-            self._gradient = self._now()
-        else:
-            self._gradient.record()  # the same event anew: only the last gradient's moment counts
-
-    def follow_gradients(self, module: nn.Module) -> None:
-        """Mark each gradient of `module` from now on."""
-        for parameter in module.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self.mark_gradient)
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each part since the start."""

@@ -38,7 +38,7 @@ from tests.support.launched_runs import (
 from train import launch
 from train.loop import engines
 from train.loop.checkpoints import list_checkpoints
-from train.loop.loop import _Training
+from train.loop.loop import Training
 
 RECIPES = sorted((ROOT / "configs" / "accelerate").glob("*.yaml"))
 # GPU recipes, and those that start the same processes on a CPU; without an entry: started here
@@ -46,6 +46,7 @@ EQUIVALENTS = {"ddp_gpus": "ddp_cpu", "one_gpu": "one_process_cpu"}
 QUICK = [("ddp_cpu", "heads"), ("fsdp2", "distill"), ("zero3", "distill")]
 ZERO = ["zero2", "zero3", "zero3_offload"]
 PAIRS = [(recipe, task) for recipe in ("ddp_cpu", "fsdp2", *ZERO) for task in ("distill", "heads")]
+PAIRS = [pair for pair in PAIRS if pair[1] == "distill" or not pair[0].startswith("zero3")]  # which no head is trained by
 
 
 def cases(pairs, quick):
@@ -120,9 +121,9 @@ def poison(gradient, step):
     """Plant a gradient that is not finite in a step, of the first process alone and of its first micro-batch."""
 
     def plant():
-        plain, first = _Training._step, os.environ.get("RANK", "0") == "0"
+        plain, first = Training.step, os.environ.get("RANK", "0") == "0"
 
-        def poisoned_step(self, window, known):
+        def poisoned_step(self, batches):
             loss, self.poisoned = self.task.loss, False
 
             def poisoned_loss(*args):
@@ -134,11 +135,11 @@ def poison(gradient, step):
 
             self.task.loss = poisoned_loss
             try:
-                return plain(self, window, known)
+                return plain(self, batches)
             finally:
                 self.task.loss = loss
 
-        _Training._step = poisoned_step
+        Training.step = poisoned_step
 
     return plant
 

@@ -10,7 +10,7 @@ from configs.runtime.errors import InputError
 from tests.support.caches import random_conversations
 from tests.support.training_runs import distil, distill_config, read_metrics
 from train.loop.checkpoints import Checkpoints
-from train.loop.loop import _Training
+from train.loop.milestones import Milestones
 from train.telemetry.records import METRICS_FILE
 
 
@@ -32,17 +32,17 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_before_the_next_is_due
         failed.set()
         raise InputError("the disk is full")
 
-    plain = _Training._after_step
+    plain = Milestones.after_step
 
-    def after_step(training):
-        steps.append(training.progress.step)
-        if training.progress.step == 3:
+    def after_step(milestones, **stopping):
+        steps.append(milestones.progress.step)
+        if milestones.progress.step == 3:
             assert failed.wait(30)
-            training.checkpoints._background._under_way.exception()
-        plain(training)
+            milestones.training.checkpoints._background._under_way.exception()
+        plain(milestones, **stopping)
 
     monkeypatch.setattr(Checkpoints, "_complete", fail)
-    monkeypatch.setattr(_Training, "_after_step", after_step)
+    monkeypatch.setattr(Milestones, "after_step", after_step)
     target = as_target(tiny_llama(seed=1, dtype=torch.float32, layers=3))
     config = distill_config(tmp_path, max_steps=8, checkpoint_every_steps=2, eval_every_steps=None)
     with pytest.raises(InputError, match="the disk is full"):

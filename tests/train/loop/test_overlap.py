@@ -35,7 +35,7 @@ def counting(file: Path):
     """Return what has a child write which collectives its third step took, and how many units FSDP2 has."""
 
     def plant() -> None:
-        plain_step, plain_prepare, units = loop._Training._step, Fsdp2Engine.prepare, []
+        plain_step, plain_prepare, units = loop.Training.step, Fsdp2Engine.prepare, []
 
         def prepare(self, task, make):
             units.extend(task.units())
@@ -50,7 +50,7 @@ def counting(file: Path):
             file.write_text(json.dumps({"counts": counts, "units": len(units) + 1}))
             return labels
 
-        loop._Training._step, Fsdp2Engine.prepare = step, prepare
+        loop.Training.step, Fsdp2Engine.prepare = step, prepare
 
     return plant
 

@@ -75,21 +75,6 @@ def test_all_time_from_the_start_is_charged_to_the_innermost_part_which_an_error
     assert set(clock.seconds()) == {*STEP_PARTS, *ASIDE}
 
 
-def test_what_follows_the_last_gradient_of_a_backward_is_communication(clock, time):
-    clock.start()
-    clock.mark_gradient()  # of nothing that this run does
-    with clock("backward"):
-        time.wait(1)
-        clock.mark_gradient()
-        time.wait(2)
-        clock.mark_gradient()
-        time.wait(4)
-    time.wait(8)
-    with clock("backward"):  # the mark of the one before is spent
-        time.wait(16)
-    assert counted(clock) == {"backward": 19, "communication": 4, "other": 8}
-
-
 def test_on_a_gpu_the_time_is_that_of_its_queue_and_nobody_waits_for_it_on_the_way(time):
     clock = StepClock(torch.device("cuda"))
     clock.start()
@@ -103,17 +88,3 @@ def test_on_a_gpu_the_time_is_that_of_its_queue_and_nobody_waits_for_it_on_the_w
     assert time.waits == 0
     assert counted(clock) == {"target": 5, "data": 2, "loss": 3}
     assert sum(clock.seconds().values()) == pytest.approx(time.gpu_busy_until - 100)
-
-
-def test_all_gradients_of_a_backward_share_one_event_which_marks_the_last(time):
-    clock = StepClock(torch.device("cuda"))
-    clock.start()
-    with clock("backward"):
-        before = time.events
-        for _ in range(5):
-            time.wait(1)
-            clock.mark_gradient()
-        assert time.events == before + 1
-        time.wait(2)
-    assert counted(clock) == {"backward": 5, "communication": 2}
-    assert time.waits == 1
