@@ -27,7 +27,6 @@ from configs.schema.evaluation import EvalConfig
 from eval.decoder.decode import check_decodable
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP, Laps
 from eval.lossless.verdict import judge_lossless
-from eval.measure.generate import time_generate
 from eval.measure.interleaved import measure_share
 from eval.measure.proposers import (
     EvaluatedDraft,
@@ -40,13 +39,13 @@ from eval.measure.proposers import (
 from eval.measure.record_files import drop_batches
 from eval.measure.suite import Suite, Turns, fit_suite, load_suites, trained_on
 from eval.metrics.acceptance import Tally
-from eval.metrics.energy import find_meter, summarise_energy
 from eval.metrics.quality import check_references, judge_quality
+from eval.metrics.speed import find_meter, summarise_energy
 from eval.report.build import build_report
 from eval.report.markdown import render_markdown
 from eval.report.page import render_html
-from eval.report.schema import GenerateSection, Report, SpeedSection, write_report
-from eval.sweep import check_sweep, predict_speed, sweep_rounds
+from eval.report.schema import Report, SpeedSection, write_report
+from eval.timing import check_sweep, predict_speed, sweep_rounds, time_generate
 from heads.frozen.loading import Target, load_target
 from heads.frozen.processes import join_processes
 from heads.inference.compiled_forward import forward_name
@@ -188,8 +187,7 @@ def _time_sweep_and_generate(config: EvalConfig, loaded: Loaded, records: Tally,
             speed.predicted = predict_speed(sweep, conditional, drafts=drafts, batch=batch, context=cost.context_tokens)
     if cost is not None and speed.predicted is None:
         log.warning("the draft proposed nothing, or nothing of it was accepted: there is no prediction of its speed")
-    timed = time_generate(target, loaded.turns.first, config)
-    speed.generate = None if timed is None else GenerateSection(**timed)
+    speed.generate = time_generate(target, loaded.turns.first, config)
 
 
 def _describe(config: EvalConfig, loaded: Loaded) -> dict[str, Any]:

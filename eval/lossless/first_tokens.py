@@ -21,8 +21,7 @@ from eval.decoder.batch import BatchRun
 from eval.decoder.records import FAILED, Generation
 from eval.decoder.request import Request
 from eval.metrics.answers import answer_logits
-from eval.stats.bootstrap import LEVEL
-from eval.stats.significance import detectable_variation, g_test
+from eval.stats.bootstrap import LEVEL, detectable_variation, g_test
 from heads.frozen.loading import Target
 from heads.inference.causal_lm import head_logits, read_documents
 from heads.proposers.protocol import Proposer

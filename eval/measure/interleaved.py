@@ -27,7 +27,7 @@ from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP, Gener
 from eval.measure.record_files import BatchFiles, Records
 from eval.measure.suite import Turns, undecoded
 from eval.metrics.acceptance import Tally
-from eval.metrics.energy import Meter, MeteredClock
+from eval.metrics.speed import Meter, MeteredClock
 from heads.frozen.loading import Target
 from heads.frozen.processes import share_of
 from heads.proposers.protocol import LearningProposer, Proposer

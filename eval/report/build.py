@@ -15,8 +15,7 @@ from eval.metrics.acceptance import SAMPLES_A_SIDE, Tally
 from eval.metrics.speed import compare_speed, summarise_advantage, summarise_speed, timings_within
 from eval.report.samples import Decode, pick_samples
 from eval.report.schema import SCHEMA_VERSION, Report, parse_report
-from eval.stats.bootstrap import LEVEL
-from eval.stats.significance import detectable_percent
+from eval.stats.bootstrap import LEVEL, detectable_percent
 
 # Of acceptance, what is kept of other ways than the draft's.
 KEPT = ("tokens_per_target_step", "tokens_per_target_step_ci", "accepted_per_round", "draft_token_yield")

@@ -20,8 +20,7 @@ from eval.report.markdown import as_markdown_table, escape
 from eval.report.schema import BatchSection, PromptsSection, Report, SuiteSection
 from eval.report.tables import Table
 from eval.report.text import VERDICTS, interval, number, short, significant, speedup, tau, warnings
-from eval.stats.bootstrap import Column, statistic_interval
-from eval.stats.significance import detectable_percent
+from eval.stats.bootstrap import Column, detectable_percent, statistic_interval
 
 Aspect = Literal["target", "suite", "num_speculative_tokens", "decode", "machine"]
 MACHINE = ("cpu", "cores", "device", "threads", "processes")

@@ -13,7 +13,7 @@ from configs.schema.evaluation import EvalConfig
 from eval.decoder.decode import Request
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE
 from eval.measure.interleaved import Measurement
-from eval.metrics.energy import find_meter, summarise_energy
+from eval.metrics.speed import find_meter, summarise_energy
 from eval.report.schema import EnergySection
 from heads.proposers.draft_lm import DraftLM
 

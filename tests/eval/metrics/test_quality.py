@@ -118,7 +118,7 @@ def test_an_evaluation_reports_quality_and_joules_or_why_not(tiny_run, tmp_path)
     config = tiny_evaluation(
         tiny_run,
         tmp_path / "evaluation",
-        suite=SuiteConfig(path=write_suite(tmp_path / "suite.jsonl", rows).path),
+        suite=SuiteConfig(path=write_suite(tmp_path / "suite.jsonl", rows).path, column="question"),
         quality=QualityConfig(exact_match="gsm8k"),
         baselines=[],
         energy=True,

@@ -9,8 +9,15 @@ import pytest
 from scipy import stats
 
 from eval.stats import bootstrap
-from eval.stats.bootstrap import Interval, paired_ratio_interval, ratio_interval, statistic_interval
-from eval.stats.significance import detectable_percent, detectable_variation, g_test
+from eval.stats.bootstrap import (
+    Interval,
+    detectable_percent,
+    detectable_variation,
+    g_test,
+    paired_ratio_interval,
+    ratio_interval,
+    statistic_interval,
+)
 
 FAST = {"samples": 400, "seed": 0}
 

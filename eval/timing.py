@@ -1,8 +1,8 @@
-"""A timing sweep, and the decode speedups by number of drafts and batch that follow from it: the report's `speed.predicted`.
+"""What is timed after the suite: rounds of other numbers of drafts and batches, and transformers' own `generate`.
 
-The rounds are those of `eval.decoder.batch.BatchRun`, so that every part costs what it costs in decoding. Only the number of
-accepted drafts is prescribed: none or all, because after all a draft has more to read. Plain rounds take turns with them, and
-medians are kept. Rows are not equally long. Trees and stopping rules are left out, as their sizes depend on the text.
+The rounds of the sweep are those of `eval.decoder.batch.BatchRun`, so that every part costs what it costs in decoding. Only the
+number of accepted drafts is prescribed: none or all, because after all a draft has more to read. Plain rounds take turns with
+them, and medians are kept. Rows are not equally long. Trees and stopping rules are left out: their sizes depend on the text.
 
 The tokens of a round follow from the measured chance at each position that a draft is accepted where those before it were. A
 round's seconds are interpolated over the logarithm of the batch between those timed; outside of these nothing is said. A batch
@@ -12,25 +12,30 @@ is taken to stay full, and answers to have no end. G drafts.
 from __future__ import annotations
 
 import math
+import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from configs.runtime.errors import InputError, RunFailed
 from configs.runtime.terminal import progress
 from configs.schema.decoding import DecodeConfig
-from configs.schema.evaluation import CostConfig
+from configs.schema.evaluation import CostConfig, EvalConfig
 from eval.decoder.batch import BatchRun
+from eval.decoder.decode import decode as decode_batch
 from eval.decoder.request import Request
 from eval.decoder.rules import ChainVerification
 from eval.decoder.verifier import Verifier
-from eval.report.schema import PredictedSection, PredictedSpeedup, TimedRound
-from heads.device import RowInts
+from eval.measure.interleaved import in_turns
+from eval.report.schema import GenerateSection, PredictedSection, PredictedSpeedup, TimedRound
+from heads.device import RowInts, synchronize
 from heads.frozen.loading import Target
 from heads.proposers.protocol import Proposal, Proposer, RoundInputs
 
@@ -243,3 +248,56 @@ def predict_speed(
         break_even_batch_size=max(paying, default=0),
         sweep=list(sweep),
     )
+
+
+# --- generate -------------------------------------------------------------------------------------------------------
+
+
+def time_generate(target: Target, requests: Sequence[Request], config: EvalConfig) -> GenerateSection | None:
+    """Return seconds a token of both, greedily and in turns; None where `generate` does not do the same work.
+
+    Prompts are decoded one at a time, the prompt's forward included; the first pair warms up and is not counted.
+    """
+    chosen = [each for each in requests if each.media_prompt is None][: config.generate_prompts]
+    is_split = target.group is not None or target.spread_by is not None or target.states_from is not None
+    has_own_cache = config.decode.kv_cache is not None
+    if not chosen or config.decode.temperature > 0 or is_split or has_own_cache:
+        return None
+    settings = config.decode.model_copy(
+        update={"num_speculative_tokens": 0, "tree": None, "stopping": None, "lossy": None, "batch_size": 1}
+    )
+    sides: dict[str, Callable[[Request], int]] = {
+        "autoregressive": lambda request: len(decode_batch(target, [request], settings, None)[0][0].tokens),
+        # `generate` goes on beyond the context, where learned positions have an end.
+        "generate": lambda request: _generate(
+            target, request, min(settings.max_new_tokens, target.max_positions - len(request.tokens))
+        ),
+    }
+    seconds, tokens = dict.fromkeys(sides, 0.0), dict.fromkeys(sides, 0)
+    # As `from_pretrained` leaves them: the product of a frozen head in bfloat16 is far slower on a CPU.
+    target.model.requires_grad_(True)
+    try:
+        for request, name, counts in in_turns(chosen, list(sides)):
+            synchronize(target.device)
+            started = time.perf_counter()
+            count = sides[name](request)
+            synchronize(target.device)
+            if counts:
+                seconds[name], tokens[name] = seconds[name] + time.perf_counter() - started, tokens[name] + count
+    finally:
+        target.model.requires_grad_(False)
+    pace = {f"milliseconds_per_token_{name}": 1000 * seconds[name] / max(tokens[name], 1) for name in sides}
+    return GenerateSection(num_prompts=len(chosen), **pace)
+
+
+def _generate(target: Target, request: Request, max_new_tokens: int) -> int:
+    """Continue a prompt greedily; return how many tokens came."""
+    model: Any = target.model  # the type of a pretrained model does not know `generate`
+    eos = list(target.eos_token_ids) or None
+    settings = GenerationConfig(
+        max_new_tokens=max_new_tokens, do_sample=False, use_cache=True, eos_token_id=eos, pad_token_id=eos[0] if eos else None
+    )
+    ids_1T = torch.tensor([request.tokens], device=target.device)
+    with torch.inference_mode():  # as our decoder does
+        output_1T = model.generate(ids_1T, attention_mask=torch.ones_like(ids_1T), generation_config=settings)
+    return int(output_1T.shape[1] - ids_1T.shape[1])
