@@ -1,19 +1,16 @@
 """Training on states that servers compute: the run is that on the local target, of which the ends alone are loaded."""
 
-import errno
 import json
-import os
 from contextlib import ExitStack, closing
 from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import MixtralConfig, MixtralForCausalLM
 
 from configs.runtime.errors import ConfigError, InputError
 from configs.schema.data import CacheConfig
-from configs.schema.target import EngineStatesConfig, TargetConfig
+from configs.schema.target import TargetConfig
 from configs.schema.training import DistillConfig, HeadsConfig
 from distill.cache.reader import open_cache
 from distill.cache.writer import make_cache
@@ -21,10 +18,8 @@ from distill.dataset.batches import ConversationDataset, collate
 from distill.dataset.conversations import FORMAT_VERSION, MANIFEST, read_conversations
 from distill.dataset.packing import make_packed_loader
 from distill.server.engine import EngineStates, texts
-from heads.frozen.hidden_states import blocks, final_norm, read_states
+from heads.frozen.hidden_states import blocks, read_states
 from heads.frozen.loading import load_target
-from heads.frozen.placement import own_copy
-from heads.inference.causal_lm import head_logits
 from tests.support.caches import write_rows
 from tests.support.states_server import states_served
 from tests.support.training_runs import read_metrics
@@ -189,52 +184,12 @@ def test_several_servers_give_the_targets_states_and_one_that_fails_ends_the_run
     assert list(disk.iterdir()) == []
 
 
-def test_batches_that_were_requested_and_not_trained_on_are_let_go(opened, greedy_rows, disk):
-    target = opened(prefetch=2, concurrency=1)
-    batches = [collate([example]) for example in ConversationDataset(greedy_rows, 64)]
-    coming = target.states_from.ahead(iter(batches))
-    next(coming)
-    coming.close()
-    target.states_from.close()
-    assert list(disk.iterdir()) == []
-    assert target.states_from._asked.keys() <= {texts(batches[0])[0]}
-
-
-def test_a_file_that_cannot_be_deleted_is_named(opened, monkeypatch):
-    def kept(path, missing_ok=False):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-    monkeypatch.setattr("distill.server.states.Path.unlink", kept)
-    with pytest.raises(InputError, match=r"target\.states\.path: .*states.* cannot be deleted \(Permission denied\)"):
-        opened()
-
-
-def test_ends_of_a_mixture_of_experts_are_loaded_without_its_blocks(tmp_path, tiny_tokenizer):
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
-    model = MixtralForCausalLM(MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=4)).eval()
-    model.save_pretrained(tmp_path)
-    tiny_tokenizer.save_pretrained(tmp_path)
-    states = EngineStatesConfig(urls=["http://localhost:1/v1"], path=str(tmp_path))
-    config = TargetConfig(name=str(tmp_path), dtype="float32", device="cpu", states=states)
-    target = load_target(config, takes_states=True)
-    with pytest.raises(InputError, match=r"layers\.1\.mlp\..* is kept otherwise than it runs"):
-        own_copy(blocks(target.model)[1])
-    loaded = [name for name, each in target.model.named_parameters() if not each.is_meta]
-    assert loaded == ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
-    hidden = torch.randn(2, 3, 32)
-    torch.testing.assert_close(
-        head_logits(target.model, final_norm(target.model)(hidden)), head_logits(model, final_norm(model)(hidden))
-    )
-
-
 def test_what_cannot_be_had_is_said_in_one_sentence(
     tmp_path, opened, settings, servers, whole, tiny_llama, as_target, disk, data, greedy_rows
 ):
     def refused(match, **changed):
-        with pytest.raises(InputError, match=match) as caught:
+        with pytest.raises(InputError, match=match):
             opened(**changed)
-        assert "\n" not in str(caught.value)
 
     differ = "does not serve target .*: the log-probabilities that it gives after a probe differ"
     for expected, sizes in (

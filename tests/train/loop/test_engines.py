@@ -6,15 +6,13 @@ import os
 import re
 import signal
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_simple_launcher_cmd_env
+from accelerate.utils.launch import prepare_deepspeed_cmd_env
 
 from configs.runtime.command import DONE
 from configs.runtime.errors import ConfigError, InputError
@@ -30,7 +28,6 @@ from tests.support.launched_runs import (
     Runs,
     assert_same,
     assert_same_metrics,
-    environment_of,
     launch_arguments,
     read_losses,
     read_metric,
@@ -194,36 +191,6 @@ QUICK_VARIANTS = [("zero3", "tied")]
 def test_so_it_is_with_adapters_and_with_a_tied_head_of_a_reduced_vocabulary(runs, recipe, variant):
     changes = {"student": VARIANTS[variant]}
     assert_same(runs.finished(recipe, "distill", changes), runs.finished(None, "distill", changes))
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
-def test_a_recipe_opens_with_its_launch_line_and_is_one_that_is_started(recipe):
-    opening = recipe.read_text().splitlines()[0]
-    assert f"accelerate launch --quiet --config_file configs/accelerate/{recipe.name} " in opening
-    started = {name for name, _ in PAIRS} | {"one_process_cpu"}
-    assert EQUIVALENTS.get(recipe.stem, recipe.stem) in started
-    if recipe.stem.startswith("zero") and find_spec("deepspeed") is None:
-        pytest.skip("deepspeed is not installed")
-    environment = environment_of(recipe)
-    if (equivalent := EQUIVALENTS.get(recipe.stem)) is not None and equivalent != "one_process_cpu":
-        assert environment == environment_of(recipe.with_name(f"{equivalent}.yaml"))
-    config = yaml.safe_load(recipe.read_text())
-    if "deepspeed_config" in config:
-        file = ROOT / config["deepspeed_config"]["deepspeed_config_file"]
-        assert file.stem == recipe.stem
-        assert json.loads(file.read_text())["zero_optimization"]["stage"] == int(recipe.stem[4])
-
-
-@pytest.mark.parametrize("visible", ["3", "0,1,2,3", None])
-def test_one_process_on_gpus_sees_those_that_its_caller_does(monkeypatch, visible):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    arguments = launch_arguments(ROOT / "configs" / "accelerate" / "one_gpu.yaml")
-    assert not any((arguments.multi_gpu, arguments.use_fsdp, arguments.use_deepspeed))
-    command, environment = prepare_simple_launcher_cmd_env(arguments)
-    assert command[-1] == "train/distill.py"
-    assert environment.get("CUDA_VISIBLE_DEVICES") == visible
 
 
 def test_the_deepspeed_file_that_a_recipe_names_is_found_from_any_folder(monkeypatch, tmp_path):
