@@ -197,33 +197,23 @@ class ServerAnswerJob(AnswerJob):
 def read_ids(completion: Completion, max_tokens: int, end_ids: Sequence[int], vocab_size: int, where: str) -> list[int]:
     """Return the token ids that a server says it wrote, up to the first that ends an answer."""
     choice = completion.choices[0]
-    if choice.finish_reason in UNFINISHED:
-        raise GaveUp(f"{where} broke an answer off (finish_reason {choice.finish_reason!r})")
-    if choice.finish_reason not in ("stop", "length"):
-        raise InputError(
-            f"{where} ended an answer for another reason than its end or its length: finish_reason {choice.finish_reason!r}"
-        )
+    reason, ids = choice.finish_reason, up_to_end(choice.token_ids or [], end_ids)
+    has_ended = bool(ids) and ids[-1] in end_ids
+    if reason in UNFINISHED:
+        raise GaveUp(f"{where} broke an answer off (finish_reason {reason!r})")
     if choice.token_ids is None:
-        raise InputError(
-            f"{where} answers without token ids: it does not know return_token_ids; use a server that does, such as vLLM"
-        )
-    outside = next((index for index in choice.token_ids if not 0 <= index < vocab_size), None)
-    if outside is not None:
+        raise InputError(f"{where} answers without token ids: use a server that knows return_token_ids, such as vLLM")
+    if (outside := next((index for index in ids if not 0 <= index < vocab_size), None)) is not None:
         raise InputError(f"{where}: token id {outside} lies outside the target's vocabulary of {vocab_size}")
-    ids = up_to_end(choice.token_ids, end_ids)
-    if len(ids) > max_tokens:
-        raise InputError(f"{where} wrote {len(ids)} tokens where at most {max_tokens} were asked for")
-    if ids and ids[-1] in end_ids:
-        return ids
-    if choice.finish_reason == "stop":
-        last, known = ids[-1] if ids else "none", ", ".join(map(str, end_ids)) or "none"
+    if (
+        reason not in ("stop", "length")
+        or len(ids) > max_tokens
+        or not (has_ended or (reason == "length" and len(ids) == max_tokens))
+    ):
+        known = ", ".join(map(str, end_ids)) or "none"
         raise InputError(
-            f"{where} ended an answer, and its last token id ({last}) ends no answer of the target ({known}): its end-of-text "
-            "tokens are others, or it leaves them out"
-        )
-    if len(ids) != max_tokens:
-        raise InputError(
-            f"{where} cut an answer off after {len(ids)} tokens where {max_tokens} were asked for: raise its limits, or lower "
-            "answers.max_new_tokens"
+            f"{where} ended an answer of {len(ids)} tokens (finish_reason {reason!r}, last token {ids[-1] if ids else 'none'}) "
+            f"where at most {max_tokens} were asked for and the target's answers end by {known}: its limits or its end-of-text "
+            "tokens are others, or it leaves these out"
         )
     return ids

@@ -58,12 +58,6 @@ def test_the_folder_holds_both_sides_and_a_manifest_that_counts_and_hashes_them(
     assert is_written_by_target(folder / "train.jsonl")
 
 
-def test_few_held_out_prompts_are_said_with_what_to_do(config, caplog):
-    files = made(config, held_out_share=0.1)
-    count = json.loads(files["manifest.json"])["counts"]["held_out"]["prompts"]
-    assert f"held out: {count} of 40 prompts (held_out_share is 0.1), too few to judge a draft by" in caplog.text
-
-
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
 CALL = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
 SHOWING_TOOLS = (

