@@ -130,7 +130,7 @@ def test_a_pages_tables_are_those_of_the_results_files(page):
 
 
 def test_the_library_lines_run(tiny_run, tmp_path, capsys):
-    first, with_lookup, _ = re.findall(r"```python\n(.*?)```", read("serving").partition("# As a library")[2], re.DOTALL)
+    first, with_lookup = re.findall(r"```python\n(.*?)```", read("serving").partition("# As a library")[2], re.DOTALL)
     for name, place in {"embedded:smollm2-135m-instruct": "target", "runs/demo/train/artifact": "artifact"}.items():
         assert name in first
         first = first.replace(name, str(tiny_run / place))
