@@ -85,7 +85,6 @@ class Generation:
     turn: int = 0  # which turn of the prompt is answered; `prompt_tokens` hold the turns before and their plain answers
     suite: str = ""  # the name of the suite that the prompt is of
     media_prompt: MediaPrompt | None = None  # of a prompt with images or sounds
-    num_thinking: int = 0  # tokens of the answer, from its first on, that are thinking
 
     @property
     def num_committed(self) -> int:

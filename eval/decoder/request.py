@@ -12,7 +12,6 @@ from configs.schema.decoding import DecodeConfig
 from eval.decoder.records import Generation, Round, StopReason
 from heads.frozen.loading import Target
 from heads.frozen.media import MediaPrompt
-from heads.frozen.tokenizer import count_thinking
 from heads.sampling.counter_rng import request_number
 
 MARGIN = 8  # characters of a tail before those that may belong to a stop string
@@ -106,7 +105,6 @@ class BatchRow:
             turn=self.request.turn,
             suite=self.request.suite,
             media_prompt=self.request.media_prompt,
-            num_thinking=count_thinking(self.request.tokens, answer, self.target.thinks_between),
         )
 
 

@@ -96,37 +96,27 @@ class _Reading(NamedTuple):
     largest_T: Tensor  # the largest logit
 
 
-Readings = dict[tuple[Any, ...], _Reading]
-
-
 def check_tokens(
     target: Target,
     plain: Sequence[Generation],
     speculative: Sequence[Generation],
     tie_noise: float,
     kv_cache: KVCache = None,
-    readings: Readings | None = None,
 ) -> TokenCheck:
     """Judge every token of greedy answers, and find their first differences from plain decoding's.
-
-    `readings`, which begin empty, are for several decoders' answers to the same prompts: the same answer is read once.
 
     The tolerance is `tie_noise` times the rounding error at a position, or the usual error where that is larger. An int8
     `kv_cache` of the decoder changes the target's distribution, so the answers are read through one as well.
     """
     pairs = pair_answers(plain, speculative)
     departures = [_first_difference(one.tokens, other.tokens) for one, other in pairs]
-    known, found = {} if readings is None else readings, list[_Reading]()
-    exact = widened(target)
+    exact, found = widened(target), list[_Reading]()
     with progress("checking the answers' tokens", len(pairs), "answers") as advance:
         for (one, other), place in zip(pairs, departures, strict=True):
             others = list(other.tokens)
             if place is not None and place < min(len(one.tokens), len(other.tokens)):
                 others[place] = one.tokens[place]
-            key = (other.prompt_id, other.turn, other.tokens, tuple(others), kv_cache)
-            if key not in known:
-                known[key] = _read(target, exact, other, others, kv_cache)
-            found.append(known[key])
+            found.append(_read(target, exact, other, others, kv_cache))
             advance(1)
     errors_N = torch.cat([torch.zeros(0).double(), *(each.errors_T for each in found)])
     usual = float(np.quantile(errors_N.numpy(), USUAL)) if len(errors_N) else 0.0

@@ -20,7 +20,7 @@ from configs.schema.evaluation import LosslessConfig
 from eval.decoder.records import FAILED, UNDECODED, Generation
 from eval.decoder.request import BatchRow, Request
 from eval.lossless.first_tokens import check_first_tokens
-from eval.lossless.teacher_forcing import Readings, TokenCheck, check_tokens
+from eval.lossless.teacher_forcing import TokenCheck, check_tokens
 from eval.metrics.answers import pair_answers
 from heads.frozen.loading import Target
 from heads.proposers.protocol import Proposer
@@ -39,11 +39,8 @@ def judge_lossless(
     decode_config: DecodeConfig,
     config: LosslessConfig,
     proposer: Proposer | None,
-    readings: Readings | None = None,
 ) -> dict[str, Any]:
     """Return the report's `lossless` section; without a proposer samples are not tested.
-
-    `readings` are those of `check_tokens`, where several decoders' answers are judged.
 
     A check that fails makes the verdict `not_lossless`; else one that is inconclusive, or the lack of any, makes it so.
     """
@@ -57,7 +54,7 @@ def judge_lossless(
     if decode_config.temperature == 0:
         start = time.perf_counter()
         sides = [one for one, _ in pairs], [other for _, other in pairs]
-        greedy = check_tokens(target, *sides, config.tie_noise, decode_config.kv_cache, readings)
+        greedy = check_tokens(target, *sides, config.tie_noise, decode_config.kv_cache)
         wrong_ends = sum(not _ends_rightly(target, answer, decode_config) for _, answer in pairs)
         checks["greedy"] = _describe(greedy, wrong_ends) | {"seconds": time.perf_counter() - start}
     elif not lossy and proposer is not None and config.first_token_samples:

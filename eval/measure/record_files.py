@@ -149,8 +149,6 @@ def to_values(generation: Generation) -> dict[str, Any]:
         if any(row[name] != usual for row in rows):
             columns[name] = [row[name] for row in rows]
     values = {name: value for name, value in vars(generation).items() if name not in ("rounds", "media_prompt")}
-    if not generation.num_thinking:
-        del values["num_thinking"]
     pictured = {} if generation.media_prompt is None else {"media_prompt": vars(generation.media_prompt)}
     return values | pictured | {"rounds": columns}
 

@@ -27,7 +27,7 @@ from heads.frozen.media import MediaPrompt, MediaReader, load_reader, shown
 from heads.frozen.placement import place_parts
 from heads.frozen.processes import Share, join_group, split_arguments
 from heads.frozen.served import load_ends
-from heads.frozen.tokenizer import SOUND, in_template, load_tokenizer, no_chat_template, thinking_tokens
+from heads.frozen.tokenizer import SOUND, in_template, load_tokenizer, no_chat_template
 from heads.frozen.weights import loader_of, quantization_of
 from heads.inference.causal_lm import MediaInputs
 from heads.inference.compiled_forward import make_compiled, make_fastest
@@ -65,7 +65,6 @@ class Target:
     group: Share | None = None  # the processes that it is split over; None: each has a target of its own
     states_from: StateSource | None = None  # servers that run it; None: it is run here
     media: MediaReader | None = None  # makes its inputs of the images or sounds of prompts; None: it reads text alone
-    thinks_between: tuple[int, int] | None = None  # the tokens that enclose its thinking; None: it has none
 
     @property
     def device(self) -> torch.device:
@@ -186,7 +185,6 @@ def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: 
         spread_by=None if config.device_map is None and group is None else config,
         group=group,
         media=load_reader(path, config, model, tokenizer),
-        thinks_between=thinking_tokens(tokenizer),
     )
 
 

@@ -28,7 +28,6 @@ OBJECT = "\ufffc"  # Unicode's object replacement character: where an image or a
 OF_IDS = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"  # of tokens called by their numbers
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError)  # a template's own code raises Python's
 
-THINKING = ("<think>", "</think>")  # of Qwen3, DeepSeek, GLM and others, a token each
 
 # chatml: as of Qwen, SmolLM2 and others. plain: the texts alone, a line each, for base models.
 NAMED = {
@@ -128,26 +127,6 @@ def in_template(
         raise InputError(
             f"the chat template of target {name} refuses a conversation of {roles}: {first_line(error)}"
         ) from error
-
-
-def thinking_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int] | None:
-    """Return the ids of the tokens between which the model thinks; None where it has none."""
-    ids: Any = tokenizer.convert_tokens_to_ids(list(THINKING))
-    return tuple(ids) if tokenizer.convert_ids_to_tokens([each or 0 for each in ids]) == list(THINKING) else None
-
-
-def count_thinking(prompt: Sequence[int], answer: Sequence[int], tags: tuple[int, int] | None) -> int:
-    """Return how many tokens of an answer, from its first on, are thinking, the closing tag included.
-
-    Its beginning may be the prompt's end, as some chat templates have it; what is never closed is thinking to its end.
-    """
-    if tags is None:
-        return 0
-    first, last = tags
-    opened = next((token == first for token in reversed(prompt) if token in tags), False)
-    if not opened and first not in answer:
-        return 0
-    return answer.index(last) + 1 if last in answer else len(answer)
 
 
 def no_chat_template(name: str) -> str:

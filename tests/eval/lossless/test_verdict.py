@@ -103,15 +103,6 @@ def test_a_wrong_token_is_found_where_plain_decoding_has_it_too(target, plain):
     assert section["checks"]["greedy"]["first_wrong_tokens"][0]["position"] == 9
 
 
-def test_an_answer_of_several_decoders_is_read_once_and_judged_as_if_alone(target, plain, monkeypatch):
-    wrong, readings, read, count = [with_token(plain[0], 9, 5)], {}, teacher_forcing._read, []
-    monkeypatch.setattr(teacher_forcing, "_read", lambda *text: count.append(text) or read(*text))
-    for answers in (plain, plain, wrong, wrong):
-        found = check_tokens(target, plain, answers, 4.0, readings=readings)
-        assert found == check_tokens(target, plain, answers, 4.0)
-    assert len(count) == 4 + len(readings) == 4 + 2
-
-
 def test_two_tokens_with_equal_logits_are_a_tie_behind_which_a_wrong_token_is_found(target, plain, as_target):
     best = plain[0].tokens[6]
     model = copy.deepcopy(target.model)

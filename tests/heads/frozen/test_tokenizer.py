@@ -5,7 +5,7 @@ import pytest
 from configs.runtime.errors import InputError
 from configs.schema.target import TargetConfig
 from heads.frozen.loading import load_target
-from heads.frozen.tokenizer import count_thinking, load_tokenizer, set_chat_template, thinking_tokens
+from heads.frozen.tokenizer import load_tokenizer, set_chat_template
 
 HELLO = [{"role": "user", "content": "hello there"}]
 
@@ -59,28 +59,3 @@ def test_variables_of_no_template_are_refused(tiny_run, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(InputError, match=r"chat_template_kwargs: the tokenizer of .* has no chat template"):
         load_tokenizer(tmp_path, TargetConfig(name=str(tmp_path), chat_template_kwargs={"enable_thinking": False}))
-
-
-@pytest.mark.parametrize(
-    ("prompt", "answer", "count"),
-    [
-        ([5, 6], [7, 8], 0),
-        ([5, 6], [1, 7, 2, 8], 3),
-        ([5, 6], [1, 7, 8], 3),  # never closed
-        ([5, 1], [7, 2, 8], 2),  # opened by the chat template
-        ([5, 1, 2], [7, 8], 0),  # closed by it, as without thinking
-        ([1, 5, 2, 1], [7, 7, 2], 3),
-    ],
-)
-def test_the_thinking_of_an_answer_ends_with_its_closing_token(prompt, answer, count):
-    assert count_thinking(prompt, answer, (1, 2)) == count
-    assert count_thinking(prompt, answer, None) == 0
-
-
-def test_a_tokenizer_thinks_where_it_has_a_token_for_each_tag(tiny_run):
-    tokenizer = load_target(TargetConfig(name=str(tiny_run / "target"))).tokenizer
-    assert thinking_tokens(tokenizer) is None
-    tokenizer.add_tokens(["<think>"])
-    assert thinking_tokens(tokenizer) is None
-    tokenizer.add_tokens(["</think>"])
-    assert tokenizer.convert_ids_to_tokens(list(thinking_tokens(tokenizer))) == ["<think>", "</think>"]
