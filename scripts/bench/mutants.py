@@ -1,6 +1,6 @@
 """Plant each bug of tests/mutants.yaml by itself, run the test that is to find it, and say which bugs are not found.
 
-`python scripts/bench/mutants.py [--only PATTERN] [--workers N]`. A bug is a text of a file, which must stand there once, and
+`python -m scripts.bench.mutants [--only PATTERN] [--workers N]`. A bug is a text of a file, which must stand there once, and
 what takes its place. It is planted in a copy of the files that git tracks, so the checkout stays as it is. Exit code 1 where a
 bug is not found or cannot be planted, or its test is not there.
 """
