@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch._dynamo
@@ -56,6 +56,7 @@ from tests.support.scripted_drafts import ScriptedDrafts, judged_logits
 
 SAMPLED_TOKENS = 14
 STEPS = 3
+UNSAID: Any = {"num_speculative_tokens": 3, "training": {}, "provenance": {}}  # of artifacts
 TRAINED = [Example(tuple(range(start, start + 24)), 4) for start in (20, 90)]
 TREE = StaticTree(kind="static", branching=[2, 2, 1])
 FAR = 8192  # positions, where rounded rotary frequencies turn by the wrong angle
@@ -163,16 +164,7 @@ def train_head(case: Case, settings: Eagle3Settings | MtpSettings) -> None:
         if parameter.requires_grad and (not in_block or any(each.endswith(in_block) for each in learning)):
             wanted.append(name)
     train(objective, lambda: objective(examples, states).loss / examples.loss_mask_BT.sum(), wanted)
-    metadata = head_metadata(
-        settings,
-        taps,
-        target.identity,
-        None,
-        target.vocab_size,
-        num_speculative_tokens=3,
-        training={},
-        provenance={},
-    )
+    metadata = head_metadata(settings, taps, target.identity, None, target.vocab_size, **UNSAID)
     save_head(case.folder / settings.kind, head, metadata)
     case.artifacts.append(case.folder / settings.kind)
 
@@ -188,14 +180,8 @@ def distill(case: Case) -> None:
         return objective(examples, signal).loss / examples.loss_mask_BT.sum()
 
     train(objective, loss, wanted)
-    metadata = Metadata(
-        kind="draft_lm",
-        target=target.identity.to_dict(),
-        draft_vocab_size=target.vocab_size,
-        num_speculative_tokens=3,
-        training={},
-        provenance={},
-    )
+    own: Any = {"kind": "draft_lm", "target": target.identity.to_dict(), "draft_vocab_size": target.vocab_size}
+    metadata = Metadata(**own, **UNSAID)
     save_draft_lm(case.folder / "draft_lm", draft.eval(), target.tokenizer, metadata)
     case.artifacts.append(case.folder / "draft_lm")
 
