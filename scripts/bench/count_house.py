@@ -1,5 +1,6 @@
-"""Count what the project has to carry, and fail above the limits in pyproject.toml: `make check` ends with it (`python -m scripts.bench.count_house`).
+"""Count what the project has to carry, and fail above the limits in pyproject.toml: `python -m scripts.bench.count_house`.
 
+`make check` ends with it.
 Lines are those of Python files that git tracks; modules are the project's own that an entry imports, directly or not; recipes
 are YAML files in configs/; targets are those of the Makefile.
 """

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from safetensors.torch import load_file
 
 from configs.runtime.command import DONE, TERMINATED
 from configs.runtime.files import write_json
 from scripts.check.vllm_server import free_port
+from tests.faults.conftest import start_pair
 from train.launch import run_distillation
 from train.loop.checkpoints import list_checkpoints, read_manifest
 
@@ -98,6 +100,53 @@ def test_a_slurm_job_that_is_stopped_goes_back_into_the_queue_and_on_from_its_ch
     assert whole.end() == DONE, whole.said
     last = "checkpoints/step-00000100/model.safetensors"
     assert (tmp_path / "run" / last).read_bytes() == (tmp_path / "whole" / last).read_bytes()
+
+
+def workers(config):
+    """Return the process id of each rank that trains by a config."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if config.encode() in (folder / "cmdline").read_bytes():
+                variables = dict(each.partition(b"=")[::2] for each in (folder / "environ").read_bytes().split(b"\0"))
+                if b"RANK" in variables:
+                    found[int(variables[b"RANK"])] = int(folder.name)
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+@pytest.mark.slow  # twenty seconds on two free cores
+def test_torchrun_starts_both_processes_again_when_one_is_killed_and_nothing_is_lost(project, tmp_path, start):
+    lengths = LENGTHS | {"batch_size": 2}
+    config = written(project.distill(tmp_path / "run", **lengths), tmp_path / "recipe.yaml")
+    command = ["bash", str(CLUSTER / "node.sh"), str(ROOT / "train" / "distill.py"), "--config", config]
+    said = tmp_path / "said"
+    with said.open("wb") as file:
+        run = subprocess.Popen(
+            command, env=environment(NUM_NODES="1:1", PROCESSES_PER_NODE="2", MAX_RESTARTS="1"), stdout=file, stderr=file
+        )
+    try:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "run" / "checkpoints" / "step-00000020").exists():
+            assert run.poll() is None, said.read_text()
+            assert time.monotonic() < deadline, said.read_text()
+            time.sleep(0.02)
+        victim = workers(config)[1]
+        os.kill(victim, signal.SIGKILL)
+        assert run.wait(150) == DONE, said.read_text()
+    finally:
+        run.terminate()
+        run.wait(60)
+    assert victim not in workers(config).values()
+    assert "resumed from" in said.read_text()
+    pair = start_pair(start, run_distillation, project.distill(tmp_path / "whole", **lengths))
+    assert [each.end() for each in pair] == [DONE, DONE], [each.said for each in pair]
+    weights, expected = (
+        load_file(tmp_path / name / "checkpoints" / "step-00000100" / "model.safetensors") for name in ("run", "whole")
+    )
+    assert weights.keys() == expected.keys()
+    assert all(weights[name].equal(expected[name]) for name in expected)
 
 
 # Stands for the launcher: does as it is told once SIGTERM has come, after a second one as well.
@@ -226,12 +275,6 @@ def assert_ends(pid, seconds=10):
 # --- the files ----------------------------------------------------------------------------------------------------------
 
 
-def test_slurm_is_told_to_stop_the_job_in_time_and_to_keep_it():
-    told = set(re.findall(r"^#SBATCH --(\S+)", (CLUSTER / "slurm.sbatch").read_text(), re.MULTILINE))
-    # The signal goes to the processes, not to the batch shell alone (B:).
-    assert told >= {"signal=TERM@120", "ntasks-per-node=1", "open-mode=append", "requeue"}
-
-
 @pytest.fixture(scope="module")
 def kubernetes():
     """The Kubernetes objects, placeholders filled in as the launch line does; the pod; its container; its variables."""
@@ -247,42 +290,27 @@ def kubernetes():
     return objects, pod, container, {each["name"]: each.get("value") for each in container["env"]}
 
 
-def test_the_pods_of_a_kubernetes_job_find_each_other_and_the_same_disk(kubernetes):
+def test_a_kubernetes_job_finds_its_pods_and_disk_and_leaves_time_for_a_checkpoint(kubernetes):
     objects, pod, container, values = kubernetes
     job, name = objects["Job"]["spec"], objects["Job"]["metadata"]["name"]
     service, claim = objects["Service"], objects["PersistentVolumeClaim"]
-    assert job["completionMode"] == "Indexed"
     assert job["completions"] == job["parallelism"] == int(values["NUM_NODES"]) == 2
-    assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["selector"] == {"job-name": name}  # a label that the job gives its pods
     assert pod["subdomain"] == service["metadata"]["name"]
     assert values["MAIN_HOST"] == f"{name}-0.{service['metadata']['name']}"  # how pods of an indexed job are called
     assert values["MAIN_PORT"] == str(service["spec"]["ports"][0]["port"])
     assert container["resources"]["limits"]["nvidia.com/gpu"] == int(values["PROCESSES_PER_NODE"])
-    assert container["resources"]["requests"].keys() == {"cpu", "memory"}
-    assert container["securityContext"]["allowPrivilegeEscalation"] is False
     volumes = {each["name"]: each for each in pod["volumes"]}
     assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
-    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
     assert {each["name"] for each in container["volumeMounts"]} == set(volumes)
-    assert len({each["metadata"]["namespace"] for each in objects.values()}) == 1
-
-
-def test_a_pod_has_the_time_to_write_a_checkpoint_and_a_training_that_fails_by_itself_ends_the_job(kubernetes):
-    objects, pod, container, values = kubernetes
-    job, node = objects["Job"]["spec"], (CLUSTER / "node.sh").read_text()
+    node = (CLUSTER / "node.sh").read_text()
     (grace,) = re.findall(r"GRACE_SECONDS:-(\d+)", node)
     assert pod["terminationGracePeriodSeconds"] > int(grace) > 30
     assert values.keys() <= set(re.findall(r"^([A-Z_]+)=", node, re.MULTILINE))
     command = container["command"][-1].split()
-    assert command[:2] == ["exec", "scripts/cluster/node.sh"]
-    assert (ROOT / command[1]).stat().st_mode & 0o111
-    assert (ROOT / command[2]).is_file()
-    assert (ROOT / command[command.index("--config") + 1]).is_file()
-    assert command[-1].startswith("output=/runs/")
-    assert pod["restartPolicy"] == "Never"  # podFailurePolicy is refused with any other
+    assert all((ROOT / path).is_file() for path in (command[1], command[2], command[command.index("--config") + 1]))
+    # A training that fails by itself ends the job; one that was stopped, or whose node went, goes on. The first rule that fits.
     ended = {"containerName": container["name"], "operator": "NotIn", "values": [137, TERMINATED]}
     disruption = [{"type": "DisruptionTarget", "status": "True"}]
     rules = [{"action": "Ignore", "onPodConditions": disruption}, {"action": "FailJob", "onExitCodes": ended}]
-    assert job["podFailurePolicy"]["rules"] == rules  # the first that fits is taken
-    assert int(values["MAX_RESTARTS"]) * job["backoffLimit"] <= 50
+    assert job["podFailurePolicy"]["rules"] == rules
