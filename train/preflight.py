@@ -18,10 +18,9 @@ import shutil
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from accelerate import Accelerator
@@ -54,8 +53,7 @@ MORE_TOKENS = 16  # compared after the fitted text, so that some rounds keep a p
 TOLERANCES = {torch.bfloat16: 0.2, torch.float16: 0.03, torch.float32: 0.01}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Gap:
+class Gap(NamedTuple):
     """The largest difference of drafting and training: the norm of the logits' difference over that of the centred logits."""
 
     size: float
@@ -64,22 +62,21 @@ class Gap:
     tolerance: float  # up to it, the order of sums alone may be the cause
 
 
-@dataclass(frozen=True, kw_only=True)
-class OverfitResult:
+class OverfitResult(NamedTuple):
     """How well a head has fitted one conversation, and how close drafting then is to training."""
 
     steps: int
     num_drafts: int  # of a whole block
     num_accepted: int  # the most in a round
     num_predicted: int  # drafts in a row, after the answer's first token, that are right by the training forward
-    agreement: tuple[float, ...]  # share of positions where the likeliest tokens agree in training, by depth
+    agreement: list[float]  # share of positions where the likeliest tokens agree in training, by depth
     gap: Gap
 
     def describe(self, text: Example) -> str:
-        agreement = ", ".join(f"{share:.2f}" for share in self.agreement)
         return (
             f"after {self.steps} steps on one conversation of {len(text.input_ids)} tokens: {self.num_accepted} of "
-            f"{self.num_drafts} drafts accepted in a round, agreement in training by depth {agreement}, "
+            f"{self.num_drafts} drafts accepted in a round, agreement in training by depth "
+            f"{', '.join(f'{share:.2f}' for share in self.agreement)}, "
             f"logits drafted from within {self.gap.size:.2g} of those of training"
         )
 
@@ -107,15 +104,14 @@ def choose_text(task: HeadTask, dataset: ConversationDataset) -> Example:
 
     It ends before a token outside the draft's vocabulary, and before a repetition, which a draft one off gets right too.
     """
-    num_drafts = task.config.num_speculative_tokens
-    tried: list[tuple[Example, Sequence[int]]] = []
+    tried: list[tuple[Example, Sequence[int], Sequence[int]]] = []  # with the answer, and the answer up to its first repeat
     for example in (dataset[index] for index in dataset.answer_starts.argsort(kind="stable")[:NUM_TRIES]):
-        tried.append((example, _own_answer(task, example)))
-        if len(_changing(tried[-1][1])) >= 2 * num_drafts:
+        answer = _own_answer(task, example)
+        tried.append((example, answer, until_first_repeat(answer)))
+        if len(tried[-1][2]) >= 2 * task.config.num_speculative_tokens:
             break
-    example, answer = max(tried, key=lambda each: (len(_changing(each[1])), len(each[1])))
-    if len(_changing(answer)) >= LEAST_ANSWER:
-        answer = _changing(answer)
+    example, whole, changing = max(tried, key=lambda each: (len(each[2]), len(each[1])))
+    answer = changing if len(changing) >= LEAST_ANSWER else whole
     if len(answer) < LEAST_ANSWER:
         raise ConfigError(
             f"data.train: to none of the {len(tried)} shortest prompts does the target answer more than one token that the "
@@ -175,7 +171,7 @@ def overfit(task: HeadTask, objective: HeadObjective, text: Example, accelerator
         num_drafts=num_drafts,
         num_accepted=num_accepted,
         num_predicted=int(result.accepted_P[text.answer_start - 1]),
-        agreement=tuple((result.agrees_K / result.labels_K.clamp(min=1)).tolist()),
+        agreement=(result.agrees_K / result.labels_K.clamp(min=1)).tolist(),
         gap=largest_gap(task, objective, text, num_drafts),
     )
 
@@ -245,7 +241,7 @@ def _own_answer(task: HeadTask, example: Example) -> Sequence[int]:
     return [*answer[:1], *takewhile(known.__contains__, answer[1:])]
 
 
-def _changing(answer: Sequence[int]) -> Sequence[int]:
+def until_first_repeat(answer: Sequence[int]) -> Sequence[int]:
     """Return an answer up to the first token that is the same as the one before it."""
     return [*answer[:1], *(token for _, token in takewhile(lambda pair: pair[0] != pair[1], pairwise(answer)))]
 

@@ -15,6 +15,7 @@ from tests.support.training_runs import distill_config, draft_task
 from train.loop.checkpoints import Progress
 
 BY_NUMBER = {"diffllama"}  # of which only the first blocks can be kept
+REFUSED = {"ernie4_5_moe", "minicpm3", "jamba"}  # whose blocks are of a kind by their place
 
 
 ROWS = random_conversations([(9, 15), (4, 8), (12, 20)], VOCAB_SIZE, seed=1)
@@ -34,7 +35,7 @@ def trained(module):
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
-@pytest.mark.parametrize("name", [*STATELESS, *HYBRIDS])
+@pytest.mark.parametrize("name", sorted({*STATELESS, *HYBRIDS} - REFUSED))
 def test_a_draft_trains_and_is_loaded_as_a_plain_causal_lm(name, as_target, tmp_path):
     task = started(name, as_target, tmp_path, train_embeddings=True)
     optimizer = torch.optim.AdamW(trained(task.module).values(), lr=1e-3)
