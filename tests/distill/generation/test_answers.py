@@ -123,18 +123,6 @@ def test_two_processes_write_what_one_writes(job):
     assert [row.prompt_id for row in rows_in(alone)] == [prompt.prompt_id for prompt in alone.prompts]
 
 
-def test_a_run_cut_off_in_the_middle_of_a_line_ends_like_an_undisturbed_one(job):
-    undisturbed, resumed = job("undisturbed"), job("resumed")
-    undisturbed.work(rank=0, num_processes=1)
-    [whole] = undisturbed.folder.iterdir()
-    content = whole.read_bytes()
-    resumed.folder.mkdir()
-    (resumed.folder / whole.name).write_bytes(content[: len(content) * 2 // 3])
-    resumed.work(rank=0, num_processes=1)
-    assert rows_in(resumed) == rows_in(undisturbed)
-    assert (resumed.folder / whole.name).read_bytes().startswith(content[: len(content) * 2 // 3].rpartition(b"\n")[0])
-
-
 def test_answers_of_another_job_are_written_again(job):
     job(fingerprint="other").work(rank=0, num_processes=1)
     with pytest.raises(RuntimeError, match="answers to 14 prompts are missing"):
