@@ -48,7 +48,7 @@ from eval.report.schema import Report, SpeedSection, write_report
 from eval.timing import check_sweep, predict_speed, sweep_rounds, time_generate
 from heads.frozen.loading import Target, load_target
 from heads.frozen.processes import join_processes
-from heads.inference.compiled_forward import forward_name
+from heads.inference.lean_forward import forward_name
 
 log = logging.getLogger("draftsmith")
 # What comes after the measurement, or says where it goes: a run that is resumed may change these.
@@ -202,7 +202,7 @@ def _describe(config: EvalConfig, loaded: Loaded) -> dict[str, Any]:
             "attention": target.model.config._attn_implementation,
             "forward": forward,
             "verification": config.decode.rule,
-            "compile": forward == "compiled",
+            "compile": False,
             "warmup_prompts": config.warmup_prompts,
             "lookup_expects": config.lookup_must_expect,
             "lookup_answer_tokens": sum(map(len, loaded.answers)),

@@ -28,7 +28,7 @@ from heads.frozen.hidden_states import check_taps
 from heads.frozen.identity import TargetIdentity, hash_weights
 from heads.frozen.loading import load_with, move
 from heads.frozen.weights import check_counts, loader_of
-from heads.inference.compiled_forward import run_alike
+from heads.inference.lean_forward import run_alike
 from heads.inference.model_checks import check_rolls_back, check_split
 from heads.metadata import (
     METADATA_FILE,

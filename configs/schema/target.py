@@ -77,9 +77,6 @@ class EngineStatesConfig(Settings):
         return self.concurrency if isinstance(self.concurrency, list) else [self.concurrency] * len(self.urls)
 
 
-OWN_FORWARDS = ("lean", "compiled")  # read weights that are packed on one device
-
-
 class TargetConfig(Settings):
     """The language model that is to become faster."""
 
@@ -91,10 +88,8 @@ class TargetConfig(Settings):
     # masks by row and by tree, then runs sdpa
     attention: Literal["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"] = "sdpa"
     # lean: decode by a forward of draftsmith's own (Llama, Mistral, Qwen2, Qwen3), which packs the weights as a CPU reads them
-    # fastest. compiled: that, or transformers' for other families, by torch.compile for fixed shapes: a bit faster after half
-    # a minute for each, so for long runs. auto: of these the fastest that the family, the device and the memory have, compiled
-    # where there are CUDA graphs. The draft runs the same way
-    forward: Literal["transformers", "lean", "compiled", "auto"] = "transformers"
+    # fastest. auto: that one where the family and the memory have it, else transformers'. The draft runs the same way
+    forward: Literal["transformers", "lean", "auto"] = "transformers"
     device: str = "auto"  # auto takes the GPU where there is one
     # ids: the tokens are no text but codes of pictures or sound, called by their numbers; no tokenizer is read
     tokens: Literal["text", "ids"] = "text"
@@ -131,7 +126,7 @@ class TargetConfig(Settings):
     def objections(self) -> Iterator[str]:
         is_split, is_gguf = self.is_split, self.name.endswith(".gguf")
         for name, is_on in (("shards", is_split), ("device_map", self.device_map is not None)):
-            if is_on and self.forward in OWN_FORWARDS:
+            if is_on and self.forward == "lean":
                 yield f"{name}: forward {self.forward} packs all weights on one device; give transformers, or leave out {name}"
             if is_on and is_gguf:
                 yield f"{name}: {self.name} is unpacked whole; give a folder of safetensors, or leave out {name}"
@@ -146,7 +141,7 @@ class TargetConfig(Settings):
         for name in self.chat_template_kwargs or {}:
             if not name.isidentifier():
                 yield f"chat_template_kwargs: {name!r} can be no variable of a template"
-        if self.states is not None and (self.forward in OWN_FORWARDS or is_gguf):
+        if self.states is not None and (self.forward == "lean" or is_gguf):
             yield f"states of servers are those of forward transformers and of safetensors, got {self.forward} and {self.name}"
         yield from self._objections_to_media()
         yield from self._objections_to_places()
@@ -157,7 +152,7 @@ class TargetConfig(Settings):
             return
         others = ("device_map", "states", *(["audio"] if given == "images" else []))
         found = [f"{name} null" for name in others if getattr(self, name) is not None] + ["shards 1"] * self.is_split
-        if self.forward in OWN_FORWARDS or self.tokens != "text":
+        if self.forward == "lean" or self.tokens != "text":
             found.append("forward transformers and tokens text")
         if found:
             yield (

@@ -30,8 +30,7 @@ from heads.frozen.served import load_ends
 from heads.frozen.tokenizer import SOUND, in_template, load_tokenizer, no_chat_template
 from heads.frozen.weights import loader_of, quantization_of
 from heads.inference.causal_lm import MediaInputs
-from heads.inference.compiled_forward import make_compiled, make_fastest
-from heads.inference.lean_forward import make_lean
+from heads.inference.lean_forward import make_fastest, make_lean
 from heads.inference.model_checks import check_split
 from heads.inference.runner import Runner, rope_limit, runner_of
 
@@ -141,9 +140,6 @@ class Target:
         return self.media
 
 
-FORWARDS = {"lean": make_lean, "compiled": make_compiled}
-
-
 def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: bool = False) -> Target:
     """Load, freeze and identify a target; an InputError where it cannot be found, or not be run as configured.
 
@@ -173,8 +169,8 @@ def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: 
             limit,
             type(model).__name__,
         )
-    if config.forward in FORWARDS:
-        FORWARDS[config.forward](model)
+    if config.forward == "lean":
+        make_lean(model)
     elif config.forward == "auto" and config.is_whole_text:
         make_fastest(model)
     return Target(

@@ -58,12 +58,11 @@ def head_logits(model: HasOutputHead, hidden_BTD: Tensor) -> Tensor:
 
 
 def new_cache(model: PreTrainedModel, capacity: int, layer: Callable[[int], RowLayer] = RowLayer) -> RowCache:
-    """Return an empty cache for `model` that holds at least `capacity` positions a row; `layer` as for `RowCache`."""
+    """Return an empty cache for `model` that holds `capacity` positions a row; `layer` as for `RowCache`."""
     runner, num_layers = runner_of(model), model.config.get_text_config().num_hidden_layers
-    size = runner.current.cache_size(capacity)
     if runner.mixers:
-        return RecurrentCache(runner.mixers, num_layers, size, layer)
-    return RowCache(num_layers, size, layer)
+        return RecurrentCache(runner.mixers, num_layers, capacity, layer)
+    return RowCache(num_layers, capacity, layer)
 
 
 def forward_rows(

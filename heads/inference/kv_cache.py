@@ -32,11 +32,10 @@ class _Slots:
     length: int
     index: tuple[Tensor, slice, Tensor] | None  # rows [B, 1], all heads, positions [B, T]; None where all rows start alike
     attention: TreeAttention | None = None  # None: the tokens follow one another
-    span: int | None = None  # how many slots are read; None: up to the furthest row's end
 
     @property
     def end(self) -> int:
-        return max(self.starts.host) + self.length if self.span is None else self.span
+        return max(self.starts.host) + self.length
 
 
 class RowLayer(CacheLayerMixin):
@@ -194,32 +193,9 @@ class RowCache(Cache):
     def keep_states_from(self, starts: Sequence[int]) -> None:
         """Keep what rows need to go back as far as `starts`; keys and values need nothing."""
 
-    def widen(self, length: int) -> None:
-        """Let the current forward write `length` tokens a row and read every slot: the same shapes at every place."""
-        slots = self._slots
-        index = _index(slots.starts, torch.arange(length, device=self.rows[0].keys.device))
-        self._slots = _Slots(
-            starts=slots.starts, length=length, index=index, attention=slots.attention, span=self.rows[0].capacity
-        )
-        for layer in self.rows:
-            layer.slots = self._slots
-
     @property
     def end(self) -> int:
         return self._slots.end
-
-    @property
-    def is_filled(self) -> bool:
-        return self.rows[0].is_initialized
-
-    def has_room(self, length: int) -> bool:
-        return max(self._slots.starts.host) + length <= self.capacity
-
-    def mark_static(self) -> None:
-        """Tell CUDA graphs that keys and values stay where they are, so that they are not copied before each run."""
-        for layer in self.rows:
-            for name in layer.stored if layer.is_initialized else ():
-                torch._dynamo.mark_static_address(getattr(layer, name))
 
     @property
     def is_causal(self) -> bool:

@@ -8,24 +8,31 @@ B batch, T new tokens, S cache length, D width, H head width, N key-value heads,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import chain
+import logging
+from collections.abc import Sequence
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from configs.runtime.errors import InputError
+from heads.device import keeps_small_tensors_near
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache
 from heads.inference.kv_cache import RowCache
 from heads.inference.llama_layers import PackedLinear, angles, normed, turned
 from heads.inference.model_checks import check_on_probe, probe_ids, relative_error
 from heads.inference.runner import DecodingForward, Masks, backbone, runner_of
 
+log = logging.getLogger("draftsmith")
+
 FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 PROBE_TOKENS = 12
+
+
+MEMORY_SHARE = 0.5  # of the free memory that packed weights, a copy, may take
 
 
 def make_lean(model: PreTrainedModel) -> None:
@@ -44,6 +51,30 @@ def make_lean(model: PreTrainedModel) -> None:
         raise
 
 
+def make_fastest(model: PreTrainedModel) -> None:
+    """Let decoding run `model` by the fastest forward that its family and the memory have."""
+    try:
+        if (
+            not keeps_small_tensors_near(model.device)
+            or model.get_memory_footprint() < MEMORY_SHARE * psutil.virtual_memory().available
+        ):
+            make_lean(model)
+    except InputError as error:
+        log.info("%s", error)
+    log.info("target.forward auto: %s", forward_name(model))
+
+
+def forward_name(model: PreTrainedModel) -> str:
+    """Return what decoding runs `model` by, as `target.forward` has it."""
+    return "transformers" if runner_of(model).forward is None else "lean"
+
+
+def run_alike(model: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Give `model` the kind of forward that `target` has; raises as `make_lean` does."""
+    if runner_of(target).forward is not None:
+        make_lean(model)
+
+
 class _Block:
     def __init__(self, layer: Any, layer_type: str, num_kv: int, group: int) -> None:
         attention, mlp = layer.self_attn, layer.mlp
@@ -58,11 +89,6 @@ class _Block:
         if "q_norm" in norms:
             query_H, key_H = (norms[name].weight.detach() for name in ("q_norm", "k_norm"))
             self.qk_norm_MH = torch.stack([query_H] * (num_kv * group) + [key_H] * num_kv)
-
-    @property
-    def weights(self) -> list[Tensor]:
-        norms = [self.input_norm_D, self.mlp_norm_D, *([] if self.qk_norm_MH is None else [self.qk_norm_MH])]
-        return [*norms, *chain.from_iterable(each.weights for each in (self.qkv, self.out, self.gate_up, self.down))]
 
 
 class LeanForward(DecodingForward):
@@ -97,12 +123,6 @@ class LeanForward(DecodingForward):
         self._head = PackedLinear([output])
         self._watched: dict[int, Tensor] = {}
         self._taps: frozenset[int] = frozenset()
-
-    @property
-    def weights(self) -> Iterator[Tensor]:
-        yield from (self._norm_D, *self._head.weights)
-        for block in self._blocks:
-            yield from block.weights
 
     def watch(self, taps: Sequence[int], seen: dict[int, Tensor]) -> None:
         self._taps, self._watched = frozenset(taps), seen

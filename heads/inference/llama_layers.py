@@ -19,10 +19,6 @@ from torch.nn import functional
 # one row than for several, and then a near tie may fall differently in plain and in speculative decoding.
 ROWS = 4
 
-# torch.compile would make oneDNN's weights constants of each graph, a copy for each; an operator of our own is opaque to it.
-_LIBRARY = torch.library.Library("draftsmith", "FRAGMENT")
-_LIBRARY.define("packed_linear(Tensor input, Tensor weight, Tensor? bias, int outputs) -> Tensor")
-
 
 @runtime_checkable
 class Joins(Protocol):
@@ -59,7 +55,6 @@ class PackedLinear:
                     for layer, weight in zip(layers, weights, strict=True)
                 ]
             )
-        self.num_outputs = len(self.weight_OI)
         is_known = self.weight_OI.device.type == "cpu" and torch.backends.mkldnn.is_available()
         supports_bfloat16 = is_known and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
         self.is_packed = is_known and (
@@ -71,16 +66,10 @@ class PackedLinear:
             for layer, rows in zip(layers, self.weight_OI.split([len(weight) for weight in weights]), strict=True):
                 layer.weight.data = rows
 
-    @property
-    def weights(self) -> list[Tensor]:
-        return [self.weight_OI] if self.bias_O is None else [self.weight_OI, self.bias_O]
-
     def __call__(self, input_: Tensor) -> Tensor:
-        if self.is_packed and torch.compiler.is_compiling():
-            output: Tensor = torch.ops.draftsmith.packed_linear(input_, self.weight_OI, self.bias_O, self.num_outputs)
-            return output
         if self.is_packed:
-            return _multiply(input_, self.weight_OI, self.bias_O, self.num_outputs)
+            output: Tensor = torch.ops.mkldnn._linear_pointwise(input_, self.weight_OI, self.bias_O, "none", [], "")
+            return output
         return nn.functional.linear(input_, self.weight_OI, self.bias_O)
 
 
@@ -99,17 +88,3 @@ def angles(embedding: Callable[..., tuple[Tensor, Tensor]], like: Tensor, positi
 def turned(heads: Tensor, cosines: Tensor, signed_sines: Tensor) -> Tensor:
     """Return queries or keys `[..., H]` turned by angles of a shape that goes with theirs."""
     return heads * cosines + heads.roll(heads.shape[-1] // 2, -1) * signed_sines
-
-
-def _multiply(input_: Tensor, weight_OI: Tensor, bias_O: Tensor | None, outputs: int) -> Tensor:
-    output: Tensor = torch.ops.mkldnn._linear_pointwise(input_, weight_OI, bias_O, "none", [], "")
-    return output
-
-
-def _shape_only(input_: Tensor, weight_OI: Tensor, bias_O: Tensor | None, outputs: int) -> Tensor:
-    return input_.new_empty((*input_.shape[:-1], outputs))
-
-
-_LIBRARY.impl("packed_linear", _multiply, "CPU")
-_LIBRARY.impl("packed_linear", _multiply, "MkldnnCPU")
-torch.library.register_fake("draftsmith::packed_linear", _shape_only, lib=_LIBRARY)

@@ -7,7 +7,7 @@ B batch, T new tokens, S cache length, D width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -66,15 +66,6 @@ class DecodingForward(Protocol):
 
     def watch(self, taps: Sequence[int], seen: dict[int, Tensor]) -> None:
         """Store the states h_i of these taps in `seen` at each forward from now on; with no taps, stop that."""
-
-    @property
-    def weights(self) -> Iterable[Tensor]:
-        """What it reads that is no module's parameter or buffer."""
-        return ()
-
-    def cache_size(self, capacity: int) -> int:
-        """Return how many positions a row of its cache should have room for where `capacity` are needed."""
-        return capacity
 
 
 class TransformersForward(DecodingForward):

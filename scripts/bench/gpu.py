@@ -19,7 +19,7 @@ import torch
 from configs.runtime.command import DONE, GATE_FAILED, run_command
 from configs.runtime.files import read_json
 from configs.schema.base import Dtype, PositiveFloat, PositiveInt, Settings
-from heads.device import default_device, has_graphs, synchronize
+from heads.device import default_device, synchronize
 from scripts.bench.harness import run_config, write_results
 from train.telemetry.records import METRICS_FILE, read_lines
 
@@ -62,7 +62,7 @@ def measure_device(config: GpuBenchConfig) -> int:
     share = last["model_flop_utilization"]
     rows += [{"what": f"training: {name}", "value": last[name]} for name in ("tokens_per_second", "model_flop_utilization")]
     slow = []
-    for forward in ("transformers", "lean", *(["compiled"] if has_graphs(device) else [])):
+    for forward in ("transformers", "lean"):
         suite = {"path": config.prompts, "num_prompts": 16}
         decode = {"max_new_tokens": config.max_new_tokens}
         evaluation = {"target": target | {"forward": forward}, "draft": str(folder / "head" / "artifact"), "suite": suite}

@@ -32,7 +32,6 @@ from heads.families.registry import FAMILIES
 from heads.frozen.hidden_states import check_taps, num_blocks, read_states
 from heads.frozen.loading import Target, load_target, load_with
 from heads.frozen.model_config import auto_class
-from heads.inference.compiled_forward import make_compiled
 from heads.inference.lean_forward import FAMILIES as LEAN_FAMILIES
 from heads.inference.lean_forward import make_lean
 from heads.metadata import Metadata, head_metadata
@@ -232,18 +231,6 @@ def lean(case: Case) -> None:
         case.target.runner.forward = None
 
 
-def compiled(case: Case) -> None:
-    """Decode by the lean forward's graphs, captured and run as they are: what the compiler makes of one takes half a minute."""
-    if not isinstance(case.target.model, LEAN_FAMILIES):
-        raise NotApplicable
-    try:
-        make_compiled(case.target.model, backend="eager")
-        check_answers(case, range(1), DecodeConfig())
-    finally:
-        case.target.runner.forward = None
-        torch._dynamo.reset()
-
-
 # In their order; what a stage needs of those before it is there, or it is not reached.
 STAGES: dict[str, Callable[[Case], None]] = {
     "load": load,
@@ -259,5 +246,4 @@ STAGES: dict[str, Callable[[Case], None]] = {
     "artifact": artifact,
     "media": media,
     "lean": lean,
-    "compiled": compiled,
 }

@@ -8,9 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from configs.runtime.errors import InputError
+from configs.schema.target import TargetConfig
+from heads.frozen.loading import load_target
 from heads.inference import lean_forward
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache
-from heads.inference.lean_forward import make_lean
+from heads.inference.lean_forward import forward_name, make_lean
 from heads.inference.runner import runner_of
 from tests.support.family_checks import SMALL
 
@@ -120,3 +122,18 @@ def test_weights_that_are_not_packed_are_held_once():
     for joined, layer in ((block.qkv, attention.q_proj), (block.qkv, attention.v_proj), (block.out, attention.o_proj)):
         assert joined.weight_OI.untyped_storage().data_ptr() == layer.weight.untyped_storage().data_ptr()
     assert all(each.equal(before[name]) for name, each in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("memory", "settings", "expected"),
+    [
+        (0.5, {}, "lean"),
+        (0.0, {}, "transformers"),
+        (0.5, {"attention": "eager"}, "transformers"),
+        (0.5, {"device_map": {"": "cpu"}}, "transformers"),
+    ],
+)
+def test_auto_is_lean_where_family_memory_and_placement_have_it(tiny_run, monkeypatch, memory, settings, expected):
+    monkeypatch.setattr(lean_forward, "MEMORY_SHARE", memory)
+    config = TargetConfig(name=str(tiny_run / "target"), dtype="float32", device="cpu", forward="auto", **settings)
+    assert forward_name(load_target(config).model) == expected
