@@ -16,7 +16,8 @@ from configs.runtime.command import DONE, GATE_FAILED
 from configs.runtime.errors import InputError
 from configs.runtime.files import CHECKOUT
 from configs.runtime.loading import load_config
-from configs.schema.training import DistillConfig
+from configs.schema.data import CacheConfig, DataConfig
+from configs.schema.training import DistillConfig, HeadsConfig
 from scripts.bench import compare_commits, curve, decode, distill, gpu, harness, heads, modalities, serve, tables
 from tests.support.caches import conversation
 from train.launch import run_distillation
@@ -211,7 +212,10 @@ def test_a_part_of_a_results_file_is_shown_and_one_that_is_empty_is_refused(tmp_
         tables.fill_tables(page.replace("home", "nowhere"), tmp_path)
 
 
-def test_every_benchmarks_config_loads():
+SCHEMAS = {"cache": CacheConfig, "data": DataConfig, "heads": HeadsConfig, "serve": serve.ServeBenchConfig}
+
+
+def test_every_config_loads():
     folder = CHECKOUT / "scripts" / "bench" / "configs"
-    for path in [*folder.glob("*.yaml"), *folder.glob("serve/*.yaml")]:
-        load_config(serve.ServeBenchConfig if path.parent.name == "serve" else heads.HeadsBenchConfig, path)
+    for path in [*folder.glob("*.yaml"), *folder.glob("*/*.yaml")]:
+        load_config(SCHEMAS.get(path.parent.name, heads.HeadsBenchConfig), path)
