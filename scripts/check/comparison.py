@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median
 
 from eval.stats.bootstrap import paired_ratio_interval
 
@@ -60,8 +59,6 @@ class EngineCheck:
     speedup: float | None = None
     speedup_low: float | None = None  # bounds at 95 %, over prompts
     speedup_high: float | None = None
-    first_token_seconds_plain: float | None = None  # median
-    first_token_seconds: float | None = None
     same_answers: int = 0
     differences: list[Difference] = field(default_factory=list)
 
@@ -80,9 +77,6 @@ class EngineCheck:
         self.tokens_per_second, self.tokens_per_second_plain = (
             sum(tokens) / sum(seconds) if sum(seconds) else None for tokens, seconds in (columns[:2], columns[2:])
         )
-        if all(answer.first_tokens for answer in (*plain, *drafted)):
-            self.first_token_seconds_plain = median(answer.first_seconds for answer in plain)
-            self.first_token_seconds = median(answer.first_seconds for answer in drafted)
 
     def judge(self) -> None:
         """Decide whether it passes: some drafts are accepted, and tokens differ by rounding only."""
@@ -108,9 +102,6 @@ class EngineCheck:
             bounds = "" if self.speedup_low is None else f" [{self.speedup_low:.2f}, {self.speedup_high:.2f}]"
             faster = f"{self.tokens_per_second:.1f}  ({self.speedup:.2f} times{bounds})"
             rows.append(("tokens/s", f"{self.tokens_per_second_plain:.1f}", faster))
-        if self.first_token_seconds is not None and self.first_token_seconds_plain is not None:
-            plain, drafted = (f"{1000 * each:.0f}" for each in (self.first_token_seconds_plain, self.first_token_seconds))
-            rows.append(("first token, ms (median)", plain, drafted))
         if self.tokens_per_target_step is not None:
             rows.append(("tokens per target step", "1.00", f"{self.tokens_per_target_step:.2f}"))
         if self.acceptance:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +25,16 @@ WARM_UP_TOKENS = 8
 CLASSES: dict[str, Any] = {"AutoModel": AutoModel, "AutoModelForCausalLM": AutoModelForCausalLM}
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServeLines:
-    """What the lines of an export load, and how they call `generate`."""
-
-    models: dict[str, tuple[str, str]]  # variable -> class and folder or Hub id; the target first
-    arguments: dict[str, Any]  # a variable by its name
-
-
 def check_transformers(serve: str, prompts: Sequence[Prompt], config: CheckConfig) -> EngineCheck:
     """Generate without and with the draft of a `serve.txt`, and compare. T positions."""
-    lines, device = read_lines(serve), choose_device("auto")
+    (lines, arguments), device = read_lines(serve), choose_device("auto")
     dtype = config.dtype or ("float32" if device.type == "cpu" else "bfloat16")
-    (name, *_), (_, place) = lines.models, next(iter(lines.models.values()))
+    (name, *_), (_, place) = lines, next(iter(lines.values()))
     settings = config.target_at(place)
     tokenizer = load_tokenizer(locate(settings), settings)
     texts = [in_template(tokenizer, place, prompt.messages) for prompt in prompts]
     inputs = [tokenizer(text, add_special_tokens=False, return_tensors="pt").to(device) for text in texts]
-    models = {each: load(*what, dtype, device) for each, what in lines.models.items()}
+    models = {each: load(*what, dtype, device) for each, what in lines.items()}
     model = models[name]
     own = model.generation_config
     # From scratch, so that nothing of the model's own changes what is generated.
@@ -52,7 +43,7 @@ def check_transformers(serve: str, prompts: Sequence[Prompt], config: CheckConfi
     )
     steps: list[int] = []
     model.register_forward_pre_hook(lambda *_: steps.append(1))
-    drafting = {key: models.get(str(value), value) for key, value in lines.arguments.items()}
+    drafting = {key: models.get(str(value), value) for key, value in arguments.items()}
     model.generate(**inputs[0], max_new_tokens=WARM_UP_TOKENS)
     plain = generate(model, inputs, config, {}, "plain")
     steps.clear()
@@ -77,8 +68,11 @@ def check_transformers(serve: str, prompts: Sequence[Prompt], config: CheckConfi
     return result
 
 
-def read_lines(serve: str) -> ServeLines:
-    """Return what the lines of a `serve.txt` for transformers say."""
+def read_lines(serve: str) -> tuple[dict[str, tuple[str, str]], dict[str, Any]]:
+    """Return what the lines of a `serve.txt` load, and how they call `generate`.
+
+    By variable, the target's first: class and folder or Hub id; then the arguments, a variable by its name.
+    """
     models, arguments = {}, {}
     for line in serve.splitlines():
         if line.startswith("- ") or not any(part in line for part in (".from_pretrained(", ".generate(")):
@@ -92,7 +86,7 @@ def read_lines(serve: str) -> ServeLines:
             arguments = {each.arg: _value(each.value) for each in given}
     if not models or not arguments or any(kind not in CLASSES for kind, _ in models.values()):
         raise InputError("serve.txt has no lines that load and call a model of transformers; export it with --to transformers")
-    return ServeLines(models=models, arguments=arguments)
+    return models, arguments
 
 
 def load(kind: str, place: str, dtype: str, device: torch.device) -> Any:

@@ -1,9 +1,9 @@
 """The model card of a published draft, made from its report: no number in it that is not in `report.json` beside it.
 
 The text is `templates/model_card.md.j2`; tables and wording of the figures are those of the report's own summary
-(`eval.report.markdown`). In the YAML on top, `model-index` holds the report's headline figures, unrounded. A draft is bound by
-the licences of what it was made from: the target and, where it began as another model (`student.init: model`), that one. Their
-own cards are read, from the folder, the Hub's cache or the Hub; nothing is guessed.
+(`eval.report.markdown`). A draft is bound by the licences of what it was made from: the target and, where it began as another
+model (`student.init: model`), that one. Their own cards are read;
+nothing is guessed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 from httpx2 import HTTPError
-from huggingface_hub import EvalResult, ModelCard, ModelCardData, hf_hub_download, try_to_load_from_cache
+from huggingface_hub import ModelCard, ModelCardData, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.constants import REPOCARD_NAME
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -24,24 +24,15 @@ from configs.schema.commands.release import HUB_ID, PushConfig
 from configs.schema.data import SELF_SEEDED
 from eval.release.verdict import Finding, findings_table
 from eval.report.markdown import as_markdown_table, code, code_block, escape, render_markdown
-from eval.report.schema import Report, SuiteSection
 from eval.report.text import short
 from heads.formats.exporting.exporter import engines_of
 from scripts.push.files import NAMELESS, Cleaned
 
 TEMPLATE = Path(__file__).with_name("templates") / "model_card.md.j2"
-TASK = "text-generation"
-# The report's numbers in the metadata: section, key, name.
-METRICS = (("acceptance", "tokens_per_target_step", "Tokens per target step"), ("speed", "decode_speedup", "Decode speedup"))
 
 
 def make_card(
-    repo_id: str,
-    cleaned: Cleaned,
-    config: PushConfig,
-    origins: Mapping[str, ModelCardData],
-    exports: Mapping[str, str],
-    endpoint: str,
+    repo_id: str, cleaned: Cleaned, config: PushConfig, origins: Mapping[str, ModelCardData], exports: Mapping[str, str]
 ) -> str:
     """Return `README.md`; `origins` are cards of the models it was made from, the target's first, `exports` serve lines."""
     metadata, report, hardware = cleaned.metadata, cleaned.report, cleaned.report.hardware
@@ -49,7 +40,7 @@ def make_card(
     serve = list(_serve(repo_id, metadata, exports))
     known: dict[str, Any] = {**vars(cleaned), "escape": escape, "code": code, "code_block": code_block, "short": short}
     card = ModelCard.from_template(
-        _card_data(repo_id, cleaned, config, origins, endpoint),
+        _card_data(repo_id, cleaned, config, origins),
         template_path=str(TEMPLATE),
         **known,
         name=repo_id.split("/")[-1],
@@ -110,16 +101,12 @@ def _serve(repo_id: str, metadata: Mapping[str, Any], exports: Mapping[str, str]
     yield "draftsmith", "measures it against plain decoding on your prompts.", line
 
 
-def _card_data(
-    repo_id: str, cleaned: Cleaned, config: PushConfig, origins: Mapping[str, ModelCardData], endpoint: str
-) -> ModelCardData:
+def _card_data(repo_id: str, cleaned: Cleaned, config: PushConfig, origins: Mapping[str, ModelCardData]) -> ModelCardData:
     """Return the metadata on top of the card."""
     kind = cleaned.metadata["kind"]
     target, *others = origins
     base_models = [name for name in (config.base_model or target, *others) if HUB_ID.fullmatch(name)]
     licence = ModelCardData(license=config.license) if config.license else agreed_licence(origins.values()) or ModelCardData()
-    suites = [cleaned.report, *cleaned.report.suites.values()]
-    source_url = f"{endpoint}/{repo_id}/blob/main/report.json"
     data = ModelCardData(
         base_model=base_models[0] if len(base_models) == 1 else base_models or None,
         library_name="transformers" if kind == "draft_lm" else None,
@@ -127,32 +114,11 @@ def _card_data(
         license_name=licence.license_name,
         license_link=licence.license_link,
         language=origins[target].language,
-        pipeline_tag=TASK,
+        pipeline_tag="text-generation",
         tags=["draftsmith", "speculative-decoding", "draft-model", one_line(kind)],
         model_name=repo_id.split("/")[-1],
-        eval_results=[each for suite in suites for each in _results(suite, cleaned.report.statistics.level, source_url)],
     )
     if base_models:
         # Of the Hub's four relations, a head that reads its target's states is an adapter, a model of its own a finetune.
         data["base_model_relation"] = config.base_model_relation or ("finetune" if kind == "draft_lm" else "adapter")
     return data
-
-
-def _results(suite: Report | SuiteSection, level: float, source_url: str) -> Iterator[EvalResult]:
-    """Yield the numbers of a suite."""
-    for part, key, name in METRICS:
-        numbers = getattr(suite, part)
-        value, bounds = (None, None) if numbers is None else numbers.interval_of(key)
-        if value is None:
-            continue
-        yield EvalResult(
-            task_type=TASK,
-            dataset_type=one_line(Path(suite.prompts.source).stem),
-            dataset_name=one_line(suite.prompts.source),
-            metric_type=key,
-            metric_name=name,
-            metric_value=value,
-            metric_args=None if bounds is None else {"low": bounds[0], "high": bounds[1], "level": level},
-            source_name="report.json",
-            source_url=source_url,
-        )

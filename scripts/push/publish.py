@@ -60,7 +60,7 @@ def publish(config: PushConfig, args: argparse.Namespace) -> int:
             user = api.whoami()["name"]
         repo_id = repo_id if "/" in repo_id else f"{user}/{repo_id}"
     with tempfile.TemporaryDirectory() if online else new_folder(Path(args.dry_run)) as made:
-        left_out = _fill(Path(made), release, config, api, repo_id, args.target, online)
+        left_out = _fill(Path(made), release, config, repo_id, args.target, online)
         done = f"{args.dry_run}: the files, as they would be pushed to {repo_id}"
         if online:
             with _errors_in_words(api):
@@ -71,9 +71,7 @@ def publish(config: PushConfig, args: argparse.Namespace) -> int:
     return DONE
 
 
-def _fill(
-    folder: Path, release: Release, config: PushConfig, api: HfApi, repo_id: str, target: str | None, online: bool
-) -> list[str]:
+def _fill(folder: Path, release: Release, config: PushConfig, repo_id: str, target: str | None, online: bool) -> list[str]:
     """Put everything that is to be published into an empty folder; return the names of files that are left out."""
     known = release.metadata.target
     name, revision = (target, None) if target is not None else (str(known["name"]), known.get("revision"))
@@ -102,7 +100,7 @@ def _fill(
             (folder / engine).mkdir()
             left_out += [f"{engine}/{each}" for each in put_model(folder / engine, exported)]
             serve[str(engine)] = (folder / engine / SERVE_FILE).read_text(encoding="utf-8")
-    complete(folder, release, cleaned, make_card(repo_id, cleaned, config, origins, serve, api.endpoint))
+    complete(folder, release, cleaned, make_card(repo_id, cleaned, config, origins, serve))
     return left_out
 
 

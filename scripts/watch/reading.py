@@ -35,7 +35,7 @@ WHOLE_STAGES = ("answers", "target cache", "training")  # work that ends when it
 MARKS = (RECORD, DRAFT_FILE, METRICS_FILE, f"train/{METRICS_FILE}", "report.json", "eval/report.json")  # of a run's folder
 StageState = Literal["waiting", "running", "done", "failed", "stopped"]
 RunState = Literal["running", "silent", "ended", "failed", "stopped"]
-M = TypeVar("M", bound=BaseModel)
+M = TypeVar("M")
 
 
 class Read(BaseModel):
@@ -208,11 +208,9 @@ def read_run(folder: Path) -> Run:
     silent = max(0.0, now - last)
     stages = tuple(_stages(folder, training, evaluation, now if silent < SILENT_SECONDS else last))
     running = next((each.name for each in stages if each.state == "running"), None)
-    report, check = None, None
+    report = None
     with suppress(InputError):
         report = load_report(evaluation / "report.json")
-    with suppress(ValidationError):
-        check = TypeAdapter(EngineCheck).validate_python(_values(folder / "check" / "check.json"))
     return Run(
         folder=folder,
         target=_target(folder, training),
@@ -223,7 +221,7 @@ def read_run(folder: Path) -> Run:
         samples=_read(Samples, training / SAMPLES_FILE),
         report=report,
         gate=_read(Gate, evaluation / "gate.json"),
-        check=check,
+        check=_read(EngineCheck, folder / "check" / "check.json"),
         links=_links(folder, evaluation),
         silent_seconds=silent,
     )
@@ -242,7 +240,7 @@ def _values(path: Path) -> dict[str, Any] | None:
 
 def _read(schema: type[M], path: Path) -> M | None:
     with suppress(ValidationError):
-        return schema.model_validate(_values(path))
+        return TypeAdapter(schema).validate_python(_values(path))
     return None
 
 

@@ -6,8 +6,6 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
-from huggingface_hub import constants
-from huggingface_hub.utils import close_session
 
 from configs.runtime.command import run_command
 from configs.schema.commands.release import PushConfig
@@ -17,7 +15,7 @@ from configs.schema.evaluation import EvalConfig, GateConfig, LosslessConfig, Su
 from configs.schema.target import TargetConfig
 from distill.generation.make_dataset import make_dataset
 from eval import evaluation, gate
-from tests.support import hub_server
+from tests.support.hub import TOKEN, Hub
 
 PLANTED = "hf_" + "P" * 30
 entry = importlib.import_module("scripts.push.__main__")
@@ -106,20 +104,11 @@ def release(measured, tmp_path, monkeypatch):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A running Hub of our own, with somebody logged in who may write."""
-    state = hub_server.Hub()
-    server, address = hub_server.start(state)
-    monkeypatch.setattr(constants, "ENDPOINT", address)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # as clusters set it: this Hub is on the machine
-    monkeypatch.setenv("HF_TOKEN", hub_server.TOKEN)
-    state.address = address
-    yield state
-    close_session()
-    server.shutdown()
-    server.server_close()
+    """A Hub in memory, with somebody logged in who may write."""
+    hub = Hub(tmp_path / "cache")
+    hub.replace(monkeypatch)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    return hub
 
 
 @pytest.fixture
@@ -131,7 +120,7 @@ def push(release, capsys):
         argv = [str(release / "artifact"), "--report", str(report), "--repo-id", repo_id, *more]
         code = run_command(PushConfig, entry.main, description="", argv=argv, add_arguments=entry.add_arguments)
         said = capsys.readouterr()
-        assert hub_server.TOKEN not in said.out + said.err
+        assert TOKEN not in said.out + said.err
         return code, said.out, said.err
 
     return run

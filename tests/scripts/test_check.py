@@ -73,7 +73,6 @@ def test_both_speeds_and_the_engines_counts_of_the_prompts_alone_are_written(exp
     assert (found["num_prompts"], found["same_answers"], found["differences"]) == (2, 2, [])
     assert found["speedup"] == pytest.approx(found["tokens_per_second"] / found["tokens_per_second_plain"])
     assert found["speedup_low"] <= found["speedup"] <= found["speedup_high"]
-    assert 0 < found["first_token_seconds"] < 5
     assert "vllm 9.1+cpu, float32: 2 prompts" in capsys.readouterr().out
     assert left_running(export) == []
 
@@ -167,4 +166,3 @@ def test_transformers_decodes_an_export_to_plain_decodings_tokens(tiny_run, tmp_
     found = result_of(tmp_path)
     assert (found["checked"], found["passed"], found["same_answers"]) == (True, True, 4)
     assert 1.0 < found["tokens_per_target_step"] <= 4.0
-    assert found["first_token_seconds"] is None

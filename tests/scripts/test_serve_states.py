@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import subprocess
-import time
 
 from configs.runtime.command import BAD_INPUT, DONE, run_command
 from scripts.plan import schema_of
@@ -61,13 +60,12 @@ def test_the_example_starts_all_servers_at_once_on_this_machine_alone(tiny_run, 
     assert run(*shlex.split(several), "--served-model-name=x") == DONE
     tools = tmp_path / "tools"
     tools.mkdir()
-    (tools / "vllm").write_text(f'#!/bin/sh\necho "$VLLM_API_KEY" "$@" >> {tmp_path}/started\nsleep 2\n')
+    (tools / "vllm").write_text(f'#!/bin/sh\necho "$VLLM_API_KEY" "$@" >> {tmp_path}/started\n')
     (tools / "vllm").chmod(0o755)
     lines = capsys.readouterr().out
-    started = time.monotonic()
     environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"}
     subprocess.run(["sh", "-c", 'eval "$1"; wait', "sh", lines], env=environment, check=True)
-    assert time.monotonic() - started < 4
+    assert [line.endswith(" &") for line in lines.splitlines()] == [True, False]
     places = [line.split("--host ")[1] for line in sorted((tmp_path / "started").read_text().splitlines())]
     assert places == [f"127.0.0.1 --port {port} --tensor-parallel-size 8 --served-model-name=x" for port in (8000, 8001)]
 
