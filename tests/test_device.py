@@ -8,10 +8,10 @@ import pytest
 from configs.runtime.files import CHECKOUT
 
 TESTS = [
-    "test_decoding.py::test_the_tokens_are_the_cpus_and_a_round_copies_once_each_way[eagle3-chain block]",
-    "test_decoding.py::test_the_tokens_are_the_cpus_and_a_round_copies_once_each_way[draft_lm-static greedy]",
+    "test_decoding.py::test_the_tokens_are_the_cpus_and_a_round_waits_once[eagle3-chain block]",
+    "test_decoding.py::test_the_tokens_are_the_cpus_and_a_round_waits_once[draft_lm-static greedy]",
     "test_training.py::test_the_losses_are_the_cpus_and_the_artifact_loads[eagle3]",
-    "test_training.py::test_a_step_waits_once_for_losses_and_stop_requests[draft_lm-online]",
+    "test_training.py::test_a_step_waits_for_its_losses_and_then_for_stop_requests_alone[draft_lm-online]",
 ]
 
 
