@@ -22,7 +22,6 @@ COMMANDS = {
     "eval": ("eval.run", "measure a draft against plain decoding on your prompts"),
     "compare": ("eval.compare", "two reports side by side, with intervals"),
     "gate": ("eval.gate", "judge a report by a release's rules"),
-    "refresh": ("scripts.refresh", "train the served draft on with its traffic"),
     "export": ("scripts.export", "write a draft in the form that an engine serves"),
     "check": ("scripts.check.__main__", "serve an export in its engine, with the draft and without"),
     "serve-states": ("scripts.serve_states.__main__", "print the lines that start servers of hidden states for a recipe"),

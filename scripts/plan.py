@@ -1,6 +1,6 @@
-"""Plan a training recipe before it is run: `python scripts/plan.py --config configs/heads/eagle3.yaml`.
+"""Plan a training recipe before it is run: `draftsmith plan --config configs/heads/eagle3.yaml`.
 
-    python scripts/plan.py --config configs/heads/eagle3.yaml --set target.name=meta-llama/Llama-3.1-8B-Instruct \\
+    draftsmith plan --config configs/heads/eagle3.yaml --set target.name=meta-llama/Llama-3.1-8B-Instruct \\
         --set hardware.preset=h100_80gb hardware.num_accelerators=8
 
 Reads a recipe of `train/heads.py` or `train/distill.py` as it stands, and of the target nothing but its config. Prints memory
@@ -15,13 +15,6 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from pathlib import Path
-
-if not __package__:  # run as a script: the checkout's root takes the place of this folder, which Python put first
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from configs.startup import guard_imports
-
-    guard_imports()
 
 from configs.runtime.command import run_command
 from configs.runtime.errors import InputError

@@ -83,7 +83,7 @@ def test_a_command_runs_in_any_folder_and_writes_there(run, command):
     assert sorted(path.name for path in folder.iterdir()) == written
 
 
-@pytest.mark.slow  # two minutes: each stage, and its rehearsal, is a process of its own
+@pytest.mark.slow  # two minutes: each stage, and its dry run, is a process of its own
 @pytest.mark.timeout(1800)
 def test_a_run_leads_from_a_model_to_an_export_in_any_folder(run, tiny_llama, tiny_tokenizer, tmp_path):
     work = tmp_path / "work"

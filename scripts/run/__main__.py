@@ -1,12 +1,12 @@
 """From a model to a served draft: `draftsmith run MODEL --prompts FILE --budget 2h --for vllm`.
 
-    draftsmith run ./my-model --prompts prompts.csv --budget 2h --for vllm
-    draftsmith run runs/my-model/draft.yaml
-
 Examines the model, runs every stage once in small, chooses what fits into the budget, prints the choice with its reasons and
 writes it as OUTPUT/draft.yaml. Then the target answers the prompts, a draft is trained on the answers, evaluated, judged and
-exported, each by its own command with a config in OUTPUT/configs. Rerun the same command, or name draft.yaml, to go on.
-`draftsmith STAGE OUTPUT/draft.yaml` runs one stage. Ends with the gate's code. docs/walks.md has examples.
+exported, each by its own command with a config in OUTPUT/configs. Run the same command, or `draftsmith run draft.yaml`, to
+resume; `draftsmith STAGE OUTPUT/draft.yaml` runs one stage. Ends with the gate's code. docs/walks.md has examples.
+
+`--from ARTIFACT --prompts LOG` trains a served draft on with its traffic and judges it against itself as it is served
+(docs/releasing.md).
 """
 
 from __future__ import annotations
@@ -23,44 +23,52 @@ from configs.runtime.files import folder_lock
 from configs.runtime.loading import load_config
 from configs.schema.base import dotted
 from configs.schema.commands.release import ENGINES
-from configs.schema.commands.running import DRAFT_FILE, STAGES, RunConfig
+from configs.schema.commands.running import DRAFT_FILE, STAGES, RefreshConfig, RunConfig
 
 
 def main(asked: RunConfig, arguments: argparse.Namespace) -> int:
     """Run what is not finished of a run; return the exit code."""
-    config = _requested(asked, arguments)
+    run = _requested(asked, arguments)
     # torch and transformers take seconds to import: a mistyped argument is reported before that.
+    from scripts.run.drift import measure_drift
     from scripts.run.flow import go_on, remove, run_stage, submit
     from scripts.run.steps import stop
 
     if arguments.on != "here":
-        return submit(config, arguments.on)
+        return submit(run, arguments.on)
     signal.signal(signal.SIGTERM, stop)
-    with folder_lock(Path(config.output), beside=True):
+    with folder_lock(Path(run.output), beside=True):
+        if arguments.drift:
+            return measure_drift(run)
         if arguments.fresh:
-            remove(config)
+            remove(run)
         if arguments.stage is not None:
-            return run_stage(config, arguments.stage)
-        return go_on(config, ask=not arguments.yes and sys.stdin.isatty())
+            return run_stage(run, arguments.stage)
+        return go_on(run, ask=not arguments.yes and sys.stdin.isatty())
 
 
 def _requested(asked: RunConfig, arguments: argparse.Namespace) -> RunConfig:
     """Return the run that the arguments ask for: one that was begun, or a new one."""
-    model, given = arguments.model, [name for name in ("prompts", "budget", "engine", "output") if getattr(arguments, name)]
-    for name in ("stage", "fresh"):
+    model = arguments.model
+    given = [name for name in ("from", "prompts", "budget", "for", "output") if getattr(arguments, name)]
+    for name in ("stage", "fresh", "drift"):
         if arguments.on != "here" and getattr(arguments, name):
-            raise InputError(f"--{name}: a job goes on with the whole of a run, got --on {arguments.on}; give one of the two")
+            raise InputError(f"--{name}: a job runs the whole of a run, got --on {arguments.on}; give one of the two")
     if model is not None and model.endswith((".yaml", ".yml")):
         if arguments.fresh:
             raise InputError(f"--fresh: {model} would be removed with its run; name the model, as when the run was begun")
         if given:
-            raise InputError(f"--{given[0].replace('engine', 'for')}: {model} says it already; change it there")
+            raise InputError(f"--{given[0]}: {model} says it already; change it there")
         return _in_its_folder(load_config(RunConfig, model, arguments.overrides), Path(model))
     if arguments.stage is not None:
         raise InputError(f"--stage: name the {DRAFT_FILE} of a run, got {model}")
-    config = asked.model_copy(update=_from_arguments(asked, arguments))
-    kept = Path(config.output) / DRAFT_FILE
-    return _same_request(config, kept) if kept.is_file() and not arguments.fresh else config
+    run = asked.model_copy(update=_from_arguments(asked, arguments))
+    if arguments.drift and run.refresh is None:
+        raise InputError("--drift: name the draft in service with --from")
+    if run.refresh is not None and run.prompts.source != "file":
+        raise InputError("--from: name the log of what the draft was asked, a file or a folder, with --prompts")
+    kept = Path(run.output) / DRAFT_FILE
+    return run if arguments.fresh or arguments.drift or not kept.is_file() else _same_request(run, kept)
 
 
 def _in_its_folder(run: RunConfig, path: Path) -> RunConfig:
@@ -77,17 +85,22 @@ def _in_its_folder(run: RunConfig, path: Path) -> RunConfig:
 
 
 def _from_arguments(asked: RunConfig, arguments: argparse.Namespace) -> dict[str, Any]:
-    from scripts.run.request import output_of, prompts_of
+    from scripts.run.request import absolute, output_of, prompts_of
 
-    name = asked.target.name if arguments.model is None else arguments.model
-    name = str(Path(name).absolute()) if Path(name).exists() else name
+    given = vars(arguments)
+    name = absolute(asked.target.name if arguments.model is None else arguments.model)
     update: dict[str, Any] = {"target": asked.target.model_copy(update={"name": name})}
     update["prompts"] = prompts_of(arguments.prompts, asked.prompts)
     update["output"] = arguments.output or (asked.output if "output" in asked.model_fields_set else output_of(name))
+    if given["from"] is not None or asked.refresh is not None:
+        refresh = asked.refresh or RefreshConfig(served=given["from"])
+        served = absolute(given["from"] or refresh.served)
+        replay = None if refresh.replay is None else absolute(refresh.replay)
+        update["refresh"] = refresh.model_copy(update={"served": served, "replay": replay})
     if arguments.budget is not None:
         update["budget_minutes"] = minutes(arguments.budget, "--budget")
-    if arguments.engine is not None:
-        update["engine"] = None if arguments.engine == "none" else arguments.engine
+    if given["for"] is not None:
+        update["engine"] = None if given["for"] == "none" else given["for"]
     return update
 
 
@@ -99,6 +112,7 @@ def _same_request(asked: RunConfig, path: Path) -> RunConfig:
         "budget_minutes": asked.budget_minutes,
         "engine": asked.engine,
         "prompts.path": asked.prompts.path,
+        "refresh.served": asked.refresh and asked.refresh.served,
     }
     given = always | _by_keys(asked, exclude_unset=True)
     begun = _by_keys(kept) | _by_keys(kept, exclude_unset=True)  # the latter for sections that are there, and empty
@@ -123,7 +137,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("model", metavar="MODEL", nargs="?", help="a Hub id, a folder, a .gguf file, or a run's draft.yaml; default: embedded")
     add("--prompts", metavar="FILE", help="what the model is asked: JSONL, CSV, Parquet, text, ...; default: it writes them")
     add("--budget", metavar="TIME", help="wall clock for all, such as 30m or 2h (default: 1h)")
-    add("--for", dest="engine", choices=[*ENGINES, "none"], help="the engine that serves the draft (default: vllm)")
+    add("--for", choices=[*ENGINES, "none"], help="the engine that serves the draft (default: vllm)")
+    add("--from", metavar="ARTIFACT", help="the draft in service, to train on with its log, which --prompts names")
+    add("--drift", action="store_true", help="with --from: train nothing, measure tau by week of the log")
     add("--on", choices=("here", "slurm", "k8s"), default="here", help="where it runs")
     add("--output", metavar="DIR", help="the run's folder (default: runs/NAME)")
     add("--stage", choices=STAGES[1:], help="run this stage of a draft.yaml alone")

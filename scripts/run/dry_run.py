@@ -1,4 +1,4 @@
-"""The rehearsal: every stage once in small, by its own command, so that what is refused is refused in the first minutes.
+"""The dry run: every stage once in small, by its own command, so that what is refused is refused in the first minutes.
 
 It also measures what the plan is made of: the seconds of each stage that do not depend on how much there is to do, and the
 seconds a prompt, a token and a step take on this machine.
@@ -20,13 +20,18 @@ from configs.runtime.resumable import fingerprint
 from configs.runtime.run_record import RECORD
 from configs.runtime.terminal import say
 from configs.schema.commands.running import RunConfig, Stage
-from scripts.run.stages import HOUSE, decided_by, stage_command
+from distill.generation.split import share_for
+from scripts.run.request import Facts
+from scripts.run.stages import HOUSE, decided_by, stage_command, start_of
 from scripts.run.steps import run_step
 
-FOLDER = "rehearsal"
+FOLDER = "dry_run"
 SECONDS = "seconds.json"  # by stage, of those that are done
+ANSWER_TOKENS_ON_CPU, ANSWER_TOKENS = 64, 512  # at most ...
+LONGER_FROM_MINUTES = 60  # ... twice as many on a CPU where there is time for it
+HELD_OUT = 8  # prompts
 STEPS = 6  # of training, the first two of which warm up
-LINES = 15  # of a failed stage's log
+LOG_LINES = 15  # of a failed stage's log
 DECODED = 32  # tokens of each prompt of the evaluation
 PROMPTS = 2  # of each suite of the evaluation
 SETTLED = 0.7  # of its seconds a token are those of a longer evaluation: first rounds are slow, and an untrained draft fails
@@ -35,12 +40,12 @@ MORE_HELD_OUT = 2.0  # times its seconds are those of an evaluation in training,
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What a rehearsal measured; seconds of a stage are those that it takes for any amount of work."""
+    """What a dry run measured; seconds of a stage are those that it takes for any amount of work."""
 
     fixed_seconds: dict[Stage, float]
     prompt_seconds: float  # to write, where the target does, and to answer
     prompt_tokens: float  # of a conversation's prompt
-    answer_lengths: tuple[int, ...]  # as far as the rehearsal let them go
+    answer_lengths: tuple[int, ...]  # as far as the dry run let them go
     cache_token_seconds: float  # the target's forward
     train_token_seconds: float  # of the draft's step, the target's states being read
     held_out_seconds: float  # of one evaluation on held-out prompts in training
@@ -49,13 +54,15 @@ class Rates:
     plain_token_seconds: float  # without a draft
 
 
-def rehearse(run: RunConfig, *, num_prompts: int, max_new_tokens: int, batch_size: int, held_out_share: float) -> Rates:
-    """Run the rehearsal of a run, or what is not done of it; an InputError or a RunFailed says what stage did not work."""
-    output = Path(run.output) / FOLDER
-    small = _in_small(run, output, num_prompts, max_new_tokens, batch_size, held_out_share)
-    stages: list[Stage] = ["data", "cache", "train", "eval", *(["export"] if run.engine else [])]  # type: ignore[list-item]
+def dry_run(run: RunConfig, facts: Facts) -> Rates:
+    """Run every stage in small, or what is not done of it; an InputError or a RunFailed says what stage did not work."""
+    small = _in_small(run, facts)
+    output = Path(small.output)
+    stages: list[Stage] = ["data", "cache", "train", "eval"]
+    if run.engine is not None:
+        stages.append("export")
     job = fingerprint([decided_by(small, stage) for stage in stages])
-    done = read_object(output / SECONDS, "record of the rehearsal") if (output / SECONDS).is_file() else {}
+    done = read_object(output / SECONDS, "record of the dry run") if (output / SECONDS).is_file() else {}
     if done.get("job") != job:
         done = {"job": job}
     for stage in stages:
@@ -65,37 +72,48 @@ def rehearse(run: RunConfig, *, num_prompts: int, max_new_tokens: int, batch_siz
     return _rates(output, done)
 
 
+def _in_small(run: RunConfig, facts: Facts) -> RunConfig:
+    """Return a run with little of everything, on the answers of a few prompts alone where they would be mixed."""
+    batch = facts.answer_batch_size
+    number = min(2 * batch, facts.num_prompts or 2 * batch)
+    tokens = ANSWER_TOKENS_ON_CPU * (1 + (run.budget_minutes >= LONGER_FROM_MINUTES)) if facts.on_cpu else ANSWER_TOKENS
+    share = share_for(facts.prompts[:number], HELD_OUT) if facts.prompts else HELD_OUT / number
+    data = {"answers.max_new_tokens": min(tokens, facts.context // 2), "answers.batch_size": batch, "held_out_share": share}
+    train = {"schedule.max_steps": STEPS, "schedule.log_every_steps": 1, "schedule.trackers": []}
+    evaluation: dict[str, Any] = {
+        "suite.num_prompts": PROMPTS,
+        "decode.max_new_tokens": DECODED,
+        "repeats": 1,
+        "generate_prompts": 0,
+    }
+    evaluation |= {"suites": [HOUSE | {"num_prompts": PROMPTS}]}
+    return run.model_copy(
+        update={
+            "output": str(Path(run.output) / FOLDER),
+            "target": run.stage_target,
+            "prompts": run.stage_prompts.model_copy(update={"num_prompts": number}),
+            "refresh": None,
+            "data": {**(run.data or {}), **data},
+            "cache": {**facts.cached, **(run.cache or {})},
+            "train": {**start_of(run), **(run.train or {}), **facts.rehearsed, **train},
+            "eval": {**facts.cost(run), **(run.eval or {}), **evaluation},
+        }
+    )
+
+
 def _timed(run: RunConfig, stage: Stage) -> float:
     """Run a stage, whose output goes into a log, and return its seconds; the log's end says why one failed."""
     log, started = Path(run.output) / f"{stage}.log", time.monotonic()
     code = run_step(stage_command(run, stage), log)
     seconds = time.monotonic() - started
     if code != DONE:
-        last = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()][-LINES:]
+        last = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()][-LOG_LINES:]
         say("\n".join(last), sys.stderr)
         if code == BAD_INPUT:
-            raise InputError(f"the {stage} stage refused this in small, see above; nothing of the budget was spent on it")
-        raise RunFailed(f"the {stage} stage ended with code {code} in small, see above and {log}")
+            raise InputError(f"dry run of the {stage} stage failed, see above")
+        raise RunFailed(f"dry run of the {stage} stage ended with code {code}, see above and {log}")
     say(f"   {stage} {seconds:.1f} s")
     return seconds
-
-
-def _in_small(
-    run: RunConfig, output: Path, num_prompts: int, max_new_tokens: int, batch_size: int, held_out_share: float
-) -> RunConfig:
-    answers = {"answers.max_new_tokens": max_new_tokens, "answers.batch_size": batch_size}
-    train = {"schedule.max_steps": STEPS, "schedule.log_every_steps": 1, "schedule.trackers": []}
-    evaluation = {"suite.num_prompts": PROMPTS, "decode.max_new_tokens": DECODED, "repeats": 1, "generate_prompts": 0}
-    return run.model_copy(
-        update={
-            "output": str(output),
-            "target": run.stage_target,
-            "prompts": run.prompts.model_copy(update={"num_prompts": num_prompts}),
-            "data": {**(run.data or {}), **answers, "held_out_share": held_out_share},
-            "train": {**(run.train or {}), **train},
-            "eval": {**(run.eval or {}), **evaluation, "suites": [HOUSE | {"num_prompts": PROMPTS}]},
-        }
-    )
 
 
 def _rates(output: Path, seconds: dict[str, Any]) -> Rates:
@@ -114,7 +132,7 @@ def _rates(output: Path, seconds: dict[str, Any]) -> Rates:
     speeds = [each["speed"] for each in (report, *report["suites"].values())]
     decoded = sum(each["decode_tokens_autoregressive"] for each in speeds)
     fixed: dict[Stage, float] = {
-        "rehearsal": sum(value for name, value in seconds.items() if name != "job"),
+        "dry_run": sum(value for name, value in seconds.items() if name != "job"),
         "data": seconds["data"] - answering,
         "cache": seconds["cache"] - caching,
         "train": seconds["train"] - sum(outcome[name] for name in ("training_seconds", "evaluation_seconds", "sanity_seconds")),

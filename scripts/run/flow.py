@@ -1,34 +1,29 @@
-"""A run from the request to the export: examine, rehearse, choose, and run the stages that are not finished."""
+"""A run from the request to the export: examine, dry run, choose, and run the stages that are not finished."""
 
 from __future__ import annotations
 
+import shlex
 import shutil
+import subprocess
 from pathlib import Path
-from typing import Any
 
-from configs.runtime.command import DONE, INTERRUPTED
+from configs.runtime.command import DONE, FAILED, INTERRUPTED
 from configs.runtime.errors import InputError
-from configs.runtime.files import new_folder
+from configs.runtime.files import find_shipped, new_folder, write_text
 from configs.runtime.resumable import files_fingerprint
 from configs.runtime.run_record import write_run_record
 from configs.runtime.terminal import say
 from configs.schema.commands.running import DRAFT_FILE, RunConfig, Stage, Where
-from distill.generation.split import share_for
 from eval.report.markdown import table
 from heads.frozen.identity import save_dequantised
 from scripts.run.draft_file import apply, asked_first, read_choices, write_draft_file
-from scripts.run.dry_run import FOLDER, rehearse
-from scripts.run.jobs import submit_job
+from scripts.run.dry_run import FOLDER, dry_run
+from scripts.run.mix import prepare
 from scripts.run.plan import choose
-from scripts.run.request import Facts, examine
+from scripts.run.request import examine
 from scripts.run.stages import TITLES, is_checked_here, run_stages
 from scripts.run.steps import Record
 from scripts.watch.view import PAGE, page_kept
-
-CPU_BATCH, GPU_BATCH = 48, 64  # prompts answered together
-REHEARSED_ON_CPU, REHEARSED = 64, 512  # tokens of an answer in the rehearsal ...
-LONGER_FROM_MINUTES = 60  # ... twice as many on a CPU where there is time for it
-FEW = 8  # held-out prompts of a rehearsal
 
 
 def go_on(run: RunConfig, *, ask: bool) -> int:
@@ -36,8 +31,8 @@ def go_on(run: RunConfig, *, ask: bool) -> int:
     with page_kept(Path(run.output)):
         if not run.is_chosen:
             run = choose_stages(run)
-            if ask and input("\ngo on? [y/N] ").strip().lower() not in ("y", "yes"):
-                say(f"nothing more was run; draftsmith run {Path(run.output) / DRAFT_FILE} goes on")
+            if ask and input("\nStart? [y/N] ").strip().lower() not in ("y", "yes"):
+                say(f"stopped before the first stage; resume: draftsmith run {Path(run.output) / DRAFT_FILE}")
                 return INTERRUPTED
         write_run_record(Path(run.output), run)
         code = run_stages(run, inputs_of(run))
@@ -58,13 +53,17 @@ def run_stage(run: RunConfig, stage: Stage) -> int:
 
 
 def inputs_of(run: RunConfig) -> str:
-    """Return a fingerprint of the files that a run reads."""
-    return files_fingerprint(_files_of(run))
+    """Return a fingerprint of the files that a run reads; of a log, which grows, it keeps what it has read."""
+    return files_fingerprint(_files_of(run, with_prompts=run.refresh is None))
 
 
-def _files_of(run: RunConfig) -> list[Path]:
-    """Return the target and the prompts of a run, where they are files or folders."""
-    named = [run.target.name, run.prompts.path if run.prompts.source == "file" else None]
+def _files_of(run: RunConfig, *, with_prompts: bool = True) -> list[Path]:
+    """Return the target, the served draft and its data, and the prompts of a run, where they are files or folders."""
+    named: list[str | None] = [run.target.name]
+    if run.refresh is not None:
+        named += [run.refresh.served, run.refresh.replay]
+    if with_prompts and run.prompts.source == "file":
+        named.append(run.prompts.path)
     return [Path(each) for each in named if each is not None and Path(each).exists()]
 
 
@@ -84,34 +83,20 @@ def remove(run: RunConfig) -> None:
 
 
 def choose_stages(run: RunConfig) -> RunConfig:
-    """Examine and rehearse a run, and write what was chosen for each stage into its draft.yaml."""
+    """Examine a run, try its stages in small, and write what was chosen for each into its draft.yaml."""
     asked, output = run, Path(run.output)
     unpack(run)
-    run, facts, choices = examine(asked)
-    write_draft_file(asked)  # alone: what a rehearsal that is cut off had chosen is not what was asked for
+    begun = [] if run.refresh is None else asked_first(asked, prepare(run))
+    run, facts, choices = examine(apply(asked, begun))
+    choices = [*begun, *(each for each in choices if each.key not in {one.key for one in begun})]
+    write_draft_file(asked)  # alone: what a dry run that is cut off had chosen is not what was asked for
     say(f"draftsmith run: a draft for {run.target.name} in {run.budget_minutes:g} minutes, in {output}\n")
     say("\n".join(map(str, choices)))
-    say("\n== rehearsal: every stage once in small, to measure this machine")
-    batch = CPU_BATCH if facts.on_cpu else GPU_BATCH
-    rehearsed = REHEARSED_ON_CPU * (1 + (run.budget_minutes >= LONGER_FROM_MINUTES)) if facts.on_cpu else REHEARSED
-    number = min(2 * batch, facts.num_prompts or 2 * batch)
-    share = share_for(facts.prompts[:number], FEW) if facts.prompts else FEW / number
-    with Record(output, run.stages, {}).step("rehearsal", "") as entry:
-        rates = rehearse(
-            run.model_copy(
-                update={
-                    "cache": {**cache_of(facts), **(run.cache or {})},
-                    "eval": {**facts.cost(run), **(run.eval or {})},
-                    "train": {**(run.train or {}), **facts.rehearsed},
-                }
-            ),
-            num_prompts=number,
-            max_new_tokens=min(rehearsed, facts.context // 2),
-            batch_size=batch,
-            held_out_share=share,
-        )
+    say(f"\n== dry run: {TITLES['dry_run']}")
+    with Record(output, run.stages, {}).step("dry_run", "") as entry:
+        rates = dry_run(run, facts)
         entry.update(done=True, code=DONE)
-    chosen = asked_first(asked, choose(run, facts, rates, checks=is_checked_here(run.engine), data_batch=batch))
+    chosen = asked_first(asked, choose(run, facts, rates, checks=is_checked_here(run.engine)))
     run = apply(run, chosen)
     write_draft_file(run, [*choices, *chosen])
     shutil.rmtree(output / FOLDER)
@@ -122,17 +107,11 @@ def choose_stages(run: RunConfig) -> RunConfig:
     return run
 
 
-def cache_of(facts: Facts) -> dict[str, Any]:
-    """Return what a cache of the target's states holds for the recipe."""
-    return {"taps": sorted(facts.plan.models.taps or ()), "max_length": facts.plan.config.data.max_length}
-
-
 def unpack(run: RunConfig) -> None:
     """Unpack a target of a .gguf file into a folder, as the form that engines and exports read."""
     if run.unpacked is None or Path(run.unpacked).exists():
         return
-    folder = Path(run.unpacked)
-    gguf = Path(run.target.name)
+    folder, gguf = Path(run.unpacked), Path(run.target.name)
     if not gguf.is_file():
         raise InputError(f"{gguf} is not there")
     say(f"unpacking {gguf} into {folder}")
@@ -141,7 +120,21 @@ def unpack(run: RunConfig) -> None:
 
 
 def submit(run: RunConfig, where: Where) -> int:
-    """Write the run with an output that any folder finds, and hand it to a cluster as a job that runs it there."""
+    """Hand the run to a cluster as a job of one node, on which the same command runs it; without one, say what to type.
+
+    Its draft.yaml is written with an output that any folder finds.
+    """
     output = Path(run.output).absolute()
     reasons = list(read_choices(output / DRAFT_FILE))
-    return submit_job(write_draft_file(run.model_copy(update={"output": str(output)}), reasons), where)
+    path = write_draft_file(run.model_copy(update={"output": str(output)}), reasons)
+    template = find_shipped(f"scripts/cluster/run.{'sbatch' if where == 'slurm' else 'yaml'}")
+    if where == "slurm":
+        command = ["sbatch", str(template), str(path)]
+    else:
+        job, name = path.with_name("job.yaml"), output.name.lower().replace("_", "-").replace(".", "-")
+        write_text(job, template.read_text(encoding="utf-8").replace("${NAME}", name).replace("${DRAFT}", str(path)))
+        command = ["kubectl", "apply", "-f", str(job)]
+    if shutil.which(command[0]) is None:
+        say(f"{command[0]} not found; submit with:\n\n    {shlex.join(command)}")
+        return DONE
+    return DONE if subprocess.run(command, check=False).returncode == 0 else FAILED

@@ -1,6 +1,6 @@
 """What a run does with its budget: how many prompts, how long answers, how many epochs, and how large an evaluation.
 
-The rehearsal's rates say what a prompt, a token and a step cost here. A quarter of what the fixed parts leave goes to the
+The dry run's rates say what a prompt, a token and a step cost here. A quarter of what the fixed parts leave goes to the
 evaluation, and the rest to as many answers as can be made and trained on for `EPOCHS`.
 """
 
@@ -20,6 +20,7 @@ from distill.generation.split import share_for
 from scripts.doctor import describe_disk
 from scripts.run.draft_file import Choice
 from scripts.run.dry_run import Rates
+from scripts.run.mix import CHOOSING
 from scripts.run.request import Facts
 from scripts.run.stages import HOUSE
 
@@ -30,10 +31,10 @@ HELD_OUT = (16, 128)  # prompts of an evaluation: what the gate asks for, and wh
 SHORTER = (128, 64, 48, 32)  # tokens of their answers, where the fewest prompts would take more than the evaluation's share
 HOUSE_SHARE = 0.5  # of so many prompts beside them ...
 HOUSE_PROMPTS = (8, 64)  # ... of the house suite: one a category, and all
-EPOCHS = ((200_000, 5), (2_000_000, 3))  # passes over so many answer tokens or fewer; over more, two
+EPOCHS = ((2_000_000, 3), (200_000, 5))  # passes over so many answer tokens or fewer; over more, two
 FEWEST_EPOCHS = 2
 MOST_EPOCHS = 10  # where prompts are few
-MARGIN = 2  # where a hash decides who is held out, so that they are not too few
+HASH_MARGIN = 2  # where a hash decides who is held out, so that they are not too few
 EVALUATIONS = 6  # on held-out prompts, in training ...
 FEWEST_STEPS = 20  # ... with so many steps between them
 MANY_PROMPTS = 1000  # answers are cut off earlier rather than that fewer prompts are answered
@@ -42,7 +43,7 @@ START_SECONDS, START_SECONDS_ON_CPU = 90.0, 40.0  # on a GPU assumed
 ENGINE_PACE = 1.6  # times a plain token here is one in vLLM, in float32 on a CPU
 CHECK = CheckConfig()
 DISK_SHARE = 0.5  # of the free disk that a cache may take
-ANSWER_LIMITS = (64, 128, 256, 512)  # the last as long as a rehearsal lets answers go
+ANSWER_LIMITS = (64, 128, 256, 512)  # the last as long as a dry run lets answers go
 LEAST_PROMPTS = 32  # to train on
 
 
@@ -60,7 +61,7 @@ class Amounts:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """A run's minutes, and what they are spent at."""
+    """A run's minutes, and what they are spent at. A limit is the most tokens of an answer in the data."""
 
     run: RunConfig
     facts: Facts
@@ -69,20 +70,32 @@ class Budget:
     cache_row_bytes: int
     step_size: int  # conversations a training step
 
+    @property
+    def mixed(self) -> float:
+        """Conversations that are trained on, for each that is answered."""
+        return 1.0 if self.run.refresh is None else 1 / (1 - self.run.refresh.replay_share)
+
     @cached_property
     def fixed(self) -> dict[Stage, float]:
         """Seconds of each stage that do not depend on how much there is to do."""
         fixed = dict(self.rates.fixed_seconds)
         fixed["train"] += EVALUATIONS * self.rates.held_out_seconds
+        if self.run.refresh is not None:
+            fixed["baseline"] = fixed["eval"]
         fixed["eval"] += self.rates.lookup_token_seconds * LOOKUP_PROMPTS * self.facts.decoded_tokens
         if self.run.engine is not None:
-            fixed["check"] = self._check if self.checks else fixed["gate"]
+            start = START_SECONDS_ON_CPU if self.facts.on_cpu else START_SECONDS
+            tokens = CHECK.num_prompts * CHECK.max_new_tokens
+            check = 2 * (start + tokens * ENGINE_PACE * self.rates.plain_token_seconds)
+            fixed["check"] = check if self.checks else fixed["gate"]
         return fixed
 
     @cached_property
     def left(self) -> float:
         """Seconds beside the fixed ones."""
         return 60 * self.run.budget_minutes - sum(self.fixed.values())
+
+    # --- the evaluation -------------------------------------------------------------------------------------------
 
     @cached_property
     def held_out_limits(self) -> tuple[int, int]:
@@ -97,7 +110,7 @@ class Budget:
         """Tokens of each answer in the evaluation, at most."""
         longest, (least, _) = self.facts.decoded_tokens, self.held_out_limits
         limits = [longest, *(each for each in SHORTER if each < longest)]
-        fits = (each for each in limits if self._evaluation_of(least, each) <= EVALUATION_SHARE * self.left)
+        fits = (each for each in limits if self.seconds_to_decode(least, each) <= EVALUATION_SHARE * self.left)
         return next(fits, limits[-1])
 
     @cached_property
@@ -105,78 +118,82 @@ class Budget:
         """Held-out prompts that the evaluation decodes."""
         room = min(EVALUATION_SHARE * self.left, 60 * EVALUATION_MINUTES)
         least, most = self.held_out_limits
-        return max(least, min(int(room / self._evaluation_of(1, self.decoded_tokens)), most))
+        return max(least, min(int(room / self.seconds_to_decode(1, self.decoded_tokens)), most))
 
     @property
     def evaluation(self) -> float:
-        """Seconds of decoding, the house suite included."""
-        return self._evaluation_of(self.held_out, self.decoded_tokens)
+        """Seconds of decoding by all drafts that are measured, the house suite included."""
+        return self.seconds_to_decode(self.held_out, self.decoded_tokens)
 
-    @property
-    def _check(self) -> float:
-        start = START_SECONDS_ON_CPU if self.facts.on_cpu else START_SECONDS
-        tokens = CHECK.num_prompts * CHECK.max_new_tokens
-        return 2 * (start + tokens * ENGINE_PACE * self.rates.plain_token_seconds)
+    def seconds_to_decode(self, held_out: int, tokens: int) -> float:
+        drafts = 1 if self.run.refresh is None else 2
+        return drafts * (1 + HOUSE_SHARE) * held_out * self.mean_answer(tokens) * self.rates.decoded_token_seconds
 
-    def _evaluation_of(self, held_out: int, limit: int) -> float:
-        answer = self.answer(limit)
-        return (1 + HOUSE_SHARE) * held_out * answer * self.rates.decoded_token_seconds
+    # --- data and training ----------------------------------------------------------------------------------------
 
-    def answer(self, limit: int) -> float:
-        """Return the mean length of answers that are cut off at a limit, as far as the rehearsal knows."""
+    def mean_answer(self, limit: int) -> float:
+        """Return the mean tokens of answers that are cut off at a limit, as far as the dry run knows."""
         return mean(min(length, limit) for length in self.rates.answer_lengths)
 
-    def answered(self, limit: int) -> float:
+    def mean_trained(self, limit: int) -> float:
+        """Return the tokens that are trained on for each prompt that is answered."""
+        return self.mixed * (self.rates.prompt_tokens + self.mean_answer(limit))
+
+    def seconds_to_answer(self, limit: int) -> float:
         """Return the seconds until a prompt is answered."""
-        return self.rates.prompt_seconds * self.answer(limit) / mean(self.rates.answer_lengths)
+        return self.rates.prompt_seconds * self.mean_answer(limit) / mean(self.rates.answer_lengths)
 
-    def trained(self, limit: int, epochs: int, cached: bool) -> float:
-        """Return the seconds of the target's states and of the draft's steps on one conversation."""
+    def seconds_to_train(self, limit: int, epochs: int, cached: bool) -> float:
+        """Return the seconds of the target's states and of the draft's steps for each prompt that is answered."""
         states = self.rates.cache_token_seconds * (1 if cached else epochs)
-        return (self.rates.prompt_tokens + self.answer(limit)) * (states + epochs * self.rates.train_token_seconds)
+        return self.mean_trained(limit) * (states + epochs * self.rates.train_token_seconds)
 
-    def num_trained(self, limit: int, epochs: int, cached: bool, spared: float = 0.0) -> int:
+    def num_conversations(self, limit: int, epochs: int, cached: bool, saved_seconds: float = 0.0) -> int:
         """Return how many conversations can be made and trained on, with some more seconds."""
-        room = self.left + spared - self.evaluation - self.held_out * self.answered(limit)
-        found = max(0, int(room / (self.answered(limit) + self.trained(limit, epochs, cached))))
+        room = self.left + saved_seconds - self.evaluation - self.held_out * self.seconds_to_answer(limit)
+        found = max(0, int(room / (self.seconds_to_answer(limit) + self.seconds_to_train(limit, epochs, cached))))
         return found if self.facts.num_prompts is None else min(found, self.facts.num_prompts - self.held_out)
 
     def is_cached(self, limit: int, epochs: int) -> bool:
         """Return whether a cache was asked for, else whether the disk holds one of the states that `epochs` would read."""
         if "cache" in self.run.model_fields_set:
             return self.run.cache is not None
-        tokens = self.num_trained(limit, epochs, True) * (self.rates.prompt_tokens + self.answer(limit))
-        free = describe_disk(Path(self.run.output))["free_bytes"]
-        return tokens * self.cache_row_bytes < DISK_SHARE * free
+        tokens = self.num_conversations(limit, epochs, True) * self.mean_trained(limit)
+        return tokens * self.cache_row_bytes < DISK_SHARE * describe_disk(Path(self.run.output))["free_bytes"]
 
-    def steps(self, num_trained: int, epochs: int) -> int:
+    def steps(self, num_conversations: int, epochs: int) -> int:
         """Return how many steps a training has."""
-        return max(1, num_trained * epochs // self.step_size)
+        return max(1, int(self.mixed * num_conversations * epochs) // self.step_size)
 
-    def spared(self, num_trained: int, epochs: int) -> float:
+    def saved_seconds(self, num_conversations: int, epochs: int) -> float:
         """Return the seconds of the evaluations on held-out prompts that a short training has fewer."""
-        steps = self.steps(num_trained, epochs)
+        steps = self.steps(num_conversations, epochs)
         return (EVALUATIONS - math.ceil(steps / evaluated_every(steps))) * self.rates.held_out_seconds
+
+    # --- the whole ------------------------------------------------------------------------------------------------
 
     def fit(self, limit: int) -> Amounts:
         """Return what fits with answers of at most `limit` tokens."""
         asked = (self.run.train or {}).get("schedule.epochs")
         epochs = asked or FEWEST_EPOCHS
-        for most, passes in reversed(EPOCHS):
-            if asked is None and self.num_trained(limit, passes, self.is_cached(limit, passes)) * self.answer(limit) <= most:
+        for most, passes in EPOCHS:
+            number = self.num_conversations(limit, passes, self.is_cached(limit, passes))
+            if asked is None and number * self.mean_answer(limit) <= most:
                 epochs = passes
         cached = self.is_cached(limit, epochs)
-        number = self.num_trained(limit, epochs, cached, self.spared(self.num_trained(limit, epochs, cached), epochs))
+        saved = self.saved_seconds(self.num_conversations(limit, epochs, cached), epochs)
+        number = self.num_conversations(limit, epochs, cached, saved)
         if asked is None and self.facts.num_prompts is not None and number == self.facts.num_prompts - self.held_out:
-            while epochs < MOST_EPOCHS and self.num_trained(limit, epochs + 1, cached) == number:
+            while epochs < MOST_EPOCHS and self.num_conversations(limit, epochs + 1, cached) == number:
                 epochs += 1
-        trained = number * self.trained(limit, epochs, cached)
-        states = number * (self.rates.prompt_tokens + self.answer(limit)) * self.rates.cache_token_seconds if cached else 0.0
+        trained = number * self.seconds_to_train(limit, epochs, cached)
+        states = number * self.mean_trained(limit) * self.rates.cache_token_seconds if cached else 0.0
+        drafts: list[Stage] = ["eval"] if self.run.refresh is None else ["baseline", "eval"]
         seconds = self.fixed | {
-            "data": self.fixed["data"] + (number + self.held_out) * self.answered(limit),
+            "data": self.fixed["data"] + (number + self.held_out) * self.seconds_to_answer(limit),
             "cache": self.fixed["cache"] + states,
-            "train": self.fixed["train"] - self.spared(number, epochs) + trained - states,
-            "eval": self.fixed["eval"] + self.evaluation,
+            "train": self.fixed["train"] - self.saved_seconds(number, epochs) + trained - states,
+            **{stage: self.fixed[stage] + self.evaluation / len(drafts) for stage in drafts},
         }
         if not cached:
             del seconds["cache"]
@@ -199,7 +216,7 @@ class Budget:
         fits = [self.fit(limit) for limit in limits]
         best = [fits[0], *(each for each in fits[1:] if each.num_prompts >= wanted)][-1]
         if best.num_prompts - best.held_out < min(LEAST_PROMPTS, wanted - best.held_out):
-            a_prompt = self.answered(limits[0]) + self.trained(limits[0], 1, True)
+            a_prompt = self.seconds_to_answer(limits[0]) + self.seconds_to_train(limits[0], 1, True)
             needed = sum(self.fixed.values()) + self.evaluation + (LEAST_PROMPTS + self.held_out) * FEWEST_EPOCHS * a_prompt
             raise InputError(
                 f"--budget: {self.run.budget_minutes:g} minutes are too short: on this machine the stages alone take "
@@ -213,7 +230,7 @@ def evaluated_every(steps: int) -> int:
     return max(FEWEST_STEPS, math.ceil(steps / EVALUATIONS))
 
 
-def choose(run: RunConfig, facts: Facts, rates: Rates, *, checks: bool, data_batch: int) -> list[Choice]:
+def choose(run: RunConfig, facts: Facts, rates: Rates, *, checks: bool) -> list[Choice]:
     """Return what a run does, each with its reason; what was asked for of epochs, answers and cache is reckoned with."""
     plan, schedule = facts.plan, facts.plan.config.schedule
     budget = Budget(
@@ -226,44 +243,43 @@ def choose(run: RunConfig, facts: Facts, rates: Rates, *, checks: bool, data_bat
     )
     found = budget.spend()
     minutes = {stage: round(seconds / 60, 1) for stage, seconds in found.seconds.items()}
-    answer = budget.answer(found.max_new_tokens)
-    share = MARGIN * found.held_out / found.num_prompts
+    answer = budget.mean_answer(found.max_new_tokens)
+    # Of a refresh some choose the checkpoint, and are not measured.
+    held_out = found.held_out if run.refresh is None else math.ceil(found.held_out * CHOOSING / (CHOOSING - 1))
+    share = HASH_MARGIN * held_out / found.num_prompts
     if facts.prompts:
-        share = share_for(facts.prompts[: found.num_prompts], found.held_out)
+        share = share_for(facts.prompts[: found.num_prompts], held_out)
     steps = budget.steps(found.num_prompts - found.held_out, found.epochs)
-    house = min(HOUSE_PROMPTS[1], max(HOUSE_PROMPTS[0], found.held_out // 2 // 8 * 8))
-    limited = facts.num_prompts is not None and found.num_prompts == facts.num_prompts
-    asked = run.prompts.model_copy(update={"num_prompts": found.num_prompts}).model_dump(mode="json", exclude_defaults=True)
-    pace = f"{minutes['data']:g} minutes of answers at {60 / rates.prompt_seconds:.0f} a minute"
     every = evaluated_every(steps)
+    house = min(HOUSE_PROMPTS[1], max(HOUSE_PROMPTS[0], found.held_out // 2 // 8 * 8))
+    why = f"{minutes['data']:g} minutes of answers at {60 / rates.prompt_seconds:.0f} a minute"
+    if found.num_prompts == facts.num_prompts:
+        why = f"all {found.num_prompts} that there are, or as many as asked"
+    asked = run.prompts.model_copy(update={"num_prompts": found.num_prompts}).model_dump(mode="json", exclude_defaults=True)
     choices = [
-        Choice("prompts", asked, "all there are, or as many as asked" if limited else pace),
+        Choice("prompts", asked, why),
         Choice("data.answers.max_new_tokens", found.max_new_tokens, f"answers of {answer:.0f} tokens on average"),
-        Choice("data.answers.batch_size", data_batch, "prompts answered together"),
-        Choice("data.held_out_share", share, f"{found.held_out} prompts, or some more, are held out"),
+        Choice("data.answers.batch_size", facts.answer_batch_size, "generation batch size"),
+        Choice("data.held_out_share", share, f"{held_out} prompts, or some more, are held out"),
         Choice("train.schedule.epochs", found.epochs, f"{steps} steps in {minutes['train']:g} minutes"),
-        Choice("train.schedule.eval_every_steps", every, "some measurements of tau on held-out prompts"),
-        Choice("train.schedule.checkpoint_every_steps", every, "what a stopped training goes on from"),
+        Choice("train.schedule.eval_every_steps", every, f"{EVALUATIONS} evaluations, fewer of a short training"),
+        Choice("train.schedule.checkpoint_every_steps", every, "checkpoint interval"),
         Choice("train.schedule.log_every_steps", max(1, min(20, steps // 40)), "points of the loss curve"),
         Choice("eval.suite.num_prompts", found.held_out, "of those, as many as there is time to decode"),
         Choice("eval.suites", [HOUSE | {"num_prompts": house}], f"{house} prompts of other kinds than those trained on"),
         Choice("eval.decode.max_new_tokens", budget.decoded_tokens, "tokens of each answer, at most"),
-        Choice("eval.repeats", 1, "prompts tell more than repeats"),
+        Choice("eval.repeats", 1, "one timed run of each prompt"),
     ]
     if isinstance(plan.config, PlanHeadsConfig):
-        choices.append(
-            Choice("train.sanity.enabled", False, "the rehearsal has checked that this head learns and is read back")
-        )
+        choices.append(Choice("train.sanity.enabled", False, "the dry run has checked that this head learns and is read back"))
     if not (cost := facts.cost(run)):
-        choices.append(Choice("eval.generate_prompts", 0, "no time for transformers' own generation beside it"))
+        choices.append(Choice("eval.generate_prompts", 0, "skips the comparison with generate()"))
     for key, value in cost.items():
         choices.append(Choice(f"eval.{key}", value, "times rounds, to predict the speed at other batch sizes"))
     if found.cached:
-        taps = facts.plan.models.taps
-        size = found.num_prompts * (rates.prompt_tokens + answer) * plan.cache_row_bytes / 2**30
-        reason = f"the target runs once over the data, not {found.epochs} times; {size:.1f} GiB"
+        size = found.num_prompts * budget.mean_trained(found.max_new_tokens) * plan.cache_row_bytes / 2**30
         choices += [
-            Choice("cache.taps", sorted(taps or ()), reason),
-            Choice("cache.max_length", plan.config.data.max_length, "as in training"),
+            Choice("cache.taps", facts.cached["taps"], f"the target runs once over the data; {size:.1f} GiB"),
+            Choice("cache.max_length", facts.cached["max_length"], "as in training"),
         ]
     return [*choices, Choice("minutes", minutes, f"{sum(minutes.values()):.0f} of {run.budget_minutes:g} minutes in all")]

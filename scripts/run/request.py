@@ -30,18 +30,19 @@ from heads.frozen.checkpoint_files import UNREADABLE
 from heads.frozen.identity import PREFIX
 from scripts.doctor import BFLOAT16, describe_disk, instructions
 from scripts.run.draft_file import Choice, apply, asked_first
+from scripts.run.stages import start_of
 from train.plan.memory import Fit
 from train.plan.plan import Plan, make_plan
 
 GIB = 2**30
 HEAD, DRAFT_LM = "configs/heads/eagle3.yaml", "configs/distill/draft_lm.yaml"
-MANY = 1_000_000  # prompts, of which a run takes what its budget lets it
+NO_LIMIT = 1_000_000  # prompts, of which a run takes what its budget lets it
 FEWEST_PROMPTS = 8
 SMALL_STEP = 4  # conversations
 FILES = {".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".gz"}
-WORDS = 6144
+LARGEST_DRY_RUN_VOCABULARY = 6144
 SWEPT_FROM_MINUTES = 30
-NO_CONTEXT = 2048  # tokens of a target whose config names none
+DEFAULT_CONTEXT = 2048  # tokens of a target whose config names none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +53,29 @@ class Facts:
     num_prompts: int | None  # different ones, at most; None: as many as are asked for
     prompts: Sequence[Prompt]  # of the file, in its order
     on_cpu: bool
-    rehearsed: dict[str, Any]  # what the rehearsal's few answers would make too small, by keys of the recipe
+    rehearsed: dict[str, Any]  # what the dry run's few answers would make too small, by keys of the recipe
 
     @property
     def decoded_tokens(self) -> int:
         """Tokens of each answer of the evaluation."""
         return 64 if self.on_cpu else 256
+
+    @property
+    def answer_batch_size(self) -> int:
+        """Prompts that are answered together."""
+        return 48 if self.on_cpu else 64
+
+    @property
+    def context(self) -> int:
+        """Tokens that the target can read."""
+        text_config = self.plan.models.target.config.get_text_config()
+        return int(getattr(text_config, "max_position_embeddings", None) or DEFAULT_CONTEXT)
+
+    @property
+    def cached(self) -> dict[str, Any]:
+        """What a cache of the target's states holds for the recipe, by keys of its config."""
+        taps = self.plan.models.taps
+        return {"taps": sorted(taps or ()), "max_length": self.plan.config.data.max_length}
 
     def cost(self, run: RunConfig) -> dict[str, Any]:
         """Return the timing sweep that speeds at other sizes are predicted from, by keys of the evaluation's config.
@@ -66,13 +84,11 @@ class Facts:
         """
         if run.budget_minutes < SWEPT_FROM_MINUTES or run.target.is_split or "cost" in (run.eval or {}):
             return {}
-        contexts = [min(128, self.context // 4), min(512, self.context // 2)]
-        return {"cost.num_speculative_tokens": 5, "cost.context_tokens": contexts, "cost.repeats": 2}
+        context = min(128, self.context // 4)
+        return {"cost.num_speculative_tokens": 5, "cost.context_tokens": context, "cost.repeats": 2}
 
-    @property
-    def context(self) -> int:
-        """Tokens that the target can read."""
-        return int(getattr(self.plan.models.target.config.get_text_config(), "max_position_embeddings", None) or NO_CONTEXT)
+
+# --- the request ------------------------------------------------------------------------------------------------------
 
 
 def output_of(name: str) -> str:
@@ -82,57 +98,53 @@ def output_of(name: str) -> str:
 
 def prompts_of(path: str | None, given: PromptsConfig) -> PromptsConfig:
     """Return where prompts come from: a file, a folder or a data set of the Hub; None: as the config says, else the target."""
-    unless_given: dict[str, Any] = {"num_prompts": MANY}
+    unless_given: dict[str, Any] = {"num_prompts": NO_LIMIT}
     if path is not None:
         unless_given["on_too_long"] = "skip"
         named = _source_of(path)
     else:
         if "source" not in given.model_fields_set:
             unless_given |= {"temperature": 0.8, "top_p": 1.0}  # drawing from all tokens needs no sorting
-        named = _absolute(given)
+        named = {"path": given.path and absolute(given.path)}
     return PromptsConfig.model_validate(unless_given | given.model_dump(exclude_unset=True) | named)
 
 
-def _absolute(given: PromptsConfig) -> dict[str, Any]:
-    """Return the path of a file or folder from the root: a job of a cluster begins in another folder."""
-    is_here = given.path is not None and Path(given.path).exists()
-    return {"path": str(Path(str(given.path)).absolute())} if is_here else {}
+def absolute(name: str) -> str:
+    """Return the path of a file or folder from the root, since a job of a cluster begins in another folder; else the name."""
+    return str(Path(name).absolute()) if Path(name).exists() else name
 
 
 def _source_of(path: str) -> dict[str, Any]:
     if Path(path).exists():
-        return {"source": "file", "path": str(Path(path).absolute())}
+        return {"source": "file", "path": absolute(path)}
     if HUB_ID.fullmatch(path) and Path(path).suffix not in FILES:
         return {"source": "dataset", "path": path}
     raise InputError(f"--prompts: {path} is not there; name a file, a folder of files, or a data set of the Hub (owner/name)")
 
 
-def examine(run: RunConfig) -> tuple[RunConfig, Facts, list[Choice]]:
+def examine(asked: RunConfig) -> tuple[RunConfig, Facts, list[Choice]]:
     """Return the request with what its target and machine decide, and the facts; an InputError says what cannot be done."""
-    asked, on_cpu = run, default_device().type == CPU.type
-    arithmetic = _arithmetic(run) if on_cpu else []
-    run = apply(run, arithmetic)
-    plan, recipe = _recipe(run)
-    number, prompts = _prompts(run.prompts)
+    on_cpu = default_device().type == CPU.type
+    arithmetic = _arithmetic(asked) if on_cpu else []
+    run = apply(asked, arithmetic)
+    plan, recipe = choose_recipe(run)
+    number, prompts = count_prompts(run.stage_prompts)
     _check_room(run, plan)
     choices = asked_first(asked, [*recipe, *_template(run), *arithmetic, *_launcher(plan, on_cpu)])
     run = apply(asked, choices)
-    facts = Facts(
-        plan=plan,
-        num_prompts=number,
-        prompts=prompts,
-        on_cpu=on_cpu,
-        rehearsed=_rehearsed(run, plan),
-    )
+    facts = Facts(plan=plan, num_prompts=number, prompts=prompts, on_cpu=on_cpu, rehearsed=_rehearsed(run, plan))
     return run, facts, choices
 
 
-def _recipe(run: RunConfig) -> tuple[Plan, list[Choice]]:
+# --- the recipe -------------------------------------------------------------------------------------------------------
+
+
+def choose_recipe(run: RunConfig) -> tuple[Plan, list[Choice]]:
     """Choose the recipe of a draft that the engine takes for this target, and plan its training."""
     if "recipe" in run.model_fields_set:
         plan, smaller = _fitting(run)
         if run.engine is not None:
-            form_of(run.engine, kind_of(plan.config))
+            form_of(run.engine, plan.config.head.kind if isinstance(plan.config, PlanHeadsConfig) else "draft_lm")
             check_norms(run.engine, getattr(plan.config, "head", None))
         return plan, [Choice("recipe", run.recipe, "as asked"), *smaller]
     engine = run.engine or "draftsmith"
@@ -147,9 +159,9 @@ def _recipe(run: RunConfig) -> tuple[Plan, list[Choice]]:
         else:
             embedding, head = plan.models.target.get_input_embeddings(), plan.models.target.get_output_embeddings()
             if type(embedding) is torch.nn.Embedding and type(head) is torch.nn.Linear and head.bias is None:
-                reason = f"EAGLE-3 drafts most tokens for its size, and {engine} takes it"
-                depths = Choice("train.head.num_depths", plan.config.num_speculative_tokens, "as many as a round drafts")
-                return plan, [Choice("recipe", HEAD, reason), depths, *_norms(run.engine), *steps, *smaller]
+                recipe = Choice("recipe", HEAD, f"EAGLE-3 has the best acceptance for its size; {engine} serves it")
+                depths = Choice("train.head.num_depths", plan.config.num_speculative_tokens, "one per drafted token")
+                return plan, [recipe, depths, *_norms(run.engine), *steps, *smaller]
             why = "engines share only weights with a head, and this target's embedding or output head does more"
     draft_lm = Choice("recipe", DRAFT_LM, f"a draft LM: {why}")
     plan, smaller = _fitting(run, [draft_lm])  # which refuses what is no causal LM
@@ -167,7 +179,7 @@ def _steps() -> list[Choice]:
     """Take few conversations a step on a processor, where a run has few steps and larger ones are no faster."""
     if hardware().preset != "laptop_cpu":
         return []
-    reason = "few answers teach more in small steps, which are as fast on a processor"
+    reason = "small batches learn more from little data; no slower on a CPU"
     return [Choice("train.schedule.batch_size", SMALL_STEP, reason)]
 
 
@@ -176,7 +188,7 @@ def _fitting(run: RunConfig, choices: Sequence[Choice] = ()) -> tuple[Plan, list
 
     ZeRO, which needs DeepSpeed and sends what it splits, is taken where no smaller batch fits without it.
     """
-    config = _plan_config(apply(run, asked_first(run, choices)))
+    config = plan_config(apply(run, asked_first(run, choices)))
     schedule, parts, size = config.schedule, 1, dict[str, int]()
     tried = [(_startable(config), size)]
     is_open = not {"schedule.batch_size", "schedule.gradient_accumulation_steps"} & set(run.train or {})
@@ -195,6 +207,18 @@ def _fitting(run: RunConfig, choices: Sequence[Choice] = ()) -> tuple[Plan, list
     return plan, [Choice(f"train.schedule.{key}", value, reason) for key, value in size.items()]
 
 
+def plan_config(run: RunConfig) -> PlanConfig:
+    """Return the plan of the recipe's training on this machine, for conversations of a thousand tokens."""
+    given = as_overrides({"target": run.stage_target.model_dump(mode="json"), **start_of(run), **(run.train or {})})
+    config: PlanConfig
+    if training_schema(run.recipe) is HeadsConfig:
+        config = load_config(PlanHeadsConfig, run.recipe, given)
+    else:
+        config = load_config(PlanDistillConfig, run.recipe, given)
+    workload = WorkloadConfig(num_conversations=1000, mean_tokens=1000.0, label_share=0.5)
+    return config.model_copy(update={"hardware": hardware(), "workload": workload})
+
+
 def _startable(config: PlanConfig) -> Plan:
     """Return a plan by the ways that can be started here."""
     plan = make_plan(config)
@@ -211,76 +235,63 @@ def _is_zero(fit: Fit) -> bool:
     return fit.engine.recipe.startswith("zero")
 
 
+def _rehearsed(run: RunConfig, plan: Plan) -> dict[str, Any]:
+    """Return a draft vocabulary as large as that of thousands of answers, where the recipe leaves it to them."""
+    name = "head" if isinstance(plan.config, PlanHeadsConfig) else "student"
+    size = getattr(plan.config, name).draft_vocab_size
+    is_open = run.refresh is None and getattr(plan_config(run), name).draft_vocab_size == AUTO
+    return {f"{name}.draft_vocab_size": min(LARGEST_DRY_RUN_VOCABULARY, size)} if is_open and size is not None else {}
+
+
+# --- target, prompts and machine --------------------------------------------------------------------------------------
+
+
 def _template(run: RunConfig) -> list[Choice]:
     """Choose plain texts for a target whose tokenizer has no chat template."""
-    name = run.stage_target.name
-    if run.target.chat_template is not None or name.startswith(PREFIX):
+    target = run.stage_target
+    if target.chat_template is not None or target.name.startswith(PREFIX):
         return []
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            name, revision=run.target.revision, trust_remote_code=run.target.trust_remote_code
+            target.name, revision=target.revision, trust_remote_code=target.trust_remote_code
         )
     except (*UNREADABLE, ImportError) as error:
-        raise InputError(f"{name} has no tokenizer that can be read: {first_line(error)}") from error
+        raise InputError(f"{target.name} has no tokenizer that can be read: {first_line(error)}") from error
     if tokenizer.chat_template is not None:
         return []
     return [Choice("target.chat_template", "plain", "the tokenizer has no chat template: prompts are given as they are")]
 
 
 def _arithmetic(run: RunConfig) -> list[Choice]:
-    """Choose what a processor computes fastest with."""
+    """Choose what a processor computes fastest with; one that does not name its instructions counts as having bfloat16's."""
     choices = [Choice("target.forward", "auto", "decodes by draftsmith's own forward where it has one for this family")]
-    if not _has_bfloat16():
+    if (names := instructions()) and not names & BFLOAT16:
         choices.append(Choice("target.dtype", "float32", "this processor has no instructions for bfloat16"))
     return [each for each in choices if each.key.removeprefix("target.") not in run.target.model_fields_set]
 
 
-def _has_bfloat16() -> bool:
-    """Return whether the processor multiplies matrices of bfloat16 faster than those of float32, or does not say."""
-    names = instructions()
-    return not names or bool(names & BFLOAT16)
-
-
-def kind_of(config: PlanConfig) -> str:
-    """Return what kind of draft a recipe trains."""
-    return config.head.kind if isinstance(config, PlanHeadsConfig) else "draft_lm"
-
-
-def _prompts(prompts: PromptsConfig) -> tuple[int | None, Sequence[Prompt]]:
+def count_prompts(prompts: PromptsConfig) -> tuple[int | None, Sequence[Prompt]]:
     """Return how many different prompts there are at most, None where nothing limits them, and those of a file."""
     if prompts.num_prompts < FEWEST_PROMPTS:
         raise InputError(
             f"prompts.num_prompts must be at least {FEWEST_PROMPTS}, to train and to judge, got {prompts.num_prompts}"
         )
     if prompts.source != "file":
-        return None if prompts.num_prompts == MANY else prompts.num_prompts, ()
+        return None if prompts.num_prompts == NO_LIMIT else prompts.num_prompts, ()
     read = read_prompts(prompts)
     number = len(set(split_positions(read)))
     if number < FEWEST_PROMPTS:
         raise InputError(
-            f"--prompts: {prompts.path} holds {number} different prompts; at least "
-            f"{FEWEST_PROMPTS} are needed to train and to judge. Leave --prompts out, and the target writes them"
+            f"--prompts: {prompts.path} holds {number} different prompts; at least {FEWEST_PROMPTS} are needed to train and to "
+            "judge. Leave --prompts out, and the target writes them"
         )
     return min(number, prompts.num_prompts), read
 
 
-def _plan_config(run: RunConfig) -> PlanConfig:
-    """Return the plan of the recipe's training on this machine, for conversations of a thousand tokens."""
-    given = as_overrides({"target": run.stage_target.model_dump(mode="json"), **(run.train or {})})
-    config: PlanConfig
-    if training_schema(run.recipe) is HeadsConfig:
-        config = load_config(PlanHeadsConfig, run.recipe, given)
-    else:
-        config = load_config(PlanDistillConfig, run.recipe, given)
-    workload = WorkloadConfig(num_conversations=1000, mean_tokens=1000.0, label_share=0.5)
-    return config.model_copy(update={"hardware": hardware(), "workload": workload})
-
-
 def hardware() -> HardwareConfig:
     """Return this machine as a plan sees it: its accelerators, else its processor."""
-    device = default_device()
+    device, memory = default_device(), psutil.virtual_memory()
     if device.type == CPU.type:
-        memory = psutil.virtual_memory()
         return HardwareConfig(memory_gib=memory.available / GIB, host_memory_gib=memory.available / GIB)
     number = torch.accelerator.device_count()
     free, _ = torch.accelerator.get_memory_info(device)
@@ -289,16 +300,8 @@ def hardware() -> HardwareConfig:
         num_accelerators=number,
         accelerators_per_node=number,
         memory_gib=free / GIB,
-        host_memory_gib=psutil.virtual_memory().available / GIB / number,
+        host_memory_gib=memory.available / GIB / number,
     )
-
-
-def _rehearsed(run: RunConfig, plan: Plan) -> dict[str, Any]:
-    """Return a draft vocabulary as large as that of thousands of answers, where the recipe leaves it to them."""
-    name = "head" if isinstance(plan.config, PlanHeadsConfig) else "student"
-    size = getattr(plan.config, name).draft_vocab_size
-    is_open = getattr(_plan_config(run), name).draft_vocab_size == AUTO
-    return {f"{name}.draft_vocab_size": min(WORDS, size)} if is_open and size is not None else {}
 
 
 def _check_room(run: RunConfig, plan: Plan) -> None:
@@ -308,7 +311,7 @@ def _check_room(run: RunConfig, plan: Plan) -> None:
         raise InputError(
             f"training a draft for {run.target.name} needs {least.num_bytes / GIB:.1f} GiB of memory by {least.engine.name}, "
             f"and this machine has {plan.config.hardware.machine.memory_gib:.1f} GiB free: take a larger one, or more GPUs; "
-            "scripts/plan.py says what fits where"
+            "draftsmith plan says what fits where"
         )
     free, needed = describe_disk(Path(run.output))["free_bytes"], 3 * plan.checkpoint_bytes
     if free < needed:
@@ -321,13 +324,13 @@ def _check_room(run: RunConfig, plan: Plan) -> None:
 def _launcher(plan: Plan, on_cpu: bool) -> list[Choice]:
     """Choose how the processes are started: the simplest way that fits."""
     assert plan.fitting is not None
-    engine, number = plan.fitting.engine, plan.num_processes
+    engine = plan.fitting.engine
     name = engine.on_cpu if on_cpu and engine.on_cpu else engine.recipe
-    launcher = f"configs/accelerate/{name}.yaml"
     what = "the processor" if on_cpu else f"{plan.config.hardware.num_accelerators} accelerators"
+    reason = f"the simplest that fits: {plan.fitting.num_bytes / GIB:.1f} GiB"
     choices = [
-        Choice("launcher", launcher, f"the simplest that fits: {plan.fitting.num_bytes / GIB:.1f} GiB"),
-        Choice("num_processes", number, f"on {what}"),
+        Choice("launcher", f"configs/accelerate/{name}.yaml", reason),
+        Choice("num_processes", plan.num_processes, f"on {what}"),
     ]
     if engine.group > 1:
         choices.append(Choice("target.shards", engine.group, "one process has no room for the target"))

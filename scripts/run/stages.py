@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,20 @@ from configs.schema.commands.release import Engine
 from configs.schema.commands.running import RunConfig, Stage
 from configs.schema.data import CacheConfig, DataConfig
 from configs.schema.evaluation import EvalConfig, GateConfig, SuiteConfig
-from configs.schema.target import TargetConfig
 from configs.schema.training import DistillConfig, HeadsConfig, training_schema
+from heads.metadata import locate_artifact
 from scripts.check.vllm_server import find_vllm
-from scripts.run.steps import GATE_ENTRY, LAUNCH, Step, run_step, run_steps
+from scripts.run.mix import mix
+from scripts.run.steps import LAUNCH, Step, run_step, run_steps
 
 TITLES: dict[Stage, str] = {
-    "rehearsal": "every stage once in small",
+    "dry_run": "every stage once in small, to measure this machine",
     "data": "the target answers the prompts",
+    "mix": "the traffic's answers beside some of the old data",
     "cache": "the target's states on the answers, computed once",
     "train": "train the draft",
-    "eval": "decode with the draft and without it",
+    "baseline": "measure the served draft",
+    "eval": "measure speed and acceptance",
     "gate": "the verdict",
     "export": "write the draft as the engine loads it",
     "check": "decode with the draft in the engine",
@@ -38,37 +42,63 @@ ENTRIES: dict[type[BaseModel], str] = {
     DistillConfig: "train/distill.py",
     HeadsConfig: "train/heads.py",
     EvalConfig: "eval/run.py",
-    GateConfig: GATE_ENTRY,
+    GateConfig: "eval/gate.py",
 }
 HOUSE = {"name": "house", "path": "eval/suites/house64.jsonl", "on_too_long": "truncate"}
 
 
+# --- what a stage is told -----------------------------------------------------------------------------------------
+
+
 def stage_config(run: RunConfig, stage: Stage) -> BaseModel | None:
     """Return the config that a stage's command is given; None where it takes arguments alone."""
-    output, held_out = Path(run.output), Path(run.output) / "data" / "held_out.jsonl"
-    given: dict[str, Any]
-    target = {"target": run.stage_target.model_dump(mode="json")}
-    train_file = str(output / "data" / "train.jsonl")
+    output = Path(run.output)
+    data = output / ("data" if run.refresh is None else "mix")  # what is trained on, and measured
+    train_file, held_out = str(data / "train.jsonl"), str(data / "held_out.jsonl")
+    given: dict[str, Any] = {"target": run.stage_target.model_dump(mode="json"), "output": str(output / stage)}
     if stage == "data":
-        given = {**target, "prompts": run.prompts.model_dump(mode="json"), "output": str(output / "data")}
-        return _load(DataConfig, None, given, run.data)
+        return _load(DataConfig, given | {"prompts": run.stage_prompts.model_dump(mode="json")}, run.data)
     if stage == "cache":
-        return _load(CacheConfig, None, {**target, "data": train_file, "output": str(output / "cache")}, run.cache)
+        return _load(CacheConfig, given | {"data": train_file}, run.cache)
     if stage == "train":
-        given = {**target, "data.train": train_file, "data.held_out": str(held_out), "output": str(output / "train")}
+        given |= {"data.train": train_file, "data.held_out": held_out, **start_of(run)}
         given["data.cache"] = None if run.cache is None else str(output / "cache")
-        return _load(training_schema(run.recipe), run.recipe, given, run.train)
-    if stage == "eval":
-        given = {**target, "draft": str(output / "train" / "artifact"), "output": str(output / "eval"), "overwrite": True}
-        given |= {"suite.name": "home", "suite.path": str(held_out), "suites": [HOUSE]}
-        given |= {"baselines": ["prompt_lookup", "suffix_lookup"], "lookup_answers": train_file}
-        return _load(EvalConfig, None, given, run.eval)
+        return _load(training_schema(run.recipe), given, run.train, run.recipe)
+    if stage in ("baseline", "eval"):
+        suite = held_out if run.refresh is None else str(data / "suite.jsonl")
+        given |= {"draft": str(output / "train" / "artifact"), "overwrite": True, "suites": [HOUSE]}
+        given |= {"suite.name": "home", "suite.path": suite, "lookup_answers": train_file}
+        config = _load(EvalConfig, given | {"baselines": ["prompt_lookup", "suffix_lookup"]}, run.eval)
+        return config if stage == "eval" else _of_served(run, config)
     if stage == "gate":
         return load_config(GateConfig, run.gate)
     return None
 
 
-def _load(schema: type[BaseModel], recipe: str | None, given: dict[str, Any], changes: dict[str, Any] | None) -> BaseModel:
+def start_of(run: RunConfig) -> dict[str, Any]:
+    """Return the keys of the recipe that begin the training at the served draft's weights, where there is one."""
+    if run.refresh is None:
+        return {}
+    served = str(locate_artifact(run.refresh.served))
+    if training_schema(run.recipe) is HeadsConfig:
+        return {"init": served}
+    return {"student.init": "model", "student.path": served, "student.layers": None, "student.overrides": None}
+
+
+def evaluation_of_served(run: RunConfig, suites: Sequence[SuiteConfig], output: Path) -> EvalConfig:
+    """Return the config that measures the served draft alone on some suites."""
+    given = {"target": run.stage_target.model_dump(mode="json"), "output": str(output), "overwrite": True}
+    named = [each.model_dump(mode="json") for each in suites]
+    return _of_served(run, _load(EvalConfig, given, {**(run.eval or {}), "suite": named[0], "suites": named[1:]}))
+
+
+def _of_served(run: RunConfig, config: EvalConfig) -> EvalConfig:
+    assert run.refresh is not None
+    served = str(locate_artifact(run.refresh.served))
+    return config.model_copy(update={"draft": served, "baselines": [], "lookup_answers": None})
+
+
+def _load(schema: type[Any], given: dict[str, Any], changes: dict[str, Any] | None, recipe: str | None = None) -> Any:
     return load_config(schema, recipe, [*as_overrides(given), *as_overrides(changes or {})])
 
 
@@ -76,80 +106,91 @@ def stage_command(run: RunConfig, stage: Stage) -> list[str]:
     """Write the config of a stage, and return the arguments of Python that run it."""
     output, config = Path(run.output), stage_config(run, stage)
     if config is None:
-        return _arguments_alone(run, stage)
-    if isinstance(config, EvalConfig) and (held_out := Path(config.suite.path)).is_file():
-        config = config.model_copy(update={"suite": _no_more_than_there_are(config.suite, held_out)})
+        return _export(run, output / "train" / "artifact", str(run.engine)) if stage == "export" else _check(run)
+    if isinstance(config, EvalConfig):
+        config = config.model_copy(update={"suite": _no_more_than_there_are(config.suite)})
     path = output / "configs" / f"{stage}.json"
     write_json(path, config.model_dump(mode="json"))
     command = [ENTRIES[type(config)], "--config", str(path)]
     if stage == "gate":
-        report, artifact = output / "eval" / "report.json", output / "train" / "artifact"
-        return [GATE_ENTRY, str(report), *command[1:], "--artifact", str(artifact)]
+        baseline = [] if run.refresh is None else ["--baseline", str(output / "baseline" / "report.json")]
+        return [*command, str(output / "eval" / "report.json"), "--artifact", str(output / "train" / "artifact"), *baseline]
     together = run.target.is_split  # processes that share the target
-    if stage == "train" or (run.num_processes > 1 and (stage != "eval" or together)):
+    if stage == "train" or (run.num_processes > 1 and (stage not in ("baseline", "eval") or together)):
         return [*LAUNCH, run.launcher, "--num_processes", str(run.num_processes), *command]
     return command
 
 
-def _no_more_than_there_are(suite: SuiteConfig, held_out: Path) -> SuiteConfig:
+def _no_more_than_there_are(suite: SuiteConfig) -> SuiteConfig:
     """Return a suite of as many prompts as the data hold out at most: those that are too long were left out of them."""
-    there = len({row["prompt_id"] for _, row in read_jsonl(held_out, "data")})
+    if not Path(suite.path).is_file():
+        return suite
+    there = len({row["prompt_id"] for _, row in read_jsonl(Path(suite.path), "data")})
     return suite.model_copy(update={"num_prompts": min(suite.num_prompts or there, there)})
 
 
-def _arguments_alone(run: RunConfig, stage: Stage) -> list[str]:
+def _check(run: RunConfig) -> list[str]:
     output, engine = Path(run.output), str(run.engine)
-    folder = str(output / "export" / engine)
-    if stage == "export":
-        return _export(run, output / "train" / "artifact", folder)
-    prompts, out = str(output / "data" / "held_out.jsonl"), str(output / "check")
     template = [
         f"{key}={value if isinstance(value, str) else json.dumps(value)}"
         for key in ("chat_template", "chat_template_kwargs")
         if (value := getattr(run.target, key)) is not None
     ]
     given = ["--set", *template] if template else []
-    return ["-m", "scripts.check", folder, "--engine", engine, "--prompts", prompts, "--out", out, *given]
+    prompts = ["--prompts", str(output / "data" / "held_out.jsonl"), "--out", str(output / "check")]
+    return ["-m", "scripts.check", str(output / "export" / engine), "--engine", engine, *prompts, *given]
 
 
-def _export(run: RunConfig, what: Path, folder: str) -> list[str]:
-    return ["-m", "scripts.export", str(what), "--to", str(run.engine), "--out", folder, *target_folder(run.stage_target)]
+def _export(run: RunConfig, what: Path, name: str) -> list[str]:
+    """Return the command of an export; a target that is no folder it finds by the artifact, with its revision."""
+    target = run.stage_target.name
+    folder = str(Path(run.output) / "export" / name)
+    named = ["--target", target] if Path(target).exists() else []
+    return ["-m", "scripts.export", str(what), "--to", str(run.engine), "--out", folder, *named]
 
 
-def target_folder(target: TargetConfig) -> list[str]:
-    """Return the option by which an export finds a target in a folder; others it finds by the artifact, with their revision."""
-    return ["--target", target.name] if Path(target.name).exists() else []
+# --- running them ---------------------------------------------------------------------------------------------------
 
 
 def make_step(run: RunConfig, stage: Stage) -> Step:
     """Return a stage as a step that is run once."""
-    folder = {"gate": None, "export": Path(run.output) / "export"}.get(stage, Path(run.output) / stage)
-
-    def call() -> int:
-        arguments = stage_command(run, stage)
-        print(f"   {shlex.join(['python', *arguments])}", flush=True)
-        if stage in ("export", "check"):  # of a run that was cut off
-            shutil.rmtree(Path(run.output) / stage, ignore_errors=True)
-        code = run_step(arguments)
-        if stage == "export" and run.engine == "vllm" and code == DONE:  # no other engine takes a lookup of ours
-            lookup = str(Path(run.output) / "export" / "suffix_lookup")
-            code = run_step(_export(run, Path(run.output) / "data" / "train.jsonl", lookup))
-        return code
-
+    output = Path(run.output)
     return Step(
         name=stage,
         title=TITLES[stage],
-        folder=folder,
+        folder=None if stage == "gate" else output / stage,
         decided_by=decided_by(run, stage),
-        run=call,
+        run=lambda: _run(run, stage, output),
         judges=stage in ("gate", "check"),
     )
+
+
+def _run(run: RunConfig, stage: Stage, output: Path) -> int:
+    """Run a stage, and what belongs to it; return the exit code of its command."""
+    if stage == "mix":
+        evaluation = stage_config(run, "eval")
+        assert isinstance(evaluation, EvalConfig)
+        mix(run, evaluation.suites, output / "data", output / "mix")
+        return DONE
+    arguments = stage_command(run, stage)
+    print(f"   {shlex.join(['python', *arguments])}", flush=True)
+    if stage in ("export", "check"):  # of a run that was cut off
+        shutil.rmtree(output / stage, ignore_errors=True)
+    code = run_step(arguments)
+    if stage == "export" and run.engine == "vllm" and code == DONE:  # no other engine takes a lookup of ours
+        code = run_step(_export(run, output / "data" / "train.jsonl", "suffix_lookup"))
+    if stage == "gate" and run.refresh is not None:
+        reports = [str(output / name / "report.json") for name in ("baseline", "eval")]
+        run_step(["eval/compare.py", *reports, "--set", f"output={output / 'comparison.html'}"])
+    return code
 
 
 def decided_by(run: RunConfig, stage: Stage) -> Any:
     """Return what decides a stage's results, besides the stages before it: where the output lies does not."""
     if stage == "check":
         return [stage, run.engine, is_checked_here(run.engine)]
+    if stage == "mix" and run.refresh is not None:
+        return [stage, run.refresh.replay, run.refresh.replay_share, (run.eval or {}).get("suites")]
     config = stage_config(run.model_copy(update={"output": "."}), stage)
     return [stage, run.engine if config is None else json.loads(config.model_dump_json())]
 
@@ -161,5 +202,5 @@ def is_checked_here(engine: Engine | None) -> bool:
 
 def run_stages(run: RunConfig, inputs: str, only: Stage | None = None) -> int:
     """Run what is not finished of a run's stages, or of one; return the worst verdict, or the code of the first that fails."""
-    steps = [make_step(run, stage) for stage in run.stages if stage != "rehearsal"]
+    steps = [make_step(run, stage) for stage in run.stages if stage != "dry_run"]
     return run_steps(Path(run.output), steps, inputs, stages=run.stages, planned_minutes=run.minutes, only=only)

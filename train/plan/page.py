@@ -1,4 +1,4 @@
-"""A plan as text: what `scripts/plan.py` prints."""
+"""A plan as text: what `draftsmith plan` prints."""
 
 from __future__ import annotations
 

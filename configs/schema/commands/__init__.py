@@ -1,1 +1,1 @@
-"""The configs of the commands around data, training and evaluation: plans, sweeps, benchmarks, a refresh, releases."""
+"""The configs of the commands around data, training and evaluation: plans, sweeps, benchmarks, runs, releases."""

@@ -1,4 +1,4 @@
-"""The config of `scripts/plan.py`: a training recipe, the machine it is to run on, and how much data there is.
+"""The config of `draftsmith plan`: a training recipe, the machine it is to run on, and how much data there is.
 
 A plan's config is a recipe of `configs/heads` or `configs/distill` with two more sections. The named machines have their
 makers' figures, except for `laptop_cpu`, which was measured. Imports no torch.
@@ -72,14 +72,14 @@ class WorkloadConfig(Settings):
 
 
 class PlanHeadsConfig(HeadsConfig):
-    """`scripts/plan.py`: the memory and time that a recipe of `train/heads.py` takes."""
+    """`draftsmith plan`: the memory and time that a recipe of `train/heads.py` takes."""
 
     hardware: HardwareConfig = HardwareConfig()
     workload: WorkloadConfig = WorkloadConfig()
 
 
 class PlanDistillConfig(DistillConfig):
-    """`scripts/plan.py`: the memory and time that a recipe of `train/distill.py` takes."""
+    """`draftsmith plan`: the memory and time that a recipe of `train/distill.py` takes."""
 
     hardware: HardwareConfig = HardwareConfig()
     workload: WorkloadConfig = WorkloadConfig()

@@ -2,32 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
-from configs.schema.base import PositiveFloat, Settings, dotted
+from configs.schema.base import PositiveFloat, PositiveInt, Settings, dotted
 from configs.schema.commands.release import Engine
 from configs.schema.data import PromptsConfig
 from configs.schema.target import TargetConfig
 
-Stage = Literal["rehearsal", "data", "cache", "train", "eval", "gate", "export", "check"]
+Stage = Literal["dry_run", "data", "mix", "cache", "train", "baseline", "eval", "gate", "export", "check"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 DRAFT_FILE = "draft.yaml"
 Where = Literal["here", "slurm", "k8s"]
+
+
+class RefreshConfig(Settings):
+    """A served draft that is trained on with a log of what it was asked, which `prompts` names."""
+
+    # The artifact in service, a head or a draft LM made for the target: a folder, or owner/name on the Hub
+    served: str = "release/artifact"
+    # When a row was served: seconds or milliseconds since 1970, or ISO 8601. None: time, timestamp, created, created_at or ts,
+    # of the row or of its request, response or body
+    time_field: str | None = None
+    # drop: a conversation that shares half of its runs of four words with a newer one, as the turns of one chat do
+    near_duplicates: Literal["drop", "keep"] = "drop"
+    replay: str | None = None  # train.jsonl that the served draft was trained on; None: data.train of its recipe
+    replay_share: Annotated[float, Field(ge=0, lt=1)] = 0.3  # of the conversations trained on
+    # --drift, which decodes prompts of each week of the log that the draft was not trained on
+    prompts_per_week: PositiveInt = 64  # spread evenly over the week
+    min_prompts: PositiveInt = 8  # a week with fewer is named and not measured
+    num_weeks: PositiveInt = 12  # the newest
 
 
 class RunConfig(Settings):
     """`draft.yaml`: train a draft for a target and its prompts within a budget, judge it and export it.
 
     `data`, `cache`, `train` and `eval` change the configs of those stages' commands, by dotted keys or in sections. What is not
-    asked for is chosen after the rehearsal, and may be changed by hand before the stage begins; `cache` None: no cache.
+    asked for is chosen after a dry run, and may be changed by hand before the stage begins; `cache` None: no cache.
     """
 
     target: TargetConfig = TargetConfig()
     prompts: PromptsConfig = (
         PromptsConfig()
     )  # of the source self_seeded the target writes them; num_prompts: the most that are used
+    refresh: RefreshConfig | None = None  # --from: the draft to train on; None: a new one
     engine: Engine | None = "vllm"  # that is to serve the draft; None: the draft is not exported
     budget_minutes: PositiveFloat = 60.0  # of wall clock for all stages
     recipe: str = "configs/heads/eagle3.yaml"  # of train/heads.py or train/distill.py
@@ -57,8 +77,16 @@ class RunConfig(Settings):
         return self.target if self.unpacked is None else self.target.model_copy(update={"name": self.unpacked})
 
     @property
+    def stage_prompts(self) -> PromptsConfig:
+        """The prompts as the stages read them: those of a log cleaned and written into the output."""
+        if self.refresh is None:
+            return self.prompts
+        path = str(Path(self.output) / "log" / "prompts.jsonl")
+        return PromptsConfig(source="file", path=path, num_prompts=self.prompts.num_prompts, on_too_long="skip")
+
+    @property
     def is_chosen(self) -> bool:
-        """Whether the rehearsal has been held and the stages' settings were chosen."""
+        """Whether the dry run is done and the stages' settings were chosen."""
         return bool(self.minutes)
 
     @property
@@ -67,4 +95,6 @@ class RunConfig(Settings):
         left_out = {"cache"} if self.is_chosen and self.cache is None else set()
         if self.engine is None:
             left_out |= {"export", "check"}
+        if self.refresh is None:
+            left_out |= {"mix", "baseline"}
         return tuple(each for each in STAGES if each not in left_out)

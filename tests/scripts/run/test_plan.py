@@ -21,7 +21,7 @@ from scripts.run.dry_run import Rates
 from scripts.run.plan import MOST_EPOCHS, Budget, choose
 from scripts.run.request import Facts, examine, prompts_of
 
-FIXED = {"rehearsal": 70.0, "data": 8.0, "cache": 8.0, "train": 20.0, "eval": 15.0, "gate": 4.0, "export": 6.0}
+FIXED = {"dry_run": 70.0, "data": 8.0, "cache": 8.0, "train": 20.0, "eval": 15.0, "gate": 4.0, "export": 6.0}
 
 
 def rates(**changed):
@@ -61,7 +61,7 @@ def test_more_time_means_more_prompts_then_longer_answers_and_fewer_passes():
         assert one.num_prompts < other.num_prompts
         assert one.max_new_tokens <= other.max_new_tokens
         assert one.epochs >= other.epochs
-    assert (found[0].max_new_tokens, found[-1].max_new_tokens) == (64, 128)  # the rehearsal saw no longer ones
+    assert (found[0].max_new_tokens, found[-1].max_new_tokens) == (64, 128)  # the dry run saw no longer ones
     assert (found[0].epochs, found[-1].epochs) == (5, 2)
 
 
@@ -121,7 +121,7 @@ def test_no_more_prompts_are_used_than_were_asked_for_and_own_settings_of_prompt
     for asked, most in ((given, 100), (PromptsConfig(), None)):
         examined, facts, _ = examine(run.model_copy(update={"prompts": prompts_of(None, asked)}))
         assert facts.num_prompts == most
-        chosen = apply(examined, choose(examined, facts, rates(), checks=False, data_batch=4)).prompts
+        chosen = apply(examined, choose(examined, facts, rates(), checks=False)).prompts
         assert (chosen.num_prompts == 100) == (most == 100)
         assert chosen.temperature == (1.3 if most else 0.8)
     (tmp_path / "prompts.txt").write_text("".join(f"w{n % 50} w{n // 50}\n" for n in range(300)))
@@ -144,7 +144,7 @@ def test_of_a_file_of_which_some_prompts_are_taken_as_many_are_held_out_as_are_d
     prompts = prompts_of(str(tmp_path / "prompts.txt"), PromptsConfig())
     run = RunConfig(target=TargetConfig(name=str(tmp_path / "model")), prompts=prompts, engine="vllm", budget_minutes=10)
     run, facts, _ = examine(run)
-    chosen = apply(run, choose(run, facts, rates(prompt_seconds=2.0), checks=False, data_batch=4))
+    chosen = apply(run, choose(run, facts, rates(prompt_seconds=2.0), checks=False))
     taken = facts.prompts[: chosen.prompts.num_prompts]
     assert len(taken) < 200
     held_out = split_prompts(taken, chosen.data["held_out_share"]).held_out

@@ -13,10 +13,10 @@ from configs.schema.target import TargetConfig
 from scripts.run import request
 
 
-def planned(monkeypatch, name, **hardware):
+def planned(monkeypatch, name, engine="vllm", **hardware):
     gpus = HardwareConfig(preset="h100_80gb", **hardware)
     monkeypatch.setattr(request, "hardware", lambda: gpus)
-    return request._recipe(RunConfig(target=TargetConfig(name=name)))
+    return request.choose_recipe(RunConfig(target=TargetConfig(name=name), engine=engine))
 
 
 @pytest.mark.parametrize(
@@ -35,23 +35,23 @@ def test_a_batch_that_does_not_fit_is_taken_in_parts(name, number, changed, monk
 @pytest.mark.parametrize(
     ("memory_gib", "deepspeed", "engine", "batch_size"),
     [
-        (46.0, True, "one_gpu", 4),  # by ZeRO-3 with offloading all 8 would fit
-        (30.0, True, "zero3_offload", 2),
-        (30.0, False, None, None),
+        (56.0, True, "one_gpu", 4),  # by ZeRO-3 with offloading all 8 would fit
+        (40.0, True, "zero3_offload", 2),
+        (40.0, False, None, None),
     ],
 )
 def test_zero_is_taken_where_no_smaller_batch_fits_without_it_and_deepspeed_is_there(
     monkeypatch, memory_gib, deepspeed, engine, batch_size
 ):
     monkeypatch.setattr(request, "find_spec", lambda name: deepspeed or None)
-    plan, choices = planned(monkeypatch, "configs/plan/llama_8b", memory_gib=memory_gib)
+    plan, choices = planned(monkeypatch, "configs/plan/llama_8b", engine="transformers", memory_gib=memory_gib)
     assert (plan.fitting and plan.fitting.engine.recipe) == engine
     assert {each.key: each.value for each in choices}.get("train.schedule.batch_size") == batch_size
 
 
 @pytest.mark.parametrize(
     ("engine", "recipe", "reason"),
-    [("vllm", request.HEAD, "EAGLE-3 drafts most"), ("transformers", request.DRAFT_LM, "transformers takes no EAGLE-3")],
+    [("vllm", request.HEAD, "EAGLE-3"), ("transformers", request.DRAFT_LM, "transformers takes no EAGLE-3")],
 )
 def test_a_recipe_that_nobody_asked_for_is_chosen_for_the_engine(engine, recipe, reason, tiny_llama, tiny_tokenizer, tmp_path):
     tiny_llama(layers=8).save_pretrained(tmp_path)
@@ -72,7 +72,7 @@ def test_an_engine_that_knows_no_norms_gets_a_head_without_them(engine, left_out
 
 def test_the_plan_and_the_tokenizer_are_those_of_the_revision_and_of_code_that_is_trusted(monkeypatch):
     target = TargetConfig(name="ann/target", revision="abc", trust_remote_code=True, attention="eager")
-    assert request._plan_config(RunConfig(target=target)).target == target
+    assert request.plan_config(RunConfig(target=target)).target == target
     asked = []
 
     def from_pretrained(name, **options):
@@ -102,8 +102,8 @@ def test_different_prompts_of_a_file_are_counted_and_too_few_are_refused(tmp_pat
     path = tmp_path / "few.txt"
     path.write_text("".join(f"w1 w2 {number}\n" for number in range(12)) + "w1 w2 0\n")
     named = request.prompts_of(str(path), PromptsConfig())
-    assert request._prompts(named)[0] == 12
-    assert request._prompts(named.model_copy(update={"num_prompts": 10}))[0] == 10
+    assert request.count_prompts(named)[0] == 12
+    assert request.count_prompts(named.model_copy(update={"num_prompts": 10}))[0] == 10
     path.write_text("".join(f"w1 w2 {number}\n" for number in range(5)))
     with pytest.raises(InputError, match="--prompts"):
-        request._prompts(named)
+        request.count_prompts(named)

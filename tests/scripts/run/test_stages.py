@@ -1,11 +1,19 @@
 """What each stage of a run is told: its config, or its arguments."""
 
+import json
+from pathlib import Path
+
+import pytest
+
+from configs.runtime.command import DONE
 from configs.runtime.loading import load_config
 from configs.schema.base import dotted
 from configs.schema.commands.running import RunConfig
 from configs.schema.evaluation import SuiteConfig
+from configs.schema.target import TargetConfig
 from configs.schema.training import training_schema
 from scripts.run import stages
+from scripts.run.draft_file import write_draft_file
 
 TARGET = {"target.name": "ann/model", "target.dtype": "float32"}
 SUITE = SuiteConfig(name="house", path="eval/suites/house64.jsonl", on_too_long="truncate")
@@ -66,3 +74,70 @@ def test_every_stage_config_is_what_the_run_says_and_no_more():
     run = RunConfig.model_validate(ASKED)
     assert {stage: told(run, stage) for stage in TOLD} == TOLD
     assert [stages.stage_config(run, stage) for stage in ("export", "check")] == [None, None]
+
+
+def test_a_refresh_trains_the_served_draft_on_with_the_mixed_data_and_measures_both(tmp_path):
+    run = RunConfig.model_validate(ASKED | {"refresh": {"served": str(tmp_path)}})
+    mixed = {"data.train": "runs/mine/mix/train.jsonl", "data.held_out": "runs/mine/mix/held_out.jsonl"}
+    measured = TOLD["eval"] | {"suite.path": "runs/mine/mix/suite.jsonl", "lookup_answers": "runs/mine/mix/train.jsonl"}
+    alone = {"draft": str(tmp_path), "baselines": [], "lookup_answers": None, "output": "runs/mine/baseline"}
+    expected = {
+        "data": TOLD["data"] | {"prompts.path": "runs/mine/log/prompts.jsonl", "prompts.on_too_long": "skip"},
+        "cache": TOLD["cache"] | {"data": "runs/mine/mix/train.jsonl"},
+        "train": TOLD["train"] | mixed | {"init": str(tmp_path)},
+        "baseline": {key: value for key, value in (measured | alone).items() if value is not None},
+        "eval": measured,
+    }
+    assert {stage: told(run, stage) for stage in expected} == expected
+    lm = run.model_copy(update={"recipe": "configs/distill/draft_lm.yaml", "train": None})
+    student = stages.stage_config(lm, "train").student
+    assert (student.init, student.path, student.layers) == ("model", str(tmp_path), None)
+    baseline = stages.stage_command(run.model_copy(update={"output": str(tmp_path)}), "gate")[-2:]
+    assert baseline == ["--baseline", str(tmp_path / "baseline" / "report.json")]
+
+
+@pytest.mark.parametrize("name", ["base", "base.gguf"])
+def test_what_decides_a_stage_is_the_same_however_the_output_is_spelled(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    run = RunConfig(target=TargetConfig(name=name), output="runs/mine", cache={}, train={}, data={}, eval={})
+    there = run.model_copy(update={"output": str(tmp_path / "runs" / "mine")})
+    assert [stages.decided_by(run, stage) for stage in run.stages] == [stages.decided_by(there, stage) for stage in run.stages]
+
+
+@pytest.mark.parametrize(("engine", "written"), [("vllm", ["vllm", "suffix_lookup"]), ("sglang", ["sglang"])])
+def test_vllm_gets_suffix_lookup_beside_the_draft(tmp_path, monkeypatch, engine, written):
+    called = []
+    monkeypatch.setattr(stages, "run_step", lambda arguments: called.append(arguments) or DONE)
+    run = RunConfig(target=TargetConfig(name="base"), output=str(tmp_path), engine=engine)
+    assert stages.make_step(run, "export").run() == DONE
+    assert [Path(arguments[arguments.index("--out") + 1]).name for arguments in called] == written
+    assert [arguments[2] for arguments in called][1:] == [str(tmp_path / "data" / "train.jsonl")] * (len(written) - 1)
+
+
+@pytest.mark.parametrize("name", ["ann/target", "embedded:smollm2-135m-instruct", "here"])
+def test_an_export_finds_a_target_on_the_hub_by_the_artifact_with_its_revision(tmp_path, name):
+    folder = {"here": str(tmp_path)}.get(name)
+    run = RunConfig(target=TargetConfig(name=folder or name), output=str(tmp_path), engine="vllm")
+    assert stages.stage_command(run, "export")[7:] == ([] if folder is None else ["--target", folder])
+
+
+def test_the_engine_gets_the_chat_template_that_the_draft_was_trained_with(tmp_path):
+    run = RunConfig(target=TargetConfig(name="base", chat_template="plain"), output=str(tmp_path))
+    assert stages.stage_command(run, "check")[-2:] == ["--set", "chat_template=plain"]
+    run = RunConfig(target=TargetConfig(name="base", chat_template_kwargs={"enable_thinking": False}), output=str(tmp_path))
+    assert stages.stage_command(run, "check")[-1] == 'chat_template_kwargs={"enable_thinking": false}'
+
+
+def test_an_evaluation_asks_for_no_more_prompts_than_the_data_hold_out(tmp_path):
+    run = RunConfig(output=str(tmp_path), eval={"suite.num_prompts": 18})
+    path = tmp_path / "data" / "held_out.jsonl"
+    path.parent.mkdir()
+    path.write_text("".join(json.dumps({"prompt_id": f"p{n // 2}"}) + "\n" for n in range(24)))  # of two turns each
+    stages.stage_command(run, "eval")
+    assert json.loads((tmp_path / "configs" / "eval.json").read_text())["suite"]["num_prompts"] == 12
+
+
+@pytest.mark.parametrize("asked", [{}, {"cache": None}, {"cache": {}}])
+def test_a_cache_that_was_asked_for_or_forbidden_is_still_so_when_the_file_is_read(asked, tmp_path):
+    kept = load_config(RunConfig, write_draft_file(RunConfig(output=str(tmp_path), **asked)))
+    assert ("cache" in kept.model_fields_set, kept.cache) == ("cache" in asked, asked.get("cache"))

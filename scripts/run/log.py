@@ -1,4 +1,4 @@
-"""Prompts of served conversations, without secrets and duplicates; what was removed is counted.
+"""A log of served conversations as prompts, the newest first, without secrets and duplicates; what was removed is counted.
 
 A conversation with a private key is dropped. What else has the form of a secret, and e-mail addresses, are masked in every
 text; ids that a log gives its rows are not kept, because they may name people. Answers are not kept either: the target writes
@@ -22,7 +22,8 @@ from transformers import PreTrainedTokenizerBase
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import new_folder, write_json, write_text
 from configs.runtime.redaction import PRIVATE_KEY, mask_counting, redact
-from configs.schema.commands.refreshing import LogConfig, RefreshConfig
+from configs.schema.commands.running import RefreshConfig, RunConfig
+from configs.schema.data import PromptsConfig
 from configs.schema.target import TargetConfig
 from distill.generation.prompts import Prompt, everything_said
 from distill.generation.row_formats import ID_KEYS, detect_format, read_row
@@ -33,7 +34,6 @@ from heads.frozen.identity import locate
 from heads.frozen.tokenizer import load_tokenizer, no_chat_template
 
 log = logging.getLogger("draftsmith")
-PROMPTS, MANIFEST = "prompts.jsonl", "manifest.json"
 TIME_KEYS = ("time", "timestamp", "created", "created_at", "ts")
 AROUND = ("request", "body", "response")  # sections of a row that may hold its time
 MILLISECONDS_FROM = 1e11  # in seconds a time in the sixth millennium
@@ -56,8 +56,8 @@ class ServedPrompt:
 
 
 @dataclass
-class Traffic:
-    """What was read of a log, in the order of time where every row has one, and what was removed."""
+class ServedLog:
+    """What was read of a log, the newest first where every row has its time, and what was removed."""
 
     rows: list[ServedPrompt] = field(default_factory=list)
     num_rows: int = 0
@@ -66,75 +66,81 @@ class Traffic:
     without_time: list[str] = field(default_factory=list)  # where such rows stand
 
 
-def write_traffic(config: RefreshConfig, folder: Path) -> None:
-    """Write the newest conversations of the log as prompts, and what was counted."""
-    traffic = read_traffic(config)
-    rows = newest(traffic, traffic.rows, config.log, config.log.num_conversations)
+def write_log_prompts(run: RunConfig, path: Path) -> None:
+    """Write the log's conversations as a file of prompts, with a manifest of what was counted beside it."""
+    served, asked = read_log(run), run.prompts
+    rows = newest(served, served.rows, _settings(run), asked.num_prompts)
     times = [row.time for row in rows if row.time is not None]
-    span = {"from": min(times).isoformat(), "to": max(times).isoformat()} if times else {}
-    with new_folder(folder) as scratch:
-        write_text(scratch / PROMPTS, "".join(row.to_line() for row in rows))
-        manifest = {
-            "format_version": 1,
-            "log": config.log.path,
-            "rows": traffic.num_rows,
-            "kept": len(rows),
-            "dropped": dict(sorted((+traffic.dropped).items())),
-            "masked": dict(sorted((+traffic.masked).items())),  # + leaves out what is 0
-            "without_time": len(traffic.without_time),
-        }
-        write_json(scratch / MANIFEST, manifest | span)
-    removed = ", ".join(f"{count} {name}" for name, count in [*traffic.dropped.items(), *traffic.masked.items()] if count)
-    log.info("log %s: %d conversations of %d (%s)", config.log.path, len(rows), traffic.num_rows, removed or "nothing removed")
+    manifest = {
+        "log": asked.path,
+        "rows": served.num_rows,
+        "kept": len(rows),
+        "dropped": dict(sorted((+served.dropped).items())),  # + leaves out what is 0
+        "masked": dict(sorted((+served.masked).items())),
+        "without_time": len(served.without_time),
+        "from": min(times).isoformat() if times else None,
+        "to": max(times).isoformat() if times else None,
+    }
+    with new_folder(path.parent) as scratch:
+        write_text(scratch / path.name, "".join(row.to_line() for row in rows))
+        write_json(scratch / "manifest.json", manifest)
+    removed = ", ".join(f"{count} {name}" for name, count in [*served.dropped.items(), *served.masked.items()] if count)
+    log.info("log %s: %d conversations of %d (%s)", asked.path, len(rows), served.num_rows, removed or "nothing removed")
 
 
-def read_traffic(config: RefreshConfig) -> Traffic:
+def read_log(run: RunConfig) -> ServedLog:
     """Read the log and remove secrets; an InputError where no conversation of it can be read."""
-    traffic, complaint = Traffic(), ""
-    tokenizer = _chat_tokenizer(config.target)
-    for where, row in read_source(Path(config.log.path), "log", still_written=True):
-        traffic.num_rows += 1
+    served, complaint, path = ServedLog(), "", str(run.prompts.path)
+    tokenizer = _chat_tokenizer(run.stage_target)
+    for where, row in read_source(Path(path), "log", still_written=True):
+        served.num_rows += 1
         try:
-            prompt = _prompt(row, config.log, where)
+            prompt = _prompt(row, run.prompts, where)
             _check_can_be_asked(prompt, tokenizer, where)
         except InputError as error:
-            traffic.dropped["unreadable"] += 1
+            served.dropped["unreadable"] += 1
             complaint = complaint or mask_counting(str(error), Counter())
             continue
         if PRIVATE_KEY.search(json.dumps([prompt.turns, prompt.history, prompt.tools], ensure_ascii=False)):
-            traffic.dropped["private_key"] += 1
+            served.dropped["private_key"] += 1
             continue
-        time = _served_at(row, config.log.time_field)
+        time = _served_at(row, _settings(run).time_field)
         if time is None:
-            traffic.without_time.append(where)
-        traffic.rows.append(ServedPrompt(prompt=_masked(prompt, traffic), time=time))
-    if not traffic.rows:
+            served.without_time.append(where)
+        served.rows.append(ServedPrompt(prompt=_masked(prompt, served.masked), time=time))
+    if not served.rows:
         why = f"the first that is not: {complaint}" if complaint else "each holds a private key"
-        raise InputError(f"log.path: {config.log.path} has {traffic.num_rows} rows, of which none can be taken; {why}")
+        raise InputError(f"--prompts: {path} has {served.num_rows} rows, of which none can be taken; {why}")
     if complaint:
-        log.warning("log %s: %d rows were left out; the first: %s", config.log.path, traffic.dropped["unreadable"], complaint)
-    if not traffic.without_time:
-        traffic.rows.sort(key=lambda row: row.time or datetime.min)
-    return traffic
+        log.warning("log %s: %d rows were left out; the first: %s", path, served.dropped["unreadable"], complaint)
+    served.rows.reverse()  # of a log without times the last rows are the newest
+    if not served.without_time:
+        served.rows.sort(key=lambda row: row.time or datetime.min, reverse=True)
+    return served
 
 
-def newest(traffic: Traffic, rows: Sequence[ServedPrompt], settings: LogConfig, max_rows: int) -> list[ServedPrompt]:
-    """Return the last of some rows that are no duplicates of later ones, in their order; the others are counted."""
+def newest(served: ServedLog, rows: Sequence[ServedPrompt], settings: RefreshConfig, most: int) -> list[ServedPrompt]:
+    """Return the first of some rows, the newest ones, that are no duplicates of newer ones; the others are counted."""
     kept: list[ServedPrompt] = []
     seen, near = set[str](), NearDuplicates()
-    for number, row in enumerate(reversed(rows)):
-        if len(kept) == max_rows:
-            traffic.dropped["older"] += len(rows) - number
+    for number, row in enumerate(rows):
+        if len(kept) == most:
+            served.dropped["older"] += len(rows) - number
             break
         said = everything_said(row.prompt)
         if said in seen:
-            traffic.dropped["duplicate"] += 1
+            served.dropped["duplicate"] += 1
         elif settings.near_duplicates == "drop" and not near.add(row.prompt.user_text):
-            traffic.dropped["near_duplicate"] += 1
+            served.dropped["near_duplicate"] += 1
         else:
             kept.append(row)
         seen.add(said)
-    return kept[::-1]
+    return kept
+
+
+def _settings(run: RunConfig) -> RefreshConfig:
+    assert run.refresh is not None
+    return run.refresh
 
 
 def _served_at(row: Mapping[str, Any], field: str | None) -> datetime | None:
@@ -146,6 +152,7 @@ def _served_at(row: Mapping[str, Any], field: str | None) -> datetime | None:
 
 
 def _time(value: Any) -> datetime | None:
+    """Return a time in seconds or milliseconds since 1970, or in ISO 8601; None for anything else."""
     try:
         seconds = float(value) if not isinstance(value, bool) else None
     except (TypeError, ValueError):
@@ -170,16 +177,16 @@ def _chat_tokenizer(target: TargetConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _prompt(row: dict[str, Any], settings: LogConfig, where: str) -> Prompt:
-    format = detect_format(row, where, "log.field", settings.field)
+def _prompt(row: dict[str, Any], settings: PromptsConfig, where: str) -> Prompt:
+    format = detect_format(row, where, "prompts.field", settings.field)
     unnamed = row | dict.fromkeys(ID_KEYS & row.keys())  # whatever a log calls a request
-    return read_row(unnamed, format, where, column=settings.field, setting="log.field")
+    return read_row(unnamed, format, where, column=settings.field, setting="prompts.field")
 
 
 def _check_can_be_asked(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
     """Refuse a conversation that is not texts alone, or that the chat template refuses: the target would stop at it later."""
     if prompt.media:
-        raise InputError(f"{where}: the conversation has images or sounds, and a refresh takes texts only")
+        raise InputError(f"{where}: the conversation has images or sounds, and a log is taken for its texts only")
     try:
         tools: Any = list(prompt.tools) or None
         text = tokenizer.apply_chat_template(prompt.messages, tools=tools, add_generation_prompt=True, tokenize=False)
@@ -188,13 +195,11 @@ def _check_can_be_asked(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, wher
         raise InputError(f"{where}: the target's chat template does not take the conversation: {first_line(error)}") from error
 
 
-def _masked(prompt: Prompt, traffic: Traffic) -> Prompt:
-    found = Counter[str]()
-
+def _masked(prompt: Prompt, found: Counter[str]) -> Prompt:
     def mask(text: str) -> str:
         return mask_counting(text, found)
 
-    masked = replace(
+    return replace(
         prompt,
         turns=tuple(map(mask, prompt.turns)),
         history=tuple(_walk(message, mask) for message in prompt.history),
@@ -205,11 +210,10 @@ def _masked(prompt: Prompt, traffic: Traffic) -> Prompt:
         answer=None,
         answer_keys={},
     )
-    traffic.masked.update(found)
-    return masked
 
 
 def _walk(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a JSON value with all its texts changed."""
     if isinstance(value, dict):
         return {key: _walk(inner, change) for key, inner in value.items()}
     if isinstance(value, list):
