@@ -67,6 +67,7 @@ def objection(monkeypatch, capsys):
         monkeypatch.setattr(sys, "path", list(sys.path))
         monkeypatch.setattr(sys, "argv", [what, *arguments, *([] if "--help" in arguments else ["--print-config"])])
         monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+        monkeypatch.delitem(sys.modules, what, raising=False)  # runpy warns of one that a test imported before
         with pytest.raises(SystemExit) as ended:
             run(what, run_name="__main__")
         said = capsys.readouterr().err

@@ -55,6 +55,7 @@ def test_a_recipe_loads_under_the_schema_of_its_folder(recipe):
 def test_a_command_has_a_help_and_answers_an_unknown_key_with_one_line(command, monkeypatch, capsys, tmp_path):
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", [command, *arguments])
+        monkeypatch.delitem(sys.modules, COMMANDS[command][0], raising=False)  # runpy warns of one that a test imported before
         with pytest.raises(SystemExit) as ended:
             runpy.run_module(COMMANDS[command][0], run_name="__main__")
         return ended.value.code
