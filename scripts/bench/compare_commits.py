@@ -1,6 +1,6 @@
 """Do two commits train and decode to the same bits? And how fast is one beside the other?
 
-`python scripts/bench/compare_commits.py BASE [HEAD] [--speed REPEATS]`: commits of this repository, or folders; HEAD is this
+`python -m scripts.bench.compare_commits BASE [HEAD] [--speed REPEATS]`: commits of this repository, or folders; HEAD is this
 checkout by default. Each does the same seeded work: data for a tiny random target, a draft LM and four heads trained for 20
 steps, 16 answers decoded with each. Exit code 1 where data, losses, weights, tokens or rounds differ in one bit. `--speed` does
 it in turns and prints times of BASE over those of HEAD.
@@ -163,7 +163,10 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 def print_differences(base: dict[str, Any], head: dict[str, Any]) -> int:
     for what, values in base.items():
-        print(f"{'equal' if values == head[what] else 'DIFFERENT':9}  {what} ({len(values)})")
+        apart = ""
+        if what.endswith("losses") and values != head[what]:
+            apart = f", by up to {max(abs(new / old - 1) for old, new in zip(values, head[what], strict=True)):.1g} of one"
+        print(f"{'equal' if values == head[what] else 'DIFFERENT':9}  {what} ({len(values)}){apart}")
     return int(base != head)
 
 
