@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import os
 import platform
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, MappingProxyType
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -31,10 +30,8 @@ from configs.runtime.terminal import PROGRESS_FILE, STAGE
 
 RECORD = "steps.json"  # in the output: the names of all steps, their planned minutes, and what became of each that was begun
 PROCESS = "process.json"  # beside it: which process is at work on a step
-CPU_LAUNCH, GPU_LAUNCH = "configs/accelerate/one_process_cpu.yaml", "configs/accelerate/one_gpu.yaml"
 LAUNCH = ("-m", "accelerate.commands.launch", "--quiet", "--config_file")  # and the file
 GRACE_SECONDS = 60  # for a step to write its checkpoint, once it is asked to stop
-GATE_ENTRY = "eval/gate.py"
 SEVERITY = (DONE, INCONCLUSIVE, GATE_FAILED)  # of verdicts
 
 
@@ -43,7 +40,7 @@ class Step:
     """A step of a run."""
 
     name: str
-    title: str = ""  # what it does
+    title: str  # what it does
     folder: Path | None  # that it alone writes, below the output
     decided_by: Any  # JSON values that decide what it writes, besides the steps before it
     run: Callable[[], int | None]  # returns an exit code; None is done
@@ -85,23 +82,22 @@ def run_steps(
     steps: Sequence[Step],
     inputs: str,
     *,
-    stages: Sequence[str] = (),
-    planned_minutes: Mapping[str, float] = MappingProxyType({}),
+    stages: Sequence[str],
+    planned_minutes: Mapping[str, float],
     only: str | None = None,
-    keep_others: bool = True,
 ) -> int:
     """Run what is not finished of all steps, or of one; return the code of the first that fails, else the worst verdict.
 
-    `inputs` is a fingerprint of what the steps read. `stages` names what the record shows, where that is more than the steps.
-    What a step of other settings has made is moved aside, or removed.
+    `inputs` is a fingerprint of what the steps read; `stages` names what the record shows. What a step of other settings has
+    made is moved aside.
     """
-    record = Record(output, stages or [each.name for each in steps], planned_minutes)
+    record = Record(output, stages, planned_minutes)
     worst, known = DONE, inputs
     for step in steps:
         known = fingerprint(known, step.name, step.decided_by)
         if only not in (None, step.name):
             continue
-        title = f"{step.name}: {step.title}" if step.title else step.name
+        title = f"{step.name}: {step.title}"
         before = record.steps.get(step.name)
         if before is not None and before["job"] == known and before["done"]:
             print(f"\n== {title}: already finished", flush=True)
@@ -109,7 +105,7 @@ def run_steps(
             continue
         print(f"\n== {title}", flush=True)
         if before is not None and before["job"] != known and step.folder is not None and step.folder.exists():
-            (_move_aside if keep_others else shutil.rmtree)(step.folder)
+            _move_aside(step.folder)
         with record.step(step.name, known) as entry:
             code = entry["code"] = step.run() or DONE
             judged = step.judges and code in SEVERITY
@@ -128,7 +124,7 @@ def _move_aside(folder: Path) -> None:
     free = (folder.with_name(f"{folder.name}.before-{number}") for number in itertools.count(1))
     aside = next(path for path in free if not path.exists())
     folder.rename(aside)
-    print(f"   {folder} is of other settings; it is kept as {aside}", flush=True)
+    print(f"   settings changed: old {folder} moved to {aside}", flush=True)
 
 
 def run_step(arguments: Sequence[str], log: Path | None = None) -> int:

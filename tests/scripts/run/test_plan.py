@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from configs.runtime.errors import InputError
 from configs.runtime.loading import as_overrides, load_config
@@ -113,10 +112,8 @@ def test_epochs_answers_and_a_cache_that_were_asked_for_are_reckoned_with():
     assert not fit(30, cache=None).cached
 
 
-def test_no_more_prompts_are_used_than_were_asked_for_and_own_settings_of_prompts_stay(tiny_llama, tiny_tokenizer, tmp_path):
-    tiny_llama(layers=8).save_pretrained(tmp_path)
-    tiny_tokenizer.save_pretrained(tmp_path)
-    run = RunConfig(target=TargetConfig(name=str(tmp_path)), budget_minutes=60, engine="vllm")
+def test_no_more_prompts_are_used_than_were_asked_for_and_own_settings_of_prompts_stay(model, tmp_path):
+    run = RunConfig(target=TargetConfig(name=str(model)), budget_minutes=60, engine="vllm")
     given = PromptsConfig(num_prompts=100, temperature=1.3)
     for asked, most in ((given, 100), (PromptsConfig(), None)):
         examined, facts, _ = examine(run.model_copy(update={"prompts": prompts_of(None, asked)}))
@@ -137,12 +134,10 @@ def test_the_disk_that_is_asked_is_that_of_the_outputs_nearest_folder(monkeypatc
     assert not fit(30, output=tmp_path / "full" / "begun").cached
 
 
-def test_of_a_file_of_which_some_prompts_are_taken_as_many_are_held_out_as_are_decoded(tiny_llama, tiny_tokenizer, tmp_path):
-    tiny_llama(seed=1, dtype=torch.float32, layers=8).save_pretrained(tmp_path / "model")
-    tiny_tokenizer.save_pretrained(tmp_path / "model")
+def test_of_a_file_of_which_some_prompts_are_taken_as_many_are_held_out_as_are_decoded(model, tmp_path):
     (tmp_path / "prompts.txt").write_text("".join(f"w{n % 50} w{n // 50} w7\n" for n in range(2000)))
     prompts = prompts_of(str(tmp_path / "prompts.txt"), PromptsConfig())
-    run = RunConfig(target=TargetConfig(name=str(tmp_path / "model")), prompts=prompts, engine="vllm", budget_minutes=10)
+    run = RunConfig(target=TargetConfig(name=str(model)), prompts=prompts, engine="vllm", budget_minutes=10)
     run, facts, _ = examine(run)
     chosen = apply(run, choose(run, facts, rates(prompt_seconds=2.0), checks=False))
     taken = facts.prompts[: chosen.prompts.num_prompts]

@@ -53,20 +53,16 @@ def test_zero_is_taken_where_no_smaller_batch_fits_without_it_and_deepspeed_is_t
     ("engine", "recipe", "reason"),
     [("vllm", request.HEAD, "EAGLE-3"), ("transformers", request.DRAFT_LM, "transformers takes no EAGLE-3")],
 )
-def test_a_recipe_that_nobody_asked_for_is_chosen_for_the_engine(engine, recipe, reason, tiny_llama, tiny_tokenizer, tmp_path):
-    tiny_llama(layers=8).save_pretrained(tmp_path)
-    tiny_tokenizer.save_pretrained(tmp_path)
-    chosen, _, choices = request.examine(RunConfig(target=TargetConfig(name=str(tmp_path)), engine=engine))
+def test_a_recipe_that_nobody_asked_for_is_chosen_for_the_engine(engine, recipe, reason, model):
+    chosen, _, choices = request.examine(RunConfig(target=TargetConfig(name=str(model)), engine=engine))
     assert chosen.recipe == recipe
     assert any(each.key == "recipe" and reason in each.reason for each in choices)
     assert any(each.key == "train.schedule.batch_size" for each in choices) == (recipe == request.HEAD)  # on a processor
 
 
 @pytest.mark.parametrize(("engine", "left_out"), [("vllm", set()), ("openvino", {"norm_taps", "norm_feedback"})])
-def test_an_engine_that_knows_no_norms_gets_a_head_without_them(engine, left_out, tiny_llama, tiny_tokenizer, tmp_path):
-    tiny_llama(layers=8).save_pretrained(tmp_path)
-    tiny_tokenizer.save_pretrained(tmp_path)
-    _, _, choices = request.examine(RunConfig(target=TargetConfig(name=str(tmp_path)), engine=engine))
+def test_an_engine_that_knows_no_norms_gets_a_head_without_them(engine, left_out, model):
+    _, _, choices = request.examine(RunConfig(target=TargetConfig(name=str(model)), engine=engine))
     assert {each.key.removeprefix("train.head.") for each in choices if each.value is False} == left_out
 
 
@@ -84,11 +80,9 @@ def test_the_plan_and_the_tokenizer_are_those_of_the_revision_and_of_code_that_i
     assert asked == [("ann/target", {"revision": "abc", "trust_remote_code": True})]
 
 
-def test_a_named_recipe_with_norms_is_refused_for_such_an_engine_before_anything_is_run(tiny_llama, tiny_tokenizer, tmp_path):
-    tiny_llama(layers=8).save_pretrained(tmp_path)
-    tiny_tokenizer.save_pretrained(tmp_path)
+def test_a_named_recipe_with_norms_is_refused_for_such_an_engine_before_anything_is_run(model):
     with pytest.raises(InputError, match=r"llama\.cpp does not: train it with head\.norm_taps=false"):
-        request.examine(RunConfig(target=TargetConfig(name=str(tmp_path)), engine="gguf", recipe=request.HEAD))
+        request.examine(RunConfig(target=TargetConfig(name=str(model)), engine="gguf", recipe=request.HEAD))
 
 
 def test_a_file_of_prompts_is_found_from_any_folder_also_where_a_config_names_it(tmp_path, monkeypatch):

@@ -32,10 +32,10 @@ def steps(tmp_path):
                 (tmp_path / name / "made").write_text(setting)
                 return code
 
-            return Step(name=name, folder=tmp_path / name, decided_by=setting, run=work, judges=True)
+            return Step(name=name, title="", folder=tmp_path / name, decided_by=setting, run=work, judges=True)
 
         made = [step(*each) for each in zip(ran, settings, codes, strict=True)]
-        return run_steps(tmp_path, made, "inputs", planned_minutes={"one": 1.0}, only=only)
+        return run_steps(tmp_path, made, "inputs", stages=list(ran), planned_minutes={"one": 1.0}, only=only)
 
     run.ran = ran
     return run
