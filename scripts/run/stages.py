@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 import shutil
@@ -14,6 +15,7 @@ from pydantic import BaseModel
 from configs.runtime.command import DONE
 from configs.runtime.files import read_jsonl, write_json
 from configs.runtime.loading import as_overrides, load_config
+from configs.runtime.resumable import fingerprint
 from configs.schema.commands.release import Engine
 from configs.schema.commands.running import RunConfig, Stage
 from configs.schema.data import CacheConfig, DataConfig
@@ -22,7 +24,7 @@ from configs.schema.training import DistillConfig, HeadsConfig, training_schema
 from heads.metadata import locate_artifact
 from scripts.check.vllm_server import find_vllm
 from scripts.run.mix import mix
-from scripts.run.steps import LAUNCH, Step, run_step, run_steps
+from scripts.run.steps import LAUNCH, SEVERITY, Record, run_step
 
 TITLES: dict[Stage, str] = {
     "dry_run": "every stage once in small, to measure this machine",
@@ -152,21 +154,50 @@ def _export(run: RunConfig, what: Path, name: str) -> list[str]:
 # --- running them ---------------------------------------------------------------------------------------------------
 
 
-def make_step(run: RunConfig, stage: Stage) -> Step:
-    """Return a stage as a step that is run once."""
+def run_stages(run: RunConfig, inputs: str, only: Stage | None = None) -> int:
+    """Run what is not finished of a run's stages, or of one; return the code of the first that fails, else the worst verdict.
+
+    `inputs` is a fingerprint of what the stages read. A stage whose settings, or those of a stage before it, have changed since
+    it began does not resume from what it wrote, which is moved aside.
+    """
     output = Path(run.output)
-    return Step(
-        name=stage,
-        title=TITLES[stage],
-        folder=None if stage == "gate" else output / stage,
-        decided_by=decided_by(run, stage),
-        run=lambda: _run(run, stage, output),
-        judges=stage in ("gate", "check"),
-    )
+    record = Record(output, run.stages, run.minutes)
+    worst, known = DONE, inputs
+    for stage in run.stages[1:]:
+        known = fingerprint(known, stage, decided_by(run, stage))
+        if only not in (None, stage):
+            continue
+        title, before = f"{stage}: {TITLES[stage]}", record.steps.get(stage)
+        if before is not None and before["job"] == known and before["done"]:
+            print(f"\n== {title}: already finished", flush=True)
+            worst = max(worst, before.get("code", DONE), key=SEVERITY.index)
+            continue
+        print(f"\n== {title}", flush=True)
+        if before is not None and before["job"] != known and (output / stage).exists():
+            _move_aside(output / stage)
+        with record.step(stage, known) as entry:
+            code = entry["code"] = run_stage(run, stage)
+            is_verdict = stage in ("gate", "check") and code in SEVERITY
+            entry["done"] = code == DONE or is_verdict
+        print(f"   {entry['seconds']:.1f} s", flush=True)
+        if not entry["done"]:
+            print(f"\n== stopped: {stage} ended with {code}")
+            return code
+        worst = max(worst, code, key=SEVERITY.index)
+    return worst
 
 
-def _run(run: RunConfig, stage: Stage, output: Path) -> int:
+def _move_aside(folder: Path) -> None:
+    """Give a folder the next free name of `folder.before-1`, `folder.before-2`, ..."""
+    free = (folder.with_name(f"{folder.name}.before-{number}") for number in itertools.count(1))
+    aside = next(path for path in free if not path.exists())
+    folder.rename(aside)
+    print(f"   settings changed: old {folder} moved to {aside}", flush=True)
+
+
+def run_stage(run: RunConfig, stage: Stage) -> int:
     """Run a stage, and what belongs to it; return the exit code of its command."""
+    output = Path(run.output)
     if stage == "mix":
         evaluation = stage_config(run, "eval")
         assert isinstance(evaluation, EvalConfig)
@@ -198,9 +229,3 @@ def decided_by(run: RunConfig, stage: Stage) -> Any:
 def is_checked_here(engine: Engine | None) -> bool:
     """Return whether the engine is installed, so that its check of the export takes time."""
     return engine == "transformers" or (engine == "vllm" and find_vllm(None) is not None)
-
-
-def run_stages(run: RunConfig, inputs: str, only: Stage | None = None) -> int:
-    """Run what is not finished of a run's stages, or of one; return the worst verdict, or the code of the first that fails."""
-    steps = [make_step(run, stage) for stage in run.stages if stage != "dry_run"]
-    return run_steps(Path(run.output), steps, inputs, stages=run.stages, planned_minutes=run.minutes, only=only)

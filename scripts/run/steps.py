@@ -1,11 +1,7 @@
-"""Steps of a long command, one after another: those that are finished are skipped, and what a step started ends with it.
-
-A step whose settings, or those of a step before it, have changed since it began does not resume from what it wrote.
-"""
+"""The record of a run's stages, and the processes that they start, which end with what has started them."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import platform
 import signal
@@ -15,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,30 +20,17 @@ import psutil
 from configs.runtime.command import DONE, EXIT_CODE_FILE, FAILED, GATE_FAILED, INCONCLUSIVE
 from configs.runtime.errors import Stopped
 from configs.runtime.files import CHECKOUT, find_shipped, read_object, write_json
-from configs.runtime.resumable import fingerprint
 from configs.runtime.terminal import PROGRESS_FILE, STAGE
 
-RECORD = "steps.json"  # in the output: the names of all steps, their planned minutes, and what became of each that was begun
+RECORD = "steps.json"  # in the output: the names of all stages, their planned minutes, and what became of each that was begun
 PROCESS = "process.json"  # beside it: which process is at work on a step
 LAUNCH = ("-m", "accelerate.commands.launch", "--quiet", "--config_file")  # and the file
 GRACE_SECONDS = 60  # for a step to write its checkpoint, once it is asked to stop
 SEVERITY = (DONE, INCONCLUSIVE, GATE_FAILED)  # of verdicts
 
 
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """A step of a run."""
-
-    name: str
-    title: str  # what it does
-    folder: Path | None  # that it alone writes, below the output
-    decided_by: Any  # JSON values that decide what it writes, besides the steps before it
-    run: Callable[[], int | None]  # returns an exit code; None is done
-    judges: bool = False  # its code is a gate's verdict, which stops nothing
-
-
 class Record:
-    """The record of a run's steps on disk."""
+    """The record of a run's stages on disk."""
 
     def __init__(self, output: Path, stages: Sequence[str], planned_minutes: Mapping[str, float]) -> None:
         self.output = output
@@ -75,56 +57,6 @@ class Record:
 
     def _write(self) -> None:
         write_json(self.output / RECORD, {**self._head, "steps": self.steps})
-
-
-def run_steps(
-    output: Path,
-    steps: Sequence[Step],
-    inputs: str,
-    *,
-    stages: Sequence[str],
-    planned_minutes: Mapping[str, float],
-    only: str | None = None,
-) -> int:
-    """Run what is not finished of all steps, or of one; return the code of the first that fails, else the worst verdict.
-
-    `inputs` is a fingerprint of what the steps read; `stages` names what the record shows. What a step of other settings has
-    made is moved aside.
-    """
-    record = Record(output, stages, planned_minutes)
-    worst, known = DONE, inputs
-    for step in steps:
-        known = fingerprint(known, step.name, step.decided_by)
-        if only not in (None, step.name):
-            continue
-        title = f"{step.name}: {step.title}"
-        before = record.steps.get(step.name)
-        if before is not None and before["job"] == known and before["done"]:
-            print(f"\n== {title}: already finished", flush=True)
-            worst = max(worst, before.get("code", DONE), key=SEVERITY.index)
-            continue
-        print(f"\n== {title}", flush=True)
-        if before is not None and before["job"] != known and step.folder is not None and step.folder.exists():
-            _move_aside(step.folder)
-        with record.step(step.name, known) as entry:
-            code = entry["code"] = step.run() or DONE
-            judged = step.judges and code in SEVERITY
-            entry["done"] = code == DONE or judged
-        print(f"   {entry['seconds']:.1f} s", flush=True)
-        if judged:
-            worst = max(worst, code, key=SEVERITY.index)
-        elif code != DONE:
-            print(f"\n== stopped: {step.name} ended with {code}")
-            return code
-    return worst
-
-
-def _move_aside(folder: Path) -> None:
-    """Give a folder the next free name of `folder.before-1`, `folder.before-2`, ..."""
-    free = (folder.with_name(f"{folder.name}.before-{number}") for number in itertools.count(1))
-    aside = next(path for path in free if not path.exists())
-    folder.rename(aside)
-    print(f"   settings changed: old {folder} moved to {aside}", flush=True)
 
 
 def run_step(arguments: Sequence[str], log: Path | None = None) -> int:

@@ -109,7 +109,7 @@ def test_vllm_gets_suffix_lookup_beside_the_draft(tmp_path, monkeypatch, engine,
     called = []
     monkeypatch.setattr(stages, "run_step", lambda arguments: called.append(arguments) or DONE)
     run = RunConfig(target=TargetConfig(name="base"), output=str(tmp_path), engine=engine)
-    assert stages.make_step(run, "export").run() == DONE
+    assert stages.run_stage(run, "export") == DONE
     assert [Path(arguments[arguments.index("--out") + 1]).name for arguments in called] == written
     assert [arguments[2] for arguments in called][1:] == [str(tmp_path / "data" / "train.jsonl")] * (len(written) - 1)
 

@@ -1,4 +1,4 @@
-"""Steps of a long command: finished ones stay finished, verdicts stop nothing, and what was started ends with the command."""
+"""Stages of a run: finished ones stay finished, verdicts stop nothing, and what was started ends with the command."""
 
 import json
 import signal
@@ -6,12 +6,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from configs.runtime.command import BAD_INPUT, DONE, FAILED, GATE_FAILED, INCONCLUSIVE, INTERRUPTED, TERMINATED
 from configs.runtime.errors import Stopped
-from scripts.run.steps import LAUNCH, Step, run_step, run_steps, stop
+from scripts.run import stages
+from scripts.run.steps import LAUNCH, run_step, stop
 
 ROOT = Path(__file__).resolve().parents[3]
 # A step as `accelerate launch` is one: a parent that waits for a child, which tells its number and sleeps.
@@ -20,64 +22,65 @@ LAUNCHER = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEE
 
 
 @pytest.fixture
-def steps(tmp_path):
-    """A function that runs two steps with these settings, which return these codes; and how often each has run."""
-    ran = {"one": 0, "two": 0}
+def run_two(tmp_path, monkeypatch):
+    """A function that runs a gate and a check of these settings, which return these codes; `ran` has how often each has run."""
+    ran = {"gate": 0, "check": 0}
 
-    def run(settings=("a", "b"), codes=(DONE, DONE), only=None):
-        def step(name, setting, code):
-            def work():
-                ran[name] += 1
-                (tmp_path / name).mkdir(exist_ok=True)
-                (tmp_path / name / "made").write_text(setting)
-                return code
+    def start(settings=("a", "b"), codes=(DONE, DONE), only=None):
+        setting, code = dict(zip(ran, settings, strict=True)), dict(zip(ran, codes, strict=True))
 
-            return Step(name=name, title="", folder=tmp_path / name, decided_by=setting, run=work, judges=True)
+        def work(run, stage):
+            ran[stage] += 1
+            (tmp_path / stage).mkdir(exist_ok=True)
+            (tmp_path / stage / "made").write_text(setting[stage])
+            return code[stage]
 
-        made = [step(*each) for each in zip(ran, settings, codes, strict=True)]
-        return run_steps(tmp_path, made, "inputs", stages=list(ran), planned_minutes={"one": 1.0}, only=only)
+        monkeypatch.setattr(stages, "decided_by", lambda run, stage: setting[stage])
+        monkeypatch.setattr(stages, "run_stage", work)
+        run = SimpleNamespace(stages=("dry_run", *ran), output=str(tmp_path), minutes={"gate": 1.0})
+        return stages.run_stages(run, "inputs", only)
 
-    run.ran = ran
-    return run
-
-
-def test_a_step_runs_again_only_where_it_or_one_before_it_has_changed(steps, tmp_path):
-    assert steps() == steps() == DONE
-    assert steps.ran == {"one": 1, "two": 1}
-    steps(settings=("a", "c"))
-    assert steps.ran == {"one": 1, "two": 2}
-    assert (tmp_path / "two.before-1" / "made").read_text() == "b"  # what was made by other settings is kept
-    steps(settings=("d", "c"))
-    assert steps.ran == {"one": 2, "two": 3}
+    start.ran = ran
+    return start
 
 
-def test_one_step_alone_is_the_same_step_as_in_the_whole_run(steps):
-    steps(only="one")
-    steps(only="two")
-    assert steps.ran == {"one": 1, "two": 1}
-    steps()
-    assert steps.ran == {"one": 1, "two": 1}
+def test_a_stage_runs_again_only_where_it_or_one_before_it_has_changed(run_two, tmp_path):
+    assert run_two() == run_two() == DONE
+    assert run_two.ran == {"gate": 1, "check": 1}
+    run_two(settings=("a", "c"))
+    assert run_two.ran == {"gate": 1, "check": 2}
+    assert (tmp_path / "check.before-1" / "made").read_text() == "b"  # what was made by other settings is kept
+    run_two(settings=("d", "c"))
+    assert run_two.ran == {"gate": 2, "check": 3}
+
+
+def test_one_stage_alone_is_the_same_as_in_the_whole_run(run_two):
+    run_two(only="gate")
+    run_two(only="check")
+    assert run_two.ran == {"gate": 1, "check": 1}
+    run_two()
+    assert run_two.ran == {"gate": 1, "check": 1}
 
 
 @pytest.mark.parametrize(
     ("codes", "worst"), [((1, 0), GATE_FAILED), ((0, 3), INCONCLUSIVE), ((1, 3), GATE_FAILED), ((1, 2), BAD_INPUT)]
 )
-def test_verdicts_stop_nothing_and_the_worst_is_the_code_also_when_it_is_read_again(steps, codes, worst):
-    assert steps(codes=codes) == worst
-    assert steps.ran == {"one": 1, "two": 1}
-    assert steps(codes=codes) == worst
-    assert steps.ran == {"one": 1, "two": 2 if BAD_INPUT in codes else 1}  # a verdict is a result, bad input is none
+def test_verdicts_stop_nothing_and_the_worst_is_the_code_also_when_it_is_read_again(run_two, codes, worst):
+    assert run_two(codes=codes) == worst
+    assert run_two.ran == {"gate": 1, "check": 1}
+    assert run_two(codes=codes) == worst
+    assert run_two.ran == {"gate": 1, "check": 2 if BAD_INPUT in codes else 1}  # a verdict is a result, bad input is none
 
 
-def test_the_record_says_what_is_planned_what_ran_and_how_it_ended(steps, tmp_path):
+def test_the_record_says_what_is_planned_what_ran_and_how_it_ended(run_two, tmp_path):
     before = time.time()
-    steps(codes=(DONE, INCONCLUSIVE))
+    run_two(codes=(DONE, INCONCLUSIVE))
     record = json.loads((tmp_path / "steps.json").read_text())
-    assert record["stages"] == ["one", "two"]
-    assert record["planned_minutes"] == {"one": 1.0}
+    assert record["stages"] == ["dry_run", "gate", "check"]
+    assert record["planned_minutes"] == {"gate": 1.0}
     assert {name: (each["done"], each["code"]) for name, each in record["steps"].items()} == {
-        "one": (True, 0),
-        "two": (True, 3),
+        "gate": (True, 0),
+        "check": (True, 3),
     }
     assert all(each["began"] >= before and each["seconds"] >= 0 for each in record["steps"].values())
 
