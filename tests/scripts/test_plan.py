@@ -27,7 +27,7 @@ def run(*argv):
     ("argv", "schema"),
     [
         ([], PlanHeadsConfig),
-        (["--config", "configs/heads/medusa.yaml"], PlanHeadsConfig),
+        (["--config", "configs/heads/eagle3.yaml"], PlanHeadsConfig),
         (["--config", "configs/distill/draft_lm.yaml"], PlanDistillConfig),
         (["--config", "configs/distill/draft_lm.yaml", "--set", "output=a", "head.kind=medusa"], PlanHeadsConfig),
     ],
