@@ -43,13 +43,12 @@ from heads.modules.interface import Batch
 from train.loop.checkpoints import resumes
 from train.loop.engines import check_engine
 from train.loop.lineage import accumulating, engine_name
-from train.loop.loop import train
-from train.loop.task import Task
+from train.loop.loop import Task, train
+from train.loop.records import TRACKERS_FOLDER, check_trackers
 from train.preflight import check_before_training
 from train.resolve import resolve
 from train.tasks.draft import DraftTask
 from train.tasks.head import HeadTask
-from train.telemetry.records import TRACKERS_FOLDER, check_trackers
 
 DEEPSPEED_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"  # where accelerate's launcher hands on its config's deepspeed_config_file
 

@@ -1,22 +1,33 @@
-"""What a recipe leaves to the target and the data: settings that say `auto`, with the values they come to."""
+"""What a recipe leaves to the target and the data: settings that say `auto`, and the tokens of a reduced draft vocabulary."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
+import torch
+from accelerate import Accelerator
 from transformers import PreTrainedModel
 
+from configs.runtime.errors import ConfigError
 from configs.schema.base import AUTO
 from configs.schema.heads import EagleSettings
 from configs.schema.training import DistillConfig, HeadsConfig
 from distill.dataset.conversations import Conversation, index_of
 from heads.families.eagle3 import block_to_copy
 from heads.frozen.hidden_states import num_blocks
-from heads.metadata import locate_artifact, read_metadata
+from heads.frozen.loading import Target
+from heads.metadata import (
+    VOCABULARY_FILE,
+    locate_artifact,
+    read_metadata,
+)
+from heads.vocabulary import DraftVocabulary, read_draft_vocabulary
+from train.loop.checkpoints import resumes, writing
 
 LONGEST = 2048  # tokens of a conversation
 VOCABULARY_STEP, LARGEST_VOCABULARY = 1024, 32_768
@@ -104,3 +115,44 @@ def _vocabulary(size: int, train: Sequence[Conversation] | None, init: str | Non
     if wanted >= size:
         return None, f"all of the target's {size}"
     return wanted, "for data yet to be made" if train is None else f"for answers of {used} different tokens"
+
+
+def choose_vocabulary(
+    config: DistillConfig | HeadsConfig, target: Target, train: Sequence[Conversation], accelerator: Accelerator
+) -> DraftVocabulary | None:
+    """Return the most frequent tokens of the training answers, kept in the output folder; None where the draft has all tokens.
+
+    A resumed run has the tokens that its checkpoints' rows are of, though its data be others.
+    """
+    section = config.head if isinstance(config, HeadsConfig) else config.student
+    size = section.draft_vocab_size
+    if size is None:
+        return None
+    path = Path(config.output) / VOCABULARY_FILE
+    if resumes(config.schedule, path.parent) and path.is_file() and len(kept := read_draft_vocabulary(path)) == size:
+        return kept
+    vocabulary = most_frequent_answer_tokens(train, size, target)
+    if accelerator.is_main_process:
+        scratch = path.with_suffix(".partial")
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            vocabulary.write(scratch)
+            scratch.replace(path)
+    return vocabulary
+
+
+def most_frequent_answer_tokens(conversations: Sequence[Conversation], size: int, target: Target) -> DraftVocabulary:
+    """Return the `size` most frequent answer tokens, ties by the lower id; those that end an answer are always among them."""
+    ends = list(target.eos_token_ids)
+    if not max(1, len(ends)) <= size <= target.vocab_size:
+        limits = f"{max(1, len(ends))} (tokens that end an answer) to {target.vocab_size} (the target's vocabulary)"
+        raise ConfigError(f"draft_vocab_size: expected {limits}, got {size}")
+    counts = index_of(conversations).answer_counts
+    counts_V = torch.zeros(target.vocab_size, dtype=torch.int64)
+    counts_V[: len(counts)] = torch.from_numpy(counts)
+    priority_V = counts_V.clone()
+    priority_V[ends] = counts_V.sum() + 1
+    ids_W = priority_V.argsort(descending=True, stable=True)[:size].sort().values
+    covered = int(counts_V[ids_W].sum()) / int(counts_V.sum())
+    log.info("draft vocabulary: %d of %d tokens, %.2f %% of all answer tokens", size, target.vocab_size, 100 * covered)
+    return DraftVocabulary(token_ids_W=ids_W, target_vocab_size=target.vocab_size)

@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 
 from configs.schema.training import LossConfig
 from distill.loss.divergences import configured_divergence
-from distill.loss.fused import DraftRows, TargetRows, fused_loss, rows_of_chunk
-from distill.loss.logit_head import LogitHead, model_head
+from distill.loss.fused import DraftRows, LogitHead, TargetRows, fused_loss, model_head, rows_of_chunk
 from heads.device import keeps_small_tensors_near, upload
 from heads.frozen.loading import Target
 from heads.inference.causal_lm import HeadRows, head_rows, read_documents

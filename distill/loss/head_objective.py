@@ -18,8 +18,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from configs.schema.training import LossConfig
 from distill.loss.divergences import configured_divergence
-from distill.loss.fused import DraftRows, RowStatistics, TargetRows, fused_loss, normalise, rows_of_chunk
-from distill.loss.logit_head import LogitHead, model_head
+from distill.loss.fused import DraftRows, LogitHead, RowStatistics, TargetRows, fused_loss, model_head, normalise, rows_of_chunk
 from heads.device import keeps_small_tensors_near, upload
 from heads.frozen.hidden_states import TargetStates
 from heads.frozen.loading import Target

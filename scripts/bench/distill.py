@@ -35,8 +35,7 @@ from distill.cache.reader import open_cache
 from distill.dataset.batches import ConversationDataset, make_loader
 from distill.dataset.conversations import MANIFEST, read_conversations
 from distill.loss.divergences import jsd
-from distill.loss.fused import DraftRows, TargetRows, fused_loss
-from distill.loss.logit_head import LogitHead
+from distill.loss.fused import DraftRows, LogitHead, TargetRows, fused_loss
 from distill.student.init import initial_draft
 from eval.stats.bootstrap import Interval, paired_ratio_interval
 from heads.frozen.loading import load_target

@@ -18,8 +18,8 @@ from tests.support.children import Child
 from tests.support.tiny_project import STEPS, TinyProject
 from tests.support.training_runs import read_evaluations
 from train.launch import run_distillation
+from train.loop.records import METRICS_FILE
 from train.tasks.draft import DraftTask
-from train.telemetry.records import METRICS_FILE
 
 
 @pytest.fixture(scope="session")

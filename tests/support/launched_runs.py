@@ -18,7 +18,7 @@ from scripts.check.vllm_server import free_port
 from tests.support.children import Child
 from tests.support.tiny_project import TinyProject
 from train.launch import run_distillation, run_heads
-from train.telemetry.records import METRICS_FILE, read_lines
+from train.loop.records import METRICS_FILE, read_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDS_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")

@@ -5,7 +5,7 @@ import math
 import torch
 from torch.nn import functional
 
-from distill.loss.logit_head import LogitHead
+from distill.loss.fused import LogitHead
 from distill.signals import SignalSource
 
 

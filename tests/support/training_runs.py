@@ -8,8 +8,8 @@ from configs.schema.training import DistillConfig
 from distill.dataset.batches import ConversationDataset, make_loader
 from train.launch import make_accelerator
 from train.loop.loop import train
+from train.loop.records import HELD_OUT, read_lines
 from train.tasks.draft import DraftTask
-from train.telemetry.records import HELD_OUT, read_lines
 
 
 def train_task(task, rows, stop_after=None, max_length=64):

@@ -13,7 +13,7 @@ from configs.runtime import terminal
 from configs.runtime.files import write_json, write_text
 from configs.runtime.terminal import PROGRESS_FILE, STAGE
 from scripts.run.steps import Record
-from train.telemetry.records import HELD_OUT, MetricsFile
+from train.loop.records import HELD_OUT, MetricsFile
 
 STAGES = ("data", "train", "eval", "gate", "export")
 MINUTES = {"data": 6.0, "train": 10.0, "eval": 3.0, "gate": 0.1, "export": 0.2}

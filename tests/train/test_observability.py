@@ -14,10 +14,9 @@ from configs.runtime.terminal import PROGRESS_FILE, STAGE
 from scripts.watch.reading import find_run, read_run
 from tests.support.training_runs import distil, distill_config, read_evaluations, read_metrics
 from train.launch import make_accelerator
+from train.loop.records import METRICS_FILE, MetricsFile, explain_gap, flat_config
+from train.loop.step_metrics import SHARE, STEP_PARTS
 from train.tasks.draft import DraftTask
-from train.telemetry.records import METRICS_FILE, MetricsFile, explain_gap, flat_config
-from train.telemetry.step_clock import STEP_PARTS
-from train.telemetry.step_metrics import SHARE
 
 PLAIN = {"max_steps": 6, "eval_every_steps": None, "checkpoint_every_steps": None}
 

@@ -22,7 +22,7 @@ from heads.frozen.processes import join_processes
 from tests.faults.conftest import die_at_step
 from tests.support.launched_runs import NEEDS_DEEPSPEED, Runs, assert_same_metrics, read_losses
 from tests.support.training_runs import read_evaluations
-from train.telemetry.records import METRICS_FILE
+from train.loop.records import METRICS_FILE
 
 STEPS, TOLERANCE = 20, 1e-5
 

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -33,7 +33,9 @@ from configs.runtime.errors import ConfigError
 from configs.schema.training import OptimizerConfig, ScheduleConfig
 from heads.device import has_fused_optimizers
 from train.loop.lineage import FSDP2, REPLICATED, engine_name, fsdp_is_requested
-from train.loop.task import Task
+
+if TYPE_CHECKING:
+    from train.loop.loop import Task
 
 WEIGHTS_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.bin"
 MakeOptimizer = Callable[[nn.Module], tuple[torch.optim.Optimizer, LambdaLR]]

@@ -19,7 +19,7 @@ from configs.runtime.redaction import mask_secrets
 from configs.runtime.run_record import changes_no_weight, deciding_settings, training_fingerprint
 from configs.schema.base import PositiveInt, Settings
 from configs.schema.training import ScheduleConfig
-from train.telemetry.records import flatten
+from train.loop.records import flatten
 
 LENGTH = ("schedule.max_steps", "schedule.epochs")  # a run may be resumed with more of them
 REPLICATED, FSDP2 = "whole", "FSDP2"  # names of engines in checkpoints; DeepSpeed's are ZeRO-1 to ZeRO-3

@@ -10,12 +10,13 @@ import logging
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from accelerate import Accelerator
 from torch import Tensor, nn
@@ -24,17 +25,66 @@ from torch.utils.data import DataLoader
 from configs.runtime.errors import InputError
 from configs.runtime.terminal import progress
 from configs.schema.training import OptimizerConfig, ScheduleConfig
+from distill.signals import SignalSource, TargetSignals
 from heads.device import to_device
 from heads.modules.interface import Batch
 from train.loop.checkpoints import START_AGAIN, Checkpoints, Progress
 from train.loop.engines import choose_engine, make_optimizer
 from train.loop.lineage import Lineage
 from train.loop.milestones import Milestones, TrainingResult, check_finite
-from train.loop.task import Task
-from train.telemetry.records import start_trackers
-from train.telemetry.step_metrics import StepMetrics, find_peak
+from train.loop.records import start_trackers
+from train.loop.step_metrics import StepClock, StepMetrics, find_peak
 
 log = logging.getLogger("draftsmith")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLoss:
+    """The loss of one micro-batch, summed over its labels, and sums for the metrics."""
+
+    loss: Tensor  # scalar
+    sums: Mapping[str, Tensor]  # by metric, over this batch's labels; the loop adds them up and divides once by all labels
+    counts: Mapping[str, Tensor] = field(default_factory=dict)  # to divide by in place of the labels
+
+
+class Task(Protocol):
+    """What is trained: the module, its loss, its evaluation and its artifact; and how its weights may be sharded."""
+
+    module: nn.Module
+    clock: StepClock  # started by the loop
+    source: SignalSource  # of the target's side of the loss
+    drafts_while_training: bool  # whether `prepare` reads the module's weights
+
+    def prepare(self, module: nn.Module, batches: list[Batch], step: int) -> tuple[list[Batch], Mapping[str, Tensor]]:
+        """Return a step's micro-batches to train on in place of those of the data, and sums over their labels for the metrics.
+
+        Args:
+            module: with full weights where the task drafts with it (`drafts_while_training`); neither it nor the random state
+                is changed.
+            step: optimiser steps done before.
+        """
+
+    def loss(self, module: nn.Module, batch: Batch, signals: TargetSignals) -> BatchLoss:
+        """Return the loss of a micro-batch under the (wrapped) module, against the target's signals over it."""
+
+    def evaluate(self, module: nn.Module) -> dict[str, float]:
+        """Return metrics on held-out prompts; `tokens_per_target_step` among them chooses what is kept."""
+
+    @property
+    def samples(self) -> Sequence[Mapping[str, Any]]:
+        """The first answers of the last evaluation in the main process, as a report has them (`eval.report.build`)."""
+
+    def save(self, module: nn.Module, progress: Progress, metrics: dict[str, float]) -> None:
+        """Write the artifact of the module, which is the best so far."""
+
+    def copy_of_module(self) -> nn.Module:
+        """Return a copy of the module around the same target."""
+
+    def units(self) -> Sequence[nn.Module]:
+        """Return the module's layers that run exactly once a forward: FSDP2 units. The rest is sharded with the root."""
+
+    def read_from_outside(self) -> Sequence[nn.Parameter]:
+        """Return the weights that the module reads without running the modules that own them, for ZeRO-3."""
 
 
 def train(

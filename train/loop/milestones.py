@@ -18,9 +18,8 @@ from configs.runtime.files import write_json
 from configs.runtime.run_record import HELD_OUT, SAMPLES_FILE
 from heads.modules.interface import Batch
 from train.loop.checkpoints import writing
-from train.telemetry.records import MetricsFile, explain_gap
-from train.telemetry.step_clock import STEP_PARTS
-from train.telemetry.step_metrics import SHARE
+from train.loop.records import MetricsFile, explain_gap
+from train.loop.step_metrics import SHARE, STEP_PARTS
 
 if TYPE_CHECKING:
     from train.loop.loop import Training

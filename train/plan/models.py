@@ -21,8 +21,7 @@ from configs.schema.heads import DFlashSettings, HeadConfig
 from configs.schema.target import TargetConfig
 from configs.schema.training import StudentConfig
 from distill.dataset.conversations import open_conversations
-from distill.student.init import add_adapters, overridden_config
-from distill.student.kept_blocks import keep_layers
+from distill.student.init import add_adapters, keep_layers, overridden_config
 from heads.families.registry import FAMILIES
 from heads.frozen.checkpoint_files import UNREADABLE
 from heads.frozen.hidden_states import num_blocks

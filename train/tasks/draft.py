@@ -1,4 +1,4 @@
-"""Distilling a draft LM as a `train.loop.task.Task`: its loss, its score on held-out prompts, its artifact."""
+"""Distilling a draft LM as a `train.loop.loop.Task`: its loss, its score on held-out prompts, its artifact."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from heads.modules.layers import checkpoint_activations
 from heads.proposers.draft_lm import DraftLM
 from heads.vocabulary import keep_head_rows
 from train.loop.checkpoints import Progress
-from train.loop.task import BatchLoss
-from train.tasks.held_out import HeldOut, training_provenance
-from train.tasks.start import choose_vocabulary, training_prompts
-from train.telemetry.step_clock import StepClock
+from train.loop.loop import BatchLoss
+from train.loop.step_metrics import StepClock
+from train.resolve import choose_vocabulary
+from train.tasks.held_out import HeldOut, training_prompts, training_provenance
 
 
 class DraftTask:
-    """A draft LM under training (`train.loop.task.Task`); with a cache the target runs on no batch of the training.
+    """A draft LM under training (`train.loop.loop.Task`); with a cache the target runs on no batch of the training.
 
     Raises:
         InputError: the draft cannot be made, a held-out prompt cannot be decoded, or a model cannot be trained on packed rows.

@@ -1,15 +1,20 @@
-"""Training a head on the frozen target as a `train.loop.task.Task`: loss, score on held-out prompts, artifact."""
+"""Training a head on the frozen target as a `train.loop.loop.Task`: loss, score on held-out prompts, artifact."""
 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from accelerate import Accelerator
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from configs.runtime.errors import ConfigError, InputError, first_line
 from configs.schema.training import HeadsConfig
 from distill.cache.reader import TargetCache
 from distill.dataset.conversations import Conversation
@@ -22,20 +27,35 @@ from heads.families.registry import FAMILIES, serve
 from heads.frozen.hidden_states import TargetStates, check_taps
 from heads.frozen.loading import Target
 from heads.inference.model_checks import check_keeps_apart, check_rolls_back
-from heads.metadata import head_metadata
+from heads.metadata import (
+    VOCABULARY_FILE,
+    WEIGHTS_FILE,
+    Metadata,
+    check_made_for,
+    head_metadata,
+    locate_artifact,
+    read_metadata,
+)
 from heads.modules.interface import Batch
 from heads.modules.layers import HeadLayer, checkpoint_activations
 from heads.modules.output_head import HeadModule
 from heads.proposers.protocol import Proposer
+from heads.vocabulary import DraftVocabulary, read_draft_vocabulary
 from train.loop.checkpoints import Progress
-from train.loop.task import BatchLoss
-from train.tasks.held_out import HeldOut, training_provenance
-from train.tasks.start import choose_vocabulary, read_initial_head, training_prompts
-from train.telemetry.step_clock import StepClock
+from train.loop.loop import BatchLoss
+from train.loop.step_metrics import StepClock
+from train.resolve import choose_vocabulary
+from train.tasks.held_out import HeldOut, training_prompts, training_provenance
+
+log = logging.getLogger("draftsmith")
+
+# In these a head may differ from the one that it starts from: they are of training, of weights at the start, or say how far
+# back attention reads
+MAY_DIFFER = {"draft_vocab_size", "depth_decay", "init_block", "window"}
 
 
 class HeadTask:
-    """A head under training (`train.loop.task.Task`); with a cache the target runs on no batch of the training.
+    """A head under training (`train.loop.loop.Task`); with a cache the target runs on no batch of the training.
 
     Raises:
         InputError: the target cannot carry the head or be run on packed rows, the cache lacks states that the head reads, or a
@@ -163,3 +183,55 @@ def _metrics(result: HeadLoss) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         for number, (total, count) in enumerate(zip(sums_K, counts_K, strict=True), start=1):
             sums[f"{name}_{number}"], counts[f"{name}_{number}"] = total, count
     return sums, counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitialHead:
+    """A head's artifact, read to be trained on; its draft vocabulary is kept, as the weights' rows are those of its tokens."""
+
+    folder: Path
+    metadata: Metadata
+    vocabulary: DraftVocabulary | None
+    tensors: dict[str, Tensor]
+
+    def fill(self, head: nn.Module) -> None:
+        """Give a head that was built by the run's config the artifact's weights, if the config describes this head."""
+        built = cast(HeadModule, head)
+        theirs: dict[str, Any] = {**(self.metadata.head or {}), "kind": self.metadata.kind}
+        if self.metadata.hidden_states is not None:
+            theirs["taps"] = self.metadata.hidden_states.taps
+        ours = {**built.settings.model_dump(mode="json"), "taps": list(built.taps)}
+        for key in [name for name in ("kind", *ours) if name in theirs and name not in MAY_DIFFER]:
+            if ours[key] != theirs[key]:
+                raise ConfigError(
+                    f"init: {self.folder} is a head with {key} {theirs[key]}, and head.{key} is {ours[key]}: give head what "
+                    "the artifact has, or set init to null"
+                )
+        try:
+            head.load_state_dict(self.tensors)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"init: {self.folder} has not the weights of the head that `head` describes: {' '.join(str(error).split())}"
+            ) from error
+
+
+def read_initial_head(name: str, target: Target) -> InitialHead:
+    """Read a head's artifact from a folder, its training's, or the Hub; of a target of other weights it only warns."""
+    folder = locate_artifact(name)
+    metadata = read_metadata(folder)
+    if metadata.kind == "draft_lm":
+        raise InputError(
+            f"init: {folder} is a draft LM, and this trains a head; train/distill.py goes on from one by student.init model "
+            "and student.path"
+        )
+    for warning in check_made_for(metadata, target.identity, folder, allow_target_mismatch=True):
+        log.warning("%s", warning)
+    vocabulary = None
+    if metadata.draft_vocabulary == "reduced":
+        kept = read_draft_vocabulary(folder / VOCABULARY_FILE)
+        vocabulary = DraftVocabulary(token_ids_W=kept.token_ids_W, target_vocab_size=target.vocab_size)
+    try:
+        tensors = load_file(folder / WEIGHTS_FILE)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{folder} is damaged: {first_line(error)}") from error
+    return InitialHead(folder=folder, metadata=metadata, vocabulary=vocabulary, tensors=tensors)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
@@ -23,15 +24,19 @@ from configs.runtime.redaction import mask_arguments
 from configs.runtime.run_record import describe_git, describe_versions
 from configs.schema.training import DistillConfig, HeadsConfig
 from distill.dataset.batches import Example, collate
-from distill.dataset.conversations import Conversation, describe_data
+from distill.dataset.conversations import Conversation, describe_data, index_of
 from distill.loss.head_objective import HeadLoss, HeadObjective
 from eval.decoder.decode import Request, check_decodable, decode
 from eval.decoder.records import Generation
 from eval.report.samples import spell_sample
+from heads.artifact import read_training_prompts
 from heads.device import restored_random_state
 from heads.frozen.hidden_states import TargetStates
 from heads.frozen.loading import Target
 from heads.frozen.processes import share_of, wait_patiently
+from heads.metadata import (
+    METADATA_FILE,
+)
 from heads.modules.interface import Batch
 from heads.proposers.protocol import Proposer
 from train.loop.checkpoints import Progress
@@ -164,3 +169,15 @@ def training_provenance(progress: Progress, metrics: dict[str, float], train: st
         "step": progress.step,
         "held_out": metrics,
     }
+
+
+def training_prompts(train: Sequence[Conversation], start: Path | None) -> np.ndarray | None:
+    """Return hashes of the prompts trained on, int64 `[N]`, with those of the folder that the run started from.
+
+    None where that is an artifact that does not say, as none does that was published; a plain model counts as trained on none.
+    """
+    hashes = index_of(train).user_texts
+    if start is None or not (start / METADATA_FILE).is_file():
+        return hashes
+    earlier = read_training_prompts(start)
+    return None if earlier is None else np.concatenate([hashes, earlier])

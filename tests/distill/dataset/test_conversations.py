@@ -28,9 +28,9 @@ from distill.dataset.conversations import (
 )
 from distill.dataset.packing import PackedBatchSampler
 from distill.generation.make_dataset import check_output
-from distill.vocabulary import most_frequent_answer_tokens
 from heads.frozen import identity
 from heads.frozen.identity import TargetIdentity
+from train.resolve import most_frequent_answer_tokens
 
 IDENTITY = TargetIdentity(name="t", revision=None, weights_sha256="w", tokenizer_sha256="k", chat_template_sha256="c")
 

@@ -8,8 +8,7 @@ from configs.runtime.errors import InputError
 from configs.schema.training import LossConfig, StudentConfig
 from distill.dataset.batches import Example, collate
 from distill.loss.draft_objective import DraftObjective
-from distill.student.init import initial_draft
-from distill.student.kept_blocks import keep_layers
+from distill.student.init import initial_draft, keep_layers
 from heads.vocabulary import DraftVocabulary
 from tests.support.losses import target_hidden
 

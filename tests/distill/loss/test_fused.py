@@ -12,8 +12,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from configs.schema.training import LossConfig
 from distill.loss import fused
 from distill.loss.divergences import DIVERGENCES, configured_divergence, cross_entropy, forward_kl
-from distill.loss.fused import DraftRows, TargetRows, compare, fused_loss, normalise
-from distill.loss.logit_head import LogitHead, model_head
+from distill.loss.fused import DraftRows, LogitHead, TargetRows, compare, fused_loss, model_head, normalise
 from heads.inference.causal_lm import HeadRows, head_logits
 from heads.sampling.probabilities import BLOCK
 from tests.support import family_checks as checks

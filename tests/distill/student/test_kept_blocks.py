@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from configs.runtime.errors import InputError
-from distill.student.kept_blocks import keep_layers
+from distill.student.init import keep_layers
 from heads.frozen.hidden_states import blocks, final_norm
 from heads.inference.causal_lm import head_logits
 from tests.support.family_configs import HYBRIDS, STATELESS, tiny_model

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
 from configs.schema.target import TargetConfig
-from distill.student.kept_blocks import keep_layers
+from distill.student.init import keep_layers
 from eval.decoder.decode import generate
 from heads.frozen.loading import load_target
 from heads.frozen.model_config import causal_config

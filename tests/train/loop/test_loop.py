@@ -11,7 +11,7 @@ from tests.support.caches import random_conversations
 from tests.support.training_runs import distil, distill_config, read_metrics
 from train.loop.checkpoints import Checkpoints
 from train.loop.milestones import Milestones
-from train.telemetry.records import METRICS_FILE
+from train.loop.records import METRICS_FILE
 
 
 @pytest.mark.parametrize("skipped", [False, True])

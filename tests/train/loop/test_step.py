@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from distill.dataset.batches import ConversationDataset, make_loader
 from tests.support.training_runs import distil, distill_config, draft_task, read_metrics, train_task
-from train.telemetry.records import METRICS_FILE
+from train.loop.records import METRICS_FILE
 
 STEPS, ACCUMULATED = 6, 2
 OPTIMIZER = {

@@ -11,8 +11,7 @@ from configs.runtime.errors import InputError
 from configs.schema.commands.planning import PlanDistillConfig, PlanHeadsConfig
 from configs.schema.training import StudentConfig
 from distill.dataset.batches import ConversationDataset, collate
-from distill.student.init import initial_draft
-from distill.student.kept_blocks import keep_layers
+from distill.student.init import initial_draft, keep_layers
 from tests.support.caches import random_conversations
 from tests.support.family_configs import tiny_model
 from tests.support.tiny_heads import HEADS

@@ -31,7 +31,7 @@ def test_a_head_knows_the_prompts_of_the_artifact_it_goes_on_from_or_none_where_
     assert np.array_equal(np.unique(both), np.unique(index_of(rows).user_texts))
     assert set(both) > set(index_of(others).user_texts)
     (artifact / PROMPTS_FILE).unlink()  # as published
-    monkeypatch.setattr("train.tasks.start.locate_artifact", lambda name: artifact)
+    monkeypatch.setattr("train.tasks.head.locate_artifact", lambda name: artifact)
     task = head_task(init="owner/name", train=others, output=output)
     assert task.training_prompts is None
     train_task(task, others)

@@ -5,8 +5,8 @@ import logging
 import pytest
 
 from configs.runtime.errors import ConfigError
-from distill.vocabulary import most_frequent_answer_tokens
 from tests.support.caches import conversation
+from train.resolve import most_frequent_answer_tokens
 
 
 @pytest.fixture

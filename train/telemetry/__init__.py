@@ -1,1 +1,0 @@
-"""Measurements of a training run: metrics of steps and evaluations, time by part, profiles, trackers."""
