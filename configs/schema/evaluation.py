@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -83,8 +83,7 @@ class LosslessConfig(Settings):
     must_show_variation: PositiveShare = 0.2
 
 
-FreeDraft = Literal["prompt_lookup", "suffix_lookup", "self_speculation"]  # ways of drafting that need no training
-LOOKUPS: tuple[FreeDraft, ...] = ("prompt_lookup", "suffix_lookup")  # those that copy from a text
+FreeDraft = Literal["prompt_lookup", "suffix_lookup"]  # ways of drafting that need no training: they copy from a text
 SUFFIX_DRAFTS = 8  # of suffix lookup a round at most; it ends a chain where that has become improbable
 
 
@@ -116,7 +115,6 @@ class EvalConfig(Settings):
     lookup_num_speculative_tokens: PositiveInt | None = None
     # Where a lookup is one of the baselines, also measure one draft of chains with suffix lookup before it, round by round
     try_with_lookup: bool = True
-    self_speculation_layers: PositiveInt | None = None  # of the target's blocks, for that baseline; None: a quarter of them
     lossless: LosslessConfig = LosslessConfig()
     cost: CostConfig | None = None  # a timing sweep, from which the speed at other settings is predicted; None: no prediction
     quality: QualityConfig | None = None  # what answers are worth, with and without the draft; a lossy mode needs it
@@ -163,7 +161,7 @@ class EvalConfig(Settings):
     def tries_lookup(self) -> bool:
         """Whether the draft is also measured with suffix lookup beside it."""
         fits = self.decode.num_speculative_tokens > 0 and self.decode.lossy is None and self.decode.tree is None
-        return self.try_with_lookup and not set(LOOKUPS).isdisjoint(self.baselines) and len(self.drafts) == 1 and fits
+        return self.try_with_lookup and bool(self.baselines) and len(self.drafts) == 1 and fits
 
     @field_validator("draft", mode="before")
     @classmethod
@@ -201,7 +199,7 @@ class EvalConfig(Settings):
         decode = self.decode
         if not self.drafts:
             yield "draft names no artifact folder: give one, or a list of several"
-        if not set(LOOKUPS).isdisjoint(self.drafts):
+        if not set(get_args(FreeDraft)).isdisjoint(self.drafts):
             yield f"draft names artifacts, got {self.drafts}; a lookup is a baseline, and try_with_lookup puts it first"
         if len(set(self.drafts)) < len(self.drafts):
             yield f"draft names the same folder twice, got {self.drafts}; a draft adds nothing to itself"

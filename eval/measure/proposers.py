@@ -15,22 +15,19 @@ from typing import Any
 
 from accelerate import PartialState
 
-from configs.schema.evaluation import LOOKUPS, EvalConfig, FreeDraft
+from configs.schema.evaluation import EvalConfig, FreeDraft
 from distill.dataset.conversations import check_written_for, first_answers
 from distill.generation.prompts import Prompt
 from eval.decoder.decode import Request, decode
 from eval.measure.interleaved import in_batches, in_turns
 from eval.measure.record_files import choose_once
 from heads.artifact import Draft, load_draft
-from heads.frozen.hidden_states import num_blocks
 from heads.frozen.identity import TargetIdentity
 from heads.frozen.loading import Target
 from heads.metadata import agreed, hash_together
-from heads.proposers.draft_lm import DraftLM
 from heads.proposers.lookup import PromptLookup, SuffixLookup
 from heads.proposers.merged import LookupFirst, MergedDrafts
 from heads.proposers.protocol import Proposer
-from heads.proposers.self_speculation import early_exit
 from heads.proposers.suffixes import KNOWN_TOKENS
 
 log = logging.getLogger("draftsmith")
@@ -100,15 +97,9 @@ def add_lookup(draft: Proposer, config: EvalConfig, target: Target, answers: Ans
 
 def make_baselines(config: EvalConfig, target: Target, answers: Answers = ()) -> dict[str, Proposer]:
     """Return the proposers that `baselines` names, in its order."""
-
-    def self_speculation() -> Proposer:
-        num_layers = config.self_speculation_layers or max(1, num_blocks(target.model) // 4)
-        return DraftLM(early_exit(target.model, num_layers), target.vocab_size)
-
     makers: dict[FreeDraft, Callable[[], Proposer]] = {
         "prompt_lookup": lambda: PromptLookup(target.device),
         "suffix_lookup": lambda: SuffixLookup(target.device, answers),
-        "self_speculation": self_speculation,
     }
     return {name: makers[name]() for name in config.baselines}
 
@@ -130,7 +121,7 @@ def known_answers(config: EvalConfig, prompts: Sequence[Prompt], identity: Targe
 def choose_lookup(config: EvalConfig, requests: Sequence[Request], target: Target, state: PartialState, job: str) -> EvalConfig:
     """Return the config with `lookup_num_speculative_tokens`, chosen where it is None and needed."""
     own = config.decode.num_speculative_tokens
-    if config.lookup_num_speculative_tokens is not None or not own or set(config.baselines).isdisjoint(LOOKUPS):
+    if config.lookup_num_speculative_tokens is not None or not own or not config.baselines:
         return config
     step = max(1, len(requests) // LOOKUP_PROMPTS)
     chosen = requests[::step][: max(LOOKUP_PROMPTS, config.decode.batch_size)]  # a batch at least

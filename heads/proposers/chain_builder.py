@@ -8,7 +8,7 @@ A row ends with the first token whose distribution is less confident than the ru
 for, and the token costs only a row. The rule sees each distribution before a token is drawn from it, or the draft's own
 estimate of its acceptance, and never the token, which would bias the output: let p = q put 1/2 on each of a and b, and drop b
 when it is drawn; then a comes out with probability 3/4. Given that the drafts before position i were kept, both "draw from q_i,
-test, take the residual" and "draft nothing, take the target's own token" put p_i there; `tests/eval/decoder/test_stopping.py`
+test, take the residual" and "draft nothing, take the target's own token" put p_i there; `tests/eval/decoder/test_rules.py`
 enumerates this, also for block verification. Rows decide for themselves: a request gets the same tokens in any batch.
 B batch, G drafts, W draft vocabulary, V target vocabulary.
 """

@@ -33,13 +33,10 @@ from eval.lossless.verdict import NOT_LOSSLESS, judge_lossless
 from eval.metrics.speed import compare_speed
 from eval.stats.bootstrap import Interval, paired_ratio_interval, ratio_interval
 from heads.artifact import load_draft
-from heads.frozen.hidden_states import num_blocks
 from heads.frozen.loading import Target, load_target, move
 from heads.inference.lean_forward import make_lean
-from heads.proposers.draft_lm import DraftLM
 from heads.proposers.lookup import PromptLookup, SuffixLookup
 from heads.proposers.protocol import Proposer, TreeProposer
-from heads.proposers.self_speculation import early_exit
 from scripts.bench.harness import SEED, SideTurns, count_per_prompt, speed_ratio, take_turns, write_results
 
 log = logging.getLogger("draftsmith")
@@ -246,11 +243,9 @@ def list_ways(config: DecodeBenchConfig, target: Target) -> list[Way]:
             trees = [static | {"candidates": each} for each in CANDIDATES]
             ways += [way("static tree", name, draft, temperature=1.0, tree=tree, **deep) for tree in trees]
     past = [] if config.past_answers is None else read_conversations(Path(config.past_answers))
-    own = early_exit(target.model, max(1, num_blocks(target.model) // 4))
     free: dict[str, Proposer] = {
         "prompt_lookup": PromptLookup(target.device),
         "suffix_lookup": SuffixLookup(target.device, [list(row.answer_ids) for row in past]),
-        "self_speculation": DraftLM(own, target.vocab_size),
     }
     return [*ways, *(way("chain", name, draft) for name, draft in free.items())]
 

@@ -12,7 +12,6 @@ from heads.families.registry import FAMILIES
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.lookup import PromptLookup, SuffixLookup
 from heads.proposers.merged import LookupFirst, MergedDrafts
-from heads.proposers.self_speculation import early_exit
 from tests.device.mock_device import counted
 from tests.support import family_checks as checks
 from tests.support.decoding import HEADS
@@ -62,7 +61,6 @@ def noisy(model):
 
 PROPOSERS = {name: partial(head, name) for name in HEADS} | {
     "draft_lm": lambda model: DraftLM(noisy(model), 64),
-    "self_speculation": lambda model: DraftLM(early_exit(model, 3), 64),
     "prompt_lookup": lambda model: PromptLookup(model.device),
     "suffix_lookup": lambda model: SuffixLookup(model.device),
     "draft_lm first lookup": lambda model: LookupFirst(PromptLookup(model.device), DraftLM(noisy(model), 64), 64),
@@ -73,7 +71,7 @@ PROPOSERS = {name: partial(head, name) for name in HEADS} | {
         [DraftLM(noisy(model), 64), head("medusa", model), PromptLookup(model.device)], model.device
     ),
 }
-TREES = {"draft_lm", "self_speculation", "medusa", "hydra", "eagle3", "mtp", "eagle3 some tokens", "medusa some tokens"}
+TREES = {"draft_lm", "medusa", "hydra", "eagle3", "mtp", "eagle3 some tokens", "medusa some tokens"}
 FEW = ["chain greedy", "chain block", "static greedy", "static without_replacement", "dynamic greedy"]
 
 
@@ -82,8 +80,6 @@ def ways_of(name):
     if name == "merged":
         return ["static greedy", "static match", "dynamic greedy"]
     ways = WAYS if name in ("draft_lm", "eagle3 some tokens") else FEW
-    if name == "self_speculation":
-        ways = [*FEW, "chain stopped by confidence"]
     chains_only = [way for way in ways if WAYS[way].get("tree") is None]
     return ways if name in TREES else chains_only
 

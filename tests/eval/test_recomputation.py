@@ -13,7 +13,7 @@ from configs.schema.drafting import StaticTree
 from eval.decoder.decode import Request, decode
 from heads.frozen.hidden_states import blocks
 from heads.proposers.draft_lm import DraftLM
-from tests.support.corrected import Corrected
+from tests.support.corrected import corrected
 from tests.support.family_checks import tiny_target
 
 GAMMA = 3
@@ -68,7 +68,7 @@ def expected_draft_forwards(rounds):
 def test_a_round_of_a_chain_reads_each_token_once(target, draft_model, right):
     plain = DecodeConfig(num_speculative_tokens=0, max_new_tokens=22)
     (alone,), _ = decode(target, [Request(prompt_id="0", category="", tokens=tuple(PROMPTS[0]))], plain)
-    proposer = Corrected(DraftLM(draft_model, 64), [[*PROMPTS[0], *alone.tokens]], right)
+    proposer = corrected(DraftLM(draft_model, 64), [[*PROMPTS[0], *alone.tokens]], right)
     config = plain.model_copy(update={"num_speculative_tokens": GAMMA})
     (generation,), by_target, by_draft = decode_counted(target, draft_model, config, proposer)
     assert generation.tokens == alone.tokens

@@ -1,4 +1,4 @@
-"""Launches counted without a GPU: how many kernels a decode round and a training step would start.
+"""Launches counted without a GPU: how many kernels a decode round would start.
 
 A launch is an operation of the real code, on a tiny model on the CPU, that is neither a view nor an allocation. What CUDA has a
 kernel for counts once however the CPU computes it (`FUSED`). Numbers of launches do not depend on widths.
@@ -7,6 +7,7 @@ kernel for counts once however the CPU computes it (`FUSED`). Numbers of launche
 import sys
 from collections import Counter
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -20,16 +21,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from configs.runtime.files import CHECKOUT
 from configs.schema.decoding import DecodeConfig
 from configs.schema.target import TargetConfig
-from configs.schema.training import LossConfig
-from distill.loss.head_objective import HeadObjective
 from eval.decoder.batch import BatchRun
 from eval.decoder.request import Request
 from heads.families.registry import FAMILIES, serve
-from heads.frozen.hidden_states import read_states
 from heads.frozen.loading import load_target
 from heads.inference.runner import runner_of
 from heads.modules.interface import Batch
-from heads.modules.output_head import HeadModule
 from heads.vocabulary import DraftVocabulary
 from tests.support.architectures import word_tokenizer
 
@@ -39,13 +36,6 @@ NO_LAUNCH |= {"_local_scalar_dense", "_unsafe_view", "set_"}
 PROJECT = tuple(str(CHECKOUT / name) for name in ("configs", "heads", "distill", "eval", "train"))
 NUM_DRAFTS, BLOCKS, VOCABULARY = 5, 8, 64
 PROMPT = tuple(range(3, 15))
-
-
-def _no(device):
-    return False
-
-
-as_on_a_gpu = mock.patch("heads.sampling.probabilities.keeps_small_tensors_near", new=_no)  # decorates what counts
 
 
 class Launches:
@@ -63,23 +53,17 @@ class Launches:
         with _Functions(self), _Operations(self):
             yield
 
-    @contextmanager
-    def paused(self):
+    def apart(self, function, *args, **kwargs):
+        """Call a function whose launches do not count."""
         self._pauses += 1
         try:
-            yield
+            return function(*args, **kwargs)
         finally:
             self._pauses -= 1
 
     def without(self, owner, name):
         """Return a patch under which a function's launches do not count."""
-        original = getattr(owner, name)
-
-        def quiet(*args, **kwargs):
-            with self.paused():
-                return original(*args, **kwargs)
-
-        return mock.patch.object(owner, name, quiet)
+        return mock.patch.object(owner, name, partial(self.apart, getattr(owner, name)))
 
     def note(self):
         if not self._pauses:
@@ -107,8 +91,7 @@ class _Functions(TorchFunctionMode):
         if func not in FUSED:
             return func(*args, **(kwargs or {}))
         self.launches.note()
-        with self.launches.paused():
-            return func(*args, **(kwargs or {}))
+        return self.launches.apart(func, *args, **(kwargs or {}))
 
 
 def is_launch(func, args, made):
@@ -164,38 +147,14 @@ def run_under_way(kind, target, temperature):
     return run
 
 
-@as_on_a_gpu
 def count_round(kind, target, temperature):
-    """Return the launches of a round in its course: of drafting, and of all else but the target's forward."""
-    run, drafting, rest = run_under_way(kind, target, temperature), Launches(), Launches()
-    proposer = run.proposer
-    original = proposer.propose
-
-    def propose(*args, **kwargs):
-        with rest.paused(), drafting.counting():
-            return original(*args, **kwargs)
-
-    with torch.inference_mode():
-        forward = runner_of(target.model).current
-        drafts = mock.patch.object(proposer, "propose", propose)
-        with drafts, rest.without(proposer, "commit"), rest.without(forward, "hidden"), rest.counting():
-            run.round()
-    return {"draft": drafting, "rest": rest}
-
-
-@as_on_a_gpu
-def count_step(kind, target):
-    """Return the launches of forward, loss and backward of a training step, the target's forward left out."""
-    head = head_of(kind, target)
-    if (start := FAMILIES[kind].start) is not None:
-        start(head, target.model)
-    batch = tiny_batch()
-    states = read_states(target.model, batch.input_ids_BT, tuple(head.taps) if isinstance(head, HeadModule) else ())
-    objective, launches = HeadObjective(head, target, LossConfig()), Launches()
-    for _ in range(2):  # what is made once is made in the first
-        launches = Launches()
-        with launches.counting():
-            (objective(batch, states).loss / batch.num_labels).backward()
+    """Return the launches of a round in its course, without those of the target's forward and of what is kept of it."""
+    run, launches = run_under_way(kind, target, temperature), Launches()
+    forward = runner_of(target.model).current
+    uncounted = launches.without(run.proposer, "commit"), launches.without(forward, "hidden")
+    as_on_a_gpu = mock.patch("heads.sampling.probabilities.keeps_small_tensors_near", return_value=False)
+    with torch.inference_mode(), as_on_a_gpu, uncounted[0], uncounted[1], launches.counting():
+        run.round()
     return launches
 
 

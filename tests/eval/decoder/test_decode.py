@@ -1,6 +1,6 @@
 """The decoder where little room is left, something is no number, vocabularies differ, prompts are equal, drafts are a tree.
 
-That what it gives is plain decoding's is tested in `test_decode_properties` by scripts, in `test_greedy_matrix` by proposer.
+That what it gives is plain decoding's is tested in `test_matrix`.
 """
 
 from dataclasses import replace

@@ -30,11 +30,12 @@ def distribution_of(pair, exact_distribution):
     return lambda config: exact_distribution(pair[0].model, checks.PROMPT, checks.DEPTH, config)
 
 
+@pytest.mark.parametrize("number", [QUICK, pytest.param(SLOW, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
 @pytest.mark.parametrize("name", checks.CASES)
-def test_samples_follow_the_targets_distribution(pair, distribution_of, name):
+def test_samples_follow_the_targets_distribution(pair, distribution_of, name, number):
     config = checks.CASES[name]
-    counts, rounds = checks.sample(*pair, config, QUICK, lookup=checks.lookup_of(name))
-    assert QUICK < rounds < 3.5 * QUICK  # drafts are accepted and rejected
+    counts, rounds = checks.sample(*pair, config, number, lookup=checks.lookup_of(name))
+    assert number < rounds < 3.5 * number  # drafts are accepted and rejected
     assert held_against(distribution_of(config), counts).p_value > LEVEL
 
 
@@ -47,15 +48,10 @@ def test_samples_follow_it_where_the_targets_first_block_drafts(pair, distributi
     assert held_against(distribution_of(config), counts).p_value > LEVEL
 
 
-@pytest.fixture(scope="module")
-def dspark(pair):
-    """A head with estimates of its own, which a rule reads."""
+def test_samples_follow_it_where_a_head_stops_by_its_own_estimate(pair, distribution_of):
     target = pair[0]
     settings = DSparkSettings(kind="dspark", block_size=4, taps=[0, 1], mask_token_id=0, markov_rank=4)
-    return FAMILIES["dspark"].propose(serve(build(settings, target.model, stir=0.5), target.model), target.device)
-
-
-def test_samples_follow_it_where_a_head_stops_by_its_own_estimate(pair, distribution_of, dspark):
+    dspark = FAMILIES["dspark"].propose(serve(build(settings, target.model, stir=0.5), target.model), target.device)
     counts, rounds = checks.sample(pair[0], dspark, checks.BY_ESTIMATE, QUICK)
     whole = checks.sample(pair[0], dspark, checks.SAMPLED, QUICK)[1]
     assert whole < rounds < 3.5 * QUICK  # some rounds are ended early
@@ -66,17 +62,3 @@ def test_it_is_found_that_looked_up_drafts_are_judged_as_if_the_draft_had_drawn_
     monkeypatch.setattr(LookupFirst, "_points", lambda self, tokens_BG: torch.full((*tokens_BG.shape, checks.VOCAB), 0.25))
     counts, _ = checks.sample(*pair, checks.SAMPLED, QUICK, lookup=checks.lookup_of("lookup"))
     assert held_against(distribution_of(checks.SAMPLED), counts).p_value < LEVEL
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_many_samples_follow_the_targets_distribution(pair, distribution_of, dspark, capsys):
-    found, by_estimate = {}, "dspark, stopped by estimate"
-    for name, config in (*checks.CASES.items(), (by_estimate, checks.BY_ESTIMATE)):
-        draft = dspark if name == by_estimate else pair[1]
-        counts, rounds = checks.sample(pair[0], draft, config, SLOW, lookup=checks.lookup_of(name))
-        found[name] = held_against(distribution_of(config), counts)
-        with capsys.disabled():
-            cells, p_value = found[name].degrees_of_freedom + 1, found[name].p_value
-            print(f"{name:28} {cells} cells, {rounds / SLOW:.2f} rounds, p = {p_value:.3f}")
-    assert min(test.p_value for test in found.values()) * len(found) > LEVEL

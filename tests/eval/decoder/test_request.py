@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerFast
 from configs.schema.decoding import DecodeConfig
 from eval.decoder.decode import decode, generate
 from eval.decoder.request import StopStrings
-from heads.proposers.draft_lm import DraftLM
 from tests.support.decoding import PROMPTS, KnownAnswers, requests_for
 
 END = "<end>"
@@ -95,19 +94,6 @@ def test_a_stop_in_any_slot_and_across_rounds_ends_every_answer_where_plain_deco
             assert generation.stop_reason == "stop"
             assert all(round_.num_accepted == min(len(round_.drafted), len(round_.committed)) for round_ in generation.rounds)
     assert found > 12
-
-
-@pytest.mark.parametrize(("temperature", "batch_size"), [(0.0, 1), (1.0, 4)])
-def test_plain_and_speculative_stop_alike_in_any_batch(target, answers, tiny_llama, batch_size, temperature):
-    stops = [stop for answer, where in zip(answers, (2, 5, 9, 14), strict=True) if (stop := stop_behind(target, answer, where))]
-    config = DecodeConfig(
-        max_new_tokens=24, batch_size=batch_size, stop=[*stops, "a", "b"], temperature=temperature, verification="match"
-    )
-    plain = generate(target, PROMPTS, config.model_copy(update={"num_speculative_tokens": 0, "batch_size": 1}))
-    draft = DraftLM(tiny_llama(seed=1, vocab_size=len(target.tokenizer)), len(target.tokenizer))
-    assert generate(target, PROMPTS, config) == plain
-    assert generate(target, PROMPTS, config, draft) == plain
-    assert any(len(answer) < 24 for answer in plain)
 
 
 @pytest.mark.parametrize("stop", [[], [""], ["a\ufffd"]])

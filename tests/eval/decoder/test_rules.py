@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import eval.decoder.rules
+from configs.schema.decoding import DecodeConfig
+from configs.schema.drafting import ConfidenceStopping
 from eval.decoder.rules import (
     CANDIDATE_RULES,
     CandidateChoice,
@@ -24,6 +26,9 @@ from eval.decoder.rules import (
     with_replacement,
     without_replacement,
 )
+from heads.proposers.chain_builder import ChainBuilder
+from heads.proposers.protocol import RoundInputs
+from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.probabilities import draw
 from tests.support.enumeration import (
     SIBLINGS,
@@ -57,6 +62,32 @@ def test_a_chain_follows_the_targets_distribution(rule, num_drafts, looked_up, p
     for seed in range(2):
         outcome = enumerate_rule(rule, random_toy(seed, num_drafts=num_drafts, looked_up=looked_up), padded=padded)
         assert outcome.total_variation < 1e-12
+
+
+STOPPING = {
+    "distribution": ConfidenceStopping(rule="confidence", threshold=0.7),
+    "estimate": ConfidenceStopping(rule="confidence", threshold=0.4, by="estimate"),
+}
+
+
+@chain_rules
+@pytest.mark.parametrize("by", STOPPING)
+def test_a_chain_follows_it_where_what_the_draft_says_of_its_tokens_decides_the_length(rule, by):
+    seen = set()
+
+    def stopped(p, q, tokens, num_drafted, *others):
+        """Draft until the chain is unsure, by its distributions or by estimates that depend on the tokens before."""
+        B, G = tokens.shape
+        inputs = RoundInputs.of([[0]] * B, CounterRNG(0, range(B), torch.device("cpu")))
+        chain = ChainBuilder(inputs, DecodeConfig(num_speculative_tokens=G, stopping=STOPPING[by]), None, keep_logits=False)
+        for i in range(G):
+            chain.add(q[:, i].log(), 0.95 - (tokens[:, :i] * torch.arange(3, 3 + i)).sum(1) % 5 / 5)
+        lengths = chain.proposal().num_drafted.host
+        seen.update(lengths)
+        return rule(p, q, tokens, torch.tensor(lengths), *others)
+
+    assert max(enumerate_rule(stopped, random_toy(seed)).total_variation for seed in range(3)) < 1e-12
+    assert len(seen) > 1
 
 
 @candidate_rules

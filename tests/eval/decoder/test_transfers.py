@@ -60,13 +60,13 @@ def _repeats_by_a_tensor(name, args, kwargs):
     return name == "repeat_interleave" and any(isinstance(each, torch.Tensor) for each in (*args[1:], *kwargs.values()))
 
 
-def waits_by_round(target, config, proposer, monkeypatch, *, measure_overlap=False):
+def waits_by_round(target, config, proposer, monkeypatch):
     """Decode a ragged batch; return what each round waited for."""
     monkeypatch.setattr("eval.decoder.rules.may_hold", lambda flags_B: True)
     requests = [Request(prompt_id=str(n), category="", tokens=tuple(prompt)) for n, prompt in enumerate(PROMPTS)]
     rounds = []
     with torch.inference_mode():
-        run = BatchRun(target, requests, config, proposer, measure_overlap=measure_overlap)
+        run = BatchRun(target, requests, config, proposer)
         run.prefill()
         while run.active:
             with Waits() as waits:
@@ -75,23 +75,13 @@ def waits_by_round(target, config, proposer, monkeypatch, *, measure_overlap=Fal
     return rounds
 
 
-@pytest.mark.parametrize(
-    "look",
-    [
-        lambda x: x.tolist(),
-        lambda x: x[0].item(),
-        lambda x: bool(x.any()),
-        lambda x: x[x > 0],
-        lambda x: x.nonzero(),
-        lambda x: x.to("cpu"),
-        lambda x: [1, 2, 3, 4][x[0]],
-        lambda x: x.repeat_interleave(x),
-    ],
-)
-def test_the_count_sees_a_look_at_values(look):
-    with Waits() as waits:
-        look(torch.tensor([1, 0, 2]))
-    assert len(waits.seen) == 1
+def test_the_count_sees_a_look_at_values():
+    looks = [lambda x: x.tolist(), lambda x: x[x > 0], lambda x: x.to("cpu"), lambda x: [1, 2, 3][x[0]]]
+    looks += [lambda x: bool(x.any()), lambda x: x.repeat_interleave(x)]
+    for look in looks:
+        with Waits() as waits:
+            look(torch.tensor([1, 0, 2]))
+        assert len(waits.seen) == 1
 
 
 @pytest.fixture(scope="module")
@@ -107,25 +97,14 @@ def proposer_of(name, model):
     return PromptLookup(model.device) if name == "prompt_lookup" else head_proposer(name, model)
 
 
-@pytest.mark.parametrize("sampled", [{}, {"temperature": 1.0, "top_p": 0.9}])
-@pytest.mark.parametrize("name", ["draft_lm", "prompt_lookup", "lookup_first", *HEADS])
-def test_a_round_of_a_chain_waits_once(target, name, sampled, monkeypatch):
-    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=10, **sampled)
-    rounds = waits_by_round(target, config, proposer_of(name, target.model), monkeypatch)
-    assert rounds == [["tolist"]] * len(rounds)
+SAMPLED = {"temperature": 1.0, "top_p": 0.9}
+CHAINS = [(name, way) for name in ("draft_lm", "prompt_lookup", "lookup_first", *HEADS) for way in ({}, SAMPLED)]
+GROWN = [{"tree": TREES["static"]}, {"tree": TREES["static"]} | SAMPLED, {"tree": TREES["dynamic"]}]
 
 
-@pytest.mark.parametrize("name", DRAFTS_TREES)
-@pytest.mark.parametrize(
-    ("tree", "sampled"),
-    [
-        ("static", {}),
-        ("static", {"temperature": 1.0}),
-        ("dynamic", {}),
-    ],
-)
-def test_a_round_of_a_tree_waits_once(target, name, tree, sampled, monkeypatch):
-    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=10, tree=TREES[tree], **sampled)
+@pytest.mark.parametrize(("name", "way"), [*CHAINS, *((name, way) for name in DRAFTS_TREES for way in GROWN)])
+def test_a_round_waits_once(target, name, way, monkeypatch):
+    config = DecodeConfig(num_speculative_tokens=3, max_new_tokens=10, **way)
     rounds = waits_by_round(target, config, proposer_of(name, target.model), monkeypatch)
     assert rounds == [["tolist"]] * len(rounds)
 

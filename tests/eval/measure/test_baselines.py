@@ -21,12 +21,11 @@ from eval.measure.proposers import (
     known_answers,
     make_baselines,
 )
-from heads.frozen.hidden_states import num_blocks
 from heads.proposers.draft_lm import DraftLM
 from tests.support.caches import write_rows
 from tests.support.evaluations import measure
 
-NAMES = ["prompt_lookup", "suffix_lookup", "self_speculation"]
+NAMES = ["prompt_lookup", "suffix_lookup"]
 PROMPTS = [(7, 12, 3), (20, 9, 9), (40, 7, 12)]
 
 
@@ -154,11 +153,3 @@ def test_prompt_lookup_drafts_the_fastest_of_a_few_lengths_which_take_turns(requ
     assert fastest_length(pairs, requests, SimpleNamespace(device=None)) == (4, lengths, 3)
     in_turns = [(lengths, "q0"), (lengths[::-1], "q0"), (lengths, "q2")]
     assert calls == [(length, first) for order, first in in_turns for length in order]
-
-
-def test_self_speculation_drafts_with_a_quarter_of_the_blocks_or_as_many_as_are_named(target, config):
-    assert num_blocks(make_baselines(config, target)["self_speculation"].model) == 1
-    more = config.model_copy(update={"self_speculation_layers": 4})
-    assert num_blocks(make_baselines(more, target)["self_speculation"].model) == 4
-    with pytest.raises(InputError, match="needs 1 to 4 of the target's 5 blocks, got 5"):
-        make_baselines(config.model_copy(update={"self_speculation_layers": 5}), target)

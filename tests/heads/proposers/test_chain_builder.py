@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig, SamplingConfig
 from configs.schema.drafting import ConfidenceStopping
 from heads.proposers.chain_builder import ChainBuilder
@@ -78,3 +79,8 @@ def test_a_distribution_that_is_no_distribution_goes_on_to_the_decoder():
         drafts.add(torch.tensor([BROKEN]))
     assert not drafts.finished
     assert drafts.proposal().num_drafted.host == [3]
+
+
+def test_a_rule_by_estimates_is_refused_where_the_draft_makes_none():
+    with pytest.raises(InputError, match="stopping"):
+        stopped(ConfidenceStopping(rule="confidence", threshold=0.4, by="estimate")).add(torch.tensor([SURE, SURE]))

@@ -7,13 +7,12 @@ from hypothesis import strategies as st
 
 from configs.runtime.errors import InputError
 from configs.schema.decoding import DecodeConfig
-from configs.schema.drafting import DynamicTree, StaticTree
+from configs.schema.drafting import StaticTree
 from eval.decoder.decode import decode, generate
 from heads.proposers.draft_lm import DraftLM
-from heads.proposers.lookup import PromptLookup
 from heads.proposers.merged import MAX_BEHIND, LookupFirst, MergedDrafts, merge
 from tests.support import family_checks as checks
-from tests.support.decoding import HEADS, assert_same_alone, head_proposer, requests_for
+from tests.support.decoding import HEADS, head_proposer, requests_for
 
 GREEDY = DecodeConfig(num_speculative_tokens=3, max_new_tokens=24, batch_size=3)
 PROMPTS = [[7, 12, 3, 7, 12], [20, 9, 9, 31, 5, 6, 20, 9], [40, 11, 12, 3]]
@@ -105,14 +104,6 @@ def test_the_drafts_after_a_round_of_the_lookups_are_those_of_a_draft_that_read_
         torch.testing.assert_close(logits[: len(others)], others[: len(logits)])
 
 
-@pytest.mark.parametrize("settings", [{}, {"verification": "token"}, {"verification": "match"}])
-def test_a_row_gets_the_same_tokens_in_any_batch_also_where_rows_differ_in_their_source(target, tiny_llama, settings):
-    config = GREEDY.model_copy(update={"temperature": 1.0, **settings})
-    both = LookupFirst(PromptLookup(target.device, shortest=1), DraftLM(tiny_llama(seed=2), 64), 64, num_drafts=2)
-    together = assert_same_alone(target, config, both, PROMPTS)
-    assert {len(round_.drafted) for each in together for round_ in each.rounds} >= {2, 3}
-
-
 def test_the_draft_is_not_run_in_rounds_of_the_lookup_and_keeps_up_with_a_long_copy(target, texts):
     draft, runs = head_proposer("eagle3", target.model), []
     propose = draft.propose
@@ -151,14 +142,6 @@ def test_a_merged_tree_holds_the_ways_of_all_and_each_once(given_trees):
     merged = ways(tokens, parents)
     assert len(set(merged)) == len(merged)
     assert set(merged) == {way for tree in given_trees for way in ways(*tree)}
-
-
-@pytest.mark.parametrize("tree", [CHAINS, DynamicTree(kind="dynamic", num_nodes=5, width=2)], ids=["chains", "grown"])
-def test_several_drafts_at_once_give_the_plain_answer(target, tiny_llama, tree):
-    drafts = [DraftLM(tiny_llama(seed=2), 64), DraftLM(target.model, 64), PromptLookup(target.device)]
-    drafts += [head_proposer(name, target.model) for name in ("eagle3", "medusa", "peagle")]
-    plain = generate(target, PROMPTS, GREEDY.model_copy(update={"num_speculative_tokens": 0}))
-    assert generate(target, PROMPTS, GREEDY.model_copy(update={"tree": tree}), MergedDrafts(drafts, target.device)) == plain
 
 
 def test_the_better_draft_is_followed_wherever_it_stands_and_the_other_loses_nothing(target, tiny_llama):
