@@ -22,9 +22,8 @@ from configs.runtime.errors import ConfigError, first_line
 from configs.runtime.files import drop_leftovers, find_shipped, folder_lock, read_object, write_json
 from configs.runtime.run_record import RECORD, write_run_record
 from configs.schema.training import DistillConfig, HeadsConfig, ScheduleConfig
-from distill.cache.format import MANIFEST
-from distill.cache.reader import TargetCache, check_fits, open_cache
-from distill.dataset.batches import ConversationDataset, make_loader
+from distill.cache.reader import MANIFEST, TargetCache, check_fits, open_cache
+from distill.dataset.batches import ConversationDataset, make_loader, make_packed_loader
 from distill.dataset.conversations import (
     Conversation,
     check_held_out,
@@ -33,8 +32,7 @@ from distill.dataset.conversations import (
     is_written_by_target,
     open_conversations,
 )
-from distill.dataset.packing import make_packed_loader
-from distill.server.engine import EngineStates
+from distill.server.states import EngineStates
 from heads.frozen.identity import remembered_sha256
 from heads.frozen.loading import Target, load_target
 from heads.frozen.processes import join_processes, naming_lost_processes
@@ -196,7 +194,7 @@ def open_training_cache(config: Recipe, dataset: ConversationDataset, target: Ta
     if config.data.cache is None:
         return None
     cache = open_cache(config.data.cache, Path(config.data.train), target)
-    check_fits(cache, dataset, config)
+    check_fits(cache, dataset)
     return cache
 
 

@@ -70,7 +70,7 @@ class PromptsConfig(Settings):
     subset: str | None = None  # dataset: configuration name
     split: str = "train"  # dataset
     # The column that holds the prompt, as a text, a list of turns or chat messages; where it is not named, in rows that are no
-    # chat (distill/generation/row_formats.py)
+    # chat (distill/generation/sources.py)
     field: str = "prompt"
     answer_field: str | None = None  # the column where the answer to it stands, if there is one
     # In place of a column: a text made of several, as by Python's str.format, such as "{passage}\n\n{doc[question]}"

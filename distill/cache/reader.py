@@ -1,46 +1,149 @@
-"""Reading a target cache: the target's outputs for a batch, from shards instead of a forward.
+"""A target cache on disk, and its reader: the target's outputs for a batch, from shards instead of a forward.
 
-A cache is opened for one data file and one target, and refused for any other. Hidden states in the target's own dtype are
-those of the online forward up to rounding by batch shape. Conversations are known by their number in the data file, so rows
-that a policy rewrites cannot be served. A batch in host memory gets its rows there, so that a loader's workers may read them;
-no file or map is kept open between two batches. B batch, T positions, P = B * T flat places, E width of the target.
+A cache is a folder: `manifest.json`, `shard-00000.safetensors`, ... Row j of a conversation is its position j. A shard has the
+rows of some conversations, one after the other, in these tensors:
+
+    hidden       [N, E]          the target's final, normed hidden state; its head computes the exact logits from it
+    h_2, ...     [N, E]          the state of each tap (`heads.frozen.hidden_states` has the convention)
+    h_2_scale    [N], float32    of taps in 8 bits: what a row is multiplied by; `hidden` is then bfloat16
+    log_sum      [N], float32    log of the sum of exp(logits) over all rows of the target's head
+    top1         [N], int32      the most likely token
+
+Its metadata say which job made it, so that no shard of a cache that was remade passes, and a CRC-32 of all its tensors in this
+order. Which conversation lies where follows from the data file alone (`place_rows`). A cache is opened for one data file and
+one target, and refused for any other; conversations are known by their number in the file, so rows that a policy rewrites
+cannot be served. A batch in host memory gets its rows there, so that a loader's workers may read them; no file or map is kept
+open between two batches. N rows, C conversations, B batch, T positions, P = B * T flat places, E width of the target.
 """
 
 from __future__ import annotations
 
+import math
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NamedTuple
 
+import numpy as np
 import torch
+from pydantic import Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from configs.runtime.errors import ConfigError, InputError
-from configs.runtime.files import inside
-from configs.schema.training import DistillConfig, HeadsConfig
-from distill.cache.format import (
-    MADE_OF,
-    MANIFEST,
-    REMAKE,
-    SHARD,
-    CacheManifest,
-    Places,
-    place_rows,
-    read_manifest,
-    scale_name,
-    tap_name,
-)
+from configs.runtime.files import inside, read_object
+from configs.schema.base import NonNegativeInt, PositiveInt, Settings
+from configs.schema.data import CacheDtype
 from distill.dataset.batches import ConversationDataset, documents_of
 from distill.dataset.conversations import open_conversations
 from heads.device import upload
 from heads.frozen.hidden_states import TargetStates
 from heads.frozen.identity import TargetIdentity, remembered_sha256
 from heads.frozen.loading import Target
+from heads.metadata import HiddenStates
 from heads.modules.interface import Batch, Normalisers
+
+MANIFEST = "manifest.json"
+SHARD = "shard-{number:05d}.safetensors"
+JOB = "job.json"  # what the shards beside it are made of
+MADE_OF = "job and checksum"  # metadata of a shard; a single entry, since safetensors writes several in any order
+FP8 = "float8_e4m3fn"
+REMAKE = "make the cache again with scripts/cache.py"
+CONVENTION = str(HiddenStates.model_fields["convention"].default)  # what a tap's number means, here and in artifacts
+
+# Files that a run may leave behind (scratch files of a killed one among them) and may delete.
+DISPOSABLE = re.compile(r"manifest\.json|job\.json|shard-\d+\.safetensors|\.shard-\d.*|\.(manifest|job|run)\.json\..*")
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class RowLayout(Settings):
+    """The tensors that are kept of each row."""
+
+    dtype: CacheDtype  # of hidden states; in 8 bits only taps are kept
+    width: PositiveInt  # E
+    taps: list[NonNegativeInt]  # states kept beside the final one
+    convention: str = CONVENTION  # what the numbers in `taps` mean
+    target_dtype: str  # of the target whose logits were normalised
+
+    @property
+    def scaled(self) -> bool:  # each row of a tap with a scale of its own
+        return self.dtype == FP8
+
+    @property
+    def bytes_per_row(self) -> int:
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors(1).values())
+
+    def tensors(self, *rows: int) -> dict[str, tuple[list[int], torch.dtype]]:
+        """Return shape and dtype of each tensor, by name, for rows `[*rows]`."""
+        states, dtype = [*rows, self.width], getattr(torch, self.dtype)
+        kept = {"hidden": (states, torch.bfloat16 if self.scaled else dtype)}
+        kept |= {tap_name(tap): (states, dtype) for tap in self.taps}
+        kept |= {scale_name(tap): ([*rows], torch.float32) for tap in self.taps if self.scaled}
+        return kept | {"log_sum": ([*rows], torch.float32), "top1": ([*rows], torch.int32)}
+
+
+def tap_name(tap: int) -> str:
+    return f"h_{tap}"
+
+
+def scale_name(tap: int) -> str:
+    return f"h_{tap}_scale"
+
+
+class CacheManifest(Settings):
+    """The content of `manifest.json`."""
+
+    format_version: Literal[1] = 1
+    layout: RowLayout
+    target: dict[str, str | None]  # heads.frozen.identity.TargetIdentity
+    data_file: str
+    data_sha256: Sha256
+    max_length: PositiveInt  # tokens that conversations were cut at
+    rows_per_shard: PositiveInt  # at most, but for a single longer conversation
+    job: Sha256  # a hash of all that decides the shards' bytes
+
+
+class Places(NamedTuple):
+    """Where each conversation's rows lie, by its place in the data file; int64 `[C]`. One without an answer has length 0."""
+
+    shard_C: np.ndarray
+    offset_C: np.ndarray
+    length_C: np.ndarray
+
+    @property
+    def rows_of_shards(self) -> list[int]:
+        """How many rows each shard has."""
+        return [int(rows) for rows in np.bincount(self.shard_C[self.length_C > 0], self.length_C[self.length_C > 0])]
+
+
+def place_rows(dataset: ConversationDataset, rows_per_shard: int) -> Places:
+    """Put conversations into shards in the order of their file, each into one that has room for it, or into one of its own."""
+    places = Places(*np.zeros((3, len(dataset.conversations)), np.int64))
+    shard, used = 0, 0
+    for number, length in zip(dataset.numbers.tolist(), dataset.lengths.tolist(), strict=True):
+        if used and used + length > rows_per_shard:
+            shard, used = shard + 1, 0
+        places.shard_C[number], places.offset_C[number], places.length_C[number] = shard, used, length
+        used += length
+    return places
+
+
+def read_manifest(folder: Path) -> CacheManifest:
+    """Return the manifest of a cache; `InputError` where there is none, or no whole one."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        cut_off = f"target cache {folder} has no {MANIFEST}, so making it was cut off; run scripts/cache.py again"
+        raise InputError(cut_off if folder.is_dir() and any(folder.iterdir()) else f"target cache not found: {folder}")
+    try:
+        return CacheManifest.model_validate(read_object(path, "target cache"))
+    except ValidationError as error:
+        finding = error.errors()[0]
+        key = ".".join(map(str, finding["loc"])) or "rows"
+        raise InputError(f"target cache {path}: {key}: {finding['msg']}; {REMAKE}") from error
 
 
 class TargetCache:
@@ -143,12 +246,12 @@ def open_cache(folder: str | Path, data_file: Path, target: Target) -> TargetCac
     return TargetCache(folder, manifest, place_rows(dataset, manifest.rows_per_shard), target.model.dtype)
 
 
-def check_fits(cache: TargetCache, dataset: ConversationDataset, config: DistillConfig | HeadsConfig) -> None:
+def check_fits(cache: TargetCache, dataset: ConversationDataset) -> None:
     """Refuse a dataset that the cache cannot serve; for the taps of a head see `TargetCache.check_keeps`."""
     if bool((dataset.lengths > cache.places.length_C[dataset.numbers]).any()):
         raise ConfigError(
             f"data.max_length: expected at most {cache.manifest.max_length}, which target cache {cache.folder} was made with, "
-            f"got {config.data.max_length}"
+            f"got {dataset.max_length}"
         )
 
 

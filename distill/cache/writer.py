@@ -29,7 +29,7 @@ from configs.runtime.resumable import fingerprint
 from configs.runtime.run_record import RECORD, write_run_record
 from configs.runtime.terminal import progress
 from configs.schema.data import CacheConfig
-from distill.cache.format import (
+from distill.cache.reader import (
     DISPOSABLE,
     JOB,
     MADE_OF,
@@ -38,15 +38,15 @@ from distill.cache.format import (
     CacheManifest,
     Places,
     RowLayout,
+    checksum_of,
     place_rows,
     scale_name,
     tap_name,
 )
-from distill.cache.reader import checksum_of
 from distill.dataset.batches import ConversationDataset, Example, collate
 from distill.dataset.conversations import Conversation, check_written_for, open_conversations
 from distill.loss.fused import normalise
-from distill.server.engine import EngineStates
+from distill.server.states import EngineStates
 from heads.frozen.hidden_states import check_taps, num_blocks, read_states
 from heads.frozen.identity import remembered_sha256
 from heads.frozen.loading import Target, load_target

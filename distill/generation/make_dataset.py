@@ -26,11 +26,10 @@ from configs.runtime.run_record import write_run_record
 from configs.schema.data import DataConfig
 from distill.dataset.conversations import FORMAT_VERSION, INDEX_SUFFIX, MANIFEST, WRITTEN_BY
 from distill.generation.answers import ANSWER_JOURNALS, Answered, AnswerJob, existing_answers
-from distill.generation.prompts import TRUNCATED, Prompt, encode_prompt, fit_prompts
+from distill.generation.prompts import TRUNCATED, Prompt, Split, encode_prompt, fit_prompts, split_prompts
 from distill.generation.self_seeding import SEEDS, self_seed
 from distill.generation.server_answers import check_server, server_answer_job
 from distill.generation.sources import check_given, check_readable, list_prompts
-from distill.generation.split import Split, split_prompts
 from distill.server.connection import Connection
 from heads.frozen.loading import Target, load_target
 from heads.frozen.processes import join_processes, naming_lost_processes, share_of

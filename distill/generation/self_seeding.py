@@ -23,8 +23,7 @@ from configs.schema.data import SELF_SEEDED, PromptsConfig
 from configs.schema.decoding import SamplingConfig
 from distill.dataset.conversations import folded_text
 from distill.generation.continuation import Request, TargetSource, continue_requests
-from distill.generation.prompts import DUPLICATE, Prompt
-from distill.generation.split import NearDuplicates
+from distill.generation.prompts import DUPLICATE, NearDuplicates, Prompt
 from heads.frozen.loading import Target
 from heads.frozen.tokenizer import in_template
 from heads.sampling.counter_rng import request_number

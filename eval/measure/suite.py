@@ -1,6 +1,6 @@
 """The suite: prompts to evaluate on, from a file, a folder or a `datasets` data set, and their turns as requests.
 
-The formats of the rows are those of `distill.generation.row_formats`.
+The formats of the rows are those of `distill.generation.sources`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from configs.runtime.files import find_shipped, sha256_of
 from configs.schema.evaluation import SuiteConfig
 from distill.dataset.conversations import Message, text_hash
 from distill.generation.prompts import TOO_LONG, TRUNCATED, Prompt, encode_prompt, fit_prompts
-from distill.generation.row_formats import COLUMN, detect_format, read_row
-from distill.generation.sources import SUFFIXES, load_rows, read_source
+from distill.generation.sources import COLUMN, SUFFIXES, detect_format, load_rows, read_row, read_source
 from eval.decoder.records import FAILED, Generation, StopReason
 from eval.decoder.request import Request
 from heads.artifact import read_training_prompts

@@ -41,7 +41,7 @@ EVERYWHERE = ("sdpa", "eager")  # attention that takes the masks of rows and tre
 
 
 class StateSource(Protocol):
-    """Who computes a target's states in place of its blocks here (`distill.server.engine.EngineStates`)."""
+    """Who computes a target's states in place of its blocks here (`distill.server.states.EngineStates`)."""
 
     def ahead(self, batches: Iterator[Any]) -> Iterator[Any]: ...
 
@@ -144,7 +144,7 @@ def load_target(config: TargetConfig, *, for_chats: bool = False, takes_states: 
     """Load, freeze and identify a target; an InputError where it cannot be found, or not be run as configured.
 
     With `for_chats` a tokenizer without a chat template is refused, before weights are read. `takes_states`: the caller has its
-    states from servers where the config names some (`distill.server.engine`).
+    states from servers where the config names some (`distill.server.states`).
     """
     if config.states is not None and not takes_states:
         raise ConfigError(

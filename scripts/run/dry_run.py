@@ -20,7 +20,7 @@ from configs.runtime.resumable import fingerprint
 from configs.runtime.run_record import RECORD
 from configs.runtime.terminal import say
 from configs.schema.commands.running import RunConfig, Stage
-from distill.generation.split import share_for
+from distill.generation.prompts import share_for
 from scripts.run.request import Facts
 from scripts.run.stages import HOUSE, decided_by, stage_command, start_of
 from scripts.run.steps import run_step

@@ -25,10 +25,8 @@ from configs.runtime.redaction import PRIVATE_KEY, mask_counting, redact
 from configs.schema.commands.running import RefreshConfig, RunConfig
 from configs.schema.data import PromptsConfig
 from configs.schema.target import TargetConfig
-from distill.generation.prompts import Prompt, everything_said
-from distill.generation.row_formats import ID_KEYS, detect_format, read_row
-from distill.generation.sources import read_source
-from distill.generation.split import NearDuplicates
+from distill.generation.prompts import NearDuplicates, Prompt, everything_said
+from distill.generation.sources import ID_KEYS, detect_format, read_row, read_source
 from heads.frozen.checkpoint_files import UNREADABLE
 from heads.frozen.identity import locate
 from heads.frozen.tokenizer import load_tokenizer, no_chat_template

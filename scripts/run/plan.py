@@ -16,7 +16,7 @@ from configs.runtime.errors import InputError
 from configs.schema.commands.planning import PlanHeadsConfig
 from configs.schema.commands.release import CheckConfig
 from configs.schema.commands.running import RunConfig, Stage
-from distill.generation.split import share_for
+from distill.generation.prompts import share_for
 from scripts.doctor import describe_disk
 from scripts.run.draft_file import Choice
 from scripts.run.dry_run import Rates

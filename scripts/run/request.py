@@ -21,9 +21,8 @@ from configs.schema.commands.release import HUB_ID
 from configs.schema.commands.running import RunConfig
 from configs.schema.data import PromptsConfig
 from configs.schema.training import HeadsConfig, training_schema
-from distill.generation.prompts import Prompt
+from distill.generation.prompts import Prompt, split_positions
 from distill.generation.sources import read_prompts
-from distill.generation.split import split_positions
 from heads.device import CPU, default_device
 from heads.formats.exporting.exporter import FORMS, WITHOUT_NORMS, check_norms, form_of
 from heads.frozen.checkpoint_files import UNREADABLE

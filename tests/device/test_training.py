@@ -8,8 +8,7 @@ from accelerate.state import AcceleratorState
 
 from configs.schema.training import HeadsConfig
 from distill.cache.reader import open_cache
-from distill.dataset.batches import Example, collate
-from distill.dataset.packing import collate_packed
+from distill.dataset.batches import Example, collate, collate_packed
 from heads.artifact import load_draft
 from heads.modules.layers import checkpoint_activations
 from tests.device.mock_device import counted

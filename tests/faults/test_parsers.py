@@ -14,7 +14,7 @@ from configs.runtime.loading import load_config
 from configs.schema.data import CacheConfig, DataConfig, PromptsConfig
 from configs.schema.evaluation import EvalConfig
 from configs.schema.training import DistillConfig, HeadsConfig
-from distill.cache.format import read_manifest as read_cache_manifest
+from distill.cache.reader import read_manifest as read_cache_manifest
 from distill.dataset.conversations import check_written_for, is_written_by_target, read_conversations
 from distill.generation.server_answers import read_ids
 from distill.generation.sources import read_prompts

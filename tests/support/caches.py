@@ -5,7 +5,6 @@ import torch
 
 from configs.runtime.files import sha256_of
 from configs.schema.data import CacheConfig
-from distill.cache import writer
 from distill.cache.writer import CacheJob
 from distill.dataset.batches import ConversationDataset, collate
 from distill.dataset.conversations import Conversation
@@ -57,22 +56,6 @@ def run(job):
     job.prepare()
     job.work(rank=0, num_processes=1)
     return job.finish()
-
-
-def interrupt_after(monkeypatch, num_writes):
-    """Interrupt the making of caches after so many shards; returns the list of their names, which later runs extend."""
-    write_file, written = writer.write_bytes, []
-
-    def write(path, content):
-        if len(written) == num_writes and not write.interrupted:
-            write.interrupted = True
-            raise KeyboardInterrupt
-        written.append(path.name)
-        write_file(path, content)
-
-    write.interrupted = False
-    monkeypatch.setattr(writer, "write_bytes", write)
-    return written
 
 
 def shard_files(folder):

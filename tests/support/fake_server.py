@@ -25,9 +25,8 @@ class Api:
         self.spoil = lambda answer, asked: answer
         self.key = None
         self.asked = []  # bodies of the completions answered
-        self.before_answer = lambda: None
         self.released = threading.Event()  # ends what hangs
-        self.lock, self.under_way, self.most = threading.Lock(), 0, 0
+        self.lock = threading.Lock()
 
     def respond(self, path, headers, body):
         """Return status, headers and JSON of an answer, or the name of a trouble."""
@@ -43,21 +42,11 @@ class Api:
             return 200, {}, {"object": "list", "data": [{"id": self.name, "object": "model"}]}
         if path != "/v1/completions":
             return 404, {}, {"detail": "Not Found"}
-        return self.counted(body)
-
-    def counted(self, body):
-        """Answer a completion, counting how many are under way."""
-        with self.lock:
-            self.under_way += 1
-            self.most = max(self.most, self.under_way)
         try:
-            self.before_answer()
-            answer = self.spoil(self.complete(body), body)
+            return 200, {}, self.spoil(self.complete(body), body)
         finally:
             with self.lock:
-                self.under_way -= 1
                 self.asked.append(body)
-        return 200, {}, answer
 
     def complete(self, body):
         """Answer as vLLM does: the likeliest tokens of each position and the one that follows, by id; or a continuation."""

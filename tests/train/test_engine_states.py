@@ -14,10 +14,9 @@ from configs.schema.target import TargetConfig
 from configs.schema.training import DistillConfig, HeadsConfig
 from distill.cache.reader import open_cache
 from distill.cache.writer import make_cache
-from distill.dataset.batches import ConversationDataset, collate
+from distill.dataset.batches import ConversationDataset, collate, make_packed_loader
 from distill.dataset.conversations import FORMAT_VERSION, MANIFEST, read_conversations
-from distill.dataset.packing import make_packed_loader
-from distill.server.engine import EngineStates, texts
+from distill.server.states import EngineStates, texts
 from heads.frozen.hidden_states import blocks, read_states
 from heads.frozen.loading import load_target
 from tests.support.caches import write_rows

@@ -10,27 +10,37 @@ import torch
 
 from configs.runtime.errors import InputError
 from distill.cache import writer as cache_making
-from distill.cache.format import RowLayout
+from distill.cache.reader import RowLayout
 from distill.cache.writer import check_folder, encode
-from tests.support.caches import interrupt_after, run, shard_files
+from tests.support.caches import cache_job, random_conversations, run, shard_files, write_rows
+
+VOCABULARY = 258  # of the byte target
 
 
-@pytest.mark.parametrize("settings", [{}, {"taps": [0, 2]}], ids=["final states", "taps"])
-def test_a_cut_off_run_goes_on_to_the_same_bytes(job, tmp_path, monkeypatch, settings):
-    run(job("whole", **settings))
-    num_shards = len(list((tmp_path / "whole").glob("shard-*")))
-    assert num_shards >= 4
-    written = interrupt_after(monkeypatch, 2)
-    parts = job("parts", **settings)
-    with pytest.raises(KeyboardInterrupt):
-        run(parts)
-    assert not (tmp_path / "parts" / "manifest.json").exists()
-    (tmp_path / "parts" / ".shard-00002.safetensors.0badf00d").write_bytes(b"half of one")
-    run(parts)
-    assert written == [f"shard-{number:05d}.safetensors" for number in range(num_shards)]
-    assert shard_files(tmp_path / "parts") == shard_files(tmp_path / "whole")
+@pytest.fixture(scope="module")
+def conversations():
+    """Twelve conversations of random tokens, prompts of 3 to 8 of them, answers of 1 to 40."""
+    return random_conversations([(3 + n % 6, 1 + (n * 17) % 40) for n in range(12)], VOCABULARY, seed=5)
+
+
+@pytest.fixture
+def job(tmp_path, conversations, byte_target):
+    """A function that gives the job of making a cache of those conversations."""
+    data_file = write_rows(tmp_path / "train.jsonl", conversations)
+
+    def make(output="cache", **settings):
+        values = {"batch_size": 3, "dtype": "float32", "shard_megabytes": 0.008} | settings
+        return cache_job(byte_target, data_file, conversations, tmp_path / output, **values)
+
+    return make
+
+
+def test_a_shard_that_was_deleted_is_made_again_to_the_same_bytes(job, tmp_path):
+    run(job("whole"))
+    run(job("parts"))
     (tmp_path / "parts" / "shard-00001.safetensors").unlink()  # as the complaint of a damaged one asks for
-    run(parts)
+    run(job("parts"))
+    assert len(list((tmp_path / "whole").glob("shard-*"))) >= 4
     assert shard_files(tmp_path / "parts") == shard_files(tmp_path / "whole")
 
 

@@ -1,14 +1,26 @@
-"""Batches: which tokens are labels, in what order conversations come, and what padding costs."""
+"""Batches: which tokens are labels, in what order conversations come, what padding costs, and packed rows."""
 
 import itertools
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader
+from pydantic import ValidationError
 
 from configs.runtime.errors import InputError
-from distill.dataset.batches import BucketedBatchSampler, ConversationDataset, balanced, collate, make_loader
+from configs.schema.training import DistillConfig
+from distill.dataset.batches import (
+    BucketedBatchSampler,
+    ConversationDataset,
+    Example,
+    PackedBatchSampler,
+    balanced,
+    collate,
+    collate_packed,
+    make_loader,
+)
 from heads.modules.interface import NO_DOCUMENT
 from tests.support.caches import conversation, efficiency
 
@@ -118,3 +130,55 @@ def test_processes_share_an_epoch_of_balanced_steps_without_repeating_a_conversa
     assert len({len(share) for share in shares}) == 1
     rows = [first for share in shares for batch in first_ids(share) for first in batch]
     assert sorted(rows) == list(range(1, 84))
+
+
+# --- packed rows -------------------------------------------------------------------------------------------------
+
+
+def sampler_of(lengths, batch_size=4, **settings):
+    return PackedBatchSampler(lengths, batch_size, **{"pack_length": 96, "seed": 0} | settings)
+
+
+def test_a_row_is_its_conversations_one_after_the_other():
+    batch = collate_packed([[Example((11, 12, 13), 2, 5), Example((21, 22), 1, 3)], [Example((31, 32, 33, 34), 1, 8)]])
+    pad = NO_DOCUMENT
+    assert batch.input_ids_BT.tolist() == [[11, 12, 13, 21, 22], [31, 32, 33, 34, 0]]
+    assert batch.loss_mask_BT.int().tolist() == [[0, 0, 1, 0, 1], [0, 1, 1, 1, 0]]
+    assert batch.position_ids_BT.tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]
+    assert batch.document_ids_BT.tolist() == [[0, 0, 0, 1, 1], [0, 0, 0, 0, pad]]
+    assert batch.conversations_BC.tolist() == [[5, 3], [8, pad]]
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_every_conversation_comes_once_an_epoch_in_rows_that_hold_it(dataset, epoch):
+    sampler = sampler_of(dataset.lengths, window=20)
+    sampler.set_epoch(epoch)
+    batches = list(sampler)
+    rows = [row for batch in batches for row in batch]
+    assert sorted(index for row in rows for index in row) == list(range(83))
+    assert max(sum(dataset.lengths[list(row)]) for row in rows) <= 96
+    assert [len(batch) for batch in batches[:-1]] == [4] * (len(sampler) - 1)
+    assert len(rows) == sampler.num_rows
+    assert len(batches) == len(sampler)
+
+
+def test_chats_of_all_lengths_fill_more_than_97_parts_in_100():
+    lengths = np.clip(np.random.default_rng(0).lognormal(5.3, 0.8, 6000), 10, 1024).astype(int)
+    packed = efficiency(sampler_of(lengths, 8, pack_length=2048), lengths)
+    assert packed > 0.97
+    assert packed > efficiency(BucketedBatchSampler(lengths, 8, seed=0), lengths)
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        ({"data": {"pack_length": 1024}}, "pack_length is for packed rows"),
+        ({"data": {"packing": True, "pack_length": 100}}, "at least max_length"),
+        ({"data": {"packing": False}}, "True"),
+        ({"data": {"packing": True}, "policy": {"on_policy": 0.5}}, "a row has to be one conversation"),
+    ],
+)
+def test_settings_that_contradict_packing_are_refused(config, complaint):
+    with pytest.raises(ValidationError, match=complaint):
+        DistillConfig.model_validate(config)
+    assert DistillConfig.model_validate({"data": {"packing": True, "max_length": 300}}).data.row_length == 1200

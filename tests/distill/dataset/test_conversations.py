@@ -14,7 +14,7 @@ import torch
 from configs.runtime.errors import InputError
 from configs.runtime.files import sha256_of
 from distill.dataset import conversations
-from distill.dataset.batches import BucketedBatchSampler, ConversationDataset
+from distill.dataset.batches import BucketedBatchSampler, ConversationDataset, PackedBatchSampler
 from distill.dataset.conversations import (
     INDEX_SUFFIX,
     MANIFEST,
@@ -26,7 +26,6 @@ from distill.dataset.conversations import (
     open_conversations,
     read_conversations,
 )
-from distill.dataset.packing import PackedBatchSampler
 from distill.generation.make_dataset import check_output
 from heads.frozen import identity
 from heads.frozen.identity import TargetIdentity

@@ -1,12 +1,10 @@
 """The loop that writes text: where rows end, who takes their place, and the distribution of what the target draws."""
 
-from functools import partial
-
 import pytest
 import torch
 
 from configs.schema.decoding import SamplingConfig
-from distill.generation.continuation import Request, TargetSource, continue_requests
+from distill.generation.continuation import Request, continue_requests
 from heads.sampling.probabilities import token_probabilities
 from tests.support.writing import continue_tokens
 
@@ -98,34 +96,3 @@ def test_logits_that_are_not_finite_are_reported(byte_target, monkeypatch):
     )
     with pytest.raises(RuntimeError, match=r"not finite in torch\.float32"):
         continue_tokens(byte_target, [[1]], SamplingConfig(), max_new_tokens=1, seed=0, requests=[0])
-
-
-def test_a_place_that_holds_a_rows_prompt_reads_no_other_and_the_row_gets_the_tokens_of_its_own(
-    tiny_llama, as_target, monkeypatch
-):
-    target = as_target(tiny_llama(seed=4, dtype=torch.float32))
-    read = []
-    plain = TargetSource._read_prompts
-    monkeypatch.setattr(
-        TargetSource,
-        "_read_prompts",
-        lambda self, cache, prompts, rows: read.append(len(rows)) or plain(self, cache, prompts, rows),
-    )
-
-    def written(batch_size, prompts):
-        found = {}
-        asked = [
-            Request(prompt_ids=ids, limit=8 + n % 3, number=n, has_ended=lambda _: False, on_done=partial(found.__setitem__, n))
-            for n, ids in enumerate(prompts)
-        ]
-        source = TargetSource(target, SamplingConfig(temperature=1.0), capacity=16)
-        continue_requests(source, asked, seed=0, batch_size=batch_size)
-        return found
-
-    alike = [(5, 9, 6)] * 6
-    together = written(None, alike)
-    read.clear()
-    assert written(2, alike) == together
-    assert read == [2]  # those of the first two rows
-    others = [(5, 9, 6), (7, 8), (5, 9, 6), (5, 9, 6)]
-    assert written(2, others) == written(None, others)

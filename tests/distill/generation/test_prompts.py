@@ -5,8 +5,17 @@ from dataclasses import replace
 import pytest
 
 from configs.runtime.errors import InputError
-from distill.generation.prompts import DUPLICATE, TOO_LONG, TRUNCATED, Prompt, encode_prompt, fit_prompts
-from distill.generation.split import OVERLAP, hash_position, split_prompts
+from distill.generation.prompts import (
+    DUPLICATE,
+    OVERLAP,
+    TOO_LONG,
+    TRUNCATED,
+    Prompt,
+    encode_prompt,
+    fit_prompts,
+    hash_position,
+    split_prompts,
+)
 
 ASSISTANT = {"role": "assistant", "content": "Hello."}
 

@@ -11,11 +11,11 @@ from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.loading import load_config
 from configs.schema.data import AnswersConfig, DataConfig, ServerConfig
 from distill.dataset.conversations import is_written_by_target, read_conversations
-from distill.generation.answers import NO_ROOM, UNREACHED
+from distill.generation.answers import NO_ROOM
 from distill.generation.make_dataset import answer_job, make_dataset
+from distill.generation.prompts import split_prompts
 from distill.generation.server_answers import ServerAnswerJob, read_ids
 from distill.generation.sources import list_prompts
-from distill.generation.split import split_prompts
 from distill.server.connection import Connection, read_completion
 
 ENDS = (9, 7)
@@ -26,11 +26,11 @@ GREEDY = AnswersConfig()
 def writer(api, byte_target, stack, tmp_path):
     """A function that gives a job over the fake server; settings go to its config."""
 
-    def make(sampling=GREEDY, seed=3, max_positions=160, prompts=(), **settings):
+    def make(sampling=GREEDY, prompts=(), **settings):
         config = ServerConfig(**{"url": api.url, "model": "tiny", "retries": 0, "timeout_seconds": 10.0, **settings})
-        job = {"prompts": prompts, "config": sampling, "seed": seed, "folder": tmp_path, "fingerprint": "job"}
+        job = {"prompts": prompts, "config": sampling, "seed": 3, "folder": tmp_path, "fingerprint": "job"}
         server = stack.enter_context(Connection(config))
-        return ServerAnswerJob(server=server, target=byte_target, max_positions=max_positions, **job)
+        return ServerAnswerJob(server=server, target=byte_target, max_positions=160, **job)
 
     return make
 
@@ -38,10 +38,6 @@ def writer(api, byte_target, stack, tmp_path):
 @pytest.fixture
 def prompt(byte_target):
     return byte_target.encode_chat([{"role": "user", "content": "hello"}])
-
-
-def completion(**choice):
-    return read_completion({"choices": [choice]}, "the server")
 
 
 def test_every_setting_of_the_sampling_is_sent(writer, api, prompt):
@@ -54,13 +50,6 @@ def test_every_setting_of_the_sampling_is_sent(writer, api, prompt):
     off = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
     assert {name: sampled[name] for name in off} == off
     assert (sampled["max_tokens"], sampled["model"], sampled["stop_token_ids"]) == (20, "tiny", list(api.target.eos_token_ids))
-
-
-def test_no_more_is_asked_for_than_the_context_holds(writer, api, prompt):
-    writer(max_positions=len(prompt) + 6).write(prompt, 5, 20)
-    assert [body["max_tokens"] for body in api.asked] == [6]
-    assert writer(max_positions=len(prompt)).write(prompt, 5, 20) == NO_ROOM
-    assert len(api.asked) == 1
 
 
 def test_a_prompt_that_always_fails_leaves_the_others_answered(config, api):
@@ -122,17 +111,6 @@ def test_an_answer_to_other_token_ids_or_of_another_form_is_refused(writer, api,
         ([1, 2, 9], "stop", [1, 2, 9]),
         ([1, 7, 3, 4], "length", [1, 7]),  # a server that does not stop where it was told to
         ([1, 2, 3, 9], "length", [1, 2, 3, 9]),
-        ([9], "stop", [9]),
-    ],
-)
-def test_ids_go_up_to_the_end_of_the_answer(token_ids, finish, expected):
-    answer = completion(token_ids=token_ids, finish_reason=finish)
-    assert read_ids(answer, 4, ENDS, 20, "the server") == expected
-
-
-@pytest.mark.parametrize(
-    ("token_ids", "finish", "complaint"),
-    [
         ([1, 2], "stop", "end by 9, 7"),
         ([], "stop", "last token none"),
         ([1, 2], "length", "2 tokens"),
@@ -143,9 +121,14 @@ def test_ids_go_up_to_the_end_of_the_answer(token_ids, finish, expected):
         *(([1, 2], reason, str(reason)) for reason in (None, "abort", "error")),
     ],
 )
-def test_an_answer_that_cannot_be_right_is_refused(token_ids, finish, complaint):
-    with pytest.raises(InputError, match=complaint):
-        read_ids(completion(token_ids=token_ids, finish_reason=finish), 4, ENDS, 20, "the server")
+def test_ids_go_up_to_the_end_of_the_answer_and_one_that_cannot_be_right_is_refused(token_ids, finish, expected):
+    choice = {"token_ids": token_ids, "finish_reason": finish}
+    answer = read_completion({"choices": [choice]}, "the server")
+    if isinstance(expected, list):
+        assert read_ids(answer, 4, ENDS, 20, "the server") == expected
+        return
+    with pytest.raises(InputError, match=expected):
+        read_ids(answer, 4, ENDS, 20, "the server")
 
 
 # --- a data set ---------------------------------------------------------------------------------------------------
@@ -255,19 +238,9 @@ def test_the_servers_shorter_context_counts_and_what_does_not_fit_is_told(config
     assert all(len(row.prompt_ids) + len(row.answer_ids) <= longest for row in rows)
     dropped = json.loads(files["manifest.json"])["counts"]["dropped"]
     assert dropped == {NO_ROOM: 4}
-    assert UNREACHED not in dropped
 
 
-# --- config -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("overrides", "complaint"),
-    [
-        (["answers.written_by=server"], r"got written_by 'server' without a server"),
-        (["server={url: 'http://h/v1', model: m}"], r"got written_by 'target' with a server"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(overrides, complaint):
-    with pytest.raises(ConfigError, match=complaint):
-        load_config(DataConfig, None, overrides)
+@pytest.mark.parametrize("settings", [["answers.written_by=server"], ["server={url: 'http://h/v1', model: m}"]])
+def test_a_server_and_answers_by_it_go_together(settings):
+    with pytest.raises(ConfigError, match="written_by"):
+        load_config(DataConfig, None, settings)

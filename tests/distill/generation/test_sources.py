@@ -12,8 +12,7 @@ from pydantic import ValidationError
 from configs.runtime.errors import InputError
 from configs.schema.data import PromptsConfig
 from distill.generation.prompts import Prompt
-from distill.generation.row_formats import FORMS, detect_format, read_row
-from distill.generation.sources import list_prompts, read_prompts, read_source
+from distill.generation.sources import FORMS, detect_format, list_prompts, read_prompts, read_row, read_source
 
 USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -48,13 +47,10 @@ def parsed(row, format=None, **columns):
 def test_each_form_is_known_by_its_key_and_asks_its_prompt(key):
     assert list(ROWS) == [*FORMS, "prompt"]
     row, turns, answer = ROWS[key]
+    if key == "conversations":  # of messages, too, as of SpecForge and speculators
+        assert (parsed(row).turns, parsed(row).answer) == (parsed({"conversations": [USER, ASSISTANT]}).turns, "Hello")
     prompt = parsed({**row, "category": "odd"})
     assert (prompt.turns, prompt.answer, prompt.category) == (turns, answer, "odd")
-
-
-def test_conversations_may_hold_messages_as_of_specforge_and_speculators():
-    prompt = parsed({"id": "7", "conversations": [USER, ASSISTANT]})
-    assert (prompt.turns, prompt.answer) == (("Hi",), "Hello")
 
 
 def test_tools_beside_messages_are_the_prompts():

@@ -7,8 +7,7 @@ from pydantic import TypeAdapter
 
 from configs.schema.heads import HeadConfig
 from configs.schema.training import LossConfig
-from distill.dataset.batches import Example, collate
-from distill.dataset.packing import collate_packed
+from distill.dataset.batches import Example, collate, collate_packed
 from distill.loss.draft_objective import DraftObjective
 from distill.loss.head_objective import HeadObjective
 from heads.frozen.hidden_states import read_states

@@ -13,7 +13,7 @@ from configs.schema.commands.running import RunConfig
 from configs.schema.data import PromptsConfig
 from configs.schema.evaluation import EvalConfig
 from configs.schema.target import TargetConfig
-from distill.generation.split import split_prompts
+from distill.generation.prompts import split_prompts
 from scripts.run import plan
 from scripts.run.draft_file import apply
 from scripts.run.dry_run import Rates
