@@ -39,12 +39,12 @@ from eval.measure.proposers import (
 from eval.measure.record_files import drop_batches
 from eval.measure.suite import Suite, Turns, fit_suite, load_suites, trained_on
 from eval.metrics.acceptance import Tally
-from eval.metrics.quality import check_references, judge_quality
 from eval.metrics.speed import find_meter, summarise_energy
+from eval.quality import check_references, judge_quality
 from eval.report.build import build_report
-from eval.report.markdown import render_markdown
 from eval.report.page import render_html
 from eval.report.schema import Report, SpeedSection, write_report
+from eval.report.tables import render_markdown
 from eval.timing import check_sweep, predict_speed, sweep_rounds, time_generate
 from heads.frozen.loading import Target, load_target
 from heads.frozen.processes import join_processes

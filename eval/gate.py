@@ -2,7 +2,7 @@
 
 Prints a table and writes the verdict beside the report as `gate.json`, `gate.md` (for a pull request) and `gate.xml` (JUnit,
 for a CI system). Ends with 0 for pass, 1 for fail, 2 for bad input, 3 where the prompts were too few to say. With
-`--artifact FOLDER` the draft that is to be released must be, by its hash, the one that was measured (`eval.release.checks`).
+`--artifact FOLDER` the draft that is to be released must be, by its hash, the one that was measured (`eval.release`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from configs.runtime.files import sha256_of, write_json, write_text
 from configs.runtime.redaction import mask_secrets
 from configs.runtime.terminal import one_line, say
 from configs.schema.evaluation import GateConfig
-from eval.release.checks import judge, read_artifact
-from eval.release.verdict import as_junit, as_markdown, as_table, as_values
+from eval.release import as_junit, as_markdown, as_table, as_values, judge, read_artifact
 from eval.report.schema import load_report, report_file
 from eval.report.text import headline
 

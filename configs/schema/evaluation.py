@@ -77,7 +77,6 @@ class LosslessConfig(Settings):
     # At temperature > 0: samples of one text whose first tokens are counted and tested against their exact probabilities. 0: no
     # test. 10 s of one core with SmolLM2-135M.
     first_token_samples: NonNegativeInt = 512
-    false_alarm_rate: Annotated[float, Field(gt=0, lt=1)] = 0.01  # how often a lossless decoder may fail that test
     # The total variation from the target's distribution that the test must be able to show in four of five runs; one that would
     # miss it is inconclusive where it finds nothing.
     must_show_variation: PositiveShare = 0.2

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 
 from configs.runtime.terminal import progress
 from eval.decoder.records import Generation
-from eval.metrics.answers import answer_states, pair_answers
 from heads.device import CPU, free_memory, widest_float
 from heads.frozen.loading import Target, load_target
-from heads.inference.causal_lm import head_logits
+from heads.frozen.media import MediaPrompt
+from heads.inference.causal_lm import forward_rows, head_logits, new_cache, read_documents
+from heads.inference.kv_cache import LAYERS
 
 log = logging.getLogger("draftsmith")
 
@@ -191,7 +192,7 @@ def _divergence(one: Generation, other: Generation, place: int, reading: _Readin
     )
 
 
-# --- the wider copy ------------------------------------------------------------------------------------------------
+# --- the wider copy -------------------------------------------------------------------------------------------------
 
 
 def widened(target: Target) -> Target:
@@ -225,3 +226,41 @@ def home_of_copy(target: Target, dtype: torch.dtype) -> torch.device:
         *(str(dtype).removeprefix("torch."), needed / 1e9, target.device, free / 1e9),
     )
     return CPU
+
+
+# --- answers read whole ---------------------------------------------------------------------------------------------
+
+
+def pair_answers(plain: Sequence[Generation], speculative: Sequence[Generation]) -> list[tuple[Generation, Generation]]:
+    """Return each plain answer with the speculative one to the same request."""
+    other = {(answer.prompt_id, answer.turn): answer for answer in speculative}
+    if len(plain) != len(speculative) or any((answer.prompt_id, answer.turn) not in other for answer in plain):
+        raise ValueError("plain and speculative answers must be to the same requests, one each")
+    return [(answer, other[answer.prompt_id, answer.turn]) for answer in plain]
+
+
+@torch.no_grad()
+def answer_logits(
+    target: Target, prompt: Sequence[int], answer: Sequence[int], media_prompt: MediaPrompt | None = None
+) -> Tensor:
+    """Return the logits `[T, V]` from which each token of an answer came; row t is after `answer[:t]`."""
+    return head_logits(target.model, answer_states(target, prompt, answer, media_prompt))
+
+
+@torch.no_grad()  # in inference mode a lean or compiled forward would run
+def answer_states(
+    target: Target,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    media_prompt: MediaPrompt | None = None,
+    kv_cache: Literal["int8"] | None = None,
+) -> Tensor:
+    """Return the final states `[T, D]` before each token of an answer, by one forward of transformers', or in such a cache."""
+    ids_1T = torch.tensor([[*prompt, *answer[:-1]]], device=target.device)
+    media = target.media_inputs([media_prompt], [prompt])
+    if kv_cache is None:
+        hidden_1TD = read_documents(target.model, ids_1T, None, media)
+    else:
+        cache = new_cache(target.model, ids_1T.shape[1], LAYERS[kv_cache])
+        hidden_1TD = forward_rows(target.model, cache, ids_1T, [0], media=media)
+    return hidden_1TD[0, len(prompt) - 1 :]

@@ -4,30 +4,40 @@ Of greedy answers every token must be the target's choice up to rounding (`eval.
 right one. They may still differ from plain decoding's: a forward over several rows rounds differently from one over a single
 row, so that a near tie falls the other way, and the text goes on from there.
 
-Of samples the first tokens of many continuations of one text are held against their exact probabilities
-(`eval.lossless.first_tokens`). That each rule keeps the target's distribution is proved by exact enumeration in the test suite.
-A lossy mode is `lossy_by_design`.
+Of samples the first tokens of many continuations of one text are counted and tested against their exact probabilities. These
+are a tree of the target's forwards; leaves too unlikely for a G-test are pooled. The first token comes from the prefill, so
+speculation shows in the second and third; the text is therefore chosen, by plain answers alone, where the next token is nearly
+certain and the one after it is not. That each rule keeps the target's distribution is proved by exact enumeration in the test
+suite. A lossy mode is `lossy_by_design`. N samples, P prefixes, T positions, V vocabulary.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from configs.schema.decoding import DecodeConfig
+import torch
+from torch import Tensor
+
+from configs.runtime.terminal import progress
+from configs.schema.decoding import DecodeConfig, SamplingConfig
 from configs.schema.evaluation import LosslessConfig
+from eval.decoder.batch import BatchRun
 from eval.decoder.records import FAILED, UNDECODED, Generation
 from eval.decoder.request import BatchRow, Request
-from eval.lossless.first_tokens import check_first_tokens
-from eval.lossless.teacher_forcing import TokenCheck, check_tokens
-from eval.metrics.answers import pair_answers
+from eval.lossless.teacher_forcing import TokenCheck, answer_logits, check_tokens, pair_answers
+from eval.stats import detectable_variation, g_test
 from heads.frozen.loading import Target
+from heads.inference.causal_lm import head_logits, read_documents
 from heads.proposers.protocol import Proposer
+from heads.sampling.probabilities import token_probabilities
 
 LOSSLESS, UP_TO_TIES, NOT_LOSSLESS, LOSSY = "lossless", "lossless_up_to_ties", "not_lossless", "lossy_by_design"
 PASS, FAIL, INCONCLUSIVE = "pass", "fail", "inconclusive"
 SHOWN = 10  # wrong tokens that the report names
+FALSE_ALARMS = 0.01  # the share of lossless decoders that may fail the test of samples
 
 Check = dict[str, Any]
 
@@ -114,13 +124,191 @@ def check_samples(
     Else it is inconclusive where it has no p-value, or where the least difference that it shows in four of five runs
     (`detectable_difference`) is above what it must show.
     """
-    rate, must_show = config.false_alarm_rate, config.must_show_variation
-    test = check_first_tokens(target, proposer, plain, decode_config, config.first_token_samples, 1 - rate)
-    test |= {"false_alarm_rate": rate, "must_show": must_show, "checked_prompts": int(test["num_samples"] > 0)}
+    must_show = config.must_show_variation
+    test = check_first_tokens(target, proposer, plain, decode_config, config.first_token_samples)
+    test |= {"false_alarm_rate": FALSE_ALARMS, "must_show": must_show, "checked_prompts": int(test["num_samples"] > 0)}
     if test["p_value"] is None:
         return test | {"outcome": INCONCLUSIVE}
-    if test["p_value"] <= rate:
+    if test["p_value"] <= FALSE_ALARMS:
         return test | {"outcome": FAIL}
     if test["detectable_difference"] is None or test["detectable_difference"] > must_show:
         return test | {"outcome": INCONCLUSIVE, "reason": "would_miss_what_it_must_show"}
     return test | {"outcome": PASS}
+
+
+# --- the test of the first tokens -----------------------------------------------------------------------------------
+
+
+Prefix = tuple[int, ...]
+
+REST = -1  # in a prefix: any token but those that were followed
+DEPTH = 3  # tokens tested: the prefill's and two from rounds
+MIN_EXPECTED = 5.0  # samples a cell should expect; with fewer, G is not near chi-square
+CANDIDATES, MAX_START = 8, 16  # answers, and tokens of each, among which the text to continue is chosen
+AT_ONCE = 32  # samples decoded where the target takes batches, or prefixes read, together
+
+
+@dataclass
+class Cells:
+    """A partition of all answers by their first tokens; `probabilities[i]` is the target's probability of cell i.
+
+    `cell_of` has the cell of a prefix that is one by itself. Of a prefix that was followed further it has, behind the prefix
+    and `REST`, the cell of the continuations without one of their own.
+    """
+
+    probabilities: list[float] = field(default_factory=list)
+    cell_of: dict[Prefix, int] = field(default_factory=dict)
+
+    def add(self, probability: float, *prefixes: Prefix) -> None:
+        """Make a new cell."""
+        self.cell_of |= dict.fromkeys(prefixes, len(self.probabilities))
+        self.probabilities.append(probability)
+
+    def find(self, tokens: Sequence[int]) -> int:
+        """Return the cell of an answer's first tokens, which must be enough to tell."""
+        before: Prefix = ()
+        for token in tokens:
+            prefix = (*before, token)
+            if prefix in self.cell_of:
+                return self.cell_of[prefix]
+            if (*prefix, REST) not in self.cell_of:
+                return self.cell_of[*before, REST]
+            before = prefix
+        raise ValueError(f"{len(tokens)} tokens do not reach a cell")
+
+
+def check_first_tokens(
+    target: Target,
+    proposer: Proposer,
+    plain: Sequence[Generation],
+    config: DecodeConfig,
+    num_samples: int,
+) -> dict[str, Any]:
+    """Sample a text's continuation many times by the decoding under test and return the G-test of its first tokens.
+
+    The text is chosen from plain decoding's answers. Samples have numbers for their random draws that no other request has.
+    """
+    start, num_answered = choose_start(target, plain, config)
+    if start is None:
+        return {"p_value": None, "reason": "no_answer_to_start_from", "detectable_difference": None, "num_samples": 0}
+    cells = find_cells(target, start, config, num_samples)
+    answers = list(_sample(target, proposer, start, config, num_samples))
+    complete = [tokens for tokens in answers if tokens is not None]
+    counts = [0] * len(cells.probabilities)
+    for tokens in complete:
+        counts[cells.find(tokens[:DEPTH])] += 1
+    found = g_test(counts, cells.probabilities)
+    reason = "law_too_certain_for_so_few_samples" if found.p_value is None else None
+    reason = "samples_failed" if len(complete) < len(answers) else reason
+    return {
+        "p_value": None if reason else found.p_value,
+        "reason": reason,
+        "statistic": found.statistic,
+        "degrees_of_freedom": found.degrees_of_freedom,
+        "detectable_difference": detectable_variation(len(complete), found.degrees_of_freedom, level=1 - FALSE_ALARMS),
+        "num_samples": num_samples,
+        "num_failed": len(answers) - len(complete),
+        "num_tokens": DEPTH,
+        "prompt_id": start.prompt_id,
+        "turn": start.turn,
+        "after_answer_tokens": num_answered,
+    }
+
+
+def choose_start(target: Target, plain: Sequence[Generation], config: DecodeConfig) -> tuple[Request | None, int]:
+    """Return the text after which most samples reach the same next token and then differ, and how much of it is answered.
+
+    That is where p(a) (1 - sum_v p(v | a)^2) is largest: a the plain answer's own next token, v the one after it. `None` where
+    no answer leaves room for a round.
+    """
+    best, num_answered, largest = None, 0, -1.0
+    for answer in [each for each in plain if len(each.tokens) > 1 and each.stop_reason not in FAILED][:CANDIDATES]:
+        room = target.max_positions - len(answer.prompt_tokens) - _answer_length(config)
+        size = min(len(answer.tokens) - 1, MAX_START, room)
+        if size < 1:
+            continue
+        logits_TV = answer_logits(target, answer.prompt_tokens, answer.tokens[: size + 1], answer.media_prompt)
+        probs_TV = token_probabilities(logits_TV, config)
+        own_T1 = probs_TV[:-1].gather(1, torch.tensor(answer.tokens[:size], device=probs_TV.device).unsqueeze(1))
+        open_T = own_T1.squeeze(1) * (1 - probs_TV[1:].square().sum(-1))
+        if float(open_T.max()) > largest:
+            num_answered, largest = int(open_T.argmax()), float(open_T.max())
+            best = Request(
+                prompt_id=answer.prompt_id,
+                category=answer.category,
+                tokens=(*answer.prompt_tokens, *answer.tokens[:num_answered]),
+                turn=answer.turn,
+                media_prompt=answer.media_prompt,
+            )
+    return best, num_answered
+
+
+def find_cells(target: Target, start: Request, sampling: SamplingConfig, num_samples: int) -> Cells:
+    """Partition the answers to `start` by their first `DEPTH` tokens into cells that expect at least `MIN_EXPECTED` samples.
+
+    What is pooled over the whole tree becomes one cell, or joins the smallest.
+    """
+    cells, min_share = Cells(), MIN_EXPECTED / num_samples
+    level: dict[Prefix, float] = {(): 1.0}
+    small: list[Prefix] = []
+    for depth in range(1, DEPTH + 1):
+        deeper: dict[Prefix, float] = {}
+        for prefix, probs_V in zip(level, _distributions_after(target, start, list(level), sampling), strict=True):
+            reached_V = level[prefix] * probs_V
+            kept = torch.nonzero(reached_V >= min_share).flatten().tolist()
+            for token in kept:
+                if depth == DEPTH or token in target.eos_token_ids:
+                    cells.add(float(reached_V[token]), (*prefix, token))
+                else:
+                    deeper[(*prefix, token)] = float(reached_V[token])
+            rest = level[prefix] - float(reached_V[kept].sum())
+            if rest >= min_share:
+                cells.add(rest, (*prefix, REST))
+            else:
+                small.append((*prefix, REST))
+        level = deeper
+    if small:
+        missing = max(0.0, 1.0 - sum(cells.probabilities))
+        if missing >= min_share or not cells.probabilities:
+            cells.add(missing, *small)
+        else:
+            smallest = min(range(len(cells.probabilities)), key=cells.probabilities.__getitem__)
+            cells.probabilities[smallest] += missing
+            cells.cell_of |= dict.fromkeys(small, smallest)
+    return cells
+
+
+@torch.inference_mode()
+def _distributions_after(
+    target: Target, start: Request, prefixes: Sequence[Prefix], sampling: SamplingConfig
+) -> Iterator[Tensor]:
+    """Yield the next token's distribution `[V]` (float64) after the text and each prefix; the prefixes are equally long."""
+    for first in range(0, len(prefixes), AT_ONCE):
+        rows = [[*start.tokens, *prefix] for prefix in prefixes[first : first + AT_ONCE]]
+        media = target.media_inputs([start.media_prompt] * len(rows), rows)
+        hidden_PTD = read_documents(target.model, torch.tensor(rows, device=target.device), None, media)
+        probs_PV = token_probabilities(head_logits(target.model, hidden_PTD[:, -1]), sampling).cpu().double()
+        yield from probs_PV / probs_PV.sum(-1, keepdim=True)
+
+
+@torch.inference_mode()
+def _sample(
+    target: Target, proposer: Proposer, start: Request, config: DecodeConfig, num_samples: int
+) -> Iterator[list[int] | None]:
+    """Yield the first tokens of each sample, `DEPTH` or more unless the answer ended; `None` for one that failed."""
+    settings = config.model_copy(update={"max_new_tokens": _answer_length(config), "stop": None})
+    requests = [replace(start, prompt_id=f"{start.prompt_id}/sample {n}", turn=0) for n in range(num_samples)]
+    at_once = 1 if "batches" in target.runner.refused else AT_ONCE  # after a round the samples are of unequal lengths
+    with progress("sampling first tokens", num_samples, "samples") as advance:
+        for first in range(0, num_samples, at_once):
+            run = BatchRun(target, requests[first : first + at_once], settings, proposer)
+            run.prefill()
+            while any(row.num_answered < DEPTH for row in run.active):
+                run.round()
+            yield from (None if row.stop_reason in FAILED else row.tokens[len(start.tokens) :] for row in run.rows)
+            advance(len(run.rows))
+
+
+def _answer_length(config: DecodeConfig) -> int:
+    """Return how long a sample must be for its first round to draft as many tokens as are in use, and to reach `DEPTH`."""
+    return max(config.num_speculative_tokens + 2, DEPTH)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from eval.decoder.records import AUTOREGRESSIVE, FAILED, SPECULATIVE, Generation, Round, Timing
-from eval.stats.bootstrap import Floats, ratio_interval
+from eval.stats import Floats, fields_of, ratio_interval
 
 CONTEXT_FROM = (0, *(2**power for power in range(4, 18)))  # classes by how many tokens stood before a round
 SAMPLES_A_SIDE = 3  # answers kept whole from either end of the ranking by tokens per target step
@@ -122,10 +122,7 @@ class Acceptance(Metric):
         }
         pairs = {name: (_by_prompt(table[above]), _by_prompt(table[below])) for name, (above, below) in RATIOS.items()}
         pairs["tokens_per_target_step_macro"] = (own, np.ones_like(own))
-        for name, (above_P, below_P) in pairs.items():
-            found = ratio_interval(above_P, below_P, samples=samples, seed=seed)
-            numbers |= {name: found.point, f"{name}_ci": found.bounds}
-        return numbers
+        return numbers | fields_of({name: ratio_interval(*pair, samples=samples, seed=seed) for name, pair in pairs.items()})
 
     def by_context(self, *, samples: int, seed: int) -> list[dict[str, Any]]:
         """Return tokens per target step by how many tokens of prompt and answer stood before a round."""
@@ -134,16 +131,13 @@ class Acceptance(Metric):
             committed_P, rounds_P = (self.table[f"{name}_by_context"][:, place] for name in ("committed", "rounds"))
             if rounds_P.any():
                 tau = ratio_interval(committed_P, rounds_P, samples=samples, seed=seed)
-                found.append(
-                    {
-                        "from_tokens": start,
-                        "to_tokens": 2 * start if start else CONTEXT_FROM[1],
-                        "num_prompts": int((rounds_P > 0).sum()),
-                        "num_rounds": int(rounds_P.sum()),
-                        "tokens_per_target_step": tau.point,
-                        "tokens_per_target_step_ci": tau.bounds,
-                    }
-                )
+                part = {
+                    "from_tokens": start,
+                    "to_tokens": 2 * start if start else CONTEXT_FROM[1],
+                    "num_prompts": int((rounds_P > 0).sum()),
+                    "num_rounds": int(rounds_P.sum()),
+                }
+                found.append(part | fields_of({"tokens_per_target_step": tau}))
         return found
 
 

@@ -22,7 +22,7 @@ import torch
 
 from configs.runtime.errors import first_line
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Clock, Timing
-from eval.stats.bootstrap import Interval, paired_ratio_interval, ratio_interval
+from eval.stats import Interval, fields_of, paired_ratio_interval, ratio_interval
 from heads.device import nvml_uuid
 
 PHASES = ("draft_seconds", "verify_seconds", "sample_seconds", "overhead_seconds")
@@ -79,7 +79,7 @@ def compare_speed(timings: Sequence[Timing], mode: str, *, samples: int, seed: i
         "decode_speedup": paired_ratio_interval(plain[0], plain[2], other[0], other[2], samples=samples, seed=seed),
         "end_to_end_speedup": paired_ratio_interval(*whole, samples=samples, seed=seed),
     }
-    return {name: each.point for name, each in found.items()} | {f"{name}_ci": each.bounds for name, each in found.items()}
+    return fields_of(found)
 
 
 def summarise_advantage(
@@ -90,15 +90,9 @@ def summarise_advantage(
     `ours` and `theirs` are `{prompt id: [committed tokens, rounds]}`. Prompts that only one of them has are left out, as are
     batches on which only one mode was timed.
     """
-    tau = sums_ratio(ours, theirs, samples, seed)
     own, other = (sums_by_batch(timings, each, "num_tokens", "decode_seconds") for each in (ours_mode, mode))
-    speed = sums_ratio(own, other, samples, seed)
-    return {
-        "tokens_per_target_step_ratio": tau.point,
-        "tokens_per_target_step_ratio_ci": tau.bounds,
-        "decode_speed_ratio": speed.point,
-        "decode_speed_ratio_ci": speed.bounds,
-    }
+    tau, speed = sums_ratio(ours, theirs, samples, seed), sums_ratio(own, other, samples, seed)
+    return fields_of({"tokens_per_target_step_ratio": tau, "decode_speed_ratio": speed})
 
 
 def sums_ratio(ours: Sums, theirs: Sums, samples: int, seed: int) -> Interval:
@@ -220,5 +214,4 @@ def summarise_energy(timings: Sequence[Timing], meter: Meter | str, *, samples: 
         SPECULATIVE: ratio_interval(*speculative, samples=samples, seed=seed),
         "ratio": paired_ratio_interval(*speculative, *plain, samples=samples, seed=seed),
     }
-    numbers = {name: each.point for name, each in found.items()} | {f"{name}_ci": each.bounds for name, each in found.items()}
-    return {"reason": None, "joules_per_token": numbers}
+    return {"reason": None, "joules_per_token": fields_of(found)}

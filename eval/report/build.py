@@ -1,7 +1,7 @@
 """From a run's records to its report: every number is computed here, by one pure function.
 
 Numbers only, never formatted strings; units in names; `None` where a number is not available. `eval.report.schema` fixes the
-form, `eval.report.markdown` and `eval.report.page` render it, `eval.release.checks` judges it.
+form, `eval.report.tables` and `eval.report.page` render it, `eval.release` judges it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from eval.metrics.acceptance import SAMPLES_A_SIDE, Tally
 from eval.metrics.speed import compare_speed, summarise_advantage, summarise_speed, timings_within
 from eval.report.samples import Decode, pick_samples
 from eval.report.schema import SCHEMA_VERSION, Report, parse_report
-from eval.stats.bootstrap import LEVEL, detectable_percent
+from eval.stats import LEVEL, detectable_percent
 
 # Of acceptance, what is kept of other ways than the draft's.
 KEPT = ("tokens_per_target_step", "tokens_per_target_step_ci", "accepted_per_round", "draft_token_yield")

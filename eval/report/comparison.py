@@ -16,11 +16,10 @@ import numpy as np
 
 from configs.runtime.errors import InputError
 from configs.schema.target import IDENTITY
-from eval.report.markdown import as_markdown_table, escape
 from eval.report.schema import BatchSection, PromptsSection, Report, SuiteSection
-from eval.report.tables import Table
+from eval.report.tables import Table, as_markdown_table, escape
 from eval.report.text import VERDICTS, interval, number, short, significant, speedup, tau, warnings
-from eval.stats.bootstrap import Column, detectable_percent, statistic_interval
+from eval.stats import Column, detectable_percent, statistic_interval
 
 Aspect = Literal["target", "suite", "num_speculative_tokens", "decode", "machine"]
 MACHINE = ("cpu", "cores", "device", "threads", "processes")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eval.stats.bootstrap import Floats, statistic_interval
+from eval.stats import Floats, statistic_interval
 from scripts.bench.harness import SEED, flat
 
 SAMPLES = 2000

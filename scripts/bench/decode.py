@@ -31,7 +31,7 @@ from eval.decoder.records import AUTOREGRESSIVE, Generation, Timing
 from eval.lossless.teacher_forcing import check_tokens
 from eval.lossless.verdict import NOT_LOSSLESS, judge_lossless
 from eval.metrics.speed import compare_speed
-from eval.stats.bootstrap import Interval, paired_ratio_interval, ratio_interval
+from eval.stats import Interval, paired_ratio_interval, ratio_interval
 from heads.artifact import load_draft
 from heads.frozen.loading import Target, load_target, move
 from heads.inference.lean_forward import make_lean

@@ -37,7 +37,7 @@ from distill.dataset.conversations import MANIFEST, read_conversations
 from distill.loss.divergences import jsd
 from distill.loss.fused import DraftRows, LogitHead, TargetRows, fused_loss
 from distill.student.init import initial_draft
-from eval.stats.bootstrap import Interval, paired_ratio_interval
+from eval.stats import Interval, paired_ratio_interval
 from heads.frozen.loading import load_target
 from heads.metadata import read_metadata
 from heads.modules.interface import NO_DOCUMENT, Batch

@@ -27,7 +27,7 @@ from configs.runtime.redaction import mask_arguments, mask_secrets
 from configs.runtime.run_record import describe_git, describe_hardware, describe_versions, output_of
 from configs.runtime.terminal import progress
 from eval.decoder.records import Generation
-from eval.stats.bootstrap import Interval, paired_ratio_interval
+from eval.stats import Interval, paired_ratio_interval
 
 log = logging.getLogger("draftsmith")
 

@@ -34,7 +34,7 @@ from distill.dataset.conversations import read_conversations
 from eval.decoder.decode import Request, check_decodable, decode
 from eval.decoder.records import Generation
 from eval.lossless.teacher_forcing import check_tokens
-from eval.stats.bootstrap import ratio_interval
+from eval.stats import ratio_interval
 from heads.artifact import load_draft
 from heads.formats.exporting.exporter import SERVE_FILE, export
 from heads.formats.exporting.source import TargetFolder, read_source

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from eval.stats.bootstrap import paired_ratio_interval
+from eval.stats import paired_ratio_interval
 
 # How far apart the log-probabilities of two tokens may lie that rounding swaps: logits of some tens are spaced by an eighth in
 # bfloat16, and a forward over several tokens sums in another order than one over a single one.

@@ -1,7 +1,7 @@
 """The model card of a published draft, made from its report: no number in it that is not in `report.json` beside it.
 
 The text is `templates/model_card.md.j2`; tables and wording of the figures are those of the report's own summary
-(`eval.report.markdown`). A draft is bound by the licences of what it was made from: the target and, where it began as another
+(`eval.report.tables`). A draft is bound by the licences of what it was made from: the target and, where it began as another
 model (`student.init: model`), that one. Their own cards are read;
 nothing is guessed.
 """
@@ -22,8 +22,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from configs.runtime.terminal import one_line
 from configs.schema.commands.release import HUB_ID, PushConfig
 from configs.schema.data import SELF_SEEDED
-from eval.release.verdict import Finding, findings_table
-from eval.report.markdown import as_markdown_table, code, code_block, escape, render_markdown
+from eval.release import Finding, findings_table
+from eval.report.tables import as_markdown_table, code, code_block, escape, render_markdown
 from eval.report.text import short
 from heads.formats.exporting.exporter import engines_of
 from scripts.push.files import NAMELESS, Cleaned

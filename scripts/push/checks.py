@@ -13,8 +13,7 @@ from typing import Any
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_json, sha256_of
 from configs.schema.commands.release import PushConfig
-from eval.release.checks import read_artifact
-from eval.release.verdict import Finding, GateVerdict
+from eval.release import Finding, GateVerdict, read_artifact
 from eval.report.schema import Report, load_report
 from eval.report.text import short
 from heads.metadata import Metadata, read_metadata

@@ -19,7 +19,7 @@ from configs.runtime.errors import InputError
 from configs.runtime.files import read_json, read_text, sha256_of, write_json, write_text
 from configs.runtime.redaction import holds_token, mask_secrets, redact, scrub, scrub_value
 from configs.schema.commands.release import HUB_ID, PushConfig
-from eval.release.verdict import as_values
+from eval.release import as_values
 from eval.report.page import render_html
 from eval.report.schema import Report, parse_report
 from heads.formats.exporting.exporter import SERVE_FILE

@@ -26,7 +26,7 @@ from configs.runtime.redaction import hide
 from configs.runtime.terminal import one_line, say
 from configs.schema.commands.release import HUB_ID, PushConfig
 from configs.schema.target import TargetConfig
-from eval.release.verdict import as_table
+from eval.release import as_table
 from heads.formats.exporting.exporter import SERVE_FILE, export
 from heads.formats.exporting.source import TargetFolder, read_source
 from heads.frozen.identity import fetch, locate

@@ -14,7 +14,7 @@ from configs.runtime.resumable import files_fingerprint
 from configs.runtime.run_record import write_run_record
 from configs.runtime.terminal import say
 from configs.schema.commands.running import DRAFT_FILE, RunConfig, Stage, Where
-from eval.report.markdown import table
+from eval.report.tables import table
 from heads.frozen.identity import save_dequantised
 from scripts.run.draft_file import apply, asked_first, read_choices, write_draft_file
 from scripts.run.dry_run import FOLDER, dry_run

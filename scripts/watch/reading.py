@@ -24,7 +24,7 @@ from configs.runtime.loading import parse_yaml
 from configs.runtime.run_record import HELD_OUT, METRICS_FILE, SAMPLES_FILE
 from configs.schema.commands.running import DRAFT_FILE
 from configs.schema.target import TargetConfig
-from eval.release.verdict import Finding, GateOutcome
+from eval.release import Finding, GateOutcome
 from eval.report.schema import AnswerSample, Report, load_report
 from scripts.check.comparison import EngineCheck
 from scripts.run.steps import RECORD, SEVERITY

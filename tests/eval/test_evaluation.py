@@ -24,7 +24,7 @@ from eval.decoder.decode import Request, decode
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, WITH_LOOKUP
 from eval.decoder.rules import ChainVerification
 from eval.evaluation import evaluate
-from eval.release.checks import judge, read_artifact
+from eval.release import judge, read_artifact
 from eval.run import main
 from heads.metadata import PROMPTS_FILE
 from heads.proposers.lookup import PromptLookup

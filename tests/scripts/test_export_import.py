@@ -15,7 +15,7 @@ from configs.schema.commands.release import ENGINES, ExportConfig, ImportConfig
 from configs.schema.heads import Eagle3Settings, MedusaSettings
 from configs.schema.target import TargetConfig
 from distill.dataset.conversations import read_conversations
-from eval.release.checks import read_artifact
+from eval.release import read_artifact
 from heads.families.registry import FAMILIES
 from heads.formats.exporting.exporter import FORMS
 from heads.formats.exporting.exporter import export as write_export

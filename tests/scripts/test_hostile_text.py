@@ -14,10 +14,10 @@ from rich.console import Console
 
 from configs.runtime.command import DONE
 from configs.runtime.terminal import UNSEEN, one_line
-from eval.release.verdict import Finding, GateVerdict, as_junit, as_markdown, as_table
-from eval.report.markdown import code, code_block, escape, render_markdown, table
+from eval.release import Finding, GateVerdict, as_junit, as_markdown, as_table
 from eval.report.page import render_html
 from eval.report.schema import load_report
+from eval.report.tables import code, code_block, escape, render_markdown, table
 from heads.metadata import hash_artifact, read_metadata
 from scripts.watch.reading import Stage, read_run
 from scripts.watch.view import render, render_page

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from configs.runtime.command import BAD_INPUT, DONE, GATE_FAILED, INCONCLUSIVE
 from configs.schema.heads import MedusaSettings, MtpSettings
-from eval.release.checks import read_artifact
+from eval.release import read_artifact
 from eval.report.schema import load_report
 from heads.families.registry import FAMILIES
 from heads.metadata import PROMPTS_FILE, hash_artifact, read_metadata

@@ -16,7 +16,7 @@ from configs.schema.heads import (
     XPressSettings,
 )
 from eval.decoder.decode import Request, decode
-from eval.stats.bootstrap import GTest, g_test
+from eval.stats import GTest, g_test
 from heads.artifact import Draft
 from heads.families.registry import FAMILIES
 from heads.metadata import Metadata

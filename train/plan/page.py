@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict
 
 from configs.schema.commands.planning import HardwareConfig, PlanConfig, PlanHeadsConfig
-from eval.report.markdown import table
+from eval.report.tables import table
 from train.plan.memory import GIBIBYTE, Sharing
 from train.plan.models import count, frozen_copies
 from train.plan.plan import Plan, make_plan

@@ -12,8 +12,8 @@ import torch
 
 from configs.schema.decoding import DecodeConfig
 from eval.decoder.decode import Request, decode
-from eval.lossless.first_tokens import MIN_EXPECTED, check_first_tokens, choose_start, find_cells
-from eval.metrics.answers import answer_logits
+from eval.lossless.teacher_forcing import answer_logits
+from eval.lossless.verdict import MIN_EXPECTED, check_first_tokens, choose_start, find_cells
 from heads.proposers.draft_lm import DraftLM
 from tests.support.family_configs import VOCAB_SIZE, tiny_model
 

@@ -9,12 +9,12 @@ import torch
 
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import GateConfig, LosslessConfig
+from eval import release
 from eval.decoder import rules as verify
 from eval.decoder.decode import Request, decode
 from eval.lossless import verdict
+from eval.lossless.teacher_forcing import pair_answers
 from eval.lossless.verdict import judge_lossless
-from eval.metrics.answers import pair_answers
-from eval.release import checks as gate
 from eval.report.text import headline
 from heads.sampling.probabilities import token_probabilities
 from tests.support.decoding import loaded_draft
@@ -87,7 +87,7 @@ def test_a_test_that_is_off_is_not_run_and_decides_nothing(target, draft, report
     section = judge(target, draft, checks=CHECKS.model_copy(update={"first_token_samples": 0}), num_prompts=1)
     assert (section["verdict"], section["checks"]) == ("inconclusive", {})
     untested = changed(report, {"decode.temperature": 1.0, "lossless": section})
-    (found,) = (each for each in gate.judge(untested, GateConfig()).findings if each.check == "lossless")
+    (found,) = (each for each in release.judge(untested, GateConfig()).findings if each.check == "lossless")
     assert (found.outcome, "lossless.first_token_samples" in found.reason) == ("inconclusive", True)
     assert "lossless.first_token_samples" in headline(untested)
 

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from configs.schema.drafting import StaticTree
 from configs.schema.evaluation import EvalConfig, GateConfig
 from eval.evaluation import evaluate
-from eval.release.checks import judge, read_artifact
+from eval.release import judge, read_artifact
 from heads.artifact import save_draft_lm
 from heads.metadata import read_metadata
 from tests.support.evaluations import report_in, tiny_evaluation

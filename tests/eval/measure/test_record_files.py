@@ -41,13 +41,6 @@ def test_batches_are_joined_in_order_and_none_may_be_missing(make_round, make_ge
     assert list(read_records(files.join(12))) == generations
 
 
-def test_another_job_begins_anew(random_generations, tmp_path):
-    files = BatchFiles(tmp_path, "job")
-    files.write(0, Records(random_generations[:2]))
-    assert (BatchFiles(tmp_path, "job").finished(0), files.finished(1)) == (Records(random_generations[:2]), None)
-    assert BatchFiles(tmp_path, "other").finished(0) is None
-
-
 @pytest.mark.parametrize("line", ["", "{", '{"generation": {"prompt_id": "q"}}', '{"timing": {"mode": 1}}', "9" * 5000])
 def test_a_line_that_is_no_record_is_named(random_generations, tmp_path, line):
     path = written(tmp_path, random_generations[:1])

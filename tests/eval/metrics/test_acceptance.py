@@ -2,13 +2,14 @@
 
 import math
 from dataclasses import replace
-from itertools import accumulate
-from operator import mul
 
 import pytest
 
-from eval.metrics.acceptance import Acceptance
-from eval.stats.bootstrap import ratio_interval
+from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE
+from eval.metrics.acceptance import Acceptance, Tally
+from eval.report.samples import pick_samples
+from eval.stats import ratio_interval
+from tests.support.reports import numbers_of, report_of
 
 
 def measured(generations, num_positions=3):
@@ -35,20 +36,6 @@ def test_every_number_equals_counting_in_plain_python(random_generations):
         reached = sum(round_.num_accepted >= position for round_ in judged)
         assert fields["position_survival"][position] == passed / len(judged)
         assert fields["position_conditional"][position] == passed / reached
-
-
-def test_numbers_of_rounds_that_drafted_fully_and_were_not_cut_keep_their_identities(make_round, make_generation):
-    fields = measured([make_generation([make_round(3, accepted) for accepted in (0, 1, 3, 2, 0, 3)])])
-    assert fields["tokens_per_target_step"] == pytest.approx(fields["accepted_per_round"] + 1)
-    assert fields["position_survival"] == pytest.approx(list(accumulate(fields["position_conditional"], mul)))
-    assert sum(fields["position_survival"]) == pytest.approx(fields["accepted_per_round"])
-
-
-def test_drafts_behind_an_accepted_end_of_text_count_as_drafted_but_not_as_refused(make_round, make_generation):
-    fields = measured([make_generation([make_round(3, 3), make_round(3, 1, cut=True)])])
-    assert fields["position_conditional"] == [1.0, 1.0, 1.0]
-    assert fields["draft_token_yield"] == 4 / 6
-    assert fields["tokens_per_target_step"] == 5 / 2
 
 
 def test_rounds_too_short_for_a_position_do_not_speak_about_it(make_round, make_generation):
@@ -145,8 +132,72 @@ def test_every_interval_is_of_the_sums_by_prompt_that_its_number_divides(random_
     assert fields["overlap_alpha_by_position"][1] == pytest.approx(sum(second) / len(second))
 
 
-def test_drafts_without_distributions_are_not_counted(make_round, make_generation):
-    rounds = [make_round(3, 1, overlap=(0.9, 0.5)), make_round(3, 0, overlap=(0.1,)), make_round(3, 3)]
-    fields = measured([make_generation(rounds)])
-    assert (fields["overlap_alpha"], fields["overlap_alpha_by_position"]) == (pytest.approx(0.5), [0.5, 0.5, None])
-    assert fields["kl_divergence"] is fields["top1_agreement"] is fields["uncovered_mass"] is None
+# --- a tally --------------------------------------------------------------------------------------------------------
+
+
+def tallied(generations, timings=()):
+    tally = Tally(3)
+    tally.add(generations, timings)
+    return tally
+
+
+def shares_of(generations, timings, count):
+    """Cut a run into the tallies of several processes, prompts in turns."""
+    ids = list(dict.fromkeys(each.prompt_id for each in generations))
+    shares = []
+    for rank in range(count):
+        own = set(ids[rank::count])
+        share = Tally(3)
+        for prompt_id in ids[rank::count]:
+            share.add([each for each in generations if each.prompt_id == prompt_id])
+        share.timings = [each for each in timings if own.issuperset(each.prompt_ids)]
+        shares.append(share)
+    return shares
+
+
+@pytest.mark.parametrize("count", [3, 40])
+def test_any_number_of_processes_reports_what_one_does(report_inputs, count):
+    generations, timings = report_inputs["generations"], report_inputs["timings"]
+    alone = tallied(generations, timings)
+    together, *others = shares_of(generations, timings, count)
+    for other in others:
+        together.merge(other)
+    for tally in (alone, together):
+        tally.sort(report_inputs["prompts"].ids)
+
+    reports = [report_of({**report_inputs, "records": tally}) for tally in (alone, together)]
+    reports = [report.to_dict() for report in reports]
+
+    assert list(reports[0]["by_category"]) == list(reports[1]["by_category"])
+    for section in ("prompts", "speed", "by_category", "baselines", "samples", "acceptance"):
+        numbers = [dict(numbers_of(each[section])) for each in reports]
+        assert numbers[1] == pytest.approx(numbers[0]), section
+
+
+def test_a_prompt_counts_when_every_turn_was_answered_in_every_mode(make_round, make_generation):
+    def answer(prompt_id, turn, mode, stop_reason="length"):
+        return replace(make_generation([make_round(3, 1)], prompt_id=prompt_id, mode=mode), turn=turn, stop_reason=stop_reason)
+
+    modes = (AUTOREGRESSIVE, SPECULATIVE)
+    generations = [answer(name, turn, mode) for name in ("whole", "failed") for turn in (0, 1) for mode in modes]
+    generations[-1] = answer("failed", 1, SPECULATIVE, "error")
+    generations += [answer("half", 0, mode) for mode in modes] + [answer("one-sided", 0, SPECULATIVE)]
+    tally = tallied(generations)
+
+    asked = [(name, turn) for name in ("whole", "failed", "half", "never") for turn in (0, 1)] + [("one-sided", 0)]
+    assert tally.answered(asked) == {"whole"}
+    assert [(each.prompt_id, each.turn, each.mode) for each in tally.failed] == [("failed", 1, SPECULATIVE)]
+
+
+def test_the_samples_are_those_that_all_answers_would_give(random_generations):
+    texts = {(each.prompt_id, 0): "" for each in random_generations}
+    expected = pick_samples(random_generations, texts, str, 3)
+    for order in (random_generations, random_generations[::-1]):
+        tally = Tally(3)
+        for each in order:
+            tally.add([each])
+        found = pick_samples(tally.samples, texts, str, 3)
+        for side in ("worst", "best"):
+            rates = [[sample["tokens_per_target_step"] for sample in one[side]] for one in (found, expected)]
+            assert rates[0] == rates[1]
+        assert len(tally.samples) == 6

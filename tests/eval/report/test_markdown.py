@@ -2,7 +2,7 @@
 
 import pytest
 
-from eval.report.markdown import render_markdown
+from eval.report.tables import render_markdown
 from eval.report.text import headline, lossless_detail
 from tests.support.reports import changed
 

@@ -8,7 +8,7 @@ for few clusters, as the t interval is: Hesterberg, "What Teachers Should Know A
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import NamedTuple
@@ -37,6 +37,11 @@ class Interval:
     def bounds(self) -> list[float] | None:
         """`[low, high]`, or `None` where there is no interval."""
         return None if self.low is None or self.high is None else [self.low, self.high]
+
+
+def fields_of(found: Mapping[str, Interval]) -> dict[str, float | list[float] | None]:
+    """Return the points by name, and the bounds by that name and `_ci`, as a report has them."""
+    return {name: each.point for name, each in found.items()} | {f"{name}_ci": each.bounds for name, each in found.items()}
 
 
 def ratio_interval(numerators: Column, denominators: Column, *, samples: int, seed: int) -> Interval:

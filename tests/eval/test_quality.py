@@ -13,7 +13,7 @@ from distill.generation.prompts import Prompt
 from eval.decoder.records import AUTOREGRESSIVE, SPECULATIVE, Generation
 from eval.evaluation import evaluate
 from eval.metrics.acceptance import Tally
-from eval.metrics.quality import SideBySide, check_references, final_number, judge_quality, unseen_change
+from eval.quality import SideBySide, check_references, final_number, judge_quality, unseen_change
 from eval.report.schema import QualitySection
 from tests.support.evaluations import report_in, tiny_evaluation, write_suite
 

@@ -1,7 +1,7 @@
 """What the answers are worth, with the draft and without: perplexity under the target, and exact match with references.
 
 A lossy mode may be faster at a price, and these numbers are the price. Both modes answered the same prompts, so what is
-compared is the change prompt by prompt, and every interval draws whole prompts (`eval.stats.bootstrap`). Failed requests have
+compared is the change prompt by prompt, and every interval draws whole prompts (`eval.stats`). Failed requests have
 no score. A missing reference is refused before anything is decoded.
 """
 
@@ -19,9 +19,9 @@ from configs.runtime.errors import InputError
 from configs.schema.evaluation import EvalConfig, QualityConfig
 from distill.generation.prompts import Prompt
 from eval.decoder.records import AUTOREGRESSIVE, ENDED, FAILED, SPECULATIVE, Generation
+from eval.lossless.teacher_forcing import answer_logits, pair_answers
 from eval.metrics.acceptance import Tally
-from eval.metrics.answers import answer_logits, pair_answers
-from eval.stats.bootstrap import LEVEL, Floats, statistic_interval
+from eval.stats import LEVEL, Floats, fields_of, statistic_interval
 from heads.frozen.loading import Target
 
 Pair = tuple[Generation, Generation]  # plain, speculative
@@ -121,11 +121,8 @@ class SideBySide:
 
     def _intervals(self, columns: Sequence[Floats], **statistics: Callable[[Floats], Floats]) -> dict[str, Any]:
         """Return each statistic of the columns' sums as a number and its `_ci`."""
-        section: dict[str, Any] = {}
-        for name, statistic in statistics.items():
-            found = statistic_interval(statistic, *columns, samples=self.samples, seed=self.seed)
-            section |= {name: found.point, f"{name}_ci": found.bounds}
-        return section
+        settings = {"samples": self.samples, "seed": self.seed}
+        return fields_of({name: statistic_interval(each, *columns, **settings) for name, each in statistics.items()})
 
 
 def nats_of(target: Target, answer: Generation) -> float:

@@ -1,1 +1,0 @@
-"""Statistics over prompts: intervals, tests, power, paired changes. Imports no torch."""
