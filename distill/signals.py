@@ -66,21 +66,25 @@ class SignalSource:
         if isinstance(batch.signals, TargetSignals):
             return batch.signals.to(batch.input_ids_BT.device)
         if self.cache is not None:
-            return read_cache(self.cache, batch, self.taps, normalised=self.normalised)
+            return self._read_cache(batch)
         if self.target.states_from is not None:
             return TargetSignals(self.target.states_from.states(batch, self.taps))
 
         media = batch.media_inputs(self.target)
         return TargetSignals(read_states(self.target.model, batch.input_ids_BT, self.taps, batch.packed_positions_BT, media))
 
+    def _read_cache(self, batch: Batch) -> TargetSignals:
+        assert self.cache is not None
+        return TargetSignals(self.cache.states(batch, self.taps), self.cache.normalisers(batch) if self.normalised else None)
+
     def loading(self, loader: DataLoader[Batch]) -> DataLoader[Batch]:
         """Return the loader, whose batches come with their signals of the cache, if there is one."""
         if self.cache is not None:
-            collate, cache, taps, normalised = loader.collate_fn, self.cache, self.taps, self.normalised
+            collate = loader.collate_fn
 
             def with_signals(rows: list[Any]) -> Batch:
                 batch = collate(rows)
-                return batch._replace(signals=read_cache(cache, batch, taps, normalised=normalised))
+                return batch._replace(signals=self._read_cache(batch))
 
             loader.collate_fn = with_signals
         return loader
@@ -93,8 +97,3 @@ def _one_ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
         while (batch := coming.result()) is not None:
             coming = thread.submit(next, batches, None)
             yield batch
-
-
-def read_cache(cache: TargetCache, batch: Batch, taps: Sequence[int], *, normalised: bool) -> TargetSignals:
-    """Return a cache's signals of a batch, on the batch's device."""
-    return TargetSignals(cache.states(batch, taps), cache.normalisers(batch) if normalised else None)

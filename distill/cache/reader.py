@@ -183,10 +183,8 @@ class TargetCache:
         """Raise `InputError` where the cache does not keep the states that a head reads, or was made in another dtype."""
         layout = self.manifest.layout
         if missing := [tap for tap in taps if tap not in layout.taps]:
-            raise InputError(
-                f"target cache {self.folder} keeps taps {layout.taps}, and the head reads {list(taps)}: {missing} are "
-                "missing; make the cache with these taps, or change head.taps"
-            )
+            kept = f"keeps taps {layout.taps}, and the head reads {list(taps)}: {missing} are missing"
+            raise InputError(f"target cache {self.folder} {kept}; make the cache with these taps, or change head.taps")
         if layout.target_dtype != (here := str(self.dtype).removeprefix("torch.")):
             made = f"target cache {self.folder} was made with target.dtype {layout.target_dtype}"
             raise InputError(f"{made}, and the target is in {here} here: their logits differ; set target.dtype, or {REMAKE}")
@@ -236,10 +234,8 @@ def open_cache(folder: str | Path, data_file: Path, target: Target) -> TargetCac
     manifest = read_manifest(folder)
     writer = TargetIdentity.from_dict(dict(manifest.target), str(folder / MANIFEST))
     if differences := writer.differences(target.identity):
-        raise InputError(
-            f"target cache {folder} was made by {writer.name}, which differs from target {target.identity.name} in "
-            f"{' and '.join(differences)}; {REMAKE}"
-        )
+        differ = f"which differs from target {target.identity.name} in {' and '.join(differences)}"
+        raise InputError(f"target cache {folder} was made by {writer.name}, {differ}; {REMAKE}")
     if remembered_sha256(data_file) != manifest.data_sha256:
         raise InputError(f"target cache {folder} was made of {manifest.data_file}, and {data_file} is not that file; {REMAKE}")
     dataset = ConversationDataset(open_conversations(data_file), manifest.max_length)
@@ -249,10 +245,8 @@ def open_cache(folder: str | Path, data_file: Path, target: Target) -> TargetCac
 def check_fits(cache: TargetCache, dataset: ConversationDataset) -> None:
     """Refuse a dataset that the cache cannot serve; for the taps of a head see `TargetCache.check_keeps`."""
     if bool((dataset.lengths > cache.places.length_C[dataset.numbers]).any()):
-        raise ConfigError(
-            f"data.max_length: expected at most {cache.manifest.max_length}, which target cache {cache.folder} was made with, "
-            f"got {dataset.max_length}"
-        )
+        longest = f"{cache.manifest.max_length}, which target cache {cache.folder} was made with"
+        raise ConfigError(f"data.max_length: expected at most {longest}, got {dataset.max_length}")
 
 
 def checksum_of(tensors: Iterable[Tensor]) -> str:
@@ -264,7 +258,4 @@ def checksum_of(tensors: Iterable[Tensor]) -> str:
 
 
 def _damaged(path: Path, how: str) -> InputError:
-    return InputError(
-        f"target cache shard {path} is damaged, or was changed since the cache was made: {how}; delete it and run "
-        "scripts/cache.py again, which makes what is missing"
-    )
+    return InputError(f"target cache shard {path} is damaged: {how}; delete it and run scripts/cache.py again")

@@ -99,6 +99,10 @@ class CacheJob:
     config: CacheConfig
     data_sha256: str
 
+    @property
+    def _folder(self) -> Path:
+        return Path(self.config.output)
+
     def prepare(self) -> None:
         """Delete files of another job and check that there is room for the rest. Called by one process."""
         check_taps(self.target.model, self.layout.taps)
@@ -177,6 +181,10 @@ class CacheJob:
     def _dataset(self) -> ConversationDataset:
         return ConversationDataset(self.conversations, self.config.max_length)
 
+    @property
+    def _rows_per_shard(self) -> int:
+        return max(1, int(self.config.shard_megabytes * 1e6 / self.layout.bytes_per_row))
+
     @cached_property
     def _places(self) -> Places:
         return place_rows(self._dataset, self._rows_per_shard)
@@ -184,14 +192,6 @@ class CacheJob:
     @cached_property
     def _num_rows(self) -> list[int]:
         return self._places.rows_of_shards
-
-    @property
-    def _rows_per_shard(self) -> int:
-        return max(1, int(self.config.shard_megabytes * 1e6 / self.layout.bytes_per_row))
-
-    @property
-    def _folder(self) -> Path:
-        return Path(self.config.output)
 
     def _is_resumed(self) -> bool:
         """Return whether the shards in the folder are this job's."""
@@ -204,9 +204,8 @@ class CacheJob:
 
     def _tensors(self, number: int) -> dict[str, Tensor]:
         """Return the rows of a shard's conversations, one conversation after the other."""
-        examples = [
-            self._dataset[int(index)] for index in np.flatnonzero(self._places.shard_C[self._dataset.numbers] == number)
-        ]
+        indices = np.flatnonzero(self._places.shard_C[self._dataset.numbers] == number)
+        examples = [self._dataset[int(index)] for index in indices]
         offsets = [int(self._places.offset_C[example.conversation]) for example in examples]
         layout = self.layout.tensors(self._num_rows[number])
         tensors = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in layout.items()}
@@ -254,9 +253,7 @@ def encode(target: Target, layout: RowLayout, states_ANE: Sequence[Tensor]) -> d
     for name, values in kept.items():
         # 8-bit numbers know no infinity, and torch cannot ask them for it.
         if values.is_floating_point() and not bool((values if values.itemsize > 1 else values.float()).isfinite().all()):
-            raise InputError(
-                f"dtype: the target's {name} is not finite in {layout.dtype}; try bfloat16, or another target.dtype"
-            )
+            raise InputError(f"dtype: the target's {name} is not finite in {layout.dtype}; try bfloat16")
     return {name: values.cpu() for name, values in kept.items()}
 
 
@@ -287,10 +284,8 @@ def check_room(folder: Path, num_bytes: int) -> None:
     above = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(above).free
     if free < num_bytes:
-        raise InputError(
-            f"output: {folder} needs {num_bytes / 1e6:.1f} MB more, and its disk has {free / 1e6:.1f} MB free; name a folder "
-            "elsewhere, or keep less (fewer taps, a smaller max_length)"
-        )
+        needed = f"needs {num_bytes / 1e6:.1f} MB more, and its disk has {free / 1e6:.1f} MB free"
+        raise InputError(f"output: {folder} {needed}; name a folder elsewhere, or keep fewer taps")
 
 
 def _file(number: int) -> str:

@@ -63,10 +63,7 @@ class ConversationDataset(Dataset[Example]):
         self.lengths, self.answer_starts = cut_N[self.numbers], prompts_N[self.numbers]
         self.num_dropped = len(drawn) - len(self.numbers)
         if not len(self.numbers):
-            raise InputError(
-                f"none of {len(drawn)} conversations has an answer token within data.max_length = {max_length} tokens; "
-                "raise it, or make data with shorter prompts"
-            )
+            raise InputError(f"data.max_length: none of {len(drawn)} conversations has an answer token within {max_length}")
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -285,9 +282,7 @@ def _fill(batch: Batch, row: int, examples: Sequence[Example]) -> None:
     start = 0
     for document, example in enumerate(examples):
         if example.media_prompt is not None:
-            raise InputError(
-                f"data.packing: conversation {example.conversation} brings images or sounds; set data.packing to null"
-            )
+            raise InputError(f"data.packing: conversation {example.conversation} brings images or sounds; set it to null")
         end = start + len(example.input_ids)
         batch.input_ids_BT[row, start:end] = torch.tensor(example.input_ids)
         batch.loss_mask_BT[row, start + example.answer_start : end] = True

@@ -94,10 +94,7 @@ class Conversation:
             finding = error.errors(include_url=False)[0]
             name = str(finding["loc"][0])
         if finding["type"] == "missing":
-            raise InputError(
-                f"{where}: the conversation has no {name!r}; make the data with scripts/data.py, which takes a file of "
-                "chats by prompts.source=file and prompts.path"
-            )
+            raise InputError(f"{where}: the conversation has no {name!r}; make the data of chats with scripts/data.py")
         accepted = _ROW.json_schema()["properties"][name]["description"]
         raise InputError(f"{where}: {name!r} must be {accepted}, got {str(values[name])[:60]!r}")
 
@@ -192,10 +189,8 @@ def check_held_out(train: Sequence[Conversation], held_out: Sequence[Conversatio
     shared = np.isin(index_of(held_out).user_texts, index_of(train).user_texts)
     if shared.any():
         first = held_out[int(shared.argmax())].prompt_id
-        raise InputError(
-            f"data.held_out: {shared.sum()} of its {len(shared)} conversations ask what data.train asks, prompt {first} for "
-            "one: scores on them would say nothing; give the two files that scripts/data.py writes"
-        )
+        found = f"{shared.sum()} of its {len(shared)} conversations ask what data.train asks, prompt {first} for one"
+        raise InputError(f"data.held_out: {found}; give the two files that scripts/data.py writes")
 
 
 def text_hash(text: str) -> int:
@@ -227,10 +222,8 @@ def check_written_for(path: Path, identity: TargetIdentity) -> list[str]:
     writer = TargetIdentity.from_dict(target_of(path), str(path.parent / MANIFEST))
     differences = writer.differences(identity)
     if "tokenizer" in differences:
-        raise InputError(
-            f"{path} was written by {writer.name}, whose tokenizer is not that of target {identity.name}: "
-            "make the data again with this target"
-        )
+        others = f"whose tokenizer is not that of target {identity.name}"
+        raise InputError(f"{path} was written by {writer.name}, {others}: make the data again with this target")
     return differences
 
 

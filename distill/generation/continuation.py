@@ -37,9 +37,8 @@ class Request:
     limit: int  # its greatest number of tokens, those of the prompt included; more than the prompt has
     number: int  # names its random numbers (`heads.sampling.counter_rng`), which depend on nothing else but the seed
     has_ended: Callable[[Request], bool]  # asked after each token
-    on_done: Callable[[list[int]], Request | None] = lambda written: (
-        None
-    )  # gets what was written; what is asked next, if anything
+    # Gets what was written; what is asked next, if anything
+    on_done: Callable[[list[int]], Request | None] = lambda written: None
     media_prompt: MediaPrompt | None = None
     tokens: list[int] = field(init=False)
 

@@ -143,9 +143,7 @@ def write_dataset(
         for name, side in sides.items():
             counts[name] = _write_side(folder / f"{name}.jsonl", side, answered)
             if not counts[name]["conversations"]:
-                raise InputError(
-                    f"no answer is left to any of the {len(side)} {name} prompts (dropped: {dict(answered.dropped)})"
-                )
+                raise InputError(f"no answer is left to any {name} prompt (dropped: {dict(answered.dropped)})")
         manifest = {
             "format_version": FORMAT_VERSION,
             "target": target.identity.to_dict(),

@@ -65,7 +65,7 @@ class Prompt:
 
     @property
     def user_text(self) -> str:
-        """Everything the user says, one turn a line; the text for the overlap guard."""
+        """Everything the user says, one turn a line."""
         return self.user_texts[-1]
 
     @property
@@ -96,10 +96,8 @@ def encode_prompt(target: Target, prompt: Prompt) -> tuple[int, ...]:
     """Return the token ids of a prompt's first turn in the target's chat template, the assistant's turn opened."""
     ids = prompt.encoded(target)
     if len(ids) >= target.max_positions:
-        raise InputError(
-            f"{prompt.label} has {len(ids)} tokens; the target's context is {target.max_positions}, "
-            "and at least one is needed for the answer: shorten it, or set on_too_long to skip or truncate"
-        )
+        context = f"the target's context is {target.max_positions}"
+        raise InputError(f"{prompt.label} has {len(ids)} tokens; {context}: shorten it, or set on_too_long")
     return tuple(ids)
 
 
@@ -182,11 +180,8 @@ def split_prompts(prompts: Sequence[Prompt], held_out_share: float) -> Split:
     ]
     dropped = {DUPLICATE: len(prompts) - len(distinct), OVERLAP: len(candidates) - len(train)}
     if not train or not held_out:
-        raise InputError(
-            f"the split leaves {len(train)} prompts to train on and {len(held_out)} held out of {len(prompts)} (dropped: "
-            f"{dropped[DUPLICATE]} duplicates, {dropped[OVERLAP]} that overlap a held-out one); both need at least one: "
-            f"change held_out_share, which is {held_out_share}, or give more prompts"
-        )
+        sides = f"{len(train)} prompts to train on and {len(held_out)} held out of {len(prompts)} (dropped: {dropped})"
+        raise InputError(f"held_out_share: {held_out_share} leaves {sides}; both need at least one")
     return Split(train=tuple(train), held_out=tuple(held_out), dropped=dropped)
 
 

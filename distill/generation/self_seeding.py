@@ -86,10 +86,8 @@ def self_seed(
                 chosen[folded_text(text)] = Prompt(prompt_id=f"self-{number}", category=kind, turns=(text,))
             advance(len(chosen) - before)
             if num_written >= MIN_TURNS_JUDGED and len(chosen) < MIN_YIELD * num_written:
-                raise InputError(
-                    f"only {len(chosen)} of {num_written} self-seeded turns are usable: raise prompts.max_prompt_tokens, lower "
-                    "prompts.temperature, or give prompts.source file or dataset"
-                )
+                usable = f"only {len(chosen)} of {num_written} self-seeded turns are usable"
+                raise InputError(f"{usable}: raise prompts.max_prompt_tokens, or lower prompts.temperature")
     return list(chosen.values()), dict(sorted(dropped.items()))
 
 
@@ -173,17 +171,12 @@ def find_user_frame(target: Target, max_prompt_tokens: int) -> UserFrame:
     # A trailing space would become a token of its own, which ordinary text does not continue.
     prefix, end_text = prefix.rstrip(" "), suffix.strip()
     if not found or SENTINEL in suffix or not prefix or not end_text:
-        raise InputError(
-            f"the chat template of target {name} does not frame a user's text so that the target could write one: "
-            "give prompts.source file or dataset"
-        )
+        raise InputError(f"prompts.source: the chat template of target {name} does not frame a user's text; give a file")
     prefix_ids = tuple(tokenizer(prefix, add_special_tokens=False)["input_ids"])
     suffix_ids = tokenizer(end_text, add_special_tokens=False)["input_ids"]
     if len(prefix_ids) + max_prompt_tokens > target.max_positions:
-        raise InputError(
-            f"prompts.max_prompt_tokens: {max_prompt_tokens} tokens after the chat template's {len(prefix_ids)} do not fit the "
-            f"target's context of {target.max_positions}"
-        )
+        around = f"after the chat template's {len(prefix_ids)}"
+        raise InputError(f"prompts.max_prompt_tokens: {max_prompt_tokens} {around} do not fit {target.max_positions} positions")
     end_ids = frozenset(suffix_ids[:1]) & {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     return UserFrame(prefix_ids=prefix_ids, end_ids=end_ids, end_text=end_text)
 

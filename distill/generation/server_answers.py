@@ -55,10 +55,8 @@ def check_server(server: Connection, target: Target) -> None:
     # Entry j is the distribution of token j given those before it, by token id; the token that follows is there in addition.
     entries = (completion.choices[0].prompt_logprobs or [None])[1:]
     if not entries or not all(entries):
-        raise InputError(
-            f"{server.where} answers without log-probabilities of the prompt (prompt_logprobs), which identify its model: use "
-            "a server that gives them, such as vLLM"
-        )
+        missing = "answers without log-probabilities of the prompt (prompt_logprobs)"
+        raise InputError(f"{server.where} {missing}: use a server that gives them, such as vLLM")
     states = read_states(target.model, torch.tensor([ids], device=target.device), ())
     log_p_TV = head_logits(target.model, states.final_BTE[0]).float().log_softmax(-1).cpu()
     gaps = []
@@ -67,10 +65,8 @@ def check_server(server: Connection, target: Target) -> None:
         gaps.append(abs(found.logprob - float(log_p_V[token])) if 0 <= token < len(log_p_V) else math.inf)
     difference, tolerance = sum(gaps) / len(gaps), server.config.probe_tolerance
     if not difference <= tolerance:  # also where it is no number
-        raise InputError(
-            f"{server.where} does not serve target {target.identity.name}: the log-probabilities of its most likely tokens "
-            f"differ by {difference:.3g} nats on average, and server.probe_tolerance allows {tolerance:g}"
-        )
+        gap = f"its log-probabilities differ by {difference:.3g} nats on average, and server.probe_tolerance allows"
+        raise InputError(f"{server.where} does not serve target {target.identity.name}: {gap} {tolerance:g}")
     logger.info("server %s serves the target: off by %.3g nats on average", server.config.url, difference)
 
 
@@ -205,15 +201,11 @@ def read_ids(completion: Completion, max_tokens: int, end_ids: Sequence[int], vo
         raise InputError(f"{where} answers without token ids: use a server that knows return_token_ids, such as vLLM")
     if (outside := next((index for index in ids if not 0 <= index < vocab_size), None)) is not None:
         raise InputError(f"{where}: token id {outside} lies outside the target's vocabulary of {vocab_size}")
-    if (
-        reason not in ("stop", "length")
-        or len(ids) > max_tokens
-        or not (has_ended or (reason == "length" and len(ids) == max_tokens))
-    ):
-        known = ", ".join(map(str, end_ids)) or "none"
+    is_full = reason == "length" and len(ids) == max_tokens
+    if reason not in ("stop", "length") or len(ids) > max_tokens or not (has_ended or is_full):
+        known, last = ", ".join(map(str, end_ids)) or "none", ids[-1] if ids else "none"
         raise InputError(
-            f"{where} ended an answer of {len(ids)} tokens (finish_reason {reason!r}, last token {ids[-1] if ids else 'none'}) "
-            f"where at most {max_tokens} were asked for and the target's answers end by {known}: its limits or its end-of-text "
-            "tokens are others, or it leaves these out"
+            f"{where} ended an answer of {len(ids)} tokens (finish_reason {reason!r}, last token {last}) where at most "
+            f"{max_tokens} were asked for and the target's answers end by {known}"
         )
     return ids

@@ -101,9 +101,7 @@ def read_prompts(config: PromptsConfig) -> list[Prompt]:
         prompts.append(prompt)
         formats[format] += 1
     if config.names_a_column and not formats[COLUMN]:
-        raise InputError(
-            f"prompts.field: no row of prompt file {config.path} has {config.field!r}; the last has {', '.join(row)}"
-        )
+        raise InputError(f"prompts.field: no row of {config.path} has {config.field!r}; the last has {', '.join(row)}")
     counts = ", ".join(f"{count:,} as {name}" for name, count in formats.most_common())
     logger.info("prompt file %s: read %s", config.path, counts)
     return prompts
@@ -128,10 +126,8 @@ def _read_row(row: Mapping[str, Any], config: PromptsConfig, where: str) -> tupl
         try:
             row, format = {**row, config.field: config.template.format_map(row)}, COLUMN
         except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
-            problem, there = f"{type(error).__name__} {error}", ", ".join(row) or "no key"
-            raise InputError(
-                f"{where}: prompts.template {config.template!r} does not fit ({problem}); the row has {there}"
-            ) from error
+            problem = f"does not fit ({type(error).__name__} {error}); the row has {', '.join(row)}"
+            raise InputError(f"{where}: prompts.template {config.template!r} {problem}") from error
     elif config.names_a_column and config.field in row:  # goes before what the other keys say
         format = COLUMN
     format = format or detect_format(row, where, setting, config.field)
@@ -239,10 +235,8 @@ def check_readable(target: Target, prompts: Sequence[Prompt], *, written_here: b
     """Refuse prompts with images or sounds where a server writes the answers; warn of tools that nothing reads."""
     with_media = next((prompt for prompt in prompts if prompt.media), None)
     if with_media is not None and not written_here:
-        raise InputError(
-            f"prompt {with_media.prompt_id} brings images or sounds, which only the local target reads: set "
-            "answers.written_by to target"
-        )
+        media = f"prompt {with_media.prompt_id} brings images or sounds, which only the local target reads"
+        raise InputError(f"answers.written_by: {media}; set it to target")
     num_with_tools = sum(bool(prompt.tools) for prompt in prompts)
     if num_with_tools and "tools" not in str(target.tokenizer.chat_template):
         logger.warning("%d prompts bring tools, which the chat template of the target does not read", num_with_tools)
@@ -252,11 +246,8 @@ def check_given(prompts: Sequence[Prompt]) -> None:
     """Raise `InputError` where a prompt, which is named, brings no answer."""
     without = [prompt.prompt_id for prompt in prompts if prompt.answer is None]
     if without:
-        raise InputError(
-            f"answers.written_by is 'dataset', and {len(without)} of {len(prompts)} prompts bring no answer, the first is "
-            f"{without[0]}: expected chat messages that end with one by the assistant; correct or leave out those rows, or set "
-            "answers.written_by=target"
-        )
+        missing = f"{len(without)} of {len(prompts)} prompts bring no answer, the first is {without[0]}"
+        raise InputError(f"answers.written_by 'dataset': {missing}; leave those rows out, or set it to target")
 
 
 # --- rows
@@ -268,10 +259,8 @@ def detect_format(row: Mapping[str, Any], where: str, setting: str, column: str 
         return FORMS[key]
     if column in row:
         return COLUMN
-    raise InputError(
-        f"{where}: none of the keys {', '.join(row) or '(none)'} is that of a known form ({', '.join(FORMS)}) or {column!r}; "
-        f"name the one that holds the prompts with {setting}"
-    )
+    keys = ", ".join(row) or "(none)"
+    raise InputError(f"{where}: none of the keys {keys} is that of a form ({', '.join(FORMS)}); name the prompt's by {setting}")
 
 
 def read_row(
@@ -353,10 +342,7 @@ def _as_prompt(asked: Any, answer: Any, where: str, *, is_chat: bool) -> Prompt:
     answered = messages.pop() if messages[-1]["role"] == "assistant" else {}
     last = messages.pop() if messages else {}
     if last.get("role") not in ("user", "tool") or (last["role"] == "user" and not last["content"].strip()):
-        raise InputError(
-            f"{where}: messages must end with a user message that is not blank, or with a tool's result (one assistant message "
-            "may follow)"
-        )
+        raise InputError(f"{where}: messages must end with a user's that is not blank, or a tool's (and one answer)")
     return Prompt(
         prompt_id="",
         category="",
@@ -391,12 +377,10 @@ def _plain_message(given: dict[str, Any], where: str) -> tuple[dict[str, Any], l
             texts.append(OBJECT)
             media.append(_reference(part, where, is_image=kind in IMAGE_PARTS))
         else:
-            raise InputError(
-                f"{where}: a message of {message.get('role')} has a part of type {kind}; texts are accepted, and images and "
-                "sounds of the user"
-            )
+            role = message.get("role")
+            raise InputError(f"{where}: a message of {role} has a part of type {kind}; only users send images and sounds")
     if media and any(OBJECT in text for text in texts if text != OBJECT):
-        raise InputError(f"{where}: a text next to images or sounds holds U+FFFC, which marks the place of one: leave it out")
+        raise InputError(f"{where}: a text next to images or sounds holds U+FFFC, which marks the place of one")
     return message | {"content": "".join(texts)}, media
 
 
@@ -443,6 +427,6 @@ def _reference(part: Mapping[str, Any], where: str, *, is_image: bool) -> str:
             raise InputError(f"{where}: a sound has format {str(given.get('format'))[:60]!r}; wav is read")
         reference = f"data:audio/wav;base64,{given['data']}"
     if not isinstance(reference, str) or not reference:
-        named = "an image must be named" if is_image else "a sound must be given as input_audio {data, format}, or named"
-        raise InputError(f"{where}: {named} by a path, a data URL or a URL, got {str(given)[:60]!r}")
+        kind = "an image" if is_image else "a sound"
+        raise InputError(f"{where}: {kind} must be named by a path, a data URL or a URL, got {str(given)[:60]!r}")
     return reference if is_image else SOUND + reference

@@ -44,10 +44,6 @@ class Model(BaseModel):
     max_model_len: int | None = None  # tokens, prompt and answer together; only vLLM gives it
 
 
-class _ModelList(BaseModel):
-    data: list[Model]
-
-
 class PromptLogprob(BaseModel):
     """One token of one position, as `prompt_logprobs` gives it."""
 
@@ -68,10 +64,6 @@ class CompletionChoice(BaseModel):
     finish_reason: str | None = None  # stop, length, or why there is no whole answer
 
 
-class _Usage(BaseModel):
-    prompt_tokens: int | None = None
-
-
 class _Transfer(BaseModel):
     hidden_states_path: str
 
@@ -80,7 +72,7 @@ class Completion(BaseModel):
     """The answer to `POST completions`."""
 
     choices: Annotated[list[CompletionChoice], Field(min_length=1)]
-    usage: _Usage | None = None
+    usage: dict[str, Any] | None = None
     kv_transfer_params: _Transfer | None = None  # where a server of hidden states leaves them
 
     def next_token(self, where: str) -> Distribution:
@@ -96,12 +88,10 @@ class Completion(BaseModel):
         """Raise `InputError` where it names other token counts or token ids than those sent."""
         choice = self.choices[0]
         logprobs = None if choice.prompt_logprobs is None else len(choice.prompt_logprobs)
-        for number in (logprobs, None if self.usage is None else self.usage.prompt_tokens):
+        for number in (logprobs, (self.usage or {}).get("prompt_tokens")):
             if number not in (None, len(sent)):
-                raise InputError(
-                    f"{where} answers for {number} tokens where {len(sent)} were sent: it cuts prompts off (raise its longest "
-                    "context, or send less) or adds tokens of its own"
-                )
+                counts = f"for {number} tokens where {len(sent)} were sent"
+                raise InputError(f"{where} answers {counts}: it cuts prompts off (raise its longest context) or adds tokens")
         if choice.prompt_token_ids is not None and choice.prompt_token_ids != list(sent):
             raise InputError(f"{where} read other token ids than were sent; the target's ids mean something else to it")
 
@@ -141,12 +131,12 @@ class Connection(AbstractContextManager["Connection"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def close(self) -> None:
+        self._client.close()
+
     def stop(self) -> None:
         """Make no further attempts: requests under way end with their current one."""
         self._stopping.set()
-
-    def close(self) -> None:
-        self._client.close()
 
     def check_model(self) -> Model:
         """Return the server's description of the model that the config names; `InputError` where it has none of that name."""
@@ -159,11 +149,9 @@ class Connection(AbstractContextManager["Connection"]):
     def models(self) -> list[Model]:
         """Return the models of the server; `InputError` where it cannot be reached, or is no OpenAI-compatible API."""
         try:
-            return _ModelList.model_validate(self.send("GET", "models")).data
-        except (Refused, ValidationError) as error:
-            raise InputError(
-                f"{self.where} has no list of models: give the address of an API, such as http://host:8000/v1"
-            ) from error
+            return [Model.model_validate(each) for each in self.send("GET", "models")["data"]]
+        except (Refused, ValidationError, LookupError, TypeError) as error:
+            raise InputError(f"{self.where} has no list of models: give an API, such as http://host:8000/v1") from error
 
     def complete(self, body: dict[str, Any]) -> Completion:
         """Return the answer to `POST completions`; for errors see `send` and `read_completion`."""
@@ -211,8 +199,7 @@ class Connection(AbstractContextManager["Connection"]):
 
 def _complaint(response: httpx2.Response) -> str:
     """Return the server's error message on one line, shortened, without the key."""
-    text = redact(" ".join(response.text.split()) or "it does not say why")
-    return text if len(text) <= MAX_QUOTED else text[: MAX_QUOTED - 3] + "..."
+    return redact(" ".join(response.text.split()) or "it does not say why")[:MAX_QUOTED]
 
 
 def pause(stopping: Event, seconds: float) -> None:

@@ -20,10 +20,10 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from queue import SimpleQueue
 from threading import Event, Lock, Timer
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -63,9 +63,8 @@ class NotWritten(InputError):
     """A server answered, and its file did not come."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServedStates:
-    """A server's answer: the states of a text, `[T, A, E]`, and its distribution of the next token where that was asked for."""
+class ServedStates(NamedTuple):
+    """A server's answer: the states of a text, and the distribution of the next token where that was asked for."""
 
     states_TAE: Tensor
     next_token: Distribution
@@ -82,10 +81,8 @@ class StateServer:
         served = [model.id for model in self.connection.models()]
         self.model = next(filter(SERVED.fullmatch, served), "")
         if not self.model:
-            raise InputError(
-                f"{KEY}: {url} serves {', '.join(served) or 'no model'}, and no name says which states it gives, as "
-                f"states-2-15-27-30 does; {START}"
-            )
+            names = ", ".join(served) or "no model"
+            raise InputError(f"{KEY}: {url} serves {names}, and no name says which states it gives; {START}")
         self.taps = sorted(map(int, self.model.split("-")[1:]))
 
     def fetch(self, ids: Sequence[int], *, with_next: bool = False) -> ServedStates:
@@ -93,18 +90,15 @@ class StateServer:
         body = {"model": self.model, "prompt": list(ids), "max_tokens": 1, "temperature": 0}
         if with_next:
             body |= {"logprobs": NUM_LOGPROBS, "return_tokens_as_token_ids": True}
-        where = self.connection.where
-        answer = self.connection.complete(body)
+        where, answer = self.connection.where, self.connection.complete(body)
         if answer.kv_transfer_params is None:
             raise InputError(f"{where} answers without hidden states; {START}")
         name = PurePosixPath(answer.kv_transfer_params.hidden_states_path).name
         states_TAE, read = take_states(self.folder, name, self.connection.config.timeout_seconds, self.stopping)
         if read != list(ids) or states_TAE.shape[:2] != (len(ids), len(self.taps)):
-            raise InputError(
-                f"{where} gives states of shape {tuple(states_TAE.shape)} for a text of {len(ids)} tokens, and its name "
-                f"{self.model} promises {len(self.taps)} taps of each; {START}"
-            )
-        return ServedStates(states_TAE=states_TAE, next_token=answer.next_token(where))
+            found = f"states of shape {tuple(states_TAE.shape)} for a text of {len(ids)} tokens"
+            raise InputError(f"{where} gives {found}, and its name promises {len(self.taps)} taps of each; {START}")
+        return ServedStates(states_TAE, answer.next_token(where))
 
 
 class EngineStates:
@@ -117,10 +111,7 @@ class EngineStates:
         self._lock = Lock()
         self._asked: dict[Ids, list[Future[ServedStates]]] = {}
         if not Path(config.path).is_dir() or not os.access(config.path, os.W_OK):  # files are deleted once read
-            raise InputError(
-                f"target.states.path: {config.path} is no folder here that can be written to; give the one that servers and "
-                "training share"
-            )
+            raise InputError(f"target.states.path: {config.path} is no folder here that can be written to")
         self._servers = [StateServer(config, url, limit) for url, limit in zip(config.urls, config.limits, strict=True)]
         first = self._servers[0]
         self.taps = first.taps
@@ -149,10 +140,8 @@ class EngineStates:
         """Check that the servers give these taps and the last block's state, from which the final one is made."""
         needed = sorted({*taps, self.last})
         if missing := [tap for tap in needed if tap not in self.taps]:
-            raise InputError(
-                f"target.states.urls: {self.config.urls[0]} gives the states of taps {self.taps}, and {needed} are "
-                f"needed: {missing} are missing; {START}"
-            )
+            given = f"{self.config.urls[0]} gives the states of taps {self.taps}"
+            raise InputError(f"{KEY}: {given}, and {needed} are needed: {missing} are missing; {START}")
 
     def ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield batches, each after the states of the next ones were requested."""
@@ -253,7 +242,7 @@ class EngineStates:
         """Refuse a server that runs another target: on a probe, the distribution that it names must be what norm and head here
         make of its last state, and its states those of the target here, where the blocks are here too.
         """
-        model, where = self.target.model, f"target.states.urls: {server.url} does not serve target {self.target.identity.name}"
+        model, where = self.target.model, f"{KEY}: {server.url} does not serve target {self.target.identity.name}"
         ids_1T = probe_ids(model)
         answer = server.fetch(ids_1T[0].tolist(), with_next=True)
         if (width := answer.states_TAE.shape[-1]) != self._width:
@@ -265,9 +254,8 @@ class EngineStates:
         tolerance = self.config.probe_tolerance
         if not gaps or not max(gaps) <= tolerance:  # also where one is no number
             raise InputError(
-                f"{where}: the log-probabilities that it gives after a probe differ by {max(gaps, default=float('nan')):.3g} "
-                "nats from those that norm and head here make of its last state, and target.states.probe_tolerance allows "
-                f"{tolerance:g}"
+                f"{where}: the log-probabilities that it gives after a probe differ by {max(gaps, default=math.nan):.3g} nats "
+                f"from those of its last state here, and target.states.probe_tolerance allows {tolerance:g}"
             )
         compared = f"log-probabilities within {max(gaps):.2g} nats"
         if self.target.spread_by is not None:
@@ -320,10 +308,7 @@ def take_states(folder: Path, name: str, timeout_seconds: float, stopping: Event
             raise InputError(f"target.states.path: {each} cannot be deleted ({error.strerror})") from error
     if (free := shutil.disk_usage(folder).free) < LEAST_FREE_BYTES:
         raise InputError(f"target.states.path: the disk of {folder} is full ({free} bytes are free); free space there")
-    raise NotWritten(
-        f"its file {path.name} {problem} in target.states.path {folder}: is that the folder it was started with, and has its "
-        "disk room?"
-    )
+    raise NotWritten(f"its file {path.name} {problem} in target.states.path {folder}: was it started with that folder?")
 
 
 def _is_held(lock: Path) -> bool | None:

@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 
 import pytest
+from accelerate import PartialState
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -61,6 +62,13 @@ def make_prompts():
         ]
 
     return make
+
+
+@pytest.fixture(autouse=True)
+def fresh_process_state():
+    """Leave no process state behind: accelerate keeps the first one for the life of the process."""
+    yield
+    PartialState._reset_state()
 
 
 @pytest.fixture

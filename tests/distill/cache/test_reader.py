@@ -11,7 +11,6 @@ import torch
 
 from configs.runtime.errors import ConfigError, InputError
 from configs.schema.data import CacheConfig
-from distill.cache import writer as cache_making
 from distill.cache.reader import check_fits, open_cache
 from distill.dataset.batches import ConversationDataset, collate_packed
 from distill.loss.fused import normalise
@@ -117,17 +116,6 @@ def test_probabilities_of_rounded_states_still_add_up(job, tmp_path, data_file, 
 
 
 # --- what it takes ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("settings", "row"), [({"taps": TAPS}, 4 * WIDTH * 4 + 8), ({"taps": []}, WIDTH * 4 + 8)])
-def test_the_size_told_and_checked_before_is_that_on_disk(job, tmp_path, conversations, monkeypatch, settings, row):
-    checked = []
-    monkeypatch.setattr(cache_making, "check_room", lambda folder, num_bytes: checked.append(num_bytes))
-    run(job(**settings))
-    tokens = sum(len(row.answer_ids) + len(row.prompt_ids) for row in conversations)
-    assert checked == [tokens * row]
-    contents = [path.read_bytes() for path in (tmp_path / "cache").glob("shard-*")]
-    assert sum(len(content) - 8 - int.from_bytes(content[:8], "little") for content in contents) == tokens * row
 
 
 def test_taps_in_8_bits_are_right_to_a_sixteenth_and_the_target_s_distribution_is_untouched(

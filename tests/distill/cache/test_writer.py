@@ -106,7 +106,9 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(job, tmp_path
         made.prepare()
     assert not (tmp_path / "cache").exists()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(needed))
-    made.prepare()
+    run(made)
+    contents = [path.read_bytes() for path in (tmp_path / "cache").glob("shard-*")]
+    assert sum(len(content) - 8 - int.from_bytes(content[:8], "little") for content in contents) == needed  # headers apart
 
 
 def test_hidden_states_too_large_for_their_type_are_refused(byte_target):

@@ -133,7 +133,7 @@ def test_an_output_that_is_a_file_or_below_one_is_refused_before_the_target_is_l
 def test_a_side_left_without_answers_is_refused_and_nothing_is_put_in_place(config, monkeypatch):
     nothing = making.Answered(rows_of=lambda prompt: [], dropped={"empty_answer": 38})
     monkeypatch.setattr(making.AnswerJob, "collect", lambda job: nothing)
-    with pytest.raises(InputError, match=r"no answer is left to any of the \d+ train prompts"):
+    with pytest.raises(InputError, match="no answer is left to any train prompt"):
         make_dataset(config)
     assert not (Path(config.output) / "manifest.json").exists()
 

@@ -70,16 +70,9 @@ def test_about_the_share_asked_for_is_held_out_and_nothing_is_lost():
     assert texts(split.train) | texts(split.held_out) == texts(PROMPTS)
     assert not texts(split.train) & texts(split.held_out)
     assert split_prompts(PROMPTS, 0.3).held_out[: len(split.held_out)] == split.held_out  # a larger share only adds
-
-
-def test_the_first_prompts_held_out_are_of_all_sources():
-    sources = [replace(each, category="ab"[number >= 200]) for number, each in enumerate(PROMPTS)]
-    assert {each.category for each in split_prompts(sources, 0.1).held_out[:8]} == {"a", "b"}
-
-
-def test_a_prompt_stays_on_its_side_whatever_else_is_there():
-    whole, half = split_prompts(PROMPTS, 0.1), split_prompts(PROMPTS[::-2], 0.1)
-    assert texts(half.held_out) == texts(whole.held_out) & texts(PROMPTS[::-2])
+    half = split_prompts(PROMPTS[::-2], 0.1)  # whatever else is there, a prompt stays on its side
+    assert texts(half.held_out) == texts(split.held_out) & texts(PROMPTS[::-2])
+    assert {PROMPTS.index(each) >= 200 for each in split.held_out[:8]} == {True, False}  # the first are of all sources
 
 
 def test_all_requests_of_a_growing_chat_stand_on_one_side():
@@ -96,7 +89,7 @@ def test_all_requests_of_a_growing_chat_stand_on_one_side():
 
 
 def test_prompts_that_all_open_with_the_same_example_are_split_by_what_follows_it():
-    example = ({"role": "user", "content": "Say yes."}, {"role": "assistant", "content": "Yes."})
+    example = ({"role": "user", "content": "Say yes."}, ASSISTANT)
     split = split_prompts([prompt(each.user_text, history=example) for each in PROMPTS], 0.1)
     assert 20 <= len(split.held_out) <= 60
 
@@ -146,10 +139,7 @@ def test_a_short_train_prompt_that_differs_from_a_held_out_one_by_punctuation_al
 
 
 def test_a_prompt_with_a_turn_that_is_a_whole_held_out_prompt_is_dropped():
-    opening = (
-        {"role": "user", "content": "Hello."},
-        {"role": "assistant", "content": "Yes?"},
-    )  # of all: none is on a side by it
+    opening = ({"role": "user", "content": "Hello."}, ASSISTANT)  # of all: none is on a side by it
     one = [prompt(f"tell {number}", history=opening) for number in range(100)]
     two = [replace(each, prompt_id=f"{each.prompt_id}-2", turns=(*each.turns, "Why?")) for each in one]
     split = split_prompts([*one, *two], 0.3)
