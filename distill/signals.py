@@ -91,7 +91,6 @@ class SignalSource:
 
 
 def _one_ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Yield the batches as they come, each while a thread makes the next one."""
     with ThreadPoolExecutor(1) as thread:
         coming = thread.submit(next, batches, None)
         while (batch := coming.result()) is not None:

@@ -1,4 +1,1 @@
-"""The target's outputs kept on disk, so that training need not run it.
-
-Start with `writer.make_cache` and `reader.TargetCache`.
-"""
+"""The target's outputs kept on disk, so that training need not run it: `writer.make_cache`, `reader.TargetCache`."""

@@ -116,7 +116,6 @@ class Places(NamedTuple):
 
     @property
     def rows_of_shards(self) -> list[int]:
-        """How many rows each shard has."""
         return [int(rows) for rows in np.bincount(self.shard_C[self.length_C > 0], self.length_C[self.length_C > 0])]
 
 
@@ -206,7 +205,6 @@ class TargetCache:
 
     @contextmanager
     def _shard(self, number: int) -> Iterator[Any]:
-        """Open a shard, and compare its checksum where that was not done."""
         path = inside(self.folder, SHARD.format(number=number), f"target cache {self.folder}")
         try:
             with safe_open(path, framework="pt") as file:
@@ -250,7 +248,6 @@ def check_fits(cache: TargetCache, dataset: ConversationDataset) -> None:
 
 
 def checksum_of(tensors: Iterable[Tensor]) -> str:
-    """Return the CRC-32 of tensors' bytes, one after the other."""
     total = 0
     for tensor in tensors:
         total = zlib.crc32(tensor.contiguous().flatten().view(torch.uint8).numpy().data, total)

@@ -140,7 +140,6 @@ class CacheJob:
                 write.wait()
 
     def finished(self) -> set[int]:
-        """Return this job's shards that are there, whoever made them."""
         if not self._is_resumed():
             return set()
         return {number for number in range(len(self._num_rows)) if (self._folder / _file(number)).is_file()}
@@ -194,7 +193,6 @@ class CacheJob:
         return self._places.rows_of_shards
 
     def _is_resumed(self) -> bool:
-        """Return whether the shards in the folder are this job's."""
         path = self._folder / JOB
         return path.is_file() and self.digest in path.read_text(encoding="utf-8")
 
@@ -258,7 +256,6 @@ def encode(target: Target, layout: RowLayout, states_ANE: Sequence[Tensor]) -> d
 
 
 def layout_of(config: CacheConfig, target: PreTrainedModel) -> RowLayout:
-    """Return what a cache keeps of each row of a target."""
     last = num_blocks(target)
     if config.taps and config.taps[-1] > last:
         raise ConfigError(f"taps: expected h_0 (embedding) to h_{last} (last block of the target), got {config.taps}")
@@ -280,7 +277,6 @@ def check_folder(folder: Path) -> None:
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
-    """Raise `InputError` where the disk has fewer than `num_bytes` bytes free."""
     above = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(above).free
     if free < num_bytes:

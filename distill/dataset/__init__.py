@@ -1,4 +1,1 @@
-"""Conversations on disk, and the batches made of them.
-
-Start with `conversations` for a row and `batches` for what a training step gets.
-"""
+"""Conversations on disk: `conversations` for a row, `batches` for what a training step gets."""

@@ -88,7 +88,6 @@ class EpochSampler(Sampler[list[Item]]):
         self.seed, self.epoch = seed, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of this epoch, counted from 0."""
         self.epoch = epoch
 
     @property
@@ -192,7 +191,6 @@ class Document(NamedTuple):
 
 
 def documents_of(batch: Batch) -> Iterator[Document]:
-    """Yield the documents of a batch, row after row."""
     host = batch.on_host
     for row, (documents_T, conversations_C) in enumerate(zip(host.document_ids_BT, host.conversations_BC, strict=True)):
         counts_C = documents_T[documents_T != NO_DOCUMENT].bincount(minlength=len(conversations_C))
@@ -204,7 +202,6 @@ def documents_of(batch: Batch) -> Iterator[Document]:
 
 
 def collate(examples: Sequence[Example]) -> Batch:
-    """Pad examples on the right into one batch."""
     lengths_B1 = torch.tensor([[len(example.input_ids)] for example in examples])
     answer_starts_B1 = torch.tensor([[example.answer_start] for example in examples])
     T = int(lengths_B1.max())
@@ -264,7 +261,6 @@ def make_packed_loader(dataset: ConversationDataset, batch_size: int, *, pack_le
 
 
 def collate_packed(rows: Sequence[Sequence[Example]]) -> Batch:
-    """Put the examples of each row one after the other, and pad on the right."""
     B, T, C = len(rows), max(sum(len(each.input_ids) for each in row) for row in rows), max(map(len, rows))
     batch = Batch(
         input_ids_BT=torch.zeros(B, T, dtype=torch.int64),

@@ -103,7 +103,6 @@ _ROW = TypeAdapter(Conversation)
 
 
 def read_conversations(path: Path) -> list[Conversation]:
-    """Return the rows of a `train.jsonl` or `held_out.jsonl` in file order."""
     rows = [row for _, row in _read_rows(path)]
     if not rows:
         raise InputError(f"{WHAT} {path} is empty")
@@ -137,7 +136,6 @@ class ConversationFile(Sequence[Conversation]):
     @overload
     def __getitem__(self, place: slice) -> list[Conversation]: ...
     def __getitem__(self, place: int | slice) -> Conversation | list[Conversation]:
-        """Read a row, or several; the file must be the one that was opened."""
         if isinstance(place, slice):
             return [self[number] for number in range(*place.indices(len(self)))]
         offset = int(self.places.offsets[place])
@@ -185,7 +183,6 @@ def media_names(media: Sequence[str]) -> list[str]:
 
 
 def check_held_out(train: Sequence[Conversation], held_out: Sequence[Conversation]) -> None:
-    """Refuse held-out conversations that ask what others of training ask."""
     shared = np.isin(index_of(held_out).user_texts, index_of(train).user_texts)
     if shared.any():
         first = held_out[int(shared.argmax())].prompt_id
@@ -228,7 +225,6 @@ def check_written_for(path: Path, identity: TargetIdentity) -> list[str]:
 
 
 def target_of(path: Path) -> dict[str, Any]:
-    """Return the target that wrote a conversations file, by the manifest beside it."""
     return _read_manifest(path).target or {}
 
 
@@ -294,7 +290,6 @@ def _index(rows: Iterable[tuple[int, Conversation]]) -> Index:
 
 
 def _read_rows(path: Path) -> Iterator[tuple[int, Conversation]]:
-    """Yield first byte and content of each row, one line at a time."""
     offset = 0
     try:
         with path.open("rb") as file:

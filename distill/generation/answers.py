@@ -93,7 +93,6 @@ class Dialogue:
         self._turn += 1
 
     def _drop(self, reason: str) -> None:
-        """Drop this turn and those after it."""
         self.dropped.update({reason: 1, UNREACHED: len(self.prompt.turns) - self._turn - 1})
         self._turn = len(self.prompt.turns)
 
@@ -153,7 +152,6 @@ class AnswerJob:
         return Journal(self.folder / ANSWER_JOURNALS.format(rank=rank), self.fingerprint)
 
     def finished(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Return which prompts were answered, by any process."""
         found = np.zeros(len(self.prompts), bool)
         for _, key, _, _ in self._pieces():
             found[int(key)] = True
@@ -187,7 +185,6 @@ class AnswerJob:
         return length + self._longest(number) + sum(len(turn) + TEMPLATE_TOKENS for turn in prompt.turns[1:])
 
     def _longest(self, number: int) -> int:
-        """Return how many tokens the answers to a prompt's turns may have together."""
         return len(self.prompts[number].turns) * self.config.max_new_tokens
 
     def _pieces(self) -> Iterator[tuple[Journal, str, Place, Any]]:

@@ -47,7 +47,6 @@ class Request:
 
     @property
     def written(self) -> list[int]:
-        """The tokens after the prompt."""
         return self.tokens[len(self.prompt_ids) :]
 
     def append(self, tokens: Sequence[int]) -> bool:
@@ -189,7 +188,6 @@ class TargetSource(TokenSource):
         self._cache.put_rows([places[n] for n in others], read)
 
     def _read_prompts(self, cache: RowCache, prompts: Sequence[Sequence[int]], requests: Sequence[Request]) -> Tensor:
-        """Put prompts into a cache, and return the hidden states `[B, T, D]`."""
         longest = max(map(len, prompts))
         padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
         media = self.target.media_inputs([each.media_prompt for each in requests], prompts)

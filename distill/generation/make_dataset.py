@@ -56,7 +56,6 @@ def make_dataset(config: DataConfig) -> None:
 
 
 def _make_locked(config: DataConfig, listed: list[Prompt] | None, state: PartialState, server: Connection | None) -> None:
-    """Do this process's part of the run that holds the folder's lock."""
     output = Path(config.output)
     if state.is_main_process:
         drop_leftovers(output)

@@ -60,12 +60,10 @@ class Prompt:
 
     @property
     def label(self) -> str:
-        """Its id, and where it stands, for messages."""
         return f"prompt {self.prompt_id} ({self.where})" if self.where else f"prompt {self.prompt_id}"
 
     @property
     def user_text(self) -> str:
-        """Everything the user says, one turn a line."""
         return self.user_texts[-1]
 
     @property
@@ -81,7 +79,6 @@ class Prompt:
 
     @property
     def _said(self) -> list[str]:
-        """What the user says up to the first turn."""
         return [message["content"] for message in self.messages if message["role"] == "user"]
 
     def encoded(self, target: Target) -> list[int]:

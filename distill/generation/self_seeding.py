@@ -100,7 +100,6 @@ class Writer:
         self.frame = find_user_frame(target, config.max_prompt_tokens)
 
     def write(self, numbers: Sequence[int]) -> list[Turn]:
-        """Return what the user says in each prompt, None where it is unusable."""
         found: dict[int, str | None] = {}
         self.tokens.expect(len(numbers) * self.config.max_prompt_tokens)
         longest = self.config.max_prompt_tokens + LONGEST_AROUND
@@ -162,7 +161,6 @@ class UserFrame:
 
 
 def find_user_frame(target: Target, max_prompt_tokens: int) -> UserFrame:
-    """Take the chat template apart at a user's text."""
     name, tokenizer = target.identity.name, target.tokenizer
     takes_parts = target.model.config.get_text_config() is not target.model.config
     messages = [{"role": "user", "content": SENTINEL}]

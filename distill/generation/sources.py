@@ -89,7 +89,6 @@ def list_prompts(config: PromptsConfig) -> list[Prompt] | None:
 
 
 def read_prompts(config: PromptsConfig) -> list[Prompt]:
-    """Return the prompts of `config.path`, a file or a folder of files, in order."""
     prompts: list[Prompt] = []
     seen: dict[str, Prompt] = {}
     formats = Counter[str]()
@@ -108,7 +107,6 @@ def read_prompts(config: PromptsConfig) -> list[Prompt]:
 
 
 def dataset_prompts(config: PromptsConfig) -> Iterator[Prompt]:
-    """Yield the prompts of a data set's rows."""
     rows = load_rows(str(config.path), config.subset, config.split, revision=config.revision, section="prompts")
     if config.names_a_column and config.field not in rows.column_names:
         columns = ", ".join(rows.column_names)
@@ -120,7 +118,6 @@ def dataset_prompts(config: PromptsConfig) -> Iterator[Prompt]:
 
 
 def _read_row(row: Mapping[str, Any], config: PromptsConfig, where: str) -> tuple[Prompt, str]:
-    """Return a row's prompt, and the form in which the row has it."""
     setting, format = "prompts.field", ""
     if config.template is not None:
         try:
@@ -243,7 +240,6 @@ def check_readable(target: Target, prompts: Sequence[Prompt], *, written_here: b
 
 
 def check_given(prompts: Sequence[Prompt]) -> None:
-    """Raise `InputError` where a prompt, which is named, brings no answer."""
     without = [prompt.prompt_id for prompt in prompts if prompt.answer is None]
     if without:
         missing = f"{len(without)} of {len(prompts)} prompts bring no answer, the first is {without[0]}"
@@ -321,7 +317,6 @@ def _asked(row: Any, format: str, columns: tuple[str, str | None], where: str, s
 
 
 def _as_prompt(asked: Any, answer: Any, where: str, *, is_chat: bool) -> Prompt:
-    """Return a prompt, without id and category, of what a row asks."""
     if isinstance(asked, str) and not is_chat:
         asked = [{"role": "user", "content": asked}]
     if not isinstance(asked, list) or not asked:
@@ -396,7 +391,6 @@ def _parse_tools(value: Any, where: str) -> list[Any]:
 
 
 def _spelled(ids: Any, key: str, where: str) -> str:
-    """Return token ids as the text that `heads.frozen.tokenizer` reads."""
     if not isinstance(ids, list) or not ids or not all(type(token) is int and token >= 0 for token in ids):
         raise InputError(f"{where}: {key} must be a list of token ids, at least one, got {str(ids)[:60]!r}")
     return " ".join(map(str, ids))

@@ -203,7 +203,6 @@ def _complaint(response: httpx2.Response) -> str:
 
 
 def pause(stopping: Event, seconds: float) -> None:
-    """Wait, but not after `stopping` is set."""
     stopping.wait(seconds)
 
 

@@ -214,7 +214,6 @@ class EngineStates:
             server.connection.close()
 
     def _take(self, ids: Ids) -> Future[ServedStates]:
-        """Return what was asked before, once, or is asked now."""
         with self._lock:
             answers = self._asked.get(ids, [])
             answer = answers.pop(0) if answers else None
@@ -232,7 +231,6 @@ class EngineStates:
 
     @torch.no_grad()
     def _finished(self, tapped_ABTE: Sequence[Tensor]) -> TargetStates:
-        """Make the final state of the last block's, which stands last."""
         *taps_ABTE, last_BTE = tapped_ABTE
         with torch.autocast(last_BTE.device.type, enabled=False):
             return TargetStates(final_BTE=self.norm(last_BTE), taps_ABTE=tuple(taps_ABTE))
@@ -270,7 +268,6 @@ class EngineStates:
 
 
 def texts(batch: Batch) -> list[Ids]:
-    """Return the token ids of each document in a batch."""
     host = batch.on_host
     return [tuple(host.input_ids_BT[each.row, each.start : each.end].tolist()) for each in documents_of(host)]
 

@@ -183,13 +183,10 @@ def test_a_shard_of_another_cache_is_not_read(job, data_file, target, conversati
         open_cache(tmp_path / "one", data_file, target).states(batch_of(conversations, [0]))
 
 
-def test_a_cache_of_another_target_is_refused_with_what_differs(cache, data_file, target):
+def test_a_cache_of_another_target_or_of_other_data_is_refused_with_what_differs(cache, data_file, target):
     other = dataclasses.replace(target.identity, weights_sha256="f" * 64, tokenizer_sha256="f" * 64)
     with pytest.raises(InputError, match="target weights and tokenizer"):
         open_cache(cache.folder, data_file, dataclasses.replace(target, identity=other))
-
-
-def test_a_cache_of_other_data_is_refused(cache, data_file, target):
     data_file.write_text(data_file.read_text() + "\n")
     with pytest.raises(InputError, match="is not that file"):
         open_cache(cache.folder, data_file, target)
@@ -219,14 +216,11 @@ def test_a_manifest_that_cannot_be_right_is_refused(cache, data_file, target, ch
         open_cache(cache.folder, data_file, target)
 
 
-def test_a_head_of_taps_that_are_not_kept_is_refused_and_one_of_fewer_is_not(cache):
+def test_a_head_of_taps_that_are_not_kept_or_of_a_target_in_another_dtype_is_refused(cache, data_file, target):
     cache.check_keeps([2])
     cache.check_keeps([])
     with pytest.raises(InputError, match=r"\[1, 3\] are missing"):
         cache.check_keeps([1, 2, 3])
-
-
-def test_normalisers_of_a_target_in_another_dtype_are_refused(cache, data_file, target):
     change_manifest(cache.folder, lambda content: content["layout"].update(target_dtype="bfloat16"))
     with pytest.raises(InputError, match=r"target\.dtype"):
         open_cache(cache.folder, data_file, target).check_keeps(TAPS)
