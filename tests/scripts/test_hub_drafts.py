@@ -27,7 +27,6 @@ from scripts.push.card import read_card
 from tests.support.hub import READER
 
 exporting = importlib.import_module("scripts.export")
-importing = importlib.import_module("scripts.import_draft.__main__")
 NAME = "ann/draft"
 
 

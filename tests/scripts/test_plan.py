@@ -1,12 +1,20 @@
-"""The command that plans: which kind of recipe it takes, what it prints, what it refuses."""
+"""The commands that read a recipe: `plan` says what it takes, `serve-states` how to start servers of its hidden states."""
 
+from __future__ import annotations
+
+import itertools
+import json
+import os
 import re
+import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from configs.runtime.command import BAD_INPUT, DONE, run_command
 from configs.schema.commands.planning import HardwareConfig, PlanDistillConfig, PlanHeadsConfig
+from scripts import serve_states
 from scripts.plan import main, schema_of
 from train.plan.memory import SPREADING, Sharing
 from train.plan.page import launch_line
@@ -88,3 +96,69 @@ def test_a_mistake_is_one_line(argv, complaint, capsys):
 )
 def test_a_way_that_fits_comes_with_the_line_that_starts_it(sharing, preset, num_accelerators, line):
     assert launch_line(sharing, HardwareConfig(preset=preset, num_accelerators=num_accelerators), "COMMAND") == line
+
+
+# --- servers of hidden states -------------------------------------------------------------------------------------------
+
+
+URLS = "[http://a:8000/v1, http://b:8000/v1, http://b:8001/v1]"
+STATES = f"target.states={{urls: {URLS}, path: /shared/of us, api_key_variable: OUR_KEY}}"
+
+
+def serve(*argv):
+    arguments = list(argv)
+    return run_command(
+        schema_of(arguments), serve_states.main, description="", argv=arguments, add_arguments=serve_states.add_arguments
+    )
+
+
+def options(line):
+    words = shlex.split(line)
+    return words, {word: after for word, after in itertools.pairwise(words) if word.startswith("--")}
+
+
+def test_a_line_for_each_port_serves_the_taps_of_the_recipes_head(tmp_path, tiny_run, capsys):
+    head = "head={kind: eagle3, taps: [0, 1]}"
+    named = ["--set", STATES, f"target.name={tiny_run / 'target'}", "target.dtype=float32", "data.max_length=100", head]
+    assert serve(*named, "held_out.decode.max_new_tokens=10") == DONE
+    lines = capsys.readouterr().out.splitlines()
+    (words, first), (_, second) = map(options, lines)
+    assert words[1:4] == ["vllm", "serve", str(tiny_run / "target")]
+    assert (first["--port"], second["--port"]) == ("8000", "8001")
+    assert first["--served-model-name"] == "states-0-1-2"  # the last block's, too
+    assert first["--dtype"] == "float32"
+    assert int(first["--max-model-len"]) == 100 + 10 + 3 + 1
+    kept = json.loads(first["--speculative-config"])
+    assert kept["method"] == "extract_hidden_states"
+    assert kept["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
+    transfer = json.loads(first["--kv-transfer-config"])
+    assert transfer["kv_connector"] == "ExampleHiddenStatesConnector"
+    assert transfer["kv_connector_extra_config"]["shared_storage_path"] == "/shared/of us"
+
+
+def test_the_example_starts_all_servers_at_once_on_this_machine_alone(tiny_run, tmp_path, capsys):
+    example = re.search(r"serve-states (.*?)\)\"", serve_states.__doc__, re.DOTALL).group(1).replace("\\\n", " ")
+    several = example.replace("8000/v1]", "8000/v1, http://127.0.0.1:8001/v1]")
+    assert serve(*shlex.split(several), "--served-model-name=x") == DONE
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "vllm").write_text(f'#!/bin/sh\necho "$VLLM_API_KEY" "$@" >> {tmp_path}/started\n')
+    (tools / "vllm").chmod(0o755)
+    lines = capsys.readouterr().out
+    environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"}
+    subprocess.run(["sh", "-c", 'eval "$1"; wait', "sh", lines], env=environment, check=True)
+    assert [line.endswith(" &") for line in lines.splitlines()] == [True, False]
+    places = [line.split("--host ")[1] for line in sorted((tmp_path / "started").read_text().splitlines())]
+    assert places == [f"127.0.0.1 --port {port} --tensor-parallel-size 8 --served-model-name=x" for port in (8000, 8001)]
+
+
+def test_servers_that_others_reach_ask_for_a_key(tiny_run, capsys):
+    named = [f"target.name={tiny_run / 'target'}", "head={kind: medusa}"]
+    assert serve("--set", STATES, *named) == DONE
+    for line in capsys.readouterr().out.splitlines():
+        assert line.startswith('VLLM_API_KEY="${OUR_KEY:?}" ')
+        assert "--host 0.0.0.0 " in line
+    assert serve("--set", STATES, "target.states.api_key_variable=null", *named) == BAD_INPUT
+    assert "target.states.api_key_variable: urls on other machines" in capsys.readouterr().err
+    assert serve("--set", *named) == BAD_INPUT
+    assert "target.states: the recipe names no servers" in capsys.readouterr().err

@@ -1,12 +1,15 @@
 """A real engine for slow tests: vLLM in an environment of its own, serving a saved copy of a target."""
 
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from scripts.check.vllm_server import ENVIRONMENT, open_vllm, serving
 
 START_SECONDS = 600
+CPU_CONNECTOR = Path(__file__).with_name("vllm_cpu_connector.py")  # goes where the engine imports from
+ON_CPU = {"kv_connector": "CpuHiddenStatesConnector", "kv_connector_module_path": CPU_CONNECTOR.stem}
 
 
 @contextmanager

@@ -6,6 +6,7 @@ own comparison (`eval.lossless.verdict`) says whether the tokens were equally go
 """
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -27,9 +28,9 @@ from eval.lossless.teacher_forcing import check_tokens
 from heads.frozen.hidden_states import read_states
 from heads.frozen.loading import load_target
 from heads.inference.model_checks import relative_error
-from scripts.serve_states.__main__ import CONNECTOR, states_options
+from scripts.serve_states import states_options
 from tests.support.caches import conversation, write_rows
-from tests.support.vllm_engine import vllm_serving
+from tests.support.vllm_engine import CPU_CONNECTOR, ON_CPU, vllm_serving
 from train.launch import run_heads
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
@@ -154,9 +155,10 @@ def states(whole, tmp_path_factory):
     """The settings of `target.states` for vLLM at work on the target."""
     disk = tmp_path_factory.mktemp("states")
     name = SERVED_AS.format(taps="-".join(map(str, TAPS)))
-    flags = ["--skip-tokenizer-init", *states_options(TAPS, str(disk), cpu=True)]
-    variables = {"PYTHONPATH": str(CONNECTOR.parent)}
+    flags = ["--skip-tokenizer-init", *states_options(TAPS, str(disk), ON_CPU)]
     folder = tmp_path_factory.mktemp("engine")
+    shutil.copy(CPU_CONNECTOR, folder)
+    variables = {"PYTHONPATH": str(folder)}
     with vllm_serving(whole, folder, dtype="float32", flags=flags, name=name, variables=variables) as url:
         yield {"urls": [url], "path": str(disk), "concurrency": 4}
 

@@ -6,7 +6,7 @@
 The recipe is one of `train/heads.py` or `train/distill.py`; a target cache for it takes the same servers. There is one line for
 each port in `target.states.urls`, all but the last in the background; what stands after `--` is added to each. Where the urls
 are this machine's, servers listen on 127.0.0.1 alone. Otherwise they listen on every interface and ask for the key in the
-variable that `target.states.api_key_variable` names. `--cpu` is for vLLM on a CPU. Of the target only the config is read.
+variable that `target.states.api_key_variable` names.  Of the target only the config is read.
 
 vLLM calls the method by which it keeps hidden states a speculative one, with the taps as those of a draft. The states' numbers
 stand in the name under which the model is served too, where training finds them.
@@ -18,8 +18,7 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
 from configs.runtime.command import run_command
@@ -27,16 +26,16 @@ from configs.runtime.errors import ConfigError
 from configs.schema.commands.planning import PlanConfig
 from scripts.plan import schema_of
 
+CONNECTOR = {"kv_connector": "ExampleHiddenStatesConnector"}  # of vLLM itself, for GPUs
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-CONNECTOR = Path(__file__).resolve().with_name("vllm_cpu_connector.py")
 
 
 def main(config: PlanConfig, arguments: argparse.Namespace) -> None:
     """Print the lines."""
-    print("\n".join(serve_lines(config, cpu=arguments.cpu, options=arguments.options)))
+    print("\n".join(serve_lines(config, arguments.options)))
 
 
-def serve_lines(config: PlanConfig, *, cpu: bool = False, options: Sequence[str] = ()) -> list[str]:
+def serve_lines(config: PlanConfig, options: Sequence[str]) -> list[str]:
     """Return the lines for a shell that start a server on each port of the recipe's: all but the last in the background."""
     # torch and transformers take seconds to import: a mistyped key is reported before that.
     from distill.server.states import SERVED_AS
@@ -55,13 +54,10 @@ def serve_lines(config: PlanConfig, *, cpu: bool = False, options: Sequence[str]
     longest = config.data.max_length + decode.max_new_tokens + decode.num_speculative_tokens + 1
     target = config.target
     name = str(locate(target)) if target.name.startswith(PREFIX) else target.name
-    where = ["env", f"PYTHONPATH={CONNECTOR.parent}"] if cpu else []
-    # vLLM's own command asks for a package called vllm, which the one for CPUs is not; this is what it runs.
-    program = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", name] if cpu else ["vllm", "serve", name]
     revision = [] if target.revision is None else ["--revision", target.revision]
     served = ["--served-model-name", SERVED_AS.format(taps="-".join(map(str, taps))), "--dtype", target.dtype]
-    kept = states_options(taps, states.path, cpu=cpu)
-    command = [*where, *program, *revision, *served, *kept, "--max-model-len", str(longest)]
+    kept = states_options(taps, states.path)
+    command = ["vllm", "serve", name, *revision, *served, *kept, "--max-model-len", str(longest)]
     places = list(map(urlsplit, states.urls))
     host, front = "127.0.0.1", ""
     if any(place.hostname not in LOOPBACK for place in places):
@@ -76,19 +72,16 @@ def serve_lines(config: PlanConfig, *, cpu: bool = False, options: Sequence[str]
     return [*(f"{line} &" for line in lines[:-1]), lines[-1]]
 
 
-def states_options(taps: Sequence[int], path: str, *, cpu: bool) -> list[str]:
-    """Return the options by which vLLM keeps these states and writes them to a folder."""
+def states_options(taps: Sequence[int], path: str, connector: Mapping[str, str] = CONNECTOR) -> list[str]:
+    """Return the options by which vLLM keeps these states, and a connector writes them to a folder."""
     kept = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(taps)}}
     method = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": kept}
-    own = {"kv_connector": "CpuHiddenStatesConnector", "kv_connector_module_path": CONNECTOR.stem}
-    common = {"kv_role": "kv_producer", "kv_connector_extra_config": {"shared_storage_path": path}}
-    transfer = common | (own if cpu else {"kv_connector": "ExampleHiddenStatesConnector"})
+    transfer = {**connector, "kv_role": "kv_producer", "kv_connector_extra_config": {"shared_storage_path": path}}
     return ["--speculative-config", json.dumps(method), "--kv-transfer-config", json.dumps(transfer)]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what a line takes beside a config."""
-    parser.add_argument("--cpu", action="store_true", help="for vLLM on a CPU, with the connector beside this file")
     parser.add_argument("options", nargs="*", metavar="-- OPTION", help="of vllm serve, added to each line")
 
 

@@ -1,1 +1,0 @@
-"""`draftsmith import`: another program's draft, tried before its artifact is written."""

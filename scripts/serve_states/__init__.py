@@ -1,1 +1,0 @@
-"""`draftsmith serve-states`: the command, and what vLLM for CPUs needs to write states."""
