@@ -1,21 +1,17 @@
-"""`draft.yaml` on disk: written with the reason beside each choice, and read back."""
+"""`draft.yaml` on disk: written with the reason beside each choice."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from configs.runtime.errors import InputError
-from configs.runtime.files import read_text, write_text
+from configs.runtime.files import write_text
 from configs.schema.commands.running import DRAFT_FILE, STAGES, RunConfig
 
 SECTIONS = ("data", "cache", "train", "eval")
 WIDTH = 44  # of a key with its value, before the reason
-SETTING = re.compile(r"( *)([\w.]+): *(.*)")  # a line of the file
 
 
 class Choice(NamedTuple):
@@ -87,27 +83,3 @@ def _line(key: str, value: Any, reason: str | None) -> str:
     """Return a line of YAML; JSON is YAML in which nothing is taken for what it is not."""
     line = Choice(key, value, "").setting
     return line if reason is None else f"{line:{WIDTH}}  # {reason}"
-
-
-def read_choices(path: Path) -> Iterator[Choice]:
-    """Yield the settings of a `draft.yaml` that have a reason beside them; none where it cannot be read."""
-    with suppress(InputError):
-        section = ""
-        for line in read_text(path, DRAFT_FILE).splitlines():
-            if (found := SETTING.fullmatch(line)) is None:
-                continue
-            indent, key, rest = found.groups()
-            section = section if indent else key
-            value, reason = _split_at_comment(rest)
-            if reason and value != "":  # of a section its lines follow
-                yield Choice(f"{section}.{key}" if indent else key, value, reason)
-
-
-def _split_at_comment(rest: str) -> tuple[Any, str]:
-    """Return the value and the comment of a line; a value is JSON, in which a # may stand, unless somebody changed it."""
-    try:
-        value, end = json.JSONDecoder().raw_decode(rest)
-    except (ValueError, RecursionError):
-        end = len(rest.partition("#")[0])
-        value = rest[:end].strip()
-    return value, rest[end:].lstrip(" #")

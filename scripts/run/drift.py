@@ -18,6 +18,7 @@ from scripts.run.stages import ENTRIES, evaluation_of_served
 from scripts.run.steps import run_step
 
 log = logging.getLogger("draftsmith")
+NUM_WEEKS = 12  # the newest
 
 
 def measure_drift(run: RunConfig) -> int:
@@ -62,10 +63,10 @@ def _weeks(run: RunConfig, known: set[int], read: ServedLog) -> tuple[dict[str, 
             by_week["{}-W{:02d}".format(*row.time.isocalendar())].append(row)
     suites: dict[str, list[ServedPrompt]] = {}
     too_few: dict[str, int] = {}
-    for week in sorted(by_week)[-settings.num_weeks :]:
+    for week in sorted(by_week)[-NUM_WEEKS:]:
         # The first turns, because conversations that begin alike are one prompt then.
         firsts = [replace(row, prompt=replace(row.prompt, turns=row.prompt.turns[:1])) for row in by_week[week]]
-        rows = newest(read, firsts, settings, len(firsts))
+        rows = newest(read, firsts, len(firsts))
         unknown = [row for row in rows if known.isdisjoint(map(text_hash, row.prompt.user_texts))]
         if len(unknown) < settings.min_prompts:
             too_few[week] = len(unknown)

@@ -2,41 +2,43 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from configs.runtime.command import DONE, FAILED, INTERRUPTED
 from configs.runtime.errors import InputError
 from configs.runtime.files import find_shipped, new_folder, write_text
+from configs.runtime.loading import load_config
 from configs.runtime.resumable import files_fingerprint
 from configs.runtime.run_record import write_run_record
 from configs.runtime.terminal import say
 from configs.schema.commands.running import DRAFT_FILE, RunConfig, Stage, Where
 from eval.report.tables import table
 from heads.frozen.identity import save_dequantised
-from scripts.run.draft_file import apply, asked_first, read_choices, write_draft_file
+from scripts.run.draft_file import apply, asked_first, write_draft_file
 from scripts.run.dry_run import FOLDER, dry_run
 from scripts.run.mix import prepare
 from scripts.run.plan import choose
 from scripts.run.request import examine
 from scripts.run.stages import TITLES, is_checked_here, run_stages
 from scripts.run.steps import Record
-from scripts.watch.view import PAGE, page_kept
 
 
 def go_on(run: RunConfig, *, ask: bool) -> int:
-    """Run what is not finished of a run, whose page is written as it goes; return the exit code."""
-    with page_kept(Path(run.output)):
-        if not run.is_chosen:
-            run = choose_stages(run)
-            if ask and input("\nStart? [y/N] ").strip().lower() not in ("y", "yes"):
-                say(f"stopped before the first stage; resume: draftsmith run {Path(run.output) / DRAFT_FILE}")
-                return INTERRUPTED
-        write_run_record(Path(run.output), run)
-        code = run_stages(run, inputs_of(run))
-    say(f"\n{Path(run.output) / PAGE} shows it all\nexit code: {code}")
+    """Run what is not finished of a run; return the exit code."""
+    if not run.is_chosen:
+        run = choose_stages(run)
+        if ask and input("\nStart? [y/N] ").strip().lower() not in ("y", "yes"):
+            say(f"stopped before the first stage; resume: draftsmith run {Path(run.output) / DRAFT_FILE}")
+            return INTERRUPTED
+    write_run_record(Path(run.output), run)
+    code = run_stages(run, inputs_of(run))
+    say(f"\ndraftsmith watch {run.output} shows it all\nexit code: {code}")
     return code
 
 
@@ -48,8 +50,7 @@ def run_stage(run: RunConfig, stage: Stage) -> int:
         )
     if stage not in run.stages:
         raise InputError(f"this run has no stage {stage}; it has {', '.join(run.stages[1:])}")
-    with page_kept(Path(run.output)):
-        return run_stages(run, inputs_of(run), only=stage)
+    return run_stages(run, inputs_of(run), only=stage)
 
 
 def inputs_of(run: RunConfig) -> str:
@@ -125,8 +126,15 @@ def submit(run: RunConfig, where: Where) -> int:
     Its draft.yaml is written with an output that any folder finds.
     """
     output = Path(run.output).absolute()
-    reasons = list(read_choices(output / DRAFT_FILE))
-    path = write_draft_file(run.model_copy(update={"output": str(output)}), reasons)
+    path, there = output / DRAFT_FILE, run.model_copy(update={"output": str(output)})
+    is_written = path.is_file() and _without_output(load_config(RunConfig, path)) == _without_output(run)
+    line = f"output: {json.dumps(str(output), ensure_ascii=False)}"
+    kept = path.read_text(encoding="utf-8") if is_written else ""
+    text, found = re.subn("^output: .*$", lambda _: line, kept, flags=re.MULTILINE)
+    if found:
+        write_text(path, text)  # with the reasons of what was chosen
+    else:
+        write_draft_file(there)
     template = find_shipped(f"scripts/cluster/run.{'sbatch' if where == 'slurm' else 'yaml'}")
     if where == "slurm":
         command = ["sbatch", str(template), str(path)]
@@ -138,3 +146,7 @@ def submit(run: RunConfig, where: Where) -> int:
         say(f"{command[0]} not found; submit with:\n\n    {shlex.join(command)}")
         return DONE
     return DONE if subprocess.run(command, check=False).returncode == 0 else FAILED
+
+
+def _without_output(run: RunConfig) -> dict[str, Any]:
+    return run.model_dump(exclude={"output"})

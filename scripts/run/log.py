@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import new_folder, write_json, write_text
 from configs.runtime.redaction import PRIVATE_KEY, mask_counting, redact
-from configs.schema.commands.running import RefreshConfig, RunConfig
+from configs.schema.commands.running import RunConfig
 from configs.schema.data import PromptsConfig
 from configs.schema.target import TargetConfig
 from distill.generation.prompts import NearDuplicates, Prompt, everything_said
@@ -67,7 +67,7 @@ class ServedLog:
 def write_log_prompts(run: RunConfig, path: Path) -> None:
     """Write the log's conversations as a file of prompts, with a manifest of what was counted beside it."""
     served, asked = read_log(run), run.prompts
-    rows = newest(served, served.rows, _settings(run), asked.num_prompts)
+    rows = newest(served, served.rows, asked.num_prompts)
     times = [row.time for row in rows if row.time is not None]
     manifest = {
         "log": asked.path,
@@ -102,7 +102,7 @@ def read_log(run: RunConfig) -> ServedLog:
         if PRIVATE_KEY.search(json.dumps([prompt.turns, prompt.history, prompt.tools], ensure_ascii=False)):
             served.dropped["private_key"] += 1
             continue
-        time = _served_at(row, _settings(run).time_field)
+        time = _served_at(row, run.refresh.time_field if run.refresh else None)
         if time is None:
             served.without_time.append(where)
         served.rows.append(ServedPrompt(prompt=_masked(prompt, served.masked), time=time))
@@ -117,8 +117,11 @@ def read_log(run: RunConfig) -> ServedLog:
     return served
 
 
-def newest(served: ServedLog, rows: Sequence[ServedPrompt], settings: RefreshConfig, most: int) -> list[ServedPrompt]:
-    """Return the first of some rows, the newest ones, that are no duplicates of newer ones; the others are counted."""
+def newest(served: ServedLog, rows: Sequence[ServedPrompt], most: int) -> list[ServedPrompt]:
+    """Return the first of some rows, the newest ones, that are no duplicates of newer ones; the others are counted.
+
+    A near duplicate shares half of its runs of four words with a newer one, as the turns of one chat do.
+    """
     kept: list[ServedPrompt] = []
     seen, near = set[str](), NearDuplicates()
     for number, row in enumerate(rows):
@@ -128,17 +131,12 @@ def newest(served: ServedLog, rows: Sequence[ServedPrompt], settings: RefreshCon
         said = everything_said(row.prompt)
         if said in seen:
             served.dropped["duplicate"] += 1
-        elif settings.near_duplicates == "drop" and not near.add(row.prompt.user_text):
+        elif not near.add(row.prompt.user_text):
             served.dropped["near_duplicate"] += 1
         else:
             kept.append(row)
         seen.add(said)
     return kept
-
-
-def _settings(run: RunConfig) -> RefreshConfig:
-    assert run.refresh is not None
-    return run.refresh
 
 
 def _served_at(row: Mapping[str, Any], field: str | None) -> datetime | None:

@@ -1,1 +1,1 @@
-"""`draftsmith watch`: a run's folder read, in sentences, in a terminal and as a page."""
+"""`draftsmith watch`: a run's folder read, in sentences and in a terminal."""

@@ -1,38 +1,21 @@
-"""A run in lines and a table, for a terminal and as the page `OUTPUT/index.html`; nothing in its files can command either.
-
-The page is the terminal's view in HTML. It asks no network but itself, every `REFRESH_SECONDS` until the run is over.
-"""
+"""A run in lines and a table, for a terminal, which nothing in its files can command."""
 
 from __future__ import annotations
 
-import html
-import io
-import math
 import re
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import replace
-from datetime import UTC, datetime
-from pathlib import Path
-from urllib.parse import quote
 
-from rich.console import Console, Group, RenderableType
-from rich.style import Style
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from configs.runtime.command import GATE_FAILED, INCONCLUSIVE
-from configs.runtime.files import write_text
 from configs.runtime.terminal import clock, one_line, printable, rate
 from eval.report.schema import AnswerSample
 from eval.report.text import headline as report_headline
 from eval.report.text import number, percent
-from scripts.watch.reading import Point, Progress, Run, Stage, read_run
+from scripts.watch.reading import Point, Progress, Run, Stage
 
-PAGE = "index.html"  # in a run's folder
-REFRESH_SECONDS = 10
-SECONDS_BETWEEN_PAGES = 5.0
 COLUMNS = 110  # of lines where there is no terminal
 SHOWN_EVALUATIONS = 8
 SHOWN_PIECES = 24  # of an answer
@@ -42,59 +25,12 @@ VERDICTS = {GATE_FAILED: "fail", INCONCLUSIVE: "inconclusive"}  # of stages that
 RESUME = "run the same command to resume"
 
 
-# --- the page -----------------------------------------------------------------------------------------------------
+def render(run: Run) -> RenderableType:
+    """Return a run as lines and a table."""
+    return Group(*_parts(run))
 
 
-@contextmanager
-def page_kept(output: Path, seconds: float = SECONDS_BETWEEN_PAGES) -> Iterator[None]:
-    """Write the page of a run every few seconds while the block goes on, and once more when it has ended."""
-    over = threading.Event()
-
-    def keep() -> None:
-        while not over.is_set():
-            write_page(output)
-            over.wait(seconds)
-
-    thread = threading.Thread(target=keep, name="page", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-        write_page(output, goes_on=False)
-
-
-def write_page(output: Path, *, goes_on: bool = True) -> None:
-    """Write the page of a run as it is now, if its folder is there; one that cannot be written stops nothing."""
-    with suppress(Exception):
-        if output.is_dir():
-            run = read_run(output)
-            write_text(output / PAGE, render_page(run if goes_on else replace(run, silent_seconds=math.inf)))
-
-
-def render_page(run: Run) -> str:
-    """Return a run as a page."""
-    console = Console(record=True, width=COLUMNS, file=io.StringIO())
-    console.print(render(run, as_page=True))
-    head = f'<meta charset="utf-8"><title>{html.escape(printable(headline(run)))}</title>'
-    foot = f"Written {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
-    if not run.is_over:
-        head += f'<meta http-equiv="refresh" content="{REFRESH_SECONDS}">'
-        foot += f"; a run under way writes it every {SECONDS_BETWEEN_PAGES:.0f} seconds"
-    view = console.export_html(inline_styles=True, code_format="{code}")
-    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body><pre>{view}</pre><p>{foot}</p></body></html>\n'
-
-
-# --- lines --------------------------------------------------------------------------------------------------------
-
-
-def render(run: Run, *, as_page: bool = False) -> RenderableType:
-    """Return a run as lines and a table; on a page its results are links."""
-    return Group(*_parts(run, as_page))
-
-
-def _parts(run: Run, as_page: bool) -> Iterator[RenderableType]:
+def _parts(run: Run) -> Iterator[RenderableType]:
     yield _line(headline(run), "bold")
     yield _line(("" if run.target is None else f"A draft for {run.target}, ") + f"in {run.folder}", "dim")
     if run.stages:
@@ -116,8 +52,7 @@ def _parts(run: Run, as_page: bool) -> Iterator[RenderableType]:
     if run.samples is not None and run.samples.samples:
         yield _answer(run.samples.samples[0])
     for what, path in run.links.items():
-        link = Style(link=quote(path)) if as_page else "dim"
-        yield Text.assemble(one_line(what), ": ", (one_line(path if as_page else str(run.folder / path)), link))
+        yield Text.assemble(one_line(what), ": ", (one_line(str(run.folder / path)), "dim"))
 
 
 def headline(run: Run) -> str:

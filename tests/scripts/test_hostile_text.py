@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
 from rich.console import Console
 
 from configs.runtime.command import DONE
@@ -20,10 +21,30 @@ from eval.report.schema import load_report
 from eval.report.tables import code, code_block, escape, render_markdown, table
 from heads.metadata import hash_artifact, read_metadata
 from scripts.watch.reading import Stage, read_run
-from scripts.watch.view import render, render_page
+from scripts.watch.view import render
 from tests.scripts.conftest import change, judge
-from tests.support.markdown import READER, read_back, shape_of, tokens_of
 from tests.support.reports import changed
+
+READER = MarkdownIt("commonmark").enable(["table", "strikethrough"])
+
+
+def tokens_of(text):
+    """Return the kinds of everything in a text, blocks and what stands in them."""
+    blocks = READER.parse(text)
+    return {token.type for block in blocks for token in (block, *(block.children or ()))}
+
+
+def shape_of(text):
+    """Return the kinds of the blocks of a text, in order."""
+    return [block.type for block in READER.parse(text)]
+
+
+def read_back(text):
+    """Return the text that a reader sees of the first paragraph or cell; asserts that it is text or code alone."""
+    (first, *_) = [block for block in READER.parse(text) if block.type == "inline"]
+    assert {token.type for token in first.children} <= {"text", "code_inline"}, first.children
+    return "".join(token.content for token in first.children)
+
 
 ATTACKS = [
     r"\[x](http://host)",
@@ -86,11 +107,11 @@ class Tags(HTMLParser):
 
 
 def test_pages_gain_no_tags(judged):
-    text, report, _, run = judged
-    for page in (render_html(report), render_page(run)):
-        assert Tags(page).found.isdisjoint({"script", "img", "testcase", "onerror"})
-        assert not UNSEEN.search(page)
-        assert ("plain" if text != HOSTILE else "&lt;script&gt;") in page
+    text, report, _, _ = judged
+    page = render_html(report)
+    assert Tags(page).found.isdisjoint({"script", "img", "testcase", "onerror"})
+    assert not UNSEEN.search(page)
+    assert ("plain" if text != HOSTILE else "&lt;script&gt;") in page
 
 
 def test_terminals_take_no_command(judged):

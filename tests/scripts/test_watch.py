@@ -1,20 +1,90 @@
-"""What a run's files say of it in every state, in a terminal, a log and on its page; files may be half written."""
+"""What a run's files say of it in every state, in a terminal and a log; files may be half written."""
 
 from __future__ import annotations
 
 import io
 import json
 import math
+import os
 import sys
 import time
+from contextlib import contextmanager
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
+from configs.runtime import terminal
 from configs.runtime.errors import InputError
+from configs.runtime.files import write_json, write_text
+from configs.runtime.terminal import PROGRESS_FILE, STAGE
+from scripts.run.steps import Record
 from scripts.watch import __main__ as watch
 from scripts.watch.reading import find_run, read_run
-from scripts.watch.view import headline, page_kept, write_page
-from tests.support.watched_runs import STAGES, WatchedRun
+from scripts.watch.view import headline
+from train.loop.records import HELD_OUT, MetricsFile
+
+STAGES = ("data", "train", "eval", "gate", "export")
+MINUTES = {"data": 6.0, "train": 10.0, "eval": 3.0, "gate": 0.1, "export": 0.2}
+
+
+class WatchedRun:
+    """A run in a folder, whose stages begin and end as a test says."""
+
+    def __init__(self, folder, stages=STAGES, minutes=MINUTES):
+        write_text(folder / "draft.yaml", 'target: {name: "org/some-8b"}\noutput: "runs/x"\n')
+        self.folder, self.record, self.under_way = folder, Record(folder, stages, minutes), {}
+
+    def begin(self, name, minutes_ago=0.0):
+        began = max([time.time() - 60 * minutes_ago, *(each["began"] for each in self.record.steps.values())])
+        with patch.dict(os.environ), patch("scripts.run.steps.time", SimpleNamespace(time=lambda: began)):
+            step = self.record.step(name, name)
+            self.under_way[name] = step, step.__enter__()
+
+    def end(self, name, code=0, *, done=True, minutes=1.0):
+        if name not in self.under_way:
+            self.begin(name, minutes)
+        step, entry = self.under_way.pop(name)
+        entry.update({"done": done} | ({} if code is None else {"code": code}))
+        step.__exit__(None, None, None)
+
+    @contextmanager
+    def progress(self, stage, *arguments, **settings):
+        """Yield what `configs.runtime.terminal.progress` does, in the environment of a stage of this run."""
+        os.environ.update({PROGRESS_FILE: str(self.folder / "progress.json"), STAGE: stage})
+        try:
+            with terminal.progress(*arguments, **settings) as advance:
+                yield advance
+        finally:
+            del os.environ[PROGRESS_FILE], os.environ[STAGE]
+
+    def train_some(self, losses, taus):
+        """Write a training's metrics: losses and tokens per target step by step."""
+        (self.folder / "train").mkdir(exist_ok=True)
+        file = MetricsFile(self.folder / "train", done_steps=0, evaluated_steps=0)
+        for step, loss in losses.items():
+            file.add(step, 1.0 * step, {"loss": loss, "acceptance": 0.5})
+        for step, tau in taus.items():
+            file.add(step, 1.0 * step, {f"{HELD_OUT}tokens_per_target_step": tau})
+
+    def show(self, *texts):
+        """Write samples of an evaluation, of each text an accepted piece, a rejected one, and one of the target's."""
+        kinds = {"accepted": "", "rejected": " or not", "target": " and so on"}
+        pieces = [[{"kind": kind, "text": each or text} for kind, each in kinds.items()] for text in texts]
+        common = {"prompt_id": "p1/0", "category": "", "prompt": "What is it?", "tokens_per_target_step": 2.5}
+        write_json(
+            self.folder / "train" / "samples.json", {"step": 40, "samples": [common | {"pieces": each} for each in pieces]}
+        )
+
+    def age(self, minutes):
+        """Let what was written be older."""
+        then = time.time() - 60 * minutes
+        for path in self.folder.rglob("*.*"):
+            os.utime(path, (then, then))
+        progress = self.folder / "progress.json"
+        if progress.is_file():
+            progress.write_text(json.dumps(json.loads(progress.read_text()) | {"time": then}))
+            os.utime(progress, (then, then))
 
 
 @pytest.fixture
@@ -147,6 +217,9 @@ def test_in_a_log_a_block_comes_whenever_something_changed_and_the_command_ends_
     def end():
         for name, ended in {"train": 0, "eval": 0, "gate": 1, "export": 0}.items():
             in_training.end(name, ended)
+        for name in ("eval/report.html", "export/vllm/serve.txt"):
+            (in_training.folder / name).parent.mkdir(parents=True)
+            (in_training.folder / name).touch()
 
     while_it_sleeps(lambda: None, lambda: None, end)
     assert watch.main([str(in_training.folder)]) == 1
@@ -154,6 +227,8 @@ def test_in_a_log_a_block_comes_whenever_something_changed_and_the_command_ends_
     assert out.count("org/some-8b") == 2  # at the beginning and at the end, not at each look
     assert "loss: 3.00 at step 20, 4.00 at step 10" in out
     assert "1.50 2.25 2.00; best 2.25 at step 20" in out
+    assert "report.html" in out
+    assert "how vllm serves it" in out
     assert [line.split()[:3] for line in out.splitlines() if line.startswith("gate")][-1] == ["gate", "done:", "fail"]
 
 
@@ -172,29 +247,3 @@ def test_once_shows_a_run_under_way_and_ends_well(in_training, capsys):
     in_training.show("an accepted text")
     assert watch.main([str(in_training.folder), "--once"]) == 0
     assert "an accepted text and so on" in capsys.readouterr().out
-
-
-def test_the_page_is_kept_while_the_run_goes_on_and_leads_to_the_results(in_training, tmp_path):
-    page = in_training.folder / "index.html"
-    with page_kept(in_training.folder, seconds=0.01):
-        while not page.exists() or "train: step 30" not in page.read_text():
-            time.sleep(0.01)
-        assert "http-equiv" in page.read_text()
-        for name in ("train", "eval", "gate", "export"):
-            in_training.end(name)
-        for name in ("eval/report.html", "export/vl lm/serve.txt"):
-            (in_training.folder / name).parent.mkdir(parents=True)
-            (in_training.folder / name).write_text("")
-    assert all(f'href="{path}"' in page.read_text() for path in ("eval/report.html", "export/vl%20lm/serve.txt", "draft.yaml"))
-    assert "http-equiv" not in page.read_text()
-    with page_kept(tmp_path / "refused"):
-        pass
-    assert not (tmp_path / "refused").exists()
-
-
-def test_a_page_that_cannot_be_written_stops_nothing(run, monkeypatch):
-    (run.folder / "index.html").mkdir()
-    write_page(run.folder)
-    monkeypatch.setattr("scripts.watch.view.read_run", lambda folder: 1 / 0)
-    with page_kept(run.folder):
-        pass

@@ -26,14 +26,11 @@ class RefreshConfig(Settings):
     # When a row was served: seconds or milliseconds since 1970, or ISO 8601. None: time, timestamp, created, created_at or ts,
     # of the row or of its request, response or body
     time_field: str | None = None
-    # drop: a conversation that shares half of its runs of four words with a newer one, as the turns of one chat do
-    near_duplicates: Literal["drop", "keep"] = "drop"
     replay: str | None = None  # train.jsonl that the served draft was trained on; None: data.train of its recipe
     replay_share: Annotated[float, Field(ge=0, lt=1)] = 0.3  # of the conversations trained on
     # --drift, which decodes prompts of each week of the log that the draft was not trained on
     prompts_per_week: PositiveInt = 64  # spread evenly over the week
     min_prompts: PositiveInt = 8  # a week with fewer is named and not measured
-    num_weeks: PositiveInt = 12  # the newest
 
 
 class RunConfig(Settings):

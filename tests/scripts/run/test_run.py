@@ -138,13 +138,6 @@ def test_what_cannot_be_is_refused_before_anything_runs(model, draftsmith, argum
     assert draftsmith.called == []
 
 
-def test_prompts_that_are_too_few_are_refused(model, prompts, draftsmith, capsys):
-    prompts.write_text("prompt\nw1 w2\nw1 w2\nw3 w4\n")
-    assert draftsmith("run", model, "--prompts", prompts) == BAD_INPUT
-    assert "--prompts" in capsys.readouterr().err
-    assert draftsmith.called == []
-
-
 def test_a_model_that_cannot_be_drafted_for_is_refused(draftsmith, tmp_path, capsys):
     (tmp_path / "bert").mkdir()
     (tmp_path / "bert" / "config.json").write_text('{"model_type": "t5"}')
