@@ -30,9 +30,7 @@ DONE = 0
 GATE_FAILED = 1
 INCONCLUSIVE = 3
 TERMINATED = 143  # what a shell reports for SIGTERM; training has written a checkpoint then
-# Environment variable: a process that ends with TERMINATED adds a line to the file it names.
-STOPPED_FILE = "DRAFTSMITH_STOPPED_FILE"
-# Environment variable: a command that does not end well writes its exit code there; accelerate's launcher ends with 1 then.
+# Environment variable: a command that does not end well writes its exit code there; torchrun and accelerate end with 1 then.
 EXIT_CODE_FILE = "DRAFTSMITH_EXIT_CODE_FILE"
 # Environment variable: torch's elastic launcher shows the "message" in the JSON file it names, for each process that failed.
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -118,7 +116,6 @@ def exit_code(run: Callable[[], int | None]) -> int:
         return BAD_INPUT
     except Stopped as stopped:
         _say(str(stopped))
-        _note_stop(str(stopped))
         return TERMINATED
     except KeyboardInterrupt:
         _say("interrupted")
@@ -136,16 +133,6 @@ def exit_code(run: Callable[[], int | None]) -> int:
         sys.excepthook(type(error), error, error.__traceback__)
         return FAILED
     return DONE if code is None else code
-
-
-def _note_stop(message: str) -> None:
-    """Add the message to the file that `STOPPED_FILE` names: torchrun and accelerate lose the exit code of an ended process."""
-    if file := os.environ.get(STOPPED_FILE):
-        try:
-            with Path(file).open("a", encoding="utf-8") as stream:
-                stream.write(message + "\n")
-        except OSError as error:
-            _say(f"{STOPPED_FILE}: cannot write {file}: {error.strerror or error}")
 
 
 def _noted(message: str) -> str:

@@ -1,4 +1,4 @@
-"""What a run was made with, kept beside its results so that numbers can be traced: `run.json`, and a training's fingerprint.
+"""What a run was made with, kept beside its results so that numbers can be traced: `run.json`.
 
 The environment is never recorded, and secrets are masked (`configs.runtime.redaction`). Imports no torch: the record is written
 before anything slow begins.
@@ -6,14 +6,11 @@ before anything slow begins.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import platform
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -32,46 +29,6 @@ MIB = 2**20
 RECORD = "run.json"
 NO_DOCUMENTS = (".", ":(exclude)docs", ":(exclude)README.md")  # what git looks at
 PROBE_SECONDS = 20  # git status of a large checkout on a network disk can be slow
-# Keys of a training's config that change none of its weights but by the order of sums, sections with all that is in them. A run
-# may be resumed with others. Whatever is not here decides.
-CHANGES_NO_WEIGHT = {
-    # where and how often things are written, and how long is waited
-    "output",
-    "schedule.log_every_steps",
-    "schedule.eval_every_steps",
-    "schedule.checkpoint_every_steps",
-    "schedule.keep_checkpoints",
-    "schedule.trackers",
-    "schedule.peak_tflops",
-    "schedule.process_timeout_seconds",
-    "schedule.evaluation_timeout_seconds",
-    "schedule.resume",
-    "schedule.resume_anyway",
-    # their content is compared by its hash
-    "data.train",
-    "data.held_out",
-    "data.cache",
-    "init",
-    "target.name",
-    "target.revision",
-    # memory and speed, and which machines and devices compute
-    "loss.chunk_size",
-    "schedule.activation_checkpointing",
-    "target.states",
-    "target.shards",
-    "target.device",
-    "target.device_map",
-    "target.max_memory",
-    "target.offload_folder",
-    "target.forward",  # decoding alone runs another than transformers'
-    "schedule.gradient_accumulation_steps",  # micro-batches a step are compared over all processes
-    "sanity",  # leaves the head as it was
-    # what is refused
-    "target.images.max_bytes",
-    "target.images.max_pixels",
-    "target.audio.max_bytes",
-    "target.audio.max_seconds",
-}
 
 
 def write_run_record(folder: Path, config: BaseModel, **extra: Any) -> Path:
@@ -88,38 +45,6 @@ def write_run_record(folder: Path, config: BaseModel, **extra: Any) -> Path:
     path = folder / RECORD
     write_json(path, record)
     return path
-
-
-def deciding_settings(config: Mapping[str, Any], contents: Mapping[str, str]) -> dict[str, Any]:
-    """Return what decides a training's weights and which are kept: all of its config but `CHANGES_NO_WEIGHT`, and `contents`.
-
-    The decoding of held-out prompts belongs to it: scores got in another way cannot be compared with the best so far. Options
-    that are off (None) do not: one that the schema gains later leaves the hashes of today's runs as they are.
-    """
-    relevant = _deciding(config)
-    if relevant.get("target", {}).get("tokens") == "text":  # what all targets had before there was such a key
-        del relevant["target"]["tokens"]
-    return relevant | {"contents": dict(contents)}
-
-
-def changes_no_weight(key: str) -> bool:
-    """Return whether a dotted key of a training's config is one of `CHANGES_NO_WEIGHT`, or in a section of them."""
-    steps = key.split(".")
-    return any(".".join(steps[: end + 1]) in CHANGES_NO_WEIGHT for end in range(len(steps)))
-
-
-def _deciding(value: Any, above: str = "") -> Any:
-    if isinstance(value, list):
-        return [_deciding(each, f"{above}*.") for each in value]
-    if not isinstance(value, dict):
-        return value
-    kept = {name: each for name, each in value.items() if each is not None and above + name not in CHANGES_NO_WEIGHT}
-    return {name: _deciding(each, f"{above}{name}.") for name, each in kept.items()}
-
-
-def training_fingerprint(config: Mapping[str, Any], contents: Mapping[str, str]) -> str:
-    """Return a hash of `deciding_settings`."""
-    return hashlib.sha256(json.dumps(deciding_settings(config, contents), sort_keys=True).encode()).hexdigest()
 
 
 def describe_versions() -> dict[str, str]:

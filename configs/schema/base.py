@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
@@ -17,7 +17,6 @@ Share = Annotated[float, Field(ge=0, le=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
 Dtype = Literal["bfloat16", "float16", "float32"]
 MIN_TEMPERATURE = 1e-4
-NAME = re.compile(r"[A-Za-z0-9_-]+")  # part of a folder's name
 AUTO: Any = "auto"  # a setting that follows from target and data, whose type is that of what `train.resolve` makes of it
 
 
@@ -84,13 +83,6 @@ def unless_plain_url(url: str, key: str, instead: str = "") -> Iterator[str]:
         yield f"{key} must be that of an API, such as http://host:8000/v1"
     if parts.username or parts.password or parts.query or parts.fragment:  # which stay out of this sentence, too
         yield f"{key} must hold no user, password or query{instead}"
-
-
-def unless_names(where: str, names: Iterable[str]) -> Iterator[str]:
-    """Object to names that cannot be part of a folder's."""
-    for name in names:
-        if not NAME.fullmatch(name):
-            yield f"{where} has the name {name!r}; expected letters, digits, - and _ only"
 
 
 def dotted(section: Mapping[str, Any], above: str = "", *, takes_all: bool = False) -> Iterator[tuple[str, Any]]:

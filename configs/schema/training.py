@@ -230,8 +230,6 @@ class HeldOutDecodingConfig(Settings):
     def objections(self) -> Iterator[str]:
         if self.decode.lossy is not None:
             yield "decode.lossy must be null: a lossy rule keeps drafts that the target would not have written"
-        if self.decode.tree is not None and self.decode.tree.kind == "fastest":
-            yield "decode.tree fastest is found by eval/run.py: give its paths in a tree of kind static, or null"
 
 
 def unless_read(target: TargetConfig, held_out: HeldOutDecodingConfig) -> Iterator[str]:

@@ -37,9 +37,9 @@ if [[ -n "$RECIPE" && "$NUM_NODES" == *:* ]]; then
         "and set ACCELERATE_USE_FSDP=true FSDP_VERSION=2 for elastic FSDP2" >&2
     exit 2
 fi
-DRAFTSMITH_STOPPED_FILE="$(mktemp)"
-export DRAFTSMITH_STOPPED_FILE
-trap 'rm -f "$DRAFTSMITH_STOPPED_FILE"' EXIT
+DRAFTSMITH_EXIT_CODE_FILE="$(mktemp)"
+export DRAFTSMITH_EXIT_CODE_FILE
+trap 'rm -f "$DRAFTSMITH_EXIT_CODE_FILE"' EXIT
 
 if [[ -n "$RECIPE" ]]; then
     launcher=("$PYTHON" -m accelerate.commands.launch --config_file "$RECIPE" --num_machines "$NUM_NODES"
@@ -62,7 +62,7 @@ while true; do
     [[ $signals -eq $before ]] && break # else the wait may have ended with a signal, not with the launcher
 done
 if [[ $signals -gt 0 && $code -ne 0 ]]; then
-    [[ -s "$DRAFTSMITH_STOPPED_FILE" ]] && exit 143
+    [[ "$(< "$DRAFTSMITH_EXIT_CODE_FILE")" == 143 ]] && exit 143
     echo "asked to stop, and no checkpoint was written for it: the launcher ended with $code" >&2
     [[ $code -eq 143 ]] && exit 1
 fi

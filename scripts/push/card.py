@@ -120,5 +120,5 @@ def _card_data(repo_id: str, cleaned: Cleaned, config: PushConfig, origins: Mapp
     )
     if base_models:
         # Of the Hub's four relations, a head that reads its target's states is an adapter, a model of its own a finetune.
-        data["base_model_relation"] = config.base_model_relation or ("finetune" if kind == "draft_lm" else "adapter")
+        data["base_model_relation"] = "finetune" if kind == "draft_lm" else "adapter"
     return data

@@ -16,12 +16,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import sha256_of
-from configs.runtime.run_record import CHANGES_NO_WEIGHT, changes_no_weight, deciding_settings, training_fingerprint
 from configs.schema.training import DistillConfig, HeadsConfig
 from tests.heads.formats.test_damaged import Trap
 from train.loop import checkpoints
 from train.loop.checkpoints import MANIFEST, Checkpoints, Progress, list_checkpoints, read_manifest
-from train.loop.lineage import Lineage
+from train.loop.lineage import CHANGES_NO_WEIGHT, Lineage, changes_no_weight, deciding_settings, training_fingerprint
 
 
 def lineage(**changes):

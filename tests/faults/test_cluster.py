@@ -155,7 +155,7 @@ trap 'stopped=yes' TERM
 touch started
 for _ in {1..500}; do [[ -n "${stopped:-}" ]] && break; sleep 0.02; done
 sleep 0.3
-[[ -z "$SAID" ]] || echo "$SAID" >> "$DRAFTSMITH_STOPPED_FILE"
+[[ -z "$SAID" ]] || echo 143 > "$DRAFTSMITH_EXIT_CODE_FILE"
 exit "$LAUNCHER_CODE"
 """
 # Signals twice, as Slurm does where a job is preempted shortly before its limit.
@@ -223,7 +223,7 @@ echo "$@" > trained
 trap 'told=yes' TERM
 kill -TERM "$JOB"
 for _ in {1..500}; do [[ -n "${told:-}" ]] && break; sleep 0.02; done
-echo "a checkpoint is there" >> "$DRAFTSMITH_STOPPED_FILE"
+echo 143 > "$DRAFTSMITH_EXIT_CODE_FILE"
 exit 1
 """
 SERVER = """#!/usr/bin/env bash

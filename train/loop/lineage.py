@@ -7,6 +7,8 @@ except where accelerate has to fill up an epoch's last step. Random streams of n
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -16,12 +18,29 @@ from pydantic import Field
 
 from configs.runtime.errors import ConfigError
 from configs.runtime.redaction import mask_secrets
-from configs.runtime.run_record import changes_no_weight, deciding_settings, training_fingerprint
 from configs.schema.base import PositiveInt, Settings
 from configs.schema.training import ScheduleConfig
 from train.loop.records import flatten
 
 LENGTH = ("schedule.max_steps", "schedule.epochs")  # a run may be resumed with more of them
+# Keys of a training's config that change none of its weights but by the order of sums, sections with all that is in them. A run
+# may be resumed with others. Whatever is not here decides.
+CHANGES_NO_WEIGHT = {
+    "output",
+    # where and how often things are written, how long is waited, and how a resume is asked for
+    *(f"schedule.{name}" for name in ("log_every_steps", "eval_every_steps", "checkpoint_every_steps", "keep_checkpoints")),
+    *(f"schedule.{name}" for name in ("trackers", "peak_tflops", "process_timeout_seconds", "evaluation_timeout_seconds")),
+    *("schedule.resume", "schedule.resume_anyway"),
+    # their content is compared by its hash
+    *("data.train", "data.held_out", "data.cache", "init", "target.name", "target.revision"),
+    # memory and speed, and which machines and devices compute; micro-batches a step are compared over all processes
+    *("loss.chunk_size", "schedule.activation_checkpointing", "schedule.gradient_accumulation_steps"),
+    *(f"target.{name}" for name in ("states", "shards", "device", "device_map", "max_memory", "offload_folder")),
+    "target.forward",  # decoding alone runs another than transformers'
+    "sanity",  # leaves the head as it was
+    # what is refused
+    *("target.images.max_bytes", "target.images.max_pixels", "target.audio.max_bytes", "target.audio.max_seconds"),
+}
 REPLICATED, FSDP2 = "whole", "FSDP2"  # names of engines in checkpoints; DeepSpeed's are ZeRO-1 to ZeRO-3
 
 
@@ -84,6 +103,38 @@ class Lineage(Settings):
         if refused:
             return f"belongs to a run with another config or other data ({found}), which would give other weights"
         return f"belongs to a longer run ({found}), whose learning rate fell over more steps"
+
+
+def deciding_settings(config: Mapping[str, Any], contents: Mapping[str, str]) -> dict[str, Any]:
+    """Return what decides a training's weights and which are kept: all of its config but `CHANGES_NO_WEIGHT`, and `contents`.
+
+    The decoding of held-out prompts belongs to it: scores got in another way cannot be compared with the best so far. Options
+    that are off (None) do not.
+    """
+    relevant: dict[str, Any] = _deciding(config)
+    if relevant.get("target", {}).get("tokens") == "text":  # the default
+        del relevant["target"]["tokens"]
+    return relevant | {"contents": dict(contents)}
+
+
+def changes_no_weight(key: str) -> bool:
+    """Return whether a dotted key of a training's config is one of `CHANGES_NO_WEIGHT`, or in a section of them."""
+    steps = key.split(".")
+    return any(".".join(steps[: end + 1]) in CHANGES_NO_WEIGHT for end in range(len(steps)))
+
+
+def _deciding(value: Any, above: str = "") -> Any:
+    if isinstance(value, list):
+        return [_deciding(each, f"{above}*.") for each in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {name: each for name, each in value.items() if each is not None and above + name not in CHANGES_NO_WEIGHT}
+    return {name: _deciding(each, f"{above}{name}.") for name, each in kept.items()}
+
+
+def training_fingerprint(config: Mapping[str, Any], contents: Mapping[str, str]) -> str:
+    """Return a hash of `deciding_settings`."""
+    return hashlib.sha256(json.dumps(deciding_settings(config, contents), sort_keys=True).encode()).hexdigest()
 
 
 def accumulating(schedule: ScheduleConfig, num_processes: int) -> ScheduleConfig:

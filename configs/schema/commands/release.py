@@ -82,7 +82,6 @@ class PushConfig(Settings):
     exports: list[PublishedEngine] = []  # each into its own folder
     # What the card says of the target. None: as the artifact and the target's own card have it, and nothing where they have not
     base_model: str | None = None  # Hub id
-    base_model_relation: Literal["adapter", "finetune", "quantized", "merge"] | None = None  # None: by the kind of draft
     license: str | None = None  # an identifier of the Hub's, such as apache-2.0
     samples: bool = False  # prompts and answers out of the report are published too
     # What is refused unless named here

@@ -1,4 +1,4 @@
-"""Every command's outside: arguments in, exit code out, one line on stderr for a user's mistake."""
+"""Every command's outside: arguments in, exit code out, one line on stderr for a user's mistake; keys and configs printed."""
 
 from __future__ import annotations
 
@@ -15,16 +15,21 @@ from configs.runtime.command import (
     BAD_INPUT,
     DONE,
     ERROR_FILE,
+    EXIT_CODE_FILE,
     FAILED,
     GATE_FAILED,
     INTERRUPTED,
-    STOPPED_FILE,
     TERMINATED,
     run_command,
 )
 from configs.runtime.errors import InputError, RunFailed, Stopped
 from configs.runtime.files import CHECKOUT
+from configs.runtime.key_list import keys_of
+from configs.runtime.loading import load_config
+from configs.schema.data import DataConfig
 from configs.schema.decoding import DecodeConfig
+from configs.schema.evaluation import EvalConfig, GateConfig
+from configs.schema.training import DistillConfig, HeadsConfig
 
 
 def run(main, *argv, **options):
@@ -78,16 +83,11 @@ def test_an_interrupt_is_a_short_line_and_the_shells_code(capsys):
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def test_a_stop_in_good_order_is_noted_for_whoever_started_the_launcher_and_a_failure_is_not(capsys, monkeypatch, tmp_path):
-    note = tmp_path / "note"
-    monkeypatch.setenv(STOPPED_FILE, str(note))
-    assert run(raising(InputError("disk full"))) == BAD_INPUT
-    assert not note.exists()
-    assert run(raising(Stopped("after step 3"))) == TERMINATED
-    assert note.read_text() == "after step 3\n"
-    monkeypatch.setenv(STOPPED_FILE, str(tmp_path))  # a folder
-    assert run(raising(Stopped("after step 4"))) == TERMINATED
-    assert "cannot write" in capsys.readouterr().err
+def test_the_exit_code_is_noted_for_whoever_started_the_launcher(monkeypatch, tmp_path):
+    for place in (tmp_path / "note", tmp_path):  # a folder takes none
+        monkeypatch.setenv(EXIT_CODE_FILE, str(place))
+        assert run(raising(Stopped("after step 3"))) == TERMINATED
+    assert (tmp_path / "note").read_text() == "143"
 
 
 @pytest.mark.parametrize(
@@ -144,3 +144,45 @@ def test_a_reader_that_has_seen_enough_is_no_error():
     ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=plain, text=True)
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (DONE, "")
+
+
+# --- keys with type, default and meaning; a config as YAML --------------------------------------------------------------
+
+
+def run_of(schema, *argv, **options):
+    return run_command(schema, lambda *_: pytest.fail("the command ran"), description="", argv=list(argv), **options)
+
+
+def test_a_key_has_its_type_default_and_the_comment_beside_it():
+    keys = {(key.path, key.kind): key for key in keys_of(HeadsConfig)}
+    depths = keys["head.num_depths", "kind: mtp"]
+    assert (depths.type, depths.default, depths.sentence) == ("integer >= 1", "4", "depths trained")
+    assert keys["head.concat_order", "kind: mtp"].type == "embedding_first | hidden_first"
+    assert keys["target.revision", ""].type == "text | null"
+
+
+def test_the_default_is_what_the_section_above_sets():
+    [key] = [key for key in keys_of(DistillConfig) if key.path == "held_out.decode.max_new_tokens"]
+    assert key.default == str(DistillConfig().held_out.decode.max_new_tokens)
+
+
+@pytest.mark.parametrize("schema", [DataConfig, DistillConfig, HeadsConfig, EvalConfig, GateConfig])
+def test_every_key_has_a_sentence(schema):
+    assert [key.path for key in keys_of(schema) if not key.sentence] == []
+
+
+def test_keys_are_printed_before_missing_arguments_are_complained_of(capsys):
+    with pytest.raises(SystemExit) as end:
+        run_of(GateConfig, "--keys", "rules.*.m", add_arguments=lambda parser: parser.add_argument("report"))
+    assert end.value.code == 0
+    printed = capsys.readouterr().out
+    assert "rules.*.min: number | null = null\n" in printed
+    assert "suite_sha256" not in printed
+
+
+def test_a_printed_config_loads_as_the_same(capsys, tmp_path):
+    assert run_of(EvalConfig, "--print-config", "--set", "decode.seed=3", "decode.temperature=0.5") == 0
+    (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
+    config = load_config(EvalConfig, tmp_path / "printed.yaml")
+    assert config == load_config(EvalConfig, None, ["decode.seed=3", "decode.temperature=0.5"])
+    assert (config.decode.seed, config.decode.temperature) == (3, 0.5)

@@ -93,12 +93,6 @@ def test_the_values_of_secret_variables_are_known_wherever_they_turn_up(monkeypa
     assert redact(said) == f"(***) {tmp_path} *** yes disabled"
 
 
-def test_a_value_that_a_command_was_given_as_a_key_is_hidden_from_then_on():
-    assert redact("denied: quite-plain") == "denied: quite-plain"
-    hide("quite-plain")
-    assert redact("denied: quite-plain") == "denied: ***"
-
-
 def test_secrets_of_any_form_are_masked_in_arguments_and_in_values():
     arguments = ["--set", f"prompts.path={HUB}", "--set=target.name=https://u:p@h/x"]
     assert mask_arguments(arguments) == ["--set", "prompts.path=***", "--set=target.name=https://***@h/x"]

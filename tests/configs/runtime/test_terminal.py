@@ -21,7 +21,6 @@ from configs.runtime.terminal import (
     one_line,
     printable,
     progress,
-    say,
     setup_logging,
 )
 
@@ -53,12 +52,6 @@ def test_controls_are_written_out_and_every_other_character_stays():
     assert printable(plain) == plain
     assert one_line("a\n\x1cgate: pass\u2028b") == "a gate: pass b"
     assert printable("\ud800") == r"\ud800"
-
-
-def test_say_also_masks_secrets():
-    stream = io.StringIO()
-    say(f"{NAME} hf_{'A' * 30}", stream)
-    assert stream.getvalue() == f"{SHOWN} ***\n"
 
 
 # --- progress and the log -------------------------------------------------------------------------------------------
