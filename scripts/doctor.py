@@ -12,10 +12,9 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -35,8 +34,7 @@ CPUINFO, CGROUPS, OWN_CGROUP = Path("/proc/cpuinfo"), Path("/sys/fs/cgroup"), Pa
 BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tool:
+class Tool(NamedTuple):
     """A program or a package that some commands need."""
 
     needed: str  # for what, and what brings it
@@ -45,23 +43,18 @@ class Tool:
     environment: str | None = None  # its folder in .cache/venvs, where it may be too
 
 
+COMPILERS = (os.environ.get("CXX") or "g++", "clang++")
 TOOLS = {
-    "vLLM": Tool(programs=("vllm",), environment="vllm", needed="draftsmith check; `pip install vllm`, or `make demo-serve`"),
-    "SGLang": Tool(programs=("sglang",), package="sglang", needed="serving its exports"),
-    "llama.cpp": Tool(
-        programs=("llama-server",), environment="llama_cpp", needed="`--for gguf`; `sh scripts/setup_llama_cpp.sh`"
-    ),
-    "OpenVINO GenAI": Tool(
-        package="openvino-genai", environment="openvino", needed="`--for openvino`; `sh scripts/setup_engine.sh openvino`"
-    ),
-    "deepspeed": Tool(package="deepspeed", needed="configs/accelerate/zero*.yaml; `pip install 'draftsmith[cluster]'`"),
-    "C++ compiler": Tool(
-        programs=(os.environ.get("CXX") or "g++", "clang++"), needed="a compiled loss and `target.forward: compiled` on a CPU"
-    ),
-    "git": Tool(programs=("git",), needed="the commit in run.json"),
-    "sbatch": Tool(programs=("sbatch",), needed="`draftsmith run --on slurm`"),
-    "kubectl": Tool(programs=("kubectl",), needed="`draftsmith run --on k8s`"),
-    "docker": Tool(programs=("docker",), needed="scripts/docker"),
+    "vLLM": Tool("draftsmith check; `pip install vllm`, or `make demo-serve`", ("vllm",), environment="vllm"),
+    "SGLang": Tool("serving its exports", ("sglang",), "sglang"),
+    "llama.cpp": Tool("`--for gguf`; `sh scripts/setup_llama_cpp.sh`", ("llama-server",), environment="llama_cpp"),
+    "OpenVINO GenAI": Tool("`--for openvino`; `sh scripts/setup_engine.sh openvino`", (), "openvino-genai", "openvino"),
+    "deepspeed": Tool("configs/accelerate/zero*.yaml; `pip install 'draftsmith[cluster]'`", (), "deepspeed"),
+    "C++ compiler": Tool("a compiled loss on a CPU", COMPILERS),
+    "git": Tool("the commit in run.json", ("git",)),
+    "sbatch": Tool("`draftsmith run --on slurm`", ("sbatch",)),
+    "kubectl": Tool("`draftsmith run --on k8s`", ("kubectl",)),
+    "docker": Tool("scripts/docker", ("docker",)),
 }
 
 
@@ -77,16 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.json:
             say(json.dumps({**found, "stops_training": stops, "missing": hints}, indent=2))
         else:
-            say(
-                "\n".join(
-                    [
-                        *page(found),
-                        "missing, and for what",
-                        *(f"  ! {each}" for each in stops),
-                        *(f"  - {each}" for each in hints),
-                    ]
-                )
-            )
+            notes = [*(f"  ! {each}" for each in stops), *(f"  - {each}" for each in hints)]
+            say("\n".join([*page(found), "missing, and for what", *notes]))
         return GATE_FAILED if stops else DONE
 
     return exit_code(run)

@@ -16,7 +16,7 @@ from configs.schema.commands.planning import PlanHeadsConfig
 from configs.schema.data import CacheConfig, DataConfig
 from configs.schema.evaluation import EvalConfig, GateConfig
 from configs.schema.training import DistillConfig, HeadsConfig
-from scripts.cli import COMMANDS
+from scripts.cli import COMMANDS, main
 
 ROOT = Path(__file__).resolve().parent.parent
 SCHEMAS = {
@@ -96,5 +96,8 @@ def test_configs_the_gate_and_watching_a_run_do_without_torch():
     assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stderr == ""
 
 
-def test_every_command_names_a_module_that_is_there():
+def test_every_command_names_a_module_that_is_there_and_another_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["draftsmith", "trane"])
+    assert main() == 2
+    assert "no command 'trane'; there are run, plan" in capsys.readouterr().err
     assert [name for name, (module, _) in COMMANDS.items() if importlib.util.find_spec(module) is None] == []

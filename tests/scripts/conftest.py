@@ -10,11 +10,11 @@ import pytest
 from configs.runtime.command import run_command
 from configs.schema.commands.release import PushConfig
 from configs.schema.data import DataConfig
-from configs.schema.decoding import DecodeConfig
-from configs.schema.evaluation import EvalConfig, GateConfig, LosslessConfig, SuiteConfig
+from configs.schema.evaluation import GateConfig
 from configs.schema.target import TargetConfig
 from distill.generation.make_dataset import make_dataset
 from eval import evaluation, gate
+from tests.support.evaluations import tiny_evaluation
 from tests.support.hub import TOKEN, Hub
 
 PLANTED = "hf_" + "P" * 30
@@ -62,17 +62,9 @@ def measured(tiny_run, tmp_path_factory):
     metadata["provenance"] = {"command": ["/home/alice/.venv/bin/python", "train/distill.py", "--set", f"hub.token={PLANTED}"]}
     path.write_text(json.dumps(metadata, indent=2) + "\n")
     (folder / "artifact" / "optimizer.pt").write_bytes(b"not for others")
-    config = EvalConfig(
-        target=TargetConfig(name=str(folder / "target"), dtype="float32", device="cpu"),
-        draft=str(folder / "artifact"),
-        suite=SuiteConfig(path=str(tiny_run / "suite.jsonl"), num_prompts=6),
-        decode=DecodeConfig(num_speculative_tokens=2, max_new_tokens=10),
-        repeats=1,
-        warmup_prompts=0,
-        lossless=LosslessConfig(),
-        bootstrap_samples=200,
-        output=str(folder / "evaluation"),
-    )
+    shutil.copy(tiny_run / "suite.jsonl", folder)
+    decode = {"max_new_tokens": 10, "batch_size": 1}
+    config = tiny_evaluation(folder, folder / "evaluation", num_prompts=6, decode=decode, bootstrap_samples=200)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("eval.evaluation.render_html", lambda report: "")  # drawing takes longer than all the rest
         assert evaluation.evaluate(config) == 0

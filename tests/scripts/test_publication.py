@@ -129,12 +129,6 @@ def test_prompts_and_answers_stay_at_home_unless_asked_for(dry, push, release, t
 # --- the card -----------------------------------------------------------------------------------------------------
 
 
-def test_the_cards_metadata_names_the_target_and_the_kind(dry):
-    data = card_of(dry("--set", "base_model=owner/target")).data
-    assert (data.base_model, data.base_model_relation, data.library_name) == ("owner/target", "finetune", "transformers")
-    assert {"speculative-decoding", "draft_lm"} <= set(data.tags)
-
-
 def test_every_figure_in_the_card_is_in_the_report(dry):
     folder = dry()
     report, metadata = load_report(folder / "report.json"), json.loads((folder / "draftsmith.json").read_text())
@@ -151,11 +145,15 @@ def test_every_figure_in_the_card_is_in_the_report(dry):
     assert [figure for figure in figures if figure not in allowed] == []
 
 
-def test_the_card_says_how_to_serve_it(dry):
-    text = card_of(dry("--set", "exports=[transformers]")).text
-    assert "hf download ann/draft --include 'transformers/*' --local-dir draft" in text
-    assert "AutoModelForCausalLM.from_pretrained('TARGET'" in text
-    assert "draftsmith export ann/draft --to vllm" in text
+def test_the_card_names_the_target_and_the_kind_and_says_how_to_serve_it(dry, push, tmp_path):
+    card = card_of(dry("--set", "exports=[transformers]"))
+    assert push("--dry-run", str(tmp_path / "named"), "--set", "base_model=owner/target")[0] == DONE
+    data = card_of(tmp_path / "named").data
+    assert (data.base_model, data.base_model_relation, data.library_name) == ("owner/target", "finetune", "transformers")
+    assert {"speculative-decoding", "draft_lm"} <= set(data.tags)
+    assert "hf download ann/draft --include 'transformers/*' --local-dir draft" in card.text
+    assert "AutoModelForCausalLM.from_pretrained('TARGET'" in card.text
+    assert "draftsmith export ann/draft --to vllm" in card.text
 
 
 def put_head(release, tiny_llama, settings, **provenance):
