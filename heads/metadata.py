@@ -22,8 +22,8 @@ from transformers import AutoConfig, AutoTokenizer
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import check_readable, read_json
 from configs.schema.commands.release import TORCH_FILE
-from heads.frozen.checkpoint_files import UNREADABLE
 from heads.frozen.identity import TargetIdentity, hash_files, hash_tokenizer
+from heads.frozen.weights import UNREADABLE
 
 METADATA_FILE = "draftsmith.json"
 WEIGHTS_FILE = "model.safetensors"

@@ -39,7 +39,7 @@ from distill.server.connection import Connection, Distribution, GaveUp
 from heads.device import upload
 from heads.frozen.hidden_states import TargetStates, final_norm, num_blocks, read_states
 from heads.frozen.loading import Target
-from heads.frozen.served import ServedForward
+from heads.frozen.placement import ServedForward
 from heads.inference.causal_lm import head_logits
 from heads.inference.model_checks import probe_ids, relative_error, rounding
 from heads.modules.interface import Batch

@@ -22,13 +22,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, 
 from configs.runtime.errors import ConfigError, InputError, first_line
 from configs.schema.target import TargetConfig
 from configs.schema.training import LoraSettings, StudentConfig
-from heads.frozen.checkpoint_files import UNREADABLE
 from heads.frozen.hidden_states import blocks, num_blocks
 from heads.frozen.identity import hash_tokenizer, locate
 from heads.frozen.loading import Target, move
 from heads.frozen.model_config import auto_class, causal_config, config_of_blocks, overridden
 from heads.frozen.placement import real_weight
-from heads.frozen.weights import loader_of
+from heads.frozen.weights import UNREADABLE, loader_of
 from heads.inference.causal_lm import read_documents
 from heads.inference.model_checks import check_on_probe, check_rolls_back, check_split, probe_ids, relative_error
 from heads.inference.runner import backbone

@@ -24,8 +24,7 @@ from configs.runtime.errors import InputError
 from configs.schema.heads import EarlyExitSettings
 from heads.device import RowInts, Rows, row_ints, row_tensor
 from heads.frozen.hidden_states import TargetStates, final_norm, forward_states, num_blocks, read_states
-from heads.frozen.placement import own_copy
-from heads.frozen.served import ServedForward
+from heads.frozen.placement import ServedForward, own_copy
 from heads.inference.causal_lm import MediaInputs, new_cache
 from heads.inference.kv_cache import RowCache
 from heads.inference.model_checks import check_on_probe, probe_ids, relative_error

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from heads.families import corrected_blocks, dflash, eagle3, early_exit, medusa, mtp, peagle
-from heads.inference.llama_layers import pack
+from heads.inference.lean_forward import pack
 from heads.modules.interface import Family
 from heads.modules.target_block import wide_tensors
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from configs.runtime.errors import InputError
-from heads.frozen.checkpoint_files import SINGLE_FILE, Weights
+from heads.frozen.weights import SINGLE_FILE, Weights
 from heads.modules.layers import LayerShape
 
 Shapes = dict[str, tuple[int, ...]]

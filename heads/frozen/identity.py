@@ -28,7 +28,7 @@ from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import downloads_folder, fetch_wheel, new_folder, sha256_of, write_text
 from configs.runtime.resumable import fingerprint
 from configs.schema.target import IDENTITY, TargetConfig
-from heads.frozen.checkpoint_files import INDEX_FILE, SINGLE_FILE, files_by_key, indexed_files
+from heads.frozen.weights import INDEX_FILE, SINGLE_FILE, files_by_key, indexed_files
 
 REMEMBERED_BYTES = 2**27  # smaller files are hashed in a blink
 START_BYTES = 2**20

@@ -20,15 +20,13 @@ from configs.runtime.files import check_readable
 from configs.runtime.redaction import redact
 from configs.schema.target import AudioConfig, ImagesConfig, TargetConfig
 from heads.device import choose_device
-from heads.frozen.checkpoint_files import UNREADABLE
 from heads.frozen.hidden_states import TargetStates
 from heads.frozen.identity import TargetIdentity, hash_chat_template, hash_tokenizer, hash_weights, load_gguf, locate
 from heads.frozen.media import MediaPrompt, MediaReader, load_reader, shown
-from heads.frozen.placement import place_parts
+from heads.frozen.placement import load_ends, place_parts
 from heads.frozen.processes import Share, join_group, split_arguments
-from heads.frozen.served import load_ends
 from heads.frozen.tokenizer import SOUND, in_template, load_tokenizer, no_chat_template
-from heads.frozen.weights import loader_of, quantization_of
+from heads.frozen.weights import UNREADABLE, loader_of, quantization_of
 from heads.inference.causal_lm import MediaInputs
 from heads.inference.lean_forward import make_fastest, make_lean
 from heads.inference.model_checks import check_split

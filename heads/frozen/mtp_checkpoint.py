@@ -19,8 +19,7 @@ from torch import Tensor
 
 from configs.runtime.errors import InputError
 from configs.runtime.files import read_json
-from heads.frozen.checkpoint_files import break_links, files_by_key, link_or_copy, listed
-from heads.frozen.weights import quantization_of
+from heads.frozen.weights import break_links, files_by_key, link_or_copy, listed, quantization_of
 
 PARTS = ("eh_proj", "enorm", "hnorm", "post_norm", "mtp_block")  # of `heads.families.mtp.MtpLayer`
 

@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from configs.runtime.errors import ConfigError, InputError
 from configs.schema.heads import LayerSettings
 from heads.frozen.hidden_states import blocks
-from heads.inference.llama_layers import PackedLinear, angles, normed, turned
+from heads.inference.lean_forward import PackedLinear, angles, normed, turned
 
 # Kinds of rotary embeddings whose frequencies do not depend on the text's length, which a cache of rotated keys needs.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -235,7 +235,7 @@ class DraftMLP(LlamaMLP):
 
 
 class RMSNorm(nn.Module):
-    """Llama's norm (`heads.inference.llama_layers.normed`)."""
+    """Llama's norm (`heads.inference.lean_forward.normed`)."""
 
     def __init__(self, width: int, epsilon: float) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ from configs.runtime.errors import InputError
 from configs.schema.heads import HeadSettings
 from heads.frozen.hidden_states import TargetStates
 from heads.inference.causal_lm import head_logits, head_rows
-from heads.inference.llama_layers import PackedLinear
+from heads.inference.lean_forward import PackedLinear
 from heads.modules.interface import Depth
 from heads.vocabulary import DraftVocabulary
 
@@ -87,7 +87,7 @@ class DraftHead(nn.Module):
         return lambda hidden: functional.linear(hidden.to(weight_WD.dtype), weight_WD, bias_W)
 
     def join(self) -> Sequence[nn.Module]:
-        """See `heads.inference.llama_layers.Joins`; the target's own head is left to it."""
+        """See `heads.inference.lean_forward.Joins`; the target's own head is left to it."""
         if self.weight is not None:
             self._packed = PackedLinear([cast(nn.Linear, self)])
         return []

@@ -27,9 +27,9 @@ from configs.schema.data import PromptsConfig
 from configs.schema.target import TargetConfig
 from distill.generation.prompts import NearDuplicates, Prompt, everything_said
 from distill.generation.sources import ID_KEYS, detect_format, read_row, read_source
-from heads.frozen.checkpoint_files import UNREADABLE
 from heads.frozen.identity import locate
 from heads.frozen.tokenizer import load_tokenizer, no_chat_template
+from heads.frozen.weights import UNREADABLE
 
 log = logging.getLogger("draftsmith")
 TIME_KEYS = ("time", "timestamp", "created", "created_at", "ts")

@@ -25,8 +25,8 @@ from distill.generation.prompts import Prompt, split_positions
 from distill.generation.sources import read_prompts
 from heads.device import CPU, default_device
 from heads.formats.exporting.exporter import FORMS, WITHOUT_NORMS, check_norms, form_of
-from heads.frozen.checkpoint_files import UNREADABLE
 from heads.frozen.identity import PREFIX
+from heads.frozen.weights import UNREADABLE
 from scripts.doctor import BFLOAT16, describe_disk, instructions
 from scripts.run.draft_file import Choice, apply, asked_first
 from scripts.run.stages import start_of

@@ -19,9 +19,9 @@ from configs.schema.target import TargetConfig
 from eval import gate
 from eval.measure.proposers import load_evaluated
 from heads.artifact import load_draft
-from heads.frozen.checkpoint_files import read_weights
 from heads.frozen.identity import locate
 from heads.frozen.loading import load_target
+from heads.frozen.weights import read_weights
 from heads.metadata import locate_artifact, locate_external, read_metadata
 from scripts.push.card import read_card
 from tests.support.hub import READER

@@ -292,9 +292,9 @@ def assert_gradients_reach_everything(head, target):
     assert all(parameter.grad is None for parameter in target.model.parameters())
 
 
-def assert_comes_back(folder, head, target, vocabulary=None):
+def assert_comes_back(folder, head, target, vocabulary=None, vocab_size=VOCAB_SIZE):
     """A head written as an artifact and loaded has the same weights and drafts the same tokens."""
-    save_artifact(folder, head, target.identity.to_dict(), vocabulary)
+    save_artifact(folder, head, target.identity.to_dict(), vocabulary, vocab_size=vocab_size)
     loaded = load_draft(folder, target.identity, target.model)
     assert loaded.num_parameters == sum(parameter.numel() for parameter in head.parameters())
     proposer = FAMILIES[head.settings.kind].propose(serve(head, target.model), target.device)

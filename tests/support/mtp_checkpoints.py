@@ -7,7 +7,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
-from heads.frozen.checkpoint_files import SINGLE_FILE
+from heads.frozen.weights import SINGLE_FILE
 from tests.support import family_checks as checks
 
 WIDTH, BLOCKS = checks.SMALL["hidden_size"], checks.SMALL["num_hidden_layers"]

@@ -23,10 +23,10 @@ from configs.schema.training import StudentConfig
 from distill.dataset.conversations import open_conversations
 from distill.student.init import add_adapters, keep_layers, overridden_config
 from heads.families.registry import FAMILIES
-from heads.frozen.checkpoint_files import UNREADABLE
 from heads.frozen.hidden_states import num_blocks
 from heads.frozen.identity import PREFIX, locate
 from heads.frozen.model_config import auto_class
+from heads.frozen.weights import UNREADABLE
 from heads.modules.layers import HeadLayer, shape_like
 from heads.modules.output_head import DraftHead, HeadModule
 from heads.vocabulary import DraftVocabulary

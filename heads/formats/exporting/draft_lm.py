@@ -24,7 +24,7 @@ from heads.formats.exporting.source import (
     vllm_command,
 )
 from heads.formats.layout import ExportLayout
-from heads.frozen.checkpoint_files import SINGLE_FILE, Weights
+from heads.frozen.weights import SINGLE_FILE, Weights
 from heads.metadata import METADATA_FILE, PROMPTS_FILE, VOCABULARY_FILE
 
 CONFIG, GENERATION = "config.json", "generation_config.json"

@@ -14,8 +14,8 @@ from configs.schema.heads import Eagle3Settings
 from heads.formats.exporting import converted, draft_lm, flat, mtp, speculators
 from heads.formats.exporting.source import Source
 from heads.formats.layout import ExportLayout
-from heads.frozen.checkpoint_files import SINGLE_FILE, link_or_copy, read_weights, write_weights
 from heads.frozen.identity import hash_weights
+from heads.frozen.weights import SINGLE_FILE, link_or_copy, read_weights, write_weights
 
 SERVE_FILE = "serve.txt"
 Form = Callable[[Source], ExportLayout]

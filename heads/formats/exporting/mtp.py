@@ -18,9 +18,8 @@ from configs.runtime.files import read_json
 from configs.schema.heads import MtpSettings
 from heads.formats.exporting.source import Source, vllm_command
 from heads.formats.layout import MTP_PARTS, ExportLayout, has_mtp_modules, layer_config, renamed
-from heads.frozen.checkpoint_files import INDEX_FILE, SINGLE_FILE, Weights, files_by_key
 from heads.frozen.mtp_checkpoint import NativeMtp
-from heads.frozen.weights import quantization_of
+from heads.frozen.weights import INDEX_FILE, SINGLE_FILE, Weights, files_by_key, quantization_of
 
 BORROWERS = ("llama",)  # vLLM's MiMo class runs a module on these; tried
 TRANSFORMERS_FAMILIES = ("llama", "qwen3")  # decoded with `use_mtp` after one line; tried

@@ -24,9 +24,8 @@ from configs.schema.heads import DFlashSettings
 from heads.artifact import head_settings
 from heads.families.registry import FAMILIES
 from heads.formats.layout import check_names
-from heads.frozen.checkpoint_files import UNREADABLE, Weights, read_weights
 from heads.frozen.model_config import auto_class
-from heads.frozen.weights import FloatWeights, check_counts, read_float_weights
+from heads.frozen.weights import UNREADABLE, FloatWeights, Weights, check_counts, read_float_weights, read_weights
 from heads.metadata import METADATA_FILE, VOCABULARY_FILE, Metadata, read_metadata
 from heads.modules.layers import LayerShape, layer_shape, shape_like
 from heads.vocabulary import DraftVocabulary, read_draft_vocabulary

@@ -28,9 +28,8 @@ from heads.artifact import write_rest
 from heads.families.registry import FAMILIES
 from heads.formats.importing.reading import ExternalDraft
 from heads.formats.layout import check_names
-from heads.frozen.checkpoint_files import Weights, write_weights
 from heads.frozen.loading import Target
-from heads.frozen.weights import check_counts
+from heads.frozen.weights import Weights, check_counts, write_weights
 from heads.inference.causal_lm import head_rows
 from heads.metadata import WEIGHTS_FILE, head_metadata
 from heads.modules.layers import LayerShape, layer_shape, shape_like

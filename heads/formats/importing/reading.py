@@ -30,9 +30,8 @@ from heads.formats.layout import (
     has_mtp_modules,
     renamed,
 )
-from heads.frozen.checkpoint_files import Weights, read_weights
 from heads.frozen.mtp_checkpoint import NativeMtp, TensorPart
-from heads.frozen.weights import check_counts
+from heads.frozen.weights import Weights, check_counts, read_weights
 
 KNOWN = (
     "speculators eagle3, peagle, dflash, dspark, dflash2, xpress and mtp; flat EAGLE-3 (architecture ...Eagle3); "

@@ -6,8 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from configs.runtime.errors import InputError
 from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import MtpSettings
+from configs.schema.training import LossConfig
+from distill.loss.head_objective import HeadObjective
 from heads.families.registry import FAMILIES, serve
 from heads.frozen.hidden_states import read_states
 from heads.frozen.loading import recast
@@ -17,6 +20,7 @@ from heads.sampling.counter_rng import CounterRNG
 from tests.support import architectures
 from tests.support import family_checks as checks
 from tests.support.family_checks import SETTINGS
+from tests.support.family_configs import HYBRIDS, STATELESS, VOCAB_SIZE, tiny_model
 
 PLAIN = [name for name in SETTINGS if "," not in name]
 # Norms and rotary angles are computed in float32, whatever the dtype.
@@ -160,3 +164,63 @@ def test_it_drafts_no_more_than_it_can_and_the_same_whatever_it_is_asked_for(nam
         assert drafts[asked].num_drafted.host == [min(asked, longest)]
         torch.testing.assert_close(drafts[asked].logits_BGV[:, :1], drafts[1].logits_BGV)
     torch.testing.assert_close(drafts[9].logits_BGV, drafts[longest].logits_BGV)
+
+
+# --- targets of many families --------------------------------------------------------------------------------------
+
+
+ROWS = torch.randint(3, VOCAB_SIZE, (2, 24), generator=torch.Generator().manual_seed(1)).tolist()
+OTHERS = ("medusa", "hydra", "peagle", "dflash", "dspark", "dflash2", "xpress", "domino", "early_exit")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *(("eagle3", name) for name in (*STATELESS, *HYBRIDS)),
+        *zip(OTHERS, cycle(("gpt2", "jamba", "mamba2"))),
+        ("hydra", "gemma4_text"),
+        *(
+            ("mtp", name)
+            for name in ("qwen3_next", "granitemoehybrid", "nemotron_h", "jamba", "lfm2", "lfm2_moe", "falcon", "deepseek_v32")
+        ),
+    ],
+)
+def test_a_head_trains_and_comes_back(kind, name, as_target, tmp_path):
+    target = as_target(tiny_model(name))
+    head = FAMILIES[kind].build(checks.SETTINGS[kind], target.model, None).train()
+    batch, states = checks.inputs_of(target.model, ROWS, head.taps)
+    objective = HeadObjective(head, target, LossConfig())
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-3)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (objective(batch, states).loss / batch.loss_mask_BT.sum()).backward()
+        assert all(bool(parameter.grad.isfinite().all()) for parameter in head.parameters() if parameter.requires_grad)
+        optimizer.step()
+    checks.assert_comes_back(tmp_path / "artifact", head, target, vocab_size=VOCAB_SIZE)
+
+
+@pytest.mark.parametrize(
+    ("name", "width"), [("gpt2", 256), ("gpt_bigcode", 256), ("gptj", 256), ("opt", 96), ("falcon", 96), ("mpt", 256)]
+)
+def test_the_width_of_an_mlp_is_its_modules_where_the_config_has_no_such_key(name, width):
+    head = FAMILIES["eagle3"].build(checks.SETTINGS["eagle3"], tiny_model(name), None)
+    assert head.layers[0].mlp.up_proj.out_features == width
+
+
+def test_an_mtp_module_is_made_where_norms_have_no_weights_and_refused_where_a_block_does_not_run_alone():
+    mtp = checks.SETTINGS["mtp"]
+    assert not list(FAMILIES["mtp"].build(mtp, tiny_model("olmo"), None).layers[0].enorm.parameters())
+    with pytest.raises(InputError, match=r"block 3 of Mamba2ForCausalLM is of type linear_attention; .* eagle3"):
+        FAMILIES["mtp"].build(mtp, tiny_model("mamba2"), None)
+    with pytest.raises(InputError, match=r"block 3 of MptForCausalLM needs more around it .* take another head.kind"):
+        FAMILIES["mtp"].build(mtp, tiny_model("mpt"), None)
+    with pytest.raises(InputError, match=r"reads states of width 256, and the model's are of 64.* another head.kind"):
+        FAMILIES["mtp"].build(mtp, tiny_model("qwen4_exp_text"), None)
+    with pytest.raises(InputError, match=r"block 0 of Llama4ForCausalLM is of type chunked_attention"):
+        FAMILIES["mtp"].build(mtp.model_copy(update={"init_block": 0}), tiny_model("llama4_text"), None)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle3"])
+def test_a_target_of_several_widths_is_refused(kind):
+    with pytest.raises(InputError, match="OPTForCausalLM has states of width 64 and an embedding or output head of width 32"):
+        FAMILIES[kind].build(checks.SETTINGS[kind], tiny_model("opt, narrow embedding"), None)

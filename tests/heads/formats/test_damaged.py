@@ -17,8 +17,8 @@ from heads.families.registry import FAMILIES
 from heads.formats.exporting.source import TargetFolder, read_source
 from heads.formats.importing.importer import fit
 from heads.formats.importing.reading import read_external
-from heads.frozen.checkpoint_files import INDEX_FILE
 from heads.frozen.loading import load_target
+from heads.frozen.weights import INDEX_FILE
 from heads.metadata import METADATA_FILE, VOCABULARY_FILE, WEIGHTS_FILE, read_metadata
 from heads.vocabulary import DraftVocabulary
 from tests.support.artifacts import save_artifact

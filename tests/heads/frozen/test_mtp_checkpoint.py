@@ -11,8 +11,8 @@ from configs.runtime.errors import InputError
 from configs.schema.heads import MtpSettings
 from heads.families.mtp import Mtp
 from heads.families.registry import FAMILIES
-from heads.frozen.checkpoint_files import SINGLE_FILE
 from heads.frozen.mtp_checkpoint import NativeMtp
+from heads.frozen.weights import SINGLE_FILE
 from tests.support import family_checks as checks
 from tests.support.mtp_checkpoints import (
     BLOCKS,

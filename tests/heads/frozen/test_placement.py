@@ -1,4 +1,6 @@
-"""A target whose blocks are spread: where they go, that it is the target it was, and what starts from its blocks."""
+"""A target whose blocks are spread or split: where they go, that it is the target it was, and what starts from its blocks."""
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from configs.schema.decoding import DecodeConfig
 from configs.schema.target import TargetConfig
 from eval.decoder.decode import generate
 from eval.lossless.teacher_forcing import widened
+from heads.frozen import processes
 from heads.frozen.hidden_states import blocks, read_states
 from heads.frozen.loading import load_target
 from heads.frozen.placement import place_parts, spread_blocks
@@ -123,3 +126,12 @@ def test_several_processes_need_a_map_by_hand(settings, monkeypatch):
     with pytest.raises(ConfigError, match="each of 2 processes would spread a target of its own by 'auto'"):
         place_parts(settings().name, settings(device_map="auto"), CPU)
     assert place_parts(settings().name, settings(device_map={"model.layers.1": "disk"}), CPU)["model.layers.1"] == "disk"
+
+
+# --- split over processes ----------------------------------------------------------------------------------------------
+
+
+def test_groups_that_do_not_divide_the_processes_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match=r"target\.shards"):
+        processes.split_arguments(Path("none"), TargetConfig(device="cpu", shards=3), torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""A quantised target is run with the weights that its numbers stand for, and its identity is that of the quantised files."""
+"""Files of weights; a quantised target is run with the weights that its numbers stand for, under the identity of its files."""
 
 import copy
 import json
@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
 from configs.runtime.errors import InputError
@@ -15,6 +16,7 @@ from distill.student.init import initial_draft
 from heads.artifact import load_draft, save_draft_lm
 from heads.frozen.identity import hash_weights
 from heads.frozen.loading import load_target
+from heads.frozen.weights import read_weights, write_weights
 from tests.support.decoding import metadata_of_draft_lm
 from tests.support.quantized_checkpoints import Scheme, fp8_blocks, fp8_whole, mxfp4, quantise
 
@@ -157,3 +159,31 @@ def test_a_draft_is_for_the_quantised_files_and_starts_from_ordinary_blocks(fold
     with pytest.raises(InputError, match=r"what differs from .* at hand: target weights"):
         load_draft(tmp_path / "artifact", twin.identity, twin.model)
     assert load_draft(tmp_path / "artifact", twin.identity, twin.model, allow_target_mismatch=True).warnings
+
+
+# --- files -------------------------------------------------------------------------------------------------------------
+
+
+VALUES = {
+    "ids": torch.arange(7),
+    "flags": torch.tensor([True, False, True]),
+    "matrix": torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).bfloat16(),
+    "scalar": torch.tensor(2.5),
+}
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_both_kinds_of_files_are_read(tmp_path, file):
+    (torch.save if file.endswith("bin") else lambda values, path: write_weights(path, values))(VALUES, tmp_path / file)
+    there = read_weights(tmp_path)
+    assert there.keys() == VALUES.keys()
+    assert all(torch.equal(there[name], value) for name, value in VALUES.items())
+
+
+def test_a_tensor_of_several_names_and_one_that_is_not_contiguous_are_written_whole(tmp_path):
+    matrix = torch.arange(12.0).view(3, 4)
+    write_weights(tmp_path / "model.safetensors", {"a": matrix, "b": matrix, "c": matrix.T})
+    there = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(there["a"], matrix)
+    assert torch.equal(there["b"], matrix)
+    assert torch.equal(there["c"], matrix.T)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from configs.schema.target import TargetConfig
 from heads.frozen.hidden_states import TargetStates, read_states
 from heads.frozen.loading import load_target
-from heads.frozen.served import ServedForward
+from heads.frozen.placement import ServedForward
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache
 from heads.inference.lean_forward import make_lean
 from heads.inference.runner import runner_of

@@ -1,12 +1,23 @@
-"""Models that cannot be split, rolled back or packed are refused with the reason; the others pass."""
+"""Models that cannot be split, rolled back or packed are refused with the reason, and the others pass."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MambaConfig, MptConfig, OpenAIGPTConfig, Qwen3NextConfig, RwkvConfig
+from transformers import (
+    AutoModelForCausalLM,
+    MambaConfig,
+    MptConfig,
+    OpenAIGPTConfig,
+    Qwen3NextConfig,
+    RwkvConfig,
+    masking_utils,
+)
 
 from configs.runtime.errors import InputError
+from heads.inference.causal_lm import knowing_packing
 from heads.inference.model_checks import check_keeps_apart, check_rolls_back, check_split
 from heads.inference.runner import backbone
 from tests.support import family_checks as checks
@@ -74,3 +85,31 @@ def test_known_families_pass_in_training_mode_and_stay_in_it(family):
     for check in (check_split, check_rolls_back, check_keeps_apart):
         check(model)
         assert model.training
+
+
+# --- packed rows -------------------------------------------------------------------------------------------------------
+
+
+POSITIONS_BT = torch.tensor([[0, 1, 2, 0, 1]])
+DOCUMENTS_BT = torch.tensor([[0, 0, 0, 1, 1]])
+
+
+def found():
+    return masking_utils.find_packed_sequence_indices(POSITIONS_BT)
+
+
+def test_threads_that_overlap_are_told_each_its_own_and_afterwards_transformers_looks_itself():
+    together = Barrier(2, timeout=30)
+
+    def forward(packed):
+        with knowing_packing(packed=packed):
+            together.wait()
+            seen = found()
+            together.wait()
+        return seen
+
+    with ThreadPoolExecutor(2) as pool:
+        apart_BT, nothing = pool.map(forward, [True, False])
+    assert apart_BT.equal(DOCUMENTS_BT)
+    assert nothing is None
+    assert found().equal(DOCUMENTS_BT)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from configs.runtime.errors import InputError
 from configs.schema.heads import DFlashSettings, Eagle3Settings, HydraSettings, LayerSettings, MedusaSettings, MtpSettings
 from heads.formats.exporting.exporter import SERVE_FILE, export
-from heads.frozen.checkpoint_files import read_weights, write_weights
+from heads.frozen.weights import read_weights, write_weights
 from heads.metadata import METADATA_FILE, WEIGHTS_FILE
 from tests.support import family_checks as checks
 from tests.support.quantized_checkpoints import Scheme, fp8_blocks, quantise
