@@ -111,8 +111,7 @@ def _train(config: Recipe, make_task: Callable[..., Task], accelerator: Accelera
     if accelerator.is_main_process:
         drop_leftovers(output / "artifact")
         write_run_record(output, config)
-    values, contents = config.model_dump(mode="json"), _hash_materials(config, materials.target)
-    outcome = train(task, loader, config.optimizer, config.schedule, accelerator, output, values, contents)
+    outcome = train(task, loader, config, accelerator, _hash_materials(config, materials.target))
     path = output / "outcome.json"
     if accelerator.is_main_process and (outcome.labels or not path.is_file()):  # that of a run that had ended before stays
         write_json(path, {**asdict(outcome), "sanity_seconds": sanity_seconds})

@@ -62,25 +62,6 @@ class Gap(NamedTuple):
     tolerance: float  # up to it, the order of sums alone may be the cause
 
 
-class OverfitResult(NamedTuple):
-    """How well a head has fitted one conversation, and how close drafting then is to training."""
-
-    steps: int
-    num_drafts: int  # of a whole block
-    num_accepted: int  # the most in a round
-    num_predicted: int  # drafts in a row, after the answer's first token, that are right by the training forward
-    agreement: list[float]  # share of positions where the likeliest tokens agree in training, by depth
-    gap: Gap
-
-    def describe(self, text: Example) -> str:
-        return (
-            f"after {self.steps} steps on one conversation of {len(text.input_ids)} tokens: {self.num_accepted} of "
-            f"{self.num_drafts} drafts accepted in a round, agreement in training by depth "
-            f"{', '.join(f'{share:.2f}' for share in self.agreement)}, "
-            f"logits drafted from within {self.gap.size:.2g} of those of training"
-        )
-
-
 def check_before_training(task: HeadTask, dataset: ConversationDataset, accelerator: Accelerator) -> None:
     """Run the checks on a head that is about to be trained, which is left unchanged.
 
@@ -92,11 +73,10 @@ def check_before_training(task: HeadTask, dataset: ConversationDataset, accelera
         check_reload(task, task.module, text, "untrained")
         head = task.copy_of(task.module).to(accelerator.device, torch.float32)
         objective = HeadObjective(head, task.target, task.config.loss)
-        result = overfit(task, objective, text, accelerator)
-        _check_result(result, text)
+        found = overfit(task, objective, text, accelerator)
         check_reload(task, objective, text, "trained")
     seconds = time.perf_counter() - started
-    log.info("sanity: passed in %.0f s; the artifact reads back; %s", seconds, result.describe(text))
+    log.info("sanity: passed in %.0f s; the artifact reads back; %s", seconds, found)
 
 
 def choose_text(task: HeadTask, dataset: ConversationDataset) -> Example:
@@ -141,8 +121,11 @@ def check_reload(task: HeadTask, module: nn.Module, text: Example, state: str) -
         )
 
 
-def overfit(task: HeadTask, objective: HeadObjective, text: Example, accelerator: Accelerator) -> OverfitResult:
-    """Train a head on one conversation, in place, until the decoder accepts a whole block, or the steps are used up."""
+def overfit(task: HeadTask, objective: HeadObjective, text: Example, accelerator: Accelerator) -> str:
+    """Train a head on one conversation, in place, until the decoder accepts a whole block, or the steps are used up.
+
+    Return what was found; refuse a head that has not fitted the conversation or drafts otherwise than it was trained.
+    """
     settings = task.config.sanity
     batch = collate([text]).to(accelerator.device)
     states = task.states(batch)
@@ -166,13 +149,31 @@ def overfit(task: HeadTask, objective: HeadObjective, text: Example, accelerator
         num_accepted = max(each.num_accepted for each in rounds)
         if num_accepted == num_drafts:
             break
-    return OverfitResult(
-        steps=step,
-        num_drafts=num_drafts,
-        num_accepted=num_accepted,
-        num_predicted=int(result.accepted_P[text.answer_start - 1]),
-        agreement=(result.agrees_K / result.labels_K.clamp(min=1)).tolist(),
-        gap=largest_gap(task, objective, text, num_drafts),
+    agreement = ", ".join(f"{share:.2f}" for share in (result.agrees_K / result.labels_K.clamp(min=1)).tolist())
+    gap = largest_gap(task, objective, text, num_drafts)
+    found = (
+        f"after {step} steps on one conversation of {len(text.input_ids)} tokens: {num_accepted} of {num_drafts} drafts "
+        f"accepted in a round, agreement in training by depth {agreement}, logits drafted from within {gap.size:.2g} of those "
+        "of training"
+    )
+    anyway = "sanity.enabled=false trains all the same"
+    if not gap.size <= gap.tolerance:  # where it is NaN, too
+        raise RuntimeError(
+            f"sanity: {found}, which rounding does not explain (draft {gap.draft} of round {gap.round}; {gap.tolerance} would "
+            "do): the head drafts from something else than it was trained on, such as a wrong hidden state or token, a place "
+            f"too early or too late, another concat order; {anyway}"
+        )
+    if num_accepted == num_drafts:
+        return found
+    if int(result.accepted_P[text.answer_start - 1]) >= num_drafts:
+        raise InputError(
+            f"sanity: {found}. By the training forward its drafts are right, and drafting gives the same logits, but the "
+            f"decoder does not accept them: the labels or the target's states used in training are of another place; {anyway}"
+        )
+    raise InputError(
+        f"sanity: {found}. The head does not learn a single conversation: it reads states of a wrong position, no gradient "
+        "reaches it, or it needs more steps; raise sanity.overfit_steps or sanity.learning_rate if the agreement is still "
+        f"growing; {anyway}"
     )
 
 
@@ -244,27 +245,3 @@ def _own_answer(task: HeadTask, example: Example) -> Sequence[int]:
 def until_first_repeat(answer: Sequence[int]) -> Sequence[int]:
     """Return an answer up to the first token that is the same as the one before it."""
     return [*answer[:1], *(token for _, token in takewhile(lambda pair: pair[0] != pair[1], pairwise(answer)))]
-
-
-def _check_result(result: OverfitResult, text: Example) -> None:
-    """Refuse a head that has not fitted the conversation or drafts otherwise than it was trained, with the usual causes."""
-    found, gap = f"sanity: {result.describe(text)}", result.gap
-    if not gap.size <= gap.tolerance:  # where it is NaN, too
-        raise RuntimeError(
-            f"{found}, which rounding does not explain (draft {gap.draft} of round {gap.round}; {gap.tolerance} would do): the "
-            "head drafts from something else than it was trained on, such as a wrong hidden state or token, a position too "
-            "early or too late, another concat order; sanity.enabled=false trains all the same"
-        )
-    if result.num_accepted == result.num_drafts:
-        return
-    if result.num_predicted >= result.num_drafts:
-        raise InputError(
-            f"{found}. By the training forward its first {result.num_predicted} drafts are right, and drafting gives the same "
-            "logits, but the decoder does not accept them: the labels or the target's states used in training are of another "
-            "place; sanity.enabled=false trains all the same"
-        )
-    raise InputError(
-        f"{found}. The head does not learn a single conversation: it reads states of a wrong position, no gradient reaches it, "
-        "or it needs more steps; raise sanity.overfit_steps or sanity.learning_rate if the agreement is still growing; "
-        "sanity.enabled=false trains all the same"
-    )

@@ -30,7 +30,7 @@ def train_task(task, rows, stop_after=None, max_length=64):
     config, accelerator = task.config, task.held_out.accelerator
     rows = ConversationDataset(rows, max_length)
     loader = task.source.loading(make_loader(rows, config.schedule.batch_size, seed=config.schedule.seed))
-    train(task, loader, config.optimizer, config.schedule, accelerator, Path(config.output), config.model_dump(mode="json"))
+    train(task, loader, config, accelerator)
     return {name: tensor.clone() for name, tensor in task.module.state_dict().items()}, list(map(float, losses))
 
 
@@ -60,8 +60,8 @@ def distil(config, target, rows, stop_after=None):
     return train_task(draft_task(config, target, rows), rows, stop_after)[0]
 
 
-def kept_bytes(step, head=None):
-    """Run a forward; return the bytes of what it keeps for its backward, parameters apart, and of a head's states."""
+def kept_bytes(step):
+    """Run a forward; return the bytes of what it keeps for its backward, parameters apart."""
     kept: dict[int, int] = {}
 
     def note(tensor):
@@ -71,15 +71,8 @@ def kept_bytes(step, head=None):
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    def note_states(module, arguments, depths):
-        for depth in depths:
-            note(depth.hidden_ND)
-
-    hook = None if head is None else head.register_forward_hook(note_states)
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         alive = step()
-    if hook is not None:
-        hook.remove()
     del alive
     return sum(kept.values())
 

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import logging
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -11,13 +10,12 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from configs.runtime.errors import ConfigError, InputError
-from configs.schema.training import OptimizerConfig, ScheduleConfig
+from configs.schema.training import ScheduleConfig
 from distill.dataset.batches import ConversationDataset, collate
 from heads.artifact import load_draft
 from tests.support.training_runs import distil, distill_config, draft_task
 from train.launch import make_accelerator
 from train.loop.checkpoints import list_checkpoints
-from train.loop.engines import make_optimizer
 from train.tasks.draft import DraftTask
 
 
@@ -87,6 +85,15 @@ def test_a_finished_run_is_not_cut_down_to_fewer_steps(tmp_path, greedy_target, 
         distil(distill_config(tmp_path, max_steps=4), greedy_target, greedy_rows)
 
 
+def test_a_run_of_other_settings_is_resumed_where_a_person_insists(tmp_path, greedy_target, greedy_rows):
+    distil(distill_config(tmp_path, max_steps=3), greedy_target, greedy_rows)
+    other = {"optimizer": {"learning_rate": 1e-3}}
+    with pytest.raises(InputError, match=r"optimizer\.learning_rate"):
+        distil(distill_config(tmp_path, settings=other, max_steps=5), greedy_target, greedy_rows)
+    distil(distill_config(tmp_path, settings=other, max_steps=5, resume_anyway=True), greedy_target, greedy_rows)
+    assert kept_checkpoints(tmp_path) == ["step-00000003", "step-00000005"]
+
+
 def test_a_held_out_prompt_that_cannot_be_decoded_is_refused_before_training(tmp_path, greedy_target, greedy_rows):
     config = distill_config(tmp_path)
     long = dataclasses.replace(greedy_rows[0], prompt_ids=(5,) * 300)
@@ -128,17 +135,62 @@ def test_a_micro_batch_without_labels_reaches_every_parameter_with_a_gradient_of
     assert not any(bool(gradient.any()) for gradient in gradients)
 
 
-def test_the_learning_rate_warms_up_and_falls_to_its_final_share_and_vectors_are_not_decayed():
-    module = torch.nn.Linear(3, 3)
-    settings = {"learning_rate": 1.0, "warmup_share": 0.1, "final_share": 0.2, "weight_decay": 0.1}
-    optimizer, scheduler = make_optimizer(module, OptimizerConfig(**settings), 100)
-    rates = []
-    for _ in range(100):
-        rates.append(scheduler.get_last_lr()[0])
-        optimizer.step()
-        scheduler.step()
-    assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
-    assert all(later <= earlier for earlier, later in pairwise(rates[10:]))
-    assert rates[-1] == pytest.approx(0.2, abs=0.01)
-    decayed = {group["weight_decay"]: [tuple(each.shape) for each in group["params"]] for group in optimizer.param_groups}
-    assert decayed == {0.1: [(3, 3)], 0.0: [(3,)]}
+LORA = {"lora": {"rank": 4, "dropout": 0.1}, "draft_vocab_size": 20}
+POLICY = {"on_policy": 0.6}
+
+
+@pytest.fixture
+def target(greedy_target):
+    return dataclasses.replace(greedy_target, eos_token_ids=(9,))
+
+
+@pytest.fixture
+def config_for(tmp_path):
+    """A function that gives the config of a distillation under a data policy, into a folder of that name."""
+
+    def make(name="run", policy=None, student=None, **schedule):
+        steps = {"log_every_steps": 1, "eval_every_steps": None, "max_steps": 5, "checkpoint_every_steps": 3} | schedule
+        return distill_config(tmp_path / name, student, settings={"policy": policy or {}}, **steps)
+
+    return make
+
+
+def equal(one, other):
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.mark.parametrize(
+    ("student", "schedule"),
+    [(LORA, {}), ({}, {"batch_size": 2, "gradient_accumulation_steps": 2})],
+    ids=["lora, reduced vocabulary", "accumulated"],
+)
+def test_a_resumed_run_rewrites_as_the_undisturbed_one(config_for, target, greedy_rows, student, schedule):
+    per_step = schedule.get("gradient_accumulation_steps", 1)
+    whole = distil(config_for("whole", POLICY, student, **schedule), target, greedy_rows)
+    with pytest.raises(KeyboardInterrupt):
+        distil(config_for("parts", POLICY, student, **schedule), target, greedy_rows, stop_after=4 * per_step)
+    assert equal(distil(config_for("parts", POLICY, student, **schedule), target, greedy_rows), whole)
+    assert not equal(distil(config_for("none", None, student, **schedule), target, greedy_rows), whole)
+
+
+def window_of(rows, count=4):
+    return [collate(list(ConversationDataset(rows, 64))[:count])]
+
+
+def test_drawing_leaves_the_draft_in_training_and_all_randomness_where_it_was(config_for, target, greedy_rows):
+    config = config_for("run", POLICY, {"lora": {"rank": 4, "dropout": 0.5}, "draft_vocab_size": 20})
+    task = draft_task(config, target, greedy_rows)
+    for layer in task.module.draft.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    task.module.train()
+    before = {name: tensor.clone() for name, tensor in task.module.state_dict().items()}
+    states = torch.get_rng_state()
+    prepared = [task.prepare(task.module, window_of(greedy_rows), 0) for _ in range(2)]
+    assert torch.equal(torch.get_rng_state(), states)
+    (((first,), sums), ((second,), _)) = prepared
+    assert int(sums["rewritten_share"]) > 0
+    assert torch.equal(first.input_ids_BT, second.input_ids_BT)  # dropout would give other draws the second time
+    assert all(module.training for module in task.module.draft.modules())
+    assert all(parameter.grad is None for parameter in task.module.parameters())
+    assert any(parameter.requires_grad for parameter in task.module.parameters())
+    assert equal(before, task.module.state_dict())

@@ -1,15 +1,13 @@
 """What a training lets one see of itself: lines in a file, and trackers."""
 
 import json
-import os
-import signal
 from typing import ClassVar
 
 import pytest
 from accelerate import tracking
 from accelerate.utils import LoggerType
 
-from configs.runtime.errors import ConfigError, InputError, Stopped
+from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.terminal import PROGRESS_FILE, STAGE
 from scripts.watch.reading import find_run, read_run
 from tests.support.training_runs import distil, distill_config, read_evaluations, read_metrics
@@ -61,30 +59,6 @@ def test_a_run_writes_a_line_a_log_entry_and_a_resumed_one_goes_on_without_doubl
         assert "model_flop_utilization" not in row  # of a CPU, whose peak is not known
         assert row["memory_peak_bytes"] > 2**26
         assert {"acceptance", "top1_agreement", "gradient_norm", "learning_rate"} <= row.keys()
-
-
-def test_a_stop_between_two_lines_drops_no_step_and_the_time_goes_on(tmp_path, monkeypatch, greedy_target, greedy_rows):
-    config = distill_config(tmp_path, **PLAIN | {"log_every_steps": 3})
-    plain, calls = DraftTask.prepare, []
-
-    def prepare(*args):
-        calls.append(1)
-        if len(calls) == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return plain(*args)
-
-    monkeypatch.setattr(DraftTask, "prepare", prepare)
-    with pytest.raises(Stopped, match="after step 5 of 6"):
-        distil(config, greedy_target, greedy_rows)
-    before = read_metrics(tmp_path / METRICS_FILE)
-    assert [row["step"] for row in before] == [3, 5]
-    distil(config, greedy_target, greedy_rows)
-    after = read_metrics(tmp_path / METRICS_FILE)
-    assert [row["step"] for row in after] == [3, 5, 6]
-    assert after[:2] == before
-    assert after[2]["seconds"] > before[1]["seconds"]
-    (evaluation,) = read_evaluations(tmp_path / METRICS_FILE)
-    assert evaluation["seconds"] > after[2]["seconds"]
 
 
 @pytest.mark.parametrize("whole", [[], [{"step": 1, "seconds": 2.0, "loss": 3.0}]], ids=["no line", "a line"])
@@ -173,8 +147,3 @@ def test_a_tracker_whose_library_is_missing_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(tracking, "_available_trackers", [])
     with pytest.raises(ConfigError, match=r"schedule\.trackers: mlflow is not installed; install it, or take it out"):
         make_accelerator(distill_config(tmp_path, trackers=["mlflow"]).schedule, tmp_path)
-
-
-def test_a_config_for_trackers_has_a_setting_a_key_and_no_secrets():
-    config = {"a": {"b": 1, "c": {"d": [1, "x"], "e": None}}, "f": {}, "on": True, "api_key": "s3cret"}
-    assert flat_config(config) == {"a.b": 1, "a.c.d": '[1, "x"]', "a.c.e": "null", "on": True, "api_key": "***"}

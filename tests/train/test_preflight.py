@@ -88,14 +88,6 @@ def test_an_artifact_that_loses_weights_is_found_out(kind, name, state, head_tas
         check(head_task(kind, head=ABLE.get(kind, {})), greedy_rows)
 
 
-def test_the_text_is_the_shortest_prompt_in_the_target_s_own_words(head_task, greedy_rows, monkeypatch):
-    rows = [dataclasses.replace(row, prompt_ids=(*row.prompt_ids, 7), answer_ids=(9,)) for row in greedy_rows[:3]]
-    rows[1] = dataclasses.replace(rows[1], prompt_ids=(8, 9))
-    answered(monkeypatch, [[11, 12, 13, 14, 15, 16, 17, 17, 18]])
-    text = choose_text(head_task(), ConversationDataset(rows, 64))
-    assert text == Example((8, 9, 11, 12, 13, 14, 15, 16, 17), 2, 1)
-
-
 @pytest.mark.parametrize(
     ("row", "seen"),
     [

@@ -4,7 +4,6 @@ Groups of two and four processes over gloo on the CPU, float32.
 """
 
 import json
-import signal
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from distill.generation.make_dataset import make_dataset
 from eval.evaluation import evaluate
 from heads.frozen.loading import load_target
 from heads.frozen.processes import join_processes
-from tests.faults.conftest import die_at_step
 from tests.support.launched_runs import NEEDS_DEEPSPEED, Runs, assert_same_metrics, read_losses
 from tests.support.training_runs import read_evaluations
 from train.loop.records import METRICS_FILE
@@ -100,16 +98,6 @@ def test_processes_that_share_the_target_have_the_losses_the_weights_and_the_sco
 ):
     together = runs.together(task, num_processes, recipe, **changes)
     assert_same(together, runs.alone(task, **changes))
-
-
-def test_a_killed_group_goes_on_to_what_one_process_ends_with(runs):
-    config = runs.settings("killed", "distill", 2, shards=2)
-    killed = runs.start(config, "ddp_cpu", before=die_at_step(13))
-    assert [child.end() for child in killed] == [-signal.SIGKILL] * 2
-    again = runs.start(config, "ddp_cpu")
-    ended(again)
-    assert "resumed from" in again[0].said
-    assert_same(Path(config.output), runs.alone("distill"))
 
 
 def making(config):

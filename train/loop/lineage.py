@@ -90,19 +90,15 @@ class Lineage(Settings):
         """Return why this run's settings or data should not go on from those of `then`; a person may insist."""
         if then.config_sha256 == self.config_sha256:
             return None
-        changed = self.changes(then)
         if then.settings in (None, self.settings):  # the same but for secrets, which are masked
             return "belongs to a run with another config or other data"
-        refused = {key: values for key, values in changed.items() if key not in LENGTH and not changes_no_weight(key)}
-        shorter = {
-            key: values for key, values in changed.items() if key in LENGTH and None not in values and values[0] > values[1]
-        }
-        if not refused and not shorter:
-            return None
-        found = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in (refused or shorter).items())
-        if refused:
+        changed = {key: values for key, values in self.changes(then).items() if not changes_no_weight(key)}
+        lengths = {key: changed.pop(key) for key in LENGTH if key in changed}
+        shorter = {key: values for key, values in lengths.items() if None not in values and values[0] > values[1]}
+        found = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in (changed or shorter).items())
+        if changed:
             return f"belongs to a run with another config or other data ({found}), which would give other weights"
-        return f"belongs to a longer run ({found}), whose learning rate fell over more steps"
+        return f"belongs to a longer run ({found}), whose learning rate fell over more steps" if shorter else None
 
 
 def deciding_settings(config: Mapping[str, Any], contents: Mapping[str, str]) -> dict[str, Any]:

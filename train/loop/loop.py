@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from configs.runtime.errors import InputError
 from configs.runtime.terminal import progress
-from configs.schema.training import OptimizerConfig, ScheduleConfig
+from configs.schema.training import DistillConfig, HeadsConfig
 from distill.signals import SignalSource, TargetSignals
 from heads.device import to_device
 from heads.modules.interface import Batch
@@ -90,22 +90,18 @@ class Task(Protocol):
 def train(
     task: Task,
     loader: DataLoader[Batch],
-    optimizer_config: OptimizerConfig,
-    schedule: ScheduleConfig,
+    config: DistillConfig | HeadsConfig,
     accelerator: Accelerator,
-    output: Path,
-    config: dict[str, Any],
     contents: Mapping[str, str] | None = None,
 ) -> TrainingResult:
-    """Train until the schedule ends, from the newest usable checkpoint in `output` where `schedule.resume` is set.
+    """Train until the schedule ends, from the newest usable checkpoint in the output where `schedule.resume` is set.
 
-    A checkpoint of another `config` (as JSON values), or of files of other `contents` (their hashes), is not resumed from.
+    A checkpoint of another config, or of files of other `contents` (their hashes), is not resumed from.
     Ends by an InputError (checkpoints), RunFailed (a loss or gradient is not finite) or Stopped (SIGTERM came).
     """
     with _noted_sigterm() as stops:
-        lineage = Lineage.of(accelerator, schedule, config, contents or {})
-        training = Training(task, loader, optimizer_config, schedule, accelerator, output, lineage, stops)
-        start_trackers(accelerator, output, config)
+        training = Training(task, loader, config, accelerator, contents or {}, stops)
+        start_trackers(accelerator, Path(config.output), config.model_dump(mode="json"))
         try:
             return training.run()
         finally:
@@ -119,40 +115,39 @@ class Training:
         self,
         task: Task,
         loader: DataLoader[Batch],
-        optimizer_config: OptimizerConfig,
-        schedule: ScheduleConfig,
+        config: DistillConfig | HeadsConfig,
         accelerator: Accelerator,
-        output: Path,
-        lineage: Lineage,
+        contents: Mapping[str, str],
         stops: list[int],
     ) -> None:
-        self.task, self.schedule, self.accelerator, self.stops = task, schedule, accelerator, stops
-        self.max_grad_norm = optimizer_config.max_grad_norm
-        self.engine = choose_engine(accelerator, schedule, optimizer_config)
+        self.task, self.schedule, self.accelerator, self.stops = task, config.schedule, accelerator, stops
+        self.max_grad_norm = config.optimizer.max_grad_norm
+        self.engine = choose_engine(accelerator, self.schedule, config.optimizer)
         self.loader = accelerator.prepare(loader)
-        steps_per_epoch = math.ceil(len(self.loader) / schedule.gradient_accumulation_steps)
-        self.num_steps = schedule.max_steps or schedule.epochs * steps_per_epoch
+        steps_per_epoch = math.ceil(len(self.loader) / self.schedule.gradient_accumulation_steps)
+        self.num_steps = self.schedule.max_steps or self.schedule.epochs * steps_per_epoch
         # Before the module is wrapped: a wrapper may shard it over the processes.
         self.trained_parameters = sum(each.numel() for each in task.module.parameters() if each.requires_grad)
-        make = partial(make_optimizer, config=optimizer_config, num_steps=self.num_steps)
+        make = partial(make_optimizer, config=config.optimizer, num_steps=self.num_steps)
         # The scheduler is not prepared: accelerate would step it once a process, and this loop counts optimiser steps.
         self.module, self.optimizer, self.scheduler = self.engine.prepare(task, make)
         self.progress, self.clock = Progress(), task.clock
         self.checkpoints = Checkpoints(
-            folder=output / "checkpoints",
+            folder=Path(config.output) / "checkpoints",
             accelerator=accelerator,
             module=self.module,
             optimizer=self.optimizer,
             scheduler=self.scheduler,
-            lineage=lineage,
-            keep=schedule.keep_checkpoints,
+            lineage=Lineage.of(accelerator, self.schedule, config.model_dump(mode="json"), contents),
+            keep=self.schedule.keep_checkpoints,
             progress=self.progress,
+            resume_anyway=self.schedule.resume_anyway,
         )
         # As peers count model FLOP utilisation (PaLM, 2204.02311, appendix B, without attention): padding, recomputation,
         # masked pairs, and the depths and blocks that a head adds to a position do not count.
         flops = 6.0 * self.trained_parameters + 2.0 * task.source.num_parameters
-        self.metrics = StepMetrics(accelerator, self.clock, flops, find_peak(accelerator.device, schedule))
-        self.milestones = Milestones(self, output)
+        self.metrics = StepMetrics(accelerator, self.clock, flops, find_peak(accelerator.device, self.schedule))
+        self.milestones = Milestones(self, Path(config.output))
 
     def run(self) -> TrainingResult:
         self.clock.start()

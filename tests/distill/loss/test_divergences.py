@@ -95,12 +95,6 @@ def test_extreme_and_masked_logits_leave_values_and_gradients_finite(divergence,
     assert gradient[4, 1] == 0  # what the draft masks pulls at nothing
 
 
-def test_a_reach_of_nearly_nothing_stays_a_number():
-    far = make_pair(random_logits(1) - 1e9, random_logits(2), log_sum_C=torch.zeros(7, dtype=torch.float64))
-    for name in ("forward_kl", "total_variation", "negative_log_acceptance"):
-        assert torch.isfinite(DIVERGENCES[name](far)[0]).all()
-
-
 @every_one
 def test_a_divergence_leaves_the_pair_as_it_was_for_the_next_reader(divergence):
     pair, untouched = (make_pair(random_logits(1), random_logits(2), token_ids_W=torch.arange(11)) for _ in range(2))

@@ -1,11 +1,13 @@
-"""Activation checkpointing changes what a step keeps, and nothing else."""
+"""A step whose activations are computed anew, or in 16 bits: less is kept, and loss and gradient are the same."""
 
 import pytest
 import torch
+from torch.nn import functional
 
 from configs.runtime.errors import ConfigError
 from distill.dataset.batches import Example, collate
 from heads.modules.layers import checkpoint_activations
+from tests.support.tiny_heads import HEADS
 from tests.support.training_runs import distill_config, draft_task, kept_bytes, train_task
 
 CHECKPOINTED = {"schedule": {"batch_size": 4, "max_steps": 4, "mixed_precision": "no", "activation_checkpointing": True}}
@@ -47,3 +49,34 @@ def test_a_draft_lm_that_cannot_is_refused(greedy_target, monkeypatch):
     monkeypatch.setattr(type(greedy_target.model), "supports_gradient_checkpointing", False)
     with pytest.raises(ConfigError, match=r"schedule\.activation_checkpointing: LlamaForCausalLM has none; set it to null"):
         checkpoint_activations(greedy_target.model)
+
+
+SCALE = 2.0**10  # that of a loss in float16, whose small gradients would be 0 without it
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [*HEADS, "draft_lm"])
+def test_the_gradient_is_that_of_float32(kind, dtype, head_task, greedy_target, greedy_rows, tmp_path):
+    torch.manual_seed(0)
+    settings = {"schedule": {"mixed_precision": "no"}}
+    if kind == "draft_lm":
+        task = draft_task(distill_config(tmp_path, settings=settings), greedy_target, greedy_rows)
+    else:
+        task = head_task(kind, output=str(tmp_path), **settings)
+    batch = collate([Example(row.prompt_ids + row.answer_ids, len(row.prompt_ids)) for row in greedy_rows])
+
+    def step(scale):
+        torch.manual_seed(0)  # some families draw what they train
+        task.module.train().zero_grad()
+        loss = task.loss(task.module, batch, task.source.read(batch)).loss / 10
+        (loss * scale).backward()
+        gradients = [each.grad.flatten() for each in task.module.parameters() if each.grad is not None]
+        return loss.item(), torch.cat(gradients) / scale
+
+    expected, exact = step(1.0)
+    with torch.autocast("cpu", dtype):
+        found, gradient = step(SCALE if dtype == torch.float16 else 1.0)
+    assert found == pytest.approx(expected, rel=2e-2)
+    assert found != expected
+    assert functional.cosine_similarity(gradient, exact, dim=0) > 0.99
+    assert gradient.norm().item() == pytest.approx(exact.norm().item(), rel=5e-2)
