@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration, patch_environment, set_seed
@@ -42,7 +41,7 @@ from train.loop.checkpoints import resumes
 from train.loop.engines import check_engine
 from train.loop.lineage import accumulating, engine_name
 from train.loop.loop import Task, train
-from train.loop.records import TRACKERS_FOLDER, check_trackers
+from train.loop.telemetry import TRACKERS_FOLDER, check_trackers
 from train.preflight import check_before_training
 from train.resolve import resolve
 from train.tasks.draft import DraftTask
@@ -160,21 +159,16 @@ def load_materials(config: Recipe, accelerator: Accelerator) -> Materials:
         if counts := describe_data(train_path).get(name):
             shown = ", ".join(f"{key} {count}" for key, count in counts.items())
             log.info("conversations to train on %s: %s", name.replace("_", " "), shown)
-    config = resolve(config, target.model, train_rows, _recipe_to_resume(config))
+    record, begun = Path(config.output) / RECORD, None
+    if resumes(config.schedule, record.parent) and record.is_file():
+        begun = dict(read_object(record, "run record")["config"])
+    config = resolve(config, target.model, train_rows, begun)
     dataset = ConversationDataset(train_rows, config.data.max_length, config.data.num_conversations)
     if dataset.num_dropped:
         log.info(
             "%d conversations have no answer within %d tokens and were dropped", dataset.num_dropped, config.data.max_length
         )
     return Materials(config=config, target=target, train=train_rows, held_out=held_out_rows, dataset=dataset)
-
-
-def _recipe_to_resume(config: Recipe) -> dict[str, Any] | None:
-    """Return the recipe, with nothing left open, of the run in the output folder, where there is one to be resumed."""
-    output = Path(config.output)
-    if not resumes(config.schedule, output) or not (output / RECORD).is_file():
-        return None
-    return dict(read_object(output / RECORD, "run record")["config"])
 
 
 def _hash_materials(config: Recipe, target: Target) -> dict[str, str]:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from configs.runtime.errors import ConfigError, InputError
 from configs.schema.decoding import DecodeConfig
 from distill.dataset.batches import ConversationDataset, Example, collate
-from distill.loss.head_objective import HeadLoss, HeadObjective
+from distill.loss.objectives import HeadLoss, HeadObjective
 from eval.decoder.decode import Request, decode
 from eval.decoder.records import Generation
 from heads.artifact import load_draft

@@ -46,13 +46,18 @@ def initial_draft(config: StudentConfig, target: Target) -> PreTrainedModel:
     draft = move(draft, target.device).eval()  # dropout would blur the checks
     check_rolls_back(draft)
     check_split(draft)
+    choose_trained(draft, config)
+    return draft.train()
+
+
+def choose_trained(draft: PreTrainedModel, config: StudentConfig) -> None:
+    """Put adapters on a draft where they are asked for, and freeze what is not trained, in place."""
     if config.lora is not None:
         add_adapters(draft, config.lora)
     # Random embeddings must be trained: frozen, they would stay noise.
     train_embeddings = config.train_embeddings or config.init == "fresh"
     draft.get_input_embeddings().requires_grad_(train_embeddings)
     draft.get_output_embeddings().requires_grad_(train_embeddings)
-    return draft.train()
 
 
 def add_adapters(draft: PreTrainedModel, settings: LoraSettings) -> None:

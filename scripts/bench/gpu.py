@@ -21,7 +21,7 @@ from configs.runtime.files import read_json
 from configs.schema.base import Dtype, PositiveFloat, PositiveInt, Settings
 from heads.device import default_device, synchronize
 from scripts.bench.harness import run_config, write_results
-from train.loop.records import METRICS_FILE, read_lines
+from train.loop.telemetry import METRICS_FILE, read_lines
 
 log = logging.getLogger("draftsmith")
 

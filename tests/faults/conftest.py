@@ -18,7 +18,7 @@ from tests.support.children import Child
 from tests.support.tiny_project import STEPS, TinyProject
 from tests.support.training_runs import read_evaluations
 from train.launch import run_distillation
-from train.loop.records import METRICS_FILE
+from train.loop.telemetry import METRICS_FILE
 from train.tasks.draft import DraftTask
 
 

@@ -22,7 +22,7 @@ from distill.server.connection import read_completion
 from heads.frozen.identity import TargetIdentity
 from heads.metadata import read_metadata
 from train.loop.checkpoints import read_manifest as read_checkpoint_manifest
-from train.loop.records import read_lines
+from train.loop.telemetry import read_lines
 
 
 def prompts_in(folder):

@@ -8,7 +8,7 @@ from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import LosslessConfig
 from configs.schema.target import TargetConfig
 from configs.schema.training import LossConfig
-from distill.loss.head_objective import HeadObjective
+from distill.loss.objectives import HeadObjective
 from eval.decoder.decode import Request, decode
 from eval.lossless.teacher_forcing import check_tokens
 from heads.artifact import load_draft

@@ -22,8 +22,7 @@ from configs.schema.heads import Eagle3Settings, MtpSettings
 from configs.schema.target import TargetConfig
 from configs.schema.training import LossConfig, StudentConfig
 from distill.dataset.batches import Example, collate
-from distill.loss.draft_objective import DraftObjective
-from distill.loss.head_objective import HeadObjective
+from distill.loss.objectives import DraftObjective, HeadObjective
 from distill.signals import SignalSource
 from distill.student.init import initial_draft
 from eval.decoder.request import Request

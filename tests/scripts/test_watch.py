@@ -22,7 +22,7 @@ from scripts.run.steps import Record
 from scripts.watch import __main__ as watch
 from scripts.watch.reading import find_run, read_run
 from scripts.watch.view import headline
-from train.loop.records import HELD_OUT, MetricsFile
+from train.loop.telemetry import HELD_OUT, MetricsFile
 
 STAGES = ("data", "train", "eval", "gate", "export")
 MINUTES = {"data": 6.0, "train": 10.0, "eval": 3.0, "gate": 0.1, "export": 0.2}

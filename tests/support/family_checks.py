@@ -25,7 +25,7 @@ from configs.schema.heads import (
     XPressSettings,
 )
 from configs.schema.training import LossConfig
-from distill.loss.head_objective import HeadObjective
+from distill.loss.objectives import HeadObjective
 from eval.decoder.decode import generate
 from heads.artifact import load_draft
 from heads.families.registry import FAMILIES, serve

@@ -18,7 +18,7 @@ from scripts.check.vllm_server import free_port
 from tests.support.children import Child
 from tests.support.tiny_project import TinyProject
 from train.launch import run_distillation, run_heads
-from train.loop.records import METRICS_FILE, read_lines
+from train.loop.telemetry import METRICS_FILE, read_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDS_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
@@ -117,10 +117,6 @@ def largest_difference(losses, expected) -> float:
     return max(abs(loss - other) / abs(other) for loss, other in zip(losses, expected, strict=True))
 
 
-def read_losses(output: Path) -> list[float]:
-    return read_metric(output, "loss")
-
-
 def read_metric(output: Path, name: str) -> list[float]:
     """Return a training metric of each step of a run; after a resume, the later value of a step."""
     values = {row["step"]: row[name] for row in read_lines(output / METRICS_FILE) if name in row}
@@ -134,7 +130,7 @@ def assert_same_metrics(found: Path, expected: Path) -> None:
 
 def assert_same(found: Path, expected: Path) -> None:
     """Two runs had the same losses and gradients, and the same weights in the end."""
-    losses = read_losses(expected)
+    losses = read_metric(expected, "loss")
     assert len(set(losses)) == len(losses) >= STEPS
     assert_same_metrics(found, expected)
     files = (folder / "artifact" / "model.safetensors" for folder in (found, expected))

@@ -8,7 +8,7 @@ from configs.schema.training import DistillConfig
 from distill.dataset.batches import ConversationDataset, make_loader
 from train.launch import make_accelerator
 from train.loop.loop import train
-from train.loop.records import HELD_OUT, read_lines
+from train.loop.telemetry import HELD_OUT, read_lines
 from train.tasks.draft import DraftTask
 
 

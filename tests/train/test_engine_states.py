@@ -23,7 +23,7 @@ from tests.support.caches import write_rows
 from tests.support.states_server import states_served
 from tests.support.training_runs import read_metrics
 from train.launch import run_distillation, run_heads
-from train.loop.records import METRICS_FILE
+from train.loop.telemetry import METRICS_FILE
 
 TAPS = [1, 2, 3]
 

@@ -7,13 +7,12 @@ import pytest
 from accelerate import tracking
 from accelerate.utils import LoggerType
 
-from configs.runtime.errors import ConfigError, InputError
+from configs.runtime.errors import ConfigError
 from configs.runtime.terminal import PROGRESS_FILE, STAGE
 from scripts.watch.reading import find_run, read_run
 from tests.support.training_runs import distil, distill_config, read_evaluations, read_metrics
 from train.launch import make_accelerator
-from train.loop.records import METRICS_FILE, MetricsFile, explain_gap, flat_config
-from train.loop.step_metrics import SHARE, STEP_PARTS
+from train.loop.telemetry import METRICS_FILE, SHARE, STEP_PARTS, MetricsFile, explain_gap, flat_config
 from train.tasks.draft import DraftTask
 
 PLAIN = {"max_steps": 6, "eval_every_steps": None, "checkpoint_every_steps": None}
@@ -68,12 +67,6 @@ def test_a_line_that_a_killed_process_left_half_written_is_dropped(tmp_path, who
     MetricsFile(tmp_path, done_steps=5, evaluated_steps=5).add(2, 1.0, {"loss": 2.0})
     seconds = 3.0 if whole else 1.0
     assert read_metrics(tmp_path / METRICS_FILE) == [*whole, {"step": 2, "seconds": seconds, "loss": 2.0}]
-
-
-def test_a_file_that_is_none_of_ours_is_named(tmp_path):
-    (tmp_path / METRICS_FILE).write_text('{"step": 2, "seconds": 1.5}\n{"seconds": 3}\n')
-    with pytest.raises(InputError, match=r"metrics\.jsonl, line 2: step and seconds must be numbers"):
-        MetricsFile(tmp_path, done_steps=3, evaluated_steps=3)
 
 
 def test_every_evaluation_is_a_line_and_a_resumed_run_writes_none_twice(tmp_path, greedy_target, greedy_rows, monkeypatch):

@@ -88,20 +88,6 @@ def test_an_artifact_that_loses_weights_is_found_out(kind, name, state, head_tas
         check(head_task(kind, head=ABLE.get(kind, {})), greedy_rows)
 
 
-@pytest.mark.parametrize(
-    ("row", "seen"),
-    [
-        (0, "conversation of 8 tokens: 1 of 1 drafts"),  # 5 4 4 4
-        (1, "conversation of 14 tokens: 3 of 3 drafts"),  # 57 57 57 57 57 11
-    ],
-    ids=["two tokens", "repetitions"],
-)
-def test_a_right_head_passes_on_the_poorest_text(row, seen, head_task, greedy_rows, caplog):
-    caplog.set_level(logging.INFO, "draftsmith")
-    check(head_task(), greedy_rows[row : row + 1])
-    assert seen in caplog.text
-
-
 def test_without_anything_to_learn_the_run_is_refused(head_task, greedy_rows, monkeypatch):
     answered(monkeypatch, [[11], []] * 8)
     with pytest.raises(

@@ -1,6 +1,5 @@
 """`auto` in a recipe: what it comes to for targets of other sizes and kinds, and that nothing behind it sees the word."""
 
-import json
 from functools import cache
 
 import pytest
@@ -16,7 +15,7 @@ from heads.families.eagle3 import default_taps
 from heads.families.registry import FAMILIES
 from heads.vocabulary import DraftVocabulary
 from tests.support.caches import conversation
-from train.plan.models import empty_model, plan_models, read_model_config
+from train.plan.models import empty_model, read_model_config
 from train.resolve import resolve
 
 LLAMA_8B = str(CHECKOUT / "configs" / "plan" / "llama_8b")
@@ -126,9 +125,3 @@ def test_every_recipe_fits_every_target_as_it_stands(recipe, name):
     vocabulary = DraftVocabulary(token_ids_W=torch.arange(1024), target_vocab_size=target(name).config.vocab_size)
     with torch.device("meta"):
         FAMILIES[head.kind].build(head, target(name), vocabulary)
-
-
-def test_a_plan_knows_the_values_before_there_are_data():
-    models = plan_models(load_config(PlanHeadsConfig, EAGLE3, [f"target.name={json.dumps(LLAMA_8B)}", "data.train=none.jsonl"]))
-    assert (models.config.head.draft_vocab_size, models.config.head.init_block) == (32768, 29)
-    assert models.taps == (2, 16, 29)

@@ -18,9 +18,9 @@ from distill.generation.make_dataset import make_dataset
 from eval.evaluation import evaluate
 from heads.frozen.loading import load_target
 from heads.frozen.processes import join_processes
-from tests.support.launched_runs import NEEDS_DEEPSPEED, Runs, assert_same_metrics, read_losses
+from tests.support.launched_runs import NEEDS_DEEPSPEED, Runs, assert_same_metrics, read_metric
 from tests.support.training_runs import read_evaluations
-from train.loop.records import METRICS_FILE
+from train.loop.telemetry import METRICS_FILE
 
 STEPS, TOLERANCE = 20, 1e-5
 
@@ -68,7 +68,7 @@ def runs(tmp_path_factory):
 
 def assert_same(found: Path, expected: Path) -> None:
     """Two runs had the same losses, gradients and scores, and the same weights in the end."""
-    losses = read_losses(expected)
+    losses = read_metric(expected, "loss")
     assert len(set(losses)) == STEPS
     assert_same_metrics(found, expected)
     files = (folder / "artifact" / "model.safetensors" for folder in (found, expected))

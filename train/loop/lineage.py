@@ -20,7 +20,7 @@ from configs.runtime.errors import ConfigError
 from configs.runtime.redaction import mask_secrets
 from configs.schema.base import PositiveInt, Settings
 from configs.schema.training import ScheduleConfig
-from train.loop.records import flatten
+from train.loop.telemetry import flatten
 
 LENGTH = ("schedule.max_steps", "schedule.epochs")  # a run may be resumed with more of them
 # Keys of a training's config that change none of its weights but by the order of sums, sections with all that is in them. A run

@@ -32,8 +32,7 @@ from train.loop.checkpoints import START_AGAIN, Checkpoints, Progress
 from train.loop.engines import choose_engine, make_optimizer
 from train.loop.lineage import Lineage
 from train.loop.milestones import Milestones, TrainingResult, check_finite
-from train.loop.records import start_trackers
-from train.loop.step_metrics import StepClock, StepMetrics, find_peak
+from train.loop.telemetry import StepClock, StepMetrics, find_peak, start_trackers
 
 log = logging.getLogger("draftsmith")
 
@@ -120,12 +119,13 @@ class Training:
         contents: Mapping[str, str],
         stops: list[int],
     ) -> None:
-        self.task, self.schedule, self.accelerator, self.stops = task, config.schedule, accelerator, stops
+        schedule = config.schedule
+        self.task, self.schedule, self.accelerator, self.stops = task, schedule, accelerator, stops
         self.max_grad_norm = config.optimizer.max_grad_norm
-        self.engine = choose_engine(accelerator, self.schedule, config.optimizer)
+        self.engine = choose_engine(accelerator, schedule, config.optimizer)
         self.loader = accelerator.prepare(loader)
-        steps_per_epoch = math.ceil(len(self.loader) / self.schedule.gradient_accumulation_steps)
-        self.num_steps = self.schedule.max_steps or self.schedule.epochs * steps_per_epoch
+        steps_per_epoch = math.ceil(len(self.loader) / schedule.gradient_accumulation_steps)
+        self.num_steps = schedule.max_steps or schedule.epochs * steps_per_epoch
         # Before the module is wrapped: a wrapper may shard it over the processes.
         self.trained_parameters = sum(each.numel() for each in task.module.parameters() if each.requires_grad)
         make = partial(make_optimizer, config=config.optimizer, num_steps=self.num_steps)
@@ -138,15 +138,15 @@ class Training:
             module=self.module,
             optimizer=self.optimizer,
             scheduler=self.scheduler,
-            lineage=Lineage.of(accelerator, self.schedule, config.model_dump(mode="json"), contents),
-            keep=self.schedule.keep_checkpoints,
+            lineage=Lineage.of(accelerator, schedule, config.model_dump(mode="json"), contents),
+            keep=schedule.keep_checkpoints,
             progress=self.progress,
-            resume_anyway=self.schedule.resume_anyway,
+            resume_anyway=schedule.resume_anyway,
         )
         # As peers count model FLOP utilisation (PaLM, 2204.02311, appendix B, without attention): padding, recomputation,
         # masked pairs, and the depths and blocks that a head adds to a position do not count.
         flops = 6.0 * self.trained_parameters + 2.0 * task.source.num_parameters
-        self.metrics = StepMetrics(accelerator, self.clock, flops, find_peak(accelerator.device, self.schedule))
+        self.metrics = StepMetrics(accelerator, self.clock, flops, find_peak(accelerator.device, schedule))
         self.milestones = Milestones(self, Path(config.output))
 
     def run(self) -> TrainingResult:

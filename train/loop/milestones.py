@@ -18,8 +18,7 @@ from configs.runtime.files import write_json
 from configs.runtime.run_record import HELD_OUT, SAMPLES_FILE
 from heads.modules.interface import Batch
 from train.loop.checkpoints import writing
-from train.loop.records import MetricsFile, explain_gap
-from train.loop.step_metrics import SHARE, STEP_PARTS
+from train.loop.telemetry import SHARE, STEP_PARTS, MetricsFile, explain_gap
 
 if TYPE_CHECKING:
     from train.loop.loop import Training

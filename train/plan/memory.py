@@ -156,17 +156,20 @@ def needed_bytes(
 def try_engines(config: PlanConfig, models: PlannedModels, memory: Memory) -> list[Fit]:
     """Return the ways for this number of processes, each with the bytes it needs and the reason why it does not fit."""
     hardware, machine, n = config.hardware, config.hardware.machine, config.hardware.num_accelerators
-    room, head = machine.memory_gib * GIBIBYTE * HEADROOM, isinstance(config, PlanHeadsConfig)
+    room, per_node = machine.memory_gib * GIBIBYTE * HEADROOM, hardware.accelerators_per_node
+    head = isinstance(config, PlanHeadsConfig)
     of_blocks = [_bytes_of(each.parameters()) for each in blocks(models.target)]
     ends = models.target.get_input_embeddings(), models.target.get_output_embeddings()
-    engines = [
-        engine
-        for engine in ENGINES
-        if engine.min_processes <= n <= (engine.max_processes or n) and not (head and engine.recipe.startswith("zero3"))
-    ]
-    spreading = [SPREADING] if 1 < n <= hardware.accelerators_per_node else []
+    engines = [each for each in ENGINES if each.min_processes <= n <= (each.max_processes or n)]
+    if head:
+        engines = [each for each in engines if not each.recipe.startswith("zero3")]
+    sizes = [size for size in range(2, min(n, per_node) + 1) if per_node % size == 0 and n % size == 0]
+    for size in [config.target.shards] if config.target.is_split else sizes:
+        engines.append(Sharing(recipe="ddp_gpus", on_cpu="ddp_cpu", group=size))
+    if 1 < n <= per_node:
+        engines.append(SPREADING)
     fits: list[Fit] = []
-    for engine in (*engines, *_groups(config), *spreading):
+    for engine in engines:
         if engine.group > 1 and any(fit.engine.group > 1 and fit.complaint is None for fit in fits):
             continue  # a smaller group does
         needed = needed_bytes(
@@ -186,15 +189,6 @@ def try_engines(config: PlanConfig, models: PlannedModels, memory: Memory) -> li
             complaint = f"the host's {machine.host_memory_gib:g} GiB for each accelerator do not hold the optimiser's states"
         fits.append(Fit(engine=engine, num_bytes=needed, complaint=complaint))
     return fits
-
-
-def _groups(config: PlanConfig) -> list[Sharing]:
-    """Return the ways of sharing a target by the processes of a node, or the one that the config gives."""
-    n, per_node = config.hardware.num_accelerators, config.hardware.accelerators_per_node
-    sizes = [size for size in range(2, min(n, per_node) + 1) if per_node % size == 0 and n % size == 0]
-    if config.target.is_split:
-        sizes = [config.target.shards]
-    return [Sharing(recipe="ddp_gpus", on_cpu="ddp_cpu", group=size) for size in sizes]
 
 
 def _bytes_of(weights: Iterable[nn.Parameter]) -> int:

@@ -21,7 +21,7 @@ from configs.schema.heads import DFlashSettings, HeadConfig
 from configs.schema.target import TargetConfig
 from configs.schema.training import StudentConfig
 from distill.dataset.conversations import open_conversations
-from distill.student.init import add_adapters, keep_layers, overridden_config
+from distill.student.init import choose_trained, keep_layers, overridden_config
 from heads.families.registry import FAMILIES
 from heads.frozen.hidden_states import num_blocks
 from heads.frozen.identity import PREFIX, locate
@@ -191,12 +191,7 @@ def _draft_lm(student: StudentConfig, target: PreTrainedModel) -> PreTrainedMode
         draft = empty_model(read_model_config(student.path, key="student.path"), torch.float32, key="student.path")
     else:
         draft = empty_model(overridden_config(student.overrides or {}, target), torch.float32, key="student.overrides")
-    draft.float()
-    if student.lora is not None:
-        add_adapters(draft, student.lora)
-    train_embeddings = student.train_embeddings or student.init == "fresh"
-    for each in (draft.get_input_embeddings(), draft.get_output_embeddings()):
-        each.requires_grad_(train_embeddings)
+    choose_trained(draft.float(), student)
     return draft
 
 

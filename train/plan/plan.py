@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import read_object
-from configs.schema.commands.planning import HardwareConfig, PlanConfig, PlanHeadsConfig
+from configs.schema.commands.planning import HardwareConfig, PlanConfig, PlanHeadsConfig, WorkloadConfig
 from configs.schema.data import CacheConfig
 from distill.cache.writer import layout_of
 from distill.dataset.batches import ConversationDataset
@@ -138,10 +138,9 @@ def make_plan(config: PlanConfig) -> Plan:
     conversations = schedule.batch_size * schedule.gradient_accumulation_steps * a_row
     tokens = conversations * work.mean_tokens
     flops, memory = flops_of(config, models, work), memory_of(config, models, work.label_share)
-    taps = sorted(models.taps or ())
     # Of the cache that the recipe can learn from, in the cache's default dtype.
-    cache = CacheConfig(target=config.target, data=config.data.train, max_length=config.data.max_length, taps=taps)
-    layout = layout_of(cache, models.target)
+    common = {"target": config.target, "data": config.data.train, "max_length": config.data.max_length}
+    layout = layout_of(CacheConfig(**common, taps=sorted(models.taps or ())), models.target)
     rows = round(work.num_conversations * work.mean_tokens)
     read = 0.0 if config.data.cache is None else layout.bytes_per_row * rows * conversations / work.num_conversations
     times = Times(
@@ -205,20 +204,14 @@ def flops_of(config: PlanConfig, models: PlannedModels, work: Workload) -> Flops
 
 def _measure_workload(config: PlanConfig) -> Workload:
     """Return the amount of data of an epoch; the config's section workload takes precedence over the data."""
-    given, train, max_length = config.workload, Path(config.data.train), config.data.max_length
-    known = given.model_dump()
-    if None in known.values():
+    given = {name: value for name, value in config.workload.model_dump().items() if value is not None}
+    train, max_length = Path(config.data.train), config.data.max_length
+    if len(given) < len(WorkloadConfig.model_fields):
         if not train.is_file():
-            raise InputError(
-                f"data.train: {train} does not exist; make it, or give workload.num_conversations, workload.mean_tokens and "
-                "workload.label_share"
-            )
+            missing = ", ".join(f"workload.{name}" for name in WorkloadConfig.model_fields if name not in given)
+            raise InputError(f"data.train: {train} does not exist; make it, or give {missing}")
         dataset = ConversationDataset(open_conversations(train), max_length, config.data.num_conversations)
         num_tokens = int(dataset.lengths.sum())
-        counted = {
-            "num_conversations": len(dataset),
-            "mean_tokens": num_tokens / len(dataset),
-            "label_share": dataset.num_labels / num_tokens,
-        }
-        known = counted | {name: value for name, value in known.items() if value is not None}
-    return Workload(**known | {"mean_tokens": min(known["mean_tokens"], max_length)})
+        means = {"mean_tokens": num_tokens / len(dataset), "label_share": dataset.num_labels / num_tokens}
+        given = {"num_conversations": len(dataset)} | means | given
+    return Workload(**given | {"mean_tokens": min(given["mean_tokens"], max_length)})

@@ -17,7 +17,7 @@ from configs.schema.target import TargetConfig
 from configs.schema.training import DistillConfig
 from distill.cache.reader import TargetCache
 from distill.dataset.conversations import Conversation
-from distill.loss.draft_objective import DraftObjective
+from distill.loss.objectives import DraftObjective
 from distill.signals import SignalSource, TargetSignals
 from distill.student.init import initial_draft, merge_adapters
 from distill.student.on_policy import Rewriter
@@ -34,7 +34,7 @@ from heads.proposers.draft_lm import DraftLM
 from heads.vocabulary import keep_head_rows
 from train.loop.checkpoints import Progress
 from train.loop.loop import BatchLoss
-from train.loop.step_metrics import StepClock
+from train.loop.telemetry import StepClock
 from train.resolve import choose_vocabulary
 from train.tasks.held_out import HeldOut, training_prompts, training_provenance
 

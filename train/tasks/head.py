@@ -18,7 +18,7 @@ from configs.runtime.errors import ConfigError, InputError, first_line
 from configs.schema.training import HeadsConfig
 from distill.cache.reader import TargetCache
 from distill.dataset.conversations import Conversation
-from distill.loss.head_objective import HeadLoss, HeadObjective
+from distill.loss.objectives import HeadLoss, HeadObjective
 from distill.signals import SignalSource, TargetSignals
 from eval.decoder.decode import check_drafts
 from heads.artifact import save_head
@@ -43,7 +43,7 @@ from heads.proposers.protocol import Proposer
 from heads.vocabulary import DraftVocabulary, read_draft_vocabulary
 from train.loop.checkpoints import Progress
 from train.loop.loop import BatchLoss
-from train.loop.step_metrics import StepClock
+from train.loop.telemetry import StepClock
 from train.resolve import choose_vocabulary
 from train.tasks.held_out import HeldOut, training_prompts, training_provenance
 

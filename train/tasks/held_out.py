@@ -25,7 +25,7 @@ from configs.runtime.run_record import describe_git, describe_versions
 from configs.schema.training import DistillConfig, HeadsConfig
 from distill.dataset.batches import Example, collate
 from distill.dataset.conversations import Conversation, describe_data, index_of
-from distill.loss.head_objective import HeadLoss, HeadObjective
+from distill.loss.objectives import HeadLoss, HeadObjective
 from eval.decoder.decode import Request, check_decodable, decode
 from eval.decoder.records import Generation
 from eval.report.samples import spell_sample

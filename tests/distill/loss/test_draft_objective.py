@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from configs.runtime.errors import InputError
 from configs.schema.training import LossConfig, StudentConfig
 from distill.dataset.batches import Example, collate
-from distill.loss.draft_objective import DraftObjective
+from distill.loss.objectives import DraftObjective
 from distill.student.init import initial_draft, keep_layers
 from heads.vocabulary import DraftVocabulary
 from tests.support.losses import target_hidden

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from configs.schema.training import LossConfig
-from distill.loss.head_objective import HeadObjective
+from distill.loss.objectives import HeadObjective
 from heads.frozen.hidden_states import read_states
 from heads.inference.causal_lm import head_logits
 from heads.modules.interface import NO_DOCUMENT, Batch, Depth, labelled_origins

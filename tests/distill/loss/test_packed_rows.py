@@ -8,8 +8,7 @@ from pydantic import TypeAdapter
 from configs.schema.heads import HeadConfig
 from configs.schema.training import LossConfig
 from distill.dataset.batches import Example, collate, collate_packed
-from distill.loss.draft_objective import DraftObjective
-from distill.loss.head_objective import HeadObjective
+from distill.loss.objectives import DraftObjective, HeadObjective
 from heads.frozen.hidden_states import read_states
 from tests.support import family_checks as checks
 from tests.support.losses import target_hidden

@@ -11,7 +11,7 @@ from configs.runtime.errors import InputError
 from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import DFlashSettings
 from configs.schema.training import LossConfig
-from distill.loss.head_objective import HeadObjective
+from distill.loss.objectives import HeadObjective
 from heads.families.registry import FAMILIES
 from heads.frozen.hidden_states import read_states
 from heads.inference.causal_lm import head_logits

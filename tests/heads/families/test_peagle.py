@@ -5,7 +5,7 @@ import torch
 
 from configs.runtime.errors import InputError
 from configs.schema.training import LossConfig
-from distill.loss.head_objective import HeadObjective
+from distill.loss.objectives import HeadObjective
 from heads.families.eagle3 import mask_token
 from heads.modules.interface import labelled_origins
 from tests.support import family_checks as checks

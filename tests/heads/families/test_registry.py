@@ -10,7 +10,7 @@ from configs.runtime.errors import InputError
 from configs.schema.decoding import SamplingConfig
 from configs.schema.heads import MtpSettings
 from configs.schema.training import LossConfig
-from distill.loss.head_objective import HeadObjective
+from distill.loss.objectives import HeadObjective
 from heads.families.registry import FAMILIES, serve
 from heads.frozen.hidden_states import read_states
 from heads.frozen.loading import recast

@@ -15,7 +15,7 @@ from tests.support.caches import random_conversations
 from tests.support.training_runs import distil, distill_config, draft_task, read_metrics, train_task
 from train.loop.checkpoints import Checkpoints
 from train.loop.milestones import Milestones
-from train.loop.records import METRICS_FILE
+from train.loop.telemetry import METRICS_FILE
 
 STEPS, ACCUMULATED = 6, 2
 OPTIMIZER = {
