@@ -104,11 +104,6 @@ def allocated_peak(device: torch.device) -> int | None:
     return _asked(device, lambda: int(torch.accelerator.max_memory_allocated(device)))
 
 
-def release_memory(device: torch.device) -> None:
-    """Give back the memory that torch keeps and nothing uses."""
-    _asked(device, torch.accelerator.empty_cache)
-
-
 def free_memory(device: torch.device) -> int | None:
     """Return how many bytes are free, those that torch keeps included; None where it cannot tell, and for the CPU."""
 

@@ -51,8 +51,7 @@ class NeighbourhoodAcceptance(Settings):
     kind: Literal["neighbourhood"]
     k: PositiveInt = 8  # nearest codes of each that may give
     delta: Share = 0.2  # the most probability that is moved; 0 is lossless
-    codebook: str  # the codes' vectors [codes, width], whose distances count: a .npy file, or one of safetensors
-    tensor: str | None = None  # safetensors: which one; None: the only one
+    codebook: str  # the codes' vectors [codes, width], whose distances count: a .npy file
     first_id: NonNegativeInt = 0  # token id of the first code; the others follow. Other tokens have no neighbours
 
 

@@ -15,13 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from pathlib import Path
 from typing import cast
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from configs.runtime.errors import InputError, first_line
@@ -188,18 +185,10 @@ def neighbours(lossy: NeighbourhoodAcceptance, vocab_size: int, device: torch.de
 
 
 def _read_codebook(lossy: NeighbourhoodAcceptance) -> Tensor:
-    path = Path(lossy.codebook)
     try:
-        if path.suffix == ".npy":
-            codebook = torch.from_numpy(np.load(path, allow_pickle=False))
-        else:
-            tensors = load_file(path)
-            codebook = tensors[next(iter(tensors)) if lossy.tensor is None and len(tensors) == 1 else str(lossy.tensor)]
-    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
-        raise InputError(
-            f"decode.lossy.codebook: {path} holds no vectors as .npy or safetensors (tensor is {lossy.tensor}): "
-            f"{first_line(error)}"
-        ) from error
+        codebook = torch.from_numpy(np.load(lossy.codebook, allow_pickle=False))
+    except (OSError, ValueError, TypeError, EOFError) as error:
+        raise InputError(f"decode.lossy.codebook: {lossy.codebook} cannot be read: {first_line(error)}") from error
     if codebook.ndim != 2 or not codebook.is_floating_point() or not torch.isfinite(codebook).all():
-        raise InputError(f"decode.lossy.codebook: {path} must hold finite numbers [codes, width], got {tuple(codebook.shape)}")
+        raise InputError(f"decode.lossy.codebook must hold finite numbers [codes, width], got {tuple(codebook.shape)}")
     return codebook

@@ -44,7 +44,7 @@ from heads.device import row_tensor
 from heads.families.dflash import Anchors, BlockDrafter, CorrectedBlock, DraftStep, StepwiseBlock, StepwiseDrafter
 from heads.modules.interface import Auxiliary, Batch, Depth, Family, flat
 from heads.modules.layers import DraftLayer, LayerKeys, LayerShape, Rotation
-from heads.proposers.chain_builder import ChainBuilder
+from heads.proposers.builders import ChainBuilder
 from heads.proposers.protocol import RoundInputs
 from heads.vocabulary import DraftVocabulary, target_ids
 

@@ -34,7 +34,7 @@ from heads.modules.autoregressive import FeatureProposer
 from heads.modules.interface import Auxiliary, Batch, Depth, Family, flat, labelled_origins
 from heads.modules.layers import DraftAttention, DraftLayer, LayerKeys, LayerShape, Rotary, Rotation, layer_shape, norm
 from heads.modules.output_head import DraftHead, HeadModule
-from heads.proposers.chain_builder import ChainBuilder
+from heads.proposers.builders import ChainBuilder
 from heads.proposers.protocol import RoundInputs
 from heads.vocabulary import DraftVocabulary
 

@@ -33,7 +33,7 @@ from heads.modules.autoregressive import ChainHead, FeatureChain, FeaturePropose
 from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins
 from heads.modules.layers import DraftLayer, HeadLayer, Rotary, layer_shape, norm
 from heads.modules.output_head import DraftHead, HeadModule
-from heads.proposers.chain_builder import ChainBuilder
+from heads.proposers.builders import ChainBuilder
 from heads.proposers.protocol import Proposal, RoundInputs
 from heads.sampling.token_tree import DynamicTreeSpec, Tree
 from heads.vocabulary import DraftVocabulary

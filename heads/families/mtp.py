@@ -30,7 +30,7 @@ from heads.modules.interface import Batch, Depth, Family, flat, labelled_origins
 from heads.modules.layers import HeadLayer, shape_like
 from heads.modules.output_head import DraftHead
 from heads.modules.target_block import KNOWN_LAYER_TYPES, BlockContext, CacheLayer, ChainKeys, Keys, copy_block, unrolled_mask
-from heads.proposers.chain_builder import ChainBuilder
+from heads.proposers.builders import ChainBuilder
 from heads.proposers.protocol import Proposer, RoundInputs, Tokens
 from heads.vocabulary import DraftVocabulary
 
@@ -140,7 +140,7 @@ class DepthChain(FeatureProposer):
     `MtpCache` each round reads the last indices again.
 
     Once a round has asked for fewer tokens, later ones of the same batch get no more than that: the deeper modules have not
-    read along. So where a rule stops a round (`heads.proposers.chain_builder`), all modules still read.
+    read along. So where a rule stops a round (`heads.proposers.builders`), all modules still read.
     """
 
     module: Mtp

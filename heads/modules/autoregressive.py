@@ -22,9 +22,8 @@ from heads.frozen.hidden_states import TargetStates
 from heads.inference.kv_cache import RowCache
 from heads.modules.layers import Rotary
 from heads.modules.output_head import HeadModule
-from heads.proposers.chain_builder import ChainBuilder
+from heads.proposers.builders import ChainBuilder, DynamicTreeBuilder, StaticTreeBuilder, TreeSlots, tree_builder
 from heads.proposers.protocol import Proposal, RoundInputs, Tokens
-from heads.proposers.tree_builder import DynamicTreeBuilder, StaticTreeBuilder, TreeSlots, tree_builder
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, TreeAttention
 
 

@@ -26,9 +26,8 @@ from heads.device import RowInts, Rows, row_ints, row_tensor
 from heads.frozen.hidden_states import TargetStates
 from heads.inference.causal_lm import forward_rows, head_logits, new_cache
 from heads.inference.kv_cache import RowCache
-from heads.proposers.chain_builder import ChainBuilder
+from heads.proposers.builders import ChainBuilder, TreeSlots, tree_builder
 from heads.proposers.protocol import Proposal, RoundInputs, Tokens
-from heads.proposers.tree_builder import TreeSlots, tree_builder
 from heads.sampling.token_tree import DynamicTreeSpec, Tree
 from heads.vocabulary import DraftVocabulary
 

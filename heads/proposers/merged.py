@@ -149,12 +149,6 @@ class MergedDrafts:
         for draft in self.drafts:
             draft.keep_rows(rows)
 
-    def learn(self, answer: Sequence[int]) -> None:
-        """See `heads.proposers.protocol.LearningProposer`."""
-        for draft in self.drafts:
-            if isinstance(draft, LearningProposer):
-                draft.learn(answer)
-
     def _for(self, draft: Proposer, states: TargetStates) -> TargetStates:
         taps = tuple(states.taps_ABTE[self.taps.index(tap)] for tap in draft.taps)
         return TargetStates(final_BTE=states.final_BTE, taps_ABTE=taps)
@@ -185,10 +179,6 @@ def _most_probable(draft: Proposer, inputs: RoundInputs, tree: Tree | DynamicTre
     if isinstance(draft, TreeProposer):
         found = draft.propose_tree(inputs, tree, None)
         return [(ids, parents) for ids, parents in torch.stack([found.tokens_BG, cast(Tensor, found.parents_BN)], 1).tolist()]
-    if isinstance(draft, LooksUp):
-        chains = draft.look_up(inputs.tokens, tree.depth)
-    else:
-        found = draft.propose(inputs, tree.depth, SamplingConfig(), keep_logits=False)
-        rows = zip(found.tokens_BG.tolist(), found.num_drafted.host, strict=True)
-        chains = [row[:count] for row, count in rows]
-    return [(chain, list(range(len(chain)))) for chain in chains]
+    found = draft.propose(inputs, tree.depth, SamplingConfig(), keep_logits=False)
+    rows = zip(found.tokens_BG.tolist(), found.num_drafted.host, strict=True)
+    return [(row[:count], list(range(count))) for row, count in rows]

@@ -67,9 +67,7 @@ PROPOSERS = {name: partial(head, name) for name in HEADS} | {
     "eagle3 first lookup": lambda model: LookupFirst(SuffixLookup(model.device), head("eagle3", model), 64),
     "eagle3 some tokens": lambda model: head("eagle3", model, checks.SOME_TOKENS),
     "medusa some tokens": lambda model: head("medusa", model, checks.SOME_TOKENS),
-    "merged": lambda model: MergedDrafts(
-        [DraftLM(noisy(model), 64), head("medusa", model), PromptLookup(model.device)], model.device
-    ),
+    "merged": lambda model: MergedDrafts([DraftLM(noisy(model), 64), head("medusa", model)], model.device),
 }
 TREES = {"draft_lm", "medusa", "hydra", "eagle3", "mtp", "eagle3 some tokens", "medusa some tokens"}
 FEW = ["chain greedy", "chain block", "static greedy", "static without_replacement", "dynamic greedy"]

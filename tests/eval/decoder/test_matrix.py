@@ -20,10 +20,10 @@ from configs.schema.drafting import ConfidenceStopping, DynamicTree, StaticTree
 from eval.decoder import plain
 from eval.decoder.decode import Request, decode, generate
 from eval.decoder.rules import ChainVerification
+from heads.families.early_exit import early_exit
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.lookup import PromptLookup, SuffixLookup
 from heads.proposers.merged import LookupFirst, MergedDrafts
-from heads.proposers.self_speculation import early_exit
 from heads.sampling.counter_rng import request_number
 from tests.support import family_checks as checks
 from tests.support.corrected import corrected

@@ -26,7 +26,7 @@ from eval.decoder.rules import (
     with_replacement,
     without_replacement,
 )
-from heads.proposers.chain_builder import ChainBuilder
+from heads.proposers.builders import ChainBuilder
 from heads.proposers.protocol import RoundInputs
 from heads.sampling.counter_rng import CounterRNG
 from heads.sampling.probabilities import draw

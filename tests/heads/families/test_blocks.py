@@ -16,7 +16,7 @@ from heads.families.registry import FAMILIES
 from heads.frozen.hidden_states import read_states
 from heads.inference.causal_lm import head_logits
 from heads.modules.interface import flat
-from heads.proposers.chain_builder import ChainBuilder
+from heads.proposers.builders import ChainBuilder
 from heads.proposers.protocol import RoundInputs
 from heads.sampling.counter_rng import CounterRNG
 from tests.support.family_checks import (
