@@ -139,8 +139,9 @@ def make_plan(config: PlanConfig) -> Plan:
     tokens = conversations * work.mean_tokens
     flops, memory = flops_of(config, models, work), memory_of(config, models, work.label_share)
     # Of the cache that the recipe can learn from, in the cache's default dtype.
-    common = {"target": config.target, "data": config.data.train, "max_length": config.data.max_length}
-    layout = layout_of(CacheConfig(**common, taps=sorted(models.taps or ())), models.target)
+    taps, max_length = sorted(models.taps or ()), config.data.max_length
+    cache = CacheConfig(target=config.target, data=config.data.train, max_length=max_length, taps=taps)
+    layout = layout_of(cache, models.target)
     rows = round(work.num_conversations * work.mean_tokens)
     read = 0.0 if config.data.cache is None else layout.bytes_per_row * rows * conversations / work.num_conversations
     times = Times(
