@@ -20,8 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import AutoConfig, AutoTokenizer
 
 from configs.runtime.errors import InputError, first_line
-from configs.runtime.files import check_readable, read_json
-from configs.schema.commands.release import TORCH_FILE
+from configs.runtime.files import TORCH_FILE, check_readable, read_json
 from heads.frozen.identity import TargetIdentity, hash_files, hash_tokenizer
 from heads.frozen.weights import UNREADABLE
 

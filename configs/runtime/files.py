@@ -28,6 +28,7 @@ from configs.runtime.errors import InputError, first_line
 logger = logging.getLogger("draftsmith")
 
 LOCK_FILE = ".lock"
+TORCH_FILE = "pytorch_model.bin"  # weights as pickles, which other programs write
 DESCRIPTIONS = ("config.json", "generation_config.json", "draftsmith.json")
 MAX_DESCRIPTION_BYTES = 10_000_000
 CHECKOUT = Path(__file__).resolve().parents[2]  # or the folder of packages that a wheel was installed into

@@ -32,8 +32,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from configs.runtime.errors import InputError, first_line
-from configs.runtime.files import read_json
-from configs.schema.commands.release import TORCH_FILE
+from configs.runtime.files import TORCH_FILE, read_json
 from heads.frozen.model_config import auto_class
 
 INDEX_FILE = "model.safetensors.index.json"

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from configs.runtime.errors import InputError
-from configs.schema.decoding import DecodeConfig, SamplingConfig
-from configs.schema.drafting import ConfidenceStopping
+from configs.schema.decoding import ConfidenceStopping, DecodeConfig, SamplingConfig
 from heads.device import RowInts, constant
 from heads.proposers.protocol import Proposal, RoundInputs
 from heads.sampling.counter_rng import Role

@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from configs.schema.drafting import Candidates, DynamicTree, Path, StaticTree
+from configs.schema.decoding import Candidates, DynamicTree, Path, StaticTree
 from heads.device import RowInts, Rows, row_ints
 
 
@@ -33,7 +33,7 @@ class Tree:
 
     @classmethod
     def of(cls, paths: Sequence[Path], candidates: Candidates = "without_replacement") -> Tree:
-        """Return the tree of the tokens with these paths (`configs.schema.drafting.StaticTree.all_paths`)."""
+        """Return the tree of the tokens with these paths (`configs.schema.decoding.StaticTree.all_paths`)."""
         ordered = sorted(paths, key=lambda path: (len(path), path))
         rows = {(): 0, **{path: number for number, path in enumerate(ordered, start=1)}}
         return cls(tuple(rows[path[:-1]] for path in ordered), candidates)

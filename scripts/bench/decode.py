@@ -21,8 +21,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from configs.runtime.command import DONE, GATE_FAILED, run_command
 from configs.runtime.errors import InputError
 from configs.schema.base import PositiveInt, Settings
-from configs.schema.decoding import DecodeConfig
-from configs.schema.drafting import StaticTree
+from configs.schema.decoding import DecodeConfig, StaticTree
 from configs.schema.evaluation import LosslessConfig
 from configs.schema.target import TargetConfig
 from distill.dataset.conversations import read_conversations

@@ -8,8 +8,14 @@ from pydantic import ValidationError
 from configs.runtime.errors import ConfigError
 from configs.runtime.loading import load_config
 from configs.schema.data import DataConfig
-from configs.schema.decoding import DecodeConfig, ParticleSampling, TypicalAcceptance
-from configs.schema.drafting import ConfidenceStopping, DynamicTree, StaticTree
+from configs.schema.decoding import (
+    ConfidenceStopping,
+    DecodeConfig,
+    DynamicTree,
+    ParticleSampling,
+    StaticTree,
+    TypicalAcceptance,
+)
 from configs.schema.training import DistillConfig, HeldOutDecodingConfig, LossConfig, StudentConfig
 
 GROWN = DynamicTree(kind="dynamic")

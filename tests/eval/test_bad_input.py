@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from configs.runtime.errors import InputError
-from configs.schema.decoding import DecodeConfig
-from configs.schema.drafting import DynamicTree, StaticTree
+from configs.schema.decoding import DecodeConfig, DynamicTree, StaticTree
 from eval.decoder.decode import decode
 from heads.artifact import load_draft, save_draft_lm
 from heads.metadata import read_metadata

@@ -8,8 +8,7 @@ forward as the pending token.
 import pytest
 import torch
 
-from configs.schema.decoding import DecodeConfig
-from configs.schema.drafting import StaticTree
+from configs.schema.decoding import DecodeConfig, StaticTree
 from eval.decoder.decode import Request, decode
 from heads.frozen.hidden_states import blocks
 from heads.proposers.draft_lm import DraftLM

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from configs.schema.decoding import DecodeConfig
-from configs.schema.drafting import StaticTree
+from configs.schema.decoding import DecodeConfig, StaticTree
 from configs.schema.target import TargetConfig
 from distill.dataset.batches import Example, collate
 from eval.decoder.decode import Request, decode

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from configs.runtime.errors import InputError
-from configs.schema.decoding import DecodeConfig
-from configs.schema.drafting import StaticTree
+from configs.schema.decoding import DecodeConfig, StaticTree
 from configs.schema.heads import Eagle3Settings, MtpSettings
 from configs.schema.target import TargetConfig
 from configs.schema.training import LossConfig, StudentConfig

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from configs.runtime.command import DONE, run_command
 from configs.runtime.errors import InputError
-from configs.schema.commands.release import TORCH_FILE, ExportConfig
+from configs.runtime.files import TORCH_FILE
+from configs.schema.commands.release import ExportConfig
 from configs.schema.evaluation import EvalConfig, GateConfig
 from configs.schema.target import TargetConfig
 from eval import gate

@@ -11,8 +11,7 @@ from collections import Counter
 import torch
 from transformers import PreTrainedModel
 
-from configs.schema.decoding import DecodeConfig
-from configs.schema.drafting import ConfidenceStopping, StaticTree
+from configs.schema.decoding import ConfidenceStopping, DecodeConfig, StaticTree
 from eval.decoder.decode import Request, decode
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.lookup import PromptLookup

@@ -16,7 +16,6 @@ from configs.schema.target import TargetConfig
 LayerIds = Literal["block_output", "h"]
 TAP_OF_ID: dict[LayerIds, int] = {"block_output": 1, "h": 0}  # added to an id, gives the artifact's
 # Weights that some programs keep pickled; read with `weights_only`. A Hub's repository is asked for them for an import only.
-TORCH_FILE = "pytorch_model.bin"
 PublishedEngine = Literal["vllm", "transformers", "speculators", "sglang"]
 # The others' files are written by another program, and `serve.txt` beside them names folders of the machine.
 Engine = Literal[PublishedEngine, "gguf", "openvino"]

@@ -10,8 +10,7 @@ import torch
 from pydantic import ValidationError
 
 from configs.runtime.errors import InputError
-from configs.schema.decoding import DecodeConfig
-from configs.schema.drafting import StaticTree
+from configs.schema.decoding import DecodeConfig, StaticTree
 from eval.decoder.decode import decode, generate
 from heads.frozen.hidden_states import forward_states
 from heads.proposers.draft_lm import DraftLM

@@ -16,9 +16,9 @@ from configs.schema.decoding import (
     DecodeConfig,
     NeighbourhoodAcceptance,
     ParticleSampling,
+    StaticTree,
     TypicalAcceptance,
 )
-from configs.schema.drafting import StaticTree
 from configs.schema.evaluation import EvalConfig
 from eval.decoder import lossy as lossy_rules
 from eval.decoder.decode import decode

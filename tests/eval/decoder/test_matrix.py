@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.runtime.errors import InputError
-from configs.schema.decoding import DecodeConfig
-from configs.schema.drafting import ConfidenceStopping, DynamicTree, StaticTree
+from configs.schema.decoding import ConfidenceStopping, DecodeConfig, DynamicTree, StaticTree
 from eval.decoder import plain
 from eval.decoder.decode import Request, decode, generate
 from eval.decoder.rules import ChainVerification

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import eval.decoder.rules
-from configs.schema.decoding import DecodeConfig
-from configs.schema.drafting import ConfidenceStopping
+from configs.schema.decoding import ConfidenceStopping, DecodeConfig
 from eval.decoder.rules import (
     CANDIDATE_RULES,
     CandidateChoice,

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from configs.schema.decoding import DecodeConfig
-from configs.schema.drafting import ConfidenceStopping, DynamicTree, StaticTree
+from configs.schema.decoding import ConfidenceStopping, DecodeConfig, DynamicTree, StaticTree
 from eval.decoder.batch import BatchRun
 from eval.decoder.decode import Request
 from heads.proposers.draft_lm import DraftLM

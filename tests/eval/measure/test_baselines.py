@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from configs.runtime.errors import InputError
-from configs.schema.decoding import DecodeConfig
-from configs.schema.drafting import ConfidenceStopping, StaticTree
+from configs.schema.decoding import ConfidenceStopping, DecodeConfig, StaticTree
 from configs.schema.evaluation import EvalConfig
 from distill.dataset.conversations import Conversation
 from distill.generation.prompts import Prompt

@@ -6,7 +6,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from configs.schema.drafting import StaticTree
+from configs.schema.decoding import StaticTree
 from configs.schema.evaluation import EvalConfig, GateConfig
 from eval.evaluation import evaluate
 from eval.release import judge, read_artifact

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from configs.runtime.errors import InputError
-from configs.schema.decoding import DecodeConfig, SamplingConfig
-from configs.schema.drafting import ConfidenceStopping
+from configs.schema.decoding import ConfidenceStopping, DecodeConfig, SamplingConfig
 from heads.families.registry import FAMILIES
 from heads.frozen.hidden_states import forward_states
 from heads.inference.causal_lm import new_cache

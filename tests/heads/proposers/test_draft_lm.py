@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from configs.runtime.errors import InputError
-from configs.schema.decoding import DecodeConfig
-from configs.schema.drafting import StaticTree
+from configs.schema.decoding import DecodeConfig, StaticTree
 from configs.schema.target import TargetConfig
 from eval.decoder.decode import decode
 from heads.artifact import load_draft

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.runtime.errors import InputError
-from configs.schema.decoding import DecodeConfig
-from configs.schema.drafting import StaticTree
+from configs.schema.decoding import DecodeConfig, StaticTree
 from eval.decoder.decode import decode, generate
 from heads.proposers.draft_lm import DraftLM
 from heads.proposers.merged import MAX_BEHIND, LookupFirst, MergedDrafts, merge

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from configs.schema.drafting import StaticTree, TreeConfig
+from configs.schema.decoding import StaticTree, TreeConfig
 from heads.sampling.token_tree import DynamicTreeSpec, Tree, tree_from
 
 
