@@ -11,7 +11,7 @@ HEADS_DATA := runs/heads/data/manifest.json
 given = $(if $(findstring command line,$(origin $(1))), --$(2) "$($(1))")
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-serve test check slow models device-check gpu-check bench serve-check tables clean
+.PHONY: help setup demo demo-serve test check mutants slow models device-check gpu-check bench serve-check tables clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -33,11 +33,15 @@ demo-serve: demo $(VLLM_STAMP) ## vLLM serves the demo's target, plainly, with i
 test: setup ## the test suite
 	$(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
-check: setup ## format, lint, types, import contract
+check: setup ## format, lint, types, import contract, lines and modules against their limits
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/mypy
 	.venv/bin/lint-imports
+	$(PY) -m scripts.bench.count_house
+
+mutants: setup ## plant each bug of tests/mutants.yaml by itself and run the test that is to find it (half an hour)
+	$(PY) -m scripts.bench.mutants
 
 slow: setup ## what the suite leaves out: engines in processes, compilers, killed and damaged runs, 100,000 samples of every rule (an hour)
 	$(PY) -m pytest -m "(slow or soak) and not engine" -s
