@@ -101,5 +101,5 @@ def test_what_is_read_beside_the_code_came_along(installed):
     names = set(zipfile.ZipFile(wheel).namelist())
     packages = ("configs", "heads", "distill", "eval", "train", "scripts")
     files = [path for package in packages for path in (ROOT / package).rglob("*") if path.is_file() and path.suffix != ".pyc"]
-    needed = [path.relative_to(ROOT).as_posix() for path in files if ROOT / "scripts" / "lab" not in path.parents]
+    needed = [path.relative_to(ROOT).as_posix() for path in files if ROOT / "scripts" / "bench" not in path.parents]
     assert [name for name in needed if name not in names and not CHECKOUT_ONLY.fullmatch(name)] == []

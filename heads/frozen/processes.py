@@ -9,11 +9,13 @@ in training each brings a batch of its own.
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -47,19 +49,40 @@ def join_processes(target: TargetConfig, *, timeout_seconds: int | None = None) 
     on_cpu = choose_device(target.device).type == "cpu"
     if on_cpu:  # DeepSpeed, which accelerate imports wherever it is installed, would warn of what it cannot detect
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    if on_cpu and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+    by_deepspeed = on_cpu and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
+    if by_deepspeed:
         # accelerate has DeepSpeed for accelerators only; told the transport, it takes the CPU for one.
         settings |= {"backend": "gloo"}
         on_cpu = False
     # Without `cpu` accelerate looks for accelerators only, and finds one process where there are several on a CPU.
     try:
-        state = PartialState(cpu=on_cpu, **settings)
+        with _without_compiling() if by_deepspeed else nullcontext():
+            state = PartialState(cpu=on_cpu, **settings)
     except ImportError as error:
         raise InputError(f"the processes were launched for DeepSpeed, which is not installed: {first_line(error)}") from error
     num_launched = int(os.environ.get("WORLD_SIZE", "1"))
     if state.num_processes != num_launched:
         raise RuntimeError(f"{num_launched} processes were launched, but accelerate sees {state.num_processes}")
     return state
+
+
+@contextmanager
+def _without_compiling() -> Iterator[None]:
+    """Let DeepSpeed on a CPU do without operators of its own: a process killed while it compiles one leaves a lock."""
+    if find_spec("deepspeed") is None:
+        yield
+        return
+    import deepspeed.ops
+
+    found = vars(deepspeed.ops).get("__compatible_ops__")  # made at first use
+    deepspeed.ops.__compatible_ops__ = defaultdict(bool)
+    try:
+        yield
+    finally:
+        if found is None:
+            del deepspeed.ops.__compatible_ops__
+        else:
+            deepspeed.ops.__compatible_ops__ = found
 
 
 def wait_patiently(seconds: int) -> None:
