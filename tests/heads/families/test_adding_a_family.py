@@ -62,7 +62,7 @@ def test_it_trains_and_its_artifact_decodes_as_the_target_alone(settings_class, 
 
     task.loss = noted_loss
     loader = make_loader(ConversationDataset(rows, 64), config.schedule.batch_size, seed=0)
-    train(task, loader, config.optimizer, config.schedule, accelerator, tmp_path / "run", config.model_dump(mode="json"))
+    train(task, loader, config, accelerator)
     assert losses[-1] < losses[0] / 2
     loaded = load_draft(tmp_path / "run" / "artifact", target.identity, target.model)
     assert loaded.metadata.kind == "recurrent"
