@@ -19,9 +19,8 @@ from scripts.bench.tables import documents, fill_tables
 from scripts.cli import COMMANDS
 from tests.support.caches import random_conversations, write_rows
 from tests.test_entries import WITHOUT_CONFIG
-from train.plan.memory import GIBIBYTE
 from train.plan.models import count
-from train.plan.plan import make_plan
+from train.plan.plan import GIBIBYTE, make_plan
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -101,7 +100,7 @@ def planned(words: list[str]) -> list[str]:
         f"{plan.cache_row_bytes * plan.cache_rows / 1e12:.1f} TB",
         f"{plan.checkpoint_bytes / 1e9:.1f} GB",
         f"{plan.steps:,}",
-        f"{plan.times.total:.2g} s",
+        f"{plan.step_seconds:.2g} s",
         f"{plan.hours:.1f}",
     ]
 

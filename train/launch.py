@@ -18,8 +18,8 @@ from transformers.integrations import unset_hf_deepspeed_config
 
 from configs.runtime.command import DONE
 from configs.runtime.errors import ConfigError, first_line
-from configs.runtime.files import drop_leftovers, find_shipped, folder_lock, read_object, write_json
-from configs.runtime.run_record import RECORD, write_run_record
+from configs.runtime.files import drop_leftovers, find_shipped, folder_lock, write_json
+from configs.runtime.run_record import write_run_record
 from configs.schema.training import DistillConfig, HeadsConfig, ScheduleConfig
 from distill.cache.reader import MANIFEST, TargetCache, check_fits, open_cache
 from distill.dataset.batches import ConversationDataset, make_loader, make_packed_loader
@@ -27,7 +27,6 @@ from distill.dataset.conversations import (
     Conversation,
     check_held_out,
     check_written_for,
-    describe_data,
     is_written_by_target,
     open_conversations,
 )
@@ -37,9 +36,8 @@ from heads.frozen.loading import Target, load_target
 from heads.frozen.processes import join_processes, naming_lost_processes
 from heads.metadata import hash_artifact, locate_artifact, read_metadata
 from heads.modules.interface import Batch
-from train.loop.checkpoints import resumes
 from train.loop.engines import check_engine
-from train.loop.lineage import accumulating, engine_name
+from train.loop.lineage import engine_name
 from train.loop.loop import Task, train
 from train.loop.telemetry import TRACKERS_FOLDER, check_trackers
 from train.preflight import check_before_training
@@ -77,25 +75,19 @@ def run_heads(config: HeadsConfig) -> int:
 def _run(config: Recipe, make_task: Callable[..., Task]) -> int:
     # Before the accelerator, which would take each of several processes on a CPU for the only one.
     state = join_processes(config.target, timeout_seconds=config.schedule.process_timeout_seconds)
-    config = config.model_copy(update={"schedule": accumulating(config.schedule, state.num_processes)})
     output = Path(config.output)
     with ExitStack() as stack:
         if state.is_main_process:
             stack.enter_context(folder_lock(output))
         stack.enter_context(naming_lost_processes())
         accelerator = make_accelerator(config.schedule, output)
-        check_stage(config, accelerator)
+        if isinstance(config, HeadsConfig) and engine_name(accelerator) == "ZeRO-3":  # which gathers weights by their owners
+            raise ConfigError("zero_stage of accelerate's config: heads take 2 at most; take configs/accelerate/zero2.yaml")
         materials = load_materials(config, accelerator)
         config = materials.config
         if materials.target.states_from is not None:
             stack.enter_context(closing(materials.target.states_from))
         return _train(config, make_task, accelerator, materials, output)
-
-
-def check_stage(config: Recipe, accelerator: Accelerator) -> None:
-    """Refuse ZeRO-3 for a head, which reads weights outside of the modules that own them, where they are not gathered."""
-    if isinstance(config, HeadsConfig) and engine_name(accelerator) == "ZeRO-3":
-        raise ConfigError("zero_stage of accelerate's config: heads take 2 at most; take configs/accelerate/zero2.yaml")
 
 
 def _train(config: Recipe, make_task: Callable[..., Task], accelerator: Accelerator, materials: Materials, output: Path) -> int:
@@ -155,14 +147,7 @@ def load_materials(config: Recipe, accelerator: Accelerator) -> Materials:
             )
     if not is_written_by_target(train_path):
         log.warning("%s: answers were written by the data set, not by the target: expect lower acceptance", train_path)
-    for name in ("by_source", "by_kind"):
-        if counts := describe_data(train_path).get(name):
-            shown = ", ".join(f"{key} {count}" for key, count in counts.items())
-            log.info("conversations to train on %s: %s", name.replace("_", " "), shown)
-    record, begun = Path(config.output) / RECORD, None
-    if resumes(config.schedule, record.parent) and record.is_file():
-        begun = dict(read_object(record, "run record")["config"])
-    config = resolve(config, target.model, train_rows, begun)
+    config = resolve(config, target.model, train_rows)
     dataset = ConversationDataset(train_rows, config.data.max_length, config.data.num_conversations)
     if dataset.num_dropped:
         log.info(
@@ -194,7 +179,7 @@ def open_training_cache(config: Recipe, dataset: ConversationDataset, target: Ta
 def make_accelerator(schedule: ScheduleConfig, output: Path) -> Accelerator:
     """Return the accelerator of a training run, and seed all random number generators; a ConfigError says what it cannot do."""
     check_trackers(schedule)
-    check_engine(schedule)
+    check_engine()
     set_seed(schedule.seed)
     environment = {"ACCELERATE_USE_FSDP": "false"}  # `train.loop.engines` shards the weights, not accelerate
     if file := os.environ.get(DEEPSPEED_FILE):  # the recipes in configs/accelerate name one beside them, from any folder
@@ -212,8 +197,6 @@ def make_accelerator(schedule: ScheduleConfig, output: Path) -> Accelerator:
         raise ConfigError(
             f"schedule.mixed_precision: {schedule.mixed_precision} cannot be used: {first_line(error)}"
         ) from error
-    if schedule.mixed_precision == "fp16" and accelerator.device.type == "cpu":  # accelerate ignores it there
-        raise ConfigError("schedule.mixed_precision: fp16 is not to be had on a CPU; give bf16 or no")
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # a line a checkpoint about weights that are tied
     unset_hf_deepspeed_config()  # under ZeRO-3 transformers would shard each model that it loads, also the target
     return accelerator

@@ -84,21 +84,22 @@ def choose_text(task: HeadTask, dataset: ConversationDataset) -> Example:
 
     It ends before a token outside the draft's vocabulary, and before a repetition, which a draft one off gets right too.
     """
-    tried: list[tuple[Example, Sequence[int], Sequence[int]]] = []  # with the answer, and the answer up to its first repeat
+    best, longest = None, (0, 0)  # by tokens up to the first repeat, then by all of them
     for example in (dataset[index] for index in dataset.answer_starts.argsort(kind="stable")[:NUM_TRIES]):
         answer = _own_answer(task, example)
-        tried.append((example, answer, until_first_repeat(answer)))
-        if len(tried[-1][2]) >= 2 * task.config.num_speculative_tokens:
+        changing = until_first_repeat(answer)
+        if (lengths := (len(changing), len(answer))) > longest:
+            longest = lengths
+            kept = changing if len(changing) >= LEAST_ANSWER else answer
+            best = example._replace(input_ids=(*example.input_ids[: example.answer_start], *kept))
+        if len(changing) >= 2 * task.config.num_speculative_tokens:
             break
-    example, whole, changing = max(tried, key=lambda each: (len(each[2]), len(each[1])))
-    answer = changing if len(changing) >= LEAST_ANSWER else whole
-    if len(answer) < LEAST_ANSWER:
+    if best is None or longest[1] < LEAST_ANSWER:
         raise ConfigError(
-            f"data.train: to none of the {len(tried)} shortest prompts does the target answer more than one token that the "
-            "draft can say, so the sanity checks have nothing to overfit; make data with other prompts, raise "
-            "head.draft_vocab_size, or set sanity.enabled to false"
+            f"data.train: to none of its {NUM_TRIES} shortest prompts does the target answer more than one token that the "
+            "draft can say; take other prompts, a larger head.draft_vocab_size, or sanity.enabled=false"
         )
-    return example._replace(input_ids=(*example.input_ids[: example.answer_start], *answer))
+    return best
 
 
 def check_reload(task: HeadTask, module: nn.Module, text: Example, state: str) -> None:
@@ -149,31 +150,22 @@ def overfit(task: HeadTask, objective: HeadObjective, text: Example, accelerator
         num_accepted = max(each.num_accepted for each in rounds)
         if num_accepted == num_drafts:
             break
-    agreement = ", ".join(f"{share:.2f}" for share in (result.agrees_K / result.labels_K.clamp(min=1)).tolist())
     gap = largest_gap(task, objective, text, num_drafts)
     found = (
-        f"after {step} steps on one conversation of {len(text.input_ids)} tokens: {num_accepted} of {num_drafts} drafts "
-        f"accepted in a round, agreement in training by depth {agreement}, logits drafted from within {gap.size:.2g} of those "
-        "of training"
+        f"after {step} steps on one conversation {num_accepted} of {num_drafts} drafts are accepted in a round, and the logits "
+        f"drafted from lie within {gap.size:.2g} of those of training"
     )
     anyway = "sanity.enabled=false trains all the same"
     if not gap.size <= gap.tolerance:  # where it is NaN, too
         raise RuntimeError(
-            f"sanity: {found}, which rounding does not explain (draft {gap.draft} of round {gap.round}; {gap.tolerance} would "
-            "do): the head drafts from something else than it was trained on, such as a wrong hidden state or token, a place "
-            f"too early or too late, another concat order; {anyway}"
+            f"sanity: {found}, which rounding does not explain (draft {gap.draft} of round {gap.round}, {gap.tolerance} would "
+            f"do): the head drafts from another hidden state, token, place or order than it was trained on; {anyway}"
         )
     if num_accepted == num_drafts:
         return found
-    if int(result.accepted_P[text.answer_start - 1]) >= num_drafts:
-        raise InputError(
-            f"sanity: {found}. By the training forward its drafts are right, and drafting gives the same logits, but the "
-            f"decoder does not accept them: the labels or the target's states used in training are of another place; {anyway}"
-        )
     raise InputError(
-        f"sanity: {found}. The head does not learn a single conversation: it reads states of a wrong position, no gradient "
-        "reaches it, or it needs more steps; raise sanity.overfit_steps or sanity.learning_rate if the agreement is still "
-        f"growing; {anyway}"
+        f"sanity: {found}: the head does not learn a single conversation. Labels or states of training are of another place, "
+        f"no gradient reaches it, or sanity.overfit_steps or sanity.learning_rate is too small; {anyway}"
     )
 
 
@@ -218,19 +210,19 @@ def _round_gaps(task: HeadTask, head: nn.Module, tokens: Sequence[int], text: Ex
 def _decoded(task: HeadTask, text: Example, proposer: Proposer, num_drafts: int, num_more: int = 1) -> Generation:
     """Decode a text's prompt to its length and some more, so that there is room for the target's own after the last block."""
     length = len(text.input_ids) - text.answer_start + num_more
-    config = DecodeConfig(num_speculative_tokens=num_drafts, max_new_tokens=length)
-    return decode(task.target, [_request(text)], config, proposer)[0][0]
+    return _answer(task, text, length, num_drafts, proposer)
 
 
 def written(task: HeadTask, example: Example, num_tokens: int) -> Sequence[int]:
     """Return what the target answers by itself to an example's prompt."""
-    config = DecodeConfig(num_speculative_tokens=0, max_new_tokens=num_tokens)
-    return decode(task.target, [_request(example)], config)[0][0].tokens
+    return _answer(task, example, num_tokens).tokens
 
 
-def _request(text: Example) -> Request:
+def _answer(task: HeadTask, text: Example, length: int, num_drafts: int = 0, proposer: Proposer | None = None) -> Generation:
     tokens = text.input_ids[: text.answer_start]
-    return Request(prompt_id="sanity", category="", tokens=tokens, media_prompt=text.media_prompt)
+    request = Request(prompt_id="sanity", category="", tokens=tokens, media_prompt=text.media_prompt)
+    config = DecodeConfig(num_speculative_tokens=num_drafts, max_new_tokens=length)
+    return decode(task.target, [request], config, proposer)[0][0]
 
 
 def _own_answer(task: HeadTask, example: Example) -> Sequence[int]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 from configs.runtime.errors import ConfigError
@@ -21,13 +19,8 @@ from distill.dataset.conversations import Conversation, index_of
 from heads.families.eagle3 import block_to_copy
 from heads.frozen.hidden_states import num_blocks
 from heads.frozen.loading import Target
-from heads.metadata import (
-    VOCABULARY_FILE,
-    locate_artifact,
-    read_metadata,
-)
-from heads.vocabulary import DraftVocabulary, read_draft_vocabulary
-from train.loop.checkpoints import resumes, writing
+from heads.metadata import locate_artifact, read_metadata
+from heads.vocabulary import DraftVocabulary
 
 LONGEST = 2048  # tokens of a conversation
 VOCABULARY_STEP, LARGEST_VOCABULARY = 1024, 32_768
@@ -48,18 +41,13 @@ class Resolved(NamedTuple):
     reason: str
 
 
-def resolve(
-    config: R, target: PreTrainedModel, train: Sequence[Conversation] | None, begun: Mapping[str, Any] | None = None
-) -> R:
+def resolve(config: R, target: PreTrainedModel, train: Sequence[Conversation] | None) -> R:
     """Return a recipe in which nothing is `auto`, and log each value with its reason.
 
-    Of the target only names and sizes are asked: it may lie on the meta device. `train` None: there are no data yet. `begun` is
-    the recipe, as JSON values, by which a run began that is resumed: its values hold, also where the data have grown since.
+    Of the target only names and sizes are asked: it may lie on the meta device. `train` None: there are no data yet.
     """
     for key, value, reason in _resolved(config, target, train):
         section, name = key.split(".")
-        if name in (known := (begun or {}).get(section, {})):
-            value, reason = known[name], "as this run began"
         log.info("%s auto: %s, %s", key, value, reason)
         changed = getattr(config, section).model_copy(update={name: value})
         config = cast(R, config.model_copy(update={section: changed}))
@@ -117,32 +105,13 @@ def _vocabulary(size: int, train: Sequence[Conversation] | None, init: str | Non
     return wanted, "for data yet to be made" if train is None else f"for answers of {used} different tokens"
 
 
-def choose_vocabulary(
-    config: DistillConfig | HeadsConfig, target: Target, train: Sequence[Conversation], accelerator: Accelerator
-) -> DraftVocabulary | None:
-    """Return the most frequent tokens of the training answers, kept in the output folder; None where the draft has all tokens.
+def choose_vocabulary(size: int | None, target: Target, conversations: Sequence[Conversation]) -> DraftVocabulary | None:
+    """Return the `size` most frequent answer tokens, ties by the lower id; those that end an answer are always among them.
 
-    A resumed run has the tokens that its checkpoints' rows are of, though its data be others.
+    None: the draft has all tokens.
     """
-    section = config.head if isinstance(config, HeadsConfig) else config.student
-    size = section.draft_vocab_size
     if size is None:
         return None
-    path = Path(config.output) / VOCABULARY_FILE
-    if resumes(config.schedule, path.parent) and path.is_file() and len(kept := read_draft_vocabulary(path)) == size:
-        return kept
-    vocabulary = most_frequent_answer_tokens(train, size, target)
-    if accelerator.is_main_process:
-        scratch = path.with_suffix(".partial")
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            vocabulary.write(scratch)
-            scratch.replace(path)
-    return vocabulary
-
-
-def most_frequent_answer_tokens(conversations: Sequence[Conversation], size: int, target: Target) -> DraftVocabulary:
-    """Return the `size` most frequent answer tokens, ties by the lower id; those that end an answer are always among them."""
     ends = list(target.eos_token_ids)
     if not max(1, len(ends)) <= size <= target.vocab_size:
         limits = f"{max(1, len(ends))} (tokens that end an answer) to {target.vocab_size} (the target's vocabulary)"

@@ -6,11 +6,9 @@ A command is a function `main(config)` and `sys.exit(run_command(EvalConfig, mai
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,9 +18,7 @@ from pydantic import BaseModel
 
 from configs.runtime.errors import InputError, RunFailed, Stopped, first_line
 from configs.runtime.files import out_of_space
-from configs.runtime.key_list import render_config, render_keys
-from configs.runtime.loading import load_config
-from configs.runtime.redaction import redact
+from configs.runtime.loading import load_config, render_config, render_keys
 from configs.runtime.terminal import is_main_process, one_line, say, setup_logging, show
 from configs.startup import BAD_INPUT, FAILED, INTERRUPTED, keep_freed_memory
 
@@ -32,8 +28,6 @@ INCONCLUSIVE = 3
 TERMINATED = 143  # what a shell reports for SIGTERM; training has written a checkpoint then
 # Environment variable: a command that does not end well writes its exit code there; torchrun and accelerate end with 1 then.
 EXIT_CODE_FILE = "DRAFTSMITH_EXIT_CODE_FILE"
-# Environment variable: torch's elastic launcher shows the "message" in the JSON file it names, for each process that failed.
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 MINUTES = {"s": 1 / 60, "m": 1.0, "h": 60.0}
 OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
@@ -70,18 +64,15 @@ def run_command(
         help="change settings of the file, e.g. decode.temperature=0.7 decode.seed=1; may be repeated",
     )
     parser.add_argument("--print-config", action="store_true", help="print the config with all defaults as YAML and end")
-    parser.add_argument(
-        "--keys",
-        metavar="PREFIX",
-        nargs="?",
-        const="",
-        action=_PrintKeys,
-        schema=schema,
-        help="print every key (that begins with PREFIX) with its type, default and meaning, and end",
-    )
+    keys = "print every key (that begins with PREFIX) with its type, default and meaning, and end"
+    parser.add_argument("--keys", metavar="PREFIX", nargs="?", help=keys)
 
     def run() -> int | None:
-        arguments = parser.parse_args(_repeat_set(sys.argv[1:] if argv is None else argv))
+        given = _repeat_set(sys.argv[1:] if argv is None else argv)
+        if "--keys" in given:  # before other arguments are missed
+            show(render_keys(schema, *given[given.index("--keys") + 1 :][:1]))
+            return DONE
+        arguments = parser.parse_args(given)
         config = load_config(schema, arguments.config, arguments.overrides)
         if arguments.print_config:
             show(render_config(config))
@@ -112,7 +103,7 @@ def exit_code(run: Callable[[], int | None]) -> int:
     try:
         code = run()
     except InputError as error:
-        _say(_noted(f"error: {error}"))
+        _say(f"error: {error}")
         return BAD_INPUT
     except Stopped as stopped:
         _say(str(stopped))
@@ -121,27 +112,16 @@ def exit_code(run: Callable[[], int | None]) -> int:
         _say("interrupted")
         return INTERRUPTED
     except RunFailed as error:
-        say(one_line(_noted(f"error: {error}")), sys.stderr)  # from every process: it may be the only one that knows
+        say(one_line(f"error: {error}"), sys.stderr)  # from every process: it may be the only one that knows
         return FAILED
     except Exception as error:
         if out_of_space(error):
             place = getattr(error, "filename", None) or "a file"
-            message = f"error: cannot write {place}: {first_line(error)}; free space there, or name a folder on another disk"
-            _say(_noted(message))
+            _say(f"error: cannot write {place}: {first_line(error)}; free space there, or name a folder on another disk")
             return BAD_INPUT
-        _noted(f"{type(error).__name__}: {first_line(error)}")
         sys.excepthook(type(error), error, error.__traceback__)
         return FAILED
     return DONE if code is None else code
-
-
-def _noted(message: str) -> str:
-    """Return the message, written to the file that `ERROR_FILE` names too, if that can be."""
-    if file := os.environ.get(ERROR_FILE):
-        with suppress(OSError):
-            note = {"message": redact(one_line(message)), "timestamp": int(time.time())}
-            Path(file).write_text(json.dumps(note), encoding="utf-8")
-    return message
 
 
 def _repeat_set(argv: Sequence[str]) -> list[str]:
@@ -151,20 +131,6 @@ def _repeat_set(argv: Sequence[str]) -> list[str]:
         follows = len(repeated) > 1 and repeated[-2] == "--set" and OVERRIDE.match(argument)
         repeated += ["--set", argument] if follows else [argument]
     return repeated
-
-
-class _PrintKeys(argparse.Action):
-    """Prints the keys of a schema and ends the command, as `--help` does, before other arguments are missed."""
-
-    def __init__(self, *, schema: type[BaseModel], **settings: Any) -> None:
-        super().__init__(**settings)
-        self.schema = schema
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: object, values: Any, option_string: str | None = None
-    ) -> None:
-        show(render_keys(self.schema, values))
-        parser.exit()
 
 
 class Parser(argparse.ArgumentParser):

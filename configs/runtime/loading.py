@@ -2,17 +2,19 @@
 
 The order of precedence is schema default, file, overrides from left to right. `extends: other.yaml` in a file, relative to it,
 names the one whose values it changes: section by section, lists as a whole. A key that is not given keeps its default at every
-depth: `held_out: {decode: {seed: 1}}` keeps the other values that `held_out.decode` has by default.
+depth: `held_out: {decode: {seed: 1}}` keeps the other values that `held_out.decode` has by default. A key's sentence, which
+`--keys` prints, is the comment beside or above it in `configs/schema`, where people read it.
 """
 
 from __future__ import annotations
 
 import difflib
+import inspect
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -20,28 +22,15 @@ from pydantic_core import ErrorDetails
 
 from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.files import find_shipped, read_text
-from configs.runtime.key_list import models_in
-from configs.runtime.redaction import redact
+from configs.runtime.redaction import mask_secrets, redact
 
 T = TypeVar("T", bound=BaseModel)
 
 MAX_SHOWN = 60  # characters of a wrong value repeated in an error
-# What was expected, in words, by pydantic's name of the finding; braces are filled from its context.
-EXPECTED = {
-    "int_type": "a whole number",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "string_type": "text",
-    "list_type": "a list",
-    "dict_type": "a section of its own",
-    "model_type": "a section of its own",
-    "model_attributes_type": "a section of its own",
-    "union_tag_invalid": "one of {expected_tags}",
-    "greater_than_equal": "a number of at least {ge:g}",
-    "greater_than": "a number above {gt:g}",
-    "less_than_equal": "a number of at most {le:g}",
-    "less_than": "a number below {lt:g}",
-}
+SECTION = ("dict_type", "model_type", "model_attributes_type")  # findings of pydantic's for a value in place of a section
+FIELD = re.compile(r"    (?P<name>[a-z]\w*): ")
+COMMENT = re.compile(r"(?:^|  )\s*# (?!type: ignore)(?P<text>.*)$")
+TOLD = ("missing", "union_tag_not_found", "union_tag_invalid")  # those that say all there is to say
 
 
 def load_config(schema: type[T], path: str | Path | None, overrides: Sequence[str] = ()) -> T:
@@ -137,52 +126,27 @@ def _apply_override(values: dict[str, Any], override: str) -> str:
 
 def _sentence(schema: type[BaseModel], finding: ErrorDetails, where: str, override_keys: Sequence[str]) -> str:
     """Return one of pydantic's findings as a sentence that begins with the place to change."""
-    kind, context = finding["type"], finding.get("ctx", {})
-    keys = _keys(schema, finding["loc"])
-    if kind in ("union_tag_invalid", "union_tag_not_found"):  # the finding stands at the section, the mistake in its tag
-        keys = [*keys, context["discriminator"].strip("'")]
+    kind = finding["type"]
+    kinds = [model.model_fields["kind"] for _, model in _sections(schema) if "kind" in model.model_fields]
+    tags = {tag for field in kinds for tag in get_args(field.annotation)}
+    keys = [str(part) for part in finding["loc"] if part not in tags]  # where a section is of several kinds, pydantic names it
     key = ".".join(keys)
-    places = [
-        f"--set {given}" for given in override_keys if f"{given}.".startswith(f"{key}.") or f"{key}.".startswith(f"{given}.")
-    ]
-    place = places[-1] if places else where
-    subject = place if not key or place == f"--set {key}" else f"{place}: {key}"
-    got = _shown(context["tag"] if kind == "union_tag_invalid" else finding["input"])
+    given = [each for each in override_keys if f"{each}.".startswith(f"{key}.") or f"{key}.".startswith(f"{each}.")]
+    place = f"--set {given[-1]}" if given else where
     if kind == "extra_forbidden":
         return f"{place}: unknown key {key!r}{_suggestion(schema, keys)}"
-    if kind in ("missing", "union_tag_not_found"):
-        return f"{place}: {key!r} is missing"
+    subject = place if not key or place == f"--set {key}" else f"{place}: {key}"
     if kind == "value_error":
-        return f"{subject}: {context['error']}"
-    expected = EXPECTED[kind].format(**context) if kind in EXPECTED else finding["msg"].removeprefix("Input should be ")
-    return f"{subject}: expected {expected}, got {got}"
-
-
-def _keys(schema: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
-    """Return the keys of a finding as a file has them: pydantic also gives the kind of a section that is one of several."""
-    keys: list[str] = []
-    models: list[type[BaseModel]] = [schema]
-    for part in location:
-        fields = [model.model_fields[part] for model in models if part in model.model_fields]
-        if not fields and any(part in _tags(model) for model in models):
-            models = [model for model in models if part in _tags(model)]
-            continue
-        keys.append(str(part))
-        if isinstance(part, str):
-            models = [model for field in fields for model, _ in models_in(field.annotation)]
-    return keys
-
-
-def _tags(model: type[BaseModel]) -> set[Any]:
-    """Return every value that a field of a model names as one of few; the kind of a section is among them."""
-    literals = [field.annotation for field in model.model_fields.values() if get_origin(field.annotation) is Literal]
-    return {value for literal in literals for value in get_args(literal)}
+        return f"{subject}: {finding['ctx']['error']}"
+    said = "Input should be a section of keys" if kind in SECTION else redact(finding["msg"])
+    got = "" if kind in TOLD else f", got {_shown(finding['input'])}"
+    return f"{subject}: {said[0].lower()}{said[1:]}{got}"
 
 
 def _suggestion(schema: type[BaseModel], keys: list[str]) -> str:
     """Return what an unknown key may have been meant to be: its name elsewhere, or a close one, beside it before others."""
     *above, name = ["0" if part.isdigit() else part for part in keys]
-    known = list(_known_keys(schema))
+    known = [[*path, each] for path, model in _sections(schema) for each in model.model_fields]
     if [*above, name] in known:
         return "; another kind of this section has it"
     beside = [key for key in known if key[:-1] == above]
@@ -193,14 +157,20 @@ def _suggestion(schema: type[BaseModel], keys: list[str]) -> str:
     return "; --keys lists the known ones"
 
 
-def _known_keys(schema: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[list[str]]:
-    """Yield the path of every key of a schema, top-down; entries of a list stand under the index 0."""
-    inner: list[tuple[type[BaseModel], tuple[str, ...]]] = []
-    for name, field in schema.model_fields.items():
-        yield [*above, name]
-        inner.extend((model, (*above, name, *index)) for model, index in models_in(field.annotation))
-    for model, path in inner:
-        yield from _known_keys(model, path)
+def models_in(annotation: Any, index: tuple[str, ...] = ()) -> Iterator[tuple[type[BaseModel], tuple[str, ...]]]:
+    """Yield the models named in a field's type, each with `("0",)` where it is the entry of a list."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation, index
+    for argument in get_args(annotation):
+        yield from models_in(argument, ("0",) if get_origin(annotation) is list else index)
+
+
+def _sections(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], type[BaseModel]]]:
+    """Yield the path of a schema and of every section below it, top-down; entries of a list stand under the index 0."""
+    yield above, model
+    for name, field in model.model_fields.items():
+        for inner, index in models_in(field.annotation):
+            yield from _sections(inner, (*above, name, *index))
 
 
 def _shown(value: Any) -> str:
@@ -208,6 +178,89 @@ def _shown(value: Any) -> str:
     spelled = {None: "null", True: "true", False: "false"}
     text = spelled[value] if value is None or isinstance(value, bool) else redact(repr(value))  # before it is cut
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
+
+
+# --- keys with type, default and sentence ------------------------------------------------------------------------------------
+
+
+class Key(NamedTuple):
+    """One key of a config."""
+
+    path: str  # dotted, `*` in place of a list's index
+    kind: str  # of the section it stands in, where that is one of several kinds (`kind: medusa`); else empty
+    type: str  # what it accepts, in words
+    default: str  # as YAML; empty where it must be given
+    sentence: str  # what it means; may be empty
+
+
+def render_keys(schema: type[BaseModel], prefix: str = "") -> str:
+    """Return the keys of a schema whose path begins with `prefix` as text, one or two lines each."""
+    lines = []
+    for key in keys_of(schema):
+        if key.path.startswith(prefix):
+            default = f" = {key.default}" if key.default else ""
+            kind = f"  [{key.kind}]" if key.kind else ""
+            lines.append(f"{key.path}: {key.type}{default}{kind}")
+            if key.sentence:
+                lines.append(f"    {key.sentence}")
+    return "\n".join(lines)
+
+
+def render_config(config: BaseModel) -> str:
+    """Return a config as YAML that loads as the same, secrets masked."""
+    return yaml.safe_dump(mask_secrets(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True).rstrip()
+
+
+def keys_of(
+    model: type[BaseModel], above: str = "", kind: str = "", defaults: Mapping[str, Any] | None = None
+) -> Iterator[Key]:
+    """Yield the keys of a schema, top-down; `defaults` holds those that the section above sets for it."""
+    schema, sentences, defaults = model.model_json_schema(), _sentences(model), defaults or {}
+    for name, field in model.model_fields.items():
+        found, sections = schema["properties"][name], list(models_in(field.annotation))
+        is_section = isinstance(field.default, BaseModel)
+        default = defaults.get(name, found.get("default"))
+        yield Key(
+            path=above + name,
+            kind=kind,
+            type=_type(found),
+            default="" if field.is_required() or is_section else json.dumps(default),
+            sentence=sentences.get(name) or _summary([model] if "const" in found else [section for section, _ in sections]),
+        )
+        for section, index in sections:
+            inner = f"{above}{name}." + ("*." if index else "")
+            properties = section.model_json_schema()["properties"]
+            tags = [f"{tag}: {each['const']}" for tag, each in properties.items() if "const" in each]
+            inner_kind = next(iter(tags), "") if len(sections) > 1 else kind
+            yield from keys_of(section, inner, inner_kind, default if is_section and isinstance(default, dict) else {})
+
+
+def _type(found: dict[str, Any]) -> str:
+    """Return a property of a JSON schema in words."""
+    if "anyOf" in found:
+        return " | ".join(dict.fromkeys(map(_type, found["anyOf"])))
+    if "enum" in found or "const" in found:
+        return " | ".join(map(str, found.get("enum", [found.get("const")])))
+    if found.get("type") == "array":
+        return f"list of {_type(found['items'])}" if "items" in found else "list"
+    return str(found.get("type", "section"))
+
+
+def _summary(models: list[type[BaseModel]]) -> str:
+    """Return the first line of a section's docstring, where it is of one kind only."""
+    return (inspect.getdoc(models[0]) or "").partition("\n")[0] if len(models) == 1 else ""
+
+
+def _sentences(model: type[BaseModel]) -> dict[str, str]:
+    """Return the comments above or beside the fields of a model, inherited ones included."""
+    found, above = dict[str, str](), list[str]()
+    parents = [each for each in model.__mro__ if issubclass(each, BaseModel) and each is not BaseModel]
+    for line in "".join(map(inspect.getsource, reversed(parents))).splitlines():
+        comment = [text["text"]] if (text := COMMENT.search(line)) else []
+        if field := FIELD.match(line):
+            found[field["name"]] = " ".join(above + comment) or found.get(field["name"], "")
+        above = above + comment if line.strip().startswith("# ") else []
+    return found
 
 
 # --- YAML --------------------------------------------------------------------------------------------------------------------
@@ -229,44 +282,28 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with YAML 1.2's plain scalars (`3e-4` is a number, `no` is text), no aliases, no repeated keys."""
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose one node; aliases are refused, so that a file's size bounds its memory."""
-        if self.check_event(yaml.AliasEvent):
-            raise _refusal("aliases are not accepted, write the value out", self.peek_event().start_mark)
-        return super().compose_node(parent, index)
+    """PyYAML's safe loader with YAML 1.2's plain scalars: `3e-4` is a number, `no` is text, `010` as well."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Return a mapping, whose keys are words as they stand there, each once."""
         result: dict[Any, Any] = {}
         for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise _refusal("a key must be a word, not a list or a mapping", key.start_mark)
-            if key.value in result:
-                raise _refusal(f"key {key.value!r} is given twice", key.start_mark)
+            if not isinstance(key, yaml.ScalarNode) or key.value in result:
+                problem = "a key must be a word, and given once"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             result[key.value] = self.construct_object(value, deep=True)
         return result
-
-    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """Return a whole number in decimal digits: PyYAML would read 010 as 8."""
-        return int(node.value)
 
 
 _Loader.yaml_implicit_resolvers = {}
 for _tag, _pattern, _first in (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("int", r"[-+]?[0-9]+", list("-+0123456789")),
+    ("int", r"[-+]?(0|[1-9][0-9]*)", list("-+0123456789")),
     (
         "float",
-        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
         list("-+.0123456789"),
     ),
 ):
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first)
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
-
-
-def _refusal(problem: str, mark: Any) -> yaml.MarkedYAMLError:
-    return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)

@@ -19,14 +19,12 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, TextIO
+from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
-from rich.text import Text
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from configs.runtime.redaction import redact
 
@@ -98,26 +96,21 @@ def _print_traceback(kind: type[BaseException], error: BaseException, trace: Tra
 
 
 @contextmanager
-def progress(
-    description: str, total: int, unit: str = "it", done: int = 0, tokens: Tokens | None = None
-) -> Iterator[Callable[[int], None]]:
+def progress(description: str, total: int, unit: str = "it", done: int = 0) -> Iterator[Callable[[int], None]]:
     """Yield a function that adds a number of finished items to the bar or the log.
 
-    `done` of them were finished before, which says nothing of the rate. Where items differ in size, their `tokens` tell the
-    rate, the share and the time left.
+    `done` of them were finished before, which says nothing of the rate.
     """
-    work = _Work(description, total, unit, done, tokens)
-    if tokens is not None:
-        tokens.on_change = partial(work.advance, 0)
+    work = _Work(description, total, unit, done)
     if is_main_process() and sys.stderr.isatty():
         work.last_line = math.inf  # the bar takes the place of the lines
-        columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _PaceColumn(work)]
+        columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[pace]}")]
         with Progress(*columns, console=Console(stderr=True)) as bar:
-            task = bar.add_task(description, total=total, completed=done)
+            task = bar.add_task(description, total=total, completed=done, pace="")
 
             def advance(count: int) -> None:
                 work.advance(count)
-                bar.advance(task, count)
+                bar.update(task, advance=count, pace=work.pace)
 
             yield advance
         work.note()
@@ -126,62 +119,33 @@ def progress(
     work.finish()
 
 
-class Tokens:
-    """Tokens of texts of which the longest lengths are known: how many are written, and about how many are left.
-
-    Short texts end first, so the mean of those that have ended is too small while others are under way. A text is taken to fill
-    the share of its limit at which as many would have ended by now, had each the same chance to end at every token: all tokens
-    written, those of texts under way included, over the limits of the texts that have ended.
-    """
-
-    def __init__(self) -> None:
-        self.on_change: Callable[[], None] = lambda: None
-        self.written = 0
-        self.ended_limit = 0.0
-        self._limit, self._ended_length = 0.0, 0
-
-    def expect(self, limit: float) -> None:
-        """Add texts that have `limit` tokens together at most."""
-        self._limit += limit
-
-    def write(self, count: int) -> None:
-        """Add tokens to the texts under way."""
-        self.written += count
-        self.on_change()
-
-    def end(self, limit: float, length: int) -> None:
-        """Note that texts of this limit together have ended, `length` tokens long."""
-        self.ended_limit += limit
-        self._ended_length += length
-
-    @property
-    def left(self) -> float:
-        """The tokens that are still to be written, by estimate; the most they may be before a text has ended."""
-        open_limit, under_way = self._limit - self.ended_limit, self.written - self._ended_length
-        share = self.written / self.ended_limit if self.ended_limit else 1.0
-        return max(0.0, min(share * open_limit, open_limit - under_way))
-
-
-class _Pace(NamedTuple):
-    share: float  # of the work that is done
-    rate: float  # per second, since this process began
-    unit: str  # of the rate
-    seconds_left: float | None
-
-    def __str__(self) -> str:
-        left = "unknown" if self.seconds_left is None else clock(self.seconds_left)
-        return f"{rate(self.rate, self.unit)}, {left} left"
-
-
 class _Work:
     """Counts finished items; logs the count, the rate and the time left, and notes them in the file for others."""
 
-    def __init__(self, description: str, total: int, unit: str, done: int, tokens: Tokens | None) -> None:
-        self.description, self.total, self.unit, self.tokens = description, total, unit, tokens
+    def __init__(self, description: str, total: int, unit: str, done: int) -> None:
+        self.description, self.total, self.unit = description, total, unit
         self.done = self.before = done
         self.started = self.last_line = self.last_note = time.monotonic()
         self.file = os.environ.get(PROGRESS_FILE) if is_main_process() else None
         self.note()
+
+    @property
+    def share(self) -> float:
+        return self.done / max(self.total, 1)
+
+    @property
+    def rate(self) -> float:
+        """Items per second, since this process began."""
+        return (self.done - self.before) / max(time.monotonic() - self.started, 1e-9)
+
+    @property
+    def seconds_left(self) -> float | None:
+        return (self.total - self.done) / self.rate if self.done > self.before else None
+
+    @property
+    def pace(self) -> str:
+        left = "unknown" if self.seconds_left is None else clock(self.seconds_left)
+        return f"{rate(self.rate, self.unit)}, {left} left"
 
     def advance(self, count: int) -> None:
         self.done += count
@@ -192,36 +156,16 @@ class _Work:
         if now - self.last_line < SECONDS_BETWEEN_LINES or self.done == self.total:
             return
         self.last_line = now
-        pace = self.pace()
-        LOGGER.info("%s: %d/%d %s (%.0f %%), %s", self.description, self.done, self.total, self.unit, 100 * pace.share, pace)
-
-    def pace(self) -> _Pace:
-        unit, count = self.unit, self.done - self.before
-        left = float(self.total - self.done)
-        share = self.done / max(self.total, 1)
-        if self.tokens is not None and self.tokens.written:
-            unit, count, left = "tokens", self.tokens.written, self.tokens.left
-            share = count / (count + left)
-        per_second = count / max(time.monotonic() - self.started, 1e-9)
-        return _Pace(share, per_second, unit, left / per_second if per_second else None)
+        done = (self.description, self.done, self.total, self.unit, 100 * self.share)
+        LOGGER.info("%s: %d/%d %s (%.0f %%), %s", *done, self.pace)
 
     def note(self) -> None:
         """Write how far the work is into the file that the environment names; the work goes on where that cannot be."""
         if self.file is None:
             return
-        pace, path = self.pace(), Path(self.file)
-        values = {
-            "stage": os.environ.get(STAGE, ""),
-            "description": self.description,
-            "done": self.done,
-            "total": self.total,
-            "unit": self.unit,
-            "rate": pace.rate,
-            "rate_unit": pace.unit,
-            "seconds_left": pace.seconds_left,
-            "share": pace.share,
-            "time": time.time(),
-        }
+        names = ("description", "done", "total", "unit", "rate", "seconds_left", "share")
+        values = {"stage": os.environ.get(STAGE, ""), "time": time.time()} | {name: getattr(self, name) for name in names}
+        path = Path(self.file)
         scratch = path.with_name(f".{path.name}.{os.getpid()}")
         with suppress(OSError):
             scratch.write_text(json.dumps(values), encoding="utf-8")
@@ -230,20 +174,8 @@ class _Work:
     def finish(self) -> None:
         """Log how many were finished, the time it took and the mean rate."""
         self.note()
-        seconds, count = time.monotonic() - self.started, self.done - self.before
-        mean = rate(count / seconds if seconds > 0 else 0.0, self.unit)
-        LOGGER.info("%s: %d %s in %s, %s", self.description, count, self.unit, clock(seconds), mean)
-
-
-class _PaceColumn(ProgressColumn):
-    """The rate and the time left."""
-
-    def __init__(self, work: _Work) -> None:
-        super().__init__()
-        self.work = work
-
-    def render(self, task: Task) -> Text:
-        return Text(str(self.work.pace()))
+        took, count = clock(time.monotonic() - self.started), self.done - self.before
+        LOGGER.info("%s: %d %s in %s, %s", self.description, count, self.unit, took, rate(self.rate, self.unit))
 
 
 def rate(per_second: float, unit: str) -> str:

@@ -190,12 +190,9 @@ class ScheduleConfig(Settings):
     # those of longer conversations have fewer, so that all take about as long
     batch_size: PositiveInt = 8
     gradient_accumulation_steps: PositiveInt = 1  # micro-batches of an optimiser step, in each process
-    # Micro-batches of a step over all processes, in place of gradient_accumulation_steps: for runs that lose and gain
-    # processes, a multiple of each number that there may be
-    micro_batches_per_step: PositiveInt | None = None
     epochs: PositiveInt = 1  # passes over the training data
     max_steps: PositiveInt | None = None  # in place of epochs, fewer steps or more
-    mixed_precision: Literal["no", "bf16", "fp16"] = "bf16"  # dtype of matrix products in training; no: the weights'
+    mixed_precision: Literal["no", "bf16"] = "bf16"  # dtype of matrix products in training; no: the weights'
     # Each layer of the draft keeps its input alone for the backward, and runs again in it: less memory, slower steps.
     activation_checkpointing: Literal[True] | None = None
     log_every_steps: PositiveInt = 10  # steps between log lines
@@ -203,22 +200,10 @@ class ScheduleConfig(Settings):
     checkpoint_every_steps: PositiveInt | None = None  # None: only at the end
     keep_checkpoints: PositiveInt = 2  # the newest; that of the best step stays as well
     process_timeout_seconds: PositiveInt = 600  # how long several processes wait for one of them
-    evaluation_timeout_seconds: PositiveInt = 14_400  # how long they wait for the one that decodes held-out prompts longest
     resume: bool = True  # go on from the newest checkpoint in the output folder
-    resume_anyway: bool = False  # ... also where settings or data have changed that decide the weights
     # Where metrics are shown, beside metrics.jsonl.
     trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = ["tensorboard"]
-    # Peak of a process's device in this precision, in 10^12 operations a second; model_flop_utilization is a share of it.
-    # None: the data sheet's for some GPUs; for other devices no utilisation is reported
-    peak_tflops: PositiveFloat | None = None
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # numpy, which is seeded as well, takes no larger one
-
-    def objections(self) -> Iterator[str]:
-        if self.micro_batches_per_step is not None and self.gradient_accumulation_steps != 1:
-            yield (
-                f"micro_batches_per_step {self.micro_batches_per_step} and gradient_accumulation_steps "
-                f"{self.gradient_accumulation_steps} both say how many micro-batches a step has: give one of them"
-            )
 
 
 class HeldOutDecodingConfig(Settings):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from configs.runtime.resumable import Journal, Place
-from configs.runtime.terminal import Tokens, progress
+from configs.runtime.terminal import progress
 from configs.schema.data import AnswersConfig
 from distill.dataset.conversations import Conversation, Message
 from distill.generation.continuation import Request, TargetSource, continue_requests, up_to_end
@@ -115,12 +115,11 @@ class AnswerJob:
         order = sorted(range(len(needs)), key=lambda number: (-needs[number], number))  # the longest first
         own, finished = order[rank::num_processes], self.finished()
         missing = [number for number in own if not finished[number]]
-        journal, group, tokens = self.journal(rank), dict[str, Any](), Tokens()
-        tokens.expect(sum(map(self._longest, missing)))
+        journal, group = self.journal(rank), dict[str, Any]()
         source = TargetSource(
             self.target, self.config, capacity=min(self.target.max_positions, needs[missing[0]]) if missing else 0
         )
-        with progress("answers", len(own), "prompts", done=len(own) - len(missing), tokens=tokens) as advance:
+        with progress("answers", len(own), "prompts", done=len(own) - len(missing)) as advance:
 
             def keep() -> None:
                 if writes:
@@ -141,7 +140,7 @@ class AnswerJob:
 
             first = (following(number, self.dialogue(number)) for number in missing)
             requests = (request for request in first if request is not None)
-            continue_requests(source, requests, seed=self.seed, batch_size=self.config.batch_size, tokens=tokens)
+            continue_requests(source, requests, seed=self.seed, batch_size=self.config.batch_size)
             if group:
                 keep()
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from configs.runtime.errors import RunFailed
-from configs.runtime.terminal import Tokens
 from configs.schema.decoding import SamplingConfig
 from heads.frozen.loading import Target
 from heads.frozen.media import MediaPrompt
@@ -88,15 +87,13 @@ def continue_requests(
     *,
     seed: int,
     batch_size: int | None = None,
-    tokens: Tokens | None = None,
 ) -> None:
     """Continue all requests and those that their `on_done` returns, `batch_size` at a time (None: all at once).
 
     As one ends, what it asks next or the next request takes its slot where the source has room for it; where it has none, a new
-    batch is begun. `tokens` counts what is written.
+    batch is begun.
     """
     new, further, held = iter(requests), deque[Request](), list[Request]()
-    tokens = tokens or Tokens()
 
     def take() -> Request | None:
         return further.popleft() if further else next(new, None)
@@ -106,15 +103,12 @@ def continue_requests(
         rng = CounterRNG(seed, [each.number for each in slots], source.device)
         source.start(slots)
         while slots:
-            before = sum(len(each.tokens) for each in slots)
             ended = [each.append(drawn) for each, drawn in zip(slots, source.draw(slots, rng), strict=True)]
-            tokens.write(sum(len(each.tokens) for each in slots) - before)
             kept, replaced = [], []
             for place, request in enumerate(slots):
                 if not ended[place]:
                     kept.append(place)
                     continue
-                tokens.end(request.limit - len(request.prompt_ids), len(request.written))
                 if (asked := request.on_done(request.written)) is not None:
                     further.append(asked)
                 following = None if held else take()

@@ -18,7 +18,7 @@ from typing import Any
 
 from configs.runtime.errors import InputError
 from configs.runtime.loading import parse_yaml
-from configs.runtime.terminal import Tokens, progress
+from configs.runtime.terminal import progress
 from configs.schema.data import SELF_SEEDED, PromptsConfig
 from configs.schema.decoding import SamplingConfig
 from distill.dataset.conversations import folded_text
@@ -56,8 +56,7 @@ def self_seed(
 
     This process writes the share of its `rank`; `exchange` gathers the turns of all processes, the same everywhere.
     """
-    tokens, near = Tokens(), NearDuplicates()
-    writer = Writer(target, config, tokens, batch_size=batch_size, seed=seed)
+    near, writer = NearDuplicates(), Writer(target, config, batch_size=batch_size, seed=seed)
     chosen: dict[str, Prompt] = {}  # by normalised text
     dropped = Counter[str]()
     num_written = 0
@@ -71,45 +70,42 @@ def self_seed(
             return DUPLICATE
         return NEAR_DUPLICATE if config.kinds is not None and not near.add(text) else None
 
-    with progress("self-seeded prompts", config.num_prompts, "prompts", tokens=tokens) as advance:
-        while (before := len(chosen)) < config.num_prompts:
-            # A quarter more than is missing: most turns are usable, and a second wave would begin with a nearly empty batch.
-            wave = range(num_written, num_written + max(batch_size, (config.num_prompts - before) * 5 // 4))
-            num_written = wave.stop
-            for number, text in sorted(exchange(writer.write([each for each in wave if each % num_processes == rank]))):
-                if len(chosen) == config.num_prompts:
-                    break
-                if (reason := objection(text)) is not None or text is None:
-                    dropped[str(reason)] += 1
-                    continue
-                kind, _ = lead(config, seed, number)
-                chosen[folded_text(text)] = Prompt(prompt_id=f"self-{number}", category=kind, turns=(text,))
-            advance(len(chosen) - before)
-            if num_written >= MIN_TURNS_JUDGED and len(chosen) < MIN_YIELD * num_written:
-                usable = f"only {len(chosen)} of {num_written} self-seeded turns are usable"
-                raise InputError(f"{usable}: raise prompts.max_prompt_tokens, or lower prompts.temperature")
+    while len(chosen) < config.num_prompts:
+        # A quarter more than is missing: most turns are usable, and a second wave would begin with a nearly empty batch.
+        wave = range(num_written, num_written + max(batch_size, (config.num_prompts - len(chosen)) * 5 // 4))
+        num_written = wave.stop
+        for number, text in sorted(exchange(writer.write([each for each in wave if each % num_processes == rank]))):
+            if len(chosen) == config.num_prompts:
+                break
+            if (reason := objection(text)) is not None or text is None:
+                dropped[str(reason)] += 1
+                continue
+            kind, _ = lead(config, seed, number)
+            chosen[folded_text(text)] = Prompt(prompt_id=f"self-{number}", category=kind, turns=(text,))
+        if num_written >= MIN_TURNS_JUDGED and len(chosen) < MIN_YIELD * num_written:
+            usable = f"only {len(chosen)} of {num_written} self-seeded turns are usable"
+            raise InputError(f"{usable}: raise prompts.max_prompt_tokens, or lower prompts.temperature")
     return list(chosen.values()), dict(sorted(dropped.items()))
 
 
 class Writer:
     """Lets the target write prompts by number."""
 
-    def __init__(self, target: Target, config: PromptsConfig, tokens: Tokens, *, batch_size: int, seed: int) -> None:
-        self.target, self.config, self.tokens = target, config, tokens
-        self.batch_size, self.seed = batch_size, seed
+    def __init__(self, target: Target, config: PromptsConfig, *, batch_size: int, seed: int) -> None:
+        self.target, self.config, self.batch_size, self.seed = target, config, batch_size, seed
         self.frame = find_user_frame(target, config.max_prompt_tokens)
 
     def write(self, numbers: Sequence[int]) -> list[Turn]:
         found: dict[int, str | None] = {}
-        self.tokens.expect(len(numbers) * self.config.max_prompt_tokens)
         longest = self.config.max_prompt_tokens + LONGEST_AROUND
         sampling = SamplingConfig(temperature=self.config.temperature, top_p=self.config.top_p)
         source = TargetSource(self.target, sampling, capacity=min(self.target.max_positions, longest))
-        asked = (self._request(number, found) for number in numbers)
-        continue_requests(source, asked, seed=self.seed, batch_size=self.batch_size, tokens=self.tokens)
+        with progress("self-seeded prompts", len(numbers), "turns") as advance:
+            asked = (self._request(number, found, advance) for number in numbers)
+            continue_requests(source, asked, seed=self.seed, batch_size=self.batch_size)
         return sorted(found.items())
 
-    def _request(self, number: int, found: dict[int, str | None]) -> Request:
+    def _request(self, number: int, found: dict[int, str | None], advance: Callable[[int], None]) -> Request:
         """Ask for the user's turn that begins with its opening, which the target ends after some words of its own."""
         _, opening = lead(self.config, self.seed, number)
         begun = self.target.tokenizer(opening, add_special_tokens=False)["input_ids"] if opening else []
@@ -118,6 +114,7 @@ class Writer:
         def done(written: list[int]) -> None:
             text = read_turn(self.target, self.frame, [*begun, *written])
             found[number] = text if text is not None and len(text) > len(opening.strip()) else None
+            advance(1)
 
         return Request(
             prompt_ids=ids,

@@ -180,7 +180,7 @@ class Sides:
         adamw, precision = recipe.optimizer, recipe.schedule.mixed_precision
         settings: dict[str, Any] = {"learning_rate": adamw.learning_rate, "weight_decay": adamw.weight_decay}
         settings |= {"adam_beta1": adamw.beta1, "adam_beta2": adamw.beta2, "bf16": precision == "bf16"}
-        settings |= {"fp16": precision == "fp16", "use_cpu": self.target.device.type == "cpu"}
+        settings |= {"use_cpu": self.target.device.type == "cpu"}
         settings |= {"lmbda": 0.0, "beta": 0.0, "activation_checkpointing": False}  # KL(target || draft) on given answers
         arguments = GKDConfig(output_dir=str(self.scratch / "trl"), report_to="none", disable_tqdm=True, **settings)
         unused = [{"messages": [{"role": "user", "content": "-"}, {"role": "assistant", "content": "-"}]}]  # it wants some

@@ -1,8 +1,8 @@
 """What this machine's accelerator does, beside the plan and transformers: the second half of `make gpu-check`.
 
 The first half, `pytest -m gpu`, holds losses, tokens and artifacts to the CPU's. This one measures a product and a copy, trains
-an EAGLE-3 head and decodes with it by every forward, by the commands a person would give. Its `measured` are what
-`hardware.measured=runs/gpu_check/gpu-check.json` plans by.
+an EAGLE-3 head and decodes with it by every forward, by the commands a person would give. `draftsmith plan` takes its `tflops`
+and `utilisation` by `--set hardware.tflops=... hardware.utilisation=...`.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ def measure_device(config: GpuBenchConfig) -> int:
         "scripts.data", folder / "data", {"target": target, "prompts": prompts, "answers": answers, "held_out_share": 0.2}
     )
     schedule = {"batch_size": config.batch_size, "max_steps": config.training_steps, "trackers": [], "resume": False}
-    schedule |= {"peak_tflops": rates["tflops"], "log_every_steps": max(1, config.training_steps // 2)}
+    schedule |= {"log_every_steps": max(1, config.training_steps // 2)}
     files = {name: str(folder / "data" / f"{name}.jsonl") for name in ("train", "held_out")}
     run_config(
         "train.heads", folder / "head", {"target": target, "data": files, "head": {"kind": "eagle3"}, "schedule": schedule}
     )
     last = [row for row in read_lines(folder / "head" / METRICS_FILE) if "tokens_per_second" in row][-1]
-    share = last["model_flop_utilization"]
-    rows += [{"what": f"training: {name}", "value": last[name]} for name in ("tokens_per_second", "model_flop_utilization")]
+    names = ("tokens_per_second", "model_tflops_per_second")
+    rows += [{"what": f"training: {name}", "value": last[name]} for name in names]
     slow = []
     for forward in ("transformers", "lean"):
         suite = {"path": config.prompts, "num_prompts": 16}
@@ -76,7 +76,7 @@ def measure_device(config: GpuBenchConfig) -> int:
             slow.append(f"plain decoding by the {forward} forward has {beside:.2f} times the speed of transformers' generation")
     for row in rows:
         log.info("%(what)s %(value).4g", row)
-    measured = rates | {"utilisation": share}
+    measured = rates | {"utilisation": last["model_tflops_per_second"] / rates["tflops"]}
     write_results(folder / "gpu-check.json", "gpu_check", rows=rows, ratios={}, config=config, measured=measured)
     for each in slow:
         log.error("%s", each)

@@ -4,9 +4,8 @@
 #   NUM_NODES=2 MAIN_HOST=node0 scripts/cluster/node.sh train/heads.py --config configs/heads/eagle3.yaml
 #
 # With NUM_NODES=MIN:MAX and MAX_RESTARTS, training survives the death of a process or a node: torchrun ends the others, waits for
-# MIN nodes at least, and starts all again from the last checkpoint. Where nodes come and go, give
-# schedule.micro_batches_per_step, a multiple of each number of processes that there may be. ACCELERATE_USE_FSDP=true
-# FSDP_VERSION=2 in front of it takes FSDP2.
+# MIN nodes at least, and starts all again from the last checkpoint. ACCELERATE_USE_FSDP=true FSDP_VERSION=2 in front of it takes
+# FSDP2.
 #
 # Asked to stop (SIGTERM, Ctrl-C, a terminal that is closed), it hands that on once, as SIGTERM, and gives the processes
 # GRACE_SECONDS to write their checkpoint. It ends with 143 where training did so with its checkpoint written, which training says

@@ -30,8 +30,7 @@ from heads.frozen.weights import UNREADABLE
 from scripts.doctor import BFLOAT16, describe_disk, instructions
 from scripts.run.draft_file import Choice, apply, asked_first
 from scripts.run.stages import start_of
-from train.plan.memory import Fit
-from train.plan.plan import Plan, make_plan
+from train.plan.plan import Fit, Plan, make_plan
 
 GIB = 2**30
 HEAD, DRAFT_LM = "configs/heads/eagle3.yaml", "configs/distill/draft_lm.yaml"
@@ -191,7 +190,6 @@ def _fitting(run: RunConfig, choices: Sequence[Choice] = ()) -> tuple[Plan, list
     schedule, parts, size = config.schedule, 1, dict[str, int]()
     tried = [(_startable(config), size)]
     is_open = not {"schedule.batch_size", "schedule.gradient_accumulation_steps"} & set(run.train or {})
-    is_open = is_open and schedule.micro_batches_per_step is None
     while is_open and _effort(tried[-1][0]) > 0 and schedule.batch_size % (2 * parts) == 0:
         parts *= 2
         size = {

@@ -53,7 +53,6 @@ class Progress(Read):
     total: int
     unit: str
     rate: float
-    rate_unit: str
     seconds_left: float | None
     share: float
     time: float

@@ -85,9 +85,9 @@ def _stage_progress(run: Run, stage: Stage) -> str:
 
 
 def _progress(found: Progress) -> str:
-    """Say how far some work is: its share by tokens where these are counted."""
+    """Say how far some work is."""
     left = "" if not found.seconds_left else f", {_clock(found.seconds_left)} left"
-    paced = f", {rate(found.rate, found.rate_unit)}" if found.rate > 0 else ""
+    paced = f", {rate(found.rate, found.unit)}" if found.rate > 0 else ""
     return f"{found.description}, {found.done:,} of {found.total:,} {found.unit} ({percent(found.share)}){paced}{left}"
 
 

@@ -2,11 +2,12 @@
 
 import errno
 import json
-import math
 import os
 import pickle
 import shutil
 import threading
+import time
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,12 @@ from configs.schema.training import DistillConfig, HeadsConfig
 from tests.heads.formats.test_damaged import Trap
 from train.loop import checkpoints
 from train.loop.checkpoints import MANIFEST, Checkpoints, Progress, list_checkpoints, read_manifest
-from train.loop.lineage import CHANGES_NO_WEIGHT, Lineage, changes_no_weight, deciding_settings, training_fingerprint
+from train.loop.lineage import CHANGES_NO_WEIGHT, Lineage, changes_no_weight, deciding_settings
 
 
 def lineage(**changes):
-    return Lineage(**{"config_sha256": "a" * 64, "engine": "whole", "num_processes": 1, "micro_batches_per_step": 2} | changes)
+    usual = {"config_sha256": "a" * 64, "engine": "whole", "num_processes": 1, "micro_batches_per_step": 2, "settings": {}}
+    return Lineage(**usual | changes)
 
 
 class Run:
@@ -107,14 +109,16 @@ def test_training_goes_on_while_a_checkpoint_of_the_state_before_is_written(fold
     assert again.optimizer.state_dict()["state"][0]["step"] == 1
 
 
-def test_a_disk_that_fills_behind_the_run_is_a_sentence_and_the_checkpoint_before_stands(folder, monkeypatch):
+def test_a_disk_that_fills_behind_the_run_is_told_before_the_next_and_the_checkpoint_before_stands(folder, monkeypatch):
     run = Run(folder)
     run.take(1)
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     monkeypatch.setattr(checkpoints, "write_state", lambda *args, **settings: (_ for _ in ()).throw(full))
-    run.take(1, wait=False)
-    with pytest.raises(InputError, match=r"cannot write .*step-00000002: .*No space left .* what was written before stands"):
-        run.take(1)
+    with pytest.raises(InputError, match=r"cannot write .*step-00000002: .*No space left"):  # noqa: PT012
+        run.take(1, wait=False)
+        while True:
+            run.checkpoints.check()
+            time.sleep(0.01)
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000001"]
 
 
@@ -148,7 +152,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(folder, caplo
     [
         ({"num_processes": 2}, None),
         ({"engine": "FSDP"}, r"held sharded by FSDP, and this run holds them replicated in every process"),
-        ({"micro_batches_per_step": 4}, r"steps of 4 micro-batches over 1 processes, this run has steps of 2 over 1: choose"),
+        ({"micro_batches_per_step": 4}, r"schedule\.gradient_accumulation_steps"),
     ],
 )
 def test_another_world_is_taken_where_its_steps_are_the_same(folder, caplog, then, objection):
@@ -161,15 +165,6 @@ def test_another_world_is_taken_where_its_steps_are_the_same(folder, caplog, the
         return
     with pytest.raises(InputError, match=objection):
         Run(folder).checkpoints.resume()
-
-
-def test_other_data_of_the_same_name_or_an_option_that_is_on_make_another_run():
-    config = {"output": "a", "schedule": {"seed": 1, "keep_checkpoints": 1}, "layers": [{"kind": "a"}]}
-    quiet = {"output": "b", "schedule": {"seed": 1, "keep_checkpoints": 2}, "layers": [{"kind": "a", "new": None}], "new": None}
-    other = config | {"layers": [{"kind": "a", "new": 0}]}
-    own = training_fingerprint(config, {"train": "1"})
-    assert training_fingerprint(quiet, {"train": "1"}) == own
-    assert own not in (training_fingerprint(config, {"train": "2"}), training_fingerprint(other, {"train": "1"}))
 
 
 def leaves(config, above=""):
@@ -187,11 +182,13 @@ def test_every_key_of_a_training_decides_its_weights_or_is_listed_with_the_reaso
     config = schema().model_dump(mode="json")
     for part in ("images", "audio"):
         config["target"][part] = {"max_bytes": 1, "folder": "a"}
-    own = training_fingerprint(config, {})
-    found = {key: training_fingerprint(changed(config, key), {}) == own for key, _ in leaves(config)}
+    own = deciding_settings(config, {})
+    found = {key: deciding_settings(changed(config, key), {}) == own for key, _ in leaves(config)}
     assert {key for key, same in found.items() if same} == {key for key in found if changes_no_weight(key)}
     deciding = ("optimizer.learning_rate", "data.max_length", "held_out.num_prompts", "schedule.seed")
     assert not any(found[key] for key in deciding)
+    assert deciding_settings(config, {"train": "1"}) != own
+    assert deciding_settings(config | {"new": None}, {}) == own
     known = [key for each in (DistillConfig, HeadsConfig) for key, _ in leaves(each().model_dump())]
     sections = {".".join(key.split(".")[:end]) for key in known for end in range(1, key.count(".") + 2)}
     named = {key for key in CHANGES_NO_WEIGHT if not key.startswith(("target.images.", "target.audio."))}
@@ -202,37 +199,23 @@ def test_every_key_of_a_training_decides_its_weights_or_is_listed_with_the_reaso
     ("key", "then", "now", "refused"),
     [
         ("loss.chunk_size", 128, 2048, False),
-        ("target.device", "cpu", "cuda", False),
-        ("schedule.activation_checkpointing", True, None, False),
         ("data.train", "a/train.jsonl", "b/train.jsonl", False),
+        ("schedule.max_steps", 4, 5, False),
+        ("schedule.max_steps", 5, 4, True),
         ("optimizer.learning_rate", 1e-3, 2e-3, True),
     ],
 )
-def test_what_changes_no_weight_never_refuses_a_resume_and_a_person_may_insist(folder, caplog, key, then, now, refused):
+def test_what_changes_no_weight_never_refuses_a_resume(folder, key, then, now, refused):
     def of(value):
-        settings = changed(DistillConfig().model_dump(mode="json"), key, value)
-        return {"config_sha256": training_fingerprint(settings, {}), "settings": deciding_settings(settings, {})}
+        settings = deciding_settings(changed(DistillConfig().model_dump(mode="json"), key, value), {})
+        return {"config_sha256": sha256(json.dumps(settings).encode()).hexdigest(), "settings": settings}
 
     Run(folder, **of(then)).take(1)
     if not refused:
         assert Run(folder, **of(now)).checkpoints.resume() is not None
         return
-    with pytest.raises(InputError, match=rf"{key} {then} -> {now}\), .* \(schedule.resume_anyway=true resumes it all the"):
+    with pytest.raises(InputError, match=rf"{key} {then} -> {now}"):
         Run(folder, **of(now)).checkpoints.resume()
-    again = Run(folder, **of(now))
-    object.__setattr__(again.checkpoints, "resume_anyway", True)
-    assert again.checkpoints.resume() is not None
-    assert f"{key} {then} -> {now}" in caplog.text
-
-
-def test_weights_that_are_not_finite_are_passed_over(folder, caplog):
-    run = Run(folder)
-    run.take(1)
-    with torch.no_grad():
-        run.module.bias[0] = math.nan
-    run.take(1)
-    assert Run(folder).checkpoints.resume() == folder / "step-00000001"
-    assert "step-00000002 holds values of bias that are not finite; passed over" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["custom_checkpoint_0.pkl", "optimizer.bin", "random_states_0.pkl"])

@@ -16,8 +16,8 @@ from configs.runtime.command import BAD_INPUT, DONE, run_command
 from configs.schema.commands.planning import HardwareConfig, PlanDistillConfig, PlanHeadsConfig
 from scripts import serve_states
 from scripts.plan import main, schema_of
-from train.plan.memory import SPREADING, Sharing
 from train.plan.page import launch_line
+from train.plan.plan import ALONE, SPREADING, Sharing
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -87,7 +87,7 @@ def test_a_mistake_is_one_line(argv, complaint, capsys):
             "accelerate launch --quiet --config_file configs/accelerate/one_gpu.yaml COMMAND --set target.device_map=auto",
         ),
         (
-            Sharing(recipe="one_gpu", on_cpu="one_process_cpu", min_processes=1, max_processes=1),
+            ALONE,
             "laptop_cpu",
             1,
             "accelerate launch --quiet --config_file configs/accelerate/one_process_cpu.yaml COMMAND",

@@ -3,16 +3,13 @@
 import dataclasses
 import json
 import logging
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from configs.runtime.errors import ConfigError, InputError
-from configs.schema.training import ScheduleConfig
+from configs.runtime.errors import InputError
 from distill.dataset.batches import ConversationDataset, collate
-from heads.artifact import load_draft
 from tests.support.training_runs import distil, distill_config, draft_task
 from train.launch import make_accelerator
 from train.loop.checkpoints import list_checkpoints
@@ -79,42 +76,11 @@ def test_a_run_of_fewer_steps_than_a_checkpoint_has_is_refused(tmp_path, greedy_
         distil(distill_config(tmp_path, max_steps=5, **epochs), greedy_target, greedy_rows)
 
 
-def test_a_finished_run_is_not_cut_down_to_fewer_steps(tmp_path, greedy_target, greedy_rows):
-    distil(distill_config(tmp_path, max_steps=5), greedy_target, greedy_rows)
-    with pytest.raises(InputError, match=r"a longer run \(schedule.max_steps 5 -> 4\)"):
-        distil(distill_config(tmp_path, max_steps=4), greedy_target, greedy_rows)
-
-
-def test_a_run_of_other_settings_is_resumed_where_a_person_insists(tmp_path, greedy_target, greedy_rows):
-    distil(distill_config(tmp_path, max_steps=3), greedy_target, greedy_rows)
-    other = {"optimizer": {"learning_rate": 1e-3}}
-    with pytest.raises(InputError, match=r"optimizer\.learning_rate"):
-        distil(distill_config(tmp_path, settings=other, max_steps=5), greedy_target, greedy_rows)
-    distil(distill_config(tmp_path, settings=other, max_steps=5, resume_anyway=True), greedy_target, greedy_rows)
-    assert kept_checkpoints(tmp_path) == ["step-00000003", "step-00000005"]
-
-
 def test_a_held_out_prompt_that_cannot_be_decoded_is_refused_before_training(tmp_path, greedy_target, greedy_rows):
     config = distill_config(tmp_path)
     long = dataclasses.replace(greedy_rows[0], prompt_ids=(5,) * 300)
     with pytest.raises(InputError, match="p0/0 has 300 tokens; the target's context is 256"):
         DraftTask(config, greedy_target, greedy_rows, [long], make_accelerator(config.schedule, tmp_path))
-
-
-def test_a_precision_that_accelerate_ignores_on_a_cpu_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("train.launch.Accelerator", lambda **_: SimpleNamespace(device=torch.device("cpu")))
-    with pytest.raises(ConfigError, match=r"schedule\.mixed_precision: fp16 is not to be had on a CPU; give bf16 or no"):
-        make_accelerator(ScheduleConfig(mixed_precision="fp16"), tmp_path)
-
-
-def test_a_draft_of_a_reduced_vocabulary_is_decoded_and_kept_as_one(tmp_path, greedy_target, greedy_rows):
-    whole = distil(distill_config(tmp_path, {"draft_vocab_size": 20}, max_steps=5), greedy_target, greedy_rows)
-    draft = load_draft(tmp_path / "artifact", greedy_target.identity, greedy_target.model)
-    spoken = {token for row in greedy_rows for token in row.answer_ids}
-    assert (draft.metadata.draft_vocabulary, draft.metadata.draft_vocab_size) == ("reduced", 20)
-    assert set(draft.proposer.vocabulary.token_ids_W.tolist()) <= spoken
-    assert len(whole["draft.lm_head.weight"]) == 64
-    assert draft.metadata.provenance["held_out"]["draft_token_yield"] > 0
 
 
 def test_the_artifact_is_the_best_draft_not_the_last(tmp_path, greedy_target, greedy_rows, monkeypatch):

@@ -55,7 +55,6 @@ def test_a_run_writes_a_line_a_log_entry_and_a_resumed_one_goes_on_without_doubl
         assert sum(row[f"{SHARE}{part}"] for part in STEP_PARTS) == pytest.approx(1, abs=1e-5)
         assert min(row[f"{SHARE}{part}"] for part in ("data", "target", "loss", "backward", "optimizer")) > 0
         assert 0 < row["labels_per_second"] < row["tokens_per_second"]
-        assert "model_flop_utilization" not in row  # of a CPU, whose peak is not known
         assert row["memory_peak_bytes"] > 2**26
         assert {"acceptance", "top1_agreement", "gradient_norm", "learning_rate"} <= row.keys()
 

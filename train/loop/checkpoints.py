@@ -19,17 +19,17 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from accelerate import Accelerator
 from accelerate.checkpointing import save_accelerator_state
 from accelerate.utils import OPTIMIZER_NAME, RNG_STATE_NAME, SAFE_WEIGHTS_NAME, broadcast_object_list, load, recursively_apply
 from accelerate.utils import save as write_state
-from pydantic import TypeAdapter, ValidationError
-from safetensors import SafetensorError, safe_open
+from pydantic import ConfigDict, ValidationError
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
@@ -37,7 +37,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import BackgroundWrite, inside, read_json, sha256_of, sync, sync_folder, write_json
 from configs.schema.base import NonNegativeInt, Settings
-from configs.schema.training import ScheduleConfig
 from train.loop.lineage import REPLICATED, Lineage, engine_name
 
 NAME = re.compile(r"step-(\d{8})")
@@ -47,11 +46,13 @@ PROGRESS = "progress.json"
 START_AGAIN = "choose another output, or set schedule.resume=false to start from the beginning"
 
 logger = logging.getLogger("draftsmith")
+T = TypeVar("T", bound=Settings)
 
 
-@dataclass
-class Progress:
+class Progress(Settings):
     """Where a run is."""
+
+    model_config = ConfigDict(frozen=False)
 
     step: NonNegativeInt = 0  # optimiser steps done
     epoch: NonNegativeInt = 0
@@ -61,13 +62,17 @@ class Progress:
     best_step: NonNegativeInt | None = None
 
 
-_PROGRESS = TypeAdapter(Progress)
+class SavedProgress(Settings):
+    """The content of `progress.json`."""
+
+    progress: Progress
+    schedule: dict[str, Any]  # the state of the learning rate's
 
 
 class CheckpointManifest(Settings):
     """The content of `checkpoint.json`."""
 
-    format_version: int = 1
+    format_version: Literal[1] = 1
     step: NonNegativeInt
     lineage: Lineage
     sha256: dict[str, str]  # of each file, by its path in the checkpoint
@@ -85,7 +90,6 @@ class Checkpoints:
     lineage: Lineage
     keep: int  # how many of the newest are kept, at least 1; that of the best step is kept as well
     progress: Progress = field(default_factory=Progress)  # saved, and restored in place
-    resume_anyway: bool = False  # resume a checkpoint of other settings or data, with a warning
     _background: BackgroundWrite = field(default_factory=BackgroundWrite, init=False)
 
     def save(self, *, wait: bool = True) -> None:
@@ -105,8 +109,8 @@ class Checkpoints:
             rest = self._write(scratch)
             self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
-            progress, schedule = replace(self.progress), copy.deepcopy(self.scheduler.state_dict())
-            self._background.start(partial(self._complete, scratch, final, rest, progress, schedule))
+            place = SavedProgress(progress=self.progress.model_copy(), schedule=copy.deepcopy(self.scheduler.state_dict()))
+            self._background.start(partial(self._complete, scratch, final, rest, place))
         if wait:
             self.finish()
             self.accelerator.wait_for_everyone()
@@ -136,25 +140,23 @@ class Checkpoints:
             partial(write_state, host_copy(self.optimizer.state_dict()), scratch / f"{OPTIMIZER_NAME}.bin"),
         ]
 
-    def _complete(
-        self, scratch: Path, final: Path, rest: list[Callable[[], None]], progress: Progress, schedule: dict[str, Any]
-    ) -> None:
+    def _complete(self, scratch: Path, final: Path, rest: list[Callable[[], None]], place: SavedProgress) -> None:
         """Write the rest of a checkpoint and the manifest over all of its files, and put it in place."""
         with writing(final, scratch):
             for write in rest:
                 write()
-            write_json(scratch / PROGRESS, {"progress": _PROGRESS.dump_python(progress), "schedule": schedule})
+            write_json(scratch / PROGRESS, place.model_dump())
             hashes = {name: sha256_of(scratch / name) for name in sorted(_files(scratch))}
-            manifest = CheckpointManifest(step=progress.step, lineage=self.lineage, sha256=hashes)
+            manifest = CheckpointManifest(step=place.progress.step, lineage=self.lineage, sha256=hashes)
             write_json(scratch / MANIFEST, manifest.model_dump(mode="json"))
             sync_folder(scratch)
             _drop(final)
             scratch.replace(final)
             sync(self.folder)
             found = list_checkpoints(self.folder)
-            place = found.index(final) + 1
-            for other in [*found[: max(0, place - self.keep)], *found[place:]]:
-                if other.name != f"step-{progress.best_step or 0:08d}":
+            end = found.index(final) + 1
+            for other in [*found[: max(0, end - self.keep)], *found[end:]]:
+                if other.name != f"step-{place.progress.best_step or 0:08d}":
                     _drop(other)
 
     def resume(self) -> Path | None:
@@ -194,11 +196,6 @@ class Checkpoints:
         """Return why a checkpoint cannot be used, as a phrase that follows its name."""
         try:
             manifest = read_manifest(path)
-            other = self.lineage.objection_to_settings(manifest.lineage)
-            if other is not None and self.resume_anyway:
-                logger.warning("checkpoint %s %s; it is resumed all the same, by schedule.resume_anyway", path, other)
-            elif other is not None:
-                return f"{other} (schedule.resume_anyway=true resumes it all the same)"
             if (objection := self.lineage.objection(manifest.lineage)) is not None:
                 return objection
             if others := _files(path) - {*manifest.sha256, MANIFEST}:
@@ -206,9 +203,7 @@ class Checkpoints:
             for name, sha256 in manifest.sha256.items():
                 if sha256_of(inside(path, name, MANIFEST)) != sha256:
                     return f"is damaged: {name} is not what was written"
-                if name.endswith(".safetensors") and (bad := _first_not_finite(path / name)) is not None:
-                    return f"holds values of {bad} that are not finite"
-            _read_progress(path)
+            _read(SavedProgress, path / PROGRESS)
         except InputError as error:
             return f"is damaged: {error}"
         return None
@@ -222,15 +217,15 @@ class Checkpoints:
             self.accelerator.load_state(str(path))
         except (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
             raise InputError(f"checkpoint {path} cannot be read: {first_line(error)}; {START_AGAIN}") from error
-        saved, schedule = _read_progress(path)
-        vars(self.progress).update(vars(saved))
-        self.scheduler.load_state_dict(schedule)
+        saved = _read(SavedProgress, path / PROGRESS)
+        vars(self.progress).update(vars(saved.progress))
+        self.scheduler.load_state_dict(saved.schedule)
         # The optimiser's own is that of the schedule then, which may have been shorter.
         for group, base, factor in zip(
             self.scheduler.optimizer.param_groups, self.scheduler.base_lrs, self.scheduler.lr_lambdas, strict=True
         ):
             group["lr"] = base * factor(self.scheduler.last_epoch)
-        for key, (old, new) in self.lineage.changes(lineage).items() if lineage.settings else ():
+        for key, (old, new) in self.lineage.changes(lineage).items():
             logger.warning("%s %s -> %s: the run goes on, its learning rate from here as in the longer schedule", key, old, new)
         if now != then:
             said = "%s was written by %d processes, this run has %d: equal up to rounding, and without the same random numbers"
@@ -259,20 +254,9 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if NAME.fullmatch(path.name))
 
 
-def resumes(schedule: ScheduleConfig, output: Path) -> bool:
-    """Return whether a run goes on from a checkpoint in its output folder, or says why not."""
-    return schedule.resume and bool(list_checkpoints(output / "checkpoints"))
-
-
 def read_manifest(path: Path) -> CheckpointManifest:
     """Return a checkpoint's manifest; the files may still differ from it."""
-    try:
-        manifest = CheckpointManifest.model_validate(read_json(path / MANIFEST, "manifest"))
-    except ValidationError as error:
-        raise InputError(f"{MANIFEST} does not follow the format: {first_line(error)}") from error
-    if manifest.format_version != 1 or PROGRESS not in manifest.sha256:
-        raise InputError(f"{MANIFEST} is of another format (format_version {manifest.format_version}, accepted: 1)")
-    return manifest
+    return _read(CheckpointManifest, path / MANIFEST)
 
 
 @contextmanager
@@ -293,18 +277,11 @@ def writing(path: Path, scratch: Path | None = None) -> Iterator[None]:
         ) from error
 
 
-def _first_not_finite(weights: Path) -> str | None:
-    """Return the name of the first tensor in a file that holds NaN or infinity."""
-    with safe_open(weights, "pt") as file:  # a tensor at a time
-        return next((name for name in file.keys() if not bool(file.get_tensor(name).isfinite().all())), None)  # noqa: SIM118
-
-
-def _read_progress(path: Path) -> tuple[Progress, dict[str, Any]]:
-    content = read_json(path / PROGRESS, "progress")
+def _read(schema: type[T], path: Path) -> T:
     try:
-        return _PROGRESS.validate_python(content["progress"]), dict(content["schedule"])
-    except (ValidationError, KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{PROGRESS} does not follow the format: {first_line(error)}") from error
+        return schema.model_validate(read_json(path, path.stem))
+    except ValidationError as error:
+        raise InputError(f"{path.name} does not follow the format: {first_line(error)}") from error
 
 
 def _files(folder: Path) -> set[str]:

@@ -3,9 +3,8 @@
 `TrainingEngine` replicates them (one process, or several under DDP). `Fsdp2Engine` shards them by torch's `fully_shard`, also
 on a CPU, where accelerate does not offer it. `DeepSpeedEngine` is ZeRO: stages 1 and 2 shard optimiser state and gradients,
 stage 3 the weights as well. accelerate's config or environment says which. Decoding and artifacts need unsharded weights: where
-they are sharded, they are loaded into a copy of the module made beforehand. Not supported: FSDP 1, Megatron, and fp16 with
-sharded weights, whose loss scale would have to be agreed on; and ZeRO stage 3 for heads, which read weights outside of the
-modules that own them.
+they are sharded, they are loaded into a copy of the module made beforehand. Not supported: FSDP 1, Megatron, fp16, and ZeRO
+stage 3 for heads, which read weights outside of the modules that own them.
 """
 
 from __future__ import annotations
@@ -70,20 +69,18 @@ def choose_engine(accelerator: Accelerator, schedule: ScheduleConfig, optimizer:
     return Fsdp2Engine(accelerator) if name == FSDP2 else DeepSpeedEngine(accelerator, schedule, optimizer)
 
 
-def check_engine(schedule: ScheduleConfig) -> None:
+def check_engine() -> None:
     """Refuse launch settings that no engine supports, by a ConfigError, before anything is loaded."""
-    deepspeed = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
-    if fsdp_is_requested():
-        if (version := os.environ.get("FSDP_VERSION", "1")) != "2":
-            raise ConfigError(f"fsdp_config.fsdp_version of accelerate's config: 2 is supported, got {version}")
-        for name in ("offload_params", "activation_checkpointing"):
-            if parse_flag_from_env(f"FSDP_{name.upper()}"):
-                raise ConfigError(
-                    f"fsdp_config.fsdp_{name} of accelerate's config: must be false, got true; to save more memory than FSDP "
-                    "does, launch with configs/accelerate/zero3_offload.yaml"
-                )
-    if schedule.mixed_precision == "fp16" and (deepspeed or fsdp_is_requested()):
-        raise ConfigError("schedule.mixed_precision: fp16 is not supported with FSDP or DeepSpeed; give bf16, or no")
+    if not fsdp_is_requested():
+        return
+    if (version := os.environ.get("FSDP_VERSION", "1")) != "2":
+        raise ConfigError(f"fsdp_config.fsdp_version of accelerate's config: 2 is supported, got {version}")
+    for name in ("offload_params", "activation_checkpointing"):
+        if parse_flag_from_env(f"FSDP_{name.upper()}"):
+            raise ConfigError(
+                f"fsdp_config.fsdp_{name} of accelerate's config: must be false, got true; to save more memory than FSDP "
+                "does, launch with configs/accelerate/zero3_offload.yaml"
+            )
 
 
 class TrainingEngine:

@@ -32,7 +32,7 @@ from train.loop.checkpoints import START_AGAIN, Checkpoints, Progress
 from train.loop.engines import choose_engine, make_optimizer
 from train.loop.lineage import Lineage
 from train.loop.milestones import Milestones, TrainingResult, check_finite
-from train.loop.telemetry import StepClock, StepMetrics, find_peak, start_trackers
+from train.loop.telemetry import StepClock, StepMetrics, start_trackers
 
 log = logging.getLogger("draftsmith")
 
@@ -71,7 +71,7 @@ class Task(Protocol):
 
     @property
     def samples(self) -> Sequence[Mapping[str, Any]]:
-        """The first answers of the last evaluation in the main process, as a report has them (`eval.report.build`)."""
+        """The main process's first answers in the last evaluation, as a report has them (`eval.report.build`)."""
 
     def save(self, module: nn.Module, progress: Progress, metrics: dict[str, float]) -> None:
         """Write the artifact of the module, which is the best so far."""
@@ -141,12 +141,11 @@ class Training:
             lineage=Lineage.of(accelerator, schedule, config.model_dump(mode="json"), contents),
             keep=schedule.keep_checkpoints,
             progress=self.progress,
-            resume_anyway=schedule.resume_anyway,
         )
-        # As peers count model FLOP utilisation (PaLM, 2204.02311, appendix B, without attention): padding, recomputation,
-        # masked pairs, and the depths and blocks that a head adds to a position do not count.
+        # As peers count a model's FLOPs (PaLM, 2204.02311, appendix B, without attention): padding, recomputation, masked
+        # pairs, and the depths and blocks that a head adds to a position do not count.
         flops = 6.0 * self.trained_parameters + 2.0 * task.source.num_parameters
-        self.metrics = StepMetrics(accelerator, self.clock, flops, find_peak(accelerator.device, schedule))
+        self.metrics = StepMetrics(accelerator, self.clock, flops)
         self.milestones = Milestones(self, Path(config.output))
 
     def run(self) -> TrainingResult:
@@ -203,8 +202,8 @@ class Training:
     def step(self, batches: list[Batch]) -> int:
         """Take one optimiser step over some micro-batches; return the number of this process's labels.
 
-        The host waits for the device once, in `check_finite`; under fp16 once more, for the loss scaler. DeepSpeed takes the
-        step in the last backward, unless the norm is not finite.
+        The host waits for the device once, in `check_finite`. DeepSpeed takes the step in the last backward, unless the norm is
+        not finite.
         """
         with self.clock("data"), self._drafting() as drafting:
             batches, sums = self.task.prepare(drafting, batches, self.progress.step)
@@ -228,11 +227,9 @@ class Training:
             norm = self.engine.clip(self.module, self.max_grad_norm)
             check_finite(self, losses, norm, batches)
             self.optimizer.step()
-            skipped = self.accelerator.optimizer_step_was_skipped  # under fp16, where a gradient was not finite
-            if not skipped:
-                self.scheduler.step()
+            self.scheduler.step()
             self.optimizer.zero_grad()
-        self.metrics.close_step(batches, own_labels, None if skipped else norm)
+        self.metrics.close_step(batches, own_labels, norm)
         self.stopping = bool(stops)  # a request to one process stops all after this step
         self.progress.step += 1
         self.progress.steps_in_epoch += 1

@@ -148,9 +148,8 @@ class Milestones:
 
 
 def check_finite(training: Training, losses: list[Tensor], norm: Tensor | float | None, batches: list[Batch]) -> None:
-    """Refuse losses and gradients that are not finite (fp16's scaler skips these), in one transfer."""
-    device = training.accelerator.device
-    norms = [] if norm is None or training.accelerator.scaler is not None else [torch.as_tensor(norm, device=device)]
+    """Refuse losses and gradients that are not finite, in one transfer."""
+    norms = [] if norm is None else [torch.as_tensor(norm, device=training.accelerator.device)]
     values = torch.stack([each.to(losses[0].dtype) for each in (*losses, *norms)]).tolist()
     bad = next((number for number, value in enumerate(values) if not math.isfinite(value)), None)
     if bad is None:

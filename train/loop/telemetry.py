@@ -1,10 +1,10 @@
 """What a run measures and reports: metrics and seconds of its steps, OUTPUT/metrics.jsonl, experiment trackers.
 
 Sums and counts are added over processes before any division. Beside the task's metrics stands the cost of the steps: tokens a
-second, the share of time by part, utilisation, peak memory (docs/running.md). A line of the file is written with each log line
-and each evaluation: `step`, `seconds` since the run began (those of earlier processes included), then the metrics, those of an
-evaluation under `held_out/`. Lines of steps are not synced to disk, those of evaluations are. Trackers (tensorboard, wandb,
-trackio, mlflow) find their server and key in the environment (`WANDB_API_KEY`, `MLFLOW_TRACKING_URI`, `HF_TOKEN`).
+second, the share of time by part, FLOPs a second, peak memory (docs/running.md). A line of the file is written with each log
+line and each evaluation: `step`, `seconds` since the run began (those of earlier processes included), then the metrics, those
+of an evaluation under `held_out/`. Lines of steps are not synced to disk, those of evaluations are. Trackers (tensorboard,
+wandb, trackio, mlflow) find their server and key in the environment (`WANDB_API_KEY`, `MLFLOW_TRACKING_URI`, `HF_TOKEN`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from configs.runtime.errors import ConfigError, InputError
 from configs.runtime.files import read_jsonl, read_text, write_text
 from configs.runtime.redaction import mask_secrets
 from configs.runtime.run_record import HELD_OUT, METRICS_FILE
+from configs.schema.base import dotted
 from configs.schema.training import ScheduleConfig
-from heads.device import allocated_peak, gpu_name, has_timed_events, timed_event, upload
+from heads.device import allocated_peak, has_timed_events, timed_event, upload
 from heads.modules.interface import NO_DOCUMENT, Batch
 
 OTHER = "other"
@@ -41,24 +42,13 @@ Moment = float | torch.Event
 SHARE = "time_share_"
 MIN_SHARE = 0.8  # of the predicted tokens beyond one a target step that decoding should yield
 TRACKERS_FOLDER = "trackers"  # below the run's folder
-# Dense bfloat16, in 10^12 operations a second, of the makers' data sheets; by a part of the device's name, the first that fits.
-PEAK_TFLOPS = {
-    "B200": 2250.0,
-    "H200": 989.0,
-    "H100 PCIe": 756.0,
-    "H100": 989.0,
-    "MI300X": 1307.0,
-    "A100": 312.0,
-    "L40S": 362.0,
-    "L4": 121.0,
-}
 
 
 class StepMetrics:
-    """Sums and counts of this process since the last report; `peak` None: unknown, and no utilisation is reported."""
+    """Sums and counts of this process since the last report."""
 
-    def __init__(self, accelerator: Accelerator, clock: StepClock, flops_per_token: float, peak: float | None) -> None:
-        self.accelerator, self.clock, self.flops_per_token, self.peak = accelerator, clock, flops_per_token, peak
+    def __init__(self, accelerator: Accelerator, clock: StepClock, flops_per_token: float) -> None:
+        self.accelerator, self.clock, self.flops_per_token = accelerator, clock, flops_per_token
         self._clear()
 
     def add(self, sums: Mapping[str, Tensor], counts: Mapping[str, Tensor] | None = None) -> None:
@@ -102,7 +92,7 @@ class StepMetrics:
         return {
             "labels_per_second": labels / elapsed,
             "tokens_per_second": tokens / elapsed,
-            **({} if self.peak is None else {"model_flop_utilization": self.flops_per_token * tokens / (self.peak * whole)}),
+            "model_tflops_per_second": self.flops_per_token * tokens / whole / 1e12,  # of one process
             "memory_peak_bytes": rows[:, 0].max().item(),
             **{f"{SHARE}{part}": of_part / whole for part, of_part in zip(STEP_PARTS, seconds, strict=True)},
         }
@@ -120,16 +110,6 @@ def memory_peak(device: torch.device) -> float:
     peak = allocated_peak(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit if peak is None else peak)
-
-
-def find_peak(device: torch.device, schedule: ScheduleConfig) -> float | None:
-    """Return the operations a second of which a device is capable in 16 bits or as the config says; None: not known."""
-    if schedule.peak_tflops is not None:
-        return schedule.peak_tflops * 1e12
-    name = gpu_name(device)
-    if name is None or schedule.mixed_precision == "no":
-        return None
-    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items() if part in name), None)
 
 
 class StepClock:
@@ -285,13 +265,5 @@ def start_trackers(accelerator: Accelerator, output: Path, config: Mapping[str, 
 
 def flat_config(config: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
     """Return a config's settings by dotted key (mlflow drops long values), lists and nulls as JSON, secrets masked."""
-    flat = flatten(mask_secrets(dict(config))).items()
+    flat = dotted(mask_secrets(dict(config)), takes_all=True)
     return {key: value if isinstance(value, bool | int | float | str) else json.dumps(value) for key, value in flat}
-
-
-def flatten(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Return nested settings by dotted key."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        flat |= flatten(value, f"{above}{name}.") if isinstance(value, dict) else {above + name: value}
-    return flat

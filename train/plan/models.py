@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from configs.runtime.errors import InputError, first_line
 from configs.runtime.files import find_shipped
-from configs.schema.commands.planning import PlanConfig, PlanHeadsConfig
+from configs.schema.commands.planning import PlanConfig, PlanDistillConfig, PlanHeadsConfig
 from configs.schema.heads import DFlashSettings, HeadConfig
 from configs.schema.target import TargetConfig
 from configs.schema.training import StudentConfig
@@ -62,17 +62,6 @@ def frozen_copies(module: nn.Module) -> int:
     return count(module) - count(module, trained=True) + buffers
 
 
-def draft_columns(config: PlanConfig, models: PlannedModels) -> int:
-    section = config.head if isinstance(config, PlanHeadsConfig) else config.student
-    return section.draft_vocab_size or int(models.target.config.get_text_config().vocab_size)
-
-
-def target_columns(config: PlanConfig, models: PlannedModels) -> int:
-    """Return how many of the target's logits the loss makes a depth: the draft's where sums are made once a position."""
-    sums_once = isinstance(config, PlanHeadsConfig) and config.loss.temperature == 1
-    return draft_columns(config, models) if sums_once else int(models.target.config.get_text_config().vocab_size)
-
-
 @dataclass(frozen=True, kw_only=True)
 class DraftWork:
     """What a step of the draft takes, all a token of the batch; its output head is apart."""
@@ -80,6 +69,8 @@ class DraftWork:
     forward_flops: float  # a backward takes twice as many
     kept_bytes: float  # for the backward
     judged_rows: float  # that become logits of the draft's
+    columns: int  # of a row of the draft's logits
+    target_columns: int  # of the target's that the loss makes a depth: the draft's where sums are made once a position
 
 
 def draft_work(config: PlanConfig, models: PlannedModels, *, length: float, label_share: float) -> DraftWork:
@@ -89,19 +80,22 @@ def draft_work(config: PlanConfig, models: PlannedModels, *, length: float, labe
     position. For its backward a layer keeps about eight states and four vectors of the MLP's inner width, or its input alone
     where it is computed anew; other weights keep what they read.
     """
-    shape, in_layers, beside = shape_like(models.target), 0.0, 0.0
-    if isinstance(models.draft, PreTrainedModel):
-        shape, num_layers = shape_like(models.draft), num_blocks(models.draft)
+    vocab_size = int(models.target.config.get_text_config().vocab_size)
+    section: HeadConfig | StudentConfig
+    if isinstance(config, PlanDistillConfig):
+        assert isinstance(models.draft, PreTrainedModel)
+        shape, num_layers, section = shape_like(models.draft), num_blocks(models.draft), config.student
         layer_runs, other_runs, judged = 1.0, 1.0, label_share
-        in_layers = active_weights(models.draft)
+        in_layers, beside = active_weights(models.draft), 0.0
     else:
-        assert isinstance(config, PlanHeadsConfig)
+        shape, section = shape_like(models.target), config.head
         without_attention = config.head.kind in ("medusa", "hydra")
         layers = [each for each in models.draft.modules() if isinstance(each, HeadLayer) and not without_attention]
         num_layers = len(layers)
         layer_runs, other_runs, judged = _runs(config.head, length, label_share)
         in_layers = sum(_matrices(each) for each in layers)
         beside = _matrices(models.draft) - in_layers
+    columns = section.draft_vocab_size or vocab_size
     attention = 4.0 * length * shape.num_heads * shape.head_width * num_layers * layer_runs
     size = 4 if config.schedule.mixed_precision == "no" else 2  # bytes of a number that a product gives; states are float32
     kept = 4 * shape.width if config.schedule.activation_checkpointing else 8 * 4 * shape.width + 4 * size * shape.mlp_width
@@ -109,6 +103,8 @@ def draft_work(config: PlanConfig, models: PlannedModels, *, length: float, labe
         forward_flops=2.0 * (in_layers * layer_runs + beside * other_runs) + attention,
         kept_bytes=kept * num_layers * layer_runs + size * beside / shape.width * other_runs,
         judged_rows=judged,
+        columns=columns,
+        target_columns=vocab_size if isinstance(config, PlanDistillConfig) or config.loss.temperature != 1 else columns,
     )
 
 
@@ -208,9 +204,7 @@ def empty_model(
 
 def _first_tokens(size: int | None, target: PreTrainedModel) -> DraftVocabulary | None:
     """Return a draft vocabulary of the asked size; which tokens it has changes no figure of a plan."""
-    if size is None:
-        return None
     vocab_size = target.config.get_text_config().vocab_size
-    if size > vocab_size:
+    if size is not None and size > vocab_size:
         raise InputError(f"draft_vocab_size must be at most {vocab_size}, the target's vocabulary, got {size}")
-    return DraftVocabulary(token_ids_W=torch.arange(size), target_vocab_size=vocab_size)
+    return None if size is None else DraftVocabulary(token_ids_W=torch.arange(size), target_vocab_size=vocab_size)

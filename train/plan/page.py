@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
 
 from configs.schema.commands.planning import HardwareConfig, PlanConfig, PlanHeadsConfig
 from eval.report.tables import table
-from train.plan.memory import GIBIBYTE, Sharing
 from train.plan.models import count, frozen_copies
-from train.plan.plan import Plan, make_plan
+from train.plan.plan import GIBIBYTE, Plan, Sharing, make_plan
 
 NODE = "scripts/cluster/node.sh"
 
@@ -17,21 +15,9 @@ NODE = "scripts/cluster/node.sh"
 def plan_page(config: PlanConfig, options: str) -> str:
     """Return the plan of a recipe as text and tables; `options` give training the recipe, in the line that starts it."""
     plan = make_plan(config)
-    parts = asdict(plan.memory)
-    memory = [(name.replace("_", " "), _bytes(value)) for name, value in parts.items()]
-    memory.append(("sum, nothing split", _bytes(sum(parts.values()))))
-    flops = [(name.replace("_", " "), f"{value / 1e6:,.1f} MFLOP") for name, value in asdict(plan.flops).items()]
-    flops.append(("all", f"{plan.flops.total / 1e6:,.1f} MFLOP"))
-    return "\n\n".join(
-        [
-            _models(plan),
-            table(("memory of one process", "bytes"), memory, numbers=False),
-            _engines(plan),
-            table(("part", "a token of the batch"), flops, numbers=False),
-            _time(plan),
-            _start(plan, options),
-        ]
-    )
+    memory = [*plan.memory.items(), ("sum, nothing split", sum(plan.memory.values()))]
+    sizes = table(("memory of one process", "bytes"), [(name, _bytes(value)) for name, value in memory], numbers=False)
+    return "\n\n".join([_models(plan), sizes, _engines(plan), _time(plan), _start(plan, options)])
 
 
 def launch_line(engine: Sharing, hardware: HardwareConfig, command: str) -> str:
@@ -39,18 +25,16 @@ def launch_line(engine: Sharing, hardware: HardwareConfig, command: str) -> str:
     n, per_node = hardware.num_accelerators, hardware.accelerators_per_node
     if engine.group > 1:
         command += f" --set target.shards={engine.group}"
+    if engine.spreads_target:
+        command += " --set target.device_map=auto"
+    if engine.alone:
+        name = (hardware.on_cpu and engine.on_cpu) or engine.recipe
+        return f"accelerate launch --quiet --config_file configs/accelerate/{name}.yaml {command}"
     recipe = f"RECIPE=configs/accelerate/{engine.recipe}.yaml " if engine.stage else ""
     if n > per_node:
         nodes = math.ceil(n / per_node)
         return f"{recipe}sbatch --nodes={nodes} --gpus-per-node={per_node} scripts/cluster/slurm.sbatch {command}"
-    if engine.spreads_target:
-        file = f"configs/accelerate/{engine.recipe}.yaml"
-        return f"accelerate launch --quiet --config_file {file} {command} --set target.device_map=auto"
-    on_cpu = hardware.preset == "laptop_cpu"
-    if engine.max_processes == 1:
-        name = engine.on_cpu if on_cpu else engine.recipe
-        return f"accelerate launch --quiet --config_file configs/accelerate/{name}.yaml {command}"
-    return f"{recipe}{'ACCELERATE_USE_CPU=true ' if on_cpu else ''}PROCESSES_PER_NODE={n} {NODE} {command}"
+    return f"{recipe}{'ACCELERATE_USE_CPU=true ' if hardware.on_cpu else ''}PROCESSES_PER_NODE={n} {NODE} {command}"
 
 
 def _models(plan: Plan) -> str:
@@ -64,24 +48,23 @@ def _models(plan: Plan) -> str:
 
 
 def _engines(plan: Plan) -> str:
+    hardware = plan.config.hardware
     rows = [
         (
-            _name(plan, fit.engine),
+            _name(fit.engine, hardware),
             f"{fit.num_bytes / GIBIBYTE:.2f} GiB",
             "fits" if fit.complaint is None else f"no: {fit.complaint}",
         )
         for fit in plan.fits
     ]
-    chosen = plan.fitting
-    verdict = "none fits" if chosen is None else f"take {_name(plan, chosen.engine)}"
-    machine = f"{plan.config.hardware.num_accelerators} x {plan.config.hardware.preset}"
-    return table(("configs/accelerate", "each accelerator", machine), rows, numbers=False) + f"\n\nrecipe: {verdict}"
+    title = ("configs/accelerate", "each accelerator", f"{hardware.num_accelerators} x {hardware.preset}")
+    chosen = "none fits" if plan.fitting is None else f"take {_name(plan.fitting.engine, hardware)}"
+    return table(title, rows, numbers=False) + f"\n\nrecipe: {chosen}"
 
 
-def _name(plan: Plan, engine: Sharing) -> str:
+def _name(engine: Sharing, hardware: HardwareConfig) -> str:
     """Return the recipe's name for this kind of machine."""
-    on_cpu = plan.config.hardware.preset == "laptop_cpu" and engine.group == 1
-    return (on_cpu and engine.on_cpu) or engine.name
+    return (hardware.on_cpu and engine.group == 1 and engine.on_cpu) or engine.name
 
 
 def _start(plan: Plan, options: str) -> str:
@@ -92,19 +75,18 @@ def _start(plan: Plan, options: str) -> str:
 
 
 def _time(plan: Plan) -> str:
-    hardware, times = plan.config.hardware, plan.times
-    tokens = plan.tokens_per_step * plan.num_processes
+    hardware, tokens = plan.config.hardware, plan.tokens_per_step * plan.num_processes
     epochs = plan.steps * tokens / (plan.work.num_conversations * plan.work.mean_tokens)
-    pace = float(f"{plan.tokens_per_second:.3g}")
     made = "reads" if plan.config.data.cache is not None else "could read"
+    parts = ", ".join(f"{name} {value / 1e6:,.1f}" for name, value in plan.flops.items())
     return (
         f"disk: {_bytes(plan.checkpoint_bytes)} a checkpoint; the target cache that the recipe {made} takes "
         f"{_bytes(plan.cache_row_bytes * plan.cache_rows)} ({plan.cache_row_bytes} bytes a row, {plan.cache_rows:,} rows)\n"
-        f"step: {times.total:.3g} s for {tokens:,.0f} tokens at "
-        f"{100 * hardware.utilisation:.0f} % of {hardware.machine.tflops:g} TFLOP/s "
-        f"(products {times.products:.3g} s, optimizer {times.optimizer:.3g} s, cache {times.cache:.3g} s; no communication)\n"
-        f"pace: {pace:,.0f} tokens/s; {plan.steps:,} steps, {epochs:.2g} epochs: {plan.hours:.3g} hours "
-        "of training steps"
+        f"work: {sum(plan.flops.values()) / 1e6:,.1f} MFLOP a token of the batch ({parts})\n"
+        f"step: {plan.step_seconds:.3g} s for {tokens:,.0f} tokens at {100 * hardware.utilisation:.0f} % of "
+        f"{hardware.machine.tflops:g} TFLOP/s, no communication\n"
+        f"pace: {float(f'{plan.tokens_per_second:.3g}'):,.0f} tokens/s; {plan.steps:,} steps, {epochs:.2g} epochs: "
+        f"{plan.hours:.3g} hours of training steps"
     )
 
 

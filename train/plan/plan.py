@@ -1,43 +1,80 @@
 """A whole plan: what a recipe takes in memory, disk and time.
 
-A row of W logits of a D-wide state costs 2 W D forward, as much again for its gradient, and for the weights' where they are
-trained. The optimiser's work is counted in bytes. Norms, softmax, the divergence's elementwise work and what processes send
-each other are left out. Packed rows count as full.
+Of N trained weights one process holds 4 N bytes of weights, 2 N of their copies under autocast, 4 N of gradients, 8 N of
+AdamW's states; what a step keeps for its backward is estimated from the layers' sizes (`draft_work`). Sharing follows ZeRO
+(Rajbhandari et al. 2020, arXiv 1910.02054, section 5): stage 1 splits the optimiser's states, 2 the gradients too, 3 and FSDP2
+the weights too. A row of W logits of a D-wide state costs 2 W D FLOPs forward, as much again for its gradient, and for the
+weights' where they are trained. Left out are the allocator's fragments, the engines' buckets, what interpreter and libraries
+take, what processes send each other, and all work but matrix products. Packed rows count as full.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
+from torch import nn
 from transformers import PreTrainedModel
 
-from configs.runtime.errors import InputError, first_line
-from configs.runtime.files import read_object
-from configs.schema.commands.planning import HardwareConfig, PlanConfig, PlanHeadsConfig, WorkloadConfig
+from configs.runtime.errors import InputError
+from configs.schema.commands.planning import PlanConfig, PlanHeadsConfig, WorkloadConfig
 from configs.schema.data import CacheConfig
 from distill.cache.writer import layout_of
 from distill.dataset.batches import ConversationDataset
 from distill.dataset.conversations import open_conversations
-from heads.frozen.hidden_states import num_blocks
+from distill.loss.fused import rows_of_chunk
+from heads.frozen.hidden_states import blocks, num_blocks
 from heads.modules.layers import shape_like
-from train.loop.lineage import accumulating
-from train.plan.memory import Fit, Memory, memory_of, try_engines
-from train.plan.models import (
-    PlannedModels,
-    active_weights,
-    count,
-    draft_columns,
-    draft_work,
-    frozen_copies,
-    plan_models,
-    target_columns,
-)
+from train.plan.models import PlannedModels, active_weights, count, draft_work, frozen_copies, plan_models
 
-# AdamW reads weight, gradient and two averages, and writes all but the gradient: seven float32 numbers.
-OPTIMIZER_BYTES_MOVED = 28
+GIBIBYTE = 2**30
+WIDE = 4  # bytes of a float32 number
+# Of a chunk's logits live at one time: in the matmul's dtype once, in float32 the logarithm, its gradient and a temporary.
+WIDE_COPIES_OF_DRAFT_LOGITS, WIDE_COPIES_OF_TARGET_LOGITS = 3, 2
+HEADROOM = 0.9  # share of an accelerator's memory that may be used; the rest is for what is not counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """A way of sharing a training out over accelerators."""
+
+    recipe: str  # its file in configs/accelerate, without the ending
+    on_cpu: str | None = None  # the file for processes without accelerators, where there is one
+    alone: bool = False  # for one process
+    stage: int = 0  # what is split over the processes, by ZeRO's numbers
+    spreads_target: bool = False  # one process holds the target on all accelerators of a node (`target.device_map`)
+    offloads_states: bool = False  # the optimiser's states and the float32 weights that it steps lie in the host's memory
+    group: int = 1  # processes that share the target's blocks (`target.shards`); the rest is whole in each
+
+    @property
+    def name(self) -> str:
+        """The recipe, and whether the target is split or spread beside it."""
+        if self.group > 1:
+            return f"{self.recipe} with target.shards={self.group}"
+        return f"{self.recipe} with target.device_map" if self.spreads_target else self.recipe
+
+
+# From the simplest to the one that needs least of an accelerator.
+ALONE = Sharing(recipe="one_gpu", on_cpu="one_process_cpu", alone=True)
+ENGINES = (
+    Sharing(recipe="ddp_gpus", on_cpu="ddp_cpu"),
+    Sharing(recipe="zero2", stage=2),
+    Sharing(recipe="fsdp2", stage=3),
+    Sharing(recipe="zero3", stage=3),
+)
+OFFLOADING = Sharing(recipe="zero3_offload", stage=3, offloads_states=True)
+SPREADING = Sharing(recipe="one_gpu", alone=True, spreads_target=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """What an engine needs of an accelerator, and why it does not fit where it does not."""
+
+    engine: Sharing
+    num_bytes: int
+    complaint: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,44 +87,16 @@ class Workload:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flops:
-    """FLOPs a token of the batch, by part; of logits and draft forward and backward together."""
-
-    target_forward: float
-    target_logits: float
-    draft: float
-    draft_logits: float
-
-    @property
-    def total(self) -> float:
-        return sum(asdict(self).values())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Times:
-    """Seconds of one optimiser step on each accelerator, none of its parts at the same time as another."""
-
-    products: float
-    optimizer: float
-    cache: float
-
-    @property
-    def total(self) -> float:
-        return self.products + self.optimizer + self.cache
-
-
-@dataclass(frozen=True, kw_only=True)
 class Plan:
     """What a recipe takes; tokens and conversations of a step are those of one process, without padding."""
 
     config: PlanConfig
     models: PlannedModels
     work: Workload
-    memory: Memory
+    memory: dict[str, int]  # bytes by part, before anything is split
     cache_row_bytes: int
     cache_rows: int
-    flops: Flops
-    times: Times
+    flops: dict[str, float]  # a token of the batch, by part
     fits: list[Fit]
     tokens_per_step: float
     conversations_per_step: float
@@ -104,6 +113,12 @@ class Plan:
         return 1 if spreads else self.config.hardware.num_accelerators
 
     @property
+    def step_seconds(self) -> float:
+        """Seconds of the matrix products of one optimiser step."""
+        hardware = self.config.hardware
+        return sum(self.flops.values()) * self.tokens_per_step / (hardware.machine.tflops * 1e12 * hardware.utilisation)
+
+    @property
     def steps(self) -> int:
         """Optimiser steps of the run."""
         schedule = self.config.schedule
@@ -113,12 +128,12 @@ class Plan:
     @property
     def tokens_per_second(self) -> float:
         """Of all processes together."""
-        return self.num_processes * self.tokens_per_step / self.times.total
+        return self.num_processes * self.tokens_per_step / self.step_seconds
 
     @property
     def hours(self) -> float:
         """Of all training steps; held-out decoding and checkpoints come on top."""
-        return self.steps * self.times.total / 3600
+        return self.steps * self.step_seconds / 3600
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -128,66 +143,147 @@ class Plan:
 
 def make_plan(config: PlanConfig) -> Plan:
     """Return the plan of a recipe; an InputError says where target, draft or data are not there, or do not go together."""
-    schedule = accumulating(config.schedule, config.hardware.num_accelerators)
-    config = config.model_copy(update={"schedule": schedule, "hardware": with_measured(config.hardware)})
     models = plan_models(config)
     config = models.config
-    work = _measure_workload(config)
-    schedule, row_length, machine = config.schedule, config.data.row_length, config.hardware.machine
-    a_row = 1.0 if row_length is None else row_length / work.mean_tokens
+    work, schedule, data = _measure_workload(config), config.schedule, config.data
+    a_row = 1.0 if data.row_length is None else data.row_length / work.mean_tokens
     conversations = schedule.batch_size * schedule.gradient_accumulation_steps * a_row
-    tokens = conversations * work.mean_tokens
-    flops, memory = flops_of(config, models, work), memory_of(config, models, work.label_share)
+    memory = memory_of(config, models, work.label_share)
     # Of the cache that the recipe can learn from, in the cache's default dtype.
-    taps, max_length = sorted(models.taps or ()), config.data.max_length
-    cache = CacheConfig(target=config.target, data=config.data.train, max_length=max_length, taps=taps)
-    layout = layout_of(cache, models.target)
-    rows = round(work.num_conversations * work.mean_tokens)
-    read = 0.0 if config.data.cache is None else layout.bytes_per_row * rows * conversations / work.num_conversations
-    times = Times(
-        products=flops.total * tokens / (machine.tflops * 1e12 * config.hardware.utilisation),
-        optimizer=count(models.draft, trained=True) * OPTIMIZER_BYTES_MOVED / (machine.memory_gb_per_second * 1e9),
-        cache=read / (machine.disk_gb_per_second * 1e9),
-    )
+    cache = CacheConfig(target=config.target, data=data.train, max_length=data.max_length, taps=sorted(models.taps or ()))
     return Plan(
         config=config,
         models=models,
         work=work,
         memory=memory,
-        cache_row_bytes=layout.bytes_per_row,
-        cache_rows=rows,
-        flops=flops,
-        times=times,
+        cache_row_bytes=layout_of(cache, models.target).bytes_per_row,
+        cache_rows=round(work.num_conversations * work.mean_tokens),
+        flops=flops_of(config, models, work),
         fits=try_engines(config, models, memory),
-        tokens_per_step=tokens,
+        tokens_per_step=conversations * work.mean_tokens,
         conversations_per_step=conversations,
     )
 
 
-def with_measured(hardware: HardwareConfig) -> HardwareConfig:
-    """Return the machine with what `hardware.measured` says of it, where the config gives no number itself."""
-    if hardware.measured is None:
-        return hardware
-    path = Path(hardware.measured)
-    measured = read_object(path, "measurement of a machine").get("measured")
-    known = set(HardwareConfig.model_fields) - hardware.model_fields_set
-    numbers = {name: value for name, value in measured.items() if name in known} if isinstance(measured, dict) else {}
-    try:
-        return HardwareConfig.model_validate(hardware.model_dump(exclude_unset=True) | numbers)
-    except ValidationError as error:
-        raise InputError(f"hardware.measured: {path} is no gpu-check.json: {first_line(error)}") from error
+def memory_of(config: PlanConfig, models: PlannedModels, label_share: float) -> dict[str, int]:
+    """Return the bytes of a step over a micro-batch of the longest rows, and of decoding held-out prompts, by part."""
+    trained, target = count(models.draft, trained=True), models.target
+    shape, dtype_size = shape_like(target), target.dtype.itemsize
+    row = config.data.row_length or config.data.max_length  # tokens
+    positions, mixed = config.schedule.batch_size * row, config.schedule.mixed_precision != "no"
+    size = 2 if mixed else WIDE
+    work = draft_work(config, models, length=row, label_share=label_share)
+    of_draft = work.columns * (size + WIDE_COPIES_OF_DRAFT_LOGITS * WIDE)
+    of_target = work.target_columns * (dtype_size + WIDE_COPIES_OF_TARGET_LOGITS * WIDE)
+    states = shape.width * (1 + len(models.taps or ())) * dtype_size  # a position
+    if config.data.cache is None:  # the widest moment of one of the target's blocks
+        states += dtype_size * (3 * shape.mlp_width + 4 * shape.width)
+    decode = config.held_out.decode
+    kv_of_token = 2 * num_blocks(target) * shape.num_key_value_heads * shape.head_width * dtype_size
+    kv_tokens = min(decode.batch_size, config.held_out.num_prompts) * (config.data.max_length + decode.max_new_tokens)
+    return {
+        "target weights": _bytes_of(target.parameters()),
+        "draft weights": WIDE * trained,
+        "draft casts": 2 * trained if mixed else 0,  # copies of the weights in 16 bits, kept for the backward
+        "frozen draft": WIDE * frozen_copies(models.draft),
+        "gradients": WIDE * trained,
+        "optimizer states": 2 * WIDE * trained,
+        # Of a row that becomes logits also the state, and its gradient from the chunked loss.
+        "draft activations": math.ceil(positions * (work.kept_bytes + work.judged_rows * models.draft_width * (size + WIDE))),
+        "target activations": positions * states,
+        "loss logits": rows_of_chunk(config.loss.chunk_size, on_cpu=config.hardware.on_cpu) * (of_draft + of_target),
+        "held-out keys and values": kv_tokens * kv_of_token,
+    }
 
 
-def flops_of(config: PlanConfig, models: PlannedModels, work: Workload) -> Flops:
-    """Return the FLOPs of training, a token."""
+def needed_bytes(
+    memory: Mapping[str, int],
+    engine: Sharing,
+    num_accelerators: int,
+    *,
+    target_block: int,
+    target_outside: int = 0,
+    head: bool = False,
+    accumulates: bool = False,
+) -> int:
+    """Return the bytes on one accelerator, of a spread target the one that holds the rest as well.
+
+    `target_block` is its largest block, whole while it runs under `shards`; `target_outside` what each process of a group
+    holds. FSDP2 gathers a `head` as a whole; one that `accumulates` splits gradients after a step's last micro-batch. Where
+    weights are split, a whole draft and a copy of it are there before.
+    """
+    n = 1 if engine.alone else num_accelerators
+    target: float = memory["target weights"]
+    if engine.spreads_target:
+        target = target / num_accelerators + target_block
+    if engine.group > 1:
+        target = target_outside + (target - target_outside) / engine.group + target_block
+    split = 1 if engine.stage < 3 or head else n
+    whole_gradients = engine.stage < 2 or (engine.recipe == "fsdp2" and (head or accumulates))
+    own = {
+        "target weights": target,
+        "draft weights": memory["draft weights"] / split,
+        "draft casts": memory["draft casts"] / split,
+        "gradients": memory["gradients"] / (1 if whole_gradients else n),
+        "optimizer states": memory["optimizer states"] / (n if engine.stage >= 1 else 1),
+    }
+    if engine.offloads_states:  # what stays is the 16-bit copy that runs
+        own |= {"draft weights": 0.0, "optimizer states": 0.0}
+    at_the_start = target + 2 * memory["draft weights"] + memory["frozen draft"] if engine.stage == 3 else 0
+    return math.ceil(max(sum({**memory, **own}.values()), at_the_start))
+
+
+def try_engines(config: PlanConfig, models: PlannedModels, memory: Mapping[str, int]) -> list[Fit]:
+    """Return the ways for this number of processes, each with the bytes it needs and the reason why it does not fit."""
+    machine, n = config.hardware.machine, config.hardware.num_accelerators
+    room, head = machine.memory_gib * GIBIBYTE * HEADROOM, isinstance(config, PlanHeadsConfig)
+    of_blocks = [_bytes_of(each.parameters()) for each in blocks(models.target)]
+    ends = models.target.get_input_embeddings(), models.target.get_output_embeddings()
+    on_host = sum(memory[part] for part in ("optimizer states", "draft weights", "gradients")) / n
+    fits: list[Fit] = []
+    for engine in _ways(config):
+        if engine.group > 1 and any(fit.engine.group > 1 and fit.complaint is None for fit in fits):
+            continue  # a smaller group does
+        needed = needed_bytes(
+            memory,
+            engine,
+            n,
+            target_block=max(*of_blocks, *(_bytes_of(each.parameters()) for each in ends)),
+            target_outside=memory["target weights"] - sum(of_blocks),
+            head=head,
+            accumulates=config.schedule.gradient_accumulation_steps > 1,
+        )
+        complaint = None
+        if needed > room:
+            complaint = f"more than {room / GIBIBYTE:.1f} GiB"
+        elif engine.offloads_states and on_host > machine.host_memory_gib * GIBIBYTE:
+            complaint = f"the host's {machine.host_memory_gib:g} GiB for each accelerator do not hold the optimiser's states"
+        fits.append(Fit(engine=engine, num_bytes=needed, complaint=complaint))
+    return fits
+
+
+def _ways(config: PlanConfig) -> list[Sharing]:
+    """Return the ways that a number of processes has, simplest first; heads take stage 2 at most (`train.loop.engines`)."""
+    n, per_node = config.hardware.num_accelerators, config.hardware.accelerators_per_node
+    ways = [*([ALONE] if n == 1 else ENGINES), OFFLOADING]
+    if isinstance(config, PlanHeadsConfig):
+        ways = [each for each in ways if not each.recipe.startswith("zero3")]
+    sizes = [size for size in range(2, min(n, per_node) + 1) if per_node % size == 0 and n % size == 0]
+    for size in [config.target.shards] if config.target.is_split else sizes:
+        ways.append(Sharing(recipe="ddp_gpus", on_cpu="ddp_cpu", group=size))
+    return [*ways, SPREADING] if 1 < n <= per_node else ways
+
+
+def flops_of(config: PlanConfig, models: PlannedModels, work: Workload) -> dict[str, float]:
+    """Return the FLOPs of training, a token of the batch; of the draft and its logits forward and backward together."""
     step = draft_work(config, models, length=work.mean_tokens, label_share=work.label_share)
     shape, cached = shape_like(models.target), config.data.cache is not None
     attention = 4.0 * work.mean_tokens * shape.num_heads * shape.head_width * num_blocks(models.target)
-    columns, vocab_size = target_columns(config, models), models.target.config.get_text_config().vocab_size
+    vocab_size = models.target.config.get_text_config().vocab_size
     # Those that weigh drafts by their acceptance compare each with the target once before, without a gradient.
     comparisons = 2 if getattr(models.draft, "weighs_by_acceptance", False) else 1
-    target_logits = 2.0 * comparisons * min(step.judged_rows, work.label_share) * shape.width * columns
-    if columns < vocab_size and not cached:  # the sums over the whole vocabulary, once a position
+    target_logits = 2.0 * comparisons * min(step.judged_rows, work.label_share) * shape.width * step.target_columns
+    if step.target_columns < vocab_size and not cached:  # the sums over the whole vocabulary, once a position
         target_logits += 2.0 * work.label_share * shape.width * vocab_size
     if isinstance(config, PlanHeadsConfig):
         trains_head = config.head.train_head
@@ -195,12 +291,12 @@ def flops_of(config: PlanConfig, models: PlannedModels, work: Workload) -> Flops
         assert isinstance(models.draft, PreTrainedModel)
         trains_head = any(each.requires_grad for each in models.draft.get_output_embeddings().parameters())
     a_logit = ((6.0 if trains_head else 4.0) + 2.0 * (comparisons - 1)) * models.draft_width
-    return Flops(
-        target_forward=0.0 if cached else 2.0 * active_weights(models.target) + attention,
-        target_logits=target_logits,
-        draft=3 * step.forward_flops,
-        draft_logits=step.judged_rows * draft_columns(config, models) * a_logit,
-    )
+    return {
+        "target": 0.0 if cached else 2.0 * active_weights(models.target) + attention,
+        "target's logits": target_logits,
+        "draft": 3 * step.forward_flops,
+        "draft's logits": step.judged_rows * step.columns * a_logit,
+    }
 
 
 def _measure_workload(config: PlanConfig) -> Workload:
@@ -216,3 +312,7 @@ def _measure_workload(config: PlanConfig) -> Workload:
         means = {"mean_tokens": num_tokens / len(dataset), "label_share": dataset.num_labels / num_tokens}
         given = {"num_conversations": len(dataset)} | means | given
     return Workload(**given | {"mean_tokens": min(given["mean_tokens"], max_length)})
+
+
+def _bytes_of(weights: Iterable[nn.Parameter]) -> int:
+    return sum(each.numel() * each.element_size() for each in weights)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from accelerate import Accelerator
@@ -57,7 +57,7 @@ class DraftTask:
     ) -> None:
         self.config, self.target, self.accelerator = config, target, accelerator
         self.clock = StepClock(accelerator.device)
-        self.vocabulary = choose_vocabulary(config, target, train, accelerator)
+        self.vocabulary = choose_vocabulary(config.student.draft_vocab_size, target, train)
         draft = initial_draft(config.student, target)
         if config.data.packing:
             for model in (draft, *([target.model] if cache is None else [])):
@@ -71,6 +71,7 @@ class DraftTask:
         path = config.student.path
         self.training_prompts = training_prompts(train, None if path is None else locate(TargetConfig(name=path)))
         self.held_out = HeldOut(config, target, held_out, accelerator)
+        self.samples = self.held_out.samples
 
     def copy_of_module(self) -> nn.Module:
         return copy.deepcopy(self.module, {id(self.target): self.target})
@@ -115,10 +116,6 @@ class DraftTask:
     def evaluate(self, module: nn.Module) -> dict[str, float]:
         """Decode held-out prompts with the draft as it stands."""
         return self.held_out.score(self._proposer(module))
-
-    @property
-    def samples(self) -> Sequence[Mapping[str, Any]]:
-        return self.held_out.samples
 
     def save(self, module: nn.Module, progress: Progress, metrics: dict[str, float]) -> None:
         """Write the draft, in the target's dtype, as the run's artifact."""

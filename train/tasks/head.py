@@ -78,7 +78,7 @@ class HeadTask:
             check_keeps_apart(target.model)
         self.family = FAMILIES[config.head.kind]
         start = None if config.init is None else read_initial_head(config.init, target)
-        self.vocabulary = choose_vocabulary(config, target, train, accelerator) if start is None else start.vocabulary
+        self.vocabulary = choose_vocabulary(config.head.draft_vocab_size, target, train) if start is None else start.vocabulary
         if start is not None:
             size = None if self.vocabulary is None else len(self.vocabulary)
             config = config.model_copy(update={"head": config.head.model_copy(update={"draft_vocab_size": size})})
@@ -100,6 +100,7 @@ class HeadTask:
         self.module: nn.Module = HeadObjective(head, target, config.loss)
         self.training_prompts = training_prompts(train, None if start is None else start.folder)
         self.held_out = HeldOut(config, target, held_out, accelerator)
+        self.samples = self.held_out.samples
         if config.held_out.decode.tree is not None:
             check_drafts(self.proposer(self.module), config.held_out.decode)  # now, not at the first held-out decoding
 
@@ -135,10 +136,6 @@ class HeadTask:
         """Decode held-out prompts with the head, and predict the result from its agreement with the answers."""
         assert isinstance(module, HeadObjective)
         return self.held_out.score(self.proposer(module)) | self.held_out.predict(module, self.states)
-
-    @property
-    def samples(self) -> Sequence[Mapping[str, Any]]:
-        return self.held_out.samples
 
     def proposer(self, module: nn.Module) -> Proposer:
         return self.family.propose(serve(self.copy_of(module), self.target.model), self.target.device)

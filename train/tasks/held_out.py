@@ -42,6 +42,7 @@ from heads.proposers.protocol import Proposer
 from train.loop.checkpoints import Progress
 
 NUM_SAMPLES = 4  # answers that are shown while a training goes on
+TIMEOUT_SECONDS = 14_400  # how long processes wait for the one that decodes longest
 
 
 class HeldOut:
@@ -55,7 +56,6 @@ class HeldOut:
         accelerator: Accelerator,
     ) -> None:
         self.decode, self.target, self.accelerator = config.held_out.decode, target, accelerator
-        self.timeout_seconds = config.schedule.evaluation_timeout_seconds
         self.share = share_of(target.group, accelerator.state)
         rows = conversations[: config.held_out.num_prompts]
         self.requests = [
@@ -92,8 +92,8 @@ class HeldOut:
             counts += torch.tensor([committed, len(rounds), accepted, drafted], device=counts.device)
         if self.accelerator.is_main_process:
             shown = [each for each in first if each.rounds]
-            self.samples = [spell_sample(each, self.user_texts[each.prompt_id], self.target.spell) for each in shown]
-        wait_patiently(self.timeout_seconds)  # some processes have fewer prompts, or none
+            self.samples[:] = [spell_sample(each, self.user_texts[each.prompt_id], self.target.spell) for each in shown]
+        wait_patiently(TIMEOUT_SECONDS)  # some processes have fewer prompts, or none
         committed, num_rounds, accepted, drafted = self.accelerator.reduce(counts * self.share.writes, "sum").tolist()
         return {"tokens_per_target_step": committed / max(num_rounds, 1), "draft_token_yield": accepted / max(drafted, 1)}
 

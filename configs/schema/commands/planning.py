@@ -11,56 +11,45 @@ from typing import Literal
 from configs.schema.base import PositiveFloat, PositiveInt, PositiveShare, Settings
 from configs.schema.training import DistillConfig, HeadsConfig
 
-PresetName = Literal["laptop_cpu", "a100_80gb", "h100_80gb", "h200_141gb"]
 
-# FLOPs (`train.plan`) over training seconds and the processor's 0.47 TFLOP/s, of a training by configs/heads/eagle3.yaml from a
-# cache. No GPU was measured; docs/scaling.md says so.
-MEASURED_UTILISATION = 0.64
-
-
-class Preset(Settings):
-    """A kind of machine, each number of one accelerator; rates are in powers of ten, memory in GiB."""
+class Machine(Settings):
+    """A kind of machine, each number of one accelerator."""
 
     memory_gib: PositiveFloat
-    tflops: PositiveFloat  # dense bfloat16
-    memory_gb_per_second: PositiveFloat
-    disk_gb_per_second: PositiveFloat
+    tflops: PositiveFloat  # dense bfloat16, in 10^12 operations a second
     host_memory_gib: PositiveFloat  # an accelerator's share of its node's memory
 
 
-PRESETS: dict[PresetName, Preset] = {
-    # Measured on two cores of a shared machine: a product of 2048-wide bfloat16 matrices, memory as in large matrix-vector
-    # products.
-    "laptop_cpu": Preset(memory_gib=16.0, tflops=0.47, memory_gb_per_second=18.0, disk_gb_per_second=0.5, host_memory_gib=16.0),
-    "a100_80gb": Preset(
-        memory_gib=79.0, tflops=312.0, memory_gb_per_second=2039.0, disk_gb_per_second=2.0, host_memory_gib=128.0
-    ),
-    "h100_80gb": Preset(
-        memory_gib=79.0, tflops=989.0, memory_gb_per_second=3350.0, disk_gb_per_second=2.0, host_memory_gib=256.0
-    ),
+MACHINES = {
+    # Measured on two cores of a shared machine: a product of 2048-wide bfloat16 matrices.
+    "laptop_cpu": Machine(memory_gib=16.0, tflops=0.47, host_memory_gib=16.0),
+    "h100_80gb": Machine(memory_gib=79.0, tflops=989.0, host_memory_gib=256.0),
+    "h200_141gb": Machine(memory_gib=139.0, tflops=989.0, host_memory_gib=256.0),
 }
-PRESETS["h200_141gb"] = PRESETS["h100_80gb"].model_copy(update={"memory_gib": 139.0, "memory_gb_per_second": 4800.0})
 
 
 class HardwareConfig(Settings):
-    """The machines of a run. None takes the number that was measured, or the preset's."""
+    """The machines of a run. None takes the preset's number."""
 
-    preset: PresetName = "laptop_cpu"
+    preset: Literal["laptop_cpu", "h100_80gb", "h200_141gb"] = "laptop_cpu"
     num_accelerators: PositiveInt = 1  # GPUs, or processes on CPUs, over all nodes
     accelerators_per_node: PositiveInt = 8
-    measured: str | None = None  # gpu-check.json, which `make gpu-check` writes on such a machine
     memory_gib: PositiveFloat | None = None
     tflops: PositiveFloat | None = None
-    memory_gb_per_second: PositiveFloat | None = None
-    disk_gb_per_second: PositiveFloat | None = None
     host_memory_gib: PositiveFloat | None = None
-    utilisation: PositiveShare = MEASURED_UTILISATION  # FLOP/s reached in a step's matrix products over `tflops`
+    # FLOP/s reached in a step over `tflops`. 0.64 was measured on a CPU, by configs/heads/eagle3.yaml from a cache; no GPU was
+    utilisation: PositiveShare = 0.64
 
     @property
-    def machine(self) -> Preset:
+    def machine(self) -> Machine:
         """The preset, with what was given in place of its numbers."""
-        given = {name: value for name in Preset.model_fields if (value := getattr(self, name)) is not None}
-        return PRESETS[self.preset].model_copy(update=given)
+        given = {name: value for name in Machine.model_fields if (value := getattr(self, name)) is not None}
+        return MACHINES[self.preset].model_copy(update=given)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether its processes have no accelerators."""
+        return self.preset == "laptop_cpu"
 
 
 class WorkloadConfig(Settings):

@@ -9,12 +9,10 @@ import sys
 
 import pytest
 from safetensors import SafetensorError
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from configs.runtime.command import (
     BAD_INPUT,
     DONE,
-    ERROR_FILE,
     EXIT_CODE_FILE,
     FAILED,
     GATE_FAILED,
@@ -24,8 +22,7 @@ from configs.runtime.command import (
 )
 from configs.runtime.errors import InputError, RunFailed, Stopped
 from configs.runtime.files import CHECKOUT
-from configs.runtime.key_list import keys_of
-from configs.runtime.loading import load_config
+from configs.runtime.loading import keys_of, load_config
 from configs.schema.data import DataConfig
 from configs.schema.decoding import DecodeConfig
 from configs.schema.evaluation import EvalConfig, GateConfig
@@ -90,23 +87,6 @@ def test_the_exit_code_is_noted_for_whoever_started_the_launcher(monkeypatch, tm
     assert (tmp_path / "note").read_text() == "143"
 
 
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (InputError("prompts.jsonl, line 3: not JSON"), "error: prompts.jsonl, line 3: not JSON"),
-        (RunFailed("the loss is nan in step 8"), "error: the loss is nan in step 8"),
-        (ValueError("shape\nof what"), "ValueError: shape"),
-    ],
-)
-def test_torchs_launcher_shows_why_a_process_failed(error, message, tmp_path, monkeypatch):
-    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
-    code = run(raising(error))
-    failure = ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file=str(tmp_path / "error.json"))
-    assert f"traceback : {message}\n" in ChildFailedError("train", {0: failure}).format_msg()
-    monkeypatch.setenv(ERROR_FILE, str(tmp_path))  # a folder
-    assert run(raising(error)) == code
-
-
 @pytest.mark.parametrize("bug", [MemoryError(), OSError(5, "Input/output error")])
 def test_what_is_not_the_users_mistake_keeps_its_traceback_and_is_no_failed_gate(bug, capsys):
     assert run(raising(bug)) == FAILED == 70
@@ -156,9 +136,9 @@ def run_of(schema, *argv, **options):
 def test_a_key_has_its_type_default_and_the_comment_beside_it():
     keys = {(key.path, key.kind): key for key in keys_of(HeadsConfig)}
     depths = keys["head.num_depths", "kind: mtp"]
-    assert (depths.type, depths.default, depths.sentence) == ("integer >= 1", "4", "depths trained")
+    assert (depths.type, depths.default, depths.sentence) == ("integer", "4", "depths trained")
     assert keys["head.concat_order", "kind: mtp"].type == "embedding_first | hidden_first"
-    assert keys["target.revision", ""].type == "text | null"
+    assert keys["target.revision", ""].type == "string | null"
 
 
 def test_the_default_is_what_the_section_above_sets():
@@ -172,9 +152,7 @@ def test_every_key_has_a_sentence(schema):
 
 
 def test_keys_are_printed_before_missing_arguments_are_complained_of(capsys):
-    with pytest.raises(SystemExit) as end:
-        run_of(GateConfig, "--keys", "rules.*.m", add_arguments=lambda parser: parser.add_argument("report"))
-    assert end.value.code == 0
+    assert run_of(GateConfig, "--keys", "rules.*.m", add_arguments=lambda parser: parser.add_argument("report")) == DONE
     printed = capsys.readouterr().out
     assert "rules.*.min: number | null = null\n" in printed
     assert "suite_sha256" not in printed

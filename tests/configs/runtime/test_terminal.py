@@ -16,7 +16,6 @@ from configs.runtime.terminal import (
     LOGGER,
     PROGRESS_FILE,
     STAGE,
-    Tokens,
     is_main_process,
     one_line,
     printable,
@@ -81,46 +80,20 @@ def test_lines_come_at_most_every_ten_seconds_with_count_rate_and_time_left(cloc
     ]
 
 
-def test_tokens_tell_the_time_left_before_the_first_text_has_ended(clock, caplog):
-    tokens = Tokens()
-    tokens.expect(1000)
-    with progress("answers", 10, "prompts", tokens=tokens) as advance:
-        clock.now += 20
-        tokens.write(80)
-        tokens.end(100, 20)
-        advance(1)
-        clock.now += 20
-        tokens.write(0)
-    assert caplog.messages[0] == "answers: 0/10 prompts (8 %), 4 tokens/s, 0:03:50 left"  # at most: 920 tokens
-    # The text that has ended filled a fifth of its limit; those under way have 60 tokens already.
-    assert caplog.messages[1] == "answers: 1/10 prompts (10 %), 2 tokens/s, 0:06:00 left"
-
-
 def test_a_stage_of_a_run_writes_how_far_it_is_at_most_every_two_seconds(clock, monkeypatch, tmp_path):
-    path, written, tokens = tmp_path / "progress.json", [], Tokens()
+    path, written = tmp_path / "progress.json", []
     clock.time = lambda: 1000.0 + clock.now
     monkeypatch.setenv(PROGRESS_FILE, str(path))
     monkeypatch.setenv(STAGE, "data")
-    tokens.expect(1000)
-    with progress("answers", 100, "prompts", tokens=tokens) as advance:
+    with progress("answers", 100, "prompts", done=40) as advance:
         for _ in range(30):
             clock.now += 0.25
-            tokens.write(10)
+            advance(1)
             written.append(path.read_text())
-        assert json.loads(written[-1]) == {
-            "stage": "data",
-            "description": "answers",
-            "done": 0,
-            "total": 100,
-            "unit": "prompts",
-            "rate": 40.0,
-            "rate_unit": "tokens",
-            "seconds_left": pytest.approx(760 / 40),
-            "share": 0.24,
-            "time": 1106.0,
-        }
+        found = {"description": "answers", "done": 64, "total": 100, "unit": "prompts", "rate": 4.0, "share": 0.64}
+        assert json.loads(written[-1]) == found | {"stage": "data", "seconds_left": 9.0, "time": 1106.0}
         assert len(set(written)) == 4
-        advance(100)
+        advance(30)
     assert json.loads(path.read_text())["done"] == 100
     assert [each.name for each in tmp_path.iterdir()] == ["progress.json"]
 
@@ -156,13 +129,9 @@ def test_a_terminal_gets_a_bar_with_the_rate_and_no_lines(monkeypatch, caplog):
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", terminal)
-    tokens = Tokens()
-    tokens.expect(9)
-    with progress("answers", 3, tokens=tokens):
-        tokens.write(3)
     with progress("decoding", 3, "prompts") as advance, progress("held-out", 1):  # evaluation during training
         advance(3)
-    assert all(shown in terminal.getvalue() for shown in ("decoding", "held-out", "3/3", "prompts/s", "tokens/s"))
+    assert all(shown in terminal.getvalue() for shown in ("decoding", "held-out", "3/3", "prompts/s"))
     assert caplog.messages == []
 
 

@@ -11,7 +11,6 @@ from tokenizers import AddedToken
 
 from configs.runtime.errors import InputError
 from configs.runtime.loading import parse_yaml
-from configs.runtime.terminal import Tokens
 from configs.schema.data import PromptKind, PromptsConfig
 from distill.generation import self_seeding
 from distill.generation.prompts import DUPLICATE
@@ -117,7 +116,7 @@ def test_as_many_distinct_prompts_as_asked_for_by_seed_and_number_alone(byte_tar
     assert not any(marker in prompt.user_text for prompt in prompts for marker in ("<|im_start|>", "<|im_end|>"))
     one = CONFIG.model_copy(update={"num_prompts": 1})
     assert self_seed(byte_target, one, batch_size=8, seed=1)[0] != prompts[:1]
-    other = Writer(byte_target, CONFIG, Tokens(), batch_size=8, seed=0)
+    other = Writer(byte_target, CONFIG, batch_size=8, seed=0)
 
     def with_the_other_rank(turns):
         return [*turns, *other.write([number + 1 for number, _ in turns])]
@@ -172,7 +171,7 @@ def test_every_kind_has_seeds_and_every_slot_words():
 
 
 def test_turns_begin_with_their_opening_and_go_on_whatever_the_batch(byte_target):
-    written = Writer(byte_target, STEERED, Tokens(), batch_size=8, seed=0).write(range(32))
+    written = Writer(byte_target, STEERED, batch_size=8, seed=0).write(range(32))
     assert [number for number, _ in written] == list(range(32))
     found = {number: said for number, said in written if said is not None}
     assert len({lead(STEERED, 0, number)[1] for number in found}) > 2
@@ -180,4 +179,4 @@ def test_turns_begin_with_their_opening_and_go_on_whatever_the_batch(byte_target
         opening = lead(STEERED, 0, number)[1].strip()
         assert said.startswith(opening)
         assert len(said) > len(opening)
-    assert Writer(byte_target, STEERED, Tokens(), batch_size=5, seed=0).write(range(32)) == written
+    assert Writer(byte_target, STEERED, batch_size=5, seed=0).write(range(32)) == written

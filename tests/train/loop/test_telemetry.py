@@ -5,12 +5,9 @@ from contextlib import suppress
 import pytest
 import torch
 
-from configs.schema.training import ScheduleConfig
 from distill.dataset.batches import Example, collate
 from train.loop import telemetry
-from train.loop.telemetry import ASIDE, SHARE, STEP_PARTS, StepClock, StepMetrics, find_peak
-
-GPU = torch.device("cuda", 0)
+from train.loop.telemetry import ASIDE, SHARE, STEP_PARTS, StepClock, StepMetrics
 
 
 class Clock(StepClock):
@@ -48,7 +45,7 @@ def step(metrics, clock, lengths, value, norm, **seconds):
 def test_what_two_processes_did_is_added_up_before_it_is_divided_and_each_report_begins_anew(monkeypatch):
     monkeypatch.setattr(telemetry, "memory_peak", lambda _: 2.0**30)
     clock = Clock()
-    metrics = StepMetrics(TwoProcesses(), clock, 3e7, 1e9)
+    metrics = StepMetrics(TwoProcesses(), clock, 3e7)
     step(metrics, clock, (10, 4), 12.0, 0.5, target=3.0, backward=1.0)
     step(metrics, clock, (6,), 3.0, 1.5, loss=4.0)
     report = metrics.report()
@@ -57,7 +54,7 @@ def test_what_two_processes_did_is_added_up_before_it_is_divided_and_each_report
     seconds = 8 + 24  # over both processes, which take as long: half of it each
     assert report["labels_per_second"] == pytest.approx(4 * 9 / (seconds / 2))
     assert report["tokens_per_second"] == pytest.approx(4 * 20 / (seconds / 2))  # padding is none
-    assert report["model_flop_utilization"] == pytest.approx(4 * 20 * 3e7 / (seconds * 1e9))
+    assert report["model_tflops_per_second"] == pytest.approx(4 * 20 * 3e7 / seconds / 1e12)
     assert report["memory_peak_bytes"] == 3 * 2**30
     shares = {name.removeprefix(SHARE): share for name, share in report.items() if name.startswith(SHARE)}
     assert list(shares) == list(STEP_PARTS)
@@ -67,21 +64,6 @@ def test_what_two_processes_did_is_added_up_before_it_is_divided_and_each_report
     step(metrics, clock, (5,), 3.0, 3.0, backward=1.0)
     report = metrics.report()
     assert (report["loss"], report["gradient_norm"], report[f"{SHARE}backward"], report[f"{SHARE}loss"]) == (1, 3, 1, 0)
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", {}, 989e12),
-        ("NVIDIA H100 PCIe", {}, 756e12),
-        ("NVIDIA H100 80GB HBM3", {"mixed_precision": "no"}, None),
-        ("NVIDIA H100 80GB HBM3", {"mixed_precision": "no", "peak_tflops": 67.0}, 67e12),
-        ("Another GPU", {}, None),
-    ],
-)
-def test_the_peak_is_the_configs_or_the_data_sheets_in_16_bits(monkeypatch, name, settings, peak):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert find_peak(GPU, ScheduleConfig(**settings)) == peak
 
 
 class Time:

@@ -18,9 +18,20 @@ from tests.support.caches import random_conversations
 from tests.support.family_configs import tiny_model
 from tests.support.tiny_heads import HEADS
 from tests.support.training_runs import distill_config, draft_task
-from train.plan.memory import ENGINES, GIBIBYTE, HEADROOM, SPREADING, Memory, Sharing, needed_bytes
 from train.plan.models import count, frozen_copies, plan_models
-from train.plan.plan import Workload, flops_of, make_plan
+from train.plan.plan import (
+    ALONE,
+    ENGINES,
+    GIBIBYTE,
+    HEADROOM,
+    OFFLOADING,
+    SPREADING,
+    Sharing,
+    Workload,
+    flops_of,
+    make_plan,
+    needed_bytes,
+)
 
 WORK = Workload(num_conversations=100, mean_tokens=40, label_share=0.8)
 
@@ -116,7 +127,7 @@ def test_the_flops_of_a_step_are_about_those_that_torch_counts(folder, head_task
     batch = collate(list(ConversationDataset(random_conversations([(8, 32)] * 4, 64, seed=0), 512)))
     with Counting() as counting:
         task.loss(task.module, batch, task.source.read(batch)).loss.backward()
-    planned = flops_of(config, plan_models(config), WORK).total * batch.input_ids_BT.numel()
+    planned = sum(flops_of(config, plan_models(config), WORK).values()) * batch.input_ids_BT.numel()
     assert 0.85 < planned / counting.flops < 1.15
 
 
@@ -128,8 +139,8 @@ def test_experts_are_counted_by_those_that_a_token_is_sent_to(tmp_path, model):
         model(**sizes, intermediate_size=64, moe_intermediate_size=64, num_experts_per_tok=used).save_pretrained(tmp_path)
         config = distilled(tmp_path, student={"layers": [0]})
         flops.append(flops_of(config, plan_models(config), WORK))
-    assert flops[1].draft - flops[0].draft == 3 * 2 * 3 * 32 * 64
-    assert flops[1].target_forward - flops[0].target_forward == 2 * 2 * 3 * 32 * 64
+    assert flops[1]["draft"] - flops[0]["draft"] == 3 * 2 * 3 * 32 * 64
+    assert flops[1]["target"] - flops[0]["target"] == 2 * 2 * 3 * 32 * 64
 
 
 def planned(folder, *, hardware=None, **settings):
@@ -139,29 +150,21 @@ def planned(folder, *, hardware=None, **settings):
 
 def test_steps_tokens_and_hours_follow_from_batch_and_epochs(folder):
     schedule = {"batch_size": 4, "gradient_accumulation_steps": 2, "epochs": 3, "mixed_precision": "no"}
-    plan = planned(folder, schedule=schedule, hardware={"num_accelerators": 5})
+    plan = planned(folder, schedule=schedule, hardware={"num_accelerators": 5, "tflops": 2.0, "utilisation": 0.5})
     assert plan.tokens_per_step == 4 * 2 * 40
     assert plan.steps == 3 * 1000 // (4 * 2 * 5)
-    assert plan.hours == pytest.approx(plan.steps * plan.times.total / 3600)
-    assert plan.tokens_per_second == pytest.approx(5 * plan.tokens_per_step / plan.times.total)
+    assert plan.step_seconds == pytest.approx(sum(plan.flops.values()) * 320 / 1e12)
+    assert plan.hours == pytest.approx(plan.steps * plan.step_seconds / 3600)
+    assert plan.tokens_per_second == pytest.approx(5 * 320 / plan.step_seconds)
+    assert planned(folder, data={"cache": "somewhere"}).flops["target"] == 0 < plan.flops["target"]
 
 
 def test_packed_rows_hold_several_conversations_and_keep_as_many_positions(folder):
     data, schedule = {"max_length": 100, "packing": True}, {"batch_size": 4, "epochs": 3, "mixed_precision": "no"}
     packed, padded = (planned(folder, data=each, schedule=schedule) for each in (data, {"max_length": 100}))
     assert packed.tokens_per_step == 4 * 400
-    assert padded.tokens_per_step == 4 * 40
     assert packed.steps == 3 * 1000 // (4 * 10)  # ten conversations of 40 tokens a row of 400
-    assert packed.memory.target_activations == 4 * padded.memory.target_activations
-    assert packed.memory.draft_activations == pytest.approx(4 * padded.memory.draft_activations, rel=0.01)
-    assert packed.memory.held_out_kv == padded.memory.held_out_kv
-
-
-def test_a_cache_saves_the_targets_forward_and_is_read_from_disk(folder):
-    online, cached = planned(folder), planned(folder, data={"cache": "somewhere"})
-    assert online.flops.target_forward > 0 == cached.flops.target_forward
-    assert online.times.cache == 0 < cached.times.cache
-    assert cached.times.cache == pytest.approx(cached.cache_row_bytes * cached.tokens_per_step / 0.5e9)
+    assert packed.memory["target activations"] == 4 * padded.memory["target activations"]
 
 
 @pytest.mark.parametrize("name", ["gemma4_text", "deepseek_v3", "jamba", "mamba2"])
@@ -172,25 +175,13 @@ def test_a_target_of_any_family_is_planned(tmp_path, name):
         "data": {"max_length": 12},
         "workload": {"num_conversations": 100, "mean_tokens": 10.0, "label_share": 0.5},
     }
-    plan = make_plan(heads(tmp_path, "eagle3", **settings))
-    assert count(plan.models.target) == count(model)
-    assert plan.flops.target_forward > 0
+    assert count(make_plan(heads(tmp_path, "eagle3", **settings)).models.target) == count(model)
     distillation = make_plan(distilled(tmp_path, student={"layers": [0, 1]}, **settings))
     assert count(distillation.models.draft) == count(keep_layers(model, [0, 1]))
 
 
-MEMORY = Memory(
-    target_weights=1000,
-    draft_weights=400,
-    draft_casts=200,
-    frozen_draft=10,
-    gradients=400,
-    optimizer_states=800,
-    draft_activations=50,
-    target_activations=20,
-    loss_logits=5,
-    held_out_kv=3,
-)
+MEMORY = {"target weights": 1000, "draft weights": 400, "draft casts": 200, "frozen draft": 10, "gradients": 400}
+MEMORY |= {"optimizer states": 800, "draft activations": 50, "loss logits": 28}
 
 
 @pytest.fixture
@@ -212,7 +203,7 @@ def planned_head(tmp_path, greedy_target):
 
 
 def named(name):
-    (engine,) = [each for each in (*ENGINES, SPREADING) if each.name == name]
+    (engine,) = [each for each in (ALONE, *ENGINES, OFFLOADING, SPREADING) if each.name == name]
     return engine
 
 
@@ -220,20 +211,20 @@ def test_each_stage_splits_one_part_more():
     def needed(name, **kind):
         return needed_bytes(MEMORY, named(name), 4, target_block=30, **kind)
 
-    whole = sum(vars(MEMORY).values())
+    whole = sum(MEMORY.values())
     assert needed("one_gpu") == needed("ddp_gpus") == whole
     assert needed("zero2") == whole - 600 - 300
     assert needed("one_gpu with target.device_map") == whole - 750 + 30
     assert needed("fsdp2", head=True) == whole - 600  # gathers a head's weights and gradients as a whole
     # What a step takes is less than the two whole drafts that are there at the start.
     assert needed("zero3") == needed("fsdp2") == needed("zero3_offload") == 1000 + 2 * 400 + 10
-    long = dataclasses.replace(MEMORY, draft_activations=5000)
+    long = MEMORY | {"draft activations": 5000}
     assert needed_bytes(long, named("fsdp2"), 4, target_block=30) == whole + 4950 - 600 - 300 - 300 - 150
 
 
 def test_processes_of_a_group_hold_their_part_of_the_blocks_and_all_of_the_rest():
     needed = needed_bytes(MEMORY, Sharing(recipe="ddp_gpus", group=4), 8, target_block=30, target_outside=200)
-    assert needed == sum(vars(MEMORY).values()) - 1000 + (200 + 800 / 4) + 30
+    assert needed == sum(MEMORY.values()) - 1000 + (200 + 800 / 4) + 30
 
 
 def test_the_simplest_way_that_fits_is_taken_and_the_others_say_why_not(planned_head):
@@ -255,4 +246,3 @@ def test_one_process_with_a_spread_target_takes_the_steps_of_one(planned_head):
     spread = dataclasses.replace(roomy, fits=[fit for fit in roomy.fits if fit.engine.spreads_target])
     assert spread.num_processes == 1
     assert spread.steps == planned_head(num_accelerators=1, num_blocks=16).steps > roomy.steps
-    assert spread.hours == pytest.approx(spread.steps / roomy.steps * roomy.hours)

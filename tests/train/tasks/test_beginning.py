@@ -12,7 +12,7 @@ from distill.dataset.conversations import index_of
 from heads.metadata import METADATA_FILE, PROMPTS_FILE
 from tests.support.caches import conversation
 from tests.support.training_runs import distil, distill_config, draft_task, train_task
-from train.resolve import most_frequent_answer_tokens
+from train.resolve import choose_vocabulary
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ ROWS = [conversation((50, 50, 50, 50), (40, 9, 9, 33)), conversation((51,), (40,
 
 def test_the_most_frequent_answer_tokens_are_taken_and_ties_go_to_the_lower_id(target, caplog):
     with caplog.at_level(logging.INFO, logger="draftsmith"):
-        chosen = most_frequent_answer_tokens(ROWS, 6, target)
+        chosen = choose_vocabulary(6, target, ROWS)
     # 9 comes three times, 33 and 40 twice; of 12 and 20, once each, one fits. Prompt tokens do not count; 1 and 2 end answers.
     assert chosen.token_ids_W.tolist() == [1, 2, 9, 12, 33, 40]
     assert chosen.target_vocab_size == 64
@@ -35,7 +35,7 @@ def test_the_most_frequent_answer_tokens_are_taken_and_ties_go_to_the_lower_id(t
 @pytest.mark.parametrize("size", [1, 65])
 def test_a_size_that_cannot_be_is_refused_with_what_can(target, size):
     with pytest.raises(ConfigError, match=rf"^draft_vocab_size: expected 2 .* to 64 .*, got {size}"):
-        most_frequent_answer_tokens(ROWS, size, target)
+        choose_vocabulary(size, target, ROWS)
 
 
 @pytest.fixture
